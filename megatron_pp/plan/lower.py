@@ -442,7 +442,11 @@ class _RankLowering:
         return [list(same) for _, same in groupby(posts, key=lambda p: p.round)]
 
     def _emit_one_way(self, posts: list[Post], program: list[Instruction]) -> None:
-        """Receives, sends, then the waits that stand here; behind a wait, the next receive of its channel."""
+        """Receives, sends, then the waits that stand here; behind a wait, the next receive of its channel.
+
+        Where shapes travel ahead, a send holds a hardware queue back until its receiver has begun; so between joint
+        halves and the next entry, receives of an earlier round are complete before it.
+        """
         if self.looks_ahead:  # those behind others stand there already
             program += [p.post for p in receives_first(posts)]
             return
@@ -451,9 +455,13 @@ class _RankLowering:
         for p in receives:
             first.setdefault(p.channel, p)
         program += [p.post for p in first.values()]
-        program += [p.post for p in posts if p.post.op in SEND_OPS]
-        for p in receives:
-            program += (p.finish,) if first[p.channel] is p else (p.post, p.finish)
+        waits = [(p.round, (p.finish,) if first[p.channel] is p else (p.post, p.finish)) for p in receives]
+        for send in (p for p in posts if p.post.op in SEND_OPS):
+            while self.spec.variable_shapes and waits and waits[0][0] < send.round:
+                program += waits.pop(0)[1]
+            program.append(send.post)
+        for _, wait in waits:
+            program += wait
 
     def _emit_named(self, posts: list[Post], program: list[Instruction]) -> None:
         """The same where named tensors are among them. On one hardware queue one waits for that before it on its

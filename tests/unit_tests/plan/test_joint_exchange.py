@@ -9,7 +9,7 @@ from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs import Link, Network, StageCosts
 from megatron_pp.plan.instruction import format_program
 from megatron_pp.plan.sim.simulate import simulate
-from megatron_pp.plan.spec import BATCHED, OVERLAP, PLAIN, Plan, PlanSpec
+from megatron_pp.plan.spec import BATCHED, DEVICE_SYNC, ONE_QUEUE, OVERLAP, PLAIN, Plan, PlanSpec
 
 BLOCKING = [(PLAIN, False), (PLAIN, True), (BATCHED, False), (BATCHED, True), (OVERLAP, True)]
 IN_STEP = [
@@ -86,3 +86,11 @@ def test_a_step_is_hardly_longer_than_with_overlap(shape: tuple, policy: str, va
         simulate(plan_of(*shape, *how), costs, network).makespan for how in ((OVERLAP, False), (policy, variable))
     )
     assert blocking <= 1.06 * overlap
+
+
+@pytest.mark.parametrize(("policy", "variable"), BLOCKING)
+@pytest.mark.parametrize("shape", [*IN_STEP, ("interleaved_zb", 2, 2, 12, 4), ("interleaved_zb", 2, 4, 3, 0)])
+def test_one_hardware_queue_does_not_deadlock(shape: tuple, policy: str, variable: bool) -> None:
+    """A send that its shape holds back would stand before the receive of an earlier round, for which its peer waits."""
+    plan = build_plan(PlanSpec(*shape, policy, variable_shapes=variable, device=(ONE_QUEUE, DEVICE_SYNC)))
+    assert {ONE_QUEUE, DEVICE_SYNC} <= set(plan.certificate.rules)
