@@ -423,7 +423,8 @@ class _RankLowering:
                 program += waits_of(together) + releases_of(together)
         elif self.spec.channels == ONE_WAY:
             emit = self._emit_named if self.routes and any(p.place for p in posts) else self._emit_one_way
-            emit(posts, program)
+            for together in self._completed_in_turn(posts):
+                emit(together, program)
         elif self.spec.variable_shapes:
             for p in posts:
                 program += (p.post, p.finish) if p.post.op in RECV_OPS else (p.post,)
@@ -441,12 +442,16 @@ class _RankLowering:
             return [posts]
         return [list(same) for _, same in groupby(posts, key=lambda p: p.round)]
 
-    def _emit_one_way(self, posts: list[Post], program: list[Instruction]) -> None:
-        """Receives, sends, then the waits that stand here; behind a wait, the next receive of its channel.
-
-        Where shapes travel ahead, a send holds a hardware queue back until its receiver has begun; so between joint
-        halves and the next entry, receives of an earlier round are complete before it.
+    def _completed_in_turn(self, posts: list[Post]) -> list[list[Post]]:
+        """All messages of a boundary; where shapes travel ahead, receives of a round before the last send's come first:
+        its shape holds a hardware queue back, which their rest then stands behind.
         """
+        last = max((p.round for p in posts if p.post.op in SEND_OPS), default=0)
+        early = [p for p in posts if p.round < last] if self.spec.variable_shapes else []
+        return [early, posts[len(early) :]] if any(p.post.op in RECV_OPS for p in early) else [posts]
+
+    def _emit_one_way(self, posts: list[Post], program: list[Instruction]) -> None:
+        """Receives, sends, then the waits that stand here; behind a wait, the next receive of its channel."""
         if self.looks_ahead:  # those behind others stand there already
             program += [p.post for p in receives_first(posts)]
             return
@@ -455,13 +460,9 @@ class _RankLowering:
         for p in receives:
             first.setdefault(p.channel, p)
         program += [p.post for p in first.values()]
-        waits = [(p.round, (p.finish,) if first[p.channel] is p else (p.post, p.finish)) for p in receives]
-        for send in (p for p in posts if p.post.op in SEND_OPS):
-            while self.spec.variable_shapes and waits and waits[0][0] < send.round:
-                program += waits.pop(0)[1]
-            program.append(send.post)
-        for _, wait in waits:
-            program += wait
+        program += [p.post for p in posts if p.post.op in SEND_OPS]
+        for p in receives:
+            program += (p.finish,) if first[p.channel] is p else (p.post, p.finish)
 
     def _emit_named(self, posts: list[Post], program: list[Instruction]) -> None:
         """The same where named tensors are among them. On one hardware queue one waits for that before it on its
