@@ -13,7 +13,7 @@ rank: the stage, and the peer of a communication. ``Placement.place`` writes the
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -257,16 +257,19 @@ def may_pair(first: Instruction, second: Instruction) -> bool:
     return first.op == FORWARD and second.op == BACKWARD and first.mb != second.mb
 
 
-def pair_up(order: Iterable[Instruction]) -> list[Instruction]:
-    """The order with every forward that stands right before a full backward of another microbatch joined to it, to run
-    as one (``overlapped_forward_backward``): the all-to-alls of one half hide behind the other's compute.
+def pair_up(
+    order: Iterable[Instruction], joins: Callable[[Instruction, Instruction], bool] = may_pair
+) -> list[Instruction]:
+    """The order with two operations in a row joined to one entry where ``joins`` says so; by default every forward
+    that stands right before a full backward of another microbatch, to run as one (``overlapped_forward_backward``): the
+    all-to-alls of one half hide behind the other's compute.
 
     Backwards that leave their weight gradient for later are short already and stay alone.
     """
     paired: list[Instruction] = []
     for at in order:
-        if paired and may_pair(paired[-1], at):
-            paired[-1] = pair(paired[-1], at)
+        if paired and joins(paired[-1], at):
+            paired[-1] = Instruction(PAIR, members=(paired[-1], at))
         else:
             paired.append(at)
     return paired

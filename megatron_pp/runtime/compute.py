@@ -62,8 +62,10 @@ class BackwardHalf(NamedTuple):
 
 
 @runtime_checkable
-class JointSteps(Steps, Protocol):
-    """Steps that can run a forward and the backward of another microbatch as one, operation by operation."""
+class JointSteps(Protocol):
+    """What ``Steps`` have besides that can run a forward and another microbatch's backward as one, operation by
+    operation.
+    """
 
     def forward_and_backward(
         self, forward: ForwardHalf, backward: BackwardHalf, on_output: Ready | None, on_input_grad: Ready | None
