@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -14,13 +13,12 @@ import torch.distributed as dist
 
 from examples.gpt.checkpoint import CheckpointWriter, make_newest
 from examples.gpt.data import VOCAB_SIZE, BatchShape, SampleOrder, read_text, split_text
-from examples.gpt.distributed import Process, check_same_settings, choose_device, joined, on_all_ranks
-from examples.gpt.ending import StopRequest, exit_code_of, report
 from examples.gpt.errors import TrainingError
 from examples.gpt.gpt import GPTStage, build_gpt_chunks
 from examples.gpt.libraries import Libraries, choose_libraries
-from examples.gpt.metrics import Recorder, plot_metrics
+from examples.gpt.metrics import METRICS, Recorder, plot_loss, read_metrics
 from examples.gpt.optimizer import NamedAdamW
+from examples.gpt.process import Process, StopRequest, check_same_settings, choose_device, joined, on_first_rank, report
 from examples.gpt.run_folder import agreed_start, find_start
 from examples.gpt.settings import Settings, parse, save_settings
 from examples.gpt.trainer import Trainer
@@ -40,26 +38,22 @@ VALIDATION_SEED = 0  # every run validates on the same samples, whatever its own
 
 def main(argv: Sequence[str]) -> int:
     """Run the program; its exit code, as listed in the README beside this file."""
-    # The launcher sends SIGTERM when another rank has failed: this one still says what it knows of that.
-    with StopRequest() as stop:
-        try:
-            trainer = train(argv, stop)
-        except (TrainingError, PipelineError, ConfigError, PlanError) as error:
-            report(error, foreseen=True)
-            return exit_code_of(error)
-        except Exception as error:
-            report(error, foreseen=False)
-            return 1
+    try:
+        trainer = train(argv)
+    except (TrainingError, PipelineError, ConfigError, PlanError) as error:
+        return report(error, foreseen=True)
+    except Exception as error:
+        return report(error, foreseen=False)
     return 0 if trainer.stopped_by is None else 128 + trainer.stopped_by
 
 
-def train(argv: Sequence[str], stop: StopRequest) -> Trainer:
-    """Train as the command line says; signals are noted in ``stop`` from when the ranks have met.
+def train(argv: Sequence[str]) -> Trainer:
+    """Train as the command line says. From when the ranks have met, signals end it after a step.
 
     Bad input is raised before any communication, where one rank can see it."""
     settings, process = parse(argv), Process.from_environment()
     config = settings.make_config(process.world_size)
-    (training, validation), layout = _read_samples(settings, config), _layout(settings, config)
+    samples, layout = _read_samples(settings, config), _layout(settings, config)
     if process.local_world_size == process.world_size:  # else the folder may be on another node
         find_start(settings, layout)
     device = choose_device(settings.device, process)
@@ -72,7 +66,7 @@ def train(argv: Sequence[str], stop: StopRequest) -> Trainer:
     with joined(process, device, timeout):
         check_same_settings(settings.everything())
         with agreed_start(settings, layout) as start:
-            stop.begin()
+            stop = StopRequest()  # the launcher's SIGTERM too: a rank still says what it knows of another's failure
             steps_done = start.checkpoint.step if start.checkpoint else 0
             if settings.trace is not None:
                 config.trace_dir, config.trace_steps = str(start.folder / "traces"), settings.trace
@@ -82,20 +76,19 @@ def train(argv: Sequence[str], stop: StopRequest) -> Trainer:
             if process.rank == 0:
                 save_settings(settings, start.folder)
                 _keep_log(start.folder)
-            folder = start.folder if process.rank == 0 else None
-            recorder = Recorder(folder, steps_done, settings)
-            sizes = f"{len(training.tokens):,} + {len(validation.tokens):,}"
-            text = f"{sizes} bytes of text to learn from and to validate on"
+            recorder = Recorder(start.folder if process.rank == 0 else None, steps_done, settings)
+            text = " + ".join(f"{len(order.tokens):,}" for order in samples)
+            text += " bytes of text to learn from and to validate on"
             for line in (_introduction(config, device), text, *libraries.said, split):
                 recorder.say(line)
             writer = CheckpointWriter(start.folder / "checkpoints", settings.keep_checkpoints, layout)
             optimizer = NamedAdamW(chunks, settings, libraries.fused_adam)
             try:
-                trainer = Trainer(settings, chunks, training, validation, writer, recorder, stop, optimizer, device)
+                trainer = Trainer(settings, chunks, *samples, writer, recorder, stop, optimizer, device)
                 if (first := start.checkpoint) is not None:
                     trainer.load(first)
                     if first.path.name == first.name:  # a copy with a name of the user's is never the newest
-                        on_all_ranks(lambda: make_newest(first.path) if process.rank == 0 else None)
+                        on_first_rank(lambda: make_newest(first.path))
                 trainer.train()
             finally:
                 recorder.close()
@@ -178,23 +171,24 @@ def _introduction(config: TransformerConfig, device: torch.device) -> str:
 
 def _conclude(trainer: Trainer, folder: Path) -> None:
     """What rank 0 leaves and says at the end. Collective."""
-    if trainer.settings.trace is not None:
+    settings, said = trainer.settings, [f"metrics are in {folder}"]
+    if settings.trace is not None:
         flush_traces()
         dist.barrier()
     if dist.get_rank() > 0:
         return
-    said = [f"metrics are in {folder}"]
     # Asked before the plot: when other ranks have ended, the launcher sends this one a signal too.
     if trainer.stopped_by is not None:
         cause = trainer.stopped_by.name + ("" if trainer.stop.first else " to another rank")
-        steps = f"{trainer.steps_done} of {trainer.settings.train_steps}"
-        said = [f"stopped by {cause} after step {steps}", f"continue with --resume {folder}"]
-    if not math.isnan(trainer.validation_before):
-        after = f", {trainer.validation_after:.3f} after {counted(trainer.validated_at, 'step')}"
-        said += [f"validation loss: {trainer.validation_before:.3f} before{after if trainer.validated_at > 0 else ''}"]
-    if trainer.settings.trace is not None:
+        said = [f"stopped by {cause} after step {trainer.steps_done} of {settings.train_steps}"]
+        said += [f"continue with --resume {folder}"]
+    if losses := [(r["validation_loss"], r["step"]) for r in read_metrics(folder / METRICS) if "validation_loss" in r]:
+        (before, first), (after, last) = losses[0], losses[-1]
+        said += [f"validation loss: {before:.3f} before"]
+        said[-1] += f", {after:.3f} after {counted(last, 'step')}" if last > first else ""
+    if settings.trace is not None:
         said.append(_timeline(folder))
-    if trainer.settings.plot and (no_plot := plot_metrics(folder, _introduction(trainer.config, trainer.device))):
+    if settings.plot and (no_plot := plot_loss(folder, _introduction(trainer.config, trainer.device))):
         said.insert(0, no_plot)
     print("\n".join(said), flush=True)
 

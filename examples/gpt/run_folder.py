@@ -15,12 +15,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-import torch.distributed as dist
-
 from examples.gpt.checkpoint import LATEST, Checkpoint, check_layout, find_checkpoint
-from examples.gpt.distributed import on_all_ranks
 from examples.gpt.errors import ArgumentError, RunInUseError
 from examples.gpt.files import open_plain
+from examples.gpt.process import on_all_ranks, on_first_rank
 from examples.gpt.settings import ARGUMENTS, Settings, find_run, saved_values
 from megatron_pp.faults.liveness import process_of
 
@@ -59,9 +57,7 @@ def agreed_start(settings: Settings, layout: dict[str, Any]) -> Iterator[Start]:
     Collective. Errors are raised on every rank."""
     with ExitStack() as held:
 
-        def begin() -> Start | None:
-            if dist.get_rank() > 0:
-                return None
+        def begin() -> Start:
             file, launcher = held.enter_context(lock_folder(_folder_of(settings))), _launcher()
             # The restart count does not do: an agent does not count restarts that another one caused.
             start = find_start(settings, layout, again="TORCHELASTIC_RUN_ID" in os.environ and file.read() == launcher)
@@ -71,7 +67,7 @@ def agreed_start(settings: Settings, layout: dict[str, Any]) -> Iterator[Start]:
             file.flush()
             return start
 
-        start: Start = on_all_ranks(begin)[0]
+        start: Start = on_first_rank(begin)
         on_all_ranks(lambda: (start.folder / LOCK).stat())  # every node writes to it
         yield start
 

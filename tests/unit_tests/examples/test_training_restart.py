@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from examples.gpt import run_folder
 from examples.gpt.checkpoint import LATEST, Checkpoint, write_description
-from examples.gpt.distributed import agreed_place, check_same_settings
 from examples.gpt.errors import ArgumentError, CheckpointError
+from examples.gpt.process import agreed_place, check_same_settings
 from examples.gpt.run_folder import Start, find_start
 from examples.gpt.settings import ARGUMENTS, Settings, parse, save_settings
 from tests.harness.processes import run_processes
