@@ -98,8 +98,9 @@ def end_process(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    # What it logs of a rank that has ended, the ranks and the last line say.
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    # What they log of a rank that has ended, the ranks and the last line say.
+    for name in ("api", "errors.error_handler"):
+        logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").setLevel(logging.CRITICAL)
     folder = Path(tempfile.mkdtemp(prefix="megatron_pp_"))
     try:
         code = run(folder)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,44 +67,39 @@ def split_text(text: bytes, validation_fraction: float) -> tuple[Tensor, Tensor]
     return tokens[:cut], tokens[cut:]
 
 
-class BatchShape(NamedTuple):
-    """How a global batch is divided: ``num_microbatches`` are those of one replica in a step."""
-
-    micro_batch_size: int
-    num_microbatches: int
-    data_parallel_size: int
-    seq_length: int
-
-    @property
-    def samples(self) -> int:
-        return self.micro_batch_size * self.num_microbatches * self.data_parallel_size
-
-
+@dataclass
 class SampleOrder:
     """Samples of a text: windows of ``seq_length + 1`` tokens that overlap by one, in a shuffled order per epoch.
-    ``tokens`` is uint8, of one dimension. Raises DataError if the text, which is called ``name`` in the message, does
-    not fill a global batch."""
+    Raises DataError if the text, which is called ``name`` in the message, does not fill a global batch."""
 
-    def __init__(self, tokens: Tensor, shape: BatchShape, seed: int, name: str) -> None:
-        self.tokens, self.shape, self.seed = tokens, shape, seed
-        self.tokens_per_step = shape.samples * shape.seq_length
-        self.num_samples = (len(tokens) - 1) // shape.seq_length
-        if self.num_samples < shape.samples:
+    tokens: Tensor  # uint8, of one dimension
+    micro_batch_size: int
+    num_microbatches: int  # of one replica in a step
+    data_parallel_size: int
+    seq_length: int
+    seed: int
+    name: str
+
+    def __post_init__(self) -> None:
+        samples = self.micro_batch_size * self.num_microbatches * self.data_parallel_size
+        self.tokens_per_step = samples * self.seq_length
+        self.num_samples = (len(self.tokens) - 1) // self.seq_length
+        if self.num_samples < samples:
             raise DataError(
-                f"the {name} text of {len(tokens)} bytes is too short for one batch of {shape.samples} samples of "
-                f"{shape.seq_length} tokens; it takes at least {self.tokens_per_step + 1} bytes: give more text"
+                f"the {self.name} text of {len(self.tokens)} bytes is too short for one batch of {samples} samples of "
+                f"{self.seq_length} tokens; it takes at least {self.tokens_per_step + 1} bytes: give more text"
             )
         self._permutation = lru_cache(maxsize=2)(self._new_permutation)
 
     def microbatch(self, number: int) -> tuple[Tensor, Tensor]:
         """The tokens and labels, int64 ``[b, s]`` each, of one microbatch of the run."""
-        samples = range(number * self.shape.micro_batch_size, (number + 1) * self.shape.micro_batch_size)
+        samples = range(number * self.micro_batch_size, (number + 1) * self.micro_batch_size)
         windows = torch.stack([self._window(sample) for sample in samples]).long()
         return windows[:, :-1], windows[:, 1:]
 
     def step_iterator(self, step: int, data_parallel_rank: int, device: torch.device) -> Iterator[Microbatch]:
         """All microbatches of step ``step`` (0-based) for one replica, in order, on ``device``."""
-        replicas, per_replica = self.shape.data_parallel_size, self.shape.num_microbatches
+        replicas, per_replica = self.data_parallel_size, self.num_microbatches
         for microbatch in range(step * per_replica, (step + 1) * per_replica):
             number = microbatch * replicas + data_parallel_rank
             tokens, labels = self.microbatch(number)
@@ -112,8 +107,8 @@ class SampleOrder:
 
     def _window(self, sample: int) -> Tensor:
         epoch, index = divmod(sample, self.num_samples)
-        start = int(self._permutation(epoch)[index]) * self.shape.seq_length
-        return self.tokens[start : start + self.shape.seq_length + 1]
+        start = int(self._permutation(epoch)[index]) * self.seq_length
+        return self.tokens[start : start + self.seq_length + 1]
 
     def _new_permutation(self, epoch: int) -> Tensor:
         # One odd multiplier keeps (seed, epoch) pairs apart without drawing from the global generator.

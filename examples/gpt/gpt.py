@@ -135,8 +135,8 @@ def _initialize(block: nn.Module, std: float, seed: int, name: str, num_layers: 
 
 
 class GPTStage(nn.Module):
-    """One stage (a Megatron "model chunk") of a GPT: the token embedding with ``pre_process``, ``layers`` (numbers in the
-    whole model, or none), the final norm and the output projection with ``post_process``.
+    """One stage of a GPT: the token embedding (``pre_process``), layers by their numbers in the whole model, the final
+    norm and the output projection (``post_process``).
 
     Activations between stages have dtype ``config.pipeline_dtype`` (fp32 if not set). A shared output projection is a
     copy even in one process: ``optimizer.sum_tied_gradients`` adds the gradients in one order however the model is cut.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,17 +33,9 @@ _INSTALL = {
 }
 
 
-class Libraries(NamedTuple):
-    """The choice; ``said`` is for the log."""
-
-    parts: LayerParts
-    fused_adam: Any | None
-    said: tuple[str, ...]
-
-
-def choose_libraries(settings: Settings, device: torch.device, split: bool) -> Libraries:
-    """Choose as the settings say; ``split``: the schedule has weight-gradient operations. Raises ArgumentError where a
-    library that was asked for cannot be used."""
+def choose_libraries(settings: Settings, device: torch.device, split: bool) -> tuple[LayerParts, Any, tuple[str, str]]:
+    """What layers are built from, apex's optimizer or None, and two lines about that; ``split``: the schedule has
+    weight-gradient operations. Raises ArgumentError where a library that was asked for cannot be used."""
     on_gpu = device.type == "cuda"
     fused_adam = _find("--optimizer-impl", settings.optimizer_impl, "apex.optimizers", "FusedAdam", on_gpu)
     optimizer = "apex FusedAdam" if fused_adam else f"torch AdamW (fused={on_gpu})"
@@ -55,7 +47,7 @@ def choose_libraries(settings: Settings, device: torch.device, split: bool) -> L
         norm = _find("--norm-impl", settings.norm_impl, "apex.normalization", "FusedLayerNorm", on_gpu)
         parts = LayerParts(norm or nn.LayerNorm)
         layers = f"layers: torch; norms: {'apex FusedLayerNorm' if norm else 'torch LayerNorm'}"
-    return Libraries(parts, fused_adam, (layers, f"optimizer: {optimizer}"))
+    return parts, fused_adam, (layers, f"optimizer: {optimizer}")
 
 
 def _transformer_engine(settings: Settings, device: torch.device, split: bool) -> tuple[LayerParts, str]:

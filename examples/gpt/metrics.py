@@ -106,11 +106,12 @@ def plot_loss(folder: Path, title: str) -> str | None:
     except ImportError as error:
         return f"no {PLOT}: {error}"
     records = read_metrics(folder / METRICS)
-    axes = Figure(layout="constrained").add_subplot(title=title, xlabel="step", ylabel="nats per byte")
+    figure = Figure(layout="constrained")
+    axes = figure.add_subplot(title=title, xlabel="step", ylabel="nats per byte")
     for name, kind, marker in (("loss", "training", ""), ("validation_loss", "validation", "o")):
         steps = [record["step"] for record in records if name in record]
         values = [record[name] for record in records if name in record]
         axes.plot(steps, values, linewidth=0.8, marker=marker, label=kind)
     axes.legend()
-    axes.figure.savefig(folder / PLOT, dpi=120)
+    figure.savefig(folder / PLOT, dpi=120)
     return None

@@ -27,7 +27,7 @@ from megatron_pp.runtime.communicators import close_communicators
 
 _PATIENCE = timedelta(minutes=10)  # between the first process that comes and the last
 _ROOT = "megatron_pp/meeting"  # of our keys in torchrun's store
-_REPORT_LINES = 18  # at most
+_STACK = 4  # frames of it that are shown
 
 
 class Process(NamedTuple):
@@ -40,7 +40,7 @@ class Process(NamedTuple):
 
     @classmethod
     def from_environment(cls) -> Process:
-        return cls(*(int(os.environ.get(name.upper(), cls._field_defaults[name])) for name in cls._fields))
+        return cls(*(int(os.environ.get(name.upper(), str(default))) for name, default in cls._field_defaults.items()))
 
 
 def choose_device(wanted: str, process: Process) -> torch.device:
@@ -149,11 +149,8 @@ def report(error: Exception, foreseen: bool) -> int:
     with suppress(OSError):
         get_error_handler().record_exception(error)
     if _is_first("message" if foreseen else "stack"):
-        text = f"train.py: {type(error).__name__}: {error}" if foreseen else "".join(traceback.format_exception(error))
-        lines = text.rstrip().splitlines()
-        if len(lines) > _REPORT_LINES:
-            lines = [lines[0], f"  ... {len(lines) - _REPORT_LINES + 2} lines ...", *lines[2 - _REPORT_LINES :]]
-        print("\n".join(lines), file=sys.stderr, flush=True)
+        stack = "".join(traceback.format_exception(error, limit=-_STACK)).rstrip()
+        print(f"train.py: {type(error).__name__}: {error}" if foreseen else stack, file=sys.stderr, flush=True)
     default = 2 if isinstance(error, (ConfigError, PlanError, ScheduleInputError)) else 1
     return getattr(error, "exit_code", default)
 

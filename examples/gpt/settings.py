@@ -198,21 +198,20 @@ def parse(argv: Sequence[str]) -> Settings:
         ArgumentError: an unknown flag or an impossible value.
         CheckpointError: ``--resume`` names no run, or one whose settings are damaged.
     """
-    settings = _parse(argv)
-    given: list[str] = []
+    settings, given = _parse(argv), [*argv]
     if settings.config is not None:
         try:
-            given = _flags_of(parse_toml(Path(settings.config).read_text(encoding="utf-8")))
-            _parse(given)
+            of_file = _flags_of(parse_toml(Path(settings.config).read_text(encoding="utf-8")))
+            _parse(of_file)
         except (OSError, ValueError) as error:
             raise ArgumentError(f"--config is {settings.config}, which cannot be used: {error}") from error
-        settings = _parse([*given, *argv])
+        given = [*of_file, *argv]
+        settings = _parse(given)
     if settings.resume is not None and settings.run_dir is None:
         values = saved_values(find_run(Path(settings.resume)))
-        if any(flag.startswith("--pipeline-schedule") for flag in [*given, *argv]):
+        if any(flag.startswith("--pipeline-schedule") for flag in given):
             values = {name: value for name, value in values.items() if name not in _BROUGHT}
-        saved = _flags_of(values)
-        settings = _parse([*saved, *given, *argv])
+        settings = _parse([*_flags_of(values), *given])
     settings.check()
     return settings
 

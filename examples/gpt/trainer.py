@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -74,15 +74,6 @@ class ComputeTimers:
         self._marks.clear()
         spans = [span for of_one in marks for span in zip(of_one[::2], of_one[1::2], strict=True)]
         return sum(start.elapsed_time(stop) / 1000.0 if self.on_gpu else stop - start for start, stop in spans)
-
-
-class Agreement(NamedTuple):
-    """A global batch, as all ranks know it: mean loss, mean idle share, largest peak memory, signal to stop on."""
-
-    loss: float
-    bubble: float
-    memory_gib: float
-    stopped_by: signal.Signals | None
 
 
 @dataclass
@@ -156,10 +147,10 @@ class Trainer:
             losses, bubble = self._run_schedule(self.training, self.steps_done, forward_only=False)
             with self._watched("the norm of the gradient"):
                 norm = float(self.clipper.clip())
-            agreed = self._agree(losses, bubble)
-        if not (math.isfinite(agreed.loss) and math.isfinite(norm)):
+            loss, bubble, memory, stopped_by = self._agree(losses, bubble)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
             raise NonFiniteLossError(
-                f"step {self.steps_done + 1} gave loss {agreed.loss} and gradient norm {norm}; the weights are as "
+                f"step {self.steps_done + 1} gave loss {loss} and gradient norm {norm}; the weights are as "
                 f"before it: continue from a checkpoint with a lower --learning-rate than {settings.learning_rate}"
             )
         with self._watched("the optimizer step"):
@@ -167,11 +158,11 @@ class Trainer:
             self.optimizer.step(rate)
             self.steps_done += 1
             speed = self.training.tokens_per_step / (time.perf_counter() - start)
-            values = {"loss": agreed.loss, "learning_rate": rate, "gradient_norm": norm}
-            values |= {"tokens_per_second": round(speed, 1), "bubble": round(agreed.bubble, 4)}
-            values |= {"peak_memory_gib": round(agreed.memory_gib, 3), **self._mfu(speed)}
+            values = {"loss": loss, "learning_rate": rate, "gradient_norm": norm}
+            values |= {"tokens_per_second": round(speed, 1), "bubble": round(bubble, 4)}
+            values |= {"peak_memory_gib": round(memory, 3), **self._mfu(speed)}
             self.recorder.record(self.steps_done, **values)
-        self.stopped_by = agreed.stopped_by
+        self.stopped_by = stopped_by
 
     def _run_schedule(self, samples: SampleOrder, step: int, forward_only: bool) -> tuple[list[float], float]:
         """Global batch ``step`` (0-based) of ``samples``; gradients stay in the parameters unless ``forward_only``.
@@ -180,16 +171,15 @@ class Trainer:
         for chunk in self.chunks:
             chunk.train(not forward_only)
             iterators.append(samples.step_iterator(step, parallel_state.get_data_parallel_rank(), self.device))
-        several = self.config.virtual_pipeline_model_parallel_size is not None
         self.timers.take_seconds()
         start = time.perf_counter()
         reports = self._schedule(
             forward_step_func=forward_step,
-            data_iterator=iterators if several else iterators[0],
-            model=self.chunks if several else self.chunks[0],
-            num_microbatches=samples.shape.num_microbatches,
-            seq_length=samples.shape.seq_length,
-            micro_batch_size=samples.shape.micro_batch_size,
+            data_iterator=iterators,
+            model=self.chunks,
+            num_microbatches=samples.num_microbatches,
+            seq_length=samples.seq_length,
+            micro_batch_size=samples.micro_batch_size,
             forward_only=forward_only,
         )
         losses = [float(report["loss"]) for report in reports]
@@ -210,8 +200,8 @@ class Trainer:
         total, batches = 0.0, self.settings.eval_steps
         with self._watched("the validation"):
             for batch in range(batches):
-                agreed = self._agree(*self._run_schedule(self.validation, batch, forward_only=True))
-                total, self.stopped_by = total + agreed.loss, agreed.stopped_by
+                loss, *_, self.stopped_by = self._agree(*self._run_schedule(self.validation, batch, forward_only=True))
+                total += loss
                 if self.stopped_by is not None and batch + 1 < batches:
                     return
         self.validated_at = self.steps_done
@@ -223,8 +213,8 @@ class Trainer:
         self.saved_at = self.steps_done
         self.recorder.say(f"saved {path}")
 
-    def _agree(self, losses: list[float], bubble: float) -> Agreement:
-        """Of what all ranks know of a global batch; in one message."""
+    def _agree(self, losses: list[float], bubble: float) -> tuple[float, float, float, signal.Signals | None]:
+        """Of a global batch, in one message: mean loss, mean idle share, largest peak memory, signal to stop on."""
         known = [sum(losses), len(losses), bubble, peak_memory_gib(self.device), self.stop.first or 0]
         own = torch.tensor(known, dtype=torch.float64, device=self.device)
         everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
@@ -232,7 +222,7 @@ class Trainer:
             dist.all_gather(everyone, own)
         sums, counts, bubbles, memories, signals = torch.stack(everyone, 1).tolist()
         stopped_by = signal.Signals(int(max(signals))) if any(signals) else None
-        return Agreement(sum(sums) / sum(counts), sum(bubbles) / len(bubbles), max(memories), stopped_by)
+        return sum(sums) / sum(counts), sum(bubbles) / len(bubbles), max(memories), stopped_by
 
     def _watched(self, what: str) -> AbstractContextManager[Any]:
         """Around ``what`` ranks do together: a failure of one of them ends the others' waits."""

@@ -25,8 +25,7 @@ from examples.gpt.errors import (
 )
 from examples.gpt.libraries import choose_libraries
 from examples.gpt.process import Process, choose_device
-from examples.gpt.program import _layout, main
-from examples.gpt.run_folder import find_start
+from examples.gpt.program import _layout, find_start, main
 from examples.gpt.settings import ARGUMENTS, Settings, parse, save_settings
 from megatron_pp.config.model_config import ModelParallelConfig, TransformerConfig
 from megatron_pp.errors import ConfigError, LayoutError, PlanError, ScheduleError, ScheduleInputError, WorldSizeError
@@ -238,14 +237,14 @@ def test_auto_leaves_apex_alone_without_its_compiled_parts(tmp_path: Path, monke
     """Its Python imports all the same, and fails at the first call."""
     monkeypatch.syspath_prepend(write_apex(tmp_path))
     gpu = torch.device("cuda")
-    whole = choose_libraries(Settings(), gpu, split=False)
-    assert whole.fused_adam.__module__ == "apex.optimizers"
-    assert whole.parts.norm.__module__ == "apex.normalization"
+    parts, fused_adam, _ = choose_libraries(Settings(), gpu, split=False)
+    assert fused_adam.__module__ == "apex.optimizers"
+    assert parts.norm.__module__ == "apex.normalization"
     for name in ("amp_C", "fused_layer_norm_cuda"):
         monkeypatch.setitem(sys.modules, name, None)
-    bare = choose_libraries(Settings(), gpu, split=False)
-    assert bare.fused_adam is None
-    assert bare.parts.norm is torch.nn.LayerNorm
+    parts, fused_adam, _ = choose_libraries(Settings(), gpu, split=False)
+    assert fused_adam is None
+    assert parts.norm is torch.nn.LayerNorm
     for name in [name for name in sys.modules if name.split(".")[0] == "apex"]:
         monkeypatch.delitem(sys.modules, name)
 

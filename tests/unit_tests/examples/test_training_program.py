@@ -13,8 +13,7 @@ import torch.distributed as dist
 from examples.gpt.checkpoint import find_checkpoint
 from examples.gpt.errors import NonFiniteLossError
 from examples.gpt.metrics import METRICS, read_metrics
-from examples.gpt.program import main
-from examples.gpt.run_folder import lock_folder
+from examples.gpt.program import lock_folder, main
 from megatron_pp import parallel_state
 from tests.harness.train_flags import SMALL_MODEL
 from tests.harness.training_ranks import handlers_kept, train_here
