@@ -229,6 +229,20 @@ def bubble(report: Report) -> Any:
 _SIMULATED = {"simulated": "simulated", "measured": "measured"}
 
 
+def megatron_steps(report: Report) -> Any:
+    rows = _labels(report.rows, ("schedule", "P", "policy", "shapes"))
+    figure, (axes,) = new_chart(1, 1, 1.4 + 0.3 * len(rows))
+    shares = {
+        "simulated": [row["simulated ms"] / row["megatron ms"] for row in report.rows],
+        "ours": [row["ours / megatron"] for row in report.rows],
+    }
+    dot_rows(axes, rows, shares, label="ours", shown="{:.2f}")
+    target(axes, 1.03, "wanted: below 1.03")
+    axes.set(xlabel="a step under install(), and as simulated, of Megatron's own")
+    key(figure, axes)
+    return figure
+
+
 def prediction(report: Report) -> Any:
     columns = ("schedule", "P", "policy")
     points = [
@@ -319,5 +333,7 @@ def replan(report: Report) -> Any:
 
 CHARTS: dict[str, Callable[[Report], Any]] = {
     draw.__name__: draw
-    for draw in (overhead, exposed, overlap, memory, bubble, prediction, tracing, training, replan, growth)
+    for draw in (
+        *(overhead, exposed, overlap, memory, bubble, megatron_steps, prediction, tracing, training, replan, growth),
+    )
 }  # fmt: skip

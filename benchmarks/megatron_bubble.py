@@ -57,10 +57,10 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def _rank(rank: int, size: int, cases: list[Case], lengths: Lengths, folder: str) -> None:
-    from benchmarks.megatron_stages import run_case
+    from benchmarks.megatron_stages import record
 
     for case in cases:
-        run_case(case, lengths, Path(folder) / str(case.schedule))
+        record(case, lengths, Path(folder) / str(case.schedule))
 
 
 def _row(case: Case, lengths: Lengths, folder: Path) -> Row:

@@ -169,7 +169,7 @@ def _loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def wait_at_once(plan: Plan) -> Plan:
-    """``plan`` with the RELEASE of every output right after its SEND."""
+    """``plan`` with the release of every output right after its send."""
     programs = []
     for program in plan.programs:
         early: list[ins.Instruction] = []
@@ -217,7 +217,7 @@ class FreesAtOnce(PlanExecutor):
 
 
 class ReleaseTimer:
-    """An observer of the engine: seconds in RELEASE of outputs."""
+    """An observer of the engine: seconds in releases of outputs."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

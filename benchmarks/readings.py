@@ -121,6 +121,18 @@ def bubble(report: Report) -> str:
     )
 
 
+def megatron_steps(report: Report) -> str:
+    ratios, fastest = (_values(report.rows, column) for column in ("ours / megatron", "of the fastest"))
+    slower = sorted((row for row in report.rows if row["ours / megatron"] > 1.03), key=lambda r: -r["ours / megatron"])
+    named = "".join(", most at {schedule}, P={P}, {policy}, {shapes} shapes".format(**row) for row in slower[:1])
+    return (
+        f"Under `install()` steps take {_range(ratios, '{:.2f}')} of the time of Megatron-core's own by medians, "
+        f"{_range(fastest, '{:.2f}')} by their fastest steps, over {len(ratios)} settings; medians above the "
+        f"1.03 that is wanted: {len(slower)}{named}. They take "
+        f"{_range(_values(report.rows, 'ours / simulated'), '{:.2f}')} of the simulator's time."
+    )
+
+
 def prediction(report: Report) -> str:
     off = [100 * abs(row["off by"]) for row in report.rows]
     return (
@@ -193,5 +205,7 @@ def _list(parts: Sequence[str]) -> str:
 
 READINGS: dict[str, Callable[[Report], str]] = {
     write.__name__: write
-    for write in (overhead, exposed, overlap, memory, bubble, prediction, tracing, training, replan, growth)
+    for write in (
+        *(overhead, exposed, overlap, memory, bubble, megatron_steps, prediction, tracing, training, replan, growth),
+    )
 }  # fmt: skip

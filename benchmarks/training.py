@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,18 +109,10 @@ def _row(model: str, chunks: int, policy: str, engine: str, args: argparse.Names
 
 def measure(case: Any) -> dict[str, list[float]]:
     """On each rank: seconds per step of either engine, in turns. A ``check`` of ``tests.megatron.runner``."""
-    import torch.distributed as dist
+    from benchmarks.megatron_stages import in_turns
+    from tests.megatron.lab import Run
 
-    from benchmarks.rounds import timed_rounds
-    from tests.megatron import lab as megatron_lab
-
-    runs = {name: megatron_lab.Run(replace(case, engine=name)) for name in ("ours", "megatron")}
-
-    def around(name: str) -> Any:
-        return megatron_lab.engine(replace(case, engine=name))
-
-    steps = {name: functools.partial(run.step, 0) for name, run in runs.items()}
-    return timed_rounds(steps, case.steps, 2, dist.barrier, around=around)
+    return in_turns(case, Run, warmup=2)
 
 
 def _our_gpt_row(args: argparse.Namespace) -> Row:

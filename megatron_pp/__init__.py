@@ -67,7 +67,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-# Modules of release 0.1 -> where they are now. Goes with the next release.
+# Modules of the first development versions -> where they are now. Goes with the release after 0.1.0.
 _MOVED = {
     "communicators": "runtime.communicators",
     "layout": "config.layout",
@@ -103,7 +103,8 @@ class _OldPaths(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         old = module.__name__
         new = f"{__name__}.{_MOVED[old.partition('.')[2]]}"
-        warnings.warn(f"{old} is now {new}; the old path goes with the next release", DeprecationWarning, stacklevel=2)
+        message = f"{old} is now {new}; the old path goes with the release after 0.1.0"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
         sys.modules[old] = importlib.import_module(new)
 
 

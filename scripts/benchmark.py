@@ -37,6 +37,7 @@ SUBCOMMANDS = (
     "memory",
     "bubble",
     "megatron_bubble",
+    "megatron_steps",
     "slices",
     "vocabulary",
     "training",

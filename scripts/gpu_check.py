@@ -202,17 +202,17 @@ class Check:
         ours, control = found["ours"], found["wait at once"]
         busy, key = 4 * gpu_ranks.FORWARD_MS, "first to last forward, stream ms"
         late = 1e3 * gpu_ranks.LATE
-        free = ours[key] < busy + 0.2 * late and ours["longest RELEASE, stream ms"] < 0.1 * late
+        free = ours[key] < busy + 0.2 * late and ours["longest release, stream ms"] < 0.1 * late
         shown = control[key] > 0.5 * late
         setting = f"four forwards of {gpu_ranks.FORWARD_MS:g} ms, the receiver {late:g} ms late"
-        self.report.paragraph(f"RELEASE and the compute stream: {setting}.")
+        self.report.paragraph(f"Releases of outputs and the compute stream: {setting}.")
         columns = list(ours)
         rows = [[name, *(f"{found[name][c]:.1f}" for c in columns)] for name in ("ours", "wait at once")]
         self.report.table(["", *columns], rows)
-        stalls = self.report.check(free, "RELEASE stalls the compute stream")
+        stalls = self.report.check(free, "a release stalls the compute stream")
         control_stalls = self.report.check(shown, "the control does not stall the compute stream")
         self.report.paragraph(
-            f"RELEASE does not stall the compute stream: {stalls}; waiting at once does, as it must for this to mean "
+            f"A release does not stall the compute stream: {stalls}; waiting at once does, as it must for this to mean "
             f"anything: {control_stalls}."
         )
 

@@ -131,7 +131,7 @@ _POLICIES: dict[str, dict[str, bool]] = {
 }
 
 
-# -- does RELEASE stall the compute stream? --------------------------------------------------------
+# -- does a release stall the compute stream? --------------------------------------------------------
 
 
 class SleepSteps:
@@ -205,8 +205,8 @@ def _timed_forwards(
     torch.cuda.synchronize(communicator.device)
     return {
         "first to last forward, stream ms": clock.first.elapsed_time(clock.last),
-        "longest RELEASE, stream ms": max((a.elapsed_time(b) for a, b in clock.releases), default=0.0),
-        "longest RELEASE, host ms": 1e3 * clock.host,
+        "longest release, stream ms": max((a.elapsed_time(b) for a, b in clock.releases), default=0.0),
+        "longest release, host ms": 1e3 * clock.host,
     }
 
 

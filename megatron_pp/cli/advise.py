@@ -23,7 +23,7 @@ from megatron_pp.cli.errors import INTERRUPTED, OK, RefusedError, UsageError
 from megatron_pp.cli.plan_options import whole
 from megatron_pp.cli.terminal import print_line, print_table, write_output
 from megatron_pp.draw.facts import percent, short
-from megatron_pp.draw.front import Point
+from megatron_pp.draw.pareto_front import Point
 from megatron_pp.plan.advise import answer
 from megatron_pp.plan.advise.evaluate import Outcome
 from megatron_pp.plan.advise.flags import (

@@ -130,9 +130,11 @@ class Transport(Protocol):
         """
         return allowed if self.pollable else 0
 
-    def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> Work: ...
+    def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> Work:
+        """Post the send of a contiguous tensor, which the caller keeps until it is done; never blocks the host."""
 
-    def irecv(self, tensor: torch.Tensor, peer: int, channel: str) -> Work: ...
+    def irecv(self, tensor: torch.Tensor, peer: int, channel: str) -> Work:
+        """Post a receive into ``tensor``, contiguous and of the sender's shape and dtype; never blocks the host."""
 
     def batch(self, requests: Sequence[P2PRequest]) -> Sequence[Work]:
         """Post all requests as one grouped call; one work per request, or one for all."""

@@ -17,8 +17,8 @@ from megatron_pp.config import rules
 from megatron_pp.config.layout import Layout, place_layers
 from megatron_pp.config.microbatch_counts import MicrobatchCount, explain_microbatch_count
 from megatron_pp.errors import ConfigError
+from megatron_pp.plan.family import Family
 from megatron_pp.plan.measured import Measured
-from megatron_pp.plan.orders import INTERLEAVED
 from megatron_pp.plan.skip_tensors import CACHES, SkipTensor
 
 _TRUE = ("1", "true", "yes", "on")
@@ -269,12 +269,16 @@ class ModelParallelConfig:
     @property
     def placement_name(self) -> str:
         """Which rank holds which stage: 'loop' or 'v'."""
-        return rules.schedule_family(self.pipeline_schedule, self.num_chunks, self.sequence_slices).placement
+        return self._family.placement
+
+    @property
+    def _family(self) -> Family:
+        return rules.schedule_family(self.pipeline_schedule, self.num_chunks, self.sequence_slices)
 
     def explain_microbatch_count(self, num_microbatches: int) -> MicrobatchCount:
         """The effect of this number of microbatches on speed; raises MicrobatchCountError unless it is at least 1."""
         size, group = self.pipeline_model_parallel_size, self.microbatch_group_size_per_vp_stage
-        if self.schedule_name != INTERLEAVED:  # the only one with groups
+        if not self._family.idles_in_short_groups:
             return explain_microbatch_count(num_microbatches, size)
         return explain_microbatch_count(num_microbatches, size, self.num_chunks, group)
 

@@ -31,6 +31,9 @@ class StepSettings(NamedTuple):  # five times faster to make than a frozen datac
     virtual_pipeline_model_parallel_size: int | None
     sequence_parallel: bool
     hidden_size: int
+    ffn_hidden_size: int | None
+    hidden_dropout: float
+    attention_dropout: float
     pipeline_dtype: torch.dtype | None
     enable_autocast: bool
     autocast_dtype: torch.dtype | None
@@ -102,9 +105,8 @@ class StepSettings(NamedTuple):  # five times faster to make than a frozen datac
     @property
     def device_rules(self) -> tuple[str, ...]:
         """The plan's rules of a CUDA device that runs this step; see ``plan.spec``."""
-        timed = (
-            getattr(self.timers, "_log_level", 0) >= 2
-        )  # Megatron's, around each forward and backward: they synchronise
+        # Megatron's, around each forward and backward: they synchronise.
+        timed = getattr(self.timers, "_log_level", 0) >= 2
         holds = {
             ONE_QUEUE: True,
             DEVICE_SYNC: timed if self.device_sync is None else self.device_sync,
@@ -148,8 +150,10 @@ def checked(rule: Callable[..., Any], *args: Any) -> Any:
         raise ScheduleInputError(f"config.{error}") from error
 
 
-# In the order of the settings. mtp_standalone and cuda_graph_impl are fields of Megatron's alone.
+# In the order of the settings. mtp_standalone and cuda_graph_impl are fields of Megatron's alone; a config that
+# describes no layers has no dropout.
 _FIELDS = {name: TransformerConfig.__dataclass_fields__.get(name) for name in StepSettings._fields}
+_FIELDS |= {"hidden_dropout": None, "attention_dropout": None}
 _DEFAULTS: tuple[tuple[str, Any], ...] = tuple(
     (name, False if field is None else None if field.default is dataclasses.MISSING else field.default)
     for name, field in _FIELDS.items()

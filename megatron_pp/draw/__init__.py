@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from megatron_pp.draw.front import Point, front_figure
 from megatron_pp.draw.html import render_html
+from megatron_pp.draw.pareto_front import Point, front_figure
 from megatron_pp.draw.timeline import Timeline, simulated_timeline
 from megatron_pp.errors import MegatronPPError
 

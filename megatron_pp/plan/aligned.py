@@ -1,40 +1,25 @@
 """The common case of ``rendezvous.py``, decided in a fifth of its time: queues that are aligned.
 
 A queue is *aligned* where its other end, the queue of the peer, holds the other ends of the same messages in the same
-order, each posted by itself. Then the k-th operations of both are over as soon as both are posted: whoever posts the
-k-th has posted those before it, and nothing else can be met. So what a rank waits for is that its peer has come to one
-place of its program, and a run compares positions alone.
+order. Then the k-th operations of both are over as soon as both are posted: whoever posts the k-th has posted those
+before it, and nothing else can be met. So what a rank waits for is that its peer has come to one place of its program,
+and a run compares positions alone. A batch is over when all its members are.
 
-Plans with batches, collectives or variable shapes, and all that does not run to its end here, are left to the queue
-machine, which names what is wrong. That each message has one sender and is posted once, one rank's rules say
-(``lifetime.py``).
+Plans with collectives, and all that does not run to its end here, are left to the queue machine, which names what is
+wrong. That each message has one sender and is posted once, one rank's rules say (``lifetime.py``).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import count, repeat
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
-from megatron_pp.plan.dataflow import channel_of, message_of
-from megatron_pp.plan.instruction import (
-    COMPUTE_OPS,
-    FINISHED_BY,
-    GROUP_OPS,
-    NONE,
-    POST_OF,
-    SINGLE_COMPUTE_OPS,
-    TRANSFER_OPS,
-    later,
-)
+from megatron_pp.plan.instruction import later
+from megatron_pp.plan.rank_queues import Batch, RankQueues
 from megatron_pp.plan.repeated import Block
-from megatron_pp.plan.sites import Site, are_before, positions_of, sites_of
-from megatron_pp.plan.spec import DEVICE_SYNC, ONE_QUEUE, ONE_WAY, Plan
-
-_Name = tuple[str, int, int, str]  # the fields of a Message but for the microbatch
-_Key = tuple[int, int, str]  # the two ranks, and FORWARD or BACKWARD where that is a queue by itself
+from megatron_pp.plan.sites import RankSites
+from megatron_pp.plan.spec import Plan
 
 
 def runs_aligned(
@@ -45,85 +30,19 @@ def runs_aligned(
     queues of each, where they are known.
     """
     if ranks is None:
-        ranks = [RankQueues(plan, rank, device, sites_of(program)) for rank, program in enumerate(plan.programs)]
+        ranks = [RankQueues(plan, rank, device, RankSites(program)) for rank, program in enumerate(plan.programs)]
     if not all(rank.is_simple for rank in ranks) or not all(_is_aligned(rank, ranks) for rank in ranks):
         return False
     run = _Run(ranks)
     if block is not None:
-        run.upto(block.starts)
-        before = run.state(block.starts, 0)
-        run.upto(block.ends)
-        if run.state(block.ends, block.microbatches) != before:
+        starts, ends = ([at.place(k) for at, k in zip(ranks, of, strict=True)] for of in (block.starts, block.ends))
+        run.upto(starts)
+        before = run.state(starts, 0)
+        run.upto(ends)
+        if run.state(ends, block.microbatches) != before:
             return False
-    run.upto([len(program) for program in plan.programs])
+    run.upto([rank.end for rank in ranks])
     return all(done == len(needs) for done, needs in zip(run.next, run.needs, strict=True))
-
-
-class _Queue(NamedTuple):
-    """What a rank posts on one queue, in order: where in the program each is posted and waited for, and its message, of
-    which ``names`` hold all but the microbatch.
-    """
-
-    peer: int
-    positions: tuple[int, ...]
-    finishes: tuple[int, ...]
-    names: tuple[_Name, ...]
-    microbatches: tuple[int, ...]
-
-
-class RankQueues:
-    """The queues of one rank. ``needs``: at which position it waits until which number of which queue is over.
-    ``is_simple``: every operation is posted by itself, and before it is waited for.
-    """
-
-    def __init__(self, plan: Plan, rank: int, device: Collection[str], sites: Sequence[Site]) -> None:
-        self.rank = rank
-        self.program = plan.programs[rank]
-        self.one_way = plan.spec.channels == ONE_WAY
-        self.queues: dict[_Key, _Queue] = {}
-        self.needs: list[tuple[int, _Key, int]] = []
-        self.is_simple = not plan.spec.variable_shapes and not plan.placement.barriers and self._follow(sites)
-        if self.is_simple:
-            self._find_needs(positions_of(COMPUTE_OPS if DEVICE_SYNC in device else (), sites), ONE_QUEUE in device)
-
-    def _follow(self, sites: Iterable[Site]) -> bool:
-        """Fill the queues; whether they are simple."""
-        never = len(self.program)
-        ends = {site.at._replace(mb=NONE): site for site in sites if site.at.op in TRANSFER_OPS}
-        entries: defaultdict[tuple[_Key, int], list[tuple[int, int, _Name, int]]] = defaultdict(list)
-        for at, (_, positions, microbatches) in ends.items():
-            post = POST_OF.get(at.op)
-            if post is not None and at._replace(op=post) not in ends:
-                return False
-            if post is not None:
-                continue
-            finish = ends.get(at._replace(op=FINISHED_BY[at.op]))
-            over = dict(zip(finish.microbatches, finish.positions, strict=True)) if finish else {}
-            finishes = [over.get(mb, never) for mb in microbatches]
-            once = len(over) == len(finish.positions if finish else ()) and len(set(microbatches)) == len(microbatches)
-            if not once or not over.keys() <= set(microbatches) or not are_before(positions, finishes):
-                return False
-            source, target, kind = channel_of(at, self.rank)
-            key = (source, target, kind) if self.one_way else (min(source, target), max(source, target), "")
-            name = kind, message_of(at).stage, at.slice, at.tensor
-            entries[(key, at.peer)] += zip(positions, finishes, repeat(name), microbatches)
-        self.queues = {key: _Queue(peer, *zip(*sorted(posts), strict=True)) for (key, peer), posts in entries.items()}
-        groups = (self.program[k] for k in positions_of(GROUP_OPS, sites))
-        return all(one.op in SINGLE_COMPUTE_OPS for at in groups for one in at.members)
-
-    def _find_needs(self, computes: Sequence[int], one_queue: bool) -> None:
-        never = len(self.program)
-        for key, queue in self.queues.items():
-            waits = [(at, number) for number, at in enumerate(queue.finishes) if at < never]
-            if one_queue:
-                waits += zip(queue.positions[1:], count())  # for what is in front of it on its queue
-            waits += ((at, bisect_left(queue.positions, at) - 1) for at in computes)
-            needed = -1
-            for at, number in sorted(waits):
-                if number > needed:
-                    needed = number
-                    self.needs.append((at, key, number))
-        self.needs.sort()
 
 
 def _is_aligned(rank: RankQueues, ranks: Sequence[RankQueues]) -> bool:
@@ -185,10 +104,14 @@ class _Run:
     def _state_of(self, rank: RankQueues, limit: int, since: int) -> Iterator[Any]:
         reached, k = self.reached, self.next[rank.rank]
         at = min([limit, *(need[0] for need in self.needs[rank.rank][k : k + 1])])
-        yield [later(one, -since) for one in rank.program[at:limit]]
+        yield at % rank.step, [later(one, -since) for one in rank.sites.line[at // rank.step : limit // rank.step]]
+        batches: set[Batch] = set()  # those that are waited for
         for key, queue in sorted(rank.queues.items()):
             other = self.ranks[queue.peer].queues[key]
             count = bisect_left(queue.positions, reached[rank.rank])
             over = min(count, bisect_left(other.positions, reached[queue.peer]))
             kept = [k for k in range(count) if k >= over or queue.finishes[k] >= at]
             yield key, [(queue.names[k], queue.microbatches[k] - since, k < over) for k in kept]
+            if rank.batches:
+                batches.update(rank.batches[queue.positions[k] // rank.step] for k in kept)
+        yield [[later(one, -since) for one in rank.sites.line[start:stop]] for start, stop, _ in sorted(batches)]

@@ -192,7 +192,8 @@ def lowered_plan(spec: PlanSpec, announce: Announce | None = None) -> Plan:
     if programs is not None:
         return Plan(spec, placement, programs, tuple(map(placement.place, count(), orders)), remark)
     try:
-        return lowered(spec, placement, orders, remark, offloaded_chunks(spec))
+        joint = family.joint(spec.shape)
+        return lowered(spec, placement, orders, remark, offloaded_chunks(spec), joint)
     except PlanError as error:
         if not family.digest:
             raise

@@ -24,6 +24,10 @@ def no_offloads(shape: Shape) -> int:
     return 0
 
 
+def never(shape: Shape) -> bool:
+    return False
+
+
 class Repeats(NamedTuple):
     """After ``period`` microbatches the steady state of an order is the same, but of later microbatches: with
     ``period`` microbatches more it lasts so much longer, from ``least`` microbatches on.
@@ -64,6 +68,7 @@ class Family:
     repeats        for families whose orders have a steady state: Shape -> Repeats
     sliced         whether the orders may be of slices of sequences
     offloads       Shape -> the chunks of every rank, from its first, that are offloaded unless the spec says how many
+    joint          Shape -> whether a forward and the backward behind it have one exchange where exchanges block
     barriers       of ``Placement``: 0 where the output layer is the last stage's, else how it is split over all ranks
     """
 
@@ -84,7 +89,13 @@ class Family:
     repeats: Callable[[Shape], Repeats] | None = None
     sliced: bool = False
     offloads: Callable[[Shape], int] = no_offloads
+    joint: Callable[[Shape], bool] = never
     barriers: int = 0
+
+    @property
+    def idles_in_short_groups(self) -> bool:
+        """Whether ranks wait where a group has fewer microbatches than there are ranks, which full groups do not."""
+        return self.grouped and not self.small_groups and self.search is None
 
 
 f, b, i, w = (partial(instruction, op) for op in (FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD))

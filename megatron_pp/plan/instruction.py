@@ -13,7 +13,7 @@ rank: the stage, and the peer of a communication. ``Placement.place`` writes the
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -26,10 +26,8 @@ INPUT_GRAD = "I"  # input gradients only; the weight gradients are left for W
 WEIGHT_GRAD = "W"  # the weight gradients that I left
 PAIR = "PAIR"  # a forward and a full backward that run as one, each with its send behind it where that goes out within
 # The output layer and its loss, split over all ranks (arXiv 2411.05288): of one microbatch, on every rank.
-OUTPUT_S = (
-    "S"  # logits of the rank's rows, and their softmax statistics; with one barrier also the input gradient's part
-)
-OUTPUT_T = "T"  # weight gradient of the rank's rows; with two barriers also the input gradient's part
+OUTPUT_S = "S"  # logits of its rows, and their softmax statistics; with one barrier also the input gradient's part
+OUTPUT_T = "T"  # weight gradient of its rows; with two barriers also the input gradient's part
 # Activations, from a stage to the one after it.
 RECV_F = "RECV_F"  # allocate the buffer and post the receive of the stage's input; never blocks
 WAIT_F = "WAIT_F"  # wait for that receive
@@ -259,16 +257,19 @@ def may_pair(first: Instruction, second: Instruction) -> bool:
     return first.op == FORWARD and second.op == BACKWARD and first.mb != second.mb
 
 
-def pair_up(order: Iterable[Instruction]) -> list[Instruction]:
-    """The order with every forward that stands right before a full backward of another microbatch joined to it, to run
-    as one (``overlapped_forward_backward``): the all-to-alls of one half hide behind the other's compute.
+def pair_up(
+    order: Iterable[Instruction], joins: Callable[[Instruction, Instruction], bool] = may_pair
+) -> list[Instruction]:
+    """The order with two operations in a row joined to one entry where ``joins`` says so; by default every forward
+    that stands right before a full backward of another microbatch, to run as one (``overlapped_forward_backward``): the
+    all-to-alls of one half hide behind the other's compute.
 
     Backwards that leave their weight gradient for later are short already and stay alone.
     """
     paired: list[Instruction] = []
     for at in order:
-        if paired and may_pair(paired[-1], at):
-            paired[-1] = pair(paired[-1], at)
+        if paired and joins(paired[-1], at):
+            paired[-1] = Instruction(PAIR, members=(paired[-1], at))
         else:
             paired.append(at)
     return paired

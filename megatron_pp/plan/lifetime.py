@@ -5,7 +5,7 @@ compare the positions of whole sites. Any other program, and one that is refused
 (``lifetime_walk.py``).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice, starmap
 from typing import NamedTuple
 
@@ -15,13 +15,13 @@ from megatron_pp.plan.instruction import NONE, Instruction
 from megatron_pp.plan.lifetime_walk import Memory, RankPeaks, Step, Walk, made_before
 from megatron_pp.plan.repeated import Block, RepetitionError
 from megatron_pp.plan.rules import facts_in
-from megatron_pp.plan.sites import Site, are_before, peak, sites_of
+from megatron_pp.plan.sites import RankSites, Site, are_before, peak
 from megatron_pp.plan.spec import Plan
 from megatron_pp.plan.sync_marks import check_syncs
 
 
 def check_rank(
-    plan: Plan, rank: int, deallocate: bool = True, block: Block | None = None, sites: Sequence[Site] | None = None
+    plan: Plan, rank: int, deallocate: bool = True, block: Block | None = None, sites: RankSites | None = None
 ) -> RankPeaks:
     """Check ``rank``'s program, whose ``sites`` are found where they are not given. Raises PlanError naming the rank,
     the instruction and what is missing; returns the peaks of its memory.
@@ -30,9 +30,11 @@ def check_rank(
     stays until the backward. With ``block``, raises RepetitionError unless the block leaves the rank as it found it.
     """
     walk = Walk(plan, rank, deallocate)
-    sites = sites_of(plan.programs[rank]) if sites is None else sites
+    sites = RankSites(plan.programs[rank]) if sites is None else sites
     steps = _by_site(walk, sites, block)
     peaks = _walked(walk, plan, block) if steps is None else _peaks(steps)
+    if sites.grouped:
+        _check_pairs(plan, rank)
     check_syncs(plan, rank, sites)
     return peaks
 
@@ -52,19 +54,19 @@ class _SiteStep(NamedTuple):
     positions: list[int]
 
 
-def _by_site(walk: Walk, sites: Iterable[Site], block: Block | None) -> list[_SiteStep] | None:
+def _by_site(walk: Walk, sites: RankSites, block: Block | None) -> list[_SiteStep] | None:
     """What the sites do, where the program is accepted, also with ``block``, as every site runs each microbatch once
     and each fact is added at one site; else None. The facts of a cell are then those of the sites that have run it.
     """
-    if walk.named is not None or walk.slices > 1 or not walk.gives_back:
+    if walk.named is not None or walk.slices > 1 or not walk.gives_back or not sites.batches_post:
         return None
     found: list[_SiteStep] = []
-    for site in sites:
+    for site in sites.sites:
         try:
             step = walk.step(site.at)
         except PlanError:
             return None
-        if step.bars or site.at.tensor or not _repeats(site, walk.rank, block):
+        if step.bars or site.at.tensor or not _repeats(site, sites, walk.rank, block):
             return None
         if site.at.op in ins.SYNC_OPS and set(site.microbatches) == {NONE}:
             continue
@@ -75,13 +77,13 @@ def _by_site(walk: Walk, sites: Iterable[Site], block: Block | None) -> list[_Si
     return found if _is_complete(walk, found, block) else None
 
 
-def _repeats(site: Site, rank: int, block: Block | None) -> bool:
+def _repeats(site: Site, sites: RankSites, rank: int, block: Block | None) -> bool:
     """Whether at the end of ``block`` the site has run what it had at its start, of later microbatches, besides the
     first; a sync does not stand in it.
     """
     if block is None:
         return True
-    more, (before, after) = block.microbatches, map(site.before, block.of(rank))
+    more, (before, after) = block.microbatches, (site.before(sites.index[end]) for end in block.of(rank))
     return after == (before if site.at.op in ins.SYNC_OPS else [*range(more), *(mb + more for mb in before)])
 
 
@@ -122,7 +124,6 @@ def _walked(walk: Walk, plan: Plan, block: Block | None) -> RankPeaks:
         if walk.state(block.microbatches) != before:
             raise RepetitionError(f"rank {rank}: tensors or microbatches differ between both ends of the block")
     together = max(together, max(timeline, default=0))
-    _check_pairs(plan, rank)
     return RankPeaks(Memory(*walk.peaks), together)
 
 

@@ -132,8 +132,8 @@ class Walk:
 
     def __init__(self, plan: Plan, rank: int, deallocate: bool) -> None:
         spec = plan.spec
+        self.plan = plan
         self.rank = rank
-        self.program = plan.timed(rank)
         self.forward_only = spec.forward_only
         self.optional = 0 if spec.forward_only else MAY_BE if spec.split_backward else MAY_BE & ~(W_LEFT | W_RAN)
         self.microbatches = spec.num_microbatches
@@ -154,7 +154,7 @@ class Walk:
     def tensors(self) -> Iterator[int]:
         """Run the program; after each instruction, the tensors alive together."""
         now, peaks, facts, known, named, alive = self.now, self.peaks, self.facts, self.known, self.named, 0
-        for at in self.program:
+        for at in self.plan.timed(self.rank):
             for one in at.members or (at,):
                 op, stage, mb, peer, chunk, part, tensor, _ = one
                 step = known.get((op, stage, peer, chunk, not tensor)) or self.step(one)

@@ -24,6 +24,13 @@ With ``overlap_pairs``, a pair is one entry: what its halves wait for comes befo
 receives are posted ahead and no device is synchronised, sends go out within it, each when its half has made the tensor.
 Both rounds stay the pair's end: in whole slots no other rank can begin with either before.
 
+Where exchanges block, each boundary makes neighbours meet. In an interleaved order one of them runs a forward while the
+other runs a backward, so that meeting after each would make every slot as long as the longer of the two. With
+``joint``, a forward and the backward behind it have one exchange, at the end of both, as in Megatron's interleaved
+schedule without overlap; a message whose round falls within them waits for it. That cannot hang: of all ranks that
+wait, the one at the earliest boundary waits for messages of that round or the one before, and their other ends lie at
+most one slot later, behind an entry that begins before it.
+
 With ``shared`` channels, both ends must post in one order: posts then stand in the order of rounds, no receive ahead of
 its round. With ``variable_shapes`` a receive is complete only once its shape has come, so it is waited at its round's
 boundary: a sender is never held up by a receiver that is in no hurry, and what is posted later on the channel cannot
@@ -50,6 +57,7 @@ from megatron_pp.plan.collector import collector_paused
 from megatron_pp.plan.dataflow import MOVES, RESULT_OF, TOWARDS, consumer_of, source_of
 from megatron_pp.plan.instruction import (
     BACKWARD_OPS,
+    FORWARD,
     FREE_F,
     NONE,
     RECV_OPS,
@@ -57,6 +65,7 @@ from megatron_pp.plan.instruction import (
     SENT_BY,
     Instruction,
     batch,
+    each,
     pair,
     pair_up,
     placed,
@@ -86,10 +95,16 @@ class _Site(NamedTuple):
 
 
 def lowered(
-    spec: PlanSpec, placement: Placement, orders: Sequence[Order], remark: str = "", offloaded: int | None = None
+    spec: PlanSpec,
+    placement: Placement,
+    orders: Sequence[Order],
+    remark: str = "",
+    offloaded: int | None = None,
+    joint: bool = False,
 ) -> Plan:
     """The plan of ``orders``, which need not be placed; each rank's program is laid out when it is asked for. Not
-    verified. ``offloaded``: how many chunks of every rank are; by default as many as ``spec`` says.
+    verified. ``offloaded``: how many chunks of every rank are; by default as many as ``spec`` says. ``joint``: whether
+    a forward and the backward behind it have one exchange where exchanges block.
 
     Raises PlanError where the orders are not complete or cannot run.
     """
@@ -98,12 +113,31 @@ def lowered(
     run = [run_of(order, spec) for order in lines] if spec.forward_only else lines
     if spec.overlap_pairs and not spec.forward_only:
         run = [pair_up(order) for order in run]
+        joint = False
+    joint = joint and (spec.policy != OVERLAP or spec.variable_shapes)
+    if joint:
+        run = [pair_up(order, _is_joint) for order in run]
     clocked = run_clock(run, placement)
+    if joint:
+        clocked = _apart(clocked)
     offloaded = spec.offload_chunks or 0 if offloaded is None else offloaded
     if offloaded and spec.overlap_pairs:
         raise PlanError("pairs (overlap_pairs) do not go with offloading: what both halves save is not told apart")
     programs = _Programs(spec, placement, clocked, 0 if spec.forward_only else offloaded)
     return Plan(spec, placement, programs, tuple(lines), remark)
+
+
+def _is_joint(first: Instruction, second: Instruction) -> bool:
+    return first.op == FORWARD and second.op in BACKWARD_OPS
+
+
+def _apart(clocked: Clocked) -> Clocked:
+    """The halves of each pair by themselves, both with its end."""
+    ends = [
+        [end for entry, end in zip(order, ends, strict=True) for _ in entry.members or (entry,)]
+        for order, ends in zip(clocked.orders, clocked.ends, strict=True)
+    ]
+    return clocked._replace(orders=[list(each(order)) for order in clocked.orders], ends=ends)
 
 
 class _Programs(Lines):
@@ -162,7 +196,7 @@ class _RankLowering:
             elif sends_within and order[use].members:
                 self.within[(use, send.post.op)] = send.post
             else:
-                posts[use + 1].append(send)
+                posts[self._behind(use)].append(send)
         if self.spec.policy == OVERLAP:
             self._place_releases(sends)
         if self.spec.policy == OVERLAP and not self.spec.variable_shapes:
@@ -236,10 +270,10 @@ class _RankLowering:
         """
         backwards = self.backwards
         turns = sorted(set(backwards.values())) if STATIC_BUFFERS in self.spec.device else []
-        last, after, releases = len(self.order), 1 + self.spec.release_after, self.releases
+        last, after, releases = len(self.order), self.spec.release_after, self.releases
         apart = self.spec.pipeline_size // 2 if self.several_chunks else 0
         for _, _, _, _, _, finish, use, slack, place in sends:
-            boundary = use + after + (slack if slack < apart else apart)
+            boundary = self._behind(use) + after + (slack if slack < apart else apart)
             op, stage, mb, _, _, part, _, _ = finish
             if op == FREE_F:
                 latest = backwards.get((stage, mb, part), last)
@@ -280,8 +314,14 @@ class _RankLowering:
         return (one for at in receives for one in (at, *self.behind.get(at.post, ()))) if self.behind else receives
 
     def _due(self, receive: Post) -> int:
-        """The boundary of its round."""
-        return bisect_right(self.ends, receive.round)
+        """The boundary of its round, or behind the joint halves within which that falls."""
+        due = bisect_right(self.ends, receive.round)
+        behind = self._behind(due)
+        return behind if behind == due + 2 and self.ends[due] - 2 < receive.round else due
+
+    def _behind(self, use: int) -> int:
+        """The boundary behind the entry ``use``; behind the second of joint halves, which end in one slot."""
+        return use + (2 if self.ends[use : use + 2] == [self.ends[use]] * 2 else 1)
 
     def _place_ahead(self, receives: list[Post]) -> None:
         """Post each receive when it is due, or by look-ahead earlier, but behind the wait of the one before it on its

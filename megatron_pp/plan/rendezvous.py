@@ -23,9 +23,10 @@ from typing import Any
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan import instruction as ins
-from megatron_pp.plan.aligned import RankQueues, runs_aligned
+from megatron_pp.plan.aligned import runs_aligned
 from megatron_pp.plan.instruction import POST_OF, Instruction, later
 from megatron_pp.plan.queues import DATA, SHAPE, End, Entry, QueueMachine
+from megatron_pp.plan.rank_queues import RankQueues
 from megatron_pp.plan.repeated import Block, RepetitionError
 from megatron_pp.plan.spec import DEVICE_SYNC, ONE_QUEUE, RENDEZVOUS, Plan
 

@@ -38,7 +38,7 @@ _VERSION = 2
 _OLD_CSV_HEAD = "megatron_pp plan"
 _EXPECTED = {"schedule": str, "pipeline_size": int, "num_chunks": int, "num_microbatches": int, "offload_chunks": int}
 _MOST = 10**9  # no stage, chunk, microbatch or rank of a real plan is as large
-# Names of release 0.1, in plans of version 1 and in traces.
+# Names in plans of version 1, and in traces of its time.
 _VERSION_1 = {
     "RA": ins.RECV_F,
     "WA": ins.WAIT_F,
@@ -87,7 +87,7 @@ def parse_plan(text: str, **lowering: Any) -> Plan:
     if text.lstrip().startswith("{"):
         return _from_json(text)
     if text.startswith(_OLD_CSV_HEAD):
-        raise ExchangeError("the CSV of megatron_pp 0.1 is no longer read; write plans as json")
+        raise ExchangeError("this CSV of megatron_pp's first versions is no longer read; write plans as json")
     return read_torch_csv(text, **lowering)
 
 
@@ -248,7 +248,7 @@ def _skip_tensor(value: Any) -> SkipTensor:
 
 
 def parse_version_1(line: str, overlap_pairs: bool) -> list[Instruction]:
-    """One rank's program as release 0.1 wrote it, not placed, in today's instructions: it had short names, no name for
+    """One rank's program of a version 1 file, not placed, in today's instructions: it had short names, no name for
     a split backward, and pairs by adjacency. Raises InstructionError."""
     program = parse_program(_OLD_NAME.sub(lambda found: _VERSION_1[found.group(1)], line))
     split = {(at.chunk, at.mb) for at in program if at.op == ins.WEIGHT_GRAD}

@@ -2,20 +2,21 @@
 
 Where each microbatch stands once at each site, what a rule says of two instructions of one microbatch is a comparison
 of two lists of positions, in a tenth of the time that it takes instruction by instruction. ``lifetime.py`` and
-``aligned.py`` do so where they can.
+``rank_queues.py`` do so where they can.
 """
 
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
-from itertools import chain, compress, count
+from itertools import accumulate, chain, compress, count
 from operator import gt, itemgetter, lt
 from typing import NamedTuple
 
-from megatron_pp.plan.instruction import Instruction
+from megatron_pp.plan.instruction import BATCH, POST_OPS, Instruction, each
 
 _FIELDS = itemgetter(*map(Instruction._fields.index, ("op", "stage", "peer", "chunk", "slice", "tensor")))
 _MICROBATCH = itemgetter(Instruction._fields.index("mb"))
+_MEMBERS = itemgetter(Instruction._fields.index("members"))
 
 
 class Site(NamedTuple):
@@ -35,12 +36,41 @@ class Site(NamedTuple):
 
 
 def sites_of(program: Sequence[Instruction]) -> list[Site]:
-    """In the order in which they first come up. Pairs are one site, and batches another."""
+    """In the order in which they first come up."""
     found: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
     for position, fields in enumerate(map(_FIELDS, program)):
         found[fields].append(position)
     microbatches = list(map(_MICROBATCH, program))
     return [Site(program[at[0]], at, [microbatches[k] for k in at]) for at in found.values()]
+
+
+class RankSites:
+    """The sites of ``program`` with the members of its groups one by one, which is ``line``. ``index``: where in that
+    each entry begins, and the end; ``batches``: where each batch stands in it.
+    """
+
+    def __init__(self, program: Sequence[Instruction]) -> None:
+        self.program = self.line = program
+        self.index: Sequence[int] = range(len(program) + 1)
+        self.batches: list[range] = []
+        self.grouped = any(map(_MEMBERS, program))
+        if self.grouped:
+            self.line = tuple(each(program))
+            self.index = (0, *accumulate(len(at.members) or 1 for at in program))
+            of = zip(program, self.index, self.index[1:], strict=False)
+            self.batches = [range(start, end) for at, start, end in of if at.op == BATCH]
+        self.sites = sites_of(self.line)
+
+    def entries(self, ops: Collection[str]) -> list[int]:
+        """Where entries of these ops stand in the program, ascending."""
+        if self.grouped:
+            return [k for k, at in enumerate(self.program) if at.op in ops]
+        return positions_of(ops, self.sites)
+
+    @property
+    def batches_post(self) -> bool:
+        """Whether batches hold posts alone."""
+        return all(self.line[k].op in POST_OPS for batch in self.batches for k in batch)
 
 
 def positions_of(ops: Collection[str], sites: Iterable[Site]) -> list[int]:

@@ -66,7 +66,7 @@ class PlanSpec:
     channels          one_way or shared
     forward_only      evaluation: forwards alone
     variable_shapes   shapes travel before the tensors
-    release_after     compute slots between posting a send and its RELEASE under ``overlap`` (>= 1)
+    release_after     compute slots between posting a send and its release under ``overlap`` (>= 1)
     lookahead         slots by which a receive is posted ahead of its use, under ``overlap`` with one_way
                       channels (>= 0)
     grad_sync         hooks or explicit

@@ -7,12 +7,12 @@ behind rank 0 in the forward direction and ahead in the backward one (Megatron's
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.instruction import NONE, Instruction, numbered
-from megatron_pp.plan.sites import Site, positions_of
+from megatron_pp.plan.sites import RankSites
 from megatron_pp.plan.spec import EXPLICIT, HOOKS, Plan, PlanSpec
 
 _NOTED = ins.COMPUTE_OPS | ins.SYNC_OPS
@@ -97,7 +97,7 @@ def prepares_in_forward(plan: Plan, rank: int) -> bool:
     return True
 
 
-def check_syncs(plan: Plan, rank: int, sites: Iterable[Site]) -> None:
+def check_syncs(plan: Plan, rank: int, sites: RankSites) -> None:
     """Gradient and parameter syncs stand once per chunk, where nothing that they cover comes after (gradients) or
     before (parameters), in the program with these sites. Raises PlanError.
     """
@@ -105,11 +105,11 @@ def check_syncs(plan: Plan, rank: int, sites: Iterable[Site]) -> None:
 
 
 class _Check:
-    def __init__(self, plan: Plan, rank: int, sites: Iterable[Site]) -> None:
+    def __init__(self, plan: Plan, rank: int, sites: RankSites) -> None:
         self.rank = rank
         self.spec = plan.spec
         self.program = plan.programs[rank]
-        noted = [(k, self.program[k]) for k in positions_of(_NOTED, sites)]
+        noted = [(k, self.program[k]) for k in sites.entries(_NOTED)]
         self.syncs = [(k, entry) for k, entry in noted if entry.op in ins.SYNC_OPS]
         ran = [(k, at) for k, entry in noted for at in ins.each([entry])]
         backwards = [(k, at) for k, at in ran if at.op in _BACKWARDS]

@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from megatron_pp.errors import PlanError
 from megatron_pp.plan import certificate as cert
 from megatron_pp.plan.activations import Shares, peak_activations, peak_on_host
-from megatron_pp.plan.aligned import RankQueues
 from megatron_pp.plan.collector import collector_paused
 from megatron_pp.plan.costs import WEIGHT_SHARE
 from megatron_pp.plan.instruction import BACKWARD_OPS, COMPUTE_OPS, COPY_OPS, FREE_B, Instruction, each
 from megatron_pp.plan.lifetime import RankPeaks, check_rank
 from megatron_pp.plan.order_check import check_programs
+from megatron_pp.plan.rank_queues import RankQueues
 from megatron_pp.plan.rendezvous import check_rendezvous
 from megatron_pp.plan.repeated import Block, RepetitionError
-from megatron_pp.plan.sites import positions_of, sites_of
+from megatron_pp.plan.sites import RankSites
 from megatron_pp.plan.spec import STATIC_BUFFERS, Plan, checked_device
 
 _Cell = tuple[int, int, int]  # stage, microbatch, slice
@@ -80,10 +80,10 @@ def verify(
         raise PlanError(f"the plan has {len(plan.programs)} rank programs for a pipeline of {plan.spec.pipeline_size}")
     peaks, queues, runs = [], [], []
     for rank, program in enumerate(plan.programs):
-        sites = sites_of(program)
+        sites = RankSites(program)
         peaks.append(check_rank(plan, rank, deallocate, block, sites))
         queues.append(RankQueues(plan, rank, rules, sites))
-        runs.append([program[k] for k in positions_of(COMPUTE_OPS | COPY_OPS, sites)])
+        runs.append([program[k] for k in sites.entries(COMPUTE_OPS | COPY_OPS)])
     check_rendezvous(plan, rules, block, queues)
     if STATIC_BUFFERS in rules:
         check_static_buffers(plan, block)

@@ -1,6 +1,5 @@
 """The arguments of one call of a schedule function, checked and put in order before any communication."""
 
-import difflib
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import torch
 from megatron_pp.config.checks import whole_number
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.module_attributes import wrapped_attribute
+from megatron_pp.plan.names import did_you_mean
 
 REQUIRED_ARGUMENTS = ("forward_step_func", "data_iterator", "model", "num_microbatches")
 whole_argument = partial(whole_number, error=ScheduleInputError)
@@ -21,8 +21,7 @@ def check_keywords(function: str, arguments: Mapping[str, Any], known: Collectio
     """Raises TypeError, naming the function that the user called, for a keyword it does not take or lacks."""
     for name in arguments:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; it takes {', '.join(known)}"
+            hint = did_you_mean(name, known) or f"; it takes {', '.join(known)}"
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
     check_required(function, arguments)
 

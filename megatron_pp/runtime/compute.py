@@ -6,7 +6,7 @@ functions.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -61,8 +61,11 @@ class BackwardHalf(NamedTuple):
     output_grad: Activation
 
 
-class JointSteps(Steps, Protocol):
-    """Steps that can run a forward and the backward of another microbatch as one, operation by operation."""
+@runtime_checkable
+class JointSteps(Protocol):
+    """What ``Steps`` have besides that can run a forward and another microbatch's backward as one, operation by
+    operation.
+    """
 
     def forward_and_backward(
         self, forward: ForwardHalf, backward: BackwardHalf, on_output: Ready | None, on_input_grad: Ready | None

@@ -93,7 +93,7 @@ def slices_of(inputs: StepInputs, settings: StepSettings, tp_size: int, cp_size:
     attention = 0.0
     if settings.balance_sequence_slices:
         hidden = whole_argument("config.hidden_size", settings.hidden_size, hint="it says what attention costs")
-        attention = attention_share(length, hidden, getattr(inputs.config, "ffn_hidden_size", None) or 4 * hidden)
+        attention = attention_share(length, hidden, settings.ffn_hidden_size or 4 * hidden)
     try:
         return slice_lengths(length, slices, attention, tp_size if settings.sequence_parallel else 1)
     except PlanError as error:

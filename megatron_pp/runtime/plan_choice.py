@@ -13,8 +13,8 @@ from megatron_pp.config.microbatch_counts import check_group_size, explain_micro
 from megatron_pp.config.settings import TE_GRAPHS, StepSettings, checked
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.plan.builder import offloaded_chunks
+from megatron_pp.plan.family import Family
 from megatron_pp.plan.instruction import BACKWARD_OPS, FORWARD, Instruction, without_pairs
-from megatron_pp.plan.orders import COMBINED, INTERLEAVED, Family
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.schedule_file import find_family
 from megatron_pp.plan.spec import BATCHED, EXPLICIT, HOOKS, ONE_WAY, Plan, PlanSpec
@@ -184,15 +184,14 @@ def _kept_advice(spec: PlanSpec, placement: Placement, needs_one: bool) -> str |
 def warn_of_limits(plan: Plan, is_converted: bool) -> None:
     """Warn, once each, of a microbatch count that leaves a bubble, and of what keeps the plan from being its schedule's
     own."""
-    spec = plan.spec
+    spec, family = plan.spec, find_family(plan.spec.schedule)
     if spec.pipeline_size > 1 and spec.slices == 1:
-        grouped = spec.num_chunks if spec.schedule in (INTERLEAVED, COMBINED) else 1
+        grouped = spec.num_chunks if family.idles_in_short_groups else 1
         count = _explained(spec.num_microbatches, spec.pipeline_size, grouped, spec.group_size or None)
         if not count.full_speed:
             warn_once(count.sentence)
     if plan.remark:
         warn_once(plan.remark)
-    family = find_family(spec.schedule)
     if not is_converted and family.splits_weight:
         warn_once(
             f"schedule {family.name} splits backwards, but the model does all of each at once: convert its chunks with "

@@ -72,9 +72,9 @@ def _share_parameters(chunks: Sequence[torch.nn.Module]) -> bool:
     return len(seen) != len(set(seen))
 
 
-def _draw_random_numbers(settings: Any, chunks: Sequence[torch.nn.Module]) -> bool:
+def _draw_random_numbers(settings: StepSettings, chunks: Sequence[torch.nn.Module]) -> bool:
     """Whether forwards may: then several chunks of a rank have to take turns as before."""
-    if any(getattr(settings, name, 0.0) for name in ("hidden_dropout", "attention_dropout")):
+    if settings.hidden_dropout or settings.attention_dropout:
         return True
     kinds = torch.nn.modules.dropout._DropoutNd
     return any(isinstance(part, kinds) and part.p > 0 for chunk in chunks for part in chunk.modules())

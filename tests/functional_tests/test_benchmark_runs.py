@@ -40,6 +40,15 @@ def test_bubbles_on_megatrons_gpt_model(tmp_path: Path) -> None:
     assert all(0 < row["simulated, own times"] < 1 for row in rows)
 
 
+@needs_megatron
+def test_steps_of_megatrons_gpt_model_under_both_engines(tmp_path: Path) -> None:
+    rows = report(tmp_path, "megatron_steps", "--pp", "2", "--backward-ms", "4", "--policies", "overlap")
+    assert [(row["schedule"], row["shapes"]) for row in rows] == [
+        (schedule, shapes) for schedule in ("1f1b", "interleaved_1f1b") for shapes in ("fixed", "variable")
+    ]
+    assert all(min(row["megatron ms"], row["ours / simulated"] * 24) > 24 for row in rows)  # 4 forwards and backwards
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="makes network namespaces")
 def test_what_safety_costs_on_shaped_links(tmp_path: Path) -> None:
     rows = report(tmp_path, "overlap", "--pp", "2", "--megabytes", "0.25", "--schedules", "1f1b")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import pickle
@@ -153,3 +154,16 @@ def test_every_path_in_codeowners_is_there():
     lines = (PROJECT_ROOT / "CODEOWNERS").read_text(encoding="utf-8").splitlines()
     paths = [line.split()[0] for line in lines if line.startswith("/")]
     assert [path for path in paths if not (PROJECT_ROOT / path[1:]).exists()] == []
+
+
+def test_functions_have_at_most_60_lines_and_files_450():
+    too_long = []
+    for folder in ("megatron_pp", "examples", "scripts", "benchmarks", "tests"):
+        for path in sorted((PROJECT_ROOT / folder).rglob("*.py")):
+            text = path.read_text(encoding="utf-8")
+            nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+            lengths = {node.name: (node.end_lineno or 0) - node.lineno + 1 for node in nodes}
+            too_long += [f"{path}: {name} has {lines} lines" for name, lines in lengths.items() if lines > 60]
+            if text.count("\n") > 450:
+                too_long.append(f"{path} has {text.count(chr(10))} lines")
+    assert too_long == []

@@ -224,6 +224,13 @@ def has_short_group(shape: Shape) -> bool:
     return shape.num_chunks > 1 and last * shape.slices < shape.pipeline_size
 
 
+def is_in_step(shape: Shape) -> bool:
+    """Whether all ranks of an interleaved order run forwards and backwards in turn together, for most of the step:
+    with a short group some wait for others, and with one microbatch a rank hardly any take turns."""
+    several = shape.num_microbatches * shape.slices > shape.pipeline_size
+    return shape.num_chunks > 1 and several and not has_short_group(shape)
+
+
 def zb_h1(shape: Shape) -> list[Order]:
     """1F1B with the weight gradients split off: rank r runs that of microbatch k - r right after the backward of k, and
     the last r at the end, where 1F1B has its bubble.
@@ -270,6 +277,7 @@ def zb_h2(shape: Shape) -> list[Order]:
 
 _one_chunk_family = partial(Family, chunks=1, repeats=every_microbatch)
 _grouped = partial(Family, grouped=True, repeats=every_group)
+_in_step = partial(_grouped, joint=is_in_step)
 
 FAMILIES = (
     Family(
@@ -291,7 +299,7 @@ FAMILIES = (
         "arXiv 2211.05322, section 5",
         "1F1B with twice the warm-up: hides transfers that 1F1B waits for; 2 (P-r) - 1 microbatches in memory",
     ),
-    _grouped(
+    _in_step(
         INTERLEAVED,
         interleaved,
         "arXiv 2104.04473, section 2.2.2",
@@ -313,7 +321,7 @@ FAMILIES = (
         small_groups=True,
         repeats=lambda shape: Repeats(group_of_gis_h(shape)),
     ),
-    _grouped(
+    _in_step(
         COMBINED,
         combined_1f1b,
         "Megatron-core, overlap_moe_expert_parallel_comm; arXiv 2412.19437, section 3.2.1, for the pairs",
@@ -340,7 +348,7 @@ FAMILIES = (
         "no bubble within a rank's span (counts on the optimizer bypass); 2P-1 microbatches in memory",
         splits_weight=True,
     ),
-    _grouped(
+    _in_step(
         "interleaved_zb",
         interleaved_zb,
         "arXiv 2104.04473, section 2.2.2, with the split of arXiv 2401.10241",

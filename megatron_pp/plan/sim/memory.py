@@ -4,7 +4,7 @@ Activations of a layer are counted as in arXiv 2205.05198 (section 4, in bytes f
 s b h (34 + 5 a s / h), less with tensor parallelism and recomputation); what the weight gradients still need after a
 split backward as in arXiv 2401.10241 (appendix: 32 s b h; where a layer is recomputed that is more than its forward
 kept). Parameters, gradients and optimizer states are those of Megatron's mixed-precision optimizer. What the allocator
-keeps back of messages is counted as on NCCL (``recorded.py``). Kernels' workspace and fragmentation are not counted.
+keeps back of messages is counted as on NCCL (``record_stream.py``). Workspace of kernels and fragmentation are not.
 """
 
 from array import array
@@ -16,7 +16,7 @@ from megatron_pp.errors import PlanError
 from megatron_pp.plan.activations import host_timeline, kept_timeline, key_values_timeline, logits_timeline
 from megatron_pp.plan.lifetime import tensors_timeline
 from megatron_pp.plan.names import unknown
-from megatron_pp.plan.recorded import recorded_timeline
+from megatron_pp.plan.record_stream import recorded_timeline
 from megatron_pp.plan.spec import Plan
 
 NONE = "none"

@@ -173,9 +173,8 @@ def test_layers_go_where_the_config_says():
 
 def test_microbatch_counts_follow_the_schedule():
     config = ModelParallelConfig(**PIPELINE, virtual_pipeline_model_parallel_size=2)
-    assert not config.explain_microbatch_count(10).full_speed
-    ungrouped = config.replace(pipeline_schedule="breadth_first")
-    assert ungrouped.explain_microbatch_count(10).full_speed
+    for name, full_speed in ((None, False), ("interleaved_zb", False), ("breadth_first", True)):
+        assert config.replace(pipeline_schedule=name).explain_microbatch_count(10).full_speed == full_speed
 
 
 def test_environment_sets_defaults_which_arguments_override(monkeypatch):

@@ -57,6 +57,7 @@ NOT_SETTINGS = {
     # Megatron's layers run sequences whole.
     *("sequence_slices", "balance_sequence_slices", "skip_tensors", "skip_cache"),
     *("tensor_model_parallel_size", "context_parallel_size", "virtual_pipeline_model_parallel_size", "hidden_size"),
+    *("ffn_hidden_size", "hidden_dropout", "attention_dropout"),
     *("sequence_parallel", "enable_autocast", "autocast_dtype", "calculate_per_token_loss", "mtp_standalone"),
     *("num_microbatches_with_partial_activation_checkpoints", "defer_embedding_wgrad_compute", "cuda_graph_impl"),
     *("timers", "barrier_with_L1_time", "grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func"),

@@ -29,6 +29,12 @@ SPECS = [
     PlanSpec("zb_h1", 3, 1, 9, device=(DEVICE_SYNC,)),
     PlanSpec("zb_v", 2, 2, 8),
     PlanSpec("dualpipev", 2, 2, 8, policy="plain", overlap_pairs=True),
+    PlanSpec("combined_1f1b", 2, 2, 8, overlap_pairs=True),
+    PlanSpec("1f1b", 3, 1, 9, policy="batched"),
+    PlanSpec("interleaved_1f1b", 2, 2, 8, policy="batched", variable_shapes=True),
+    PlanSpec("interleaved_1f1b", 3, 2, 12, policy="batched", channels="shared"),
+    PlanSpec("interleaved_1f1b", 2, 2, 8, variable_shapes=True),
+    PlanSpec("interleaved_zb", 2, 2, 8, policy="plain", channels="shared", variable_shapes=True),
 ]
 
 
@@ -45,7 +51,7 @@ def passes_the_machine(plan: Plan, device: tuple[str, ...], block: Block | None)
 @pytest.mark.parametrize("spec", SPECS, ids=PlanSpec.describe)
 def test_what_runs_aligned_passes_the_queue_machine(spec: PlanSpec) -> None:
     plan, rng, found = lowered_plan(spec), random.Random(17), Counter[tuple[bool, bool]]()
-    period = spec.pipeline_size if spec.schedule == "interleaved_1f1b" else 1
+    period = _period(spec)
     faults = list(mutants(plan, rng, 2))
     for what, mutant in faults if EXHAUSTIVE else rng.sample(faults, 40):
         try:
@@ -61,20 +67,42 @@ def test_what_runs_aligned_passes_the_queue_machine(spec: PlanSpec) -> None:
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=PlanSpec.describe)
-def test_plans_of_single_operations_run_aligned(spec: PlanSpec) -> None:
+def test_plans_of_every_policy_run_aligned(spec: PlanSpec) -> None:
     plan = lowered_plan(spec)
-    period = spec.pipeline_size if spec.schedule == "interleaved_1f1b" else 1
     assert runs_aligned(plan, spec.device)
-    assert runs_aligned(plan, spec.device, steady_block(plan, period))
-    for device in DEVICES:
+    assert runs_aligned(plan, spec.device, steady_block(plan, _period(spec)))
+    for device in DEVICES if not spec.overlap_pairs else [()]:
         assert runs_aligned(plan, device) == passes_the_machine(plan, device, None)
 
 
-@pytest.mark.parametrize("more", [{"policy": "batched"}, {"variable_shapes": True}])
-def test_batches_and_shapes_are_left_to_the_queue_machine(more: dict[str, object]) -> None:
-    plan = lowered_plan(PlanSpec("1f1b", 2, 1, 4, **more))  # type: ignore[arg-type]
+def _period(spec: PlanSpec) -> int:
+    return spec.pipeline_size if spec.num_chunks > 1 and spec.schedule not in ("zb_v", "dualpipev") else 1
+
+
+def test_collectives_are_left_to_the_queue_machine() -> None:
+    plan = lowered_plan(PlanSpec("vocab_1f1b", 2, 1, 4))
     assert not runs_aligned(plan, ())
     assert passes_the_machine(plan, (), None)
+
+
+def test_a_batch_is_over_when_all_its_members_are() -> None:
+    exchange = hand_written("[SEND_F0.0 RECV_B0.0] FREE_F0.0 WAIT_B0.0", "[RECV_F0.0 SEND_B0.0] WAIT_F0.0 FREE_B0.0")
+    assert runs_aligned(exchange, (DEVICE_SYNC,))
+    waits_for_half = hand_written(
+        "[SEND_F0.0 RECV_B0.0] FREE_F0.0 WAIT_B0.0", "[RECV_F0.0] WAIT_F0.0 [SEND_B0.0] FREE_B0.0"
+    )
+    assert runs_aligned(waits_for_half, ())
+    held = hand_written(
+        "[SEND_F0.0 RECV_B0.0] FREE_F0.0 WAIT_B0.0 [SEND_F0.1] FREE_F0.1",
+        "[RECV_F0.0] WAIT_F0.0 [RECV_F0.1] WAIT_F0.1 [SEND_B0.0] FREE_B0.0",
+    )
+    assert not runs_aligned(held, ())
+    assert not passes_the_machine(held, (), None)
+
+
+@pytest.mark.parametrize("one", ["[SEND_F0.0] [SEND_F0.1] FREE_F0.0 FREE_F0.1", "[SEND_F0.0] FREE_F0.0 SEND_F0.1"])
+def test_batches_that_are_not_alone_are_left_to_the_queue_machine(one: str) -> None:
+    assert not runs_aligned(hand_written(one, "[RECV_F0.0] WAIT_F0.0 [RECV_F0.1] WAIT_F0.1"), ())
 
 
 def hand_written(*programs: str) -> Plan:

@@ -7,7 +7,7 @@ import math
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_pp.errors import PlanError
@@ -16,6 +16,7 @@ from megatron_pp.plan.clock import run_clock
 from megatron_pp.plan.costs import GLOO_DETACHED_BYTES, Link, Network, StageCosts
 from megatron_pp.plan.instruction import COMPUTE_OPS, format_program
 from megatron_pp.plan.placement import Placement
+from megatron_pp.plan.schedule_file import find_family
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.spec import BATCHED, CHANNELS, OVERLAP, POLICIES, SHARED, Plan, PlanSpec
 from tests.harness.plan_text import placed, with_programs
@@ -69,11 +70,12 @@ def test_forward_only_is_a_plain_pipeline(m):
     variable=st.booleans(),
 )
 def test_equal_slots_and_free_transfers_are_the_logical_clock(schedule, p, v, m, group, policy, channels, variable):
-    """Where every operation takes one slot, communication as lowered must never delay compute, whatever the policy."""
+    """Where every operation takes one slot, communication as lowered must never delay compute, whatever the policy,
+    except where two operations have one exchange."""
     v = 1 if UNIT_COSTS[schedule] == 1 else v
-    plan = build_plan(
-        PlanSpec(schedule, p, v, m, group_size=group, policy=policy, channels=channels, variable_shapes=variable)
-    )
+    spec = PlanSpec(schedule, p, v, m, group_size=group, policy=policy, channels=channels, variable_shapes=variable)
+    assume(not find_family(schedule).joint(spec.shape) or (policy == OVERLAP and not variable))
+    plan = build_plan(spec)
     result = simulate(plan, StageCosts.uniform(p * v, backward=1.0))
     expected = run_clock(plan.orders, plan.placement).ends
     assert [[e.end for e in result.events(r) if e.instruction.op in COMPUTE_OPS] for r in range(p)] == expected

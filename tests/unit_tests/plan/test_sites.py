@@ -21,6 +21,8 @@ SPECS = [
     PlanSpec("interleaved_zb", 2, 2, 8),
     PlanSpec("interleaved_1f1b", 2, 2, 8, forward_only=True),
     PlanSpec("zb_v", 2, 2, 8, device=("static_buffers",)),
+    PlanSpec("interleaved_1f1b", 2, 2, 8, policy="batched"),
+    PlanSpec("combined_1f1b", 2, 2, 8, overlap_pairs=True),
 ]
 
 
@@ -34,7 +36,7 @@ def checked(plan: Plan, rank: int, block: Block | None) -> RankPeaks | str:
 @pytest.mark.parametrize("spec", SPECS, ids=PlanSpec.describe)
 def test_sites_decide_as_the_walk_does(spec: PlanSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, rng, accepted = lowered_plan(spec), random.Random(5), 0
-    period = spec.pipeline_size if spec.schedule.startswith("interleaved") else 1
+    period = spec.pipeline_size if spec.schedule.startswith(("interleaved", "combined")) else 1
     faults = list(mutants(plan, rng, 2))
     for what, mutant in [("none", plan), *(faults if EXHAUSTIVE else rng.sample(faults, 40))]:
         rank = 0 if what == "none" else int(what.split("rank ")[1].split(",")[0])
@@ -62,13 +64,13 @@ def test_without_a_block_and_with_whole_sites_missing(spec: PlanSpec, monkeypatc
                 assert by_site == checked(mutant, rank, None), what
 
 
-def test_plans_of_single_operations_need_no_walk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_need_no_walk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lifetime, "_walked", lambda *_: pytest.fail("walked"))
     for spec in SPECS:
         for rank in range(spec.pipeline_size):
             check_rank(lowered_plan(spec), rank)
     with pytest.raises(pytest.fail.Exception):
-        check_rank(lowered_plan(PlanSpec("1f1b", 2, 1, 4, policy="batched")), 0)
+        check_rank(lowered_plan(PlanSpec("seq_1f1b", 2, 1, 4, slices=2)), 0)
 
 
 def test_sites_are_the_program() -> None:

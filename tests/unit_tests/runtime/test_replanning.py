@@ -7,20 +7,23 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed import HashStore
 
 from megatron_pp.config import TransformerConfig
+from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ConfigError, PipelineMismatchError, ScheduleInputError
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.runtime import replan_exchange
 from megatron_pp.runtime.pairs import in_turn
 from megatron_pp.runtime.replan_exchange import Change, Exchange
-from megatron_pp.runtime.replanning import in_steps
+from megatron_pp.runtime.replanning import Replanning, in_steps
 from megatron_pp.runtime.step import StepCall
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.toy import ToyBlock, ToyResult
@@ -155,6 +158,21 @@ def test_costs_are_rounded_so_that_similar_steps_run_one_plan() -> None:
 
 
 # --- searches that fail, take long, or find nothing
+
+
+@pytest.mark.parametrize(
+    ("fields", "chunks", "draws"),
+    [
+        ({}, [nn.Linear(1, 1), nn.Linear(1, 1)], False),
+        ({}, [nn.Linear(1, 1), nn.Sequential(nn.Dropout(0.1))], True),
+        ({}, [nn.Sequential(nn.Dropout(0.1))], False),
+        ({"hidden_dropout": 0.1}, [nn.Linear(1, 1), nn.Linear(1, 1)], True),  # a function of the model's, as Megatron's
+        ({"attention_dropout": 0.1}, [nn.Linear(1, 1), nn.Linear(1, 1)], True),
+    ],
+)
+def test_chunks_with_dropout_keep_their_turns(fields: dict[str, Any], chunks: list[nn.Module], draws: bool) -> None:
+    settings = StepSettings.from_config(SimpleNamespace(pipeline_replan="every:5", **fields))
+    assert Replanning(settings, chunks).draws == draws
 
 
 def test_a_search_that_fails_is_said_once_and_changes_nothing(searches: Callable[[Search], None], said: Said) -> None:

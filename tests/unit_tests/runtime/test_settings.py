@@ -312,7 +312,7 @@ def test_keywords_are_checked_in_the_name_of_the_function(step: Any) -> None:
     with pytest.raises(TypeError) as caught:
         step(**good, num_microbatch=4)
     assert str(caught.value) == (
-        f"{step.__name__}() got an unexpected keyword argument 'num_microbatch'; did you mean 'num_microbatches'?"
+        f"{step.__name__}() got an unexpected keyword argument 'num_microbatch' (did you mean num_microbatches?)"
     )
     with pytest.raises(TypeError) as caught:
         step(**good, zzz=4)

@@ -7,7 +7,7 @@ import pytest
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.lifetime import tensors_timeline
 from megatron_pp.plan.orders import SCHEDULES
-from megatron_pp.plan.recorded import recorded_timeline
+from megatron_pp.plan.record_stream import recorded_timeline
 from megatron_pp.plan.sim.memory import FULL, ModelShape, rank_memory
 from megatron_pp.plan.spec import BATCHED, OVERLAP, PLAIN, PlanSpec
 

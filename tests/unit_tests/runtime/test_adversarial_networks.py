@@ -1,5 +1,5 @@
-"""Every schedule under every policy over every hostile network, up to P=16, V=8: losses and gradients equal those of
-one process to the last bit.
+"""Every schedule under every policy over every adversarial network, up to P=16, V=8: losses and gradients equal those
+of one process to the last bit.
 
 ``MEGATRON_PP_EXHAUSTIVE=1`` runs the whole products, not a part of them.
 """
