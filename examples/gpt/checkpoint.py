@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,7 +145,9 @@ def load_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
         try:
             if missing := sorted(tensors.keys() - checkpoint.tensors.keys()):
                 raise ValueError(f"there is no {missing[0]}")
-            _check_files(checkpoint, {checkpoint.tensors[name]["relative_path"] for name in tensors})
+            for file_name in {checkpoint.tensors[name]["relative_path"] for name in tensors}:
+                if _crc32_of(path := checkpoint.path / file_name) != checkpoint.files[file_name]:
+                    raise ValueError(f"{path} is damaged: it does not have the CRC-32 that it was saved with")
             for name, tensor in tensors.items():
                 place = checkpoint.tensors[name]
                 with open_plain(checkpoint.path / place["relative_path"]) as file:
@@ -160,13 +162,6 @@ def load_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
             raise CheckpointError(f"checkpoint {checkpoint.path} cannot be loaded: {said}; {_ADVICE}") from error
 
     on_all_ranks(load)
-
-
-def _check_files(checkpoint: Checkpoint, names: Iterable[str]) -> None:
-    """Raises ValueError or OSError unless the files ``names`` of the checkpoint are what was saved."""
-    for path in (checkpoint.path / name for name in names):
-        if _crc32_of(path) != checkpoint.files[path.name]:
-            raise ValueError(f"{path} is damaged: it does not have the CRC-32 that it was saved with")
 
 
 def _crc32_of(path: Path) -> int:
