@@ -24,6 +24,7 @@ import signal
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -47,15 +48,20 @@ os.environ["MEGATRON_PP_LAUNCHER"] = str(os.getpid())
 os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
 
 
-def summary(rank: int, failure: ProcessFailure, reports: Path) -> str:
+def summary(rank: int, failure: ProcessFailure, logs: Path) -> str:
     """Why the run has failed, in one line: what a rank has reported of another, else of itself, in the last start."""
-    left = [json.loads(path.read_text()) for path in reports.glob("*.json")]
-    left.sort(key=lambda found: (-found["start"], not found["of_peer"], found["rank"]))
-    said = [found["line"] for found in left[:1]]
+    found = []
+    for path in logs.glob("*/attempt_*/*/error.json"):
+        with suppress(ValueError):  # cut short by a signal
+            said = json.loads(path.read_text())["message"]["message"].partition("\n")[0]
+            of_peer, start, local_rank = said.startswith("PipelinePeerError: "), path.parts[-3], int(path.parts[-2])
+            line = said.partition(": ")[2] if of_peer else f"rank {rank - failure.local_rank + local_rank}: {said}"
+            found.append((-int(start.removeprefix("attempt_")), not of_peer, local_rank, line))
+    reasons = [line for *_, line in sorted(found)[:1]]
     code = failure.exitcode
     if code < 0:
-        said.insert(0, f"rank {rank} (pid {failure.pid}) was killed by {signal.Signals(-code).name}")
-    return f"launch.py: failed: {'; '.join(said) or f'rank {rank} (pid {failure.pid}) ended with exit code {code}'}"
+        reasons.insert(0, f"rank {rank} (pid {failure.pid}) was killed by {signal.Signals(-code).name}")
+    return f"launch.py: failed: {'; '.join(reasons) or f'rank {rank} (pid {failure.pid}) ended with exit code {code}'}"
 
 
 def others_read_here() -> bool:
@@ -64,10 +70,10 @@ def others_read_here() -> bool:
     return arguments.nnodes.rpartition(":")[2] != "1" and arguments.node_rank == 0
 
 
-def run(reports: Path) -> int:
-    """Run ``torchrun``; the exit code."""
+def run(logs: Path) -> int:
+    """Run ``torchrun``; the exit code. The ranks' errors are left in ``logs``."""
     try:
-        main()
+        main(["--log-dir", str(logs), *sys.argv[1:]])
     except SignalException as stop:
         return 128 + int(stop.sigval)
     except KeyboardInterrupt:  # before the ranks were started
@@ -76,7 +82,7 @@ def run(reports: Path) -> int:
         rank, failure = error.get_first_failure()
         if failure.exitcode in PASSED_ON:
             return failure.exitcode
-        print(summary(rank, failure, reports), file=sys.stderr, flush=True)
+        print(summary(rank, failure, logs), file=sys.stderr, flush=True)
         if others_read_here():
             time.sleep(FAREWELL)
         return 1
@@ -92,10 +98,10 @@ def end_process(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    # What it logs of a rank that has ended, the ranks and the last line say.
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    # What they log of a rank that has ended, the ranks and the last line say.
+    for name in ("api", "errors.error_handler"):
+        logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").setLevel(logging.CRITICAL)
     folder = Path(tempfile.mkdtemp(prefix="megatron_pp_"))
-    os.environ["MEGATRON_PP_REPORTS"] = str(folder)  # see examples/gpt/ending.py
     try:
         code = run(folder)
     finally:

@@ -50,7 +50,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # n
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
 
-from examples.gpt.data import VOCAB_SIZE, BatchShape, SampleOrder, read_text, split_text  # noqa: E402
+from examples.gpt.data import VOCAB_SIZE, SampleOrder, read_text, split_text  # noqa: E402
 from megatron_pp.integrations import megatron_core  # noqa: E402
 
 
@@ -171,10 +171,10 @@ class Data:
     def __init__(self, args: argparse.Namespace) -> None:
         replicas = parallel_state.get_data_parallel_world_size()
         self.num_microbatches = args.global_batch_size // (args.micro_batch_size * replicas)
-        shape = BatchShape(args.micro_batch_size, self.num_microbatches, replicas, args.seq_length)
+        sizes = args.micro_batch_size, self.num_microbatches, replicas, args.seq_length
         training, validation = split_text(read_text(args.data_path, args.max_data_bytes), 0.05)
-        self._training = SampleOrder(training, shape, args.seed, "training")
-        self._validation = SampleOrder(validation, shape, args.seed, "validation")
+        self._training = SampleOrder(training, *sizes, args.seed, "training")
+        self._validation = SampleOrder(validation, *sizes, args.seed, "validation")
 
     def step(self, step: int, evaluation: bool = False) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """(tokens, labels), int64 (micro_batch_size, seq_length) each, of every microbatch of this replica."""

@@ -32,7 +32,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     gc.disable()  # a seventh of the time to import torch goes into finding no garbage
     try:
-        from examples.gpt.ending import end_process
+        from examples.gpt.process import end_process
         from examples.gpt.program import main
     except ModuleNotFoundError as error:
         if error.name != "tyro":

@@ -12,31 +12,32 @@ Whatever is killed in between, ``latest`` names a whole checkpoint. Several node
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from examples.gpt.errors import CheckpointError, CheckpointLayoutError, CheckpointWriteError, NoCheckpointError
 from examples.gpt.files import open_plain, read_text, sync_folder, write_atomically
+from examples.gpt.process import on_all_ranks, on_first_rank
 
 LATEST, DESCRIPTION, FORMAT = "latest", "description.json", 3
 _NAME = re.compile(r"step-[0-9A-Za-z._-]{1,80}")
 _TENSOR_FILE = re.compile(r"__\d+_\d+\.distcp")
+_ADVICE = "give --resume an older checkpoint of the run, or begin a new one"
 
 # What a description holds: a type, a list of them, fields by name, or any names (...) for values of one kind.
 _TENSOR = {"relative_path": str, "offset": int, "length": int, "shape": [int]}
@@ -46,44 +47,34 @@ _CONTENT |= {"files": {...: int}, "tensors": {...: _TENSOR}}
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint in the folder ``path``, as its description says. ``name`` is the folder's when it was written (a
-    copy has another), ``step`` counts optimizer steps, ``layout`` is what a run must have in common with it,
-    ``progress`` the run's own notes, ``files`` the CRC-32 of each file. A tensor is in the file ``relative_path``,
-    ``length`` bytes from ``offset`` on."""
+    """The checkpoint in the folder ``path``, whose name was ``name`` when it was written."""
 
     path: Path
     name: str
-    step: int
-    layout: dict[str, Any]
-    progress: dict[str, Any]
-    files: dict[str, int]
-    tensors: dict[str, dict[str, Any]]
+    step: int  # optimizer steps done
+    layout: dict[str, Any]  # what a run must have in common with it
+    progress: dict[str, Any]  # the run's own notes
+    files: dict[str, int]  # CRC-32 of each
+    tensors: dict[str, dict[str, Any]]  # a file, and which bytes of it
 
 
 def find_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint at ``path``: its own folder, a folder of checkpoints, or a run's folder. Reads JSON only. Raises
     NoCheckpointError if there is none, CheckpointError if its description cannot be used."""
     for folder in (path, path / "checkpoints"):
-        is_one, has_some = (os.path.lexists(folder / name) for name in (DESCRIPTION, LATEST))
-        try:
-            if is_one or has_some:
-                return read_description(folder if is_one else folder / _newest_name(folder))
-        except CheckpointError as error:
-            raise CheckpointError(f"{error}; {_advice(folder.parent if is_one else folder)}") from error
+        if os.path.lexists(folder / DESCRIPTION):
+            return read_description(folder)
+        if os.path.lexists(folder / LATEST):
+            with suppress(OSError, ValueError):
+                if _NAME.fullmatch(name := read_text(folder / LATEST).strip()):
+                    return read_description(folder / name)
+            raise CheckpointError(f"{folder / LATEST} names no checkpoint; {_ADVICE}")
     raise NoCheckpointError(f"there is no checkpoint at {path}; give a run's folder or one of its checkpoints/step-...")
-
-
-def _newest_name(folder: Path) -> str:
-    with suppress(OSError, ValueError):
-        if _NAME.fullmatch(name := read_text(folder / LATEST).strip()):
-            return name
-    raise CheckpointError(f"{folder / LATEST} names no checkpoint")
 
 
 def make_newest(path: Path) -> None:
     """The run goes on from the checkpoint at ``path`` when it starts again. Raises OSError."""
     write_atomically(path.parent / LATEST, path.name + "\n")
-    sync_folder(path.parent)
 
 
 def check_layout(checkpoint: Checkpoint, layout: dict[str, Any]) -> None:
@@ -120,7 +111,7 @@ def read_description(folder: Path) -> Checkpoint:
             if place["relative_path"] not in content["files"]:
                 raise ValueError(f"tensor {name:.80}: {place['relative_path']!r:.60} is none of files")
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{folder / DESCRIPTION} cannot be used: {error}") from error
+        raise CheckpointError(f"{folder / DESCRIPTION} cannot be used: {error}; {_ADVICE}") from error
     return Checkpoint(folder, **content)
 
 
@@ -147,134 +138,30 @@ def _check(name: Any, value: Any, kind: Any) -> None:
 
 
 def load_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
-    """Fill this rank's ``tensors`` in place, which may be others than this rank has saved. Collective where there is a
-    process group. Each file is compared with its CRC-32 before it is read. Raises CheckpointError on every rank."""
-    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
-    try:
-        dcp.load(dict(tensors), storage_reader=_Reader(checkpoint), planner=planner)
-    except dcp.CheckpointException as error:
-        advice = _advice(checkpoint.path.parent)
-        raise CheckpointError(f"checkpoint {checkpoint.path} cannot be loaded: {_said(error)}; {advice}") from error
+    """Fill this rank's ``tensors`` in place, which may be others than this rank has saved. Collective. Each file is
+    compared with its CRC-32 before it is read. Raises CheckpointError on every rank."""
 
-
-def check_files(checkpoint: Checkpoint, names: Iterable[str]) -> None:
-    """Raises CheckpointError unless the files ``names`` of the checkpoint are what was saved."""
-    for path in (checkpoint.path / name for name in names):
+    def load() -> None:
         try:
-            whole = _crc32_of(path) == checkpoint.files[path.name]
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
-        if not whole:
-            raise CheckpointError(f"{path} is damaged: it does not have the CRC-32 that it was saved with")
+            if missing := sorted(tensors.keys() - checkpoint.tensors.keys()):
+                raise ValueError(f"there is no {missing[0]}")
+            for file_name in {checkpoint.tensors[name]["relative_path"] for name in tensors}:
+                if _crc32_of(path := checkpoint.path / file_name) != checkpoint.files[file_name]:
+                    raise ValueError(f"{path} is damaged: it does not have the CRC-32 that it was saved with")
+            for name, tensor in tensors.items():
+                place = checkpoint.tensors[name]
+                with open_plain(checkpoint.path / place["relative_path"]) as file:
+                    file.seek(place["offset"])
+                    content = io.BytesIO(file.read(place["length"]))
+                saved = torch.load(content, map_location="cpu", weights_only=True)
+                if not list(tensor.shape) == place["shape"] == list(saved.shape):
+                    raise ValueError(f"{name} has shape {place['shape']} there and {list(tensor.shape)} here")
+                tensor.copy_(saved)
+        except Exception as error:  # torch raises what it likes of bytes that are no tensor
+            said = str(error).partition("\n")[0]
+            raise CheckpointError(f"checkpoint {checkpoint.path} cannot be loaded: {said}; {_ADVICE}") from error
 
-
-class _Reader(dcp.FileSystemReader):
-    """DCP's reader, with our description in the place of ``.metadata``."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        super().__init__(checkpoint.path)
-        self.checkpoint = checkpoint
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp_metadata.Metadata:
-        kinds, places = {}, {}
-        for name, place in self.checkpoint.tensors.items():
-            size, origin = torch.Size(place["shape"]), torch.Size([0] * len(place["shape"]))
-            whole = [dcp_metadata.ChunkStorageMetadata(origin, size)]
-            kinds[name] = dcp_metadata.TensorStorageMetadata(dcp_metadata.TensorProperties(), size, whole)
-            places[dcp_metadata.MetadataIndex(name, origin)] = SimpleNamespace(**place, transform_descriptors=())
-        return dcp_metadata.Metadata(kinds, storage_data=places)  # type: ignore[arg-type]
-
-    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Any:
-        check_files(self.checkpoint, {self.storage_data[item.storage_index].relative_path for item in plan.items})
-        return super().read_data(plan, planner)
-
-
-def _said(error: dcp.CheckpointException) -> str:
-    """What ranks have said, each sentence once."""
-    return "; ".join(sorted({str(failure) for failure, _ in error.failures.values()}))
-
-
-@dataclass(frozen=True)
-class _Written(WriteResult):
-    crc32: int  # of the file
-
-
-class CheckpointWriter(dcp.FileSystemWriter):
-    """Writes a run's checkpoints into ``folder``, keeps the ``keep`` newest, and removes nothing but its own.
-
-    DCP calls the methods below ``save``; an error of one rank it raises on all."""
-
-    def __init__(self, folder: Path, keep: int, layout: dict[str, Any]) -> None:
-        super().__init__(folder)
-        self.folder, self.keep, self.layout = folder, keep, layout
-
-    def save(self, step: int, tensors: dict[str, Tensor], progress: dict[str, Any]) -> Path:
-        """Write a checkpoint; its folder. Collective. Raises CheckpointWriteError on every rank.
-
-        Tensors of one name on several ranks must hold equal values (those of data-parallel replicas do)."""
-        self.step, self.progress, self.name = step, progress, ""
-        try:
-            dcp.save(dict(tensors), storage_writer=self)
-        except dcp.CheckpointException as error:
-            if self.name and dist.get_rank() == 0:
-                shutil.rmtree(self.path, ignore_errors=True)
-            raise CheckpointWriteError(f"a checkpoint in {self.folder} cannot be written: {_said(error)}") from error
-        return self.folder / self.name
-
-    def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
-        return plan  # rank 0 makes the folder
-
-    def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
-        """On rank 0: make an empty folder to write to, and choose the name to publish it under."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for path in self.folder.glob(".step-*.unfinished"):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-        name, repeat = f"step-{self.step:08d}", 1
-        # A run resumed from an earlier checkpoint reaches the same step again; what is there stays whole.
-        while any(os.path.lexists(self.folder / taken) for taken in (name, f".{name}.unfinished")):
-            repeat += 1
-            name = f"step-{self.step:08d}-{repeat}"
-        (self.folder / f".{name}.unfinished").mkdir()
-        return [
-            replace(plan, storage_data=SimpleNamespace(prefix=f"__{rank}_", name=name))
-            for rank, plan in enumerate(plans)
-        ]
-
-    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Any:
-        self.name = plan.storage_data.name
-        self.path = self.folder / f".{self.name}.unfinished"
-        written = super().write_data(plan, planner).wait()
-        crc32 = {name: _crc32_of(self.path / name) for name in {at.storage_data.relative_path for at in written}}
-        results: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
-        results.set_result([_Written(**vars(at), crc32=crc32[at.storage_data.relative_path]) for at in written])
-        return results
-
-    def finish(self, metadata: dcp_metadata.Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0: describe the checkpoint, give it its name, and remove those that are too many."""
-        super().finish(metadata, results)
-        files, tensors = {}, {}
-        sizes: dict[str, Any] = metadata.state_dict_metadata
-        written: Any
-        for written in (at for of_rank in results for at in of_rank):
-            place, name = written.storage_data, written.index.fqn
-            files[place.relative_path] = written.crc32
-            tensors[name] = {field: getattr(place, field) for field in ("relative_path", "offset", "length")}
-            tensors[name]["shape"] = list(sizes[name].size)
-        unfinished = Path(self.path)
-        write_description(Checkpoint(unfinished, self.name, self.step, self.layout, self.progress, files, tensors))
-        sync_folder(unfinished)
-        os.rename(unfinished, self.folder / self.name)
-        sync_folder(self.folder)
-        make_newest(self.folder / self.name)  # before what was the newest until now is removed
-        # Copies have other names than their descriptions, and are the user's.
-        ours = [found.path for found in _described(self.folder) if found.name == found.path.name != self.name]
-        for path in ours[max(self.keep, 1) - 1 :]:
-            # Renamed first: a removal that is cut short leaves no half checkpoint under a valid name.
-            doomed = path.with_name(f".{path.name}.unfinished")
-            if not os.path.lexists(doomed):
-                os.rename(path, doomed)
-                shutil.rmtree(doomed)
+    on_all_ranks(load)
 
 
 def _crc32_of(path: Path) -> int:
@@ -285,22 +172,84 @@ def _crc32_of(path: Path) -> int:
     return crc32
 
 
-def _advice(folder: Path) -> str:
-    """Which checkpoint of a folder to use instead of a damaged one."""
-    for checkpoint in _described(folder):
-        with suppress(CheckpointError):
-            check_files(checkpoint, checkpoint.files)
-            return f"the newest whole checkpoint there is {checkpoint.path}: give that one"
-    return f"there is no whole checkpoint in {folder}: begin a new run"
+class _Writer(dcp.FileSystemWriter):
+    """Keeps on rank 0, by name, where each tensor has been written."""
+
+    def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        sizes: Any = metadata.state_dict_metadata
+        self.tensors: dict[str, Any] = {}
+        for written in (at for of_rank in results for at in of_rank):
+            name = written.index.fqn
+            place = {field: getattr(written.storage_data, field) for field in ("relative_path", "offset", "length")}
+            self.tensors[name] = {**place, "shape": list(sizes[name].size)}
 
 
-def _described(folder: Path) -> Iterator[Checkpoint]:
-    """The checkpoints in ``folder`` whose descriptions can be used, newest first; links are none."""
-    try:
-        files = [path / DESCRIPTION for path in folder.glob("step-*") if not path.is_symlink()]
-        dated = sorted(((file.stat().st_mtime_ns, file.parent) for file in files if file.is_file()), reverse=True)
-    except OSError:  # another run is removing one
-        return
-    for _, path in dated:
-        with suppress(CheckpointError):
-            yield read_description(path)
+class CheckpointWriter:
+    """Writes a run's checkpoints into ``folder``, keeps the ``keep`` newest, and removes nothing but its own."""
+
+    def __init__(self, folder: Path, keep: int, layout: dict[str, Any]) -> None:
+        self.folder, self.keep, self.layout = folder, keep, layout
+
+    def save(self, step: int, tensors: dict[str, Tensor], progress: dict[str, Any]) -> Path:
+        """Write a checkpoint; its folder. Collective. Raises CheckpointWriteError on every rank.
+
+        Tensors of one name on several ranks must hold equal values (those of data-parallel replicas do)."""
+        name = ""
+        try:
+            name = on_first_rank(lambda: self._begin(step))
+            folder, mine = self._unfinished(name), f"__{dist.get_rank()}_*"
+            writer = _Writer(folder)
+            dcp.save(dict(tensors), storage_writer=writer)
+            crc32 = on_all_ranks(lambda: {path.name: _crc32_of(path) for path in folder.glob(mine)})
+            files = {file: value for of_rank in crc32 for file, value in of_rank.items()}
+            notes = name, step, self.layout, progress, files
+            on_first_rank(lambda: self._publish(Checkpoint(folder, *notes, writer.tensors)))
+        except (OSError, dcp.CheckpointException) as error:
+            if name and dist.get_rank() == 0:
+                shutil.rmtree(self._unfinished(name), ignore_errors=True)
+            failures = getattr(error, "failures", {0: (error, None)}).values()
+            said = "; ".join(sorted({str(failure) for failure, _ in failures}))
+            raise CheckpointWriteError(f"a checkpoint in {self.folder} cannot be written: {said}") from error
+        return self.folder / name
+
+    def _unfinished(self, name: str) -> Path:
+        return self.folder / f".{name}.unfinished"
+
+    def _begin(self, step: int) -> str:
+        """Remove what was left unfinished, choose the name to publish under, and make an empty folder to write to."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for path in self.folder.glob(".step-*.unfinished"):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+        name, repeat = f"step-{step:08d}", 1
+        # A run resumed from an earlier checkpoint reaches the same step again; what is there stays whole.
+        while any(map(os.path.lexists, (self.folder / name, self._unfinished(name)))):
+            repeat += 1
+            name = f"step-{step:08d}-{repeat}"
+        self._unfinished(name).mkdir()
+        return name
+
+    def _publish(self, checkpoint: Checkpoint) -> None:
+        """Describe the checkpoint, give it its name, and remove those that are too many."""
+        write_description(checkpoint)
+        os.rename(checkpoint.path, self.folder / checkpoint.name)
+        sync_folder(self.folder)
+        make_newest(self.folder / checkpoint.name)  # before what was the newest until now is removed
+        ours = [found.path for found in self._ours() if found.name != checkpoint.name]
+        for path in ours[max(self.keep, 1) - 1 :]:
+            # Renamed first: a removal that is cut short leaves no half checkpoint under a valid name.
+            doomed = self._unfinished(path.name)
+            if not os.path.lexists(doomed):
+                os.rename(path, doomed)
+                shutil.rmtree(doomed)
+
+    def _ours(self) -> Iterator[Checkpoint]:
+        """The whole checkpoints in the folder, newest first. Copies, which have other names than their descriptions,
+        and links are the user's."""
+        files = [path / DESCRIPTION for path in self.folder.glob("step-*") if not path.is_symlink()]
+        dated = [(file.stat().st_mtime_ns, file.parent) for file in files if file.is_file()]
+        for _, path in sorted(dated, reverse=True):
+            with suppress(CheckpointError):
+                if (found := read_description(path)).name == path.name:
+                    yield found

@@ -1,7 +1,7 @@
-"""Real text as byte tokens: reading it, splitting it, and handing out microbatches by number.
+"""Real text as byte tokens, in microbatches by number.
 
-Nothing here keeps a position. Which sample a microbatch holds follows from the seed, the step and the place in the grid
-alone. So every stage of a pipeline makes the same microbatch for itself, and a resumed run continues exactly.
+No position is kept: which samples a microbatch holds follows from the seed, the step and its place in the step alone.
+So every stage of a pipeline makes the same microbatch for itself, and a resumed run continues exactly.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ Microbatch = tuple[int, Tensor, Tensor]  # its number in the run, over all repli
 
 _LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 # Not part of every Python installation, or not the library itself.
-_SKIPPED_LIBRARY_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests"}
+_NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests"}
 
 
 def read_text(paths: Sequence[str], max_bytes: int) -> bytes:
@@ -52,15 +52,12 @@ def _files_at(path: Path) -> list[Path]:
     return [f for f in files if f.is_file() and not any(part[0] == "." for part in f.relative_to(path).parts)]
 
 
-def _library_files(folder: Path = _LIBRARY) -> Iterator[Path]:
-    """In the order of their paths; found as they are asked for, since most are not."""
-    for path in sorted(folder.iterdir()):
-        if path.name in _SKIPPED_LIBRARY_FOLDERS:
-            continue
-        if path.suffix == ".py":
-            yield path
-        elif path.is_dir() and not path.is_symlink():
-            yield from _library_files(path)
+def _library_files() -> list[Path]:
+    files: list[Path] = []
+    for folder, folders, names in os.walk(_LIBRARY):
+        folders[:] = set(folders) - _NOT_LIBRARY
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted(files)
 
 
 def split_text(text: bytes, validation_fraction: float) -> tuple[Tensor, Tensor]:
@@ -70,61 +67,48 @@ def split_text(text: bytes, validation_fraction: float) -> tuple[Tensor, Tensor]
     return tokens[:cut], tokens[cut:]
 
 
-class BatchShape(NamedTuple):
-    """How a global batch is divided: ``num_microbatches`` are those of one replica in a step."""
-
-    micro_batch_size: int
-    num_microbatches: int
-    data_parallel_size: int
-    seq_length: int
-
-    @property
-    def microbatches(self) -> int:
-        return self.num_microbatches * self.data_parallel_size
-
-    @property
-    def samples(self) -> int:
-        return self.micro_batch_size * self.microbatches
-
-    @property
-    def tokens(self) -> int:
-        return self.samples * self.seq_length
-
-
+@dataclass
 class SampleOrder:
     """Samples of a text: windows of ``seq_length + 1`` tokens that overlap by one, in a shuffled order per epoch.
-    ``tokens`` is uint8, of one dimension. Raises DataError if the text, which is called ``name`` in the message, does
-    not fill a global batch."""
+    Raises DataError if the text, which is called ``name`` in the message, does not fill a global batch."""
 
-    def __init__(self, tokens: Tensor, shape: BatchShape, seed: int, name: str) -> None:
-        self.tokens, self.shape, self.seed = tokens, shape, seed
-        self.num_samples = (len(tokens) - 1) // shape.seq_length
-        if self.num_samples < shape.samples:
+    tokens: Tensor  # uint8, of one dimension
+    micro_batch_size: int
+    num_microbatches: int  # of one replica in a step
+    data_parallel_size: int
+    seq_length: int
+    seed: int
+    name: str
+
+    def __post_init__(self) -> None:
+        samples = self.micro_batch_size * self.num_microbatches * self.data_parallel_size
+        self.tokens_per_step = samples * self.seq_length
+        self.num_samples = (len(self.tokens) - 1) // self.seq_length
+        if self.num_samples < samples:
             raise DataError(
-                f"the {name} text of {len(tokens)} bytes is too short for one batch of {shape.samples} samples of "
-                f"{shape.seq_length} tokens; it takes at least {shape.tokens + 1} bytes: give more text"
+                f"the {self.name} text of {len(self.tokens)} bytes is too short for one batch of {samples} samples of "
+                f"{self.seq_length} tokens; it takes at least {self.tokens_per_step + 1} bytes: give more text"
             )
         self._permutation = lru_cache(maxsize=2)(self._new_permutation)
 
-    def microbatch(self, step: int, microbatch: int, data_parallel_rank: int) -> tuple[Tensor, Tensor]:
-        """The tokens and labels, int64 ``[b, s]`` each, of one microbatch of step ``step`` (0-based)."""
-        shape = self.shape
-        place = microbatch * shape.data_parallel_size + data_parallel_rank
-        first = step * shape.samples + place * shape.micro_batch_size
-        windows = torch.stack([self._window(first + i) for i in range(shape.micro_batch_size)]).long()
+    def microbatch(self, number: int) -> tuple[Tensor, Tensor]:
+        """The tokens and labels, int64 ``[b, s]`` each, of one microbatch of the run."""
+        samples = range(number * self.micro_batch_size, (number + 1) * self.micro_batch_size)
+        windows = torch.stack([self._window(sample) for sample in samples]).long()
         return windows[:, :-1], windows[:, 1:]
 
     def step_iterator(self, step: int, data_parallel_rank: int, device: torch.device) -> Iterator[Microbatch]:
-        """All microbatches of step ``step`` for one replica, in order, on ``device``."""
-        for microbatch in range(self.shape.num_microbatches):
-            place = microbatch * self.shape.data_parallel_size + data_parallel_rank
-            tokens, labels = self.microbatch(step, microbatch, data_parallel_rank)
-            yield step * self.shape.microbatches + place, tokens.to(device), labels.to(device)
+        """All microbatches of step ``step`` (0-based) for one replica, in order, on ``device``."""
+        replicas, per_replica = self.data_parallel_size, self.num_microbatches
+        for microbatch in range(step * per_replica, (step + 1) * per_replica):
+            number = microbatch * replicas + data_parallel_rank
+            tokens, labels = self.microbatch(number)
+            yield number, tokens.to(device), labels.to(device)
 
     def _window(self, sample: int) -> Tensor:
         epoch, index = divmod(sample, self.num_samples)
-        start = int(self._permutation(epoch)[index]) * self.shape.seq_length
-        return self.tokens[start : start + self.shape.seq_length + 1]
+        start = int(self._permutation(epoch)[index]) * self.seq_length
+        return self.tokens[start : start + self.seq_length + 1]
 
     def _new_permutation(self, epoch: int) -> Tensor:
         # One odd multiplier keeps (seed, epoch) pairs apart without drawing from the global generator.

@@ -29,7 +29,7 @@ def read_text(path: Path) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write ``text`` so that a reader, or a crash, sees the old content or the new, never a part. Raises OSError."""
+    """Write ``text`` to disk so that a reader, or a crash, sees the old content or the new. Raises OSError."""
     temporary = path.with_name(f".{path.name}.new")
     temporary.unlink(missing_ok=True)  # left by a crash, or a link to a file of somebody else's
     try:
@@ -38,9 +38,9 @@ def write_atomically(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
+    sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:

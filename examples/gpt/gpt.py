@@ -1,8 +1,4 @@
-"""A small real GPT, cut into pipeline stages. Activations have shape ``[s, b, h]``.
-
-Parameter names are those of the whole model (``layers.5.attention.qkv.weight`` for the sixth layer, wherever it lies),
-so a state dict of all stages together is the state dict of the model.
-"""
+"""A GPT cut into pipeline stages. Activations are ``[s, b, h]``; parameters have the names of the whole model."""
 
 from __future__ import annotations
 
@@ -41,15 +37,13 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("sin", angles.sin().float(), persistent=False)
 
     def forward(self, x: Tensor, start: int = 0) -> Tensor:
-        """Rotate ``x`` of shape ``[b, heads, s, head_dim]``, whose first token is number ``start`` of its sequence."""
+        """``x`` is ``[b, heads, s, head_dim]``, its first token number ``start`` of the sequence."""
         cos, sin = (table[start : start + x.shape[-2]].to(x.dtype) for table in (self.cos, self.sin))
         first, second = x.chunk(2, dim=-1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head causal self-attention; ``dropout`` is the probability of dropping an attention weight."""
-
     def __init__(self, hidden_size: int, num_heads: int, dropout: float) -> None:
         super().__init__()
         self.num_heads, self.dropout = num_heads, dropout
@@ -57,7 +51,7 @@ class CausalSelfAttention(nn.Module):
         self.proj = nn.Linear(hidden_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor, rotary: RotaryEmbedding, part: SequenceSlice | None = None) -> Tensor:
-        """``[s, b, h]`` to ``[s, b, h]``; of a slice, to whose tokens those of the slices before are added."""
+        """Of a slice, keys and values of the slices before are added to its own."""
         s, b, h = x.shape
         # [s, b, 3h] -> three times [b, heads, s, head_dim]
         qkv = self.qkv(x).view(s, b, 3, self.num_heads, h // self.num_heads)
@@ -79,7 +73,7 @@ def causal_rows(start: int, stop: int, dtype: torch.dtype, device: torch.device)
 
 
 class Block(nn.Module):
-    """One pre-norm transformer layer: ``x + attention(norm(x))``, then ``x + feed_forward(norm(x))``."""
+    """One pre-norm transformer layer."""
 
     def __init__(self, config: Any, norm: Callable[..., nn.Module]) -> None:
         super().__init__()
@@ -93,7 +87,7 @@ class Block(nn.Module):
         self.hidden_dropout = config.hidden_dropout
 
     def forward(self, x: Tensor, rotary: RotaryEmbedding, part: SequenceSlice | None = None) -> Tensor:
-        """``[s, b, h]`` to ``[s, b, h]``, same dtype: under autocast too a stage sends what the next one expects."""
+        """Keeps the dtype: under autocast too a stage sends what the next one expects."""
         x = x + dropped(self, self.attention(self.attention_norm(x), rotary, part)).to(x.dtype)
         return x + dropped(self, self.feed_forward(self.feed_forward_norm(x))).to(x.dtype)
 
@@ -104,8 +98,7 @@ def dropped(block: Any, branch: Tensor) -> Tensor:
 
 
 class LayerParts:
-    """What a GPT stage is built from: torch's own parts, with ``norm``, called with the hidden size and ``eps``. Those
-    of Transformer Engine (libraries.py) have the same methods."""
+    """What a GPT stage is built from: torch's own parts. Those of Transformer Engine have the same methods."""
 
     def __init__(self, norm: Callable[..., nn.Module] = nn.LayerNorm) -> None:
         self.norm = norm
@@ -125,41 +118,29 @@ class LayerParts:
 
 
 def seed_of(*parts: object) -> int:
-    """A seed for torch. Through a hash, so that neighbouring seeds and layers draw unrelated numbers."""
+    """Through a hash, so that neighbouring seeds and layers draw unrelated numbers."""
     digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 def _initialize(block: nn.Module, std: float, seed: int, name: str, num_layers: int = 0) -> None:
-    """Draw the matrices of the part of the model called ``name``, in fp32 on the CPU, however the model is cut.
-
-    In one of ``num_layers`` layers, matrices that write to the residual stream get ``std / sqrt(2 * num_layers)``
-    (GPT-2 report, section 2.3)."""
+    """Draw the matrices of the part of the model called ``name``, in fp32 on the CPU, however the model is cut. Those
+    that write to the residual stream get ``std / sqrt(2 * num_layers)`` (GPT-2 report, section 2.3)."""
     generator = torch.Generator().manual_seed(seed_of(seed, name))
     for own_name, parameter in block.named_parameters():
         if parameter.dim() > 1:
             writes_to_stream = own_name.endswith(("proj.weight", "down.weight", "fc2_weight"))
             scale = std / math.sqrt(2 * num_layers) if writes_to_stream else std
-            drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float32) * scale
-            parameter.detach().copy_(drawn)
+            parameter.detach().copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float32) * scale)
 
 
 class GPTStage(nn.Module):
-    """One stage (a Megatron "model chunk") of a GPT.
+    """One stage of a GPT: the token embedding (``pre_process``), layers by their numbers in the whole model, the final
+    norm and the output projection (``post_process``).
 
-    The first stage owns the token embedding, the last one the final norm and the output projection, and each the layers
-    it is given, which may be none. Activations between stages have dtype ``config.pipeline_dtype`` (fp32 if not set).
-
-    Args:
-        config: sizes, ``init_method_std``, dropout and ``pipeline_dtype``, under Megatron's field names.
-        layers: numbers (0-based, in the whole model) of this stage's layers, ascending.
-        pre_process, post_process: this is the first, the last stage.
-        share_embeddings_and_output_weights: the output projection starts equal to the embedding, and is a copy even in
-            one process: ``optimizer.sum_tied_gradients`` adds the gradients in one order however the model is cut.
-        vp_stage: number of this chunk on its rank, ``None`` without virtual pipelining.
-        seed: of the weights and of dropout, whose numbers follow from the seed, the microbatch and the layer alone.
-        output_split: the pipeline rank and size, where each rank has its rows of the output projection.
-    """
+    Activations between stages have dtype ``config.pipeline_dtype`` (fp32 if not set). A shared output projection is a
+    copy even in one process: ``optimizer.sum_tied_gradients`` adds the gradients in one order however the model is cut.
+    ``output_split``: the pipeline rank and size, where each rank has its rows of the output projection."""
 
     def __init__(
         self,
@@ -206,7 +187,7 @@ class GPTStage(nn.Module):
                 self.output_rows[str(output_split[0])] = rows
 
     def set_input_tensor(self, input_tensor: Any) -> None:
-        """Take the previous stage's activation ``[s, b, h]``, or a list of it; ``[None]`` on the first stage."""
+        """Called by the schedule with the previous stage's activation, or a list of it."""
         self.input_tensor = input_tensor[0] if isinstance(input_tensor, (list, tuple)) else input_tensor
 
     def set_is_first_microbatch(self) -> None:
@@ -219,12 +200,9 @@ class GPTStage(nn.Module):
     ) -> Tensor:
         """Run the stage on one microbatch, or on the slice of it that the engine is at (``sequence_slice``).
 
-        ``tokens`` and ``labels``, the token after each, are int64 ``[b, s]``: read by the first and the last stage,
-        labels by all where the output layer is split. ``microbatch`` is its number in the run, from which dropout's
-        numbers follow. ``recompute``: keep only each layer's input, and compute the rest again in backward.
-
-        Returns an activation ``[s, b, h]``; on the last stage, unless the output is split, the loss of each token, fp32
-        or wider ``[b, s]``, or logits ``[b, s, vocab]`` when there are no labels."""
+        ``tokens`` and ``labels`` are int64 ``[b, s]``; ``microbatch`` is its number in the run, from which dropout's
+        numbers follow. Returns an activation; on the last stage, unless the output is split, the loss of each token,
+        fp32 or wider ``[b, s]``, or logits ``[b, s, vocab]`` when there are no labels."""
         part = sequence_slice()
         if part is not None:
             tokens, labels = (None if given is None else part.of(given, 1) for given in (tokens, labels))
@@ -269,8 +247,8 @@ def build_gpt_chunks(
     device: torch.device | None = None,
     **options: Any,
 ) -> list[GPTStage]:
-    """The model chunks of one rank, on ``device`` (the CPU by default), with ``options`` of GPTStage. ``stages``: which
-    stage each chunk is; ``layers_of_stage``: for every stage of the model, the numbers of its layers."""
+    """The model chunks of one rank, with ``options`` of GPTStage. ``stages``: which stage each chunk is;
+    ``layers_of_stage``: for every stage of the model, the numbers of its layers."""
     chunks = []
     for chunk, stage in enumerate(stages):
         options |= {"pre_process": stage == 0, "post_process": stage == len(layers_of_stage) - 1}

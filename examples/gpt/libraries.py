@@ -1,16 +1,15 @@
 """Which library each part of training comes from: torch, NVIDIA apex, or Transformer Engine (in FP8 where asked for).
 
-Chosen before any communication. Asked for and absent is an error; ``auto`` takes the fused form where it is there, on a
-GPU. Written against the documented interfaces of apex and of Transformer Engine 1.13 to 2.20; neither has been run on a
-GPU so far. Transformer Engine's layers start with the weights of the local ones, to the bit; their GELU is the tanh
-approximation, that of the local layers is exact.
+Asked for and absent is an error; ``auto`` takes the fused form where it is there, on a GPU. Written against the
+documented interfaces of apex and of Transformer Engine 1.13 to 2.20; neither has been run on a GPU so far. Transformer
+Engine's layers start with the weights of the local ones, to the bit; their GELU is the tanh approximation.
 """
 
 from __future__ import annotations
 
 import importlib
-from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,37 +25,29 @@ _RECIPES = {
     "blockwise": "Float8BlockScaling",
     "mxfp8": "MXFP8BlockScaling",
 }
+# What these need besides: apex can be installed without it, and then fails at the first call.
 _COMPILED = {"apex.optimizers": "amp_C", "apex.normalization": "fused_layer_norm_cuda"}
-"""What these need besides: apex can be installed without it, and then fails at the first call."""
 _INSTALL = {
     "apex": "build it from NVIDIA's source with its CUDA extensions (the package apex on PyPI is something else)",
     TE: "install transformer_engine[pytorch]",
 }
 
 
-class Libraries(NamedTuple):
-    """The choice; ``said`` is for the log."""
-
-    parts: LayerParts
-    fused_adam: Any | None
-    said: tuple[str, ...]
-
-
-def choose_libraries(settings: Settings, device: torch.device, split: bool) -> Libraries:
-    """Choose as the settings say; ``split``: the schedule has weight-gradient operations. Raises ArgumentError where a
-    library that was asked for cannot be used."""
+def choose_libraries(settings: Settings, device: torch.device, split: bool) -> tuple[LayerParts, Any, tuple[str, str]]:
+    """What layers are built from, apex's optimizer or None, and two lines about that; ``split``: the schedule has
+    weight-gradient operations. Raises ArgumentError where a library that was asked for cannot be used."""
     on_gpu = device.type == "cuda"
-    fused_adam = _find("--optimizer-impl", settings.optimizer_impl, "apex", "apex.optimizers", "FusedAdam", on_gpu)
+    fused_adam = _find("--optimizer-impl", settings.optimizer_impl, "apex.optimizers", "FusedAdam", on_gpu)
     optimizer = "apex FusedAdam" if fused_adam else f"torch AdamW (fused={on_gpu})"
     if settings.transformer_impl == TE:
         parts, layers = _transformer_engine(settings, device, split)
     elif settings.fp8 is not None:
         raise ArgumentError(f"--fp8 is {settings.fp8}, which needs --transformer-impl {TE}")
     else:
-        norm = _find("--norm-impl", settings.norm_impl, "apex", "apex.normalization", "FusedLayerNorm", on_gpu)
+        norm = _find("--norm-impl", settings.norm_impl, "apex.normalization", "FusedLayerNorm", on_gpu)
         parts = LayerParts(norm or nn.LayerNorm)
         layers = f"layers: torch; norms: {'apex FusedLayerNorm' if norm else 'torch LayerNorm'}"
-    return Libraries(parts, fused_adam, (layers, f"optimizer: {optimizer}"))
+    return parts, fused_adam, (layers, f"optimizer: {optimizer}")
 
 
 def _transformer_engine(settings: Settings, device: torch.device, split: bool) -> tuple[LayerParts, str]:
@@ -65,9 +56,9 @@ def _transformer_engine(settings: Settings, device: torch.device, split: bool) -
         raise ArgumentError(f"--norm-impl is {settings.norm_impl}, but {flag} {TE} has its own norms; leave one out")
     if settings.model.sequence_slices > 1:
         raise ArgumentError(f"{flag} {TE} keeps no keys and values for --sequence-slices; leave one out")
-    te, recipe, precision = _required(flag, TE, f"{TE}.pytorch", on_gpu), None, "no FP8"
+    te, recipe, precision = _required(flag, f"{TE}.pytorch", on_gpu), None, "no FP8"
     if settings.fp8 is not None:
-        recipes = _required(flag, TE, f"{TE}.common.recipe", on_gpu)
+        recipes = _required(flag, f"{TE}.common.recipe", on_gpu)
         known = [name for name, kind in _RECIPES.items() if hasattr(recipes, kind)]
         if settings.fp8_recipe not in known:
             lacks = f"which this release of Transformer Engine does not have; it has {', '.join(known)}"
@@ -79,16 +70,18 @@ def _transformer_engine(settings: Settings, device: torch.device, split: bool) -
     return TransformerEngineParts(te, device, split, recipe), f"layers: Transformer Engine {version} ({precision})"
 
 
-def _find(flag: str, wanted: str, library: str, module: str, name: str, on_gpu: bool) -> Any | None:
-    """``module.name`` where it is wanted, or ``auto`` and there; else None."""
-    if wanted == library:
-        return getattr(_required(flag, library, module, on_gpu), name)
-    with suppress(ArgumentError):
-        return getattr(_required(flag, library, module, on_gpu), name, None) if wanted == "auto" else None
+def _find(flag: str, wanted: str, module: str, name: str, on_gpu: bool) -> Any | None:
+    """``module.name`` of apex where it is wanted, or ``auto`` and there; else None."""
+    try:
+        return None if wanted == "torch" else getattr(_required(flag, module, on_gpu), name)
+    except (ArgumentError, AttributeError):
+        if wanted != "auto":
+            raise
     return None
 
 
-def _required(flag: str, library: str, module: str, on_gpu: bool) -> Any:
+def _required(flag: str, module: str, on_gpu: bool) -> Any:
+    library = module.partition(".")[0]
     if not on_gpu:
         raise ArgumentError(f"{flag} is {library}, which computes on GPUs alone; leave {flag} out")
     try:
@@ -100,9 +93,8 @@ def _required(flag: str, library: str, module: str, on_gpu: bool) -> Any:
 
 
 class TransformerEngineBlock(nn.Module):
-    """One pre-norm transformer layer from four fused modules; arguments as those of TransformerEngineParts.
-
-    Under FP8, copies of the weights are made in a step's first microbatch and kept for the others."""
+    """One pre-norm transformer layer from four fused modules. Under FP8, copies of the weights are made in a step's
+    first microbatch and kept for the others."""
 
     def __init__(self, te: Any, config: Any, layer: int, device: torch.device, split: bool, fp8: bool) -> None:
         super().__init__()
@@ -120,7 +112,6 @@ class TransformerEngineBlock(nn.Module):
         self.fp8, self.is_first_microbatch = fp8, True
 
     def forward(self, x: Tensor, rotary: RotaryEmbedding, part: None = None) -> Tensor:
-        """``[s, b, h]`` to ``[s, b, h]``, same dtype."""
         first = self.is_first_microbatch if self.fp8 else None  # None: nothing is kept between microbatches
         x = x + dropped(self, self._attention(x, rotary, first)).to(x.dtype)
         x = x + dropped(self, self.feed_forward(x, is_first_microbatch=first)).to(x.dtype)

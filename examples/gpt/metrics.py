@@ -1,12 +1,10 @@
-"""What people read of a run: lines on the terminal, ``metrics.jsonl``, TensorBoard, Weights & Biases, and plots."""
+"""What people read of a run: lines on the terminal, ``metrics.jsonl``, TensorBoard, and a plot of the loss."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import operator
 import os
-import re
 import resource
 from contextlib import suppress
 from pathlib import Path
@@ -19,16 +17,7 @@ from examples.gpt.files import open_plain, write_atomically
 from examples.gpt.settings import Settings
 from megatron_pp.plan.advise.transformer import GPUS
 
-METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"
-_PICTURES = {
-    "loss.png": {"loss": "loss (nats per byte)"},
-    "metrics.png": {
-        "tokens_per_second": "tokens/s",
-        "bubble": "bubble (share of a step)",
-        "peak_memory_gib": "peak memory (GiB)",
-        "gradient_norm": "gradient norm",
-    },
-}
+METRICS, TENSORBOARD, PLOT = "metrics.jsonl", "tensorboard", "loss.png"
 
 
 def peak_tflops(device: torch.device) -> float:
@@ -70,7 +59,6 @@ class Recorder:
     def __init__(self, folder: Path | None, done: int, settings: Settings) -> None:
         self._file: Any = None
         self._board: Any = None
-        self._wandb: Any = None
         self._total, self._interval = settings.train_steps, settings.log_interval
         if folder is None:
             return
@@ -85,11 +73,6 @@ class Recorder:
                 self._board = SummaryWriter(str(folder / TENSORBOARD), purge_step=done + 1)
             except ImportError as error:
                 self.say(f"no TensorBoard files: {error}")
-        if settings.wandb is not None:
-            wandb = importlib.import_module("wandb")
-            name = re.sub(r"[^\w.-]", "-", folder.resolve().name)
-            run = {"name": name, "id": name, "resume": "allow", "config": settings.everything()}
-            self._wandb = wandb.init(project=settings.wandb, dir=str(folder), **run)
 
     def record(self, step: int, **values: float) -> None:
         """Note values after ``step`` steps: those of a training step with a loss, or a validation_loss."""
@@ -99,8 +82,6 @@ class Recorder:
         if self._board is not None:
             for name, value in values.items():
                 self._board.add_scalar(name, value, step)
-        if self._wandb is not None:
-            self._wandb.log(values, step=step)
         if "validation_loss" in values:
             self.say(f"step {step}: validation loss {values['validation_loss']:.3f}")
         elif step % self._interval == 0 or step == self._total:
@@ -116,30 +97,21 @@ class Recorder:
         for part in (self._file, self._board):
             if part is not None:
                 part.close()
-        if self._wandb is not None:
-            self._wandb.finish()
 
 
-def plot_metrics(folder: Path, title: str) -> str | None:
-    """Draw the metrics in a run's folder. Returns ``None``, or why there is no plot (matplotlib is an extra)."""
+def plot_loss(folder: Path, title: str) -> str | None:
+    """Draw the losses in a run's folder. Returns ``None``, or why there is no plot (matplotlib is an extra)."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        return f"no {' and '.join(_PICTURES)}: {error}"
+        return f"no {PLOT}: {error}"
     records = read_metrics(folder / METRICS)
-    for name, plotted in _PICTURES.items():
-        rows, columns = (len(plotted) + 1) // 2, min(len(plotted), 2)
-        figure = Figure(figsize=(8, 2 + 2.5 * rows), layout="constrained")
-        figure.suptitle(title, fontsize="medium")
-        for axes, (key, label) in zip(figure.subplots(rows, columns, squeeze=False).flat, plotted.items(), strict=True):
-            for curve, kind, marker in ((key, "training", ""), (f"validation_{key}", "validation", "o")):
-                if points := [(record["step"], record[curve]) for record in records if curve in record]:
-                    axes.plot(*zip(*points, strict=True), linewidth=0.8, marker=marker, label=kind)
-            axes.set(xlabel="step", ylabel=label)
-            axes.grid(alpha=0.3)
-            if key != "loss":
-                axes.set_ylim(bottom=0)
-            elif axes.lines:
-                axes.legend()
-        figure.savefig(folder / name, dpi=120)
+    figure = Figure(layout="constrained")
+    axes = figure.add_subplot(title=title, xlabel="step", ylabel="nats per byte")
+    for name, kind, marker in (("loss", "training", ""), ("validation_loss", "validation", "o")):
+        steps = [record["step"] for record in records if name in record]
+        values = [record[name] for record in records if name in record]
+        axes.plot(steps, values, linewidth=0.8, marker=marker, label=kind)
+    axes.legend()
+    figure.savefig(folder / PLOT, dpi=120)
     return None

@@ -16,8 +16,7 @@ from megatron_pp import parallel_state
 
 
 def finalize_gradients(chunks: Sequence[GPTStage], *_: Any, **__: Any) -> None:
-    """Megatron's ``finalize_model_grads_func``, once its first argument is given. In place: first the data-parallel
-    mean, then the tied embedding's sum."""
+    """``config.finalize_model_grads_func``: first the data-parallel mean, then the tied embedding's sum."""
     gradients = [p.grad for chunk in chunks for p in chunk.parameters() if p.grad is not None]
     group = parallel_state.get_data_parallel_group()
     replicas = dist.get_world_size(group)
@@ -33,8 +32,7 @@ def finalize_gradients(chunks: Sequence[GPTStage], *_: Any, **__: Any) -> None:
 
 
 def sum_tied_gradients(chunks: Sequence[GPTStage], group: Any) -> None:
-    """Add the gradients of a tied embedding's two copies, in place, once a step on the ranks of ``group``, which hold
-    them. It is not used where one rank holds both."""
+    """Add the gradients of a tied embedding's two copies, which the ranks of ``group`` hold, or this rank both."""
     tied = [dict(chunk.named_parameters()) for chunk in chunks if chunk.share_embeddings_and_output_weights]
     copies: list[Any] = [parameters[name] for name in (EMBEDDING, OUTPUT) for parameters in tied if name in parameters]
     if len(copies) == 2:
@@ -64,8 +62,7 @@ class GradientClipper:
     """Clips by the norm of the whole model's gradient, over all stages; a tied embedding counts once.
 
     The norm has the same bits however the model is cut: each parameter's own norm goes to a fixed place in one vector,
-    which is summed in one fixed order. Construction is collective over ``pipeline_group``. ``max_norm=0`` leaves
-    gradients as they are. ``num_parameters`` is that of the whole model."""
+    which is summed in one fixed order. Construction is collective over ``pipeline_group``."""
 
     def __init__(self, chunks: Sequence[GPTStage], pipeline_group: Any, max_norm: float) -> None:
         self.max_norm, self.pipeline_group = max_norm, pipeline_group
@@ -97,7 +94,7 @@ class GradientClipper:
 
 
 def learning_rate(step: int, settings: Settings) -> float:
-    """The rate of step ``step`` (0-based): a linear rise to the peak, then half a cosine to the last one."""
+    """A linear rise to the peak, then half a cosine; ``step`` counts from 0."""
     peak, final, warmup_steps = settings.learning_rate, settings.min_learning_rate, settings.warmup_steps
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
@@ -142,7 +139,7 @@ class NamedAdamW:
                 self._adamw.state[parameter]["step"] += 1
 
     def tensors(self) -> dict[str, Tensor]:
-        """Parameters and optimizer state, the live tensors, by name; for saving, and to be loaded into."""
+        """Parameters and optimizer state, the live tensors, by name."""
         tensors = {f"model.{name}": parameter.detach() for name, parameter in self.parameters.items()}
         for name, parameter in self.parameters.items():
             tensors.update({f"optimizer.{key}.{name}": value for key, value in self._adamw.state[parameter].items()})

@@ -1,33 +1,50 @@
-"""The training program from command line to exit code; ``scripts/train.py`` calls ``main``."""
+"""The training program from command line to exit code; ``scripts/train.py`` calls ``main``.
+
+A run whose folder holds one of the same settings goes on with that, so torchrun may start its processes again with the
+old command line (``--max-restarts``). The checkpoint that a run resumes from is the newest one until the run has saved.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import logging
-import math
-from collections.abc import Sequence
+import os
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from examples.gpt.checkpoint import CheckpointWriter, make_newest
-from examples.gpt.data import VOCAB_SIZE, BatchShape, SampleOrder, read_text, split_text
-from examples.gpt.distributed import Process, check_same_settings, choose_device, joined, on_all_ranks
-from examples.gpt.ending import StopRequest, exit_code_of, report
-from examples.gpt.errors import TrainingError
-from examples.gpt.gpt import GPTStage, build_gpt_chunks
-from examples.gpt.libraries import Libraries, choose_libraries
-from examples.gpt.metrics import Recorder, plot_metrics
+from examples.gpt.checkpoint import LATEST, Checkpoint, CheckpointWriter, check_layout, find_checkpoint, make_newest
+from examples.gpt.data import VOCAB_SIZE, SampleOrder, read_text, split_text
+from examples.gpt.errors import ArgumentError, RunInUseError, TrainingError
+from examples.gpt.files import open_plain
+from examples.gpt.gpt import GPTStage, LayerParts, build_gpt_chunks
+from examples.gpt.libraries import choose_libraries
+from examples.gpt.metrics import METRICS, Recorder, plot_loss, read_metrics
 from examples.gpt.optimizer import NamedAdamW
-from examples.gpt.run_folder import agreed_start, find_start
-from examples.gpt.settings import Settings, parse, save_settings
+from examples.gpt.process import (
+    Process,
+    StopRequest,
+    check_same_settings,
+    choose_device,
+    joined,
+    on_all_ranks,
+    on_first_rank,
+    report,
+)
+from examples.gpt.settings import ARGUMENTS, Settings, find_run, parse, save_settings, saved_values
 from examples.gpt.trainer import Trainer
 from megatron_pp import TransformerConfig, parallel_state, split_weight_grad
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.draw.facts import counted
 from megatron_pp.errors import ConfigError, PipelineError, PlanError
+from megatron_pp.faults.liveness import process_of
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.schedule_file import find_family
 from megatron_pp.runtime.measuring import FILE_NAME
@@ -35,35 +52,32 @@ from megatron_pp.tracing.recorder import flush_traces
 from megatron_pp.tracing.report import listed, write_timeline
 
 LOG = "log.txt"  # beside the metrics
+LOCK, RUNS = "run.lock", Path(__file__).resolve().parents[2] / "runs"
 VALIDATION_SEED = 0  # every run validates on the same samples, whatever its own seed
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the program; its exit code, as listed in the README beside this file."""
-    # The launcher sends SIGTERM when another rank has failed: this one still says what it knows of that.
-    with StopRequest() as stop:
-        try:
-            trainer = train(argv, stop)
-        except (TrainingError, PipelineError, ConfigError, PlanError) as error:
-            report(error, foreseen=True)
-            return exit_code_of(error)
-        except Exception as error:
-            report(error, foreseen=False)
-            return 1
+    try:
+        trainer = train(argv)
+    except (TrainingError, PipelineError, ConfigError, PlanError) as error:
+        return report(error, foreseen=True)
+    except Exception as error:
+        return report(error, foreseen=False)
     return 0 if trainer.stopped_by is None else 128 + trainer.stopped_by
 
 
-def train(argv: Sequence[str], stop: StopRequest) -> Trainer:
-    """Train as the command line says; signals are noted in ``stop`` from when the ranks have met.
+def train(argv: Sequence[str]) -> Trainer:
+    """Train as the command line says. From when the ranks have met, signals end it after a step.
 
     Bad input is raised before any communication, where one rank can see it."""
     settings, process = parse(argv), Process.from_environment()
     config = settings.make_config(process.world_size)
-    (training, validation), layout = _read_samples(settings, config), _layout(settings, config)
+    samples, layout = _read_samples(settings, config), _layout(settings, config)
     if process.local_world_size == process.world_size:  # else the folder may be on another node
         find_start(settings, layout)
     device = choose_device(settings.device, process)
-    libraries = choose_libraries(settings, device, find_family(config.schedule_name).splits_weight)
+    parts, fused_adam, libraries = choose_libraries(settings, device, find_family(config.schedule_name).splits_weight)
     shown = logging.StreamHandler()
     shown.setLevel(logging.WARNING if process.rank == 0 else logging.ERROR)
     logging.basicConfig(handlers=[shown], format="%(message)s")
@@ -72,30 +86,29 @@ def train(argv: Sequence[str], stop: StopRequest) -> Trainer:
     with joined(process, device, timeout):
         check_same_settings(settings.everything())
         with agreed_start(settings, layout) as start:
-            stop.begin()
+            stop = StopRequest()  # the launcher's SIGTERM too: a rank still says what it knows of another's failure
             steps_done = start.checkpoint.step if start.checkpoint else 0
             if settings.trace is not None:
                 config.trace_dir, config.trace_steps = str(start.folder / "traces"), settings.trace
                 config.trace_first_step = steps_done + 1
             config.measure_out = config.measure_out or str(start.folder / FILE_NAME)
-            chunks, split = _build_model(settings, config, device, libraries, timeout)
+            chunks, split = _build_model(settings, config, device, parts, timeout)
             if process.rank == 0:
                 save_settings(settings, start.folder)
                 _keep_log(start.folder)
-            folder = start.folder if process.rank == 0 else None
-            recorder = Recorder(folder, steps_done, settings)
-            sizes = f"{len(training.tokens):,} + {len(validation.tokens):,}"
-            text = f"{sizes} bytes of text to learn from and to validate on"
-            for line in (_introduction(config, device), text, *libraries.said, split):
+            recorder = Recorder(start.folder if process.rank == 0 else None, steps_done, settings)
+            text = " + ".join(f"{len(order.tokens):,}" for order in samples)
+            text += " bytes of text to learn from and to validate on"
+            for line in (_introduction(config, device), text, *libraries, split):
                 recorder.say(line)
             writer = CheckpointWriter(start.folder / "checkpoints", settings.keep_checkpoints, layout)
-            optimizer = NamedAdamW(chunks, settings, libraries.fused_adam)
+            optimizer = NamedAdamW(chunks, settings, fused_adam)
             try:
-                trainer = Trainer(settings, chunks, training, validation, writer, recorder, stop, optimizer, device)
+                trainer = Trainer(settings, chunks, *samples, writer, recorder, stop, optimizer, device)
                 if (first := start.checkpoint) is not None:
                     trainer.load(first)
                     if first.path.name == first.name:  # a copy with a name of the user's is never the newest
-                        on_all_ranks(lambda: make_newest(first.path) if process.rank == 0 else None)
+                        on_first_rank(lambda: make_newest(first.path))
                 trainer.train()
             finally:
                 recorder.close()
@@ -114,11 +127,11 @@ def _keep_log(folder: Path) -> None:
 def _read_samples(settings: Settings, config: TransformerConfig) -> tuple[SampleOrder, SampleOrder]:
     """To learn from, and to validate on."""
     sizes = (settings.micro_batch_size, settings.num_microbatches, config.data_parallel_size or 1, settings.seq_length)
-    text, shape = read_text(settings.data, settings.max_data_bytes), BatchShape(*sizes)
+    text = read_text(settings.data, settings.max_data_bytes)
     training, validation = split_text(text, settings.validation_fraction)
     return (
-        SampleOrder(training, shape, settings.seed, "training"),
-        SampleOrder(validation, shape, VALIDATION_SEED, "validation"),
+        SampleOrder(training, *sizes, settings.seed, "training"),
+        SampleOrder(validation, *sizes, VALIDATION_SEED, "validation"),
     )
 
 
@@ -137,7 +150,7 @@ def _layout(settings: Settings, config: TransformerConfig) -> dict[str, Any]:
 
 
 def _build_model(
-    settings: Settings, config: TransformerConfig, device: torch.device, libraries: Libraries, timeout: timedelta
+    settings: Settings, config: TransformerConfig, device: torch.device, parts: LayerParts, timeout: timedelta
 ) -> tuple[list[GPTStage], str]:
     """This rank's chunks, as the schedule places them and splits their backward, and a line about that. Collective."""
     parallel_state.initialize_model_parallel(
@@ -148,7 +161,7 @@ def _build_model(
         distributed_timeout_minutes=timeout.total_seconds() / 60,
     )
     if config.data_parallel_size != 1:
-        libraries.parts.replicas = parallel_state.get_data_parallel_group()
+        parts.replicas = parallel_state.get_data_parallel_group()
     placement = Placement(config.placement_name, config.pipeline_model_parallel_size, config.num_chunks)
     rank, family = parallel_state.get_pipeline_model_parallel_rank(), find_family(config.schedule_name)
     chunks = build_gpt_chunks(
@@ -160,7 +173,7 @@ def _build_model(
         share_embeddings_and_output_weights=not settings.untie_embeddings_and_output_weights,
         seed=settings.seed,
         device=device,
-        parts=libraries.parts,
+        parts=parts,
         output_split=(rank, placement.pipeline_size) if family.barriers else None,
     )
     if not family.splits_weight:
@@ -178,23 +191,24 @@ def _introduction(config: TransformerConfig, device: torch.device) -> str:
 
 def _conclude(trainer: Trainer, folder: Path) -> None:
     """What rank 0 leaves and says at the end. Collective."""
-    if trainer.settings.trace is not None:
+    settings, said = trainer.settings, [f"metrics are in {folder}"]
+    if settings.trace is not None:
         flush_traces()
         dist.barrier()
     if dist.get_rank() > 0:
         return
-    said = [f"metrics are in {folder}"]
     # Asked before the plot: when other ranks have ended, the launcher sends this one a signal too.
     if trainer.stopped_by is not None:
         cause = trainer.stopped_by.name + ("" if trainer.stop.first else " to another rank")
-        steps = f"{trainer.steps_done} of {trainer.settings.train_steps}"
-        said = [f"stopped by {cause} after step {steps}", f"continue with --resume {folder}"]
-    if not math.isnan(trainer.validation_before):
-        after = f", {trainer.validation_after:.3f} after {counted(trainer.validated_at, 'step')}"
-        said += [f"validation loss: {trainer.validation_before:.3f} before{after if trainer.validated_at > 0 else ''}"]
-    if trainer.settings.trace is not None:
+        said = [f"stopped by {cause} after step {trainer.steps_done} of {settings.train_steps}"]
+        said += [f"continue with --resume {folder}"]
+    if losses := [(r["validation_loss"], r["step"]) for r in read_metrics(folder / METRICS) if "validation_loss" in r]:
+        (before, first), (after, last) = losses[0], losses[-1]
+        said += [f"validation loss: {before:.3f} before"]
+        said[-1] += f", {after:.3f} after {counted(last, 'step')}" if last > first else ""
+    if settings.trace is not None:
         said.append(_timeline(folder))
-    if trainer.settings.plot and (no_plot := plot_metrics(folder, _introduction(trainer.config, trainer.device))):
+    if settings.plot and (no_plot := plot_loss(folder, _introduction(trainer.config, trainer.device))):
         said.insert(0, no_plot)
     print("\n".join(said), flush=True)
 
@@ -207,3 +221,84 @@ def _timeline(folder: Path) -> str:
         return f"the traces could not be put together: {error}"
     where = f"open {page} in a browser, or {chrome} at https://ui.perfetto.dev"
     return f"timeline of steps {steps}: {where}; in numbers: megatron-pp report {traces}"
+
+
+class Start(NamedTuple):
+    """Where a run begins: in ``folder``, which need not exist, from ``checkpoint``."""
+
+    folder: Path
+    checkpoint: Checkpoint | None = None
+
+
+def find_start(settings: Settings, layout: dict[str, Any], again: bool = False) -> Start:
+    """Where the run of these settings begins; ``again``: after a restart by torchrun. Raises ArgumentError: the folder
+    holds another run; CheckpointError: there is no checkpoint to continue from, or it is of another layout."""
+    folder, checkpoint = _folder_of(settings), None
+    if settings.resume is not None:
+        checkpoint = find_checkpoint(Path(settings.resume))
+        if again and checkpoint.path.name == checkpoint.name:  # a copy under another name is never the newest
+            checkpoint = find_checkpoint(folder)
+    elif (folder / ARGUMENTS).exists():
+        if saved_values(folder) != settings.to_save():
+            advice = f"give another, or --resume {folder} with what shall change"
+            raise ArgumentError(f"--run-dir {folder} holds a run of other settings; {advice}")
+        if (folder / "checkpoints" / LATEST).exists():
+            checkpoint = find_checkpoint(folder)
+    if checkpoint is not None:
+        check_layout(checkpoint, layout)
+    return Start(folder, checkpoint)
+
+
+@contextmanager
+def agreed_start(settings: Settings, layout: dict[str, Any]) -> Iterator[Start]:
+    """Rank 0's ``find_start`` (what others see of a shared folder may be older), which locks the folder meanwhile.
+    Collective. Errors are raised on every rank."""
+    with ExitStack() as held:
+
+        def begin() -> Start:
+            file, launcher = held.enter_context(lock_folder(_folder_of(settings))), _launcher()
+            # The restart count does not do: an agent does not count restarts that another one caused.
+            start = find_start(settings, layout, again="TORCHELASTIC_RUN_ID" in os.environ and file.read() == launcher)
+            file.seek(0)
+            file.truncate()
+            file.write(launcher)
+            file.flush()
+            return start
+
+        start: Start = on_first_rank(begin)
+        on_all_ranks(lambda: (start.folder / LOCK).stat())  # every node writes to it
+        yield start
+
+
+def lock_folder(folder: Path) -> IO[bytes]:
+    """Make a run's folder, and lock it until the file is closed or the process ends, however it ends. Does not wait.
+    Raises RunInUseError, ArgumentError (the file is unusable)."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open_plain(folder / LOCK, os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        raise ArgumentError(f"the run's folder cannot be used: {error}") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        advice = "wait until it has ended, or end it, or give another --run-dir"
+        raise RunInUseError(f"the run's folder {folder} is in use by another run; {advice}") from None
+    except OSError as error:  # a file system without locks
+        warnings.warn(f"{folder} cannot be locked ({error}): start no second run in it", stacklevel=2)
+    return file
+
+
+def _folder_of(settings: Settings) -> Path:
+    if settings.resume is not None:
+        return find_run(Path(settings.resume))
+    if settings.run_dir is not None:
+        return Path(settings.run_dir)
+    name = _launcher().decode()
+    return next(RUNS.glob(f"*-{name}"), RUNS / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}")
+
+
+def _launcher() -> bytes:
+    """Torchrun's process, which outlives those that it starts; without torchrun this one."""
+    process = process_of(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid())
+    return f"{process.pid}-{process.started}".encode()

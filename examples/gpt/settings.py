@@ -6,7 +6,6 @@ Flags override a TOML file, which overrides what a resumed run remembers.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import io
 import json
 import math
@@ -118,8 +117,7 @@ class Settings:
     keep_checkpoints: int = 2  # newest checkpoints that are kept
     log_interval: int = 20  # steps between two lines on the terminal
     tensorboard: bool = True  # write TensorBoard's files beside metrics.jsonl, where it is installed
-    plot: bool = True  # draw the metrics at the end, where matplotlib is installed
-    wandb: str | None = None  # project of Weights & Biases to log to; WANDB_MODE=offline keeps it in the run's folder
+    plot: bool = True  # draw the losses at the end, where matplotlib is installed
     peak_tflops: float | None = None  # of one device, for MFU; None: known for common GPUs in bf16
     trace: str | None = None  # record the pipeline's timeline in these training steps, as in 3,10-12, and draw it
 
@@ -137,8 +135,6 @@ class Settings:
             raise ArgumentError("--run-dir and --resume are both given; a resumed run stays in its folder: give one")
         if self.trace is not None and max(steps[-1] for steps in chosen_steps(self.trace)) > self.train_steps:
             raise ArgumentError(f"--trace is {self.trace}, but the run ends after step {self.train_steps}")
-        if self.wandb is not None and importlib.util.find_spec("wandb") is None:
-            raise ArgumentError(f"--wandb is {self.wandb}, but wandb is not installed; install it, or leave it out")
 
     def make_config(self, world_size: int) -> TransformerConfig:
         """The engine's config on ``world_size`` processes. Raises ConfigError, or PlanError for a schedule file."""
@@ -202,21 +198,20 @@ def parse(argv: Sequence[str]) -> Settings:
         ArgumentError: an unknown flag or an impossible value.
         CheckpointError: ``--resume`` names no run, or one whose settings are damaged.
     """
-    settings = _parse(argv)
-    given: list[str] = []
+    settings, given = _parse(argv), [*argv]
     if settings.config is not None:
         try:
-            given = _flags_of(parse_toml(Path(settings.config).read_text(encoding="utf-8")))
-            _parse(given)
+            of_file = _flags_of(parse_toml(Path(settings.config).read_text(encoding="utf-8")))
+            _parse(of_file)
         except (OSError, ValueError) as error:
             raise ArgumentError(f"--config is {settings.config}, which cannot be used: {error}") from error
-        settings = _parse([*given, *argv])
+        given = [*of_file, *argv]
+        settings = _parse(given)
     if settings.resume is not None and settings.run_dir is None:
         values = saved_values(find_run(Path(settings.resume)))
-        if any(flag.startswith("--pipeline-schedule") for flag in [*given, *argv]):
+        if any(flag.startswith("--pipeline-schedule") for flag in given):
             values = {name: value for name, value in values.items() if name not in _BROUGHT}
-        saved = _flags_of(values)
-        settings = _parse([*saved, *given, *argv])
+        settings = _parse([*_flags_of(values), *given])
     settings.check()
     return settings
 

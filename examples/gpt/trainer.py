@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,11 +19,11 @@ from torch import Tensor
 
 from examples.gpt.checkpoint import Checkpoint, CheckpointWriter, load_tensors
 from examples.gpt.data import VOCAB_SIZE, Microbatch, SampleOrder
-from examples.gpt.ending import StopRequest
 from examples.gpt.errors import CheckpointError, NonFiniteLossError
 from examples.gpt.gpt import GPTStage
 from examples.gpt.metrics import Recorder, peak_memory_gib, peak_tflops
 from examples.gpt.optimizer import GradientClipper, NamedAdamW, finalize_gradients, learning_rate
+from examples.gpt.process import StopRequest
 from examples.gpt.settings import Settings
 from megatron_pp import get_forward_backward_func, parallel_state, sequence_slice
 from megatron_pp.faults.attach import watched
@@ -30,7 +31,6 @@ from megatron_pp.runtime.communicators import communicator_for
 from megatron_pp.weight_grad import store_of
 
 COMPUTE_TIMERS = ("forward-compute", "backward-compute", "weight-compute")
-_NOTES = {"validation_before": float, "validation_after": float, "validated_at": int}  # in a checkpoint
 
 
 def forward_step(
@@ -49,48 +49,31 @@ def mean_loss(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return loss, {"loss": loss.detach() if part is None else loss.detach() * part.share * part.count}
 
 
-class _Timer:
-    """One of Megatron's timers. ``marks``: when its spans have started and stopped, on the host or a GPU's stream."""
-
-    def __init__(self, on_gpu: bool) -> None:
-        self.on_gpu = on_gpu
-        self.marks: list[Any] = []
-
-    def start(self, barrier: bool = False) -> None:
-        self.marks.append(torch.cuda.Event(enable_timing=True) if self.on_gpu else time.perf_counter())
-        if self.on_gpu:
-            self.marks[-1].record()
-
-    stop = start
-
-
 class ComputeTimers:
-    """``config.timers``: adds up the time inside forward, backward and weight-gradient passes."""
+    """``config.timers``, Megatron's: adds up the time inside forward, backward and weight-gradient passes, on the host
+    or on a GPU's stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"
-        self._timers: dict[str, _Timer] = defaultdict(partial(_Timer, self.on_gpu))
+        self._marks: dict[str, list[Any]] = defaultdict(list)  # when spans have started and stopped, by timer
 
-    def __call__(self, name: str, log_level: int | None = None) -> _Timer:
-        return self._timers[name]
+    def __call__(self, name: str, log_level: int | None = None) -> Any:
+        mark = partial(self._mark, name)
+        return SimpleNamespace(start=mark, stop=mark)
+
+    def _mark(self, name: str, barrier: bool = False) -> None:
+        self._marks[name].append(torch.cuda.Event(enable_timing=True) if self.on_gpu else time.perf_counter())
+        if self.on_gpu:
+            self._marks[name][-1].record()
 
     def take_seconds(self) -> float:
         """Seconds of compute since the last call."""
         if self.on_gpu:
             torch.cuda.synchronize()
-        marks = [timer.marks for name, timer in self._timers.items() if name in COMPUTE_TIMERS]
-        self._timers.clear()
+        marks = [self._marks[name] for name in COMPUTE_TIMERS]
+        self._marks.clear()
         spans = [span for of_one in marks for span in zip(of_one[::2], of_one[1::2], strict=True)]
         return sum(start.elapsed_time(stop) / 1000.0 if self.on_gpu else stop - start for start, stop in spans)
-
-
-class Agreement(NamedTuple):
-    """A global batch, as all ranks know it: mean loss, mean idle share, largest peak memory, signal to stop on."""
-
-    loss: float
-    bubble: float
-    memory_gib: float
-    stopped_by: signal.Signals | None
 
 
 @dataclass
@@ -111,9 +94,7 @@ class Trainer:
     device: torch.device
 
     steps_done: int = field(default=0, init=False)
-    validation_before: float = field(default=math.nan, init=False)  # loss, nats per byte
-    validation_after: float = field(default=math.nan, init=False)
-    validated_at: int = field(default=-1, init=False)  # steps done then; never
+    validated_at: int = field(default=-1, init=False)  # steps done then
     saved_at: int = field(default=-1, init=False)
     stopped_by: signal.Signals | None = field(default=None, init=False)
 
@@ -132,14 +113,12 @@ class Trainer:
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Continue from ``checkpoint``. Collective. Raises CheckpointError: it cannot be used."""
-        for name, kind in _NOTES.items():
-            value = checkpoint.progress.get(name)
-            if not isinstance(value, kind):
-                raise CheckpointError(f"{checkpoint.path}: {name} is {value!r:.60}; it must be a {kind.__name__}")
-            setattr(self, name, value)
+        if type(validated_at := checkpoint.progress.get("validated_at")) is not int:
+            raise CheckpointError(f"{checkpoint.path}: validated_at is {validated_at!r:.60}; it must be an int")
         with self._watched("loading a checkpoint"):
             load_tensors(checkpoint, self.optimizer.tensors())
         self.steps_done = self.saved_at = checkpoint.step
+        self.validated_at = validated_at
         self.recorder.say(f"continuing from {checkpoint.path}")
 
     def train(self) -> None:
@@ -168,22 +147,22 @@ class Trainer:
             losses, bubble = self._run_schedule(self.training, self.steps_done, forward_only=False)
             with self._watched("the norm of the gradient"):
                 norm = float(self.clipper.clip())
-            agreed = self._agree(losses, bubble)
-        if not (math.isfinite(agreed.loss) and math.isfinite(norm)):
+            loss, bubble, memory, stopped_by = self._agree(losses, bubble)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
             raise NonFiniteLossError(
-                f"step {self.steps_done + 1} gave loss {agreed.loss} and gradient norm {norm}; the weights are as "
+                f"step {self.steps_done + 1} gave loss {loss} and gradient norm {norm}; the weights are as "
                 f"before it: continue from a checkpoint with a lower --learning-rate than {settings.learning_rate}"
             )
         with self._watched("the optimizer step"):
             rate = learning_rate(self.steps_done, settings)
             self.optimizer.step(rate)
             self.steps_done += 1
-            speed = self.training.shape.tokens / (time.perf_counter() - start)
-            values = {"loss": agreed.loss, "learning_rate": rate, "gradient_norm": norm}
-            values |= {"tokens_per_second": round(speed, 1), "bubble": round(agreed.bubble, 4)}
-            values |= {"peak_memory_gib": round(agreed.memory_gib, 3), **self._mfu(speed)}
+            speed = self.training.tokens_per_step / (time.perf_counter() - start)
+            values = {"loss": loss, "learning_rate": rate, "gradient_norm": norm}
+            values |= {"tokens_per_second": round(speed, 1), "bubble": round(bubble, 4)}
+            values |= {"peak_memory_gib": round(memory, 3), **self._mfu(speed)}
             self.recorder.record(self.steps_done, **values)
-        self.stopped_by = agreed.stopped_by
+        self.stopped_by = stopped_by
 
     def _run_schedule(self, samples: SampleOrder, step: int, forward_only: bool) -> tuple[list[float], float]:
         """Global batch ``step`` (0-based) of ``samples``; gradients stay in the parameters unless ``forward_only``.
@@ -192,16 +171,15 @@ class Trainer:
         for chunk in self.chunks:
             chunk.train(not forward_only)
             iterators.append(samples.step_iterator(step, parallel_state.get_data_parallel_rank(), self.device))
-        several = self.config.virtual_pipeline_model_parallel_size is not None
         self.timers.take_seconds()
         start = time.perf_counter()
         reports = self._schedule(
             forward_step_func=forward_step,
-            data_iterator=iterators if several else iterators[0],
-            model=self.chunks if several else self.chunks[0],
-            num_microbatches=samples.shape.num_microbatches,
-            seq_length=samples.shape.seq_length,
-            micro_batch_size=samples.shape.micro_batch_size,
+            data_iterator=iterators,
+            model=self.chunks,
+            num_microbatches=samples.num_microbatches,
+            seq_length=samples.seq_length,
+            micro_batch_size=samples.micro_batch_size,
             forward_only=forward_only,
         )
         losses = [float(report["loss"]) for report in reports]
@@ -222,24 +200,21 @@ class Trainer:
         total, batches = 0.0, self.settings.eval_steps
         with self._watched("the validation"):
             for batch in range(batches):
-                agreed = self._agree(*self._run_schedule(self.validation, batch, forward_only=True))
-                total, self.stopped_by = total + agreed.loss, agreed.stopped_by
+                loss, *_, self.stopped_by = self._agree(*self._run_schedule(self.validation, batch, forward_only=True))
+                total += loss
                 if self.stopped_by is not None and batch + 1 < batches:
                     return
-        self.validation_after, self.validated_at = total / batches, self.steps_done
-        if self.steps_done == 0:
-            self.validation_before = self.validation_after
-        self.recorder.record(self.steps_done, validation_loss=self.validation_after)
+        self.validated_at = self.steps_done
+        self.recorder.record(self.steps_done, validation_loss=total / batches)
 
     def _save(self) -> None:
-        notes = {name: getattr(self, name) for name in _NOTES}
         with self._watched("saving a checkpoint"):
-            path = self.writer.save(self.steps_done, self.optimizer.tensors(), notes)
+            path = self.writer.save(self.steps_done, self.optimizer.tensors(), {"validated_at": self.validated_at})
         self.saved_at = self.steps_done
         self.recorder.say(f"saved {path}")
 
-    def _agree(self, losses: list[float], bubble: float) -> Agreement:
-        """Of what all ranks know of a global batch; in one message."""
+    def _agree(self, losses: list[float], bubble: float) -> tuple[float, float, float, signal.Signals | None]:
+        """Of a global batch, in one message: mean loss, mean idle share, largest peak memory, signal to stop on."""
         known = [sum(losses), len(losses), bubble, peak_memory_gib(self.device), self.stop.first or 0]
         own = torch.tensor(known, dtype=torch.float64, device=self.device)
         everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
@@ -247,7 +222,7 @@ class Trainer:
             dist.all_gather(everyone, own)
         sums, counts, bubbles, memories, signals = torch.stack(everyone, 1).tolist()
         stopped_by = signal.Signals(int(max(signals))) if any(signals) else None
-        return Agreement(sum(sums) / sum(counts), sum(bubbles) / len(bubbles), max(memories), stopped_by)
+        return sum(sums) / sum(counts), sum(bubbles) / len(bubbles), max(memories), stopped_by
 
     def _watched(self, what: str) -> AbstractContextManager[Any]:
         """Around ``what`` ranks do together: a failure of one of them ends the others' waits."""

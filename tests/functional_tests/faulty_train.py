@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.gpt.checkpoint import CheckpointWriter
 from examples.gpt.data import SampleOrder
-from examples.gpt.ending import end_process
 from examples.gpt.optimizer import NamedAdamW
+from examples.gpt.process import end_process
 from examples.gpt.program import VALIDATION_SEED, main
 
 FILE_EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from examples.gpt import distributed, libraries, metrics
+from examples.gpt import libraries, metrics, process
 from examples.gpt import program as training
 from examples.gpt.errors import ArgumentError
 from examples.gpt.settings import parse
@@ -182,16 +182,16 @@ def the_gpu_check(folder: Path) -> None:
 
 def the_trainer_s_parts(folder: Path) -> None:
     def program(group: dist.ProcessGroup) -> None:
-        device = distributed.choose_device("cuda", distributed.Process())
+        device = process.choose_device("cuda", process.Process())
         assert device == torch.device("cuda", 0)
         with pytest.raises(ArgumentError, match="of 2 ranks here each needs a GPU, and there are 1"):
-            distributed.choose_device("cuda", distributed.Process(local_world_size=2))
+            process.choose_device("cuda", process.Process(local_world_size=2))
         assert (metrics.peak_tflops(device), metrics.peak_memory_gib(device)) == (0.0, 0.0)
         with pytest.raises(ArgumentError, match=r"--norm-impl is apex, but apex\.normalization cannot be imported"):
-            libraries._required("--norm-impl", "apex", "apex.normalization", True)
-        assert libraries._find("--norm-impl", "auto", "apex", "apex.normalization", "FusedLayerNorm", True) is None
-        assert libraries._find("--flag", "auto", "any", "math", "sqrt", True) is math.sqrt
-        assert libraries._find("--flag", "any", "any", "math", "sqrt", True) is math.sqrt
+            libraries._required("--norm-impl", "apex.normalization", True)
+        assert libraries._find("--norm-impl", "auto", "apex.normalization", "FusedLayerNorm", True) is None
+        assert libraries._find("--flag", "auto", "math", "sqrt", True) is math.sqrt
+        assert libraries._find("--flag", "math", "math", "sqrt", True) is math.sqrt
         with pytest.raises(ArgumentError, match=r"transformer_engine, but .* cannot be imported"):
             libraries._transformer_engine(parse(["--transformer-impl", "transformer_engine"]), device, False)
 
@@ -203,7 +203,7 @@ def the_training_program(folder: Path) -> None:
     flags = [*SMALL_MODEL, "--device", "cuda", "--num-microbatches", "2", "--warmup-steps", "1"]
     flags += ["--max-data-bytes", "100000"]
     network = StreamNetwork(1, seed=None)
-    with virtual_machine((training, "plot_metrics", lambda *_: None)), network.running(0):
+    with virtual_machine((training, "plot_loss", lambda *_: None)), network.running(0):
         train_here([*flags, "--run-dir", str(folder / "run"), "--train-steps", "2", "--measure", "1"])
         trainer = train_here([*flags, "--resume", str(folder / "run"), "--train-steps", "3"])
     assert trainer.steps_done == 3

@@ -5,6 +5,7 @@ without the seconds that a launcher and new interpreters take.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
@@ -25,13 +26,23 @@ def _in_the_given_group(*_: Any) -> Iterator[None]:
     parallel_state.destroy_model_parallel()
 
 
+@contextmanager
+def handlers_kept() -> Iterator[None]:
+    """Around what takes the signals that end a run."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def train_here(flags: Sequence[str]) -> Any:
     """One run of the training program in this process. Returns its ``Trainer``."""
     from examples.gpt import program
-    from examples.gpt.ending import StopRequest
 
-    with StopRequest() as stop:
-        return program.train(flags, stop)
+    with handlers_kept():
+        return program.train(flags)
 
 
 def train_rank(rank: int, size: int, folder: Path, runs: Sequence[Sequence[str]]) -> str:

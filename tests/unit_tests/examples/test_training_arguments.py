@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from examples.gpt.checkpoint import Checkpoint, make_newest, write_description
-from examples.gpt.distributed import Process, choose_device
 from examples.gpt.errors import (
     ArgumentError,
     CheckpointError,
@@ -25,8 +24,8 @@ from examples.gpt.errors import (
     NoCheckpointError,
 )
 from examples.gpt.libraries import choose_libraries
-from examples.gpt.program import _layout, main
-from examples.gpt.run_folder import find_start
+from examples.gpt.process import Process, choose_device
+from examples.gpt.program import _layout, find_start, main
 from examples.gpt.settings import ARGUMENTS, Settings, parse, save_settings
 from megatron_pp.config.model_config import ModelParallelConfig, TransformerConfig
 from megatron_pp.errors import ConfigError, LayoutError, PlanError, ScheduleError, ScheduleInputError, WorldSizeError
@@ -136,10 +135,14 @@ def test_sizes_below_one_are_refused(pipeline: int | None, replicas: int | None)
         sized(pipeline, replicas).make_config(2)
 
 
-def test_torchrun_tells_a_process_who_it_is() -> None:
+def test_torchrun_tells_a_process_who_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
-    assert Process.from_environment(environment) == Process(5, 8, 1, 4)
-    assert Process.from_environment({}) == Process(0, 1, 0, 1)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert Process.from_environment() == Process(5, 8, 1, 4)
+    for name in environment:
+        monkeypatch.delenv(name)
+    assert Process.from_environment() == Process(0, 1, 0, 1)
 
 
 def test_gpus_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +165,6 @@ BAD_INPUT = {
     "no text": ("--max-data-bytes 0", ArgumentError, "--max-data-bytes is 0; it must be at least 1"),
     "trace": ("--trace first", ScheduleInputError, "trace_steps is 'first'; it must list steps"),
     "trace past the end": ("--trace 3,9-12 --train-steps 11", ArgumentError, "9-12, but the run ends after step 11"),
-    "no wandb": ("--wandb mine", ArgumentError, "--wandb is mine, but wandb is not installed"),
     "no config": ("--config none.toml", ArgumentError, "--config is none.toml, which cannot be used: .*No such file"),
     "no samples": ("--micro-batch-size -1", ArgumentError, "--micro-batch-size is -1"),
     "negative steps": ("--train-steps -1", ArgumentError, "--train-steps is -1"),
@@ -235,14 +237,14 @@ def test_auto_leaves_apex_alone_without_its_compiled_parts(tmp_path: Path, monke
     """Its Python imports all the same, and fails at the first call."""
     monkeypatch.syspath_prepend(write_apex(tmp_path))
     gpu = torch.device("cuda")
-    whole = choose_libraries(Settings(), gpu, split=False)
-    assert whole.fused_adam.__module__ == "apex.optimizers"
-    assert whole.parts.norm.__module__ == "apex.normalization"
+    parts, fused_adam, _ = choose_libraries(Settings(), gpu, split=False)
+    assert fused_adam.__module__ == "apex.optimizers"
+    assert parts.norm.__module__ == "apex.normalization"
     for name in ("amp_C", "fused_layer_norm_cuda"):
         monkeypatch.setitem(sys.modules, name, None)
-    bare = choose_libraries(Settings(), gpu, split=False)
-    assert bare.fused_adam is None
-    assert bare.parts.norm is torch.nn.LayerNorm
+    parts, fused_adam, _ = choose_libraries(Settings(), gpu, split=False)
+    assert fused_adam is None
+    assert parts.norm is torch.nn.LayerNorm
     for name in [name for name in sys.modules if name.split(".")[0] == "apex"]:
         monkeypatch.delitem(sys.modules, name)
 

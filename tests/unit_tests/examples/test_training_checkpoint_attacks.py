@@ -143,7 +143,7 @@ def test_a_description_that_names_another_place_is_refused(tmp_path: Path, file:
         ({"tensor": {"offset": 2**62}}, "cannot be loaded: "),
         ({"tensor": {"offset": 4}}, "cannot be loaded: "),
         ({"tensor": {"length": 8}}, "cannot be loaded: "),
-        ({"tensor": {"shape": [8]}}, "cannot be loaded: Size mismatch between saved torch.Size([8]) and current: "),
+        ({"tensor": {"shape": [8]}}, "cannot be loaded: w has shape [8] there and [40] here"),
         ({"files": {TENSORS_FILE: 1}}, "__0_0.distcp is damaged: it does not have the CRC-32"),
         (
             {"files": {TENSORS_FILE: "1"}},
@@ -191,10 +191,9 @@ def test_a_link_that_waits_for_a_write_is_not_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [LATEST, DESCRIPTION, TENSORS_FILE])
-def test_a_flipped_bit_is_found_and_another_checkpoint_named(tmp_path: Path, name: str) -> None:
+def test_a_flipped_bit_is_found(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "checkpoints"
-    older = save(folder, 1, keep=2)
-    path = save(folder, 2, keep=2)
+    path = save(folder, 2)
     file = folder / LATEST if name == LATEST else path / name
     content = file.read_bytes()
     for position in {*range(0, len(content), max(1, len(content) // 40)), len(content) - 1}:
@@ -208,12 +207,8 @@ def test_a_flipped_bit_is_found_and_another_checkpoint_named(tmp_path: Path, nam
                 assert is_whole(folder), (position, bit)
             else:
                 assert name in told or name == LATEST
-                assert str(older if name != LATEST else path) in told
+                assert "give --resume an older checkpoint" in told or name == LATEST
                 assert "weights_only" not in told
-    # The older one is damaged too.
-    (older / TENSORS_FILE).write_bytes(b"")
-    if name != LATEST:
-        assert "there is no whole checkpoint in" in refused(folder)
 
 
 @pytest.mark.parametrize("operation", ["fsync", "rename", "replace"])

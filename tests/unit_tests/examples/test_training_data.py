@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples.gpt.data import BatchShape, SampleOrder, read_text, split_text
+from examples.gpt.data import SampleOrder, read_text, split_text
 from examples.gpt.errors import DataError
 
 
@@ -76,14 +76,14 @@ def test_the_validation_text_is_the_tail() -> None:
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_an_epoch_holds_every_sample_once(replicas: int) -> None:
     """Whatever the number of replicas, a step holds the same samples, and an epoch all of them."""
-    shape = BatchShape(micro_batch_size=2, num_microbatches=6 // replicas, data_parallel_size=replicas, seq_length=4)
-    order = SampleOrder(counting_tokens(4 * 24 + 1), shape, seed=3, name="training")
+    shape = {"micro_batch_size": 2, "num_microbatches": 6 // replicas, "data_parallel_size": replicas, "seq_length": 4}
+    order = SampleOrder(counting_tokens(4 * 24 + 1), **shape, seed=3, name="training")
     assert order.num_samples == 24
     steps = []
     for step in range(4):
         all_ranks = [order.step_iterator(step, rank, torch.device("cpu")) for rank in range(replicas)]
         found = [microbatch for rank in all_ranks for microbatch in rank]
-        count = shape.microbatches
+        count = 6
         assert sorted(number for number, *_ in found) == list(range(step * count, (step + 1) * count))
         drawn = [tokens[:, 0] // 4 for _, tokens, _ in found]
         steps.append(sorted(torch.cat(drawn).tolist()))
@@ -93,25 +93,25 @@ def test_an_epoch_holds_every_sample_once(replicas: int) -> None:
 
 
 def test_labels_are_the_tokens_that_follow() -> None:
-    shape = BatchShape(micro_batch_size=3, num_microbatches=2, data_parallel_size=1, seq_length=5)
-    tokens, labels = SampleOrder(counting_tokens(200), shape, seed=0, name="training").microbatch(2, 1, 0)
+    shape = {"micro_batch_size": 3, "num_microbatches": 2, "data_parallel_size": 1, "seq_length": 5}
+    tokens, labels = SampleOrder(counting_tokens(200), **shape, seed=0, name="training").microbatch(5)
     assert tokens.shape == labels.shape == (3, 5)
     assert tokens.dtype == labels.dtype == torch.int64
     assert torch.equal(labels, tokens + 1)
 
 
 def test_the_order_follows_from_the_seed_and_leaves_the_global_generator_alone() -> None:
-    shape = BatchShape(micro_batch_size=4, num_microbatches=2, data_parallel_size=1, seq_length=4)
+    shape = {"micro_batch_size": 4, "num_microbatches": 2, "data_parallel_size": 1, "seq_length": 4}
     text = counting_tokens(241)
     before = torch.get_rng_state()
-    one, again, other = (SampleOrder(text, shape, seed, "training").microbatch(0, 0, 0)[0] for seed in (1, 1, 2))
+    one, again, other = (SampleOrder(text, **shape, seed=seed, name="training").microbatch(0)[0] for seed in (1, 1, 2))
     assert torch.equal(one, again)
     assert not torch.equal(one, other)
     assert torch.equal(before, torch.get_rng_state())
 
 
 def test_short_texts_are_refused_with_the_length_they_need() -> None:
-    shape = BatchShape(micro_batch_size=2, num_microbatches=3, data_parallel_size=2, seq_length=10)
-    SampleOrder(counting_tokens(121), shape, 0, "training")
+    shape = {"micro_batch_size": 2, "num_microbatches": 3, "data_parallel_size": 2, "seq_length": 10}
+    SampleOrder(counting_tokens(121), **shape, seed=0, name="training")
     with pytest.raises(DataError, match=r"validation text of 120 bytes .* at least 121 bytes"):
-        SampleOrder(counting_tokens(120), shape, 0, "validation")
+        SampleOrder(counting_tokens(120), **shape, seed=0, name="validation")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from examples.gpt.errors import ArgumentError, RunInUseError
-from examples.gpt.run_folder import LOCK, lock_folder
+from examples.gpt.program import LOCK, lock_folder
 
 ROOT = Path(__file__).resolve().parents[3]
 

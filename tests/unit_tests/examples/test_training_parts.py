@@ -6,8 +6,8 @@ import json
 import math
 import os
 import signal
-import sys
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,20 +16,22 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from examples.gpt import program
-from examples.gpt.ending import StopRequest, report
 from examples.gpt.gpt import OUTPUT, GPTStage
-from examples.gpt.metrics import METRICS, TENSORBOARD, Recorder, plot_metrics, read_metrics
+from examples.gpt.metrics import METRICS, PLOT, TENSORBOARD, Recorder, plot_loss, read_metrics
 from examples.gpt.optimizer import (
     GradientClipper,
     NamedAdamW,
     learning_rate,
     sum_tied_gradients,
 )
+from examples.gpt.process import StopRequest, report
 from examples.gpt.settings import Settings
 from examples.gpt.trainer import ComputeTimers, forward_step
 from tests.harness.processes import run_processes
+from tests.harness.training_ranks import handlers_kept
 from tests.unit_tests.examples.test_gpt import (
     CUTS,
     WHOLE,
@@ -164,15 +166,12 @@ def test_a_rank_without_parameters_takes_its_steps() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_is_a_wish_and_the_next_one_is_the_same_wish(number: signal.Signals) -> None:
-    before = signal.getsignal(number)
-    with StopRequest() as stop:
-        assert signal.getsignal(number) == before
-        stop.begin()
+    with handlers_kept():
+        stop = StopRequest()
         assert stop.first is None
         os.kill(os.getpid(), number)
         os.kill(os.getpid(), number)
         assert stop.first is number
-    assert signal.getsignal(number) == before
 
 
 def test_a_rank_that_fails_reports_before_a_signal_ends_it(
@@ -180,37 +179,65 @@ def test_a_rank_that_fails_reports_before_a_signal_ends_it(
 ) -> None:
     """The launcher sends SIGTERM when another rank has failed, at any point of this one's end."""
 
-    def failing(argv: list[str], stop: StopRequest) -> None:
-        stop.begin()
+    def failing(argv: list[str]) -> None:
+        StopRequest()
         raise OSError(5, "the disk has gone away")
 
-    def signalled(descriptor: int) -> None:
+    def signalled(*_: Any, **__: Any) -> list[str]:
         os.kill(os.getpid(), signal.SIGTERM)
+        return ["the stack\n"]
 
-    def ended(*_: Any) -> None:
-        raise SystemExit("ended by the signal")
-
-    monkeypatch.setenv("MEGATRON_PP_REPORTS", str(tmp_path))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", error_file(tmp_path, 0))
     monkeypatch.setattr(program, "train", failing)
-    monkeypatch.setattr(os, "fsync", signalled)
-    before = signal.signal(signal.SIGTERM, ended)
-    try:
+    monkeypatch.setattr(traceback, "format_exception", signalled)
+    with handlers_kept():
         assert program.main([]) == 1
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert "the disk has gone away" in json.loads((tmp_path / "0-0.json").read_text())["line"]
-    assert "OSError: [Errno 5] the disk has gone away" in capsys.readouterr().err
+    assert "the disk has gone away" in Path(error_file(tmp_path, 0)).read_text()
+    assert capsys.readouterr().err == "the stack\n"
 
 
-def test_a_launcher_finds_whole_reports_or_none(
+def error_file(folder: Path, local_rank: int) -> str:
+    """Torchrun's, of a rank."""
+    path = folder / "none_1" / "attempt_0" / str(local_rank) / "error.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return str(path)
+
+
+def test_of_the_ranks_of_a_node_the_first_speaks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A disk that is full; the rank then speaks for itself."""
-    monkeypatch.setenv("MEGATRON_PP_REPORTS", str(tmp_path))
-    monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=OSError(28, "No space left on device")))
+    """Once in words, and once with a stack."""
+    for local_rank, foreseen in enumerate((True, False, True, False)):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", error_file(tmp_path, local_rank))
+        report(OSError(5, f"rank {local_rank}"), foreseen)
+    said = capsys.readouterr().err
+    assert [f"rank {rank}" in said for rank in range(4)] == [True, True, False, False]
+    assert [Path(error_file(tmp_path, rank)).exists() for rank in range(4)] == [True] * 4
+
+
+def test_a_rank_whose_folder_is_gone_speaks_for_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "gone" / "0" / "error.json"))
     report(OSError(5, "the disk has gone away"), foreseen=False)
-    assert not list(tmp_path.glob("*.json"))
     assert "OSError: [Errno 5] the disk has gone away" in capsys.readouterr().err
+
+
+def test_the_launchers_last_line_is_what_a_rank_says_of_another_in_the_last_start(tmp_path: Path) -> None:
+    said = {(0, 0): "ValueError: old", (1, 0): "OSError: gone\nmore", (1, 1): "PipelinePeerError: rank 0 raised\nmore"}
+    failure = ProcessFailure(local_rank=1, pid=7, exitcode=1, error_file="none")
+    with mock.patch.dict(os.environ):  # which it changes
+        from scripts import launch
+    lines = [launch.summary(5, failure, tmp_path)]
+    for (start, local_rank), message in said.items():
+        path = tmp_path / "none_1" / f"attempt_{start}" / str(local_rank)
+        path.mkdir(parents=True)
+        (path / "error.json").write_text(json.dumps({"message": {"message": message}}))
+        lines.append(launch.summary(5, failure, tmp_path))
+    (tmp_path / "none_1" / "attempt_1" / "1" / "error.json").write_text('{"message": {"mess')
+    lines.append(launch.summary(5, failure, tmp_path))
+    ended = ["rank 5 (pid 7) ended with exit code 1", "rank 4: ValueError: old", "rank 4: OSError: gone"]
+    assert lines == [f"launch.py: failed: {line}" for line in (*ended, "rank 0 raised", ended[2])]
 
 
 def test_timers_add_up_compute_and_nothing_else() -> None:
@@ -278,42 +305,13 @@ def test_tensorboard_gets_every_value(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 2.0), (2, 2.0), (3, 2.0)]
 
 
-WANDB = """
-import json, os
-CALLS = []
-class _Run:
-    def __init__(self, **given): CALLS.append(given)
-    def log(self, values, step): CALLS.append((step, values))
-    def finish(self): CALLS.append("finished")
-init = _Run
-"""
-
-
-def test_wandb_gets_every_value_where_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "wandb.py").write_text(WANDB)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    settings = Settings(wandb="my-project", tensorboard=False)
-    settings.check()
-    (tmp_path / "a run").mkdir()
-    recorder = Recorder(tmp_path / "a run", 0, settings)
-    recorder.record(1, **VALUES)
-    recorder.close()
-    begun, *logged = sys.modules.pop("wandb").CALLS
-    assert (begun["project"], begun["id"], begun["dir"]) == ("my-project", "a-run", str(tmp_path / "a run"))
-    assert begun["config"]["wandb"] == "my-project"
-    assert logged == [(1, VALUES), "finished"]
-
-
-def test_the_plots_have_a_title_and_every_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plot_has_a_title_and_both_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figures = pytest.importorskip("matplotlib.figure")
     drawn: dict[str, Any] = {}
     monkeypatch.setattr(figures.Figure, "savefig", lambda figure, path, **_: drawn.update({path.name: figure}))
-    records = [{"step": step, **VALUES, "gradient_norm": 1.0} for step in (1, 2, 3)]
-    records += [{"step": 3, "validation_loss": 1.5}]
+    records = [{"step": step, **VALUES} for step in (1, 2, 3)] + [{"step": 3, "validation_loss": 1.5}]
     (tmp_path / METRICS).write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert plot_metrics(tmp_path, "1f1b on cpu") is None
-    assert {figure.get_suptitle() for figure in drawn.values()} == {"1f1b on cpu"}
-    curves = {name: {a.get_ylabel(): len(a.lines) for a in figure.axes} for name, figure in drawn.items()}
-    measures = ("tokens/s", "bubble (share of a step)", "peak memory (GiB)", "gradient norm")
-    assert curves == {"loss.png": {"loss (nats per byte)": 2}, "metrics.png": dict.fromkeys(measures, 1)}
+    assert plot_loss(tmp_path, "1f1b on cpu") is None
+    (axes,) = drawn[PLOT].axes
+    assert axes.get_title() == "1f1b on cpu"
+    assert {line.get_label(): len(line.get_xdata()) for line in axes.lines} == {"training": 3, "validation": 1}

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from examples.gpt import run_folder
+from examples.gpt import program
 from examples.gpt.checkpoint import LATEST, Checkpoint, write_description
-from examples.gpt.distributed import agreed_place, check_same_settings
 from examples.gpt.errors import ArgumentError, CheckpointError
-from examples.gpt.run_folder import Start, find_start
+from examples.gpt.process import agreed_place, check_same_settings
+from examples.gpt.program import Start, find_start
 from examples.gpt.settings import ARGUMENTS, Settings, parse, save_settings
 from tests.harness.processes import run_processes
 
@@ -57,12 +57,12 @@ def test_a_run_that_is_started_again_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_folder_of_its_own_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_folder, "RUNS", tmp_path)
+    monkeypatch.setattr(program, "RUNS", tmp_path)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     first = find_start(Settings(), LAYOUT)
     assert first.folder.parent == tmp_path
     make_run(first.folder)
-    monkeypatch.setattr(run_folder.time, "strftime", lambda _: "later")
+    monkeypatch.setattr(program.time, "strftime", lambda _: "later")
     assert find_start(Settings(), LAYOUT) == first
     monkeypatch.setattr(os, "getppid", lambda: os.getpid())  # another torchrun
     assert find_start(Settings(), LAYOUT).folder.name.startswith("later-")

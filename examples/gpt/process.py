@@ -1,26 +1,33 @@
-"""Which process this is, on which device, and how the processes of a run find each other."""
+"""This process: who it is among those of the run, how they meet and agree, and how it ends."""
 
 from __future__ import annotations
 
 import os
+import signal
+import sys
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from examples.gpt.errors import ArgumentError, TrainingError
 from megatron_pp import parallel_state
 from megatron_pp.draw.facts import counted
+from megatron_pp.errors import ConfigError, PlanError, ScheduleInputError
 from megatron_pp.faults.nccl_settings import leave_failures_to_the_guard
 from megatron_pp.runtime.communicators import close_communicators
 
 _PATIENCE = timedelta(minutes=10)  # between the first process that comes and the last
 _ROOT = "megatron_pp/meeting"  # of our keys in torchrun's store
+_STACK = 4  # frames of it that are shown
 
 
 class Process(NamedTuple):
@@ -32,9 +39,8 @@ class Process(NamedTuple):
     local_world_size: int = 1
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Process:
-        """Read ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``."""
-        return cls(*(int(environment.get(name.upper(), cls._field_defaults[name])) for name in cls._fields))
+    def from_environment(cls) -> Process:
+        return cls(*(int(os.environ.get(name.upper(), str(default))) for name, default in cls._field_defaults.items()))
 
 
 def choose_device(wanted: str, process: Process) -> torch.device:
@@ -48,9 +54,8 @@ def choose_device(wanted: str, process: Process) -> torch.device:
 
 
 @contextmanager
-def joined(process: Process, device: torch.device, timeout: timedelta | None = None) -> Iterator[None]:
-    """The default process group, for as long as the context is open: NCCL on GPUs, gloo on the CPU. ``timeout``: the
-    group's own."""
+def joined(process: Process, device: torch.device, timeout: timedelta) -> Iterator[None]:
+    """The default process group, for as long as the context is open: NCCL on GPUs, gloo on the CPU."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         leave_failures_to_the_guard()
@@ -107,6 +112,11 @@ def on_all_ranks(action: Callable[[], Any]) -> list[Any]:
     return results
 
 
+def on_first_rank(action: Callable[[], Any]) -> Any:
+    """Run ``action`` on rank 0. Returns what it gave. Collective; errors as those of ``on_all_ranks``."""
+    return on_all_ranks(lambda: action() if dist.get_rank() == 0 else None)[0]
+
+
 def check_same_settings(settings: Mapping[str, Any]) -> None:
     """Raises ArgumentError on every rank where processes were started with different settings. Collective."""
     first, *others = on_all_ranks(lambda: dict(settings))
@@ -114,3 +124,53 @@ def check_same_settings(settings: Mapping[str, Any]) -> None:
         for name in (name for name in first if other[name] != first[name]):
             different = f"--{name.replace('_', '-')} is {first[name]} on rank 0 and {other[name]} on rank {rank}"
             raise ArgumentError(f"{different}; start all nodes with the same flags")
+
+
+class StopRequest:
+    """From when it is made, the first SIGINT or SIGTERM is noted in ``first``.
+
+    A process that left on its own would leave its peers without a partner in the middle of a step. So the ranks
+    exchange their requests at a step's end, and all leave after the same one."""
+
+    def __init__(self) -> None:
+        self.first: signal.Signals | None = None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: Any) -> None:
+        self.first = self.first or signal.Signals(number)
+
+
+def report(error: Exception, foreseen: bool) -> int:
+    """Say what has ended this rank: in words where it was ``foreseen``, else with its stack. Returns the exit code.
+
+    Of the ranks of a node the first that fails says why, and the first with an unforeseen error shows its stack. All
+    leave the error in torchrun's file for it, from which scripts/launch.py makes its last line."""
+    with suppress(OSError):
+        get_error_handler().record_exception(error)
+    if _is_first("message" if foreseen else "stack"):
+        stack = "".join(traceback.format_exception(error, limit=-_STACK)).rstrip()
+        print(f"train.py: {type(error).__name__}: {error}" if foreseen else stack, file=sys.stderr, flush=True)
+    default = 2 if isinstance(error, (ConfigError, PlanError, ScheduleInputError)) else 1
+    return getattr(error, "exit_code", default)
+
+
+def _is_first(kind: str) -> bool:
+    """Whether no rank of this node has asked the same before, since torchrun has started them."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        try:
+            (Path(file).parents[1] / kind).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        except OSError:
+            pass  # a full disk, or the folder is gone: better said twice than not at all
+    return True
+
+
+def end_process(code: int) -> NoReturn:
+    """Leave with ``code``; after a failure without the destructors of process groups, which may wait for peers."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code != 0:
+        os._exit(code)
+    sys.exit(code)
