@@ -47,7 +47,6 @@ may depend on it. With STATIC_BUFFERS a gradient is released before the operatio
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -60,24 +59,22 @@ from megatron_pp.plan.instruction import (
     FORWARD,
     FREE_F,
     NONE,
-    RECV_OPS,
     SEND_OPS,
     SENT_BY,
     Instruction,
-    batch,
     each,
     pair,
     pair_up,
     placed,
 )
-from megatron_pp.plan.message_ends import Post, Way, named_posts, post_of, receives_first, releases_of, waits_of
+from megatron_pp.plan.message_ends import Exchanges, Post, Way, named_posts, post_of
 from megatron_pp.plan.offload import Copies, copies_of
 from megatron_pp.plan.order_check import check_orders, run_of
 from megatron_pp.plan.output_layer import collectives_of, placed_collectives
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.repeated import Line, Lines
 from megatron_pp.plan.skip_tensors import routes_of, with_drops
-from megatron_pp.plan.spec import BATCHED, DEVICE_SYNC, ONE_WAY, OVERLAP, PLAIN, STATIC_BUFFERS, Plan, PlanSpec
+from megatron_pp.plan.spec import DEVICE_SYNC, ONE_WAY, OVERLAP, STATIC_BUFFERS, Plan, PlanSpec
 from megatron_pp.plan.sync_marks import syncs_of
 
 Order = Sequence[Instruction]
@@ -122,7 +119,7 @@ def lowered(
         clocked = _apart(clocked)
     offloaded = spec.offload_chunks or 0 if offloaded is None else offloaded
     if offloaded and spec.overlap_pairs:
-        raise PlanError("pairs (overlap_pairs) do not go with offloading: what both halves save is not told apart")
+        raise PlanError("pairs (overlap_pairs) do not go with offloading: what each half saves cannot be known")
     programs = _Programs(spec, placement, clocked, 0 if spec.forward_only else offloaded)
     return Plan(spec, placement, programs, tuple(lines), remark)
 
@@ -175,6 +172,7 @@ class _RankLowering:
         self.looks_ahead = spec.policy == OVERLAP and spec.channels == ONE_WAY and not spec.variable_shapes
         self.sends_within = self.looks_ahead and DEVICE_SYNC not in spec.device
         self.routes = routes_of(spec.skip_tensors, spec.skip_cache, placement) if spec.skip_tensors else None
+        self.exchanges = Exchanges(spec, self.looks_ahead, self.routes is not None)
         self.within: dict[tuple[int, str], Instruction] = {}  # by entry of a pair and op: its sends
         self.posts: dict[int, list[Post]] = defaultdict(list)
         self.receives: dict[int, list[Post]] = defaultdict(list)  # those that stand before all posts of their boundary
@@ -372,7 +370,7 @@ class _RankLowering:
                 if alone and len(here) == 1:
                     program.append(here[0].post)
                 else:
-                    self._emit_posts(sorted(here), program)
+                    self.exchanges.emit(sorted(here), program)
             if entry is None and i in inputs:
                 program += _in_turn(inputs[i])
             if i in releases:
@@ -410,63 +408,8 @@ class _RankLowering:
         for due, post in self.collectives[i]:
             before = [p for p in posts if p.round < due]
             if before:
-                self._emit_posts(before, program)
+                self.exchanges.emit(before, program)
             program.append(post)
             posts = posts[len(before) :]
         if posts:
-            self._emit_posts(posts, program)
-
-    def _emit_posts(self, posts: list[Post], program: list[Instruction]) -> None:
-        if self.spec.policy == BATCHED:
-            for together in map(receives_first, self._batches(posts)):
-                program.append(batch(p.post for p in together))
-                program += waits_of(together) + releases_of(together)
-        elif self.spec.channels == ONE_WAY:
-            emit = self._emit_named if self.routes and any(p.place for p in posts) else self._emit_one_way
-            emit(posts, program)
-        elif self.spec.variable_shapes:
-            for p in posts:
-                program += (p.post, p.finish) if p.post.op in RECV_OPS else (p.post,)
-        else:
-            program += [p.post for p in posts]
-            program += [] if self.spec.policy == OVERLAP else waits_of(posts)
-        if self.spec.policy == PLAIN:
-            program += releases_of(posts)
-
-    def _batches(self, posts: list[Post]) -> Iterable[list[Post]]:
-        """All messages of a boundary in one batch; where shapes travel ahead as a batch of their own, a batch per
-        round, which the peers' batches match one to one.
-        """
-        if not self.spec.variable_shapes:
-            return [posts]
-        return [list(same) for _, same in groupby(posts, key=lambda p: p.round)]
-
-    def _emit_one_way(self, posts: list[Post], program: list[Instruction]) -> None:
-        """Receives, sends, then the waits that stand here; behind a wait, the next receive of its channel."""
-        if self.looks_ahead:  # those behind others stand there already
-            program += [p.post for p in receives_first(posts)]
-            return
-        receives = [p for p in posts if p.post.op in RECV_OPS]
-        first: dict[tuple[str, int], Post] = {}
-        for p in receives:
-            first.setdefault(p.channel, p)
-        program += [p.post for p in first.values()]
-        program += [p.post for p in posts if p.post.op in SEND_OPS]
-        for p in receives:
-            program += (p.finish,) if first[p.channel] is p else (p.post, p.finish)
-
-    def _emit_named(self, posts: list[Post], program: list[Instruction]) -> None:
-        """The same where named tensors are among them. On one hardware queue one waits for that before it on its
-        channel, so within a round they go out by their places, which both ends and all ranks agree on.
-        """
-        first: dict[tuple[str, int], Post] = {}
-        for p in posts:
-            first.setdefault(p.channel, p)
-        at_once = [p for p in posts if (p.post.op in SEND_OPS and not p.place) or first[p.channel] is p]
-        program += [p.post for p in receives_first(at_once)]
-        each_by_itself = self.spec.variable_shapes  # a receive is not complete before its shape came
-        ordered = sorted(posts, key=lambda p: (p.round, p.place))
-        for _, same in groupby(ordered, key=lambda p: (p.round, p.place if each_by_itself else 0)):
-            together = list(same)
-            program += [p.post for p in together if p not in at_once]
-            program += waits_of(together)
+            self.exchanges.emit(posts, program)

@@ -1,10 +1,12 @@
 """Ends of messages, as lowering lays them out on a rank's boundaries."""
 
 from collections.abc import Iterable
+from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
 
-from megatron_pp.plan.instruction import RECV_OPS, SEND_OPS, Instruction
+from megatron_pp.plan.instruction import RECV_OPS, SEND_OPS, Instruction, batch
+from megatron_pp.plan.spec import BATCHED, ONE_WAY, OVERLAP, PLAIN, PlanSpec
 
 _CHANNEL = itemgetter(*map(Instruction._fields.index, ("op", "peer")))
 _new = tuple.__new__  # in a third of the time of Post(...) and Instruction(...)
@@ -72,3 +74,68 @@ def waits_of(posts: list[Post]) -> list[Instruction]:
 
 def releases_of(posts: list[Post]) -> list[Instruction]:
     return [p.finish for p in posts if p.post.op in SEND_OPS]
+
+
+class Exchanges:
+    """How a rank posts what falls on one of its boundaries. ``named``: whether named tensors may be among it."""
+
+    def __init__(self, spec: PlanSpec, looks_ahead: bool, named: bool) -> None:
+        self.spec = spec
+        self.looks_ahead = looks_ahead
+        self.named = named
+
+    def emit(self, posts: list[Post], program: list[Instruction]) -> None:
+        """Append those of one boundary to ``program``, with the waits that stand there."""
+        if self.spec.policy == BATCHED:
+            for together in map(receives_first, self._batches(posts)):
+                program.append(batch(p.post for p in together))
+                program += waits_of(together) + releases_of(together)
+        elif self.spec.channels == ONE_WAY:
+            emit = self._emit_named if self.named and any(p.place for p in posts) else self._emit_one_way
+            emit(posts, program)
+        elif self.spec.variable_shapes:
+            for p in posts:
+                program += (p.post, p.finish) if p.post.op in RECV_OPS else (p.post,)
+        else:
+            program += [p.post for p in posts]
+            program += [] if self.spec.policy == OVERLAP else waits_of(posts)
+        if self.spec.policy == PLAIN:
+            program += releases_of(posts)
+
+    def _batches(self, posts: list[Post]) -> Iterable[list[Post]]:
+        """All messages of a boundary in one batch; where shapes travel ahead as a batch of their own, a batch per
+        round, which the peers' batches match one to one.
+        """
+        if not self.spec.variable_shapes:
+            return [posts]
+        return [list(same) for _, same in groupby(posts, key=lambda p: p.round)]
+
+    def _emit_one_way(self, posts: list[Post], program: list[Instruction]) -> None:
+        """Receives, sends, then the waits that stand here; behind a wait, the next receive of its channel."""
+        if self.looks_ahead:  # those behind others stand there already
+            program += [p.post for p in receives_first(posts)]
+            return
+        receives = [p for p in posts if p.post.op in RECV_OPS]
+        first: dict[tuple[str, int], Post] = {}
+        for p in receives:
+            first.setdefault(p.channel, p)
+        program += [p.post for p in first.values()]
+        program += [p.post for p in posts if p.post.op in SEND_OPS]
+        for p in receives:
+            program += (p.finish,) if first[p.channel] is p else (p.post, p.finish)
+
+    def _emit_named(self, posts: list[Post], program: list[Instruction]) -> None:
+        """The same where named tensors are among them. On one hardware queue one waits for that before it on its
+        channel, so within a round they go out by their places, which both ends and all ranks agree on.
+        """
+        first: dict[tuple[str, int], Post] = {}
+        for p in posts:
+            first.setdefault(p.channel, p)
+        at_once = [p for p in posts if (p.post.op in SEND_OPS and not p.place) or first[p.channel] is p]
+        program += [p.post for p in receives_first(at_once)]
+        each_by_itself = self.spec.variable_shapes  # a receive is not complete before its shape came
+        ordered = sorted(posts, key=lambda p: (p.round, p.place))
+        for _, same in groupby(ordered, key=lambda p: (p.round, p.place if each_by_itself else 0)):
+            together = list(same)
+            program += [p.post for p in together if p not in at_once]
+            program += waits_of(together)
