@@ -126,8 +126,9 @@ def short(value: float) -> str:
 
 
 def counted(number: float, noun: str, plural: str = "s") -> str:
-    """``1 transfer``, ``2 transfers``."""
-    return f"{short(number)} {noun}{'' if number == 1 else plural}"
+    """``1 transfer``, ``2000 transfers``; a number that is not whole in short."""
+    text = f"{number:.0f}" if number == int(number) else short(number)
+    return f"{text} {noun}{'' if number == 1 else plural}"
 
 
 def percent(share: float) -> str:

@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from megatron_pp.draw.facts import size_label, tick_label, tick_step
+from megatron_pp.draw.facts import counted, size_label, tick_label, tick_step
 from megatron_pp.draw.palette import DARK, LIGHT, OPERATIONS, block_colour, ink_on
 from megatron_pp.draw.timeline import _steps, pieces, thinned
 from tests.unit_tests.draw.timelines import timeline_of
@@ -78,3 +78,11 @@ def test_round_numbers():
     assert [tick_step(s, 10) for s in (1, 7, 43, 1000, 0.02)] == [0.1, 1, 5, 100, 0.002]
     assert [tick_label(v, s) for v, s in ((0.30000000000000004, 0.1), (20, 5), (1.0, 0.25))] == ["0.3", "20", "1.0"]
     assert [size_label(v) for v in (12, 2048, 3.5 * 2**20, 80 * 2**30)] == ["12 B", "2 KiB", "3.5 MiB", "80 GiB"]
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(1, "1 transfer"), (2.0, "2 transfers"), (7774, "7774 transfers"), (2.5, "2.5 transfers"), (0, "0 transfers")],
+)
+def test_whole_numbers_are_counted_as_such(number, text):
+    assert counted(number, "transfer") == text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -98,6 +99,36 @@ def test_a_batch_is_over_when_all_its_members_are() -> None:
     )
     assert not runs_aligned(held, ())
     assert not passes_the_machine(held, (), None)
+
+
+def test_shapes_of_a_batch_go_ahead_of_all_its_tensors() -> None:
+    together, apart = "[SEND_F0.0 SEND_F0.1] FREE_F0.0 FREE_F0.1", "[RECV_F0.0] WAIT_F0.0 [RECV_F0.1] WAIT_F0.1"
+    plan = hand_written(together, apart)
+    assert runs_aligned(plan, ())
+    plan = replace(plan, spec=replace(plan.spec, variable_shapes=True))
+    assert not runs_aligned(plan, ())
+    assert not passes_the_machine(plan, (), None)
+
+
+def test_what_waits_for_the_device_waits_for_the_sends_of_a_pair() -> None:
+    plan = hand_written("SEND_F0.2 FREE_F0.2 RECV_B0.0", "(F0.1 B0.0 SEND_B0.0) RECV_F0.2")
+    assert runs_aligned(plan, ())
+    assert not runs_aligned(plan, (DEVICE_SYNC,))
+    assert not passes_the_machine(plan, (DEVICE_SYNC,), None)
+
+
+def test_batches_that_are_open_at_a_block_hold_the_same_in_one_order() -> None:
+    plan = lowered_plan(PlanSpec("1f1b", 3, 1, 9, policy="batched"))
+    block, first = steady_block(plan, 1), plan.programs[0]
+    differ = 0
+    for k, at in enumerate(first):
+        swapped = at._replace(members=at.members[::-1])
+        programs = ((*first[:k], swapped, *first[k + 1 :]), *plan.programs[1:])
+        mutant = replace(plan, programs=programs)
+        assert runs_aligned(mutant, ())
+        assert runs_aligned(mutant, (), block) == passes_the_machine(mutant, (), block)
+        differ += not runs_aligned(mutant, (), block)
+    assert differ
 
 
 @pytest.mark.parametrize("one", ["[SEND_F0.0] [SEND_F0.1] FREE_F0.0 FREE_F0.1", "[SEND_F0.0] FREE_F0.0 SEND_F0.1"])
