@@ -98,6 +98,8 @@ def main() -> int:
     parser.add_argument("--deadline", type=float, default=300.0, help="seconds for each run")
     options = parser.parse_args()
     checkout, schedules = options.checkout.resolve(), options.schedules.split(",")
+    if not (checkout / "pretrain_gpt.py").is_file():
+        parser.error(f"{checkout} has no pretrain_gpt.py; give a checkout of Megatron-LM")
     differing = False
     with tempfile.TemporaryDirectory() as folder:
         variables, flags = on_this_machine(checkout, folder)

@@ -34,7 +34,10 @@ def reads_of(checkout: Path) -> dict[str, set[str]]:
 
 
 def release_of(checkout: Path) -> tuple[int, int]:
-    text = (checkout / "megatron/core/package_info.py").read_text()
+    path = checkout / "megatron/core/package_info.py"
+    if not path.is_file():
+        sys.exit(f"{checkout} has no {path.relative_to(checkout)}; give checkouts of Megatron-LM")
+    text = path.read_text()
     major, minor = (re.search(rf"^{name} = (\d+)", text, re.MULTILINE) for name in ("MAJOR", "MINOR"))
     assert major is not None
     assert minor is not None
@@ -42,6 +45,8 @@ def release_of(checkout: Path) -> tuple[int, int]:
 
 
 def main() -> None:
+    if len(sys.argv) == 1:
+        sys.exit(__doc__)
     found: dict[str, set[str]] = {name: set() for name in (*ENTRIES, COMMUNICATOR)}
     for path in sys.argv[1:]:
         release = release_of(Path(path))

@@ -115,8 +115,10 @@ class Exchanges:
         """All messages of a boundary; where shapes travel ahead, receives of a round before the last send's come first:
         its shape holds a hardware queue back, which their rest then stands behind.
         """
+        if not self.spec.variable_shapes:
+            return [posts]
         last = max((p.round for p in posts if p.post.op in SEND_OPS), default=0)
-        early = [p for p in posts if p.round < last] if self.spec.variable_shapes else []
+        early = [p for p in posts if p.round < last]
         return [early, posts[len(early) :]] if any(p.post.op in RECV_OPS for p in early) else [posts]
 
     def _emit_one_way(self, posts: list[Post], program: list[Instruction]) -> None:
