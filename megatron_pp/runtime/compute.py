@@ -6,7 +6,7 @@ functions.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -61,7 +61,6 @@ class BackwardHalf(NamedTuple):
     output_grad: Activation
 
 
-@runtime_checkable
 class JointSteps(Protocol):
     """What ``Steps`` have besides that can run a forward and another microbatch's backward as one, operation by
     operation.

@@ -21,13 +21,13 @@ from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.instruction import Instruction
 from megatron_pp.plan.spec import STATIC_BUFFERS, Plan
 from megatron_pp.plan.tasks import Key, MessageKey, Task
-from megatron_pp.runtime.compute import Activation, JointSteps, Steps, detached, is_any_there
+from megatron_pp.runtime.compute import Activation, Steps, detached, is_any_there
 from megatron_pp.runtime.gradient_hooks import SyncHooks
 from megatron_pp.runtime.log_once import warn_once
 from megatron_pp.runtime.message_shapes import Shapes
 from megatron_pp.runtime.offload import Offloads, stand_in, view_of
 from megatron_pp.runtime.output_layer import OutputLayerRunner
-from megatron_pp.runtime.pairs import JointPair, PairRunner
+from megatron_pp.runtime.pairs import JointPair, PairRunner, RunJointly
 from megatron_pp.runtime.sequence_slices import SliceRunner
 from megatron_pp.runtime.skip_tensors import SkipRunner
 from megatron_pp.weight_grad.store import WeightGradStore
@@ -265,10 +265,12 @@ class PlanExecutor:
 
     def _pair(self, handlers: dict[str, Handler], unobserved: dict[str, Handler], pair: Task) -> None:
         """Both halves as the user's function, or else the model's, runs them; in turn where there is neither."""
+        # Of ``JointSteps``; isinstance() would take 6 us a pair.
+        jointly: RunJointly | None = getattr(self.steps, "forward_and_backward", None)
         if self.pair_runner is not None:
             self.pair_runner.run(pair, handlers)
-        elif isinstance(self.steps, JointSteps):
-            JointPair(self, handlers, unobserved, pair, self.steps.forward_and_backward).run()
+        elif jointly is not None:
+            JointPair(self, handlers, unobserved, pair, jointly).run()
         else:
             for at in pair.members:
                 handlers[at.op](at)
