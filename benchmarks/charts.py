@@ -334,6 +334,6 @@ def replan(report: Report) -> Any:
 CHARTS: dict[str, Callable[[Report], Any]] = {
     draw.__name__: draw
     for draw in (
-        *(overhead, exposed, overlap, memory, bubble, megatron_steps, prediction, tracing, training, replan, growth),
+        overhead, exposed, overlap, memory, bubble, megatron_steps, prediction, tracing, training, replan, growth
     )
 }  # fmt: skip

@@ -206,6 +206,6 @@ def _list(parts: Sequence[str]) -> str:
 READINGS: dict[str, Callable[[Report], str]] = {
     write.__name__: write
     for write in (
-        *(overhead, exposed, overlap, memory, bubble, megatron_steps, prediction, tracing, training, replan, growth),
+        overhead, exposed, overlap, memory, bubble, megatron_steps, prediction, tracing, training, replan, growth
     )
 }  # fmt: skip

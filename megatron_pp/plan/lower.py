@@ -63,6 +63,8 @@ from megatron_pp.plan.instruction import (
     SENT_BY,
     Instruction,
     each,
+    may_pair,
+    numbered,
     pair,
     pair_up,
     placed,
@@ -108,12 +110,10 @@ def lowered(
     check_orders(orders, placement, spec.num_microbatches, spec.forward_only, spec.slices)
     lines = [placement.place(rank, order) for rank, order in enumerate(orders)]
     run = [run_of(order, spec) for order in lines] if spec.forward_only else lines
-    if spec.overlap_pairs and not spec.forward_only:
-        run = [pair_up(order) for order in run]
-        joint = False
-    joint = joint and (spec.policy != OVERLAP or spec.variable_shapes)
-    if joint:
-        run = [pair_up(order, _is_joint) for order in run]
+    paired = spec.overlap_pairs and not spec.forward_only
+    joint = joint and not paired and (spec.policy != OVERLAP or spec.variable_shapes)
+    if paired or joint:
+        run = [pair_up(order, _is_joint if joint else may_pair) for order in run]
     clocked = run_clock(run, placement)
     if joint:
         clocked = _apart(clocked)
@@ -130,10 +130,8 @@ def _is_joint(first: Instruction, second: Instruction) -> bool:
 
 def _apart(clocked: Clocked) -> Clocked:
     """The halves of each pair by themselves, both with its end."""
-    ends = [
-        [end for entry, end in zip(order, ends, strict=True) for _ in entry.members or (entry,)]
-        for order, ends in zip(clocked.orders, clocked.ends, strict=True)
-    ]
+    both = zip(clocked.orders, clocked.ends, strict=True)
+    ends = [[ends[i] for i, _ in numbered(order)] for order, ends in both]
     return clocked._replace(orders=[list(each(order)) for order in clocked.orders], ends=ends)
 
 
@@ -319,7 +317,7 @@ class _RankLowering:
 
     def _behind(self, use: int) -> int:
         """The boundary behind the entry ``use``; behind the second of joint halves, which end in one slot."""
-        return use + (2 if self.ends[use : use + 2] == [self.ends[use]] * 2 else 1)
+        return use + (2 if self.ends[use + 1 : use + 2] == [self.ends[use]] else 1)
 
     def _place_ahead(self, receives: list[Post]) -> None:
         """Post each receive when it is due, or by look-ahead earlier, but behind the wait of the one before it on its

@@ -8,6 +8,7 @@ of two lists of positions, in a tenth of the time that it takes instruction by i
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
+from functools import cached_property
 from itertools import accumulate, chain, compress, count
 from operator import gt, itemgetter, lt
 from typing import NamedTuple
@@ -67,7 +68,7 @@ class RankSites:
             return [k for k, at in enumerate(self.program) if at.op in ops]
         return positions_of(ops, self.sites)
 
-    @property
+    @cached_property
     def batches_post(self) -> bool:
         """Whether batches hold posts alone."""
         return all(self.line[k].op in POST_OPS for batch in self.batches for k in batch)

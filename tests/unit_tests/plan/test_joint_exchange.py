@@ -29,14 +29,13 @@ def plan_of(schedule: str, p: int, v: int, m: int, group: int, policy: str, vari
 def between_forward_and_backward(plan: Plan, rank: int) -> list[str]:
     """The posts that stand between a forward and a backward that follow each other on ``rank``."""
     found, since, last = [], [], None
-    for entry in plan.programs[rank]:
-        for at in entry.members or (entry,):
-            if at.op in ins.COMPUTE_OPS:
-                if last == ins.FORWARD and at.op in ins.BACKWARD_OPS:
-                    found += since
-                since, last = [], at.op
-            elif at.op in ins.POST_OPS:
-                since.append(str(at))
+    for at in ins.each(plan.programs[rank]):
+        if at.op in ins.COMPUTE_OPS:
+            if last == ins.FORWARD and at.op in ins.BACKWARD_OPS:
+                found += since
+            since, last = [], at.op
+        elif at.op in ins.POST_OPS:
+            since.append(str(at))
     return found
 
 
