@@ -18,6 +18,9 @@ from megatron_pp.plan.spec import DEVICE_SYNC, ONE_QUEUE, ONE_WAY, STATIC_BUFFER
 
 TE_GRAPHS = "transformer_engine"
 """Of ``cuda_graph_impl``: layers run in CUDA graphs of Transformer Engine, as Megatron captures them."""
+LOCAL_GRAPHS = "local"
+"""Of ``cuda_graph_impl``: in graphs that Megatron captures itself, in the order of the first step."""
+LAYER_GRAPHS = (TE_GRAPHS, LOCAL_GRAPHS)
 
 
 class StepSettings(NamedTuple):  # five times faster to make than a frozen dataclass

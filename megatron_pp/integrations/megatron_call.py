@@ -10,7 +10,7 @@ import torch
 
 from megatron_pp.config import rules
 from megatron_pp.config.microbatch_counts import explain_microbatch_count
-from megatron_pp.config.settings import StepSettings, checked
+from megatron_pp.config.settings import LOCAL_GRAPHS, StepSettings, checked
 from megatron_pp.errors import ScheduleInputError, WeightGradSplitError
 from megatron_pp.integrations import v_step
 from megatron_pp.integrations.combined import CombinedSteps, is_combined
@@ -101,6 +101,8 @@ class MegatronCall(StepCall):
 
     def read_settings(self) -> StepSettings:
         settings = StepSettings.from_config(self.config, self.installed.overrides)
+        if self.megatron.captures_layers(self.config):  # 0.14 says so in another field
+            settings = settings._replace(cuda_graph_impl=LOCAL_GRAPHS)
         if settings.sequence_slices > 1:
             raise ScheduleInputError(
                 f"config.sequence_slices is {settings.sequence_slices}, and Megatron's layers run sequences whole: "

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megatron_pp.config.settings import LOCAL_GRAPHS
 from megatron_pp.errors import ScheduleInputError, UnknownMegatronError
 from megatron_pp.integrations import megatron_versions as versions
 from megatron_pp.integrations.megatron_reads import unknown_reads
@@ -117,9 +118,12 @@ class Megatron:
 
     def create_graphs(self, config: Any) -> None:
         """Let Megatron capture the CUDA graphs of its layers, as its schedules do at their end."""
-        wanted = getattr(config, self.row.graphs_field, None)
-        if wanted is True or wanted == "local":
+        if self.captures_layers(config):
             self.schedules.create_cudagraphs()
+
+    def captures_layers(self, config: Any) -> bool:
+        """Whether Megatron itself captures layers, in the order of their first step."""
+        return getattr(config, self.row.graphs_field, None) in (True, LOCAL_GRAPHS)
 
 
 @lru_cache(maxsize=1)

@@ -10,7 +10,7 @@ import torch
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.config import rules
 from megatron_pp.config.microbatch_counts import check_group_size, explain_microbatch_count
-from megatron_pp.config.settings import TE_GRAPHS, StepSettings, checked
+from megatron_pp.config.settings import LAYER_GRAPHS, StepSettings, checked
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.plan.builder import offloaded_chunks
 from megatron_pp.plan.family import Family
@@ -99,10 +99,10 @@ def _check_offloading(settings: StepSettings, pairs: bool) -> None:
             "pairs of a forward and a backward (overlapped_forward_backward) do not go with offloading: of what they "
             "save, nothing says for which half; set config.offload_chunks to 0, or leave the pairs out"
         )
-    if settings.cuda_graph_impl == TE_GRAPHS:
+    if settings.cuda_graph_impl in LAYER_GRAPHS:
         raise ScheduleInputError(
-            "config.cuda_graph_impl is 'transformer_engine', whose graphs keep activations in buffers of their own; "
-            "set config.offload_chunks to 0"
+            f"config.cuda_graph_impl is {settings.cuda_graph_impl!r}, whose graphs keep activations in buffers of "
+            "their own; set config.offload_chunks to 0"
         )
 
 

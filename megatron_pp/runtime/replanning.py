@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.comm.transport import Transport
 from megatron_pp.config.rules import replan_steps
-from megatron_pp.config.settings import TE_GRAPHS, StepSettings
+from megatron_pp.config.settings import LAYER_GRAPHS, StepSettings
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.faults.attach import PRIVATE_FIELDS, watched
 from megatron_pp.plan.replan import why_not
@@ -99,8 +99,9 @@ class Replanning:
     def check(self, settings: StepSettings, spec: PlanSpec) -> None:
         """Raises ScheduleInputError where plans of ``spec`` cannot be searched anew."""
         why = why_not(spec)
-        if not why and settings.cuda_graph_impl == TE_GRAPHS:
-            why = f"config.cuda_graph_impl is {TE_GRAPHS!r}, whose graphs were captured in the order of the plan"
+        if not why and settings.cuda_graph_impl in LAYER_GRAPHS:
+            graphs = settings.cuda_graph_impl
+            why = f"config.cuda_graph_impl is {graphs!r}, whose graphs share memory in the order of their capture"
         if why:
             raise _refusal(settings, why)
         self._spec, self._run = spec, _of_run(spec)

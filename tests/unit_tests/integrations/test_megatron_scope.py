@@ -184,8 +184,10 @@ def test_newer_releases_reset_the_offload_with_the_groups() -> None:
 )
 def test_graphs_of_layers_are_captured_at_the_end(version: str, config: dict[str, Any], created: bool) -> None:
     recorder = Recorder()
-    megatron(version, create_cudagraphs=recorder.named("create")).create_graphs(SimpleNamespace(**config))
+    installed = megatron(version, create_cudagraphs=recorder.named("create"))
+    installed.create_graphs(SimpleNamespace(**config))
     assert recorder.calls == ([("create",)] if created else [])
+    assert installed.captures_layers(SimpleNamespace(**config)) == created
 
 
 @pytest.mark.parametrize("stash", [False, True])

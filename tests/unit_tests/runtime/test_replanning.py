@@ -282,6 +282,8 @@ def test_costs_that_cannot_be(costs: list[Any]) -> None:
         ({"sequence_slices": 3}, "sequences are cut into slices"),
         ({"overlapped_forward_backward": in_turn}, "pairs of a forward and a backward run as one"),
         ({"skip_tensors": "skip=0>1"}, "tensors skip stages"),
+        ({"cuda_graph_impl": "transformer_engine"}, "config.cuda_graph_impl is 'transformer_engine', whose graphs"),
+        ({"cuda_graph_impl": "local"}, "config.cuda_graph_impl is 'local', whose graphs share memory"),
     ],
 )
 def test_runs_that_cannot_be_planned_anew(fields: dict[str, Any], why: str) -> None:
