@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Iterable
+from contextlib import suppress
 from io import BufferedRandom, BufferedReader
 from pathlib import Path
 
@@ -18,6 +20,17 @@ def open_plain(path: Path, flags: int = os.O_RDONLY) -> BufferedRandom | Buffere
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a plain file", str(path))
     return open(descriptor, "r+b") if flags & os.O_RDWR else open(descriptor, "rb")
+
+
+def check_own(folder: Path, names: Iterable[str]) -> None:
+    """Raises OSError where one of ``names`` in ``folder`` is a link, or a file that has another name too: what is
+    written under it would go elsewhere."""
+    for name in names:
+        with suppress(FileNotFoundError):
+            there = os.lstat(folder / name)
+            if stat.S_ISLNK(there.st_mode) or (stat.S_ISREG(there.st_mode) and there.st_nlink > 1):
+                advice = "it is a link, and a run writes into its own folder only: put a copy in its place"
+                raise OSError(errno.EINVAL, advice, str(folder / name))
 
 
 def read_text(path: Path) -> str:

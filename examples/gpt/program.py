@@ -23,10 +23,10 @@ import torch.distributed as dist
 from examples.gpt.checkpoint import LATEST, Checkpoint, CheckpointWriter, check_layout, find_checkpoint, make_newest
 from examples.gpt.data import VOCAB_SIZE, SampleOrder, read_text, split_text
 from examples.gpt.errors import ArgumentError, RunInUseError, TrainingError
-from examples.gpt.files import open_plain
+from examples.gpt.files import check_own, open_plain
 from examples.gpt.gpt import GPTStage, LayerParts, build_gpt_chunks
 from examples.gpt.libraries import choose_libraries
-from examples.gpt.metrics import METRICS, Recorder, plot_loss, read_metrics
+from examples.gpt.metrics import METRICS, PLOT, TENSORBOARD, Recorder, plot_loss, read_metrics
 from examples.gpt.optimizer import NamedAdamW
 from examples.gpt.process import (
     Process,
@@ -53,6 +53,9 @@ from megatron_pp.tracing.report import listed, write_timeline
 
 LOG = "log.txt"  # beside the metrics
 LOCK, RUNS = "run.lock", Path(__file__).resolve().parents[2] / "runs"
+CHECKPOINTS, TRACES, PAGE, CHROME = "checkpoints", "traces", "timeline.html", "timeline.json"
+WRITTEN = (ARGUMENTS, CHECKPOINTS, CHROME, FILE_NAME, LOCK, LOG, METRICS, PAGE, PLOT, TENSORBOARD, TRACES)
+"""What a run writes in its folder."""
 VALIDATION_SEED = 0  # every run validates on the same samples, whatever its own seed
 
 
@@ -89,7 +92,7 @@ def train(argv: Sequence[str]) -> Trainer:
             stop = StopRequest()  # the launcher's SIGTERM too: a rank still says what it knows of another's failure
             steps_done = start.checkpoint.step if start.checkpoint else 0
             if settings.trace is not None:
-                config.trace_dir, config.trace_steps = str(start.folder / "traces"), settings.trace
+                config.trace_dir, config.trace_steps = str(start.folder / TRACES), settings.trace
                 config.trace_first_step = steps_done + 1
             config.measure_out = config.measure_out or str(start.folder / FILE_NAME)
             chunks, split = _build_model(settings, config, device, parts, timeout)
@@ -101,14 +104,15 @@ def train(argv: Sequence[str]) -> Trainer:
             text += " bytes of text to learn from and to validate on"
             for line in (_introduction(config, device), text, *libraries, split):
                 recorder.say(line)
-            writer = CheckpointWriter(start.folder / "checkpoints", settings.keep_checkpoints, layout)
+            writer = CheckpointWriter(start.folder / CHECKPOINTS, settings.keep_checkpoints, layout)
             optimizer = NamedAdamW(chunks, settings, fused_adam)
             try:
                 trainer = Trainer(settings, chunks, *samples, writer, recorder, stop, optimizer, device)
                 if (first := start.checkpoint) is not None:
                     trainer.load(first)
-                    if first.path.name == first.name:  # a copy with a name of the user's is never the newest
-                        on_first_rank(lambda: make_newest(first.path))
+                    newest = writer.folder / first.name
+                    if os.path.realpath(first.path) == os.path.realpath(newest):  # no copy with a name of the user's
+                        on_first_rank(lambda: make_newest(newest))
                 trainer.train()
             finally:
                 recorder.close()
@@ -214,7 +218,7 @@ def _conclude(trainer: Trainer, folder: Path) -> None:
 
 
 def _timeline(folder: Path) -> str:
-    traces, page, chrome = folder / "traces", folder / "timeline.html", folder / "timeline.json"
+    traces, page, chrome = folder / TRACES, folder / PAGE, folder / CHROME
     try:
         steps = listed(write_timeline(traces, page, chrome))
     except PlanError as error:
@@ -242,7 +246,7 @@ def find_start(settings: Settings, layout: dict[str, Any], again: bool = False) 
         if saved_values(folder) != settings.to_save():
             advice = f"give another, or --resume {folder} with what shall change"
             raise ArgumentError(f"--run-dir {folder} holds a run of other settings; {advice}")
-        if (folder / "checkpoints" / LATEST).exists():
+        if (folder / CHECKPOINTS / LATEST).exists():
             checkpoint = find_checkpoint(folder)
     if checkpoint is not None:
         check_layout(checkpoint, layout)
@@ -272,9 +276,10 @@ def agreed_start(settings: Settings, layout: dict[str, Any]) -> Iterator[Start]:
 
 def lock_folder(folder: Path) -> IO[bytes]:
     """Make a run's folder, and lock it until the file is closed or the process ends, however it ends. Does not wait.
-    Raises RunInUseError, ArgumentError (the file is unusable)."""
+    Raises RunInUseError, ArgumentError (the file is unusable, or what the run writes would go elsewhere)."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        check_own(folder, WRITTEN)
         file = open_plain(folder / LOCK, os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise ArgumentError(f"the run's folder cannot be used: {error}") from error

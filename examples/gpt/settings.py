@@ -233,8 +233,10 @@ def saved_values(folder: Path) -> dict[str, Any]:
 
 def find_run(path: Path) -> Path:
     """The run's folder, given it or something in it. Raises NoCheckpointError if there is none."""
-    # os.path: a link to itself, or a name that no file can have, is no run.
-    for folder in (path, *Path(os.path.realpath(path)).parents[:2]):
+    # os.path: a link to itself, or a name that no file can have, is no run. The path as named comes first, so that
+    # a link in a run's folder leads to no other run.
+    real, named = Path(os.path.realpath(path)), Path(os.path.abspath(path))
+    for folder in (path, *named.parents[:2], *real.parents[:2]):
         if os.path.isfile(folder / ARGUMENTS):
             return folder
     raise NoCheckpointError(f"there is no run at {path}; give a run's folder, which has {ARGUMENTS} in it")

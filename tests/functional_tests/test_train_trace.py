@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from examples.gpt.program import WRITTEN
 from megatron_pp.plan.instruction import COMPUTE_OPS, FREE_OPS, WAIT_OPS
 from megatron_pp.plan.measured import measured_values
 from megatron_pp.plan.placement import Placement
@@ -36,7 +37,8 @@ def test_the_run_says_where_to_open_the_timeline(traced: tuple[Path, str]) -> No
     (line,) = [line for line in output.splitlines() if line.startswith("timeline of steps")]
     for part in ("steps 2, 4: open run/timeline.html", "run/timeline.json at https://ui.perfetto.dev", "run/traces"):
         assert part in line
-    assert {"metrics.jsonl", "timeline.html", "timeline.json", "traces"} <= {path.name for path in folder.iterdir()}
+    names = {path.name for path in folder.iterdir()}
+    assert {"metrics.jsonl", "timeline.html", "timeline.json", "traces"} <= names <= {*WRITTEN}
     (file, _) = sorted((folder / "traces").glob("*.jsonl"))
     (plan,) = [json.loads(line) for line in file.read_text().splitlines() if '"kind":"plan"' in line]
     assert f"order; programs {plan['certificate']['digest']}" in (folder / "log.txt").read_text()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from examples.gpt.errors import ArgumentError, RunInUseError
-from examples.gpt.program import LOCK, lock_folder
+from examples.gpt.program import LOCK, WRITTEN, lock_folder
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -57,6 +57,20 @@ def test_what_is_no_lock_file_is_refused(tmp_path: Path, kind: str) -> None:
     with pytest.raises(ArgumentError, match="the run's folder cannot be used"):
         lock_folder(folder)
     assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("kind", ["link", "link to nothing", "second name"])
+def test_a_folder_whose_files_are_links_is_refused(tmp_path: Path, name: str, kind: str) -> None:
+    folder, victim = tmp_path / "run", tmp_path / "victim"
+    folder.mkdir()
+    if kind != "link to nothing":
+        victim.write_text("precious")
+    (folder / name).hardlink_to(victim) if kind == "second name" else (folder / name).symlink_to(victim)
+    with pytest.raises(ArgumentError, match=rf"it is a link, and a run writes into its own folder only.*{name}"):
+        lock_folder(folder)
+    assert kind == "link to nothing" or victim.read_text() == "precious"
+    assert sorted(path.name for path in folder.iterdir()) == [name]
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -125,6 +126,23 @@ def test_a_finished_run_has_nothing_to_resume(tmp_path: Path, capsys: pytest.Cap
     assert main(["--resume", str(tmp_path / "run")]) == 0
     assert (tmp_path / "run" / METRICS).read_text() == before
     assert capsys.readouterr().out.splitlines()[-1] == last_words
+
+
+@pytest.mark.slow
+def test_a_strangers_run_leads_into_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A second folder whose checkpoints are a link to those of the first, however it is named to --resume."""
+    mine, strange = tmp_path / "mine", tmp_path / "strange"
+    train_here(flags(mine, "--train-steps 1 --keep-checkpoints 1"))
+    before = sorted((path.relative_to(mine), path.stat().st_mtime_ns) for path in mine.rglob("*"))
+    shutil.copytree(mine, strange, ignore=lambda *_: ["checkpoints"])
+    (strange / "checkpoints").symlink_to(mine / "checkpoints")
+    (tmp_path / "step-00000001").symlink_to(mine / "checkpoints" / "step-00000001")
+    for inside in ("", "checkpoints", "checkpoints/step-00000001"):
+        assert code_of(["--resume", str(strange / inside), "--train-steps", "2"]) == 2
+        assert "it is a link, and a run writes into its own folder only" in capsys.readouterr().err
+        assert sorted((path.relative_to(mine), path.stat().st_mtime_ns) for path in mine.rglob("*")) == before
+    train_here(["--resume", str(tmp_path / "step-00000001"), "--train-steps", "1"])
+    assert not (tmp_path / "latest").exists()
 
 
 @pytest.mark.slow
