@@ -23,8 +23,14 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that the package need not be installed
 
-from megatron_pp import PipelineStage, TransformerConfig, get_forward_backward_func, parallel_state, split_weight_grad
-from megatron_pp.plan.placement import Placement
+from megatron_pp import (
+    PipelineStage,
+    TransformerConfig,
+    get_forward_backward_func,
+    parallel_state,
+    split_weight_grad,
+    stage_numbers,
+)
 from megatron_pp.plan.schedule_file import find_family
 
 VOCABULARY, HIDDEN, HEADS, LAYERS = 2048, 256, 16, 6  # torchtitan's debug model
@@ -127,7 +133,7 @@ def forward_step(data: Iterator[tuple[Tensor, Tensor]], stage: nn.Module) -> tup
 
 def make_stages(model: nn.Module, schedule: str, virtual: int) -> list[PipelineStage]:
     """This rank's stages, where the schedule wants them."""
-    family, size = find_family(schedule), dist.get_world_size()
+    size = dist.get_world_size()
     config = TransformerConfig(
         num_layers=size * virtual,  # read by the config's own layout only, which this model does not use
         hidden_size=HIDDEN,
@@ -138,9 +144,9 @@ def make_stages(model: nn.Module, schedule: str, virtual: int) -> list[PipelineS
         pipeline_schedule=schedule,
         overlap_p2p_comm=True,
     )
-    numbers = Placement(family.placement, size, virtual).stages[dist.get_rank()]
+    numbers = stage_numbers(schedule, size, virtual)[dist.get_rank()]
     stages = [PipelineStage(cut(model, number, size * virtual), config) for number in numbers]
-    if family.splits_weight:
+    if find_family(schedule).splits_weight:
         split_weight_grad(stages)
     return stages
 

@@ -20,7 +20,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from megatron_pp.config.model_config import ModelParallelConfig, TransformerConfig
     from megatron_pp.p2p_communication import P2PCommunicator
-    from megatron_pp.plan.builder import build_plan
+    from megatron_pp.plan.builder import build_plan, stage_numbers
     from megatron_pp.plan.sim.simulate import simulate
     from megatron_pp.plan.verifier import verify
     from megatron_pp.runtime.deallocate import deallocate_output_tensor
@@ -44,13 +44,14 @@ _EXPORTS = {
     "sequence_slice": "runtime.sequence_slices",
     "simulate": "plan.sim.simulate",
     "split_weight_grad": "weight_grad.convert",
+    "stage_numbers": "plan.builder",
     "verify": "plan.verifier",
 }
 
 __all__ = [
     "ModelParallelConfig", "P2PCommunicator", "PipelineStage", "SplitOutputLayer", "TransformerConfig",
     "__version__", "build_plan", "deallocate_output_tensor", "get_forward_backward_func", "measure_footprint",
-    "plan", "sequence_slice", "simulate", "split_weight_grad", "verify",
+    "plan", "sequence_slice", "simulate", "split_weight_grad", "stage_numbers", "verify",
 ]  # fmt: skip
 __all__ += errors.__all__
 

@@ -246,3 +246,16 @@ def family_of(spec: PlanSpec) -> Family:
         raise PlanError(f"schedule {family.name} has {family.chunks} model chunk(s) a rank, not {spec.num_chunks}")
     check_slices(family, spec.slices)
     return family
+
+
+def stage_numbers(schedule: str, pipeline_size: int, num_chunks: int = 1) -> tuple[tuple[int, ...], ...]:
+    """The stages that each rank holds: ``stage_numbers(...)[rank][chunk]``, numbered from 0 in model order.
+
+    ``schedule`` is a name or a path of a file. Most put chunk c of rank r at stage c * P + r; V schedules come
+    back over the ranks (arXiv 2405.15362), so that rank 0 holds the first and the last stage. Raises PlanError for an
+    unknown schedule, or one that has another number of chunks or of ranks.
+    """
+    family = family_of(PlanSpec(schedule, pipeline_size, num_chunks, num_microbatches=1))
+    if family.shape is not None and family.shape.pipeline_size != pipeline_size:
+        raise PlanError(f"{family.name} is a schedule for {family.shape.pipeline_size} ranks, not {pipeline_size}")
+    return Placement(family.placement, pipeline_size, num_chunks).stages

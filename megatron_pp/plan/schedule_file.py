@@ -40,10 +40,11 @@ def find_family(schedule: str) -> Family:
     Raises PlanError for a name that is neither and for a file whose plan cannot run, ExchangeError (one too) for a file
     that holds none.
     """
-    family = SCHEDULES.get(OLD_NAMES.get(schedule, schedule))
+    named = isinstance(schedule, str)
+    family = SCHEDULES.get(OLD_NAMES.get(schedule, schedule)) if named else None
     if family is not None:
         return family
-    if names_a_file(schedule):
+    if named and names_a_file(schedule):
         return family_of_file(schedule)
     raise PlanError(unknown("schedule", schedule, SCHEDULES, choices()))
 

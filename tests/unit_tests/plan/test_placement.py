@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from megatron_pp import PlanError, build_plan, stage_numbers
+from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.placement import LOOP, PLACEMENTS, V_SHAPE, Placement
+from megatron_pp.plan.spec import PlanSpec
+from tests.harness.plan_text import save_plan
 
 
 @pytest.mark.parametrize("kind", PLACEMENTS)
@@ -62,3 +69,35 @@ def test_impossible_placements_are_refused() -> None:
         Placement(LOOP, 0, 1)
     with pytest.raises(ValueError, match="chunks 0"):
         Placement(V_SHAPE, 2, 0)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_stage_numbers_are_where_the_plan_has_the_stages(name: str) -> None:
+    chunks = SCHEDULES[name].chunks or 2
+    plan = build_plan(PlanSpec(name, 2, chunks, 4, slices=2 if SCHEDULES[name].sliced else 1))
+    assert stage_numbers(name, 2, chunks) == plan.placement.stages
+
+
+def test_stage_numbers_of_a_schedule_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    save_plan(build_plan(PlanSpec("zb_v", 2, 2, 4)), path)
+    assert stage_numbers(str(path), 2, 2) == ((0, 3), (1, 2))
+    with pytest.raises(PlanError, match=r"mine\.json is a schedule for 2 ranks, not 4"):
+        stage_numbers(str(path), 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("zbv", 2, 2), r"schedule 'zbv' is not known \(did you mean zb_v\?\)"),
+        ((None, 2, 1), "schedule None is not known; it is one of gpipe"),
+        ((["1f1b"], 2, 1), r"schedule \['1f1b'\] is not known; it is one of gpipe"),
+        (("zb_v", 2, 3), r"schedule zb_v has 2 model chunk\(s\) a rank, not 3"),
+        (("1f1b", 0, 1), "pipeline size is 0; it must be a whole number of at least 1"),
+        (("1f1b", 2.0, 1), r"pipeline size is 2\.0; it must be a whole number of at least 1"),
+        (("interleaved_1f1b", 2, True), "number of model chunks is True; it must be a whole number of at least 1"),
+    ],
+)
+def test_stage_numbers_refuses_what_is_no_pipeline(arguments: Any, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        stage_numbers(*arguments)
