@@ -97,6 +97,17 @@ def prepares_in_forward(plan: Plan, rank: int) -> bool:
     return True
 
 
+def last_reentry(plan: Plan, rank: int) -> int:
+    """The position of ``rank``'s program from which on no_sync, once left, is not entered again: that of the last
+    gradients. Megatron's interleaved schedule enters it after every backward, the last one among them.
+    """
+    program, spec = plan.programs[rank], plan.spec
+    if spec.num_chunks > 1 and (spec.grad_sync == HOOKS or rank == 0):
+        return len(program)
+    entries = () if spec.forward_only else range(len(program) - 1, -1, -1)
+    return next((k for k in entries if any(at.op in _BACKWARDS for at in ins.each([program[k]]))), 0)
+
+
 def check_syncs(plan: Plan, rank: int, sites: RankSites) -> None:
     """Gradient and parameter syncs stand once per chunk, where nothing that they cover comes after (gradients) or
     before (parameters), in the program with these sites. Raises PlanError.

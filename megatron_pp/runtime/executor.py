@@ -415,12 +415,12 @@ class PlanExecutor:
         self._sync_open = True
 
     def _grad_sync(self, at: Task) -> None:
-        self.hooks.grad_sync(at.chunk)
+        self.hooks.grad_sync(at.chunk, self.position)
 
     def _close_sync(self) -> None:
         """Gradient hooks fire in the one backward that ENABLE_GRAD_SYNC opened them for."""
         self._sync_open = False
-        self.hooks.disable_grad_sync()
+        self.hooks.disable_grad_sync(self.position)
 
     def _check_nothing_left(self) -> None:
         tables: dict[str, dict[Any, Any]] = {

@@ -1,6 +1,7 @@
 """Megatron's data-parallel hooks, as the config names them: no_sync, param_sync, grad_sync and finalize_model_grads."""
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import lru_cache
@@ -26,10 +27,15 @@ class SyncHooks:
 
     ``pipelined``: forwards and backwards do not simply alternate. Raises ScheduleInputError then for a
     DistributedDataParallel that looks for unused parameters or assumes a static graph: both watch the forward before
-    each backward, which in a pipeline is another microbatch's."""
+    each backward, which in a pipeline is another microbatch's.
 
-    def __init__(self, settings: StepSettings, chunks: Sequence[Any], pipelined: bool = True) -> None:
+    ``reenters_before``: no_sync, once left, is not entered again at this position of the program or later."""
+
+    def __init__(
+        self, settings: StepSettings, chunks: Sequence[Any], pipelined: bool = True, reenters_before: float = math.inf
+    ) -> None:
         self.chunks = chunks
+        self.reenters_before = reenters_before
         self._unprepared = dict(enumerate(chunks)) if pipelined else {}
         for number, chunk in self._unprepared.items():
             if isinstance(chunk, DistributedDataParallel):
@@ -39,9 +45,9 @@ class SyncHooks:
         self._param_sync = _per_chunk(settings.param_sync_func, chunks)
         self._closed: AbstractContextManager[Any] | None = None
 
-    def disable_grad_sync(self) -> None:
+    def disable_grad_sync(self, position: int = -1) -> None:
         """Enter no_sync: gradients only accumulate. Nothing happens when already inside."""
-        if self._closed is None and self._no_sync:
+        if self._closed is None and self._no_sync and position < self.reenters_before:
             stack = ExitStack()
             for function in self._no_sync:
                 stack.enter_context(function())
@@ -58,11 +64,11 @@ class SyncHooks:
             # of a pipeline would stay local.
             wrapper.reducer.prepare_for_backward([])
 
-    def grad_sync(self, chunk: int) -> None:
+    def grad_sync(self, chunk: int, position: int = -1) -> None:
         if self._grad_sync is not None:
             self.enable_grad_sync()
             self._grad_sync[chunk](self.chunks[chunk].parameters())
-            self.disable_grad_sync()
+            self.disable_grad_sync(position)
 
     def param_sync(self, chunk: int) -> None:
         if self._param_sync is not None:

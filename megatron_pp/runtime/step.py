@@ -11,7 +11,7 @@ from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.measured import MeasuredStep
 from megatron_pp.plan.schedule_file import find_family
 from megatron_pp.plan.spec import BATCHED, Plan, PlanSpec
-from megatron_pp.plan.sync_marks import prepares_in_forward
+from megatron_pp.plan.sync_marks import last_reentry, prepares_in_forward
 from megatron_pp.runtime import plan_choice
 from megatron_pp.runtime.arguments import StepInputs
 from megatron_pp.runtime.communicators import communicator_for, lone_communicator, pipeline_group
@@ -229,6 +229,7 @@ class StepCall:
         self, plan: Plan, steps: Any, recording: recorder.Observer | None, message_bytes: float
     ) -> PlanExecutor:
         settings, chunks, (_, received, sent) = self.settings, self.inputs.chunks, self.messages
+        rank = self.communicator.rank
         if received is not None or sent is not None:  # the stages give each other dicts
             steps = NamedSteps(steps, received, sent, self._is_last_stage(plan))
         if self.weights is not None:
@@ -243,7 +244,7 @@ class StepCall:
             plan,
             self.communicator,
             steps,
-            SyncHooks(settings, chunks, not prepares_in_forward(plan, self.communicator.rank)),
+            SyncHooks(settings, chunks, not prepares_in_forward(plan, rank), last_reentry(plan, rank)),
             self.shapes[0],
             deallocate=settings.deallocate_pipeline_outputs,
             max_pending_sends=settings.max_pending_sends,

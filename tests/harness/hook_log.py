@@ -2,6 +2,7 @@
 
 A line is ``F0.3`` or ``B0.3`` (chunk, microbatch), ``GRAD_SYNC0`` (grad_sync_func) or ``PARAM_SYNC0``
 (param_sync_func); ``B`` and ``GRAD_SYNC`` end with a ``+`` where gradients are being synchronised, outside no_sync.
+A log's ``every`` has lines for entering and leaving no_sync and for finalize_model_grads_func too.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class HookLog:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
+        self.every: list[str] = []
         self.inside = 0  # no_sync contexts that are open
         self.entered = 0
         self.stages: list[PipelineStage] = []
@@ -32,13 +34,20 @@ class HookLog:
     def no_sync(self) -> Iterator[None]:
         self.inside += 1
         self.entered += 1
+        self.every.append("NO_SYNC")
         try:
             yield
         finally:
             self.inside -= 1
+            self.every.append("SYNC")
+
+    def finalize(self, chunks: Any, tokens: Any, **_: Any) -> None:
+        self.every.append("FINALIZE")
 
     def write(self, line: str, marks_sync: bool = False) -> None:
-        self.lines.append(line + ("+" if marks_sync and not self.inside else ""))
+        line += "+" if marks_sync and not self.inside else ""
+        self.lines.append(line)
+        self.every.append(line)
 
     def sync_function(self, name: str) -> Callable[[Any], None]:
         """A grad_sync_func or param_sync_func; knows the chunk by its parameters."""
@@ -94,7 +103,8 @@ def logged_config(log: HookLog, chunks: int, explicit: bool = False, param_sync:
             "no_sync_func": log.no_sync,
             "grad_sync_func": log.sync_function("GRAD_SYNC") if explicit else None,
             "param_sync_func": log.sync_function("PARAM_SYNC") if param_sync else None,
-            "finalize_model_grads_func": None,
+            "finalize_model_grads_func": log.finalize,
+            "defer_embedding_wgrad_compute": False,
             "grad_scale_func": None,
             "timers": None,
             "deallocate_pipeline_outputs": True,
