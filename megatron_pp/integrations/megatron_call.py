@@ -44,6 +44,7 @@ class MegatronCall(StepCall):
 
     followed_by = "the work after the step (data-parallel reduction, optimizer)"
     graph_in_evaluation = True
+    whole_by_choice = True  # else they are converted, or the call is an error
 
     def __init__(
         self, megatron: Megatron, installed: InstallSettings, *, alone: bool, chunked: bool, **arguments: Any

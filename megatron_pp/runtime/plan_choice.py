@@ -181,9 +181,9 @@ def _kept_advice(spec: PlanSpec, placement: Placement, needs_one: bool) -> str |
     return queue_advice(1 + (1 if shares_one else channels) + spec.overlap_pairs, needs_one)
 
 
-def warn_of_limits(plan: Plan, is_converted: bool) -> None:
+def warn_of_limits(plan: Plan, splits_as_asked: bool) -> None:
     """Warn, once each, of a microbatch count that leaves a bubble, and of what keeps the plan from being its schedule's
-    own."""
+    own. ``splits_as_asked``: the model splits its backwards, or the user wants them whole."""
     spec, family = plan.spec, find_family(plan.spec.schedule)
     if spec.pipeline_size > 1 and spec.slices == 1:
         grouped = spec.num_chunks if family.idles_in_short_groups else 1
@@ -192,7 +192,7 @@ def warn_of_limits(plan: Plan, is_converted: bool) -> None:
             warn_once(count.sentence)
     if plan.remark:
         warn_once(plan.remark)
-    if not is_converted and family.splits_weight and spec.pipeline_size > 1:  # else there is no bubble to fill
+    if not splits_as_asked and family.splits_weight and spec.pipeline_size > 1:  # else there is no bubble to fill
         warn_once(
             f"schedule {family.name} splits backwards, but the model does all of each at once: convert its chunks with "
             "megatron_pp.weight_grad.split_weight_grad"

@@ -43,6 +43,7 @@ class StepCall:
 
     followed_by = ""
     graph_in_evaluation = False  # whether evaluation leaves autograd as the caller has it, or builds no graph
+    whole_by_choice = False  # whether chunks that do not split their backwards are so by the user's setting
 
     @property
     def joins_pairs(self) -> bool:
@@ -89,7 +90,7 @@ class StepCall:
         plan = build_plan(self.spec, self._announce)
         certify_once(plan)
         if not self.spec.forward_only:
-            plan_choice.warn_of_limits(plan, self.weights is not None)
+            plan_choice.warn_of_limits(plan, self.weights is not None or self.whole_by_choice)
             synchronised = self.communicator.pp_group, self.inputs.pg_collection
             for sentence in unsynchronised(self.settings, self.inputs.chunks, plan.placement, *synchronised):
                 self._announce(sentence)

@@ -98,7 +98,7 @@ class _Fake:
 
 
 @contextlib.contextmanager
-def _log() -> Iterator[list[str]]:
+def logged() -> Iterator[list[str]]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -161,7 +161,7 @@ def unserved_steps_are_handed_back(case: Case) -> list[str]:
     with mock.patch.object(schedules, fake.__name__, fake):
         for fields, arguments in unserved:
             with with_fields(run.config, fields):
-                with _log() as lines, megatron_core.installed():
+                with logged() as lines, megatron_core.installed():
                     assert schedules.get_forward_backward_func().theirs is fake
                     for _ in range(2):
                         assert call_schedule(run, **arguments) == ["megatron's own"]

@@ -19,7 +19,7 @@ from megatron_pp.integrations import megatron_core
 from megatron_pp.plan.spec import Plan
 from megatron_pp.runtime import replan_exchange, step
 from megatron_pp.runtime.replanning import Replanning
-from tests.functional_tests.megatron_checks import call_schedule, raised, with_fields
+from tests.functional_tests.megatron_checks import call_schedule, logged, raised, with_fields
 from tests.harness.proposals import to
 from tests.megatron import lab as megatron_lab
 from tests.megatron.cases import Case
@@ -32,6 +32,7 @@ OVERRIDES: tuple[dict[str, Any], ...] = (
     {"overlap_p2p_comm": True, "pipeline_schedule": "eager_1f1b", "max_pending_sends": 4},
     {"overlap_p2p_comm": True, "variable_seq_lengths": False},
     {"overlap_p2p_comm": True, "offload_chunks": 1},
+    {"overlap_p2p_comm": True, "pipeline_schedule": "zb_h1", "split_weight_grad": False},
     {"overlap_p2p_comm": True, "variable_seq_lengths": True, "overlapped_forward_backward": "in_turn"},
 )
 
@@ -48,6 +49,7 @@ def settings_reach_the_engine_and_not_the_config(case: Case) -> list[str]:
                 with_fields(run.config, config),
                 mock.patch.object(step, "build_plan", wraps=step.build_plan) as built,
                 mock.patch.object(schedules, "get_tensor_shapes", wraps=schedules.get_tensor_shapes) as shapes,
+                logged() as said,
                 megatron_core.installed(strict=True, **overrides),
             ):
                 fields = dict(vars(run.config))
@@ -55,6 +57,7 @@ def settings_reach_the_engine_and_not_the_config(case: Case) -> list[str]:
                 assert vars(run.config) == fields, "the config was written to"
                 # Where shapes vary, later releases of Megatron know none.
                 assert not any(call.kwargs["config"].variable_seq_lengths for call in shapes.call_args_list)
+            assert not any("splits backwards" in line for line in said), "advice against what was asked for"
             policies.append(built.call_args.args[0].policy)
             if overrides.get("offload_chunks"):
                 assert built.call_args.args[0].offload_chunks, "the plan offloads"

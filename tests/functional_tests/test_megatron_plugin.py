@@ -99,7 +99,7 @@ def test_activation_checkpointing_is_asked_for_as_megatron_asks(outcomes: dict[s
 
 def test_settings_decide_how_transfers_go_out(outcomes: dict[str, Outcome]) -> None:
     for policies in outcomes[SETTINGS + "settings_reach_the_engine_and_not_the_config"].facts:
-        assert policies == ["batched", "overlap", "overlap", "plain", *["overlap"] * 4] * 2
+        assert policies == ["batched", "overlap", "overlap", "plain", *["overlap"] * 5] * 2
 
 
 def test_a_plan_changes_on_both_ranks_at_once(outcomes: dict[str, Outcome]) -> None:
