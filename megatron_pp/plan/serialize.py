@@ -32,7 +32,8 @@ from megatron_pp.plan.torch_csv import read_torch_csv, write_torch_csv
 JSON = "json"
 TORCH_CSV = "torch-csv"
 TORCH_CSV_COMMS = "torch-csv-comms"
-FORMATS = (JSON, TORCH_CSV, TORCH_CSV_COMMS)
+TORCH_CSV_WAITS = "torch-csv-waits"  # as PyTorch 2.15 has it
+FORMATS = (JSON, TORCH_CSV, TORCH_CSV_COMMS, TORCH_CSV_WAITS)
 _HEAD = "megatron_pp.plan"
 _VERSION = 2
 _OLD_CSV_HEAD = "megatron_pp plan"
@@ -63,8 +64,8 @@ def format_plan(plan: Plan, form: str, certified: bool = False) -> str:
     """
     if form == JSON:
         return _to_json(plan, certified)
-    if form in (TORCH_CSV, TORCH_CSV_COMMS):
-        return write_torch_csv(plan, comms=form == TORCH_CSV_COMMS)
+    if form in FORMATS:
+        return write_torch_csv(plan, comms=form != TORCH_CSV, waits=form == TORCH_CSV_WAITS)
     raise ExchangeError(f"plans are written as {', '.join(FORMATS)}, not as {form!r}")
 
 

@@ -3,10 +3,11 @@
 ``compute_only``   one row per rank, one cell per action: ``0F0`` forward, ``0B0`` full backward, ``0I0`` input
                    gradients, ``0W0`` weight gradients; the first number is the *stage*, the second the microbatch;
                    ``(0F1;7B0)OVERLAP_F_B`` is a pair; an empty cell is an idle slot
-``compute_comms``  the same with ``0SEND_F0``, ``1RECV_F0``, ``1SEND_B0``, ``0RECV_B0`` where they are posted
+``compute_comms``  the same with ``0SEND_F0``, ``1RECV_F0``, ``1SEND_B0``, ``0RECV_B0`` where they are posted, and from
+                   PyTorch 2.15 on ``0WAIT_SEND_F0``, ``1WAIT_SEND_B0`` at the latest place where a send is waited for
 
-The rows show which rank holds which stage. What PyTorch's rows leave to its runtime (waits, releases, hand-offs and
-syncs) is added on reading and left out on writing.
+The rows show which rank holds which stage. What PyTorch's rows leave to its runtime (waits of receives, releases,
+hand-offs and syncs) is added on reading and left out on writing.
 """
 
 import csv
@@ -21,7 +22,18 @@ from megatron_pp.errors import ExchangeError, InstructionError, PlanError
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.clock import run_clock
 from megatron_pp.plan.dataflow import KIND_OF, MOVES, RESULT_OF, source_of
-from megatron_pp.plan.instruction import BACKWARD_OPS, FORWARD, PAIR, POST_OPS, Instruction, each, instruction, pair
+from megatron_pp.plan.instruction import (
+    BACKWARD_OPS,
+    FORWARD,
+    FREE_OPS,
+    PAIR,
+    POST_OPS,
+    TRANSFER_OPS,
+    Instruction,
+    each,
+    instruction,
+    pair,
+)
 from megatron_pp.plan.lower import lowered
 from megatron_pp.plan.order_check import check_orders
 from megatron_pp.plan.placement import PLACEMENTS, Placement
@@ -29,9 +41,11 @@ from megatron_pp.plan.spec import Plan, PlanSpec
 from megatron_pp.plan.sync_marks import syncs_of
 
 IMPORTED = "imported"  # the schedule name of a plan that came from someone else's order
-_ACTION = re.compile(r"(\d{1,9})(F|I|B|W|SEND_F|RECV_F|SEND_B|RECV_B)(\d{1,9})\Z")
+_ACTION = re.compile(r"(\d{1,9})(F|I|B|W|SEND_F|RECV_F|SEND_B|RECV_B|WAIT_SEND_F|WAIT_SEND_B)(\d{1,9})\Z")
+_WAITS = {"WAIT_SEND_F": ins.FREE_F, "WAIT_SEND_B": ins.FREE_B}
+_PYTORCHS = {free: wait for wait, free in _WAITS.items()}
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B\Z")
-_FSDP = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*\Z")  # lowering sets syncs of its own
+_FSDP = re.compile(r"\d+(UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD)\d*\Z")  # lowering sets syncs of its own
 _Row = list[Instruction]  # with stages and microbatches; chunks are not known yet
 
 
@@ -47,7 +61,7 @@ def read_torch_csv(text: str, **lowering: Any) -> Plan:
     rows = [_renumbered(row) for row in rows]
     num_microbatches = _check_complete(rows, placement)
     programs = [placement.place(rank, [_on_rank(at, placement, rank) for at in row]) for rank, row in enumerate(rows)]
-    orders = tuple(tuple(at for at in program if at.op not in POST_OPS) for program in programs)
+    orders = tuple(tuple(at for at in program if at.op not in TRANSFER_OPS) for program in programs)
     lowering.setdefault("forward_only", all(at.op == FORWARD for order in orders for at in order))
     spec = PlanSpec(IMPORTED, placement.pipeline_size, placement.num_chunks, num_microbatches, **lowering)
     if all(len(order) == len(program) for order, program in zip(orders, programs, strict=True)):
@@ -59,10 +73,11 @@ def read_torch_csv(text: str, **lowering: Any) -> Plan:
     return Plan(spec, placement, completed, orders)
 
 
-def write_torch_csv(plan: Plan, comms: bool = False) -> str:
-    """The plan as PyTorch writes it. ``comms``: with sends and receives; without, the compute order, an empty cell for
-    each idle slot of the logical clock. Raises PlanError for an order that cannot run, ExchangeError for slices
-    and for messages of named tensors.
+def write_torch_csv(plan: Plan, comms: bool = False, waits: bool = False) -> str:
+    """The plan as PyTorch writes it. ``comms``: with sends and receives, and with ``waits`` the waits of sends, which
+    PyTorch 2.15 asks for and those before it misread; without, the compute order, an empty cell for each idle slot of
+    the logical clock. Raises PlanError for an order that cannot run, ExchangeError for slices and for messages of named
+    tensors.
     Copies to host memory are left out: PyTorch runs the same order with all activations on the device.
     """
     if plan.spec.slices > 1:
@@ -73,7 +88,8 @@ def write_torch_csv(plan: Plan, comms: bool = False) -> str:
         raise ExchangeError("PyTorch's CSV has no named tensors, and this plan sends some: write json")
     check_orders(plan.orders, plan.placement, plan.spec.num_microbatches, plan.spec.forward_only)
     flat = [[one for at in program for one in _with_posts(at)] for program in plan.programs] if comms else []
-    with_posts = [[_cell(at) for at in row if at.op in ins.COMPUTE_OPS or at.op in POST_OPS] for row in flat]
+    shown = ins.COMPUTE_OPS | POST_OPS | (FREE_OPS if waits else frozenset())
+    with_posts = [[_cell(at) for at in row if at.op in shown] for row in flat]
     rows = with_posts if comms else _compute_rows(plan)
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows(rows)
@@ -103,39 +119,45 @@ def _compute_rows(plan: Plan) -> list[list[str]]:
 def _cell(at: Instruction) -> str:
     if at.members:
         return f"({';'.join(map(_cell, at.members))})OVERLAP_F_B"
-    return f"{at.stage}{at.op}{at.mb}"
+    return f"{at.stage}{_PYTORCHS.get(at.op, at.op)}{at.mb}"
 
 
 def _completed(spec: PlanSpec, placement: Placement, rank: int, program: Sequence[Instruction]) -> list[Instruction]:
     """A rank's compute, sends and receives, with what goes without saying in PyTorch's rows: each WAIT and hand-off
-    right before its use, each FREE ``release_after`` operations after its send and before its own backward, and syncs.
+    right before its use, each FREE ``release_after`` operations after its send and before its own backward, or where
+    the row waits for the send if that is earlier, and syncs.
     """
-    compute = [at for at in program if at.op not in POST_OPS]
+    compute = [at for at in program if at.op not in TRANSFER_OPS]
     before, after = syncs_of(spec, rank, compute)
     backwards = {
         (at.stage, at.mb): i for i, entry in enumerate(compute) for at in each([entry]) if at.op in BACKWARD_OPS
     }
-    releases: dict[int, list[Instruction]] = defaultdict(list)
+    due: dict[Instruction, int] = {}  # each FREE that is to come: before which operation
+    sent: set[Instruction] = set()
     completed: list[Instruction] = []
     index = 0
     for at in program:
-        if at.op in POST_OPS:
+        if at.op in FREE_OPS:
+            if at not in sent:
+                raise PlanError(f"row {rank + 1}: {_cell(at)} has no send before it")
+            completed += [at] if due.pop(at, None) is not None else []
+        elif at.op in POST_OPS:
             completed.append(at)
             if at.op in ins.SEND_OPS:
                 free = at._replace(op=MOVES[KIND_OF[at.op]].free)
-                due = min(index + spec.release_after, len(compute))
-                due = min(due, max(index, backwards.get((at.stage, at.mb), due))) if free.op == ins.FREE_F else due
-                releases[due].append(free)
-            continue
-        completed += releases.pop(index, [])
-        completed += after.get(index - 1, ())
-        completed += [wait for one in each([at]) for wait in _inputs(placement, rank, one)]
-        completed += before.get(index, ())
-        completed.append(at)
-        index += 1
-    for _, late in sorted(releases.items()):
-        completed += late
-    return completed + list(after.get(index - 1, ()))
+                sent.add(free)
+                due[free] = min(index + spec.release_after, len(compute))
+                if free.op == ins.FREE_F:
+                    due[free] = min(due[free], max(index, backwards.get((at.stage, at.mb), due[free])))
+        else:
+            completed += [free for free, place in due.items() if place == index]
+            due = {free: place for free, place in due.items() if place > index}
+            completed += after.get(index - 1, ())
+            completed += [wait for one in each([at]) for wait in _inputs(placement, rank, one)]
+            completed += before.get(index, ())
+            completed.append(at)
+            index += 1
+    return [*completed, *sorted(due, key=due.__getitem__), *after.get(index - 1, ())]
 
 
 def _inputs(placement: Placement, rank: int, at: Instruction) -> list[Instruction]:
@@ -175,7 +197,8 @@ def _parse(cell: str, rank: int, column: int) -> list[Instruction]:
         return [Instruction(PAIR, members=tuple(members))]
     found = _ACTION.match(cell)
     if found:
-        return [Instruction(found.group(2), int(found.group(1)), int(found.group(3)))]
+        op = _WAITS.get(found.group(2), found.group(2))
+        return [Instruction(op, int(found.group(1)), int(found.group(3)))]
     where = f"row {rank + 1}, cell {column + 1}"
     raise ExchangeError(f"{where}: {cell[:40]!r} is no action; it would look like 0F3, 0B3, 0I3, 0W3 or 0SEND_F3")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 import warnings
 
 import pytest
@@ -141,9 +142,10 @@ PAIRED = [("dualpipe_v", {"overlap_pairs": True}), ("interleaved_1f1b", {"overla
 
 
 def cells_of(text):
-    """The actions of each row, without idle slots and FSDP's actions, which a plan has no instruction for."""
-    fsdp = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
-    return [[c for c in row if c and not any(word in c for word in fsdp)] for row in csv.reader(io.StringIO(text))]
+    """The actions of each row, without idle slots and FSDP's actions, which a plan has no instruction for, and without
+    the waits of sends."""
+    left_out = ("UNSHARD", "RESHARD", "REDUCE_GRAD", "WAIT_SEND")
+    return [[c for c in row if c and not any(word in c for word in left_out)] for row in csv.reader(io.StringIO(text))]
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (4, 8)])
@@ -174,14 +176,53 @@ def test_what_pytorchs_rows_leave_out_is_added():
     verify(plan)
 
 
+OF_2_15 = ["0F0,0SEND_F0,0RECV_B0,{},0REDUCE_GRAD,0WAIT_REDUCE_GRAD", "1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0"]
+
+
+@pytest.mark.parametrize(
+    ("row", "release_after", "program"),
+    [
+        ("0B0,0WAIT_SEND_F0", 1, "F0.0 SEND_F0.0 RECV_B0.0 FREE_F0.0 WAIT_B0.0 ENABLE_GRAD_SYNC0 B0.0"),
+        ("0WAIT_SEND_F0,0B0", 1, "F0.0 SEND_F0.0 RECV_B0.0 FREE_F0.0 WAIT_B0.0 ENABLE_GRAD_SYNC0 B0.0"),
+        ("0I0,0WAIT_SEND_F0,0W0", 3, "F0.0 SEND_F0.0 RECV_B0.0 FREE_F0.0 WAIT_B0.0 ENABLE_GRAD_SYNC0 I0.0"),
+    ],
+)
+def test_a_send_is_released_where_the_row_waits_for_it_at_the_latest(row, release_after, program):
+    """PyTorch 2.15 waits behind the backward; the output's memory is not kept until then."""
+    plan = parse_plan("\n".join(OF_2_15).format(row), release_after=release_after)
+    verify(plan)
+    assert format_program(plan.programs[0]).startswith(program)
+    assert format_program(plan.programs[1]).endswith("SEND_B0.0 FREE_B0.0")
+
+
+def test_a_wait_in_the_row_is_earlier_than_the_release():
+    plan = parse_plan(
+        "0F0,0SEND_F0,0F1,0SEND_F1,0WAIT_SEND_F0,0F2,0SEND_F2\n1RECV_F0,1F0,1RECV_F1,1F1,1RECV_F2,1F2\n",
+        release_after=4,
+    )
+    assert (
+        format_program(plan.programs[0]) == "F0.0 SEND_F0.0 F0.1 SEND_F0.1 FREE_F0.0 F0.2 SEND_F0.2 FREE_F0.1 FREE_F0.2"
+    )
+    verify(plan)
+
+
+@pytest.mark.parametrize("row", ["0WAIT_SEND_F0,0F0,0SEND_F0,0RECV_B0,0B0", "0F0,0SEND_F0,0WAIT_SEND_F1,0RECV_B0,0B0"])
+def test_a_wait_without_its_send_is_refused(row):
+    with pytest.raises(PlanError, match=r"row 1: 0WAIT_SEND_F. has no send before it"):
+        parse_plan(f"{row}\n{OF_2_15[1]}")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("comms", [False, True])
+@pytest.mark.parametrize("form", ["torch-csv", "torch-csv-comms", "torch-csv-waits"])
 @pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in IN_PYTORCH), *PAIRED])
-def test_pytorch_reads_what_is_written(name, options, comms):
+def test_pytorch_reads_what_is_written(name, options, form):
     """Every cell is what PyTorch prints for the action that it reads in it, and the plan comes back."""
-    actions = pytest.importorskip("torch.distributed.pipelining.schedules")._Action
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    actions, comms = schedules._Action, form != "torch-csv"
     plan = small_plan(name, 4, SCHEDULES[name].chunks or 2, 8, **options)
-    text = format_plan(plan, "torch-csv-comms" if comms else "torch-csv")
+    text = format_plan(plan, form)
+    check_waits(text, form, schedules)
+    text = text if hasattr(schedules, "WAIT_SEND_F") else re.sub(r"\d+WAIT_SEND_.\d+,?", "", text)
     stages = plan.placement.stages
     for rank, row in enumerate(csv.reader(io.StringIO(text))):
         read = [action for cell in row if (action := actions.from_str(cell)) is not None]
@@ -196,6 +237,19 @@ def test_pytorch_reads_what_is_written(name, options, comms):
     back = parse_plan(text, **options)
     assert [list(each(order)) for order in back.orders] == [list(order) for order in plan.orders]
     assert [posts_of(program) for program in back.programs if comms] == [posts_of(p) for p in plan.programs if comms]
+
+
+def check_waits(text, form, schedules):
+    """There is one for each send, behind it, as PyTorch 2.15 checks."""
+    rows = list(csv.reader(io.StringIO(text)))
+    for row in rows:
+        waits = [cell for cell in row if "WAIT" in cell]
+        assert sorted(waits) == sorted(
+            c.replace("SEND", "WAIT_SEND") for c in row if "SEND" in c and "WAIT" not in c
+        ) * (form == "torch-csv-waits")
+        assert all(row.index(wait.replace("WAIT_", "")) < row.index(wait) for wait in waits)
+    if form == "torch-csv-waits" and hasattr(schedules, "_validate_send_waits"):
+        schedules._validate_send_waits({k: list(map(schedules._Action.from_str, row)) for k, row in enumerate(rows)})
 
 
 def posts_of(program):

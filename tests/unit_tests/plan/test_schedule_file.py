@@ -23,7 +23,7 @@ from megatron_pp.testing.toy import ToyData, reference_run
 from megatron_pp.weight_grad import split_weight_grad
 from tests.harness.plan_text import save_plan
 
-FORMS = {"json": "json", "torch-csv": "csv", "torch-csv-comms": "csv"}
+FORMS = {"json": "json", "torch-csv": "csv", "torch-csv-comms": "csv", "torch-csv-waits": "csv"}
 
 
 def written(folder: Path, spec: PlanSpec, form: str = "json") -> str:
