@@ -69,6 +69,9 @@ class Stream:
         self.lane.host.learn(self.lane.now())
         return True
 
+    def is_capturing(self) -> bool:
+        return False
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stream) and other.lane is self.lane
 
@@ -203,6 +206,13 @@ _REPLACED: dict[str, Any] = {
     "_sleep": _sleep,
     "default_generators": (torch.default_generator,),
 }
+_OF_ANY_ACCELERATOR = {  # torch.accelerator, by what torch.cuda calls the same
+    **{name: name for name in ("is_available", "device_count", "current_stream", "set_stream", "synchronize")},
+    **{name: name for name in ("empty_cache", "memory_allocated", "memory_reserved", "max_memory_allocated")},
+    **{name: name for name in ("max_memory_reserved", "reset_peak_memory_stats")},
+    **dict.fromkeys(("current_device_index", "current_device_idx"), "current_device"),
+    **dict.fromkeys(("set_device_index", "set_device_idx"), "set_device"),
+}
 _REPLACED_NVTX = SimpleNamespace(rangePushA=_range_push, rangePop=_range_pop, markA=_nothing)
 
 
@@ -220,6 +230,8 @@ def virtual_cuda() -> Iterator[None]:
     """``torch.cuda`` is virtual. The engine names its instructions by NVTX ranges (MEGATRON_PP_NVTX), which reports
     quote. One at a time in a process."""
     places: list[tuple[Any, str, Any]] = [(torch.cuda, name, new) for name, new in _REPLACED.items()]
+    places += [(torch.accelerator, name, _REPLACED[same]) for name, same in _OF_ANY_ACCELERATOR.items()]
+    places += [(torch.accelerator, "current_accelerator", _constant(torch.device("cuda")))]
     places += [(torch.cuda.nvtx, "_nvtx", _REPLACED_NVTX)]
     places += [(torch, "set_default_device", _nothing)]  # all new tensors lie on the device as it is
     places += [(torch.cuda.nccl, "version", _constant((0, 0, 0)))]

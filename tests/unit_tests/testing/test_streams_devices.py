@@ -181,6 +181,27 @@ def test_torch_is_as_before_afterwards() -> None:
     assert not torch.ones(1).is_cuda
 
 
+def test_what_asks_for_any_accelerator_gets_the_virtual_one() -> None:
+    """torch 2.15's optimizers ask for the stream of ``torch.accelerator``."""
+
+    def program() -> list[bool]:
+        any_kind, cuda, side = torch.accelerator, torch.cuda, torch.cuda.Stream()
+        any_kind.synchronize()
+        any_kind.set_device_index(0)
+        with torch.cuda.stream(side):
+            same = any_kind.current_stream() == side and not any_kind.current_stream().is_capturing()
+        return [
+            same,
+            any_kind.is_available() and any_kind.device_count() == cuda.device_count(),
+            any_kind.current_accelerator() == torch.device("cuda"),
+            any_kind.current_device_index() == cuda.current_device(),
+        ]
+
+    before = torch.accelerator.current_accelerator()
+    assert on_one_device(program).results == [[True] * 4]
+    assert torch.accelerator.current_accelerator() == before
+
+
 # -- transfers, and a host that runs ahead of the device ---------------------------------------------------------------
 
 
