@@ -14,8 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.autograd import Variable
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 Root = torch.Tensor | GradientEdge
 _CustomFunction = torch._C._FunctionBase
@@ -90,9 +89,7 @@ def run_backward(roots: Sequence[Root], grads: Sequence[torch.Tensor | None]) ->
 def accumulate(roots: tuple[Root, ...], grads: tuple[torch.Tensor, ...]) -> None:
     """Backward from ``roots`` (outputs, deallocated or not, or edges) with ``grads``, accumulating into leaves.
 
-    Calls the autograd engine itself: ``torch.autograd.backward`` insists that an output and its gradient have one
-    shape, which a deallocated output has not.
+    Calls what ``torch.autograd.backward`` calls, which insists that an output and its gradient have one shape; a
+    deallocated output has not. The context variables of this thread go to autograd's with it.
     """
-    Variable._execution_engine.run_backward(
-        roots, grads, False, False, (), allow_unreachable=True, accumulate_grad=True
-    )
+    _engine_run_backward(roots, grads, False, False, (), allow_unreachable=True, accumulate_grad=True)

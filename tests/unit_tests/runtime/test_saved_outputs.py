@@ -291,3 +291,23 @@ def test_a_leaf_keeps_its_data() -> None:
     custom_backward(freed_output(leaf), torch.full((3,), 0.5))
     assert torch.equal(leaf.detach(), torch.ones(3))
     assert torch.equal(leaf.grad, torch.full((3,), 2.5))
+
+
+def test_autograds_threads_get_the_context_variables_that_torchs_own_backward_gives_them() -> None:
+    """Compiled graphs read them in the device's thread."""
+    seen = []
+
+    class Seeing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            seen.append(torch._C._is_key_in_tls("context"))
+            return grad
+
+    output = Seeing.apply(torch.ones(1, requires_grad=True))
+    torch.autograd.backward(output, torch.ones(1), retain_graph=True)
+    accumulate((backward_root(output),), (torch.ones(1),))
+    assert seen[0] == seen[1]
