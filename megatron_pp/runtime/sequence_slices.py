@@ -32,6 +32,7 @@ class _Grown:
     def __init__(self) -> None:
         self.whole: Tensor | None = None
         self.grads: Tensor | None = None
+        self.filled = 0  # tokens
 
     def append(self, new: Tensor, part: SequenceSlice, dim: int) -> Tensor:
         """``new`` in its place; returns all up to its end."""
@@ -40,6 +41,7 @@ class _Grown:
             shape[dim] = part.length
             self.whole = new.new_empty(shape)
         part.of(self.whole, dim).copy_(new)
+        self.filled = max(self.filled, part.stop)
         # .data: what is returned was saved for backward by earlier slices, and what is appended changes none of it.
         return self.whole.narrow(dim, 0, part.stop).data
 
@@ -98,7 +100,9 @@ class SequenceSlice:
         ``owner`` is who asks, such as an attention layer; tensors are distinguished by their place. Each has the
         slice's tokens in ``dim``; what is returned has all tokens up to ``stop``. It shares memory from slice to slice:
         it must not be written to. Gradients flow to the slices that gave the parts. What is given here must be used in
-        the slice's own output, as attention uses the keys and values of its own tokens."""
+        the slice's own output, as attention uses the keys and values of its own tokens.
+
+        Raises ScheduleInputError where an owner gives a slice twice, leaves one out, or changes the shape."""
         extended = []
         for place, tensor in enumerate(tensors):
             if tensor.shape[dim] != self.stop - self.start:
@@ -107,16 +111,43 @@ class SequenceSlice:
                     f"{self.index} has {self.stop - self.start}"
                 )
             grown = self._kept.setdefault((owner, place), _Grown())
+            if grown.filled != self.start and not _in_backward():  # there, recomputation gives the same again
+                raise ScheduleInputError(
+                    f"an owner of type {type(owner).__name__} has given {grown.filled} tokens of tensor {place}, and "
+                    f"gives slice {self.index}, tokens {self.start} to {self.stop}: an owner gives every slice once, "
+                    "in turn; a layer that a stage uses several times needs an owner for each use, as in (self, use)"
+                )
+            if grown.whole is not None and self.of(grown.whole, dim).shape != tensor.shape:  # copies would broadcast
+                raise ScheduleInputError(
+                    f"a tensor of shape {list(tensor.shape)} follows those of slices before, of which the whole has "
+                    f"shape {list(grown.whole.shape)}: they may differ in dimension {dim} alone"
+                )
             extended.append(_Extended.apply(tensor, grown, self, dim % tensor.dim()))
         return tuple(extended)
 
 
-_CURRENT = threading.local()  # a thread runs a rank
+_CURRENT: dict[int, SequenceSlice] = {}  # by the identifier of the thread that runs a rank
+
+
+def _in_backward() -> bool:
+    """Whether autograd runs in this thread, which need not be the one that called it: each CUDA device has one."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def sequence_slice() -> SequenceSlice | None:
-    """The slice that this thread's rank is computing, in a forward or backward of a plan with slices; else None."""
-    return getattr(_CURRENT, "part", None)
+    """The slice that the rank is computing, in a forward or backward of a plan with slices; else None. Layers that are
+    recomputed ask in a thread of autograd, which computes for the one rank of the process; raises ScheduleInputError
+    there where several ranks are threads of it."""
+    part = _CURRENT.get(threading.get_ident())
+    if part is not None or not _in_backward():
+        return part
+    running = list(_CURRENT.values())
+    if len(running) > 1:
+        raise ScheduleInputError(
+            f"sequence_slice() was called in a thread of autograd, where it is not known which of {len(running)} ranks "
+            "of this process asks: run each rank in a process, or give layers the slice that their forward has"
+        )
+    return running[0] if running else None
 
 
 @dataclass(eq=False)
@@ -148,12 +179,16 @@ class SliceRunner:
         change = key_values_change(at.op, at.slice, count, self.plan.spec.forward_only)
         if change > 0:
             self.kept[cell] = {}
-        before, (start, stop) = sequence_slice(), self.bounds[at.slice]
-        _CURRENT.part = SequenceSlice(at.slice, count, start, stop, self.length, at.mb, self.kept[cell])
+        thread, (start, stop) = threading.get_ident(), self.bounds[at.slice]
+        before = _CURRENT.get(thread)
+        _CURRENT[thread] = SequenceSlice(at.slice, count, start, stop, self.length, at.mb, self.kept[cell])
         try:
             handler(at)
         finally:
-            _CURRENT.part = before
+            if before is None:
+                del _CURRENT[thread]
+            else:  # within the other half of a pair
+                _CURRENT[thread] = before
         if change < 0:
             del self.kept[cell]
 

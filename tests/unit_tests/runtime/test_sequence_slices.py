@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from examples.gpt.gpt import GPTStage, build_gpt_chunks
 from examples.gpt.trainer import forward_step
@@ -15,7 +18,9 @@ from megatron_pp.config.model_config import TransformerConfig
 from megatron_pp.errors import ConfigError, ScheduleError, ScheduleInputError
 from megatron_pp.plan.placement import LOOP, Placement
 from megatron_pp.runtime import message_shapes
-from tests.harness.step_runs import on_ranks
+from megatron_pp.runtime.stage import PipelineStage
+from megatron_pp.testing.toy import ToyBlock, ToyResult, toy_config, toy_forward_step
+from tests.harness.step_runs import DATA, alone, in_pipeline, on_ranks, result_of
 
 VOCAB, SEQ, BATCH, LAYERS, MICROBATCHES = 29, 12, 2, 4, 3
 Outcome = tuple[list[float], dict[str, torch.Tensor]]
@@ -230,6 +235,123 @@ def test_a_layer_that_gives_other_tokens_is_named():
         return forward_step(data_iterator, model)
 
     with pytest.raises(ScheduleInputError, match=r"shape \[5, 2\] has 5 tokens in dimension 0; slice 0 has 4"):
+        train(1, step=step, sequence_slices=3)
+
+
+class Summing(torch.nn.Module):
+    """A causal layer, applied ``uses`` times: each token gets the sum of those up to it. ``owner(layer, use)`` asks."""
+
+    def __init__(self, stage: int = 0, uses: int = 1, reentrant: bool | None = None, owner: Any = None) -> None:
+        super().__init__()
+        self.block = ToyBlock(stage)
+        self.stage, self.uses, self.reentrant = stage, uses, reentrant
+        self.owner = owner or (lambda layer, use: (layer, use))
+
+    def layer(self, x: torch.Tensor, use: int) -> torch.Tensor:
+        key, part = self.block(x), sequence_slice()
+        owner = None if part is None else self.owner(self, use)
+        if owner is not None:
+            (key,) = part.extend(owner, key, dim=0)
+        return x + torch.tanh(key.cumsum(0)[-len(x) :])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        for use in range(self.uses):
+            recompute = self.reentrant is not None
+            x = checkpoint(self.layer, x, use, use_reentrant=self.reentrant) if recompute else self.layer(x, use)
+        return x
+
+
+def summed(slices: int = 3, size: int = 1, block: Any = Summing, **options: Any) -> ToyResult:
+    """Losses of whole microbatches, and gradients."""
+    stages = [block(stage, **options) for stage in range(size)]
+    fields = {"sequence_slices": slices} if slices > 1 else {}
+    if size > 1:
+        reports, _ = in_pipeline(size, toy_forward_step, block=stages.__getitem__, **fields)
+    else:
+        config = toy_config(**fields)
+        lengths = {"seq_length": DATA.seq_length, "micro_batch_size": DATA.micro_batch_size}
+        reports = [alone(toy_forward_step, config, PipelineStage(stages[0], config), **lengths)]
+    losses, grads = vars(result_of(reports, stages)).values()
+    return ToyResult([sum(losses[k : k + slices]) / slices for k in range(0, len(losses), slices)], grads)
+
+
+class DeviceThread:
+    """Autograd's engine, whose backwards run in another thread than the one that calls, as with CUDA tensors."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def run_backward(self, *args: Any, **options: Any) -> Any:
+        if torch._C._current_graph_task_id() != -1:  # within a backward
+            return self.engine.run_backward(*args, **options)
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(self.engine.run_backward, *args, **options).result()
+
+
+@pytest.fixture
+def device_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = DeviceThread(torch.autograd.Variable._execution_engine)
+    monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", engine)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_layers_that_are_recomputed_in_a_thread_of_autograd_see_the_slice(reentrant, device_thread):
+    found = summed(uses=2, reentrant=reentrant)
+    assert found.difference(summed(uses=2)) < 1e-6
+    assert found.difference(summed(1, uses=2)) < 1e-5
+
+
+def test_ranks_that_share_a_thread_of_autograd_are_refused(device_thread):
+    computing, asked = threading.Event(), threading.Event()
+
+    class Meeting(Summing):  # rank 1 recomputes while rank 0 computes
+        def layer(self, x: torch.Tensor, use: int) -> torch.Tensor:
+            backward = torch._C._current_graph_task_id() != -1
+            if self.stage == 1 and backward:
+                computing.wait(20)
+            elif self.stage == 0 and not backward and sequence_slice().microbatch == 1:
+                computing.set()
+                asked.wait(20)
+            try:
+                return super().layer(x, use)
+            finally:
+                if self.stage == 1 and backward:
+                    asked.set()
+
+    with pytest.raises(ScheduleInputError, match="which of 2 ranks of this process asks"):
+        summed(size=2, block=Meeting, reentrant=False)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_layer_that_is_used_twice_has_an_owner_for_each_use(size):
+    assert summed(size=size, uses=2).difference(summed(1, size=size, uses=2)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("owner", "words"),
+    [
+        (lambda layer, use: layer, "of type Summing has given 1 tokens of tensor 0, and gives slice 0, tokens 0 to 1"),
+        (lambda layer, use: layer if sequence_slice().index else None, "has given 0 tokens .* gives slice 1"),
+    ],
+    ids=["twice", "not the first"],
+)
+@pytest.mark.parametrize("reentrant", [None, True])
+def test_an_owner_that_does_not_give_every_slice_once_is_refused(owner, words, reentrant):
+    with pytest.raises(ScheduleInputError, match=words):
+        summed(uses=2, owner=owner, reentrant=reentrant)
+
+
+def test_a_tensor_that_changes_its_shape_is_refused():
+    def step(data_iterator: Any, model: Any) -> Any:
+        part = sequence_slice()
+        part.extend("layer", torch.zeros(4, 1 + (part.index == 0)), dim=0)
+        return forward_step(data_iterator, model)
+
+    with pytest.raises(ScheduleInputError, match=r"shape \[4, 1\] .* the whole has shape \[12, 2\]"):
         train(1, step=step, sequence_slices=3)
 
 
