@@ -157,8 +157,8 @@ def _cost_row(step: Simulation) -> list[str]:
     sent = [0] * len(step.busy)
     for (source, _), (messages, _) in step.volume().items():
         sent[source] += messages
-    idle, in_flight, messages_sent = (
-        " ".join(map(str, numbers)) for numbers in (map(short, step.idle), step.peak_in_flight(), sent)
-    )
+    spec = step.plan.spec
+    kept = (short(number / spec.num_chunks / spec.slices) for number in step.peak_in_flight())
+    idle, in_flight, messages_sent = (" ".join(map(str, of_all)) for of_all in (map(short, step.idle), kept, sent))
     bubble = percent(step.bubble_share)
     return [step.plan.spec.schedule, short(step.makespan), idle, bubble, in_flight, messages_sent]

@@ -145,12 +145,22 @@ def _show(result: Simulation, peaks: Peaks, unit: str, console: Console) -> None
     columns: dict[str, Iterable[str]] = {"rank": map(str, range(len(result.busy)))}
     columns |= {f"busy {unit}": map(short, result.busy), "idle": map(short, result.idle)}
     columns |= {why: [short(getattr(w, why.replace(" ", "_"))) for w in result.waits] for why in _WAITS}
-    columns |= {"in flight": map(str, result.peak_in_flight()), "kept": map(short, peaks.activations)}
+    chunks, slices = result.plan.spec.num_chunks, result.plan.spec.slices
+    columns |= {"in flight": (short(n / chunks / slices) for n in result.peak_in_flight())}
+    columns |= {"kept": (short(kept / chunks) for kept in peaks.activations)}
     columns |= {"peak memory": map(size_label, peaks.bytes)} if peaks.bytes else {}
     if any(peaks.on_host):
-        columns |= {"copies": (short(w.copy) for w in result.waits), "on host": map(short, peaks.on_host)}
+        columns |= {
+            "copies": (short(w.copy) for w in result.waits),
+            "on host": (short(kept / chunks) for kept in peaks.on_host),
+        }
         columns |= {"host memory": map(size_label, peaks.host_bytes)} if peaks.host_bytes else {}
-    print_table(console, "Ranks", list(columns), list(zip(*columns.values(), strict=True)))
+    print_table(
+        console,
+        "Ranks; activations in microbatches of a rank",
+        list(columns),
+        list(zip(*columns.values(), strict=True)),
+    )
     links = [
         [f"{a} to {b}", str(messages), size_label(size) if size else "-"]
         for (a, b), (messages, size) in result.volume().items()
@@ -228,12 +238,13 @@ def _show_ranking(found: list[Candidate], shape: ModelShape | None, unit: str, c
     rows = [
         [c.spec.schedule, str(c.spec.num_chunks), str(c.spec.num_microbatches), short(c.per_microbatch)]
         + [percent(c.bubble_share), "-" if c.bound is None else percent(c.bound.excess(c.makespan))]
-        + [short(c.peak_in_flight), str(c.messages)]
+        + [short(c.peak_in_flight / c.spec.num_chunks), str(c.messages)]
         + ([size_label(c.peak_bytes or 0.0)] if shape else [])
         for c in found
         if not c.refused
     ]
-    print_table(console, "Fastest first", names + (["peak memory"] if shape else []), rows)
+    names += ["peak memory"] if shape else []
+    print_table(console, "Fastest first; in flight: microbatches of a rank", names, rows)
     refused = [
         [f"{c.spec.schedule} V={c.spec.num_chunks} M={c.spec.num_microbatches}", c.refused] for c in found if c.refused
     ]

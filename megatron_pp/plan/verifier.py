@@ -32,6 +32,7 @@ class Verdict:
                  counts its share (``activations.py``)
     device       the rules of the device that it was verified under, besides rendezvous
     on_host      peak of what is offloaded, in the same units
+    num_chunks   of a rank
     certificate  what was proven, of which programs; also ``plan.certificate`` from then on
     """
 
@@ -39,6 +40,7 @@ class Verdict:
     activations: tuple[float, ...]
     device: tuple[str, ...] = ()
     on_host: tuple[float, ...] = ()
+    num_chunks: int = 1
     certificate: cert.Certificate | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -49,14 +51,14 @@ class Verdict:
     def __str__(self) -> str:
         r = self.worst_rank
         each = self.ranks[r].each
-        host = f", {max(self.on_host):.4g} offloaded" if any(self.on_host) else ""
+        host = f", {max(self.on_host) / self.num_chunks:.4g} offloaded" if any(self.on_host) else ""
         under = f" under {' and '.join(self.device)}" if self.device else ""
         return (
             f"deadlock-free{under}, every send waited before its buffer is released; peak on rank {r}: "
             f"{self.ranks[r].tensors} pipeline tensors "
             f"({each.outputs} outputs, {each.inputs} inputs, {each.act_buffers + each.grad_buffers} receive buffers, "
             f"{each.pending_sends} pending sends, {each.in_flight} chunk forwards before their backward); "
-            f"activations of at most {max(self.activations):.4g} chunk forwards on a rank{host}"
+            f"activations of at most {max(self.activations) / self.num_chunks:.4g} microbatches on a rank{host}"
         )
 
 
@@ -91,7 +93,7 @@ def verify(
     proven = {cert.COMPLETE, cert.LIFETIME if deallocate else cert.KEPT_OUTPUTS, cert.RENDEZVOUS, *rules, cert.ORDER}
     certificate = plan.certify([rule for rule in cert.PROOFS if rule in proven], rules)
     activations, on_host = peak_activations(plan, weight_share, runs), peak_on_host(plan, runs)
-    return Verdict(tuple(peaks), activations, rules, on_host, certificate)
+    return Verdict(tuple(peaks), activations, rules, on_host, plan.spec.num_chunks, certificate)
 
 
 def check_static_buffers(plan: Plan, block: Block | None = None) -> None:

@@ -89,8 +89,9 @@ class Findings:
         exposed = sum(w.transfer for w in self.measured.waits)
         return max(0.0, 1.0 - exposed / total) if total else 1.0
 
-    def other(self, rank: int) -> float:
-        """Time of ``rank`` between first and last instruction that is neither compute nor a wait: host overhead."""
+    def host(self, rank: int) -> float:
+        """Time of ``rank`` between first and last instruction that is neither compute nor a wait: Python and posting
+        messages, which the prediction does not have."""
         starts, ends = self.measured.starts[rank], self.measured.ends[rank]
         if not len(starts):
             return 0.0

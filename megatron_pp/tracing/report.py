@@ -25,7 +25,7 @@ def report_picture(found: Findings, traced: TracedRun, output: str) -> str | byt
     timelines = [_measured(found.step, found.measured), _predicted(found)]
     if Path(output).suffix == ".png":
         return draw.png(timelines)
-    return render_html(timelines, _title(traced, found), report_tables(found))
+    return render_html(timelines, _title(traced, found), _page_tables(found))
 
 
 def write_timeline(folder: Path, page: Path, chrome: Path) -> tuple[int, ...]:
@@ -37,9 +37,13 @@ def write_timeline(folder: Path, page: Path, chrome: Path) -> tuple[int, ...]:
     found = analyse(traced)
     steps = [(f"step {step}", traced.began(step), _measured(step, traced.measured(step))) for step in traced.steps]
     timelines = [*(timeline for _, _, timeline in steps), _predicted(found)]
-    write_whole(page, render_html(timelines, _title(traced, found), report_tables(found)))
+    write_whole(page, render_html(timelines, _title(traced, found), _page_tables(found)))
     write_whole(chrome, render_chrome_steps(_title(traced, found), steps))
     return traced.steps
+
+
+def _page_tables(found: Findings) -> list[Table]:
+    return [("In words", [], [[sentence] for sentence in report_sentences(found)]), *report_tables(found)]
 
 
 def _title(traced: TracedRun, found: Findings) -> str:
@@ -59,16 +63,37 @@ def _predicted(found: Findings) -> Timeline:
 
 def _summary(found: Findings) -> Table:
     measured, predicted = found.measured, found.predicted
-    off = predicted.makespan / measured.makespan - 1.0 if measured.makespan else 0.0
     rows = [
-        ["makespan ms", short(measured.makespan), short(predicted.makespan), f"{off:+.1%}"],
-        ["bubble", percent(measured.bubble_share), percent(predicted.bubble_share), ""],
+        ["step ms", short(measured.makespan), short(predicted.makespan)],
+        ["bubble", percent(measured.bubble_share), percent(predicted.bubble_share)],
     ]
     for name in ("peer_late", "queued", "transfer", "release"):
         sums = [sum(getattr(w, name) for w in side.waits) for side in (measured, predicted)]
-        rows.append([f"exposed: {name.replace('_', ' ')} ms", short(sums[0]), short(sums[1]), ""])
-    title = f"Step {found.step} (costs: medians over {found.steps} step{'s' if found.steps > 1 else ''})"
-    return title, ["all ranks", "measured", "predicted", "difference"], rows
+        rows.append([f"exposed: {name.replace('_', ' ')} ms", *map(short, sums)])
+    rows.append(["host ms", short(_host(found)), "0"])
+    which = f"the median of {found.steps} steps" if found.steps > 1 else "alone"
+    return f"Step {found.step}, {which}", ["all ranks", "measured", "predicted"], rows
+
+
+def _host(found: Findings) -> float:
+    return sum(map(found.host, range(len(found.measured.busy))))
+
+
+def _beside_prediction(found: Findings) -> str:
+    """How the measured step compares with the predicted one, and why, where that is known to be the host."""
+    measured, predicted = found.measured.makespan, found.predicted.makespan
+    excess, host = measured - predicted, _host(found)
+    far = f"{measured / predicted:.3g} times the" if excess > predicted > 0 else _percent_off(excess, predicted)
+    said = f"the step took {short(measured)} ms, {far} predicted {short(predicted)} ms"
+    if excess > 0.1 * predicted and host > excess / 2:
+        said += f"; host time explains it, {short(host)} ms of all ranks in Python between compute and waits (column "
+        said += "host): operations this short do not hide it, and the prediction has none"
+    return said
+
+
+def _percent_off(excess: float, predicted: float) -> str:
+    share = excess / predicted if predicted else 0.0
+    return f"{percent(abs(share))} {'less' if share < 0 else 'more'} than the"
 
 
 def _ranks(found: Findings) -> Table:
@@ -76,9 +101,9 @@ def _ranks(found: Findings) -> Table:
     rows = []
     for rank, waits in enumerate(measured.waits):
         numbers = [measured.busy[rank], predicted.busy[rank], measured.idle[rank], predicted.idle[rank]]
-        numbers += [waits.peer_late, waits.queued + waits.transfer, waits.release, found.other(rank)]
+        numbers += [waits.peer_late, waits.queued + waits.transfer, waits.release, found.host(rank)]
         rows.append([str(rank), *map(short, numbers)])
-    names = ["rank", "busy", "(plan)", "idle", "(plan)", "peer late", "transfer", "release", "other"]
+    names = ["rank", "busy", "(plan)", "idle", "(plan)", "peer late", "transfer", "release", "host"]
     return "Ranks, ms", names, rows
 
 
@@ -93,11 +118,13 @@ def _links(found: Findings) -> Table:
 
 
 def report_sentences(found: Findings) -> list[str]:
-    """The slowest rank, how much of the transfers was hidden, and how far the plan is from the best possible one."""
+    """The step beside its prediction, the slowest rank, how much of the transfers was hidden, and how far the plan is
+    from the best possible one."""
     rank, excess = found.slowest_rank, found.slowest_excess
     busy = short(found.measured.busy[rank])
     bound = bound_of(found.measured.plan, found.costs, found.network)
     return [
+        _beside_prediction(found),
         f"slowest rank: {rank} computes {busy} ms, {percent(excess)} more than the median rank",
         f"overlap: {percent(found.overlap)} of the transfer time was hidden behind compute or other waits",
         f"with these costs the predicted step is {bound.beside(found.predicted.makespan, 'ms')}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -48,6 +49,20 @@ def test_simulate_gives_the_closed_form(command):
     assert facts["bubble_share"] == pytest.approx(3 / 19)
     assert facts["peak_in_flight"] == [4, 3, 2, 1]
     assert len(facts["links"]) == 6
+
+
+@pytest.mark.parametrize("arguments", [["-V", "2"], ["-V", "1", "--sequence-slices", "4"]])
+def test_every_table_and_sentence_has_memory_in_microbatches_of_a_rank(command, arguments):
+    """As the README and the gallery have it, and the drawings: 5.5 with two chunks, 1.75 with four slices."""
+    name, peak = ("interleaved_1f1b", "5.5") if arguments[1] == "2" else ("seq_1f1b", "1.75")
+    plan = ["-s", name, "-P", "4", *arguments, "-M", "8"]
+    assert f"activations of at most {peak} microbatches on a rank" in command("verify", *plan)[1]
+    ranks = command("simulate", *plan)[1]
+    assert re.search(rf"^ +0 .* {peak} +{peak} *$", ranks, re.MULTILINE), ranks
+    compared = command("simulate", "--compare", name, *plan[2:])[1]
+    assert re.search(rf"{name} .* {peak} +\d+ *$", compared, re.MULTILINE), compared
+    assert f"peak {peak} microbatches on rank 0" in command("draw", *plan)[1]
+    assert f" {peak} " in command("draw", "--style", "grid", *plan)[1]
 
 
 def test_simulate_weighs_what_waits_for_weight_gradients(command):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -70,7 +71,7 @@ def test_a_step_comes_back_as_it_was(tmp_path, schedule, v, options, skew):
         assert measured.waits[rank].total == pytest.approx(step.waits[rank].total, abs=1e-2)
         assert measured.waits[rank].peer_late == pytest.approx(step.waits[rank].peer_late, abs=1e-2)
         assert measured.waits[rank].release == pytest.approx(step.waits[rank].release, abs=1e-2)
-        assert found.other(rank) == pytest.approx(0.0, abs=1e-2)
+        assert found.host(rank) == pytest.approx(0.0, abs=1e-2)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zb"])
@@ -124,6 +125,33 @@ def test_the_prediction_from_a_run_of_the_simulator_is_that_run(tmp_path):
     assert found.predicted.makespan == pytest.approx(step.makespan, rel=0.01)
     assert found.slowest_rank == 3
     assert found.slowest_excess == pytest.approx((13 + 12 + 9) / ((11 + 10 + 8 + 12 + 11 + 9) / 2) - 1)
+
+
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [
+        (0.0, r"took \d+\.\d ms, 0\.0% (more|less) than the predicted \d+\.\d ms slowest"),
+        (0.5, r"took \d+\.\d ms, \d\.\d% more than the predicted \d+\.\d ms slowest"),
+        (20.0, r"took \d+\.\d ms, \d\d\.\d% more than the predicted \d+\.\d ms; host time explains it, 320\.0 ms"),
+        (90.0, r"took \d+\.\d ms, [3-9]\.\d+ times the predicted \d+\.\d ms; host time explains it, 1440\.0 ms"),
+    ],
+)
+def test_host_time_is_named_where_it_explains_the_difference(tmp_path, capsys, host, said):
+    """``host`` ms before each compute of rank 3, the last: what it does moves by all of them so far."""
+    step = simulated()
+    late = 0.0
+    program = step.plan.timed(3)
+    for k, at in enumerate(program):
+        late += host if at.op in "FB" else 0.0
+        step.starts[3][k] += late
+        step.ends[3][k] += late
+    write_traces(tmp_path, [step])
+    found = analyse(load_run(tmp_path))
+    assert found.host(3) == pytest.approx(16 * host, abs=0.1)
+    assert main(["report", str(tmp_path)]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert re.search(said, printed), printed
+    assert "-" not in re.search(r"Step 1, alone.*?Ranks", printed)[0], "no share of something is negative"
 
 
 def test_halves_are_measured_where_they_ran_and_guessed_where_not(tmp_path):
