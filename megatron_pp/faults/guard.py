@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Any
 
 from megatron_pp.errors import CommunicatorClosedError, PipelineError
@@ -83,8 +84,9 @@ class FaultGuard:
         self._global_rank = self.rank if self.global_rank is None else self.global_rank
         self._tracker = Tracker(self.rank, self.size, self.completed)
         self.marks = None if self.completed is None else InstructionMarks(self._tracker)
-        keys = FaultStore(self.store, self.pipeline, self.rank, self.size, self._global_rank, self.members)
-        self._heartbeat = Heartbeat(keys, Pace.of(self.timeout, self.world_size or self.size), self._tracker)
+        whose = self.pipeline, self.rank, self.size, self._global_rank, self.members
+        connect = partial(FaultStore, self.store, *whose)
+        self._heartbeat = Heartbeat(connect, Pace.of(self.timeout, self.world_size or self.size), self._tracker)
         self._watchdog = Watchdog(self._tracker, self._heartbeat, self._act, self.escalate, self._show_stack)
         self._raised: BaseException | None = None  # by this rank, and handled
         self._main = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from megatron_pp.comm.at_exit import call_at_exit
@@ -35,11 +36,15 @@ class Pace:
 
 
 class Heartbeat:
-    """Owns the store: only this thread calls it. ``lock`` guards ``peers`` and everything that is handed over."""
+    """Owns the store: only this thread calls it, and connects to it by ``connect``, which may block. ``lock`` guards
+    ``peers`` and everything that is handed over."""
 
-    def __init__(self, store: FaultStore, pace: Pace, tracker: Tracker) -> None:
-        self.store, self.pace = store, pace
-        self.peers = Peers()
+    store: FaultStore  # from the first exchange on
+
+    def __init__(self, connect: Callable[[], FaultStore], pace: Pace, tracker: Tracker) -> None:
+        self.pace = pace
+        self._connect = connect
+        self.peers = Peers(connected=False)
         self.lock = threading.Condition()
         # Set by the guard: peers are read, although this rank moves, until ``settled_to``, the step in which all have
         # been seen, is ``asked_from``.
@@ -125,6 +130,9 @@ class Heartbeat:
         with self.lock:
             self.peers.asked_at = time.monotonic()
         try:
+            if not self.peers.connected:
+                self.store = self._connect()
+                self.peers.connected = True
             self._send_outbox()
             if here is not None or self._published is not None:
                 self._publish_progress(here)

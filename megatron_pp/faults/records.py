@@ -169,6 +169,9 @@ class FaultStore:
     members: Sequence[int] = ()
 
     def __post_init__(self) -> None:
+        # The given client has a connection, which fails at once where the store's process is gone. A new one would try
+        # to connect for as long as the store's own timeout.
+        self.store.check([_ROOT])
         self.store = private_client(self.store)
         self._batched = bool(getattr(self.store, "has_extended_api", bool)())
         ranks = "-".join(map(str, self.members)) or self.pipeline

@@ -49,6 +49,7 @@ class Peers:
     broken_since: float | None = None  # since when the store returns errors; None while it answers
     broken: str = ""  # that error
     asked_at: float | None = None  # when the store was asked what it has not answered yet
+    connected: bool = True  # whether this rank has had a connection to the store of its own
 
     def note_progress(self, records: Mapping[int, Progress], now: float) -> None:
         """Take in the records of the other ranks, read at ``now``."""
@@ -82,6 +83,7 @@ StateOf = Callable[[Process], str]
 # Seconds.
 _WAIT_BEFORE_LOOKING = 1.0
 _STORE_PATIENCE = 3.0
+_CONNECTING = 20.0
 _SILENCE_AFTER_FAILURE = 4.0
 _FRESH = 10.0
 
@@ -147,7 +149,7 @@ def _store_gone(peers: Peers, own: OwnState, timeout: float, now: float) -> Stal
     if broken >= patience and (own.failed or own.idle >= patience):
         host = "the process that holds it, by default global rank 0 or the launcher, is gone"
         return Stall(f"the store has failed ({peers.broken}); {host}")
-    patience = patience if own.failed else timeout
+    patience = patience if own.failed else timeout if peers.connected else min(timeout, _CONNECTING)
     unanswered = 0.0 if peers.asked_at is None else now - peers.asked_at
     if unanswered >= patience and (own.failed or own.idle >= patience):
         cut = "the network to the process that holds it is cut"

@@ -4,15 +4,18 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from megatron_pp.errors import (
-    PipelineStallError,
-)
+from megatron_pp.errors import PipelineStallError
+from megatron_pp.faults import stall_detector
 from tests.unit_tests.faults.guards import Ranks, Unreachable, guard_of, wait_until_aborted
 
 
@@ -47,24 +50,60 @@ def test_an_exception_is_raised_although_the_store_is_gone() -> None:
 
 
 @pytest.mark.slow
-def test_a_store_that_blocks_does_not_block_the_verdict() -> None:
-    """The network to the store is cut: calls neither return nor fail."""
-    cut = threading.Event()
+def test_a_store_whose_process_ended_before_the_first_step() -> None:
+    """The store's own timeout, which a new connection would wait for, is far longer."""
+    code = "import sys, torch.distributed as d; s = d.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)"
+    code += "; print(s.port, flush=True); sys.stdin.read()"
+    host = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert host.stdout is not None
+    port, timeout = int(host.stdout.readline()), timedelta(minutes=30)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timeout)
+    host.communicate("")
+    begun = time.monotonic()
 
-    class Blocking(Unreachable):
-        def __getattr__(self, name: str) -> Any:
-            call = super().__getattr__(name)
+    def step(rank: int) -> None:
+        guard, source = guard_of(rank, store, timeout=600.0)
+        with guard.step(source, "plan", dict):
+            pytest.fail("nobody else is there")
 
-            def blocked(*args: Any) -> Any:
-                while cut.is_set():
-                    time.sleep(0.05)
-                return call(*args)
+    (raised,) = Ranks(1, step).run(seconds=30.0).values()
+    assert isinstance(raised, PipelineStallError)
+    assert "the store has failed (DistNetworkError" in str(raised)
+    assert time.monotonic() - begun < 15.0
 
-            return blocked
 
-    guard, source = guard_of(0, Blocking(), timeout=1.5)
+class Blocking(Unreachable):
+    """Calls neither return nor fail while ``cut`` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cut = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        call = super().__getattr__(name)
+
+        def blocked(*args: Any) -> Any:
+            while self.cut.is_set():
+                time.sleep(0.05)
+            return call(*args)
+
+        return blocked
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_store_that_blocks_does_not_block_the_verdict(is_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The network to the store is cut, before the first step or in it; before it the verdict does not take
+    p2p_timeout."""
+    monkeypatch.setattr(stall_detector, "_CONNECTING", 1.5)
+    store = Blocking()
+    guard, source = guard_of(0, store, timeout=600.0 if is_first else 1.5)
+    if is_first:
+        store.cut.set()
     with pytest.raises(PipelineStallError, match="the store has not answered"), guard.step(source):
-        cut.set()
+        if not is_first:
+            time.sleep(0.5)
+        store.cut.set()
         wait_until_aborted(source)
-    cut.clear()
+    store.cut.clear()
     guard.close()
