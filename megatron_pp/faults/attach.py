@@ -104,14 +104,16 @@ def _guard_of(transport: Transport, settings: StepSettings) -> FaultGuard | None
 
 
 def _warn_of_timeout(transport: Transport, settings: StepSettings) -> None:
-    """Where the group's own timeout comes first: its errors contain less, and NCCL's ends the process by default."""
+    """Where the group's own timeout comes first: its errors contain less, and NCCL's ends the process by default. The
+    defaults of Megatron and of the config are equal, which is no reason to warn."""
     name = "p2p_timeout" if settings.compute_timeout is None else "compute_timeout"
     seconds = getattr(settings, name)
     limit = None if transport.limit is None else transport.limit.total_seconds()
-    if limit is not None and limit <= seconds and transport.rank == 0:
+    if limit is not None and limit < seconds and transport.rank == 0:
         logger.warning(
             "the process group of pipeline %s gives up after %g s, but config.%s is %g s: a long operation may end in "
-            "the group's error, which contains less; make the group with a longer timeout",
+            "the group's error, which contains less; make the group with a longer timeout "
+            "(--distributed-timeout-minutes of Megatron)",
             transport.name, limit, name, seconds,
         )  # fmt: skip
 

@@ -95,13 +95,14 @@ def test_a_group_that_gives_up_before_the_guard_is_warned_of_once(caplog: pytest
         close_guard(communicator)
         return [record.getMessage() for record in caplog.records]
 
-    (said,) = warnings(60.0)
-    assert "of pipeline threads gives up after 60 s, but config.compute_timeout is 60 s" in said
-    assert warnings(60.0, rank=1) == []
-    assert warnings(59.0) == []
-    assert warnings(None, p2p_timeout=59.0) == [], "nobody has asked for ten times as long"
-    (said,) = warnings(None, p2p_timeout=60.0)
-    assert "gives up after 60 s, but config.p2p_timeout is 60 s" in said
+    (said,) = warnings(61.0)
+    assert "of pipeline threads gives up after 60 s, but config.compute_timeout is 61 s" in said
+    assert "--distributed-timeout-minutes" in said
+    assert warnings(61.0, rank=1) == []
+    assert warnings(60.0) == []
+    assert warnings(None, p2p_timeout=60.0) == [], "as Megatron's default and ours; nobody asked for ten times as long"
+    (said,) = warnings(None, p2p_timeout=61.0)
+    assert "gives up after 60 s, but config.p2p_timeout is 61 s" in said
 
 
 def test_a_groups_timeout_is_read_from_the_group() -> None:
