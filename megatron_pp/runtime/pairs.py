@@ -7,7 +7,7 @@ function of your own may interleave the halves as its model allows, as DualPipeV
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -114,6 +114,8 @@ class HalfCall:
 
     chunk, microbatch  which it is; ``chunk`` counts this rank's model chunks
     model              the model chunk, wrapped as it was given
+    stream             the CUDA stream on which the function ran the forward: it sets it at a forward, and finds it at
+                       the backward of that forward, which autograd runs there; None where it was not set
     """
 
     chunk: int
@@ -121,6 +123,7 @@ class HalfCall:
     model: Any
     run: Callable[[], None]
     called: bool = False
+    stream: Any = None
 
     def __call__(self) -> None:
         if self.called:
@@ -142,7 +145,9 @@ def in_turn(forward_call: HalfCall, backward_call: HalfCall) -> None:
 
 
 def on_two_streams(forward_call: HalfCall, backward_call: HalfCall) -> None:
-    """The backward on the current CUDA stream, the forward on another one beside it; in turn without a CUDA device.
+    """The halves on the current CUDA stream and another one beside it; in turn without a CUDA device. A backward runs
+    where its forward ran, so this forward takes the stream that the backward's own forward did not have.
+
     Both streams wait for each other before and after, so that memory can go from one to the other. The other stream is
     the same for all pairs: torch has 32 of a priority, and the next one would be that of an NCCL communicator."""
     if not torch.cuda.is_available():
@@ -150,10 +155,12 @@ def on_two_streams(forward_call: HalfCall, backward_call: HalfCall) -> None:
         return
     current = torch.cuda.current_stream()
     side = _side_stream(current.device)
+    of_backward, forward_call.stream = (side, current) if backward_call.stream == side else (current, side)
     side.wait_stream(current)
-    with torch.cuda.stream(side):
+    with torch.cuda.stream(forward_call.stream):
         forward_call()
-    backward_call()
+    with torch.cuda.stream(of_backward):
+        backward_call()
     current.wait_stream(side)
 
 
@@ -178,10 +185,13 @@ def _run(handlers: Mapping[str, Callable[[Task], None]], half: Sequence[Task]) -
 
 @dataclass(eq=False)
 class PairRunner:
-    """Runs pairs by the user's function; ``models`` are the chunks of one rank."""
+    """Runs the pairs of a step by the user's function; ``models`` are the chunks of one rank, ``streams`` those of
+    forwards whose backward is to come.
+    """
 
     function: OverlappedForwardBackward
     models: Sequence[Any]
+    streams: dict[Key, Any] = field(default_factory=dict)
 
     def run(self, pair: Task, handlers: Mapping[str, Callable[[Task], None]]) -> None:
         """Raises ScheduleInputError where the function left one of the halves out."""
@@ -190,7 +200,10 @@ class PairRunner:
             for half in pair.halves
             for at in half[:1]
         )
+        of_forward, of_backward = (half[0].key for half in pair.halves)
+        backward_call.stream = self.streams.pop(of_backward, None)
         self.function(forward_call, backward_call)
+        self.streams[of_forward] = forward_call.stream
         left_out = [name for name, call in (("forward", forward_call), ("backward", backward_call)) if not call.called]
         if left_out:
             raise ScheduleInputError(

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_pp.comm.channels import SHAPES
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
 from megatron_pp.faults.attach import close_guard
-from megatron_pp.runtime.pairs import on_two_streams
+from megatron_pp.runtime.pairs import HalfCall, on_two_streams
 from megatron_pp.testing.pipeline import run_rank
 from megatron_pp.testing.streams import StreamNetwork, virtual_cuda
 from megatron_pp.testing.streams.device import VirtualDevice
@@ -169,8 +169,7 @@ def test_pairs_have_one_other_stream() -> None:
         seen: list[Any] = []
         current = torch.cuda.current_stream()
         for _ in range(5):
-            call: Any = lambda: seen.append(torch.cuda.current_stream())  # noqa: E731
-            on_two_streams(call, call)
+            on_two_streams(*(HalfCall(0, 0, None, lambda: seen.append(torch.cuda.current_stream())) for _ in "FB"))
         return len(set(seen)), seen[1] == current != seen[0]
 
     assert on_one_device(program).results == [(2, True)]

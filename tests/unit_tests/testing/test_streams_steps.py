@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -54,6 +55,47 @@ def test_split_backwards(schedule: str) -> None:
 def test_pairs_on_two_streams(schedule: str, policy: str) -> None:
     more = {"overlapped_forward_backward": on_two_streams, "prepare": split_weight_grad}
     assert_sound(schedule, 2, ToyData(6), **more, **POLICIES[policy])
+
+
+class Lanes:
+    """``on_two_streams``, noting on which streams each half of each pair computes."""
+
+    def __init__(self) -> None:
+        self.pairs: list[dict[str, set[int]]] = []
+        self.here = threading.local()  # open: the pair that a rank's thread is in
+
+    def __call__(self, forward_call: HalfCall, backward_call: HalfCall) -> None:
+        self.here.open = {"forward": set(), "backward": set()}
+        self.pairs.append(self.here.open)
+        on_two_streams(forward_call, backward_call)
+        self.here.open = None
+
+    def note(self, half: str) -> None:
+        if getattr(self.here, "open", None) is not None:
+            self.here.open[half].add(torch.cuda.current_stream().cuda_stream)
+
+    def block(self, stage: int) -> ToyBlock:
+        block = ToyBlock(stage)
+        block.register_forward_hook(lambda module, given, output: self.noted(output))
+        return block
+
+    def noted(self, output: torch.Tensor) -> None:
+        self.note("forward")
+        output.register_hook(lambda grad: self.note("backward"))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "size", "microbatches"), [("dualpipe_v", 2, 12), ("combined_1f1b", 3, 12), ("interleaved_1f1b", 2, 8)]
+)
+def test_the_halves_of_a_pair_do_not_share_a_stream(schedule: str, size: int, microbatches: int) -> None:
+    """A backward runs on the stream of its forward, which was a pair's, too."""
+    lanes = Lanes()
+    more = {"overlapped_forward_backward": lanes, "prepare": split_weight_grad, "block": lanes.block, **OVERLAP}
+    assert_sound(schedule, size, ToyData(microbatches), **more)
+    assert len(lanes.pairs) >= microbatches
+    assert all(len(pair["forward"]) == len(pair["backward"]) == 1 for pair in lanes.pairs)
+    shared = [pair for pair in lanes.pairs if pair["forward"] & pair["backward"]]
+    assert not shared, f"{len(shared)} of {len(lanes.pairs)} pairs"
 
 
 @pytest.mark.parametrize("policy", POLICIES)
