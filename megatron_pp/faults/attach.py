@@ -133,7 +133,7 @@ def _make_guard(transport: Transport, timeout: float) -> FaultGuard:
         lambda: call_if_alive(abort),
         escalate=abort_all_groups if transport.backend else None,
         is_gone=lambda: (known := kept()) is None or known.is_gone(),
-        completed=None if transport.blocks_host else CompletedWork(),
+        completed=None if transport.blocks_host else CompletedWork(transport.device),
         global_rank=transport.global_rank(transport.rank),
         world_size=dist.get_world_size() if dist.is_initialized() else transport.size,
         members=[transport.global_rank(rank) for rank in range(transport.size)],

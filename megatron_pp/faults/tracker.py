@@ -3,7 +3,6 @@
 Where the host runs ahead of the device, the rank is where the device is.
 """
 
-import ctypes
 import logging
 import time
 from collections import deque
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_pp.faults.consistency import changed
+from megatron_pp.faults.device_events import EventQueries
 from megatron_pp.faults.diagnosis import Source, doing, instruction_at, pending_peers, waits_on
 from megatron_pp.faults.liveness import this_process
 from megatron_pp.faults.records import AFTER, DONE, ENTERING, IN_STEP, Progress
@@ -20,8 +20,6 @@ from megatron_pp.plan.instruction import Instruction
 from megatron_pp.plan.spec import Plan
 
 logger = logging.getLogger("megatron_pp")
-
-_RELAXED = 2  # cudaStreamCaptureModeRelaxed
 
 
 class Place(NamedTuple):
@@ -37,8 +35,9 @@ class CompletedWork:
     """Marks on the streams of one rank, over all steps. The main thread adds them; the watchdog alone asks and removes,
     as a query may block while another thread synchronises the device."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
         self._marks: deque[tuple[Place, Any]] = deque()
+        self.queries = EventQueries(device)
 
     def mark(self, place: Place) -> None:
         """``place`` is over when all that was issued to the current stream is."""
@@ -48,7 +47,7 @@ class CompletedWork:
 
     def poll(self) -> None:
         try:
-            while self._marks[0][1].query():
+            while self.queries.is_over(self._marks[0][1]):
                 self._marks.popleft()
         except IndexError:  # all are over, or forgotten by the main thread
             return
@@ -66,18 +65,6 @@ class CompletedWork:
             return self._marks[0][0]
         except IndexError:  # another thread may have removed it just now
             return None
-
-
-def query_during_captures() -> None:
-    """For the watchdog's thread: let it query events while the main thread captures a CUDA graph. By default that is an
-    error and ends the capture (``cudaThreadExchangeStreamCaptureMode``); torch has no function for it."""
-    if torch.version.cuda is None:
-        return
-    name = f"libcudart.so.{torch.version.cuda.partition('.')[0]}"  # torch has loaded it
-    try:
-        ctypes.CDLL(name).cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
-    except (OSError, AttributeError) as error:
-        logger.warning("%s: capturing a CUDA graph may fail while a pipeline step is watched: %s", name, error)
 
 
 _NOT_ON_A_STREAM = ins.POST_OPS | ins.HAND_OPS | {ins.BATCH}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatron_pp.comm.at_exit import call_at_exit
 from megatron_pp.faults.heartbeat import Heartbeat
-from megatron_pp.faults.tracker import Tracker, query_during_captures
+from megatron_pp.faults.tracker import Tracker
 
 # Seconds.
 _BEFORE_ESCALATION = 2.0  # after the communicator was aborted
@@ -53,7 +53,7 @@ class Watchdog:
     def _run(self) -> None:
         lock = self.heartbeat.lock
         if self.tracker.completed is not None:
-            query_during_captures()
+            self.tracker.completed.queries.begin()
         while not self._closed:
             if not self._is_active():
                 self._wake.clear()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,10 +17,11 @@ import torch.distributed as dist
 
 from megatron_pp.errors import PipelinePeerError, PipelineStallError
 from megatron_pp.faults.attach import close_guard
+from megatron_pp.faults.device_events import EventQueries
 from megatron_pp.faults.diagnosis import pending_peers
 from megatron_pp.faults.guard import FaultGuard
 from megatron_pp.faults.records import DONE, IN_STEP, Process, Progress, decode
-from megatron_pp.faults.tracker import CompletedWork, Place, Tracker, query_during_captures
+from megatron_pp.faults.tracker import CompletedWork, Place, Tracker
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.spec import PlanSpec
@@ -328,26 +329,71 @@ def test_compute_that_stands_still_waits_for_all_pending_peers() -> None:
 # -- the rules of CUDA ---
 
 
-def test_the_watch_may_ask_for_events_while_a_graph_is_captured(
+class Runtime:
+    """CUDA's runtime library, whose calls are noted; events are over, or not, or a kernel has failed."""
+
+    codes: ClassVar[dict[int, int]] = {7: 0, 8: 600, 9: 700}
+
+    def __init__(self, name: str) -> None:
+        self.calls: list[tuple[str, Any]] = [("load", name)]
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> int:
+            (given,) = arguments or (None,)
+            self.calls.append((name, getattr(getattr(given, "_obj", given), "value", given)))
+            return self.codes[given] if name == "cudaEventQuery" else 0
+
+        vars(self)[name] = call
+        return call
+
+
+def test_the_watch_asks_on_its_own_device_without_the_interpreter_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``Event.query`` keeps it, and would make a context on device 0; and graphs may be captured meanwhile."""
+    chosen: list[Any] = []
+    runtimes: list[Runtime] = []
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: runtimes.append(Runtime(name)) or runtimes[0])
+    queries = EventQueries(torch.device("cuda", 3))
+    queries.begin()
+    assert queries.is_over(SimpleNamespace(cuda_event=7))
+    assert not queries.is_over(SimpleNamespace(cuda_event=8))
+    with pytest.raises(RuntimeError, match="cudaEventQuery returned 700"):
+        queries.is_over(SimpleNamespace(cuda_event=9))
+    assert chosen == [torch.device("cuda", 3)]
+    assert runtimes[0].calls == [
+        ("load", "libcudart.so.13"),
+        ("cudaThreadExchangeStreamCaptureMode", 2),  # cudaStreamCaptureModeRelaxed
+        ("cudaEventQuery", 7),
+        ("cudaEventQuery", 8),
+        ("cudaGetLastError", None),
+        ("cudaEventQuery", 9),
+    ]
+
+
+def test_without_the_runtime_library_torch_is_asked(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    modes: list[tuple[str, int]] = []
-
-    class Runtime:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def cudaThreadExchangeStreamCaptureMode(self, mode: Any) -> None:  # noqa: N802 (CUDA's name)
-            modes.append((self.name, mode._obj.value))
-
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    with monkeypatch.context() as patched:
-        patched.setattr(ctypes, "CDLL", Runtime)
-        query_during_captures()
-    assert modes == [("libcudart.so.13", 2)]  # cudaStreamCaptureModeRelaxed
     monkeypatch.setattr(torch.version, "cuda", "999.0")
-    query_during_captures()
+    queries = EventQueries()
+    queries.begin()
+    assert "libcudart.so.999" in caplog.text
     assert "capturing a CUDA graph may fail" in caplog.text
+    assert queries.is_over(SimpleNamespace(query=lambda: True))
+
+
+def test_the_watchdog_chooses_the_device_of_its_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[tuple[str, Any]] = []
+    begin = EventQueries.begin
+
+    def noted(queries: EventQueries) -> None:
+        begun.append((threading.current_thread().name, queries._device))
+        begin(queries)
+
+    monkeypatch.setattr(EventQueries, "begin", noted)
+    job = Job(stops=(-1, -1, -1))
+    assert set(job.run(lambda rank, communicator: job.step(communicator, 1)).values()) == {None}
+    assert sorted(begun) == [(f"megatron_pp watchdog {rank}", torch.device("cuda", 0)) for rank in range(SIZE)]
 
 
 def test_a_device_that_fails_has_no_marks_left() -> None:
