@@ -18,8 +18,17 @@ __all__ = [
 ]  # fmt: skip
 
 
+def visible(text: str) -> str:
+    """``text`` for a terminal: whatever is not printed as itself, which a file of somebody else's may hold (control
+    characters, lone surrogates), is escaped; ends of lines and tabs stay."""
+    return text if text.isprintable() else "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
 class MegatronPPError(Exception):
-    """The base of every error that this package raises."""
+    """The base of every error that this package raises. Its text is ``visible``, whatever it quotes."""
+
+    def __str__(self) -> str:
+        return visible(super().__str__())
 
 
 @dataclass(eq=False, repr=False)

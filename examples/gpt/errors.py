@@ -1,9 +1,9 @@
 """What the program reports in one line, without a traceback; ``exit_code`` is what the process then ends with."""
 
-from megatron_pp.errors import ConfigError
+from megatron_pp.errors import ConfigError, MegatronPPError
 
 
-class TrainingError(Exception):
+class TrainingError(MegatronPPError):
     """Base class. As it stands: bad input, raised before any communication where one rank can see it."""
 
     exit_code = 2

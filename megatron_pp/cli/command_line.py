@@ -13,7 +13,7 @@ from megatron_pp.cli import run
 from megatron_pp.cli.errors import BAD_INPUT, ENDED, OK, REFUSED, RefusedError
 from megatron_pp.cli.parser import parse
 from megatron_pp.cli.terminal import open_terminal
-from megatron_pp.errors import MegatronPPError
+from megatron_pp.errors import MegatronPPError, visible
 
 _COMMANDS = ("plan", "verify", "simulate", "advise", "draw", "report")
 
@@ -74,7 +74,7 @@ def _in_words(error: Exception) -> str:
 
 def _complain(text: str) -> None:
     with suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+        print(visible(text), file=sys.stderr, flush=True)
 
 
 def _drop_output() -> None:

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from megatron_pp import __version__
 from megatron_pp.cli.errors import BAD_INPUT, UsageError
+from megatron_pp.errors import visible
 from megatron_pp.plan.names import did_you_mean, unknown
 
 _INTRODUCTION = (
@@ -21,7 +22,7 @@ class Parser(argparse.ArgumentParser):
     """Suggests the nearest name where one is not known, and reports an error in one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
+        self.exit(BAD_INPUT, f"{self.prog}: {visible(message)}; see {self.prog} --help\n")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:

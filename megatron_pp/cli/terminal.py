@@ -5,9 +5,10 @@ errors do without it.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
+from megatron_pp.errors import visible
 from megatron_pp.plan.files import write_whole
 
 if TYPE_CHECKING:
@@ -19,10 +20,16 @@ _WIDE = 1000  # characters: where no terminal's edge is in the way
 
 
 def open_terminal(no_color: bool | None) -> Console:
-    """A console that raises BrokenPipeError where its reader, such as ``head``, is gone. None: as NO_COLOR says."""
+    """A console that raises BrokenPipeError where its reader, such as ``head``, is gone, and prints ``visible`` text.
+    None: as NO_COLOR says."""
     from rich.console import Console
+    from rich.segment import Segment
 
     class Terminal(Console):
+        def render(self, *args: Any, **options: Any) -> Iterator[Segment]:
+            for text, style, control in super().render(*args, **options):
+                yield Segment(text if control else visible(text), style, control)
+
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError
 

@@ -7,17 +7,23 @@ from pathlib import Path
 
 from megatron_pp.errors import ExchangeError
 
+_LARGEST_TEXT = 1 << 30  # characters: a device may never end
+
 
 def read_text(path: str | os.PathLike[str]) -> str:
     """The file's text. Raises ExchangeError where it cannot be read or is no text."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        with Path(path).open(encoding="utf-8") as file:
+            text = file.read(_LARGEST_TEXT + 1)
     except UnicodeDecodeError as error:
         raise ExchangeError(f"{path}: not a text file in UTF-8 (byte {error.start})") from error
     except OSError as error:
         raise ExchangeError(f"{path}: cannot be read ({error.strerror or error})") from error
     except ValueError as error:  # no name that a file can have
         raise ExchangeError(f"{str(path)!r}: cannot be read ({error})") from error
+    if len(text) > _LARGEST_TEXT:
+        raise ExchangeError(f"{path}: longer than {_LARGEST_TEXT:,} characters")
+    return text
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:

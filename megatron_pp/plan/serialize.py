@@ -4,7 +4,7 @@
 The JSON is one object: ``format``, ``version`` (2), ``spec`` (the fields of PlanSpec), ``placement``, ``remark``, and
 ``programs``, a list per rank of objects with the keys ``op``, ``stage``, ``chunk`` and ``mb`` (null where they do not
 apply) and, where they apply, ``peer``, ``slice``, ``tensor`` and ``members``. ``orders`` is there where the compute
-order is not simply the compute of the programs. Version 1 is read too.
+order is not simply the compute of the programs.
 
 Nothing in a file is ever executed: words are matched against the instruction set, and numbers are checked before
 anything of their size is made.
@@ -12,15 +12,14 @@ anything of their size is made.
 
 import json
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, fields
 from typing import Any
 
-from megatron_pp.errors import ExchangeError, InstructionError, PlanError
+from megatron_pp.errors import ExchangeError, InstructionError, PlanError, visible
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.files import read_text
-from megatron_pp.plan.instruction import NONE, Instruction, batch, pair, parse_instruction, parse_program, without_pairs
+from megatron_pp.plan.instruction import NONE, Instruction, batch, pair, parse_instruction, without_pairs
 from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.orders import OLD_NAMES
 from megatron_pp.plan.placement import Placement
@@ -39,23 +38,6 @@ _VERSION = 2
 _OLD_CSV_HEAD = "megatron_pp plan"
 _EXPECTED = {"schedule": str, "pipeline_size": int, "num_chunks": int, "num_microbatches": int, "offload_chunks": int}
 _MOST = 10**9  # no stage, chunk, microbatch or rank of a real plan is as large
-# Names in plans of version 1, and in traces of its time.
-_VERSION_1 = {
-    "RA": ins.RECV_F,
-    "WA": ins.WAIT_F,
-    "SA": ins.SEND_F,
-    "DA": ins.FREE_F,
-    "HA": ins.HAND_F,
-    "RG": ins.RECV_B,
-    "WG": ins.WAIT_B,
-    "SG": ins.SEND_B,
-    "DG": ins.FREE_B,
-    "HG": ins.HAND_B,
-    "PS": ins.PARAM_SYNC,
-    "GE": ins.ENABLE_GRAD_SYNC,
-    "GS": ins.GRAD_SYNC,
-}
-_OLD_NAME = re.compile(rf"\b({'|'.join(_VERSION_1)})(?=\d)", re.ASCII)
 
 
 def format_plan(plan: Plan, form: str, certified: bool = False) -> str:
@@ -147,9 +129,12 @@ def _from_json(text: str) -> Plan:
     except (ValueError, RecursionError) as error:
         raise ExchangeError(f"not a JSON file, or cut off: {error}") from error
     version = content.get("version")
-    if content.get("format") != _HEAD or version not in (1, _VERSION) or isinstance(version, bool):
-        head = {"format": _HEAD, "version": _VERSION}
-        raise ExchangeError(f"no plan that this reads; it would hold {json.dumps(head)[1:-1]}")
+    if content.get("format") != _HEAD or type(version) is not int or version != _VERSION:
+        head, old = (
+            {"format": _HEAD, "version": _VERSION},
+            "; version 1 is no longer read" if repr(version) == "1" else "",
+        )
+        raise ExchangeError(f"no plan that this reads{old}; it would hold {json.dumps(head)[1:-1]}")
     if not isinstance(content.get("spec"), dict):
         raise ExchangeError("'spec' is missing or no object")
     try:
@@ -158,8 +143,8 @@ def _from_json(text: str) -> Plan:
         placement = Placement(content.get("placement", "(missing)"), *sizes)
     except ValueError as error:  # PlanError is one
         raise ExchangeError(str(error)) from error
-    programs = _ranks(content, "programs", spec, placement)
-    orders = _ranks(content, "orders", spec, placement) if "orders" in content else ComputeOf(programs)
+    programs = _ranks(content, "programs", spec)
+    orders = _ranks(content, "orders", spec) if "orders" in content else ComputeOf(programs)
     cells = spec.num_chunks * spec.num_microbatches * spec.slices
     for rank, program in enumerate(programs):
         if len(program) < cells:
@@ -168,10 +153,10 @@ def _from_json(text: str) -> Plan:
                 f"rank {rank} has {len(program)} instructions for {spec.num_chunks} chunk(s) of "
                 f"{spec.num_microbatches} microbatches{slices}: the program is cut off, or the spec is another plan's"
             )
-    return Plan(spec, placement, programs, orders, str(content.get("remark", "")))
+    return Plan(spec, placement, programs, orders, visible(str(content.get("remark", ""))))
 
 
-def _ranks(content: dict[str, Any], what: str, spec: PlanSpec, placement: Placement) -> tuple[Line, ...]:
+def _ranks(content: dict[str, Any], what: str, spec: PlanSpec) -> tuple[Line, ...]:
     listed = content.get(what)
     if not isinstance(listed, list):
         raise ExchangeError(f"'{what}' is missing or no list with an entry per rank")
@@ -180,29 +165,28 @@ def _ranks(content: dict[str, Any], what: str, spec: PlanSpec, placement: Placem
     programs = []
     for rank, entry in enumerate(listed):
         try:
-            if content["version"] == 1:
-                if not isinstance(entry, str):
-                    raise InstructionError("a program of version 1 is a string")
-                programs.append(placement.place(rank, parse_version_1(entry, spec.overlap_pairs)))
-            elif not isinstance(entry, list):
+            if not isinstance(entry, list):
                 raise InstructionError("a program is a list of instructions")
-            else:
-                programs.append(tuple(_instruction(node, position) for position, node in enumerate(entry)))
+            programs.append(tuple(_instruction(node, f"instruction {k}") for k, node in enumerate(entry)))
         except InstructionError as error:
             raise ExchangeError(f"{what}, rank {rank}: {error}") from error
     return tuple(programs)
 
 
-def _instruction(node: Any, position: int) -> Instruction:
-    where = f"instruction {position}"
-    if not isinstance(node, dict) or not isinstance(node.get("op"), str) or node["op"] not in ins.ALL_OPS:
+def _op(node: Any, where: str) -> str:
+    op = node.get("op") if isinstance(node, dict) else None
+    if not isinstance(op, str) or op not in ins.ALL_OPS:
         raise InstructionError(f"{where}: {str(node)[:60]} is no object with a known 'op'")
-    op = node["op"]
+    return op
+
+
+def _instruction(node: Any, where: str) -> Instruction:
+    op = _op(node, where)
     if op in ins.GROUP_OPS:
         members = node.get("members")
-        if not isinstance(members, list) or any(isinstance(m, dict) and m.get("op") in ins.GROUP_OPS for m in members):
+        if not isinstance(members, list) or any(_op(member, where) in ins.GROUP_OPS for member in members):
             raise InstructionError(f"{where}: the 'members' of a {op} are a list of single instructions")
-        inside = [_instruction(member, position) for member in members]
+        inside = [_instruction(member, where) for member in members]
         if op == ins.BATCH:
             return batch(inside)
         two = sum(member.op in ins.SINGLE_COMPUTE_OPS for member in inside)
@@ -248,18 +232,6 @@ def _skip_tensor(value: Any) -> SkipTensor:
     return SkipTensor(**{**value, **lists})
 
 
-def parse_version_1(line: str, overlap_pairs: bool) -> list[Instruction]:
-    """One rank's program of a version 1 file, not placed, in today's instructions: it had short names, no name for
-    a split backward, and pairs by adjacency. Raises InstructionError."""
-    program = parse_program(_OLD_NAME.sub(lambda found: _VERSION_1[found.group(1)], line))
-    split = {(at.chunk, at.mb) for at in program if at.op == ins.WEIGHT_GRAD}
-    renamed = [
-        ins.instruction(ins.INPUT_GRAD, at.chunk, at.mb) if at.op == ins.BACKWARD and (at.chunk, at.mb) in split else at
-        for at in program
-    ]
-    return ins.pair_up(renamed) if overlap_pairs else renamed
-
-
 def spec_values(spec: PlanSpec) -> list[tuple[str, Any]]:
     """The fields of the spec, as JSON takes them."""
     values = [(f.name, getattr(spec, f.name)) for f in fields(PlanSpec)]
@@ -287,6 +259,8 @@ def spec_from_values(values: dict[str, Any]) -> PlanSpec:
         expected = _EXPECTED.get(name) or type(known[name].default)
         if type(value) is not expected and (value is not None or known[name].default is not None):
             raise ExchangeError(f"the spec's {name} is {value!r}; it must be of type {expected.__name__}")
+        if isinstance(value, str) and not value.isprintable():
+            raise ExchangeError(f"the spec's {name} is {value!r}; it holds a character that cannot be printed")
     if measured is not None and not isinstance(measured, dict):
         raise ExchangeError("the spec's 'measured' must be an object of measured values, or null")
     values["schedule"] = OLD_NAMES.get(values["schedule"], values["schedule"])

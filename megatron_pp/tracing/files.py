@@ -19,11 +19,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from megatron_pp.errors import ExchangeError, InstructionError, PlanError
+from megatron_pp.errors import ExchangeError, InstructionError, PlanError, visible
 from megatron_pp.plan.files import read_text
 from megatron_pp.plan.instruction import Instruction, each, format_program, parse_program, without_pairs
 from megatron_pp.plan.placement import PLACEMENTS, Placement
-from megatron_pp.plan.serialize import parse_version_1, spec_from_values, spec_values
+from megatron_pp.plan.serialize import spec_from_values, spec_values
 from megatron_pp.plan.spec import Plan, PlanSpec
 
 RUN_RANDOM_BITS = 12
@@ -31,7 +31,6 @@ RUN_RANDOM_BITS = 12
 
 _FORMAT = "megatron_pp.trace"
 _VERSION = 2
-_READ = (1, _VERSION)
 _NOT_A_LINE = (KeyError, TypeError, ValueError, OverflowError, RecursionError, AttributeError)
 
 
@@ -80,7 +79,6 @@ class StepRecord:
 class RankTrace:
     path: str
     header: RunHeader
-    version: int = _VERSION
     plans: list[PlanRecord] = field(default_factory=list)
     syncs: list[tuple[int, int]] = field(default_factory=list)  # (this rank's time, how far it is ahead of rank 0's)
     steps: dict[int, StepRecord] = field(default_factory=dict)
@@ -136,7 +134,7 @@ def parse_rank_trace(text: str, path: str | Path) -> RankTrace:
         try:
             content = json.loads(line)
             if trace is None:
-                trace = RankTrace(str(path), _header(content), content["version"])
+                trace = RankTrace(str(path), _header(content))
             else:
                 _add(trace, content)
         except (PlanError, InstructionError) as error:
@@ -151,9 +149,10 @@ def parse_rank_trace(text: str, path: str | Path) -> RankTrace:
 
 def _header(content: dict[str, Any]) -> RunHeader:
     version = content.get("version")
-    if content.get("format") != _FORMAT or type(version) is not int or version not in _READ:
-        raise ExchangeError(f"not a trace of this format in a version that is read: {' or '.join(map(str, _READ))}")
-    run, device, host = (str(content[name]) for name in ("run", "device", "host"))
+    if content.get("format") != _FORMAT or type(version) is not int or version != _VERSION:
+        old = "; version 1 is no longer read" if repr(version) == "1" else ""
+        raise ExchangeError(f"no trace of format {_FORMAT}, version {_VERSION}{old}")
+    run, device, host = (visible(str(content[name])) for name in ("run", "device", "host"))
     rank, pipeline = int(content["rank"]), tuple(map(int, content["pipeline"]))
     if not 0 <= rank < len(pipeline):
         raise ExchangeError(f"rank {rank} is not in a pipeline of {len(pipeline)} ranks")
@@ -166,8 +165,7 @@ def _add(trace: RankTrace, content: dict[str, Any]) -> None:
         if content["placement"] not in PLACEMENTS:
             raise ExchangeError(f"placement {content['placement']!r} is not known")
         spec = spec_from_values(dict(content["spec"]))
-        line = content["program"]
-        read = parse_version_1(line, spec.overlap_pairs) if trace.version == 1 else parse_program(line)
+        read = parse_program(content["program"])
         _check_plan(trace.header, spec, read)
         placement = Placement(content["placement"], spec.pipeline_size, spec.num_chunks)
         program = placement.place(trace.header.rank, read)

@@ -16,7 +16,7 @@ from megatron_pp.cli.command_line import main
 from megatron_pp.cli.terminal import print_table
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.orders import SCHEDULES
-from megatron_pp.plan.serialize import load_plan
+from megatron_pp.plan.serialize import format_plan, load_plan
 from megatron_pp.plan.spec import PlanSpec
 from tests.harness.plan_text import placed, save_plan, without
 from tests.unit_tests.cli.conftest import assert_refused
@@ -79,19 +79,6 @@ def test_verify_and_plan_print_the_certificate(command):
     assert (answer["accepted"], answer["device"]) == (True, ["one_queue"])
     plan = json.loads(command("plan", "-s", "1f1b", "-P", 2, "-M", 4, "--device", "one_queue", "--format", "json")[1])
     assert plan["certificate"]["digest"] == answer["digest"]
-
-
-def test_verify_reads_a_plan_file_of_version_1(command, tmp_path):
-    """As release 0.1 wrote it."""
-    spec = {"schedule": "1f1b", "pipeline_size": 2, "num_chunks": 1, "num_microbatches": 1}
-    programs = ["F0.0 SA0.0 RG0.0 DA0.0 WG0.0 GE0 B0.0", "RA0.0 WA0.0 F0.0 GE0 B0.0 SG0.0 DG0.0"]
-    content = {"format": "megatron_pp.plan", "version": 1, "spec": spec, "placement": "loop", "remark": ""}
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps({**content, "programs": programs}))
-    code, out, _ = command("verify", "--import", path)
-    assert (code, "deadlock-free" in out) == (0, True), out
-    path.write_text(json.dumps({**content, "programs": [programs[0].replace("RG0.0 ", ""), programs[1]]}))
-    assert_refused(command("simulate", "--import", path), 1, "refused: rank 0: WAIT_B0.0")
 
 
 def test_verify_says_what_is_wrong_with_a_file_and_where(command, tmp_path):
@@ -159,6 +146,31 @@ def test_what_cannot_be_done_is_said_in_one_line(command, tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     assert_refused(command(*arguments.split()), 2, *words)
     assert os.listdir(tmp_path) == []
+
+
+STRANGE = "\x1b]0;owned\x07\r\x9b2J\u202e\ud800"
+
+
+@pytest.mark.parametrize("command_line", ["verify", "simulate", "draw", "plan"])
+@pytest.mark.parametrize("place", ["op", "tensor", "remark", "schedule", "policy", "key", "placement", "name", "text"])
+def test_a_file_of_a_strangers_reaches_the_terminal_as_text_only(command, tmp_path, command_line, place):
+    content = json.loads(format_plan(build_plan(PlanSpec("1f1b", 2, 1, 2)), "json"))
+    if place in ("schedule", "policy"):
+        content["spec"][place] += STRANGE
+    elif place == "name":
+        content["spec"]["policy"] = "quick"
+    elif place in ("remark", "placement"):
+        content[place] += STRANGE
+    elif place == "key":
+        content["spec"][STRANGE] = 1
+    else:
+        content["programs"][1][0][place] = STRANGE
+    path = tmp_path / ("plan\x1b[2J\x9b.json" if place == "name" else "plan.json")
+    path.write_text(f"0F0,{STRANGE[:-1]}\n" if place == "text" else json.dumps(content), encoding="utf-8")
+    code, out, err = command(command_line, "--import", path)
+    assert (code > 0) == (place != "remark")
+    assert out or err
+    assert [c for c in out + err if not (c.isprintable() or c == "\n")] == []
 
 
 @pytest.mark.parametrize("text", ["-1", "x", "nan", "inf", "1,,2"])

@@ -64,9 +64,6 @@ TEXTS = {form: format_plan(PLAN, form) for form in FORMATS}
 TEXTS["json, pairs"] = format_plan(build_plan(PlanSpec("dualpipe_v", 2, 2, 4, overlap_pairs=True)), "json")
 TEXTS["json, slices"] = format_plan(build_plan(PlanSpec("seq_zb", 2, 1, 2, slices=2)), "json")
 TEXTS["json, named"] = format_plan(build_plan(PlanSpec("1f1b", 3, 1, 2, skip_tensors="a=0>2; m=0>1 no_grad")), "json")
-TEXTS["version 1"] = json.dumps(
-    {**json.loads(TEXTS["json"]), "version": 1, "programs": ["F0.0 [SA0.0 RG1.0] DA0.0 GS0 B0.0 W0.0"] * 2}
-)
 TEXTS["torch-csv, split"] = format_plan(build_plan(PlanSpec("zb_h1", 2, 1, 4)), "torch-csv")
 
 
@@ -86,6 +83,32 @@ def test_a_damaged_plan(form: str, data: st.DataObject) -> None:
 @given(st.one_of(*(mutated_json(json.loads(TEXTS[form])) for form in ("json", "json, slices", "json, named"))))
 def test_a_plan_with_strange_values(text: str) -> None:
     _only(PlanError, lambda: _read_and_verify(text))
+
+
+@pytest.mark.parametrize(
+    "value", [None, True, -1, 0.5, 10**8, 10**400, "", "\x1b", [], {}, [[]], [{"op": []}]], ids=repr
+)
+def test_a_wrong_value_at_every_place(value: Any) -> None:
+    """At the first place of its kind: of its keys, and of the operation that it is in."""
+    options: Any = {"overlap_pairs": True, "policy": "batched", "param_sync": True, "skip_tensors": "a=0>2"}
+    text, seen = format_plan(build_plan(PlanSpec("dualpipe_v", 2, 2, 4, **options)), "json"), set()
+    for path in _places(json.loads(text)):
+        content = at = json.loads(text)
+        for key in path[:-1]:
+            at = at[key]
+        kind = (*("*" if isinstance(key, int) else key for key in path), at.get("op") if isinstance(at, dict) else "")
+        if kind not in seen:
+            seen.add(kind)
+            at[path[-1]] = value
+            _only(PlanError, lambda content=content: _read_and_verify(json.dumps(content)))
+    assert len(seen) > 100
+
+
+def _places(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    inside = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    for key, value in inside:
+        yield (*path, key)
+        yield from _places(value, (*path, key))
 
 
 @examples(60)

@@ -5,22 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_pp.errors import ExchangeError, PlanError
+from megatron_pp.plan import files
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.files import write_whole
 from megatron_pp.plan.instruction import (
-    FREE_OPS,
-    RECV_OPS,
-    SEND_OPS,
     Instruction,
-    each,
-    without_pairs,
 )
 from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.orders import SCHEDULES
@@ -170,6 +165,7 @@ GROUP = {"stage": None, "chunk": None, "mb": None}
         ({"op": "BATCH", **GROUP, "members": [F]}, "a batch holds sends and receives only"),
         ({"op": "BATCH", **GROUP, "members": SEND}, "the 'members' of a BATCH are a list of single instructions"),
         ({"op": "BATCH", **GROUP, "members": [3]}, "no object with a known 'op'"),
+        ({"op": "BATCH", **GROUP, "members": [{**SEND, "op": []}]}, "no object with a known 'op'"),
         (
             {"op": "BATCH", **GROUP, "members": [{"op": "BATCH", **GROUP, "members": [SEND]}]},
             "the 'members' of a BATCH are a list of single instructions",
@@ -199,97 +195,6 @@ def test_a_wrong_stage_or_peer_is_refused_by_verify(key, value, words):
         verify(parse_plan(json.dumps(content)))
 
 
-# -- version 1 ---------------------------------------------------------------------------------------------------------
-
-
-def version_1(spec, placement, *programs):
-    """A file of version 1; the fields that it had are those of ``spec`` and these."""
-    rest = {
-        "group_size": 0,
-        "policy": "overlap",
-        "channels": "one_way",
-        "forward_only": False,
-        "variable_shapes": False,
-        "release_after": 1,
-        "lookahead": 1,
-        "grad_sync": "hooks",
-        "param_sync": False,
-        "overlap_pairs": False,
-        "measured": None,
-        "digest": "",
-    }
-    content = {"format": "megatron_pp.plan", "version": 1, "spec": {**rest, **spec}, "placement": placement}
-    return json.dumps({**content, "remark": "", "programs": list(programs)})
-
-
-def sizes(schedule, p, v, m, **options):
-    return {"schedule": schedule, "pipeline_size": p, "num_chunks": v, "num_microbatches": m, **options}
-
-
-VERSION_1 = {
-    "zb_h1": (
-        sizes("zb_h1", 2, 1, 2, policy="batched"),
-        "loop",
-        "F0.0 [SA0.0] DA0.0 F0.1 [RG0.0 SA0.1] WG0.0 DA0.1 B0.0 W0.0 [RG0.1] WG0.1 GE0 B0.1 GE0 W0.1",
-        "[RA0.0] WA0.0 F0.0 [RA0.1] WA0.1 B0.0 [SG0.0] DG0.0 F0.1 GE0 B0.1 [SG0.1] DG0.1 W0.0 GE0 W0.1",
-    ),
-    "interleaved": (
-        sizes("interleaved_1f1b", 2, 2, 2, grad_sync="explicit", param_sync=True),
-        "loop",
-        "PS0 PS1 F0.0 RA1.0 SA0.0 F0.1 RA1.1 SA0.1 DA0.0 WA1.0 F1.0 RG1.0 SA1.0 DA0.1 WA1.1 F1.1 RG1.1 SA1.1 DA1.0 "
-        "WG1.0 B1.0 RG0.0 SG1.0 DA1.1 WG1.1 B1.1 RG0.1 SG1.1 DG1.0 GS1 WG0.0 B0.0 DG1.1 WG0.1 B0.1 GS0",
-        "RA0.0 RA0.1 WA0.0 PS0 PS1 F0.0 RA1.0 SA0.0 WA0.1 F0.1 SA0.1 DA0.0 WA1.0 F1.0 RA1.1 DA0.1 B1.0 SG1.0 WA1.1 "
-        "F1.1 RG0.0 DG1.0 B1.1 RG0.1 SG1.1 WG0.0 B0.0 SG0.0 DG1.1 GS1 WG0.1 B0.1 SG0.1 DG0.0 DG0.1 GS0",
-    ),
-    "dualpipev of one rank": (
-        sizes("dualpipev", 1, 2, 2, overlap_pairs=True),
-        "v",
-        "F0.0 HA1.0 F1.0 F0.1 B1.0 HA1.1 HG0.0 F1.1 B0.0 GE1 B1.1 HG0.1 GE0 B0.1 GE0 W0.1",
-    ),
-    "dualpipev": (
-        sizes("dualpipev", 2, 2, 4, overlap_pairs=True),
-        "v",
-        "F0.0 SA0.0 F0.1 RA1.0 SA0.1 DA0.0 F0.2 SA0.2 DA0.1 WA1.0 F1.0 DA0.2 B1.0 RA1.1 SG1.0 W1.0 DG1.0 WA1.1 F1.1 "
-        "RA1.2 RG0.0 F0.3 B1.1 SA0.3 SG1.1 DA0.3 WA1.2 WG0.0 F1.2 B0.0 RA1.3 RG0.1 DG1.1 B1.2 SG1.2 WA1.3 WG0.1 F1.3 "
-        "B0.1 RG0.2 DG1.2 GE1 B1.3 SG1.3 WG0.2 B0.2 RG0.3 DG1.3 W0.2 WG0.3 GE0 B0.3 GE0 W0.3",
-        "RA0.0 WA0.0 F0.0 RA0.1 HA1.0 F1.0 RA0.2 SA1.0 WA0.1 F0.1 RG1.0 DA1.0 HA1.1 F1.1 SA1.1 WA0.2 WG1.0 F0.2 B1.0 "
-        "RA0.3 RG1.1 DA1.1 HA1.2 HG0.0 F1.2 B0.0 SA1.2 SG0.0 DA1.2 WA0.3 WG1.1 F0.3 B1.1 RG1.2 DG0.0 HA1.3 HG0.1 F1.3 "
-        "B0.1 SA1.3 SG0.1 DA1.3 WG1.2 B1.2 RG1.3 DG0.1 HG0.2 B0.2 SG0.2 WG1.3 GE1 B1.3 DG0.2 HG0.3 GE0 B0.3 SG0.3 GE1 "
-        "W1.3 DG0.3 GE0 W0.3",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", VERSION_1)
-def test_files_of_version_1_are_read(name):
-    """Each is the plan that today's lowering makes of the same spec, apart from where
-    receives and releases stand, and the sends of pairs.
-    """
-    spec, placement, *programs = VERSION_1[name]
-    plan = parse_plan(version_1(spec, placement, *programs))
-    today = build_plan(PlanSpec(**{**spec, "schedule": spec["schedule"].replace("dualpipev", "dualpipe_v")}))
-    assert (plan.spec, plan.placement, plan.orders) == (today.spec, today.placement, today.orders)
-    moved = RECV_OPS | FREE_OPS | (SEND_OPS if spec.get("overlap_pairs") else frozenset())
-    for program, wanted in zip(plan.programs, today.programs, strict=True):
-        before, now = list(without_pairs(program)), list(without_pairs(wanted))
-        assert [at for at in before if at.op not in moved] == [at for at in now if at.op not in moved]
-        assert sorted(before) == sorted(now)
-    for program, line in zip(plan.programs, programs, strict=True):
-        assert [(at.chunk, at.mb) for at in each(program)] == [
-            (int(chunk), int(mb or -1)) for chunk, mb in re.findall(r"[A-Z](\d+)(?:\.(\d+))?", line)
-        ]
-    verify(plan)
-    assert parse_plan(format_plan(plan, "json")) == plan
-
-
-def test_orders_of_version_1_are_read():
-    """A plan for evaluation has an order that trains."""
-    text = version_1(sizes("1f1b", 2, 1, 1, forward_only=True), "loop", "F0.0 SA0.0 DA0.0", "RA0.0 WA0.0 F0.0")
-    orders = ["F0.0 B0.0", "F0.0 B0.0"]
-    plan = parse_plan(json.dumps({**json.loads(text), "orders": orders}))
-    assert plan == build_plan(PlanSpec("1f1b", 2, 1, 1, forward_only=True))
-
-
 def edited(**changes):
     content = json.loads(format_plan(small_plan(), "json"))
     for key, value in changes.items():
@@ -313,6 +218,7 @@ def edited(**changes):
         (edited(pipeline_size="2"), "pipeline_size is '2'; it must be of type int"),
         (edited(pipeline_size=True), "pipeline_size is True; it must be of type int"),
         (edited(forward_only=0), "forward_only is 0; it must be of type bool"),
+        (edited(schedule="1f1b\x1b[2J"), r"schedule is '1f1b.x1b.2J'; it holds a character that cannot be printed"),
         (edited(num_microbatches=10**7), "rank 0 has .* instructions for 1 chunk.* of 10000000 microbatches"),
         (edited(num_microbatches=10**9), "1000000000 microbatches make 2,000,000,000 forwards; a plan has at most"),
         (edited(num_microbatches=0), "number of microbatches is 0"),
@@ -321,9 +227,7 @@ def edited(**changes):
         (edited(placement=["loop"]), "is not known"),
         (edited(programs="F0.0"), "'programs' is missing or no list with an entry per rank"),
         (edited(programs=["F0.0", "F0.0"]), "programs, rank 0: a program is a list of instructions"),
-        (edited(version=1), "programs, rank 0: a program of version 1 is a string"),
-        (edited(version=1, programs=["F0.0 Q1.1", ""]), "programs, rank 0: 'Q1.1' is not an instruction"),
-        (edited(version=1, programs=["F0.0 [SA0.0", ""]), "programs, rank 0: .* is not an instruction"),
+        (edited(version=1), "no plan that this reads; version 1 is no longer read; it would hold"),
         (edited(orders=[[]]), "orders of 1 ranks; the pipeline has 2"),
     ],
 )
@@ -374,6 +278,12 @@ def test_no_damage_brings_anything_but_a_plan_error(form, data):
     middle = data.draw(st.text(max_size=6))
     with contextlib.suppress(PlanError):
         verify(parse_plan(text[:start] + middle + text[end:]))
+
+
+def test_a_file_that_does_not_end_is_refused(monkeypatch):
+    monkeypatch.setattr(files, "_LARGEST_TEXT", 1000)
+    with pytest.raises(ExchangeError, match="/dev/zero: longer than 1,000 characters"):
+        load_plan("/dev/zero")
 
 
 def test_files_that_are_no_text_or_not_there(tmp_path):

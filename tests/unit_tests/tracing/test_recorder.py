@@ -320,11 +320,18 @@ def test_a_line_that_a_killed_run_left_is_ignored(recorded):
     [
         (lambda t: "", "the file is empty"),
         (lambda t: t[:40], "cut off in its first line"),
-        (lambda t: t.replace('"megatron_pp.trace"', '"other"'), "line 1: not a trace of this format"),
-        (lambda t: t.replace('"version":2', '"version":3'), "line 1: not a trace .* in a version that is read: 1 or 2"),
+        (
+            lambda t: t.replace('"megatron_pp.trace"', '"other"'),
+            "line 1: no trace of format megatron_pp.trace",
+        ),
+        (lambda t: t.replace('"version":2', '"version":3'), "line 1: no trace of format .* version 2$"),
         (
             lambda t: t.replace('"version":2', '"version":true'),
-            "line 1: not a trace .* in a version that is read: 1 or 2",
+            "line 1: no trace of format .* version 2$",
+        ),
+        (
+            lambda t: t.replace('"version":2', '"version":1'),
+            "line 1: no trace .* 2; version 1 is no longer read",
         ),
         (lambda t: t.replace('"kind":"sync"', '"kind":"song"'), "line 2: 'song' is no kind of line"),
         (lambda t: t.replace('"program":"F0.0', '"program":"Q0.0'), "line 3: 'Q0.0' is not an instruction"),

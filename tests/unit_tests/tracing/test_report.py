@@ -90,29 +90,6 @@ def test_a_rank_that_waits_for_others_to_end_the_step_before_is_not_idle_in_the_
     assert [w.peer_late for w in other.waits] == pytest.approx([w.peer_late for w in one.waits], abs=1e-2)
 
 
-# As release 0.1 wrote them, per rank.
-PROGRAMS_OF_VERSION_1 = (
-    "F0.0 SA0.0 F0.1 RG0.0 SA0.1 DA0.0 WG0.0 B0.0 RG0.1 DA0.1 W0.0 WG0.1 GE0 B0.1 GE0 W0.1",
-    "RA0.0 WA0.0 F0.0 RA0.1 B0.0 SG0.0 WA0.1 F0.1 DG0.0 GE0 B0.1 SG0.1 W0.0 DG0.1 GE0 W0.1",
-)
-
-
-def test_traces_of_version_1_are_read(tmp_path):
-    """Short names, no name of its own for a split backward, and no ``split_backward`` in the spec."""
-    step = simulated("zb_h1", 2, 1, 2)
-    write_traces(tmp_path, [step])
-    for path, program in zip(sorted(tmp_path.glob("*.jsonl")), PROGRAMS_OF_VERSION_1, strict=True):
-        header, sync, plan, timed = map(json.loads, path.read_text().splitlines())
-        header["version"] = 1
-        plan["program"] = program
-        del plan["spec"]["split_backward"]
-        path.write_text("".join(f"{json.dumps(line)}\n" for line in (header, sync, plan, timed)))
-    found = analyse(load_run(tmp_path))
-    assert found.measured.plan.programs == step.plan.programs
-    assert found.measured.makespan == pytest.approx(step.makespan, abs=1e-3)
-    assert found.costs.weight == pytest.approx((10.0, 10.0))
-
-
 def test_the_prediction_from_a_run_of_the_simulator_is_that_run(tmp_path):
     """Costs and transfer times are found again, so simulating with them gives the same step."""
     costs = StageCosts.per_stage([10, 11, 12, 13], [9, 10, 11, 12], [8, 8, 9, 9])
