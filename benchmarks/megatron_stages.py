@@ -21,10 +21,11 @@ from tests.megatron.cases import Case
 
 
 class TimedRun(lab.Run):
-    """A run whose transformer layers do nothing but sleep."""
+    """A run whose transformer layers do nothing but sleep; where our schedule splits backwards, theirs are."""
 
     def __init__(self, case: Case, lengths: Lengths) -> None:
         self.length = lengths.of_chunk(case.model.layers // case.pp)
+        self.split = case.engine == "ours" and SCHEDULES[str(case.schedule)].splits_weight
         super().__init__(case)
 
     def _wrap(self, chunks: list[Any]) -> list[torch.nn.Module]:
@@ -33,15 +34,15 @@ class TimedRun(lab.Run):
         return super()._wrap(chunks)
 
     def _time(self, decoder: Any) -> None:
-        decoder.layers = torch.nn.ModuleList(_Layer(self.length) for _ in decoder.layers)
+        decoder.layers = torch.nn.ModuleList(_Layer(self.length, self.split) for _ in decoder.layers)
 
 
 class _Layer(torch.nn.Module):
     """With a transformer layer's interface."""
 
-    def __init__(self, length: Lengths) -> None:
+    def __init__(self, length: Lengths, split: bool) -> None:
         super().__init__()
-        self.stage = length.stage(split=False)
+        self.stage = length.stage(split)
 
     def forward(self, hidden_states: torch.Tensor, **unused: Any) -> tuple[torch.Tensor, None]:
         return self.stage(hidden_states), None
@@ -53,7 +54,6 @@ class RecordedRun(TimedRun):
 
     def __init__(self, case: Case, lengths: Lengths, folder: Path) -> None:
         self.folder = folder
-        self.split = SCHEDULES[str(case.schedule)].splits_weight
         super().__init__(case, lengths)
 
     def _wrap(self, chunks: list[Any]) -> list[torch.nn.Module]:

@@ -44,7 +44,8 @@ def test_bubbles_on_megatrons_gpt_model(tmp_path: Path) -> None:
 def test_steps_of_megatrons_gpt_model_under_both_engines(tmp_path: Path) -> None:
     rows = report(tmp_path, "megatron_steps", "--pp", "2", "--backward-ms", "4", "--policies", "overlap")
     assert [(row["schedule"], row["shapes"]) for row in rows] == [
-        (schedule, shapes) for schedule in ("1f1b", "interleaved_1f1b") for shapes in ("fixed", "variable")
+        *((schedule, shapes) for schedule in ("1f1b", "interleaved_1f1b") for shapes in ("fixed", "variable")),
+        *(("zb_h1", "fixed"), ("interleaved_zb", "fixed")),
     ]
     assert all(min(row["megatron ms"], row["ours / simulated"] * 24) > 24 for row in rows)  # 4 forwards and backwards
 
