@@ -27,7 +27,10 @@ MEGATRONS = ("1f1b", "interleaved_1f1b")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    lengths = {"forward_ms": (20.0, "of a rank's whole forward"), "backward_ms": (40.0, "of its whole backward, of which the weight gradients take half")}
+    lengths = {
+        "forward_ms": (20.0, "of a rank's whole forward"),
+        "backward_ms": (40.0, "of its whole backward, half of it for weight gradients"),
+    }
     add_options(parser, pp=[2, 4], microbatches=8, **lengths)
     add_options(parser, rounds=(3, "timed steps of each, in turns; one more comes before"), timeout=280.0)
     parser.add_argument("--schedules", nargs="+", choices=list(SCHEDULES), default=list(SCHEDULES))

@@ -1,4 +1,5 @@
-"""Writes the README's tables: beside its peers, from the pages with the measurements, and the schedules, simulated.
+"""Writes what commands make in the README: beside its peers and under Megatron, from the pages with the measurements,
+and the schedules, simulated.
 
 python scripts/readme_tables.py [--check]
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -16,8 +18,13 @@ from docs_site.schedule_numbers import all_numbers  # noqa: E402
 from made_parts import MadePart, markdown_table, renew  # noqa: E402
 
 PARITY, PERFORMANCE = "docs/parity.md", "docs/performance.md"
-ENGINES = {"ours": ("ours",), "megatron": ("megatron",), "torch": ("torch", "torch per-direction")}
+Engines = dict[str, tuple[str, ...]]
+ENGINES: Engines = {"ours": ("ours",), "megatron": ("megatron",), "torch": ("torch", "torch per-direction")}
 """Column of the README -> engines of the tables; of several, the better number counts."""
+UNDER_MEGATRON: Engines = {"plug-in": ("plug-in",), "megatron": ("megatron",)}
+OF_MEGATRON = ("1f1b", "interleaved_1f1b")
+BESIDE = {"zb_h1": "1F1B", "interleaved_zb": "interleaved 1F1B"}
+"""Schedules that Megatron does not have -> what stands beside them."""
 SETTING = "interleaved_1f1b P=4 V=2 overlap"
 
 Row = dict[str, str]
@@ -51,14 +58,18 @@ def parity_rows() -> list[list[str]]:
 
 
 def performance_rows() -> list[list[str]]:
-    overhead = _of_setting("overhead", ["outside us (median)"])
+    overhead, under = (_of_setting("overhead", ["outside us (median)"], who) for who in (ENGINES, UNDER_MEGATRON))
     memory = _of_setting("memory", [f"rank {r}" for r in range(4)])
     page = f"[performance]({PERFORMANCE})"
-    rows = [["Host time per forward and backward, interleaved, P=4, V=2", *(f"{overhead[e]:.3g} us" for e in ENGINES)]]
+    rows = [
+        ["Host time per forward and backward, interleaved, P=4, V=2: the library alone"]
+        + [f"{overhead[e]:.3g} us" for e in ENGINES],
+        ["... in Megatron's training loop, under `install()`", *(f"{under[e]:.3g} us" for e in UNDER_MEGATRON), "-"],
+    ]
     for schedule, label in (("1f1b", "1F1B"), ("interleaved_1f1b", "interleaved")):
         over = _over_bound(schedule)
         rows.append([f"Step over its lower bound, {label}, worst case", *(f"{over[e]:.2f}" for e in ENGINES)])
-    rows.append(["Peak memory in activations, interleaved, P=4, V=2", *(f"{memory[e]:g}" for e in ENGINES)])
+    rows.append(["Peak memory in tensors between stages, interleaved, P=4, V=2", *(f"{memory[e]:g}" for e in ENGINES)])
     return [[*row, page] for row in rows]
 
 
@@ -66,10 +77,10 @@ def _measured(name: str) -> list[Row]:
     return table_after(PERFORMANCE, f"<!-- table {name} -->")
 
 
-def _of_setting(name: str, columns: list[str]) -> dict[str, float]:
+def _of_setting(name: str, columns: list[str], engines: Engines = ENGINES) -> dict[str, float]:
     """The largest of these columns, at SETTING."""
     rows = [row for row in _measured(name) if row["setting"] == SETTING]
-    return _best({row["engine"]: [number(row[c]) for c in columns if row[c] != "-"] for row in rows})
+    return _best({row["engine"]: [number(row[c]) for c in columns if row[c] != "-"] for row in rows}, engines)
 
 
 def _over_bound(schedule: str) -> dict[str, float]:
@@ -78,13 +89,13 @@ def _over_bound(schedule: str) -> dict[str, float]:
     for row in _measured("exposed"):
         if row["schedule"] == schedule and number(row["transfer / F"]) <= 1 and row["over bound"] != "-":
             found.setdefault(row["engine"], []).append(number(row["over bound"]))
-    return _best(found)
+    return _best(found, ENGINES)
 
 
-def _best(found: dict[str, list[float]]) -> dict[str, float]:
+def _best(found: dict[str, list[float]], columns: Engines) -> dict[str, float]:
     """For each column the largest number of that of its engines which does best."""
     worst = {engine: max(numbers) for engine, numbers in found.items() if numbers}
-    return {column: min(worst[e] for e in engines if e in worst) for column, engines in ENGINES.items()}
+    return {column: min(worst[e] for e in engines if e in worst) for column, engines in columns.items()}
 
 
 def version(page: str, mark: str, name: str) -> str:
@@ -96,12 +107,42 @@ def version(page: str, mark: str, name: str) -> str:
 
 
 def peers() -> str:
-    megatron, torch = (
-        version(PARITY, "Written by", "megatron-core"),
-        version(PERFORMANCE, "<!-- table overhead", "torch"),
-    )
+    megatron = version(PARITY, "Written by", "megatron-core")
+    measured = {version(PERFORMANCE, f"<!-- table {name}", "torch") for name in ("overhead", "exposed", "memory")}
+    torch = " and ".join(sorted(measured))
     head = ["", "megatron_pp", f"Megatron-core {megatron}", f"torch {torch} pipelining", "measured in"]
     return markdown_table([head, *parity_rows(), *performance_rows()])
+
+
+def under_megatron() -> str:
+    """What ``install()`` changes in a step, and on the host."""
+    rows = _measured("megatron_steps")
+    own = [row for row in rows if row["schedule"] in OF_MEGATRON]
+    fixed, variable = (_ratios([row for row in own if row["shapes"] == kind]) for kind in ("fixed", "variable"))
+    added = [
+        f"`{schedule}` {_ratios([row for row in rows if row['schedule'] == schedule])} of its {theirs}"
+        for schedule, theirs in BESIDE.items()
+        if any(row["schedule"] == schedule for row in rows)
+    ]
+    host = _of_setting("overhead", ["outside us (median)"], UNDER_MEGATRON)
+    sentences = [
+        "**What do I gain under Megatron?** On Megatron's own schedules a step of its GPTModel takes "
+        f"{fixed} of Megatron's time under `install()` with fixed shapes, and {variable} with shapes that vary "
+        f"({len(own)} settings, with layers that sleep and messages that take no time).",
+        f"Schedules that Megatron does not have save more: a step takes with {', with '.join(added)}." if added else "",
+        "Transfers that take time are hidden as in the rows *step over its lower bound*, without virtual stages too.",
+        f"The host spends {host['plug-in'] / host['megatron']:.2f} of Megatron's time outside the model, which counts "
+        "where it launches layers more slowly than they run.",
+        f"Every setting: [steps]({PERFORMANCE}#steps-beside-megatrons-own), [host time]"
+        f"({PERFORMANCE}#overhead-per-virtual-microbatch), [numbers]({PARITY}).",
+    ]
+    return textwrap.fill(" ".join(filter(None, sentences)), 160, break_long_words=False, break_on_hyphens=False)
+
+
+def _ratios(rows: list[Row]) -> str:
+    """The range of our steps over Megatron's."""
+    found = sorted(number(row["ours / megatron"]) for row in rows)
+    return " to ".join(dict.fromkeys(f"{ratio:.2f}" for ratio in (found[0], found[-1])))
 
 
 def schedules() -> str:
@@ -114,5 +155,6 @@ def schedules() -> str:
 
 if __name__ == "__main__":
     README = ROOT / "README.md"
-    parts = [MadePart(README, "peers", peers), MadePart(README, "schedules", schedules)]
-    sys.exit(renew(parts, __doc__.splitlines()[0]))
+    made = {"peers": peers, "under Megatron": under_megatron, "schedules": schedules}
+    parts = [MadePart(README, name, make) for name, make in made.items()]
+    sys.exit(renew(parts, __doc__.partition("\n\n")[0]))

@@ -45,9 +45,12 @@ BUBBLE = [
     {"schedule": "zb_v", "V": 2, "simulated": 0.06, "measured": "no reason", "step over simulated": None},
 ]
 MEGATRON_STEPS = [
-    {"P": 4, "schedule": "interleaved_1f1b", "policy": policy, "shapes": "fixed", "megatron ms": 100.0}
+    {"P": 4, "schedule": schedule, "policy": policy, "shapes": "fixed", "megatron ms": 100.0}
     | {"simulated ms": 90.0, "ours / megatron": ratio, "of the fastest": 0.94, "ours / simulated": ratio / 0.9}
-    for policy, ratio in (("overlap", 0.95), ("plain", 1.12))
+    for schedule, policy, ratio in (
+        *(("interleaved_1f1b", "overlap", 0.95), ("interleaved_1f1b", "plain", 1.12)),
+        ("interleaved_zb", "overlap", 0.85),
+    )
 ]
 PREDICTION = [
     {"P": 2, "schedule": "1f1b", "policy": "plain", "transfer / F": ratio, "off by": off}
@@ -96,7 +99,9 @@ CASES: dict[str, tuple[list[Row], str, list[str]]] = {
     "megatron_steps": (
         MEGATRON_STEPS,
         "0.95 to 1.12 of the time of Megatron-core's own by medians, 0.94 by their fastest steps, over 2 settings; "
-        "medians above the 1.03 that is wanted: 1, most at interleaved_1f1b, P=4, plain, fixed shapes. They take 1.06 ",
+        "medians above the 1.03 that is wanted: 1, most at interleaved_1f1b, P=4, plain, fixed shapes. They take 1.06 "
+        "to 1.24 of the simulator's time. Under interleaved_zb, which Megatron does not have, a step takes 0.85 of the "
+        "time of Megatron's with as many chunks.",
         ["interleaved_1f1b, P=4, plain, fixed", "simulated", "1.12"],
     ),
     "prediction": (PREDICTION, "6.0% at the worst of 2 points; 1 are within", ["1f1b, P=2, plain"]),
