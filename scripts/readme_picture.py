@@ -1,4 +1,4 @@
-"""Makes the README's two pictures: what the simulator predicts for one step, and the same step as it ran.
+"""Makes the README's two pictures, also for a phone: what the simulator predicts for a step, and the step as it ran.
 
 python scripts/readme_picture.py [--check]
 
@@ -30,7 +30,7 @@ README, IMAGES = ROOT / "README.md", ROOT / "docs" / "images"
 PREDICTED, MEASURED = IMAGES / "predicted.svg", IMAGES / "measured.svg"
 SCHEDULE, RANKS, MICROBATCHES, MS = "zb_h1", 4, 8, 120.0
 WARMUP, STEPS = 1, 5
-PIXELS = ["--width", "1000"]  # about what a README is shown in
+PIXELS = {"": "1000", "-narrow": "360"}  # end of the name -> width: about what a README is shown in, and a phone's
 PLAN = ["-s", SCHEDULE, "-P", str(RANKS), "-M", str(MICROBATCHES)]
 COSTS = ["--forward-ms", f"{MS:g}", "--backward-ms", f"{MS:g}", "--weight-ms", f"{MS:g}"]
 CAPTION = re.compile(r"Predicted: ([\d,]+) ms\. Measured: ([\d,]+) ms")
@@ -45,9 +45,15 @@ def call(*arguments: str) -> str:
     return printed.getvalue()
 
 
+def draw(output: Path, *arguments: str) -> None:
+    """In every width."""
+    for end, pixels in PIXELS.items():
+        call("draw", *arguments, "--width", pixels, "-o", str(output.with_stem(f"{output.stem}{end}")))
+
+
 def draw_prediction(output: Path) -> float:
     """Draw the predicted step; returns its length in ms."""
-    call("draw", *PLAN, *COSTS, *PIXELS, "-o", str(output))
+    draw(output, *PLAN, *COSTS)
     makespan: float = json.loads(call("simulate", *PLAN, *COSTS, "--json"))["makespan"]
     return makespan
 
@@ -77,17 +83,16 @@ def draw_measurement(output: Path) -> float:
         recorded = {TRACE_DIR_VARIABLE: folder, TRACE_STEPS_VARIABLE: f"{WARMUP + 1}-{WARMUP + STEPS}"}
         run_processes(rank_main, RANKS, environment=recorded, timeout=120, group_timeout=7200)
         found = analyse(load_run(folder))
-        call("draw", "--from-trace", folder, "--step", str(found.step), *PIXELS, "-o", str(output))
+        draw(output, "--from-trace", folder, "--step", str(found.step))
     return found.measured.makespan
 
 
 def check() -> int:
     with tempfile.TemporaryDirectory() as folder:
-        now = Path(folder) / PREDICTED.name
-        predicted = draw_prediction(now)
-        old, new = PREDICTED.read_text(encoding="utf-8"), now.read_text(encoding="utf-8")
+        predicted = draw_prediction(Path(folder) / PREDICTED.name)
+        same = all((IMAGES / now.name).read_bytes() == now.read_bytes() for now in Path(folder).iterdir())
     found = CAPTION.search(README.read_text(encoding="utf-8"))
-    if old == new and found is not None and found[1] == f"{predicted:,.0f}":
+    if same and found is not None and found[1] == f"{predicted:,.0f}":
         return 0
     print("the README's pictures are out of date; run python scripts/readme_picture.py", file=sys.stderr)
     return 1

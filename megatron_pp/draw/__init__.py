@@ -43,10 +43,11 @@ def figure(timelines: Sequence[Timeline], width: int | None = None, dark: bool =
 
 
 def svg(timelines: Sequence[Timeline], width: int | None = None, dark: bool = False) -> str:
-    """The figure as SVG: the same timelines give the same text. Raises as ``figure``."""
+    """The figure as SVG: the same timelines give the same text. On dark paper also where the reader prefers it. Raises
+    as ``figure``."""
     figures = _with_matplotlib()
-    title = ", ".join(timeline.title for timeline in timelines)
-    return figures.as_svg(partial(figures.figure, timelines, width, dark), title)
+    title, ranks = ", ".join(timeline.title for timeline in timelines), max(len(t.lanes) for t in timelines)
+    return figures.as_svg(partial(figures.figure, timelines, width, dark), title, ranks)
 
 
 def png(timelines: Sequence[Timeline], width: int | None = None, dark: bool = False) -> bytes:

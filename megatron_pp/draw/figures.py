@@ -42,12 +42,33 @@ _MEASURE = 100.0  # the font size that widths are measured at
 _RC = {"font.family": "DejaVu Sans", "svg.fonttype": "none", "svg.hashsalt": "megatron_pp"}  # over the defaults
 
 
-def as_svg(drawing: Callable[[], Figure], title: str) -> str:
-    """The figure that ``drawing`` makes, of 72 dots an inch."""
+def as_svg(drawing: Callable[[], Figure], title: str, ranks: int = 1) -> str:
+    """The figure that ``drawing`` makes, of 72 dots an inch. What it draws on light paper is on dark paper where the
+    reader prefers that; ``ranks``: of a memory chart."""
     out = io.StringIO()
     with style.context(["default", _RC]):
         FigureCanvasSVG(drawing()).print_svg(out, metadata={"Title": title, "Date": None, "Creator": None})
-    return _tidied(out.getvalue())
+    svg = _tidied(out.getvalue())
+    return svg.replace("</style>", f"{_in_the_dark(svg, ranks)}</style>", 1)
+
+
+def _in_the_dark(svg: str, ranks: int) -> str:
+    """Rules that replace the light theme's colours. Only paths are of the colour of paper; white labels stay."""
+    if f"fill: {DARK.paper.hex}" in svg:
+        return ""
+    pairs = [*zip(LIGHT, DARK, strict=True), *zip(_ramp(LIGHT, ranks), _ramp(DARK, ranks), strict=True)]
+    rules = [
+        f'{"path" if light is LIGHT.paper else ""}[style*="{kind}: {light.hex}"] {{{kind}: {dark.hex} !important}}'
+        for light, dark in dict(pairs).items()
+        for kind in ("fill", "stroke")
+        if f"{kind}: {light.hex}" in svg
+    ]
+    return f" @media (prefers-color-scheme: dark) {{{' '.join(rules)}}}"
+
+
+def _ramp(theme: Theme, ranks: int) -> list[Colour]:
+    """The colours of the memory of each rank."""
+    return [theme.memory.mixed(theme.memory_last, rank / max(1, ranks - 1)) for rank in range(ranks)]
 
 
 def _tidied(svg: str) -> str:
@@ -192,8 +213,7 @@ class _Picture:
 
     def _heading(self) -> float:
         """The costs and the legend; returns the y below them."""
-        y = 22.0
-        self._text(10, y, facts.costs_line(self.timelines), self.theme.ink)
+        y = self._lines(22.0, facts.costs_line(self.timelines).split(" "), self.theme.ink)
         x, y = 10.0, y + 20
         for key in facts.legend_keys(self.timelines):
             colours = self._key_colours(key)
@@ -203,20 +223,30 @@ class _Picture:
             for k, colour in enumerate(colours):
                 thick = 12 if key.kind in OPERATIONS or key.kind == facts.IDLE else 4
                 self._box(x + 12 * k, y - 4 - thick / 2, 12, thick, colour)
-            self._text(x + 12 * len(colours) + 5, y, key.label, self.theme.ink)
+            y = self._lines(y, key.label.split(" "), self.theme.ink, x + 12 * len(colours) + 5)
             x += wide + 18
         return y + 10
+
+    def _lines(
+        self, y: float, parts: Sequence[str], colour: Colour, left: float = 10, between: str = " ", **look: Any
+    ) -> float:
+        """As many of ``parts`` in each line as fit, from ``y`` on; returns the last baseline."""
+        line = parts[0]
+        for part in parts[1:]:
+            if left + text_width(line + between + part, look.get("size", _TEXT), "bold" in look) > self.width - 10:
+                self._text(left, y, line + between.rstrip(), colour, **look)
+                line, y = part, y + 17
+            else:
+                line += between + part
+        self._text(left, y, line, colour, **look)
+        return y
 
     def _key_colours(self, key: facts.Key) -> Sequence[Colour]:
         if key.kind == facts.SHADES:
             return ()
         if key.kind == facts.MEMORY:
-            return self._ramp(max(len(t.lanes) for t in self.timelines))
+            return _ramp(self.theme, max(len(t.lanes) for t in self.timelines))
         return key.colours or (getattr(self.theme, key.kind),)
-
-    def _ramp(self, ranks: int) -> list[Colour]:
-        first, last = self.theme.memory, self.theme.memory_last
-        return [first.mixed(last, rank / max(1, ranks - 1)) for rank in range(ranks)]
 
     def _panels(self, y: float) -> float:
         most = max(t.most_memory for t in self.timelines)
@@ -229,16 +259,14 @@ class _Picture:
         return y
 
     def _title(self, timeline: Timeline, y: float) -> float:
-        self._text(10, y, timeline.title, self.theme.ink, 13, bold=True)
+        y = self._lines(y, timeline.title.split(" "), self.theme.ink, size=13, bold=True)
         x = 10 + text_width(timeline.title, 13, bold=True) + 14
-        numbers = ",  ".join(facts.summary(timeline))
-        if x + text_width(numbers, _TEXT) > self.width - 10:
-            x, y = 10, y + 17
-        self._text(x, y, numbers, self.theme.soft)
-        if timeline.note:
-            y += 17
-            self._text(10, y, timeline.note, self.theme.gradient)
-        return y
+        numbers = facts.summary(timeline)
+        if x + text_width(",  ".join(numbers), _TEXT) > self.width - 10:
+            y = self._lines(y + 17, numbers, self.theme.soft, between=",  ")
+        else:
+            self._text(x, y, ",  ".join(numbers), self.theme.soft)
+        return self._lines(y + 17, timeline.note.split(" "), self.theme.gradient) if timeline.note else y
 
     def _rows(self, timeline: Timeline, y: float) -> float:
         labels = choose_labels(timeline, self.scale)
@@ -295,7 +323,7 @@ class _Picture:
             at = floor - value / most * (_CURVES - 6)
             self._box(_LEFT, at - 0.4, self.end * self.scale, 0.8, self.theme.rule, 1)
             self._text(_LEFT - 8, at + 3.5, name, self.theme.soft, 10, ha="right")
-        for lane, colour in zip(timeline.lanes, self._ramp(len(timeline.lanes)), strict=True):
+        for lane, colour in zip(timeline.lanes, _ramp(self.theme, len(timeline.lanes)), strict=True):
             points: list[tuple[float, float]] = []
             for (time, value), (until, _) in pairwise([*thinned(lane.memory, int(self.width)), (timeline.end, 0.0)]):
                 at = round(floor - value / most * (_CURVES - 6), 1)

@@ -16,7 +16,7 @@ import pytest
 from megatron_pp import draw
 from megatron_pp.draw.facts import legend_keys, summary
 from megatron_pp.draw.figures import text_width
-from megatron_pp.draw.palette import OPERATIONS, block_colour, block_name
+from megatron_pp.draw.palette import DARK, LIGHT, OPERATIONS, block_colour, block_name
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.orders import SCHEDULES
 from tests.unit_tests.draw.timelines import compared, num_blocks, timeline_of
@@ -112,6 +112,34 @@ def test_heading_and_legend_say_what_is_drawn():
     assert {key.label for key in legend_keys(timelines)} <= set(written)
     for timeline in timelines:
         assert ",  ".join(summary(timeline)) in written
+
+
+@pytest.mark.parametrize("width", [360, 500, 1400])
+def test_no_text_leaves_the_picture(width):
+    """A phone's width among them: headings, legends and titles go on in the next line."""
+    timeline = timeline_of("interleaved_1f1b")
+    timeline.title, timeline.note = "measured, step 5: zb_h1 P=4 V=1 M=8 group=4 overlap/one_way training", "so " * 40
+    svg = draw.svg([timeline], width)
+    left = [at for at in texts(svg) if at[2] < 60 and not at[0].isdigit()]
+    assert max(x + text_width(text, size) for text, size, x, _ in left) < width
+    assert len({y for *_, y in left}) > 8 or width == 1400
+    assert " ".join(text for text, *_ in left).count("so") == 40
+
+
+def test_a_picture_is_dark_where_its_reader_prefers_that():
+    """Every colour of the light theme that is drawn has a rule; white labels, and pictures on dark paper, have none."""
+    svg = draw.svg([timeline_of("interleaved_1f1b")])
+    rules = dict(re.findall(r'\[style\*="(\w+: #\w+)"\] \{(\w+: #\w+) !important\}', svg))
+    drawn = set(re.findall(r"(?:fill|stroke): #\w{6}", svg.partition("</style>")[2]))
+    for light, dark in zip(LIGHT, DARK, strict=True):
+        for kind in ("fill", "stroke"):
+            assert (rules.get(f"{kind}: {light.hex}") == f"{kind}: {dark.hex}") == (f"{kind}: {light.hex}" in drawn)
+    curves = re.findall(r"fill: none; (stroke: #\w+)", svg)
+    assert len(curves) == 4
+    assert all(curve in rules for curve in curves)
+    assert 'path[style*="fill: #ffffff"]' in svg
+    assert "prefers-color-scheme" in svg
+    assert "!important" not in draw.svg([timeline_of("interleaved_1f1b")], dark=True)
 
 
 def test_summary_has_step_bubble_peak_and_transfers():
