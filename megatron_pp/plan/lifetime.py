@@ -91,8 +91,10 @@ def _is_complete(walk: Walk, steps: Sequence[_SiteStep], block: Block | None) ->
     """Whether each fact is added at one site, after those that it needs, and all are there at the end."""
     facts = [(at.stage, fact, positions) for at, step, positions in steps for fact in facts_in(step.adds)]
     added = {(stage, fact): positions for stage, fact, positions in facts}
-    at_end = ((stage, sum(fact for of, fact, _ in facts if of == stage)) for stage in walk.stages)
-    if len(added) < len(facts) or any(starmap(walk.missing, at_end)):
+    at_end = dict.fromkeys(walk.stages, 0)
+    for stage, fact in added:
+        at_end[stage] |= fact
+    if len(added) < len(facts) or any(starmap(walk.missing, at_end.items())):
         return False
     if block is not None and any(map(sum, zip(*(step.change for _, step, _ in steps), strict=True))):
         return False

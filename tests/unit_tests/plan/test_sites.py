@@ -1,6 +1,7 @@
 """Rules by site: a program that they accept, the walk accepts, with the same peaks of memory, faults or not."""
 
 import random
+import time
 from itertools import accumulate
 
 import pytest
@@ -71,6 +72,18 @@ def test_plans_need_no_walk(monkeypatch: pytest.MonkeyPatch) -> None:
             check_rank(lowered_plan(spec), rank)
     with pytest.raises(pytest.fail.Exception):
         check_rank(lowered_plan(PlanSpec("seq_1f1b", 2, 1, 4, slices=2)), 0)
+
+
+def test_time_is_linear_in_the_chunks_of_a_rank() -> None:
+    def seconds(chunks: int) -> float:
+        plan, taken = lowered_plan(PlanSpec("interleaved_1f1b", 1, chunks, 1)), []
+        for _ in range(3):
+            start = time.thread_time()
+            check_rank(plan, 0)
+            taken.append(time.thread_time() - start)
+        return min(taken)
+
+    assert seconds(3200) < 9 * seconds(800)  # 4.3 times; quadratic, 15 times
 
 
 def test_sites_are_the_program() -> None:
