@@ -73,7 +73,7 @@ class NamedWalk:
     def moved(self, at: Instruction) -> list[_Change]:
         """A transfer or DROP with a name. Raises PlanError."""
         held = self.routes.of(at)
-        needs, adds, *_ = RULES[at.op]
+        needs, adds, *_ = RULES.get(at.op, (0, 0))
         if held is None or not self.required[at.stage].get(at.tensor, 0) & adds:
             raise self.error(at, f"the plan has no such step: stage {at.stage} does not do this with {at.tensor}")
         cell = at.stage, at.mb, at.slice

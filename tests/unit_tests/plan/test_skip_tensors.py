@@ -228,6 +228,19 @@ def test_refuses(rank, edit, words):
         verify(replace(plan, programs=tuple(programs), orders=()))
 
 
+@pytest.mark.parametrize("op", sorted(ins.SINGLE_OPS))
+@pytest.mark.parametrize("name", ["a", "z"])
+def test_refuses_any_operation_with_a_microbatch_and_a_name_that_is_not_in_the_plan(op, name):
+    """As a program that was made by hand may have it."""
+    plan = build_plan(PlanSpec("1f1b", 3, 1, 2, skip_tensors="a=0>2"))
+    for rank in range(3):
+        (at,) = plan.placement.place(rank, [Instruction(op, mb=0, chunk=0, tensor=name)])
+        programs = [*plan.programs]
+        programs[rank] = (*programs[rank], at)
+        with pytest.raises(PlanError):
+            verify(replace(plan, programs=tuple(programs)))
+
+
 def test_refuses_what_is_used_from_the_cache_before_it_came():
     """The second chunk uses what came to the first one: its forward has no message of that tensor itself."""
     plan = build_plan(PlanSpec("interleaved_1f1b", 2, 2, 2, skip_tensors="a=0>3"))
