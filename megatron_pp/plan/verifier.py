@@ -11,7 +11,15 @@ from megatron_pp.plan import certificate as cert
 from megatron_pp.plan.activations import Shares, peak_activations, peak_on_host
 from megatron_pp.plan.collector import collector_paused
 from megatron_pp.plan.costs import WEIGHT_SHARE
-from megatron_pp.plan.instruction import BACKWARD_OPS, COMPUTE_OPS, COPY_OPS, FREE_B, Instruction, each
+from megatron_pp.plan.instruction import (
+    BACKWARD_OPS,
+    COMPUTE_OPS,
+    COPY_OPS,
+    FREE_B,
+    SINGLE_COMPUTE_OPS,
+    Instruction,
+    each,
+)
 from megatron_pp.plan.lifetime import RankPeaks, check_rank
 from megatron_pp.plan.order_check import check_programs
 from megatron_pp.plan.rank_queues import RankQueues
@@ -117,24 +125,25 @@ def _check_static_buffers(plan: Plan, rank: int, block: Block | None) -> None:
     for position, at in enumerate(plan.programs[rank]):
         if position in ends:
             states.append([{(s, mb - ends[position], part) for s, mb, part in cells} for cells in (newest, exposed)])
-        if at.op == FREE_B:
-            read = at.stage, at.mb, at.slice
-            newest.pop(read, None), exposed.pop(read, None)
-        if at.op not in COMPUTE_OPS:
-            continue
-        backwards = [one for one in each([at]) if one.op in BACKWARD_OPS]
-        for one in backwards:  # it copies the gradient that it uses before it overwrites anything
-            read = one.stage + 1, one.mb, one.slice
-            newest.pop(read, None), exposed.pop(read, None)
-        if exposed:
-            made = next(iter(exposed.values()))
-            sent = plan.placement.crosses_ranks(made.stage - 1)
-            raise PlanError(
-                f"rank {rank}: {at} ({at.name}) may overwrite the input gradient of {made}, which "
-                f"{'is still being sent' if sent else 'is not used yet'}: under {STATIC_BUFFERS} its buffer is reused "
-                "after the next backward"
-            )
-        if backwards:
-            exposed, newest = newest, {(one.stage, one.mb, one.slice): one for one in backwards if one.stage > 0}
+        for one in each([at]):  # a pair's forward runs before its backward reads
+            backward = one.op in BACKWARD_OPS
+            if backward or one.op == FREE_B:  # a backward copies the gradient that it uses before it overwrites any
+                read = one.stage + backward, one.mb, one.slice
+                newest.pop(read, None), exposed.pop(read, None)
+            if one.op not in SINGLE_COMPUTE_OPS:
+                continue
+            if exposed:
+                raise PlanError(_overwritten(plan, rank, one, next(iter(exposed.values()))))
+            if backward:
+                exposed, newest = newest, {(one.stage, one.mb, one.slice): one} if one.stage > 0 else {}
     if block is not None and states[0] != states[1]:
         raise RepetitionError(f"rank {rank}: input gradients differ between both ends of the block")
+
+
+def _overwritten(plan: Plan, rank: int, at: Instruction, made: Instruction) -> str:
+    sent = plan.placement.crosses_ranks(made.stage - 1)
+    return (
+        f"rank {rank}: {at} ({at.name}) may overwrite the input gradient of {made}, which "
+        f"{'is still being sent' if sent else 'is not used yet'}: under {STATIC_BUFFERS} its buffer is reused "
+        "after the next backward"
+    )

@@ -19,6 +19,7 @@ from megatron_pp.plan.instruction import (
     COMPUTE_OPS,
     FORWARD,
     INPUT_GRAD,
+    PAIR,
     RECV_OPS,
     WAIT_OPS,
     WEIGHT_GRAD,
@@ -153,6 +154,13 @@ def test_a_gradient_that_is_handed_on_too_late_is_refused() -> None:
         "rank 0: B1.2 (backward of chunk 1, microbatch 2) may overwrite the input gradient of B1.0, which is not used "
         "yet: under static_buffers its buffer is reused after the next backward"
     )
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_a_pairs_forward_runs_before_its_backward_reads(pairs: bool) -> None:
+    plan = lowered_plan(PlanSpec("combined_1f1b", 1, 2, 3, group_size=2, overlap_pairs=pairs))
+    assert any(at.op == PAIR for at in plan.programs[0]) == pairs
+    assert refusal(plan, STATIC_BUFFERS).startswith("rank 0: F1.2 (forward of chunk 1, microbatch 2) may overwrite")
 
 
 # -- every plan passes the rules that its run needs -------------------------------------------------------------------
