@@ -70,7 +70,7 @@ def _by_site(walk: Walk, sites: RankSites, block: Block | None) -> list[_SiteSte
             return None
         if site.at.op in ins.SYNC_OPS and set(site.microbatches) == {NONE}:
             continue
-        if (site.microbatches if site.at.op == ins.FORWARD else sorted(site.microbatches)) != walk.every:
+        if (site.microbatches if site.at.op in walk.in_order else sorted(site.microbatches)) != walk.every:
             return None
         positions = site.positions if site.microbatches == walk.every else site.in_order()
         found.append(_SiteStep(site.at, step, positions))

@@ -92,7 +92,14 @@ _CHANGES = {
 """What the operations add to the memory that do so whatever the stage; ``Walk._change`` knows the others."""
 
 
-_IN_TURN = ins.HAND_OPS | {ins.FORWARD}
+_IN_ORDER = {
+    ins.FORWARD: ("forward", "the data iterator gives them in order"),
+    ins.WAIT_ALL_REDUCE: ("loss", "losses are reported in order"),
+}
+"""What each chunk runs in the order of microbatches, the loss of a split output layer on the last stage's rank."""
+
+
+_CHECKED = ins.HAND_OPS | _IN_ORDER.keys()
 
 
 class RankPeaks(NamedTuple):
@@ -143,7 +150,9 @@ class Walk:
         self.last_stage = plan.placement.num_stages - 1
         self.stages = plan.placement.stages[rank]
         self.facts = dict.fromkeys(product(self.stages, range(self.microbatches), spec.shape.parts), 0)
-        self.next_forward = [(0, spec.shape.parts[0])] * spec.num_chunks
+        reports = plan.placement.barriers > 0 and rank == plan.placement.output_root
+        self.in_order = frozenset(_IN_ORDER if reports else {ins.FORWARD})
+        self.next = dict.fromkeys(product(self.in_order, range(spec.num_chunks)), (0, spec.shape.parts[0]))
         self.required = {s: facts_at_end(plan.placement, s, self.forward_only) for s in self.stages}
         self.known: dict[tuple[str, int, int, int, bool], Step] = {}  # by op, stage, peer, chunk, and whether named
         self.gives_back = deallocate or spec.forward_only  # whether an output's data goes when it was sent or handed on
@@ -168,7 +177,7 @@ class Walk:
                         continue
                     raise self._no_such_cell(one)
                 facts[cell], changes, more = step.moves.get(before) or self._move(one, step, before)
-                if op in _IN_TURN:
+                if op in _CHECKED:
                     self._check_turn(one)
                 if part >= 0:
                     self._follow_slice(one)
@@ -296,25 +305,21 @@ class Walk:
 
     def _check_turn(self, at: Instruction) -> None:
         """Check what depends on other cells."""
-        if at.op == ins.FORWARD:
-            self._check_forward(at)
-        else:
+        if at.op in ins.HAND_OPS:
             self._check_hand(at)
+        elif at.op in self.in_order:
+            self._check_order(at)
 
-    def _check_forward(self, at: Instruction) -> None:
+    def _check_order(self, at: Instruction) -> None:
         """Every chunk draws its data from an iterator, and its losses are reported in the order of its forwards."""
-        mb, part = expected = self.next_forward[at.chunk]
+        mb, part = expected = self.next[at.op, at.chunk]
         if (at.mb, at.slice) != expected:
-            of = f", slice {part}" if part >= 0 else ""
-            raise self._error(
-                at,
-                f"the next forward of chunk {at.chunk} is that of microbatch {mb}{of}: the data iterator gives "
-                "them in order",
-            )
-        self.next_forward[at.chunk] = (mb, part + 1) if 0 <= part < self.slices - 1 else (mb + 1, min(part, 0))
+            of, (what, why) = f", slice {part}" if part >= 0 else "", _IN_ORDER[at.op]
+            raise self._error(at, f"the next {what} of chunk {at.chunk} is that of microbatch {mb}{of}: {why}")
+        self.next[at.op, at.chunk] = (mb, part + 1) if 0 <= part < self.slices - 1 else (mb + 1, min(part, 0))
 
     def _follow_slice(self, at: Instruction) -> None:
-        """Check that backwards are in causal order, as forwards are (``_check_forward``); count keys and values."""
+        """Check that backwards are in causal order, as forwards are (``_check_order``); count keys and values."""
         if at.op in ins.BACKWARD_OPS:
             before = slice_before(at.op, at.slice, self.slices)
             if before is not None and not self.facts[(at.stage, at.mb, before)] & B_RAN:
@@ -338,7 +343,7 @@ class Walk:
             if facts and self.missing(stage, facts)
         }
         named = None if self.named is None else self.named.state(since)
-        return begun, [(mb - since, part) for mb, part in self.next_forward], list(self.now), named
+        return begun, [(mb - since, part) for mb, part in self.next.values()], list(self.now), named
 
     def missing(self, stage: int, facts: int) -> int:
         """What a finished program must have made true of a cell besides."""

@@ -78,7 +78,7 @@ RULES = {
     ins.WAIT_BROADCAST: Rule(X_POSTED, X_HERE, "Once per broadcast; before S, on the last stage's rank at any time."),
     ins.OUTPUT_S: Rule(X_HERE, S_RAN, "Once, after the last stage's output is there."),
     ins.ALL_REDUCE: Rule(S_RAN, R_POSTED, "Once, after S."),
-    ins.WAIT_ALL_REDUCE: Rule(R_POSTED, R_HERE, "Once per all-reduce, before T."),
+    ins.WAIT_ALL_REDUCE: Rule(R_POSTED, R_HERE, "Once per all-reduce, before T; on the last stage's rank in order."),
     ins.OUTPUT_T: Rule(X_HERE | R_HERE, T_RAN, "Once, after the statistics of all ranks are there."),
     ins.REDUCE: Rule(T_RAN, G_POSTED, "Once with two barriers, after T."),
     ins.WAIT_REDUCE: Rule(G_POSTED, G_HERE, "Once per reduction, on the last stage's rank before its backward."),

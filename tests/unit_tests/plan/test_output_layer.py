@@ -134,3 +134,22 @@ def test_a_collective_that_a_rank_waits_for_before_all_have_posted_it_is_named()
     mutant = replace(plan, programs=(tuple(first), (*last[:i], *late, *last[i:])))
     with pytest.raises(PlanError, match=r"rank 0 waits at WAIT_BROADCAST0\.0 for rank 1 to post the collective"):
         verify(mutant)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("forward_only", [True, False])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_losses_are_reported_in_the_order_of_microbatches(name: str, forward_only: bool, rank: int) -> None:
+    """On the last stage's rank, which reports them where the statistics are there."""
+    plan = build_plan(PlanSpec(name, 2, 1, 2, forward_only=forward_only))
+    program, programs = list(plan.programs[rank]), [*plan.programs]
+    end = next(k for k, at in enumerate(program) if str(at) == "WAIT_ALL_REDUCE0.1") + 1
+    late = [at for at in program[:end] if str(at) in ("WAIT_ALL_REDUCE0.0", "T0.0", "REDUCE0.0", "WAIT_REDUCE0.0")]
+    late += [at for at in program[:end] if rank == 1 and str(at) in ("B0.0", "SEND_B0.0")]
+    programs[rank] = (*(at for at in program[:end] if at not in late), *late, *program[end:])
+    mutant = replace(plan, programs=tuple(programs), orders=())
+    if rank == 1:
+        with pytest.raises(PlanError, match=r"WAIT_ALL_REDUCE0\.1 .* next loss of chunk 0 is that of microbatch 0"):
+            verify(mutant)
+    elif forward_only or plan.placement.barriers == 1:  # its REDUCE would stand behind another collective
+        verify(mutant)
