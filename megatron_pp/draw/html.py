@@ -1,4 +1,5 @@
-"""Timelines as one HTML page without network access: zoom, hover, memory below each rank, light and dark.
+"""Timelines as one HTML page without network access: zoom, hover, memory below each rank, light and dark; also tables,
+and charts of a run's steps.
 
 Blocks are drawn on a canvas from compressed columns: half a million of them take a few megabytes. Times are whole
 ticks, 2^31 per timeline.
@@ -14,6 +15,7 @@ from importlib.resources import files
 from typing import Any
 
 from megatron_pp.draw import facts
+from megatron_pp.draw.curves import Chart, render_charts
 from megatron_pp.draw.facts import value_ticks
 from megatron_pp.draw.palette import DARK, LIGHT, NAMES, OPERATIONS, block_colour, ink_on
 from megatron_pp.draw.timeline import Lane, Timeline, thinned
@@ -30,22 +32,27 @@ _MOST_MEMORY_STEPS = 4000, 48_000  # per lane, and of all lanes; more are thinne
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # heading, column names, rows
 
 
-def render_html(timelines: Sequence[Timeline], title: str, tables: Sequence[Table] = ()) -> str:
-    """One page with ``timelines`` one below the other on a common time axis, and ``tables`` of text after them."""
+def render_html(
+    timelines: Sequence[Timeline], title: str, tables: Sequence[Table] = (), charts: Sequence[Chart] = ()
+) -> str:
+    """One page with ``timelines`` one below the other on a common time axis, ``charts`` before and ``tables`` of text
+    after them. Without timelines, as of a run that recorded no step, the page has the others alone."""
     store = ColumnStore()
-    most = max(t.most_memory for t in timelines)
+    most = max((t.most_memory for t in timelines), default=0.0)
     head = {
         "names": NAMES,
         "mostMemory": most,
-        "memoryTicks": value_ticks(most, timelines[0].memory_in_bytes),
+        "memoryTicks": value_ticks(most, timelines[0].memory_in_bytes) if timelines else [],
         "timelines": [timeline_columns(t, store) for t in timelines],
     }
     page = files("megatron_pp.draw").joinpath("page")
     parts = {
         "TITLE": escape(title),
-        "COSTS": escape(facts.costs_line(timelines)),
+        "CURVES": render_charts(charts),
+        "COSTS": escape(facts.costs_line(timelines)) if timelines else "",
+        "EMPTY": "" if timelines else " hidden",
         "STYLE": _colours() + page.joinpath("timeline.css").read_text(encoding="utf-8"),
-        "LEGEND": _legend(timelines),
+        "LEGEND": _legend(timelines) if timelines else "",
         "CHARTS": "\n".join(_chart(k, t) for k, t in enumerate(timelines)),
         "TABLES": "\n".join(_table(*table) for table in tables),
         "HEAD": json.dumps(head, separators=(",", ":")).replace("<", "\\u003c"),
@@ -94,7 +101,8 @@ def _colours() -> str:
 def _table(heading: str, names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in names)
     body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<h2>{escape(heading)}</h2>\n<table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>"
+    head = f"<thead><tr>{head}</tr></thead>\n" if head else ""
+    return f'<h2>{escape(heading)}</h2>\n<div class="wide"><table>{head}<tbody>\n{body}\n</tbody></table></div>'
 
 
 class ColumnStore:

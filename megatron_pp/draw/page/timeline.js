@@ -487,7 +487,7 @@ async function start() {
     margin: Math.max(52, 8 + 7 * Math.max(...t.lanes.map((lane) => lane.name.length))),
   }));
   ({ names, mostMemory, memoryTicks } = head);
-  view.end = view.to = Math.max(...charts.map((c) => c.end)) || 1;
+  view.end = view.to = Math.max(0, ...charts.map((c) => c.end)) || 1;
   readColours();
   charts.forEach(listen);
   controls();

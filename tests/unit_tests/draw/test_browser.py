@@ -15,6 +15,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
+from megatron_pp.draw.curves import Chart, Curve
 from megatron_pp.draw.facts import legend_keys
 from megatron_pp.draw.html import render_html
 from megatron_pp.draw.palette import OPERATIONS, block_colour
@@ -71,10 +72,10 @@ def screenshots(tmp_path):
     return folder
 
 
-def opened(browser, tmp_path, timelines, width=1400, tables=(), scheme="light"):
+def opened(browser, tmp_path, timelines, width=1400, tables=(), scheme="light", charts=()):
     """The browser with the page open in it, drawn to its end."""
     page = tmp_path / "page.html"
-    page.write_text(render_html(timelines, "Compared", tables), encoding="utf-8")
+    page.write_text(render_html(timelines, "Compared", tables, charts), encoding="utf-8")
     browser.execute_cdp_cmd(
         "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
     )
@@ -212,6 +213,27 @@ def test_a_stand_in_order_says_so(browser, tmp_path):
     assert "ZB-V's order" in browser.find_element("class name", "note").text
 
 
+@pytest.mark.parametrize("width", [1400, 400])
+@pytest.mark.parametrize("timelines", [compared("zb_v", p=4, m=8), []], ids=["steps", "no step"])
+def test_charts_and_tables_fit_a_phone(browser, screenshots, tmp_path, width, timelines):
+    """The page is no wider than the window: a wide table moves by itself."""
+    curves = [Curve("training", [(1, 5.5), (400, 1.7)]), Curve("validation", [(0, 5.6), (400, 1.8)])]
+    charts = [Chart(title, curves, "{:.3f}") for title in ("loss", "speed", "bubble", "memory")]
+    tables = [("Ranks", [f"column {k}" for k in range(12)], [["123.45"] * 12]), ("In words", [], [["so " * 90]])]
+    opened(browser, tmp_path, timelines, width, tables, "dark", charts=charts)
+    browser.save_screenshot(str(screenshots / f"charts_{width}.png"))
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    boxes = browser.execute_script(BOXES.replace("table", "figcaption b, .plot, .steps, .wide"))
+    assert len(boxes) > 6
+    assert not overlapping(boxes)
+    assert all(0 <= box[1] <= box[3] <= width for box in boxes)
+    sizes = browser.execute_script(
+        "return [...document.querySelectorAll('figure span')].map((one) => parseFloat(getComputedStyle(one).fontSize))"
+    )
+    assert min(sizes) >= 11
+    assert not browser.get_log("browser")
+
+
 def test_the_page_of_a_run_opens_with_its_steps_and_tables(browser, screenshots, tmp_path):
     """``timeline.html``, of traces that were written from simulated steps."""
     step = simulated("zb_v", 4, 2, 8)
@@ -221,6 +243,6 @@ def test_the_page_of_a_run_opens_with_its_steps_and_tables(browser, screenshots,
     browser.save_screenshot(str(screenshots / "timeline.png"))
     assert browser.find_element("tag name", "h1").text == "zb_v P=4 V=2 M=8, run abc"
     assert [len(labels) > 0 for labels in browser.execute_script(LABELS)] == [True] * 3
-    assert len(browser.find_elements("tag name", "table")) == 3
+    assert len(browser.find_elements("tag name", "table")) == 4
     assert not overlapping(browser.execute_script(BOXES))
     assert not browser.get_log("browser")

@@ -12,6 +12,7 @@ from html import unescape
 import pytest
 
 from megatron_pp.draw.chrome import render_chrome_trace
+from megatron_pp.draw.curves import Chart, Curve
 from megatron_pp.draw.html import render_html
 from megatron_pp.plan.sim.memory import peak_bytes
 from tests.unit_tests.draw.timelines import SHAPE, plan_of, timeline_of
@@ -68,6 +69,27 @@ def test_html_is_one_file_without_network():
     page = render_html([timeline_of("1f1b")], "title")
     assert not re.search(r"(?:src|href)\s*=|@import|url\(|https?://", page)
     assert "default-src 'none'" in page
+
+
+def test_charts_have_every_curve_inside_their_scale():
+    """Values that are none (a loss that was not finite) are left out; a chart of nothing else too."""
+    loss = Curve("training", [(step, 6.0 / step) for step in range(1, 5001)])
+    checks = Curve("validation", [(0, 5.6), (2500, float("nan")), (5000, 1.8)])
+    nothing = Chart("nothing", [Curve("", [(1, float("inf"))])], "{:g}")
+    one = Chart("speed", [Curve("", [(7, 1234.5)])], "{:,.0f} tokens/s")
+    page = render_html([], "title", (), [Chart("<loss>", [loss, checks], "{:.3f}"), nothing, one])
+    shown = re.findall(r"<figure>.*?</figure>", page, re.DOTALL)
+    assert len(shown) == 2
+    assert "&lt;loss&gt;" in shown[0]
+    for words in ("training 0.001", "validation 1.800", ">step 0<", ">5,000<", ">6<", ">0<"):
+        assert words in shown[0]
+    for words in ("> 1,234 tokens/s<", ">step 7<"):
+        assert words in shown[1].replace("</i>", ">")
+    for path in re.findall(r'd="M([^"]*)"', shown[0] + shown[1]):
+        points = [tuple(map(float, point.split(","))) for point in re.split("[LH]", path) if "," in point]
+        assert all(0 <= x <= 1000 and 0 <= y <= 100 for x, y in points)
+        assert len(points) <= 2002
+    assert "nan" not in page
 
 
 def test_html_escapes_what_comes_from_outside():
