@@ -104,7 +104,7 @@ def plot_loss(folder: Path, title: str) -> str | None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        return f"no {PLOT}: {error}"
+        return f"no {PLOT}: {error}; pip install '.[viz]' in the project brings it"
     records = read_metrics(folder / METRICS)
     figure = Figure(layout="constrained")
     axes = figure.add_subplot(title=title, xlabel="step", ylabel="nats per byte")

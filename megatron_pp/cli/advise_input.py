@@ -11,7 +11,7 @@ from megatron_pp.cli.advise_costs import FileCosts, layer_of, read_costs
 from megatron_pp.cli.cost_options import add_from_trace_option, number, times, traced_findings
 from megatron_pp.cli.errors import UsageError
 from megatron_pp.cli.parser import given, option, refuse
-from megatron_pp.cli.plan_options import device_rules, schedule_names, whole, whole_list
+from megatron_pp.cli.plan_options import count, counts, device_rules, schedule_names, whole
 from megatron_pp.plan.advise.megatron_args import read_megatron_args, transformer_of
 from megatron_pp.plan.advise.megatron_args import whole as whole_argument
 from megatron_pp.plan.advise.model import DECODER, EMBEDDING, LOSS, MTP, PART, Layer, Model, layer
@@ -48,13 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_pipeline_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("pipeline")
-    group.add_argument("-P", "--pipeline-size", type=whole, metavar="P", help="ranks of the pipeline")
-    group.add_argument("--global-batch", type=whole, metavar="N", help="sequences of a step, of all replicas")
+    group.add_argument("-P", "--pipeline-size", type=count, metavar="P", help="ranks of the pipeline")
+    group.add_argument("--global-batch", type=count, metavar="N", help="sequences of a step, of all replicas")
     group.add_argument("--memory-gb", type=number, metavar="GB", help="memory of a device; default the GPU's")
-    group.add_argument("--max-chunks", type=whole, metavar="V", help="V is tried up to this; default 4")
+    group.add_argument("--max-chunks", type=count, metavar="V", help="V is tried up to this; default 4")
     group.add_argument("--schedules", metavar="A,B", help="try these only; default all")
     tried = "slices of a sequence that are tried, with commas; default 1, whole sequences"
-    group.add_argument("--sequence-slices", dest="slices", type=whole_list, metavar="N", help=tried)
+    group.add_argument("--sequence-slices", dest="slices", type=counts, metavar="N", help=tried)
     group.add_argument("--policy", choices=POLICIES, help="of all plans; default overlap, batched for the best one too")
     device = "rules of the device under which every plan is verified, with commas; default rendezvous"
     group.add_argument("--device", action="extend", type=device_rules, default=[], metavar="RULE", help=device)
@@ -123,6 +123,8 @@ def question_of(args: argparse.Namespace) -> Question:
     of_sizes = _Models(args, megatron, ranks, gpu, traced, file)
     models = tuple((size, of_sizes.of(size, measured or sizes[0])) for size in dict.fromkeys(sizes))
     cost_options.check_links(args, models[0][1].message, ranks)
+    if ":" in (args.schedules or ""):
+        raise UsageError(f"--schedules is {args.schedules}; what a module of yours registers is not searched")
     question = Question(
         pipeline_size=ranks,
         global_batch=batch,

@@ -4,13 +4,13 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 from megatron_pp.cli import run
-from megatron_pp.cli.errors import BAD_INPUT, ENDED, OK, REFUSED, RefusedError
+from megatron_pp.cli.errors import BAD_INPUT, ENDED, OK, REFUSED, RefusedError, UsageError
 from megatron_pp.cli.parser import parse
 from megatron_pp.cli.terminal import open_terminal
 from megatron_pp.errors import MegatronPPError, visible
@@ -47,13 +47,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_script(argv: Sequence[str]) -> int:
-    """Errors of the settings are ours to report; whatever the script raises is raised."""
+    """Errors of the settings, and a script that is not there, are ours to report; whatever the script raises is
+    raised.
+    """
+    script: Callable[[], None] | None = None
     try:
         script = run.prepare(argv)
+        script()
     except (ImportError, MegatronPPError) as error:
+        if script is not None and not isinstance(error, UsageError):
+            raise
         _complain(f"megatron-pp {run.NAME}: {_in_words(error)}")
         return BAD_INPUT
-    script()
     return OK
 
 

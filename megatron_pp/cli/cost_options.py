@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megatron_pp.cli.errors import UsageError
 from megatron_pp.cli.parser import given, option, refuse
-from megatron_pp.cli.plan_options import whole, whole_list
+from megatron_pp.cli.plan_options import count, counts, whole
 from megatron_pp.plan.costs import Link, Network, StageCosts, regrouped
 from megatron_pp.plan.sim.memory import RECOMPUTE, ModelShape
 from megatron_pp.plan.spec import PlanSpec
@@ -60,7 +60,7 @@ def add_model_options(parser: argparse.ArgumentParser, several: bool = False) ->
     group.add_argument("--layers", dest="num_layers", type=whole, metavar="N")
     group.add_argument("--hidden-size", type=whole, metavar="H")
     group.add_argument("--seq-length", type=whole, metavar="S")
-    size, many = (whole_list, "s that are tried, with commas; times are for the first") if several else (whole, "")
+    size, many = (counts, "s that are tried, with commas; times are for the first") if several else (count, "")
     group.add_argument("--micro-batch-size", type=size, metavar="B", help=f"sequence{many or 's'}; default 1")
     group.add_argument("--attention-heads", dest="num_attention_heads", type=whole, metavar="A")
     group.add_argument("--ffn-hidden-size", type=whole, metavar="F", help="default 4 H")

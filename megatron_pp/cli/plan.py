@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 from megatron_pp.cli.errors import OK, refusing
 from megatron_pp.cli.parser import refuse
 from megatron_pp.cli.plan_options import PLAN_OPTIONS, add_plan_options, single_plan, skip_sentences
-from megatron_pp.cli.terminal import print_line
+from megatron_pp.cli.terminal import print_line, write_output
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.files import write_whole
 from megatron_pp.plan.instruction import COMPUTE_OPS, format_program
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.serialize import FORMATS, JSON, TORCH_CSV, format_plan
@@ -53,7 +52,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     form = args.format or (TORCH_CSV if ending == "csv" else ending)
     text = _formatted(plan, args, form)
     if args.output:
-        write_whole(args.output, text)
+        write_output(console, args.output, text)
     else:
         console.file.write(text)
     return OK

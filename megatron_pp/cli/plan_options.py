@@ -1,6 +1,9 @@
 """Options that name a plan, and the plans that they name."""
 
 import argparse
+import importlib
+import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -54,25 +57,26 @@ def add_plan_options(parser: argparse.ArgumentParser, several: bool = False) -> 
     """``several``: the command takes several plans, from lists of schedules, chunks and microbatches."""
     group = parser.add_argument_group("plan", "a schedule by name and size, or --import FILE")
     many = " (or a list: a,b,c)" if several else ""
-    names = f"{', '.join(SCHEDULES)}, {NAIVE}, or a .csv or .json file, which brings P, V and M{many}"
+    files = f"MODULE:NAME of your own, or a .csv or .json file, which brings P, V and M{many}"
+    names = f"{', '.join(SCHEDULES)}, {NAIVE}, {files}"
     default = f"default {_DEFAULT_SCHEDULE}, or {_DEFAULT_OF_SLICES} with --sequence-slices"
     group.add_argument("-s", "--schedule", metavar="NAME", help=f"{names}; {default}")
-    group.add_argument("-P", "--pipeline-size", type=whole, metavar="P", help=f"ranks; default {_DEFAULT_RANKS}")
-    group.add_argument("-V", "--num-chunks", type=whole_list, metavar="V", help=f"model chunks a rank{many}")
-    group.add_argument("-M", "--num-microbatches", type=whole_list, metavar="M", help=f"default 2 P{many}")
+    group.add_argument("-P", "--pipeline-size", type=count, metavar="P", help=f"ranks; default {_DEFAULT_RANKS}")
+    group.add_argument("-V", "--num-chunks", type=counts, metavar="V", help=f"model chunks a rank{many}")
+    group.add_argument("-M", "--num-microbatches", type=counts, metavar="M", help=f"default 2 P{many}")
     group.add_argument("--group-size", type=whole, metavar="G", help="microbatches a chunk; default P")
     slices = "slices that every sequence is cut into, for the schedules of slices; default 1"
-    group.add_argument("--sequence-slices", dest="slices", type=whole, metavar="N", help=slices)
+    group.add_argument("--sequence-slices", dest="slices", type=count, metavar="N", help=slices)
     chunks = "chunks of every rank, from its first, whose activations are in host memory between forward and backward; "
     chunks += "default half of them with pipe_offload, else none"
     group.add_argument("--offload-chunks", type=whole, metavar="N", help=chunks)
     slots = "slots for which a copy to host memory or back is placed; default 1"
-    group.add_argument("--offload-slots", type=whole, metavar="N", help=slots)
+    group.add_argument("--offload-slots", type=count, metavar="N", help=slots)
     group.add_argument("--policy", choices=POLICIES, help="how transfers go out; default overlap")
     group.add_argument("--channels", choices=CHANNELS, help="default one_way")
     group.add_argument("--forward-only", action="store_true", help="evaluation: forwards alone")
     group.add_argument("--variable-shapes", action="store_true", help="shapes travel ahead of the tensors")
-    group.add_argument("--release-after", type=whole, metavar="N", help="slots from a send to its release; default 1")
+    group.add_argument("--release-after", type=count, metavar="N", help="slots from a send to its release; default 1")
     group.add_argument("--lookahead", type=whole, metavar="N", help="slots that a receive is posted ahead; default 1")
     group.add_argument(
         "--device",
@@ -92,11 +96,16 @@ def add_plan_options(parser: argparse.ArgumentParser, several: bool = False) -> 
     group.add_argument("--import", dest="source", metavar="FILE", help=imported)
 
 
-def whole(text: str) -> int:
-    """A whole number of at least 0, for argparse."""
-    if not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at most nine digits")
+def whole(text: str, least: int = 0) -> int:
+    """A whole number of at least ``least``, for argparse."""
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= least):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to 999999999")
     return int(text)
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1, for argparse."""
+    return whole(text, 1)
 
 
 def device_rules(text: str) -> tuple[str, ...]:
@@ -107,9 +116,9 @@ def device_rules(text: str) -> tuple[str, ...]:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def whole_list(text: str) -> list[int]:
-    """Whole numbers with commas between them, for argparse."""
-    return [whole(part) for part in text.split(",")]
+def counts(text: str) -> list[int]:
+    """Whole numbers of at least 1 with commas between them, for argparse."""
+    return [count(part) for part in text.split(",")]
 
 
 def single_plan(args: argparse.Namespace, fit: Callable[[PlanSpec], PlanSpec] = lambda spec: spec) -> Plan:
@@ -154,12 +163,28 @@ def named_schedules(args: argparse.Namespace) -> list[str]:
 
 
 def schedule_names(text: str) -> list[str]:
-    """The names in a comma list; ``all`` stands for every family. Raises PlanError for one that is none."""
+    """The names in a comma list; ``all`` stands for every family, ``MODULE:NAME`` for one that importing the
+    module registers. Raises PlanError for one that is none.
+    """
     names = [name.strip() for name in text.split(",")]
+    names = [_imported_from(*name.split(":", 1)) if ":" in name else name for name in names]
     found = [known for name in names for known in (SCHEDULES if name == "all" else [OLD_NAMES.get(name, name)])]
     for name in found:
         _family(name)
     return found
+
+
+def _imported_from(module: str, name: str) -> str:
+    sys.path.insert(0, os.getcwd())  # as ``python -m`` has it
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise UsageError(f"{module}:{name} names no module: there is no {error.name} here, nor installed") from error
+    finally:
+        sys.path.pop(0)
+    return name
 
 
 def _family(name: str) -> Family:

@@ -53,12 +53,13 @@ def prepare(argv: Sequence[str]) -> Callable[[], None]:
     given |= {name: settings.value_of_text(name, text, _flag(name)) for name, text in texts.items()}
     plugin: Any = importlib.import_module("megatron_pp.integrations.on_import")
     plugin.install_on_import(settings.read_settings(args.settings, **given))
-    return partial(_run, run_module if args.module else run_script, args.script, args.arguments)
+    return partial(_run, load_module if args.module else load_script, args.script, args.arguments)
 
 
-def _run(as_main: Callable[[str, Sequence[str]], None], script: str, arguments: list[str]) -> None:
+def _run(load: Callable[[str, Sequence[str]], Callable[[], None]], script: str, arguments: list[str]) -> None:
+    main = load(script, arguments)
     try:
-        as_main(script, arguments)
+        main()
     finally:
         plugin: Any = importlib.import_module("megatron_pp.integrations.megatron_core")
         if not plugin.is_installed():
@@ -94,26 +95,32 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def run_script(path: str, arguments: Sequence[str]) -> None:
-    """Raises OSError where there is no such file."""
+def load_script(path: str, arguments: Sequence[str]) -> Callable[[], None]:
+    """What runs it as ``__main__``. Raises OSError where there is no such file."""
     file = os.path.abspath(path)
     with io.open_code(file) as script:
         source = script.read()
     _begin(os.path.dirname(os.path.realpath(path)), [path, *arguments])
-    _execute(compile(source, file, "exec", dont_inherit=True), file, loader=SourceFileLoader("__main__", file))
+    code = compile(source, file, "exec", dont_inherit=True)
+    return partial(_execute, code, file, loader=SourceFileLoader("__main__", file))
 
 
-def run_module(name: str, arguments: Sequence[str]) -> None:
-    """Raises ImportError where there is no such module, or it has no code."""
+def load_module(name: str, arguments: Sequence[str]) -> Callable[[], None]:
+    """What runs it as ``__main__``. Raises UsageError where there is no such module, or it has no code."""
     _begin(os.getcwd(), ["-m", *arguments])  # as Python has them while it looks for the module
-    spec = importlib.util.find_spec(name)
-    if spec is not None and spec.submodule_search_locations is not None:
-        spec = importlib.util.find_spec(f"{name}.__main__")
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except (ModuleNotFoundError, ValueError) as error:  # of a package that it is in; no name of a module
+        if not f"{name}.".startswith(f"{getattr(error, 'name', name)}."):
+            raise
+        spec = None
     code = spec.loader.get_code(spec.name) if spec is not None and isinstance(spec.loader, InspectLoader) else None
     if spec is None or code is None:
-        raise ImportError(f"{name} is no module that can be run")
+        raise UsageError(f"-m {name}: there is no such module that can be run")
     sys.argv[0] = spec.origin or name
-    _execute(code, spec.origin, loader=spec.loader, package=spec.parent, cached=spec.cached, spec=spec)
+    return partial(_execute, code, spec.origin, loader=spec.loader, package=spec.parent, cached=spec.cached, spec=spec)
 
 
 def _begin(folder: str, argv: list[str]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_pp.errors import visible
-from megatron_pp.plan.files import write_whole
+from megatron_pp.plan.files import is_special, write_whole
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -74,6 +74,7 @@ def _width(columns: Sequence[int]) -> int:
 
 
 def write_output(console: Console, path: str, content: str | bytes) -> None:
-    """Write a file and print its name."""
+    """Write a file and print its name; of what is no file, such as /dev/stdout, nothing."""
     write_whole(path, content)
-    print_line(console, f"wrote {path}")
+    if not is_special(path):
+        print_line(console, f"wrote {path}")

@@ -5,6 +5,7 @@ lacks a field, the default here holds (`config.settings`).
 """
 
 import dataclasses
+import inspect
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from megatron_pp.config.microbatch_counts import MicrobatchCount, explain_microb
 from megatron_pp.errors import ConfigError
 from megatron_pp.plan.family import Family
 from megatron_pp.plan.measured import Measured
+from megatron_pp.plan.names import did_you_mean
 from megatron_pp.plan.skip_tensors import CACHES, SkipTensor
 
 _TRUE = ("1", "true", "yes", "on")
@@ -281,6 +283,14 @@ class ModelParallelConfig:
         if not self._family.idles_in_short_groups:
             return explain_microbatch_count(num_microbatches, size)
         return explain_microbatch_count(num_microbatches, size, self.num_chunks, group)
+
+    def __new__(cls, *values: Any, **options: Any) -> Any:
+        """Raises TypeError for an option that is none, with the nearest one."""
+        known = inspect.signature(cls.__init__).parameters
+        unknown = [name for name in options if name not in known]
+        if unknown and not any(one.kind is one.VAR_KEYWORD for one in known.values()):
+            raise TypeError(f"{cls.__name__} has no option {unknown[0]!r}{did_you_mean(unknown[0], known)}")
+        return super().__new__(cls)
 
     def replace(self: Config, **changes: Any) -> Config:
         """A changed copy; derived values are computed again (dataclasses.replace keeps them). Raises as the class."""

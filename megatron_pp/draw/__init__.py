@@ -70,7 +70,7 @@ def _with_matplotlib() -> ModuleType:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise MegatronPPError("SVG and PNG pictures need matplotlib: pip install 'megatron-pp[viz]'") from error
+        raise MegatronPPError("SVG and PNG pictures need matplotlib: pip install '.[viz]'") from error
     from megatron_pp.draw import figures
 
     return figures

@@ -44,11 +44,11 @@ def why_unwritable(path: str | os.PathLike[str]) -> str:
         return os.strerror(errno.EISDIR)
     if not os.path.isdir(folder):
         return os.strerror(errno.ENOENT)
-    may = os.access(target if _is_special(path) else folder, os.W_OK)
+    may = os.access(target if is_special(path) else folder, os.W_OK)
     return "" if may else os.strerror(errno.EACCES)
 
 
-def _is_special(path: str | os.PathLike[str]) -> bool:
+def is_special(path: str | os.PathLike[str]) -> bool:
     """Whether it is no file (a device, a pipe), and must not be replaced by one."""
     other = os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
     return other or os.fspath(path).startswith("/dev/")
@@ -62,7 +62,7 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
     target = Path(os.path.realpath(path))
     data = content.encode("utf-8") if isinstance(content, str) else content
     try:
-        if _is_special(path):
+        if is_special(path):
             Path(path).write_bytes(data)
             return
         handle, scratch = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)

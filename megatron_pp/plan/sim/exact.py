@@ -57,7 +57,7 @@ def optimum(problem: Problem, most: float, least: float = 0.0, effort: float = 1
     try:
         from ortools.sat.python import cp_model
     except ImportError as error:
-        raise PlanError("the exact solver needs OR-tools: pip install 'megatron-pp[solver]'") from error
+        raise PlanError("the exact solver needs OR-tools: pip install '.[solver]'") from error
     model = _Model(problem, most, least, cp_model.CpModel())
     solver = cp_model.CpSolver()
     solver.parameters.max_deterministic_time, solver.parameters.num_workers = effort, workers

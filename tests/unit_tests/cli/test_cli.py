@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 from rich.console import Console
@@ -41,7 +42,7 @@ def test_plan_compute_only(command):
 
 def test_plan_writes_and_reads_files(command, tmp_path):
     path = tmp_path / "plan.json"
-    assert command("plan", "-s", "zb_h1", "-P", 2, "-M", 4, "-o", path)[:2] == (0, "")
+    assert command("plan", "-s", "zb_h1", "-P", 2, "-M", 4, "-o", path)[:2] == (0, f"wrote {path}\n")
     assert load_plan(path) == build_plan(PlanSpec("zb_h1", 2, 1, 4))
     code, out, _ = command("plan", "--import", path, "--format", "json")
     assert code == 0
@@ -111,8 +112,12 @@ def test_verify_under_the_rules_of_a_device(command, tmp_path):
     ("arguments", "words"),
     [
         ("plan -s nonsense", ["'nonsense' is not known; it is one of gpipe"]),
-        ("plan -P 0", ["pipeline size is 0"]),
-        ("plan -P -3", ["-3", "megatron-pp plan --help"]),
+        ("plan -P 0", ["argument -P/--pipeline-size: '0' is not a whole number from 1 to 999999999"]),
+        ("plan -P -3", ["'-3' is not a whole number from 1", "megatron-pp plan --help"]),
+        ("simulate --compare 1f1b -M 4,-3", ["'-3' is not a whole number from 1"]),
+        ("plan --lookahead -1", ["'-1' is not a whole number from 0"]),
+        ("draw -s no_such_module:mine", ["no_such_module:mine names no module: there is no no_such_module here"]),
+        ("draw -s json:mine", ["schedule 'mine' is not known"]),
         ("plan --frobnicate", ["option --frobnicate is not known", "megatron-pp plan --help"]),
         ("plan -s 1f1b -V 3", ["has 1 model chunk(s) a rank, not 3"]),
         ("plan --import nowhere.csv", ["nowhere.csv", "cannot be read"]),
@@ -264,6 +269,29 @@ def test_tensors_that_skip_stages_are_counted(command):
     assert (found["cache"], found["messages"], found["peak"]) == ("all", 196, 7)
     assert found["by_cache"]["none"] == {"messages": 496, "peak": 31}
     assert "skip_tensors" not in json.loads(command("simulate", "-P", "2", "--json")[1])
+
+
+def test_a_schedule_that_a_module_registers_is_named_by_both(command, tmp_path, monkeypatch):
+    (tmp_path / "my_schedules.py").write_text(
+        "from megatron_pp.plan.family import Family\n"
+        "from megatron_pp.plan.orders import SCHEDULES, register\n"
+        "register(Family('mine', SCHEDULES['1f1b'].orders, source='here', summary='1F1B again', chunks=1))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with mock.patch.dict(SCHEDULES), mock.patch.dict(sys.modules):
+        code, out, _ = command("draw", "-s", "my_schedules:mine", "-P", 2, "-M", 4, "-o", "mine.html")
+        assert (code, out) == (0, "wrote mine.html\n")
+        assert "mine P=2" in command("verify", "-s", "my_schedules:mine", "-P", 2, "-M", 4)[1]
+        assert "mine" in command("simulate", "--compare", "1f1b,my_schedules:mine", "-P", 2, "-M", 4)[1]
+    assert str(tmp_path) not in sys.path
+
+
+@pytest.mark.parametrize("form", ["json", "csv", "txt"])
+def test_plan_says_what_it_has_written(command, tmp_path, form):
+    assert command("plan", "-o", tmp_path / f"plan.{form}")[:2] == (0, f"wrote {tmp_path}/plan.{form}\n")
+    out = command("plan", "--format", "json", "-o", "/dev/null")[1]
+    assert out == ""
 
 
 def test_ctrl_c_is_said_in_one_line(command, monkeypatch):

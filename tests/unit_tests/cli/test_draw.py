@@ -69,7 +69,7 @@ def test_a_picture_without_matplotlib_is_an_error_of_one_line(command, tmp_path,
     for name in ("a.svg", "a.png"):
         code, _, error = command("draw", "-P", 2, "-M", 2, "-o", tmp_path / name)
         assert code == 2
-        assert error == "megatron-pp draw: SVG and PNG pictures need matplotlib: pip install 'megatron-pp[viz]'\n"
+        assert error == "megatron-pp draw: SVG and PNG pictures need matplotlib: pip install '.[viz]'\n"
     assert command("draw", "-P", 2, "-M", 2, "-o", tmp_path / "a.html")[0] == 0
 
 

@@ -31,7 +31,7 @@ print(json.dumps({
 def annotated(value: Path): ...
 assert annotated.__annotations__ == {"value": Path}, "no future statement of ours holds"
 """
-AS_MAIN = "import sys\nfrom megatron_pp.cli.run import run_module, run_script\n{}(sys.argv[1], sys.argv[2:])"
+AS_MAIN = "import sys\nfrom megatron_pp.cli.run import load_module, load_script\n{}(sys.argv[1], sys.argv[2:])()"
 
 
 @pytest.fixture(autouse=True)
@@ -73,10 +73,10 @@ def write_megatron(core: Path) -> None:
 @pytest.mark.parametrize(
     ("of_python", "of_ours"),
     [
-        (["scripts/probe.py"], ["run_script", "scripts/probe.py"]),
-        (["link.py"], ["run_script", "link.py"]),
-        (["-m", "package.probe"], ["run_module", "package.probe"]),
-        (["-m", "package"], ["run_module", "package"]),
+        (["scripts/probe.py"], ["load_script", "scripts/probe.py"]),
+        (["link.py"], ["load_script", "link.py"]),
+        (["-m", "package.probe"], ["load_module", "package.probe"]),
+        (["-m", "package"], ["load_module", "package"]),
     ],
 )
 def test_it_sees_what_it_sees_under_python(of_python: list[str], of_ours: list[str]) -> None:
@@ -174,7 +174,15 @@ def test_a_wrong_setting_is_said_before_the_script_runs(
 
 def test_a_missing_script_is_said(command: Callable[..., tuple[int, str, str]]) -> None:
     assert_refused(command("run", "none.py"), 2, "megatron-pp run: none.py: there is no such file")
+    for name in ("no_such_module", "package.none", "no_such.module", "scripts", "package/probe.py"):
+        assert_refused(command("run", "-m", name), 2, f"megatron-pp run: -m {name}: there is no such module")
     assert_refused(command("run"), 2, "megatron-pp run: the following arguments are required: SCRIPT")
+
+
+def test_an_error_of_the_package_that_holds_the_module_is_raised(command: Callable[..., tuple[int, str, str]]) -> None:
+    Path("package/__init__.py").write_text("import not_there")
+    with pytest.raises(ModuleNotFoundError, match="not_there"):
+        command("run", "-m", "package.probe")
 
 
 def test_help_lists_every_setting(command: Callable[..., tuple[int, str, str]]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 import re
 import subprocess
 import sys
@@ -54,6 +56,32 @@ def test_lowering_policy(flags, policy):
 
 def test_one_chunk_is_plain_1f1b():
     assert ModelParallelConfig(**PIPELINE, virtual_pipeline_model_parallel_size=1).schedule_name == "1f1b"
+
+
+def test_an_option_that_is_none_is_answered_with_the_nearest_one():
+    with pytest.raises(TypeError, match=r"no option 'pipline_schedule' \(did you mean pipeline_schedule\?\)"):
+        TransformerConfig(**PIPELINE, **MODEL, pipline_schedule="zb_v")
+    with pytest.raises(TypeError, match=r"ModelParallelConfig has no option 'num_layers'$"):
+        ModelParallelConfig(num_layers=3)
+    with pytest.raises(TypeError, match=r"no option 'overlap_p2p' \(did you mean overlap_p2p_comm"):
+        TransformerConfig(**PIPELINE, **MODEL).replace(overlap_p2p=True)
+
+
+@dataclasses.dataclass
+class WithMore(TransformerConfig):
+    more: int = 0
+
+
+class WithItsOwn(TransformerConfig):
+    def __init__(self, mine, **options):
+        super().__init__(**options)
+        self.mine = mine
+
+
+def test_classes_made_of_a_config_have_options_of_their_own():
+    assert WithMore(**PIPELINE, **MODEL, more=3).replace(more=4).more == 4
+    assert WithItsOwn(mine=3, **PIPELINE, **MODEL).mine == 3
+    assert copy.deepcopy(pickle.loads(pickle.dumps(WithMore(**MODEL, more=3)))).more == 3
 
 
 def test_replace_derives_again_what_was_not_given():
