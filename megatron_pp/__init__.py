@@ -5,11 +5,6 @@ Other names, modules among them, are loaded when they are first used.
 """
 
 import importlib.util
-import sys
-import warnings
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from megatron_pp import errors, plan
@@ -66,47 +61,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-# Modules of the first development versions -> where they are now. Goes with the release after 0.1.0.
-_MOVED = {
-    "communicators": "runtime.communicators",
-    "layout": "config.layout",
-    "microbatch_counts": "config.microbatch_counts",
-    "named_tensors": "runtime.compute",
-    "output_lifetime": "runtime.deallocate",
-    "overlap": "runtime.pairs",
-    "p2p_debug": "runtime.send_buffer_check",
-    "plan.advice": "plan.compare",
-    "plan.build": "plan.builder",
-    "plan.exchange": "plan.serialize",
-    "plan.memory": "plan.sim.memory",
-    "plan.search": "plan.sim.search",
-    "plan.simulate": "plan.sim.simulate",
-    "plan.simulation": "plan.sim.simulation",
-    "plan.verify": "plan.verifier",
-    "stage": "runtime.stage",
-    "testing.hostile": "testing.adversarial_transports",
-    "trace": "tracing.recorder",
-    "transport": "comm.transport",
-    "wait_handle": "comm.wait_handle",
-    "weight_grad.footprint": "runtime.footprint",
-}
-
-
-class _OldPaths(MetaPathFinder, Loader):
-    """Imports a moved module under its old path, with a DeprecationWarning that names the new one."""
-
-    def find_spec(self, fullname: str, path: object = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        package, _, name = fullname.partition(".")
-        return importlib.util.spec_from_loader(fullname, self) if package == __name__ and name in _MOVED else None
-
-    def exec_module(self, module: ModuleType) -> None:
-        old = module.__name__
-        new = f"{__name__}.{_MOVED[old.partition('.')[2]]}"
-        message = f"{old} is now {new}; the old path goes with the release after 0.1.0"
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
-        sys.modules[old] = importlib.import_module(new)
-
-
-sys.meta_path.insert(0, _OldPaths())

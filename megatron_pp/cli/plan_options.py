@@ -16,7 +16,7 @@ from megatron_pp.plan.builder import lowered_plan
 from megatron_pp.plan.family import Family, no_offloads
 from megatron_pp.plan.lower import lowered
 from megatron_pp.plan.names import unknown
-from megatron_pp.plan.orders import OLD_NAMES, ONE_F_ONE_B, SCHEDULES
+from megatron_pp.plan.orders import ONE_F_ONE_B, SCHEDULES
 from megatron_pp.plan.orders.loop import SEQ_1F1B
 from megatron_pp.plan.placement import LOOP, Placement
 from megatron_pp.plan.schedule_file import choices, find_family, names_a_file
@@ -168,7 +168,7 @@ def schedule_names(text: str) -> list[str]:
     """
     names = [name.strip() for name in text.split(",")]
     names = [_imported_from(*name.split(":", 1)) if ":" in name else name for name in names]
-    found = [known for name in names for known in (SCHEDULES if name == "all" else [OLD_NAMES.get(name, name)])]
+    found = [known for name in names for known in (SCHEDULES if name == "all" else [name])]
     for name in found:
         _family(name)
     return found

@@ -15,7 +15,7 @@ from megatron_pp.plan.family import Family, Order, Shape
 from megatron_pp.plan.files import read_text
 from megatron_pp.plan.instruction import OFFLOAD, WEIGHT_GRAD
 from megatron_pp.plan.names import unknown
-from megatron_pp.plan.orders import OLD_NAMES, SCHEDULES
+from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.placement import LOOP
 from megatron_pp.plan.repeated import Line
 from megatron_pp.plan.serialize import load_plan
@@ -40,18 +40,17 @@ def find_family(schedule: str) -> Family:
     Raises PlanError for a name that is neither and for a file whose plan cannot run, ExchangeError (one too) for a file
     that holds none.
     """
-    named = isinstance(schedule, str)
-    family = SCHEDULES.get(OLD_NAMES.get(schedule, schedule)) if named else None
-    if family is not None:
-        return family
-    if named and names_a_file(schedule):
-        return family_of_file(schedule)
+    if isinstance(schedule, str):
+        if schedule in SCHEDULES:
+            return SCHEDULES[schedule]
+        if names_a_file(schedule):
+            return family_of_file(schedule)
     raise PlanError(unknown("schedule", schedule, SCHEDULES, choices()))
 
 
 def placement_kind(schedule: str | None) -> str:
     """Where ``schedule`` puts the stages; in a loop where it is None, or not known and refused elsewhere."""
-    known = schedule is not None and (schedule in SCHEDULES or schedule in OLD_NAMES or names_a_file(schedule))
+    known = schedule is not None and (schedule in SCHEDULES or names_a_file(schedule))
     return find_family(schedule).placement if schedule is not None and known else LOOP
 
 

@@ -21,7 +21,6 @@ from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.files import read_text
 from megatron_pp.plan.instruction import NONE, Instruction, batch, pair, parse_instruction, without_pairs
 from megatron_pp.plan.measured import Measured
-from megatron_pp.plan.orders import OLD_NAMES
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.repeated import Line, Lines
 from megatron_pp.plan.skip_tensors import SkipTensor
@@ -263,5 +262,4 @@ def spec_from_values(values: dict[str, Any]) -> PlanSpec:
             raise ExchangeError(f"the spec's {name} is {value!r}; it holds a character that cannot be printed")
     if measured is not None and not isinstance(measured, dict):
         raise ExchangeError("the spec's 'measured' must be an object of measured values, or null")
-    values["schedule"] = OLD_NAMES.get(values["schedule"], values["schedule"])
     return PlanSpec(**values, measured=None if measured is None else Measured.from_dict(measured))

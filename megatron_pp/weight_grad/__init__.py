@@ -5,10 +5,6 @@ drives: deferred weight gradients wait in it per (chunk, microbatch), first in, 
 converted model behaves as before. Source: arXiv 2401.10241, section 2.
 """
 
-import importlib
-import warnings
-from typing import Any
-
 from megatron_pp.errors import WeightGradError, WeightGradSplitError
 from megatron_pp.weight_grad.convert import check_wrappers, split_weight_grad, store_of, unsplit_weight_grad
 from megatron_pp.weight_grad.linear import fused_kernels
@@ -19,11 +15,3 @@ __all__ = [
     "SplitReport", "WeightGradError", "WeightGradSplitError", "WeightGradStore", "WholeLayer", "check_wrappers",
     "fused_kernels", "split_weight_grad", "store_of", "unsplit_weight_grad",
 ]  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    if name not in ("Footprint", "measure_footprint"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    new = "megatron_pp.runtime.footprint"
-    warnings.warn(f"{name} is now in {new}; the old path goes with the next release", DeprecationWarning, stacklevel=2)
-    return getattr(importlib.import_module(new), name)

@@ -21,7 +21,7 @@ from tests.megatron.runner import parity_jobs, run_jobs  # isort: skip
 pytestmark = [needs_megatron, pytest.mark.slow]
 
 CHECKS = "tests.functional_tests.v_placement_checks:"
-SCHEDULES = ("zb_v", "v_half", "v_min", "1f1b_v", "dualpipev")
+SCHEDULES = ("zb_v", "v_half", "v_min", "1f1b_v", "dualpipe_v")
 POLICIES = ("overlap", "batched", "plain", "overlap", "batched")
 TIED = Model(tied=True, position="learned_absolute")
 SMALL = Model(layers=4)
@@ -48,7 +48,9 @@ TRAINED = [
     for pp in (2, 4)
     for model in MODELS[pp]
     for name, policy in zip(SCHEDULES, POLICIES, strict=True)
-    if EXHAUSTIVE or (pp, model.tied) == (2, True) or ((pp, model.tied) == (4, False) and name in ("zb_v", "dualpipev"))
+    if EXHAUSTIVE
+    or (pp, model.tied) == (2, True)
+    or ((pp, model.tied) == (4, False) and name in ("zb_v", "dualpipe_v"))
 ]
 V = Case(SMALL, pp=2, vp=2, schedule="zb_v", policy="overlap", optimizer="adam", clip_grad=0.0, steps=2).short()
 VARIED = {

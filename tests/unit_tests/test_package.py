@@ -1,4 +1,4 @@
-"""The package as a whole: its errors, the names at its top, its old paths, and what works without torch."""
+"""The package as a whole: its errors, the names at its top, and what works without torch."""
 
 from __future__ import annotations
 
@@ -18,15 +18,6 @@ from megatron_pp.plan.spec import PlanSpec
 from tests.conftest import PROJECT_ROOT
 
 WITHOUT_TORCH = ("megatron_pp.plan", "megatron_pp.draw", "megatron_pp.cli")
-NAMED_IN_DOCS = (  # in README.md and docs/ of release 0.1
-    ("megatron_pp.overlap", "in_turn"),
-    ("megatron_pp.testing.hostile", "PoisoningNetwork"),
-    ("megatron_pp.plan.measured", "Measured"),
-    ("megatron_pp.plan.simulate", "simulate"),
-    ("megatron_pp.config", "explain_microbatch_count"),
-    ("megatron_pp.weight_grad", "measure_footprint"),
-    ("megatron_pp.weight_grad", "split_weight_grad"),
-)
 
 
 def modules_of(package: str) -> list[str]:
@@ -121,26 +112,6 @@ def test_a_plan_is_built_verified_and_simulated_from_the_top():
     assert megatron_pp.plan.verify is megatron_pp.verify
     assert megatron_pp.plan.simulate is megatron_pp.simulate
     assert megatron_pp.verify(plan).worst_rank == 0
-
-
-@pytest.mark.parametrize("old", megatron_pp._MOVED)
-def test_an_old_path_is_the_new_module(old: str, monkeypatch: pytest.MonkeyPatch):
-    new = f"megatron_pp.{megatron_pp._MOVED[old]}"
-    monkeypatch.delitem(sys.modules, f"megatron_pp.{old}", raising=False)
-    with pytest.warns(DeprecationWarning, match=f"is now {new};"):
-        assert importlib.import_module(f"megatron_pp.{old}") is importlib.import_module(new)
-
-
-@pytest.mark.parametrize("name", ["build", "verify", "simulate"])
-def test_an_old_module_leaves_the_function_of_its_name(name: str):
-    importlib.import_module(f"megatron_pp.plan.{name}")
-    assert inspect.isfunction(getattr(megatron_pp.plan, name))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize(("module", "name"), NAMED_IN_DOCS)
-def test_the_paths_of_the_docs_of_release_0_1_work(module: str, name: str):
-    assert hasattr(importlib.import_module(module), name)
 
 
 @pytest.mark.slow

@@ -22,10 +22,7 @@ SCHEDULES: dict[str, Family] = {
     )
 }
 
-OLD_NAMES = {"dualpipev": v.DUALPIPE_V}
-"""Spellings of earlier releases, still read."""
-
-__all__ = ["COMBINED", "INTERLEAVED", "OLD_NAMES", "ONE_F_ONE_B", "SCHEDULES", "Family", "check_slices", "register"]
+__all__ = ["COMBINED", "INTERLEAVED", "ONE_F_ONE_B", "SCHEDULES", "Family", "check_slices", "register"]
 
 
 def check_slices(family: Family, slices: int) -> None:
@@ -40,7 +37,7 @@ def register(family: Family) -> Family:
 
     Returns the family. Raises PlanError for a name that is taken, as plans are kept by name.
     """
-    if family.name in SCHEDULES or family.name in OLD_NAMES:
+    if family.name in SCHEDULES:
         raise PlanError(f"a schedule {family.name!r} exists already; register this one under another name")
     SCHEDULES[family.name] = family
     return family

@@ -217,7 +217,3 @@ def test_files_of_two_sizes_do_not_stand_side_by_side(command):
 )
 def test_the_nearest_name_is_suggested(command, line, meant):
     assert_refused(command(*line.split()), 2, f"is not known (did you mean {meant}?)")
-
-
-def test_a_schedule_under_its_old_name_is_found(command):
-    assert "dualpipe_v P=2" in command("verify", "-s", "dualpipev", "-P", 2)[1]

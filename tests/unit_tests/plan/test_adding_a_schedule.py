@@ -61,7 +61,6 @@ def test_the_commands_for_a_file(folder: Path, command: str) -> None:
     assert main(arguments) == 0
 
 
-@pytest.mark.parametrize("name", ["1f1b", "dualpipev"])
-def test_a_name_that_is_taken(name: str) -> None:
+def test_a_name_that_is_taken() -> None:
     with pytest.raises(PlanError, match="exists already"):
-        register(Family(name, lambda shape: [], source="", summary=""))
+        register(Family("1f1b", lambda shape: [], source="", summary=""))

@@ -29,7 +29,7 @@ SPECS = [
     PlanSpec("interleaved_1f1b", 2, 2, 8, channels="shared"),
     PlanSpec("zb_h1", 3, 1, 9, device=(DEVICE_SYNC,)),
     PlanSpec("zb_v", 2, 2, 8),
-    PlanSpec("dualpipev", 2, 2, 8, policy="plain", overlap_pairs=True),
+    PlanSpec("dualpipe_v", 2, 2, 8, policy="plain", overlap_pairs=True),
     PlanSpec("combined_1f1b", 2, 2, 8, overlap_pairs=True),
     PlanSpec("1f1b", 3, 1, 9, policy="batched"),
     PlanSpec("interleaved_1f1b", 2, 2, 8, policy="batched", variable_shapes=True),
@@ -77,7 +77,7 @@ def test_plans_of_every_policy_run_aligned(spec: PlanSpec) -> None:
 
 
 def _period(spec: PlanSpec) -> int:
-    return spec.pipeline_size if spec.num_chunks > 1 and spec.schedule not in ("zb_v", "dualpipev") else 1
+    return spec.pipeline_size if spec.num_chunks > 1 and spec.schedule not in ("zb_v", "dualpipe_v") else 1
 
 
 def test_collectives_are_left_to_the_queue_machine() -> None:
