@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,7 +65,7 @@ def _formatted(plan: Plan, args: argparse.Namespace, form: str) -> str:
     refuse(args, ["compute_only"], f"is for text, not {form}")
     if form == JSON:
         with suppress(PlanError):  # a plan that is refused has no certificate
-            verify(plan, device=args.device or None)
+            plan = replace(plan, proof=verify(plan, device=args.device or None).certificate)
     with refusing(plan.spec.describe()):
         return format_plan(plan, form, certified=True)
 

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
             print_line(console, str(error))
         return REFUSED
     certificate = verdict.certificate
-    if args.json and certificate is not None:
+    if args.json:
         console.file.write(json.dumps({"accepted": True, **certificate.to_dict()}, indent=1) + "\n")
     else:
         print_line(console, f"{plan.spec.describe()}: {verdict}")

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.bounded_cache import BoundedCache
-from megatron_pp.plan.certificate import REPETITION
+from megatron_pp.plan.certificate import REPETITION, Certificate
 from megatron_pp.plan.collector import collector_paused
 from megatron_pp.plan.family import Announce, Family
 from megatron_pp.plan.instruction import (
@@ -64,7 +64,9 @@ def verified_plan(spec: PlanSpec, announce: Announce | None = None) -> tuple[Pla
                 found = _PLANS.put(spec, (plan, template.verdict), _TASK * len(template.plan.programs[0]))
             else:
                 plan = lowered_plan(spec, announce)
-                found = _PLANS.put(spec, (plan, verify(plan)), _size((*plan.programs, *plan.orders)))
+                verdict = verify(plan)
+                plan = replace(plan, proof=verdict.certificate)
+                found = _PLANS.put(spec, (plan, verdict), _size((*plan.programs, *plan.orders)))
             _orders.cache_clear()
         return found
 
@@ -140,10 +142,9 @@ def _enlarged(template: _Template, spec: PlanSpec) -> Plan:
     more = spec.num_microbatches - template.plan.spec.num_microbatches
     programs = Repeated(template.programs, more // template.programs.block.microbatches)
     placement = template.plan.placement
-    plan = Plan(spec, placement, programs, _Orders(spec, placement), family_of(spec).remark(spec.shape))
-    if template.verdict.certificate is not None:
-        plan.certify((*template.verdict.certificate.rules, REPETITION), template.verdict.device)
-    return plan
+    rules = (*template.verdict.certificate.rules, REPETITION)
+    proof = Certificate.of(rules, template.verdict.device, spec, programs)
+    return Plan(spec, placement, programs, _Orders(spec, placement), family_of(spec).remark(spec.shape), proof)
 
 
 class _Orders(Lines):

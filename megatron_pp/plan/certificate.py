@@ -1,8 +1,10 @@
 """What the proof of an accepted plan covers: which rules, on which device, of which spec, and for which programs."""
 
+from __future__ import annotations
+
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -43,6 +45,12 @@ class Certificate:
     device: tuple[str, ...]
     spec: Mapping[str, Any]
     programs: Sequence[Line] = field(repr=False, compare=False)
+
+    @classmethod
+    def of(cls, rules: Sequence[str], device: Sequence[str], spec: Any, programs: Sequence[Line]) -> Certificate:
+        """That ``rules`` are proven of the plan of ``spec`` with these programs, on a device with its rules."""
+        values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(spec).items()}
+        return cls(tuple(rules), tuple(device), values, programs)
 
     @cached_property
     def digest(self) -> str:

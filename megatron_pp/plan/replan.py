@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +28,7 @@ from megatron_pp.plan.serialize import ComputeOf, spec_from_values, spec_values
 from megatron_pp.plan.sim.bound import bound_of
 from megatron_pp.plan.sim.greedy import Problem, Scheduled
 from megatron_pp.plan.sim.improve import improved
-from megatron_pp.plan.sim.search import EFFORT, default_measured, is_accepted, peak_memory
+from megatron_pp.plan.sim.search import EFFORT, default_measured, peak_memory
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.spec import Plan, PlanSpec
 from megatron_pp.plan.verifier import verify
@@ -45,7 +46,7 @@ class Proposal:
     """A verified plan, as text that other processes read.
 
     programs    one a rank, as they print
-    rules       of its certificate, ``digest`` too; device: as in ``Plan.certify``
+    rules       of its certificate, ``digest`` too; device: as in it
     sentence    from what to what, and what is predicted of it
     """
 
@@ -69,9 +70,8 @@ class Proposal:
             raise PlanError(f"the programs are not those of {self.digest}, which were verified")
         placement = Placement(self.placement, self.spec.pipeline_size, self.spec.num_chunks)
         programs = _Read(self.programs, placement)
-        plan = Plan(self.spec, placement, programs, ComputeOf(programs))
-        plan.certify(self.rules, self.device)
-        return plan
+        proof = Certificate.of(self.rules, self.device, self.spec, programs)
+        return Plan(self.spec, placement, programs, ComputeOf(programs), proof=proof)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -181,11 +181,10 @@ def _found(plan: Plan, spec: PlanSpec, measured: Measured, allowed: Callable[[Pl
 def _best(plans: Sequence[Plan], step_of: Callable[[Plan], float]) -> tuple[Plan, Certificate]:
     """The first that ``verify`` accepts, from the shortest on."""
     *others, last = sorted(plans, key=step_of)
-    plan = next(filter(is_accepted, others), last)
-    if plan is last:
-        verify(plan)
-    assert plan.certificate is not None
-    return plan, plan.certificate
+    for plan in others:
+        with suppress(PlanError):
+            return plan, verify(plan).certificate
+    return last, verify(last).certificate
 
 
 def _measured(plan: Plan, costs: StageCosts, network: Network) -> Measured:

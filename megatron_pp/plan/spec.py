@@ -1,7 +1,7 @@
 """What identifies a plan: the spec that is built, verified and cached once, and the plan itself."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from megatron_pp.errors import PlanError
@@ -165,8 +165,8 @@ class PlanSpec:
 @dataclass(frozen=True)
 class Plan:
     """A lowered plan: one program per rank. ``orders`` keeps the compute order it came from; ``remark`` is a sentence
-    for the log where another order stands in for the schedule's own, else empty. ``certificate`` is what the last
-    ``verify`` that accepted the plan has proven of it; None before, and for a changed copy.
+    for the log where another order stands in for the schedule's own, else empty. ``proof`` is what ``verify`` has
+    proven of these programs.
     """
 
     spec: PlanSpec
@@ -174,16 +174,14 @@ class Plan:
     programs: Sequence[Line]
     orders: Sequence[Line] = field(repr=False, default=())
     remark: str = ""
-    certificate: Certificate | None = field(default=None, init=False, repr=False, compare=False)
+    proof: Certificate | None = field(default=None, repr=False, compare=False)
     _tasks: dict[int, tuple[Task, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _offloaded: dict[int, frozenset[Key]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def certify(self, rules: Sequence[str], device: Sequence[str]) -> Certificate:
-        """Note that ``rules`` are proven of this plan on a device with the rules ``device``."""
-        spec = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self.spec).items()}
-        found = Certificate(tuple(rules), tuple(device), spec, self.programs)
-        object.__setattr__(self, "certificate", found)
-        return found
+    @property
+    def certificate(self) -> Certificate | None:
+        """What is proven of this plan; None for one that is not verified, and for a copy with other programs."""
+        return self.proof if self.proof is not None and self.proof.programs is self.programs else None
 
     @collector_paused()
     def tasks(self, rank: int) -> tuple[Task, ...]:

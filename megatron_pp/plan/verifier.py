@@ -38,18 +38,18 @@ class Verdict:
     ranks        peaks of live pipeline tensors
     activations  peak of what the chunks themselves keep, in units of one chunk's forward; a waiting weight gradient
                  counts its share (``activations.py``)
+    certificate  what was proven, of which programs
     device       the rules of the device that it was verified under, besides rendezvous
     on_host      peak of what is offloaded, in the same units
     num_chunks   of a rank
-    certificate  what was proven, of which programs; also ``plan.certificate`` from then on
     """
 
     ranks: tuple[RankPeaks, ...]
     activations: tuple[float, ...]
+    certificate: cert.Certificate = field(repr=False, compare=False)
     device: tuple[str, ...] = ()
     on_host: tuple[float, ...] = ()
     num_chunks: int = 1
-    certificate: cert.Certificate | None = field(default=None, repr=False, compare=False)
 
     @property
     def worst_rank(self) -> int:
@@ -99,9 +99,9 @@ def verify(
         check_static_buffers(plan, block)
     check_programs(plan, runs)
     proven = {cert.COMPLETE, cert.LIFETIME if deallocate else cert.KEPT_OUTPUTS, cert.RENDEZVOUS, *rules, cert.ORDER}
-    certificate = plan.certify([rule for rule in cert.PROOFS if rule in proven], rules)
+    certificate = cert.Certificate.of([r for r in cert.PROOFS if r in proven], rules, plan.spec, plan.programs)
     activations, on_host = peak_activations(plan, weight_share, runs), peak_on_host(plan, runs)
-    return Verdict(tuple(peaks), activations, rules, on_host, plan.spec.num_chunks, certificate)
+    return Verdict(tuple(peaks), activations, certificate, rules, on_host, plan.spec.num_chunks)
 
 
 def check_static_buffers(plan: Plan, block: Block | None = None) -> None:

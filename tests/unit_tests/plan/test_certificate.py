@@ -20,26 +20,27 @@ from megatron_pp.tracing.files import plan_line
 from tests.harness.plan_text import without
 
 
-def test_a_plan_has_a_certificate_once_it_is_accepted():
-    plan = lowered_plan(PlanSpec("1f1b", 2, 1, 4))
-    assert plan.certificate is None
-    assert verify(plan).certificate is plan.certificate
-    assert plan.certificate.rules == ("complete", "lifetime", "rendezvous", "order")
-    assert plan.certificate.device == ()
+def test_a_plan_that_is_built_has_a_certificate():
+    lowered = lowered_plan(PlanSpec("1f1b", 2, 1, 4))
+    verdict = verify(lowered)
+    assert lowered.certificate is None, "verify changes nothing"
+    assert verdict.certificate.rules == ("complete", "lifetime", "rendezvous", "order")
+    assert verdict.certificate.device == ()
+    plan = build_plan(lowered.spec)
+    assert plan.certificate == verdict.certificate
     broken = without(plan, 0, "FREE_F0.1")
     with pytest.raises(ValueError, match="rank 0"):
         verify(broken)
-    assert broken.certificate is None
-    assert replace(plan, programs=broken.programs).certificate is None
+    assert replace(plan, programs=broken.programs).certificate is broken.certificate is None
 
 
 def test_rules_are_those_that_were_checked():
     rules = ("one_queue", "device_sync", "static_buffers")
     plan = lowered_plan(PlanSpec("interleaved_1f1b", 2, 2, 4, device=rules))
-    verify(plan, deallocate=False, device=rules[::-1])
-    assert plan.certificate.device == rules
-    assert plan.certificate.rules == ("complete", "kept_outputs", "rendezvous", *rules, "order")
-    assert set(plan.certificate.rules) < set(PROOFS)
+    certificate = verify(plan, deallocate=False, device=rules[::-1]).certificate
+    assert certificate.device == rules
+    assert certificate.rules == ("complete", "kept_outputs", "rendezvous", *rules, "order")
+    assert set(certificate.rules) < set(PROOFS)
 
 
 def test_a_repeated_plan_says_so():
