@@ -31,8 +31,8 @@ def rows_of_rank(vocab_size: int, rank: int, size: int) -> range:
 @dataclass
 class _Microbatch:
     """What a rank keeps of one microbatch. ``exponentials`` are ``[tokens, rows]``, of logits less their row's maximum
-    here; ``statistics`` ``[3, tokens]``: that maximum, the sum of exponentials and the target's logit, of the rank's
-    rows, then of all."""
+    here; ``statistics`` ``[4, tokens]``: that maximum, the sum of exponentials and the target's logit, of the rank's
+    rows, then of all, and the label, then one of another rank, which is another label where there is any."""
 
     labels: Tensor
     loss_func: Callable[..., Any]
@@ -57,23 +57,35 @@ class SplitOutputLayer(torch.nn.Module):
         hidden_size: of the last dimension of the stages' outputs.
         vocab_size: rows of the whole weight.
         rank, size: this rank's place in the pipeline.
+        ignore_index: tokens with this label have a loss and a gradient of 0, as in ``cross_entropy``.
 
     ``weight``: ``[rows, hidden_size]``, ``rows`` the numbers of its rows; drawn by the caller."""
 
-    def __init__(self, hidden_size: int, vocab_size: int, rank: int, size: int, **factory: Any) -> None:
+    def __init__(
+        self, hidden_size: int, vocab_size: int, rank: int, size: int, *, ignore_index: int = -100, **factory: Any
+    ) -> None:
         super().__init__()
-        self.vocab_size = vocab_size
+        self.vocab_size, self.ignore_index = vocab_size, ignore_index
         self.rows = rows_of_rank(vocab_size, rank, size)
         self.weight = torch.nn.Parameter(torch.zeros(len(self.rows), hidden_size, **factory))
         self._labels: Tensor | None = None
 
     def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Note ``labels`` (int64, of ``hidden``'s shape without its last dimension); returns ``hidden``."""
-        if labels.shape != hidden.shape[:-1]:
+        """Note ``labels`` (int64, of ``hidden``'s shape without its last dimension); returns ``hidden``. Raises
+        ScheduleInputError for others, and on the CPU for one that is neither a row of the weight nor ``ignore_index``;
+        a CUDA device stops at it."""
+        if labels.shape != hidden.shape[:-1] or labels.dtype != torch.int64:
             raise ScheduleInputError(
-                f"labels have shape {list(labels.shape)}; a split output layer needs one for each token of the stage's "
-                f"output, {list(hidden.shape[:-1])}"
+                f"labels have shape {list(labels.shape)} and are {labels.dtype}; a split output layer needs one for "
+                f"each token of the stage's output, {list(hidden.shape[:-1])}, and torch.int64"
             )
+        outside = ((labels < 0) | (labels >= self.vocab_size)) & (labels != self.ignore_index)
+        _refuse(
+            outside,
+            f"a label of a split output layer is outside of 0 to {self.vocab_size - 1}, and not ignore_index "
+            f"({self.ignore_index})",
+            lambda token: f"token {token} has label {labels.flatten()[token]}",
+        )
         self.__dict__["_labels"] = labels
         return hidden
 
@@ -94,17 +106,21 @@ class SplitOutputLayer(torch.nn.Module):
             logits.gather(1, place[:, None])[:, 0].masked_fill(~mine, 0.0) if len(rows) else torch.zeros_like(maximum)
         )
         of.exponentials = logits.sub_(maximum[:, None]).exp_()
-        of.statistics = torch.stack((maximum, of.exponentials.sum(1), target))
+        of.statistics = torch.stack((maximum, of.exponentials.sum(1), target, of.labels.flatten().to(maximum.dtype)))
         of.part = of.exponentials @ weight.to(of.exponentials.dtype) if with_input_grad else None
 
     def combine(self, of: _Microbatch, gathered: Tensor) -> None:
-        """The statistics of all ranks from ``gathered``, ``[ranks, 3, tokens]``, in the order of ranks. Scales the
+        """The statistics of all ranks from ``gathered``, ``[ranks, 4, tokens]``, in the order of ranks. Scales the
         rank's exponentials to its softmax, and makes its part of X's gradient whole, but for that of the loss."""
         weight, rows = self.weight, self.rows
         maximum = gathered[:, 0].amax(0)
         total, target = (gathered[:, 1] * (gathered[:, 0] - maximum).exp()).sum(0), gathered[:, 2].sum(0)
         scale = ((of.statistics[0] - maximum).exp() / total)[:, None]
-        of.statistics.copy_(torch.stack((maximum, total, target)))  # in place: its memory is the compute stream's
+        least, most = gathered[:, 3].aminmax(dim=0)
+        other = torch.where(most == of.statistics[3], least, most)
+        of.statistics.copy_(
+            torch.stack((maximum, total, target, other))
+        )  # in place: its memory is the compute stream's
         of.exponentials.mul_(scale)
         if of.part is not None and len(rows):
             place, mine = _own_labels(of.labels, rows)
@@ -181,9 +197,11 @@ class OutputLayerSteps(ModelSteps):
         options, reports = self.options, any(self._reports)
         if options.forward_only and not reports:
             return None
-        maximum, total, target = microbatch.statistics
+        maximum, total, target, _ = microbatch.statistics
+        ignored = microbatch.labels.flatten() == self.layer.ignore_index
         with torch.set_grad_enabled(not options.forward_only):
-            losses = (maximum + total.log() - target).requires_grad_(not options.forward_only)
+            losses = (maximum + total.log() - target).masked_fill_(ignored, 0.0)
+            losses.requires_grad_(not options.forward_only)
             record = self.record if reports else LossRecord()
             more = options.num_microbatches, options.cp_size, record, options.collect_non_loss_data
             loss = scaled_loss(losses.view(microbatch.labels.shape), microbatch.loss_func, self.settings, *more)
@@ -191,7 +209,16 @@ class OutputLayerSteps(ModelSteps):
                 return None
             if self.grad_scale_func is not None:
                 loss = self.grad_scale_func(loss)
-            return torch.autograd.grad(loss, losses)[0]
+            return torch.autograd.grad(loss, losses)[0].masked_fill(ignored, 0.0)
+
+
+def _refuse(wrong: Tensor, why: str, of_token: Callable[[int], str]) -> None:
+    """Raises ScheduleInputError where any of ``wrong`` holds, with the first. The host does not wait for a CUDA device:
+    that stops, as in ``cross_entropy``."""
+    if wrong.is_cuda:
+        torch._assert_async(~wrong.any(), why)
+    elif wrong.any():
+        raise ScheduleInputError(f"{why}: {of_token(int(wrong.flatten().nonzero()[0]))}")
 
 
 def _own_labels(labels: Tensor, rows: range) -> tuple[Tensor, Tensor]:
@@ -273,6 +300,15 @@ class OutputLayerRunner:
     def _wait_all_reduce(self, at: Task) -> None:
         self._wait(at)
         of = self.kept[at.mb]
+        own, other = of.labels.flatten(), of.statistics[3].long()
+        _refuse(
+            own != other,
+            f"microbatch {at.mb}: ranks gave their SplitOutputLayer different labels; every rank's data iterator gives "
+            "the same ones",
+            lambda token: (
+                f"token {token} has label {own[token]} on rank {self.communicator.rank}, {other[token]} on another"
+            ),
+        )
         of.loss_grad = self.steps.loss_grad(of)
         if self.early and self.trains:
             part, of.part = of.part, None

@@ -35,15 +35,16 @@ class Case:
     vocab: int = 11
     loss: Callable[[torch.Tensor], Any] = mean_loss
     dtype: torch.dtype = torch.float64
+    given: Callable[[torch.Tensor, int], torch.Tensor] = lambda labels, rank: labels  # what a rank makes of the labels
 
     def weight(self) -> torch.Tensor:
         return torch.randn(self.vocab, HIDDEN, generator=torch.Generator().manual_seed(5), dtype=self.dtype)
 
-    def data(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def data(self, rank: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         draw = torch.Generator().manual_seed(3)
         for _ in range(self.microbatches):
             x = torch.randn(SEQ, BATCH, HIDDEN, generator=draw, dtype=self.dtype)
-            yield x, torch.randint(self.vocab, (SEQ, BATCH), generator=draw)
+            yield x, self.given(torch.randint(self.vocab, (SEQ, BATCH), generator=draw), rank)
 
 
 class Stage(torch.nn.Module):
@@ -86,7 +87,7 @@ def step(
             try:
                 return get_forward_backward_func(case.size)(
                     forward_step_func=forward_step,
-                    data_iterator=case.data(),
+                    data_iterator=case.data(rank),
                     model=PipelineStage(stages[rank], config),
                     num_microbatches=case.microbatches,
                     seq_length=SEQ,

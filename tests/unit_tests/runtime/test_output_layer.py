@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from megatron_pp.runtime.output_layer import rows_of_rank
 from megatron_pp.testing.adversarial_transports import HOSTILE_NETWORKS
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.toy import HIDDEN, ToyBlock
-from tests.harness.output_layer_runs import Case, Stage, step, step_on_nccl
+from tests.harness.output_layer_runs import Case, Stage, mean_loss, step, step_on_nccl
 from tests.harness.plan_mutants import mutants
 
 NAMES = ("vocab_1f1b", "vocab_1f1b_alg1")
@@ -154,10 +155,63 @@ def test_model_and_schedule_have_to_agree() -> None:
         step(Case("1f1b", 2, 2))
 
 
-def test_labels_of_another_shape_are_refused() -> None:
+@pytest.mark.parametrize(("shape", "dtype"), [((2, 3), torch.int64), ((3, 2), torch.int32)])
+def test_labels_of_another_shape_or_dtype_are_refused(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     layer = SplitOutputLayer(HIDDEN, 5, 0, 1)
-    with pytest.raises(ScheduleInputError, match=r"labels have shape \[2, 3\]; .* \[3, 2\]"):
-        layer(torch.zeros(3, 2, HIDDEN), torch.zeros(2, 3, dtype=torch.int64))
+    with pytest.raises(ScheduleInputError, match=rf"shape \[{shape[0]}, {shape[1]}\] .* {dtype}; .* \[3, 2\], and"):
+        layer(torch.zeros(3, 2, HIDDEN), torch.zeros(shape, dtype=dtype))
+
+
+def put(label: int, on: tuple[int, ...] = (0, 1, 2)) -> Callable[[torch.Tensor, int], torch.Tensor]:
+    """``label`` at tokens 1 and 4, on some ranks."""
+    tokens = torch.zeros(6, dtype=torch.bool).index_fill(0, torch.tensor([1, 4]), True).view(3, 2)
+    return lambda labels, rank: labels.masked_fill(tokens, label) if rank in on else labels
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("loss", [mean_loss, weighted_sum])
+def test_ignored_tokens_have_neither_loss_nor_gradient(name: str, loss: Any) -> None:
+    case = Case(name, 3, 4, given=put(-100), loss=loss)
+    check(case, *step(case))
+    assert step(case, forward_only=True)[0] == step(case)[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("label", [-1, 11])
+def test_labels_that_are_no_rows_are_named(name: str, label: int) -> None:
+    words = rf"outside of 0 to 10, and not ignore_index \(-100\): token 1 has label {label}"
+    for forward_only in (True, False):
+        with pytest.raises(ScheduleInputError, match=words):
+            step(Case(name, 3, 4, given=put(label)), forward_only=forward_only)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("on", [(0,), (1,), (2,), (0, 1)])
+@pytest.mark.parametrize("label", [-100, 3])
+def test_ranks_with_different_labels_are_named(name: str, on: tuple[int, ...], label: int) -> None:
+    words = (
+        r"microbatch 0: ranks gave their SplitOutputLayer different labels.*: token [14] has label -?\d+ on rank"
+    )
+    for forward_only in (True, False):
+        with pytest.raises(ScheduleInputError, match=words):
+            step(Case(name, 3, 4, given=put(label, on)), forward_only=forward_only)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given", [put(-1), put(3, (0,))])
+def test_a_device_stops_at_such_labels(given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host does not read them."""
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    with pytest.raises(RuntimeError, match=r"outside of 0 to 10|different labels"):
+        step_on_nccl(Case("vocab_1f1b", 3, 2, given=given))
+
+
+def test_another_label_may_be_the_ignored_one() -> None:
+    """One of the vocabulary too, as padding often is."""
+    layer = SplitOutputLayer(HIDDEN, 5, 0, 1, ignore_index=0)
+    layer(torch.zeros(1, 1, HIDDEN), torch.zeros(1, 1, dtype=torch.int64))
+    with pytest.raises(ScheduleInputError, match=r"not ignore_index \(0\): token 0 has label -100"):
+        layer(torch.zeros(1, 1, HIDDEN), torch.full((1, 1), -100))
 
 
 @pytest.mark.parametrize("name", NAMES)
