@@ -22,6 +22,7 @@ from examples.gpt.settings import parse
 from megatron_pp.comm import abort
 from megatron_pp.comm.transport import P2PRequest, Preparation, ProcessGroupTransport
 from megatron_pp.errors import P2PTransferError
+from megatron_pp.faults.tracker import query_during_captures
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.spec import PlanSpec
 from megatron_pp.runtime.communicators import SoloTransport
@@ -115,7 +116,11 @@ def a_failure(folder: Path) -> None:
 
 
 def what_the_library_raises(folder: Path) -> None:
-    """A batch on an aborted communicator; an abort that raises, one that does not return; a close that raises."""
+    """A batch on an aborted communicator; an abort that raises, one that does not return; a close that raises. The
+    watchdog's call of the CUDA runtime, in builds of torch without CUDA and with one."""
+    for built_with in (None, "999.0"):
+        with replaced([(torch.version, "cuda", built_with)]):
+            query_during_captures()
     released = threading.Event()
 
     def program(group: dist.ProcessGroup) -> None:

@@ -192,6 +192,12 @@ class VirtualGroup(dist.ProcessGroup):
             output.copy_(tensor)
         return _Done()
 
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
+        """``_allgather_base`` before torch 2.15."""
+        return self.allgather([list(output.view(-1).chunk(self.size()))], [tensor.view(-1)])
+
+    _allgather_base = all_gather_single
+
     def gather(self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], opts: Any) -> Any:
         if self.rank() == opts.rootRank:
             return self.allgather(outputs, tensors)
