@@ -4,6 +4,7 @@
 #   scripts/setup_env.sh [EXTRA...]        extras of setup.py, such as: train test megatron
 #
 #   MEGATRON_PP_VENV=DIR     where the environment is, or is to be made (default: .venv beside setup.py)
+#   MEGATRON_PP_TORCH=N      install this release of torch in place of the one in scripts/constraints.txt
 #   MEGATRON_PP_PYTHON=FILE  use this interpreter as it is and install nothing (clusters with their own torch)
 #
 # A second run with the same extras does nothing but look. Safe to interrupt (what was installed is marked last), to
@@ -38,8 +39,12 @@ base_python() { # the newest supported interpreter that can make environments
     die "no Python >= 3.10 with the modules venv and ensurepip was found (on Debian: apt install python3-venv)"
 }
 
+constraints() { # what is installed, exactly
+    sed ${MEGATRON_PP_TORCH:+-e "s/^torch==.*/torch==$MEGATRON_PP_TORCH/"} -e '' -- "$root/scripts/constraints.txt"
+}
+
 fingerprint() { # of everything the installation depends on, the place of the project included
-    { cat -- "$root/setup.py" "$root/scripts/constraints.txt"; printf '%s\n' "$root"; "$python" -VV; } | "$python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
+    { cat -- "$root/setup.py"; constraints; printf '%s\n' "$root"; "$python" -VV; } | "$python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
 }
 
 installed_extras() { # those of an installation that is still good, else nothing
@@ -69,7 +74,8 @@ make_venv() {
 install() { # EXTRA...
     local joined pip
     joined="$(IFS=,; printf '%s' "$*")"
-    pip=("$python" -m pip install --disable-pip-version-check --constraint "$root/scripts/constraints.txt")
+    constraints >"$venv/constraints.txt"
+    pip=("$python" -m pip install --disable-pip-version-check --constraint "$venv/constraints.txt")
     [[ -t 2 ]] || pip+=(--quiet) # progress is for people
     say "Installing${joined:+ with extras $joined} (once; a few minutes where torch has to be downloaded) ..."
     rm -f -- "$stamp"

@@ -27,8 +27,8 @@ FILE_VARIABLE = "MEGATRON_PP_SETTINGS"
 OTHER_VARIABLES = frozenset(
     PREFIX + name
     for name in (
-        *("SETTINGS", "NVTX", "PYTHON", "VENV", "URL", "LAUNCHER", "BENCHMARK_MEGATRON_SOURCE"),
-        *("TEST_JOBS", "EXHAUSTIVE", "FUZZ", "RACE_REPEATS", "SCREENSHOTS"),
+        *("SETTINGS", "NVTX", "PYTHON", "VENV", "TORCH", "URL", "LAUNCHER", "BENCHMARK_MEGATRON_SOURCE"),
+        *("NEWEST_TORCH", "TEST_JOBS", "EXHAUSTIVE", "FUZZ", "RACE_REPEATS", "SCREENSHOTS"),
     )
 )
 """Variables of this project that are no settings: of its scripts, build, benchmarks and tests."""
