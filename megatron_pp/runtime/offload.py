@@ -149,15 +149,15 @@ class Offloads:
             kept.blocks.pop(tensor.untyped_storage().data_ptr(), None)
         for block in kept.blocks.values():
             block.host = self.copies.buffer(block.stop - block.start)
-        for saved in kept.saved:
-            saved.leave()
-        kept.saved.clear()
         kept.wait = self.copies.post([block.copy() for block in kept.blocks.values()], to_host=True)
 
     def free(self, at: Task) -> None:
-        """Wait for that copy, then give up the device memory."""
+        """Wait for that copy, then give up the device memory. What was written to before is in the copy, or half of it."""
         kept = self.kept[at.key]
         kept.wait()
+        for saved in kept.saved:
+            saved.leave()
+        kept.saved.clear()
         for block in kept.blocks.values():
             block.memory = None
 

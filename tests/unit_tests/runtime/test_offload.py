@@ -202,11 +202,14 @@ class Recorded:
         """Bytes of the blocks that were copied."""
         self.offloads.offload(self.at, shared)
         sizes = sorted(block.stop - block.start for block in self.offloads.kept[self.at.key].blocks.values())
+        self.back()
+        return sizes
+
+    def back(self) -> None:
         self.offloads.free(self.at)
         self.offloads.load(self.at)
         self.offloads.wait_load(self.at)
         assert not self.offloads.kept
-        return sizes
 
 
 def test_tensors_that_share_memory_are_copied_once_and_parameters_not_at_all() -> None:
@@ -257,7 +260,7 @@ def test_what_the_user_holds_stays_whole() -> None:
 
 
 def test_what_changes_in_place_is_an_error_as_without_offloading() -> None:
-    for when in ("before", "after"):
+    for when in ("before", "while it is copied", "after"):
         x = torch.randn(64, requires_grad=True)
         middle = torch.tensor(())
         step = Recorded()
@@ -272,10 +275,11 @@ def test_what_changes_in_place_is_an_error_as_without_offloading() -> None:
             with torch.no_grad():
                 middle.add_(1)
             step.away_and_back()
-        else:  # of what stays on the device
-            step.offloads.offload(step.at, [middle])
+        else:  # of what stays on the device, with "after"
+            step.offloads.offload(step.at, [middle] if when == "after" else ())
             with torch.no_grad():
                 middle.add_(1)
+            step.back()
         with pytest.raises(RuntimeError, match=r"shape \[64\] .* was changed by an in-place operation"):
             step.output.backward()
 
