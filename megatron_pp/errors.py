@@ -98,7 +98,7 @@ class WireMismatchError(P2PError, PipelineMismatchError):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class SendBufferError(P2PError):
-    """Debug mode: the memory of a pending send was freed, swapped or written to before the send was done."""
+    """A tensor was written to while it was being sent; in debug mode also: unseen by autograd, freed or swapped."""
 
     rank: int = -1  # pipeline rank whose memory it is
     chunk: int = -1  # chunk of that rank, and

@@ -12,11 +12,12 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megatron_pp.comm.collectives import Collective
 from megatron_pp.comm.host_copies import HostCopies, host_copies
 from megatron_pp.comm.transport import Edge, P2PRequest, Preparation, Transport
-from megatron_pp.comm.wait_handle import Tensors, WaitHandle
+from megatron_pp.comm.wait_handle import UNWATCHED, Tensors, WaitHandle, version_of
 from megatron_pp.comm.wire_check import STAMP_LENGTH, WireCheck
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import CommunicatorClosedError, P2PShapeError, P2PTypeError
@@ -93,17 +94,21 @@ class P2PCore:
         if isinstance(value, torch.Tensor) and not self.variable_shapes:  # the usual case, on the hot path
             if self.transport.aborted:
                 self._check_open()
-            if value.dtype is not (dtype or self.dtype) or value.device != self.device:
+            as_expected = value.dtype is (dtype or self.dtype) and value.device == self.device
+            if not as_expected or value.layout is not torch.strided or value.__class__ is not torch.Tensor:
                 self._check_sendable(value, dtype)
             alias = value.detach()
             if not alias.is_contiguous():
                 alias = alias.contiguous()
-            return WaitHandle(self, (self.transport.isend(alias, peer, channel),), alias, None, _SEND, peer, channel)
+            version = UNWATCHED if alias.is_inference() else alias._version
+            work = self.transport.isend(alias, peer, channel)
+            return WaitHandle(self, (work,), alias, None, _SEND, peer, channel, version)
         held: list[torch.Tensor] = []
         for alias in self._aliases(value, dtype):
             held += [self._header_of(alias), alias] if self.variable_shapes else [alias]
+        version = version_of(held)
         works = tuple(self.transport.isend(tensor, peer, channel) for tensor in held)
-        return WaitHandle(self, works, held, None, _SEND, peer, channel)
+        return WaitHandle(self, works, held, None, _SEND, peer, channel, version)
 
     def post_recv(
         self, shapes: Any, peer: int, channel: str, requires_grad: bool = True, dtype: torch.dtype | None = None
@@ -135,12 +140,14 @@ class P2PCore:
             return [self.post_send(*one) if isinstance(one, Send) else self.post_recv(*one) for one in requests]
         shapes = self._exchange_headers(requests) if self.variable_shapes else {}
         posts: list[P2PRequest] = []
-        parts: list[tuple[int, int, object, Tensors | None]] = []
+        parts: list[tuple[int, int, object, Tensors | None, int]] = []
         for k, request in enumerate(requests):
             start = len(posts)
             tensor: Tensors | None = None
+            version = UNWATCHED
             if isinstance(request, Send):
                 moved: Sequence[torch.Tensor] = self._aliases(request.value, request.dtype)
+                version = version_of(moved)
             else:
                 wanted = shapes[k] if shapes else request.shapes
                 single = is_single_shape(wanted)
@@ -148,12 +155,15 @@ class P2PCore:
                 moved = [self.allocate(s, *like) for s in ([wanted] if single else wanted)]
                 tensor = moved[0] if single else moved
             posts += [P2PRequest(tensor is None, t, request.peer, request.channel) for t in moved]
-            parts.append((start, len(posts), moved, tensor))
+            held = moved[0] if len(moved) == 1 else moved
+            parts.append((start, len(posts), held, tensor, version))
         works = self.transport.batch(posts)
         handles = [
             # A grouped call may have given a single work for all.
-            WaitHandle(self, tuple(works[a:b] if len(works) > 1 else works), held, tensor, _BATCHED, *request[1:3])
-            for (a, b, held, tensor), request in zip(parts, requests, strict=True)
+            WaitHandle(
+                self, tuple(works[a:b] if len(works) > 1 else works), held, tensor, _BATCHED, *request[1:3], version
+            )
+            for (a, b, held, tensor, version), request in zip(parts, requests, strict=True)
         ]
         if self.synchronize_batches:
             torch.cuda.synchronize(self.device)
@@ -233,6 +243,12 @@ class P2PCore:
             raise P2PTypeError(
                 f"a tensor on {tensor.device} cannot be sent between stages: this communicator's tensors lie on "
                 f"{self.device}"
+            )
+        plain = tensor.__class__ is torch.Tensor or not is_traceable_wrapper_subclass(tensor)
+        if tensor.layout is not torch.strided or not plain:
+            raise P2PTypeError(
+                f"a {type(tensor).__name__} of layout {tensor.layout} cannot be sent between stages: it is not one "
+                "block of memory; give a dense tensor (to_dense(), of a DTensor to_local())"
             )
         if self.variable_shapes and tensor.dim() > MAX_DIMENSIONS:
             raise P2PShapeError(

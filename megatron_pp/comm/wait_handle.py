@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Protocol
+from functools import lru_cache
+from typing import Any, Protocol
 
 import torch
 
 from megatron_pp.comm.transport import Transport, Work
-from megatron_pp.errors import CommunicatorClosedError, P2PError, P2PTimeoutError, P2PTransferError
+from megatron_pp.errors import (
+    CommunicatorClosedError,
+    P2PError,
+    P2PTimeoutError,
+    P2PTransferError,
+    SendBufferError,
+)
 
+logger = logging.getLogger("megatron_pp")
+UNWATCHED = -1
 Tensors = torch.Tensor | list[torch.Tensor]
 
 
@@ -30,9 +41,11 @@ class WaitHandle:
     """One posted message (a tensor or a list of tensors).
 
     Until ``wait()`` has returned, the handle, and the communicator that keeps it, hold the tensors: dropping the handle
-    or deallocating what was sent is harmless. ``tensor`` is what is being received, None for a send."""
+    or deallocating what was sent is harmless. ``tensor`` is what is being received, None for a send.
 
-    __slots__ = ("__weakref__", "_channel", "_core", "_error", "_held", "_kind", "_peer", "_works", "tensor")
+    ``version``: of what is being sent, when it was posted (``version_of``); UNWATCHED: nobody asks."""
+
+    __slots__ = ("__weakref__", "_channel", "_core", "_error", "_held", "_kind", "_peer", "_works", "tensor", "version")
 
     def __init__(
         self,
@@ -43,6 +56,7 @@ class WaitHandle:
         kind: str,
         peer: int = -1,
         channel: str = "",
+        version: int = UNWATCHED,
     ) -> None:
         self._core = core
         self._works: tuple[Work, ...] | None = works
@@ -52,6 +66,7 @@ class WaitHandle:
         self._kind = kind
         self._peer = peer
         self._channel = channel
+        self.version = version
         core.pending.add(self)
 
     @property
@@ -62,7 +77,8 @@ class WaitHandle:
     def wait(self) -> None:
         """Return when the transfer is done (on CUDA: make the current stream wait for it, not the host); waiting again
         is a no-op. Raises P2PTimeoutError after ``config.p2p_timeout`` seconds (gloo), CommunicatorClosedError where
-        the communicator or its process group is gone, P2PTransferError where the transfer failed."""
+        the communicator or its process group is gone, P2PTransferError where the transfer failed, SendBufferError where
+        what was being sent has been written to."""
         works = self._works
         if works is None:
             if self._error is not None:
@@ -82,13 +98,71 @@ class WaitHandle:
             self._works = None
             self._error = _named(error, self.what, core)
             raise self._error from error
-        self._works = None
+        held: Any = self._held
         self._held = None
+        self._works = None
         core.pending.discard(self)
+        # On the hot path; of several tensors, or a subclass, _compare() asks.
+        if self.version != UNWATCHED and (held.__class__ is not torch.Tensor or held._version != self.version):
+            self._compare(held)
+
+    def check(self) -> None:
+        """Compare what is being sent a last time, before something that uses it up: its transfer is known to be over.
+        Raises SendBufferError."""
+        if self.version != UNWATCHED and self._held is not None:
+            self._compare(self._held)
+            self.version = UNWATCHED
+
+    def _compare(self, held: Any) -> None:
+        if version_of(held) == self.version:
+            return
+        if not is_whole(held):
+            _warn_of_parts(self.what)
+            return
+        self._error = written_to(self._core.rank, f"what a {self.what}, carries")
+        raise self._error
 
     def is_completed(self) -> bool:
         """Whether the transfer is known to be done; on gloo, a small one only once it was waited for."""
         return self._works is None or all(work.is_completed() for work in self._works)
+
+
+def written_to(rank: int, what: str, **place: Any) -> SendBufferError:
+    """The error of ``rank`` for ``what``, in words; ``place``: further fields."""
+    return SendBufferError(
+        f"pipeline rank {rank}: {what} was written to while it was being sent, and the peer may have got the new "
+        "values: by an in-place operation, or as memory that a later microbatch uses again (a static output buffer, a "
+        "batch that the data iterator refills). Send a clone, or new memory for each microbatch",
+        rank=rank,
+        **place,
+    )
+
+
+def version_of(sent: torch.Tensor | Sequence[torch.Tensor]) -> int:
+    """How often autograd has counted writes to the memory of ``sent``; UNWATCHED where it does not count
+    (``inference_mode``)."""
+    total = 0
+    for one in (sent,) if isinstance(sent, torch.Tensor) else sent:
+        if one.is_inference():
+            return UNWATCHED
+        total += one._version
+    return total
+
+
+def is_whole(sent: torch.Tensor | Sequence[torch.Tensor]) -> bool:
+    """Whether ``sent`` is all of its memory: else a write that was counted may have been beside it."""
+    tensors = (sent,) if isinstance(sent, torch.Tensor) else sent
+    return all(one.untyped_storage().nbytes() == one.numel() * one.element_size() for one in tensors)
+
+
+@lru_cache(maxsize=1)
+def _warn_of_parts(what: str) -> None:
+    """Once per process."""
+    logger.warning(
+        "%s: it sends a part of a larger tensor, which was written to before the send was done; where that was the "
+        "part that is sent, the peer may have got the new values. Send a clone, or see with p2p_debug which it was",
+        what,
+    )
 
 
 def _named(error: Exception, what: str, core: Core) -> P2PError:

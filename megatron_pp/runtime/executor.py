@@ -6,7 +6,7 @@ schedule: order, communication and releases are in the plan, which was verified 
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
@@ -15,8 +15,8 @@ import torch
 
 from megatron_pp.comm.communicator import P2PCore, Receive, Send, is_single_shape
 from megatron_pp.comm.transport import ACT, GRAD
-from megatron_pp.comm.wait_handle import WaitHandle
-from megatron_pp.errors import P2PShapeError
+from megatron_pp.comm.wait_handle import WaitHandle, written_to
+from megatron_pp.errors import SendBufferError
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.instruction import Instruction
 from megatron_pp.plan.spec import STATIC_BUFFERS, Plan
@@ -24,7 +24,7 @@ from megatron_pp.plan.tasks import Key, MessageKey, Task
 from megatron_pp.runtime.compute import Activation, Steps, detached, is_any_there
 from megatron_pp.runtime.gradient_hooks import SyncHooks
 from megatron_pp.runtime.log_once import warn_once
-from megatron_pp.runtime.message_shapes import Shapes
+from megatron_pp.runtime.message_shapes import Shapes, check_output
 from megatron_pp.runtime.offload import Offloads, stand_in, view_of
 from megatron_pp.runtime.output_layer import OutputLayerRunner
 from megatron_pp.runtime.pairs import JointPair, PairRunner, RunJointly
@@ -61,9 +61,9 @@ class PlanExecutor:
         # By slice; those of whole sequences are at the index NONE, the last one.
         self._shapes = (self.shapes,) if self.slices is None else self.slices.shapes
         self.rank = communicator.rank
-        self._checks_shapes = communicator.size > 1 and not communicator.shapes_vary and sent not in (None, [])
-        # Compared with each output; None where several tensors are sent.
-        single = self._checks_shapes and is_single_shape(sent)
+        self._checks_outputs = communicator.size > 1
+        # Compared with each output; None where several tensors are sent, or shapes vary.
+        single = communicator.size > 1 and not communicator.shapes_vary and sent and is_single_shape(sent)
         self._sent_shapes = [tuple(shapes.send) if single else None for shapes in self._shapes]
         self.forward_only = plan.spec.forward_only
         self.graphs = self.graph_in_evaluation or not self.forward_only  # whether stages may build autograd graphs
@@ -178,37 +178,21 @@ class PlanExecutor:
                 self.outputs[key] = output
             return
         expected = self._sent_shapes[at.slice]
-        if self._checks_shapes and not (isinstance(output, torch.Tensor) and output.shape == expected):
-            self._check_shapes(at, output)
+        if self._checks_outputs and not (isinstance(output, torch.Tensor) and output.shape == expected):
+            check_output(at, output, self._shapes[at.slice].send, self.placement, self.communicator.shapes_vary)
         if self.forward_only and self.graphs:
             output = detached(output)  # the graph ends with the forward, not with the send
         self.outputs[key] = list(output) if isinstance(output, (list, tuple)) else output
 
-    def _check_shapes(self, at: Task, output: Activation) -> None:
-        """The receiver has buffers of the agreed shapes: on gloo a larger message ends its process, and a smaller one
-        passes unnoticed.
-        """
-        tensors = output if isinstance(output, (list, tuple)) else (output,)
-        is_last = at.stage == self.placement.num_stages - 1
-        if (
-            is_last
-            or not self.placement.crosses_ranks(at.stage)
-            or not all(isinstance(t, torch.Tensor) for t in tensors)
-        ):
-            return  # nothing is sent; or it is refused when it is sent
-        sent = self._shapes[at.slice].send
-        expected = [sent] if is_single_shape(sent) else sent
-        found, wanted = [list(t.shape) for t in tensors], [list(shape) for shape in expected]
-        if found != wanted:
-            raise P2PShapeError(
-                f"the output of chunk {at.chunk} for microbatch {at.mb} has shape {_shown(found)}, but the next stage "
-                f"expects {_shown(wanted)}, from seq_length, micro_batch_size and hidden_size; where shapes "
-                "vary, set variable_seq_lengths"
-            )
-
     def _backward(self, at: Task) -> None:
         """A full backward, or an input gradient, which leaves the weight gradients for later."""
         key = at.key
+        for handle, sent in self.deferred:
+            if sent.key == key and sent.op == ins.FREE_F:  # a backward may write to what it has saved
+                try:
+                    handle.check()
+                except SendBufferError as error:
+                    raise self._named(error, sent) from error
         given, output = self.inputs.pop(key, None), self.outputs.pop(key)
         output_grad = self.output_grads.pop(key, None)
         if output_grad is None and at.stage != self.last_stage:
@@ -353,7 +337,10 @@ class PlanExecutor:
 
     def _wait_then_free(self, handle: WaitHandle, at: Task) -> None:
         """The one place that gives memory back after a send: once the send is done, not before (Megatron-LM#4047)."""
-        handle.wait()
+        try:
+            handle.wait()
+        except SendBufferError as error:
+            raise self._named(error, at) from error
         if at.tensor:
             assert self.skips is not None
             self.skips.finish(at)
@@ -361,6 +348,15 @@ class PlanExecutor:
             del self.input_grads[at.key]
         else:
             self.drop_data(at.key)
+
+    def _named(self, error: SendBufferError, at: Task) -> SendBufferError:
+        """With what it is about; debug mode has said it."""
+        if error.chunk >= 0:
+            return error
+        what = f"the {'output' if at.op == ins.FREE_F else 'input gradient'} of {at.instruction.where}"
+        posted = str(at.instruction._replace(op=ins.POST_OF[at.op]))
+        place = {"chunk": at.chunk, "microbatch": at.mb, "posted_by": posted, "broken_by": str(self.instruction)}
+        return written_to(self.rank, what, **place)
 
     def drop_data(self, key: Key) -> None:
         """Keep of an output what its backward needs."""
@@ -375,7 +371,8 @@ class PlanExecutor:
         if len(self.deferred) > most and not self.communicator.transport.pollable:
             most //= 2
             for handle, _ in [*reversed(self.deferred)][most:]:  # a wait for the last of a channel is one for all
-                handle.wait()
+                with suppress(SendBufferError):  # raised again below
+                    handle.wait()
         while self.deferred and (len(self.deferred) > most or self.deferred[0][0].is_completed()):
             self._wait_then_free(*self.deferred.popleft())
 
@@ -443,7 +440,3 @@ class PlanExecutor:
 
 def _by_name(plain: Handler, named: Handler, at: Task) -> None:
     (named if at.tensor else plain)(at)
-
-
-def _shown(shapes: list[list[int]]) -> str:
-    return str(shapes[0] if len(shapes) == 1 else shapes)

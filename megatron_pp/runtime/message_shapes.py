@@ -3,10 +3,15 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from megatron_pp.comm import process_groups
+from megatron_pp.comm.communicator import is_single_shape
 from megatron_pp.config.settings import StepSettings
-from megatron_pp.errors import PlanError, ScheduleInputError
+from megatron_pp.errors import P2PShapeError, PlanError, ScheduleInputError
+from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.slice_costs import attention_share, slice_lengths
+from megatron_pp.plan.tasks import Task
 from megatron_pp.runtime.arguments import StepInputs, whole_argument
 from megatron_pp.runtime.compute import Names
 
@@ -68,6 +73,37 @@ def tensor_shapes(
     micro_batch_size = whole_argument("micro_batch_size", micro_batch_size, hint=why)
     hidden_size = whole_argument("config.hidden_size", settings.hidden_size, hint=why)
     return [(length, micro_batch_size, hidden_size)]
+
+
+def check_output(at: Task, output: Any, expected: Any, placement: Placement, vary: bool) -> None:
+    """The receiver has buffers for what was agreed: on gloo a larger message ends its process, a smaller one passes
+    unnoticed, and one that never comes is a timeout.
+
+    ``expected``: the shapes that the next stage receives; ``vary``: their number counts alone. Raises P2PShapeError."""
+    if at.stage == placement.num_stages - 1 or not placement.crosses_ranks(at.stage):
+        return  # nothing is sent
+    tensors = output if isinstance(output, (list, tuple)) else [output]
+    if not all(isinstance(t, torch.Tensor) for t in tensors):
+        return  # it is refused when it is sent
+    wanted = [expected] if expected is None or is_single_shape(expected) else expected
+    of = f"the output of chunk {at.chunk} for microbatch {at.mb}"
+    if len(tensors) != len(wanted):
+        raise P2PShapeError(
+            f"{of} has {len(tensors)} tensors, but the next stage expects {len(wanted)}; where a stage gives several, "
+            "adjust_tensor_shapes_fn says so"
+        )
+    if vary or expected in (None, []):
+        return
+    found, shapes = [list(t.shape) for t in tensors], [list(shape) for shape in wanted]
+    if found != shapes:
+        raise P2PShapeError(
+            f"{of} has shape {_shown(found)}, but the next stage expects {_shown(shapes)}, from seq_length, "
+            "micro_batch_size and hidden_size; where shapes vary, set variable_seq_lengths"
+        )
+
+
+def _shown(shapes: list[list[int]]) -> str:
+    return str(shapes[0] if len(shapes) == 1 else shapes)
 
 
 def slices_of(inputs: StepInputs, settings: StepSettings, tp_size: int, cp_size: int) -> tuple[int, ...]:

@@ -152,10 +152,10 @@ class Offloads:
         kept.wait = self.copies.post([block.copy() for block in kept.blocks.values()], to_host=True)
 
     def free(self, at: Task) -> None:
-        """Wait for that copy, then give up the device memory. What was written to before is in the copy, or half of it."""
+        """Wait for that copy, then give up the device memory."""
         kept = self.kept[at.key]
         kept.wait()
-        for saved in kept.saved:
+        for saved in kept.saved:  # only now: what was written to until here may be in the copy
             saved.leave()
         kept.saved.clear()
         for block in kept.blocks.values():

@@ -19,7 +19,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_pp.comm.communicator import P2PCore, Send
-from megatron_pp.comm.wait_handle import WaitHandle
+from megatron_pp.comm.wait_handle import UNWATCHED, WaitHandle, is_whole, version_of
 from megatron_pp.errors import SendBufferError
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.instruction import Instruction
@@ -163,7 +163,8 @@ class _PendingSend:
         self._storage = StorageWeakRef(tensor.untyped_storage())
         self._place = (tensor.storage_offset(), tensor.shape, tensor.stride())
         self._dtype, self._device = tensor.dtype, tensor.device
-        self._version = tensor._version
+        # Of a part of a larger tensor the sums say whether it was written to.
+        self._version = version_of(tensor) if is_whole(tensor) else UNWATCHED
 
     def broken(self) -> str:
         """What was done to the memory, as a participle; empty if nothing was."""
@@ -172,7 +173,7 @@ class _PendingSend:
             return "freed"
         if StorageWeakRef(tensor.untyped_storage()).cdata != self._storage.cdata:
             return "deallocated"
-        return "written to" if tensor._version != self._version else ""
+        return "written to" if self._version not in (UNWATCHED, version_of(tensor)) else ""
 
     def bytes(self) -> torch.Tensor | None:
         """An alias of what was sent; None where the memory is gone."""
@@ -195,6 +196,9 @@ class _WatchedHandle:
         self.executor.about_to_finish(sends)
         self.handle.wait()
         self.executor.finished(sends)
+
+    def check(self) -> None:
+        self.handle.check()
 
     def is_completed(self) -> bool:
         return self.handle.is_completed()

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
-from megatron_pp.errors import P2PTypeError
+from megatron_pp.errors import P2PShapeError, P2PTypeError, PipelinePeerError
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.runtime import log_once
 from megatron_pp.runtime.stage import PipelineStage
@@ -274,9 +275,14 @@ def test_of_two_tensors_for_another_chunk_of_the_rank_one_is_not_used(used: int)
         (None, "a NoneType cannot be sent between stages"),
         ([torch.ones(3, 2, HIDDEN), None], "a NoneType cannot be sent between stages"),
         (torch.ones(3, 2, HIDDEN, dtype=torch.float64), "a tensor of torch.float64 cannot be sent between stages"),
+        (torch.ones(3, 2, HIDDEN).to_sparse(), "a Tensor of layout torch.sparse_coo cannot be sent between stages"),
+        (TwoTensor(*2 * [torch.ones(3, 2, HIDDEN)]), "a TwoTensor of layout torch.strided cannot be sent"),
+        ([], "the output of chunk 0 for microbatch 0 has 0 tensors, but the next stage expects 1"),
+        (2 * [torch.ones(3, 2, HIDDEN)], "has 2 tensors, but the next stage expects 1"),
     ],
 )
-def test_outputs_that_cannot_be_sent_are_refused(output: Any, words: str) -> None:
+@pytest.mark.parametrize("vary", [False, True])
+def test_outputs_that_cannot_be_sent_are_refused(output: Any, words: str, vary: bool) -> None:
     class Bad(torch.nn.Module):
         def forward(self, x: Any) -> Any:
             return output
@@ -292,10 +298,10 @@ def test_outputs_that_cannot_be_sent_are_refused(output: Any, words: str) -> Non
             raise
 
     with pytest.raises(RuntimeError):
-        on_ranks(2, rank_main, timeout=20.0)
-    assert isinstance(raised[0], P2PTypeError)
+        on_ranks(2, rank_main, timeout=20.0, guarded=True, variable_seq_lengths=vary)
+    assert isinstance(raised[0], P2PTypeError | P2PShapeError)
     assert words in str(raised[0])
-    assert 1 in raised
+    assert isinstance(raised[1], PipelinePeerError)
 
 
 def test_dict_outputs_of_the_last_stage_go_to_the_loss_function() -> None:
