@@ -188,11 +188,6 @@ class P2PCore:
         needs = Preparation(tuple(edges), batched, self.variable_shapes, received_bytes, sent_bytes, collectives)
         self.transport.prepare(needs, self.patience)
 
-    def wait_all(self) -> None:
-        """Wait on every unfinished handle, dropped ones included."""
-        for handle in list(self.pending):
-            handle.wait()
-
     @property
     def closed(self) -> bool:
         """Whether the transport was aborted after a failure, which closes all communicators on it."""

@@ -237,7 +237,7 @@ class Walk:
         elif at.op not in RULES or (at.stage, at.mb, at.slice) not in self.facts:
             raise self._no_such_cell(at)
         else:
-            _, adds, _, bars = RULES[at.op]
+            _, adds, bars = RULES[at.op]
             needs = needs_at(at.op, stage, self.placement)
             if adds & ~(self.required[stage] | self.optional):
                 raise self._error(at, f"stage {stage} has no such step in this plan")

@@ -51,42 +51,41 @@ _WORDS = {
 
 
 class Rule(NamedTuple):
-    """The facts that an instruction needs, those it adds, what it is for, in a sentence, and the facts that bar it."""
+    """The facts that an instruction needs, those it adds, and those that bar it."""
 
     needs: int
     adds: int
-    sentence: str
     bars: int = 0
 
 
 RULES = {
-    ins.RECV_F: Rule(0, F_POSTED, "Once per input from another rank, before its WAIT."),
-    ins.WAIT_F: Rule(F_POSTED, F_HERE, "Once per posted receive, before the forward."),
-    ins.HAND_F: Rule(0, F_HERE, "Once per input from this rank, after the forward of the stage before."),
-    ins.FORWARD: Rule(F_HERE, F_RAN, "Once, after the input is there, microbatches of a chunk in order."),
-    ins.SEND_F: Rule(F_RAN, F_SENT, "Once per output for another rank, after the forward."),
-    ins.FREE_F: Rule(F_SENT, F_FREED, "Once per sent output: waits for the send, then deallocates."),
-    ins.RECV_B: Rule(0, B_POSTED, "Once per output gradient from another rank, before its WAIT."),
-    ins.WAIT_B: Rule(B_POSTED, B_HERE, "Once per posted receive, before the backward."),
-    ins.HAND_B: Rule(0, B_HERE, "Once per output gradient from this rank, after the backward of the stage after."),
-    ins.BACKWARD: Rule(F_RAN | B_HERE, B_RAN, "Once, after the forward and the output gradient; or I and W instead."),
-    ins.INPUT_GRAD: Rule(F_RAN | B_HERE, B_RAN | W_LEFT, "As B, with a W of the same microbatch after it."),
-    ins.WEIGHT_GRAD: Rule(W_LEFT, W_RAN, "Once per I, after it."),
-    ins.SEND_B: Rule(B_RAN, B_SENT, "Once per input gradient for another rank, after the backward."),
-    ins.FREE_B: Rule(B_SENT, B_FREED, "Once per sent input gradient: waits for the send, then drops it."),
-    ins.BROADCAST: Rule(F_RAN, X_POSTED, "Once, after the rank's forward; on the last stage that makes it."),
-    ins.WAIT_BROADCAST: Rule(X_POSTED, X_HERE, "Once per broadcast; before S, on the last stage's rank at any time."),
-    ins.OUTPUT_S: Rule(X_HERE, S_RAN, "Once, after the last stage's output is there."),
-    ins.ALL_REDUCE: Rule(S_RAN, R_POSTED, "Once, after S."),
-    ins.WAIT_ALL_REDUCE: Rule(R_POSTED, R_HERE, "Once per all-reduce, before T; on the last stage's rank in order."),
-    ins.OUTPUT_T: Rule(X_HERE | R_HERE, T_RAN, "Once, after the statistics of all ranks are there."),
-    ins.REDUCE: Rule(T_RAN, G_POSTED, "Once with two barriers, after T."),
-    ins.WAIT_REDUCE: Rule(G_POSTED, G_HERE, "Once per reduction, on the last stage's rank before its backward."),
-    ins.DROP: Rule(0, DROPPED, "Once per named tensor on a rank, when no stage there uses it any more, nor a send."),
-    ins.OFFLOAD: Rule(F_RAN, OFFLOADED, "Once at most, between the forward and its backward.", bars=B_RAN),
-    ins.FREE_OFFLOAD: Rule(OFFLOADED, OFFLOAD_FREED, "Once per OFFLOAD: waits for the copy, then frees the memory."),
-    ins.LOAD: Rule(OFFLOAD_FREED, LOADED, "Once per OFFLOAD, after its release."),
-    ins.WAIT_LOAD: Rule(LOADED, LOAD_HERE, "Once per LOAD, before the backward."),
+    ins.RECV_F: Rule(0, F_POSTED),  # once per input from another rank, before its WAIT
+    ins.WAIT_F: Rule(F_POSTED, F_HERE),  # once per posted receive, before the forward
+    ins.HAND_F: Rule(0, F_HERE),  # once per input from this rank, after the forward of the stage before
+    ins.FORWARD: Rule(F_HERE, F_RAN),  # once, after the input is there, microbatches of a chunk in order
+    ins.SEND_F: Rule(F_RAN, F_SENT),  # once per output for another rank, after the forward
+    ins.FREE_F: Rule(F_SENT, F_FREED),  # once per sent output: waits for the send, then deallocates
+    ins.RECV_B: Rule(0, B_POSTED),  # once per output gradient from another rank, before its WAIT
+    ins.WAIT_B: Rule(B_POSTED, B_HERE),  # once per posted receive, before the backward
+    ins.HAND_B: Rule(0, B_HERE),  # once per output gradient from this rank, after the backward of the stage after
+    ins.BACKWARD: Rule(F_RAN | B_HERE, B_RAN),  # once, after the forward and the output gradient; or I and W instead
+    ins.INPUT_GRAD: Rule(F_RAN | B_HERE, B_RAN | W_LEFT),  # as B, with a W of the same microbatch after it
+    ins.WEIGHT_GRAD: Rule(W_LEFT, W_RAN),  # once per I, after it
+    ins.SEND_B: Rule(B_RAN, B_SENT),  # once per input gradient for another rank, after the backward
+    ins.FREE_B: Rule(B_SENT, B_FREED),  # once per sent input gradient: waits for the send, then drops it
+    ins.BROADCAST: Rule(F_RAN, X_POSTED),  # once, after the rank's forward; on the last stage that makes it
+    ins.WAIT_BROADCAST: Rule(X_POSTED, X_HERE),  # once per broadcast; before S, on the last stage's rank at any time
+    ins.OUTPUT_S: Rule(X_HERE, S_RAN),  # once, after the last stage's output is there
+    ins.ALL_REDUCE: Rule(S_RAN, R_POSTED),  # once, after S
+    ins.WAIT_ALL_REDUCE: Rule(R_POSTED, R_HERE),  # once per all-reduce, before T; on the last stage's rank in order
+    ins.OUTPUT_T: Rule(X_HERE | R_HERE, T_RAN),  # once, after the statistics of all ranks are there
+    ins.REDUCE: Rule(T_RAN, G_POSTED),  # once with two barriers, after T
+    ins.WAIT_REDUCE: Rule(G_POSTED, G_HERE),  # once per reduction, on the last stage's rank before its backward
+    ins.DROP: Rule(0, DROPPED),  # once per named tensor on a rank, when no stage there uses it any more, nor a send
+    ins.OFFLOAD: Rule(F_RAN, OFFLOADED, B_RAN),  # once at most, between the forward and its backward
+    ins.FREE_OFFLOAD: Rule(OFFLOADED, OFFLOAD_FREED),  # once per OFFLOAD: waits for the copy, then frees the memory
+    ins.LOAD: Rule(OFFLOAD_FREED, LOADED),  # once per OFFLOAD, after its release
+    ins.WAIT_LOAD: Rule(LOADED, LOAD_HERE),  # once per LOAD, before the backward
 }
 
 

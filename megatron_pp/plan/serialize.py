@@ -34,7 +34,6 @@ TORCH_CSV_WAITS = "torch-csv-waits"  # as PyTorch 2.15 has it
 FORMATS = (JSON, TORCH_CSV, TORCH_CSV_COMMS, TORCH_CSV_WAITS)
 _HEAD = "megatron_pp.plan"
 _VERSION = 2
-_OLD_CSV_HEAD = "megatron_pp plan"
 _EXPECTED = {"schedule": str, "pipeline_size": int, "num_chunks": int, "num_microbatches": int, "offload_chunks": int}
 _MOST = 10**9  # no stage, chunk, microbatch or rank of a real plan is as large
 
@@ -68,8 +67,6 @@ def parse_plan(text: str, **lowering: Any) -> Plan:
     """The plan in ``text``, as load_plan reads it."""
     if text.lstrip().startswith("{"):
         return _from_json(text)
-    if text.startswith(_OLD_CSV_HEAD):
-        raise ExchangeError("this CSV of megatron_pp's first versions is no longer read; write plans as json")
     return read_torch_csv(text, **lowering)
 
 
@@ -129,11 +126,8 @@ def _from_json(text: str) -> Plan:
         raise ExchangeError(f"not a JSON file, or cut off: {error}") from error
     version = content.get("version")
     if content.get("format") != _HEAD or type(version) is not int or version != _VERSION:
-        head, old = (
-            {"format": _HEAD, "version": _VERSION},
-            "; version 1 is no longer read" if repr(version) == "1" else "",
-        )
-        raise ExchangeError(f"no plan that this reads{old}; it would hold {json.dumps(head)[1:-1]}")
+        head = json.dumps({"format": _HEAD, "version": _VERSION})[1:-1]
+        raise ExchangeError(f"no plan that this reads; it would hold {head}")
     if not isinstance(content.get("spec"), dict):
         raise ExchangeError("'spec' is missing or no object")
     try:

@@ -150,8 +150,7 @@ def parse_rank_trace(text: str, path: str | Path) -> RankTrace:
 def _header(content: dict[str, Any]) -> RunHeader:
     version = content.get("version")
     if content.get("format") != _FORMAT or type(version) is not int or version != _VERSION:
-        old = "; version 1 is no longer read" if repr(version) == "1" else ""
-        raise ExchangeError(f"no trace of format {_FORMAT}, version {_VERSION}{old}")
+        raise ExchangeError(f"no trace of format {_FORMAT}, version {_VERSION}")
     run, device, host = (visible(str(content[name])) for name in ("run", "device", "host"))
     rank, pipeline = int(content["rank"]), tuple(map(int, content["pipeline"]))
     if not 0 <= rank < len(pipeline):

@@ -220,7 +220,8 @@ def run_cases(
                 me.together()
                 shares.setdefault(f"{letter} {name}", []).append(case(me))
         me.together()
-        me.communicator.wait_all()
+        for handle in list(me.communicator.pending):
+            handle.wait()
     return shares
 
 

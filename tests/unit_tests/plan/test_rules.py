@@ -45,13 +45,9 @@ def refusal(plan: Plan) -> str:
     return str(caught.value)
 
 
-def test_every_op_has_a_rule_with_a_sentence() -> None:
+def test_every_op_has_a_rule_and_every_fact_words() -> None:
     whole = ins.SINGLE_COMPUTE_OPS | ins.TRANSFER_OPS | ins.HAND_OPS | ins.COLLECTIVE_OPS | ins.COPY_OPS | {ins.DROP}
     assert set(RULES) == whole
-    for op, rule in RULES.items():
-        assert rule.sentence.endswith("."), op
-        assert rule.sentence[0].isupper(), op
-        assert "\n" not in rule.sentence
     facts = 0
     for rule in RULES.values():
         facts |= rule.needs | rule.adds
