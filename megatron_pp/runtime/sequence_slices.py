@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
@@ -126,7 +127,8 @@ class SequenceSlice:
         return tuple(extended)
 
 
-_CURRENT: dict[int, SequenceSlice] = {}  # by the identifier of the thread that runs a rank
+_CURRENT = threading.local()  # a thread runs a rank; torch.compile traces it
+_RUNNING: dict[int, SequenceSlice] = {}  # the slices that ranks of this process compute, by thread
 
 
 def _in_backward() -> bool:
@@ -138,16 +140,31 @@ def sequence_slice() -> SequenceSlice | None:
     """The slice that the rank is computing, in a forward or backward of a plan with slices; else None. Layers that are
     recomputed ask in a thread of autograd, which computes for the one rank of the process; raises ScheduleInputError
     there where several ranks are threads of it."""
-    part = _CURRENT.get(threading.get_ident())
-    if part is not None or not _in_backward():
+    part: SequenceSlice | None = getattr(_CURRENT, "part", None)
+    if part is not None or not _RUNNING or not _in_backward():
         return part
-    running = list(_CURRENT.values())
+    running = list(_RUNNING.values())
     if len(running) > 1:
         raise ScheduleInputError(
             f"sequence_slice() was called in a thread of autograd, where it is not known which of {len(running)} ranks "
             "of this process asks: run each rank in a process, or give layers the slice that their forward has"
         )
     return running[0] if running else None
+
+
+@contextmanager
+def _computing(part: SequenceSlice) -> Iterator[None]:
+    """This thread's rank computes ``part``; within, the other half of a pair may compute another."""
+    thread, before = threading.get_ident(), getattr(_CURRENT, "part", None)
+    _CURRENT.part = _RUNNING[thread] = part
+    try:
+        yield
+    finally:
+        _CURRENT.part = before
+        if before is None:
+            del _RUNNING[thread]
+        else:
+            _RUNNING[thread] = before
 
 
 @dataclass(eq=False)
@@ -179,16 +196,9 @@ class SliceRunner:
         change = key_values_change(at.op, at.slice, count, self.plan.spec.forward_only)
         if change > 0:
             self.kept[cell] = {}
-        thread, (start, stop) = threading.get_ident(), self.bounds[at.slice]
-        before = _CURRENT.get(thread)
-        _CURRENT[thread] = SequenceSlice(at.slice, count, start, stop, self.length, at.mb, self.kept[cell])
-        try:
+        start, stop = self.bounds[at.slice]
+        with _computing(SequenceSlice(at.slice, count, start, stop, self.length, at.mb, self.kept[cell])):
             handler(at)
-        finally:
-            if before is None:
-                del _CURRENT[thread]
-            else:  # within the other half of a pair
-                _CURRENT[thread] = before
         if change < 0:
             del self.kept[cell]
 

@@ -189,9 +189,7 @@ def test_labels_that_are_no_rows_are_named(name: str, label: int) -> None:
 @pytest.mark.parametrize("on", [(0,), (1,), (2,), (0, 1)])
 @pytest.mark.parametrize("label", [-100, 3])
 def test_ranks_with_different_labels_are_named(name: str, on: tuple[int, ...], label: int) -> None:
-    words = (
-        r"microbatch 0: ranks gave their SplitOutputLayer different labels.*: token [14] has label -?\d+ on rank"
-    )
+    words = r"microbatch 0: ranks gave their SplitOutputLayer different labels.*: token [14] has label -?\d+ on rank"
     for forward_only in (True, False):
         with pytest.raises(ScheduleInputError, match=words):
             step(Case(name, 3, 4, given=put(label, on)), forward_only=forward_only)

@@ -267,7 +267,7 @@ def summed(slices: int = 3, size: int = 1, block: Any = Summing, **options: Any)
     stages = [block(stage, **options) for stage in range(size)]
     fields = {"sequence_slices": slices} if slices > 1 else {}
     if size > 1:
-        reports, _ = in_pipeline(size, toy_forward_step, block=stages.__getitem__, **fields)
+        reports, _ = in_pipeline(size, toy_forward_step, block=stages.__getitem__, overlap_p2p_comm=True, **fields)
     else:
         config = toy_config(**fields)
         lengths = {"seq_length": DATA.seq_length, "micro_batch_size": DATA.micro_batch_size}
@@ -324,6 +324,18 @@ def test_ranks_that_share_a_thread_of_autograd_are_refused(device_thread):
 
     with pytest.raises(ScheduleInputError, match="which of 2 ranks of this process asks"):
         summed(size=2, block=Meeting, reentrant=False)
+
+
+def test_compiled_layers_ask_without_a_break_of_the_graph():
+    compiled = torch.compile(lambda x: x + sequence_slice().start, backend="eager", fullgraph=True)
+    starts: list[int] = []
+
+    def step(data_iterator: Any, model: Any) -> Any:
+        starts.append(int(compiled(torch.zeros(()))))
+        return forward_step(data_iterator, model)
+
+    train(1, step=step, sequence_slices=3)
+    assert starts == [0, 4, 8] * MICROBATCHES
 
 
 @pytest.mark.parametrize("size", [1, 2])
