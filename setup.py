@@ -31,8 +31,8 @@ def project_urls() -> dict[str, str]:
 
 
 EXTRAS = {
-    # The training program, examples/gpt: command line, loss plot, TensorBoard's files.
-    "train": ["numpy", "tyro>=1.0", "matplotlib", "tensorboard"],
+    # The training program, examples/gpt: command line, progress, loss plot, TensorBoard's files.
+    "train": ["numpy", "tyro>=1.0", "tqdm", "matplotlib", "tensorboard"],
     # Drawings as SVG and PNG files.
     "viz": ["matplotlib"],
     # The plug-in for Megatron-core, and the tests that run inside it.

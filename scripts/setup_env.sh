@@ -65,7 +65,7 @@ make_venv() {
     fi
     local base
     base="$(base_python)"
-    say "Making a Python environment in $venv ..."
+    say "Set-up 1/4: a Python environment in $venv ..."
     touch -- "$half_made"
     "$base" -m venv --clear "$venv" >&2
     rm -f -- "$half_made"
@@ -76,17 +76,19 @@ install() { # EXTRA...
     joined="$(IFS=,; printf '%s' "$*")"
     constraints >"$venv/constraints.txt"
     pip=("$python" -m pip install --disable-pip-version-check --constraint "$venv/constraints.txt")
-    [[ -t 2 ]] || pip+=(--quiet) # progress is for people
-    say "Installing${joined:+ with extras $joined} (once; a few minutes where torch has to be downloaded) ..."
+    [[ -t 2 ]] || pip+=(--quiet) # pip's own bars are for people
     rm -f -- "$stamp"
     # torch first and alone: megatron-core and others take any version, and must find the pinned one in place.
+    say "Set-up 2/4: torch (once; a few minutes where it has to be downloaded) ..."
     "${pip[@]}" torch setuptools wheel >&2
+    say "Set-up 3/4: megatron_pp${joined:+ with extras $joined} ..."
     "${pip[@]}" --no-build-isolation --editable "$root${joined:+[$joined]}" >&2
     if [[ " $* " == *" test "* ]]; then
         # All of Transformer Engine's Python, without the compiled part: the tests have a stand-in for that. In a folder of
         # its own, since Megatron-core takes any transformer_engine that it finds for a whole one.
         "${pip[@]}" --no-deps --upgrade --target "$venv/transformer_engine_python" transformer-engine >&2
     fi
+    say "Set-up 4/4: importing what was installed ..."
     (cd / && "$python" -c 'import torch, megatron_pp') || die "torch and megatron_pp cannot be imported from $venv"
     printf '%s\n%s\n' "$(fingerprint)" "$*" >"$stamp.new"
     mv -f -- "$stamp.new" "$stamp"

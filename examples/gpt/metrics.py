@@ -1,4 +1,4 @@
-"""What people read of a run: lines on the terminal, ``metrics.jsonl``, TensorBoard, and a plot of the loss."""
+"""What people read of a run: lines and a bar on the terminal, ``metrics.jsonl``, TensorBoard, a plot of the loss."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import json
 import operator
 import os
 import resource
-from contextlib import suppress
+import sys
+import textwrap
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +56,12 @@ class Recorder:
     """Rank 0's metrics; on other ranks (``folder`` is None) every method does nothing.
 
     Records of steps later than ``done``, which a continued run will write anew, are dropped. A step is shown on the
-    terminal every ``log_interval`` steps and after the last."""
+    terminal every ``log_interval`` steps and after the last; a bar below has the time that is left."""
 
     def __init__(self, folder: Path | None, done: int, settings: Settings) -> None:
         self._file: Any = None
         self._board: Any = None
+        self._bar: Any = None
         self._total, self._interval = settings.train_steps, settings.log_interval
         if folder is None:
             return
@@ -73,6 +76,12 @@ class Recorder:
                 self._board = SummaryWriter(str(folder / TENSORBOARD), purge_step=done + 1)
             except ImportError as error:
                 self.say(f"no TensorBoard files: {error}")
+        if sys.stdout.isatty():
+            with suppress(ImportError):
+                from tqdm import tqdm
+
+                steps = {"total": self._total, "initial": done, "unit": "step"}
+                self._bar = tqdm(**steps, file=sys.stdout, dynamic_ncols=True, leave=False)
 
     def record(self, step: int, **values: float) -> None:
         """Note values after ``step`` steps: those of a training step with a loss, or a validation_loss."""
@@ -82,6 +91,9 @@ class Recorder:
         if self._board is not None:
             for name, value in values.items():
                 self._board.add_scalar(name, value, step)
+        if self._bar is not None and "loss" in values:
+            self._bar.set_postfix_str(f"loss {values['loss']:.3f}", refresh=False)
+            self._bar.update(step - self._bar.n)
         if "validation_loss" in values:
             self.say(f"step {step}: validation loss {values['validation_loss']:.3f}")
         elif step % self._interval == 0 or step == self._total:
@@ -91,10 +103,11 @@ class Recorder:
 
     def say(self, line: str) -> None:
         if self._file is not None:
-            print(line, flush=True)
+            with self._bar.external_write_mode(file=sys.stdout) if self._bar is not None else nullcontext():
+                print(line, flush=True)
 
     def close(self) -> None:
-        for part in (self._file, self._board):
+        for part in (self._file, self._board, self._bar):
             if part is not None:
                 part.close()
 
@@ -107,7 +120,8 @@ def plot_loss(folder: Path, title: str) -> str | None:
         return f"no {PLOT}: {error}; pip install '.[viz]' in the project brings it"
     records = read_metrics(folder / METRICS)
     figure = Figure(layout="constrained")
-    axes = figure.add_subplot(title=title, xlabel="step", ylabel="nats per byte")
+    axes = figure.add_subplot(title=textwrap.fill(title, 60), xlabel="step", ylabel="nats per byte")
+    axes.title.set_fontsize("medium")
     for name, kind, marker in (("loss", "training", ""), ("validation_loss", "validation", "o")):
         steps = [record["step"] for record in records if name in record]
         values = [record[name] for record in records if name in record]

@@ -38,6 +38,7 @@ from examples.gpt.process import (
     on_first_rank,
     report,
 )
+from examples.gpt.run_page import REPORT, steps_to_record, write_page
 from examples.gpt.settings import ARGUMENTS, Settings, find_run, parse, save_settings, saved_values
 from examples.gpt.trainer import Trainer
 from megatron_pp import TransformerConfig, parallel_state, split_weight_grad
@@ -54,7 +55,7 @@ from megatron_pp.tracing.report import listed, write_timeline
 LOG = "log.txt"  # beside the metrics
 LOCK, RUNS = "run.lock", Path(__file__).resolve().parents[2] / "runs"
 CHECKPOINTS, TRACES, PAGE, CHROME = "checkpoints", "traces", "timeline.html", "timeline.json"
-WRITTEN = (ARGUMENTS, CHECKPOINTS, CHROME, FILE_NAME, LOCK, LOG, METRICS, PAGE, PLOT, TENSORBOARD, TRACES)
+WRITTEN = (ARGUMENTS, CHECKPOINTS, CHROME, FILE_NAME, LOCK, LOG, METRICS, PAGE, PLOT, REPORT, TENSORBOARD, TRACES)
 """What a run writes in its folder."""
 VALIDATION_SEED = 0  # every run validates on the same samples, whatever its own seed
 
@@ -91,8 +92,9 @@ def train(argv: Sequence[str]) -> Trainer:
         with agreed_start(settings, layout) as start:
             stop = StopRequest()  # the launcher's SIGTERM too: a rank still says what it knows of another's failure
             steps_done = start.checkpoint.step if start.checkpoint else 0
-            if settings.trace is not None:
-                config.trace_dir, config.trace_steps = str(start.folder / TRACES), settings.trace
+            recorded = settings.trace or steps_to_record(steps_done, settings.train_steps)
+            if recorded is not None and (settings.trace or config.trace_dir is None):
+                config.trace_dir, config.trace_steps = str(start.folder / TRACES), recorded
                 config.trace_first_step = steps_done + 1
             config.measure_out = config.measure_out or str(start.folder / FILE_NAME)
             chunks, split = _build_model(settings, config, device, parts, timeout)
@@ -196,12 +198,11 @@ def _introduction(config: TransformerConfig, device: torch.device) -> str:
 def _conclude(trainer: Trainer, folder: Path) -> None:
     """What rank 0 leaves and says at the end. Collective."""
     settings, said = trainer.settings, [f"metrics are in {folder}"]
-    if settings.trace is not None:
-        flush_traces()
-        dist.barrier()
+    flush_traces()
+    dist.barrier()  # all have written theirs
     if dist.get_rank() > 0:
         return
-    # Asked before the plot: when other ranks have ended, the launcher sends this one a signal too.
+    # Asked before the pages: when other ranks have ended, the launcher sends this one a signal too.
     if trainer.stopped_by is not None:
         cause = trainer.stopped_by.name + ("" if trainer.stop.first else " to another rank")
         said = [f"stopped by {cause} after step {trainer.steps_done} of {settings.train_steps}"]
@@ -212,8 +213,14 @@ def _conclude(trainer: Trainer, folder: Path) -> None:
         said[-1] += f", {after:.3f} after {counted(last, 'step')}" if last > first else ""
     if settings.trace is not None:
         said.append(_timeline(folder))
-    if settings.plot and (no_plot := plot_loss(folder, _introduction(trainer.config, trainer.device))):
-        said.insert(0, no_plot)
+    title, traces = _introduction(trainer.config, trainer.device), Path(trainer.config.trace_dir or folder / TRACES)
+    no_plot = plot_loss(folder, title) if settings.plot else ""
+    said += [no_plot] if no_plot else []
+    drawn = f", its loss alone in {folder / PLOT}" if no_plot is None else ""
+    more = "" if settings.trace else ", other steps with --trace 3,10-12"
+    said += [f"report: open {write_page(folder, traces, title)} in a browser{drawn}{more}"]
+    if (folder / TENSORBOARD).exists():
+        said += [f"TensorBoard: tensorboard --logdir {folder / TENSORBOARD}"]
     print("\n".join(said), flush=True)
 
 

@@ -32,14 +32,25 @@ def write_timeline(folder: Path, page: Path, chrome: Path) -> tuple[int, ...]:
     """Write all recorded steps of the newest run in ``folder``, and return their numbers. ``page`` (HTML) has them one
     below the other, then the prediction and the tables of the step with the median time; ``chrome`` is a Chrome trace.
     Raises ExchangeError: no traces, or unreadable ones."""
-    names = run_names(folder)
-    traced = load_run(folder, names[-1] if names else None)
-    found = analyse(traced)
+    traced, found = _newest(folder)
     steps = [(f"step {step}", traced.began(step), _measured(step, traced.measured(step))) for step in traced.steps]
     timelines = [*(timeline for _, _, timeline in steps), _predicted(found)]
     write_whole(page, render_html(timelines, _title(traced, found), _page_tables(found)))
     write_whole(chrome, render_chrome_steps(_title(traced, found), steps))
     return traced.steps
+
+
+def beside_prediction(folder: Path) -> tuple[list[Timeline], list[Table]]:
+    """The step with the median time of the newest run in ``folder``, its prediction, and tables. Raises as
+    ``write_timeline``."""
+    _, found = _newest(folder)
+    return [_measured(found.step, found.measured), _predicted(found)], _page_tables(found)
+
+
+def _newest(folder: Path) -> tuple[TracedRun, Findings]:
+    names = run_names(folder)
+    traced = load_run(folder, names[-1] if names else None)
+    return traced, analyse(traced)
 
 
 def _page_tables(found: Findings) -> list[Table]:

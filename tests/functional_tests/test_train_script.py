@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from examples.gpt.checkpoint import find_checkpoint
 from examples.gpt.program import main
 from megatron_pp.faults.liveness import ALIVE, STOPPED, process_of, state_of
+from megatron_pp.tracing.run import load_run
 from tests.functional_tests.faulty_train import Fault, put_into_optimizer
 from tests.harness.processes import RankFailedError, run_processes
 from tests.harness.train_flags import SMALL_MODEL
@@ -152,7 +153,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert output.startswith(
         "interleaved_1f1b, overlap communication, on cpu: 2 ranks x 2 chunks x 1 replica, 4 layers"
     ), output
-    assert "validation loss: " in output.splitlines()[-1]
+    *_, losses_line, page_line, board_line = output.splitlines()
+    assert losses_line.startswith("validation loss: ")
+    where = (
+        "report: open run/report.html in a browser, its loss alone in run/loss.png, other steps with --trace 3,10-12"
+    )
+    assert page_line == where
+    assert board_line == "TensorBoard: tensorboard --logdir run/tensorboard"
     return folder / "run"
 
 
@@ -164,6 +171,11 @@ def test_a_run_leaves_metrics_a_plot_and_checkpoints(trained: Path) -> None:
     assert [record["step"] for record in records if "validation_loss" in record] == [0, 4, 8]
     assert losses(trained, "validation_loss")[-1] < losses(trained, "validation_loss")[0]
     assert (trained / "loss.png").read_bytes().startswith(b"\x89PNG")
+    page = (trained / "report.html").read_text()
+    assert page.count("<figure>") == 4
+    assert "measured, step " in page
+    assert "predicted from the plan and the measured costs" in page
+    assert load_run(trained / "traces").steps == (6, 7, 8)
     assert all(record["peak_memory_gib"] > 0 and 0.0 < record["mfu"] < 1.0 for record in steps)
     assert len(list((trained / "tensorboard").glob("events.out.tfevents.*"))) == 1
     assert sorted(path.name for path in (trained / "checkpoints").iterdir()) == [

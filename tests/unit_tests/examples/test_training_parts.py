@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
+import re
 import signal
 import time
 import traceback
@@ -28,6 +30,7 @@ from examples.gpt.optimizer import (
     sum_tied_gradients,
 )
 from examples.gpt.process import StopRequest, report
+from examples.gpt.run_page import steps_to_record, write_page
 from examples.gpt.settings import Settings
 from examples.gpt.trainer import ComputeTimers, forward_step
 from tests.harness.processes import run_processes
@@ -291,6 +294,56 @@ def test_the_recorder_writes_on_the_first_rank_only(tmp_path: Path, capsys: pyte
         "step 4/4: loss 2.000, 1,235 tokens/s, bubble 25%, 1.50 GiB, MFU 12.3%",
         "step 4: validation loss 1.500",
     ]
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_has_a_bar_with_the_time_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last lines are whole, and the bar is gone when the run is over."""
+    pytest.importorskip("tqdm")
+    monkeypatch.setattr("sys.stdout", said := _Terminal())
+    monkeypatch.setenv("COLUMNS", "100")
+    recorder = Recorder(tmp_path, 1, Settings(train_steps=4, log_interval=2, tensorboard=False))
+    for step in (2, 3, 4):
+        time.sleep(0.15)  # tqdm draws ten times a second
+        recorder.record(step, **VALUES)
+    recorder.close()
+    drawn = re.split("[\r\n]+", said.getvalue())
+    assert any(re.search(r"2/4 \[00:00<00:\d\d, .*loss 2\.000", line) for line in drawn), drawn
+    lines = [line for line in drawn if line.startswith("step ")]
+    assert lines == [f"step {k}/4: loss 2.000, 1,235 tokens/s, bubble 25%, 1.50 GiB, MFU 12.3%" for k in (2, 4)]
+    assert not drawn[-1].strip()
+
+
+@pytest.mark.parametrize(
+    ("done", "last", "steps"), [(0, 400, "8-10"), (0, 9, "7-9"), (0, 2, "1-2"), (4, 8, "6-8"), (90, 400, "98-100")]
+)
+def test_some_steps_of_every_start_are_recorded(done: int, last: int, steps: str) -> None:
+    assert steps_to_record(done, last) == steps
+    assert steps_to_record(last, last) is None
+
+
+def test_the_page_of_a_run_without_traces_has_its_charts(tmp_path: Path) -> None:
+    (tmp_path / METRICS).write_text(json.dumps({"step": 1, **VALUES}) + "\n")
+    page = write_page(tmp_path, tmp_path / "traces", "1f1b on <cpu>").read_text()
+    assert [page.count(word) for word in ("<figure>", "<canvas", "there are no traces", "&lt;cpu&gt;")] == [4, 0, 1, 2]
+    assert not re.search(r"(?:src|href)\s*=|@import|url\(|https?://", page)
+
+
+def test_the_title_of_the_plot_is_within_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = pytest.importorskip("matplotlib.figure")
+    drawn: list[Any] = []
+    saved = figures.Figure.savefig
+    monkeypatch.setattr(figures.Figure, "savefig", lambda one, *a, **k: (drawn.append(one), saved(one, *a, **k)))
+    (tmp_path / METRICS).write_text(json.dumps({"step": 1, **VALUES}) + "\n")
+    long = "interleaved_seq_1f1b, overlap communication, on cuda: 16 ranks x 12 chunks x 128 replicas, 96 layers of 12"
+    assert plot_loss(tmp_path, long) is None
+    box = drawn[0].axes[0].title.get_window_extent()
+    assert 0 <= box.x0 < box.x1 <= drawn[0].bbox.width
+    assert box.y1 <= drawn[0].bbox.height + 1  # the file has other dots an inch
 
 
 def test_tensorboard_gets_every_value(tmp_path: Path) -> None:
