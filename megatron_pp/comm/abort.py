@@ -12,8 +12,9 @@ just reset; not even when the peer dies. It wakes queued operations only, and ``
 (gloo/transport/tcp/pair.cc) passes over those that wait for the socket. Hence ``gloo.py``.
 
 NCCL: ``ProcessGroup.abort`` (``ncclCommAbort``) makes the kernels leave and the synchronisation of the stream return,
-without an error on the waiting thread; the communicator refuses further calls, and the guard looks for a failure when
-the step ends. Read in c10d's source; to be run on GPUs. ``nccl_settings.py`` describes torch's own watchdog.
+without an error on the waiting thread, and streams go on without the data; the communicator refuses further calls. The
+guard looks for a failure when the step ends, and before parameters change (``FaultGuard.before_update``). Read in
+c10d's source; to be run on GPUs. ``nccl_settings.py`` describes torch's own watchdog.
 """
 
 import contextlib

@@ -23,7 +23,11 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakMethod
 
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from megatron_pp.comm.at_exit import call_if_alive
 from megatron_pp.errors import CommunicatorClosedError, PipelineError
 from megatron_pp.faults import consistency, diagnosis
 from megatron_pp.faults.diagnosis import is_consequence, is_raised_by_python, tail_of, text_of, type_name
@@ -39,6 +43,7 @@ logger = logging.getLogger("megatron_pp")
 # Seconds.
 _PUBLISHING = 3.0  # that a rank which failed gives the store to accept its record
 _ANOTHER_READ = 1.0  # that a finding about a rank waits for the next read of its record
+_LEASES = 1.25  # between a failure's publication and what may follow from it on other ranks, in leases
 _GRACE = 6.0  # that a rank whose transfer failed looks for the cause
 
 Describe = Callable[[], Mapping[str, str]]
@@ -98,6 +103,11 @@ class FaultGuard:
         self._entered_with: Hashable = None
         self._agreements = consistency.Agreements(self.size)
         self._number = consistency.StepNumber()
+        self._known_since: float | None = None
+        self._gate: Any = None
+        if self.completed is not None:
+            gate = partial(_before_update, WeakMethod(self.before_update))
+            self._gate = register_optimizer_step_pre_hook(gate)
 
     @contextmanager
     def step(
@@ -151,12 +161,33 @@ class FaultGuard:
         if self.failure is not None:
             raise self._error()
 
+    def before_update(self) -> None:
+        """Before an optimizer of this thread changes parameters, where the host runs ahead: return when the device has
+        done all that was issued to the current stream, and no rank has published a failure. What was received, and
+        what was reduced from it, is then what was sent.
+
+        A rank aborts a lease and more after its failure was published (``_abort``). So a rank to whom an abort has
+        sent what no peer computed finds that failure: what it read last is not older than a lease. Raises what
+        ``step`` raises."""
+        if self.completed is None or threading.get_ident() != self._main or self.is_gone():
+            return
+        heartbeat = self._heartbeat
+        with self.step(Outside(), phase="the wait for transfers, before the optimizer", after=self._tracker.after):
+            self.completed.synchronize()
+            with heartbeat.lock:
+                heartbeat.lock.wait_for(lambda: self.failure is not None or heartbeat.is_fresh())
+                known = heartbeat.peers.failure
+            if known is not None:
+                self._conclude(known, False)
+
     def phase(self, text: str) -> None:
         """Name what this rank does after the plan, within the step."""
         self._tracker.phase = text
 
     def close(self) -> None:
         self._over = self._over or "it was closed"
+        if self._gate is not None:
+            self._gate.remove()
         self._tracker.end()
         self._tracker.rest()
         self._watchdog.close()
@@ -240,6 +271,8 @@ class FaultGuard:
                 self._conclude(own, True)
         finally:
             if error is not None or self.failure is not None:
+                if self._over is None and self._global_rank == 0:
+                    self._await_readers()
                 self._over, after = self._over or diagnosis.first_line(self.failure), ""
                 self._tracker.rest()
             self._tracker.end(after)
@@ -341,8 +374,23 @@ class FaultGuard:
             # publishes its error ends, and others find that its process is gone.
             known = self._heartbeat.peers.failure
             self.failure = self.failure or (failure if known is None or failure.kind == EXCEPTION else known)
+            self._known_since = self._known_since or time.monotonic()
             self._heartbeat.lock.notify_all()
+        self._abort()
+
+    def _abort(self) -> None:
+        """Where the host runs ahead, streams go on after an abort without what was not delivered, and may reduce with
+        others what they make of it. So it waits until no rank relies any more on having found no failure."""
+        if self.completed is not None and self._known_since is not None:
+            lease = _LEASES * self._heartbeat.pace.lease
+            time.sleep(max(0.0, self._known_since + lease - time.monotonic()))
         self.abort()
+
+    def _await_readers(self) -> None:
+        """By default this process holds the store, which ends with it: the others read the failure before."""
+        pace = self._heartbeat.pace
+        elsewhere = (self.world_size or self.size) > self.size
+        self._heartbeat.await_readers(2 * pace.poll if elsewhere else 0.0, _LEASES * pace.lease)
 
     def _show_stack(self) -> None:
         """For the watchdog: this rank hangs in code that cannot be interrupted. Log where."""
@@ -377,6 +425,10 @@ class FaultGuard:
         text = diagnosis.stall_text(self.rank, plan, here, seen, self.size, why)
         lines = diagnosis.progress_lines(self.rank, plan, here, seen, self.size)
         return self._new_failure(STALL, text, suspects=suspects, values=_by_text(lines))
+
+
+def _before_update(method: WeakMethod[Callable[[], object]], *step: Any) -> None:
+    call_if_alive(method)
 
 
 def _by_text(by_rank: Mapping[int, str]) -> dict[str, str]:

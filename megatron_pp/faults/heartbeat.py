@@ -19,6 +19,7 @@ from megatron_pp.faults.tracker import Tracker
 # Seconds.
 _FAST_POLL = 0.02
 _JOIN = 2.0
+_LEASE = 1.0
 _AFTER_ERROR = 1.0  # torch's client writes a page of warnings for each call on a connection that is gone
 
 
@@ -27,12 +28,14 @@ class Pace:
     poll: float  # seconds between checks for a failure
     beat: float  # seconds between heartbeats
     quiet: float  # seconds without moving until this rank begins to read where the others are
+    lease: float  # seconds for which a rank may rely on having found no failure; the same on all ranks
 
     @classmethod
     def of(cls, timeout: float, world_size: int) -> Pace:
         """Quick for small jobs and short timeouts; slower where thousands of ranks poll one store."""
         crowd = max(1.0, world_size / 500)
-        return cls(*(min(seconds * crowd, timeout / 8) for seconds in (0.25, 0.5, 1.0)))
+        poll, beat, quiet = (min(seconds * crowd, timeout / 8) for seconds in (0.25, 0.5, 1.0))
+        return cls(poll, beat, quiet, _LEASE * crowd)
 
 
 class Heartbeat:
@@ -85,6 +88,25 @@ class Heartbeat:
             self._fast = on
             self._entering = self._entering and on
             self.lock.notify_all()
+
+    def is_fresh(self) -> bool:
+        """Whether the store had no failure within the last ``pace.lease`` seconds, or had one."""
+        return self.peers.failure is not None or time.monotonic() - self.peers.checked_at < self.pace.lease
+
+    def await_readers(self, at_least: float, at_most: float) -> None:
+        """Wait until the ranks that are in a step have read the failure, within these seconds."""
+        self.poll_fast(True)
+        begun = time.monotonic()
+        with self.lock:
+            self.lock.wait_for(lambda: time.monotonic() - begun >= at_least and not self._unread(begun), at_most)
+
+    def _unread(self, since: float) -> bool:
+        """Whether a rank that was in a step after ``since`` has yet to read the failure, as far as can be known."""
+        peers = self.peers
+        if self._closed or peers.broken:
+            return False
+        active = {rank for rank, peer in peers.seen.items() if peer.progress.state != DONE}
+        return peers.failure is None or peers.read_at < since or not active <= peers.have_read
 
     def close(self) -> None:
         """End the thread; one that is stuck in a call on the store stays until that ends, or the process does."""
@@ -161,6 +183,7 @@ class Heartbeat:
                 known = self.store.read_failure()  # with what others published since the last read, and before this
                 with self.lock:
                     self.peers.failure = known or self.peers.failure
+                self.store.note_read()
             finally:
                 self._remove(record)
 
@@ -183,6 +206,7 @@ class Heartbeat:
         self._published = None if here.state == DONE else here
 
     def _read(self, here: Progress) -> None:
+        asked = time.monotonic()
         failure = self.store.read_failure()
         reading = here.idle >= self.pace.quiet or self._fast or self.asked_from > self.settled_to
         progress = self.store.read_all(Progress) if reading else None
@@ -190,6 +214,7 @@ class Heartbeat:
         with self.lock:
             peers = self.peers
             peers.failure = peers.failure or failure
+            peers.checked_at = asked
             if progress is None:
                 peers.stop_reading()
             else:
@@ -197,3 +222,6 @@ class Heartbeat:
                 peers.note_progress(progress, time.monotonic())
             if entries is not None:
                 peers.entries = entries
+        if failure is not None:
+            self.store.note_read()
+            peers.have_read = self.store.have_read()

@@ -203,6 +203,14 @@ class FaultStore:
                     found.append(failure)
         return min(found, key=lambda failure: failure.kind != EXCEPTION, default=None)
 
+    def note_read(self) -> None:
+        """This rank has read a failure, and needs the store no more for it."""
+        self.store.set(self._own("read", self.rank), "1")
+
+    def have_read(self) -> set[int]:
+        """The ranks of the pipeline that have read a failure."""
+        return {rank for rank in range(self.size) if self.store.check([self._own("read", rank)])}
+
     def publish(self, record: Progress | Entry) -> None:
         """Replace this rank's last record of that type."""
         self.store.set(self._own(type(record).__name__, self.rank), encode(record))

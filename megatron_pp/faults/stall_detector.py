@@ -49,6 +49,8 @@ class Peers:
     broken_since: float | None = None  # since when the store returns errors; None while it answers
     broken: str = ""  # that error
     asked_at: float | None = None  # when the store was asked what it has not answered yet
+    checked_at: float = 0.0  # when the store was asked for failures, the last time that it answered
+    have_read: set[int] = field(default_factory=set)  # ranks that have read the failure, where there is one
     connected: bool = True  # whether this rank has had a connection to the store of its own
 
     def note_progress(self, records: Mapping[int, Progress], now: float) -> None:

@@ -55,6 +55,14 @@ class CompletedWork:
             logger.debug("the device cannot be asked any more: %s", error)
             self._marks.clear()
 
+    def synchronize(self) -> None:
+        """The host waits for all that was issued to the current stream, unless a graph is captured on it."""
+        if torch.cuda.is_current_stream_capturing():
+            return
+        event = torch.cuda.Event()
+        event.record()
+        event.synchronize()
+
     def clear(self) -> None:
         self._marks.clear()
 

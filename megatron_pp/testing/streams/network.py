@@ -12,6 +12,7 @@ bytes are not looked at (``run_ahead``), it does not stop.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -60,7 +61,8 @@ class StreamNetwork(WindowNetwork):
                     late as can be where it is divisible by three, else earlier. None: the ranks run freely, as the
                     fault guard and its store need it
     record_streams  whether posting calls ``record_stream`` on what it sends or receives, as ProcessGroupNCCL does
-    run_ahead       the host never waits for a transfer, and what it reads may not be there; races are not looked for
+    run_ahead       the host never waits for a transfer, and what it reads may not be there: it is NaN until it is;
+                    races are not looked for
     held            asked whether a transfer that could finish on the device does not; call ``progress`` when that
                     changes
     """
@@ -103,6 +105,8 @@ class StreamNetwork(WindowNetwork):
             lane = self._lanes[queue]
             work = StreamWork(self, device, queue, ends, lane)
             for end in ends:
+                if self.run_ahead and not end.is_send and end.tensor.is_floating_point():
+                    end.tensor.detach().fill_(math.nan)
                 self._record(end, device, lane)
             self._unfinished.append(work)
             self.enqueue(work)

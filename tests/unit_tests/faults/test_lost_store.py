@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_pp.errors import PipelineStallError
+from megatron_pp.errors import PipelinePeerError, PipelineStallError
 from megatron_pp.faults import stall_detector
 from tests.unit_tests.faults.guards import Ranks, Unreachable, guard_of, wait_until_aborted
 
@@ -70,6 +70,33 @@ def test_a_store_whose_process_ended_before_the_first_step() -> None:
     assert isinstance(raised, PipelineStallError)
     assert "the store has failed (DistNetworkError" in str(raised)
     assert time.monotonic() - begun < 15.0
+
+
+HOST = """
+import os, time, torch.distributed as dist
+from tests.unit_tests.faults.guards import guard_of
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+guard, source = guard_of(0, store)
+try:
+    with guard.step(source, "plan", dict):
+        time.sleep(0.3)
+        raise ValueError("mine")
+except ValueError:
+    os._exit(3)
+"""
+
+
+def test_the_cause_outlives_the_process_that_holds_the_store() -> None:
+    """It ends as soon as it has raised; the others look at the store four times a second."""
+    host = subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True)
+    assert host.stdout is not None
+    store = dist.TCPStore("127.0.0.1", int(host.stdout.readline()), is_master=False, wait_for_workers=False)
+    guard, source = guard_of(1, store)
+    with pytest.raises(PipelinePeerError, match=r"ValueError.*mine"), guard.step(source, "plan", dict):
+        wait_until_aborted(source)
+    assert host.wait(10.0) == 3
+    guard.close()
 
 
 class Blocking(Unreachable):
