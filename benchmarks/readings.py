@@ -201,9 +201,9 @@ def _point(row: Row) -> tuple[object, ...]:
     return row["P"], row["schedule"], row["transfer / F"]
 
 
-def _range(values: Sequence[float], form: str = "{:.3g}") -> str:
-    """ "2 to 7", or the value where all look the same."""
-    low, high = form.format(min(values)), form.format(max(values))
+def _range(values: Sequence[float], form: str = "") -> str:
+    """ "2 to 7", or the value where all look the same; with three digits, and all of a number from 1,000 on."""
+    low, high = ((form or ("{:,.0f}" if end >= 1000 else "{:.3g}")).format(end) for end in (min(values), max(values)))
     return low if low == high else f"{low} to {high}"
 
 
