@@ -34,7 +34,7 @@ def check_rank(
     steps = _by_site(walk, sites, block)
     peaks = _walked(walk, plan, block) if steps is None else _peaks(steps)
     if sites.grouped:
-        _check_pairs(plan, rank)
+        _check_groups(plan, rank)
     check_syncs(plan, rank, sites)
     return peaks
 
@@ -129,9 +129,13 @@ def _walked(walk: Walk, plan: Plan, block: Block | None) -> RankPeaks:
     return RankPeaks(Memory(*walk.peaks), together)
 
 
-def _check_pairs(plan: Plan, rank: int) -> None:
+def _check_groups(plan: Plan, rank: int) -> None:
     """Members of a pair that are in their order one by one may still not belong there."""
     for at in plan.programs[rank]:
+        if at.members and at.op not in ins.GROUP_OPS:
+            raise PlanError(
+                f"rank {rank}: {at.op} has the members {list(at.members)}: only batches and pairs have some"
+            )
         if at.op == ins.PAIR:
             try:
                 ins.pair(*at.members)

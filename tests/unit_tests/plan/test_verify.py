@@ -259,6 +259,12 @@ def test_refuses_one_broken_instruction(rank: int, edit: Edit, words: str) -> No
     assert words in refusal(edited(plan_1f1b(), rank, edit))
 
 
+def test_refuses_members_of_what_is_no_group() -> None:
+    plan = lowered_plan(PlanSpec("1f1b", 2, 1, 2, policy="batched"))
+    programs = [tuple(at._replace(op="W") if at.members else at for at in program) for program in plan.programs]
+    assert refusal(replace(plan, programs=tuple(programs))).startswith("rank 0: W has members, [SEND_F0.0]: only")
+
+
 def test_refuses_a_program_too_few() -> None:
     plan = plan_1f1b()
     assert refusal(replace(plan, programs=plan.programs[:1])) == "the plan has 1 rank programs for a pipeline of 2"
