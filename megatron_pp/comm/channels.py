@@ -17,12 +17,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from itertools import count
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from megatron_pp.comm.stores import private_client
 from megatron_pp.errors import CommunicatorClosedError, P2PTimeoutError, P2PTransferError
 
 _SLICE = timedelta(seconds=0.1)  # of a wait in the store, between looks at whether the channels were aborted
@@ -85,6 +87,11 @@ class ChannelGroups:
     def __post_init__(self) -> None:
         self.timeout: timedelta = self.options._timeout
 
+    @cached_property
+    def _client(self) -> dist.Store:
+        """Other threads may make the channels of other pipelines at the same time."""
+        return private_client(self.store)
+
     def make(self, keys: Iterable[Key], patience: timedelta) -> list[Key]:
         """Make those of ``keys`` that this rank is an end of and that are missing; returns them. Both ends call it, and
         wait for each other as long as ``patience``. ``keys`` must come in one order on all ranks (``in_rounds``).
@@ -123,8 +130,8 @@ class ChannelGroups:
         between = "-".join(map(str, ends)) if size == 2 else "all"
         where = f"megatron_pp/channels/{self.name}/{between}-{kind}"
         # The nth time at this end meets the nth time at the other: keys of an earlier time are not read.
-        nth = self.store.add(f"{where}/made by {end}", 1)
-        store = dist.PrefixStore(f"{where}/{nth}", self.store)
+        nth = self._client.add(f"{where}/made by {end}", 1)
+        store = dist.PrefixStore(f"{where}/{nth}", self._client)
         for other in range(size):
             if other != end:
                 self._meet_other_end(store, end, other, what, patience)

@@ -1,9 +1,8 @@
 """What ranks publish in the job's store, as JSON: where they are, what they entered a step with, and what failed; and
 under which keys.
 
-Needed are torch's Store methods ``set``, ``get``, ``check``, ``add`` and ``compare_set``. A call on a TCPStore blocks
-while another thread's ``get`` or ``wait`` on the same client does, so this is a client of its own; it reads only keys
-that ``check`` has found, since ``get`` waits for a missing key.
+Needed are torch's Store methods ``set``, ``get``, ``check``, ``add`` and ``compare_set``. Only keys that ``check`` has
+found are read, since ``get`` waits for a missing key.
 """
 
 from __future__ import annotations
@@ -12,15 +11,14 @@ import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
-from datetime import timedelta
 from typing import Any, TypeVar
 
+from megatron_pp.comm.stores import private_client
 from megatron_pp.errors import MegatronPPError
 
 MAX_RECORD_BYTES = 1 << 20
 MAX_TEXT = 20_000
 _ROOT = "megatron_pp"
-_CALL_TIMEOUT = timedelta(seconds=30)
 
 IN_STEP = "in_step"
 ENTERING = "entering"
@@ -169,9 +167,6 @@ class FaultStore:
     members: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        # The given client has a connection, which fails at once where the store's process is gone. A new one would try
-        # to connect for as long as the store's own timeout.
-        self.store.check([_ROOT])
         self.store = private_client(self.store)
         self._batched = bool(getattr(self.store, "has_extended_api", bool)())
         ranks = "-".join(map(str, self.members)) or self.pipeline
@@ -231,17 +226,3 @@ class FaultStore:
 
     def _own(self, what: str, rank: int) -> str:
         return f"{self._life}/{what}/{rank}"
-
-
-def private_client(store: Any) -> Any:
-    """A client of the same store with a connection of its own, if the kind of store has connections."""
-    from torch.distributed import PrefixStore, TCPStore
-
-    if hasattr(store, "clone"):
-        return store.clone()
-    below = store  # older versions of torch
-    while isinstance(below, PrefixStore):
-        below = below.underlying_store
-    if isinstance(below, TCPStore):
-        return TCPStore(below.host, below.port, is_master=False, wait_for_workers=False, timeout=_CALL_TIMEOUT)
-    return store

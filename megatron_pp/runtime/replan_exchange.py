@@ -14,8 +14,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from megatron_pp.comm.stores import private_client
 from megatron_pp.comm.transport import Transport
-from megatron_pp.faults.records import private_client
 from megatron_pp.plan.spec import Plan
 from megatron_pp.tracing import files
 from megatron_pp.tracing.clock_sync import agree_on_clocks

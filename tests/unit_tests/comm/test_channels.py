@@ -159,3 +159,23 @@ def test_nccl_options_are_the_pipelines_but_for_their_own(
     assert (made.config.max_ctas, made.config.cga_cluster_size) == (expected, 2)
     assert not options.is_high_priority_stream
     assert options.config.max_ctas == given.get("max_ctas", dist.ProcessGroupNCCL.Options().config.max_ctas)
+
+
+def test_channels_do_not_wait_for_what_another_thread_waits_for_in_the_store() -> None:
+    """A client of a TCPStore answers one thread at a time. Two pipelines in two threads wait for each other then."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    clients = [server, dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)]
+    busy = [threading.Thread(target=_wait_in_vain, args=(client,), daemon=True) for client in clients]
+    for thread in busy:
+        thread.start()
+    time.sleep(0.2)
+    begun = time.monotonic()
+    run_ranks(2, lambda rank: groups_of(rank, clients[rank]).make([(0, 1, ACT)], PATIENCE))
+    assert time.monotonic() - begun < 2.5
+    for thread in busy:
+        thread.join(30.0)
+
+
+def _wait_in_vain(store: dist.Store) -> None:
+    with pytest.raises(RuntimeError):
+        store.wait(["never"], timedelta(seconds=4))
