@@ -133,9 +133,7 @@ def _check_groups(plan: Plan, rank: int) -> None:
     """Members of a pair that are in their order one by one may still not belong there."""
     for at in plan.programs[rank]:
         if at.members and at.op not in ins.GROUP_OPS:
-            raise PlanError(
-                f"rank {rank}: {at.op} has the members {list(at.members)}: only batches and pairs have some"
-            )
+            raise PlanError(f"rank {rank}: {at.op} has members, {list(at.members)}: only batches and pairs do")
         if at.op == ins.PAIR:
             try:
                 ins.pair(*at.members)
