@@ -1,7 +1,9 @@
 """Copies between a device and host memory that go on while the device computes: on CUDA on a stream for each direction
 and in pinned memory, on the CPU in a thread for each.
 
-Copies of one direction run in the order in which they are posted. Host memory is pooled, as pinning takes long.
+Copies of one direction run in the order in which they are posted. Host memory is pooled, as pinning takes long, in
+buffers of powers of two, to which torch rounds pinned ones anyway. The pool lets go of what is more than was ever in
+use at one time: steps of varying shapes would leave it buffers of all sizes.
 """
 
 from abc import ABC, abstractmethod
@@ -22,16 +24,28 @@ class HostCopies(ABC):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._free: dict[int, list[Tensor]] = defaultdict(list)  # host buffers by bytes
+        self.held = 0  # bytes of all buffers
+        self._used, self._most = 0, 0  # bytes in use, now and at most
 
     def buffer(self, nbytes: int) -> Tensor:
         """Host memory, [nbytes] of uint8."""
-        free = self._free[nbytes]
-        pinned = self.device.type == "cuda"
-        return free.pop() if free else torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        size = 1 << max(0, nbytes - 1).bit_length()
+        self._used += size
+        self._most = max(self._most, self._used)
+        if self._free[size]:
+            return self._free[size].pop()[:nbytes]
+        self.held += size
+        for other, free in self._free.items():
+            while free and self.held > self._most:
+                free.pop()
+                self.held -= other
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")[:nbytes]
 
     def give_back(self, buffer: Tensor) -> None:
         """Once the copies from and to ``buffer`` were waited for."""
-        self._free[buffer.numel()].append(buffer)
+        whole = buffer.as_strided((buffer.untyped_storage().nbytes(),), (1,), 0)
+        self._used -= whole.numel()
+        self._free[whole.numel()].append(whole)
 
     @abstractmethod
     def post(self, copies: Sequence[Copy], to_host: bool) -> Wait:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.streams import StreamReport
 from megatron_pp.testing.toy import ToyBlock, ToyData, reference_run
 from tests.harness.race_support import exact_block, exact_data, network_for, run_plan
-from tests.harness.stream_runs import plan_on_streams, toy_step_on_streams
+from tests.harness.stream_runs import on_one_device, plan_on_streams, toy_step_on_streams
 from tests.unit_tests.runtime import test_memory, test_sequence_slices
 
 
@@ -178,6 +179,28 @@ def test_host_memory_is_pooled() -> None:
             held.give_back(buffer)
     assert addresses[0] == addresses[1]
     assert len(addresses[0]) == 3
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_host_memory_of_steps_that_vary_is_bounded(device: str) -> None:
+    """By what was in use at one time, rounded up to powers of two."""
+
+    def program() -> tuple[int, int, int]:
+        held, rng, most = copies.host_copies(torch.device(device)), random.Random(0), 0
+        seen: dict[StorageWeakRef, int] = {}
+        for _ in range(1000):
+            sizes = [rng.randrange(1 << 8, 1 << 14) for _ in range(rng.randint(1, 8))]
+            buffers = list(map(held.buffer, sizes))
+            assert [len(buffer) for buffer in buffers] == sizes
+            most = max(most, sum(sizes))
+            seen |= {StorageWeakRef(buffer.untyped_storage()): buffer.untyped_storage().nbytes() for buffer in buffers}
+            for buffer in buffers:
+                held.give_back(buffer)
+            del buffers, buffer
+        return sum(nbytes for storage, nbytes in seen.items() if not storage.expired()), held.held, most
+
+    ((alive, held, most),) = on_one_device(program).results
+    assert alive == held < 2 * most
 
 
 # -- what is saved ----------------------------------------------------------------------------------------------------
