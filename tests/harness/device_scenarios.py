@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from examples.gpt.settings import parse
 from megatron_pp.comm import abort
 from megatron_pp.comm.transport import P2PRequest, Preparation, ProcessGroupTransport
 from megatron_pp.errors import P2PTransferError
-from megatron_pp.faults.tracker import query_during_captures
+from megatron_pp.faults.device_events import EventQueries
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.spec import PlanSpec
 from megatron_pp.runtime.communicators import SoloTransport
@@ -38,6 +39,7 @@ from tests.harness.nccl_runs import FailingBlock, step_on_nccl
 from tests.harness.train_flags import SMALL_MODEL
 from tests.harness.training_ranks import train_here
 from tests.harness.virtual_ranks import run_on_virtual_devices, virtual_machine
+from tests.unit_tests.faults.test_hosts_that_run_ahead import Runtime
 from tests.unit_tests.testing import test_streams_joint_pairs
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
@@ -116,11 +118,7 @@ def a_failure(folder: Path) -> None:
 
 
 def what_the_library_raises(folder: Path) -> None:
-    """A batch on an aborted communicator; an abort that raises, one that does not return; a close that raises. The
-    watchdog's call of the CUDA runtime, in builds of torch without CUDA and with one."""
-    for built_with in (None, "999.0"):
-        with replaced([(torch.version, "cuda", built_with)]):
-            query_during_captures()
+    """A batch on an aborted communicator; an abort that raises, one that does not return; a close that raises."""
     released = threading.Event()
 
     def program(group: dist.ProcessGroup) -> None:
@@ -145,6 +143,20 @@ def what_the_library_raises(folder: Path) -> None:
     with replaced([(abort, "_NCCL_PATIENCE", 0.1)]):
         on_ranks(2, program)
     released.set()
+
+
+def events_asked_of_the_runtime(folder: Path) -> None:
+    """In builds of torch without CUDA and with one, whose library is missing, or there."""
+    for built_with in (None, "999.0"):
+        with replaced([(torch.version, "cuda", built_with)]):
+            EventQueries().begin()
+    with replaced([(torch.version, "cuda", "13.0"), (ctypes, "CDLL", Runtime)]):
+        queries = EventQueries()
+        queries.begin()
+    answers = [queries.is_over(SimpleNamespace(cuda_event=event)) for event in (7, 8)]
+    assert answers == [True, False]
+    with pytest.raises(RuntimeError, match="returned 700"):
+        queries.is_over(SimpleNamespace(cuda_event=9))
 
 
 def _raises(*_: Any) -> None:
@@ -229,6 +241,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     times_of_events,
     a_failure,
     what_the_library_raises,
+    events_asked_of_the_runtime,
     kernels,
     the_gpu_check,
     the_trainer_s_parts,

@@ -234,7 +234,7 @@ def virtual_cuda() -> Iterator[None]:
     places += [(torch.accelerator, "current_accelerator", _constant(torch.device("cuda")))]
     places += [(torch.cuda.nvtx, "_nvtx", _REPLACED_NVTX)]
     places += [(torch, "set_default_device", _nothing)]  # all new tensors lie on the device as it is
-    places += [(torch.cuda.nccl, "version", _constant((0, 0, 0)))]
+    places += [(torch.cuda.nccl, "version", _constant((0, 0, 0))), (torch.version, "cuda", None)]
     places += [(torch.cuda.random, name, _REPLACED[name]) for name in ("current_device", "device_count")]
     places += [(torch.autograd, "_engine_run_backward", _run_backward), (torch.Tensor, "record_stream", _record_stream)]
     importlib.import_module("torch._dynamo")  # torch imports it late, and it wants the real torch.cuda then
