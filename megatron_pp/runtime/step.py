@@ -67,6 +67,8 @@ class StepCall:
                 f"get_forward_backward_func({size}) returns"
             )
         self.weights = self.weight_store()
+        if self.weights is not None and not inputs.forward_only:
+            check_wrappers(self.weights, inputs.chunks)
         fields = plan_choice.spec_fields(inputs, settings, size, self.weights is not None, self.joins_pairs)
         self.slices = slices_of(inputs, settings, self.tp_size, self.cp_size)
         self.messages = messages(inputs, settings, size, self.tensor_shapes)
@@ -233,8 +235,6 @@ class StepCall:
         rank = self.communicator.rank
         if received is not None or sent is not None:  # the stages give each other dicts
             steps = NamedSteps(steps, received, sent, self._is_last_stage(plan))
-        if self.weights is not None:
-            check_wrappers(self.weights, chunks)
         pairs, skips, output_layer = settings.overlapped_forward_backward, None, None
         if plan.spec.skip_tensors:
             graphs = self.graph_in_evaluation or not plan.spec.forward_only

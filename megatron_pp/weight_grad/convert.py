@@ -99,14 +99,35 @@ def store_of(chunks: Sequence[Any]) -> WeightGradStore | None:
 
 
 def check_wrappers(store: WeightGradStore, chunks: Sequence[Any]) -> None:
-    """Raises WeightGradSplitError for layers built with delay_wgrad_compute in torch's DistributedDataParallel: its
-    hooks fire before such a layer has its gradient."""
+    """Raises WeightGradSplitError for what shards parameters, and for layers built with delay_wgrad_compute in torch's
+    DistributedDataParallel: its hooks fire before such a layer has its gradient."""
+    if not store.wrappers_known:
+        _check_sharding(chunks)
+        store.wrappers_known = True
     built = store.report.delayed - store.report.switched
     if built and any(isinstance(chunk, DistributedDataParallel) for chunk in chunks):
         raise WeightGradSplitError(
             f"{built} layers with delay_wgrad_compute are inside DistributedDataParallel, which would "
             "reduce their gradients before they are computed; build them without it, or use Megatron-core's wrapper"
         )
+
+
+# A method of each module that gathers its parameters for a forward, and exchanges them for their shards afterwards.
+_SHARDING = {"set_requires_gradient_sync": "fully_shard", "_replace_param_with_raw_if_needed": "Megatron-FSDP"}
+
+
+def _check_sharding(chunks: Sequence[Any]) -> None:
+    """What a layer keeps for W would belong to a parameter that is not in the model any more."""
+    modules = (module for chunk in chunks if isinstance(chunk, nn.Module) for module in chunk.modules())
+    for kind in {type(module): None for module in modules}:
+        for method, what in _SHARDING.items():
+            if hasattr(kind, method):
+                raise WeightGradSplitError(
+                    f"{what} shards the parameters of {kind.__name__} and exchanges them during a step, so that "
+                    "gradients that wait for a W would be lost; leave split_weight_grad out (install("
+                    "split_weight_grad=False) under Megatron), and the same schedule runs whole backwards, or use "
+                    "DistributedDataParallel"
+                )
 
 
 def _check(chunk: nn.Module) -> None:

@@ -64,6 +64,7 @@ class WeightGradStore:
         self.anchor = torch.zeros((), requires_grad=True)  # so that outputs have a graph where no input has one
         self.report = SplitReport()
         self.shares: dict[str, tuple[str, float]] = {}  # by a layer's name: its class, its share of the FLOPs
+        self.wrappers_known = False  # whether what is around the layers was checked
         self.timers: Callable[..., Any] | None = None  # Megatron's timers: "weight-compute" runs around every W
         self._anchor_node = torch.autograd.graph.get_gradient_edge(self.anchor).node
         self._whole: dict[int, Tensor] = {}

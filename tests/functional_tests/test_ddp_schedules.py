@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from megatron_pp.errors import WeightGradSplitError
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.placement import Placement
@@ -164,3 +167,34 @@ def test_hooks_fire_once_per_parameter_and_step(results: list[Any], case: int) -
         _, fired = of_rank[case]
         assert set(fired.values()) == {1}
         assert len(fired) == 3 * CASES[case][1]
+
+
+def _sharded_main(rank: int, size: int) -> list[str]:
+    """Stages under fully_shard: two steps each, with whole backwards; converted, an error before communication."""
+    mesh, data, found = init_device_mesh("cpu", (size, 1), mesh_dim_names=("pp", "dp")), ToyData(4), []
+    cases = [("1f1b", ""), ("1f1b", "before"), ("zb_h1", ""), ("zb_h1", "before"), ("zb_h1", "after")]
+    for schedule, convert in cases:
+        config = toy_config(pipeline_schedule=schedule)
+        communicator = P2PCommunicator(mesh["pp"].get_group(), config)
+        stages = toy_chunks(Placement("loop", size, 1), rank, config)
+        if convert == "before":
+            split_weight_grad(stages)
+        fully_shard(stages[0].inner, mesh=mesh["dp"])
+        if convert == "after":
+            split_weight_grad(stages)
+        if convert:
+            with pytest.raises(WeightGradSplitError, match=r"fully_shard shards the parameters of \w*ToyBlock"):
+                toy_step(stages, data, communicator)
+            continue
+        for _ in range(2):
+            stages[0].zero_grad()
+            toy_step(stages, data, communicator)
+        wanted = reference_run(size, data).grads
+        for name, parameter in stages[0].inner.named_parameters():
+            assert torch.equal(parameter.grad.full_tensor(), wanted[f"{rank}.{name}"])
+        found.append(schedule)
+    return found
+
+
+def test_sharded_stages_run_whole_backwards() -> None:
+    assert run_processes(_sharded_main, 2, timeout=120.0) == [["1f1b", "zb_h1"]] * 2

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from megatron_pp.errors import WeightGradError
 from megatron_pp.weight_grad import WeightGradStore, split_weight_grad
@@ -220,3 +221,41 @@ def test_a_hook_that_fires_without_a_gradient_calls_no_tensor_hook() -> None:
     assert len(calls) == 1
     assert len(fired) == 1
     assert torch.equal(fired[0], calls[0] + 1)
+
+
+def _parametrized(model: Habit) -> None:
+    nn.utils.parametrizations.spectral_norm(model.one)
+    nn.utils.parametrizations.weight_norm(model.two)
+
+
+def _normed_by_hooks(model: Habit) -> None:
+    nn.utils.weight_norm(model.one)
+    nn.utils.spectral_norm(model.two)
+
+
+class _OfOwnClass(nn.Parameter):
+    pass
+
+
+def _of_own_classes(model: Habit) -> None:
+    model.one.weight = _OfOwnClass(model.one.weight.data)
+    weight = model.norm.weight.data
+    model.norm.weight = nn.Parameter(TwoTensor(weight.clone(), weight.clone()))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
+@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("change", [_parametrized, _normed_by_hooks, _of_own_classes])
+def test_parameters_that_are_changed_before_or_after_the_conversion(
+    change: Callable[[Habit], None], first: bool
+) -> None:
+    runs = []
+    for converted in (False, True):
+        model, store = new(Habit), None
+        if converted and not first:
+            store = split_weight_grad(model)
+        change(model)
+        if converted and first:
+            store = split_weight_grad(model)
+        runs.append([step(model, store, [True] * MICROBATCHES, nullcontext, False) for _ in range(2)][-1])
+    assert differences(*runs) == []
