@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan import instruction as ins
-from megatron_pp.plan.builder import family_of, with_whole_backwards
+from megatron_pp.plan.builder import family_of, offloaded_chunks, with_whole_backwards
 from megatron_pp.plan.certificate import Certificate
 from megatron_pp.plan.costs import Network, StageCosts
 from megatron_pp.plan.instruction import Instruction
@@ -101,14 +101,13 @@ def why_not(spec: PlanSpec) -> str:
     """Why runs of ``spec`` cannot be planned anew, in words; empty where they can."""
     family, name = family_of(spec), f"schedule {spec.schedule}"
     searching = SCHEDULES.get(_SEARCHING.get(family.placement, ""))
-    offloads = family.offloads(spec.shape) if spec.offload_chunks is None else spec.offload_chunks
     reasons = (
         (family.digest, f"{name} is a file, whose order is the program's own"),
         (family.barriers, f"{name} splits the output layer over all ranks, for which no search plans"),
         (spec.slices > 1, "sequences are cut into slices, for which no search plans"),
         (spec.skip_tensors, "tensors skip stages, which no search plans for"),
         (spec.overlap_pairs, "pairs of a forward and a backward run as one, whose time is not the sum of the two"),
-        (offloads, "activations are offloaded, and copies between device and host are not timed"),
+        (offloaded_chunks(spec), "activations are offloaded, and copies between device and host are not timed"),
         (
             searching is None or searching.chunks not in (None, spec.num_chunks),
             f"no search plans for {spec.num_chunks} chunk(s) a rank on placement {family.placement}",
