@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from megatron_pp.comm.transport import P2PRequest, Transport, Work
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import CommunicatorClosedError, P2PError, ScheduleInputError
 from megatron_pp.faults.attach import close_guard
+from megatron_pp.object_table import ObjectTable
 from megatron_pp.runtime.arguments import StepInputs
 
 # What a communicator is built from.
@@ -30,7 +30,7 @@ _built_from = attrgetter(
 _of_transport = attrgetter("p2p_channels", "p2p_max_ctas")  # what its transport is, which several may share
 
 # Process-wide, as process groups are. A communicator holds its group, so weak keys alone would keep a destroyed one.
-_KEPT: WeakKeyDictionary[Any, dict[tuple[Any, ...], P2PCommunicator]] = WeakKeyDictionary()
+_KEPT: ObjectTable[dict[tuple[Any, ...], P2PCommunicator]] = ObjectTable()
 # Threads may run a pipeline each. Not held while a communicator is made: that may wait for other ranks, whose threads
 # come in another order.
 _LOCK = threading.Lock()

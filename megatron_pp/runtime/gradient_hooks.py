@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import lru_cache
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -15,6 +14,7 @@ from megatron_pp.comm import process_groups
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.module_attributes import wrapped_attribute
+from megatron_pp.object_table import ObjectTable
 from megatron_pp.plan.placement import Placement
 
 
@@ -143,7 +143,7 @@ def _keywords_of(function: Any) -> frozenset[str] | None:
     return frozenset(p.name for p in parameters)
 
 
-_SEEN: WeakSet[Any] = WeakSet()  # first chunks of the models that have been looked at
+_SEEN: ObjectTable[bool] = ObjectTable()  # first chunks of the models that have been looked at
 
 # What wrappers that reduce gradients have: torch's and Megatron's DistributedDataParallel and FSDP.
 _REDUCING = ("no_sync", "set_requires_gradient_sync")
@@ -157,10 +157,10 @@ def unsynchronised(
     """A sentence each for data-parallel replicas and for tied embeddings whose gradients nothing synchronises; nothing
     from the second step of a model on. Both are for warnings, not errors: a program may reduce gradients itself after
     the step."""
-    known = isinstance(chunks[0], torch.nn.Module) and chunks[0] not in _SEEN
+    known = isinstance(chunks[0], torch.nn.Module) and not _SEEN.get(chunks[0])
     if settings.finalize_model_grads_func is not None or not known:
         return
-    _SEEN.add(chunks[0])
+    _SEEN[chunks[0]] = True
     replicas = _replicas(pp_group, pg_collection)
     if replicas > 1 and settings.grad_sync_func is None and not all(map(_reduces, chunks)):
         yield (

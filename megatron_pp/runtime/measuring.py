@@ -14,7 +14,6 @@ import logging
 import math
 import os
 import statistics
-import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from megatron_pp.comm.exchange import copy_rates, gather_numbers, measure_links,
 from megatron_pp.comm.transport import Transport
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ExchangeError, ScheduleInputError
+from megatron_pp.object_table import ObjectTable
 from megatron_pp.plan.costs import Link, StageCosts
 from megatron_pp.plan.files import why_unwritable, write_whole
 from megatron_pp.plan.instruction import WEIGHT_GRAD
@@ -50,7 +50,7 @@ FILE_NAME = "megatron_pp_measured.json"
 _NOT_MEASURED = math.nan  # among numbers that are gathered
 
 # As tracers: one belongs to a model, and goes with it.
-_MEASURINGS: weakref.WeakKeyDictionary[Any, Measuring] = weakref.WeakKeyDictionary()
+_MEASURINGS: ObjectTable[Measuring] = ObjectTable()
 
 
 def measuring_of(model: Any, settings: StepSettings, forward_only: bool) -> Measuring | None:

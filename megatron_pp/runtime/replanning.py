@@ -26,6 +26,7 @@ from megatron_pp.config.rules import replan_steps
 from megatron_pp.config.settings import LAYER_GRAPHS, StepSettings
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.faults.attach import PRIVATE_FIELDS, watched
+from megatron_pp.object_table import ObjectTable
 from megatron_pp.plan.replan import why_not
 from megatron_pp.plan.spec import Plan, PlanSpec
 from megatron_pp.runtime.replan_exchange import Change, Exchange, Window
@@ -38,7 +39,7 @@ _ASKED = 4  # of the kinds of steps with unequal microbatches: for how many a wi
 _PER_OCTAVE = 2  # steps in which what microbatches cost is rounded
 
 # One belongs to a model, and goes with it.
-_REPLANNINGS: weakref.WeakKeyDictionary[Any, Replanning] = weakref.WeakKeyDictionary()
+_REPLANNINGS: ObjectTable[Replanning] = ObjectTable()
 
 
 def replanning_of(

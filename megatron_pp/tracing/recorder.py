@@ -33,6 +33,7 @@ from megatron_pp.comm.at_exit import call_if_alive
 from megatron_pp.comm.transport import Transport
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
+from megatron_pp.object_table import ObjectTable
 from megatron_pp.plan.instruction import Instruction
 from megatron_pp.plan.spec import Plan, PlanSpec
 from megatron_pp.tracing import files
@@ -46,7 +47,7 @@ _STEPS = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?", re.ASCII)
 
 # A tracer belongs to a model, and goes with it. Ranks make their models in one order, so their numbers agree.
 _NUMBERS = itertools.count()
-_TRACERS: weakref.WeakKeyDictionary[Any, Tracer] = weakref.WeakKeyDictionary()
+_TRACERS: ObjectTable[Tracer] = ObjectTable()
 
 
 class Observer(Protocol):
@@ -59,7 +60,7 @@ class Observer(Protocol):
 
 def flush_traces() -> None:
     """Write the steps on GPUs whose times were not read yet. Waits for those steps."""
-    for tracer in list(_TRACERS.values()):
+    for _, tracer in _TRACERS.items():
         tracer.resolve_pending()
 
 

@@ -44,6 +44,8 @@ class Rank:
         self.source: Any = SimpleNamespace(plan=build_plan(PlanSpec("1f1b", 2, 1, 4)), position=0)
         self.other = FaultStore(self.store, "p", 1, 2, 1)
         self.step()
+        while not self.guard._heartbeat.peers.connected:
+            time.sleep(0.01)
 
     def step(self) -> None:
         with self.guard.step(self.source, after=WORK):

@@ -1,0 +1,40 @@
+"""What belongs to objects, for as long as these live."""
+
+import weakref
+from typing import Any, Generic, TypeVar
+
+Value = TypeVar("Value")
+
+
+class ObjectTable(Generic[Value]):
+    """Values by object, compared by identity. The keys are not kept alive; the value of one that is gone goes with the
+    next use of the table. A WeakKeyDictionary removes it in a callback, amid whatever runs then: a KeyboardInterrupt
+    that arrives in a callback is printed and lost."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[weakref.ref[Any], Value]] = {}
+
+    def get(self, key: Any) -> Value | None:
+        return next((value for one, value in self.items() if one is key), None)
+
+    def __setitem__(self, key: Any, value: Value) -> None:
+        self._entries[id(key)] = weakref.ref(key), value
+
+    def setdefault(self, key: Any, value: Value) -> Value:
+        found = self.get(key)
+        if found is None:
+            self[key] = found = value
+        return found
+
+    def pop(self, key: Any) -> Value:
+        return self._entries.pop(id(key))[1]
+
+    def items(self) -> list[tuple[Any, Value]]:
+        found = []
+        for number, entry in list(self._entries.items()):
+            key = entry[0]()
+            if key is not None:
+                found.append((key, entry[1]))
+            elif self._entries.get(number) is entry:
+                del self._entries[number]
+        return found
