@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from megatron_pp.comm.events import EventPool
+
 
 class Collectives(Protocol):
     """What a collective may call, on all ranks alike; each call returns when its tensors may be used by the next."""
@@ -37,6 +39,7 @@ class GroupCollectives:
 
     def __init__(self, group: dist.ProcessGroup, limit: Callable[[], timedelta]) -> None:
         self.group, self.limit = group, limit
+        self.events = EventPool()
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         options = dist.BroadcastOptions()
@@ -94,15 +97,19 @@ class Done:
 class OnStream:
     """The work of a collective on a stream: the current stream waits for it, not the host."""
 
-    def __init__(self, collective: Collective, collectives: Collectives, stream: Any) -> None:
-        stream.wait_stream(torch.cuda.current_stream())
+    def __init__(self, collective: Collective, collectives: GroupCollectives, stream: Any) -> None:
+        self._events = collectives.events
+        self._events.order(torch.cuda.current_stream(), stream)
         with torch.cuda.stream(stream), torch.no_grad():
             collective(collectives)
-            self._event = stream.record_event()
+        self._event: Any = self._events.record(stream)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        """Once; a handle waits for its work no more than that."""
         torch.cuda.current_stream().wait_event(self._event)
+        self._events.give_back(self._event)
+        self._event = None
         return True
 
     def is_completed(self) -> bool:
-        return bool(self._event.query())
+        return self._event is None or bool(self._event.query())

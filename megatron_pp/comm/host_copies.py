@@ -10,11 +10,14 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Tensor
 
-Wait = Callable[[], None]  # waits for a copy that was posted, or makes the current stream wait for it
+from megatron_pp.comm.events import EventPool
+
+Wait = Callable[[], None]  # called once: waits for a copy that was posted, or makes the current stream wait for it
 Copy = tuple[Tensor, Tensor]  # what is written, and what is read: flat, of one size
 
 
@@ -81,12 +84,16 @@ class _StreamCopies(HostCopies):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+        self._events = EventPool()
 
     def post(self, copies: Sequence[Copy], to_host: bool) -> Wait:
         stream = self._streams[to_host]
-        stream.wait_stream(torch.cuda.current_stream())
+        self._events.order(torch.cuda.current_stream(), stream)
         with torch.cuda.stream(stream):
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
-        done = stream.record_event()
-        return lambda: torch.cuda.current_stream().wait_event(done)
+        return partial(self._wait, self._events.record(stream))
+
+    def _wait(self, done: torch.cuda.Event) -> None:
+        torch.cuda.current_stream().wait_event(done)
+        self._events.give_back(done)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron_pp.comm.events import EventPool
 from megatron_pp.faults.consistency import changed
 from megatron_pp.faults.device_events import EventQueries
 from megatron_pp.faults.diagnosis import Source, doing, instruction_at, pending_peers, waits_on
@@ -38,33 +39,34 @@ class CompletedWork:
     def __init__(self, device: torch.device | None = None) -> None:
         self._marks: deque[tuple[Place, Any]] = deque()
         self.queries = EventQueries(device)
+        self.events = EventPool()
 
     def mark(self, place: Place) -> None:
         """``place`` is over when all that was issued to the current stream is."""
-        event = torch.cuda.Event()
-        event.record()
-        self._marks.append((place, event))
+        self._marks.append((place, self.events.record()))
 
     def poll(self) -> None:
+        marks = self._marks
         try:
-            while self.queries.is_over(self._marks[0][1]):
-                self._marks.popleft()
+            while self.queries.is_over(marks[0][1]):
+                self.events.give_back(marks.popleft()[1])
         except IndexError:  # all are over, or forgotten by the main thread
             return
         except RuntimeError as error:  # of an earlier kernel; the main thread gets it too
             logger.debug("the device cannot be asked any more: %s", error)
-            self._marks.clear()
+            marks.clear()
 
     def synchronize(self) -> None:
         """The host waits for all that was issued to the current stream, unless a graph is captured on it."""
         if torch.cuda.is_current_stream_capturing():
             return
-        event = torch.cuda.Event()
-        event.record()
+        event = self.events.record()
         event.synchronize()
+        self.events.give_back(event)
 
     def clear(self) -> None:
-        self._marks.clear()
+        """The watchdog may be asking for the first of them just now: none of their events is used again."""
+        self._marks = deque()
 
     @property
     def oldest(self) -> Place | None:

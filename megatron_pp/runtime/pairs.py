@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from megatron_pp.comm.events import EventPool
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.tasks import Key, Task
@@ -154,14 +155,14 @@ def on_two_streams(forward_call: HalfCall, backward_call: HalfCall) -> None:
         in_turn(forward_call, backward_call)
         return
     current = torch.cuda.current_stream()
-    side = _side_stream(current.device)
+    side, events = _side_stream(current.device)
     of_backward, forward_call.stream = (side, current) if backward_call.stream == side else (current, side)
-    side.wait_stream(current)
+    events.order(current, side)
     with torch.cuda.stream(forward_call.stream):
         forward_call()
     with torch.cuda.stream(of_backward):
         backward_call()
-    current.wait_stream(side)
+    events.order(side, current)
 
 
 PAIR_FUNCTIONS: dict[str, OverlappedForwardBackward] = {"in_turn": in_turn, "on_two_streams": on_two_streams}
@@ -171,10 +172,10 @@ PAIR_FUNCTIONS: dict[str, OverlappedForwardBackward] = {"in_turn": in_turn, "on_
 _SIDE_STREAMS = threading.local()  # a thread has its own, by device, as it has a current stream of its own
 
 
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    streams: dict[str, torch.cuda.Stream] = vars(_SIDE_STREAMS)
+def _side_stream(device: torch.device) -> tuple[torch.cuda.Stream, EventPool]:
+    streams: dict[str, tuple[torch.cuda.Stream, EventPool]] = vars(_SIDE_STREAMS)
     if str(device) not in streams:
-        streams[str(device)] = torch.cuda.Stream(device)
+        streams[str(device)] = torch.cuda.Stream(device), EventPool()
     return streams[str(device)]
 
 

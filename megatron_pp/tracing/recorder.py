@@ -30,6 +30,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron_pp.comm.at_exit import call_if_alive
+from megatron_pp.comm.events import EventPool
 from megatron_pp.comm.transport import Transport
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
@@ -125,6 +126,7 @@ class Keeper:
         self.transport = transport
         self.clock: Callable[[], int] = time.perf_counter_ns
         self.pending: list[_CudaRecording] = []
+        self.events = EventPool(timing=True)
 
     def recording(self, plan: Plan, step: int, size: float = 0.0) -> Recording:
         kind = _CudaRecording if self.transport.device.type == "cuda" else Recording
@@ -263,23 +265,23 @@ class _CudaRecording(Recording):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.origin = torch.cuda.Event(enable_timing=True)
-        self.base = 0  # the host's time at ``origin``
+        self.origin: Any = None  # an event, and the host's time at it
+        self.base = 0
 
     def start(self) -> None:
         super().start()
         # The one synchronisation, before the step: the moment at which the device's time and the host's are the same.
         torch.cuda.synchronize(self.keeper.transport.device)
         self.keeper.resolve_pending()
-        self.origin.record()
+        self.origin = self.keeper.events.record()
         self.origin.synchronize()
         self.base = self.clock()
 
     def begin(self, at: Instruction) -> None:
-        self.begun.append(_recorded_event())
+        self.begun.append(self.keeper.events.record())
 
     def end(self, at: Instruction) -> None:
-        self.ended.append(_recorded_event())
+        self.ended.append(self.keeper.events.record())
 
     def finish(self) -> None:
         if not self.keeper.pending:
@@ -291,13 +293,9 @@ class _CudaRecording(Recording):
         if self.ended:
             self.ended[-1].synchronize()
         starts, ends = ([round(self.origin.elapsed_time(e) * 1e6) for e in es] for es in (self.begun, self.ended))
+        for event in (self.origin, *self.begun, *self.ended):
+            self.keeper.events.give_back(event)
         return files.StepRecord(self.step, self.number, self.base, starts, ends)
-
-
-def _recorded_event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 class ProfilerRanges:

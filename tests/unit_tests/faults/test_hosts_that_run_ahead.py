@@ -398,7 +398,7 @@ def test_the_watchdog_chooses_the_device_of_its_transport(monkeypatch: pytest.Mo
 
 def test_a_device_that_fails_has_no_marks_left() -> None:
     class Failed:
-        def record(self) -> None: ...
+        def record(self, stream: Any = None) -> None: ...
 
         def query(self) -> bool:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
