@@ -104,5 +104,5 @@ def test_the_search_finds_the_optimum_of_a_small_uneven_case():
 
 def test_without_or_tools_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
-    with pytest.raises(PlanError, match=r"the exact solver needs OR-tools: pip install 'megatron-pp\[solver\]'"):
+    with pytest.raises(PlanError, match=r"the exact solver needs OR-tools: pip install '\.\[solver\]'"):
         optimum(problem(LOOP, 1, 1, 1, 1.0), 9.0)
