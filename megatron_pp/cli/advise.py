@@ -9,6 +9,7 @@ import shlex
 import signal
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from megatron_pp.cli.plan_options import whole
 from megatron_pp.cli.terminal import print_line, print_table, write_output
 from megatron_pp.draw.facts import percent, short
 from megatron_pp.draw.pareto_front import Point
+from megatron_pp.errors import MegatronPPError
 from megatron_pp.plan.advise import answer
 from megatron_pp.plan.advise.evaluate import Outcome
 from megatron_pp.plan.advise.flags import (
@@ -55,15 +57,14 @@ EXAMPLES = """examples:
 exit codes: 0 done, 1 nothing fits into the memory, 2 wrong arguments, 3 ended by Ctrl-C or SIGTERM, with the best
 pipeline that was found until then
 """
-_BUDGETS = ((8, 7.0), (16, 50.0))  # seconds up to so many ranks
-_LONGEST = 100.0
-_ORDER_SHARE = 0.2  # of the budget, for the order of unequal microbatches
+_ORDER_SHARE, _ORDER_S = 0.2, 4.0  # of the budget, or seconds: for the order of unequal microbatches
+_SILENCE = 10.0  # seconds between two lines about how far a search is
 _JOBS = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     advise_input.add_arguments(parser)
-    budget = "seconds to search; default 7 up to 8 ranks, 50 up to 16, then 100"
+    budget = "seconds to search; default as much work, whatever time it takes, as 20 s on two quiet cores at most"
     parser.add_argument("--budget-s", type=number, metavar="S", help=budget)
     parser.add_argument("--jobs", type=whole, metavar="N", help="processes that search; default 2, or fewer cores")
     parser.add_argument("--plot", metavar="FILE", help="step time against memory, as .svg or .png")
@@ -81,21 +82,20 @@ def run(args: argparse.Namespace, console: Console) -> int:
     question = advise_input.question_of(args)
     for path in filter(None, (args.plot, args.measured_out)):
         check_writable(path)
-    budget = args.budget_s
-    if budget is None:
-        budget = next((seconds for ranks, seconds in _BUDGETS if question.pipeline_size <= ranks), _LONGEST)
+    budget, patience = args.budget_s, _ORDER_S if question.microbatch_costs else 0.0
+    if budget is not None and question.microbatch_costs:
+        budget, patience = budget * (1 - _ORDER_SHARE), budget * _ORDER_SHARE
     with _ended_by_signals(), _progress() as report:
         findings = search(question, budget, args.jobs or min(_JOBS, os.cpu_count() or 1), report)
     best, measured = findings.best, args.measured_out or MEASURED_FILE
-    patience = 0.0 if findings.interrupted else _ORDER_SHARE * budget
-    order = None if best is None else best_order(question, best, patience)
+    order = None if best is None else best_order(question, best, 0.0 if findings.interrupted else patience)
     if args.json:
         console.file.write(json.dumps(answer.as_json(findings, order, measured), indent=1) + "\n")
     if best is None and findings.interrupted:
         print("megatron-pp advise: interrupted before a plan was found", file=sys.stderr)
         return INTERRUPTED
     if best is None:
-        raise RefusedError(_nothing_fits(findings))
+        raise _nothing_found(findings)
     if not args.json:
         _show(findings, best, order, measured, console)
     if args.measured_out and best.spec is not None and best.spec.measured is not None:
@@ -127,32 +127,65 @@ def _ended_by_signals() -> Iterator[None]:
 
 @contextmanager
 def _progress() -> Iterator[Report]:
-    """A bar on the terminal's error stream, while there is one."""
+    """On the error stream: a bar with the time that is left on a terminal, now and then a line elsewhere."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
-    columns = (BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn())
     terminal = Console(stderr=True)
-    hidden = not terminal.is_terminal
-    with Progress(*columns, TextColumn("{task.description}"), console=terminal, transient=True, disable=hidden) as bar:
+    if not terminal.is_terminal:
+        yield _Lines().report
+        return
+    columns = (BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+    with Progress(*columns, TextColumn("{task.description}"), console=terminal, transient=True) as bar:
         task = bar.add_task("", visible=False)
         yield lambda done, of, what: bar.update(task, completed=done, total=of, description=what, visible=True)
 
 
-def _nothing_fits(findings: Findings) -> str:
+class _Lines:
+    """How far a long search is."""
+
+    def __init__(self) -> None:
+        self.said = time.monotonic()
+
+    def report(self, done: int, of: int, what: str) -> None:
+        if time.monotonic() - self.said > _SILENCE:
+            self.said = time.monotonic()
+            print(f"megatron-pp advise: {done / max(of, 1):.0%} done, {what}", file=sys.stderr, flush=True)
+
+
+def _nothing_found(findings: Findings) -> MegatronPPError:
     question, least = findings.question, findings.least_memory
+    if least is None and findings.cut_short:
+        estimates = [one for one in findings.estimates if not one.refused]
+        fastest = min(estimates, key=lambda one: one.step, default=None)
+        first = (
+            f"; by a first estimate {fastest.candidate} is the fastest, ~{short(fastest.step)} ms" if fastest else ""
+        )
+        left, seconds = len(findings.not_looked_at), short(findings.seconds)
+        advice = "give more --budget-s, or fewer microbatches, chunks or slices"
+        return UsageError(f"search cut short after {seconds} s: none of {left} candidates was built{first}; {advice}")
     if least is None:
         reasons = (one.refused for one in findings.outcomes if one.refused)
-        return f"no pipeline is possible: {min(reasons, key=len)}"
-    return (
-        f"nothing fits into {question.memory:g} GB; the least that was found is {least.peak:.3g} GB, with "
+        return RefusedError(f"no pipeline is possible: {min(reasons, key=len)}")
+    cut = "search cut short: " if findings.cut_short else ""
+    return RefusedError(
+        f"{cut}nothing fits into {question.memory:g} GB; the least that was found is {least.peak:.3g} GB, with "
         f"{least.candidate}: give more memory, more ranks, smaller microbatches or more tensor parallelism"
     )
 
 
 def _show(findings: Findings, best: Outcome, order: MicrobatchOrder | None, measured: str, console: Console) -> None:
     question = findings.question
-    print_line(console, f"run {answer.in_one_line(question, best)}")
+    left, all_of_them = len(findings.not_looked_at), len({one.candidate for one in findings.outcomes})
+    cut = f"; search cut short: {left} of {left + all_of_them} candidates were not built" if left else ""
+    print_line(console, f"run {answer.in_one_line(question, best)}{cut}")
     for sentence in answer.sentences(question, best):
         print_line(console, f"    {sentence}")
     if order is not None:
@@ -187,9 +220,11 @@ def _show(findings: Findings, best: Outcome, order: MicrobatchOrder | None, meas
     ]
     print_table(console, "Why not another", ["schedule", "step ms", "GB", "why"], rows)
     if findings.not_looked_at:
-        count, seconds = len(findings.not_looked_at), short(findings.seconds)
         ended = "interrupted after" if findings.interrupted else "after"
-        print_line(console, f"{ended} {seconds} s, {count} of the candidates were not built; --budget-s gives more")
+        print_line(
+            console,
+            f"{ended} {short(findings.seconds)} s, {left} of the candidates were not built; --budget-s gives more",
+        )
 
 
 def _name(one: Outcome) -> str:

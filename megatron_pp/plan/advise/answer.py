@@ -174,6 +174,7 @@ def as_json(findings: Findings, order: MicrobatchOrder | None = None, measured: 
         "not_looked_at": [_named(one) for one in findings.not_looked_at],
         "least_memory_gb": None if findings.least_memory is None else findings.least_memory.peak,
         "seconds": findings.seconds,
+        "cut_short": findings.cut_short,
         "interrupted": findings.interrupted,
     }
 

@@ -77,6 +77,11 @@ class Candidate:
         group = min(self.group_size or -(-pipeline_size // self.slices), count)
         return Shape(pipeline_size, self.num_chunks, count, group, self.slices)
 
+    def forwards(self, pipeline_size: int, pilot: bool = False) -> int:
+        """Of a step, all stages and slices; ``pilot``: of what an estimate looks at."""
+        shape = self.shape(pipeline_size, _PILOTS[-1] * pipeline_size if pilot else None)
+        return pipeline_size * self.num_chunks * shape.num_microbatches * self.slices
+
     def __str__(self) -> str:
         slices = f" slices={self.slices}" if self.slices > 1 else ""
         group = f" group={self.group_size}" if self.group_size else ""

@@ -12,6 +12,7 @@ from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.spec import BATCHED, OVERLAP, checked_device
 
 _LIKE_OTHERS = ("combined_1f1b",)  # interleaved_1f1b but for Megatron's all-to-all overlap, which costs do not show
+_MOST_CHUNKS = 1000  # of a rank: more stages than any model has layers
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,8 @@ class Question:
         for name in ("pipeline_size", "global_batch", "data_parallel", "max_chunks"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.max_chunks > _MOST_CHUNKS:
+            raise PlanError(f"max_chunks is {self.max_chunks}; at most {_MOST_CHUNKS} chunks a rank are tried")
         if min(self.slices, default=0) < 1:
             raise PlanError(f"slices of a sequence are {min(self.slices, default=0)}; the least is 1, a whole one")
         if not (math.isfinite(self.memory) and self.memory > 0):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -66,7 +67,7 @@ def test_examples_in_help_run(command, tmp_path, monkeypatch):
 def test_a_signal_ends_the_search_with_an_answer(command, monkeypatch):
     @contextmanager
     def progress():
-        yield lambda done, of, what: done > of // 2 and os.kill(os.getpid(), signal.SIGTERM)
+        yield lambda done, of, what: not what.startswith("estimating") and os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(advise, "_progress", progress)
     before = signal.getsignal(signal.SIGTERM)
@@ -84,7 +85,26 @@ def test_a_bar_on_the_terminal_counts(capsys, monkeypatch):
     assert "None" not in capsys.readouterr().err
     with advise._progress() as report:
         report(3, 8, "zb_v")
-    assert "3/8" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "38%" in err
+    assert "left" in err
+
+
+def test_a_long_search_says_how_far_it_is_where_there_is_no_terminal(command, monkeypatch):
+    monkeypatch.setattr(advise, "_SILENCE", 0.0)
+    code, out, err = command(*SMALL, *COSTS, *FEW)
+    assert (code, out[:4]) == (0, "run ")
+    assert re.search(r"^megatron-pp advise: \d+% done, zb_v V=2 M=8$", err, re.MULTILINE)
+
+
+def test_a_search_that_was_cut_short_says_so_first(command):
+    code, out, err = command(*SMALL, *COSTS, "--budget-s", 0)
+    assert (code, err) == (0, "")
+    assert re.search(r"; search cut short: \d+ of \d+ candidates were not built$", out.splitlines()[0])
+    assert "cut short" not in command(*SMALL, *COSTS, *FEW)[1]
+    words = ("-P", 4, "--global-batch", 8, "--memory-gb", 80, *COSTS, "--sequence-slices", 100000)
+    answer = command("advise", *words, "--schedules", "seq_1f1b", "--jobs", 1)
+    assert_refused(answer, 2, "search cut short after", "none of 1 candidates was built", "give more --budget-s")
 
 
 def test_json_has_the_same(command):

@@ -62,7 +62,7 @@ def test_a_bound_is_for_equal_ones():
 def test_the_order_is_nearly_the_best_of_all(schedule):
     model = Model((layer(PART, 2.0, 2.0, 2.0, 1.0),))
     asked = Question(2, 6, 80.0, ((1, model),), schedules=(schedule,), policies=("overlap",), microbatch_costs=COSTS)
-    best = search(asked, 30.0).best
+    best = search(asked).best
     found = best_order(asked, best, 5.0)
     plan = build_plan(best.spec)
     steps = {
@@ -78,6 +78,6 @@ def test_the_order_is_nearly_the_best_of_all(schedule):
 def test_without_costs_there_is_no_order():
     model = Model((layer(PART, 2.0, 2.0, 2.0, 1.0),))
     asked = Question(2, 4, 80.0, ((1, model),), schedules=("1f1b",))
-    assert best_order(asked, search(asked, 30.0).best, 1.0) is None
+    assert best_order(asked, search(asked).best, 1.0) is None
     with pytest.raises(PlanError, match="costs of 3 microbatches are given; a step has 4"):
         replace(asked, microbatch_costs=(1.0, 1.0, 1.0))
