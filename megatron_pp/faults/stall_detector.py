@@ -183,7 +183,11 @@ def _stuck(peers: Peers, own: OwnState, timeout: float, now: float, patience: fl
     failed = f"; {own.failed}" if own.failed else ""
     absent = tuple(r for r in own.others if r not in peers.seen or peers.seen[r].progress.step < own.step)
     if absent:
-        return Stall(f"rank {', '.join(map(str, absent))} has not entered step {own.step}{failed}", absent)
+        why = f"rank {', '.join(map(str, absent))} has not entered step {own.step}"
+        if unknown := [str(r) for r in absent if r not in peers.seen]:
+            why += f" (rank {', '.join(unknown)} has reported no step at all: this engine has to run on all ranks, so "
+            why += "under Megatron every rank calls install(); one without it gets 'Connection closed by peer')"
+        return Stall(why + failed, absent)
     still = min(own.idle, *(now - at for at in moved if at is not None))
     if own.working and still < patience:
         return None

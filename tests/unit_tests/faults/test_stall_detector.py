@@ -171,7 +171,8 @@ def test_who_never_entered_is_named() -> None:
     found = _find(_peers(*reads), _own(idle=61.0), 61.0)
     assert found is not None
     assert found.suspects == (2,)
-    assert "rank 2 has not entered step 5" in found.why
+    assert "rank 2 has not entered step 5 (rank 2 has reported no step at all" in found.why
+    assert "every rank calls install()" in found.why
 
 
 def test_who_is_still_in_an_earlier_step_is_named() -> None:
