@@ -11,10 +11,10 @@ from benchmarks.report import Report, Row, add_options, numbers_of
 from benchmarks.rounds import slowest_rank, summary, timed_rounds
 from benchmarks.stages import SplitTimedStage, TimedStage
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.costs import StageCosts
-from megatron_pp.plan.sim.simulate import simulate
-from megatron_pp.plan.sim.simulation import Simulation
-from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.plan.costs.stage_costs import StageCosts
+from megatron_pp.plan.ir.spec import PlanSpec
+from megatron_pp.plan.simulate.simulation import Simulation
+from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.testing.toy import TOY_SCHEDULES
 
 HELP = "the bubble of each schedule, measured with sleeping compute, beside the simulator's"

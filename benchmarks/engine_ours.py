@@ -13,7 +13,7 @@ from benchmarks.engines import MakeStage, Step, Unavailable, Work, scheduled_ste
 from megatron_pp.config.model_config import TransformerConfig
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import family_of
-from megatron_pp.plan.placement import Placement
+from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.runtime.stage import PipelineStage
 from megatron_pp.schedules import get_forward_backward_func
 from megatron_pp.weight_grad import split_weight_grad

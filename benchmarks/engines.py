@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.plan.ir.spec import PlanSpec
 
 ENGINES = ("ours", "megatron", "megatron-main", "torch", "torch per-direction")
 PLUG_IN = "plug-in"

@@ -14,8 +14,8 @@ from benchmarks.rounds import summary, timed_rounds
 from benchmarks.stages import AddWeight
 from benchmarks.stubbed import stubbed_group
 from megatron_pp.plan.builder import forget_plans, lowered_plan, verified_plan
-from megatron_pp.plan.spec import OVERLAP, PlanSpec
-from megatron_pp.plan.verifier import verify
+from megatron_pp.plan.ir.spec import OVERLAP, PlanSpec
+from megatron_pp.plan.verify.verifier import verify
 
 HELP = "plan, verify and cache time, and overhead per virtual microbatch, as P x V x M grows"
 SIZES = ("4x2x8", "8x2x32", "8x4x64", "16x4x128", "16x8x256", "32x8x512", "64x8x1024")

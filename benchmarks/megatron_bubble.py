@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.bubble import Lengths, add_step_arguments
 from benchmarks.rank_processes import run_ranks
 from benchmarks.report import Report, Row, add_options, numbers_of
-from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.tracing.analysis import analyse
 from megatron_pp.tracing.run import load_run
 from tests.megatron.cases import Case, Model

@@ -34,13 +34,13 @@ from megatron_pp.comm.transport import ACT
 from megatron_pp.comm.wait_handle import WaitHandle
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.p2p_communication import P2PCommunicator
-from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.costs import Link, Network
-from megatron_pp.plan.sim.simulate import simulate
-from megatron_pp.plan.spec import Plan
-from megatron_pp.plan.tasks import Task
-from megatron_pp.plan.verifier import verify
+from megatron_pp.plan.costs.stage_costs import Link, Network
+from megatron_pp.plan.ir import instruction as ins
+from megatron_pp.plan.ir.spec import Plan
+from megatron_pp.plan.ir.tasks import Task
+from megatron_pp.plan.simulate.simulator import simulate
+from megatron_pp.plan.verify.verifier import verify
 from megatron_pp.runtime.compute import ModelSteps, StepOptions
 from megatron_pp.runtime.deallocate import deallocate_output_tensor
 from megatron_pp.runtime.executor import PlanExecutor, Shapes

@@ -18,9 +18,9 @@ from benchmarks.rounds import print_progress, summary, timed_rounds
 from benchmarks.sweep import Sweep, sweep_settings, work_of
 from benchmarks.sweep import add_arguments as add_sweep_arguments
 from megatron_pp.config.model_config import TRACE_DIR_VARIABLE, TRACE_STEPS_VARIABLE
-from megatron_pp.plan.costs import Link, Network
-from megatron_pp.plan.sim.simulate import simulate
-from megatron_pp.plan.spec import POLICIES
+from megatron_pp.plan.costs.stage_costs import Link, Network
+from megatron_pp.plan.ir.spec import POLICIES
+from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.tracing.run import load_run
 
 HELP = "the simulator's step time against the measured one, on a slow link (needs root)"

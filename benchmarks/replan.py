@@ -19,7 +19,7 @@ from benchmarks.rank_processes import run_on_shaped_network
 from benchmarks.report import Report, Row
 from benchmarks.shaped_network import set_rate
 from benchmarks.stages import TimedStage, mean_loss
-from megatron_pp.plan.measured import Measured
+from megatron_pp.plan.costs.measured import Measured
 from megatron_pp.runtime.stage import PipelineStage
 from megatron_pp.schedules import get_forward_backward_func
 

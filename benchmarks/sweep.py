@@ -11,9 +11,9 @@ from benchmarks.engines import Work
 from benchmarks.report import add_options
 from benchmarks.stages import TimedStage
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.costs import Link, Network, StageCosts
-from megatron_pp.plan.sim.simulate import simulate
-from megatron_pp.plan.spec import OVERLAP
+from megatron_pp.plan.costs.stage_costs import Link, Network, StageCosts
+from megatron_pp.plan.ir.spec import OVERLAP
+from megatron_pp.plan.simulate.simulator import simulate
 
 CHUNKS = {"1f1b": 1, "eager_1f1b": 1, "interleaved_1f1b": 2}
 """The schedules that are measured, with their number of model chunks on a rank."""

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from megatron_pp.config.model_config import ModelParallelConfig, TransformerConfig
     from megatron_pp.p2p_communication import P2PCommunicator
     from megatron_pp.plan.builder import build_plan, stage_numbers
-    from megatron_pp.plan.sim.simulate import simulate
-    from megatron_pp.plan.verifier import verify
+    from megatron_pp.plan.simulate.simulator import simulate
+    from megatron_pp.plan.verify.verifier import verify
     from megatron_pp.runtime.deallocate import deallocate_output_tensor
     from megatron_pp.runtime.footprint import measure_footprint
     from megatron_pp.runtime.output_layer import SplitOutputLayer
@@ -37,10 +37,10 @@ _EXPORTS = {
     "get_forward_backward_func": "schedules",
     "measure_footprint": "runtime.footprint",
     "sequence_slice": "runtime.sequence_slices",
-    "simulate": "plan.sim.simulate",
+    "simulate": "plan.simulate.simulator",
     "split_weight_grad": "weight_grad.convert",
     "stage_numbers": "plan.builder",
-    "verify": "plan.verifier",
+    "verify": "plan.verify.verifier",
 }
 
 __all__ = [

@@ -22,10 +22,10 @@ from benchmarks.stages import BusyStage, CopyingBusyStage, cycles_per_ms
 from benchmarks.sweep import Sweep
 from megatron_pp.comm.transport import ProcessGroupTransport
 from megatron_pp.p2p_communication import P2PCommunicator
-from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.spec import Plan, PlanSpec
-from megatron_pp.plan.tasks import Task
+from megatron_pp.plan.ir import instruction as ins
+from megatron_pp.plan.ir.spec import Plan, PlanSpec
+from megatron_pp.plan.ir.tasks import Task
 from megatron_pp.runtime.executor import PlanExecutor, Shapes
 from megatron_pp.runtime.gradient_hooks import SyncHooks
 from megatron_pp.testing.pipeline import run_rank

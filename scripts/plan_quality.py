@@ -25,13 +25,13 @@ sys.path.insert(0, str(ROOT))
 
 from made_parts import markdown_table  # noqa: E402
 
-from megatron_pp.plan.measured import Measured  # noqa: E402
+from megatron_pp.plan.costs.measured import Measured  # noqa: E402
+from megatron_pp.plan.ir.placement import LOOP, V_SHAPE, Placement  # noqa: E402
+from megatron_pp.plan.ir.spec import PlanSpec  # noqa: E402
 from megatron_pp.plan.orders import SCHEDULES  # noqa: E402
-from megatron_pp.plan.placement import LOOP, V_SHAPE, Placement  # noqa: E402
-from megatron_pp.plan.sim.bound import lower_bound  # noqa: E402
-from megatron_pp.plan.sim.exact import optimum  # noqa: E402
-from megatron_pp.plan.sim.greedy import Problem  # noqa: E402
-from megatron_pp.plan.spec import PlanSpec  # noqa: E402
+from megatron_pp.plan.orders.list_scheduler import Problem  # noqa: E402
+from megatron_pp.planner.bound import lower_bound  # noqa: E402
+from megatron_pp.planner.exact import optimum  # noqa: E402
 
 PAGE = ROOT / "docs" / "bound.md"
 CLOSE = 1e-9

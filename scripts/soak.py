@@ -34,8 +34,8 @@ sys.path.insert(0, str(ROOT))
 
 from made_parts import markdown_table  # noqa: E402
 
+from megatron_pp.plan.ir.placement import Placement  # noqa: E402
 from megatron_pp.plan.orders import SCHEDULES  # noqa: E402
-from megatron_pp.plan.placement import Placement  # noqa: E402
 from tests.harness.fault_injection import DELAY, KILL, KINDS, SHAPE, Fault  # noqa: E402
 from tests.harness.fault_scenario_checks import complaints, leaks, limit, seconds_to_detect  # noqa: E402
 from tests.harness.fault_scenarios import Episode, HungError, Pool, Report, Resources  # noqa: E402

@@ -27,9 +27,9 @@ from megatron_pp import TransformerConfig, build_plan
 from megatron_pp.config.parallel_grid import fit_grid
 from megatron_pp.errors import PlanError
 from megatron_pp.integrations.settings import parse_toml
-from megatron_pp.plan.schedule_file import find_family, names_a_file
-from megatron_pp.plan.slice_costs import slice_lengths
-from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.plan.costs.slice_costs import slice_lengths
+from megatron_pp.plan.io.schedule_file import find_family, names_a_file
+from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.runtime.pairs import PAIR_FUNCTIONS
 from megatron_pp.tracing.recorder import chosen_steps
 

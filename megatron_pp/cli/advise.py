@@ -26,9 +26,10 @@ from megatron_pp.cli.terminal import print_line, print_table, write_output
 from megatron_pp.draw.facts import percent, short
 from megatron_pp.draw.pareto_front import Point
 from megatron_pp.errors import MegatronPPError
-from megatron_pp.plan.advise import answer
-from megatron_pp.plan.advise.evaluate import Outcome
-from megatron_pp.plan.advise.flags import (
+from megatron_pp.plan.costs.files import check_writable, write_whole
+from megatron_pp.planner.advise import answer
+from megatron_pp.planner.advise.evaluate import Outcome
+from megatron_pp.planner.advise.flags import (
     MEASURED_FILE,
     megatron_flags,
     megatron_models_run,
@@ -36,9 +37,8 @@ from megatron_pp.plan.advise.flags import (
     our_settings,
     runs_in_megatron,
 )
-from megatron_pp.plan.advise.microbatch_order import MicrobatchOrder, best_order
-from megatron_pp.plan.advise.search import Findings, Report, search
-from megatron_pp.plan.files import check_writable, write_whole
+from megatron_pp.planner.advise.microbatch_order import MicrobatchOrder, best_order
+from megatron_pp.planner.advise.search import Findings, Report, search
 
 if TYPE_CHECKING:
     from rich.console import Console

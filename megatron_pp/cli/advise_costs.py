@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_pp.errors import ExchangeError, PlanError
-from megatron_pp.plan.advise.model import DECODER, LETTERS, PART, RECOMPUTED_SHARE, Layer, Model, layer
-from megatron_pp.plan.advise.question import Question
-from megatron_pp.plan.costs import Link
-from megatron_pp.plan.files import read_text
-from megatron_pp.plan.measured import GB, MS, MeasuredFile, MeasuredStep, Units
-from megatron_pp.plan.placement import LOOP, Placement
+from megatron_pp.plan.costs.files import read_text
+from megatron_pp.plan.costs.measured import GB, MS, MeasuredFile, MeasuredStep, Units
+from megatron_pp.plan.costs.stage_costs import Link
+from megatron_pp.plan.ir.placement import LOOP, Placement
+from megatron_pp.planner.advise.model import DECODER, LETTERS, PART, RECOMPUTED_SHARE, Layer, Model, layer
+from megatron_pp.planner.advise.question import Question
 
 _NUMBERS = ("forward_ms", "backward_ms", "weight_ms", "activation_gb", "static_gb")
 _KEYS = ("kind", "count", *_NUMBERS)

@@ -12,14 +12,14 @@ from megatron_pp.cli.cost_options import add_from_trace_option, number, times, t
 from megatron_pp.cli.errors import UsageError
 from megatron_pp.cli.parser import given, option, refuse
 from megatron_pp.cli.plan_options import count, counts, device_rules, schedule_names, whole
-from megatron_pp.plan.advise.megatron_args import read_megatron_args, transformer_of
-from megatron_pp.plan.advise.megatron_args import whole as whole_argument
-from megatron_pp.plan.advise.model import DECODER, EMBEDDING, LOSS, MTP, PART, Layer, Model, layer
-from megatron_pp.plan.advise.question import Question
-from megatron_pp.plan.advise.transformer import EFFICIENCY, GB, GPUS, Gpu, Transformer, gpu_named
-from megatron_pp.plan.costs import Link
-from megatron_pp.plan.sim.memory import ModelShape
-from megatron_pp.plan.spec import BATCHED, OVERLAP, POLICIES
+from megatron_pp.plan.costs.stage_costs import Link
+from megatron_pp.plan.ir.spec import BATCHED, OVERLAP, POLICIES
+from megatron_pp.plan.simulate.memory import ModelShape
+from megatron_pp.planner.advise.megatron_args import read_megatron_args, transformer_of
+from megatron_pp.planner.advise.megatron_args import whole as whole_argument
+from megatron_pp.planner.advise.model import DECODER, EMBEDDING, LOSS, MTP, PART, Layer, Model, layer
+from megatron_pp.planner.advise.question import Question
+from megatron_pp.planner.advise.transformer import EFFICIENCY, GB, GPUS, Gpu, Transformer, gpu_named
 from megatron_pp.tracing.analysis import Findings
 
 _TIMES = ("forward_ms", "backward_ms", "weight_ms")

@@ -8,9 +8,9 @@ from dataclasses import replace
 from megatron_pp.cli.errors import UsageError
 from megatron_pp.cli.parser import given, option, refuse
 from megatron_pp.cli.plan_options import count, counts, whole
-from megatron_pp.plan.costs import Link, Network, StageCosts, regrouped
-from megatron_pp.plan.sim.memory import RECOMPUTE, ModelShape
-from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.plan.costs.stage_costs import Link, Network, StageCosts, regrouped
+from megatron_pp.plan.ir.spec import PlanSpec
+from megatron_pp.plan.simulate.memory import RECOMPUTE, ModelShape
 from megatron_pp.tracing.analysis import Findings, analyse
 from megatron_pp.tracing.run import load_run
 

@@ -16,9 +16,9 @@ from megatron_pp.draw.chrome import render_chrome_trace
 from megatron_pp.draw.facts import costs_line, percent, short
 from megatron_pp.draw.text import plain, render_grid, render_text
 from megatron_pp.draw.timeline import Timeline, simulated_timeline
-from megatron_pp.plan.sim.simulate import simulate
-from megatron_pp.plan.sim.simulation import Simulation
-from megatron_pp.plan.spec import Plan
+from megatron_pp.plan.ir.spec import Plan
+from megatron_pp.plan.simulate.simulation import Simulation
+from megatron_pp.plan.simulate.simulator import simulate
 
 SUMMARY = "draw timelines: terminal, classic grid, SVG, PNG, HTML, Chrome trace"
 EXAMPLES = """examples:

@@ -13,11 +13,11 @@ from megatron_pp.cli.parser import refuse
 from megatron_pp.cli.plan_options import PLAN_OPTIONS, add_plan_options, single_plan, skip_sentences
 from megatron_pp.cli.terminal import print_line, write_output
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.instruction import COMPUTE_OPS, format_program
+from megatron_pp.plan.io.serialize import FORMATS, JSON, TORCH_CSV, format_plan
+from megatron_pp.plan.ir.instruction import COMPUTE_OPS, format_program
+from megatron_pp.plan.ir.spec import Plan, checked_device
 from megatron_pp.plan.orders import SCHEDULES
-from megatron_pp.plan.serialize import FORMATS, JSON, TORCH_CSV, format_plan
-from megatron_pp.plan.spec import Plan, checked_device
-from megatron_pp.plan.verifier import verify
+from megatron_pp.plan.verify.verifier import verify
 
 if TYPE_CHECKING:
     from rich.console import Console

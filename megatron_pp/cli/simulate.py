@@ -13,17 +13,17 @@ from megatron_pp.cli.errors import OK, REFUSED, UsageError
 from megatron_pp.cli.parser import given, refuse
 from megatron_pp.cli.terminal import print_line, print_table
 from megatron_pp.draw.facts import percent, short, size_label
-from megatron_pp.plan.activations import Shares
 from megatron_pp.plan.builder import offloaded_chunks
-from megatron_pp.plan.compare import Candidate, compare, fitted
-from megatron_pp.plan.costs import WEIGHT_SHARE
-from megatron_pp.plan.instruction import LOAD, OFFLOAD, WEIGHT_GRAD
-from megatron_pp.plan.sim.bound import Bound, bound_of
-from megatron_pp.plan.sim.memory import ModelShape, peak_bytes, peak_host_bytes
-from megatron_pp.plan.sim.simulate import simulate
-from megatron_pp.plan.sim.simulation import Simulation
-from megatron_pp.plan.sim.steady import SteadyStep, counts_on_bypass, longest_span, steady_step
-from megatron_pp.plan.spec import Plan
+from megatron_pp.plan.costs.activations import Shares
+from megatron_pp.plan.costs.stage_costs import WEIGHT_SHARE
+from megatron_pp.plan.ir.instruction import LOAD, OFFLOAD, WEIGHT_GRAD
+from megatron_pp.plan.ir.spec import Plan
+from megatron_pp.plan.simulate.memory import ModelShape, peak_bytes, peak_host_bytes
+from megatron_pp.plan.simulate.simulation import Simulation
+from megatron_pp.plan.simulate.simulator import simulate
+from megatron_pp.plan.simulate.steady import SteadyStep, counts_on_bypass, longest_span, steady_step
+from megatron_pp.planner.bound import Bound, bound_of
+from megatron_pp.planner.compare import Candidate, compare, fitted
 
 if TYPE_CHECKING:
     from rich.console import Console

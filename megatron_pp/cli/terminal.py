@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_pp.errors import visible
-from megatron_pp.plan.files import is_special, write_whole
+from megatron_pp.plan.costs.files import is_special, write_whole
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from megatron_pp.cli.errors import OK, REFUSED, RefusedError, refusing
 from megatron_pp.cli.plan_options import add_plan_options, single_plan
 from megatron_pp.cli.terminal import print_line
-from megatron_pp.plan.verifier import verify
+from megatron_pp.plan.verify.verifier import verify
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_pp.config.checks import whole_number
 from megatron_pp.config.parallel_grid import Grid, fit_grid
 from megatron_pp.errors import ConfigError, ParallelStateError
-from megatron_pp.plan.placement import LOOP, Placement
+from megatron_pp.plan.ir.placement import LOOP, Placement
 
 # The dimensions along which the members of a kind of group differ.
 _DIMENSIONS = {"tp": ("tp",), "cp": ("cp",), "dp": ("dp",), "dp_cp": ("cp", "dp"), "pp": ("pp",), "mp": ("tp", "pp")}

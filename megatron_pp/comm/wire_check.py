@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from megatron_pp.errors import WireMismatchError
-from megatron_pp.plan.dataflow import message_of
-from megatron_pp.plan.instruction import FORWARD, NONE, TRANSFER_OPS, Instruction
-from megatron_pp.plan.placement import Placement
+from megatron_pp.plan.ir.dataflow import message_of
+from megatron_pp.plan.ir.instruction import FORWARD, NONE, TRANSFER_OPS, Instruction
+from megatron_pp.plan.ir.placement import Placement
 
 STAMP_LENGTH = 6  # dtype, activation or gradient, boundary, microbatch, slice, tensor; int64 each
 

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, cast
 
 from megatron_pp.config.checks import nearest_text, whole_number
 from megatron_pp.errors import LayoutError
-from megatron_pp.plan.placement import LOOP, Placement
+from megatron_pp.plan.ir.placement import LOOP, Placement
 
 Layout = str | Sequence[int] | Sequence[Sequence[int]] | Sequence[Sequence[str]]
 

@@ -18,10 +18,10 @@ from megatron_pp.config import rules
 from megatron_pp.config.layout import Layout, place_layers
 from megatron_pp.config.microbatch_counts import MicrobatchCount, explain_microbatch_count
 from megatron_pp.errors import ConfigError
-from megatron_pp.plan.family import Family
-from megatron_pp.plan.measured import Measured
+from megatron_pp.plan.costs.measured import Measured
+from megatron_pp.plan.ir.skip_tensors import CACHES, SkipTensor
 from megatron_pp.plan.names import did_you_mean
-from megatron_pp.plan.skip_tensors import CACHES, SkipTensor
+from megatron_pp.plan.orders.family import Family
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("", "0", "false", "no", "off")

@@ -11,15 +11,15 @@ import torch
 from megatron_pp.config.checks import nearest_text, one_of, whole_number
 from megatron_pp.config.microbatch_counts import check_group_size
 from megatron_pp.errors import ConfigError, PlanError, ScheduleError
-from megatron_pp.plan.family import Family
-from megatron_pp.plan.measured import Measured, measured_values
+from megatron_pp.plan.costs.measured import Measured, measured_values
+from megatron_pp.plan.io.schedule_file import choices, find_family, names_a_file
+from megatron_pp.plan.ir.placement import PLACEMENTS, Placement
+from megatron_pp.plan.ir.skip_tensors import SkipTensor, routes_of, skip_tensors
+from megatron_pp.plan.ir.spec import BATCHED, CHANNELS, OVERLAP, PLAIN
 from megatron_pp.plan.names import did_you_mean
 from megatron_pp.plan.orders import INTERLEAVED, ONE_F_ONE_B, SCHEDULES, check_slices
+from megatron_pp.plan.orders.family import Family
 from megatron_pp.plan.orders.loop import INTERLEAVED_SEQ, SEQ_1F1B
-from megatron_pp.plan.placement import PLACEMENTS, Placement
-from megatron_pp.plan.schedule_file import choices, find_family, names_a_file
-from megatron_pp.plan.skip_tensors import SkipTensor, routes_of, skip_tensors
-from megatron_pp.plan.spec import BATCHED, CHANNELS, OVERLAP, PLAIN
 
 _EVERY = re.compile(r"every:([1-9]\d{0,8})", re.ASCII)
 

@@ -12,9 +12,9 @@ from megatron_pp.config import rules
 from megatron_pp.config.checks import whole_number
 from megatron_pp.config.model_config import TransformerConfig
 from megatron_pp.errors import ConfigError, ScheduleInputError
-from megatron_pp.plan.measured import Measured
-from megatron_pp.plan.skip_tensors import SkipTensor
-from megatron_pp.plan.spec import DEVICE_SYNC, ONE_QUEUE, ONE_WAY, STATIC_BUFFERS
+from megatron_pp.plan.costs.measured import Measured
+from megatron_pp.plan.ir.skip_tensors import SkipTensor
+from megatron_pp.plan.ir.spec import DEVICE_SYNC, ONE_QUEUE, ONE_WAY, STATIC_BUFFERS
 
 TE_GRAPHS = "transformer_engine"
 """Of ``cuda_graph_impl``: layers run in CUDA graphs of Transformer Engine, as Megatron captures them."""

@@ -4,9 +4,9 @@ In a notebook::
 
     from megatron_pp import draw
     from megatron_pp.plan.builder import build_plan
-    from megatron_pp.plan.costs import StageCosts
-    from megatron_pp.plan.sim.simulate import simulate
-    from megatron_pp.plan.spec import PlanSpec
+    from megatron_pp.plan.costs.stage_costs import StageCosts
+    from megatron_pp.plan.simulate.simulator import simulate
+    from megatron_pp.plan.ir.spec import PlanSpec
 
     plans = [build_plan(PlanSpec(name, 4, v, 8)) for name, v in (("1f1b", 1), ("zb_v", 2))]
     costs = StageCosts.uniform(1, 4, 4, 4)  # of the whole model: each of 4 ranks takes 1 for F, I and W

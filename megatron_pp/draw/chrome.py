@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_pp.draw.palette import NAMES
 from megatron_pp.draw.timeline import Lane, Timeline
-from megatron_pp.plan.instruction import BACKWARD, LOAD, OFFLOAD
+from megatron_pp.plan.ir.instruction import BACKWARD, LOAD, OFFLOAD
 
 _COMPUTE, _WAITS, _SENT_ACT, _SENT_GRAD, _GOT_ACT, _GOT_GRAD = range(6)
 _STEPS, _OFFLOADS, _LOADS = 6, 7, 8

@@ -20,8 +20,8 @@ from megatron_pp.draw.facts import value_ticks
 from megatron_pp.draw.palette import DARK, LIGHT, NAMES, OPERATIONS, block_colour, ink_on
 from megatron_pp.draw.timeline import Lane, Timeline, thinned
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.instruction import COPY_OF, LOAD, OFFLOAD, POST_OF
-from megatron_pp.plan.sim.simulation import Event, Transfer
+from megatron_pp.plan.ir.instruction import COPY_OF, LOAD, OFFLOAD, POST_OF
+from megatron_pp.plan.simulate.simulation import Event, Transfer
 
 _TICKS = 2**31
 # The page's numbers of operations, waits and waits for copies.

@@ -21,10 +21,10 @@ from rich.text import Text
 from megatron_pp.draw.facts import legend_keys, summary, tick_label, tick_step
 from megatron_pp.draw.palette import NAMES, OPERATIONS, block_name, block_style, colour_style
 from megatron_pp.draw.timeline import Lane, Timeline
-from megatron_pp.plan.clock import run_clock
-from megatron_pp.plan.instruction import FORWARD, LOAD, Instruction, without_pairs
-from megatron_pp.plan.sim.simulation import Event, Transfer
-from megatron_pp.plan.spec import Plan
+from megatron_pp.plan.ir.instruction import FORWARD, LOAD, Instruction, without_pairs
+from megatron_pp.plan.ir.spec import Plan
+from megatron_pp.plan.lower.clock import run_clock
+from megatron_pp.plan.simulate.simulation import Event, Transfer
 
 _FILL = dict(zip(OPERATIONS, "-=+~:;", strict=True))
 _IDLE = "."

@@ -12,11 +12,11 @@ from itertools import groupby
 from typing import NamedTuple
 
 from megatron_pp.draw.palette import OPERATIONS
-from megatron_pp.plan.activations import activations_timeline
-from megatron_pp.plan.instruction import BACKWARD, COMPUTE_OPS, COPY_OF, LOAD, OFFLOAD, POST_OF
-from megatron_pp.plan.sim.memory import ModelShape, rank_memory
-from megatron_pp.plan.sim.simulation import Event, Simulation, Transfer
-from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.plan.costs.activations import activations_timeline
+from megatron_pp.plan.ir.instruction import BACKWARD, COMPUTE_OPS, COPY_OF, LOAD, OFFLOAD, POST_OF
+from megatron_pp.plan.ir.spec import PlanSpec
+from megatron_pp.plan.simulate.memory import ModelShape, rank_memory
+from megatron_pp.plan.simulate.simulation import Event, Simulation, Transfer
 
 
 @dataclass

@@ -19,7 +19,7 @@ from megatron_pp.faults.consistency import RECEIVES, SENDS
 from megatron_pp.faults.diagnosis import Source
 from megatron_pp.faults.guard import FaultGuard
 from megatron_pp.faults.tracker import CompletedWork, InstructionMarks
-from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.plan.ir.spec import PlanSpec
 
 logger = logging.getLogger("megatron_pp")
 

@@ -16,9 +16,9 @@ from torch.distributed import DistError
 from megatron_pp import errors
 from megatron_pp.faults import records
 from megatron_pp.faults.records import Failure, Progress, cut
-from megatron_pp.plan import instruction as ins
-from megatron_pp.plan.instruction import NONE, Instruction
-from megatron_pp.plan.spec import Plan
+from megatron_pp.plan.ir import instruction as ins
+from megatron_pp.plan.ir.instruction import NONE, Instruction
+from megatron_pp.plan.ir.spec import Plan
 
 _TRACEBACK_LINES = 12
 # The place in gloo's source that raised it; one error has none.

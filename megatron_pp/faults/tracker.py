@@ -16,9 +16,9 @@ from megatron_pp.faults.device_events import EventQueries
 from megatron_pp.faults.diagnosis import Source, doing, instruction_at, pending_peers, waits_on
 from megatron_pp.faults.liveness import this_process
 from megatron_pp.faults.records import AFTER, DONE, ENTERING, IN_STEP, Progress
-from megatron_pp.plan import instruction as ins
-from megatron_pp.plan.instruction import Instruction
-from megatron_pp.plan.spec import Plan
+from megatron_pp.plan.ir import instruction as ins
+from megatron_pp.plan.ir.instruction import Instruction
+from megatron_pp.plan.ir.spec import Plan
 
 logger = logging.getLogger("megatron_pp")
 

@@ -19,10 +19,10 @@ from megatron_pp.integrations.megatron_release import Megatron
 from megatron_pp.integrations.megatron_steps import MegatronSteps, StepsInV
 from megatron_pp.integrations.settings import InstallSettings
 from megatron_pp.integrations.v_placement import ChunkPlace
+from megatron_pp.plan.io.schedule_file import find_family
+from megatron_pp.plan.ir.placement import V_SHAPE
+from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.plan.orders import COMBINED, INTERLEAVED
-from megatron_pp.plan.placement import V_SHAPE
-from megatron_pp.plan.schedule_file import find_family
-from megatron_pp.plan.spec import Plan
 from megatron_pp.runtime.step import StepCall
 from megatron_pp.weight_grad import WeightGradStore, split_weight_grad
 

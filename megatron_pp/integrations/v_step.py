@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.integrations.v_placement import is_mirrored, shared_weight
 from megatron_pp.module_attributes import wrapped_attribute
-from megatron_pp.plan.placement import V_SHAPE
+from megatron_pp.plan.ir.placement import V_SHAPE
 
 
 def check_chunks(schedule: str, placement: str, chunks: Sequence[Any]) -> None:

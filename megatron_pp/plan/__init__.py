@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron_pp.plan.builder import build_plan
     from megatron_pp.plan.builder import build_plan as build
-    from megatron_pp.plan.sim.simulate import simulate
-    from megatron_pp.plan.verifier import verify
+    from megatron_pp.plan.simulate.simulator import simulate
+    from megatron_pp.plan.verify.verifier import verify
 
 _EXPORTS = {
     "build": ("builder", "build_plan"),
     "build_plan": ("builder", "build_plan"),
-    "simulate": ("sim.simulate", "simulate"),
-    "verify": ("verifier", "verify"),
+    "simulate": ("simulate.simulator", "simulate"),
+    "verify": ("verify.verifier", "verify"),
 }
 
 __all__ = ["build", "build_plan", "simulate", "verify"]

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.bounded_cache import BoundedCache
-from megatron_pp.plan.certificate import REPETITION, Certificate
-from megatron_pp.plan.collector import collector_paused
-from megatron_pp.plan.family import Announce, Family
-from megatron_pp.plan.instruction import (
+from megatron_pp.plan.gc_pause import collector_paused
+from megatron_pp.plan.io.schedule_file import find_family
+from megatron_pp.plan.ir.certificate import REPETITION, Certificate
+from megatron_pp.plan.ir.instruction import (
     BACKWARD,
     BACKWARD_OPS,
     ENABLE_GRAD_SYNC,
@@ -22,15 +22,15 @@ from megatron_pp.plan.instruction import (
     WEIGHT_GRAD,
     Instruction,
 )
-from megatron_pp.plan.lower import lowered
-from megatron_pp.plan.order_check import run_of
+from megatron_pp.plan.ir.placement import Placement
+from megatron_pp.plan.ir.repeated import Line, Lines, Repeated, Repeating
+from megatron_pp.plan.ir.spec import Plan, PlanSpec
+from megatron_pp.plan.lower.lowering import lowered
+from megatron_pp.plan.lower.order_check import run_of
+from megatron_pp.plan.lower.repetition import block_at, fewest_microbatches, steady_place
 from megatron_pp.plan.orders import check_slices
-from megatron_pp.plan.placement import Placement
-from megatron_pp.plan.repeated import Line, Lines, Repeated, Repeating
-from megatron_pp.plan.repetition import block_at, fewest_microbatches, steady_place
-from megatron_pp.plan.schedule_file import find_family
-from megatron_pp.plan.spec import Plan, PlanSpec
-from megatron_pp.plan.verifier import Verdict, verify
+from megatron_pp.plan.orders.family import Announce, Family
+from megatron_pp.plan.verify.verifier import Verdict, verify
 
 _PLANS: BoundedCache[PlanSpec, tuple[Plan, Verdict]] = BoundedCache(256 << 20, least=2)  # training and evaluation
 _BUILDING = threading.RLock()  # ranks that are threads of one process build a plan once

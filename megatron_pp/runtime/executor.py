@@ -17,10 +17,10 @@ from megatron_pp.comm.communicator import P2PCore, Receive, Send, is_single_shap
 from megatron_pp.comm.transport import ACT, GRAD
 from megatron_pp.comm.wait_handle import WaitHandle, written_to
 from megatron_pp.errors import SendBufferError
-from megatron_pp.plan import instruction as ins
-from megatron_pp.plan.instruction import Instruction
-from megatron_pp.plan.spec import STATIC_BUFFERS, Plan
-from megatron_pp.plan.tasks import Key, MessageKey, Task
+from megatron_pp.plan.ir import instruction as ins
+from megatron_pp.plan.ir.instruction import Instruction
+from megatron_pp.plan.ir.spec import STATIC_BUFFERS, Plan
+from megatron_pp.plan.ir.tasks import Key, MessageKey, Task
 from megatron_pp.runtime.compute import Activation, Steps, detached, is_any_there
 from megatron_pp.runtime.gradient_hooks import SyncHooks
 from megatron_pp.runtime.log_once import warn_once

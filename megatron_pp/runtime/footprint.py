@@ -1,8 +1,8 @@
 """The memory that a stage keeps of one microbatch: until its backward, and after a split backward until its W.
 
 ``measure_footprint`` runs a microbatch by itself; ``KeptBytes`` counts in a running step, whatever its forward does.
-``forward`` and ``weight`` are what ``megatron_pp.plan.measured.Measured`` calls ``activation`` and
-``weight_activation``, and their ratio is the weight share of ``megatron_pp.plan.activations``.
+``forward`` and ``weight`` are what ``megatron_pp.plan.costs.measured.Measured`` calls ``activation`` and
+``weight_activation``, and their ratio is the weight share of ``megatron_pp.plan.costs.activations``.
 """
 
 from collections import defaultdict
@@ -16,8 +16,8 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_pp.plan.instruction import BACKWARD_OPS, FORWARD, FREE_F, INPUT_GRAD, Instruction
-from megatron_pp.plan.spec import Plan
+from megatron_pp.plan.ir.instruction import BACKWARD_OPS, FORWARD, FREE_F, INPUT_GRAD, Instruction
+from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.weight_grad.deferred import tensors_in
 from megatron_pp.weight_grad.store import WeightGradStore
 

@@ -15,7 +15,7 @@ from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.module_attributes import wrapped_attribute
 from megatron_pp.object_table import ObjectTable
-from megatron_pp.plan.placement import Placement
+from megatron_pp.plan.ir.placement import Placement
 
 
 class SyncHooks:

@@ -11,8 +11,8 @@ from itertools import chain
 from megatron_pp.config.settings import TE_GRAPHS
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.instruction import BACKWARD_OPS, FORWARD, without_pairs
-from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.plan.ir.instruction import BACKWARD_OPS, FORWARD, without_pairs
+from megatron_pp.plan.ir.spec import PlanSpec
 
 
 def check_graph_order(spec: PlanSpec, interleaved: bool) -> None:

@@ -5,10 +5,10 @@ import threading
 from functools import lru_cache
 
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.measured import Measured
-from megatron_pp.plan.sim.bound import bound_of
-from megatron_pp.plan.sim.simulate import simulate
-from megatron_pp.plan.spec import Plan, PlanSpec
+from megatron_pp.plan.costs.measured import Measured
+from megatron_pp.plan.ir.spec import Plan, PlanSpec
+from megatron_pp.plan.simulate.simulator import simulate
+from megatron_pp.planner.bound import bound_of
 
 logger = logging.getLogger("megatron_pp")
 _LOCK = threading.Lock()

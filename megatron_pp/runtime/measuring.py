@@ -24,10 +24,8 @@ from megatron_pp.comm.transport import Transport
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ExchangeError, ScheduleInputError
 from megatron_pp.object_table import ObjectTable
-from megatron_pp.plan.costs import Link, StageCosts
-from megatron_pp.plan.files import why_unwritable, write_whole
-from megatron_pp.plan.instruction import WEIGHT_GRAD
-from megatron_pp.plan.measured import (
+from megatron_pp.plan.costs.files import why_unwritable, write_whole
+from megatron_pp.plan.costs.measured import (
     CopyRates,
     Measured,
     MeasuredFile,
@@ -36,8 +34,10 @@ from megatron_pp.plan.measured import (
     Units,
     fitted_link,
 )
-from megatron_pp.plan.placement import Placement
-from megatron_pp.plan.spec import Plan
+from megatron_pp.plan.costs.stage_costs import Link, StageCosts
+from megatron_pp.plan.ir.instruction import WEIGHT_GRAD
+from megatron_pp.plan.ir.placement import Placement
+from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.runtime.footprint import Engine, KeptBytes
 from megatron_pp.tracing.analysis import TIMED, StageTimes, stage_costs
 from megatron_pp.tracing.files import StepRecord

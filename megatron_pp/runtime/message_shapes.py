@@ -9,9 +9,9 @@ from megatron_pp.comm import process_groups
 from megatron_pp.comm.communicator import is_single_shape
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import P2PShapeError, PlanError, ScheduleInputError
-from megatron_pp.plan.placement import Placement
-from megatron_pp.plan.slice_costs import attention_share, slice_lengths
-from megatron_pp.plan.tasks import Task
+from megatron_pp.plan.costs.slice_costs import attention_share, slice_lengths
+from megatron_pp.plan.ir.placement import Placement
+from megatron_pp.plan.ir.tasks import Task
 from megatron_pp.runtime.arguments import StepInputs, whole_argument
 from megatron_pp.runtime.compute import Names
 

@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
 from megatron_pp.comm.host_copies import HostCopies, Wait
-from megatron_pp.plan.tasks import Key, Task
+from megatron_pp.plan.ir.tasks import Key, Task
 
 SMALLEST = 64
 

@@ -14,9 +14,9 @@ from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.comm.p2p_communicator import timed
 from megatron_pp.comm.wait_handle import WaitHandle
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.plan import instruction as ins
-from megatron_pp.plan.placement import Placement
-from megatron_pp.plan.tasks import MessageKey, Task
+from megatron_pp.plan.ir import instruction as ins
+from megatron_pp.plan.ir.placement import Placement
+from megatron_pp.plan.ir.tasks import MessageKey, Task
 from megatron_pp.runtime.arguments import StepInputs
 from megatron_pp.runtime.compute import LossRecord, ModelSteps, scaled_loss
 from megatron_pp.runtime.message_shapes import Messages

@@ -1,7 +1,7 @@
 """Overlapped slots: what runs the forward of one microbatch together with the backward of another.
 
 Set ``config.overlapped_forward_backward`` to ``in_turn``, ``on_two_streams`` or a function of your own: plans then
-have pairs (``pair_up`` in ``plan/instruction.py``), and the engine calls the function with both halves of each. A
+have pairs (``pair_up`` in ``plan/ir/instruction.py``), and the engine calls the function with both halves of each. A
 function of your own may interleave the halves as its model allows, as DualPipeV does with the all-to-alls of experts.
 """
 
@@ -15,8 +15,8 @@ import torch
 
 from megatron_pp.comm.events import EventPool
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.plan import instruction as ins
-from megatron_pp.plan.tasks import Key, Task
+from megatron_pp.plan.ir import instruction as ins
+from megatron_pp.plan.ir.tasks import Key, Task
 from megatron_pp.runtime.compute import Activation, BackwardHalf, ForwardHalf
 
 Handlers = Mapping[str, Callable[[Task], None]]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from megatron_pp.comm.stores import private_client
 from megatron_pp.comm.transport import Transport
-from megatron_pp.plan.spec import Plan
+from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.tracing import files
 from megatron_pp.tracing.clock_sync import agree_on_clocks
 from megatron_pp.tracing.proposing import Answer, Recorded, answer_text, read_answer, searched

@@ -27,8 +27,8 @@ from megatron_pp.config.settings import LAYER_GRAPHS, StepSettings
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.faults.attach import PRIVATE_FIELDS, watched
 from megatron_pp.object_table import ObjectTable
-from megatron_pp.plan.replan import why_not
-from megatron_pp.plan.spec import Plan, PlanSpec
+from megatron_pp.plan.ir.spec import Plan, PlanSpec
+from megatron_pp.planner.replan import why_not
 from megatron_pp.runtime.replan_exchange import Change, Exchange, Window
 from megatron_pp.tracing.recorder import Recording
 

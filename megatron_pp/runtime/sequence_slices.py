@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.plan.activations import key_values_change
-from megatron_pp.plan.spec import Plan
-from megatron_pp.plan.tasks import Task
+from megatron_pp.plan.costs.activations import key_values_change
+from megatron_pp.plan.ir.spec import Plan
+from megatron_pp.plan.ir.tasks import Task
 from megatron_pp.runtime.compute import ModelSteps
 from megatron_pp.runtime.message_shapes import Shapes
 

@@ -1,7 +1,7 @@
 """Named tensors that stages give to later ones: the rank's copies of them, and the sums of their gradients.
 
 A stage that uses some is given, by ``set_input_tensor``, its input and behind it a dict of them by name. A stage that
-makes some returns (output, dict). The plan says which (``plan/skip_tensors.py``), moves them, and drops them.
+makes some returns (output, dict). The plan says which (``plan/ir/skip_tensors.py``), moves them, and drops them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,10 +14,10 @@ from megatron_pp.comm.communicator import Receive, Send
 from megatron_pp.comm.transport import ACT, GRAD
 from megatron_pp.config.settings import TE_GRAPHS, StepSettings
 from megatron_pp.errors import P2PShapeError, ScheduleInputError
-from megatron_pp.plan import instruction as ins
-from megatron_pp.plan.skip_tensors import Held, SkipTensor
-from megatron_pp.plan.spec import Plan
-from megatron_pp.plan.tasks import Task
+from megatron_pp.plan.ir import instruction as ins
+from megatron_pp.plan.ir.skip_tensors import Held, SkipTensor
+from megatron_pp.plan.ir.spec import Plan
+from megatron_pp.plan.ir.tasks import Task
 from megatron_pp.runtime.arguments import StepInputs
 from megatron_pp.runtime.compute import Activation, Steps
 from megatron_pp.runtime.deallocate import Root, backward_root

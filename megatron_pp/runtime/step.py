@@ -8,10 +8,10 @@ from megatron_pp.config.settings import TE_GRAPHS, StepSettings
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.faults.attach import describe_step, guarded, instruction_marks
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.measured import MeasuredStep
-from megatron_pp.plan.schedule_file import find_family
-from megatron_pp.plan.spec import BATCHED, Plan, PlanSpec
-from megatron_pp.plan.sync_marks import last_reentry, prepares_in_forward
+from megatron_pp.plan.costs.measured import MeasuredStep
+from megatron_pp.plan.io.schedule_file import find_family
+from megatron_pp.plan.ir.spec import BATCHED, Plan, PlanSpec
+from megatron_pp.plan.lower.syncs import last_reentry, prepares_in_forward
 from megatron_pp.runtime import plan_choice
 from megatron_pp.runtime.arguments import StepInputs
 from megatron_pp.runtime.communicators import communicator_for, lone_communicator, pipeline_group

@@ -1,8 +1,9 @@
 """Transfers between ranks that are threads of one process, with rendezvous semantics.
 
 A transfer happens when both ends are posted and at the head of their queues; its works complete then. Queues are those
-of ``plan/rendezvous.py``: one per one-way channel, or one per pair of ranks when channels are shared, and one per rank
-for batches; a batch leaves its queue as a whole. What passes here passes on NCCL with large messages, and on gloo.
+of ``plan/verify/rendezvous.py``: one per one-way channel, or one per pair of ranks when channels are shared, and one
+per rank for batches; a batch leaves its queue as a whole. What passes here passes on NCCL with large messages, and on
+gloo.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.orders import SCHEDULES
-from megatron_pp.plan.placement import Placement
 from megatron_pp.runtime.sequence_slices import sequence_slice
 from megatron_pp.runtime.stage import PipelineStage
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_pp.errors import ExchangeError
-from megatron_pp.plan import instruction as ins
-from megatron_pp.plan.costs import Link, Network, StageCosts
-from megatron_pp.plan.instruction import Instruction
-from megatron_pp.plan.sim.simulate import simulate
-from megatron_pp.plan.sim.simulation import Simulation
+from megatron_pp.plan.costs.stage_costs import Link, Network, StageCosts
+from megatron_pp.plan.ir import instruction as ins
+from megatron_pp.plan.ir.instruction import Instruction
+from megatron_pp.plan.simulate.simulation import Simulation
+from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.tracing.run import TracedRun
 
 TIMED = (ins.FORWARD, ins.BACKWARD, ins.INPUT_GRAD, ins.WEIGHT_GRAD, ins.OUTPUT_S, ins.OUTPUT_T)

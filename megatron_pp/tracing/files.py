@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_pp.errors import ExchangeError, InstructionError, PlanError, visible
-from megatron_pp.plan.files import read_text
-from megatron_pp.plan.instruction import Instruction, each, format_program, parse_program, without_pairs
-from megatron_pp.plan.placement import PLACEMENTS, Placement
-from megatron_pp.plan.serialize import spec_from_values, spec_values
-from megatron_pp.plan.spec import Plan, PlanSpec
+from megatron_pp.plan.costs.files import read_text
+from megatron_pp.plan.io.serialize import spec_from_values, spec_values
+from megatron_pp.plan.ir.instruction import Instruction, each, format_program, parse_program, without_pairs
+from megatron_pp.plan.ir.placement import PLACEMENTS, Placement
+from megatron_pp.plan.ir.spec import Plan, PlanSpec
 
 RUN_RANDOM_BITS = 12
 """A run's name is hexadecimal: microseconds since 1970, then so many random bits."""

@@ -15,8 +15,8 @@ from functools import reduce
 from pathlib import Path
 
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.costs import Network, StageCosts
-from megatron_pp.plan.replan import Proposal, proposed
+from megatron_pp.plan.costs.stage_costs import Network, StageCosts
+from megatron_pp.planner.replan import Proposal, proposed
 from megatron_pp.tracing.analysis import Findings, analyse
 from megatron_pp.tracing.files import parse_rank_trace
 from megatron_pp.tracing.run import pipeline_of

@@ -35,8 +35,8 @@ from megatron_pp.comm.transport import Transport
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.object_table import ObjectTable
-from megatron_pp.plan.instruction import Instruction
-from megatron_pp.plan.spec import Plan, PlanSpec
+from megatron_pp.plan.ir.instruction import Instruction
+from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.tracing import files
 from megatron_pp.tracing.clock_sync import agree_on_clocks
 

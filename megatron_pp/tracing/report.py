@@ -7,9 +7,9 @@ from megatron_pp.draw.chrome import render_chrome_steps
 from megatron_pp.draw.facts import percent, short
 from megatron_pp.draw.html import Table, render_html
 from megatron_pp.draw.timeline import Timeline, short_title, simulated_timeline
-from megatron_pp.plan.files import write_whole
-from megatron_pp.plan.sim.bound import bound_of
-from megatron_pp.plan.sim.simulation import Simulation
+from megatron_pp.plan.costs.files import write_whole
+from megatron_pp.plan.simulate.simulation import Simulation
+from megatron_pp.planner.bound import bound_of
 from megatron_pp.tracing.analysis import Findings, analyse
 from megatron_pp.tracing.run import TracedRun, load_run, run_names
 

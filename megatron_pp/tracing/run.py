@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_pp.errors import ExchangeError
-from megatron_pp.plan import instruction as ins
-from megatron_pp.plan.dataflow import MOVES, Message, message_of, neighbour_of
-from megatron_pp.plan.placement import Placement
-from megatron_pp.plan.serialize import ComputeOf
-from megatron_pp.plan.sim.simulation import Simulation, Transfer, TransferLog, Waits
-from megatron_pp.plan.spec import Plan
+from megatron_pp.plan.io.serialize import ComputeOf
+from megatron_pp.plan.ir import instruction as ins
+from megatron_pp.plan.ir.dataflow import MOVES, Message, message_of, neighbour_of
+from megatron_pp.plan.ir.placement import Placement
+from megatron_pp.plan.ir.spec import Plan
+from megatron_pp.plan.simulate.simulation import Simulation, Transfer, TransferLog, Waits
 from megatron_pp.tracing.files import RankTrace, read_rank_trace
 
 _NANOSECONDS = 1e6  # in a millisecond

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.costs import StageCosts
-from megatron_pp.plan.family import Family
+from megatron_pp.plan.costs.stage_costs import StageCosts
+from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.orders import SCHEDULES
-from megatron_pp.plan.sim.simulate import simulate
-from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.plan.orders.family import Family
+from megatron_pp.plan.simulate.simulator import simulate
 
 RANKS, MICROBATCHES, SLICES = 4, 8, 4
 WORK_MS = 12.0

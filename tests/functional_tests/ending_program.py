@@ -24,7 +24,7 @@ import torch.distributed as dist
 from megatron_pp.faults.guard import FaultGuard
 from megatron_pp.faults.records import EXCEPTION, Failure, FaultStore
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.runtime.communicators import communicator_for
 from megatron_pp.testing.toy import toy_config
 

@@ -16,7 +16,7 @@ from megatron.core.pipeline_parallel import schedules
 
 from megatron_pp.errors import ConfigError, ScheduleInputError
 from megatron_pp.integrations import megatron_core
-from megatron_pp.plan.spec import Plan
+from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.runtime import replan_exchange, step
 from megatron_pp.runtime.replanning import Replanning
 from tests.functional_tests.megatron_checks import call_schedule, logged, raised, with_fields

@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatron_pp.errors import WeightGradSplitError
 from megatron_pp.p2p_communication import P2PCommunicator
+from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.orders import SCHEDULES
-from megatron_pp.plan.placement import Placement
 from megatron_pp.schedules import get_forward_backward_func
 from megatron_pp.testing.pipeline import toy_step
 from megatron_pp.testing.toy import (

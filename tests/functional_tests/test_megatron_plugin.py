@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from megatron_pp.plan.measured import MeasuredFile
+from megatron_pp.plan.costs.measured import MeasuredFile
 from tests.functional_tests.megatron_support import needs_megatron
 
 from tests.megatron.cases import Case, Job, Model, Outcome  # isort: skip

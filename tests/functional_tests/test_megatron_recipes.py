@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pp.plan.spec import OVERLAP
+from megatron_pp.plan.ir.spec import OVERLAP
 from megatron_pp.tracing.run import load_run
 from tests.functional_tests.megatron_support import needs_megatron
 from tests.harness.pages import PageOutput, code_blocks, run_page

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pp.plan.placement import Placement
+from megatron_pp.plan.ir.placement import Placement
 from tests.functional_tests.megatron_support import assert_equal, needs_megatron
 from tests.harness.sweeps import EXHAUSTIVE
 

@@ -13,12 +13,12 @@ import torch
 
 from megatron_pp.errors import PlanError
 from megatron_pp.p2p_communication import P2PCommunicator
-from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.dataflow import KIND_OF, MOVES
-from megatron_pp.plan.instruction import Instruction
-from megatron_pp.plan.spec import Plan, PlanSpec
-from megatron_pp.plan.verifier import verify
+from megatron_pp.plan.ir import instruction as ins
+from megatron_pp.plan.ir.dataflow import KIND_OF, MOVES
+from megatron_pp.plan.ir.instruction import Instruction
+from megatron_pp.plan.ir.spec import Plan, PlanSpec
+from megatron_pp.plan.verify.verifier import verify
 from megatron_pp.runtime.executor import PlanExecutor, Shapes
 from tests.functional_tests.race_cases import (
     KEEP_FREED_MEMORY_MAPPED,

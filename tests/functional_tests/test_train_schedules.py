@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron_pp.plan.builder import build_plan
+from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.orders import SCHEDULES
-from megatron_pp.plan.spec import PlanSpec
 from tests.functional_tests.test_train_script import ROOT, SHORT, losses, numbers
 from tests.harness.plan_text import save_plan
 from tests.harness.sweeps import EXHAUSTIVE

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from examples.gpt.program import WRITTEN
-from megatron_pp.plan.instruction import COMPUTE_OPS, FREE_OPS, WAIT_OPS
-from megatron_pp.plan.measured import measured_values
-from megatron_pp.plan.placement import Placement
+from megatron_pp.plan.costs.measured import measured_values
+from megatron_pp.plan.ir.instruction import COMPUTE_OPS, FREE_OPS, WAIT_OPS
+from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.tracing.analysis import analyse
 from megatron_pp.tracing.run import TracedRun, load_run
 from tests.functional_tests.test_train_script import INTERLEAVED, SHORT

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.dataflow import message_of
-from megatron_pp.plan.instruction import FREE_B, FREE_F, WAIT_B, WAIT_F, Instruction
-from megatron_pp.plan.spec import BATCHED, OVERLAP, PLAIN, Plan, PlanSpec
+from megatron_pp.plan.ir.dataflow import message_of
+from megatron_pp.plan.ir.instruction import FREE_B, FREE_F, WAIT_B, WAIT_F, Instruction
+from megatron_pp.plan.ir.spec import BATCHED, OVERLAP, PLAIN, Plan, PlanSpec
 from tests.harness.fault_injection import DELAY, KILL, MEMORY, OWN_ERRORS, SHAPE, STOP, Fault
 from tests.harness.fault_scenarios import Episode, Report, Resources
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from megatron_pp.plan import instruction as ins
-from megatron_pp.plan.tasks import Task
+from megatron_pp.plan.ir import instruction as ins
+from megatron_pp.plan.ir.tasks import Task
 from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.testing.toy import ToyBlock
 

@@ -9,10 +9,10 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from megatron_pp.plan import builder
-from megatron_pp.plan.instruction import BATCH, Instruction, batch
-from megatron_pp.plan.repeated import Block
-from megatron_pp.plan.repetition import block_at
-from megatron_pp.plan.spec import Plan
+from megatron_pp.plan.ir.instruction import BATCH, Instruction, batch
+from megatron_pp.plan.ir.repeated import Block
+from megatron_pp.plan.ir.spec import Plan
+from megatron_pp.plan.lower.repetition import block_at
 
 Program = tuple[Instruction, ...]
 KINDS = ("drop", "duplicate", "swap", "move")

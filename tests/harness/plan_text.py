@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.files import write_whole
-from megatron_pp.plan.instruction import Instruction, parse_program
-from megatron_pp.plan.placement import Placement
-from megatron_pp.plan.serialize import JSON, TORCH_CSV, format_plan
-from megatron_pp.plan.spec import Plan, PlanSpec
+from megatron_pp.plan.costs.files import write_whole
+from megatron_pp.plan.io.serialize import JSON, TORCH_CSV, format_plan
+from megatron_pp.plan.ir.instruction import Instruction, parse_program
+from megatron_pp.plan.ir.placement import Placement
+from megatron_pp.plan.ir.spec import Plan, PlanSpec
 
 
 def small_plan(schedule: str = "1f1b", p: int = 2, v: int = 1, m: int = 3, **options: Any) -> Plan:

@@ -17,8 +17,8 @@ import torch
 
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.config.settings import StepSettings
-from megatron_pp.plan.skip_tensors import SkipTensor
-from megatron_pp.plan.spec import EXPLICIT, ONE_WAY, Plan, PlanSpec
+from megatron_pp.plan.ir.skip_tensors import SkipTensor
+from megatron_pp.plan.ir.spec import EXPLICIT, ONE_WAY, Plan, PlanSpec
 from megatron_pp.runtime.compute import ModelSteps, StepOptions
 from megatron_pp.runtime.executor import PlanExecutor, Shapes
 from megatron_pp.runtime.gradient_hooks import SyncHooks

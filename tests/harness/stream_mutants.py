@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from megatron_pp.plan import instruction as ins
-from megatron_pp.plan.tasks import Task
+from megatron_pp.plan.ir import instruction as ins
+from megatron_pp.plan.ir.tasks import Task
 from megatron_pp.runtime.executor import PlanExecutor
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.spec import ONE_WAY, PlanSpec
+from megatron_pp.plan.ir.spec import ONE_WAY, PlanSpec
 from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.streams import StreamNetwork, StreamReport, check_streams, virtual_cuda

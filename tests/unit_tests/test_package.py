@@ -14,7 +14,7 @@ import pytest
 
 import megatron_pp
 from megatron_pp import MegatronPPError, errors
-from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.plan.ir.spec import PlanSpec
 from tests.conftest import PROJECT_ROOT
 
 WITHOUT_TORCH = ("megatron_pp.plan", "megatron_pp.draw", "megatron_pp.cli")

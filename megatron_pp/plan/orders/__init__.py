@@ -1,10 +1,10 @@
-"""The schedule families. Each gives compute order only; ``megatron_pp.plan.lower`` adds the communication."""
+"""The schedule families. Each gives compute order only; ``megatron_pp.plan.lower.lowering`` adds the communication."""
 
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.family import Family
+from megatron_pp.plan.ir.placement import LOOP, V_SHAPE
 from megatron_pp.plan.orders import auto, loop, v, vocabulary
+from megatron_pp.plan.orders.family import Family
 from megatron_pp.plan.orders.loop import COMBINED, INTERLEAVED, ONE_F_ONE_B
-from megatron_pp.plan.placement import LOOP, V_SHAPE
 
 _SEARCHING_FAMILIES = (
     auto.searching_family("auto", loop.FAMILIES, LOOP, chunks=None),

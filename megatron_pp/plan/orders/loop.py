@@ -10,10 +10,10 @@ import math
 from dataclasses import replace
 from functools import partial
 
-from megatron_pp.plan.dataflow import RESULT_OF, inputs_of
-from megatron_pp.plan.family import Family, Order, Repeats, Shape, b, every_group, every_microbatch, f, i, w
-from megatron_pp.plan.instruction import BACKWARD, FORWARD, Instruction
-from megatron_pp.plan.placement import LOOP, Placement
+from megatron_pp.plan.ir.dataflow import RESULT_OF, inputs_of
+from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD, Instruction
+from megatron_pp.plan.ir.placement import LOOP, Placement
+from megatron_pp.plan.orders.family import Family, Order, Repeats, Shape, b, every_group, every_microbatch, f, i, w
 
 ONE_F_ONE_B = "1f1b"
 INTERLEAVED = "interleaved_1f1b"

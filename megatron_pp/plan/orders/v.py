@@ -8,12 +8,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from megatron_pp.plan.costs import MemoryModel, StageCosts
-from megatron_pp.plan.dataflow import RESULT_OF
-from megatron_pp.plan.family import Family, Order, Repeats, Shape, every_microbatch, w
-from megatron_pp.plan.instruction import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, instruction
-from megatron_pp.plan.placement import V_SHAPE, Placement
-from megatron_pp.plan.sim.greedy import UNKNOWN, Problem, Rules, Scheduled, schedule
+from megatron_pp.plan.costs.stage_costs import MemoryModel, StageCosts
+from megatron_pp.plan.ir.dataflow import RESULT_OF
+from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, instruction
+from megatron_pp.plan.ir.placement import V_SHAPE, Placement
+from megatron_pp.plan.orders.family import Family, Order, Repeats, Shape, every_microbatch, w
+from megatron_pp.plan.orders.list_scheduler import UNKNOWN, Problem, Rules, Scheduled, schedule
 
 DUALPIPE_V = "dualpipe_v"
 

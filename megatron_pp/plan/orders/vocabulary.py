@@ -15,10 +15,10 @@ from collections import defaultdict
 from functools import partial
 from heapq import heappop, heappush
 
-from megatron_pp.plan.dataflow import RESULT_OF, Result, needs_of
-from megatron_pp.plan.family import Family, Order, Shape, every_microbatch
-from megatron_pp.plan.instruction import BACKWARD, FORWARD, OUTPUT_S, OUTPUT_T, instruction
-from megatron_pp.plan.placement import LOOP, Placement
+from megatron_pp.plan.ir.dataflow import RESULT_OF, Result, needs_of
+from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD, OUTPUT_S, OUTPUT_T, instruction
+from megatron_pp.plan.ir.placement import LOOP, Placement
+from megatron_pp.plan.orders.family import Family, Order, Shape, every_microbatch
 
 VOCAB_1F1B = "vocab_1f1b"
 VOCAB_1F1B_ALG1 = "vocab_1f1b_alg1"

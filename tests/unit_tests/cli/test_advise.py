@@ -11,18 +11,18 @@ from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
+from megatron_pp.planner.advise.candidates import candidates
+from megatron_pp.planner.advise.evaluate import Outcome
+from megatron_pp.planner.advise.flags import megatron_models_run, our_flags, our_settings
+from megatron_pp.planner.advise.model import PART, Model, layer
+from megatron_pp.planner.advise.question import Question
 
 from megatron_pp.cli import advise, run
 from megatron_pp.config.model_config import TransformerConfig
 from megatron_pp.config.rules import lowering_policy
 from megatron_pp.integrations import on_import
-from megatron_pp.plan.advise.candidates import candidates
-from megatron_pp.plan.advise.evaluate import Outcome
-from megatron_pp.plan.advise.flags import megatron_models_run, our_flags, our_settings
-from megatron_pp.plan.advise.model import PART, Model, layer
-from megatron_pp.plan.advise.question import Question
-from megatron_pp.plan.measured import measured_values
-from megatron_pp.plan.spec import POLICIES
+from megatron_pp.plan.costs.measured import measured_values
+from megatron_pp.plan.ir.spec import POLICIES
 from megatron_pp.tracing import files
 from tests.unit_tests.cli.conftest import assert_refused
 
@@ -330,9 +330,9 @@ def test_memory_that_is_too_small_says_what_would_do(command):
 def test_the_costs_of_a_run(command, tmp_path):
     """Two ranks' traces of one step of 1F1B, written as a run writes them."""
     from megatron_pp.plan.builder import build_plan
-    from megatron_pp.plan.costs import StageCosts
-    from megatron_pp.plan.sim.simulate import simulate
-    from megatron_pp.plan.spec import PlanSpec
+    from megatron_pp.plan.costs.stage_costs import StageCosts
+    from megatron_pp.plan.ir.spec import PlanSpec
+    from megatron_pp.plan.simulate.simulator import simulate
 
     plan = build_plan(PlanSpec("1f1b", 2, 1, 4))
     result = simulate(plan, StageCosts.per_stage([2, 3], [2, 3], [2, 3]))

@@ -16,9 +16,9 @@ from megatron_pp.cli import verify
 from megatron_pp.cli.command_line import main
 from megatron_pp.cli.terminal import print_table
 from megatron_pp.plan.builder import build_plan
+from megatron_pp.plan.io.serialize import format_plan, load_plan
+from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.orders import SCHEDULES
-from megatron_pp.plan.serialize import format_plan, load_plan
-from megatron_pp.plan.spec import PlanSpec
 from tests.harness.plan_text import placed, save_plan, without
 from tests.unit_tests.cli.conftest import assert_refused
 
@@ -273,7 +273,7 @@ def test_tensors_that_skip_stages_are_counted(command):
 
 def test_a_schedule_that_a_module_registers_is_named_by_both(command, tmp_path, monkeypatch):
     (tmp_path / "my_schedules.py").write_text(
-        "from megatron_pp.plan.family import Family\n"
+        "from megatron_pp.plan.orders.family import Family\n"
         "from megatron_pp.plan.orders import SCHEDULES, register\n"
         "register(Family('mine', SCHEDULES['1f1b'].orders, source='here', summary='1F1B again', chunks=1))\n"
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.serialize import JSON, format_plan
-from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.plan.io.serialize import JSON, format_plan
+from megatron_pp.plan.ir.spec import PlanSpec
 from tests.harness.plan_text import without
 
 ORDER = "0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n"

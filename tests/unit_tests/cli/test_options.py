@@ -10,7 +10,7 @@ import pytest
 from megatron_pp.cli import draw, plan, report, simulate, verify
 from megatron_pp.cli.parser import parse
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.plan.ir.spec import PlanSpec
 from tests.harness.plan_text import save_plan
 from tests.unit_tests.cli.conftest import assert_refused
 

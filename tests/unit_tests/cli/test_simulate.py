@@ -8,11 +8,11 @@ import re
 import pytest
 
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.compare import fitted
-from megatron_pp.plan.costs import FREE, StageCosts
-from megatron_pp.plan.measured import Measured
-from megatron_pp.plan.sim.simulate import simulate
-from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.plan.costs.measured import Measured
+from megatron_pp.plan.costs.stage_costs import FREE, StageCosts
+from megatron_pp.plan.ir.spec import PlanSpec
+from megatron_pp.plan.simulate.simulator import simulate
+from megatron_pp.planner.compare import fitted
 from tests.unit_tests.cli.conftest import MODEL, assert_refused
 
 

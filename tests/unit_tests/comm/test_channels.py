@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron_pp.comm.channels import ChannelGroups, Key, channel_options, in_rounds
 from megatron_pp.comm.transport import ACT, GRAD
 from megatron_pp.errors import CommunicatorClosedError, P2PTimeoutError
-from megatron_pp.plan.placement import LOOP, V_SHAPE, Placement
+from megatron_pp.plan.ir.placement import LOOP, V_SHAPE, Placement
 from megatron_pp.testing.threads import run_ranks
 from tests.harness.virtual_groups import VirtualNCCL
 

@@ -10,7 +10,7 @@ import torch
 
 from megatron_pp.comm import collectives, events, host_copies
 from megatron_pp.faults.tracker import CompletedWork, Place
-from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.runtime.pairs import on_two_streams
 from megatron_pp.testing.streams import StreamReport
 from megatron_pp.testing.streams import cuda as virtual

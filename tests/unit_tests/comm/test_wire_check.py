@@ -12,8 +12,8 @@ import torch
 from megatron_pp.errors import P2PShapeError, WireMismatchError
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.instruction import RECV_F, SEND_F, Instruction
-from megatron_pp.plan.spec import Plan, PlanSpec
+from megatron_pp.plan.ir.instruction import RECV_F, SEND_F, Instruction
+from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.runtime import step
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.pipeline import run_in_threads

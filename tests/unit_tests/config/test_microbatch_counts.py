@@ -8,10 +8,10 @@ import pytest
 
 from megatron_pp.config.microbatch_counts import explain_microbatch_count, legal_microbatch_counts
 from megatron_pp.errors import ConfigError, MicrobatchCountError
-from megatron_pp.plan.family import Shape
-from megatron_pp.plan.instruction import FORWARD
+from megatron_pp.plan.ir.instruction import FORWARD
+from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.orders import SCHEDULES
-from megatron_pp.plan.placement import Placement
+from megatron_pp.plan.orders.family import Shape
 
 FORWARD_TIME, BACKWARD_TIME = 1, 2
 

@@ -14,7 +14,7 @@ import pytest
 from megatron_pp.draw.chrome import render_chrome_trace
 from megatron_pp.draw.curves import Chart, Curve
 from megatron_pp.draw.html import render_html
-from megatron_pp.plan.sim.memory import peak_bytes
+from megatron_pp.plan.simulate.memory import peak_bytes
 from tests.unit_tests.draw.timelines import SHAPE, plan_of, timeline_of
 
 

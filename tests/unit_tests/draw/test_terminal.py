@@ -10,9 +10,9 @@ from rich.console import Console
 
 from megatron_pp.draw.text import grid_cells, plain, render_grid, render_text
 from megatron_pp.draw.timeline import simulated_timeline
-from megatron_pp.plan.costs import Link, Network, StageCosts
+from megatron_pp.plan.costs.stage_costs import Link, Network, StageCosts
 from megatron_pp.plan.orders import SCHEDULES
-from megatron_pp.plan.sim.simulate import simulate
+from megatron_pp.plan.simulate.simulator import simulate
 from tests.unit_tests.draw.timelines import compared, plan_of, timeline_of
 
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from megatron_pp.draw.timeline import Timeline, simulated_timeline
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.costs import Link, Network, StageCosts
+from megatron_pp.plan.costs.stage_costs import Link, Network, StageCosts
+from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.orders import SCHEDULES
-from megatron_pp.plan.sim.memory import ModelShape
-from megatron_pp.plan.sim.simulate import simulate
-from megatron_pp.plan.spec import Plan, PlanSpec
+from megatron_pp.plan.simulate.memory import ModelShape
+from megatron_pp.plan.simulate.simulator import simulate
 
 SHAPE = ModelShape(num_layers=24, hidden_size=512, seq_length=256, vocab_size=1000)
 NETWORK = Network(1.0, link=Link(bandwidth=4.0))

@@ -30,7 +30,7 @@ from examples.gpt.settings import ARGUMENTS, Settings, parse, save_settings
 from megatron_pp.config.model_config import ModelParallelConfig, TransformerConfig
 from megatron_pp.errors import ConfigError, LayoutError, PlanError, ScheduleError, ScheduleInputError, WorldSizeError
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.plan.ir.spec import PlanSpec
 from tests.harness.plan_text import save_plan
 from tests.harness.standin_libraries import write as write_apex
 from tests.harness.training_ranks import train_here

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_pp.errors import CommunicatorClosedError
 from megatron_pp.faults.guard import FaultGuard
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.plan.ir.spec import PlanSpec
 
 Outcome = BaseException | None
 

@@ -19,7 +19,7 @@ from megatron_pp.faults.records import AFTER, DONE, EXCEPTION, Failure, FaultSto
 from megatron_pp.integrations.megatron_call import MegatronCall
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.runtime.communicators import _KEPT, communicator_for
 from megatron_pp.runtime.step import StepCall
 from megatron_pp.testing.memory_transport import MemoryNetwork

@@ -14,7 +14,7 @@ from megatron_pp.faults.consistency import find_mismatch
 from megatron_pp.faults.records import DONE, ENTERING, IN_STEP, Entry, Progress
 from megatron_pp.faults.tracker import Tracker
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.plan.ir.spec import PlanSpec
 
 PROCESS = Tracker(0, 2).process
 NEW, OLD = {"schedule": "interleaved_1f1b"}, {"schedule": "1f1b"}

@@ -22,7 +22,7 @@ from megatron_pp.faults.records import EXCEPTION, Failure, FaultStore
 from megatron_pp.faults.tracker import CompletedWork
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.testing.pipeline import placement_of, toy_step
 from megatron_pp.testing.streams import StreamNetwork, virtual_cuda
 from megatron_pp.testing.threads import run_ranks

@@ -26,9 +26,9 @@ from megatron_pp.faults.liveness import ALIVE, DEAD, STOPPED, UNKNOWN, state_of,
 from megatron_pp.faults.records import DONE, ENTERING, IN_STEP, Entry, Process, Progress
 from megatron_pp.faults.stall_detector import OwnState, Peers, Stall, find_stall
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.instruction import Instruction
-from megatron_pp.plan.placement import LOOP, V_SHAPE, Placement
-from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.plan.ir.instruction import Instruction
+from megatron_pp.plan.ir.placement import LOOP, V_SHAPE, Placement
+from megatron_pp.plan.ir.spec import PlanSpec
 from tests.harness.plan_text import placed
 
 TIMEOUT = 60.0

@@ -16,7 +16,7 @@ from megatron_pp.faults.guard import FaultGuard
 from megatron_pp.faults.records import DONE
 from megatron_pp.faults.tracker import Tracker
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.testing.threads import run_ranks
 
 SIZE = 3

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from megatron_pp.errors import InstructionError, PlanError
-from megatron_pp.plan.activations import activations_timeline, host_timeline
 from megatron_pp.plan.builder import build_plan, lowered_plan, verified_plan
-from megatron_pp.plan.costs import StageCosts
-from megatron_pp.plan.instruction import (
+from megatron_pp.plan.costs.activations import activations_timeline, host_timeline
+from megatron_pp.plan.costs.measured import Measured
+from megatron_pp.plan.costs.stage_costs import StageCosts
+from megatron_pp.plan.io.serialize import format_plan, parse_plan
+from megatron_pp.plan.ir.instruction import (
     BACKWARD,
     FORWARD,
     FREE_OFFLOAD,
@@ -26,16 +28,14 @@ from megatron_pp.plan.instruction import (
     parse_instruction,
     parse_program,
 )
-from megatron_pp.plan.measured import Measured
+from megatron_pp.plan.ir.placement import LOOP, Placement
+from megatron_pp.plan.ir.repeated import Repeated
+from megatron_pp.plan.ir.spec import DEVICE_SYNC, ONE_QUEUE, Plan, PlanSpec
 from megatron_pp.plan.orders import SCHEDULES
-from megatron_pp.plan.placement import LOOP, Placement
-from megatron_pp.plan.repeated import Repeated
-from megatron_pp.plan.serialize import format_plan, parse_plan
-from megatron_pp.plan.sim.memory import ModelShape, peak_bytes, peak_host_bytes
-from megatron_pp.plan.sim.simulate import simulate
-from megatron_pp.plan.sim.simulation import Simulation
-from megatron_pp.plan.spec import DEVICE_SYNC, ONE_QUEUE, Plan, PlanSpec
-from megatron_pp.plan.verifier import verify
+from megatron_pp.plan.simulate.memory import ModelShape, peak_bytes, peak_host_bytes
+from megatron_pp.plan.simulate.simulation import Simulation
+from megatron_pp.plan.simulate.simulator import simulate
+from megatron_pp.plan.verify.verifier import verify
 
 COPIES = (OFFLOAD, FREE_OFFLOAD, LOAD, WAIT_LOAD)
 

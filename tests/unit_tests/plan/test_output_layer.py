@@ -9,16 +9,16 @@ from dataclasses import replace
 import pytest
 
 from megatron_pp.errors import PlanError
-from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.builder import build_plan, lowered_plan, verified_plan
-from megatron_pp.plan.costs import Link, Network, StageCosts
-from megatron_pp.plan.instruction import format_program, parse_program
-from megatron_pp.plan.placement import Placement
-from megatron_pp.plan.serialize import format_plan, parse_plan
-from megatron_pp.plan.sim.memory import ModelShape, peak_bytes, rank_memory
-from megatron_pp.plan.sim.simulate import simulate
-from megatron_pp.plan.spec import BATCHED, DEVICE_RULES, ONE_WAY, PLAIN, SHARED, Plan, PlanSpec
-from megatron_pp.plan.verifier import verify
+from megatron_pp.plan.costs.stage_costs import Link, Network, StageCosts
+from megatron_pp.plan.io.serialize import format_plan, parse_plan
+from megatron_pp.plan.ir import instruction as ins
+from megatron_pp.plan.ir.instruction import format_program, parse_program
+from megatron_pp.plan.ir.placement import Placement
+from megatron_pp.plan.ir.spec import BATCHED, DEVICE_RULES, ONE_WAY, PLAIN, SHARED, Plan, PlanSpec
+from megatron_pp.plan.simulate.memory import ModelShape, peak_bytes, rank_memory
+from megatron_pp.plan.simulate.simulator import simulate
+from megatron_pp.plan.verify.verifier import verify
 from tests.harness.plan_mutants import mutants
 
 MICROBATCHES_MORE = {"vocab_1f1b": 1, "vocab_1f1b_alg1": 2}  # than 1F1B

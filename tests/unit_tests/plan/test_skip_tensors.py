@@ -12,16 +12,14 @@ from pathlib import Path
 import pytest
 
 from megatron_pp.errors import ExchangeError, InstructionError, PlanError
-from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.builder import build_plan, lowered_plan
-from megatron_pp.plan.costs import Link, Network, StageCosts
-from megatron_pp.plan.instruction import Instruction, each, parse_instruction
-from megatron_pp.plan.orders import SCHEDULES
-from megatron_pp.plan.placement import LOOP, V_SHAPE, Placement
-from megatron_pp.plan.repeated import Repeated
-from megatron_pp.plan.serialize import format_plan, parse_plan
-from megatron_pp.plan.sim.simulate import simulate
-from megatron_pp.plan.skip_tensors import (
+from megatron_pp.plan.costs.stage_costs import Link, Network, StageCosts
+from megatron_pp.plan.io.serialize import format_plan, parse_plan
+from megatron_pp.plan.ir import instruction as ins
+from megatron_pp.plan.ir.instruction import Instruction, each, parse_instruction
+from megatron_pp.plan.ir.placement import LOOP, V_SHAPE, Placement
+from megatron_pp.plan.ir.repeated import Repeated
+from megatron_pp.plan.ir.skip_tensors import (
     ALL,
     CACHES,
     NO_CACHE,
@@ -32,8 +30,10 @@ from megatron_pp.plan.skip_tensors import (
     skip_tensors,
     traffic_of,
 )
-from megatron_pp.plan.spec import CHANNELS, DEVICE_SYNC, ONE_QUEUE, OVERLAP, POLICIES, Plan, PlanSpec
-from megatron_pp.plan.verifier import verify
+from megatron_pp.plan.ir.spec import CHANNELS, DEVICE_SYNC, ONE_QUEUE, OVERLAP, POLICIES, Plan, PlanSpec
+from megatron_pp.plan.orders import SCHEDULES
+from megatron_pp.plan.simulate.simulator import simulate
+from megatron_pp.plan.verify.verifier import verify
 
 # -- counts and routes ---
 

@@ -10,20 +10,20 @@ from itertools import product
 import pytest
 
 from megatron_pp.errors import ExchangeError, PlanError
-from megatron_pp.plan.activations import key_values_timeline
 from megatron_pp.plan.builder import build_plan, lowered_plan
-from megatron_pp.plan.costs import StageCosts
-from megatron_pp.plan.dataflow import MOVES
-from megatron_pp.plan.instruction import BATCH, FORWARD, Instruction, batch, parse_instruction
-from megatron_pp.plan.lower import lowered
+from megatron_pp.plan.costs.activations import key_values_timeline
+from megatron_pp.plan.costs.slice_costs import attention_share, slice_lengths, slice_shares
+from megatron_pp.plan.costs.stage_costs import StageCosts
+from megatron_pp.plan.io.serialize import format_plan, parse_plan
+from megatron_pp.plan.ir.dataflow import MOVES
+from megatron_pp.plan.ir.instruction import BATCH, FORWARD, Instruction, batch, parse_instruction
+from megatron_pp.plan.ir.repeated import Repeated
+from megatron_pp.plan.ir.spec import CHANNELS, POLICIES, Plan, PlanSpec
+from megatron_pp.plan.lower.lowering import lowered
 from megatron_pp.plan.orders import SCHEDULES
-from megatron_pp.plan.repeated import Repeated
-from megatron_pp.plan.serialize import format_plan, parse_plan
-from megatron_pp.plan.sim.memory import FULL, ModelShape, rank_memory
-from megatron_pp.plan.sim.simulate import simulate
-from megatron_pp.plan.slice_costs import attention_share, slice_lengths, slice_shares
-from megatron_pp.plan.spec import CHANNELS, POLICIES, Plan, PlanSpec
-from megatron_pp.plan.verifier import verify
+from megatron_pp.plan.simulate.memory import FULL, ModelShape, rank_memory
+from megatron_pp.plan.simulate.simulator import simulate
+from megatron_pp.plan.verify.verifier import verify
 
 BACKWARD_SIDE = ("B", *MOVES["B"])
 SLICED = [name for name, family in SCHEDULES.items() if family.sliced]

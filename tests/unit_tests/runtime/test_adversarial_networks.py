@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pp.plan.spec import CHANNELS, ONE_WAY, POLICIES
+from megatron_pp.plan.ir.spec import CHANNELS, ONE_WAY, POLICIES
 from megatron_pp.testing.adversarial_transports import HOSTILE_NETWORKS, HostileNetwork
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import TOY_SCHEDULES, ToyData, ToyResult, reference_run

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.repeated import Repeated
-from megatron_pp.plan.spec import POLICIES, PlanSpec
+from megatron_pp.plan.ir.repeated import Repeated
+from megatron_pp.plan.ir.spec import POLICIES, PlanSpec
 from megatron_pp.testing.adversarial_transports import HOSTILE_NETWORKS
 from megatron_pp.testing.toy import reference_run
 from tests.harness.race_support import ExactBlock, exact_data, network_for, run_plan

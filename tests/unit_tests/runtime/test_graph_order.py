@@ -8,7 +8,7 @@ import pytest
 
 from megatron_pp.config.settings import TE_GRAPHS
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.runtime.graph_order import captured_order, check_graph_order
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.pipeline import run_in_threads

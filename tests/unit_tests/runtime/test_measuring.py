@@ -17,10 +17,10 @@ from megatron_pp.comm.exchange import measure_links
 from megatron_pp.errors import ConfigError, PlanError, ScheduleInputError
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.instruction import parse_program
-from megatron_pp.plan.measured import MeasuredFile, fitted_link, measured_values
-from megatron_pp.plan.placement import PLACEMENTS, Placement
-from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.plan.costs.measured import MeasuredFile, fitted_link, measured_values
+from megatron_pp.plan.ir.instruction import parse_program
+from megatron_pp.plan.ir.placement import PLACEMENTS, Placement
+from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.runtime.footprint import measure_footprint
 from megatron_pp.runtime.measuring import Measuring, gather_by_stage
 from megatron_pp.runtime.pairs import in_turn

@@ -15,10 +15,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import build_plan, verified_plan
-from megatron_pp.plan.instruction import SEND_OPS, Instruction
-from megatron_pp.plan.lifetime import tensors_timeline
-from megatron_pp.plan.skip_tensors import CACHES
-from megatron_pp.plan.spec import POLICIES, PlanSpec
+from megatron_pp.plan.ir.instruction import SEND_OPS, Instruction
+from megatron_pp.plan.ir.skip_tensors import CACHES
+from megatron_pp.plan.ir.spec import POLICIES, PlanSpec
+from megatron_pp.plan.verify.lifetime import tensors_timeline
 from megatron_pp.runtime.compute import ModelSteps, StepOptions
 from megatron_pp.runtime.executor import PlanExecutor, Shapes
 from megatron_pp.runtime.gradient_hooks import SyncHooks

@@ -14,12 +14,12 @@ from examples.gpt.trainer import forward_step
 from megatron_pp import split_weight_grad
 from megatron_pp.comm import host_copies as copies
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.plan.activations import activations_timeline, host_timeline
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.instruction import LOAD, OFFLOAD, Instruction
-from megatron_pp.plan.lifetime import tensors_timeline
+from megatron_pp.plan.costs.activations import activations_timeline, host_timeline
+from megatron_pp.plan.ir.instruction import LOAD, OFFLOAD, Instruction
+from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.orders import SCHEDULES
-from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.plan.verify.lifetime import tensors_timeline
 from megatron_pp.runtime import offload
 from megatron_pp.testing.adversarial_transports import HOSTILE_NETWORKS
 from megatron_pp.testing.pipeline import run_in_threads

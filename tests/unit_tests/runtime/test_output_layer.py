@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from megatron_pp import SplitOutputLayer
 from megatron_pp.errors import MegatronPPError, PlanError, ScheduleInputError
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.instruction import OUTPUT_LAYER_OPS
-from megatron_pp.plan.spec import Plan, PlanSpec
-from megatron_pp.plan.verifier import verify
+from megatron_pp.plan.ir.instruction import OUTPUT_LAYER_OPS
+from megatron_pp.plan.ir.spec import Plan, PlanSpec
+from megatron_pp.plan.verify.verifier import verify
 from megatron_pp.runtime.output_layer import rows_of_rank
 from megatron_pp.testing.adversarial_transports import HOSTILE_NETWORKS
 from megatron_pp.testing.memory_transport import MemoryNetwork

@@ -16,9 +16,9 @@ from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.config.model_config import ModelParallelConfig
 from megatron_pp.errors import PipelineError, ScheduleInputError, SendBufferError
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.instruction import POST_OF, parse_instruction
-from megatron_pp.plan.spec import BATCHED, OVERLAP, PLAIN, PlanSpec
-from megatron_pp.plan.tasks import Task
+from megatron_pp.plan.ir.instruction import POST_OF, parse_instruction
+from megatron_pp.plan.ir.spec import BATCHED, OVERLAP, PLAIN, PlanSpec
+from megatron_pp.plan.ir.tasks import Task
 from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.runtime.pairs import HalfCall, in_turn
 from megatron_pp.runtime.send_buffer_check import WatchedExecutor, checksum, executor_for

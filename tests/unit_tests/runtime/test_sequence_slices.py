@@ -16,7 +16,7 @@ from examples.gpt.trainer import forward_step
 from megatron_pp import get_forward_backward_func, sequence_slice, split_weight_grad
 from megatron_pp.config.model_config import TransformerConfig
 from megatron_pp.errors import ConfigError, ScheduleError, ScheduleInputError
-from megatron_pp.plan.placement import LOOP, Placement
+from megatron_pp.plan.ir.placement import LOOP, Placement
 from megatron_pp.runtime import message_shapes
 from megatron_pp.runtime.stage import PipelineStage
 from megatron_pp.testing.toy import ToyBlock, ToyResult, toy_config, toy_forward_step

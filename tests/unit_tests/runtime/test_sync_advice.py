@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_pp.config.settings import StepSettings
-from megatron_pp.plan.placement import LOOP, V_SHAPE, Placement
+from megatron_pp.plan.ir.placement import LOOP, V_SHAPE, Placement
 from megatron_pp.runtime.gradient_hooks import unsynchronised
 from megatron_pp.runtime.stage import PipelineStage
 from megatron_pp.testing.threads import ThreadGroup

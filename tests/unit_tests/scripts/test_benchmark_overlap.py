@@ -12,9 +12,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
 from benchmarks.engines import Work, first_input, loss_of
 from benchmarks.overlap import VARIANTS, Setting, VariantStep, wait_at_once
 from benchmarks.sweep import Sweep
-from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.plan.ir import instruction as ins
+from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.testing.adversarial_transports import LastMomentNetwork
 from megatron_pp.testing.threads import ThreadGroup, run_ranks
 

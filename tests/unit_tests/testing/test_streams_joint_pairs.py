@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron_pp.integrations.combined import CombinedSteps
-from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.runtime.compute import BackwardHalf, ForwardHalf, Ready
 from megatron_pp.runtime.executor import PlanExecutor
 from tests.harness.stream_runs import plan_on_streams

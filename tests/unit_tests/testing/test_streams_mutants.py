@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_pp.comm.communicator import P2PCore
-from megatron_pp.plan.spec import BATCHED, PLAIN, PlanSpec
+from megatron_pp.plan.ir.spec import BATCHED, PLAIN, PlanSpec
 from megatron_pp.runtime.executor import PlanExecutor
 from tests.harness.executor_mutants import (
     DeallocatesWhatItDefers,

@@ -10,7 +10,7 @@ import torch
 
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
 from megatron_pp.errors import PipelineError
-from megatron_pp.plan.placement import Placement
+from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.runtime.pairs import HalfCall, on_two_streams
 from megatron_pp.testing.pipeline import placement_of, toy_step
 from megatron_pp.testing.streams import check_streams

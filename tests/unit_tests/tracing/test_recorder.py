@@ -15,10 +15,10 @@ from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ExchangeError, ScheduleInputError
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.instruction import COMPUTE_OPS
-from megatron_pp.plan.placement import Placement
-from megatron_pp.plan.spec import PlanSpec
-from megatron_pp.plan.verifier import verify
+from megatron_pp.plan.ir.instruction import COMPUTE_OPS
+from megatron_pp.plan.ir.placement import Placement
+from megatron_pp.plan.ir.spec import PlanSpec
+from megatron_pp.plan.verify.verifier import verify
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.pipeline import run_in_threads, toy_step
 from megatron_pp.testing.threads import ThreadGroup, run_ranks

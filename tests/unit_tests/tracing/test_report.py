@@ -10,9 +10,9 @@ import pytest
 
 from megatron_pp.cli.command_line import main
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.costs import Link, Network, StageCosts
-from megatron_pp.plan.sim.simulate import simulate
-from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.plan.costs.stage_costs import Link, Network, StageCosts
+from megatron_pp.plan.ir.spec import PlanSpec
+from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.tracing.analysis import analyse
 from megatron_pp.tracing.files import RunHeader, StepRecord, header_line, plan_line, step_line, sync_line
 from megatron_pp.tracing.report import write_timeline

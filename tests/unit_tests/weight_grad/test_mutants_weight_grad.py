@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from megatron_pp.errors import PlanError, WeightGradError
-from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.builder import build_plan
+from megatron_pp.plan.ir import instruction as ins
+from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.orders import SCHEDULES
-from megatron_pp.plan.spec import PlanSpec
-from megatron_pp.plan.verifier import verify
+from megatron_pp.plan.verify.verifier import verify
 from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.pipeline import run_in_threads

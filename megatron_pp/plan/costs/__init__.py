@@ -1,0 +1,1 @@
+"""What compute, messages and memory cost."""

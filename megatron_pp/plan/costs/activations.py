@@ -1,0 +1,136 @@
+"""Activation memory of a compute order: what autograd keeps between a forward and its backward, and what a split
+backward leaves until its weight gradients.
+
+A forward keeps what its backward needs. A split backward frees it, but for the inputs of linear layers, and adds
+gradients of their outputs; both stay until W. That is the *weight share* of a forward's memory. In a transformer layer
+with flash attention and half-precision activations a forward keeps 34 s b h bytes (arXiv 2205.05198, section 4.1,
+without the attention scores) and weight gradients need 32 s b h (arXiv 2401.10241, appendix): four inputs of 14 s b h,
+four output gradients of 18 s b h. ``megatron_pp.measure_footprint`` measures a stage's own share.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+from megatron_pp.errors import PlanError
+from megatron_pp.plan.costs.stage_costs import WEIGHT_SHARE
+from megatron_pp.plan.ir import instruction as ins
+from megatron_pp.plan.ir.instruction import Instruction, without_pairs
+from megatron_pp.plan.ir.spec import Plan
+
+_Programs = Sequence[Sequence[Instruction]]
+Shares = float | Sequence[float]  # one for all stages, or one per stage in model order
+
+# By op: forwards with memory on the device, split backwards whose memory waits for W, forwards with memory on the host.
+KEPT = {ins.FORWARD: 1, ins.BACKWARD: -1, ins.INPUT_GRAD: -1, ins.FREE_OFFLOAD: -1, ins.LOAD: 1}
+WAITING = {ins.INPUT_GRAD: 1, ins.WEIGHT_GRAD: -1}
+_ON_HOST = {ins.OFFLOAD: 1, ins.WAIT_LOAD: -1}
+_CHANGES = {*KEPT, *WAITING, ins.PAIR}
+
+
+def kept_timeline(
+    order: Sequence[Instruction], stages: Sequence[int], forward: Sequence[float], weight: Sequence[float]
+) -> Iterator[float]:
+    """Memory right after each instruction of one rank's order or program, the halves of a PAIR by themselves.
+
+    ``stages`` are the rank's, in chunk order; per stage of the model, ``forward`` is what a forward keeps until its
+    backward and ``weight`` what a split backward keeps until its W, in any unit.
+    """
+    in_flight, waiting = [0] * len(stages), [0] * len(stages)  # counts, so that sums of shares do not drift
+    kept, now = [0.0] * len(stages), 0.0  # of each chunk, and of all
+    for op, _, _, _, chunk, _, _, _ in without_pairs(order):
+        if op in KEPT or op in WAITING:
+            stage = stages[chunk]
+            in_flight[chunk] += KEPT.get(op, 0)
+            waiting[chunk] += WAITING.get(op, 0)
+            kept[chunk] = forward[stage] * in_flight[chunk] + weight[stage] * waiting[chunk]
+            now = sum(kept)
+        yield now
+
+
+def host_timeline(order: Sequence[Instruction], stages: Sequence[int], forward: Sequence[float]) -> Iterator[float]:
+    """Host memory right after each instruction, of what is offloaded; arguments and unit as ``kept_timeline``."""
+    now = 0.0
+    for at in without_pairs(order):
+        now += _ON_HOST.get(at.op, 0) * forward[stages[at.chunk]]
+        yield now
+
+
+def activations_timeline(plan: Plan, rank: int, weight_share: Shares = WEIGHT_SHARE) -> Iterator[float]:
+    """Memory right after each instruction of ``rank``'s program, where each chunk's forward counts 1, and that of one
+    slice its share, all equal; an evaluation keeps nothing. Keys and values that slices keep for each other are part of
+    it until the backward of their own slice; for how long they are kept, see ``key_values_timeline``.
+
+    Raises PlanError for shares that are not one number, or one per stage, of at least 0.
+    """
+    return _timeline(plan, rank, plan.programs[rank], weight_share)
+
+
+def key_values_change(op: str, part: int, slices: int, forward_only: bool) -> int:
+    """Of a microbatch in ``slices``, what an operation of slice ``part`` adds to the keys and values that a chunk
+    keeps: the forward of the first slice allocates them for all, and its backward, the last to read them, gives them
+    back; in evaluation the forward of the last slice does.
+    """
+    allocated = op == ins.FORWARD and part == 0
+    freed = part == slices - 1 and op == ins.FORWARD if forward_only else part == 0 and op in ins.BACKWARD_OPS
+    return allocated - freed
+
+
+def key_values_timeline(plan: Plan, rank: int) -> Iterator[float]:
+    """Keys and values that attention keeps for the slices that follow, and their gradients, right after each
+    instruction of ``plan.timed(rank)``; 1 are those of a chunk and a whole microbatch.
+
+    Gradients of all slices but the last are collected from the backward of the last slice to that of the first.
+    """
+    slices, forward_only, now = plan.spec.slices, plan.spec.forward_only, 0.0
+    for at in plan.timed(rank):
+        if at.slice >= 0 and at.op in ins.SINGLE_COMPUTE_OPS:
+            now += key_values_change(at.op, at.slice, slices, forward_only)
+            if at.op in ins.BACKWARD_OPS and at.slice in (0, slices - 1):
+                now += (slices - 1) / slices * (-1 if at.slice == 0 else 1)
+        yield now
+
+
+def logits_timeline(plan: Plan, rank: int) -> Iterator[int]:
+    """Microbatches between S and T of a split output layer, right after each instruction of ``plan.timed(rank)``: of
+    each the rank keeps the logits of its rows. In evaluation none stays.
+    """
+    now = 0
+    for at in plan.timed(rank):
+        if not plan.spec.forward_only:
+            now += (at.op == ins.OUTPUT_S) - (at.op == ins.OUTPUT_T)
+        yield now
+
+
+def peak_activations(
+    plan: Plan, weight_share: Shares = WEIGHT_SHARE, programs: _Programs | None = None
+) -> tuple[float, ...]:
+    """The most that each rank keeps at once, in units of one chunk's forward. ``programs``: what the ranks run besides
+    communication, where it is known. Raises PlanError, see activations_timeline.
+    """
+    counted = ([at for at in program if at.op in _CHANGES] for program in programs or plan.programs)
+    return tuple(max(_timeline(plan, rank, run, weight_share), default=0.0) for rank, run in enumerate(counted))
+
+
+def peak_on_host(plan: Plan, programs: _Programs | None = None) -> tuple[float, ...]:
+    """The most that each rank has offloaded at once, in the same unit; ``programs`` as ``peak_activations``."""
+    ones = (1.0 / plan.spec.slices,) * plan.placement.num_stages
+    copies = ([at for at in program if at.op in _ON_HOST] for program in programs or plan.programs)
+    timelines = (host_timeline(c, s, ones) for c, s in zip(copies, plan.placement.stages, strict=True))
+    return tuple(max(timeline, default=0.0) for timeline in timelines)
+
+
+def _timeline(plan: Plan, rank: int, run: Sequence[Instruction], weight_share: Shares) -> Iterator[float]:
+    stages = plan.placement.num_stages
+    ones = (0.0 if plan.spec.forward_only else 1.0 / plan.spec.slices,) * stages
+    late = [share / plan.spec.slices for share in _per_stage(weight_share, stages)]
+    return kept_timeline(run, plan.placement.stages[rank], ones, late)
+
+
+def _per_stage(share: Shares, stages: int) -> tuple[float, ...]:
+    shares = (share,) * stages if isinstance(share, (int, float)) else tuple(share)
+    if len(shares) != stages:
+        raise PlanError(f"weight shares are given for {len(shares)} stages; the plan has {stages}")
+    for value in shares:
+        if not 0 <= value < math.inf:
+            raise PlanError(f"a weight share is {value}; it must be a finite number of at least 0, such as 0.94")
+    return shares

@@ -1,0 +1,314 @@
+"""What was measured of a model on its machines: the input of the schedule ``auto``, and the file that holds it."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
+from itertools import chain
+from typing import Any
+
+from megatron_pp.errors import ExchangeError, PlanError
+from megatron_pp.plan.costs.files import read_text
+from megatron_pp.plan.costs.stage_costs import WEIGHT_SHARE, Link, MemoryModel, Network, StageCosts
+from megatron_pp.plan.ir.placement import Placement
+
+MS = {"ms": 1.0, "s": 1e3}
+"""Unit of times in a file -> in milliseconds."""
+GB = {"GB": 1.0, "bytes": 1e-9}
+"""Unit of memory in a file -> in GB (10^9 bytes)."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Times and memory of one microbatch, per stage in model order (not per rank). One number stands for the same on
+    every stage.
+
+    forward, backward_input, weight  times of F, B and W, in any one unit
+    backward           time of an unsplit backward; B + W where not given
+    transfer           time of one activation or gradient between two ranks, in the same unit
+    memory_limit       per rank (or one number), in the unit of ``activation``; none where not given
+    activation         memory that a forward keeps until its backward
+    weight_activation  what a split backward keeps of it until its weight gradient; where not given, the share that a
+                       transformer layer has (``costs.WEIGHT_SHARE``). ``measure_footprint`` measures
+                       both
+    offload            copy of what a forward keeps, one way between device and host; without it nothing is offloaded
+    links              (source rank, target rank, time) of links that take another time than ``transfer``
+    microbatches       what each microbatch takes of the times; without it all take the same
+
+    Raises PlanError for negative or non-finite times, and lists of a wrong length where they meet a pipeline.
+    """
+
+    forward: float | tuple[float, ...] = 1.0
+    backward_input: float | tuple[float, ...] = 1.0
+    weight: float | tuple[float, ...] = 1.0
+    backward: float | tuple[float, ...] | None = None
+    transfer: float = 0.0
+    memory_limit: float | tuple[float, ...] | None = None
+    activation: float | tuple[float, ...] = 1.0
+    weight_activation: float | tuple[float, ...] | None = None
+    offload: float | tuple[float, ...] | None = None
+    links: tuple[tuple[int, int, float], ...] | None = None
+    microbatches: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "links" and value is not None:
+                object.__setattr__(self, "links", _rows("links", value, 3))
+                continue
+            if isinstance(value, Sequence) and not isinstance(value, str):
+                object.__setattr__(self, field.name, tuple(value))
+                value = tuple(value)
+            for number in value if isinstance(value, tuple) else (value,):
+                _check_number(field.name, number, field.default is None)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Measured:
+        """From what a JSON file holds, under the names above. Raises PlanError for a name that is not one of them."""
+        _check_names("measured values", values, [field.name for field in fields(cls)])
+        return cls(**values)
+
+    def taking(self, costs: StageCosts, **others: Any) -> Measured:
+        """With the times of ``costs``, and other fields as given."""
+        times = {name: getattr(costs, name) for name in ("forward", "backward_input", "weight", "backward")}
+        return replace(self, **times, **others)
+
+    def costs(self, num_stages: int) -> StageCosts:
+        """Times per stage."""
+        backward = None if self.backward is None else self._each("backward", num_stages)
+        forward, backward_input, weight = (
+            self._each(name, num_stages) for name in ("forward", "backward_input", "weight")
+        )
+        costs = StageCosts.per_stage(forward, backward_input, weight, backward)
+        if self.microbatches is not None:
+            costs = replace(costs, microbatches=self.microbatches)
+        return costs if self.offload is None else replace(costs, offload=self._each("offload", num_stages))
+
+    def network(self) -> Network:
+        """A link takes ``transfer``, or as ``links`` says, and any number of transfers at a time."""
+        links = {edge: Link(latency=time) for edge, time in self.each_link.items()}
+        return Network(link=Link(latency=self.transfer), links=links)
+
+    @property
+    def each_link(self) -> dict[tuple[int, int], float]:
+        """What a transfer takes, by (source, target); only links that ``links`` lists."""
+        return {(source, target): time for source, target, time in self.links or ()}
+
+    def memory(self, placement: Placement) -> MemoryModel:
+        """Memory per stage, and the limit per rank."""
+        stages, ranks = placement.num_stages, placement.pipeline_size
+        limits = (math.inf,) * ranks if self.memory_limit is None else self._each("memory_limit", ranks, "ranks")
+        activation = self._each("activation", stages)
+        if self.weight_activation is None:
+            return MemoryModel(limits, activation, tuple(WEIGHT_SHARE * value for value in activation))
+        return MemoryModel(limits, activation, self._each("weight_activation", stages))
+
+    def _each(self, name: str, count: int, what: str = "stages") -> tuple[float, ...]:
+        value = getattr(self, name)
+        if not isinstance(value, tuple):
+            return (value,) * count
+        if len(value) != count:
+            raise PlanError(f"measured {name} is given for {len(value)} {what}; there are {count}")
+        return value
+
+
+@dataclass(frozen=True)
+class Units:
+    """Of all numbers in a file: a key of MS, and one of GB. Raises PlanError for others."""
+
+    time: str = "ms"
+    memory: str = "GB"
+
+    def __post_init__(self) -> None:
+        for name, known in (("time", MS), ("memory", GB)):
+            if getattr(self, name) not in known:
+                raise PlanError(f"the unit of {name} is {getattr(self, name)!r}; it must be {' or '.join(known)}")
+
+
+@dataclass(frozen=True)
+class TransferTimes:
+    """Transfers between ranks, one at a time on a link.
+
+    message    size of what a stage sends to the next one, the largest
+    latency, bandwidth  time = latency + size / bandwidth, over all links; bandwidth None: the same for all sizes
+    transfers  [size, time], the median over all links
+    links      [source, target, latency, bandwidth] of two ranks; one number for both directions, unless both are listed
+    """
+
+    message: float = 0.0
+    latency: float = 0.0
+    bandwidth: float | None = None
+    transfers: tuple[tuple[float, float], ...] = ()
+    links: tuple[tuple[int, int, float, float | None], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("message", "latency", "bandwidth"):
+            _check_number(name, getattr(self, name), name == "bandwidth")
+        for name, width in (("transfers", 2), ("links", 4)):
+            object.__setattr__(self, name, _rows(name, getattr(self, name), width))
+
+    @property
+    def link(self) -> Link:
+        """What every link is like."""
+        return _link(self.latency, self.bandwidth)
+
+    @property
+    def each_link(self) -> dict[tuple[int, int], Link]:
+        listed = {(source, target): _link(latency, bandwidth) for source, target, latency, bandwidth in self.links}
+        return {(target, source): link for (source, target), link in listed.items()} | listed
+
+
+@dataclass(frozen=True)
+class CopyRates:
+    """Memory per time that a copy moves. ``between``: in words, what is copied from and to."""
+
+    between: str = ""
+    to_host: float = 0.0
+    to_device: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("to_host", "to_device"):
+            _check_number(name, getattr(self, name), False)
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """What ran when it was measured. ``steps``: over how many training steps times are medians."""
+
+    steps: int = 0
+    schedule: str = ""
+    pipeline_size: int = 0
+    num_chunks: int = 1
+    num_microbatches: int = 0
+    micro_batch_size: int | None = None
+    seq_length: int | None = None
+    device: str = ""
+    split_backward: bool = False
+
+    def __post_init__(self) -> None:
+        sizes = ("steps", "pipeline_size", "num_chunks", "num_microbatches", "micro_batch_size", "seq_length")
+        for name in sizes:
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 0):
+                raise PlanError(f"{name} of run is {value!r}; it must be a whole number of at least 0")
+
+
+@dataclass(frozen=True)
+class MeasuredFile:
+    """What ``config.measure`` writes: the fields of a Measured, and beside them these sections, each of which may be
+    missing.
+
+    units    of all numbers; without them times are in any one unit, and ``advise`` takes ms and GB
+    network  transfers by size
+    copies   between device and host
+    run      what ran
+    """
+
+    values: Measured
+    units: Units | None = None
+    network: TransferTimes | None = None
+    copies: CopyRates | None = None
+    run: MeasuredStep | None = None
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> MeasuredFile:
+        """Raises PlanError for names that are not known, and for numbers that cannot be."""
+        own = [field.name for field in fields(Measured)]
+        _check_names("measured values", content, [*own, *_SECTIONS])
+        sections = {name: _section(name, content[name]) for name in _SECTIONS if name in content}
+        return cls(Measured.from_dict({name: content[name] for name in own if name in content}), **sections)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For a JSON file. What was not measured is left out."""
+        sections = {name: asdict(part) for name in _SECTIONS if (part := getattr(self, name)) is not None}
+        units = {"units": sections.pop("units")} if self.units else {}
+        values = ((field, getattr(self.values, field.name)) for field in fields(Measured))
+        return {**units, **{field.name: value for field, value in values if value != field.default}, **sections}
+
+
+_SECTIONS: dict[str, type] = {"units": Units, "network": TransferTimes, "copies": CopyRates, "run": MeasuredStep}
+
+
+def fitted_link(samples: Sequence[tuple[float, float]]) -> Link:
+    """The link on which transfers of these (size, time above 0) take latency + size / bandwidth, as near as can be: by
+    least squares of relative errors.
+    """
+    rows = [(1 / time**2, size, time) for size, time in samples]
+    total = sum(w for w, _, _ in rows)
+    size = sum(w * x for w, x, _ in rows) / total
+    mean = sum(w * t for w, _, t in rows) / total
+    spread = sum(w * (x - size) ** 2 for w, x, _ in rows)
+    rise = sum(w * (x - size) * (t - mean) for w, x, t in rows)
+    if rise <= 0 or spread <= 0:
+        return Link(mean)
+    latency = mean - rise / spread * size
+    if latency >= 0:
+        return Link(latency, spread / rise)
+    return Link(0.0, sum(w * x * x for w, x, _ in rows) / sum(w * x * t for w, x, t in rows))  # through zero
+
+
+def _link(latency: float, bandwidth: float | None) -> Link:
+    return Link(latency, math.inf if bandwidth is None else bandwidth)
+
+
+def _section(name: str, content: Any) -> Any:
+    kind = _SECTIONS[name]
+    if not isinstance(content, Mapping):
+        raise PlanError(f"{name} is {content!r}; it must be an object")
+    _check_names(f"values of {name}", content, [field.name for field in fields(kind)])
+    return kind(**content)
+
+
+def _rows(name: str, rows: Any, width: int) -> tuple[Any, ...]:
+    lists = (list, tuple)
+    if not isinstance(rows, lists) or any(not isinstance(row, lists) or len(row) != width for row in rows):
+        raise PlanError(f"measured {name} are {rows!r}; they must be lists of {width} numbers")
+    for number in chain.from_iterable(rows):
+        _check_number(name, number, True)
+    return tuple(map(tuple, rows))
+
+
+def _check_names(what: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise PlanError(f"{what} {', '.join(unknown)} are not known; they are {', '.join(known)}")
+
+
+def measured_values(given: Measured | Mapping[str, Any] | str | None) -> Measured | None:
+    """A Measured, a dict of its fields (or of all that a MeasuredFile holds), or the path of a JSON file that holds
+    such a dict (read once per process).
+
+    Raises PlanError; ExchangeError (one too) for a file that cannot be read.
+    """
+    if isinstance(given, str):
+        return _from_file(given)
+    if isinstance(given, Mapping):
+        return MeasuredFile.from_dict(given).values
+    if given is not None and not isinstance(given, Measured):
+        raise PlanError(f"{given!r} is no Measured, no dict of its fields and no path of a JSON file")
+    return given
+
+
+@lru_cache(maxsize=16)
+def _from_file(path: str) -> Measured:
+    text = read_text(path)
+    try:
+        content = json.loads(text)
+        if not isinstance(content, dict):
+            raise PlanError("it holds no object with measured values by name")
+        return MeasuredFile.from_dict(content).values
+    except (ValueError, RecursionError) as error:  # PlanError is a ValueError
+        raise ExchangeError(f"{path}: {error}") from error
+
+
+def _check_number(name: str, value: Any, may_be_none: bool) -> None:
+    if value is None and may_be_none:
+        return
+    # Whole numbers may be larger than any float.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= sys.float_info.max:
+        shown = "beyond all floats" if isinstance(value, int) and value > sys.float_info.max else repr(value)
+        raise PlanError(f"measured {name} is {shown}; it must be a finite number of at least 0, or a list of them")

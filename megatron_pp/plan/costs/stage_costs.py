@@ -1,0 +1,271 @@
+"""What a plan's instructions cost: compute and memory per stage, transfers per directed link.
+
+Times are in one unit of the caller's choice, the same everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from megatron_pp.errors import PlanError
+from megatron_pp.plan.costs.slice_costs import slice_shares
+from megatron_pp.plan.ir import instruction as ins
+from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD
+from megatron_pp.plan.ir.placement import Placement
+
+WEIGHT_SHARE = 32 / 34
+"""Of a forward's memory, what a split backward keeps until its weight gradients; see ``activations.py``."""
+
+
+_TIMES = ("forward", "backward", "backward_input", "weight")
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Time of each compute operation of one microbatch, per stage in model order (not per rank).
+
+    forward         F
+    backward        B: input and weight gradients together
+    backward_input  I: input gradients only
+    weight          W
+    pair_sends      of the time that both halves of a pair take, the shares after which its output and its input
+                    gradient are there, where they are sent within it; (1, 1): when it is over
+    attention       share of causal attention in all of them, where sequences are cut into slices of equal length
+                    (``slice_costs.py``); at 0 all slices cost the same
+    output_layer    forward, input gradient and weight gradient of the whole output layer with its loss, which no
+                    stage's times contain: on the last stage, or split evenly over the ranks (``placed``)
+    passes          S and T of each rank, where the output layer is split: what ``placed`` makes of it, or as measured
+    microbatches    what each microbatch costs of these times, in the order in which they run; empty: all cost the same
+    offload         copy of what a forward keeps, one way between device and host; empty where copies take no time
+
+    Raises PlanError for lists of different lengths, and for times that are negative or not finite.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    backward_input: tuple[float, ...]
+    weight: tuple[float, ...]
+    pair_sends: tuple[float, float] = (1.0, 1.0)
+    attention: float = 0.0
+    output_layer: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    passes: tuple[float, float] = (0.0, 0.0)
+    microbatches: tuple[float, ...] = ()
+    offload: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.offload:
+            object.__setattr__(self, "offload", (0.0,) * len(self.forward))
+        if not all(math.isfinite(time) and time >= 0 for time in (*self.output_layer, *self.passes)):
+            raise PlanError(f"an output layer's times are {self.output_layer}, {self.passes}; they must be at least 0")
+        if len(self.pair_sends) != 2 or not all(0 <= share <= 1 for share in self.pair_sends):
+            raise PlanError(f"pair_sends is {self.pair_sends!r}; it must be two shares of a pair's time, from 0 to 1")
+        for name in ("backward", "backward_input", "weight", "offload"):
+            if len(getattr(self, name)) != len(self.forward):
+                given = len(getattr(self, name))
+                raise PlanError(f"costs of {name} are given for {given} stages, of forward for {len(self.forward)}")
+        for mb, value in enumerate(self.microbatches):
+            if not (math.isfinite(value) and value > 0):
+                raise PlanError(f"microbatch {mb} costs {value} of the times; it must be finite and above 0")
+        for name in _TIMES:
+            for stage, value in enumerate(getattr(self, name)):
+                if not (math.isfinite(value) and value >= 0):
+                    raise PlanError(f"the {name} time of stage {stage} is {value}; it must be finite and at least 0")
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.forward)
+
+    @classmethod
+    def uniform(
+        cls,
+        num_stages: int,
+        forward: float = 1.0,
+        backward_input: float = 1.0,
+        weight: float = 1.0,
+        backward: float | None = None,
+    ) -> StageCosts:
+        """The same times for every stage; an unsplit backward costs ``backward_input + weight`` unless given.
+
+        The defaults are the field's unit costs: F = B = W = 1, so that an unsplit backward costs 2.
+        """
+        whole = backward_input + weight if backward is None else backward
+        n = num_stages
+        return cls((forward,) * n, (whole,) * n, (backward_input,) * n, (weight,) * n)
+
+    @classmethod
+    def per_stage(
+        cls,
+        forward: Sequence[float],
+        backward_input: Sequence[float],
+        weight: Sequence[float],
+        backward: Sequence[float] | None = None,
+    ) -> StageCosts:
+        """Lists with one entry per stage; an unsplit backward costs the sum of its halves unless given."""
+        whole = [b + w for b, w in zip(backward_input, weight, strict=False)] if backward is None else backward
+        return cls(tuple(forward), tuple(whole), tuple(backward_input), tuple(weight))
+
+    def regrouped(self, count: int) -> StageCosts:
+        """The costs of ``count`` equal stages of the same model, added up or divided evenly. Raises PlanError where
+        neither is possible.
+        """
+        n = self.num_stages
+        if n % count and count % n:
+            raise PlanError(f"times of {n} stages cannot be regrouped into {count}; give a multiple or a divisor of it")
+        lists: dict[str, Any] = {name: regrouped(getattr(self, name), count) for name in (*_TIMES, "offload")}
+        return replace(self, **lists)
+
+    def placed(self, placement: Placement) -> StageCosts:
+        """The costs where the output layer is as in ``placement``: added to the last stage's, or as passes S and T.
+
+        With one barrier S has the forward and the input gradient and T the weight gradient; with two S has the forward.
+        """
+        forward, backward_input, weight = self.output_layer
+        none = (0.0, 0.0, 0.0)
+        if self.output_layer == none:
+            return self
+        if placement.barriers:
+            early = backward_input if placement.barriers == 1 else 0.0
+            times = forward + early, backward_input - early + weight
+            s, t = (time / placement.pipeline_size for time in times)
+            return replace(self, output_layer=none, passes=(s, t))
+        added = forward, backward_input + weight, backward_input, weight
+        lists = {name: (getattr(self, name), more) for name, more in zip(_TIMES, added, strict=True)}
+        grown: dict[str, Any] = {name: (*times[:-1], times[-1] + more) for name, (times, more) in lists.items()}
+        return replace(self, **grown, output_layer=none)
+
+    def of(self, op: str, stage: int) -> float:
+        """Time of a single compute operation or copy of ``stage``, of a whole sequence."""
+        return self._by_op[op][stage]
+
+    def of_slices(self, slices: int) -> tuple[float, ...]:
+        """The shares of the slices in these times, where sequences are cut into so many. Raises PlanError."""
+        return slice_shares((1,) * slices, self.attention)
+
+    def of_microbatches(self, count: int) -> tuple[float, ...]:
+        """What each of ``count`` microbatches costs of these times. Raises PlanError where others are given."""
+        if not self.microbatches:
+            return (1.0,) * count
+        if len(self.microbatches) != count:
+            raise PlanError(f"costs are given for {len(self.microbatches)} microbatches; the plan has {count}")
+        return self.microbatches
+
+    @cached_property
+    def _by_op(self) -> dict[str, tuple[float, ...]]:
+        return {
+            FORWARD: self.forward,
+            BACKWARD: self.backward,
+            ins.INPUT_GRAD: self.backward_input,
+            ins.WEIGHT_GRAD: self.weight,
+            ins.OUTPUT_S: self.passes[:1] * self.num_stages,
+            ins.OUTPUT_T: self.passes[1:] * self.num_stages,
+            ins.OFFLOAD: self.offload,
+            ins.LOAD: self.offload,
+        }
+
+
+def regrouped(times: tuple[float, ...], count: int) -> tuple[float, ...]:
+    """The times of ``count`` equal stages of the same model; one number is a multiple of the other."""
+    if len(times) >= count:
+        size = len(times) // count
+        return tuple(sum(times[i * size : (i + 1) * size]) for i in range(count))
+    size = count // len(times)
+    return tuple(time / size for time in times for _ in range(size))
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """Activation memory, in any unit.
+
+    limits   per rank; infinity for none
+    forward  per stage: what a forward keeps until its backward
+    weight   per stage: what a split backward keeps until its weight gradient
+    """
+
+    limits: tuple[float, ...]
+    forward: tuple[float, ...]
+    weight: tuple[float, ...]
+
+    @classmethod
+    def in_chunks(cls, placement: Placement, limit: float) -> MemoryModel:
+        """Every forward counts 1 until its weight gradient is done: the papers' count."""
+        ones = (1.0,) * placement.num_stages
+        return cls((limit,) * placement.pipeline_size, ones, ones)
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction between two ranks: a transfer occupies the wire for ``bytes / bandwidth`` and is there ``latency``
+    after it left the wire. Transfers on one link take turns, in the order in which they became ready.
+
+    latency    in units of time
+    bandwidth  in bytes per unit of time; infinite by default
+    """
+
+    latency: float = 0.0
+    bandwidth: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.latency) and self.latency >= 0):
+            raise PlanError(f"the latency of a link is {self.latency}; it must be a finite number of at least 0")
+        if not self.bandwidth > 0:
+            raise PlanError(f"the bandwidth of a link is {self.bandwidth}; it must be above 0")
+
+    def wire_time(self, size: float) -> float:
+        return size / self.bandwidth
+
+
+GLOO_DETACHED_BYTES = 256 * 1024
+"""On gloo, one-way channels for activations of at least this size get a connection of their own, and a thread that
+posts their sends: the hand-over costs tens of microseconds, posting costs milliseconds (``gloo.py``)."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """What a transfer between two ranks costs.
+
+    activation_bytes, gradient_bytes  size of one message of a whole sequence (gradients have the activation's size
+                                      unless given)
+    link                              every directed link that ``links`` does not name
+    links                             (source rank, destination rank) -> its own Link
+    gloo                              transfers as gloo makes them: a send starts once its receive is announced, and the
+                                      announcement travels behind the data of the other direction, since two ranks
+                                      have one connection; from GLOO_DETACHED_BYTES on, one-way channels have a
+                                      connection each and announcements take no time. Nothing else delays a message
+                                      that is posted at both ends
+    """
+
+    activation_bytes: float = 0.0
+    gradient_bytes: float | None = None
+    link: Link = Link()
+    links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
+    gloo: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in (("activation_bytes", self.activation_bytes), ("gradient_bytes", self.gradient_bytes)):
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise PlanError(f"{name} is {value}; it must be a finite number of at least 0")
+
+    def message_bytes(self, kind: str) -> float:
+        """Size of a message of ``kind`` FORWARD (activation) or BACKWARD (gradient)."""
+        if kind == BACKWARD and self.gradient_bytes is not None:
+            return self.gradient_bytes
+        return self.activation_bytes
+
+    def collective_time(self, op: str, barriers: int, ranks: int) -> float:
+        """Time of a collective of so many ranks: along a tree of ``link``, in pieces that follow each other. The
+        softmax statistics are taken to have no size.
+        """
+        hops = math.ceil(math.log2(ranks)) if ranks > 1 else 0
+        kind = FORWARD if op == ins.BROADCAST else BACKWARD
+        size = 0.0 if op == ins.ALL_REDUCE and barriers == 2 else self.message_bytes(kind)
+        return hops * self.link.latency + (self.link.wire_time(size) if hops else 0.0)
+
+    def between(self, source: int, target: int) -> Link:
+        return self.links.get((source, target), self.link)
+
+
+FREE = Network()

@@ -1,0 +1,107 @@
+"""A user's own schedule: a file, named where the name of a schedule is expected.
+
+Any format that ``serialize.py`` reads will do. What counts is its compute order, to which lowering adds communication
+as the run's config says; a whole plan that was lowered for just such a run is taken as it stands. Either is verified
+before it runs, as every plan is.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from megatron_pp.errors import ExchangeError, PlanError
+from megatron_pp.plan.costs.files import read_text
+from megatron_pp.plan.io.serialize import load_plan
+from megatron_pp.plan.ir.instruction import OFFLOAD, WEIGHT_GRAD
+from megatron_pp.plan.ir.placement import LOOP
+from megatron_pp.plan.ir.repeated import Line
+from megatron_pp.plan.ir.spec import Plan, PlanSpec
+from megatron_pp.plan.names import unknown
+from megatron_pp.plan.orders import SCHEDULES
+from megatron_pp.plan.orders.family import Family, Order, Shape
+
+ENDINGS = (".csv", ".json")
+
+
+def names_a_file(schedule: str) -> bool:
+    """Whether ``schedule`` is the path of a file rather than a registered name."""
+    return schedule.endswith(ENDINGS)
+
+
+def choices() -> str:
+    """What a schedule may be, for error messages."""
+    return f"one of {', '.join(SCHEDULES)}, or a .csv or .json file"
+
+
+def find_family(schedule: str) -> Family:
+    """The registered family of this name, or that of the file at this path.
+
+    Raises PlanError for a name that is neither and for a file whose plan cannot run, ExchangeError (one too) for a file
+    that holds none.
+    """
+    if isinstance(schedule, str):
+        if schedule in SCHEDULES:
+            return SCHEDULES[schedule]
+        if names_a_file(schedule):
+            return family_of_file(schedule)
+    raise PlanError(unknown("schedule", schedule, SCHEDULES, choices()))
+
+
+def placement_kind(schedule: str | None) -> str:
+    """Where ``schedule`` puts the stages; in a loop where it is None, or not known and refused elsewhere."""
+    known = schedule is not None and (schedule in SCHEDULES or names_a_file(schedule))
+    return find_family(schedule).placement if schedule is not None and known else LOOP
+
+
+@lru_cache(maxsize=16)
+def family_of_file(path: str) -> Family:
+    """The family that the file at ``path`` is: of one pipeline size, number of chunks and of microbatches.
+
+    Read once per process: a file that changes while a run is on changes nothing. Raises ExchangeError, PlanError.
+    """
+    text = read_text(path)
+    given = _FilePlan(path, load_plan(path))
+    return Family(
+        path,
+        given.orders,
+        source=f"the file {path}",
+        summary=given.plan.spec.describe(),
+        placement=given.plan.placement.kind,
+        chunks=given.plan.spec.num_chunks,
+        splits_weight=any(at.op == WEIGHT_GRAD for order in given.plan.orders for at in order),
+        programs=given.programs,
+        digest=hashlib.sha256(text.encode()).hexdigest()[:16],
+        shape=given.plan.spec.shape,
+        sliced=given.plan.spec.slices > 1,
+        offloads=given.offloads,
+    )
+
+
+@dataclass(frozen=True)
+class _FilePlan:
+    path: str
+    plan: Plan
+
+    def orders(self, shape: Shape) -> list[Order]:
+        spec = self.plan.spec
+        if (spec.pipeline_size, spec.num_microbatches) != (shape.pipeline_size, shape.num_microbatches):
+            raise ExchangeError(
+                f"{self.path} is a schedule of {spec.num_microbatches} microbatches on {spec.pipeline_size} ranks; "
+                f"this step has {shape.num_microbatches} on {shape.pipeline_size}"
+            )
+        if spec.slices != shape.slices:
+            raise ExchangeError(
+                f"{self.path} is a schedule of {spec.slices} slice(s) a sequence; this step has {shape.slices}"
+            )
+        return [list(order) for order in self.plan.orders]
+
+    def offloads(self, shape: Shape) -> int:
+        """Chunks of a rank whose forwards the file's programs offload, any of them."""
+        return max((at.chunk + 1 for program in self.plan.programs for at in program if at.op == OFFLOAD), default=0)
+
+    def programs(self, spec: PlanSpec) -> Sequence[Line] | None:
+        """The file's own programs, where they were lowered for ``spec``."""
+        of_the_run = ("schedule", "measured", "digest", "group_size", "split_backward", "device")
+        mine = replace(self.plan.spec, **{name: getattr(spec, name) for name in of_the_run})
+        return self.plan.programs if mine == spec else None

@@ -1,0 +1,259 @@
+"""Plans in files: JSON, the whole plan, so that reading gives back an equal ``Plan``; and PyTorch's CSV
+(``torch_csv.py``). ``load_plan`` knows them by their content.
+
+The JSON is one object: ``format``, ``version`` (2), ``spec`` (the fields of PlanSpec), ``placement``, ``remark``, and
+``programs``, a list per rank of objects with the keys ``op``, ``stage``, ``chunk`` and ``mb`` (null where they do not
+apply) and, where they apply, ``peer``, ``slice``, ``tensor`` and ``members``. ``orders`` is there where the compute
+order is not simply the compute of the programs.
+
+Nothing in a file is ever executed: words are matched against the instruction set, and numbers are checked before
+anything of their size is made.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import MISSING, asdict, fields
+from typing import Any
+
+from megatron_pp.errors import ExchangeError, InstructionError, PlanError, visible
+from megatron_pp.plan.costs.files import read_text
+from megatron_pp.plan.costs.measured import Measured
+from megatron_pp.plan.io.torch_csv import read_torch_csv, write_torch_csv
+from megatron_pp.plan.ir import instruction as ins
+from megatron_pp.plan.ir.instruction import NONE, Instruction, batch, pair, parse_instruction, without_pairs
+from megatron_pp.plan.ir.placement import Placement
+from megatron_pp.plan.ir.repeated import Line, Lines
+from megatron_pp.plan.ir.skip_tensors import SkipTensor
+from megatron_pp.plan.ir.spec import Plan, PlanSpec
+
+JSON = "json"
+TORCH_CSV = "torch-csv"
+TORCH_CSV_COMMS = "torch-csv-comms"
+TORCH_CSV_WAITS = "torch-csv-waits"  # as PyTorch 2.15 has it
+FORMATS = (JSON, TORCH_CSV, TORCH_CSV_COMMS, TORCH_CSV_WAITS)
+_HEAD = "megatron_pp.plan"
+_VERSION = 2
+_EXPECTED = {"schedule": str, "pipeline_size": int, "num_chunks": int, "num_microbatches": int, "offload_chunks": int}
+_MOST = 10**9  # no stage, chunk, microbatch or rank of a real plan is as large
+
+
+def format_plan(plan: Plan, form: str, certified: bool = False) -> str:
+    """The plan as text of one of FORMATS. Raises ExchangeError for another one. ``certified``: JSON has its certificate
+    too, where it has one; nothing reads it back, as what a file claims is no proof.
+    """
+    if form == JSON:
+        return _to_json(plan, certified)
+    if form in FORMATS:
+        return write_torch_csv(plan, comms=form != TORCH_CSV, waits=form == TORCH_CSV_WAITS)
+    raise ExchangeError(f"plans are written as {', '.join(FORMATS)}, not as {form!r}")
+
+
+def load_plan(path: str | os.PathLike[str], **lowering: Any) -> Plan:
+    """Read a plan of any of FORMATS. Not verified yet: what its instructions do together is ``verify``'s question.
+
+    ``lowering`` are fields of PlanSpec (policy, channels, ...) for PyTorch's compute-only CSV.
+    Raises ExchangeError for a file that holds no plan, PlanError for a plan that is incomplete or cannot run, naming
+    the file, the place and what is wrong.
+    """
+    text = read_text(path)
+    try:
+        return parse_plan(text, **lowering)
+    except PlanError as error:
+        raise type(error)(f"{path}: {error}") from error
+
+
+def parse_plan(text: str, **lowering: Any) -> Plan:
+    """The plan in ``text``, as load_plan reads it."""
+    if text.lstrip().startswith("{"):
+        return _from_json(text)
+    return read_torch_csv(text, **lowering)
+
+
+class ComputeOf(Lines):
+    """The compute orders of lowered programs, the halves of a pair by themselves."""
+
+    def __init__(self, programs: Sequence[Line]) -> None:
+        super().__init__(len(programs))
+        self.programs = programs
+
+    def _make(self, rank: int) -> Line:
+        return tuple(at for at in without_pairs(self.programs[rank]) if at.op in ins.SINGLE_COMPUTE_OPS)
+
+
+def _to_json(plan: Plan, certified: bool) -> str:
+    content: dict[str, Any] = {
+        "format": _HEAD,
+        "version": _VERSION,
+        "spec": dict(spec_values(plan.spec)),
+        "placement": plan.placement.kind,
+        **({"barriers": plan.placement.barriers} if plan.placement.barriers else {}),
+        "remark": plan.remark,
+    }
+    if certified and plan.certificate is not None:
+        content["certificate"] = plan.certificate.to_dict()
+    if plan.orders != ComputeOf(plan.programs):
+        content["orders"] = [[_node(at) for at in order] for order in plan.orders]
+    head = json.dumps(content, indent=1)[:-2]
+    lines = (",\n".join("   " + json.dumps(_node(at)) for at in program) for program in plan.programs)
+    programs = ",\n".join(f"  [\n{line}\n  ]" for line in lines)  # an instruction a line: short, and good to compare
+    return f'{head},\n "programs": [\n{programs}\n ]\n}}\n'
+
+
+def _node(at: Instruction) -> dict[str, Any]:
+    grouped = bool(at.members)
+    node: dict[str, Any] = {
+        "op": at.op,
+        "stage": None if grouped else at.stage,
+        "chunk": None if grouped else at.chunk,
+        "mb": None if at.mb == NONE else at.mb,
+    }
+    if at.peer != NONE:
+        node["peer"] = at.peer
+    if at.slice != NONE:
+        node["slice"] = at.slice
+    if at.tensor:
+        node["tensor"] = at.tensor
+    if grouped:
+        node["members"] = [_node(member) for member in at.members]
+    return node
+
+
+def _from_json(text: str) -> Plan:
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ExchangeError(f"not a JSON file, or cut off: {error}") from error
+    version = content.get("version")
+    if content.get("format") != _HEAD or type(version) is not int or version != _VERSION:
+        head = json.dumps({"format": _HEAD, "version": _VERSION})[1:-1]
+        raise ExchangeError(f"no plan that this reads; it would hold {head}")
+    if not isinstance(content.get("spec"), dict):
+        raise ExchangeError("'spec' is missing or no object")
+    try:
+        spec = spec_from_values(content["spec"])
+        sizes = spec.pipeline_size, spec.num_chunks, content.get("barriers", 0)
+        placement = Placement(content.get("placement", "(missing)"), *sizes)
+    except ValueError as error:  # PlanError is one
+        raise ExchangeError(str(error)) from error
+    programs = _ranks(content, "programs", spec)
+    orders = _ranks(content, "orders", spec) if "orders" in content else ComputeOf(programs)
+    cells = spec.num_chunks * spec.num_microbatches * spec.slices
+    for rank, program in enumerate(programs):
+        if len(program) < cells:
+            slices = f" in {spec.slices} slices" if spec.slices > 1 else ""
+            raise ExchangeError(
+                f"rank {rank} has {len(program)} instructions for {spec.num_chunks} chunk(s) of "
+                f"{spec.num_microbatches} microbatches{slices}: the program is cut off, or the spec is another plan's"
+            )
+    return Plan(spec, placement, programs, orders, visible(str(content.get("remark", ""))))
+
+
+def _ranks(content: dict[str, Any], what: str, spec: PlanSpec) -> tuple[Line, ...]:
+    listed = content.get(what)
+    if not isinstance(listed, list):
+        raise ExchangeError(f"'{what}' is missing or no list with an entry per rank")
+    if len(listed) != spec.pipeline_size:
+        raise ExchangeError(f"there are {what} of {len(listed)} ranks; the pipeline has {spec.pipeline_size}")
+    programs = []
+    for rank, entry in enumerate(listed):
+        try:
+            if not isinstance(entry, list):
+                raise InstructionError("a program is a list of instructions")
+            programs.append(tuple(_instruction(node, f"instruction {k}") for k, node in enumerate(entry)))
+        except InstructionError as error:
+            raise ExchangeError(f"{what}, rank {rank}: {error}") from error
+    return tuple(programs)
+
+
+def _op(node: Any, where: str) -> str:
+    op = node.get("op") if isinstance(node, dict) else None
+    if not isinstance(op, str) or op not in ins.ALL_OPS:
+        raise InstructionError(f"{where}: {str(node)[:60]} is no object with a known 'op'")
+    return op
+
+
+def _instruction(node: Any, where: str) -> Instruction:
+    op = _op(node, where)
+    if op in ins.GROUP_OPS:
+        members = node.get("members")
+        if not isinstance(members, list) or any(_op(member, where) in ins.GROUP_OPS for member in members):
+            raise InstructionError(f"{where}: the 'members' of a {op} are a list of single instructions")
+        inside = [_instruction(member, where) for member in members]
+        if op == ins.BATCH:
+            return batch(inside)
+        two = sum(member.op in ins.SINGLE_COMPUTE_OPS for member in inside)
+        if two != 2:
+            raise InstructionError(f"{where}: a PAIR has two members, not {two}")
+        return pair(*inside)
+    tensor = node.get("tensor", "")
+    if not isinstance(tensor, str):
+        raise InstructionError(f"{where}: 'tensor' is {tensor!r}; it must be a name")
+    at = Instruction(
+        op,
+        _number(node, "stage", where),
+        NONE if op in ins.SYNC_OPS else _number(node, "mb", where),
+        _number(node, "peer", where) if op in ins.TRANSFER_OPS else NONE,
+        _number(node, "chunk", where),
+        _number(node, "slice", where) if "slice" in node else NONE,
+        tensor,
+    )
+    if at.slice != NONE or tensor:
+        parse_instruction(str(at))  # refuses an op that takes none, and what is no name
+    return at
+
+
+def _number(node: dict[str, Any], key: str, where: str) -> int:
+    value = node.get(key)
+    if type(value) is not int or not 0 <= value < _MOST:
+        raise InstructionError(f"{where} ({node['op']}): '{key}' is {value!r}; it must be a whole number of at least 0")
+    return value
+
+
+def _skip_tensor(value: Any) -> SkipTensor:
+    """Raises ExchangeError for what is no object of its fields."""
+    kinds = {"name": str, "source": int, "users": list, "gradient": bool, "shape": list | None, "dtype": str | None}
+    fits = isinstance(value, dict) and {"name", "source", "users"} <= set(value) <= set(kinds)
+    fits = fits and all(isinstance(given, kinds[name]) for name, given in value.items())
+    numbers = [value["source"], *value["users"], *(value.get("shape") or ())] if fits else [None]
+    if any(type(number) is not int or abs(number) >= _MOST for number in numbers):
+        raise ExchangeError(
+            f"the spec's skip_tensors hold {str(value)[:60]}; each is an object with name, source and users (stages), "
+            "and where they apply gradient, shape and dtype"
+        )
+    lists = {name: tuple(given) for name, given in value.items() if isinstance(given, list)}
+    return SkipTensor(**{**value, **lists})
+
+
+def spec_values(spec: PlanSpec) -> list[tuple[str, Any]]:
+    """The fields of the spec, as JSON takes them."""
+    values = [(f.name, getattr(spec, f.name)) for f in fields(PlanSpec)]
+    values = [(name, asdict(value) if isinstance(value, Measured) else value) for name, value in values]
+    if not spec.skip_tensors:
+        return [(name, value) for name, value in values if name not in ("skip_tensors", "skip_cache")]
+    return [(k, [one._asdict() for one in value] if k == "skip_tensors" else value) for k, value in values]
+
+
+def spec_from_values(values: dict[str, Any]) -> PlanSpec:
+    """The spec of what ``spec_values`` gave, back from a file. Raises ExchangeError, PlanError."""
+    known = {f.name: f for f in fields(PlanSpec)}
+    unknown = sorted(set(values) - set(known))
+    if unknown:
+        raise ExchangeError(f"the spec has no field {unknown[0]!r}; its fields are {', '.join(known)}")
+    missing = [name for name, f in known.items() if f.default is MISSING and name not in values]
+    if missing:
+        raise ExchangeError(f"the spec lacks {', '.join(missing)}")
+    measured = values.pop("measured", None)
+    for name, value in values.items():
+        if name == "device" and isinstance(value, list):
+            value = values[name] = tuple(value)
+        if name == "skip_tensors" and isinstance(value, list):
+            value = values[name] = tuple(map(_skip_tensor, value))
+        expected = _EXPECTED.get(name) or type(known[name].default)
+        if type(value) is not expected and (value is not None or known[name].default is not None):
+            raise ExchangeError(f"the spec's {name} is {value!r}; it must be of type {expected.__name__}")
+        if isinstance(value, str) and not value.isprintable():
+            raise ExchangeError(f"the spec's {name} is {value!r}; it holds a character that cannot be printed")
+    if measured is not None and not isinstance(measured, dict):
+        raise ExchangeError("the spec's 'measured' must be an object of measured values, or null")
+    return PlanSpec(**values, measured=None if measured is None else Measured.from_dict(measured))

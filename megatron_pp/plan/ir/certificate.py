@@ -1,0 +1,73 @@
+"""What the proof of an accepted plan covers: which rules, on which device, of which spec, and for which programs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+from megatron_pp.plan.ir.instruction import format_program
+from megatron_pp.plan.ir.repeated import Line, Lines
+
+COMPLETE = "complete"
+LIFETIME = "lifetime"
+KEPT_OUTPUTS = "kept_outputs"
+RENDEZVOUS = "rendezvous"
+ORDER = "order"
+REPETITION = "repetition"
+
+PROOFS = {
+    COMPLETE: "every operation runs exactly once, after what it needs",
+    LIFETIME: "every buffer is released once, after its last use; a send is waited for before that; nothing is left",
+    KEPT_OUTPUTS: "the same with outputs that are not deallocated after their send",
+    RENDEZVOUS: "no deadlock and no crossing messages, where a send completes only when its receive is posted",
+    "one_queue": "nor where all that a rank issues goes through one hardware queue",
+    "device_sync": "nor where compute synchronises the device",
+    "static_buffers": "an input gradient is used before graphed layers write its buffer again",
+    ORDER: "each rank's program runs the compute order of its schedule",
+    REPETITION: "proven for fewer microbatches, and that the block between them can be repeated",
+}
+"""What each rule of a certificate says of the plan."""
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What ``verify`` has proven of a plan.
+
+    rules    keys of ``PROOFS``, in its order
+    device   the rules of the device among them, besides rendezvous
+    spec     the fields of the plan's PlanSpec, as JSON takes them
+    """
+
+    rules: tuple[str, ...]
+    device: tuple[str, ...]
+    spec: Mapping[str, Any]
+    programs: Sequence[Line] = field(repr=False, compare=False)
+
+    @classmethod
+    def of(cls, rules: Sequence[str], device: Sequence[str], spec: Any, programs: Sequence[Line]) -> Certificate:
+        """That ``rules`` are proven of the plan of ``spec`` with these programs, on a device with its rules."""
+        values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(spec).items()}
+        return cls(tuple(rules), tuple(device), values, programs)
+
+    @cached_property
+    def digest(self) -> str:
+        """``sha256:`` and the SHA-256 of the programs as ``megatron-pp plan`` prints them below its first line. It
+        walks all ranks' programs.
+        """
+        found = hashlib.sha256()
+        for rank, program in enumerate(self.programs):
+            found.update(f"rank {rank}: {format_program(program)}\n".encode())
+        if isinstance(self.programs, Lines):
+            self.programs.forget()  # a rank makes its own again
+        return f"sha256:{found.hexdigest()}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: ``rules``, ``device``, ``spec`` (the fields of PlanSpec) and ``digest``."""
+        rules, device = list(self.rules), list(self.device)
+        return {"rules": rules, "device": device, "spec": dict(self.spec), "digest": self.digest}
+
+    def __str__(self) -> str:
+        return f"certificate: {', '.join(self.rules)}; programs {self.digest}"

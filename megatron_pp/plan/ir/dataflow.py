@@ -1,0 +1,165 @@
+"""What an operation depends on, and which message an instruction moves on which channel. Everything that follows a plan
+(lowering, clock, lifetime, rendezvous, simulator, search, drawings) asks here.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple, Protocol
+
+from megatron_pp.plan.ir import instruction as ins
+from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Instruction
+
+Result = tuple[str, int]
+"""What an operation leaves, and its stage: FORWARD (an output), BACKWARD (an input gradient), OUTPUT_S or OUTPUT_T."""
+
+RESULT_OF = {FORWARD: FORWARD, BACKWARD: BACKWARD, INPUT_GRAD: BACKWARD}
+"""What an operation leaves for other stages; a weight gradient leaves nothing."""
+
+TOWARDS = {FORWARD: 1, BACKWARD: -1}
+"""Stages that a result travels."""
+
+
+class Moves(NamedTuple):
+    """The instructions that move a result from one stage to the next."""
+
+    recv: str
+    wait: str
+    hand: str
+    send: str
+    free: str
+
+
+MOVES = {
+    FORWARD: Moves(ins.RECV_F, ins.WAIT_F, ins.HAND_F, ins.SEND_F, ins.FREE_F),
+    BACKWARD: Moves(ins.RECV_B, ins.WAIT_B, ins.HAND_B, ins.SEND_B, ins.FREE_B),
+}
+KIND_OF = {op: kind for kind, moves in MOVES.items() for op in moves}
+"""FORWARD for what moves an activation, BACKWARD for what moves a gradient."""
+_AT_RECEIVER = frozenset({*MOVES[FORWARD][:3], *MOVES[BACKWARD][:3]})  # what the receiving stage runs
+_TO_RECEIVER = {op: 0 if op in _AT_RECEIVER else TOWARDS[kind] for op, kind in KIND_OF.items()}
+
+
+@lru_cache(maxsize=1 << 16)
+def inputs_of(op: str, stage: int, num_stages: int) -> tuple[Result, ...]:
+    """The results, of the same microbatch (and slice), that a compute operation of ``stage`` needs before it runs.
+
+    A forward needs the output of the stage before; a backward, whole or of inputs only, its own forward and the input
+    gradient of the stage after; a weight gradient its own input gradient.
+    """
+    if op == WEIGHT_GRAD:
+        return ((BACKWARD, stage),)
+    result = RESULT_OF[op]
+    own = ((FORWARD, stage),) if result == BACKWARD else ()
+    source = stage - TOWARDS[result]
+    return (*own, (result, source)) if 0 <= source < num_stages else own
+
+
+class OutputLayer(Protocol):
+    """Where the output layer is: the part of ``Placement`` that dataflow reads."""
+
+    @property
+    def num_stages(self) -> int: ...
+    @property
+    def barriers(self) -> int: ...
+    @property
+    def output_stages(self) -> tuple[int, ...]: ...
+
+
+def collected_inputs(op: str, stage: int, layer: OutputLayer) -> tuple[Result, ...]:
+    """What an operation needs that collectives bring, where the output layer is split over all ranks.
+
+    S needs the last stage's output (a broadcast), T the statistics of every rank's S (an all-reduce); the last stage's
+    backward, with one barrier, the gradient parts of every rank's S, and with two those of every rank's T.
+    """
+    last = layer.num_stages - 1
+    if op == ins.OUTPUT_S:
+        return ((FORWARD, last),)
+    if op == ins.OUTPUT_T:
+        return tuple((ins.OUTPUT_S, other) for other in layer.output_stages)
+    if layer.barriers and stage == last and RESULT_OF.get(op) == BACKWARD:
+        return tuple((ins.OUTPUT_S if layer.barriers == 1 else ins.OUTPUT_T, other) for other in layer.output_stages)
+    return ()
+
+
+def needs_of(op: str, stage: int, layer: OutputLayer) -> tuple[Result, ...]:
+    """All results that a compute operation of ``stage`` needs before it runs."""
+    own = () if op in ins.OUTPUT_OPS else inputs_of(op, stage, layer.num_stages)
+    return (*own, *collected_inputs(op, stage, layer))
+
+
+@lru_cache(maxsize=1 << 16)
+def source_of(op: str, stage: int, num_stages: int) -> int | None:
+    """The other stage whose result a compute operation of ``stage`` needs; None where there is none."""
+    if op in ins.OUTPUT_OPS:
+        return None
+    return next((source for _, source in inputs_of(op, stage, num_stages) if source != stage), None)
+
+
+@lru_cache(maxsize=1 << 16)
+def consumer_of(op: str, stage: int, num_stages: int) -> int | None:
+    """The other stage that needs the result of a compute operation of ``stage``; None where there is none."""
+    if op not in RESULT_OF:
+        return None
+    target = stage + TOWARDS[RESULT_OF[op]]
+    return target if 0 <= target < num_stages else None
+
+
+CAUSAL = {
+    FORWARD: "attention reads the keys and values of the slices before its own",
+    BACKWARD: "keys and values get gradients from the slices behind their own",
+}
+"""Why results of one stage and microbatch come in the order of slices."""
+
+
+def slice_before(op: str, part: int, slices: int) -> int | None:
+    """The slice of the same stage and microbatch whose forward (for a forward) or backward (for a backward) has to come
+    before that of slice ``part``; None where there is none.
+
+    Causal attention reads the keys and values of all slices before its own, and gives them gradients: forwards run from
+    the first slice to the last, backwards from the last to the first (arXiv 2406.03488).
+    """
+    if op == WEIGHT_GRAD or part == ins.NONE:
+        return None
+    before = part - TOWARDS[RESULT_OF[op]]
+    return before if 0 <= before < slices else None
+
+
+class Message(NamedTuple):
+    """One tensor between two stages.
+
+    kind   FORWARD for an activation, BACKWARD for a gradient; of a collective, what posts it
+    stage  the stage that receives it; NONE where every rank does
+    """
+
+    kind: str
+    stage: int
+    mb: int
+    slice: int
+    tensor: str
+
+
+class Channel(NamedTuple):
+    """Messages of one kind from one rank to another."""
+
+    source: int
+    target: int
+    kind: str
+
+
+def message_of(at: Instruction) -> Message:
+    """The message that a send, receive, WAIT, FREE or hand-off is about, or the collective."""
+    op = at.op
+    if op in ins.COLLECTIVE_OPS:  # one of all ranks
+        return Message(ins.POST_OF.get(op, op), ins.NONE, at.mb, at.slice, at.tensor)
+    fields = (KIND_OF[op], at.stage + _TO_RECEIVER[op], at.mb, at.slice, at.tensor)
+    return tuple.__new__(Message, fields)  # in a third of the time of Message(...), and it is asked for all the time
+
+
+def channel_of(at: Instruction, rank: int) -> Channel:
+    """The channel of that message, where ``at`` is an instruction of ``rank``."""
+    kind = KIND_OF[at.op]
+    return Channel(at.peer, rank, kind) if at.op in _AT_RECEIVER else Channel(rank, at.peer, kind)
+
+
+def neighbour_of(op: str, stage: int) -> int:
+    """The stage at the other end of a send, receive, WAIT, FREE or hand-off of ``stage``; it may not exist."""
+    return stage + (_TO_RECEIVER[op] or -TOWARDS[KIND_OF[op]])

@@ -1,0 +1,234 @@
+"""What identifies a plan: the spec that is built, verified and cached once, and the plan itself."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from megatron_pp.errors import PlanError
+from megatron_pp.plan.costs.measured import Measured
+from megatron_pp.plan.gc_pause import collector_paused
+from megatron_pp.plan.ir.certificate import Certificate
+from megatron_pp.plan.ir.instruction import NONE, OFFLOAD, PAIR, Instruction, format_program, without_pairs
+from megatron_pp.plan.ir.placement import Placement
+from megatron_pp.plan.ir.repeated import Line, Repeated
+from megatron_pp.plan.ir.skip_tensors import CACHES, RECEIVED, Routes, SkipTensor, routes_of, skip_tensors
+from megatron_pp.plan.ir.tasks import Key, Task
+from megatron_pp.plan.names import unknown
+
+OVERLAP = "overlap"  # posts early, waits late
+BATCHED = "batched"  # one grouped call per compute boundary, waited there
+PLAIN = "plain"  # the same exchange as single operations, waited together at that boundary
+POLICIES = (OVERLAP, BATCHED, PLAIN)
+
+ONE_WAY = "one_way"  # every (source, destination, activation or gradient) is a FIFO of its own
+SHARED = "shared"  # everything between two ranks is one FIFO, in the order each of them posted
+CHANNELS = (ONE_WAY, SHARED)
+
+RENDEZVOUS = "rendezvous"  # a send completes when its receive is posted, a channel runs in posting order: always true
+ONE_QUEUE = "one_queue"  # all that a rank issues goes through one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1)
+DEVICE_SYNC = "device_sync"  # compute may synchronise the device, as Megatron's timers do at log level 2
+STATIC_BUFFERS = "static_buffers"  # graphed layers reuse an input gradient's buffer after the next backward
+DEVICE_RULES = (RENDEZVOUS, ONE_QUEUE, DEVICE_SYNC, STATIC_BUFFERS)
+
+MOST_TASKS = 10**8  # stages times microbatches times slices: a plan of more fits into no host's memory
+
+HOOKS = "hooks"  # data-parallel hooks fire in the last backward of a chunk, outside no_sync
+EXPLICIT = "explicit"  # config.grad_sync_func is called, staggered by rank as Megatron does
+
+
+@dataclass(frozen=True)
+class Shape:
+    """P ranks, V chunks a rank, M microbatches in groups of G (1 <= G <= M), each cut into slices of its sequence."""
+
+    pipeline_size: int
+    num_chunks: int
+    num_microbatches: int
+    group_size: int
+    slices: int = 1
+
+    @property
+    def parts(self) -> range:
+        """``Instruction.slice`` of the operations of one microbatch: NONE alone where sequences are whole."""
+        return range(self.slices) if self.slices > 1 else range(NONE, NONE + 1)
+
+
+@dataclass(frozen=True)
+class PlanSpec:
+    """Everything a plan depends on; hashable, the key of the cache.
+
+    schedule          family name, a key of ``megatron_pp.plan.orders.SCHEDULES``, or the path of a schedule file
+    pipeline_size     P, ranks in the pipeline
+    num_chunks        V, model chunks per rank
+    num_microbatches  M >= 1
+    group_size        microbatches per group of an interleaved order (Megatron's microbatch_group_size_per_vp_stage);
+                      ignored by families without groups
+    policy            overlap, batched or plain
+    channels          one_way or shared
+    forward_only      evaluation: forwards alone
+    variable_shapes   shapes travel before the tensors
+    release_after     compute slots between posting a send and its release under ``overlap`` (>= 1)
+    lookahead         slots by which a receive is posted ahead of its use, under ``overlap`` with one_way
+                      channels (>= 0)
+    grad_sync         hooks or explicit
+    param_sync        whether PARAM_SYNC marks are wanted
+    measured          times and memory that the schedules "auto" and "auto_v" plan for; see ``measured.py``
+    overlap_pairs     a forward right before a full backward of another microbatch is a pair, to be run as one
+    digest            of the schedule file's content; empty for a named family
+    split_backward    whether the model can put weight gradients off; where not, the plan has no W
+    device            which of DEVICE_RULES hold where the plan runs: it is lowered for them and verified under them
+    slices            slices that every sequence is cut into; operations and messages are of one slice where there are
+                      several
+    skip_tensors      named tensors that stages send to later ones, or their declaration as text (``skip_tensors.py``)
+    skip_cache        what ranks keep of them, so that it is not sent again: one of CACHES
+    offload_chunks    chunks of every rank, from its first, whose forwards are offloaded; None: as many as the schedule
+                      offloads
+    offload_slots     compute slots for which a copy between device and host is placed (>= 1)
+    """
+
+    schedule: str
+    pipeline_size: int
+    num_chunks: int
+    num_microbatches: int
+    group_size: int = 0
+    policy: str = OVERLAP
+    channels: str = ONE_WAY
+    forward_only: bool = False
+    variable_shapes: bool = False
+    release_after: int = 1
+    lookahead: int = 1
+    grad_sync: str = HOOKS
+    param_sync: bool = False
+    overlap_pairs: bool = False
+    measured: Measured | None = None
+    digest: str = ""
+    split_backward: bool = True
+    device: tuple[str, ...] = ()
+    slices: int = 1
+    skip_tensors: tuple[SkipTensor, ...] = ()
+    skip_cache: str = RECEIVED
+    offload_chunks: int | None = None
+    offload_slots: int = 1
+
+    def __post_init__(self) -> None:
+        _one_of("lowering policy", self.policy, POLICIES)
+        _one_of("channels", self.channels, CHANNELS)
+        _one_of("grad_sync", self.grad_sync, (HOOKS, EXPLICIT))
+        object.__setattr__(self, "device", checked_device(self.device))
+        for name, value, least in (
+            ("pipeline size", self.pipeline_size, 1),
+            ("number of model chunks", self.num_chunks, 1),
+            ("number of microbatches", self.num_microbatches, 1),
+            ("group size", self.group_size, 0),
+            ("release_after", self.release_after, 1),
+            ("lookahead", self.lookahead, 0),
+            ("number of slices", self.slices, 1),
+            ("number of offloaded chunks", 0 if self.offload_chunks is None else self.offload_chunks, 0),
+            ("offload_slots", self.offload_slots, 1),
+        ):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise PlanError(f"{name} is {value!r}; it must be a whole number of at least {least}")
+        tasks = self.pipeline_size * self.num_chunks * self.num_microbatches * self.slices
+        if tasks > MOST_TASKS:
+            raise PlanError(
+                f"pipeline size {self.pipeline_size}, {self.num_chunks} model chunks and {self.num_microbatches} "
+                f"microbatches make {tasks:,} forwards; a plan has at most {MOST_TASKS:,}"
+            )
+        if self.offload_chunks is not None and self.offload_chunks > self.num_chunks:
+            raise PlanError(f"{self.offload_chunks} chunks of every rank are to be offloaded; it has {self.num_chunks}")
+        _one_of("cache of skip tensors", self.skip_cache, CACHES)
+        if self.skip_tensors:
+            tensors = skip_tensors(self.skip_tensors, self.pipeline_size * self.num_chunks)
+            object.__setattr__(self, "skip_tensors", tensors)
+
+    @property
+    def effective_group_size(self) -> int:
+        """Microbatches per group: when unset, as few as have P slices, so P where sequences are whole; at most M."""
+        return min(self.group_size or -(-self.pipeline_size // self.slices), self.num_microbatches)
+
+    @property
+    def shape(self) -> Shape:
+        sizes = self.pipeline_size, self.num_chunks, self.num_microbatches, self.effective_group_size
+        return Shape(*sizes, self.slices)
+
+    def describe(self) -> str:
+        """One line, as error messages and drawings head it."""
+        kind = "forward only" if self.forward_only else "training"
+        slices = f"slices={self.slices} " if self.slices > 1 else ""
+        count = len(self.skip_tensors)
+        skips = f" skip_tensors={count} cache={self.skip_cache}" if count else ""
+        return (
+            f"{self.schedule} P={self.pipeline_size} V={self.num_chunks} M={self.num_microbatches} "
+            f"{slices}group={self.effective_group_size} {self.policy}/{self.channels} {kind}{skips}"
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A lowered plan: one program per rank. ``orders`` keeps the compute order it came from; ``remark`` is a sentence
+    for the log where another order stands in for the schedule's own, else empty. ``proof`` is what ``verify`` has
+    proven of these programs.
+    """
+
+    spec: PlanSpec
+    placement: Placement
+    programs: Sequence[Line]
+    orders: Sequence[Line] = field(repr=False, default=())
+    remark: str = ""
+    proof: Certificate | None = field(default=None, repr=False, compare=False)
+    _tasks: dict[int, tuple[Task, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _offloaded: dict[int, frozenset[Key]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def certificate(self) -> Certificate | None:
+        """What is proven of this plan; None for one that is not verified, and for a copy with other programs."""
+        return self.proof if self.proof is not None and self.proof.programs is self.programs else None
+
+    @collector_paused()
+    def tasks(self, rank: int) -> tuple[Task, ...]:
+        """``rank``'s program for the engine; made once."""
+        if rank not in self._tasks:
+            programs = self.programs
+            made = programs.tasks(rank) if isinstance(programs, Repeated) else tuple(map(Task, programs[rank]))
+            self._tasks[rank] = made
+        return self._tasks[rank]
+
+    @property
+    def routes(self) -> Routes | None:
+        """Of the named tensors; None where there are none."""
+        spec = self.spec
+        return routes_of(spec.skip_tensors, spec.skip_cache, self.placement) if spec.skip_tensors else None
+
+    @cached_property
+    def offloads(self) -> bool:
+        """Whether any rank does."""
+        return any(at.op == OFFLOAD for program in self.programs for at in program)
+
+    def offloaded(self, rank: int) -> frozenset[Key]:
+        """The forwards that ``rank`` offloads; made once."""
+        if rank not in self._offloaded:
+            self._offloaded[rank] = frozenset(task.key for task in self.tasks(rank) if task.op == OFFLOAD)
+        return self._offloaded[rank]
+
+    def timed(self, rank: int) -> tuple[Instruction, ...]:
+        """``rank``'s program as its times are recorded and simulated: the halves of each pair by themselves."""
+        program = self.programs[rank]
+        return tuple(without_pairs(program)) if PAIR in [at.op for at in program] else program
+
+    def __str__(self) -> str:
+        return "\n".join(f"rank {r}: {format_program(p)}" for r, p in enumerate(self.programs))
+
+
+def checked_device(rules: Collection[str]) -> tuple[str, ...]:
+    """``rules`` in the order of DEVICE_RULES, each once, without RENDEZVOUS, which always holds. Raises PlanError for
+    one that is not known.
+    """
+    if isinstance(rules, str):
+        rules = rules.split(",")
+    for rule in rules:
+        _one_of("device rule", rule, DEVICE_RULES)
+    return tuple(rule for rule in DEVICE_RULES[1:] if rule in rules)
+
+
+def _one_of(what: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise PlanError(unknown(what, value, known))

@@ -1,0 +1,56 @@
+"""Instructions as the engine executes them: what a handler reads, made once per plan instead of in every step."""
+
+from __future__ import annotations
+
+from megatron_pp.plan.ir import instruction as ins
+from megatron_pp.plan.ir.instruction import Instruction, later
+
+Key = tuple[int, int, int]  # (stage, microbatch, slice)
+Part = int | tuple[int, int]  # a microbatch, or (microbatch, slice) where sequences are in slices
+MessageKey = tuple[str, int, int, int, str]  # (SEND or RECV, stage, microbatch, slice, tensor)
+
+
+class Task:
+    """A placed instruction, that many microbatches later, with the keys of what it works on. Plain attributes are read
+    in a third of the time that a tuple's named fields take.
+
+    message  of a transfer: the operation that posts it, its stage, microbatch, slice and tensor; equal for a SEND and
+             its FREE
+    """
+
+    __slots__ = (
+        *("_at", "_instruction", "_later", "chunk", "key", "mb", "members", "message", "op", "part", "peer", "slice"),
+        *("stage", "tensor"),
+    )
+
+    def __init__(self, at: Instruction, microbatches: int = 0) -> None:
+        op, stage, mb, peer, chunk, part, tensor, members = at
+        if mb != ins.NONE:
+            mb += microbatches
+        self._at = at
+        self._later = microbatches
+        self._instruction = None if microbatches else at
+        self.op = op
+        self.stage = stage
+        self.mb = mb
+        self.peer = peer
+        self.chunk = chunk
+        self.slice = part
+        self.tensor = tensor
+        self.part: Part = mb if part == ins.NONE else (mb, part)
+        self.key: Key = (stage, mb, part)
+        self.message: MessageKey = (ins.POST_OF.get(op, op), stage, mb, part, tensor)
+        self.members = tuple([Task(one, microbatches) for one in members]) if members else ()
+
+    @property
+    def halves(self) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
+        """Of a pair: its forward and its backward, each with its send where that goes out within the pair."""
+        second = next(i for i, at in enumerate(self.members) if at.op == ins.BACKWARD)
+        return self.members[:second], self.members[second:]
+
+    @property
+    def instruction(self) -> Instruction:
+        """Made when it is first asked for: by who observes the run, or names an error."""
+        if self._instruction is None:
+            self._instruction = later(self._at, self._later)
+        return self._instruction

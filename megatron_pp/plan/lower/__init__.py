@@ -1,0 +1,1 @@
+"""Order to plan: communication, releases, syncs and offloads are added to a compute order."""

@@ -1,0 +1,152 @@
+"""Ends of messages, as lowering lays them out on a rank's boundaries."""
+
+from collections.abc import Iterable
+from itertools import groupby
+from operator import itemgetter
+from typing import NamedTuple
+
+from megatron_pp.plan.ir.instruction import RECV_OPS, SEND_OPS, Instruction, batch
+from megatron_pp.plan.ir.spec import BATCHED, ONE_WAY, OVERLAP, PLAIN, PlanSpec
+
+_CHANNEL = itemgetter(*map(Instruction._fields.index, ("op", "peer")))
+_new = tuple.__new__  # in a third of the time of Post(...) and Instruction(...)
+
+
+class Post(NamedTuple):
+    """One end of one message. Sorted, posts stand in the order in which both ends agree: round, activations first,
+    receiving stage, microbatch.
+    """
+
+    round: int
+    towards: int  # -1 for an activation, so that it comes first
+    stage: int
+    mb: int
+    post: Instruction
+    finish: Instruction  # the WAIT or FREE that belongs to it
+    use: int  # for a receive, the entry that consumes it; for a send, the one that produced it
+    slack: int = 0  # for a send, the slots between its round and the operation that uses it
+    place: int = 0  # in its message: 0, and of the named tensors that go with it 1, 2, ...
+
+    @property
+    def channel(self) -> tuple[str, int]:
+        """Among the one-way channels of its rank."""
+        return _CHANNEL(self.post)
+
+
+class Way(NamedTuple):
+    """How a result goes to stage ``to``: by way of ``post`` and ``finish``, to or from rank ``peer``, and with it the
+    tensors ``names``; ``ends``, by microbatch and slice: of the operation that produces what comes, or that uses what
+    is sent.
+    """
+
+    peer: int
+    to: int
+    towards: int
+    post: str
+    finish: str
+    ends: dict[tuple[int, int], int]
+    names: tuple[str, ...]
+
+
+def named_posts(way: Way, of: Post) -> Iterable[Post]:
+    """Those of the named tensors that go with the message ``of``."""
+    named = ((place, of.post._replace(tensor=name)) for place, name in enumerate(way.names, 1))
+    return (of._replace(post=at, finish=at._replace(op=way.finish), place=place) for place, at in named)
+
+
+def post_of(way: Way, due: int, at: Instruction, use: int, slack: int = 0) -> Post:
+    """This rank's end of the message that ``at``, of its entry ``use``, needs or makes; ``due``: its round."""
+    peer, to, towards, post, finish, _, _ = way
+    _, stage, mb, _, chunk, part, _, _ = at
+    first = _new(Instruction, (post, stage, mb, peer, chunk, part, "", ()))
+    last = _new(Instruction, (finish, stage, mb, peer, chunk, part, "", ()))
+    return _new(Post, (due, towards, to, mb, first, last, use, slack, 0))
+
+
+def receives_first(posts: list[Post]) -> list[Post]:
+    """Sends stay in their order, and receives in theirs."""
+    return [p for p in posts if p.post.op in RECV_OPS] + [p for p in posts if p.post.op in SEND_OPS]
+
+
+def waits_of(posts: list[Post]) -> list[Instruction]:
+    return [p.finish for p in posts if p.post.op in RECV_OPS]
+
+
+def releases_of(posts: list[Post]) -> list[Instruction]:
+    return [p.finish for p in posts if p.post.op in SEND_OPS]
+
+
+class Exchanges:
+    """How a rank posts what falls on one of its boundaries. ``named``: whether named tensors may be among it."""
+
+    def __init__(self, spec: PlanSpec, looks_ahead: bool, named: bool) -> None:
+        self.spec = spec
+        self.looks_ahead = looks_ahead
+        self.named = named
+
+    def emit(self, posts: list[Post], program: list[Instruction]) -> None:
+        """Append those of one boundary to ``program``, with the waits that stand there."""
+        if self.spec.policy == BATCHED:
+            for together in map(receives_first, self._batches(posts)):
+                program.append(batch(p.post for p in together))
+                program += waits_of(together) + releases_of(together)
+        elif self.spec.channels == ONE_WAY:
+            emit = self._emit_named if self.named and any(p.place for p in posts) else self._emit_one_way
+            for together in self._completed_in_turn(posts):
+                emit(together, program)
+        elif self.spec.variable_shapes:
+            for p in posts:
+                program += (p.post, p.finish) if p.post.op in RECV_OPS else (p.post,)
+        else:
+            program += [p.post for p in posts]
+            program += [] if self.spec.policy == OVERLAP else waits_of(posts)
+        if self.spec.policy == PLAIN:
+            program += releases_of(posts)
+
+    def _batches(self, posts: list[Post]) -> Iterable[list[Post]]:
+        """All messages of a boundary in one batch; where shapes travel ahead as a batch of their own, a batch per
+        round, which the peers' batches match one to one.
+        """
+        if not self.spec.variable_shapes:
+            return [posts]
+        return [list(same) for _, same in groupby(posts, key=lambda p: p.round)]
+
+    def _completed_in_turn(self, posts: list[Post]) -> list[list[Post]]:
+        """All messages of a boundary; where shapes travel ahead, receives of a round before the last send's come first:
+        its shape holds a hardware queue back, which their rest then stands behind.
+        """
+        if not self.spec.variable_shapes:
+            return [posts]
+        last = max((p.round for p in posts if p.post.op in SEND_OPS), default=0)
+        early = [p for p in posts if p.round < last]
+        return [early, posts[len(early) :]] if any(p.post.op in RECV_OPS for p in early) else [posts]
+
+    def _emit_one_way(self, posts: list[Post], program: list[Instruction]) -> None:
+        """Receives, sends, then the waits that stand here; behind a wait, the next receive of its channel."""
+        if self.looks_ahead:  # those behind others stand there already
+            program += [p.post for p in receives_first(posts)]
+            return
+        receives = [p for p in posts if p.post.op in RECV_OPS]
+        first: dict[tuple[str, int], Post] = {}
+        for p in receives:
+            first.setdefault(p.channel, p)
+        program += [p.post for p in first.values()]
+        program += [p.post for p in posts if p.post.op in SEND_OPS]
+        for p in receives:
+            program += (p.finish,) if first[p.channel] is p else (p.post, p.finish)
+
+    def _emit_named(self, posts: list[Post], program: list[Instruction]) -> None:
+        """The same where named tensors are among them. On one hardware queue one waits for that before it on its
+        channel, so within a round they go out by their places, which both ends and all ranks agree on.
+        """
+        first: dict[tuple[str, int], Post] = {}
+        for p in posts:
+            first.setdefault(p.channel, p)
+        at_once = [p for p in posts if (p.post.op in SEND_OPS and not p.place) or first[p.channel] is p]
+        program += [p.post for p in receives_first(at_once)]
+        each_by_itself = self.spec.variable_shapes  # a receive is not complete before its shape came
+        ordered = sorted(posts, key=lambda p: (p.round, p.place))
+        for _, same in groupby(ordered, key=lambda p: (p.round, p.place if each_by_itself else 0)):
+            together = list(same)
+            program += [p.post for p in together if p not in at_once]
+            program += waits_of(together)

@@ -1,0 +1,413 @@
+"""Lowering: from a compute order to a full plan with communication.
+
+Between two entries of a rank's order lies a *boundary*; boundary i is before entry i. At a boundary stand, in this
+order: posts (sends and receives), releases, gradient syncs, copies to host memory and back (``offload.py``), waits and
+hand-offs for the entry that follows (in order of rounds), other syncs. Each message has a *round*, the logical slot at
+whose end it is produced (``clock.py``).
+
+``overlap``  A send is posted right after its operation and released ``release_after`` entries later. A receive is
+             posted when its message is due, or ``lookahead`` slots ahead of its use if that is earlier, and waited
+             right before its use.
+``batched``  All messages whose round falls on a boundary go out there as one batch, waited at once (with
+             ``variable_shapes``, one per round).
+``plain``    The same messages, singly, waited together.
+
+On a one-way channel the next receive is posted once the one before has been waited for: with one hardware queue it
+would hold back compute until then. Under ``overlap`` a receive that is due while the one before is not used for long
+is posted all the same, as late as its sender has no need of it: what then holds the queue back has an earlier round, so
+nothing hangs.
+
+At one boundary receives are posted before sends wherever that is free (one-way channels, and within a batch): gloo
+announces a receive in the data of the other direction, behind a message that is already on its way.
+
+With ``overlap_pairs``, a pair is one entry: what its halves wait for comes before it, what they send after it. Where
+receives are posted ahead and no device is synchronised, sends go out within it, each when its half has made the tensor.
+Both rounds stay the pair's end: in whole slots no other rank can begin with either before.
+
+Where exchanges block, each boundary makes neighbours meet. In an interleaved order one of them runs a forward while the
+other runs a backward, so that meeting after each would make every slot as long as the longer of the two. With
+``joint``, a forward and the backward behind it have one exchange, at the end of both, as in Megatron's interleaved
+schedule without overlap; a message whose round falls within them waits for it. That cannot hang: of all ranks that
+wait, the one at the earliest boundary waits for messages of that round or the one before, and their other ends lie at
+most one slot later, behind an entry that begins before it.
+
+With ``shared`` channels, both ends must post in one order: posts then stand in the order of rounds, no receive ahead of
+its round. With ``variable_shapes`` a receive is complete only once its shape has come, so it is waited at its round's
+boundary: a sender is never held up by a receiver that is in no hurry, and what is posted later on the channel cannot
+overtake it.
+
+The named tensors of a message follow it on its channel, where on one hardware queue each waits for the one before it.
+So all ranks post them in one order too, by round and by place in the message: at their round's boundary, behind the
+other posts, and before what waits for that round.
+
+Where compute synchronises the device (DEVICE_SYNC) no receive is posted ahead of its round: compute would wait for what
+may depend on it. With STATIC_BUFFERS a gradient is released before the operation after the next backward.
+"""
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from operator import itemgetter
+from typing import NamedTuple
+
+from megatron_pp.errors import PlanError
+from megatron_pp.plan.gc_pause import collector_paused
+from megatron_pp.plan.ir.dataflow import MOVES, RESULT_OF, TOWARDS, consumer_of, source_of
+from megatron_pp.plan.ir.instruction import (
+    BACKWARD_OPS,
+    FORWARD,
+    FREE_F,
+    NONE,
+    SEND_OPS,
+    SENT_BY,
+    Instruction,
+    each,
+    may_pair,
+    numbered,
+    pair,
+    pair_up,
+    placed,
+)
+from megatron_pp.plan.ir.placement import Placement
+from megatron_pp.plan.ir.repeated import Line, Lines
+from megatron_pp.plan.ir.skip_tensors import routes_of, with_drops
+from megatron_pp.plan.ir.spec import DEVICE_SYNC, ONE_WAY, OVERLAP, STATIC_BUFFERS, Plan, PlanSpec
+from megatron_pp.plan.lower.boundaries import Exchanges, Post, Way, named_posts, post_of
+from megatron_pp.plan.lower.clock import Clocked, run_clock
+from megatron_pp.plan.lower.offload import Copies, copies_of
+from megatron_pp.plan.lower.order_check import check_orders, run_of
+from megatron_pp.plan.lower.output_layer import collectives_of, placed_collectives
+from megatron_pp.plan.lower.syncs import syncs_of
+
+Order = Sequence[Instruction]
+_Turn = tuple[int, int, int]  # at one boundary: round, which of the following, place in the message
+_POSTS, _WAITS, _BEHIND_WAITS = range(3)
+_FIRST, _SECOND = itemgetter(0), itemgetter(1)
+
+
+class _Site(NamedTuple):
+    """How the input of an operation comes, handed on this rank or received, and where its result is sent."""
+
+    hand: str | None
+    came: Way | None
+    went: Way | None
+
+
+def lowered(
+    spec: PlanSpec,
+    placement: Placement,
+    orders: Sequence[Order],
+    remark: str = "",
+    offloaded: int | None = None,
+    joint: bool = False,
+) -> Plan:
+    """The plan of ``orders``, which need not be placed; each rank's program is laid out when it is asked for. Not
+    verified. ``offloaded``: how many chunks of every rank are; by default as many as ``spec`` says. ``joint``: whether
+    a forward and the backward behind it have one exchange where exchanges block.
+
+    Raises PlanError where the orders are not complete or cannot run.
+    """
+    check_orders(orders, placement, spec.num_microbatches, spec.forward_only, spec.slices)
+    lines = [placement.place(rank, order) for rank, order in enumerate(orders)]
+    run = [run_of(order, spec) for order in lines] if spec.forward_only else lines
+    paired = spec.overlap_pairs and not spec.forward_only
+    joint = joint and not paired and (spec.policy != OVERLAP or spec.variable_shapes)
+    if paired or joint:
+        run = [pair_up(order, _is_joint if joint else may_pair) for order in run]
+    clocked = run_clock(run, placement)
+    if joint:
+        clocked = _apart(clocked)
+    offloaded = spec.offload_chunks or 0 if offloaded is None else offloaded
+    if offloaded and spec.overlap_pairs:
+        raise PlanError("pairs (overlap_pairs) do not go with offloading: what each half saves cannot be known")
+    programs = _Programs(spec, placement, clocked, 0 if spec.forward_only else offloaded)
+    return Plan(spec, placement, programs, tuple(lines), remark)
+
+
+def _is_joint(first: Instruction, second: Instruction) -> bool:
+    return first.op == FORWARD and second.op in BACKWARD_OPS
+
+
+def _apart(clocked: Clocked) -> Clocked:
+    """The halves of each pair by themselves, both with its end."""
+    both = zip(clocked.orders, clocked.ends, strict=True)
+    ends = [[ends[i] for i, _ in numbered(order)] for order, ends in both]
+    return clocked._replace(orders=[list(each(order)) for order in clocked.orders], ends=ends)
+
+
+class _Programs(Lines):
+    """Each rank's program, laid out when it is asked for."""
+
+    def __init__(self, spec: PlanSpec, placement: Placement, clocked: Clocked, offloaded: int) -> None:
+        super().__init__(spec.pipeline_size)
+        self.spec = spec
+        self.placement = placement
+        self.clocked = clocked
+        self.offloaded = offloaded
+
+    @collector_paused()
+    def _make(self, rank: int) -> Line:
+        return tuple(_RankLowering(self.spec, self.placement, rank, self.clocked, self.offloaded).program())
+
+
+def _in_turn(inputs: list[tuple[_Turn, Instruction]]) -> Iterable[Instruction]:
+    return (inputs[0][1],) if len(inputs) == 1 else map(_SECOND, sorted(inputs, key=_FIRST))
+
+
+class _RankLowering:
+    """Lays out one rank's program on its boundaries."""
+
+    def __init__(self, spec: PlanSpec, placement: Placement, rank: int, clocked: Clocked, offloaded: int) -> None:
+        self.spec = spec
+        self.offloaded = offloaded
+        self.placement = placement
+        self.rank = rank
+        self.order = clocked.orders[rank]
+        self.ends = clocked.ends[rank]
+        self.result_ends = clocked.result_ends
+        self.lookahead = 0 if DEVICE_SYNC in spec.device else spec.lookahead
+        self.several_chunks = placement.num_chunks > 1
+        self.looks_ahead = spec.policy == OVERLAP and spec.channels == ONE_WAY and not spec.variable_shapes
+        self.sends_within = self.looks_ahead and DEVICE_SYNC not in spec.device
+        self.routes = routes_of(spec.skip_tensors, spec.skip_cache, placement) if spec.skip_tensors else None
+        self.exchanges = Exchanges(spec, self.looks_ahead, self.routes is not None)
+        self.within: dict[tuple[int, str], Instruction] = {}  # by entry of a pair and op: its sends
+        self.posts: dict[int, list[Post]] = defaultdict(list)
+        self.receives: dict[int, list[Post]] = defaultdict(list)  # those that stand before all posts of their boundary
+        self.releases: dict[int, list[Instruction]] = defaultdict(list)
+        self.collectives: dict[int, list[tuple[int, Instruction]]] = defaultdict(list)  # round and post of each
+        # Hand-offs, waits, and receives behind others, each with the round of what it may have to wait for.
+        self.inputs: dict[int, list[tuple[_Turn, Instruction]]] = defaultdict(list)
+        self.behind: dict[Instruction, list[Post]] = {}  # receives of the named tensors that come with another one
+        self.backwards: dict[tuple[int, int, int], int] = {}  # by stage, microbatch and slice: their entries
+        self._sites: dict[tuple[str, int], _Site] = {}  # by op and stage
+
+    def program(self) -> list[Instruction]:
+        sends, receives = self._messages()
+        order, posts, sends_within = self.order, self.posts, self.sends_within
+        for send in sends:
+            use = send.use
+            if send.place and self.looks_ahead:
+                self.inputs[use + 1].append(((send.round, _POSTS, send.place), send.post))
+            elif sends_within and order[use].members:
+                self.within[(use, send.post.op)] = send.post
+            else:
+                posts[self._behind(use)].append(send)
+        if self.spec.policy == OVERLAP:
+            self._place_releases(sends)
+        if self.spec.policy == OVERLAP and not self.spec.variable_shapes:
+            inputs = self.inputs
+            for due, _, _, _, _, finish, use, _, place in self._with_named(receives):
+                inputs[use].append(((due, _WAITS, place), finish))
+        if self.looks_ahead:
+            self._place_ahead(receives)
+        else:
+            for receive in self._with_named(receives):
+                self.posts[self._due(receive)].append(receive)
+        if self.placement.barriers:
+            self._place_collectives()
+        return self._emit()
+
+    def _messages(self) -> tuple[list[Post], list[Post]]:
+        """This rank's ends of all messages, sends and receives, in the order of rounds; hand-offs within the rank go to
+        their place at once.
+        """
+        sends: list[Post] = []
+        receives: list[Post] = []
+        sites, ends, inputs, backwards = self._sites, self.ends, self.inputs, self.backwards
+        for i, entry in enumerate(self.order):
+            for at in entry.members or (entry,):
+                op, stage, mb, _, chunk, part, _, _ = at
+                hand, came, went = sites.get((op, stage)) or self._site(op, stage)
+                if op in BACKWARD_OPS:
+                    backwards[(stage, mb, part)] = i
+                if hand is not None:
+                    inputs[i].append(((0, _POSTS, 0), placed(hand, stage, mb, NONE, chunk, part)))
+                elif came is not None:
+                    receives.append(post_of(came, came.ends[(mb, part)], at, i))
+                    if came.names:
+                        self.behind[receives[-1].post] = list(named_posts(came, receives[-1]))
+                if went is not None:
+                    slack = went.ends[(mb, part)] - 1 - ends[i]
+                    sends.append(post_of(went, ends[i], at, i, slack if slack > 0 else 0))
+                    if went.names:
+                        sends += named_posts(went, sends[-1])
+        return sorted(sends), sorted(receives)
+
+    def _site(self, op: str, stage: int) -> _Site:
+        hand, came, went, num_stages = None, None, None, self.placement.num_stages
+        source, target = source_of(op, stage, num_stages), consumer_of(op, stage, num_stages)
+        if source is not None:
+            moves = MOVES[RESULT_OF[op]]
+            came = self._way(RESULT_OF[op], source, stage, moves.recv, moves.wait)
+            hand = moves.hand if came.peer == self.rank else None
+        if target is not None:
+            moves = MOVES[RESULT_OF[op]]
+            went = self._way(RESULT_OF[op], stage, target, moves.send, moves.free)
+        site = self._sites[(op, stage)] = _Site(hand, came, went if went and went.peer != self.rank else None)
+        return site
+
+    def _way(self, result: str, source: int, target: int, post: str, finish: str) -> Way:
+        other = target if post in SEND_OPS else source
+        home = self.placement.homes[other]
+        names = () if self.routes is None else self.routes.over(result, min(source, target))
+        return Way(home[0], target, -TOWARDS[result], post, finish, self.result_ends[(result, other)], names)
+
+    def _place_releases(self, sends: list[Post]) -> None:
+        """Under ``overlap``, some entries after the send; with several chunks a rank up to P / 2 more, where the
+        message is there too early.
+
+        Where a backward takes longer than a forward, which the clock does not know, two ranks come to a round up to so
+        many operations apart, and the receive of such a message is posted so much later. (Simulated: a step of
+        interleaved 1F1B with P=16 V=4 M=64, groups of 32 and backwards of two forwards would take 9.5% longer.)
+
+        An output is released before its own backward at the latest: the gradient that comes back shows that the send is
+        done, and what is released then needs no memory in the backward.
+        """
+        backwards = self.backwards
+        turns = sorted(set(backwards.values())) if STATIC_BUFFERS in self.spec.device else []
+        last, after, releases = len(self.order), self.spec.release_after, self.releases
+        apart = self.spec.pipeline_size // 2 if self.several_chunks else 0
+        for _, _, _, _, _, finish, use, slack, place in sends:
+            boundary = self._behind(use) + after + (slack if slack < apart else apart)
+            op, stage, mb, _, _, part, _, _ = finish
+            if op == FREE_F:
+                latest = backwards.get((stage, mb, part), last)
+            else:
+                following = bisect_right(turns, use)
+                latest = turns[following] + 1 if following < len(turns) else last
+            boundary = min(boundary, latest, last)
+            if boundary == use + 1 < last:  # right before its backward: behind the gradient
+                self.inputs[boundary].append(((self.ends[boundary], _POSTS, place), finish))
+            else:
+                releases[boundary].append(finish)
+
+    def _place_collectives(self) -> None:
+        ordered = self.rank, self.order, self.result_ends, self.placement, self.spec.forward_only
+        for boundary, one in placed_collectives(collectives_of(*ordered), self.ends, self._ahead, self.spec):
+            self.collectives[boundary].append((one.round, one.post))
+            use = boundary + 1 if one.use is None else one.use
+            if use < len(self.order):
+                self.inputs[use].append(((one.round, _WAITS, 0), one.wait))
+            else:
+                self.releases[len(self.order)].append(one.wait)
+
+    def _ahead(self, use: int) -> int:
+        """The boundary ``lookahead`` slots before the entry ``use`` starts.
+
+        With one chunk a slot in which the rank idles counts: a buffer that is there before the bubble is early enough,
+        and the bubble before a backward of the cooldown is the last rank's forward, as long as a transfer that can be
+        hidden at all. With several the clock's bubbles are shorter than transfers may be (simulated: interleaved 1F1B
+        on four ranks would take 1.4% longer where a transfer takes as long as a forward).
+        """
+        if self.several_chunks:
+            return max(0, use - self.lookahead)
+        length = len(self.order[use].members) or 1
+        return bisect_right(self.ends, self.ends[use] - length - self.lookahead)
+
+    def _with_named(self, receives: list[Post]) -> Iterable[Post]:
+        """The receives, each with those of the named tensors that come with it."""
+        return (one for at in receives for one in (at, *self.behind.get(at.post, ()))) if self.behind else receives
+
+    def _due(self, receive: Post) -> int:
+        """The boundary of its round, or behind the joint halves within which that falls."""
+        due = bisect_right(self.ends, receive.round)
+        behind = self._behind(due)
+        return behind if behind == due + 2 and self.ends[due] - 2 < receive.round else due
+
+    def _behind(self, use: int) -> int:
+        """The boundary behind the entry ``use``; behind the second of joint halves, which end in one slot."""
+        return use + (2 if self.ends[use + 1 : use + 2] == [self.ends[use]] else 1)
+
+    def _place_ahead(self, receives: list[Post]) -> None:
+        """Post each receive when it is due, or by look-ahead earlier, but behind the wait of the one before it on its
+        channel; where that comes too late, when it is due or as late as the sender does not have to wait for it.
+        """
+        lines: dict[tuple[str, int], list[Post]] = defaultdict(list)
+        ends, inputs, ahead = self.ends, self.inputs, self._ahead
+        posts = self.posts if self.routes or self.placement.barriers else self.receives
+        for receive in receives:
+            lines[receive.channel].append(receive)
+        for line in lines.values():
+            for before, receive, after in zip([None, *line], line, [*line[1:], None], strict=False):
+                boundary = due = bisect_right(ends, receive.round)
+                wanted = ahead(receive.use)
+                wanted = due if due < wanted else wanted
+                if before is None or (used := before.use) < wanted:
+                    posts[wanted].append(receive)
+                elif used <= due or (boundary := self._latest(receive, after)) == due:
+                    inputs[min(used, due)].append(((before.round, _BEHIND_WAITS, 0), receive.post))
+                else:
+                    posts[boundary].append(receive)
+                for named in self.behind.get(receive.post, ()) if self.behind else ():
+                    self.inputs[boundary].append(((receive.round, _POSTS, named.place), named.post))
+
+    def _latest(self, receive: Post, after: Post | None) -> int:
+        """The last boundary at which nothing waits for the receive yet: one slot after its round, as its sender runs
+        another operation before the release or the channel's next send; at its round where that operation is the next
+        send's own, or synchronises the device, or where named tensors are sent behind the message.
+        """
+        at_once = DEVICE_SYNC in self.spec.device or (after is not None and after.round == receive.round + 1)
+        at_once = at_once or receive.post in self.behind
+        return min(bisect_right(self.ends, receive.round + (0 if at_once else 1)), receive.use)
+
+    def _emit(self) -> list[Instruction]:
+        before, after = syncs_of(self.spec, self.rank, self.order)
+        copies, loads = self._copies()
+        program: list[Instruction] = []
+        collectives, receives, posts = self.collectives, self.receives, self.posts
+        releases, inputs = self.releases, self.inputs
+        alone = self.looks_ahead  # a post is, where it is the only one at its boundary
+        for i, entry in enumerate((*self.order, None)):
+            if i in collectives:
+                self._emit_with_collectives(i, program)
+            if i in receives:
+                program += [receive.post for receive in sorted(receives[i])]
+            if i in posts:
+                here = posts[i]
+                if alone and len(here) == 1:
+                    program.append(here[0].post)
+                else:
+                    self.exchanges.emit(sorted(here), program)
+            if entry is None and i in inputs:
+                program += _in_turn(inputs[i])
+            if i in releases:
+                program += releases[i]
+            if i - 1 in after:
+                program += after[i - 1]
+            if i in copies:
+                program += copies[i]
+            if entry is not None:
+                if i in inputs:
+                    program += _in_turn(inputs[i])
+                if i in loads:
+                    program += loads[i]
+                if i in before:
+                    program += before[i]
+                program.append(self._with_sends(i, entry) if entry.members else entry)
+        return (
+            program if self.routes is None else with_drops(program, self.routes, self.placement, self.spec.forward_only)
+        )
+
+    def _copies(self) -> tuple[Copies, Copies]:
+        """At a boundary, and right before the entry behind it."""
+        if not self.offloaded:
+            return {}, {}
+        return copies_of(self.order, self.ends, self.offloaded, self.spec.offload_slots)
+
+    def _with_sends(self, i: int, entry: Instruction) -> Instruction:
+        """The pair with those of its sends that go out within it."""
+        found = ((at, self.within.get((i, SENT_BY[at.op]))) for at in entry.members)
+        return pair(*(at for both in found for at in both if at is not None))
+
+    def _emit_with_collectives(self, i: int, program: list[Instruction]) -> None:
+        """Messages and collectives in the order of rounds: where one may have to wait, those before it are posted."""
+        posts = sorted(self.posts.pop(i, ()))
+        for due, post in self.collectives[i]:
+            before = [p for p in posts if p.round < due]
+            if before:
+                self.exchanges.emit(before, program)
+            program.append(post)
+            posts = posts[len(before) :]
+        if posts:
+            self.exchanges.emit(posts, program)

@@ -1,0 +1,57 @@
+"""Where a rank's program copies what forwards keep to host memory, and back (PipeOffload, arXiv 2503.01328).
+
+What is offloaded are the first chunks of every rank: of a microbatch their forwards come first and their backwards
+last, so theirs is kept longest, and half of the chunks hold three quarters of the memory (section 3.3 there).
+
+Copies are placed on the logical clock (``clock.py``). One engine for each direction makes one copy at a time, each of
+``offload_slots`` slots. A copy to the host is posted right behind its forward, and waited for, and its memory given
+back, at the first boundary by which it is over; a copy back is posted at the last boundary from which it is over in
+time, and waited for right before its backward. Where that leaves nothing in between, the forward's memory stays.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Sequence
+
+from megatron_pp.plan.ir import instruction as ins
+from megatron_pp.plan.ir.instruction import BACKWARD_OPS, FORWARD, Instruction
+
+Copies = dict[int, list[Instruction]]  # boundary -> the copies to post or to wait for there
+
+
+def copies_of(order: Sequence[Instruction], ends: Sequence[int], chunks: int, slots: int) -> tuple[Copies, Copies]:
+    """(at, waits): what stands at each boundary of a rank's ``order``, and right before the entry behind it, where the
+    first ``chunks`` are offloaded. ``ends``: the slot in which each entry ends.
+    """
+    forwards = {_cell(at): i for i, at in enumerate(order) if at.op == FORWARD and at.chunk < chunks}
+    backwards = [(i, at) for i, at in enumerate(order) if at.op in BACKWARD_OPS and at.chunk < chunks]
+    starts = [end - 1 for end in ends]
+    freed, loaded = {}, {}  # by cell: boundaries
+    engine = 0
+    for cell, i in forwards.items():
+        engine = max(engine, ends[i]) + slots
+        freed[cell] = bisect_left(starts, engine)
+    engine = starts[-1] + 1
+    for i, at in reversed(backwards):
+        begin = min(engine, starts[i]) - slots
+        loaded[_cell(at)] = boundary = bisect_right(ends, begin)
+        if freed[_cell(at)] < boundary:
+            engine = begin
+    at_boundary: Copies = defaultdict(list)
+    waits: Copies = defaultdict(list)
+    kept = [(i, at) for i, at in backwards if freed[_cell(at)] < loaded[_cell(at)]]
+    for op, boundary_of in ((ins.OFFLOAD, {cell: i + 1 for cell, i in forwards.items()}), (ins.FREE_OFFLOAD, freed)):
+        for _, at in sorted(kept, key=lambda one: forwards[_cell(one[1])]):
+            at_boundary[boundary_of[_cell(at)]].append(_copy(op, at))
+    for i, at in kept:
+        at_boundary[loaded[_cell(at)]].append(_copy(ins.LOAD, at))
+        waits[i].append(_copy(ins.WAIT_LOAD, at))
+    return at_boundary, waits
+
+
+def _cell(at: Instruction) -> tuple[int, int, int]:
+    return at.chunk, at.mb, at.slice
+
+
+def _copy(op: str, at: Instruction) -> Instruction:
+    return ins.placed(op, at.stage, at.mb, ins.NONE, at.chunk, at.slice)

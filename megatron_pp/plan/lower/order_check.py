@@ -1,0 +1,118 @@
+"""Compute orders, checked before anything is built on them: they may come from a file."""
+
+from collections.abc import Iterable, Sequence
+from itertools import product, zip_longest
+
+from megatron_pp.errors import PlanError
+from megatron_pp.plan.ir import instruction as ins
+from megatron_pp.plan.ir.dataflow import CAUSAL, RESULT_OF, slice_before
+from megatron_pp.plan.ir.instruction import NONE, Instruction, instruction, without_pairs
+from megatron_pp.plan.ir.placement import Placement
+from megatron_pp.plan.ir.spec import Plan, PlanSpec
+
+_AFTER = {
+    ins.BACKWARD: ins.FORWARD,
+    ins.INPUT_GRAD: ins.FORWARD,
+    ins.WEIGHT_GRAD: ins.INPUT_GRAD,
+    ins.OUTPUT_S: ins.FORWARD,
+    ins.OUTPUT_T: ins.OUTPUT_S,
+}
+_OF_EVALUATION = frozenset({ins.FORWARD, ins.OUTPUT_S})
+
+
+def check_orders(
+    orders: Sequence[Sequence[Instruction]],
+    placement: Placement,
+    num_microbatches: int,
+    forward_only: bool,
+    slices: int = 1,
+) -> None:
+    """Every rank runs F of each (chunk, microbatch), or of each slice of it, once and after it B, or I and then W;
+    where ``forward_only``, forwards alone will do. With a split output layer, it runs S and T of each microbatch
+    besides (S alone where forwards alone). Slices run in causal order (``slice_before``). Raises PlanError with
+    the rank, the operation, and what would be right.
+    """
+    if len(orders) != placement.pipeline_size:
+        raise PlanError(f"there are orders of {len(orders)} ranks; the pipeline has {placement.pipeline_size}")
+    trains = not forward_only or any(at.op not in _OF_EVALUATION for order in orders for at in order)
+    passes = "" if not placement.barriers else ins.OUTPUT_S + ins.OUTPUT_T if trains else ins.OUTPUT_S
+    sizes = placement.num_chunks, num_microbatches, slices
+    for rank, order in enumerate(orders):
+        _check_order(rank, order, sizes, trains, passes)
+
+
+def _check_order(
+    rank: int, order: Sequence[Instruction], sizes: tuple[int, int, int], trains: bool, passes: str
+) -> None:
+    chunks, microbatches, slices = sizes
+    parts = range(slices) if slices > 1 else (NONE,)
+    ran = dict.fromkeys(product(range(chunks), range(microbatches), parts), "")  # the ops of each, in order
+    for at in without_pairs(order):
+        op, _, mb, _, chunk, part, _, _ = at
+        if op not in ins.SINGLE_COMPUTE_OPS:
+            raise _error(rank, at, "an order holds compute alone: F, B, I and W, and S and T of a split output layer")
+        if op in ins.OUTPUT_OPS and (chunk or op not in passes):
+            raise _error(rank, at, "S and T are passes of chunk 0, in a schedule that splits the output layer")
+        cell = (chunk, mb, part)
+        ops = ran.get(cell)
+        if ops is None:
+            of = f", slices 0..{slices - 1}" if slices > 1 else ", sequences whole" if part != NONE else ""
+            raise _error(rank, at, f"chunks are 0..{chunks - 1}, microbatches 0..{microbatches - 1}{of}")
+        if op in ops:
+            raise _error(rank, at, "it stands twice in the order")
+        before = _AFTER.get(op)
+        if before is not None and before not in ops:
+            raise _error(rank, at, f"{at._replace(op=before)} has to come before it")
+        first = None if part == NONE else slice_before(op, part, slices)
+        if first is not None and RESULT_OF[op] not in map(RESULT_OF.get, ran[(chunk, mb, first)]):
+            raise _error(rank, at, f"{at._replace(slice=first)} has to come before it: {CAUSAL[RESULT_OF[op]]}")
+        ran[cell] = ops + op
+    complete = ("FB", "FIW") if trains else ("F",)
+    for cell, ops in ran.items():
+        lacking = next((op for op in passes if op not in ops and not cell[0]), None) if passes else None
+        if lacking is not None:
+            raise _error(rank, instruction(lacking, *cell), "the order lacks it")
+        if ops not in complete and "".join(op for op in ops if op not in ins.OUTPUT_OPS) not in complete:
+            raise _incomplete(rank, ops, cell, trains)
+
+
+def _incomplete(rank: int, ops: str, cell: tuple[int, int, int], trains: bool) -> PlanError:
+    """What is wrong with an order that runs ``ops`` of ``cell`` (chunk, microbatch, slice)."""
+    if ins.INPUT_GRAD in ops and ins.BACKWARD in ops:
+        other = instruction(ins.INPUT_GRAD, *cell)
+        return _error(rank, instruction(ins.BACKWARD, *cell), f"{other} is there too: a backward is whole or split")
+    backward = (ins.INPUT_GRAD, ins.WEIGHT_GRAD) if ins.INPUT_GRAD in ops else (ins.BACKWARD,)
+    missing = next(op for op in (ins.FORWARD, *(backward if trains else ())) if op not in ops)
+    return _error(rank, instruction(missing, *cell), "the order lacks it")
+
+
+def check_programs(plan: Plan, programs: Iterable[Iterable[Instruction]]) -> None:
+    """Raises PlanError where the compute of one of ``programs`` is not the plan's order; a plan may come without
+    orders. The programs are complete (``check_rank``), and so is an order that runs the same.
+    """
+    if not plan.orders:
+        return
+    spec = plan.spec
+    runs = ((run_of(o, spec), _compute_of(p)) for o, p in zip_longest(plan.orders, programs, fillvalue=()))
+    differs = next(((rank, *run) for rank, run in enumerate(runs) if run[0] != run[1]), None)
+    if differs or spec.forward_only:  # an evaluation does not run all of its order
+        check_orders(plan.orders, plan.placement, spec.num_microbatches, spec.forward_only, spec.slices)
+    if differs:
+        rank, wanted, found = differs
+        one, other = next((a, b) for a, b in zip_longest(wanted, found, fillvalue="nothing more") if a != b)
+        raise PlanError(f"rank {rank}: the plan's order has {one} where its program runs {other}")
+
+
+def run_of(order: Iterable[Instruction], spec: PlanSpec) -> list[Instruction]:
+    """What a plan runs of ``order``."""
+    run = without_pairs(order)
+    return [at for at in run if at.op in _OF_EVALUATION] if spec.forward_only else list(run)
+
+
+def _compute_of(program: Iterable[Instruction]) -> list[Instruction]:
+    run = (at for at in program if at.op in ins.COMPUTE_OPS)
+    return [half for at in run for half in (ins.halves(at) if at.members else (at,))]
+
+
+def _error(rank: int, at: Instruction, why: str) -> PlanError:
+    return PlanError(f"rank {rank}: {at} ({at.name}): {why}")

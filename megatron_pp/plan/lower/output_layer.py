@@ -1,0 +1,110 @@
+"""The collectives of an output layer that is split over all ranks: what each is for, when it is due, and which
+operation of a rank it is waited for by.
+
+``BROADCAST``   the last stage's output X, to every rank; for S
+``ALL_REDUCE``  softmax statistics of every rank's S; for T. With one barrier also the parts of X's gradient, for the
+                last stage's backward
+``REDUCE``      with two barriers, the parts of X's gradient that every rank's T has made, for that backward
+
+All ranks post them on one communicator, in the order of their rounds (``clock.py``), those of one round in the order in
+which they stand here from last to first. None is over before all ranks have posted it.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from megatron_pp.plan.ir import instruction as ins
+from megatron_pp.plan.ir.dataflow import Result
+from megatron_pp.plan.ir.instruction import NONE, Instruction, each, numbered, placed
+from megatron_pp.plan.ir.placement import Placement
+from megatron_pp.plan.ir.spec import DEVICE_SYNC, PlanSpec
+
+_ORDER = (ins.REDUCE, ins.ALL_REDUCE, ins.BROADCAST)
+MADE_BY = {ins.BROADCAST: ins.FORWARD, ins.ALL_REDUCE: ins.OUTPUT_S, ins.REDUCE: ins.OUTPUT_T}
+"""The operation that makes what a collective moves."""
+
+
+class Collective(NamedTuple):
+    """One rank's end of a collective.
+
+    round     the logical slot at whose end it is due
+    post, wait  the instructions
+    ready     the boundary of the rank's order from which on it may be posted
+    use       the entry that it is waited for by; None: it is waited for one entry behind its post
+    receives  whether the rank takes part with an empty buffer
+    """
+
+    round: int
+    post: Instruction
+    wait: Instruction
+    ready: int
+    use: int | None
+    receives: bool
+
+
+def collectives_of(
+    rank: int,
+    order: Sequence[Instruction],
+    ends: dict[Result, dict[tuple[int, int], int]],
+    placement: Placement,
+    forward_only: bool,
+) -> list[Collective]:
+    """Those of ``rank``, which runs ``order``, in the order in which all ranks post them. ``ends``: when results are
+    there.
+    """
+    found = sorted(_each(order, ends, placement, forward_only), key=lambda each: each[0])
+    at = {(one.op, one.mb): i for i, one in numbered(order)}
+    is_root = rank == placement.output_root
+    backward = (ins.BACKWARD, ins.INPUT_GRAD) if is_root else ()
+    users = {  # the root has the broadcast's tensor itself; by the time of T all have theirs
+        ins.BROADCAST: (ins.OUTPUT_T if is_root else ins.OUTPUT_S,),
+        ins.ALL_REDUCE: (ins.OUTPUT_T, *backward),
+        ins.REDUCE: backward,
+    }
+    made = []
+    for (due, _, mb), op in found:
+        ready = at[(MADE_BY[op], mb)] + 1
+        use = min((at[(user, mb)] for user in users[op] if (user, mb) in at), default=None)
+        stage = placement.stages[rank][0]
+        ends_of = placed(op, stage, mb, NONE, 0), placed(ins.FINISHED_BY[op], stage, mb, NONE, 0)
+        made.append(Collective(due, *ends_of, ready, use, op == ins.BROADCAST and not is_root))
+    return made
+
+
+def _each(
+    order: Sequence[Instruction],
+    ends: dict[Result, dict[tuple[int, int], int]],
+    placement: Placement,
+    forward_only: bool,
+) -> Iterator[tuple[tuple[int, int, int], str]]:
+    """((round, place in _ORDER, microbatch), op) of every collective; ``order``: that of any rank."""
+    trains_with_two = placement.barriers == 2 and not forward_only
+    for mb in (one.mb for one in each(order) if one.op == ins.OUTPUT_S):
+        for place, op in enumerate(_ORDER if trains_with_two else _ORDER[1:]):
+            stages = placement.output_stages if op != ins.BROADCAST else placement.output_stages[-1:]
+            yield (max(ends[(MADE_BY[op], stage)][(mb, NONE)] for stage in stages), place, mb), op
+
+
+def placed_collectives(
+    collectives: Sequence[Collective], ends: Sequence[int], ahead: Callable[[int], int], spec: PlanSpec
+) -> Iterator[tuple[int, Collective]]:
+    """(boundary at which it is posted, collective) of one rank, whose entries end at ``ends``. ``ahead(use)``: the
+    boundary at which a receive for the entry ``use`` is early enough.
+
+    One is posted as soon as its rank's own part is there and the one before it is due: behind an unfinished one it
+    would hold back compute with one hardware queue. Where compute synchronises the device it waits for all that is
+    posted: none is posted before it is due.
+    """
+    earliest, boundaries, dues = 0, [], [bisect_right(ends, one.round) for one in collectives]
+    for one, due in zip(collectives, dues, strict=True):
+        earliest = max(earliest, due if DEVICE_SYNC in spec.device else one.ready)
+        boundaries.append(earliest)
+        earliest = max(earliest, due)
+    latest = len(ends)
+    for k in reversed(range(len(collectives))):
+        one = collectives[k]
+        if one.receives and one.use is not None:  # not long ahead of its use
+            boundaries[k] = max(boundaries[k], min(ahead(one.use), dues[k], latest))
+        latest = boundaries[k]
+    return zip(boundaries, collectives, strict=True)

@@ -1,0 +1,102 @@
+"""What a schedule family is: a name, a placement, and a function from a pipeline's shape to every rank's compute
+order.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Instruction, instruction
+from megatron_pp.plan.ir.placement import LOOP
+from megatron_pp.plan.ir.repeated import Line
+from megatron_pp.plan.ir.spec import Plan, PlanSpec, Shape
+
+Order = list[Instruction]
+Announce = Callable[[str], None]  # takes a sentence for the log
+
+
+def no_remark(shape: Shape) -> str:
+    return ""
+
+
+def no_offloads(shape: Shape) -> int:
+    return 0
+
+
+def never(shape: Shape) -> bool:
+    return False
+
+
+class Repeats(NamedTuple):
+    """After ``period`` microbatches the steady state of an order is the same, but of later microbatches: with
+    ``period`` microbatches more it lasts so much longer, from ``least`` microbatches on.
+    """
+
+    period: int
+    least: int = 1
+
+
+def every_microbatch(shape: Shape) -> Repeats:
+    return Repeats(1)
+
+
+def every_group(shape: Shape) -> Repeats:
+    return Repeats(shape.group_size)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A schedule family.
+
+    name           what ``config.pipeline_schedule`` says
+    orders         Shape -> one compute order per rank
+    placement      which rank and chunk holds which stage
+    chunks         the number of chunks a rank must have: None for any, else exactly that many
+    splits_weight  whether the orders have I and W (backward split into input and weight gradients)
+    source         where the rule comes from
+    summary        one line for people who choose
+    search         for families that search: PlanSpec -> its plan, for its measured times and memory, announced where it
+                   takes long, among those for which a function of plans is true; ``orders`` is then the search with
+                   default values
+    remark         Shape -> a sentence where the orders are not the family's own but a substitute; empty otherwise
+    programs       for families from files: PlanSpec -> the file's whole programs, None where they are lowered otherwise
+    digest         of the file that the orders come from; empty where they come from a rule
+    shape          for families from files: the one shape that they have
+    grouped        whether the orders depend on the group size
+    small_groups   whether groups of fewer microbatches than ranks are of use
+    repeats        for families whose orders have a steady state: Shape -> Repeats
+    sliced         whether the orders may be of slices of sequences
+    offloads       Shape -> the chunks of every rank, from its first, that are offloaded unless the spec says how many
+    joint          Shape -> whether a forward and the backward behind it have one exchange where exchanges block
+    barriers       of ``Placement``: 0 where the output layer is the last stage's, else how it is split over all ranks
+    """
+
+    name: str
+    orders: Callable[[Shape], list[Order]]
+    source: str
+    summary: str
+    placement: str = LOOP
+    chunks: int | None = None
+    splits_weight: bool = False
+    search: Callable[..., Plan] | None = None
+    remark: Callable[[Shape], str] = no_remark
+    programs: Callable[[PlanSpec], Sequence[Line] | None] | None = None
+    digest: str = ""
+    shape: Shape | None = None
+    grouped: bool = False
+    small_groups: bool = False
+    repeats: Callable[[Shape], Repeats] | None = None
+    sliced: bool = False
+    offloads: Callable[[Shape], int] = no_offloads
+    joint: Callable[[Shape], bool] = never
+    barriers: int = 0
+
+    @property
+    def idles_in_short_groups(self) -> bool:
+        """Whether ranks wait where a group has fewer microbatches than there are ranks, which full groups do not."""
+        return self.grouped and not self.small_groups and self.search is None
+
+
+f, b, i, w = (partial(instruction, op) for op in (FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD))
+"""An operation of (chunk, microbatch), or of a slice: (chunk, microbatch, slice)."""

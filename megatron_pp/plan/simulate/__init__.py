@@ -1,0 +1,1 @@
+"""How long a plan takes, and what it holds at each instruction."""

@@ -1,0 +1,1 @@
+"""Whether a plan may run: completeness, lifetimes, memory, deadlock."""

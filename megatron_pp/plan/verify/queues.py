@@ -1,0 +1,208 @@
+"""The queue machine: in which order posted sends and receives may meet. ``rendezvous.py`` runs it without time, the
+simulator's network with time.
+
+A rank posts *entries*, one end of a message or a batch of ends, on its queues. Only the entry at the head of a queue is
+active. Active ends meet in the order of their channel; when the transfer of a pair that met is over, both entries lose
+an end. An entry without ends left leaves its queue, and the next one becomes active.
+
+The ends of a collective, one of each rank, meet when it stands at the head of every rank's queue: all ranks post their
+collectives on one communicator, and so in one order.
+
+One-way channels are a queue each; with shared channels everything between two ranks is one queue; batches go over the
+pipeline group's one communicator, whatever is in them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from megatron_pp.errors import PlanError
+from megatron_pp.plan.ir import instruction as ins
+from megatron_pp.plan.ir.dataflow import channel_of, message_of
+from megatron_pp.plan.ir.instruction import NONE, Instruction, later
+from megatron_pp.plan.ir.spec import ONE_WAY, Plan
+
+DATA = "data"
+SHAPE = "shape"  # where shapes vary, a message's shape goes ahead of it on the same channel
+_GROUP = "group"
+_COLLECTIVES = (NONE, NONE, "collectives")
+
+Direction = tuple[int, int, str]  # source rank, target rank, and what orders messages between them
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """Something posted: one end of a message, or a batch of them. ``left`` counts its unfinished ends; ``posted`` and
+    ``last`` are for the caller: when it was posted, and what finished it.
+    """
+
+    rank: int
+    at: Instruction
+    queue: deque[Entry]
+    posted: float
+    ends: list[End] = field(default_factory=list)
+    left: int = 0
+    last: Any = None
+
+    @property
+    def is_done(self) -> bool:
+        return self.left == 0
+
+    def state(self, since: int) -> Any:
+        """What it is and what it still waits for, microbatches counted from ``since``."""
+        return self.rank, later(self.at, -since), [(end.part, end.done) for end in self.ends]
+
+
+class End:
+    """One end of one message; ``part`` is DATA or SHAPE."""
+
+    __slots__ = ("at", "direction", "done", "entry", "is_send", "message", "part")
+
+    def __init__(self, at: Instruction, direction: Direction, part: str, entry: Entry) -> None:
+        self.at = at
+        self.direction = direction
+        self.part = part
+        self.message = message_of(at)
+        self.entry = entry
+        self.is_send = at.op in ins.SEND_OPS
+        self.done = False
+
+    @property
+    def is_collective(self) -> bool:
+        return self.at.op in ins.COLLECTIVE_POSTS
+
+    @property
+    def peer(self) -> int:
+        return self.direction[1] if self.is_send else self.direction[0]
+
+
+class Meeting(NamedTuple):
+    """The two ends of one message, both posted and at the head of their queues."""
+
+    send: End
+    receive: End
+
+
+Gathering = tuple[End, ...]
+"""Every rank's end of one collective, all posted and at the head of their queues."""
+
+
+class QueueMachine:
+    """All queues and channels of a pipeline. ``met`` collects meetings until the caller takes them.
+
+    ``ordered``: whether a rank's queues hold back what stands behind their head, as NCCL's streams do and gloo's
+    connections do not; collectives always do.
+    """
+
+    def __init__(self, plan: Plan, ordered: bool = True) -> None:
+        self.one_way = plan.spec.channels == ONE_WAY
+        self.ordered = ordered
+        self.met: list[Meeting | Gathering] = []
+        self.gathered: dict[int, End] = {}  # by rank, of the collective that some ranks have come to
+        self._size = len(plan.programs)
+        self.queues: dict[tuple[Any, ...], deque[Entry]] = {}
+        self._sites: dict[tuple[int, str, int, bool], tuple[Direction, deque[Entry]]] = {}
+        self._open_sends: dict[Direction, deque[End]] = {}
+        self._open_receives: dict[Direction, deque[End]] = {}
+
+    def post(self, rank: int, at: Instruction, part: str = DATA, now: float = 0.0) -> Entry:
+        """Post a send, a receive or a BATCH. Raises PlanError where it has no other end."""
+        grouped = bool(at.members)
+        posts = at.members or (at,)
+        directions = []
+        for one in posts:
+            direction, queue = self._sites.get((rank, one.op, one.peer, grouped)) or self._site(rank, one, grouped)
+            directions.append(direction)
+        in_order = self.ordered or at.op in ins.COLLECTIVE_POSTS
+        entry = Entry(rank, at, queue if in_order else deque(), now)
+        entry.ends = [End(one, way, part, entry) for one, way in zip(posts, directions, strict=True)]
+        entry.left = len(directions)
+        entry.queue.append(entry)
+        if len(entry.queue) == 1:
+            self.activate(entry, now)
+        return entry
+
+    def finish(self, end: End, now: float = 0.0) -> bool:
+        """The transfer of ``end`` is over. Returns whether that completes its entry."""
+        end.done = True
+        entry = end.entry
+        entry.left -= 1
+        if entry.left:
+            return False
+        entry.queue.popleft()
+        entry.ends = []  # they hold the entry
+        if entry.queue:
+            self.activate(entry.queue[0], now)
+        return True
+
+    def state(self, since: int) -> Any:
+        """All that stands in queues or waits for its partner, in order; microbatches counted from ``since``."""
+        queues = {key: [entry.state(since) for entry in queue] for key, queue in self.queues.items() if queue}
+        waiting = [
+            {way: [(later(end.at, -since), end.part) for end in ends] for way, ends in by_direction.items() if ends}
+            for by_direction in (self._open_sends, self._open_receives)
+        ]
+        return queues, waiting, {rank: later(end.at, -since) for rank, end in sorted(self.gathered.items())}
+
+    def activate(self, entry: Entry, now: float) -> None:
+        """The entry has come to the head of its queue: its ends meet their partners, or wait for them."""
+        for end in entry.ends:
+            self.meet(end)
+
+    def meet(self, end: End) -> None:
+        """``end`` is active: it meets the first partner on its channel, or waits for one. Raises PlanError where that
+        is another message's.
+        """
+        if end.is_collective:
+            self._gather(end)
+            return
+        mine, theirs = self._open_sends, self._open_receives
+        if not end.is_send:
+            mine, theirs = theirs, mine
+        partners = theirs.get(end.direction)
+        if not partners:
+            mine.setdefault(end.direction, deque()).append(end)
+            return
+        partner = partners.popleft()
+        send, receive = (end, partner) if end.is_send else (partner, end)
+        if (send.message, send.part) != (receive.message, receive.part):
+            source, target, _ = send.direction
+            raise PlanError(
+                f"rank {target}: {receive.at} ({receive.at.name}) would receive what rank {source} sends with "
+                f"{send.at} ({send.at.name}): messages between them cross"
+            )
+        self.met.append(Meeting(send, receive))
+
+    def _gather(self, end: End) -> None:
+        """A rank has come to a collective; with the last of them it is met."""
+        first = next(iter(self.gathered.values()), end)
+        if first.message != end.message:
+            raise PlanError(
+                f"rank {end.entry.rank}: {end.at} ({end.at.name}) would be one collective with {first.at} of rank "
+                f"{first.entry.rank}: all ranks post their collectives in one order"
+            )
+        self.gathered[end.entry.rank] = end
+        if len(self.gathered) == self._size:
+            self.met.append(tuple(self.gathered.values()))
+            self.gathered = {}
+
+    def missing_peer(self, end: End) -> int:
+        """The rank that ``end`` waits for, the first of several."""
+        if not end.is_collective:
+            return end.peer
+        return next(rank for rank in range(self._size) if rank not in self.gathered)
+
+    def _site(self, rank: int, at: Instruction, grouped: bool) -> tuple[Direction, deque[Entry]]:
+        """The direction of the message of ``at``, and the queue of ``rank`` on which it is posted."""
+        if at.op in ins.COLLECTIVE_POSTS:
+            return _COLLECTIVES, self.queues.setdefault((rank, *_COLLECTIVES), deque())
+        if at.peer == NONE:
+            raise PlanError(f"rank {rank}: {at} ({at.name}): stage {at.stage} has no neighbour on that side")
+        source, target, kind = channel_of(at, rank)
+        direction = (source, target, _GROUP if grouped else kind if self.one_way else "")
+        key: tuple[Any, ...] = (rank, *direction) if self.one_way else (rank, *sorted((source, target)))
+        queue = self.queues.setdefault((rank, _GROUP) if grouped else key, deque())
+        site = self._sites[(rank, at.op, at.peer, grouped)] = (direction, queue)
+        return site

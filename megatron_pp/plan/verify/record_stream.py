@@ -1,0 +1,71 @@
+"""Memory that PyTorch's allocator keeps back after a transfer over NCCL.
+
+torch calls ``record_stream`` for every tensor that is sent or received (``ProcessGroupNCCL::pointToPoint``). Memory
+that is freed can then be used again only when the stream of its communicator has done all that was posted to it until
+then, also receives that wait for their peers. So an input that was received on a channel stays after its backward until
+the receives that were posted ahead on that channel are there.
+"""
+
+from collections import Counter
+from collections.abc import Hashable, Iterator
+
+from megatron_pp.plan.ir import instruction as ins
+from megatron_pp.plan.ir.instruction import Instruction
+from megatron_pp.plan.ir.spec import BATCHED, ONE_WAY, Plan
+from megatron_pp.plan.ir.tasks import MessageKey
+
+_FINISHES = ins.WAIT_OPS | ins.FREE_OPS
+
+
+def recorded_timeline(plan: Plan, rank: int) -> Iterator[int]:
+    """Pipeline tensors of ``rank`` that are freed and cannot be used again yet, right after each instruction of
+    ``plan.timed(rank)``.
+    """
+    walk = _Walk(plan)
+    for at in plan.timed(rank):
+        for one in ins.each([at]):
+            walk.advance(one)
+        yield len(walk.waiting)
+
+
+class _Walk:
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.posted: Counter[Hashable] = Counter()
+        self.finished: Counter[Hashable] = Counter()
+        self.stream_of: dict[MessageKey, Hashable] = {}  # what was posted -> its stream
+        self.waiting: list[tuple[Hashable, int]] = []  # freed tensors: stream, and how much of it must be done
+        self.uses = (ins.FORWARD,) if plan.spec.forward_only else ins.BACKWARD_OPS
+
+    def advance(self, at: Instruction) -> None:
+        if at.op in ins.POST_OPS:
+            stream = self.stream_of[(at.op, at.stage, at.mb, at.slice, at.tensor)] = self._stream(at)
+            self.posted[stream] += 1
+        elif at.op in _FINISHES:
+            stream = self.stream_of[(ins.POST_OF[at.op], at.stage, at.mb, at.slice, at.tensor)]
+            self.finished[stream] += 1
+            self.waiting = [(s, count) for s, count in self.waiting if self.finished[s] < count]
+            if at.op == ins.FREE_B or (at.op == ins.FREE_F and not at.tensor):
+                self._free(ins.POST_OF[at.op], at)
+        elif at.op == ins.FREE_OFFLOAD:  # what LOAD brings back is a tensor of its own
+            self._free(ins.RECV_F, at)
+        elif at.op == ins.DROP:
+            self._free(ins.RECV_F, at)
+            self._free(ins.SEND_F, at)
+        elif at.op in self.uses:
+            if self.plan.routes is not None:
+                for name in self.plan.routes.sent[at.stage]:  # whose gradients are in the sum
+                    self._free(ins.RECV_B, at._replace(tensor=name))
+            self._free(ins.RECV_F, at)
+            self._free(ins.RECV_B, at)
+
+    def _free(self, post: str, at: Instruction) -> None:
+        """The tensor that ``post`` moved is not used any more, if there is one."""
+        stream = self.stream_of.pop((post, at.stage, at.mb, at.slice, at.tensor), None)
+        if stream is not None and self.finished[stream] < self.posted[stream]:
+            self.waiting.append((stream, self.posted[stream]))
+
+    def _stream(self, at: Instruction) -> Hashable:
+        """The communicator, each of which has a stream: the group's for batches, a pair's, or a channel's."""
+        spec = self.plan.spec
+        return None if spec.policy == BATCHED else (at.peer, at.op) if spec.channels == ONE_WAY else at.peer

@@ -1,0 +1,149 @@
+"""Accept or refuse a plan: completeness, buffer lifetime, memory (``lifetime.py``), deadlock and crossing messages
+(``rendezvous.py``) and buffers that are reused under the rules of the device, and whether it
+runs its own compute order (``order_check.py``). What is refused is refused with the rank, the instruction and the cycle
+or the missing piece."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from megatron_pp.errors import PlanError
+from megatron_pp.plan.costs.activations import Shares, peak_activations, peak_on_host
+from megatron_pp.plan.costs.stage_costs import WEIGHT_SHARE
+from megatron_pp.plan.gc_pause import collector_paused
+from megatron_pp.plan.ir import certificate as cert
+from megatron_pp.plan.ir.instruction import (
+    BACKWARD_OPS,
+    COMPUTE_OPS,
+    COPY_OPS,
+    FREE_B,
+    SINGLE_COMPUTE_OPS,
+    Instruction,
+    each,
+)
+from megatron_pp.plan.ir.repeated import Block, RepetitionError
+from megatron_pp.plan.ir.spec import STATIC_BUFFERS, Plan, checked_device
+from megatron_pp.plan.lower.order_check import check_programs
+from megatron_pp.plan.verify.lifetime import RankPeaks, check_rank
+from megatron_pp.plan.verify.rank_queues import RankQueues
+from megatron_pp.plan.verify.rendezvous import check_rendezvous
+from megatron_pp.plan.verify.sites import RankSites
+
+_Cell = tuple[int, int, int]  # stage, microbatch, slice
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What an accepted plan needs, per rank.
+
+    ranks        peaks of live pipeline tensors
+    activations  peak of what the chunks themselves keep, in units of one chunk's forward; a waiting weight gradient
+                 counts its share (``activations.py``)
+    certificate  what was proven, of which programs
+    device       the rules of the device that it was verified under, besides rendezvous
+    on_host      peak of what is offloaded, in the same units
+    num_chunks   of a rank
+    """
+
+    ranks: tuple[RankPeaks, ...]
+    activations: tuple[float, ...]
+    certificate: cert.Certificate = field(repr=False, compare=False)
+    device: tuple[str, ...] = ()
+    on_host: tuple[float, ...] = ()
+    num_chunks: int = 1
+
+    @property
+    def worst_rank(self) -> int:
+        """The rank with the most pipeline tensors alive together."""
+        return max(range(len(self.ranks)), key=lambda r: self.ranks[r].tensors)
+
+    def __str__(self) -> str:
+        r = self.worst_rank
+        each = self.ranks[r].each
+        host = f", {max(self.on_host) / self.num_chunks:.4g} offloaded" if any(self.on_host) else ""
+        under = f" under {' and '.join(self.device)}" if self.device else ""
+        return (
+            f"deadlock-free{under}, every send waited before its buffer is released; peak on rank {r}: "
+            f"{self.ranks[r].tensors} pipeline tensors "
+            f"({each.outputs} outputs, {each.inputs} inputs, {each.act_buffers + each.grad_buffers} receive buffers, "
+            f"{each.pending_sends} pending sends, {each.in_flight} chunk forwards before their backward); "
+            f"activations of at most {max(self.activations) / self.num_chunks:.4g} microbatches on a rank{host}"
+        )
+
+
+@collector_paused()
+def verify(
+    plan: Plan,
+    deallocate: bool = True,
+    weight_share: Shares = WEIGHT_SHARE,
+    device: Collection[str] | None = None,
+    block: Block | None = None,
+) -> Verdict:
+    """Raises PlanError for a plan that is incomplete, hangs, or reads, frees or receives wrongly.
+
+    ``weight_share``: what a split backward keeps until its W, of a forward's memory; one number or one per stage.
+    ``device``: which of DEVICE_RULES hold together where the plan runs; by default those it was lowered for. Rendezvous
+    always does. ``block``: raises RepetitionError besides, unless the plan with this block any number of times more,
+    each of later microbatches, is verified with it (docs/design.md, "A new number of microbatches").
+    """
+    rules = plan.spec.device if device is None else checked_device(device)
+    if len(plan.programs) != plan.spec.pipeline_size:
+        raise PlanError(f"the plan has {len(plan.programs)} rank programs for a pipeline of {plan.spec.pipeline_size}")
+    peaks, queues, runs = [], [], []
+    for rank, program in enumerate(plan.programs):
+        sites = RankSites(program)
+        peaks.append(check_rank(plan, rank, deallocate, block, sites))
+        queues.append(RankQueues(plan, rank, rules, sites))
+        runs.append([program[k] for k in sites.entries(COMPUTE_OPS | COPY_OPS)])
+    check_rendezvous(plan, rules, block, queues)
+    if STATIC_BUFFERS in rules:
+        check_static_buffers(plan, block)
+    check_programs(plan, runs)
+    proven = {cert.COMPLETE, cert.LIFETIME if deallocate else cert.KEPT_OUTPUTS, cert.RENDEZVOUS, *rules, cert.ORDER}
+    certificate = cert.Certificate.of([r for r in cert.PROOFS if r in proven], rules, plan.spec, plan.programs)
+    activations, on_host = peak_activations(plan, weight_share, runs), peak_on_host(plan, runs)
+    return Verdict(tuple(peaks), activations, certificate, rules, on_host, plan.spec.num_chunks)
+
+
+def check_static_buffers(plan: Plan, block: Block | None = None) -> None:
+    """The rule of layers in CUDA graphs: whoever reads an input gradient, its send or the backward of the stage before
+    on the same rank, does so before the operation after the next backward. Transformer Engine gives its buffer to the
+    graphs that were captured after that backward (``_reuse_graph_input_output_buffers``), and autograd hands it out as
+    it is.
+
+    Raises PlanError, naming rank, operation and gradient. With ``block``, raises RepetitionError unless the block
+    leaves the same gradients that it found.
+    """
+    for rank in range(len(plan.programs)):
+        _check_static_buffers(plan, rank, block)
+
+
+def _check_static_buffers(plan: Plan, rank: int, block: Block | None) -> None:
+    newest: dict[_Cell, Instruction] = {}  # gradients of the last backward that are not settled, and that backward
+    exposed: dict[_Cell, Instruction] = {}  # of backwards before it: the next operation may overwrite them
+    ends = {} if block is None else dict(zip(block.of(rank), (0, block.microbatches), strict=True))
+    states = []
+    for position, at in enumerate(plan.programs[rank]):
+        if position in ends:
+            states.append([{(s, mb - ends[position], part) for s, mb, part in cells} for cells in (newest, exposed)])
+        for one in each([at]):  # a pair's forward runs before its backward reads
+            backward = one.op in BACKWARD_OPS
+            if backward or one.op == FREE_B:  # a backward copies the gradient that it uses before it overwrites any
+                read = one.stage + backward, one.mb, one.slice
+                newest.pop(read, None), exposed.pop(read, None)
+            if one.op not in SINGLE_COMPUTE_OPS:
+                continue
+            if exposed:
+                raise PlanError(_overwritten(plan, rank, one, next(iter(exposed.values()))))
+            if backward:
+                exposed, newest = newest, {(one.stage, one.mb, one.slice): one} if one.stage > 0 else {}
+    if block is not None and states[0] != states[1]:
+        raise RepetitionError(f"rank {rank}: input gradients differ between both ends of the block")
+
+
+def _overwritten(plan: Plan, rank: int, at: Instruction, made: Instruction) -> str:
+    sent = plan.placement.crosses_ranks(made.stage - 1)
+    return (
+        f"rank {rank}: {at} ({at.name}) may overwrite the input gradient of {made}, which "
+        f"{'is still being sent' if sent else 'is not used yet'}: under {STATIC_BUFFERS} its buffer is reused "
+        "after the next backward"
+    )

@@ -1,0 +1,271 @@
+"""What is tried: every schedule with every number of chunks and microbatches that the question allows, and a first
+estimate of each, which decides what is looked at first.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from megatron_pp.planner.advise.fit import Fitted, Room, States, best_counts, fitted
+from megatron_pp.planner.advise.layout import stages_of
+from megatron_pp.planner.advise.model import Model
+from megatron_pp.planner.advise.question import Question
+from megatron_pp.planner.advise.timing import Kept, kept_states, order_time
+
+from megatron_pp.errors import PlanError
+from megatron_pp.plan.builder import lowered_plan
+from megatron_pp.plan.ir.placement import LOOP, Placement
+from megatron_pp.plan.ir.spec import PlanSpec, Shape
+from megatron_pp.plan.orders import SCHEDULES
+from megatron_pp.plan.orders.family import Family, Order
+from megatron_pp.planner.bound import lower_bound
+
+_PILOTS = (2, 4)  # an estimate is of so many P microbatches; the steady state goes on
+_LOGITS = 2  # microbatches between S and T, before a plan says how many
+_TENSORS = 4  # pipeline tensors of a rank besides its stages' inputs, before a plan says how many
+_ROOM = 1.5  # P microbatches: a search rarely finds a shorter step with more memory than for so many
+_SEEDS = {LOOP: ("1f1b", "interleaved_1f1b"), "v": ("v_half", "v_half")}  # of one chunk, of several
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A pipeline that may be recommended.
+
+    schedule     a family
+    micro_batch  sequences in a microbatch
+    group_size   0: the family's own
+    memory_share of the device that a search may fill
+    offload_chunks  of every rank, from its first, that are in host memory between forward and backward
+    offload_slots   compute operations for which a copy is placed
+    """
+
+    schedule: str
+    num_chunks: int
+    micro_batch: int
+    num_microbatches: int
+    policy: str
+    group_size: int = 0
+    slices: int = 1
+    memory_share: float = 1.0
+    offload_chunks: int = 0
+    offload_slots: int = 1
+
+    @property
+    def family(self) -> Family:
+        return SCHEDULES[self.schedule]
+
+    @property
+    def searches(self) -> bool:
+        return self.family.search is not None
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether its first estimate is its lower bound."""
+        return self.searches or bool(self.family.barriers)
+
+    def placement(self, pipeline_size: int) -> Placement:
+        return Placement(self.family.placement, pipeline_size, self.num_chunks, self.family.barriers)
+
+    def model(self, question: Question) -> Model:
+        """Of microbatches of this size; without its output layer where that is split over all ranks."""
+        model = question.model(self.micro_batch)
+        return model.with_split_output() if self.family.barriers else model
+
+    def shape(self, pipeline_size: int, most: int | None = None) -> Shape:
+        """With at most so many microbatches."""
+        count = min(self.num_microbatches, most or self.num_microbatches)
+        group = min(self.group_size or -(-pipeline_size // self.slices), count)
+        return Shape(pipeline_size, self.num_chunks, count, group, self.slices)
+
+    def forwards(self, pipeline_size: int, pilot: bool = False) -> int:
+        """Of a step, all stages and slices; ``pilot``: of what an estimate looks at."""
+        shape = self.shape(pipeline_size, _PILOTS[-1] * pipeline_size if pilot else None)
+        return pipeline_size * self.num_chunks * shape.num_microbatches * self.slices
+
+    def __str__(self) -> str:
+        slices = f" slices={self.slices}" if self.slices > 1 else ""
+        group = f" group={self.group_size}" if self.group_size else ""
+        memory = f" memory={self.memory_share:.0%}" if self.memory_share < 1 else ""
+        offload = f" offload={self.offload_chunks}" if self.offload_chunks else ""
+        return f"{self.schedule} V={self.num_chunks} M={self.num_microbatches}{slices}{group}{memory}{offload}"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """``step`` in milliseconds with free buffers and no queues, ``peak`` GB of the fullest rank; ``bound``: no plan on
+    this placement with these costs takes less. ``cut``: the model on its stages. ``refused``: why it cannot be had.
+    """
+
+    candidate: Candidate
+    cut: Fitted | None = None
+    step: float = 0.0
+    peak: float = 0.0
+    bound: float = 0.0
+    refused: str = ""
+
+
+def candidates(question: Question) -> Iterator[Candidate]:
+    """All that the question allows."""
+    for name in question.tried:
+        family = SCHEDULES[name]
+        if family.splits_weight and not question.splits_backward:
+            continue
+        for size, count in question.microbatches():
+            for chunks in _chunks(family, question.max_chunks):
+                for slices in question.slices if family.sliced else (1,):
+                    if (slices > 1) == family.sliced:
+                        share = _memory_share(question, question.model(size)) if family.search is not None else 1.0
+                        one = Candidate(
+                            name, chunks, size, count, question.policies[0], slices=slices, memory_share=share
+                        )
+                        yield from _with_offloads(question, one)
+
+
+def why_none(question: Question) -> str:
+    """Of each schedule that was asked for, why the question allows nothing of it."""
+    return "; ".join(_why_untried(question, name) for name in question.tried)
+
+
+def _why_untried(question: Question, name: str) -> str:
+    family = SCHEDULES[name]
+    if family.splits_weight and not question.splits_backward:
+        return f"{name} splits backwards, and the model cannot (--no-split-backward)"
+    if not _chunks(family, question.max_chunks):
+        most = f"at most {question.max_chunks} are tried (--max-chunks)"
+        return f"{name} has {family.chunks or 2} chunks a rank, and {most}"
+    if family.sliced:
+        return f"{name} is for slices of sequences, of which {question.slices[0]} is tried (--sequence-slices)"
+    return f"{name} offloads, and nothing says how long copies take (--offload-bandwidth)"
+
+
+def _with_offloads(question: Question, one: Candidate) -> Iterator[Candidate]:
+    """``one``, and with half and all of its chunks offloaded; a schedule that is made for it, with what it offloads."""
+    own = one.family.offloads(one.shape(question.pipeline_size))
+    if not own:
+        yield one
+    if question.host_bandwidth is None or one.searches or one.slices > 1 or one.family.barriers:
+        return
+    slots = question.offload_slots(question.model(one.micro_batch))
+    for count in {own} if own else {(one.num_chunks + 1) // 2, one.num_chunks}:
+        yield replace(one, offload_chunks=count, offload_slots=slots)
+
+
+def _memory_share(question: Question, model: Model) -> float:
+    """Of the device, for a search."""
+    ranks = question.pipeline_size
+    activation = sum(one.activation for one in model.layers) / ranks
+    static = 2 * sum(one.static for one in model.layers) / ranks  # of an unequal rank
+    needed = static + _ROOM * ranks * activation + 8 * question.max_chunks * model.message
+    return min(1.0, needed / question.memory) if activation else 1.0
+
+
+def _chunks(family: Family, most: int) -> list[int]:
+    if family.chunks is not None:
+        return [family.chunks] if family.chunks <= most else []
+    # With one chunk, families for several are others of the list.
+    return list(range(1 if family.search is not None else 2, most + 1))
+
+
+def estimate(question: Question, candidate: Candidate, bounds: dict[Any, float] | None = None) -> Estimate:
+    """A first look. A search is estimated by its bound, and so is a schedule with collectives, which ``order_time``
+    does not know. ``bounds`` are those that are known, and get this one.
+    """
+    model = candidate.model(question)
+    try:
+        cut = cut_model(question, candidate, model)
+        placement = candidate.placement(question.pipeline_size)
+        known = {} if bounds is None else bounds
+        key = placement, candidate.num_microbatches, candidate.slices, cut.costs
+        if key not in known:
+            conditions = candidate.num_microbatches, cut.costs, question.network(model)
+            split, slices = question.splits_backward, candidate.slices
+            known[key] = lower_bound(placement, *conditions, split=split, slices=slices).step
+        bound = known[key]
+        peak = max(cut.peaks)
+        if candidate.is_bounded:
+            return Estimate(candidate, cut, bound, peak, bound)
+        step = _order_time(question, candidate, cut, question.transfer(model))
+    except PlanError as error:
+        return Estimate(candidate, refused=str(error))
+    return Estimate(candidate, cut, max(step, bound), peak, bound)
+
+
+def _order_time(question: Question, candidate: Candidate, cut: Fitted, transfer: float) -> float:
+    """Of two pilots, the longer one and as many of the microbatches between them as are left."""
+    size, placement = question.pipeline_size, candidate.placement(question.pipeline_size)
+    shapes = [candidate.shape(size, pilot * size) for pilot in _PILOTS]
+    orders = (_orders(candidate.schedule, shape) for shape in shapes)
+    short, long = (order_time(each, placement, cut.costs, transfer, candidate.slices) for each in orders)
+    few, many = (shape.num_microbatches for shape in shapes)
+    if few == many:
+        return long
+    return long + (long - short) / (many - few) * (candidate.num_microbatches - many)
+
+
+def fixed_memory(model: Model, tensors: Sequence[int], slices: int, logits: int = _LOGITS) -> tuple[float, ...]:
+    """GB of each rank for its pipeline tensors and, where the output layer is split, for its share of that: parameters,
+    and logits of so many microbatches.
+    """
+    output = model.output
+    share = 0.0 if output is None else (output.static + logits * output.activation) / len(tensors)
+    return tuple(count * model.message / slices + share for count in tensors)
+
+
+def cut_model(question: Question, candidate: Candidate, model: Model) -> Fitted:
+    """The model on the candidate's stages, with what has to be recomputed there. Raises PlanError where the layers do
+    not fill the stages.
+    """
+    size = question.pipeline_size
+    placement = candidate.placement(size)
+    fixed = fixed_memory(model, (_TENSORS * candidate.num_chunks,) * size, candidate.slices)
+    room = Room(placement, states_of(candidate, size), candidate.slices, question.memory, fixed)
+    units = model.units(placement.num_stages)
+    try:
+        counts = best_counts(units, room, question.recompute)
+    except PlanError:
+        units = model.units(placement.num_stages, mtp_with_loss=True)
+        counts = best_counts(units, room, question.recompute)
+    return fitted(stages_of(units, counts), room, model, question.recompute)
+
+
+def states_of(candidate: Candidate, pipeline_size: int) -> States:
+    """What each rank keeps at most; of a search, what a family of the same placement with little memory keeps."""
+    name = candidate.schedule
+    if candidate.searches:
+        name = _SEEDS[candidate.family.placement][candidate.num_chunks > 1]
+    if candidate.offload_chunks:
+        count = min(_PILOTS[-1] * pipeline_size, candidate.num_microbatches)
+        return _offloaded_states(replace(candidate, num_microbatches=count), pipeline_size)
+    shapes = [candidate.shape(pipeline_size, pilot * pipeline_size) for pilot in _PILOTS]
+    few, many = (_states(name, shape) for shape in shapes)
+    if [_most(rank) for rank in few] == [_most(rank) for rank in many]:
+        return many
+    return _states(name, candidate.shape(pipeline_size))  # it grows with the microbatches
+
+
+def _most(states: Sequence[Kept]) -> int:
+    return max(sum(flight) + sum(waiting) for flight, waiting in states)
+
+
+@lru_cache(maxsize=256)
+def _offloaded_states(candidate: Candidate, pipeline_size: int) -> tuple[tuple[Kept, ...], ...]:
+    spec = PlanSpec(
+        candidate.schedule,
+        pipeline_size,
+        candidate.num_chunks,
+        candidate.num_microbatches,
+        offload_chunks=candidate.offload_chunks,
+        offload_slots=candidate.offload_slots,
+    )
+    return tuple(kept_states(program, candidate.num_chunks) for program in lowered_plan(spec).programs)
+
+
+@lru_cache(maxsize=256)
+def _states(schedule: str, shape: Shape) -> tuple[tuple[Kept, ...], ...]:
+    return tuple(kept_states(order, shape.num_chunks) for order in _orders(schedule, shape))
+
+
+@lru_cache(maxsize=128)
+def _orders(schedule: str, shape: Shape) -> list[Order]:
+    return SCHEDULES[schedule].orders(shape)

@@ -1,0 +1,126 @@
+"""The sizes in a list of Megatron's arguments, or in a YAML file of them."""
+
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_pp.planner.advise.transformer import Transformer
+
+from megatron_pp.errors import PlanError
+from megatron_pp.plan.costs.files import read_text
+from megatron_pp.plan.simulate.memory import FULL, NONE, SELECTIVE, ModelShape
+
+_FLAG = re.compile(r"--([A-Za-z][\w-]*)(?:=(.*))?\Z", re.DOTALL)
+_OLD_NAMES = {"model_parallel_size": "tensor_model_parallel_size", "num_layers_per_virtual_pipeline_stage": "_chunk"}
+_NEEDED = ("num_layers", "hidden_size", "seq_length")
+_ENDINGS = (".yaml", ".yml")
+
+
+def read_megatron_args(text: str) -> dict[str, Any]:
+    """Arguments by Megatron's names (``num_layers``) from ``text``: a command line, whose other words are skipped, or
+    the path of a YAML file with ``key: value`` lines, nested or not. Switches are True. Raises PlanError.
+    """
+    if text.strip().endswith(_ENDINGS) and not text.strip().startswith("--"):
+        return _from_yaml(read_text(Path(text.strip())))
+    try:
+        words = shlex.split(text.replace("\\\n", " "), comments=True)
+    except ValueError as error:
+        raise PlanError(f"Megatron's arguments cannot be read: {error}") from error
+    found: dict[str, Any] = {}
+    name = None
+    for word in words:
+        flag = _FLAG.match(word)
+        if flag is not None:
+            name = flag[1].replace("-", "_")
+            found[_OLD_NAMES.get(name, name)] = True if flag[2] is None else flag[2]
+            name = name if flag[2] is None else None
+        elif name is not None:
+            key = _OLD_NAMES.get(name, name)
+            found[key] = word if found[key] is True else f"{found[key]} {word}"
+    if not found:
+        raise PlanError(f"{text[:60]!r} holds no argument of Megatron's; it would look like --num-layers 32")
+    return found
+
+
+def _from_yaml(text: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for line in text.splitlines():
+        key, colon, value = re.sub(r"(^|\s)#.*", "", line).strip().partition(":")
+        value = value.strip().strip("'\"")
+        if not colon or not value:
+            continue
+        name = key.strip().lstrip("-").strip().strip("'\"").replace("-", "_")
+        if value.lower() not in ("false", "null", "none", "~"):
+            found[name] = True if value.lower() == "true" else value
+    if not found:
+        raise PlanError("the YAML file holds no lines such as num_layers: 32")
+    return found
+
+
+def transformer_of(args: Mapping[str, Any], data_parallel: int = 1) -> Transformer:
+    """The model that the arguments describe. Raises PlanError where sizes are missing or are no numbers."""
+    missing = [name for name in _NEEDED if name not in args]
+    if missing:
+        raise PlanError(f"Megatron's arguments lack {', '.join('--' + name.replace('_', '-') for name in missing)}")
+    shape = ModelShape(
+        num_layers=whole(args, "num_layers"),
+        hidden_size=whole(args, "hidden_size"),
+        seq_length=whole(args, "seq_length"),
+        micro_batch_size=whole(args, "micro_batch_size", 1),
+        num_attention_heads=whole(args, "num_attention_heads", 0),
+        ffn_hidden_size=whole(args, "ffn_hidden_size", 0) or None,
+        vocab_size=whole(args, "padded_vocab_size", 0) or whole(args, "vocab_size", 0),
+        tensor_parallel=whole(args, "tensor_model_parallel_size", 1),
+        context_parallel=whole(args, "context_parallel_size", 1),
+        data_parallel=data_parallel if "use_distributed_optimizer" in args else 1,
+        sequence_parallel="sequence_parallel" in args,
+        recompute=_recompute(args),
+        element_bytes=2 if {"bf16", "fp16"} & set(args) else 4,
+    )
+    experts = whole(args, "num_experts", 0)
+    return Transformer(
+        shape,
+        gated="swiglu" in args,
+        query_groups=whole(args, "num_query_groups", 0) or None,
+        experts=experts,
+        top_k=whole(args, "moe_router_topk", 2),
+        expert_hidden=whole(args, "moe_ffn_hidden_size", 0) or None,
+        shared_hidden=whole(args, "moe_shared_expert_intermediate_size", 0),
+        moe_layers=_moe_layers(str(args.get("moe_layer_freq", "1")), shape.num_layers) if experts else (),
+        expert_parallel=whole(args, "expert_model_parallel_size", 1),
+        mtp_layers=whole(args, "mtp_num_layers", 0),
+    )
+
+
+def whole(args: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """A number among the arguments. Raises PlanError for what is none."""
+    value = args.get(name, default)
+    if not str(value).isdigit():
+        raise PlanError(f"Megatron's --{name.replace('_', '-')} is {value!r}; it must be a whole number")
+    return int(value)
+
+
+def _recompute(args: Mapping[str, Any]) -> str:
+    """What every layer recomputes. Full recomputation of some layers is the advisor's to choose."""
+    if args.get("recompute_granularity") == FULL and "recompute_num_layers" not in args:
+        return FULL
+    flash = "use_flash_attn" in args or args.get("attention_backend") in (None, "flash", "fused", "auto")
+    selective = args.get("recompute_granularity") == SELECTIVE or "recompute_activations" in args
+    return SELECTIVE if flash or selective else NONE
+
+
+def _moe_layers(text: str, num_layers: int) -> tuple[int, ...]:
+    """Megatron's ``--moe-layer-freq``: a number N (each N-th layer, from the first) or a list as ``([0]*3+[1]*58)``."""
+    if text.isdigit() and int(text):
+        return tuple(int(layer % int(text) == 0) for layer in range(num_layers))
+    pattern: list[int] = []
+    for part in text.strip("()' \"").replace(" ", "").split("+"):
+        found = re.fullmatch(r"\(?\[([01](?:,[01])*)\](?:\*(\d{1,4}))?\)?", part)
+        if found is None:
+            raise PlanError(f"Megatron's --moe-layer-freq is {text!r}; it would look like 2 or ([0]*3+[1]*58)")
+        pattern += [int(digit) for digit in found[1].split(",")] * int(found[2] or 1)
+    if len(pattern) != num_layers:
+        raise PlanError(f"Megatron's --moe-layer-freq is for {len(pattern)} layers; --num-layers is {num_layers}")
+    return tuple(pattern)

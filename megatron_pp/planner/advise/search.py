@@ -1,0 +1,341 @@
+"""The search for the best pipeline: all candidates are estimated, then built, verified and simulated, the fastest by
+their estimates first.
+
+What is looked at is counted in operations, so that the answer does not depend on how busy the machine is; a budget of
+seconds, where one is given, takes the place of these counts.
+"""
+
+import multiprocessing
+import signal
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from multiprocessing.pool import AsyncResult
+from typing import Any
+
+from megatron_pp.planner.advise.candidates import Candidate, Estimate, candidates, estimate, why_none
+from megatron_pp.planner.advise.evaluate import Outcome, evaluate
+from megatron_pp.planner.advise.fit import Fitted
+from megatron_pp.planner.advise.question import Question
+
+from megatron_pp.errors import PlanError
+
+Report = Callable[[int, int, str], None]
+"""Takes how much of the work is done, of how much, and what is looked at."""
+
+_GAIN = 0.002  # a search whose bound is not this much below the best step is not worth its time
+_AS_FAST = 1e-3  # of steps that differ by less, the one with less memory is better
+_EXTRA = 1.0  # of the budget, where nothing that fits was found within it
+_FIRST = 5.0  # seconds beyond a budget until which a first plan is waited for
+_FIRST_LOOK = 2.0  # seconds for estimates, or half of the budget
+_CHUNK = 0.003  # for so much of the bound a search with one chunk more, which takes longer, comes later
+_POLL = 0.02  # seconds
+_LOOK = 0.1  # seconds between two looks at the time
+# In forwards of a step, of all stages; some 10,000 of them are built, verified and simulated in a second.
+_PLANS = 400_000  # of all plans that are built without a budget
+_SEARCHES = 200_000  # of all searches
+_ESTIMATES = 2_000_000  # of all estimates, each of which takes a fifth of that
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What was looked at, what there was no time for, and searches that could not find a shorter step. ``interrupted``:
+    by a KeyboardInterrupt, before the budget was spent.
+    """
+
+    question: Question
+    outcomes: tuple[Outcome, ...]
+    estimates: tuple[Estimate, ...]
+    not_looked_at: tuple[Candidate, ...]
+    needless: tuple[Candidate, ...]
+    seconds: float
+    interrupted: bool = False
+
+    @property
+    def cut_short(self) -> bool:
+        """Whether candidates were left that may be better than the answer."""
+        return bool(self.not_looked_at)
+
+    @property
+    def fitting(self) -> list[Outcome]:
+        """Those that can be had, fastest first; of equals, the one that needs less memory, and fewer chunks."""
+        found = [one for one in self.outcomes if not one.refused]
+        return sorted(found, key=lambda one: (round(one.step, 9), one.peak, one.candidate.num_chunks))
+
+    @property
+    def best(self) -> Outcome | None:
+        """The fastest by Megatron's flags; of those that are as fast, the one that needs the least memory."""
+        fitting = self.fitting
+        least = min((one.flagged for one in fitting), default=0.0)
+        as_fast = [one for one in fitting if one.flagged <= least * (1 + _AS_FAST)]
+        return min(as_fast, key=lambda one: (round(one.peak, 6), one.flagged), default=None)
+
+    @property
+    def least_memory(self) -> Outcome | None:
+        """Of those that were built and may be recommended, the one that needs the least, though it may not fit."""
+        built = [one for one in self.outcomes if one.fit is not None and self.question.takes(one.candidate.schedule)]
+        return min(built, key=lambda one: one.peak, default=None)
+
+    @property
+    def front(self) -> list[Outcome]:
+        """The Pareto front: fastest first, each with less memory than all before it."""
+        front: list[Outcome] = []
+        for one in self.fitting:
+            if not front or one.peak < front[-1].peak * (1 - 1e-9):
+                front.append(one)
+        return front
+
+
+def search(question: Question, budget: float | None = None, jobs: int = 1, report: Report | None = None) -> Findings:
+    """The best pipelines for ``question`` that ``jobs`` processes find, until a KeyboardInterrupt, or for ``budget``
+    seconds. Without a budget so many operations are looked at, whatever time that takes, and the answer is the same on
+    every machine.
+
+    Raises PlanError where no candidate is possible whatever the memory.
+    """
+    began, searched = time.monotonic(), _Queue(question, budget)
+    interrupted = False
+    try:
+        with _Evaluator(question, searched, jobs) as evaluator, _ended_in_time(searched):
+            _estimate(question, searched, evaluator, report or (lambda done, of, what: None))
+            for outcome in evaluator.outcomes():
+                searched.outcomes.append(outcome)
+                if report:
+                    report(*searched.progress, str(outcome.candidate))
+    except _BudgetSpentError:
+        pass
+    except KeyboardInterrupt:
+        interrupted = True
+    seconds = time.monotonic() - began
+    known = tuple(searched.outcomes), tuple(searched.estimates)
+    return Findings(question, *known, searched.left(), tuple(searched.needless), seconds, interrupted)
+
+
+def _estimate(question: Question, queue: "_Queue", evaluator: "_Evaluator", say: Report) -> None:
+    """Of all candidates that there is time for, those of few operations first. Searches take long, so the first of
+    them begins as soon as it is known that it can be worth it."""
+    bounds: dict[Any, float] = {}
+    found = queue.found
+    found += candidates(question)
+    if not found:
+        raise PlanError(f"nothing is left to try: {why_none(question)}")
+    work, size = 0, question.pipeline_size
+    for candidate in sorted(found, key=lambda one: one.forwards(size, pilot=True)):
+        work += candidate.forwards(size, pilot=True)
+        if work > _ESTIMATES or (queue.estimates and queue.must_build()):
+            break
+        say(0, 1, f"estimating {candidate}")
+        queue.estimates.append(estimate(question, candidate, bounds))
+    queue.sort()
+    if evaluator.jobs > 1 and (first := queue.first_search()):
+        evaluator.start(first)
+
+
+class _BudgetSpentError(KeyboardInterrupt):
+    """Ends what does not look at the time itself."""
+
+
+@contextmanager
+def _ended_in_time(queue: "_Queue") -> Iterator[None]:
+    """With a budget, raises in the main thread when it is spent."""
+    if queue.budget is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def look(*_: object) -> None:
+        if queue.is_over():
+            raise _BudgetSpentError
+        signal.setitimer(signal.ITIMER_REAL, _LOOK)
+
+    before, began = signal.signal(signal.SIGALRM, look), time.monotonic()
+    left, every = signal.setitimer(signal.ITIMER_REAL, _LOOK)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+        if left:  # of somebody else's
+            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - began), _LOOK), every)
+
+
+class _Queue:
+    """What is looked at next. It depends on nothing but the estimates and the results before, as long as there is no
+    budget: named plans in the order of their estimates; searches one after the other; then variants of the best."""
+
+    def __init__(self, question: Question, budget: float | None) -> None:
+        self.question = question
+        self.budget = budget
+        self.until = time.monotonic() + (budget or 0.0)
+        self.extra = max(_FIRST, _EXTRA * (budget or 0.0))
+        self.found: list[Candidate] = []
+        self.estimates: list[Estimate] = []
+        self.outcomes: list[Outcome] = []
+        self.named: list[Estimate] = []
+        self.searches: list[Estimate] = []
+        self.variants: list[Candidate] = []
+        self.work_left = [_PLANS, _SEARCHES]
+        self.begun: list[Candidate] = []
+        self.needless: list[Candidate] = []
+
+    def sort(self) -> None:
+        """The fastest first; before them what fits, if anything does; last what cannot be recommended."""
+        self.outcomes += [Outcome(one.candidate, one.refused) for one in self.estimates if one.refused]
+        possible = [one for one in self.estimates if not one.refused]
+        memory, takes = self.question.memory, self.question.takes
+        some_fit = any(one.peak <= memory for one in possible)
+
+        def promise(one: Estimate) -> tuple[bool, bool, float]:
+            return not takes(one.candidate.schedule), one.peak > memory, one.step if some_fit else one.peak
+
+        named = sorted((one for one in possible if not one.candidate.searches), key=promise)
+        self.searches = sorted((one for one in possible if one.candidate.searches), key=_promise)
+        self.named = [one for k, one in enumerate(named) if self._affords(one.candidate) or k == 0]
+
+    def _affords(self, candidate: Candidate) -> bool:
+        """Whether there is work left for it, which is then spent. With a budget it is time that counts."""
+        work, left = _work(candidate, self.question.pipeline_size), self.work_left
+        if self.budget is None and work > left[candidate.searches]:
+            return False
+        left[candidate.searches] -= work
+        return True
+
+    def first_search(self) -> Candidate | None:
+        """The one that is begun before any plan was built, where the estimates say that it can be worth it."""
+        least = min((one.step for one in self.named if one.peak <= self.question.memory), default=float("inf"))
+        for one in self.searches:
+            if one.bound < least * (1 - _GAIN) and self._affords(one.candidate):
+                self.searches.remove(one)
+                return self._begin(one.candidate)
+        return None
+
+    def _begin(self, candidate: Candidate) -> Candidate:
+        self.begun.append(candidate)
+        return candidate
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Operations of what is done, and of all that is planned so far."""
+        size = self.question.pipeline_size
+        done = sum(_work(one.candidate, size) for one in self.outcomes if one.fit is not None)
+        left = sum(_work(one.candidate, size) for one in (*self.named, *self.searches))
+        built = {one.candidate for one in self.outcomes}
+        return done, done + left + sum(_work(one, size) for one in self.begun if one not in built)
+
+    @property
+    def best(self) -> float:
+        return min((one.step for one in self.outcomes if not one.refused), default=float("inf"))
+
+    def next(self, running: Collection[Candidate]) -> Candidate | None:
+        """What to look at now, beside what is ``running``; None where that has to be waited for, or nothing is left."""
+        if self.named:
+            return self._begin(self.named.pop(0).candidate)
+        if not running:
+            while self.searches:
+                one = self.searches.pop(0)
+                if one.bound >= self.best * (1 - _GAIN):
+                    self.needless.append(one.candidate)
+                elif self._affords(one.candidate):
+                    return self._begin(one.candidate)
+            self.variants = self.variants or self._variants_of_best()
+        return self._begin(self.variants.pop(0)) if self.variants else None
+
+    def _variants_of_best(self) -> list[Candidate]:
+        """Of the best plan so far, other groups and policies; with a budget, of a search, with other memory."""
+        fitting = [one for one in self.outcomes if not one.refused]
+        if not fitting:
+            return []
+        best = min(fitting, key=lambda one: one.step).candidate
+        size = self.question.pipeline_size
+        groups = [2 * size, best.num_microbatches] if best.family.grouped and best.num_chunks > 1 else []
+        found = [replace(best, group_size=group) for group in groups if size < group <= best.num_microbatches]
+        found += [replace(best, policy=policy) for policy in self.question.policies[1:]]
+        if best.searches:
+            shares = (best.memory_share / 2, 1.0) if self.budget is not None else ()
+            found = [replace(best, memory_share=share) for share in shares]
+        return [one for one in found if one not in self.begun]
+
+    def cut_of(self, candidate: Candidate) -> Fitted | None:
+        """The model on its stages, as it was estimated."""
+        sizes = _sizes(candidate)
+        return next((one.cut for one in self.estimates if _sizes(one.candidate) == sizes), None)
+
+    def must_build(self) -> bool:
+        """Whether the part of the budget that is for estimates is spent."""
+        return self.budget is not None and time.monotonic() >= self.until - self.budget + max(
+            _FIRST_LOOK, self.budget / 2
+        )
+
+    def is_over(self) -> bool:
+        """Whether the budget is spent; where nothing fits so far, later."""
+        allowed = 0.0 if self.best < float("inf") else self.extra
+        return self.budget is not None and time.monotonic() >= self.until + allowed
+
+    def left(self) -> tuple[Candidate, ...]:
+        """Of all candidates, and of the variants that were begun, those without an outcome that may be better."""
+        known = {*(one.candidate for one in self.outcomes), *self.needless}
+        searches = (one for one in self.estimates if one.candidate.searches and one.candidate not in known)
+        self.needless += (one.candidate for one in searches if one.bound >= self.best * (1 - _GAIN))
+        known |= {*self.needless}
+        return tuple(one for one in dict.fromkeys([*self.found, *self.begun]) if one not in known)
+
+
+def _sizes(candidate: Candidate) -> tuple[Any, ...]:
+    """What candidates have in common whose model is cut the same way."""
+    sizes = candidate.num_chunks, candidate.micro_batch, candidate.slices
+    return candidate.schedule, *sizes, candidate.offload_chunks
+
+
+def _work(candidate: Candidate, size: int) -> int:
+    """In forwards that are built, verified and simulated. A search looks at some 5 P plans."""
+    return candidate.forwards(size) * (5 * size if candidate.searches else 1)
+
+
+def _promise(one: Estimate) -> tuple[float, float]:
+    return one.bound * (1 + _CHUNK * one.candidate.num_chunks), one.peak
+
+
+class _Evaluator:
+    """``jobs`` at a time, each in a process of its own; what runs when the budget is spent is ended. One job runs in
+    this process.
+    """
+
+    def __init__(self, question: Question, queue: _Queue, jobs: int) -> None:
+        self.question = question
+        self.queue = queue
+        self.jobs = jobs
+        self.running: dict[Candidate, AsyncResult[Outcome]] = {}
+
+    def __enter__(self) -> "_Evaluator":
+        if self.jobs > 1:  # Ctrl-C reaches the whole group of processes: only this one has an answer to give
+            ignore = (signal.SIGINT, signal.SIG_IGN)
+            self.pool = multiprocessing.get_context("spawn").Pool(self.jobs, signal.signal, ignore)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.jobs > 1:
+            self.pool.terminate()
+            self.pool.join()
+
+    def start(self, candidate: Candidate) -> None:
+        work = self.question, candidate, self.queue.cut_of(candidate)
+        self.running[candidate] = self.pool.apply_async(evaluate, work)
+
+    def outcomes(self) -> Iterator[Outcome]:
+        queue, running = self.queue, self.running
+        while not queue.is_over():
+            while len(running) < self.jobs and (candidate := queue.next(running)):
+                if self.jobs > 1:
+                    self.start(candidate)
+                else:
+                    yield evaluate(self.question, candidate, queue.cut_of(candidate))
+                    if queue.is_over():
+                        return
+            if not running:
+                return
+            done = [candidate for candidate, result in running.items() if result.ready()]
+            for candidate in done:
+                yield running.pop(candidate).get()
+            if not done:
+                time.sleep(_POLL)

@@ -1,0 +1,75 @@
+"""A first look at compute orders, much faster than the simulator: when they end if every message takes its link's time
+and none waits for another, and what they keep at most.
+"""
+
+from collections.abc import Sequence
+from operator import le
+
+from megatron_pp.plan.costs.activations import KEPT, WAITING
+from megatron_pp.plan.costs.stage_costs import StageCosts
+from megatron_pp.plan.ir.dataflow import RESULT_OF, source_of
+from megatron_pp.plan.ir.instruction import Instruction, without_pairs
+from megatron_pp.plan.ir.placement import Placement
+
+Kept = tuple[tuple[int, ...], tuple[int, ...]]  # per chunk: forwards before their backward, waiting weight gradients
+
+
+def order_time(
+    orders: Sequence[Sequence[Instruction]], placement: Placement, costs: StageCosts, transfer: float, slices: int = 1
+) -> float:
+    """When the last operation ends. Orders must be possible (``order_check.py``)."""
+    shares, of_mb = costs.of_slices(slices), costs.microbatches
+    ends: dict[tuple[str, int, int, int], float] = {}
+    waiting: dict[tuple[str, int, int, int], int] = {}
+    clocks, at, ready = [0.0] * len(orders), [0] * len(orders), list(range(len(orders)))
+    lines = [list(without_pairs(order)) for order in orders]
+    while ready:
+        rank = ready.pop()
+        line, stages, now, k = lines[rank], placement.stages[rank], clocks[rank], at[rank]
+        while k < len(line):
+            op, _, mb, _, chunk, part, _, _ = line[k]
+            stage = stages[chunk]
+            source = source_of(op, stage, placement.num_stages)
+            if source is not None:
+                key = RESULT_OF[op], source, mb, part
+                there = ends.get(key)
+                if there is None:
+                    waiting[key] = rank
+                    break
+                if placement.homes[source][0] != rank:
+                    there += transfer
+                now = max(now, there)
+            now += costs.of(op, stage) * shares[part] * (of_mb[mb] if of_mb else 1.0)
+            k += 1
+            if op in RESULT_OF:
+                left = RESULT_OF[op], stage, mb, part
+                ends[left] = now
+                if left in waiting:
+                    ready.append(waiting.pop(left))
+        clocks[rank], at[rank] = now, k
+    return max(clocks)
+
+
+def kept_states(order: Sequence[Instruction], num_chunks: int) -> tuple[Kept, ...]:
+    """What a rank keeps at the moments when no other moment has as much of everything. A program has the copies to host
+    memory besides what an order has.
+    """
+    flight, late = [0] * num_chunks, [0] * num_chunks
+    states: set[tuple[int, ...]] = set()
+    grew = False
+    for at in without_pairs(order):
+        op, chunk = at.op, at.chunk
+        if op not in KEPT and op not in WAITING:
+            continue
+        change = KEPT.get(op, 0)
+        if change <= 0 and grew:  # only what stands before something is given back can be a most
+            states.add((*flight, *late))
+        grew = change > 0 or WAITING.get(op, 0) > 0
+        flight[chunk] += change
+        late[chunk] += WAITING.get(op, 0)
+    states.add((*flight, *late))
+    most: list[tuple[int, ...]] = []
+    for state in sorted(states, key=sum, reverse=True):
+        if not any(all(map(le, state, other)) for other in most):
+            most.append(state)
+    return tuple((state[:num_chunks], state[num_chunks:]) for state in most)

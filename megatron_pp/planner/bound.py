@@ -1,0 +1,199 @@
+"""A lower bound of a step's time: no plan on the same placement is shorter, whatever its order.
+
+Each term is a part of what every plan has to do, so that the largest of them is a bound as well:
+
+critical path   One microbatch goes forward through all stages and back, each operation after the one before and its
+                message. Operations of one stage take turns, so the k-th microbatch comes at least k times the slowest
+                stage later.
+work of a rank  A rank's operations take turns. None starts before a path to it has been walked (the warm-up), and after
+                it the path to the end of the step is left (the drain). The best preemptive schedule of jobs with such
+                heads and tails on one machine is known (``one_machine.py``); the rank's own is no shorter.
+link a to b     The messages of a directed link take turns on the wire in the same way.
+memory          What fits on a rank at once lets forwards wait for backwards and for the W of earlier microbatches: more
+                paths (``bound_memory.py``).
+memory of rank r  Its work with these paths before and behind it. Until backwards come, and while others' last ones are
+                on their way, it has no more to do than its memory holds, so it is idle for the rest, and what is behind
+                that work starts later: paths again, of all ranks (``bound_work.py``). From a forward that leaves no
+                room for anything else until its microbatch is back, the rank has nothing else to do.
+
+The microbatches are taken to be alike. Where sequences are cut into slices, every slice counts as the cheapest one on
+paths, and memory is left out.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_pp.errors import PlanError
+from megatron_pp.plan.costs.stage_costs import FREE, MemoryModel, Network, StageCosts
+from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD
+from megatron_pp.plan.ir.placement import Placement
+from megatron_pp.plan.ir.spec import Plan
+from megatron_pp.planner.bound_memory import alone_from, waits_of
+from megatron_pp.planner.bound_paths import PathFinder, Paths, StageTimes
+from megatron_pp.planner.bound_work import RankWork
+from megatron_pp.planner.one_machine import Job, least_end
+
+CRITICAL_PATH = "critical path"
+MEMORY = "memory"
+
+
+@dataclass(frozen=True)
+class Bound:
+    """No plan takes less.
+
+    step    time of a step, in the unit of the costs
+    reason  the term that it is: critical path, work of rank r, link a to b, memory, memory of rank r
+    terms   every term with its time
+    """
+
+    step: float
+    reason: str
+    terms: tuple[tuple[str, float], ...]
+
+    def excess(self, step: float) -> float:
+        """The share by which a step of ``step`` is longer than the bound: 0.02 is within 2%. 0 for an empty bound."""
+        return max(0.0, step / self.step - 1.0) if self.step else 0.0
+
+    def beside(self, step: float, unit: str = "") -> str:
+        """How far a step of ``step`` is from the bound, in words."""
+        least = f"{self.step:.4g} {unit}".strip()
+        return f"within {self.excess(step):.1%} of the bound, {least} ({self.reason})"
+
+
+def lower_bound(
+    placement: Placement,
+    num_microbatches: int,
+    costs: StageCosts,
+    network: Network = FREE,
+    memory: MemoryModel | None = None,
+    *,
+    split: bool = True,
+    forward_only: bool = False,
+    slices: int = 1,
+) -> Bound:
+    """The bound of all plans for ``num_microbatches`` alike on ``placement``, in the unit of ``costs``.
+
+    ``memory`` limits activations as it does for ``auto``; None is no limit. Without ``split`` every backward is whole.
+    Raises PlanError for costs of another number of stages, and where one microbatch alone exceeds the memory limit.
+    """
+    if costs.num_stages != placement.num_stages:
+        raise PlanError(f"costs are given for {costs.num_stages} stages; the placement has {placement.num_stages}")
+    if costs.microbatches:
+        raise PlanError("a bound is for microbatches that cost the same; leave StageCosts.microbatches out")
+    costs = costs.placed(placement)
+    limited = memory if memory is not None and slices == 1 and not forward_only else None
+    times = StageTimes.of(placement, costs, network, split, forward_only, slices)
+    rounds = num_microbatches if slices == 1 else 1
+    problem = _Problem(placement, num_microbatches, costs, network, times, split, forward_only, slices)
+    terms = list(problem.terms(PathFinder(times, rounds, forward_only=forward_only)))
+    if limited is not None:
+        terms += problem.memory_terms(PathFinder(times, rounds, waits_of(placement, limited, times)), limited)
+    reason, step = max(terms, key=lambda term: term[1])
+    return Bound(step, reason, tuple(terms))
+
+
+def bound_of(plan: Plan, costs: StageCosts, network: Network = FREE, memory: MemoryModel | None = None) -> Bound:
+    """The bound of all plans in the place of ``plan``: its placement and microbatches, backwards split where the model
+    can split them; without the memory terms where it offloads. Raises PlanError as ``lower_bound`` does.
+    """
+    spec = plan.spec
+    if plan.offloads:
+        memory = None
+    return lower_bound(
+        plan.placement,
+        spec.num_microbatches,
+        costs,
+        network,
+        memory,
+        split=spec.split_backward,
+        forward_only=spec.forward_only,
+        slices=spec.slices,
+    )
+
+
+@dataclass(frozen=True)
+class _Problem:
+    placement: Placement
+    num_microbatches: int
+    costs: StageCosts
+    network: Network
+    times: StageTimes
+    split: bool
+    forward_only: bool
+    slices: int
+
+    def terms(self, finder: PathFinder) -> Iterator[tuple[str, float]]:
+        heads, tails = finder.heads(), finder.tails()
+        yield CRITICAL_PATH, tails.forward[0][0]
+        for rank in range(self.placement.pipeline_size):
+            yield f"work of rank {rank}", least_end(self._work(rank, heads, tails))
+        for (source, target), jobs in self._messages(heads, tails).items():
+            yield f"link {source} to {target}", least_end(jobs)
+
+    def memory_terms(self, finder: PathFinder, memory: MemoryModel) -> Iterator[tuple[str, float]]:
+        ranks = [
+            RankWork(row, self.num_microbatches, self.times, memory, limit, [w for w in finder.waits if w.stage in row])
+            for row, limit in zip(self.placement.stages, memory.limits, strict=True)
+        ]
+        heads, tails, before, behind = finder.heads(), finder.tails(), finder.nothing, finder.nothing
+        for rank in ranks:
+            rank.heads(rank.from_start(heads), before)
+            rank.tails(rank.from_end(tails), behind)
+        heads, tails = finder.heads(before), finder.tails(behind)
+        known = tails.forward[0][0]
+        yield MEMORY, known
+        for number, rank in enumerate(ranks):
+            alone = alone_from(rank.stages, memory, rank.limit)
+            ends = [least_end(self._work(number, heads, tails, way)) for way in {None, alone}]
+            yield f"memory of rank {number}", max(*ends, rank.end(heads, tails, max(known, *ends)))
+
+    def _work(self, rank: int, heads: Paths, tails: Paths, alone: int | None = None) -> Iterator[Job]:
+        """All operations of ``rank`` as jobs of one machine. A backward is two: up to its input gradient, and the rest,
+        which is on the machine later, in its W or at the end of a whole B. Passes of a split output layer are added.
+        """
+        times, each = self.times, self.num_microbatches / len(heads.forward)
+        if self.placement.barriers:
+            yield Job(0.0, self.num_microbatches * sum(self.costs.passes), 0.0)
+        stages = self.placement.stages[rank]
+        first, last = (stages[-1] + 1 if alone is None else stages[alone]), stages[-1]
+        for stage in stages:
+            f, b, rest = self._full(stage)
+            for head, tail in zip(heads.forward, tails.forward, strict=True) if stage < first else ():
+                yield Job(head[stage], each * f, max(0.0, tail[stage] - times.forward[stage]))
+            for k in range(0 if self.forward_only else len(heads.backward)):
+                left = max(0.0, tails.backward[k][stage] - times.backward[stage] - times.early[stage])
+                if alone is None or stage < last:
+                    yield Job(heads.backward[k][stage], each * b, left)
+                else:
+                    together = sum(times.output[first:last]) + times.trips[last]
+                    yield Job(heads.forward[k][first], together, left)
+                if rest:
+                    yield Job(heads.backward[k][stage] + times.backward[stage], each * rest, 0.0)
+
+    def _full(self, stage: int) -> tuple[float, float, float]:
+        """Of a whole sequence: forward, backward up to the input gradient, and the rest."""
+        whole = self.costs.backward[stage]
+        if not self.split:
+            return self.costs.forward[stage], whole, 0.0
+        half, weight = self.costs.backward_input[stage], self.costs.weight[stage]
+        least = min(whole, half)
+        return self.costs.forward[stage], least, min(whole, half + weight) - least
+
+    def _messages(self, heads: Paths, tails: Paths) -> dict[tuple[int, int], list[Job]]:
+        """Per directed link, its messages as jobs of the wire."""
+        found: dict[tuple[int, int], list[Job]] = {}
+        homes, each, last = self.placement.homes, self.num_microbatches / len(heads.forward), len(self.placement.homes)
+        outputs = [(FORWARD, stage, stage + 1, heads.forward, tails.forward) for stage in range(last - 1)]
+        gradients = [(BACKWARD, stage, stage - 1, heads.backward, tails.backward) for stage in range(1, last)]
+        for kind, one, other, before, after in [*outputs, *([] if self.forward_only else gradients)]:
+            source, target = homes[one][0], homes[other][0]
+            link = self.network.between(source, target)
+            wire = link.wire_time(self.network.message_bytes(kind))
+            if source == target or not wire:
+                continue
+            there = self.times.output[one] if kind == FORWARD else self.times.gradient[one]
+            sent = there - link.latency - wire / self.slices
+            jobs = found.setdefault((source, target), [])
+            for head, tail in zip(before, after, strict=True):
+                jobs.append(Job(head[one] + sent, each * wire, link.latency + tail[other]))
+        return found

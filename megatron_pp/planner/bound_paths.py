@@ -1,0 +1,191 @@
+"""Longest paths through a step: how early each operation can start, and how much must still come from there.
+
+The microbatches of a stage are alike, so operations are numbered in the order in which the stage runs them: the k-th
+forward of a stage starts after k + 1 forwards of the stage before have ended, whichever they were, and the k-th
+backward after the stage's own k-th forward. Paths hold for every order of microbatches for that reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from megatron_pp.plan.costs.stage_costs import Network, StageCosts
+from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD
+from megatron_pp.plan.ir.placement import Placement
+
+Times = tuple[float, ...]  # per stage
+Table = list[list[float]]  # [k][stage]
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """The least times of one operation of each stage, in any plan.
+
+    forward    a forward
+    backward   from the start of a backward to its input gradient: I, or B where that is shorter or nothing is split
+    rest       what is left of the microbatch's backward work then: all of B or I + W, whichever is less
+    output     from the start of a forward to the output's arrival at the next stage
+    gradient   from the start of a backward to the input gradient's arrival at the stage before
+    early      how long before the end of its backward's work a gradient may go out (within a pair)
+    """
+
+    forward: Times
+    backward: Times
+    rest: Times
+    output: Times
+    gradient: Times
+    early: Times
+
+    @classmethod
+    def of(
+        cls, placement: Placement, costs: StageCosts, network: Network, split: bool, forward_only: bool, slices: int
+    ) -> StageTimes:
+        """Those of one slice, the one that costs least, where sequences are cut."""
+        count, part = placement.num_stages, min(costs.of_slices(slices))
+        forward = tuple(part * time for time in costs.forward)
+        whole = [part * time for time in costs.backward]
+        backward, rest = whole, [0.0] * count
+        if split:
+            halves = [(part * i, part * w) for i, w in zip(costs.backward_input, costs.weight, strict=True)]
+            backward = [min(b, i) for b, (i, _) in zip(whole, halves, strict=True)]
+            rest = [min(b, i + w) - least for b, (i, w), least in zip(whole, halves, backward, strict=True)]
+        if forward_only:
+            whole = backward = rest = [0.0] * count
+        early, shares = [0.0] * count, costs.pair_sends
+        out, back = list(forward), list(backward)
+        if min(shares) < 1 and not forward_only:
+            for stage, (rank, _) in enumerate(placement.homes):
+                partners = placement.stages[rank]
+                out[stage] = min(out[stage], shares[0] * (forward[stage] + min(whole[s] for s in partners)))
+                back[stage] = min(back[stage], shares[1] * (whole[stage] + min(forward[s] for s in partners)))
+                early[stage] = whole[stage] - backward[stage] + max(forward[s] for s in partners)
+        for stage in range(count - 1):
+            out[stage] += _hop(placement, network, FORWARD, stage, slices)
+            back[stage + 1] += _hop(placement, network, BACKWARD, stage, slices)
+        return cls(forward, tuple(backward), tuple(rest), tuple(out), tuple(back), tuple(early))
+
+    @cached_property
+    def trips(self) -> Times:
+        """From the start of a stage's forward to the end of the same microbatch's backward there, at the least."""
+        there, trips = 0.0, []  # from the output's arrival at the stage after to that of its gradient here
+        for stage in reversed(range(len(self.forward))):
+            before = max(self.forward[stage], self.output[stage] + there)
+            trips.append(before + self.backward[stage])
+            there = before + self.gradient[stage]
+        return tuple(reversed(trips))
+
+
+def _hop(placement: Placement, network: Network, kind: str, stage: int, slices: int) -> float:
+    """Time of a message between ``stage`` and the next one."""
+    source, target = placement.homes[stage][0], placement.homes[stage + 1][0]
+    if source == target:
+        return 0.0
+    link = network.between(source, target) if kind == FORWARD else network.between(target, source)
+    return link.latency + link.wire_time(network.message_bytes(kind) / slices)
+
+
+@dataclass(frozen=True)
+class Paths:
+    """``forward[k][stage]`` and ``backward[k][stage]``: the earliest start of the k-th, where ``heads`` were made; the
+    least time from its start to the end of the step, where ``tails`` were.
+    """
+
+    forward: Table
+    backward: Table
+
+
+class Wait(NamedTuple):
+    """Forward k + ``most`` of ``stage`` starts after the part of backward k of ``until`` that takes ``time``: the whole
+    of it, or the part up to its input gradient.
+    """
+
+    stage: int
+    most: int
+    until: int
+    time: float
+    whole: bool
+
+
+@dataclass(frozen=True)
+class PathFinder:
+    """``waits``: what forwards wait for because of the memory. Where ``least`` is given, what else is known of heads or
+    tails, paths go on from it.
+    """
+
+    times: StageTimes
+    rounds: int
+    waits: tuple[Wait, ...] = ()
+    forward_only: bool = False
+
+    def heads(self, least: Paths | None = None) -> Paths:
+        least = least or self.nothing
+        times, last = self.times, len(self.times.forward) - 1
+        found = Paths([], [])
+        for k in range(self.rounds):
+            row: list[float] = []
+            for s in range(last + 1):
+                start = least.forward[k][s]
+                if s:
+                    start = max(start, row[s - 1] + times.output[s - 1])
+                if k:
+                    start = max(start, found.forward[k - 1][s] + times.forward[s])
+                for wait in self._of_stage[s]:
+                    if k >= wait.most:
+                        start = max(start, found.backward[k - wait.most][wait.until] + wait.time)
+                row.append(start)
+            back = [0.0] * len(row)
+            for s in range(last, -1, -1):
+                start = max(least.backward[k][s], row[s] + times.forward[s])
+                if s < last:
+                    start = max(start, back[s + 1] + times.gradient[s + 1])
+                if k:
+                    start = max(start, found.backward[k - 1][s] + times.backward[s])
+                back[s] = start
+            found.forward.append(row)
+            found.backward.append(back)
+        return found
+
+    @property
+    def nothing(self) -> Paths:
+        """Zeros."""
+        stages = len(self.times.forward)
+        return Paths(*([[0.0] * stages for _ in range(self.rounds)] for _ in range(2)))
+
+    @cached_property
+    def _of_stage(self) -> list[list[Wait]]:
+        return [[wait for wait in self.waits if wait.stage == s] for s in range(len(self.times.forward))]
+
+    @cached_property
+    def _until(self) -> list[list[Wait]]:
+        return [[wait for wait in self.waits if wait.until == s] for s in range(len(self.times.forward))]
+
+    def tails(self, least: Paths | None = None) -> Paths:
+        least = least or self.nothing
+        times, last = self.times, len(self.times.forward) - 1
+        forward: Table = [[]] * self.rounds
+        backward: Table = [[]] * self.rounds
+        for k in range(self.rounds - 1, -1, -1):
+            row: list[float] = []
+            for s in range(last + 1):
+                left = max(least.backward[k][s], times.backward[s] + times.rest[s])
+                if s:
+                    left = max(left, times.gradient[s] + row[s - 1])
+                if k + 1 < self.rounds:
+                    left = max(left, times.backward[s] + backward[k + 1][s])
+                for wait in self._until[s]:
+                    if k + wait.most < self.rounds:
+                        left = max(left, wait.time + forward[k + wait.most][wait.stage])
+                row.append(left)
+            backward[k] = row
+            ahead = [0.0] * len(row)
+            for s in range(last, -1, -1):
+                left = max(least.forward[k][s], times.forward[s] + (0.0 if self.forward_only else row[s]))
+                if s < last:
+                    left = max(left, times.output[s] + ahead[s + 1])
+                if k + 1 < self.rounds:
+                    left = max(left, times.forward[s] + forward[k + 1][s])
+                ahead[s] = left
+            forward[k] = ahead
+        return Paths(forward, backward)

@@ -1,0 +1,181 @@
+"""How much of its work a rank can have done by a time, under its memory limit, and what starts later for that reason.
+
+By time t a rank has run nothing that no path to it lets start before t. Its forwards until then fit into the memory
+limit and what the backwards and W that can have started give back, so that the most work by t, m(t), is a fractional
+knapsack of forwards. The rank was idle for t - m(t) until then, and by a later time t' it has done at most
+m(t) + t' - t. So an operation behind work w of its own rank starts no earlier than w + max(t - m(t) | m(t) < w).
+
+The same holds backwards from the end of the step. In the last u, only that runs from which a path to the end takes no
+longer. What has its W there keeps memory when they begin, unless its forward is there too: the knapsack is of
+backwards with their W, and of W alone.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, groupby, product
+from operator import itemgetter
+from typing import NamedTuple
+
+from megatron_pp.plan.costs.stage_costs import MemoryModel
+from megatron_pp.plan.orders.list_scheduler import ROUNDING
+from megatron_pp.planner.bound_paths import Paths, StageTimes, Table, Wait
+
+_F, _B, _W = range(3)
+
+
+class _Item(NamedTuple):
+    """An operation: the time it takes, and the memory, less than 0 where it gives some back."""
+
+    time: float
+    memory: float
+
+
+@dataclass(frozen=True)
+class Curve:
+    """By ``times[i]`` at most ``works[i]`` is done, and for ``idles[i]`` at the least nothing was; all ascending."""
+
+    times: Sequence[float]
+    works: Sequence[float]
+    idles: Sequence[float]
+
+    @classmethod
+    def of(
+        cls, items: Sequence[_Item], counts: Sequence[int], starts: Iterable[tuple[float, int]], room: float
+    ) -> Curve:
+        """``counts`` of each item can start at once, and one more of an item (by its index) from each of ``starts`` on.
+        ``room``: the memory.
+        """
+        takers = [i for i, item in enumerate(items) if item.memory > 0]
+        takers.sort(key=lambda i: -items[i].time / items[i].memory)
+        sizes = {items[i].memory for i in takers}
+        counts, times, works = list(counts), list[float](), list[float]()
+        done = sum(n * item.time for n, item in zip(counts, items, strict=True) if item.memory <= 0)
+        for time, group in groupby(sorted(starts), itemgetter(0)):
+            work, left = done, room
+            if len(sizes) == 1 and left < math.inf:
+                left = math.floor(left / min(sizes) * (1 + ROUNDING)) * min(sizes)
+            for i in takers:
+                n = min(counts[i], left / items[i].memory)
+                work, left = work + n * items[i].time, left - n * items[i].memory
+            times.append(time)
+            works.append(work)
+            for _, i in group:
+                counts[i] += 1
+                if items[i].memory <= 0:
+                    done, room = done + items[i].time, room - items[i].memory
+        idles = (max(0.0, time - work) for time, work in zip(times, works, strict=True))
+        return cls(times, works, list(accumulate(idles, max)))
+
+    def time_for(self, work: float) -> float:
+        """When that much is done, at the earliest."""
+        behind = bisect_left(self.works, work * (1 - ROUNDING))
+        return work + (self.idles[behind - 1] if behind else 0.0)
+
+    def idle_by(self, time: float) -> float:
+        before = bisect_right(self.times, time)
+        return self.idles[before - 1] if before else 0.0
+
+
+@dataclass(frozen=True)
+class RankWork:
+    """The operations of a rank's ``stages``, ``count`` of each. ``waits``: those of its forwards."""
+
+    stages: Sequence[int]
+    count: int
+    times: StageTimes
+    memory: MemoryModel
+    limit: float
+    waits: Sequence[Wait]
+
+    @property
+    def total(self) -> float:
+        return self.count * sum(self._each)
+
+    @cached_property
+    def _each(self) -> list[float]:
+        """Times of F, B and the rest of B's work (W), of each chunk."""
+        times = self.times
+        return [time for s in self.stages for time in (times.forward[s], times.backward[s], times.rest[s])]
+
+    def _kept(self, stage: int) -> tuple[float, float]:
+        """What a forward keeps, and what of it waits for W."""
+        return self.memory.forward[stage], min(self.memory.forward[stage], self.memory.weight[stage])
+
+    def from_start(self, heads: Paths) -> Curve:
+        items, starts = list[_Item](), list[tuple[float, int]]()
+        for stage in self.stages:
+            first, (kept, late), b = len(items), self._kept(stage), self.times.backward[stage]
+            memory = kept, late - kept, -late
+            items += map(_Item, self._each[first : first + 3], memory)
+            for forward, backward in zip(heads.forward, heads.backward, strict=True):
+                after = backward[stage] + b
+                starts += [(forward[stage], first + _F), (backward[stage], first + _B), (after, first + _W)]
+        return Curve.of(items, [0] * len(items), starts, self.limit * (1 + ROUNDING))
+
+    def from_end(self, tails: Paths) -> Curve:
+        """``times`` before the end of the step."""
+        items, starts, times = list[_Item](), list[tuple[float, int]](), self.times
+        for stage in self.stages:
+            first, (kept, late) = len(items), self._kept(stage)
+            f, b, w = self._each[first : first + 3]
+            items += [_Item(f, -kept), _Item(b + w, kept), _Item(w, late)]
+            for forward, backward in zip(tails.forward, tails.backward, strict=True):
+                starts.append((max(0.0, forward[stage] - f), first + _F))
+                starts.append((max(0.0, backward[stage] - b - times.early[stage]), first + _B))
+        return Curve.of(items, [0, 0, self.count] * len(self.stages), starts, self.limit * (1 + ROUNDING))
+
+    @cached_property
+    def _lags(self) -> list[list[float]]:
+        """``[x][y]``: the k-th x of this rank is over before the (k + that)-th y starts."""
+        size, chunks = len(self._each), range(len(self.stages))
+        lags = [[math.inf] * size for _ in range(size)]
+        for one in chunks:
+            for kind in (_F, _B, _W):
+                lags[3 * one + kind][3 * one + kind] = 1
+            lags[3 * one + _B][3 * one + _W] = 0
+            for other in chunks:
+                lags[3 * one + _F][3 * other + _B] = 0
+                if one < other:
+                    lags[3 * one + _F][3 * other + _F] = lags[3 * other + _B][3 * one + _B] = 0
+        for wait in self.waits:
+            until, other = 3 * self.stages.index(wait.until), 3 * self.stages.index(wait.stage)
+            one = until + (_W if wait.whole else _B)
+            lags[one][other] = min(lags[one][other], wait.most)
+        for via, one, other in product(range(size), repeat=3):
+            lags[one][other] = min(lags[one][other], lags[one][via] + lags[via][other])
+        return lags
+
+    def heads(self, curve: Curve, least: Paths) -> None:
+        """Into ``least``: when each operation starts at the earliest, for the work of this rank before it."""
+        for at, (rows, stage) in self._targets(least):
+            before = [(time, lags[at]) for time, lags in zip(self._each, self._lags, strict=True)]
+            for k, row in enumerate(rows):
+                row[stage] = curve.time_for(sum(time * (k + 1 - lag) for time, lag in before if k >= lag))
+
+    def tails(self, curve: Curve, least: Paths) -> None:
+        """Into ``least``: how much time there is from each start to the end of the step, for the work behind it."""
+        for at, (rows, stage) in self._targets(least):
+            behind = list(zip(self._each, self._lags[at], strict=True))
+            for k, row in enumerate(reversed(rows)):
+                row[stage] = self._each[at] + curve.time_for(
+                    sum(time * (k + 1 - lag) for time, lag in behind if k >= lag)
+                )
+
+    def _targets(self, least: Paths) -> Iterator[tuple[int, tuple[Table, int]]]:
+        for chunk, stage in enumerate(self.stages):
+            yield 3 * chunk + _F, (least.forward, stage)
+            yield 3 * chunk + _B, (least.backward, stage)
+
+    def end(self, heads: Paths, tails: Paths, known: float) -> float:
+        """The end of the step, at the earliest: this rank's work and for how long it is idle at both ends, which do not
+        overlap in a step of ``known`` or more, a lower bound.
+        """
+        start, end = self.from_start(heads), self.from_end(tails)
+        idles = zip(start.times, start.idles, strict=True)
+        both = (idle + end.idle_by(known - time) for time, idle in idles if time <= known)
+        return self.total + max(both, default=0.0)

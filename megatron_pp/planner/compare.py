@@ -1,0 +1,150 @@
+"""Which schedule, how many chunks and microbatches: simulate the candidates, and rank those that fit into memory."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from megatron_pp.errors import PlanError
+from megatron_pp.plan.builder import family_of, verified_plan
+from megatron_pp.plan.costs.measured import Measured
+from megatron_pp.plan.costs.stage_costs import MemoryModel, Network, StageCosts
+from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD
+from megatron_pp.plan.ir.placement import Placement
+from megatron_pp.plan.ir.spec import Plan, PlanSpec
+from megatron_pp.plan.simulate.memory import ModelShape, peak_bytes
+from megatron_pp.plan.simulate.simulator import simulate
+from megatron_pp.plan.simulate.steady import steady_step
+from megatron_pp.planner.bound import Bound, bound_of
+from megatron_pp.planner.search import default_measured, peak_memory
+
+_FITS = 4  # searches for a plan that fits into memory with all its messages
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One schedule with its numbers. ``refused`` is the reason where it is refused; its numbers are 0 then.
+
+    per_microbatch  makespan divided by M, which is what a fixed global batch costs
+    peak_bytes      of the fullest rank (None without a model shape)
+    peak_in_flight  (chunk, microbatch) pairs of the fullest rank; a slice is its share of one
+    messages, sent_bytes  of all ranks together
+    bound           of the makespan, under the memory limit; None where steps in a row are compared
+    """
+
+    spec: PlanSpec
+    makespan: float = 0.0
+    bubble_share: float = 0.0
+    peak_in_flight: float = 0
+    peak_bytes: float | None = None
+    messages: int = 0
+    sent_bytes: float = 0.0
+    refused: str = ""
+    bound: Bound | None = None
+
+    @property
+    def per_microbatch(self) -> float:
+        return self.makespan / self.spec.num_microbatches
+
+
+def compare(
+    specs: Iterable[PlanSpec],
+    costs: StageCosts,
+    network: Network,
+    shape: ModelShape | None = None,
+    memory_limit: float | None = None,
+    optimizer_bypass: bool = False,
+) -> list[Candidate]:
+    """Every spec simulated: those that can be had, fastest per microbatch first, then the others with the reason.
+
+    ``costs`` are of the whole model in any number of equal parts. ``memory_limit`` is in bytes per rank, and needs
+    ``shape``. Schedules that search plan for these costs and this limit. With ``optimizer_bypass`` makespan and bubble
+    are those of a step among others (``sim/steady.py``).
+    """
+    if memory_limit is not None and shape is None:
+        raise PlanError("a memory limit needs the shape of the model")
+    found = [_candidate(spec, costs, network, shape, memory_limit, optimizer_bypass) for spec in specs]
+    return sorted(found, key=lambda c: (bool(c.refused), c.per_microbatch, c.peak_bytes or 0.0))
+
+
+def _candidate(
+    spec: PlanSpec,
+    costs: StageCosts,
+    network: Network,
+    shape: ModelShape | None,
+    memory_limit: float | None,
+    optimizer_bypass: bool,
+) -> Candidate:
+    try:
+        plan = _plan(spec, costs, network, shape, memory_limit)
+        conditions = (costs.regrouped(plan.placement.num_stages), network, spec.device)
+        result = simulate(plan, *conditions)
+        steady = steady_step(plan, *conditions) if optimizer_bypass else None
+        peak = max(peak_bytes(plan, shape)) if shape else None
+        too_large = peak is not None and memory_limit is not None and peak > memory_limit
+        memory = _memory(plan.placement, shape, memory_limit) if shape and memory_limit and not too_large else None
+        bound = None if optimizer_bypass else bound_of(plan, *conditions[:2], memory)
+    except PlanError as error:
+        return Candidate(spec, refused=str(error))
+    volume = result.volume().values()
+    return Candidate(
+        spec,
+        makespan=result.makespan if steady is None else steady.period,
+        bubble_share=result.bubble_share if steady is None else steady.bubble_share,
+        peak_in_flight=max(result.peak_in_flight()) / spec.slices,
+        peak_bytes=peak,
+        messages=sum(messages for messages, _ in volume),
+        sent_bytes=sum(size for _, size in volume),
+        refused=f"needs {(peak or 0.0) / 2**30:.1f} GiB" if too_large else "",
+        bound=bound,
+    )
+
+
+def fitted(spec: PlanSpec, costs: StageCosts, network: Network, memory: MemoryModel | None = None) -> PlanSpec:
+    """``spec`` with measured values for its search, where its schedule searches and has none: these costs, the mean
+    time of a message, and ``memory``, or 1F1B's where None. For equal times and free transfers it searches anyway.
+    """
+    family = family_of(spec)
+    if family.search is None or spec.measured is not None:
+        return spec
+    placement = Placement(family.placement, spec.pipeline_size, spec.num_chunks)
+    costs = costs.regrouped(placement.num_stages)
+    times = [
+        (link := network.between(*edge)).latency + link.wire_time(network.message_bytes(kind))
+        for source, target in placement.rank_edges
+        for kind, edge in ((FORWARD, (source, target)), (BACKWARD, (target, source)))
+    ]
+    transfer = sum(times) / len(times) if times else 0.0
+    if memory is None and not transfer and len({*costs.forward, *costs.backward_input, *costs.weight}) == 1:
+        return spec  # without a limit nothing is offloaded
+    limits = default_measured(placement)
+    if memory is not None:
+        limits = Measured(memory_limit=memory.limits, activation=memory.forward, weight_activation=memory.weight)
+    offload = costs.offload if any(costs.offload) else None
+    return replace(spec, measured=limits.taking(costs, transfer=transfer, offload=offload))
+
+
+def _plan(spec: PlanSpec, costs: StageCosts, network: Network, shape: ModelShape | None, limit: float | None) -> Plan:
+    """The verified plan. A search knows what microbatches keep, not the messages of the plan that it will find: where
+    these do not fit beside, they are taken off its limit.
+    """
+    family = family_of(spec)
+    if family.search is None or shape is None or limit is None:
+        return verified_plan(fitted(spec, costs, network))[0]
+    memory = _memory(Placement(family.placement, spec.pipeline_size, spec.num_chunks), shape, limit)
+    for _ in range(_FITS):
+        plan = verified_plan(fitted(spec, costs, network, memory))[0]
+        over = [max(0.0, peak - limit) for peak in peak_bytes(plan, shape)]
+        if not any(over):
+            break
+        kept = [peak_memory(plan.programs[r], plan.placement.stages[r], memory) for r in range(len(over))]
+        limits = [m if not o else max(0.0, k - o) for m, o, k in zip(memory.limits, over, kept, strict=True)]
+        memory = replace(memory, limits=tuple(limits))
+    return plan
+
+
+def _memory(placement: Placement, shape: ModelShape, limit: float) -> MemoryModel:
+    """What microbatches keep, in bytes, and what parameters leave to them of ``limit``."""
+    count = placement.num_stages
+    forward = tuple(shape.kept_bytes(stage, count) for stage in range(count))
+    weight = tuple(shape.kept_for_weights(stage, count) for stage in range(count))
+    left = tuple(max(0.0, limit - shape.static_bytes(stages, count)) for stages in placement.stages)
+    return MemoryModel(left, forward, weight)

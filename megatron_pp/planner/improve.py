@@ -1,0 +1,311 @@
+"""Local search: makes known compute orders shorter by moving single operations on the critical path.
+
+Microbatches of a stage stay in their order, so a rank's order is a row of *tokens* (forward, backward or weight
+gradient of a chunk), and microbatches are numbered as they come. As in tabu searches for job shops (Nowicki and
+Smutnicki 1996; Balas and Vazacopoulos 1998), the critical path falls into blocks, each without a pause on one rank, and
+only moves to the start or the end of a block can shorten it. Each move is judged by the new paths through what it
+moves; the best one that leads to orders not seen before is made, shorter or not. No choice depends on the clock of the
+machine, as every rank searches for itself.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from random import Random
+
+from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, instruction
+from megatron_pp.plan.orders.family import Order
+from megatron_pp.plan.orders.list_scheduler import ROUNDING, Problem, Scheduled
+
+_F, _B, _W = range(3)
+_NEVER = -1.0
+_IDLE = 40  # steps without success before a kick
+_KICKS = 3  # exchanges of a kick
+_TRIES = 60  # random exchanges that are looked at for a kick
+_CLOSE = 1e-9
+
+Row = tuple[int, ...]  # a rank's tokens: 3 * chunk + kind
+Rows = tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class _Timing:
+    """Rows on the clock. Per operation: when it starts, when its result is at its user, and the least time from its end
+    to the end of the step. ``ran`` are the operations in an order in which each follows what it needs.
+    """
+
+    makespan: float
+    starts: list[float]
+    arrivals: list[float]
+    tails: list[float]
+    lines: list[list[int]]
+
+
+def improved(problem: Problem, found: Scheduled, least: float, budget: int, most: int = 1) -> list[Scheduled]:
+    """The ``most`` shortest orders on the way from ``found``, shortest first.
+
+    least   ends the search when it is reached: a bound
+    budget  how much work it may be, in single operations looked at: a second is some two million
+    """
+    return _Search(problem, found).run(least, budget, most)
+
+
+class _Shop:
+    """The operations with their times, needs and memory. The k-th of a stage's forwards, backwards or weight gradients
+    has the number ``(3 * stage + kind) * M + k``.
+    """
+
+    def __init__(self, problem: Problem, split: bool) -> None:
+        self.count = problem.num_microbatches
+        self.placement, self.memory = problem.placement, problem.memory
+        self.split = split
+        costs, stages = problem.costs, problem.placement.num_stages
+        backward = costs.backward_input if split else costs.backward
+        each = [time for s in range(stages) for time in (costs.forward[s], backward[s], costs.weight[s])]
+        self.times = [time * share for time in each for share in problem.shares]
+        self.needs, self.users = [-1] * len(self.times), [-1] * len(self.times)
+        self.channels = [-1] * len(self.times)  # of the message that carries its result; none on the same rank
+        self.transfers = [0.0] * len(self.times)  # what that message takes
+        homes = problem.placement.homes
+        for s in range(stages):
+            before = (s - 1, _F) if s else None
+            after = (s + 1, _B) if s + 1 < stages else (s, _F)
+            for kind, source in ((_F, before), (_B, after)):
+                if source is not None:
+                    self._connect(source, (s, kind), homes[source[0]][0], homes[s][0], problem)
+        self.bases = [[(3 * s + kind) * self.count for s in row for kind in range(3)] for row in self.placement.stages]
+
+    def _connect(
+        self, source: tuple[int, int], target: tuple[int, int], rank: int, other: int, problem: Problem
+    ) -> None:
+        one, two = (self.count * (3 * stage + kind) for stage, kind in (source, target))
+        ranks = self.placement.pipeline_size
+        for k in range(self.count):
+            self.needs[two + k], self.users[one + k] = one + k, two + k
+            if rank != other:
+                self.channels[one + k] = (source[1] * ranks + rank) * ranks + other
+                self.transfers[one + k] = problem.transfer_time(rank, other)
+
+    def numbered(self, rank: int, row: Sequence[int]) -> list[int]:
+        """The operations that the tokens of ``rank`` stand for."""
+        following = list(self.bases[rank])
+        line = []
+        for token in row:
+            line.append(following[token])
+            following[token] += 1
+        return line
+
+    def keeps_to_limits(self, rank: int, row: Sequence[int]) -> bool:
+        """Whether every W follows its backward, and memory stays under the limit. A backward before its forward waits
+        for ever on the clock.
+        """
+        stages = self.placement.stages[rank]
+        limit = self.memory.limits[rank] * (1 + ROUNDING)
+        alive, waiting = [0] * len(stages), [0] * len(stages)
+        forward, weight = [self.memory.forward[s] for s in stages], [self.memory.weight[s] for s in stages]
+        for token in row:
+            chunk, kind = divmod(token, 3)
+            if kind == _F:
+                alive[chunk] += 1
+            elif kind == _B:
+                alive[chunk] -= 1
+                waiting[chunk] += self.split
+            else:
+                waiting[chunk] -= 1
+                if waiting[chunk] < 0:
+                    return False
+            kept = sum(n * f for n, f in zip(alive, forward, strict=True))
+            if kept + sum(n * w for n, w in zip(waiting, weight, strict=True)) > limit:
+                return False
+        return True
+
+    def timed(self, rows: Rows) -> _Timing | None:
+        """The rows on the clock; None where they wait for each other."""
+        lines = [self.numbered(rank, row) for rank, row in enumerate(rows)]
+        starts, arrivals = [0.0] * len(self.times), [_NEVER] * len(self.times)
+        waiting: dict[int, int] = {}  # for a result: the rank
+        free, at, turn = [0.0] * len(rows), [0] * len(rows), [0.0] * (2 * len(rows) ** 2)
+        ran: list[int] = []
+        ready = list(range(len(rows)))
+        while ready:
+            rank = ready.pop()
+            line, now, i = lines[rank], free[rank], at[rank]
+            while i < len(line):
+                number = line[i]
+                need = self.needs[number]
+                if need >= 0:
+                    if arrivals[need] < 0:
+                        waiting[need] = rank
+                        break
+                    now = max(now, arrivals[need])
+                starts[number] = now
+                now += self.times[number]
+                channel, there = self.channels[number], now
+                if channel >= 0:  # messages of a channel take turns
+                    there = turn[channel] = max(now, turn[channel]) + self.transfers[number]
+                arrivals[number] = there
+                ran.append(number)
+                if number in waiting:
+                    ready.append(waiting.pop(number))
+                i += 1
+            free[rank], at[rank] = now, i
+        if len(ran) < sum(map(len, lines)):
+            return None
+        return _Timing(max(free), starts, arrivals, self._tails(lines, ran), lines)
+
+    def _tails(self, lines: Sequence[Sequence[int]], ran: Sequence[int]) -> list[float]:
+        tails, following = [0.0] * len(self.times), [-1] * len(self.times)
+        for line in lines:
+            for one, two in pairwise(line):
+                following[one] = two
+        for number in reversed(ran):
+            left = self.tail_by_user(number, tails)
+            if following[number] >= 0:
+                left = max(left, self.times[following[number]] + tails[following[number]])
+            tails[number] = left
+        return tails
+
+    def tail_by_user(self, number: int, tails: Sequence[float]) -> float:
+        """The least time from the end of an operation to the end of the step through what uses its result."""
+        user = self.users[number]
+        if user < 0:
+            return 0.0
+        return self.times[user] + tails[user] + self.transfers[number]
+
+
+class _Search:
+    def __init__(self, problem: Problem, found: Scheduled) -> None:
+        self.found = found
+        whole = any(at.op == BACKWARD for order in found.orders for at in order)
+        self.shop = _Shop(problem, not whole)
+        kinds = {FORWARD: _F, BACKWARD: _B, INPUT_GRAD: _B, WEIGHT_GRAD: _W}
+        self.random, self.seen, self.work = Random(0), set[int](), 0
+        self.size = sum(map(len, found.orders))
+        self.rows: Rows = tuple(tuple(3 * at.chunk + kinds[at.op] for at in order) for order in found.orders)
+
+    def run(self, least: float, budget: int, most: int) -> list[Scheduled]:
+        rows, timing = self.rows, self.shop.timed(self.rows)
+        if timing is None:
+            return [self.found]
+        best, best_rows, idle = timing.makespan, rows, 0
+        found = [(best, 0, rows)]
+        self.seen.add(hash(rows))
+        while self.work < budget and best > least * (1 + _CLOSE):
+            step = self._step(rows, timing) if idle < _IDLE else None
+            if step is None:
+                step, idle = self._kicked(best_rows), 0
+                if step is None:
+                    break
+            rows, timing = step
+            idle += 1
+            better = timing.makespan < found[-1][0] or len(found) < most
+            if better and all(rows != known for _, _, known in found):
+                found = sorted([*found, (timing.makespan, len(self.seen), rows)])[:most]
+            if timing.makespan < best * (1 - _CLOSE):
+                best, best_rows, idle = timing.makespan, rows, 0
+        return [Scheduled([self._order(rank, row) for rank, row in enumerate(rows)], time) for time, _, rows in found]
+
+    def _kicked(self, rows: Rows) -> tuple[Rows, _Timing] | None:
+        """``rows`` after a few random exchanges of neighbours, to go on from; None where none is possible."""
+        found, made = None, 0
+        for _ in range(_TRIES):
+            rank = self.random.randrange(len(rows))
+            row = list(rows[rank])
+            i = self.random.randrange(max(1, len(row) - 1))
+            row[i : i + 2] = row[i : i + 2][::-1]
+            new = (*rows[:rank], tuple(row), *rows[rank + 1 :])
+            self.work += len(row)
+            if row[i : i + 2] == row[i : i + 2][::-1] or not self.shop.keeps_to_limits(rank, row):
+                continue
+            after = self.shop.timed(new)
+            self.work += 3 * self.size
+            if after is not None:
+                rows, found, made = new, (new, after), made + 1
+                if made == _KICKS:
+                    break
+        if found is not None:
+            self.seen.add(hash(found[0]))
+        return found
+
+    def _order(self, rank: int, row: Row) -> Order:
+        ops = (FORWARD, INPUT_GRAD if self.shop.split else BACKWARD, WEIGHT_GRAD)
+        line = self.shop.numbered(rank, row)
+        count = self.shop.count
+        return [instruction(ops[t % 3], t // 3, number % count) for t, number in zip(row, line, strict=True)]
+
+    def _step(self, rows: Rows, timing: _Timing) -> tuple[Rows, _Timing] | None:
+        """The best move to rows that were not seen; of equals the first."""
+        moves = [
+            (self._judged(rank, row, low, high, timing), i, rank, row)
+            for i, (rank, row, low, high) in enumerate(self._moves(rows, timing))
+        ]
+        for _, _, rank, row in sorted(moves):
+            new = (*rows[:rank], row, *rows[rank + 1 :])
+            mark = hash(new)
+            if mark in self.seen:
+                continue
+            self.seen.add(mark)
+            self.work += len(row)
+            if not self.shop.keeps_to_limits(rank, row):
+                continue
+            after = self.shop.timed(new)
+            self.work += 3 * self.size
+            if after is not None:
+                return new, after
+        return None
+
+    def _judged(self, rank: int, row: Row, low: int, high: int, timing: _Timing) -> float:
+        """The longest path through the operations from ``low`` to ``high`` of the new row, if nothing else changed."""
+        shop, line = self.shop, self.shop.numbered(rank, row[: high + 1])[low:]
+        old = timing.lines[rank]
+        self.work += 2 * len(line) + high // 4
+        now = timing.starts[old[low - 1]] + shop.times[old[low - 1]] if low else 0.0
+        ends = []
+        for number in line:
+            need = shop.needs[number]
+            if need >= 0:
+                now = max(now, timing.arrivals[need])
+            now += shop.times[number]
+            ends.append(now)
+        left = shop.times[old[high + 1]] + timing.tails[old[high + 1]] if high + 1 < len(old) else 0.0
+        longest = 0.0
+        for number, end in zip(reversed(line), reversed(ends), strict=True):
+            left = max(left, shop.tail_by_user(number, timing.tails))
+            longest = max(longest, end + left)
+            left += shop.times[number]
+        return longest
+
+    def _moves(self, rows: Rows, timing: _Timing) -> Iterator[tuple[int, Row, int, int]]:
+        """(rank, its new row, first and last place that changed), of the critical path's blocks: the next token of each
+        kind goes to the start of the block or behind its end, and the last one to earlier places.
+        """
+        for rank, low, high in self._blocks(timing):
+            row = rows[rank]
+            firsts = {token: i for i, token in reversed(list(enumerate(row[low : high + 1], low)))}
+            lasts = {token: i for i, token in enumerate(row[low : high + 1], low)}
+            moves = {(i, low) for i in firsts.values()} | {(i, high) for i in lasts.values()}
+            moves |= {(high, i) for i in (*firsts.values(), *lasts.values())}
+            moves |= {(low, i) for i in (*firsts.values(), *lasts.values())}
+            for source, target in sorted(moves):
+                if source == target or row[source] == row[target]:
+                    continue
+                new = list(row)
+                new.insert(target, new.pop(source))
+                yield rank, tuple(new), min(source, target), max(source, target)
+
+    def _blocks(self, timing: _Timing) -> Iterator[tuple[int, int, int]]:
+        """(rank, first and last place) of the blocks of one critical path, from its end to its start."""
+        places = {number: (rank, i) for rank, line in enumerate(timing.lines) for i, number in enumerate(line)}
+        shop, starts = self.shop, timing.starts
+        number = max(places, key=lambda n: starts[n] + shop.times[n])
+        while True:
+            rank, high = places[number]
+            line, low = timing.lines[rank], high
+            while low and starts[line[low - 1]] + shop.times[line[low - 1]] >= starts[line[low]] - _CLOSE:
+                low -= 1
+            if high > low:
+                yield rank, low, high
+            need = shop.needs[line[low]]
+            if starts[line[low]] <= _CLOSE or need < 0:
+                return
+            number = need

@@ -1,0 +1,227 @@
+"""Another plan for a run whose stages and links take other times than those that its plan was made for.
+
+What is proposed keeps the placement, the microbatches and the memory of the plan that runs, and the order in which
+every sum is added up, so that losses and gradients are equal to the last bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_pp.errors import PlanError
+from megatron_pp.plan.builder import family_of, offloaded_chunks, with_whole_backwards
+from megatron_pp.plan.costs.measured import Measured
+from megatron_pp.plan.costs.stage_costs import Network, StageCosts
+from megatron_pp.plan.io.serialize import ComputeOf, spec_from_values, spec_values
+from megatron_pp.plan.ir import instruction as ins
+from megatron_pp.plan.ir.certificate import Certificate
+from megatron_pp.plan.ir.instruction import Instruction
+from megatron_pp.plan.ir.placement import Placement
+from megatron_pp.plan.ir.repeated import Line, Lines
+from megatron_pp.plan.ir.spec import Plan, PlanSpec
+from megatron_pp.plan.lower.lowering import lowered
+from megatron_pp.plan.orders import SCHEDULES
+from megatron_pp.plan.orders.list_scheduler import Problem, Scheduled
+from megatron_pp.plan.simulate.simulator import simulate
+from megatron_pp.plan.verify.verifier import verify
+from megatron_pp.planner.bound import bound_of
+from megatron_pp.planner.improve import improved
+from megatron_pp.planner.search import EFFORT, default_measured, peak_memory
+
+LEAST_GAIN = 0.01
+"""A plan whose step is not predicted to be shorter by this share is not worth a change."""
+
+_MOVED = 6  # orders that local search makes of the one that runs
+
+_SEARCHING = {family.placement: name for name, family in SCHEDULES.items() if family.search is not None}
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A verified plan, as text that other processes read.
+
+    programs    one a rank, as they print
+    rules       of its certificate, ``digest`` too; device: as in it
+    sentence    from what to what, and what is predicted of it
+    """
+
+    spec: PlanSpec
+    placement: str
+    programs: tuple[str, ...]
+    rules: tuple[str, ...]
+    device: tuple[str, ...]
+    digest: str
+    sentence: str
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """What the microbatches that it is for take of the costs; empty where all take the same."""
+        return (self.spec.measured and self.spec.measured.microbatches) or ()
+
+    def plan(self) -> Plan:
+        """With the certificate of the one who verified it. Raises PlanError where the programs are not those."""
+        found = hashlib.sha256("".join(f"rank {r}: {line}\n" for r, line in enumerate(self.programs)).encode())
+        if f"sha256:{found.hexdigest()}" != self.digest:
+            raise PlanError(f"the programs are not those of {self.digest}, which were verified")
+        placement = Placement(self.placement, self.spec.pipeline_size, self.spec.num_chunks)
+        programs = _Read(self.programs, placement)
+        proof = Certificate.of(self.rules, self.device, self.spec, programs)
+        return Plan(self.spec, placement, programs, ComputeOf(programs), proof=proof)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**vars(self), "spec": dict(spec_values(self.spec))}
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any]) -> Proposal:
+        """Back from JSON."""
+        values: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in content.items()}
+        values["spec"] = spec_from_values(dict(content["spec"]))
+        return cls(**values)
+
+
+class _Read(Lines):
+    """Programs that are read from their text when they are asked for."""
+
+    def __init__(self, texts: Sequence[str], placement: Placement) -> None:
+        super().__init__(len(texts))
+        self.texts = texts
+        self.placement = placement
+
+    def _make(self, rank: int) -> Line:
+        return self.placement.place(rank, ins.parse_program(self.texts[rank]))
+
+
+def why_not(spec: PlanSpec) -> str:
+    """Why runs of ``spec`` cannot be planned anew, in words; empty where they can."""
+    family, name = family_of(spec), f"schedule {spec.schedule}"
+    searching = SCHEDULES.get(_SEARCHING.get(family.placement, ""))
+    reasons = (
+        (family.digest, f"{name} is a file, whose order is the program's own"),
+        (family.barriers, f"{name} splits the output layer over all ranks, for which no search plans"),
+        (spec.slices > 1, "sequences are cut into slices, for which no search plans"),
+        (spec.skip_tensors, "tensors skip stages, which no search plans for"),
+        (spec.overlap_pairs, "pairs of a forward and a backward run as one, whose time is not the sum of the two"),
+        (offloaded_chunks(spec), "activations are offloaded, and copies between device and host are not timed"),
+        (
+            searching is None or searching.chunks not in (None, spec.num_chunks),
+            f"no search plans for {spec.num_chunks} chunk(s) a rank on placement {family.placement}",
+        ),
+    )
+    return next((why for holds, why in reasons if holds), "")
+
+
+def proposed(
+    plan: Plan, splits: bool, draws: bool, costs: StageCosts, network: Network, shares: tuple[float, ...] = ()
+) -> Proposal | str:
+    """A plan that is predicted to be faster than ``plan``, which runs, by LEAST_GAIN at least; or what keeps it.
+
+    splits  whether the model can put weight gradients off
+    draws   whether forwards draw random numbers, so that all forwards of a rank have to stay in their order
+    shares  what each microbatch takes of the costs; empty: all the same
+
+    Raises PlanError where no plan keeps to the memory of ``plan``.
+    """
+    if shares:
+        costs = replace(costs, microbatches=shares)
+    measured = _measured(plan, costs if splits else _whole(costs), network)
+    if not splits:  # nothing waits for a weight gradient
+        measured = replace(measured, weight_activation=0.0)
+    before = [_sums(order, draws) for order in plan.orders]
+
+    def adds_up_alike(other: Plan) -> bool:
+        return [_sums(order, draws) for order in (other if splits else with_whole_backwards(other)).orders] == before
+
+    kind = plan.placement.kind
+    spec = replace(plan.spec, schedule=_SEARCHING[kind], measured=measured, split_backward=splits, offload_chunks=0)
+    device = () if network.gloo else spec.device
+
+    def step_of(other: Plan) -> float:
+        return simulate(other, costs, network, device).makespan
+
+    found, certificate = _best(list(_found(plan, spec, measured, adds_up_alike)), step_of)
+    old, new = step_of(plan), step_of(found)
+    gain = 1.0 - new / old if old else 0.0
+    if gain < LEAST_GAIN:
+        return f"{spec.schedule} finds none that is shorter by {LEAST_GAIN:.0%} (the best one: {gain:.1%})"
+    beside = "" if shares else f", {bound_of(found, costs, network, measured.memory(plan.placement)).beside(new, 'ms')}"
+    steps = f"from {plan.spec.describe()}, predicted step {old:.4g} ms, to {spec.schedule}, {new:.4g} ms"
+    sentence = f"{steps}: shorter by {gain:.1%}{beside}"
+    programs = tuple(map(ins.format_program, found.programs))
+    proof = certificate.rules, certificate.device, certificate.digest
+    return Proposal(spec, kind, programs, *proof, sentence)
+
+
+def _found(plan: Plan, spec: PlanSpec, measured: Measured, allowed: Callable[[Plan], bool]) -> Iterator[Plan]:
+    """What the search finds, and what local search makes of the order that runs."""
+    split = replace(spec, split_backward=True)
+    search = SCHEDULES[spec.schedule].search
+    assert search is not None
+    plans = [search(split, None, allowed)]
+    ops = {at.op for order in plan.orders for at in ins.without_pairs(order)}
+    # Local search moves whole backwards, or split ones.
+    if not (spec.split_backward and {ins.BACKWARD, ins.WEIGHT_GRAD} <= ops):
+        placement, costs = plan.placement, measured.costs(plan.placement.num_stages)
+        memory, links = measured.memory(placement), measured.each_link
+        problem = Problem(placement, spec.num_microbatches, memory, costs, measured.transfer, links)
+        budget = EFFORT * sum(map(len, plan.orders))
+        moved = improved(problem, Scheduled([list(order) for order in plan.orders], 0.0), 0.0, budget, _MOVED)
+        plans += [lowered(split, placement, one.orders) for one in moved]
+    for one in plans:
+        if one is plans[0] or allowed(one):
+            yield replace(one if spec.split_backward else with_whole_backwards(one), spec=spec)
+
+
+def _best(plans: Sequence[Plan], step_of: Callable[[Plan], float]) -> tuple[Plan, Certificate]:
+    """The first that ``verify`` accepts, from the shortest on."""
+    *others, last = sorted(plans, key=step_of)
+    for plan in others:
+        with suppress(PlanError):
+            return plan, verify(plan).certificate
+    return last, verify(last).certificate
+
+
+def _measured(plan: Plan, costs: StageCosts, network: Network) -> Measured:
+    """What the search plans for: these costs, and the memory that the plan may use by itself."""
+    measured = plan.spec.measured
+    if measured is None and plan.spec.schedule in _SEARCHING.values():
+        measured = default_measured(plan.placement)
+    if measured is None:  # by the papers' count: a forward counts 1 until its weight gradient is done
+        free = Measured(activation=1.0, weight_activation=1.0)
+        memory = free.memory(plan.placement)
+        rows = zip(plan.orders, plan.placement.stages, strict=True)
+        measured = replace(free, memory_limit=tuple(peak_memory(order, stages, memory) for order, stages in rows))
+    size = network.activation_bytes
+    times = {edge: link.latency + link.wire_time(size) for edge, link in network.links.items()}
+    return measured.taking(
+        costs,
+        transfer=network.link.latency + network.link.wire_time(size),
+        links=tuple((*edge, time) for edge, time in sorted(times.items())),
+        microbatches=costs.microbatches or None,
+        offload=None,
+    )
+
+
+def _whole(costs: StageCosts) -> StageCosts:
+    """A backward as the search splits it, where the model does all of it in one."""
+    return replace(costs, backward_input=costs.backward, weight=(0.0,) * costs.num_stages)
+
+
+def _sums(order: Sequence[Instruction], draws: bool) -> dict[Any, list[Any]]:
+    """The order of what a rank's numbers depend on: the microbatches of each chunk, its gradients, and those that W
+    adds; with ``draws`` the forwards of all chunks.
+    """
+    rows: defaultdict[Any, list[Any]] = defaultdict(list)
+    for at in ins.without_pairs(order):
+        if at.op == ins.FORWARD:
+            rows[ins.FORWARD, None if draws else at.chunk].append((at.chunk, at.mb))
+        if at.op in ins.BACKWARD_OPS:
+            rows[ins.BACKWARD, at.chunk].append(at.mb)
+        if at.op in (ins.BACKWARD, ins.WEIGHT_GRAD):
+            rows[ins.WEIGHT_GRAD, at.chunk].append(at.mb)
+    return rows

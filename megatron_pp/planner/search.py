@@ -1,0 +1,354 @@
+"""The automatic scheduler: the best verified plan it finds for measured times and a memory limit (arXiv 2401.10241,
+section 3.1).
+
+Every named family that fits is a candidate, and each, whether it fits or not, is the start of more: its order of
+forwards and backwards becomes the pattern of the greedy scheduler, which puts it on the measured clock under the memory
+limit, by many rules; the best results become patterns in turn. So does one microbatch at a time, which may fit where
+nothing else does. Local search (``improve.py``) goes on from the best, down to the lower bound (``bound.py``). The
+shortest by the simulator, on the very plan that would run, wins, so that the result is never worse than the best named
+one under the limit.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+from megatron_pp.errors import PlanError
+from megatron_pp.plan.costs.activations import kept_timeline
+from megatron_pp.plan.costs.measured import Measured
+from megatron_pp.plan.costs.stage_costs import MemoryModel
+from megatron_pp.plan.ir.dataflow import RESULT_OF
+from megatron_pp.plan.ir.instruction import Instruction
+from megatron_pp.plan.ir.placement import Placement
+from megatron_pp.plan.ir.spec import OVERLAP, Plan, PlanSpec
+from megatron_pp.plan.lower.lowering import lowered
+from megatron_pp.plan.orders.family import Announce, Family, Order
+from megatron_pp.plan.orders.list_scheduler import ROUNDING, UNKNOWN, Problem, Rules, Scheduled, Slots, schedule
+from megatron_pp.plan.simulate.simulator import simulate
+from megatron_pp.plan.verify.verifier import verify
+from megatron_pp.planner.bound import lower_bound
+from megatron_pp.planner.improve import improved
+from megatron_pp.planner.naive import naive_orders
+from megatron_pp.planner.no_wait import no_wait
+
+_FINALISTS = 6  # searched orders that are lowered and simulated
+_IMPROVED = 3  # seeds whose best orders local search goes on from
+EFFORT = 800  # of it, per operation, while a step runs; a million take some 2 s
+_LOCAL, _MOST_LOCAL = 50, 400_000  # of it for a new plan: per pair of operations, and at most
+_SIMULATED = 2_000  # operations in all finalists of one seed: orders that promise the same differ as they are lowered
+_ROUNDS = 2  # times that the best results become patterns in turn
+_PATIENCE = 5.0  # seconds of search before it is announced
+_PILOT = 6  # a step of more than 6 P microbatches is searched at 6 P first: the steady state repeats itself
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One plan that was looked at. ``peaks`` is memory per rank, in the unit of the measured activations."""
+
+    name: str
+    plan: Plan
+    makespan: float
+    peaks: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """``best``, and the named families for comparison: all of them, with whether they keep to the limit."""
+
+    best: Candidate
+    named: tuple[tuple[Candidate, bool], ...]
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """What the greedy scheduler made of one seed by one rule."""
+
+    seed: str
+    rules: Rules
+    result: Scheduled
+
+
+def slots_of(orders: Sequence[Order]) -> Slots:
+    """Compute orders as the pattern of the greedy scheduler: an operation's slot is its place among the forwards and
+    backwards.
+    """
+    computes = ([at for at in order if at.op in RESULT_OF] for order in orders)
+    return [{(RESULT_OF[at.op], at.chunk, at.mb): float(i) for i, at in enumerate(compute)} for compute in computes]
+
+
+def search(
+    spec: PlanSpec,
+    families: Iterable[Family],
+    placement_kind: str,
+    announce: Announce | None = None,
+    allowed: Callable[[Plan], bool] | None = None,
+) -> SearchResult:
+    """The best plan for ``spec`` (lowered as it says) among ``families`` and what grows out of them, on one placement;
+    of those that are ``allowed``.
+
+    Without ``spec.measured`` F = B = W = 1, transfers are free, and the limit is 1F1B's memory. Raises PlanError where
+    nothing keeps to the memory limit, with the least that any candidate needs. A search of more than 5 s is announced,
+    once.
+    """
+    placement = Placement(placement_kind, spec.pipeline_size, spec.num_chunks)
+    return _Search(spec, placement, families, _Patience(announce, spec)).run(allowed)
+
+
+def default_measured(placement: Placement) -> Measured:
+    """Equal times, free transfers, and the memory of 1F1B's first rank: P microbatches, by the papers' count (a waiting
+    weight gradient counts as a forward).
+    """
+    return Measured(memory_limit=float(placement.num_stages), weight_activation=1.0)
+
+
+def peak_memory(order: Sequence[Instruction], stages: Sequence[int], memory: MemoryModel) -> float:
+    """The most activation memory that a rank holds at once."""
+    return max(kept_timeline(order, stages, memory.forward, memory.weight), default=0.0)
+
+
+class _Patience:
+    """Announces, once, a search that takes long."""
+
+    def __init__(self, announce: Announce | None, spec: PlanSpec) -> None:
+        self._announce = announce
+        self._spec = spec
+        self._until = time.monotonic() + _PATIENCE
+
+    def look(self) -> None:
+        """Called between candidates."""
+        spec, announce = self._spec, self._announce
+        if announce is not None and time.monotonic() > self._until:
+            self._announce = None
+            announce(
+                f"schedule {spec.schedule}: the search for the best order of P={spec.pipeline_size}, "
+                f"V={spec.num_chunks}, M={spec.num_microbatches} takes more than {_PATIENCE:g} s; every rank "
+                "searches once and keeps the plan"
+            )
+
+
+class _Search:
+    def __init__(self, spec: PlanSpec, placement: Placement, families: Iterable[Family], patience: _Patience) -> None:
+        self.spec = spec
+        self.placement = placement
+        self.patience = patience
+        self.shape = spec.shape
+        self.families = [family for family in families if family.chunks in (None, spec.num_chunks)]
+        self.measured = spec.measured or default_measured(placement)
+        self.costs = self.measured.costs(placement.num_stages)
+        self.memory = self.measured.memory(placement)
+        transfers = self.measured.transfer, self.measured.each_link
+        self.problem = Problem(placement, spec.num_microbatches, self.memory, self.costs, *transfers)
+
+    def run(self, allowed: Callable[[Plan], bool] | None) -> SearchResult:
+        orders = self._named_orders()
+        named = [self._candidate(name, order) for name, order in orders.items()]
+        found = [c for c in named if self._fits(c.peaks)]
+        offloaded = [c for c in self._offloaded(orders) if self._fits(c.peaks)]
+        least = self._least_makespan(named)
+        if min((c.makespan for c in found), default=UNKNOWN) > least * (1 + ROUNDING):
+            # For memory in which no pattern of a named family comes through; no order needs less.
+            single = self._try([("one microbatch at a time", naive_orders(self.shape))], _Pool(least))
+            grown = [*self._grow(orders, least), *single, *self._without_waits()]
+            grown.sort(key=lambda trial: trial.result.makespan)
+            for candidate in self._fitting(chain(grown, self._improved(grown, least))):
+                found.append(candidate)
+                if candidate.makespan <= least * (1 + ROUNDING) and self._may_run(candidate.plan, allowed):
+                    break
+        for candidate in sorted([*found, *offloaded], key=lambda c: c.makespan):  # of equals, the named one comes first
+            if self._may_run(candidate.plan, allowed):
+                return SearchResult(candidate, tuple((c, self._fits(c.peaks)) for c in named))
+        raise PlanError(self._why_none(named))
+
+    def _without_waits(self) -> Iterator[_Trial]:
+        """With one chunk; with several, those of one microbatch are in each other's way, and waits are worth it."""
+        if self.spec.num_chunks == 1 and not self.costs.microbatches:
+            found = no_wait(self.problem)
+            if found is not None:
+                yield _Trial("microbatches without waits", Rules(), found)
+
+    @staticmethod
+    def _may_run(plan: Plan, allowed: Callable[[Plan], bool] | None) -> bool:
+        return (allowed is None or allowed(plan)) and is_accepted(plan)
+
+    def _fitting(self, trials: Iterable[_Trial]) -> Iterator[Candidate]:
+        """Candidates; without those that exceed the limit after all, as a backward may need more than it frees."""
+        return (c for trial in trials for c in self._lowered(trial) if self._fits(c.peaks))
+
+    def _lowered(self, trial: _Trial) -> Iterator[Candidate]:
+        """Where messages hold the order up, also with receives and releases a slot apart from where they are due: the
+        lowering's clock knows nothing of unequal times.
+        """
+        name, spec = f"{self.spec.schedule} from {trial.seed}", self.spec
+        first = self._candidate(name, trial.result.orders)
+        yield first
+        if spec.policy == OVERLAP and first.makespan > trial.result.makespan * (1 + ROUNDING):
+            apart = replace(spec, release_after=spec.release_after + 1, lookahead=spec.lookahead + 1)
+            plan = lowered(apart, self.placement, trial.result.orders)
+            yield self._judged(name, replace(plan, spec=spec), trial.result.orders)
+
+    def _named_orders(self) -> dict[str, list[Order]]:
+        """Of the families that do not offload by themselves."""
+        return {family.name: family.orders(self.shape) for family in self.families if not family.offloads(self.shape)}
+
+    def _seeds(self, named: dict[str, list[Order]]) -> dict[str, list[Order]]:
+        """What grows: the named orders and, where their groups are larger than P microbatches, the same families in
+        groups of P, for the memory."""
+        size = min(self.spec.pipeline_size, self.spec.num_microbatches)
+        if self.shape.group_size <= size:
+            return named
+        shape = replace(self.shape, group_size=size)
+        families = [family for family in self.families if family.name in named]
+        return named | {f"{family.name} in groups of {size}": family.orders(shape) for family in families}
+
+    def _least_makespan(self, named: Sequence[Candidate]) -> float:
+        """No plan is shorter. Raises PlanError where not even one microbatch fits."""
+        try:
+            network, count = self.measured.network(), self.spec.num_microbatches
+            if self.costs.microbatches:  # no bound is known; only one microbatch's memory is looked at
+                lower_bound(self.placement, 1, replace(self.costs, microbatches=()), network, self.memory)
+                return 0.0
+            return lower_bound(self.placement, count, self.costs, network, self.memory).step
+        except PlanError as error:
+            raise PlanError(self._why_none(named)) from error
+
+    def _improved(self, trials: Sequence[_Trial], least: float) -> Iterator[_Trial]:
+        """What moves of single operations make of the shortest trials."""
+        of_seeds = {trial.seed: trial for trial in reversed(trials)}  # the shortest of each
+        for trial in sorted(of_seeds.values(), key=lambda one: one.result.makespan)[:_IMPROVED]:
+            self.patience.look()
+            size = sum(map(len, trial.result.orders))
+            effort = min(_LOCAL * size**2, _MOST_LOCAL)
+            for result in improved(self.problem, trial.result, least, effort, max(_FINALISTS, _SIMULATED // size)):
+                yield replace(trial, result=result)
+
+    def _candidate(self, name: str, orders: Sequence[Order]) -> Candidate:
+        self.patience.look()
+        return self._judged(name, lowered(self.spec, self.placement, orders), orders)
+
+    def _judged(self, name: str, plan: Plan, lines: Sequence[Sequence[Instruction]]) -> Candidate:
+        """``lines``: what each rank runs of ``plan``, all that keeps memory or gives it back at least."""
+        makespan = simulate(plan, self.costs, self.measured.network()).makespan
+        peaks = tuple(peak_memory(line, self.placement.stages[r], self.memory) for r, line in enumerate(lines))
+        return Candidate(name, plan, makespan, peaks)
+
+    def _offloaded(self, orders: dict[str, list[Order]]) -> Iterator[Candidate]:
+        """The named orders with chunks offloaded, where it was measured how long copies take: with as many slots as
+        hide the longest one behind operations of mean length.
+        """
+        costs, chunks = self.costs, self.spec.num_chunks
+        if self.measured.offload is None or not math.isfinite(max(self.memory.limits)):
+            return
+        mean = sum((*costs.forward, *costs.backward)) / (2 * costs.num_stages)
+        slots = max(1, math.ceil(max(costs.offload) / mean - ROUNDING)) if mean else 1
+        wanted = self.spec.offload_chunks
+        made = {family.name: family.orders(self.shape) for family in self.families if family.name not in orders}
+        for name, order in (orders | made).items():
+            for count in range(1, chunks + 1) if wanted is None else [wanted] * (wanted > 0):
+                self.patience.look()
+                plan = lowered(replace(self.spec, offload_slots=slots), self.placement, order, offloaded=count)
+                yield self._judged(f"{name} with {count} chunk(s) offloaded", plan, plan.programs)
+
+    def _fits(self, peaks: Sequence[float]) -> bool:
+        return all(peak <= limit * (1 + ROUNDING) for peak, limit in zip(peaks, self.memory.limits, strict=True))
+
+    def _grow(self, named: dict[str, list[Order]], least: float) -> list[_Trial]:
+        """The best that the greedy scheduler makes of the named orders, shortest first."""
+        seeds = self._seeds(named)
+        pilot_size = _PILOT * self.spec.pipeline_size
+        if self.spec.num_microbatches > pilot_size:
+            smaller = replace(self.spec, num_microbatches=pilot_size)
+            if self.costs.microbatches:
+                fewer = replace(self.measured, microbatches=self.costs.microbatches[:pilot_size])
+                smaller = replace(smaller, measured=fewer)
+            pilot = _Search(smaller, self.placement, self.families, self.patience)
+            first = pilot._seeds(pilot._named_orders())
+            promising = {(t.seed, t.rules) for t in pilot._try(first.items(), _Pool())}
+            return self._try(seeds.items(), _Pool(least), promising)
+        patterns: Iterable[tuple[str, Sequence[Order]]] = seeds.items()
+        pool = _Pool(least)
+        for _ in range(_ROUNDS):
+            patterns = [(trial.seed, trial.result.orders) for trial in self._try(patterns, pool)]
+        return pool.trials
+
+    def _try(
+        self,
+        patterns: Iterable[tuple[str, Sequence[Order]]],
+        pool: _Pool,
+        promising: Collection[tuple[str, Rules]] | None = None,
+    ) -> list[_Trial]:
+        """Every rule on every pattern, or those that are ``promising``, into ``pool``, whose trials are returned, until
+        a plan is the best there can be; left out is what gets stuck under the memory limit.
+        """
+        for name, orders in patterns:
+            slots = slots_of(orders)
+            for rule in self._rules():
+                if promising is not None and (name, rule) not in promising:
+                    continue
+                self.patience.look()
+                result = schedule(self.problem, slots, rule, pool.most)
+                if result is None:
+                    continue
+                pool.add(trial := _Trial(name, rule, result))
+                if result.makespan <= pool.least and any(c.makespan <= pool.least for c in self._fitting([trial])):
+                    return pool.trials
+        return pool.trials
+
+    def _rules(self) -> list[Rules]:
+        """What to try on every pattern."""
+        size = self.spec.pipeline_size
+        unit = max(self.memory.forward)
+        base = [
+            Rules(ahead=ahead, reserve=reserve * unit)
+            for ahead in (2.0, 0.0, 4.0, float(2 * size), float(6 * size))
+            for reserve in (0, 1, 2)
+        ]
+        patient = [replace(rule, patience=patience) for rule in base for patience in (0.5, 1.0)]
+        return [*base, Rules(split=False), Rules(split=False, ahead=2.0), *patient]
+
+    def _why_none(self, named: Sequence[Candidate]) -> str:
+        over = {
+            c.name: max((p - m, r) for r, (p, m) in enumerate(zip(c.peaks, self.memory.limits, strict=True)))
+            for c in named
+        }
+        name = min(over, key=lambda n: over[n])
+        excess, rank = over[name]
+        limit = self.memory.limits[rank]
+        least = [sum(self.memory.forward[s] for s in stages) for stages in self.placement.stages]
+        short = [r for r, most in enumerate(self.memory.limits) if least[r] > most * (1 + ROUNDING)]
+        single = f"; one microbatch alone needs {least[short[0]]:g} on rank {short[0]}" if short else ""
+        return (
+            f"no schedule of {self.spec.num_microbatches} microbatches keeps to the memory limit; {name} comes "
+            f"nearest: it needs {limit + excess:g} on rank {rank}, where the limit is {limit:g}{single}"
+        )
+
+
+def is_accepted(plan: Plan) -> bool:
+    """Whether ``verify`` accepts it."""
+    try:
+        verify(plan)
+    except PlanError:
+        return False
+    return True
+
+
+class _Pool:
+    """The shortest trials, each order once, shortest first; of equals, those that came first. None is shorter than
+    ``least``.
+    """
+
+    def __init__(self, least: float = 0.0) -> None:
+        self.trials: list[_Trial] = []
+        self.least = least * (1 + ROUNDING)
+
+    @property
+    def most(self) -> float:
+        """What takes longer is not taken."""
+        return self.trials[-1].result.makespan if len(self.trials) == _FINALISTS else UNKNOWN
+
+    def add(self, trial: _Trial) -> None:
+        if all(trial.result.orders != known.result.orders for known in self.trials):
+            self.trials = sorted([*self.trials, trial], key=lambda one: one.result.makespan)[:_FINALISTS]

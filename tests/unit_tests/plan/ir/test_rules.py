@@ -1,0 +1,117 @@
+"""The table of rules: it is whole, and a program that violates a rule is refused with that rule's facts in words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_pp.errors import PlanError
+from megatron_pp.plan.builder import build_plan
+from megatron_pp.plan.ir import instruction as ins
+from megatron_pp.plan.ir.instruction import Instruction
+from megatron_pp.plan.ir.rules import RULES, words_of
+from megatron_pp.plan.ir.spec import Plan, PlanSpec
+from megatron_pp.plan.verify.verifier import verify
+
+# Between them they have every op: transfers, a hand-off at the turn of the V, whole and split backwards, a tensor that
+# skips a stage, copies to the host and back; and the passes of a split output layer with their collectives.
+V_PLAN = build_plan(PlanSpec("dualpipe_v", 2, 2, 6, skip_tensors="x=0>2", offload_chunks=2))
+SPLIT_OUTPUT = build_plan(PlanSpec("vocab_1f1b_alg1", 3, 1, 6))
+
+
+def plan_with(op: str) -> Plan:
+    return SPLIT_OUTPUT if op in ins.OUTPUT_LAYER_OPS else V_PLAN
+
+
+def site_of(op: str) -> tuple[Plan, int, int]:
+    """A plan, a rank and a place in its program where ``op`` stands, in the middle of the pipeline and of the step."""
+    plan = plan_with(op)
+    return next(
+        (plan, rank, i)
+        for rank, program in enumerate(plan.programs)
+        for i, at in enumerate(program)
+        if at.op == op and at.mb > 0 and 0 < at.stage < plan.placement.num_stages - 1
+    )
+
+
+def changed(plan: Plan, rank: int, *program: Instruction) -> Plan:
+    return replace(plan, programs=(*plan.programs[:rank], program, *plan.programs[rank + 1 :]), orders=())
+
+
+def refusal(plan: Plan) -> str:
+    with pytest.raises(PlanError) as caught:
+        verify(plan)
+    return str(caught.value)
+
+
+def test_every_op_has_a_rule_and_every_fact_words() -> None:
+    whole = ins.SINGLE_COMPUTE_OPS | ins.TRANSFER_OPS | ins.HAND_OPS | ins.COLLECTIVE_OPS | ins.COPY_OPS | {ins.DROP}
+    assert set(RULES) == whole
+    facts = 0
+    for rule in RULES.values():
+        facts |= rule.needs | rule.adds
+    assert len(list(words_of(facts))) == facts.bit_count()  # every fact has words
+
+
+def test_what_a_rule_needs_another_one_adds() -> None:
+    added = 0
+    for rule in RULES.values():
+        added |= rule.adds
+    assert all(rule.needs & ~added == 0 for rule in RULES.values())
+
+
+@pytest.mark.parametrize("op", sorted(RULES))
+def test_what_stands_twice_is_refused(op: str) -> None:
+    plan, rank, i = site_of(op)
+    program = plan.programs[rank]
+    words = refusal(changed(plan, rank, *program[: i + 1], *program[i:]))
+    assert words.startswith(f"rank {rank}: {program[i]} ({program[i].name}): ")
+    assert words.endswith("already: it stands twice")
+    assert next(words_of(RULES[op].adds)) in words
+
+
+@pytest.mark.parametrize("op", sorted(op for op, rule in RULES.items() if rule.needs))
+def test_what_comes_before_what_it_needs_is_refused(op: str) -> None:
+    plan, rank, i = site_of(op)
+    program = plan.programs[rank]
+    words = refusal(changed(plan, rank, program[i], *program[:i], *program[i + 1 :]))
+    assert words.startswith(f"rank {rank}: {program[i]} ({program[i].name}): it comes before ")
+    assert any(fact in words for fact in words_of(RULES[op].needs))
+
+
+@pytest.mark.parametrize("op", sorted(ins.HAND_OPS))
+def test_a_hand_off_before_the_neighbour_stage_has_produced_is_refused(op: str) -> None:
+    plan, rank, i = site_of(op)
+    program = plan.programs[rank]
+    words = refusal(changed(plan, rank, program[i], *program[:i], *program[i + 1 :]))
+    assert "has not produced it yet on this rank" in words
+
+
+@pytest.mark.parametrize("op", sorted(RULES))
+def test_what_is_missing_is_refused(op: str) -> None:
+    """Where it stood, by what needs it, or at the end."""
+    plan, rank, i = site_of(op)
+    program = plan.programs[rank]
+    words = refusal(changed(plan, rank, *program[:i], *program[i + 1 :]))
+    facts = [*words_of(RULES[op].adds), "the next forward of", "has not produced it yet", "no ENABLE_GRAD_SYNC"]
+    assert any(fact in words for fact in facts), words
+
+
+@pytest.mark.parametrize("op", sorted({*RULES, *ins.SYNC_OPS}))
+@pytest.mark.parametrize("field", ["stage", "peer"])
+def test_a_wrong_stage_or_peer_is_refused(op: str, field: str) -> None:
+    plan = (
+        build_plan(PlanSpec("dualpipe_v", 2, 2, 6, grad_sync="explicit", param_sync=True))
+        if op in SYNCS
+        else plan_with(op)
+    )
+    rank, i = next((r, i) for r, p in enumerate(plan.programs) for i, at in enumerate(p) if at.op == op)
+    program = plan.programs[rank]
+    wrong = program[i]._replace(**{field: getattr(program[i], field) + 1})
+    programs = (*plan.programs[:rank], (*program[:i], wrong, *program[i + 1 :]), *plan.programs[rank + 1 :])
+    words = refusal(replace(plan, programs=programs, orders=()))
+    assert words.startswith(f"rank {rank}: {wrong} ({wrong.name}): it has stage {wrong.stage} and peer {wrong.peer}; ")
+
+
+SYNCS = (ins.GRAD_SYNC, ins.PARAM_SYNC)

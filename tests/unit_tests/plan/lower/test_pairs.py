@@ -1,0 +1,195 @@
+"""Overlapped forward-backward pairs: which operations pair, and that nothing stands between them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron_pp.plan.builder import build_plan, lowered_plan
+from megatron_pp.plan.costs.stage_costs import Link, Network, StageCosts
+from megatron_pp.plan.ir.instruction import (
+    COMPUTE_OPS,
+    PAIR,
+    SEND_OPS,
+    Instruction,
+    each,
+    format_program,
+    halves,
+    pair_up,
+    parse_program,
+)
+from megatron_pp.plan.ir.placement import Placement
+from megatron_pp.plan.ir.spec import CHANNELS, EXPLICIT, HOOKS, POLICIES, Plan, PlanSpec
+from megatron_pp.plan.lower.clock import run_clock
+from megatron_pp.plan.orders import SCHEDULES
+from megatron_pp.plan.orders.family import no_offloads
+from megatron_pp.plan.simulate.simulator import simulate
+from megatron_pp.plan.verify.verifier import verify
+from tests.harness.plan_text import placed
+
+
+def pairs_in(program: Sequence[Instruction]) -> int:
+    return sum(at.op == PAIR for at in program)
+
+
+def test_what_pairs() -> None:
+    order = parse_program("F0.0 B0.0 F0.1 I1.0 W1.0 F1.2 B0.1 F0.3 F0.4")
+    # The same microbatch does not pair, nor does a split backward.
+    assert format_program(pair_up(order)) == "F0.0 B0.0 F0.1 I1.0 W1.0 (F1.2 B0.1) F0.3 F0.4"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("more", [0, 1, 5])
+def test_dualpipe_v_runs_its_overlapped_phases_as_pairs(size: int, more: int) -> None:
+    microbatches = 2 * size + more
+    plan = build_plan(PlanSpec("dualpipe_v", size, 2, microbatches, overlap_pairs=True))
+    per_rank = [2 * (microbatches - 2 * size + rank + 1) + (size - rank - 1) for rank in range(size)]
+    assert [pairs_in(program) for program in plan.programs] == per_rank
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_the_bubble_of_paired_dualpipe_v_is_the_published_one(size: int) -> None:
+    """(P-1)(F&B + B_full - 3W), where a pair takes F + B_full = 3: two units for each rank but one."""
+    plan = build_plan(PlanSpec("dualpipe_v", size, 2, 4 * size, overlap_pairs=True))
+    assert simulate(plan, StageCosts.uniform(2 * size)).idle == (2.0 * (size - 1),) * size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [name for name, family in SCHEDULES.items() if family.search is None and family.offloads is no_offloads]
+)
+def test_paired_plans_of_every_family_are_accepted(name: str) -> None:
+    """Under every policy, with the four choices of channels and shapes in turn."""
+    chunks = SCHEDULES[name].chunks or 2
+    choices = list(itertools.product(CHANNELS, (False, True)))
+    sizes = ((1, 3, HOOKS), (2, 5, EXPLICIT), (3, 7, HOOKS), (4, 4, HOOKS), (4, 9, EXPLICIT), (8, 16, HOOKS))
+    for turn, (size, m, sync) in enumerate(sizes):
+        for number, policy in enumerate(POLICIES):
+            channels, variable = choices[(turn + number) % len(choices)]
+            spec = PlanSpec(
+                name,
+                size,
+                chunks,
+                m,
+                policy=policy,
+                channels=channels,
+                variable_shapes=variable,
+                grad_sync=sync,
+                overlap_pairs=True,
+            )
+            verify(lowered_plan(spec))
+
+
+def test_nothing_is_paired_unless_it_is_asked_for() -> None:
+    plan = build_plan(PlanSpec("1f1b", 4, 1, 8))
+    assert sum(map(pairs_in, plan.programs)) == 0
+    assert sum(pairs_in(pair_up(order)) for order in plan.orders) > 0
+
+
+def test_a_pair_that_would_wait_in_a_circle_is_taken_apart() -> None:
+    """Rank 2 waits for F.1 of rank 1, which would only run it together with B.0, for which it waits for rank 2."""
+    placement = Placement("loop", 3, 1)
+    orders = [pair_up(placed(placement, rank, "F0.0 F0.1 B0.0 B0.1")) for rank in range(3)]
+    assert [pairs_in(order) for order in orders] == [1, 1, 1]
+    assert [pairs_in(order) for order in run_clock(orders, placement).orders] == [0, 0, 1]
+
+
+def test_the_halves_of_a_pair_end_together() -> None:
+    placement = Placement("loop", 1, 1)
+    order = pair_up(placed(placement, 0, "F0.0 F0.1 B0.0 B0.1"))
+    assert run_clock([order], placement).ends == [[1, 3, 4]]
+
+
+def sends_of(entry: Instruction) -> list[str]:
+    return [str(at) for at in entry.members if at.op in SEND_OPS]
+
+
+@pytest.mark.parametrize(
+    ("fields", "within"),
+    [
+        ({}, True),
+        ({"device": ("one_queue",)}, True),
+        ({"policy": "batched"}, False),
+        ({"policy": "plain"}, False),
+        ({"channels": "shared"}, False),
+        ({"variable_shapes": True}, False),
+        ({"device": ("device_sync",)}, False),
+    ],
+    ids=str,
+)
+def test_where_the_sends_of_a_pair_go_out(fields: dict[str, Any], within: bool) -> None:
+    """Within it where receives are posted ahead, and nothing in it waits for the device; else after it."""
+    plan = build_plan(PlanSpec("combined_1f1b", 4, 2, 8, overlap_pairs=True, **fields))
+    for program in plan.programs:
+        sent = {str(at) for at in each(program) if at.op in SEND_OPS}
+        for entry in program:
+            if entry.op == PAIR:
+                made = {f"SEND_{half.op}{half.chunk}.{half.mb}" for half in halves(entry)}
+                assert set(sends_of(entry)) == (made & sent if within else set())
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_combined_1f1b_pairs_all_but_warm_up_and_flush(size: int, chunks: int) -> None:
+    """Megatron's warm-up, and one forward more: no backward needs the forward that stands right before it."""
+    microbatches = 4 * size
+    spec = PlanSpec("combined_1f1b", size, chunks, microbatches, overlap_pairs=True)
+    warmup = [2 * (size - 1 - rank) + (chunks - 1) * size + 1 for rank in range(size)]
+    plan = build_plan(spec)
+    for rank, program in enumerate(plan.programs):
+        entries = [at for at in program if at.op in COMPUTE_OPS]
+        ops = [at.op for at in entries]
+        assert ops == ["F"] * warmup[rank] + [PAIR] * (chunks * microbatches - warmup[rank]) + ["B"] * warmup[rank]
+    idle = simulate(plan, StageCosts.uniform(size * chunks)).idle
+    assert idle == (3.0 * (size - 1),) * size, "the bubble of interleaved 1F1B"
+
+
+def test_a_pair_prints_with_its_sends_as_it_parses() -> None:
+    line = "F0.0 (F0.1 SEND_F0.1 B0.0) (F0.2 B0.1 SEND_B0.1) (F0.3 SEND_F0.3 B0.2 SEND_B0.2)"
+    assert format_program(parse_program(line)) == line
+
+
+def test_the_two_messages_of_a_pair_have_times_of_their_own() -> None:
+    """On rank 0 the pair takes 1 + 2 units from 5 on: the output goes out after 0.4 of it, the gradient after 0.9."""
+    plan = build_plan(PlanSpec("combined_1f1b", 2, 2, 4, overlap_pairs=True))
+    ends = simulate(plan, StageCosts.uniform(4))
+    early = simulate(plan, replace(StageCosts.uniform(4), pair_sends=(0.4, 0.9)))
+    for result, shares in ((ends, (1.0, 1.0)), (early, (0.4, 0.9))):
+        events = {str(event.instruction): event for event in result.events(0)}
+        start = events["F0.3"].start
+        assert events["B1.0"].end == start + 3
+        assert events["SEND_F0.3"].start == pytest.approx(start + 3 * shares[0])
+        assert events["SEND_B1.0"].start == pytest.approx(start + 3 * shares[1])
+    assert early.makespan <= ends.makespan
+    slow = Network(1.0, link=Link(bandwidth=2.0))  # half a unit a message
+    hidden = simulate(plan, replace(StageCosts.uniform(4), pair_sends=(0.4, 0.8)), slow)
+    assert hidden.makespan < simulate(plan, StageCosts.uniform(4), slow).makespan
+
+
+def test_a_send_of_a_pair_that_is_held_back_holds_back_its_rest() -> None:
+    """On one hardware queue: rank 1 posts its receive of F.1 late, and rank 0 sends F.2 behind it, in a pair."""
+    placement = Placement("loop", 2, 1)
+    rank_0 = "F0.0 SEND_F0.0 F0.1 SEND_F0.1 FREE_F0.0 RECV_B0.0 WAIT_B0.0 (F0.2 SEND_F0.2 B0.0) FREE_F0.1 FREE_F0.2"
+    rank_0 += " RECV_B0.1 WAIT_B0.1 B0.1 RECV_B0.2 WAIT_B0.2 ENABLE_GRAD_SYNC0 B0.2"
+    rank_1 = "RECV_F0.0 WAIT_F0.0 F0.0 B0.0 SEND_B0.0 FREE_B0.0 RECV_F0.1 WAIT_F0.1 F0.1 B0.1 SEND_B0.1 RECV_F0.2"
+    rank_1 += " FREE_B0.1 WAIT_F0.2 F0.2 ENABLE_GRAD_SYNC0 B0.2 SEND_B0.2 FREE_B0.2"
+    programs = tuple(placement.place(rank, parse_program(line)) for rank, line in enumerate((rank_0, rank_1)))
+    spec = PlanSpec("1f1b", 2, 1, 3, overlap_pairs=True)
+    plan = Plan(spec, placement, programs)
+    verify(plan)
+    costs = replace(StageCosts.uniform(2), pair_sends=(0.2, 0.8))
+    slow = Network(1.0, link=Link(bandwidth=0.25))  # four units a message
+    free, held = simulate(plan, costs, slow), simulate(plan, costs, slow, ["one_queue"])
+    pair = [{str(event.instruction): event for event in result.events(0)} for result in (free, held)]
+    assert pair[0]["B0.0"].end == pair[0]["F0.2"].start + 3
+    assert pair[1]["B0.0"].end > pair[1]["F0.2"].start + 3
+    other = pair[1]["SEND_F0.1"]
+    assert free.waits[0].queued == 0
+    assert held.waits[0].queued == pytest.approx(
+        pair[1]["B0.0"].end - pair[1]["F0.2"].start - 3 + other.end - other.start
+    )

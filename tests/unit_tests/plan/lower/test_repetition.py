@@ -1,0 +1,228 @@
+"""Plans of a new number of microbatches: the proof that a block of the steady state may be repeated, and what is made
+of it."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from megatron_pp.errors import PlanError
+from megatron_pp.plan import builder
+from megatron_pp.plan.builder import build_plan, forget_plans, lowered_plan, verified_plan
+from megatron_pp.plan.ir.instruction import Instruction
+from megatron_pp.plan.ir.repeated import Block, Repeated, Repeating, RepetitionError
+from megatron_pp.plan.ir.spec import CHANNELS, DEVICE_RULES, EXPLICIT, HOOKS, POLICIES, Plan, PlanSpec, Shape
+from megatron_pp.plan.ir.tasks import Task
+from megatron_pp.plan.lower import lowering as lower
+from megatron_pp.plan.orders import SCHEDULES, register
+from megatron_pp.plan.orders.family import Order, every_microbatch, no_offloads
+from megatron_pp.plan.orders.loop import one_f_one_b
+from megatron_pp.plan.verify.verifier import verify
+from tests.harness.plan_mutants import mutants, steady_block
+from tests.harness.sweeps import EXHAUSTIVE
+
+REPEATING = [name for name, family in SCHEDULES.items() if family.repeats is not None]
+
+
+@pytest.fixture(autouse=True)
+def _no_plans_are_known() -> Iterator[None]:
+    forget_plans()
+    yield
+    forget_plans()
+
+
+def sampled_spec(schedule: str, rng: random.Random) -> PlanSpec:
+    """Any settings, with microbatches enough for most of them to have a steady state."""
+    family = SCHEDULES[schedule]
+    size, chunks = rng.choice((1, 2, 3, 4)), family.chunks or rng.choice((1, 2, 3))
+    group = rng.choice((0, 0, size + 1)) if family.grouped else 0
+    return PlanSpec(
+        schedule,
+        size,
+        chunks,
+        rng.randint(5, 6) * (group or size) + rng.choice((0, 0, 1)) + 8,
+        group,
+        policy=rng.choice(POLICIES),
+        channels=rng.choice(CHANNELS),
+        forward_only=rng.random() < 0.2,
+        variable_shapes=rng.random() < 0.25,
+        release_after=rng.choice((1, 2, 3)),
+        lookahead=rng.choice((0, 1, 1, 2)),
+        grad_sync=rng.choice((HOOKS, EXPLICIT)),
+        param_sync=rng.random() < 0.5,
+        overlap_pairs=rng.random() < 0.3 and family.offloads is no_offloads,
+        split_backward=rng.random() < 0.7,
+        device=tuple(rule for rule in DEVICE_RULES[1:] if rng.random() < 0.2),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", REPEATING)
+def test_a_repeated_plan_is_the_one_that_is_made_directly(schedule: str) -> None:
+    rng = random.Random(schedule)
+    repeated = 0
+    for _ in range(100 if EXHAUSTIVE else 4):
+        spec = sampled_spec(schedule, rng)
+        direct = lowered_plan(spec)
+        if is_refused(direct):
+            with pytest.raises(PlanError):
+                verified_plan(spec)
+            continue
+        plan, found = verified_plan(spec)
+        assert plan.programs == direct.programs, spec
+        assert plan.orders == direct.orders
+        assert (found, plan.remark) == (verify(direct), direct.remark)
+        repeated += isinstance(plan.programs, Repeated)
+    assert repeated >= 2
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_a_shorter_last_group_is_repeated_too(chunks: int) -> None:
+    """Once its effects, far ahead of it, have an end within the plan."""
+    for count in (10, 28, 31, 40):
+        spec = PlanSpec("interleaved_1f1b", 3, chunks, count)
+        plan, found = verified_plan(spec)
+        assert isinstance(plan.programs, Repeated) == (count > 10)
+        direct = lowered_plan(spec)
+        assert (plan.programs, found) == (direct.programs, verify(direct))
+
+
+def test_tasks_are_those_of_the_program_and_shared_between_numbers_of_microbatches() -> None:
+    plans = [build_plan(PlanSpec("interleaved_1f1b", 2, 2, count, policy="batched")) for count in (30, 40)]
+    for plan in plans:
+        for rank in range(2):
+            tasks = plan.tasks(rank)
+            assert [at.instruction for at in tasks] == list(plan.programs[rank])
+            for task, other in zip(tasks, map(Task, plan.programs[rank]), strict=True):
+                assert (task.key, task.message, task.peer) == (other.key, other.message, other.peer)
+                assert [one.message for one in task.members] == [one.message for one in other.members]
+    shared = set(map(id, plans[0].tasks(0))) & set(map(id, plans[1].tasks(0)))
+    assert len(shared) > len(plans[0].tasks(0)) / 2
+
+
+def test_a_new_number_of_microbatches_lowers_and_verifies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    verified_plan(PlanSpec("1f1b", 4, 1, 40))
+
+    def refuse(*args: object, **more: object) -> None:
+        raise AssertionError("a plan was made")
+
+    for name in ("lowered_plan", "verify"):
+        monkeypatch.setattr(builder, name, refuse)
+    plan, _ = verified_plan(PlanSpec("1f1b", 4, 1, 57))
+    assert plan.spec.num_microbatches == 57
+    assert sum(at.op == "F" for at in plan.programs[3]) == 57
+    with pytest.raises(AssertionError, match="a plan was made"):
+        verified_plan(PlanSpec("1f1b", 4, 1, 5))  # too few for a steady state
+
+
+def is_refused(plan: Plan, block: Block | None = None) -> bool:
+    try:
+        verify(plan, block=block)
+    except PlanError:
+        return True
+    return False
+
+
+MUTATED = [
+    PlanSpec("1f1b", 2, 1, 14),
+    PlanSpec("interleaved_1f1b", 2, 2, 10, policy="plain"),
+    PlanSpec("interleaved_1f1b", 2, 2, 10, policy="batched"),
+    PlanSpec("zb_h1", 2, 1, 14, device=DEVICE_RULES[1:]),
+    PlanSpec("1f1b", 2, 1, 14, variable_shapes=True, channels="shared"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", MUTATED, ids=PlanSpec.describe)
+def test_no_fault_passes_that_the_whole_plan_is_refused_for(spec: PlanSpec) -> None:
+    """Faults in front of the block, in it, at its ends and behind it."""
+    plan = lowered_plan(spec)
+    period = 1 if spec.num_chunks == 1 else 2
+    assert not is_refused(plan, steady_block(plan, period))
+    more = replace(spec, num_microbatches=spec.num_microbatches + 2 * period)
+    orders = lowered_plan(more).orders
+    rng = random.Random(17)
+    refused = 0
+    faults = list(mutants(plan, rng, 2))
+    for what, mutant in faults if EXHAUSTIVE else rng.sample(faults, 120):
+        try:
+            block = steady_block(mutant, period)
+        except IndexError:  # a backward is missing
+            continue
+        programs = tuple(Repeated(Repeating(mutant.programs, block, {}), 2))
+        if is_refused(replace(plan, spec=more, programs=programs, orders=orders)):
+            refused += 1
+            assert is_refused(mutant, block), what
+    assert refused > 50
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ends", "words"),
+    [
+        ("gpipe", (2, 3), "tensors or microbatches differ"),  # forwards alone: tensors become more
+        ("1f1b", (9, 10), "tensors or microbatches differ"),
+    ],
+)
+def test_a_block_that_changes_the_pipeline_is_refused(schedule: str, ends: tuple[int, int], words: str) -> None:
+    plan = lowered_plan(PlanSpec(schedule, 2, 1, 12))
+    forwards = [[k for k, at in enumerate(program, 1) if at.op == "F"] for program in plan.programs]
+    starts, stops = (tuple(of_rank[end] for of_rank in forwards) for end in ends)
+    with pytest.raises(RepetitionError, match=words):
+        verify(plan, block=Block(starts, stops, 1 if schedule == "gpipe" else 2))
+
+
+def test_a_sync_in_the_block_is_refused() -> None:
+    plan = lowered_plan(PlanSpec("1f1b", 1, 1, 4))
+    length = len(plan.programs[0])
+    with pytest.raises(RepetitionError, match="a sync stands in the block"):
+        verify(plan, block=Block((0,), (length,), 4))
+
+
+def test_a_family_whose_order_does_not_repeat_as_it_says_is_made_directly() -> None:
+    def orders(shape: Shape) -> list[Order]:
+        found = one_f_one_b(shape)
+        return [sorted(order, key=lambda at: at.op != "F") for order in found] if shape.num_microbatches % 2 else found
+
+    family = replace(SCHEDULES["1f1b"], name="odd_ones", orders=orders, repeats=every_microbatch)
+    register(family)
+    try:
+        for count in (20, 21):
+            spec = PlanSpec("odd_ones", 2, 1, count)
+            assert build_plan(spec).programs == lowered_plan(spec).programs
+    finally:
+        del SCHEDULES["odd_ones"]
+
+
+def test_the_schedules_without_a_steady_state_are_those_of_the_page() -> None:
+    assert set(SCHEDULES) - set(REPEATING) == {"gpipe", "breadth_first", "v_half", "auto", "auto_v"}
+
+
+def test_a_rank_lays_out_no_other_program_than_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = build_plan(PlanSpec("interleaved_1f1b", 4, 2, 40))
+    laid_out = []
+    program = lower._RankLowering.program
+
+    def recorded(ranked: lower._RankLowering) -> list[Instruction]:
+        laid_out.append(ranked.rank)
+        return program(ranked)
+
+    monkeypatch.setattr(lower._RankLowering, "program", recorded)
+    plan.tasks(2)
+    build_plan(PlanSpec("interleaved_1f1b", 4, 2, 60)).tasks(2)
+    assert laid_out == [2]
+
+
+def test_the_collector_is_paused_for_a_plan_alone() -> None:
+    assert gc.isenabled()
+    build_plan(PlanSpec("1f1b", 2, 1, 30)).tasks(0)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        build_plan(PlanSpec("1f1b", 2, 1, 31)).tasks(0)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

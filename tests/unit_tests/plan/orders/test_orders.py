@@ -1,0 +1,243 @@
+"""Compute orders of every schedule family: legal for any shape, and as the papers say in bubble, memory and rule."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_pp.plan.builder import build_plan, lowered_plan
+from megatron_pp.plan.costs.stage_costs import StageCosts
+from megatron_pp.plan.ir.dataflow import RESULT_OF
+from megatron_pp.plan.ir.instruction import COMPUTE_OPS
+from megatron_pp.plan.ir.spec import CHANNELS, POLICIES, PlanSpec
+from megatron_pp.plan.orders import SCHEDULES
+from megatron_pp.plan.orders.family import Family, Order, Shape
+from megatron_pp.plan.orders.v import one_f_one_b_v_offsets, pattern_slots, v_half_offsets, v_min_offsets
+from megatron_pp.plan.simulate.simulation import Simulation
+from megatron_pp.plan.simulate.simulator import simulate
+from megatron_pp.plan.verify.verifier import verify
+from tests.harness.sweeps import EXHAUSTIVE
+
+NAMED = [family for family in SCHEDULES.values() if family.search is None]
+SIZES = (1, 2, 3, 4, 8)
+
+
+def by_name(family: Family) -> str:
+    return family.name
+
+
+def chunks_of(family: Family) -> tuple[int, ...]:
+    return (family.chunks,) if family.chunks else (1, 2, 3)
+
+
+def unit_simulation(name: str, size: int, microbatches: int, **fields: object) -> Simulation:
+    """f = b = w = 1 for a chunk, where a rank has two chunks' worth of work; transfers are free."""
+    chunks = SCHEDULES[name].chunks or 2
+    work = 2 / chunks
+    plan = build_plan(PlanSpec(name, size, chunks, microbatches, **fields))
+    return simulate(plan, StageCosts.uniform(size * chunks, work, work, work))
+
+
+def peak(name: str, size: int, microbatches: int) -> int:
+    return max(unit_simulation(name, size, microbatches).peak_in_flight())
+
+
+def microbatches_in_turn(order: Order, op: str, chunk: int) -> list[int]:
+    return [i.mb for i in order if RESULT_OF.get(i.op, i.op) == op and i.chunk == chunk]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", NAMED, ids=by_name)
+@pytest.mark.parametrize("size", SIZES)
+def test_every_lowering_of_every_shape_is_accepted(family: Family, size: int) -> None:
+    """Under every policy (from four ranks on: under one), with one choice of channels and shapes each. They take turns,
+    so that a policy and a choice, a policy and a count, and a choice and a count all meet;
+    ``MEGATRON_PP_EXHAUSTIVE=1`` runs the product."""
+    counts = sorted({1, 2, size, 2 * size - 1, 2 * size + 1, 3 * size}) if size < 8 else [3, 15, 17]
+    choices = list(itertools.product(CHANNELS, (False, True)))
+    for turn, (chunks, m) in enumerate(itertools.product(chunks_of(family), counts)):
+        policies = [POLICIES[(turn + chunks) % 3]] if size >= 4 and not EXHAUSTIVE else POLICIES
+        for number, policy in enumerate(policies):
+            for channels, variable in choices if EXHAUSTIVE else [choices[(turn + number) % len(choices)]]:
+                spec = PlanSpec(
+                    family.name,
+                    size,
+                    chunks,
+                    m,
+                    policy=policy,
+                    channels=channels,
+                    variable_shapes=variable,
+                    param_sync=True,
+                )
+                verify(lowered_plan(spec))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", NAMED, ids=by_name)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_gradients_of_a_chunk_are_added_in_ascending_microbatch_order(family: Family, data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, 9))
+    chunks = family.chunks or data.draw(st.integers(1, 4))
+    microbatches = data.draw(st.integers(1, 30))
+    group = data.draw(st.integers(min(size, microbatches), microbatches))
+    for order in family.orders(Shape(size, chunks, microbatches, group)):
+        for chunk in range(chunks):
+            everything = list(range(microbatches))
+            assert microbatches_in_turn(order, "F", chunk) == everything
+            assert microbatches_in_turn(order, "B", chunk) == everything
+            weights = microbatches_in_turn(order, "W", chunk)
+            assert weights == sorted(weights)
+            assert not weights or family.splits_weight
+
+
+def test_families_that_split_every_backward() -> None:
+    for name in ("zb_h1", "zb_h2", "interleaved_zb", "zb_v", "v_half", "v_min"):
+        for order in SCHEDULES[name].orders(Shape(4, SCHEDULES[name].chunks or 2, 9, 4)):
+            kinds = [i.op for i in order]
+            assert kinds.count("W") == kinds.count("I") == kinds.count("F")
+
+
+@pytest.mark.parametrize(
+    ("name", "idle"),
+    [
+        ("gpipe", 42),
+        ("1f1b", 42),
+        ("eager_1f1b", 42),
+        ("interleaved_1f1b", 21),
+        ("breadth_first", 21),
+        ("zb_h1", 14),  # (P-1)(F+B-W) with F = B = W = 2 chunk units
+        ("zb_h2", 14),
+        ("interleaved_zb", 7),
+        ("v_min", 27),
+        ("v_half", 17),
+        ("zb_v", 7),
+        ("dualpipe_v", 7),
+        ("1f1b_v", 43),
+    ],
+)
+@pytest.mark.parametrize("microbatches", [16, 32])
+def test_bubbles_of_eight_ranks_are_the_published_ones(name: str, idle: int, microbatches: int) -> None:
+    assert unit_simulation(name, 8, microbatches).idle == (idle,) * 8
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
+def test_bubbles_follow_their_formulas(size: int) -> None:
+    m = 4 * size
+    formulas = {
+        "gpipe": 6 * (size - 1),
+        "1f1b": 6 * (size - 1),
+        "interleaved_1f1b": 3 * (size - 1),
+        "zb_h1": 2 * (size - 1),
+        "zb_h2": 2 * (size - 1),
+        "interleaved_zb": size - 1,
+        "zb_v": size - 1,
+        "dualpipe_v": size - 1,
+    }
+    assert {name: unit_simulation(name, size, m).idle[0] for name in formulas} == formulas
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_zero_bubble_schedules_never_idle_within_a_ranks_span(size: int) -> None:
+    for name in ("zb_h2", "zb_v"):
+        simulation = unit_simulation(name, size, 3 * size)
+        computed = [[e for e in simulation.events(rank) if e.instruction.op in COMPUTE_OPS] for rank in range(size)]
+        assert [events[-1].end - events[0].start for events in computed] == list(simulation.busy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("microbatches", [1, 2, 5, 8, 17])
+def test_peaks_of_memory_are_those_of_the_papers(size: int, microbatches: int) -> None:
+    """In microbatches for one chunk a rank, in chunks for two; never more than there are."""
+    most = {
+        "gpipe": microbatches,
+        "1f1b": size,
+        "eager_1f1b": 2 * size - 1,
+        "zb_h1": size,
+        "zb_h2": 2 * size - 1,
+        "zb_v": 2 * size,
+        "v_half": 2 * ((size + 2) // 2),
+        "v_min": 2 * ((size + 4) // 3),
+        "1f1b_v": 2 * ((2 * size + 3) // 3),
+        "dualpipe_v": 2 * size + 1,
+    }
+    for name, formula in most.items():
+        there_are = microbatches * (SCHEDULES[name].chunks or 1)
+        found = peak(name, size, microbatches)
+        assert found <= min(formula, there_are), name
+        if microbatches >= 2 * size and size > 2:
+            assert found == formula, name
+
+
+def test_interleaved_zero_bubble_needs_no_more_memory_than_interleaved() -> None:
+    for size, m in ((2, 8), (4, 8), (4, 13), (8, 16)):
+        assert peak("interleaved_zb", size, m) == peak("interleaved_1f1b", size, m)
+
+
+@pytest.mark.parametrize(
+    ("name", "group", "chunks_kept", "more_bubble"),
+    [("interleaved_1f1b", 0, 39, 0), ("gis", 0, 32, 0), ("gis", 4, 20, 12), ("gis_h", 0, 20, 12), ("gis_h", 4, 20, 12)],
+)
+def test_generalised_interleaved_schedules_keep_what_their_paper_says(
+    name: str, group: int, chunks_kept: int, more_bubble: int
+) -> None:
+    """Table 1 of arXiv 2503.01328 for 8 ranks and 4 chunks: d v + d - 1, d v and g (v - 1) + d chunks; a bubble of
+    (d - 1)(F + B), and with groups of g < d of (d - g)(v - 1)(F + B) more.
+    """
+    plan = build_plan(PlanSpec(name, 8, 4, 32, group))
+    simulation = simulate(plan, StageCosts.uniform(32, 1.0, 0.5, 0.5))
+    assert max(simulation.peak_in_flight()) == chunks_kept
+    assert simulation.makespan == 2 * (32 * 4 + 7 + more_bubble)
+
+
+@pytest.mark.parametrize(("name", "group"), [("gis", 0), ("interleaved_1f1b", 16)])
+@pytest.mark.parametrize("backward", [1.0, 2.0, 3.0])
+def test_a_message_that_is_used_late_holds_up_no_sender(name: str, group: int, backward: float) -> None:
+    """Its receive is posted late; nothing but the bubble of interleaved 1F1B is left all the same."""
+    plan = build_plan(PlanSpec(name, 8, 4, 48, group))
+    simulation = simulate(plan, StageCosts.uniform(32, 1.0, backward / 2, backward / 2))
+    assert simulation.makespan == (1 + backward) * (48 * 4 + 7)
+
+
+@pytest.mark.parametrize("offsets", [v_half_offsets, v_min_offsets, one_f_one_b_v_offsets])
+@pytest.mark.parametrize("size", range(1, 25))
+def test_repeated_patterns_never_collide_with_themselves(offsets: object, size: int) -> None:
+    long_backward = offsets is one_f_one_b_v_offsets
+    for rank in range(size):
+        slots = pattern_slots(offsets(size, rank), microbatches=1)  # type: ignore[operator]
+        taken = [slot % 6 for slot in slots.values()]
+        if long_backward:
+            taken += [(slot + 1) % 6 for (op, _, _), slot in slots.items() if op == "B"]
+        assert len(set(taken)) == len(taken)
+
+
+def test_eager_1f1b_hides_transfers_that_1f1b_waits_for() -> None:
+    """Each transfer takes half a forward: 1F1B pays once a microbatch, eager 1F1B only while filling and draining."""
+    from megatron_pp.plan.costs.stage_costs import Link, Network
+
+    network = Network(link=Link(latency=0.5))
+    spans = {}
+    for name in ("1f1b", "eager_1f1b"):
+        plan = build_plan(PlanSpec(name, 4, 1, 16))
+        spans[name] = simulate(plan, StageCosts.uniform(4), network).makespan
+    assert spans["eager_1f1b"] == 3 * (16 + 3) + 2 * 3 * 0.5
+    assert spans["1f1b"] > spans["eager_1f1b"] + 10
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_dualpipe_v_splits_only_what_fills_bubbles(size: int) -> None:
+    """Phases 3 and 7 split P-1-r backwards each, phase 6 the second half of its 2 (r+1)."""
+    orders = SCHEDULES["dualpipe_v"].orders(Shape(size, 2, 3 * size, size))
+    assert [sum(i.op == "W" for i in order) for order in orders] == [2 * (size - 1 - r) + r + 1 for r in range(size)]
+
+
+def test_dualpipe_v_says_when_another_order_stands_in() -> None:
+    few, enough = (build_plan(PlanSpec("dualpipe_v", 4, 2, m)) for m in (7, 8))
+    assert "at least 2 P = 8" in few.remark
+    assert few.orders == build_plan(PlanSpec("zb_v", 4, 2, 7)).orders
+    assert enough.remark == ""
+    assert enough.orders != build_plan(PlanSpec("zb_v", 4, 2, 8)).orders

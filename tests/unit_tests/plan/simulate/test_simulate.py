@@ -1,0 +1,265 @@
+"""The simulator against closed forms, the logical clock, and small cases worked out by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from itertools import pairwise
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from megatron_pp.errors import PlanError
+from megatron_pp.plan.builder import build_plan, lowered_plan
+from megatron_pp.plan.costs.stage_costs import GLOO_DETACHED_BYTES, Link, Network, StageCosts
+from megatron_pp.plan.io.schedule_file import find_family
+from megatron_pp.plan.ir.instruction import COMPUTE_OPS, format_program
+from megatron_pp.plan.ir.placement import Placement
+from megatron_pp.plan.ir.spec import BATCHED, CHANNELS, OVERLAP, POLICIES, SHARED, Plan, PlanSpec
+from megatron_pp.plan.lower.clock import run_clock
+from megatron_pp.plan.simulate.simulator import simulate
+from tests.harness.plan_text import placed, with_programs
+
+UNIT_COSTS = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "breadth_first": 2}
+
+
+def simulated(schedule, p, v, m, costs=None, network=None, **options):
+    plan = build_plan(PlanSpec(schedule, p, v, m, **options))
+    return simulate(plan, costs or StageCosts.uniform(p * v), network or Network())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (1, 5), (2, 1), (2, 7), (3, 2), (4, 4), (4, 16), (8, 8), (8, 17)])
+def test_gpipe_and_1f1b_take_the_closed_form(schedule, p, m, policy):
+    """(M + P - 1) slots of F + B + W; the bubble is (P - 1)(F + B + W) on every rank."""
+    f, b, w = 1.0, 1.0, 1.0
+    result = simulated(schedule, p, 1, m, policy=policy)
+    assert result.makespan == (m + p - 1) * (f + b + w)
+    assert result.idle == ((p - 1) * (f + b + w),) * p
+    assert result.bubble_share == pytest.approx((p - 1) / (m + p - 1))
+
+
+@pytest.mark.parametrize("costs", [(1.0, 1.0, 1.0), (1.0, 1.25, 0.75), (2.0, 3.0, 3.0)])
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "breadth_first"])
+@pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 4), (2, 3, 6), (4, 2, 8), (4, 4, 4), (8, 2, 16), (8, 4, 8)])
+def test_interleaving_divides_the_bubble_by_the_chunks(schedule, p, v, m, costs):
+    """V M slots of f + b + w (per chunk) and a bubble of P - 1 of them: 1/V of 1F1B's (arXiv 2104.04473, 2.2.2)."""
+    slot = sum(costs)
+    result = simulated(schedule, p, v, m, StageCosts.uniform(p * v, *costs))
+    assert result.makespan == pytest.approx((v * m + p - 1) * slot)
+    assert all(idle == pytest.approx((p - 1) * slot) for idle in result.idle)
+
+
+@pytest.mark.parametrize("m", [1, 2, 5, 8])
+def test_forward_only_is_a_plain_pipeline(m):
+    assert simulated("1f1b", 4, 1, m, forward_only=True).makespan == m + 3
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None)
+@given(
+    schedule=st.sampled_from(sorted(UNIT_COSTS)),
+    p=st.integers(1, 6),
+    v=st.integers(1, 3),
+    m=st.integers(1, 13),
+    group=st.integers(0, 7),
+    policy=st.sampled_from(POLICIES),
+    channels=st.sampled_from(CHANNELS),
+    variable=st.booleans(),
+)
+def test_equal_slots_and_free_transfers_are_the_logical_clock(schedule, p, v, m, group, policy, channels, variable):
+    """Where every operation takes one slot, communication as lowered must never delay compute, whatever the policy,
+    except where two operations have one exchange."""
+    v = 1 if UNIT_COSTS[schedule] == 1 else v
+    spec = PlanSpec(schedule, p, v, m, group_size=group, policy=policy, channels=channels, variable_shapes=variable)
+    assume(not find_family(schedule).joint(spec.shape) or (policy == OVERLAP and not variable))
+    plan = build_plan(spec)
+    result = simulate(plan, StageCosts.uniform(p * v, backward=1.0))
+    expected = run_clock(plan.orders, plan.placement).ends
+    assert [[e.end for e in result.events(r) if e.instruction.op in COMPUTE_OPS] for r in range(p)] == expected
+
+
+def test_every_instruction_has_its_time_in_order():
+    result = simulated("interleaved_1f1b", 4, 2, 8, network=Network(8.0, link=Link(0.1, 16.0)))
+    for rank, program in enumerate(result.plan.programs):
+        events = list(result.events(rank))
+        assert [e.instruction for e in events] == list(program)
+        assert events[0].start == 0.0
+        assert all(e.start <= e.end for e in events)
+        assert all(a.end == b.start for a, b in pairwise(events))
+
+
+def test_transfers_by_hand():
+    """Two ranks, one microbatch: F, 0.5 on the wire plus 0.25 latency, F, B (2), the same way back, B."""
+    result = simulated("gpipe", 2, 1, 1, network=Network(4.0, link=Link(latency=0.25, bandwidth=8.0)))
+    assert result.makespan == 1 + 0.75 + 1 + 2 + 0.75 + 2
+    there, back = result.transfers
+    assert (there.source, there.target, there.kind, there.stage, there.mb) == (0, 1, "F", 1, 0)
+    assert (there.send_posted, there.ready, there.start, there.end) == (1.0, 1.0, 1.0, 1.75)
+    assert (back.source, back.target, back.kind, back.stage, back.start, back.end) == (1, 0, "B", 0, 4.75, 5.5)
+    assert result.volume() == {(0, 1): (1, 4.0), (1, 0): (1, 4.0)}
+
+
+def test_waits_are_put_down_to_their_cause():
+    result = simulated("gpipe", 2, 1, 1, network=Network(4.0, link=Link(latency=0.25, bandwidth=8.0)))
+    first, second = result.waits
+    # Rank 1 ends with its gradient on the way. Rank 0 waits from 1 to 5.5, the last 0.75 of it for the transfer.
+    assert (second.peer_late, second.queued, second.transfer, second.release) == (1.0, 0.0, 0.75, 0.75)
+    assert (first.queued, first.transfer) == (0.0, 0.75)
+    assert first.total == 4.5
+
+
+def test_a_link_of_its_own_and_gradients_of_their_own_size():
+    network = Network(4.0, gradient_bytes=8.0, link=Link(bandwidth=4.0), links={(1, 0): Link(bandwidth=2.0)})
+    there, back = simulated("gpipe", 2, 1, 1, network=network).transfers
+    assert there.end - there.start == 1.0
+    assert back.end - back.start == 4.0
+
+
+def test_transfers_on_one_link_take_turns():
+    """P=2, V=2: activations (chunk 0) and gradients (chunk 1) share the direction 0 -> 1, on channels of their own."""
+    result = simulated("interleaved_1f1b", 2, 2, 8, network=Network(1.0, link=Link(bandwidth=0.8)))
+    busy_until = {}
+    for t in sorted(result.transfers, key=lambda t: t.start):
+        assert t.start >= busy_until.get((t.source, t.target), 0.0)
+        busy_until[(t.source, t.target)] = t.end
+    assert any(t.start > t.ready for t in result.transfers)
+
+
+def test_queueing_is_not_put_down_to_the_peer():
+    """Everything on one queue: a message that is posted behind another one waits for it, not for its peer."""
+    result = simulated("1f1b", 2, 1, 8, network=Network(1.0, link=Link(bandwidth=0.5)), channels=SHARED)
+    assert sum(w.queued for w in result.waits) > 0
+
+
+def test_opposite_directions_do_not_disturb_each_other():
+    result = simulated("1f1b", 2, 1, 8, network=Network(1.0, link=Link(bandwidth=2.0)))
+    assert all(t.start == t.ready for t in result.transfers)
+
+
+@pytest.mark.parametrize(
+    ("first", "gloo", "size", "there"),
+    [
+        ("SEND_F0.0 SEND_F0.1 RECV_B0.0", False, 1.0, (4.0, 6.0)),
+        ("SEND_F0.0 SEND_F0.1 RECV_B0.0", True, 1.0, (5.0, 7.0)),  # heard of when SEND_F0.1 has left, at 5
+        ("SEND_F0.0 RECV_B0.0 SEND_F0.1", True, 1.0, (4.0, 6.0)),  # heard of when SEND_F0.0 has left, at 3
+        ("SEND_F0.0 SEND_F0.1 RECV_B0.0", True, GLOO_DETACHED_BYTES, (4.0, 6.0)),  # heard of on a connection of its own
+    ],
+)
+def test_on_gloo_a_receive_is_heard_of_behind_the_data_the_other_way(first, gloo, size, there):
+    """Two ranks, transfers of 2, F 0.5, B 1: rank 0's two sends leave from 1 to 5, rank 1's gradient is ready at 4."""
+    programs = (
+        f"F0.0 F0.1 {first} WAIT_B0.0 FREE_F0.0 FREE_F0.1 B0.0",
+        "RECV_F0.0 RECV_F0.1 WAIT_F0.0 F0.0 B0.0 SEND_B0.0 WAIT_F0.1 FREE_B0.0",
+    )
+    plan = build_plan(PlanSpec("gpipe", 2, 1, 2))
+    plan = with_programs(plan, *programs)
+    network = Network(size, link=Link(bandwidth=size / 2), gloo=gloo)
+    result = simulate(plan, StageCosts.uniform(2, 0.5, 0.25, 0.25), network)
+    back = next(t for t in result.transfers if t.kind == "B")
+    assert (back.send_posted, back.receive_posted) == (4.0, 1.0)
+    assert (back.start, back.end) == there
+    assert result.waits[0].queued == there[0] - 4.0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
+def test_on_gloo_every_message_arrives_and_none_earlier_than_both_ends_and_the_wire_allow(schedule, policy):
+    v = UNIT_COSTS[schedule]
+    network = Network(1.0, link=Link(bandwidth=0.7), gloo=True)
+    result = simulated(schedule, 2, v, 8, network=network, policy=policy)
+    free = {}
+    for t in sorted(result.transfers, key=lambda t: t.start):
+        assert t.start >= max(t.send_posted, t.receive_posted, free.get((t.source, t.target), 0.0))
+        free[(t.source, t.target)] = t.end
+    assert len(result.transfers) == 2 * 8 * (2 * v - 1)
+
+
+def test_hand_offs_on_one_rank_cost_nothing():
+    plan = lowered_plan(PlanSpec("breadth_first", 1, 3, 4))
+    result = simulate(plan, StageCosts.uniform(3), Network(1.0, link=Link(5.0, 1e-3)))
+    assert result.makespan == 3 * 4 * 3
+    assert len(result.transfers) == 0
+
+
+def test_batches_leave_as_a_whole():
+    """Under ``batched`` a rank goes on only when every member of its batch is done; overlap is never slower."""
+    network = Network(1.0, link=Link(bandwidth=2.0))
+    spans = {p: simulated("interleaved_1f1b", 4, 2, 8, network=network, policy=p).makespan for p in (OVERLAP, BATCHED)}
+    assert spans[OVERLAP] < spans[BATCHED]
+
+
+def test_shared_channels_are_one_queue_both_ways():
+    network = Network(1.0, link=Link(bandwidth=2.0))
+    result = simulated("1f1b", 2, 1, 8, network=network, channels=SHARED)
+    ordered = sorted(result.transfers, key=lambda t: t.start)
+    assert all(a.end <= b.start for a, b in pairwise(ordered))
+
+
+def test_a_slow_stage_shows():
+    costs = StageCosts.per_stage([1, 1, 2, 1], [1, 1, 2, 1], [1, 1, 2, 1])
+    result = simulated("1f1b", 4, 1, 32, costs)
+    assert result.idle.index(min(result.idle)) == 2
+    assert result.makespan >= 32 * 6
+
+
+def test_split_backward_costs_its_halves():
+    order = placed(Placement("loop", 1, 1), 0, "F0.0 I0.0 W0.0 F0.1 B0.1")
+    plan = Plan(PlanSpec("gpipe", 1, 1, 2), Placement("loop", 1, 1), (order,), (order,))
+    result = simulate(plan, StageCosts.per_stage([1], [10], [100], [1000]))
+    assert [e.end - e.start for e in result.events(0)] == [1, 10, 100, 1, 1000]
+    assert result.peak_in_flight() == (1,)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "p", "v", "m", "peaks"),
+    [
+        ("gpipe", 4, 1, 8, (8, 8, 8, 8)),
+        ("1f1b", 4, 1, 8, (4, 3, 2, 1)),
+        ("interleaved_1f1b", 4, 2, 8, (11, 9, 7, 5)),
+        ("breadth_first", 2, 2, 4, (8, 8)),
+    ],
+)
+def test_in_flight_peaks(schedule, p, v, m, peaks):
+    assert simulated(schedule, p, v, m).peak_in_flight() == peaks
+
+
+def test_an_evaluation_has_nothing_in_flight():
+    plan = build_plan(PlanSpec("1f1b", 4, 1, 8, forward_only=True))
+    assert simulate(plan, StageCosts.uniform(4)).peak_in_flight() == (0, 0, 0, 0)
+
+
+def test_a_plan_that_hangs_is_refused_in_words():
+    plan = build_plan(PlanSpec("1f1b", 2, 1, 2))
+    first = [i for i in plan.programs[1] if str(i) != "SEND_B0.0"]
+    broken = dataclasses.replace(plan, programs=(plan.programs[0], tuple(i for i in first if str(i) != "FREE_B0.0")))
+    with pytest.raises(PlanError, match="rank 0"):
+        simulate(broken, StageCosts.uniform(2))
+
+
+def test_crossing_messages_are_refused():
+    plan = build_plan(PlanSpec("gpipe", 2, 1, 2))
+    swap = {"SEND_F0.0": "SEND_F0.1", "SEND_F0.1": "SEND_F0.0"}
+    text = " ".join(swap.get(str(i), str(i)) for i in plan.programs[0])
+    broken = with_programs(plan, text, format_program(plan.programs[1]))
+    with pytest.raises(PlanError, match="messages between them cross"):
+        simulate(broken, StageCosts.uniform(2))
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: simulated("1f1b", 4, 1, 4, StageCosts.uniform(3)), "costs are given for 3 stages; the plan has 4"),
+        (lambda: StageCosts.uniform(2, forward=-1), "forward time of stage 0 is -1"),
+        (lambda: StageCosts.uniform(2, weight=math.nan), "time of stage 0 is nan"),
+        (lambda: StageCosts.per_stage([1, 1], [1], [1]), "backward"),
+        (lambda: Link(bandwidth=0), "bandwidth of a link is 0"),
+        (lambda: Link(latency=-1), "latency of a link is -1"),
+        (lambda: Network(activation_bytes=-1), "activation_bytes is -1"),
+    ],
+)
+def test_bad_costs_are_refused(build, message):
+    with pytest.raises(PlanError, match=message):
+        build()

@@ -1,0 +1,445 @@
+"""``verify`` accepts every plan that the package makes, and refuses broken ones with the rank, the instruction and the
+reason."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from megatron_pp.errors import PlanError
+from megatron_pp.plan.builder import lowered_plan
+from megatron_pp.plan.ir.instruction import Instruction, parse_instruction, parse_program
+from megatron_pp.plan.ir.spec import CHANNELS, EXPLICIT, HOOKS, POLICIES, Plan, PlanSpec
+from megatron_pp.plan.verify.verifier import verify
+from tests.harness.plan_text import index_of, with_programs
+
+# -- accepts ----------------------------------------------------------------------------------------------------------
+
+
+def grid(pipeline_size: int, num_chunks: int) -> set[PlanSpec]:
+    """The issue's grid for one (P, V): every M, group size and policy. Each twice, with fixed and with varying shapes:
+    once as it is by default, and once with another choice of channels, direction and marks, drawn from a fixed seed."""
+    p, schedule = pipeline_size, "1f1b" if num_chunks == 1 else "interleaved_1f1b"
+    rng = random.Random(10 * p + num_chunks)
+    specs = set()
+    for m in sorted({1, max(1, p - 1), p, 2 * p, 2 * p + 1, 3 * p + 2}):
+        for g in sorted({min(g, m) for g in ((p, p + 1, 2 * p) if num_chunks > 1 else (p,))}):
+            for policy in POLICIES:
+                variable, forward_only, param_sync = (rng.random() < 0.5 for _ in range(3))
+                spec = PlanSpec(schedule, p, num_chunks, m, g, policy, variable_shapes=variable)
+                other = replace(spec, variable_shapes=not variable, channels=rng.choice(CHANNELS))
+                other = replace(other, forward_only=forward_only, param_sync=param_sync)
+                specs |= {spec, replace(other, grad_sync=rng.choice((HOOKS, EXPLICIT)))}
+    return specs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_chunks", [1, 2, 3, 4])
+@pytest.mark.parametrize("pipeline_size", [1, 2, 3, 4])
+def test_accepts_the_whole_grid(pipeline_size: int, num_chunks: int) -> None:
+    for spec in grid(pipeline_size, num_chunks):
+        verify(lowered_plan(spec))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "breadth_first"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_accepts_the_named_schedules(schedule: str, policy: str) -> None:
+    for p, m, channels in itertools.product((1, 2, 3, 4), (1, 4, 9), CHANNELS):
+        for forward_only, variable in itertools.product((False, True), repeat=2):
+            chunks = 1 if schedule == "gpipe" else 2
+            verify(lowered_plan(PlanSpec(schedule, p, chunks, m, 0, policy, channels, forward_only, variable)))
+
+
+@pytest.mark.parametrize(("release_after", "lookahead"), [(1, 0), (1, 4), (3, 2), (50, 50)])
+def test_accepts_any_release_distance_and_lookahead(release_after: int, lookahead: int) -> None:
+    for p, v, m in [(2, 1, 5), (4, 1, 6), (2, 2, 5), (3, 2, 8), (4, 3, 9)]:
+        schedule = "1f1b" if v == 1 else "interleaved_1f1b"
+        verify(lowered_plan(PlanSpec(schedule, p, v, m, release_after=release_after, lookahead=lookahead)))
+
+
+@pytest.mark.slow
+def test_accepts_the_large_plan() -> None:
+    verdict = verify(lowered_plan(PlanSpec("interleaved_1f1b", 16, 8, 128)))
+    in_flight = [peaks.each.in_flight for peaks in verdict.ranks]
+    assert in_flight == [2 * (15 - rank) + 7 * 16 + 1 for rank in range(16)]  # the warm-up, and one more
+
+
+def test_the_verdict_says_what_the_plan_needs() -> None:
+    verdict = verify(lowered_plan(PlanSpec("1f1b", 4, 1, 8, policy="plain")))
+    assert [peaks.each.in_flight for peaks in verdict.ranks] == [4, 3, 2, 1]
+    # Those in flight, and the next one, received at the boundary before.
+    assert [peaks.each.inputs for peaks in verdict.ranks] == [0, 4, 3, 2]
+    assert [peaks.each.pending_sends for peaks in verdict.ranks] == [1, 1, 1, 1]  # waited at once
+    text = str(verdict)
+    assert text.startswith("deadlock-free, every send waited before its buffer is released; peak on rank 1: ")
+
+
+# -- refuses ----------------------------------------------------------------------------------------------------------
+
+Edit = Callable[[list[Instruction]], None]
+
+
+def plan_1f1b(**fields: object) -> Plan:
+    """P=2, V=1, M=2, plain:
+
+    rank 0: F0.0 SEND_F0.0 FREE_F0.0 F0.1 SEND_F0.1 RECV_B0.0 WAIT_B0.0 FREE_F0.1 B0.0 RECV_B0.1 WAIT_B0.1
+            ENABLE_GRAD_SYNC0 B0.1
+    rank 1: RECV_F0.0 WAIT_F0.0 F0.0 RECV_F0.1 WAIT_F0.1 B0.0 SEND_B0.0 FREE_B0.0 F0.1 ENABLE_GRAD_SYNC0 B0.1 SEND_B0.1
+            FREE_B0.1
+    """
+    return lowered_plan(PlanSpec("1f1b", 2, 1, 2, policy="plain", **fields))  # type: ignore[arg-type]
+
+
+def edited(plan: Plan, rank: int, edit: Edit) -> Plan:
+    programs = [list(program) for program in plan.programs]
+    edit(programs[rank])
+    programs[rank] = list(plan.placement.place(rank, programs[rank]))
+    return replace(plan, programs=tuple(map(tuple, programs)))
+
+
+def drop(text: str) -> Edit:
+    return lambda program: program.__delitem__(index_of(program, text))
+
+
+def double(text: str) -> Edit:
+    return lambda program: program.insert(index_of(program, text) + 1, program[index_of(program, text)])
+
+
+def move(text: str, before: str) -> Edit:
+    def edit(program: list[Instruction]) -> None:
+        at = program.pop(index_of(program, text))
+        program.insert(index_of(program, before), at)
+
+    return edit
+
+
+def add(text: str, before: str) -> Edit:
+    return lambda program: program.insert(index_of(program, before), parse_instruction(text))
+
+
+def refusal(plan: Plan) -> str:
+    with pytest.raises(PlanError) as caught:
+        verify(plan)
+    return str(caught.value)
+
+
+def test_the_plan_that_is_edited_below_is_accepted() -> None:
+    verify(plan_1f1b())
+
+
+@pytest.mark.parametrize(
+    ("rank", "edit", "words"),
+    [
+        # Missing.
+        (
+            0,
+            drop("F0.1"),
+            "rank 0: SEND_F0.1 (send of the activation of chunk 0, microbatch 1): it comes before its forward ran",
+        ),
+        (
+            1,
+            drop("B0.0"),
+            "rank 1: SEND_B0.0 (send of the gradient of chunk 0, microbatch 0): it comes before its backward ran",
+        ),
+        (
+            0,
+            drop("B0.1"),
+            "rank 0: at the end of the plan, of chunk 0, microbatch 1 it is not true that its backward ran",
+        ),
+        (
+            0,
+            drop("SEND_F0.0"),
+            "rank 0: FREE_F0.0 (release of the activation of chunk 0, microbatch 0): it comes before its output was "
+            "sent",
+        ),
+        (0, drop("FREE_F0.1"), "of chunk 0, microbatch 1 it is not true that its output was released"),
+        (1, drop("FREE_B0.1"), "of chunk 0, microbatch 1 it is not true that its input gradient was released"),
+        (
+            1,
+            drop("SEND_B0.1"),
+            "rank 1: FREE_B0.1 (release of the gradient of chunk 0, microbatch 1): it comes before its input gradient",
+        ),
+        (
+            1,
+            drop("RECV_F0.0"),
+            "rank 1: WAIT_F0.0 (wait for the activation of chunk 0, microbatch 0): it comes before the receive of "
+            "its input",
+        ),
+        (1, drop("WAIT_F0.1"), "rank 1: F0.1 (forward of chunk 0, microbatch 1): it comes before its input is there"),
+        (
+            0,
+            drop("WAIT_B0.0"),
+            "rank 0: B0.0 (backward of chunk 0, microbatch 0): it comes before its output gradient is",
+        ),
+        # Twice.
+        (
+            0,
+            double("F0.0"),
+            "rank 0: F0.0 (forward of chunk 0, microbatch 0): its forward ran already: it stands twice",
+        ),
+        (1, double("B0.1"), "rank 1: B0.1 (backward of chunk 0, microbatch 1): its backward ran already"),
+        (0, double("SEND_F0.1"), "its output was sent already: it stands twice"),
+        (0, double("FREE_F0.0"), "its output was released already: it stands twice"),
+        (1, double("RECV_F0.1"), "the receive of its input was posted already: it stands twice"),
+        (1, double("WAIT_F0.1"), "its input is there already: it stands twice"),
+        # In the wrong place.
+        (
+            0,
+            move("SEND_F0.0", before="F0.0"),
+            "rank 0: SEND_F0.0 (send of the activation of chunk 0, microbatch 0): it comes before its forward",
+        ),
+        (
+            0,
+            move("FREE_F0.1", before="SEND_F0.1"),
+            "rank 0: FREE_F0.1 (release of the activation of chunk 0, microbatch 1): it comes before its",
+        ),
+        (
+            1,
+            move("B0.0", before="F0.0"),
+            "rank 1: B0.0 (backward of chunk 0, microbatch 0): it comes before its forward ran",
+        ),
+        (0, move("B0.0", before="WAIT_B0.0"), "it comes before its output gradient is there"),
+        (1, move("FREE_B0.0", before="SEND_B0.0"), "it comes before its input gradient was sent"),
+        # What this stage does not have.
+        (
+            0,
+            add("RECV_F0.0", before="F0.0"),
+            "rank 0: RECV_F0.0 (receive of the activation of chunk 0, microbatch 0): stage 0 has no such step",
+        ),
+        (
+            1,
+            add("SEND_F0.0", before="B0.0"),
+            "rank 1: SEND_F0.0 (send of the activation of chunk 0, microbatch 0): stage 1 has no such step",
+        ),
+        (
+            1,
+            add("HAND_F0.1", before="F0.1"),
+            "rank 1: HAND_F0.1 (hand-off of the activation of chunk 0, microbatch 1): ",
+        ),
+        (
+            0,
+            add("F1.0", before="F0.0"),
+            "rank 0: F1.0 (forward of chunk 1, microbatch 0): there is no such stage and mic",
+        ),
+        (0, add("F0.2", before="B0.0"), "stages are 0, microbatches 0..1"),
+        # Marks.
+        (0, drop("ENABLE_GRAD_SYNC0"), "rank 0: the gradients of chunk(s) [0] are never synchronised"),
+        (
+            0,
+            double("ENABLE_GRAD_SYNC0"),
+            "rank 0: ENABLE_GRAD_SYNC0 (start of gradient sync in the backward of chunk 0): it stands twice, or "
+            "names no chunk of this rank",
+        ),
+        (
+            0,
+            add("ENABLE_GRAD_SYNC1", before="B0.1"),
+            "rank 0: ENABLE_GRAD_SYNC1 (start of gradient sync in the backward of chunk 1): it stands twice, or "
+            "names no chunk of",
+        ),
+        (
+            1,
+            move("ENABLE_GRAD_SYNC0", before="B0.0"),
+            "rank 1: ENABLE_GRAD_SYNC0 (start of gradient sync in the backward of chunk 0): the backward that "
+            "follows is not the one",
+        ),
+        (1, add("GRAD_SYNC0", before="SEND_B0.1"), "rank 1: GRAD_SYNC0 (gradient sync of chunk 0): "),
+        (
+            0,
+            add("PARAM_SYNC0", before="B0.0"),
+            "rank 0: PARAM_SYNC0 (parameter sync of chunk 0): it comes after the chunk's first forward",
+        ),
+    ],
+)
+def test_refuses_one_broken_instruction(rank: int, edit: Edit, words: str) -> None:
+    assert words in refusal(edited(plan_1f1b(), rank, edit))
+
+
+def test_refuses_members_of_what_is_no_group() -> None:
+    plan = lowered_plan(PlanSpec("1f1b", 2, 1, 2, policy="batched"))
+    programs = [tuple(at._replace(op="W") if at.members else at for at in program) for program in plan.programs]
+    assert refusal(replace(plan, programs=tuple(programs))).startswith("rank 0: W has members, [SEND_F0.0]: only")
+
+
+def test_refuses_a_program_too_few() -> None:
+    plan = plan_1f1b()
+    assert refusal(replace(plan, programs=plan.programs[:1])) == "the plan has 1 rank programs for a pipeline of 2"
+
+
+@pytest.mark.parametrize(
+    ("rank", "edit", "words"),
+    [
+        (0, drop("GRAD_SYNC1"), "rank 0: the gradients of chunk(s) [1] are never synchronised"),
+        (
+            0,
+            move("GRAD_SYNC1", before="B1.1"),
+            "rank 0: GRAD_SYNC1 (gradient sync of chunk 1): it comes before the chunk's last gradient",
+        ),
+        (0, drop("PARAM_SYNC1"), "rank 0: the parameters of chunk(s) [1] are never synchronised"),
+        (1, double("PARAM_SYNC0"), "rank 1: PARAM_SYNC0 (parameter sync of chunk 0): it stands twice"),
+        (
+            1,
+            move("PARAM_SYNC1", before="F1.1"),
+            "rank 1: PARAM_SYNC1 (parameter sync of chunk 1): it comes after the chunk's first forward",
+        ),
+    ],
+)
+def test_refuses_explicit_syncs_in_the_wrong_place(rank: int, edit: Edit, words: str) -> None:
+    plan = lowered_plan(PlanSpec("interleaved_1f1b", 2, 2, 2, grad_sync=EXPLICIT, param_sync=True))
+    verify(plan)
+    assert words in refusal(edited(plan, rank, edit))
+
+
+def test_refuses_gradient_marks_in_evaluation() -> None:
+    plan = plan_1f1b(forward_only=True)
+    assert (
+        "rank 0: ENABLE_GRAD_SYNC0 (start of gradient sync in the backward of chunk 0): a forward-only plan has no "
+        "gradients" in refusal(edited(plan, 0, lambda program: program.append(parse_instruction("ENABLE_GRAD_SYNC0"))))
+    )
+    assert "stage 0 has no such step" in refusal(
+        edited(plan, 0, lambda program: program.append(parse_instruction("B0.0")))
+    )
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (
+            move("HAND_F1.0", before="F0.0"),
+            "rank 0: HAND_F1.0 (hand-off of the activation of chunk 1, microbatch 0): stage 0 has not produced it yet",
+        ),
+        (
+            move("HAND_B0.0", before="B1.0"),
+            "rank 0: HAND_B0.0 (hand-off of the gradient of chunk 0, microbatch 0): stage 1 has not produced it",
+        ),
+        (drop("HAND_F1.1"), "rank 0: F1.1 (forward of chunk 1, microbatch 1): it comes before its input is there"),
+        (double("HAND_B0.1"), "its output gradient is there already: it stands twice"),
+    ],
+)
+def test_refuses_broken_hand_overs(edit: Edit, words: str) -> None:
+    plan = lowered_plan(PlanSpec("breadth_first", 1, 2, 2))
+    verify(plan)
+    assert words in refusal(edited(plan, 0, edit))
+
+
+def test_refuses_1f1b_whose_sends_are_waited_alone() -> None:
+    """Each rank waits on its send before it posts the receive that the other one needs: the classic hang."""
+    plan = with_programs(
+        lowered_plan(PlanSpec("1f1b", 2, 1, 3)),
+        "F0.0 SEND_F0.0 FREE_F0.0 F0.1 SEND_F0.1 FREE_F0.1 RECV_B0.0 WAIT_B0.0 B0.0 F0.2 SEND_F0.2 FREE_F0.2 "
+        "RECV_B0.1 WAIT_B0.1 B0.1 RECV_B0.2 WAIT_B0.2 ENABLE_GRAD_SYNC0 B0.2",
+        "RECV_F0.0 WAIT_F0.0 F0.0 B0.0 SEND_B0.0 FREE_B0.0 RECV_F0.1 WAIT_F0.1 F0.1 B0.1 SEND_B0.1 FREE_B0.1 "
+        "RECV_F0.2 WAIT_F0.2 F0.2 ENABLE_GRAD_SYNC0 B0.2 SEND_B0.2 FREE_B0.2",
+    )
+    assert refusal(plan) == (
+        "deadlock under rendezvous: rank 0 waits at FREE_F0.1 for rank 1 to post the receive that matches SEND_F0.1; "
+        "rank 1 waits at FREE_B0.0 for rank 0 to post the receive that matches SEND_B0.0"
+    )
+
+
+def test_names_a_cycle_of_three_ranks() -> None:
+    """Ranks 0, 1, 2 each wait for a message that the next one in the circle posts only after its own wait."""
+    plan = lowered_plan(PlanSpec("interleaved_1f1b", 3, 2, 3, policy="plain", forward_only=True))
+    programs = [
+        "F0.0 SEND_F0.0 RECV_F1.0 WAIT_F1.0 F1.0 SEND_F1.0 F0.1 SEND_F0.1 RECV_F1.1 WAIT_F1.1 F1.1 SEND_F1.1 F0.2 "
+        "SEND_F0.2 RECV_F1.2 WAIT_F1.2 F1.2 SEND_F1.2 "
+        "FREE_F0.0 FREE_F1.0 FREE_F0.1 FREE_F1.1 FREE_F0.2 FREE_F1.2",
+        "RECV_F0.0 WAIT_F0.0 F0.0 SEND_F0.0 RECV_F0.1 WAIT_F0.1 F0.1 SEND_F0.1 RECV_F0.2 WAIT_F0.2 F0.2 SEND_F0.2 "
+        "RECV_F1.0 WAIT_F1.0 F1.0 SEND_F1.0 RECV_F1.1 WAIT_F1.1 F1.1 "
+        "SEND_F1.1 RECV_F1.2 WAIT_F1.2 F1.2 SEND_F1.2 FREE_F0.0 FREE_F0.1 FREE_F0.2 FREE_F1.0 FREE_F1.1 FREE_F1.2",
+        "RECV_F0.0 WAIT_F0.0 F0.0 RECV_F0.1 WAIT_F0.1 F0.1 SEND_F0.0 SEND_F0.1 RECV_F0.2 WAIT_F0.2 F0.2 SEND_F0.2 "
+        "RECV_F1.0 WAIT_F1.0 F1.0 RECV_F1.1 WAIT_F1.1 F1.1 "
+        "RECV_F1.2 WAIT_F1.2 F1.2 FREE_F0.0 FREE_F0.1 FREE_F0.2",
+    ]
+    words = refusal(with_programs(plan, *programs))
+    assert words.startswith("deadlock under rendezvous: ")
+    for part in (
+        "rank 0 waits at WAIT_F1.0 for rank 2 to post the send that matches RECV_F1.0",
+        "rank 2 waits at WAIT_F0.1 for rank 1 to post the send that matches RECV_F0.1",
+        "rank 1 waits at WAIT_F0.1 for rank 0 to post the send that matches RECV_F0.1",
+    ):
+        assert part in words
+
+
+def test_names_what_is_queued_in_front() -> None:
+    """On a shared channel, a wait can be held up by what was posted before it: here by a receive posted too early."""
+    plan = plan_1f1b(channels="shared")
+    verify(plan)
+    early = edited(plan, 0, move("RECV_B0.0", before="SEND_F0.1"))
+    words = refusal(early)
+    assert words.startswith("deadlock under rendezvous: ")
+    assert "matches RECV_B0.0" in words
+    verify(edited(plan_1f1b(), 0, move("RECV_B0.0", before="SEND_F0.1")))  # harmless where channels are one-way
+
+
+def test_refuses_messages_that_cross_on_a_channel() -> None:
+    plan = with_programs(
+        lowered_plan(PlanSpec("gpipe", 2, 1, 2, forward_only=True)),
+        "F0.0 F0.1 SEND_F0.1 SEND_F0.0 FREE_F0.0 FREE_F0.1",
+        "RECV_F0.0 RECV_F0.1 WAIT_F0.0 F0.0 WAIT_F0.1 F0.1",
+    )
+    assert refusal(plan) == (
+        "rank 1: RECV_F0.0 (receive of the activation of chunk 0, microbatch 0) would receive what rank 0 sends with "
+        "SEND_F0.1 (send of the activation of "
+        "chunk 0, microbatch 1): messages between them cross"
+    )
+
+
+def test_refuses_activations_and_gradients_that_cross_between_two_ranks() -> None:
+    """With P=2 next and previous are the same peer: on one shared channel, order alone keeps messages apart."""
+    plan = with_programs(
+        lowered_plan(PlanSpec("interleaved_1f1b", 2, 2, 2, channels="shared", policy="plain", forward_only=True)),
+        "F0.0 SEND_F0.0 FREE_F0.0 F0.1 SEND_F0.1 RECV_F1.0 FREE_F0.1 WAIT_F1.0 F1.0 RECV_F1.1 WAIT_F1.1 SEND_F1.0 "
+        "FREE_F1.0 F1.1 SEND_F1.1 FREE_F1.1",
+        "RECV_F0.0 WAIT_F0.0 F0.0 RECV_F0.1 SEND_F0.0 WAIT_F0.1 FREE_F0.0 F0.1 SEND_F0.1 RECV_F1.0 FREE_F0.1 "
+        "WAIT_F1.0 F1.0 RECV_F1.1 WAIT_F1.1 F1.1",
+    )
+    verify(plan)
+    crossed = edited(
+        plan, 1, lambda program: program.__setitem__(slice(0, 4), parse_program("RECV_F0.1 WAIT_F0.1 F0.1 RECV_F0.0"))
+    )
+    assert re.search(r"rank \d: ", refusal(crossed))
+
+
+def test_refuses_a_batch_that_waits_for_a_later_one() -> None:
+    """A batch completes as a whole: what is in it together must be answered together."""
+    plan = lowered_plan(PlanSpec("1f1b", 2, 1, 2, policy="batched"))
+    verify(plan)
+    greedy = with_programs(
+        plan,
+        "F0.0 [SEND_F0.0 RECV_B0.0] FREE_F0.0 WAIT_B0.0 F0.1 [SEND_F0.1] FREE_F0.1 B0.0 [RECV_B0.1] WAIT_B0.1 "
+        "ENABLE_GRAD_SYNC0 B0.1",
+        "[RECV_F0.0] WAIT_F0.0 F0.0 [RECV_F0.1] WAIT_F0.1 B0.0 [SEND_B0.0] FREE_B0.0 F0.1 ENABLE_GRAD_SYNC0 B0.1 "
+        "[SEND_B0.1] FREE_B0.1",
+    )
+    words = refusal(greedy)
+    assert words == (
+        "deadlock under rendezvous: rank 0 waits at FREE_F0.0 for rank 1 to post the send that matches RECV_B0.0; "
+        "rank 1 waits at WAIT_F0.1 for rank 0 to post the send that matches RECV_F0.1"
+    )
+
+
+def test_refuses_shapes_that_are_read_too_late() -> None:
+    """With shapes ahead of tensors, a receive that is posted but not waited holds its channel: what is posted behind it
+    cannot be complete before it."""
+    plan = lowered_plan(PlanSpec("gpipe", 2, 1, 2, variable_shapes=True, forward_only=True, policy="plain"))
+    verify(plan)
+    late = with_programs(
+        plan, "F0.0 SEND_F0.0 FREE_F0.0 F0.1 SEND_F0.1 FREE_F0.1", "RECV_F0.0 RECV_F0.1 WAIT_F0.0 F0.0 WAIT_F0.1 F0.1"
+    )
+    assert (
+        "rank 1: RECV_F0.1 (receive of the activation of chunk 0, microbatch 1) would receive what rank 0 sends with "
+        "SEND_F0.0" in refusal(late)
+    )
+
+
+def test_deallocation_changes_the_memory_and_not_the_verdict() -> None:
+    plan = lowered_plan(PlanSpec("1f1b", 4, 1, 8))
+    with_it, without = verify(plan), verify(plan, deallocate=False)
+    assert [peaks.each.outputs for peaks in without.ranks] == [4, 3, 2, 0]
+    assert with_it.ranks[0].each.outputs < without.ranks[0].each.outputs
+    assert with_it.ranks[0].each.in_flight == without.ranks[0].each.in_flight
