@@ -43,8 +43,9 @@ from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.verify.verifier import verify
 from megatron_pp.runtime.compute import ModelSteps, StepOptions
 from megatron_pp.runtime.deallocate import deallocate_output_tensor
-from megatron_pp.runtime.executor import PlanExecutor, Shapes
+from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.runtime.gradient_hooks import SyncHooks
+from megatron_pp.runtime.message_shapes import Shapes
 from megatron_pp.runtime.stage import PipelineStage
 
 HELP = "ours beside freeing without a wait and waiting right after the send, on a slow link (needs root)"
@@ -153,7 +154,7 @@ class VariantStep:
         releases = ReleaseTimer()
         iterators, settings = [None] * len(self.chunks), StepSettings.from_config(self.config)
         steps = ModelSteps(self._forward_step, iterators, self.chunks, settings, self.options)
-        hooks, shapes = SyncHooks(settings, self.chunks), Shapes(self.shape, self.shape)
+        hooks, shapes = SyncHooks(settings, self.chunks), [Shapes(self.shape, self.shape)]
         self.executor(self.plan, self.communicator, steps, hooks, shapes, observer=releases).run()
         self.losses = [float(loss) for loss in steps.record.data]
         self.in_releases += releases.seconds
@@ -198,7 +199,7 @@ class FreesAtOnce(PlanExecutor):
 
     def _forward(self, at: Task) -> None:
         super()._forward(at)
-        if at.stage == self.last_stage:
+        if at.stage == self.loss_stage:
             self._copies(at).clear()  # which is not sent
 
     def _send_f(self, at: Task) -> None:

@@ -18,11 +18,11 @@ from benchmarks.memory import peak_bytes
 from benchmarks.rank_processes import run_ranks
 from benchmarks.report import Report, Row, add_options, numbers_of
 from benchmarks.stages import TimedStage, mean_loss
+from megatron_pp.features.slices.sequence_slice import sequence_slice
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs.stage_costs import StageCosts
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.simulate.simulator import simulate
-from megatron_pp.runtime.sequence_slices import sequence_slice
 from megatron_pp.runtime.stage import PipelineStage
 
 HELP = "peak memory and step time of seq_1f1b beside 1f1b, at equal tokens"

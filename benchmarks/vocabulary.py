@@ -16,12 +16,12 @@ from benchmarks.rank_processes import run_ranks
 from benchmarks.report import Report, Row, add_options, numbers_of
 from benchmarks.slices import median_ms
 from benchmarks.stages import TimedStage, lasting, mean_loss
+from megatron_pp.features.output_layer.output_runner import SplitOutputLayer
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs.stage_costs import StageCosts
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.simulate.simulator import simulate
-from megatron_pp.runtime.output_layer import SplitOutputLayer
 from megatron_pp.runtime.stage import PipelineStage
 
 HELP = "the step with an output layer that is split over all ranks, beside 1f1b with it on the last stage"

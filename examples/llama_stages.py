@@ -31,7 +31,7 @@ from megatron_pp import (
     split_weight_grad,
     stage_numbers,
 )
-from megatron_pp.plan.io.schedule_file import find_family
+from megatron_pp.plan.orders import find_family
 
 VOCABULARY, HIDDEN, HEADS, LAYERS = 2048, 256, 16, 6  # torchtitan's debug model
 SAMPLES, SEQUENCE, MICROBATCHES = 2, 16, 4

@@ -14,14 +14,14 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from megatron_pp.config.model_config import ModelParallelConfig, TransformerConfig
+    from megatron_pp.features.output_layer.output_runner import SplitOutputLayer
+    from megatron_pp.features.slices.sequence_slice import sequence_slice
     from megatron_pp.p2p_communication import P2PCommunicator
     from megatron_pp.plan.builder import build_plan, stage_numbers
     from megatron_pp.plan.simulate.simulator import simulate
     from megatron_pp.plan.verify.verifier import verify
     from megatron_pp.runtime.deallocate import deallocate_output_tensor
     from megatron_pp.runtime.footprint import measure_footprint
-    from megatron_pp.runtime.output_layer import SplitOutputLayer
-    from megatron_pp.runtime.sequence_slices import sequence_slice
     from megatron_pp.runtime.stage import PipelineStage
     from megatron_pp.schedules import get_forward_backward_func
     from megatron_pp.weight_grad.convert import split_weight_grad
@@ -30,13 +30,13 @@ _EXPORTS = {
     "ModelParallelConfig": "config.model_config",
     "P2PCommunicator": "p2p_communication",
     "PipelineStage": "runtime.stage",
-    "SplitOutputLayer": "runtime.output_layer",
+    "SplitOutputLayer": "features.output_layer.output_runner",
     "TransformerConfig": "config.model_config",
     "build_plan": "plan.builder",
     "deallocate_output_tensor": "runtime.deallocate",
     "get_forward_backward_func": "schedules",
     "measure_footprint": "runtime.footprint",
-    "sequence_slice": "runtime.sequence_slices",
+    "sequence_slice": "features.slices.sequence_slice",
     "simulate": "plan.simulate.simulator",
     "split_weight_grad": "weight_grad.convert",
     "stage_numbers": "plan.builder",

@@ -16,7 +16,7 @@ from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.module_attributes import wrapped_attribute
 from megatron_pp.plan.orders.family import Shape
-from megatron_pp.plan.orders.loop import schedule_table, warmup_forwards
+from megatron_pp.plan.orders.interleaved import schedule_table, warmup_forwards
 from megatron_pp.runtime.arguments import check_keywords
 from megatron_pp.runtime.compute import Activation, ModelSteps, StepOptions, backward_through
 from megatron_pp.runtime.deallocate import custom_backward, deallocate_output_tensor

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_pp import SplitOutputLayer, sequence_slice
-from megatron_pp.runtime.sequence_slices import SequenceSlice
+from megatron_pp.features.slices.sequence_slice import SequenceSlice
 
 EMBEDDING, OUTPUT, OUTPUT_ROWS = "embedding.weight", "output.weight", "output_rows."
 ROTARY_BASE = 10000.0

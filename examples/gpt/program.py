@@ -46,9 +46,9 @@ from megatron_pp.config.settings import StepSettings
 from megatron_pp.draw.facts import counted
 from megatron_pp.errors import ConfigError, PipelineError, PlanError
 from megatron_pp.faults.liveness import process_of
-from megatron_pp.plan.io.schedule_file import find_family
+from megatron_pp.features.measuring.measuring import FILE_NAME
 from megatron_pp.plan.ir.placement import Placement
-from megatron_pp.runtime.measuring import FILE_NAME
+from megatron_pp.plan.orders import find_family
 from megatron_pp.tracing.recorder import flush_traces
 from megatron_pp.tracing.report import listed, write_timeline
 

@@ -26,11 +26,11 @@ from examples.gpt.files import read_text, write_atomically
 from megatron_pp import TransformerConfig, build_plan
 from megatron_pp.config.parallel_grid import fit_grid
 from megatron_pp.errors import PlanError
+from megatron_pp.features.pairs.pair_runner import PAIR_FUNCTIONS
 from megatron_pp.integrations.settings import parse_toml
 from megatron_pp.plan.costs.slice_costs import slice_lengths
-from megatron_pp.plan.io.schedule_file import find_family, names_a_file
 from megatron_pp.plan.ir.spec import PlanSpec
-from megatron_pp.runtime.pairs import PAIR_FUNCTIONS
+from megatron_pp.plan.orders import find_family, names_a_file
 from megatron_pp.tracing.recorder import chosen_steps
 
 ARGUMENTS = "arguments.json"
@@ -68,6 +68,8 @@ def _flag(option: dataclasses.Field[Any], hint: Any) -> tuple[str, Any, Any]:
 
 
 _HINTS = typing.get_type_hints(TransformerConfig)
+# Objects in a program, texts on a command line.
+_HINTS |= dict.fromkeys(("pipeline_measured", "skip_tensors", "pipeline_model_parallel_layout"), str | None)
 _OPTIONS = [f for f in dataclasses.fields(TransformerConfig) if f.metadata["cli"] and f.name not in _NOT_FLAGS]
 ModelOptions: Any = dataclasses.make_dataclass("ModelOptions", [_flag(f, _HINTS[f.name]) for f in _OPTIONS])
 """Every option of the model and of the pipeline engine, as ``TransformerConfig`` defines it."""

@@ -12,12 +12,12 @@ from typing import Any
 from megatron_pp.cli.errors import UsageError, refusing
 from megatron_pp.cli.parser import given, option, refuse
 from megatron_pp.errors import PlanError
+from megatron_pp.features.skip_tensors.routes import BLOCKS, Traffic, skip_tensors, traffic_of
 from megatron_pp.plan.builder import lowered_plan
-from megatron_pp.plan.io.schedule_file import choices, find_family, names_a_file
 from megatron_pp.plan.io.serialize import load_plan
 from megatron_pp.plan.ir.placement import LOOP, Placement
-from megatron_pp.plan.ir.skip_tensors import BLOCKS, CACHES, Traffic, skip_tensors, traffic_of
 from megatron_pp.plan.ir.spec import (
+    CACHES,
     CHANNELS,
     DEVICE_RULES,
     DEVICE_SYNC,
@@ -32,9 +32,8 @@ from megatron_pp.plan.ir.spec import (
 )
 from megatron_pp.plan.lower.lowering import lowered
 from megatron_pp.plan.names import unknown
-from megatron_pp.plan.orders import ONE_F_ONE_B, SCHEDULES
-from megatron_pp.plan.orders.family import Family, no_offloads
-from megatron_pp.plan.orders.loop import SEQ_1F1B
+from megatron_pp.plan.orders import ONE_F_ONE_B, SCHEDULES, choices, find_family, names_a_file
+from megatron_pp.plan.orders.family import SEQ_1F1B, Family, no_offloads
 from megatron_pp.plan.verify.verifier import verify
 from megatron_pp.planner.naive import NAIVE, NAIVE_FAMILY, naive_orders
 

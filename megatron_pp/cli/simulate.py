@@ -14,8 +14,7 @@ from megatron_pp.cli.parser import given, refuse
 from megatron_pp.cli.terminal import print_line, print_table
 from megatron_pp.draw.facts import percent, short, size_label
 from megatron_pp.plan.builder import offloaded_chunks
-from megatron_pp.plan.costs.activations import Shares
-from megatron_pp.plan.costs.stage_costs import WEIGHT_SHARE
+from megatron_pp.plan.costs.activations import WEIGHT_SHARE, Shares
 from megatron_pp.plan.ir.instruction import LOAD, OFFLOAD, WEIGHT_GRAD
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.plan.simulate.memory import ModelShape, peak_bytes, peak_host_bytes

@@ -6,22 +6,27 @@ A send goes out on a detached alias of the tensor, and the handle keeps the alia
 reference is to the tensor *object*, whose storage is swapped along (pytorch#148590), so it does not protect.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megatron_pp.comm.collectives import Collective
-from megatron_pp.comm.host_copies import HostCopies, host_copies
 from megatron_pp.comm.transport import Edge, P2PRequest, Preparation, Transport
 from megatron_pp.comm.wait_handle import UNWATCHED, Tensors, WaitHandle, version_of
-from megatron_pp.comm.wire_check import STAMP_LENGTH, WireCheck
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import CommunicatorClosedError, P2PShapeError, P2PTypeError
+from megatron_pp.on_demand import load
 from megatron_pp.plan.bounded_cache import BoundedCache
+
+if TYPE_CHECKING:
+    from megatron_pp.features.offload.host_copies import HostCopies
+    from megatron_pp.features.p2p_debug.wire_check import WireCheck
 
 Shape = Sequence[int]
 MAX_DIMENSIONS = 8
@@ -67,7 +72,7 @@ class P2PCore:
         self.dtype = settings.pipeline_dtype
         self.shapes_vary = settings.shapes_vary
         # In debug mode a description travels ahead of each tensor, as a shape does where shapes vary.
-        self.wire = WireCheck(self.rank) if settings.p2p_debug else None
+        self.wire: WireCheck | None = load("wire_check").WireCheck(self.rank) if settings.p2p_debug else None
         self.variable_shapes = self.shapes_vary or self.wire is not None
         self.patience = timedelta(seconds=settings.p2p_timeout)
         # NCCL's wait with a timeout would block the host; there the fault guard and NCCL's own watchdog keep time.
@@ -82,7 +87,8 @@ class P2PCore:
     @cached_property
     def host_copies(self) -> HostCopies:
         """For copies between this rank's device and host memory."""
-        return host_copies(self.device)
+        made: HostCopies = load("host_copies").host_copies(self.device)
+        return made
 
     def post_send(self, value: Tensors, peer: int, channel: str, dtype: torch.dtype | None = None) -> WaitHandle:
         """Post the send of ``value`` (a tensor of ``dtype``, by default ``pipeline_dtype``, on the transport's device,
@@ -259,7 +265,7 @@ class P2PCore:
 
     def empty_header(self) -> torch.Tensor:
         """A buffer for what ``_header_of`` returns."""
-        length = _HEADER_LENGTH if self.wire is None else _HEADER_LENGTH + STAMP_LENGTH
+        length = _HEADER_LENGTH if self.wire is None else _HEADER_LENGTH + self.wire.stamp_length
         return torch.empty(length, dtype=torch.int64, device=self.shape_device)
 
     def _header_of(self, tensor: torch.Tensor, member: int = 0) -> torch.Tensor:

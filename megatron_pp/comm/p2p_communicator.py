@@ -16,9 +16,9 @@ from megatron_pp.comm.transport import ACT, GRAD, ProcessGroupTransport, Transpo
 from megatron_pp.comm.wait_handle import Tensors, WaitHandle
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import P2PShapeError
-from megatron_pp.plan.io.schedule_file import placement_kind
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import BATCHED
+from megatron_pp.plan.orders import placement_kind
 
 __all__ = ["P2PCommunicator", "WaitHandle", "is_single_shape"]
 

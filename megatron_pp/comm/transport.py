@@ -19,7 +19,7 @@ from megatron_pp.comm.channels import SHAPES, Channel, ChannelGroups, Key, in_ro
 from megatron_pp.comm.collectives import Collective, GroupCollectives, InThread, OnStream
 from megatron_pp.comm.gloo import LARGE_BYTES, SMALL_SENDS, ChannelThreads
 from megatron_pp.errors import P2PError, P2PTransferError
-from megatron_pp.plan.costs.stage_costs import GLOO_DETACHED_BYTES
+from megatron_pp.plan.costs.transports import GLOO_DETACHED_BYTES
 
 ACT = "A"
 GRAD = "G"

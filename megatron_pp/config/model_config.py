@@ -15,11 +15,10 @@ from typing import Any, TypeVar
 import torch
 
 from megatron_pp.config import rules
-from megatron_pp.config.layout import Layout, place_layers
 from megatron_pp.config.microbatch_counts import MicrobatchCount, explain_microbatch_count
 from megatron_pp.errors import ConfigError
-from megatron_pp.plan.costs.measured import Measured
-from megatron_pp.plan.ir.skip_tensors import CACHES, SkipTensor
+from megatron_pp.on_demand import load
+from megatron_pp.plan.ir.spec import CACHES
 from megatron_pp.plan.names import did_you_mean
 from megatron_pp.plan.orders.family import Family
 
@@ -122,7 +121,7 @@ class ModelParallelConfig:
     param_sync_func: Hooks = hook("start(s) gathering these parameters")
     finalize_model_grads_func: Hook = hook("called once a step, after the last backward")
     overlapped_forward_backward: Hook = hook(
-        "runs a forward and a backward that stand side by side as one (ours; see megatron_pp.runtime.pairs)"
+        "runs a forward and a backward that stand side by side as one (ours; see megatron_pp.features.pairs)"
     )
     barrier_with_L1_time: bool = setting(True, "level-1 timers start behind a barrier")  # noqa: N815 (Megatron's name)
 
@@ -161,7 +160,7 @@ class ModelParallelConfig:
     offload_slots: int = setting(
         1, "compute operations for which a copy to host memory or back is placed in the schedule"
     )
-    skip_tensors: tuple[SkipTensor, ...] | str | None = setting(
+    skip_tensors: Any = setting(
         None,
         "named tensors that stages send to later ones, as in 'skip=0>3; mask=0>1,2 no_grad', or blocks: one of every "
         "stage, to all later ones",
@@ -173,7 +172,7 @@ class ModelParallelConfig:
         choices=CACHES,
         cli=False,
     )
-    pipeline_measured: Measured | dict[str, Any] | str | None = setting(
+    pipeline_measured: Any = setting(
         None, "times and memory that auto and auto_v plan for: a Measured, a dict, or a JSON file; None: equal times"
     )
     pipeline_placement: str | None = setting(
@@ -320,7 +319,7 @@ class TransformerConfig(ModelParallelConfig):
     )
     account_for_embedding_in_pipeline_split: bool = setting(False, "count the embedding as a layer of the first stage")
     account_for_loss_in_pipeline_split: bool = setting(False, "count the loss as a layer of the last stage")
-    pipeline_model_parallel_layout: Layout | None = setting(
+    pipeline_model_parallel_layout: Any = setting(
         None, "layers per stage in model order: 8,8,7,7 or Megatron's 'Et*8|t*8|t*7|t*7L'"
     )
 
@@ -334,7 +333,7 @@ class TransformerConfig(ModelParallelConfig):
     def layers_of_stages(self) -> list[list[int]]:
         """Layer numbers (from 0) of each of the P * V stages in model order; `plan.placement` maps stages to ranks.
         Raises LayoutError."""
-        return place_layers(
+        stages: list[list[int]] = load("layout").place_layers(
             self.num_layers,
             self.pipeline_model_parallel_size,
             self.num_chunks,
@@ -345,3 +344,4 @@ class TransformerConfig(ModelParallelConfig):
             account_for_loss=self.account_for_loss_in_pipeline_split,
             placement=self.placement_name,
         )
+        return stages

@@ -1,25 +1,36 @@
 """What makes a config impossible. Each check raises with the value and the nearest legal one."""
 
+from __future__ import annotations
+
 import math
 import re
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_pp.config.checks import nearest_text, one_of, whole_number
 from megatron_pp.config.microbatch_counts import check_group_size
 from megatron_pp.errors import ConfigError, PlanError, ScheduleError
-from megatron_pp.plan.costs.measured import Measured, measured_values
-from megatron_pp.plan.io.schedule_file import choices, find_family, names_a_file
+from megatron_pp.on_demand import load
 from megatron_pp.plan.ir.placement import PLACEMENTS, Placement
-from megatron_pp.plan.ir.skip_tensors import SkipTensor, routes_of, skip_tensors
 from megatron_pp.plan.ir.spec import BATCHED, CHANNELS, OVERLAP, PLAIN
 from megatron_pp.plan.names import did_you_mean
-from megatron_pp.plan.orders import INTERLEAVED, ONE_F_ONE_B, SCHEDULES, check_slices
-from megatron_pp.plan.orders.family import Family
-from megatron_pp.plan.orders.loop import INTERLEAVED_SEQ, SEQ_1F1B
+from megatron_pp.plan.orders import (
+    INTERLEAVED,
+    ONE_F_ONE_B,
+    SCHEDULES,
+    check_slices,
+    choices,
+    find_family,
+    names_a_file,
+)
+from megatron_pp.plan.orders.family import INTERLEAVED_SEQ, SEQ_1F1B, Family
+
+if TYPE_CHECKING:
+    from megatron_pp.features.skip_tensors.routes import SkipTensor
+    from megatron_pp.plan.costs.measured import Measured
 
 _EVERY = re.compile(r"every:([1-9]\d{0,8})", re.ASCII)
 
@@ -86,8 +97,10 @@ def check_schedule(config: Any) -> None:
 
 def measured_of(config: Any, placement: Placement | None = None) -> Measured | None:
     """What the automatic schedules plan for. Raises ScheduleError, also where it does not fit ``placement``."""
+    if config.pipeline_measured is None:
+        return None
     try:
-        measured = measured_values(config.pipeline_measured)
+        measured: Measured | None = load("pipeline_measured").measured_values(config.pipeline_measured)
         if measured is not None and placement is not None:
             measured.costs(placement.num_stages), measured.memory(placement)
     except PlanError as error:
@@ -244,9 +257,10 @@ def checked_skip_tensors(
     """The tensors that ``config.skip_tensors`` declares. Raises ScheduleError for one that cannot be."""
     if not given:
         return ()
+    routes = load("skip_routes")
     try:
-        found = skip_tensors(given, placement.num_stages)
-        routes_of(found, cache, placement)
+        found: tuple[SkipTensor, ...] = routes.skip_tensors(given, placement.num_stages)
+        routes.routes_of(found, cache, placement)
     except PlanError as error:
         raise ScheduleError(f"skip_tensors: {error}") from error
     return found

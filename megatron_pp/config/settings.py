@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -12,9 +12,11 @@ from megatron_pp.config import rules
 from megatron_pp.config.checks import whole_number
 from megatron_pp.config.model_config import TransformerConfig
 from megatron_pp.errors import ConfigError, ScheduleInputError
-from megatron_pp.plan.costs.measured import Measured
-from megatron_pp.plan.ir.skip_tensors import SkipTensor
 from megatron_pp.plan.ir.spec import DEVICE_SYNC, ONE_QUEUE, ONE_WAY, STATIC_BUFFERS
+
+if TYPE_CHECKING:
+    from megatron_pp.features.skip_tensors.routes import SkipTensor
+    from megatron_pp.plan.costs.measured import Measured
 
 TE_GRAPHS = "transformer_engine"
 """Of ``cuda_graph_impl``: layers run in CUDA graphs of Transformer Engine, as Megatron captures them."""
@@ -126,6 +128,11 @@ class StepSettings(NamedTuple):  # five times faster to make than a frozen datac
     def policy(self) -> str:
         """'overlap', 'batched' or 'plain': how sends and receives go out."""
         return rules.lowering_policy(self)
+
+    @property
+    def traced_steps(self) -> str:
+        """Which training steps are recorded, as in ``3,10-12``; empty where tracing is off."""
+        return (self.trace_steps or "2-21") if self.trace_dir else ""
 
     @property
     def patience(self) -> float:

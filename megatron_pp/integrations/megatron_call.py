@@ -1,10 +1,12 @@
 """One step of a Megatron-core training loop: Megatron's own compute, hooks and finalisation around our plan."""
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,12 +21,14 @@ from megatron_pp.integrations.megatron_release import Megatron
 from megatron_pp.integrations.megatron_steps import MegatronSteps, StepsInV
 from megatron_pp.integrations.settings import InstallSettings
 from megatron_pp.integrations.v_placement import ChunkPlace
-from megatron_pp.plan.io.schedule_file import find_family
+from megatron_pp.on_demand import load
 from megatron_pp.plan.ir.placement import V_SHAPE
 from megatron_pp.plan.ir.spec import Plan
-from megatron_pp.plan.orders import COMBINED, INTERLEAVED
+from megatron_pp.plan.orders import COMBINED, INTERLEAVED, find_family
 from megatron_pp.runtime.step import StepCall
-from megatron_pp.weight_grad import WeightGradStore, split_weight_grad
+
+if TYPE_CHECKING:
+    from megatron_pp.weight_grad import WeightGradStore
 
 
 def with_overrides(config: Any, overrides: Mapping[str, Any]) -> Any:
@@ -137,7 +141,8 @@ class MegatronCall(StepCall):
         if self.alone or schedule is None or not find_family(schedule).splits_weight or self._delays_wgrad:
             return None
         try:
-            return split_weight_grad(self.inputs.chunks)
+            converted: WeightGradStore = load("weight_grad").split_weight_grad(self.inputs.chunks)
+            return converted
         except WeightGradSplitError as error:
             raise WeightGradSplitError(
                 f"schedule {schedule} splits backwards, but {error}; install(split_weight_grad=False) leaves them whole"

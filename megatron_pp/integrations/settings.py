@@ -17,9 +17,9 @@ from megatron_pp.config import rules
 from megatron_pp.config.checks import one_of, whole_number
 from megatron_pp.config.model_config import TransformerConfig, read_flag
 from megatron_pp.errors import ConfigError, ExchangeError, ScheduleInputError
+from megatron_pp.features.pairs.pair_runner import PAIR_FUNCTIONS
 from megatron_pp.plan.costs.files import read_text
 from megatron_pp.plan.names import unknown
-from megatron_pp.runtime.pairs import PAIR_FUNCTIONS
 from megatron_pp.tracing.recorder import chosen_steps
 
 PREFIX = "MEGATRON_PP_"

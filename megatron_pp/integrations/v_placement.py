@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.plan.io.schedule_file import placement_kind
 from megatron_pp.plan.ir.placement import LOOP, V_SHAPE, Placement
+from megatron_pp.plan.orders import placement_kind
 
 CHUNKS = 2  # of a rank, in every V schedule
 

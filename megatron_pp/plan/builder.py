@@ -12,7 +12,6 @@ from typing import NamedTuple
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.bounded_cache import BoundedCache
 from megatron_pp.plan.gc_pause import collector_paused
-from megatron_pp.plan.io.schedule_file import find_family
 from megatron_pp.plan.ir.certificate import REPETITION, Certificate
 from megatron_pp.plan.ir.instruction import (
     BACKWARD,
@@ -28,7 +27,7 @@ from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.lower.lowering import lowered
 from megatron_pp.plan.lower.order_check import run_of
 from megatron_pp.plan.lower.repetition import block_at, fewest_microbatches, steady_place
-from megatron_pp.plan.orders import check_slices
+from megatron_pp.plan.orders import check_slices, find_family
 from megatron_pp.plan.orders.family import Announce, Family
 from megatron_pp.plan.verify.verifier import Verdict, verify
 

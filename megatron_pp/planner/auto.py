@@ -7,7 +7,9 @@ One family for each placement, since the placement decides which layers a rank b
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from megatron_pp.plan.ir.placement import LOOP, V_SHAPE
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
+from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.orders.family import Announce, Family, Order, Shape
 from megatron_pp.planner.search import SearchResult, search
 
@@ -49,3 +51,19 @@ def searching_family(name: str, families: Sequence[Family], placement: str, chun
         search=orders.of_spec,
         grouped=any(family.grouped for family in families),
     )
+
+
+def _named(*names: str) -> tuple[Family, ...]:
+    return tuple(SCHEDULES[name] for name in names)
+
+
+_ON_LOOP = _named(
+    *("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "gis", "gis_h", "combined_1f1b", "breadth_first", "zb_h1"),
+    *("zb_h2", "interleaved_zb", "pipe_offload"),
+)
+_ON_V = _named("zb_v", "v_half", "v_min", "1f1b_v", "dualpipe_v")
+
+FAMILIES = (
+    searching_family("auto", _ON_LOOP, LOOP, chunks=None),
+    searching_family("auto_v", _ON_V, V_SHAPE, chunks=2),
+)

@@ -4,12 +4,14 @@ The state of a step is in dictionaries keyed (stage, microbatch, slice), which a
 schedule: order, communication and releases are in the plan, which was verified before.
 """
 
+from __future__ import annotations
+
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -25,52 +27,67 @@ from megatron_pp.runtime.compute import Activation, Steps, detached, is_any_ther
 from megatron_pp.runtime.gradient_hooks import SyncHooks
 from megatron_pp.runtime.log_once import warn_once
 from megatron_pp.runtime.message_shapes import Shapes, check_output
-from megatron_pp.runtime.offload import Offloads, stand_in, view_of
-from megatron_pp.runtime.output_layer import OutputLayerRunner
-from megatron_pp.runtime.pairs import JointPair, PairRunner, RunJointly
-from megatron_pp.runtime.sequence_slices import SliceRunner
-from megatron_pp.runtime.skip_tensors import SkipRunner
-from megatron_pp.weight_grad.store import WeightGradStore
+
+if TYPE_CHECKING:
+    from megatron_pp.weight_grad.store import WeightGradStore
 
 Handler = Callable[[Task], None]
 
 
+class Feature(Protocol):
+    """What runs the instructions that a setting or a schedule adds.
+
+    tables  what it holds of the step, by a name for the error of a step that leaves something
+    """
+
+    tables: Mapping[str, Mapping[Any, Any]]
+
+    def attach(self, engine: PlanExecutor, handlers: dict[str, Handler]) -> None:
+        """Put what it runs into ``handlers``, by op, and set the calls of ``engine`` that it takes part in."""
+
+
 @dataclass(eq=False)
 class PlanExecutor:
-    """Executes ``plan`` on the communicator's rank, once. ``position`` is the index of the current instruction."""
+    """Executes ``plan`` on the communicator's rank, once. ``position`` is the index of the current instruction;
+    ``shapes`` are those of the messages, by slice (one where sequences are whole).
+
+    Features may set ``run_forward`` and ``run_backward``, which run a chunk in place of ``call_forward`` and
+    ``call_backward``, and of messages with a name ``named_request``, which makes what is posted, and ``named_release``,
+    which gives back what was sent.
+    """
 
     plan: Plan
     communicator: P2PCore
     steps: Steps
     hooks: SyncHooks
-    shapes: Shapes
+    shapes: Sequence[Shapes]
     _: KW_ONLY
     deallocate: bool = True
     max_pending_sends: int = 2
     message_bytes: float = 0  # of the largest; 0: not known
     weights: WeightGradStore | None = None
-    pair_runner: PairRunner | None = None
     graph_in_evaluation: bool = False
-    observer: Any = None
-    slices: SliceRunner | None = None
-    output_layer: OutputLayerRunner | None = None
-    skips: SkipRunner | None = None
+    observer: Any = None  # an Observer, or None
+    features: Sequence[Feature] = ()
 
     def __post_init__(self) -> None:
-        plan, communicator, sent = self.plan, self.communicator, self.shapes.send
-        # By slice; those of whole sequences are at the index NONE, the last one.
-        self._shapes = (self.shapes,) if self.slices is None else self.slices.shapes
+        plan, communicator = self.plan, self.communicator
+        sent = self.shapes[0].send  # those of whole sequences are at the index NONE, the last one, too
         self.rank = communicator.rank
         self._checks_outputs = communicator.size > 1
         # Compared with each output; None where several tensors are sent, or shapes vary.
         single = communicator.size > 1 and not communicator.shapes_vary and sent and is_single_shape(sent)
-        self._sent_shapes = [tuple(shapes.send) if single else None for shapes in self._shapes]
+        self._sent_shapes = [tuple(shapes.send) if single else None for shapes in self.shapes]
         self.forward_only = plan.spec.forward_only
         self.graphs = self.graph_in_evaluation or not self.forward_only  # whether stages may build autograd graphs
         self.position = 0
+        self.run_forward: Callable[[Task, Activation], Activation] | None = None
+        self.run_backward: Callable[[Task, Activation, Any, Activation], Activation] | None = None
+        self.named_request: Callable[[Task], Send | Receive] | None = None
+        self.named_release: Callable[[Task], None] | None = None
+        self.dispatch: dict[str, Handler] = {}  # of the step that runs, as an observer sees it
         self.placement = plan.placement
-        # The stage that gives the loss; none where the output layer is split over all ranks.
-        self.last_stage = plan.placement.num_stages - 1 if self.output_layer is None else ins.NONE
+        self.loss_stage = plan.placement.num_stages - 1  # NONE where no stage gives the loss
         self.inputs: dict[Key, Activation] = {}
         self.outputs: dict[Key, Activation] = {}
         self.output_grads: dict[Key, Activation] = {}
@@ -78,15 +95,13 @@ class PlanExecutor:
         self.handles: dict[MessageKey, WaitHandle] = {}  # of what is posted and not waited for
         self.deferred: deque[tuple[WaitHandle, Task]] = deque()
         self.max_deferred = communicator.transport.unfinished_sends(self.max_pending_sends, self.message_bytes)
-        offloaded = plan.offloaded(self.rank)
-        self.offloads = Offloads(communicator.host_copies, offloaded, self.hooks.chunks) if offloaded else None
         self._finished_in_place = ins.FREE_B if STATIC_BUFFERS in plan.spec.device else None
         self._sync_open = False
-        self._sending: Instruction | None = None  # within a pair
+        self.within: Instruction | None = None  # the member of a group that is being executed, where one is noted
 
     def run(self) -> None:
         """Execute every instruction. Afterwards this object holds no tensor or handle of the step."""
-        handlers = self._handlers()
+        handlers = self.dispatch = self._handlers()
         if not self.forward_only:
             self.hooks.disable_grad_sync()
         try:
@@ -97,6 +112,8 @@ class PlanExecutor:
                 self._settle(0)
         finally:  # also after a failure: gradients must not stay local in the steps of a user who goes on
             self.hooks.enable_grad_sync()
+            self.dispatch = {}
+            self.run_forward = self.run_backward = self.named_request = self.named_release = None
         self._check_nothing_left()
 
     @property
@@ -107,7 +124,7 @@ class PlanExecutor:
     @property
     def instruction(self) -> Instruction:
         """The instruction that is being executed (the last one, after the end); of a pair, a send that goes out."""
-        return self._sending or self.program[self.position]
+        return self.within or self.program[self.position]
 
     def _handlers(self) -> dict[str, Handler]:
         handlers: dict[str, Handler] = {
@@ -130,33 +147,11 @@ class PlanExecutor:
             ins.GRAD_SYNC: self._grad_sync,
             ins.BATCH: self._batch,
         }
-        if self.skips is not None:
-            for op in ins.POST_OPS | ins.WAIT_OPS:
-                named = self._wait_named if op in ins.WAIT_OPS else self._post_named
-                handlers[op] = partial(_by_name, handlers[op], named)
-            handlers[ins.DROP] = self._drop
-        if self.offloads is not None:
-            handlers |= {
-                ins.FORWARD: partial(self.offloads.forward, self._forward),
-                ins.OFFLOAD: self._offload,
-                ins.FREE_OFFLOAD: self._free_offload,
-                ins.LOAD: self.offloads.load,
-                ins.WAIT_LOAD: self.offloads.wait_load,
-            }
-        if self.slices is not None:
-            handlers |= {op: partial(self.slices.run, handlers[op]) for op in (ins.FORWARD, *ins.BACKWARD_OPS)}
-        if self.output_layer is not None:
-            handlers |= self.output_layer.handlers(self)
-            handlers[ins.OUTPUT_T] = partial(self._output_t, handlers[ins.OUTPUT_T])
-        unobserved = handlers
-        if self.observer is not None:
-            handlers = {op: partial(self._observed, handler) for op, handler in handlers.items()}
-        return {**handlers, ins.PAIR: partial(self._pair, self._within(handlers), self._within(unobserved))}
-
-    def _within(self, handlers: dict[str, Handler]) -> dict[str, Handler]:
-        """As they are called within a pair."""
-        sends: dict[str, Handler] = {op: partial(self._send_within, handlers[op]) for op in ins.SEND_OPS}
-        return {**handlers, **sends}
+        for feature in self.features:
+            feature.attach(self, handlers)
+        if self.observer is None:
+            return handlers
+        return {op: handler if op == ins.PAIR else partial(self._observed, handler) for op, handler in handlers.items()}
 
     def _observed(self, handler: Handler, at: Task) -> None:
         self.observer.begin(at.instruction)
@@ -168,18 +163,15 @@ class PlanExecutor:
     def _forward(self, at: Task) -> None:
         key = at.key
         given = self.inputs.pop(key, None) if self.forward_only else self.inputs.get(key)
-        seen = given if self.offloads is None or key not in self.offloads.keys else view_of(given)
-        if self.skips is None:
-            output = self.steps.forward(at.chunk, at.mb, seen)
-        else:
-            output = self.skips.forward(self.steps, at, seen)
-        if at.stage == self.last_stage:
+        run = self.run_forward
+        output = self.steps.forward(at.chunk, at.mb, given) if run is None else run(at, given)
+        if at.stage == self.loss_stage:
             if not self.forward_only:
                 self.outputs[key] = output
             return
         expected = self._sent_shapes[at.slice]
         if self._checks_outputs and not (isinstance(output, torch.Tensor) and output.shape == expected):
-            check_output(at, output, self._shapes[at.slice].send, self.placement, self.communicator.shapes_vary)
+            check_output(at, output, self.shapes[at.slice].send, self.placement, self.communicator.shapes_vary)
         if self.forward_only and self.graphs:
             output = detached(output)  # the graph ends with the forward, not with the send
         self.outputs[key] = list(output) if isinstance(output, (list, tuple)) else output
@@ -195,21 +187,29 @@ class PlanExecutor:
                     raise self._named(error, sent) from error
         given, output = self.inputs.pop(key, None), self.outputs.pop(key)
         output_grad = self.output_grads.pop(key, None)
-        if output_grad is None and at.stage != self.last_stage:
+        if output_grad is None and at.stage != self.loss_stage:
             output = None  # the next stage, on this rank, does not use it
-        if self.skips is not None:
-            output, output_grad = self.skips.with_roots(at, output, output_grad)
-        if self.weights is None:
+        if self.run_backward is not None:
+            grad = self.run_backward(at, given, output, output_grad)
+        elif self.weights is None:
             grad = self.steps.backward(at.chunk, at.mb, given, output, output_grad)
         else:
-            with self.weights.backward(at.chunk, at.part, split=at.op == ins.INPUT_GRAD):
-                grad = self.steps.backward(at.chunk, at.mb, given, output, output_grad)
-        if self.skips is not None:
-            self.skips.collect(at)
+            grad = self.call_backward(at, given, output, output_grad)
         if given is not None:
             self.input_grads[key] = grad if isinstance(grad, torch.Tensor) else self._filled(grad, given, at)
         if self._sync_open:
-            self._close_sync()
+            self.close_sync()
+
+    def call_forward(self, at: Task, given: Activation) -> Activation:
+        """Without what features add."""
+        return self.steps.forward(at.chunk, at.mb, given)
+
+    def call_backward(self, at: Task, given: Activation, output: Any, output_grad: Activation) -> Activation:
+        """Without what features add."""
+        if self.weights is None:
+            return self.steps.backward(at.chunk, at.mb, given, output, output_grad)
+        with self.weights.backward(at.chunk, at.part, split=at.op == ins.INPUT_GRAD):
+            return self.steps.backward(at.chunk, at.mb, given, output, output_grad)
 
     def _filled(self, grad: Activation, given: Activation, at: Task) -> Activation:
         """Input gradients of which some are None. This rank's chunks pass None on, as in one process; another rank has
@@ -231,12 +231,7 @@ class PlanExecutor:
         if self.weights is not None:  # else the backward did all of it
             self.weights.run(at.chunk, at.part)
         if self._sync_open:
-            self._close_sync()
-
-    def _output_t(self, handler: Handler, at: Task) -> None:
-        handler(at)
-        if self._sync_open:
-            self._close_sync()
+            self.close_sync()
 
     def _weight_step(self) -> AbstractContextManager[None]:
         """The step of the weight-gradient store, with the microbatch (and slice) that completes the gradients of each
@@ -247,27 +242,8 @@ class PlanExecutor:
         completing = (at for at in tasks if at.op in ins.BACKWARD_OPS or at.op == ins.WEIGHT_GRAD)
         return self.weights.step({at.chunk: at.part for at in completing})
 
-    def _pair(self, handlers: dict[str, Handler], unobserved: dict[str, Handler], pair: Task) -> None:
-        """Both halves as the user's function, or else the model's, runs them; in turn where there is neither."""
-        # Of ``JointSteps``; isinstance() would take 6 us a pair.
-        jointly: RunJointly | None = getattr(self.steps, "forward_and_backward", None)
-        if self.pair_runner is not None:
-            self.pair_runner.run(pair, handlers)
-        elif jointly is not None:
-            JointPair(self, handlers, unobserved, pair, jointly).run()
-        else:
-            for at in pair.members:
-                handlers[at.op](at)
-
-    def _send_within(self, handler: Handler, at: Task) -> None:
-        self._sending = at.instruction
-        try:
-            handler(at)
-        finally:
-            self._sending = None
-
     def _recv_f(self, at: Task) -> None:
-        handle = self.communicator.post_recv(self._shapes[at.slice].receive, at.peer, ACT, self.graphs)
+        handle = self.communicator.post_recv(self.shapes[at.slice].receive, at.peer, ACT, self.graphs)
         self.handles[at.message] = handle
 
     def _wait_f(self, at: Task) -> None:
@@ -276,7 +252,7 @@ class PlanExecutor:
         self.inputs[at.key] = handle.tensor
 
     def _recv_b(self, at: Task) -> None:
-        self.handles[at.message] = self.communicator.post_recv(self._shapes[at.slice].send, at.peer, GRAD, False)
+        self.handles[at.message] = self.communicator.post_recv(self.shapes[at.slice].send, at.peer, GRAD, False)
 
     def _wait_b(self, at: Task) -> None:
         handle = self.handles.pop(at.message)
@@ -289,41 +265,26 @@ class PlanExecutor:
     def _send_b(self, at: Task) -> None:
         self.handles[at.message] = self.communicator.post_send(self.input_grads[at.key], at.peer, GRAD)
 
-    def _post_named(self, at: Task) -> None:
-        request = self._request(at)
-        post: Any = self.communicator.post_send if isinstance(request, Send) else self.communicator.post_recv
-        self.handles[at.message] = post(*request)
-
-    def _wait_named(self, at: Task) -> None:
-        assert self.skips is not None
-        handle = self.handles.pop(at.message)
-        handle.wait()
-        self.skips.received(at, handle.tensor)
-
-    def _drop(self, at: Task) -> None:
-        """Now, or behind the sends that are finished later."""
-        assert self.skips is not None
-        if self.deferred:
-            self.deferred.append((self.deferred[-1][0], at))
-        else:
-            self.skips.finish(at)
-
     def _batch(self, at: Task) -> None:
-        requests = [self._request(one) for one in at.members]
+        requests = [self.request(one) for one in at.members]
         for one, handle in zip(at.members, self.communicator.post_batch(requests), strict=True):
             self.handles[one.message] = handle
 
-    def _request(self, at: Task) -> Send | Receive:
-        if at.tensor:
-            assert self.skips is not None
-            return self.skips.request(at)
+    def post(self, at: Task, request: Send | Receive) -> None:
+        """Post ``request`` for ``at``; its handle is kept until the instruction that waits for it."""
+        call: Any = self.communicator.post_send if isinstance(request, Send) else self.communicator.post_recv
+        self.handles[at.message] = call(*request)
+
+    def request(self, at: Task) -> Send | Receive:
+        if at.tensor and self.named_request is not None:
+            return self.named_request(at)
         if at.op == ins.SEND_F:
             return Send(self.outputs[at.key], at.peer, ACT)
         if at.op == ins.SEND_B:
             return Send(self.input_grads[at.key], at.peer, GRAD)
         if at.op == ins.RECV_F:
-            return Receive(self._shapes[at.slice].receive, at.peer, ACT, self.graphs)
-        return Receive(self._shapes[at.slice].send, at.peer, GRAD, False)
+            return Receive(self.shapes[at.slice].receive, at.peer, ACT, self.graphs)
+        return Receive(self.shapes[at.slice].send, at.peer, GRAD, False)
 
     def _free(self, at: Task) -> None:
         """Finish a send now, or a few sends later where the transport can report that it is still on its way."""
@@ -341,9 +302,8 @@ class PlanExecutor:
             handle.wait()
         except SendBufferError as error:
             raise self._named(error, at) from error
-        if at.tensor:
-            assert self.skips is not None
-            self.skips.finish(at)
+        if at.tensor and self.named_release is not None:
+            self.named_release(at)
         elif at.op == ins.FREE_B:
             del self.input_grads[at.key]
         else:
@@ -394,16 +354,6 @@ class PlanExecutor:
         else:
             self.output_grads[key] = None
 
-    def _offload(self, at: Task) -> None:
-        assert self.offloads is not None
-        self.offloads.offload(at, () if self.slices is None else self.slices.shared(at))
-
-    def _free_offload(self, at: Task) -> None:
-        """Of a stage's input, only its gradient is of use to the engine from here on."""
-        assert self.offloads is not None
-        self.offloads.free(at)
-        stand_in(self.inputs.get(at.key))
-
     def _param_sync(self, at: Task) -> None:
         self.hooks.param_sync(at.chunk)
 
@@ -414,29 +364,23 @@ class PlanExecutor:
     def _grad_sync(self, at: Task) -> None:
         self.hooks.grad_sync(at.chunk, self.position)
 
-    def _close_sync(self) -> None:
+    def close_sync(self) -> None:
         """Gradient hooks fire in the one backward that ENABLE_GRAD_SYNC opened them for."""
-        self._sync_open = False
-        self.hooks.disable_grad_sync(self.position)
+        if self._sync_open:
+            self._sync_open = False
+            self.hooks.disable_grad_sync(self.position)
 
     def _check_nothing_left(self) -> None:
-        tables: dict[str, dict[Any, Any]] = {
+        tables: dict[str, Mapping[Any, Any]] = {
             "inputs": self.inputs,
             "outputs": self.outputs,
             "output gradients": self.output_grads,
             "input gradients": self.input_grads,
             "handles": self.handles,
-            "offloaded": {} if self.offloads is None else self.offloads.kept,
-            "keys and values": {} if self.slices is None else self.slices.kept,
-            "microbatches of the output layer": {} if self.output_layer is None else self.output_layer.kept,
-            "collectives": {} if self.output_layer is None else self.output_layer.handles,
-            **({} if self.skips is None else self.skips.tables),
         }
+        for feature in self.features:
+            tables |= feature.tables
         left = {name: sorted(table) for name, table in tables.items() if table}
         if left:
             what = f"the plan ended with tensors or handles left: {left}"
             raise AssertionError(f"rank {self.rank}: {what}; this is a fault of the engine")
-
-
-def _by_name(plain: Handler, named: Handler, at: Task) -> None:
-    (named if at.tensor else plain)(at)

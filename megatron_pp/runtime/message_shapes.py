@@ -1,6 +1,6 @@
 """Shapes of the messages between stages, from the arguments of a step and the parallel sizes."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -8,8 +8,7 @@ import torch
 from megatron_pp.comm import process_groups
 from megatron_pp.comm.communicator import is_single_shape
 from megatron_pp.config.settings import StepSettings
-from megatron_pp.errors import P2PShapeError, PlanError, ScheduleInputError
-from megatron_pp.plan.costs.slice_costs import attention_share, slice_lengths
+from megatron_pp.errors import P2PShapeError
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.tasks import Task
 from megatron_pp.runtime.arguments import StepInputs, whole_argument
@@ -104,46 +103,6 @@ def check_output(at: Task, output: Any, expected: Any, placement: Placement, var
 
 def _shown(shapes: list[list[int]]) -> str:
     return str(shapes[0] if len(shapes) == 1 else shapes)
-
-
-def slices_of(inputs: StepInputs, settings: StepSettings, tp_size: int, cp_size: int) -> tuple[int, ...]:
-    """Lengths in tokens of the slices that ``config.sequence_slices`` cuts sequences into; none where they are whole.
-    Raises ScheduleInputError for lengths that cannot be, and for options that do not go with slices."""
-    slices = settings.sequence_slices
-    if slices == 1:
-        return ()
-    for given, name, why in (
-        (settings.shapes_vary, "variable_seq_lengths", "a microbatch's length is not known when it is cut"),
-        (inputs.adjust_tensor_shapes_fn is not None, "adjust_tensor_shapes_fn", "the engine cuts shapes itself"),
-        (cp_size > 1, "context parallelism", "that cuts sequences too, in another order"),
-        (
-            settings.num_microbatches_with_partial_activation_checkpoints is not None,
-            "num_microbatches_with_partial_activation_checkpoints",
-            "its windows are of whole microbatches",
-        ),
-    ):
-        if given:
-            raise ScheduleInputError(f"config.sequence_slices is {slices}, which does not go with {name}: {why}")
-    name = "seq_length" if inputs.decoder_seq_length is None else "decoder_seq_length"
-    length = whole_argument(name, getattr(inputs, name), hint="config.sequence_slices cuts sequences of that length")
-    attention = 0.0
-    if settings.balance_sequence_slices:
-        hidden = whole_argument("config.hidden_size", settings.hidden_size, hint="it says what attention costs")
-        attention = attention_share(length, hidden, settings.ffn_hidden_size or 4 * hidden)
-    try:
-        return slice_lengths(length, slices, attention, tp_size if settings.sequence_parallel else 1)
-    except PlanError as error:
-        raise ScheduleInputError(f"config.sequence_slices: {error}") from error
-
-
-def shapes_of_slices(shapes: Shapes, lengths: Sequence[int]) -> tuple[Shapes, ...]:
-    """Shapes of each slice's messages, given those of whole sequences, whose first dimension is tokens (of one tensor
-    parallel rank)."""
-    if not lengths:
-        return (shapes,)
-    whole = sum(lengths)
-    cut = [[None if s is None else (s[0] * length // whole, *s[1:]) for s in shapes] for length in lengths]
-    return tuple(Shapes(*one) for one in cut)
 
 
 def group_sizes(pg_collection: Any, settings: StepSettings) -> tuple[int, int]:

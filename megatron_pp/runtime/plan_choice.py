@@ -13,10 +13,10 @@ from megatron_pp.config.microbatch_counts import check_group_size, explain_micro
 from megatron_pp.config.settings import LAYER_GRAPHS, StepSettings, checked
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.plan.builder import offloaded_chunks
-from megatron_pp.plan.io.schedule_file import find_family
 from megatron_pp.plan.ir.instruction import BACKWARD_OPS, FORWARD, Instruction, without_pairs
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import BATCHED, EXPLICIT, HOOKS, ONE_WAY, Plan, PlanSpec
+from megatron_pp.plan.orders import find_family
 from megatron_pp.plan.orders.family import Family
 from megatron_pp.runtime.arguments import StepInputs
 from megatron_pp.runtime.log_once import warn_once

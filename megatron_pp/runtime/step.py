@@ -1,35 +1,45 @@
 """One call of a schedule function, from its arguments to the reported losses."""
 
-from functools import partial
-from typing import Any
+from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
 from megatron_pp.config.settings import TE_GRAPHS, StepSettings
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.faults.attach import describe_step, guarded, instruction_marks
+from megatron_pp.on_demand import is_loaded, load
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.costs.measured import MeasuredStep
-from megatron_pp.plan.io.schedule_file import find_family
 from megatron_pp.plan.ir.spec import BATCHED, Plan, PlanSpec
 from megatron_pp.plan.lower.syncs import last_reentry, prepares_in_forward
+from megatron_pp.plan.orders import find_family
 from megatron_pp.runtime import plan_choice
 from megatron_pp.runtime.arguments import StepInputs
 from megatron_pp.runtime.communicators import communicator_for, lone_communicator, pipeline_group
 from megatron_pp.runtime.compute import ModelSteps, NamedSteps, StepOptions
-from megatron_pp.runtime.executor import PlanExecutor
+from megatron_pp.runtime.executor import Feature, PlanExecutor
 from megatron_pp.runtime.gradient_hooks import SyncHooks, finalize_gradients, unsynchronised
-from megatron_pp.runtime.graph_order import check_graph_order
 from megatron_pp.runtime.log_once import certify_once, warn_once
-from megatron_pp.runtime.measuring import measuring_of
-from megatron_pp.runtime.message_shapes import group_sizes, messages, shapes_of_slices, slices_of, tensor_shapes
-from megatron_pp.runtime.output_layer import OutputLayerRunner, OutputLayerSteps, check_split_layer
-from megatron_pp.runtime.pairs import PairRunner
-from megatron_pp.runtime.replanning import in_steps, replanning_of
-from megatron_pp.runtime.send_buffer_check import executor_for
-from megatron_pp.runtime.sequence_slices import SlicedSteps, SliceRunner
-from megatron_pp.runtime.skip_tensors import SkipRunner, check_skip_tensors
-from megatron_pp.tracing import recorder
-from megatron_pp.weight_grad import WeightGradStore, check_wrappers, store_of
+from megatron_pp.runtime.message_shapes import Shapes, group_sizes, messages, tensor_shapes
+from megatron_pp.tracing.observers import Observer, Recording, StepObserver, message_bytes, nested, ranges_if_profiling
+
+if TYPE_CHECKING:
+    from megatron_pp.weight_grad.store import WeightGradStore
+
+_OBSERVED = ("trace_dir", "measure", "pipeline_replan")
+"""Settings that add an observer to the step."""
+
+
+def executor_for(communicator: P2PCore) -> type[PlanExecutor]:
+    """The engine for a communicator: with a watch on memory where ``config.p2p_debug`` was set when it was made."""
+    if communicator.wire is None:
+        return PlanExecutor
+    watched: type[PlanExecutor] = load("p2p_debug").WatchedExecutor
+    return watched
 
 
 class StepCall:
@@ -68,18 +78,23 @@ class StepCall:
             )
         self.weights = self.weight_store()
         if self.weights is not None and not inputs.forward_only:
-            check_wrappers(self.weights, inputs.chunks)
+            load("weight_grad").check_wrappers(self.weights, inputs.chunks)
         fields = plan_choice.spec_fields(inputs, settings, size, self.weights is not None, self.joins_pairs)
-        self.slices = slices_of(inputs, settings, self.tp_size, self.cp_size)
+        self.slices: tuple[int, ...] = ()  # their lengths in tokens, where sequences are cut
+        if settings.sequence_slices > 1:
+            self.slices = load("slice_lengths").slices_of(inputs, settings, self.tp_size, self.cp_size)
         self.messages = messages(inputs, settings, size, self.tensor_shapes)
         self.check_output_layer(fields["schedule"])
-        self.shapes = shapes_of_slices(self.messages.shapes, self.slices)
+        self.shapes: tuple[Shapes, ...] = (self.messages.shapes,)
+        if self.slices:
+            self.shapes = load("slice_lengths").shapes_of_slices(self.messages.shapes, self.slices)
         if fields["skip_tensors"]:
-            check_skip_tensors(fields["skip_tensors"], inputs, settings)
+            load("skip_tensors").check_skip_tensors(fields["skip_tensors"], inputs, settings)
         if settings.cuda_graph_impl == TE_GRAPHS:
-            check_graph_order(PlanSpec(**fields), interleaved=settings.virtual_pipeline_model_parallel_size is not None)
-        self.measuring = measuring_of(inputs.chunks[0], settings, inputs.forward_only)
-        self.replanning = replanning_of(inputs.chunks, settings, fields)
+            interleaved = settings.virtual_pipeline_model_parallel_size is not None
+            load("cuda_graphs").check_graph_order(PlanSpec(**fields), interleaved)
+        self.fields = fields
+        self.observers = self._observers()
         self.microbatch_costs = settings.given_microbatch_costs(inputs.num_microbatches)
         # From here on there may be communication: on NCCL, a new communicator is made by all ranks together.
         self.communicator = self._communicator(group)
@@ -88,40 +103,20 @@ class StepCall:
     def run(self) -> list[Any]:
         """The whole step. Returns what the loss function reported."""
         self.begin()
-        communicator, shapes = self.communicator, self.shapes[0]
-        plan = build_plan(self.spec, self._announce)
-        certify_once(plan)
-        if not self.spec.forward_only:
-            plan_choice.warn_of_limits(plan, self.weights is not None or self.whole_by_choice)
-            synchronised = self.communicator.pp_group, self.inputs.pg_collection
-            for sentence in unsynchronised(self.settings, self.inputs.chunks, plan.placement, *synchronised):
-                self._announce(sentence)
-        if (advice := plan_choice.advice_on_queues(plan, self.settings, communicator)) is not None:
-            self._announce(advice)
-        if self.replanning is not None:
-            shares = in_steps(self.microbatch_costs) if self.microbatch_costs else ()
-            plan = self.replanning.next_plan(plan, communicator, self.settings, self.weights is not None, shares)
+        plan = self._plan()
         steps = self.make_steps(plan)
-        sent = received = recorder.message_bytes(shapes.send, communicator.dtype)
-        if shapes.receive != shapes.send:
-            received = recorder.message_bytes(shapes.receive, communicator.dtype)
-        traced = recorder.step_recording(self.inputs.chunks[0], self.settings, plan, communicator.transport, sent)
-        models = communicator.transport, self.inputs.chunks, self.weights
-        measured = [] if self.measuring is None else self.measuring.next_step(plan, *models)
-        replanned = None if self.replanning is None else self.replanning.recording(plan, sent)
-        watching = recorder.observers(traced, *measured, replanned)
+        sent, received = (
+            message_bytes(of, self.communicator.dtype) for of in (self.shapes[0].send, self.shapes[0].receive)
+        )
+        watching = [one for observer in self.observers for one in observer.observers(self, plan, sent)]
         executor = self._executor(plan, steps, watching, max(sent, received))
-        if self.measuring is not None:
-            self.measuring.watch(executor)
-        recordings = [one for one in (traced, *measured, replanned) if isinstance(one, recorder.Recording)]
-        # Traced steps begin, and measured ones end, with messages that all ranks have to take part in.
-        wired = communicator.wire is not None
-        chosen = recorder.traced_steps(self.settings), self.settings.measure, self.settings.pipeline_replan
-        agreed = (plan.spec, self.shapes, chosen, communicator.dtype, wired)
-        step = executor, agreed, partial(self.describe, plan), self.number, self.followed_by
-        with guarded(communicator, self.settings, *step) as guard:
+        for observer in self.observers:
+            observer.watch(executor)
+        recordings = [one for one in watching if isinstance(one, Recording)]
+        with self._guarded(executor, plan) as guard:
             collectives = plan.placement.barriers > 0
-            communicator.prepare(plan.placement.rank_edges, received, sent, self.spec.policy == BATCHED, collectives)
+            edges, batched = plan.placement.rank_edges, self.spec.policy == BATCHED
+            self.communicator.prepare(edges, received, sent, batched, collectives)
             for recording in recordings:
                 recording.start()
             executor.run()
@@ -130,34 +125,66 @@ class StepCall:
             if guard is not None:
                 guard.phase("the work after the plan (gradient synchronisation and finalisation)")
             self.finish(steps)
-            if self.measuring is not None:
-                if guard is not None:
-                    guard.phase("measuring what transfers take (config.measure)")
-                self.measuring.after_step(plan, self._measured_run())
+            for observer in self.observers:
+                observer.after_step(self, plan, guard)
         return steps.record.data
+
+    def _observers(self) -> list[StepObserver]:
+        """Of the settings that ask for one."""
+        asked = (load(name).step_observer(self) for name in _OBSERVED if getattr(self.settings, name))
+        return [one for one in asked if one is not None]
+
+    def _plan(self) -> Plan:
+        """The verified plan that the step runs; what there is to say of it is logged once."""
+        plan, training = build_plan(self.spec, self._announce), not self.spec.forward_only
+        certify_once(plan)
+        if training:
+            plan_choice.warn_of_limits(plan, self.weights is not None or self.whole_by_choice)
+            synchronised = self.communicator.pp_group, self.inputs.pg_collection
+            for sentence in unsynchronised(self.settings, self.inputs.chunks, plan.placement, *synchronised):
+                self._announce(sentence)
+        if (advice := plan_choice.advice_on_queues(plan, self.settings, self.communicator)) is not None:
+            self._announce(advice)
+        for observer in self.observers:
+            plan = observer.next_plan(self, plan)
+        return plan
+
+    def _guarded(self, executor: PlanExecutor, plan: Plan) -> AbstractContextManager[Any]:
+        # Traced steps begin, and measured ones end, with messages that all ranks have to take part in.
+        chosen = tuple(getattr(self.settings, name) for name in ("traced_steps", *_OBSERVED[1:]))
+        agreed = plan.spec, self.shapes, chosen, self.communicator.dtype, self.communicator.wire is not None
+        step = executor, agreed, partial(self.describe, plan), self.number, self.followed_by
+        return guarded(self.communicator, self.settings, *step)
 
     def describe(self, plan: Plan) -> dict[str, str]:
         """What all ranks of the pipeline have to agree on, as text; compared when it changes."""
-        traced = recorder.traced_steps(self.settings)
-        return {
+        traced = self.settings.traced_steps
+        described = {
             "p2p_debug": str(self.communicator.wire is not None),
             **describe_step(plan.spec, self.shapes[0], self.communicator.dtype),
             "tracing (trace_dir, trace_steps)": f"steps {traced}" if traced else "off",
             "measure": str(self.settings.measure),
             "pipeline_replan": str(self.settings.pipeline_replan),
-            **({} if self.replanning is None else self.replanning.description(plan, self.weights is not None)),
         }
+        for observer in self.observers:
+            described |= observer.description(plan, self.weights is not None)
+        return described
 
     def read_settings(self) -> StepSettings:
         return StepSettings.from_config(self.config)
 
     def check_output_layer(self, schedule: str) -> None:
         """Raises ScheduleInputError where model and schedule do not agree on whether the output layer is split."""
-        check_split_layer(self.inputs, schedule, find_family(schedule).barriers, self.messages)
+        barriers = find_family(schedule).barriers
+        if barriers or is_loaded("output_layer"):
+            load("output_layer").check_split_layer(self.inputs, schedule, barriers, self.messages)
 
     def weight_store(self) -> WeightGradStore | None:
         """The store of this rank's chunks, None where they are not converted."""
-        return store_of(self.inputs.chunks)
+        if not is_loaded("weight_grad"):
+            return None
+        store: WeightGradStore | None = load("weight_grad").store_of(self.inputs.chunks)
+        return store
 
     def tensor_shapes(self) -> list[Any]:
         """Shapes of the tensors between stages, one per tensor, before ``adjust_tensor_shapes_fn``."""
@@ -177,7 +204,11 @@ class StepCall:
     def make_steps(self, plan: Plan) -> Any:
         """What runs a microbatch through a chunk: a ``Steps`` with the ``record`` of a ModelSteps."""
         inputs, options = self.inputs, self.step_options(plan)
-        kind = OutputLayerSteps if plan.placement.barriers else SlicedSteps if self.slices else ModelSteps
+        kind = ModelSteps
+        if plan.placement.barriers:
+            kind = load("output_layer").OutputLayerSteps
+        elif self.slices:
+            kind = load("slices").SlicedSteps
         return kind(inputs.forward_step_func, inputs.data_iterators, inputs.chunks, self.settings, options)
 
     def finish(self, steps: Any) -> None:
@@ -209,17 +240,6 @@ class StepCall:
             checkpoint_flags=flags,
         )
 
-    def _measured_run(self) -> MeasuredStep:
-        spec, inputs = self.spec, self.inputs
-        return MeasuredStep(
-            schedule=spec.schedule,
-            pipeline_size=spec.pipeline_size,
-            num_chunks=spec.num_chunks,
-            num_microbatches=spec.num_microbatches,
-            micro_batch_size=inputs.micro_batch_size,
-            seq_length=inputs.seq_length,
-        )
-
     def _communicator(self, group: Any) -> P2PCommunicator:
         given = self.inputs.p2p_communicator
         if isinstance(given, P2PCommunicator):
@@ -228,41 +248,49 @@ class StepCall:
             return communicator_for(group, self.settings)
         return lone_communicator(self.settings, self.inputs.chunks[0])
 
-    def _executor(
-        self, plan: Plan, steps: Any, recording: recorder.Observer | None, message_bytes: float
-    ) -> PlanExecutor:
+    def _executor(self, plan: Plan, steps: Any, watching: Sequence[Observer], message_bytes: float) -> PlanExecutor:
         settings, chunks, (_, received, sent) = self.settings, self.inputs.chunks, self.messages
         rank = self.communicator.rank
         if received is not None or sent is not None:  # the stages give each other dicts
             steps = NamedSteps(steps, received, sent, self._is_last_stage(plan))
-        pairs, skips, output_layer = settings.overlapped_forward_backward, None, None
-        if plan.spec.skip_tensors:
-            graphs = self.graph_in_evaluation or not plan.spec.forward_only
-            skips = SkipRunner(plan, [one.send for one in self.shapes], self.communicator.dtype, graphs)
-        if plan.placement.barriers:
-            output_layer = OutputLayerRunner(plan.placement, self.communicator, steps, plan.spec.forward_only)
         executor = executor_for(self.communicator)(
             plan,
             self.communicator,
             steps,
             SyncHooks(settings, chunks, not prepares_in_forward(plan, rank), last_reentry(plan, rank)),
-            self.shapes[0],
+            self.shapes,
             deallocate=settings.deallocate_pipeline_outputs,
             max_pending_sends=settings.max_pending_sends,
-            message_bytes=0 if skips is not None else message_bytes,
+            message_bytes=0 if plan.spec.skip_tensors else message_bytes,
             weights=self.weights,
-            pair_runner=None if pairs is None else PairRunner(pairs, chunks),
             graph_in_evaluation=self.graph_in_evaluation,
-            slices=SliceRunner(plan, self.slices, self.shapes) if self.slices else None,
-            output_layer=output_layer,
-            skips=skips,
-            observer=recorder.observers(
-                instruction_marks(self.communicator, settings), recording, recorder.ranges_if_profiling()
-            ),
+            features=self._features(plan, steps),
+            observer=nested(instruction_marks(self.communicator, settings), *watching, ranges_if_profiling()),
         )
         if self.communicator.wire is not None:
             self.communicator.wire.source = executor
         return executor
+
+    def _features(self, plan: Plan, steps: Any) -> list[Feature]:
+        """What runs instructions of the plan that are not the engine's own, from the innermost to the outermost."""
+        found: list[Feature] = []
+        communicator, chunks, spec = self.communicator, self.inputs.chunks, plan.spec
+        slices = load("slices").SliceRunner(plan, self.slices) if self.slices else None
+        if spec.skip_tensors:
+            graphs = self.graph_in_evaluation or not spec.forward_only
+            shapes = [one.send for one in self.shapes]
+            found.append(load("skip_tensors").SkipRunner(plan, shapes, communicator.dtype, graphs))
+        if keys := plan.offloaded(communicator.rank):
+            shared = None if slices is None else slices.shared
+            found.append(load("offload").Offloads(communicator.host_copies, keys, chunks, shared))
+        if slices is not None:
+            found.append(slices)
+        if plan.placement.barriers:
+            runner = load("output_layer").OutputLayerRunner
+            found.append(runner(plan.placement, communicator, steps, spec.forward_only))
+        if spec.overlap_pairs:
+            found.append(load("pairs").PairRunner(self.settings.overlapped_forward_backward, chunks))
+        return found
 
     def _is_last_stage(self, plan: Plan) -> list[bool]:
         rank = self.communicator.rank

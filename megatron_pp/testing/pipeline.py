@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
-from megatron_pp.plan.io.schedule_file import placement_kind
 from megatron_pp.plan.ir.placement import Placement
+from megatron_pp.plan.orders import placement_kind
 from megatron_pp.runtime.stage import PipelineStage
 from megatron_pp.schedules import get_forward_backward_func
 from megatron_pp.testing import toy

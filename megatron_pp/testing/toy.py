@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from megatron_pp.features.slices.sequence_slice import sequence_slice
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.orders import SCHEDULES
-from megatron_pp.runtime.sequence_slices import sequence_slice
 from megatron_pp.runtime.stage import PipelineStage
 
 HIDDEN = 4

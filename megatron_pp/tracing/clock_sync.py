@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_pp.comm.exchange import receive_numbers, send_numbers
+from megatron_pp.comm.link_timing import receive_numbers, send_numbers
 from megatron_pp.comm.transport import ACT, GRAD, Transport
 
 _ROUNDS = 8

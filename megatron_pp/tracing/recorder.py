@@ -14,18 +14,15 @@ from __future__ import annotations
 import atexit
 import itertools
 import logging
-import math
-import os
 import re
 import secrets
 import socket
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -39,10 +36,10 @@ from megatron_pp.plan.ir.instruction import Instruction
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.tracing import files
 from megatron_pp.tracing.clock_sync import agree_on_clocks
+from megatron_pp.tracing.observers import Observer, StepObserver
 
 logger = logging.getLogger("megatron_pp")
 
-_DEFAULT_STEPS = "2-21"
 _STEPS_BETWEEN_SYNCS = 16
 _STEPS = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?", re.ASCII)
 
@@ -51,23 +48,10 @@ _NUMBERS = itertools.count()
 _TRACERS: ObjectTable[Tracer] = ObjectTable()
 
 
-class Observer(Protocol):
-    """What the engine calls around every instruction."""
-
-    def begin(self, at: Instruction) -> None: ...
-
-    def end(self, at: Instruction) -> None: ...
-
-
 def flush_traces() -> None:
     """Write the steps on GPUs whose times were not read yet. Waits for those steps."""
     for _, tracer in _TRACERS.items():
         tracer.resolve_pending()
-
-
-def traced_steps(settings: StepSettings) -> str:
-    """Which training steps are recorded, as in ``3,10-12``; empty where tracing is off."""
-    return (settings.trace_steps or _DEFAULT_STEPS) if settings.trace_dir else ""
 
 
 def chosen_steps(text: str) -> list[range]:
@@ -82,6 +66,20 @@ def chosen_steps(text: str) -> list[range]:
     return ranges
 
 
+@dataclass(frozen=True)
+class _Traced(StepObserver):
+    """The step's recording, if it is one of the chosen steps."""
+
+    def observers(self, step: Any, plan: Plan, size: float) -> Sequence[Observer]:
+        found = step_recording(step.inputs.chunks[0], step.settings, plan, step.communicator.transport, size)
+        return [] if found is None else [found]
+
+
+def step_observer(step: Any) -> StepObserver:
+    """What traces ``step``, a StepCall."""
+    return _Traced()
+
+
 def step_recording(
     model: Any, settings: StepSettings, plan: Plan, transport: Transport, size: float
 ) -> Recording | None:
@@ -92,30 +90,9 @@ def step_recording(
         return None
     tracer = _TRACERS.get(model)
     if tracer is None or tracer.folder != folder:
-        steps = chosen_steps(traced_steps(settings))
+        steps = chosen_steps(settings.traced_steps)
         tracer = _TRACERS[model] = Tracer(folder, steps, transport, settings.trace_first_step)
     return tracer.next_step(plan, size)
-
-
-def observers(*candidates: Observer | None) -> Observer | None:
-    """One observer for all that are not None; None if all are."""
-    found = [one for one in candidates if one is not None]
-    return _Nested(found) if len(found) > 1 else next(iter(found), None)
-
-
-@dataclass
-class _Nested:
-    """Observers, the later ones within the earlier ones."""
-
-    observers: Sequence[Observer]
-
-    def begin(self, at: Instruction) -> None:
-        for one in self.observers:
-            one.begin(at)
-
-    def end(self, at: Instruction) -> None:
-        for one in reversed(self.observers):
-            one.end(at)
 
 
 class Keeper:
@@ -220,15 +197,6 @@ class Tracer(Keeper):
         return mine if store is None else int(store.compare_set(f"megatron_pp/trace/run/{self.number}", "", str(mine)))
 
 
-def message_bytes(shapes: Any, dtype: torch.dtype | None) -> float:
-    """Bytes of a message of ``shapes`` (one, or a list of them) in ``dtype``; 0 if they are not known."""
-    if shapes is None or dtype is None:
-        return 0.0
-    if all(isinstance(n, int) for n in shapes):
-        return float(math.prod(shapes)) * dtype.itemsize
-    return sum(message_bytes(shape, dtype) for shape in shapes)
-
-
 @dataclass(eq=False)
 class Recording:
     """One step that is being recorded, by the monotonic clock. ``start`` is called right before its first instruction,
@@ -296,30 +264,3 @@ class _CudaRecording(Recording):
         for event in (self.origin, *self.begun, *self.ended):
             self.keeper.events.give_back(event)
         return files.StepRecord(self.step, self.number, self.base, starts, ends)
-
-
-class ProfilerRanges:
-    """An observer of the engine that opens ``range_of(name)`` around each instruction, named as it prints: ``F0.3``,
-    ``WAIT_F1.0``, ``[SEND_F0.1 RECV_B0.0]``."""
-
-    def __init__(self, range_of: Callable[[str], AbstractContextManager[Any]]) -> None:
-        self._range_of = range_of
-        self._open: list[AbstractContextManager[Any]] = []
-
-    def begin(self, at: Instruction) -> None:
-        self._open.append(self._range_of(str(at)))
-        self._open[-1].__enter__()
-
-    def end(self, at: Instruction) -> None:
-        self._open.pop().__exit__(None, None, None)
-
-
-def ranges_if_profiling() -> ProfilerRanges | None:
-    """The observer of the step that starts now; None where no profiler runs. ``torch.profiler.profile`` (also on the
-    CPU) and ``torch.autograd.profiler.emit_nvtx`` are detected; for nsys, which torch cannot detect, MEGATRON_PP_NVTX=1
-    is set. Called once a step."""
-    if torch.autograd._profiler_enabled():
-        return ProfilerRanges(torch.autograd.profiler.record_function)
-    if os.environ.get("MEGATRON_PP_NVTX") == "1" and torch.cuda.is_available():
-        return ProfilerRanges(torch.cuda.nvtx.range)
-    return None

@@ -15,10 +15,11 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 
 from megatron_pp.errors import ConfigError, ScheduleInputError
+from megatron_pp.features.replanning import replan_exchange
+from megatron_pp.features.replanning.replanning import Replanning
 from megatron_pp.integrations import megatron_core
 from megatron_pp.plan.ir.spec import Plan
-from megatron_pp.runtime import replan_exchange, step
-from megatron_pp.runtime.replanning import Replanning
+from megatron_pp.runtime import step
 from tests.functional_tests.megatron_checks import call_schedule, logged, raised, with_fields
 from tests.harness.proposals import to
 from tests.megatron import lab as megatron_lab

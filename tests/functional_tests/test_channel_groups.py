@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_pp.plan.costs.stage_costs import GLOO_DETACHED_BYTES
+from megatron_pp.plan.costs.transports import GLOO_DETACHED_BYTES
 from megatron_pp.runtime.communicators import close_communicators, communicator_for
 from megatron_pp.testing.pipeline import run_rank
 from megatron_pp.testing.toy import HIDDEN, ToyData, ToyResult, merged, reference_run, toy_config

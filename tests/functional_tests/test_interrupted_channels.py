@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_pp.comm import channels as channel_groups
-from megatron_pp.plan.costs.stage_costs import GLOO_DETACHED_BYTES
+from megatron_pp.plan.costs.transports import GLOO_DETACHED_BYTES
 from megatron_pp.runtime.communicators import communicator_for
 from megatron_pp.testing.pipeline import run_rank
 from megatron_pp.testing.toy import HIDDEN, ToyData, toy_config

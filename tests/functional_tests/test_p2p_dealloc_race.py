@@ -172,7 +172,7 @@ def run_forced(rank: int, size: int, timeout: float) -> None:
     steps = ModelSteps(
         toy_forward_step, [data.iterator()], chunks, settings, StepOptions(_MICROBATCHES, [rank == size - 1])
     )
-    PlanExecutor(plan, communicator, steps, SyncHooks(settings, chunks), Shapes(_SHAPE, _SHAPE)).run()
+    PlanExecutor(plan, communicator, steps, SyncHooks(settings, chunks), [Shapes(_SHAPE, _SHAPE)]).run()
 
 
 def test_g_verify_refuses_blocking_sends_in_1f1b_and_names_the_cycle() -> None:

@@ -14,10 +14,10 @@ import pytest
 import torch.distributed as dist
 
 from megatron_pp.errors import PipelineError
-from megatron_pp.runtime import replan_exchange
+from megatron_pp.features.replanning import replan_exchange
+from megatron_pp.features.replanning.replan_exchange import Exchange
+from megatron_pp.features.replanning.replanning import Replanning
 from megatron_pp.runtime.communicators import close_communicators, communicator_for
-from megatron_pp.runtime.replan_exchange import Exchange
-from megatron_pp.runtime.replanning import Replanning
 from megatron_pp.testing.pipeline import placement_of, toy_step
 from megatron_pp.testing.toy import ToyData, toy_chunks, toy_config
 from tests.harness.proposals import to

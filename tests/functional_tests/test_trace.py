@@ -13,10 +13,10 @@ import torch.distributed as dist
 from megatron_pp.cli.command_line import main
 from megatron_pp.errors import PipelinePeerError
 from megatron_pp.faults.attach import close_guard
+from megatron_pp.features.measuring import measuring
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.costs.measured import MeasuredFile
 from megatron_pp.plan.ir.placement import Placement
-from megatron_pp.runtime import measuring
 from megatron_pp.testing.pipeline import toy_step
 from megatron_pp.testing.toy import ToyBlock, ToyData, toy_chunks, toy_config
 from megatron_pp.tracing.analysis import analyse

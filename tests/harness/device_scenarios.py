@@ -24,10 +24,10 @@ from megatron_pp.comm import abort
 from megatron_pp.comm.transport import P2PRequest, Preparation, ProcessGroupTransport
 from megatron_pp.errors import P2PTransferError
 from megatron_pp.faults.device_events import EventQueries
+from megatron_pp.features.pairs.pair_runner import on_two_streams
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.runtime.communicators import SoloTransport
-from megatron_pp.runtime.pairs import on_two_streams
 from megatron_pp.testing.streams import StreamNetwork
 from megatron_pp.testing.streams.cuda import replaced
 from megatron_pp.testing.toy import TOY_SCHEDULES, ToyData

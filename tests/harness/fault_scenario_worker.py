@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_pp.p2p_communication import P2PCommunicator
-from megatron_pp.plan.io.schedule_file import find_family
+from megatron_pp.plan.orders import find_family
 from megatron_pp.runtime.communicators import close_communicators, communicator_for
 from megatron_pp.runtime.stage import PipelineStage
 from megatron_pp.testing.pipeline import placement_of, toy_step

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from megatron_pp.features.replanning.proposing import Answer, Recorded
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs.measured import Measured
 from megatron_pp.plan.ir.instruction import format_program
 from megatron_pp.planner.replan import Proposal
 from megatron_pp.tracing.files import parse_rank_trace
-from megatron_pp.tracing.proposing import Answer, Recorded
 
 Search = Callable[[Recorded, Any], Answer]
 

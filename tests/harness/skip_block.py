@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_pp.plan.ir.skip_tensors import SkipTensor
+from megatron_pp.features.skip_tensors.routes import SkipTensor
 from megatron_pp.testing.toy import ToyBlock
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import torch
 
+from megatron_pp.comm.communicator import Receive, Send
+from megatron_pp.features.skip_tensors.skip_runner import SkipRunner
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.tasks import Task
 from megatron_pp.runtime.executor import PlanExecutor
@@ -62,10 +64,11 @@ class WritesIntoGradient(_AfterPosting):
 class DropsNamedWhenPosted(PlanExecutor):
     """The memory of a named tensor is given back as soon as its send is posted; what uses it later has a copy."""
 
-    def _post_named(self, at: Task) -> None:
-        super()._post_named(at)
-        if at.op == ins.SEND_F and self.skips is not None:
-            sent, held = self.skips.request(at)[0], self.skips.held
+    def post(self, at: Task, request: Send | Receive) -> None:
+        super().post(at, request)
+        (skips,) = (one for one in self.features if isinstance(one, SkipRunner))
+        if at.op == ins.SEND_F:
+            sent, held = skips.request(at)[0], skips.held
             (key,) = (key for key, tensor in held.items() if tensor is sent)
             held[key] = sent.detach().clone().requires_grad_(sent.requires_grad)
 

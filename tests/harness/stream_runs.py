@@ -13,7 +13,7 @@ from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.streams import StreamNetwork, StreamReport, check_streams, virtual_cuda
 from megatron_pp.testing.threads import run_ranks
 from megatron_pp.testing.toy import TOY_SCHEDULES, ToyData, ToyResult, reference_run
-from megatron_pp.tracing.recorder import ranges_if_profiling
+from megatron_pp.tracing.observers import ranges_if_profiling
 from tests.harness.race_support import exact_data, run_plan
 
 POLICIES: dict[str, dict[str, Any]] = {

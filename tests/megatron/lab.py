@@ -46,7 +46,7 @@ with cpu_shim.triton_stand_in():
     from tests.megatron import trace as megatron_trace
     from tests.megatron.context_parallel import GatheredAttention, of_this_rank, sparse_attention
     from tests.megatron.loops import LOOPS
-from megatron_pp.plan.io.schedule_file import find_family  # noqa: E402
+from megatron_pp.plan.orders import find_family  # noqa: E402
 from megatron_pp.weight_grad import split_weight_grad, store_of  # noqa: E402
 from tests.megatron.cases import Case, Job, Model  # noqa: E402
 from tests.megatron.comparison import compare, read_reference, write_reference  # noqa: E402

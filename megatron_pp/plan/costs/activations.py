@@ -12,10 +12,12 @@ import math
 from collections.abc import Iterator, Sequence
 
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.costs.stage_costs import WEIGHT_SHARE
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import Instruction, without_pairs
 from megatron_pp.plan.ir.spec import Plan
+
+WEIGHT_SHARE = 32 / 34
+"""Of a forward's memory, what a split backward keeps until its weight gradients."""
 
 _Programs = Sequence[Sequence[Instruction]]
 Shares = float | Sequence[float]  # one for all stages, or one per stage in model order

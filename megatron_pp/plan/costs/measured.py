@@ -12,8 +12,9 @@ from itertools import chain
 from typing import Any
 
 from megatron_pp.errors import ExchangeError, PlanError
+from megatron_pp.plan.costs.activations import WEIGHT_SHARE
 from megatron_pp.plan.costs.files import read_text
-from megatron_pp.plan.costs.stage_costs import WEIGHT_SHARE, Link, MemoryModel, Network, StageCosts
+from megatron_pp.plan.costs.stage_costs import Link, MemoryModel, Network, StageCosts
 from megatron_pp.plan.ir.placement import Placement
 
 MS = {"ms": 1.0, "s": 1e3}

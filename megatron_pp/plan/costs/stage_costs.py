@@ -17,10 +17,6 @@ from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD
 from megatron_pp.plan.ir.placement import Placement
 
-WEIGHT_SHARE = 32 / 34
-"""Of a forward's memory, what a split backward keeps until its weight gradients; see ``activations.py``."""
-
-
 _TIMES = ("forward", "backward", "backward_input", "weight")
 
 
@@ -216,11 +212,6 @@ class Link:
 
     def wire_time(self, size: float) -> float:
         return size / self.bandwidth
-
-
-GLOO_DETACHED_BYTES = 256 * 1024
-"""On gloo, one-way channels for activations of at least this size get a connection of their own, and a thread that
-posts their sends: the hand-over costs tens of microseconds, posting costs milliseconds (``gloo.py``)."""
 
 
 @dataclass(frozen=True)

@@ -10,48 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megatron_pp.errors import ExchangeError, PlanError
+from megatron_pp.errors import ExchangeError
 from megatron_pp.plan.costs.files import read_text
 from megatron_pp.plan.io.serialize import load_plan
 from megatron_pp.plan.ir.instruction import OFFLOAD, WEIGHT_GRAD
-from megatron_pp.plan.ir.placement import LOOP
 from megatron_pp.plan.ir.repeated import Line
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
-from megatron_pp.plan.names import unknown
-from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.orders.family import Family, Order, Shape
-
-ENDINGS = (".csv", ".json")
-
-
-def names_a_file(schedule: str) -> bool:
-    """Whether ``schedule`` is the path of a file rather than a registered name."""
-    return schedule.endswith(ENDINGS)
-
-
-def choices() -> str:
-    """What a schedule may be, for error messages."""
-    return f"one of {', '.join(SCHEDULES)}, or a .csv or .json file"
-
-
-def find_family(schedule: str) -> Family:
-    """The registered family of this name, or that of the file at this path.
-
-    Raises PlanError for a name that is neither and for a file whose plan cannot run, ExchangeError (one too) for a file
-    that holds none.
-    """
-    if isinstance(schedule, str):
-        if schedule in SCHEDULES:
-            return SCHEDULES[schedule]
-        if names_a_file(schedule):
-            return family_of_file(schedule)
-    raise PlanError(unknown("schedule", schedule, SCHEDULES, choices()))
-
-
-def placement_kind(schedule: str | None) -> str:
-    """Where ``schedule`` puts the stages; in a loop where it is None, or not known and refused elsewhere."""
-    known = schedule is not None and (schedule in SCHEDULES or names_a_file(schedule))
-    return find_family(schedule).placement if schedule is not None and known else LOOP
 
 
 @lru_cache(maxsize=16)

@@ -10,13 +10,16 @@ Nothing in a file is ever executed: words are matched against the instruction se
 anything of their size is made.
 """
 
+from __future__ import annotations
+
 import json
 import os
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_pp.errors import ExchangeError, InstructionError, PlanError, visible
+from megatron_pp.on_demand import load
 from megatron_pp.plan.costs.files import read_text
 from megatron_pp.plan.costs.measured import Measured
 from megatron_pp.plan.io.torch_csv import read_torch_csv, write_torch_csv
@@ -24,8 +27,10 @@ from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import NONE, Instruction, batch, pair, parse_instruction, without_pairs
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.repeated import Line, Lines
-from megatron_pp.plan.ir.skip_tensors import SkipTensor
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
+
+if TYPE_CHECKING:
+    from megatron_pp.features.skip_tensors.routes import SkipTensor
 
 JSON = "json"
 TORCH_CSV = "torch-csv"
@@ -222,7 +227,8 @@ def _skip_tensor(value: Any) -> SkipTensor:
             "and where they apply gradient, shape and dtype"
         )
     lists = {name: tuple(given) for name, given in value.items() if isinstance(given, list)}
-    return SkipTensor(**{**value, **lists})
+    tensor: SkipTensor = load("skip_routes").SkipTensor(**{**value, **lists})
+    return tensor
 
 
 def spec_values(spec: PlanSpec) -> list[tuple[str, Any]]:

@@ -1,19 +1,25 @@
 """What identifies a plan: the spec that is built, verified and cached once, and the plan itself."""
 
+from __future__ import annotations
+
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.costs.measured import Measured
+from megatron_pp.on_demand import load
 from megatron_pp.plan.gc_pause import collector_paused
 from megatron_pp.plan.ir.certificate import Certificate
 from megatron_pp.plan.ir.instruction import NONE, OFFLOAD, PAIR, Instruction, format_program, without_pairs
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.repeated import Line, Repeated
-from megatron_pp.plan.ir.skip_tensors import CACHES, RECEIVED, Routes, SkipTensor, routes_of, skip_tensors
 from megatron_pp.plan.ir.tasks import Key, Task
 from megatron_pp.plan.names import unknown
+
+if TYPE_CHECKING:
+    from megatron_pp.features.skip_tensors.routes import Routes, SkipTensor
+    from megatron_pp.plan.costs.measured import Measured
 
 OVERLAP = "overlap"  # posts early, waits late
 BATCHED = "batched"  # one grouped call per compute boundary, waited there
@@ -29,6 +35,11 @@ ONE_QUEUE = "one_queue"  # all that a rank issues goes through one hardware queu
 DEVICE_SYNC = "device_sync"  # compute may synchronise the device, as Megatron's timers do at log level 2
 STATIC_BUFFERS = "static_buffers"  # graphed layers reuse an input gradient's buffer after the next backward
 DEVICE_RULES = (RENDEZVOUS, ONE_QUEUE, DEVICE_SYNC, STATIC_BUFFERS)
+
+NO_CACHE = "none"
+RECEIVED = "received"
+ALL = "all"
+CACHES = (NO_CACHE, RECEIVED, ALL)  # what ranks keep of named tensors; see ``skip_tensors.py``
 
 MOST_TASKS = 10**8  # stages times microbatches times slices: a plan of more fits into no host's memory
 
@@ -137,7 +148,7 @@ class PlanSpec:
             raise PlanError(f"{self.offload_chunks} chunks of every rank are to be offloaded; it has {self.num_chunks}")
         _one_of("cache of skip tensors", self.skip_cache, CACHES)
         if self.skip_tensors:
-            tensors = skip_tensors(self.skip_tensors, self.pipeline_size * self.num_chunks)
+            tensors = load("skip_routes").skip_tensors(self.skip_tensors, self.pipeline_size * self.num_chunks)
             object.__setattr__(self, "skip_tensors", tensors)
 
     @property
@@ -196,7 +207,10 @@ class Plan:
     def routes(self) -> Routes | None:
         """Of the named tensors; None where there are none."""
         spec = self.spec
-        return routes_of(spec.skip_tensors, spec.skip_cache, self.placement) if spec.skip_tensors else None
+        if not spec.skip_tensors:
+            return None
+        found: Routes = load("skip_routes").routes_of(spec.skip_tensors, spec.skip_cache, self.placement)
+        return found
 
     @cached_property
     def offloads(self) -> bool:

@@ -44,13 +44,16 @@ Where compute synchronises the device (DEVICE_SYNC) no receive is posted ahead o
 may depend on it. With STATIC_BUFFERS a gradient is released before the operation after the next backward.
 """
 
+from __future__ import annotations
+
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from operator import itemgetter
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_pp.errors import PlanError
+from megatron_pp.on_demand import load
 from megatron_pp.plan.gc_pause import collector_paused
 from megatron_pp.plan.ir.dataflow import MOVES, RESULT_OF, TOWARDS, consumer_of, source_of
 from megatron_pp.plan.ir.instruction import (
@@ -70,14 +73,15 @@ from megatron_pp.plan.ir.instruction import (
 )
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.repeated import Line, Lines
-from megatron_pp.plan.ir.skip_tensors import routes_of, with_drops
 from megatron_pp.plan.ir.spec import DEVICE_SYNC, ONE_WAY, OVERLAP, STATIC_BUFFERS, Plan, PlanSpec
 from megatron_pp.plan.lower.boundaries import Exchanges, Post, Way, named_posts, post_of
 from megatron_pp.plan.lower.clock import Clocked, run_clock
-from megatron_pp.plan.lower.offload import Copies, copies_of
 from megatron_pp.plan.lower.order_check import check_orders, run_of
-from megatron_pp.plan.lower.output_layer import collectives_of, placed_collectives
 from megatron_pp.plan.lower.syncs import syncs_of
+
+if TYPE_CHECKING:
+    from megatron_pp.features.offload.offload_lowering import Copies
+    from megatron_pp.features.skip_tensors.routes import Routes
 
 Order = Sequence[Instruction]
 _Turn = tuple[int, int, int]  # at one boundary: round, which of the following, place in the message
@@ -169,7 +173,9 @@ class _RankLowering:
         self.several_chunks = placement.num_chunks > 1
         self.looks_ahead = spec.policy == OVERLAP and spec.channels == ONE_WAY and not spec.variable_shapes
         self.sends_within = self.looks_ahead and DEVICE_SYNC not in spec.device
-        self.routes = routes_of(spec.skip_tensors, spec.skip_cache, placement) if spec.skip_tensors else None
+        self.routes: Routes | None = None
+        if spec.skip_tensors:
+            self.routes = load("skip_routes").routes_of(spec.skip_tensors, spec.skip_cache, placement)
         self.exchanges = Exchanges(spec, self.looks_ahead, self.routes is not None)
         self.within: dict[tuple[int, str], Instruction] = {}  # by entry of a pair and op: its sends
         self.posts: dict[int, list[Post]] = defaultdict(list)
@@ -284,7 +290,9 @@ class _RankLowering:
 
     def _place_collectives(self) -> None:
         ordered = self.rank, self.order, self.result_ends, self.placement, self.spec.forward_only
-        for boundary, one in placed_collectives(collectives_of(*ordered), self.ends, self._ahead, self.spec):
+        lowering = load("output_layer_lowering")
+        collectives = lowering.collectives_of(*ordered)
+        for boundary, one in lowering.placed_collectives(collectives, self.ends, self._ahead, self.spec):
             self.collectives[boundary].append((one.round, one.post))
             use = boundary + 1 if one.use is None else one.use
             if use < len(self.order):
@@ -385,15 +393,21 @@ class _RankLowering:
                 if i in before:
                     program += before[i]
                 program.append(self._with_sends(i, entry) if entry.members else entry)
-        return (
-            program if self.routes is None else with_drops(program, self.routes, self.placement, self.spec.forward_only)
+        if self.routes is None:
+            return program
+        dropping: list[Instruction] = load("skip_routes").with_drops(
+            program, self.routes, self.placement, self.spec.forward_only
         )
+        return dropping
 
     def _copies(self) -> tuple[Copies, Copies]:
         """At a boundary, and right before the entry behind it."""
         if not self.offloaded:
             return {}, {}
-        return copies_of(self.order, self.ends, self.offloaded, self.spec.offload_slots)
+        made: tuple[Copies, Copies] = load("offload_lowering").copies_of(
+            self.order, self.ends, self.offloaded, self.spec.offload_slots
+        )
+        return made
 
     def _with_sends(self, i: int, entry: Instruction) -> Instruction:
         """The pair with those of its sends that go out within it."""

@@ -1,28 +1,79 @@
-"""The schedule families. Each gives compute order only; ``megatron_pp.plan.lower.lowering`` adds the communication."""
+"""The schedule families. Each gives compute order only; ``megatron_pp.plan.lower`` adds the communication."""
+
+import importlib
+from collections.abc import Callable, Iterator, MutableMapping
 
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.ir.placement import LOOP, V_SHAPE
-from megatron_pp.plan.orders import auto, loop, v, vocabulary
-from megatron_pp.plan.orders.family import Family
-from megatron_pp.plan.orders.loop import COMBINED, INTERLEAVED, ONE_F_ONE_B
+from megatron_pp.on_demand import load
+from megatron_pp.plan.ir.placement import LOOP
+from megatron_pp.plan.names import unknown
+from megatron_pp.plan.orders.family import COMBINED, INTERLEAVED, INTERLEAVED_SEQ, ONE_F_ONE_B, SEQ_1F1B, Family
 
-_SEARCHING_FAMILIES = (
-    auto.searching_family("auto", loop.FAMILIES, LOOP, chunks=None),
-    auto.searching_family("auto_v", v.FAMILIES, V_SHAPE, chunks=2),
-)
-
-SCHEDULES: dict[str, Family] = {
-    family.name: family
-    for family in (
-        *loop.FAMILIES,
-        *v.FAMILIES,
-        *loop.SLICED,
-        *vocabulary.FAMILIES,
-        *_SEARCHING_FAMILIES,
-    )
+_MODULES = {
+    "gpipe": "one_chunk",
+    ONE_F_ONE_B: "one_chunk",
+    "eager_1f1b": "one_chunk",
+    INTERLEAVED: "interleaved",
+    "gis": "early_backwards",
+    "gis_h": "early_backwards",
+    COMBINED: "interleaved",
+    "breadth_first": "one_chunk",
+    "zb_h1": "zero_bubble",
+    "zb_h2": "zero_bubble",
+    "interleaved_zb": "zero_bubble",
+    "pipe_offload": "early_backwards",
+    "zb_v": "v",
+    "v_half": "v",
+    "v_min": "v",
+    "1f1b_v": "v",
+    "dualpipe_v": "v",
+    SEQ_1F1B: "sliced",
+    INTERLEAVED_SEQ: "sliced",
+    "seq_zb": "sliced",
+    "interleaved_seq_zb": "sliced",
+    "vocab_1f1b": "megatron_pp.features.output_layer.vocabulary",
+    "vocab_1f1b_alg1": "megatron_pp.features.output_layer.vocabulary",
+    "auto": "megatron_pp.planner.auto",
+    "auto_v": "megatron_pp.planner.auto",
 }
+"""Name -> the module here, or elsewhere, whose FAMILIES have it. It is loaded when the family is asked for."""
 
-__all__ = ["COMBINED", "INTERLEAVED", "ONE_F_ONE_B", "SCHEDULES", "Family", "check_slices", "register"]
+
+class Families(MutableMapping[str, Family]):
+    """Families by name. Those of the package are loaded when they are asked for; their names are known before."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, Family | None] = dict.fromkeys(_MODULES)
+
+    def __getitem__(self, name: str) -> Family:
+        family = self._found[name]
+        if family is None:
+            module = _MODULES[name]
+            found = importlib.import_module(module if "." in module else f"{__name__}.{module}")
+            self._found[name] = family = next(one for one in found.FAMILIES if one.name == name)
+        return family
+
+    def __setitem__(self, name: str, family: Family) -> None:
+        self._found[name] = family
+
+    def __delitem__(self, name: str) -> None:
+        del self._found[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+
+ENDINGS = (".csv", ".json")  # of schedules that are files
+
+SCHEDULES = Families()
+
+__all__ = [
+    "COMBINED", "INTERLEAVED", "ONE_F_ONE_B", "SCHEDULES", "Family", "check_slices", "choices",
+    "find_family", "names_a_file", "placement_kind", "register",
+]  # fmt: skip
 
 
 def check_slices(family: Family, slices: int) -> None:
@@ -30,6 +81,37 @@ def check_slices(family: Family, slices: int) -> None:
     if slices > 1 and not family.sliced:
         names = ", ".join(name for name, other in SCHEDULES.items() if other.sliced)
         raise PlanError(f"schedule {family.name} runs sequences whole, not in {slices} slices; {names} have slices")
+
+
+def names_a_file(schedule: str) -> bool:
+    """Whether ``schedule`` is the path of a file rather than a registered name."""
+    return schedule.endswith(ENDINGS)
+
+
+def choices() -> str:
+    """What a schedule may be, for error messages."""
+    return f"one of {', '.join(SCHEDULES)}, or a .csv or .json file"
+
+
+def find_family(schedule: str) -> Family:
+    """The registered family of this name, or that of the file at this path.
+
+    Raises PlanError for a name that is neither and for a file whose plan cannot run, ExchangeError (one too) for a file
+    that holds none.
+    """
+    if isinstance(schedule, str):
+        if schedule in SCHEDULES:
+            return SCHEDULES[schedule]
+        if names_a_file(schedule):
+            family_of_file: Callable[[str], Family] = load("schedule_file").family_of_file
+            return family_of_file(schedule)
+    raise PlanError(unknown("schedule", schedule, SCHEDULES, choices()))
+
+
+def placement_kind(schedule: str | None) -> str:
+    """Where ``schedule`` puts the stages; in a loop where it is None, or not known and refused elsewhere."""
+    known = schedule is not None and (schedule in SCHEDULES or names_a_file(schedule))
+    return find_family(schedule).placement if schedule is not None and known else LOOP
 
 
 def register(family: Family) -> Family:

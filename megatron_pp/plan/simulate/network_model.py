@@ -9,7 +9,8 @@ connections of their own, and their announcements take no time.
 from collections import Counter
 from typing import NamedTuple
 
-from megatron_pp.plan.costs.stage_costs import GLOO_DETACHED_BYTES, Network
+from megatron_pp.plan.costs.stage_costs import Network
+from megatron_pp.plan.costs.transports import GLOO_DETACHED_BYTES
 from megatron_pp.plan.ir.instruction import NONE, Instruction
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.plan.simulate.simulation import Transfer

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import NamedTuple
 
-from megatron_pp.plan.costs.activations import Shares, kept_timeline, peak_activations, peak_on_host
-from megatron_pp.plan.costs.stage_costs import WEIGHT_SHARE
+from megatron_pp.plan.costs.activations import WEIGHT_SHARE, Shares, kept_timeline, peak_activations, peak_on_host
 from megatron_pp.plan.ir.instruction import NONE, Instruction
 from megatron_pp.plan.ir.spec import Plan
 

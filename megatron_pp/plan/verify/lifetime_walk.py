@@ -2,11 +2,14 @@
 has to.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator
 from itertools import product
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_pp.errors import PlanError
+from megatron_pp.on_demand import load
 from megatron_pp.plan.costs.activations import key_values_change
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.dataflow import CAUSAL, neighbour_of, slice_before
@@ -25,7 +28,9 @@ from megatron_pp.plan.ir.rules import (
     words_of,
 )
 from megatron_pp.plan.ir.spec import Plan
-from megatron_pp.plan.verify.skip_lifetime import NamedWalk
+
+if TYPE_CHECKING:
+    from megatron_pp.features.skip_tensors.skip_lifetime import NamedWalk
 
 
 class Memory(NamedTuple):
@@ -158,7 +163,9 @@ class Walk:
         self.gives_back = deallocate or spec.forward_only  # whether an output's data goes when it was sent or handed on
         self.peaks = [0] * len(Memory._fields)
         self.now = [0] * len(Memory._fields)
-        self.named = NamedWalk(plan, rank, self.facts, self._error) if spec.skip_tensors else None
+        self.named: NamedWalk | None = None
+        if spec.skip_tensors:
+            self.named = load("skip_lifetime").NamedWalk(plan, rank, self.facts, self._error)
 
     def tensors(self) -> Iterator[int]:
         """Run the program; after each instruction, the tensors alive together."""

@@ -26,24 +26,15 @@ from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import POST_OF, Instruction, later
 from megatron_pp.plan.ir.repeated import Block, RepetitionError
 from megatron_pp.plan.ir.spec import DEVICE_SYNC, ONE_QUEUE, RENDEZVOUS, Plan
-from megatron_pp.plan.verify.aligned import runs_aligned
 from megatron_pp.plan.verify.queues import DATA, SHAPE, End, Entry, QueueMachine
-from megatron_pp.plan.verify.rank_queues import RankQueues
 
 
-def check_rendezvous(
-    plan: Plan,
-    device: Collection[str] = (),
-    block: Block | None = None,
-    queues: Sequence[RankQueues] | None = None,
-) -> None:
+def check_rendezvous(plan: Plan, device: Collection[str] = (), block: Block | None = None) -> None:
     """Raises PlanError where the plan can hang or a receive would get another message than it is meant for, with the
     cycle in words. ``device``: rules that hold besides rendezvous; others than ONE_QUEUE and DEVICE_SYNC say nothing
     here. With ``block``, raises RepetitionError unless ranks that run to its ends come to a standstill as ranks that
-    run to its starts do. ``queues``: of each rank, where they are known.
+    run to its starts do.
     """
-    if runs_aligned(plan, device, block, queues):
-        return
     run = _Run(plan, [rule for rule in (ONE_QUEUE, DEVICE_SYNC) if rule in device])
     if block is not None:
         run.upto(block.starts)

@@ -7,8 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.costs.activations import Shares, peak_activations, peak_on_host
-from megatron_pp.plan.costs.stage_costs import WEIGHT_SHARE
+from megatron_pp.plan.costs.activations import WEIGHT_SHARE, Shares, peak_activations, peak_on_host
 from megatron_pp.plan.gc_pause import collector_paused
 from megatron_pp.plan.ir import certificate as cert
 from megatron_pp.plan.ir.instruction import (
@@ -24,11 +23,10 @@ from megatron_pp.plan.ir.repeated import Block, RepetitionError
 from megatron_pp.plan.ir.spec import STATIC_BUFFERS, Plan, checked_device
 from megatron_pp.plan.lower.order_check import check_programs
 from megatron_pp.plan.verify.lifetime import RankPeaks, check_rank
-from megatron_pp.plan.verify.rank_queues import RankQueues
 from megatron_pp.plan.verify.rendezvous import check_rendezvous
-from megatron_pp.plan.verify.sites import RankSites
 
 _Cell = tuple[int, int, int]  # stage, microbatch, slice
+_RUN = COMPUTE_OPS | COPY_OPS
 
 
 @dataclass(frozen=True)
@@ -88,13 +86,11 @@ def verify(
     rules = plan.spec.device if device is None else checked_device(device)
     if len(plan.programs) != plan.spec.pipeline_size:
         raise PlanError(f"the plan has {len(plan.programs)} rank programs for a pipeline of {plan.spec.pipeline_size}")
-    peaks, queues, runs = [], [], []
+    peaks, runs = [], []
     for rank, program in enumerate(plan.programs):
-        sites = RankSites(program)
-        peaks.append(check_rank(plan, rank, deallocate, block, sites))
-        queues.append(RankQueues(plan, rank, rules, sites))
-        runs.append([program[k] for k in sites.entries(COMPUTE_OPS | COPY_OPS)])
-    check_rendezvous(plan, rules, block, queues)
+        peaks.append(check_rank(plan, rank, deallocate, block))
+        runs.append([at for at in program if at.op in _RUN])
+    check_rendezvous(plan, rules, block)
     if STATIC_BUFFERS in rules:
         check_static_buffers(plan, block)
     check_programs(plan, runs)

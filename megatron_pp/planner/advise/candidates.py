@@ -7,18 +7,17 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from megatron_pp.planner.advise.fit import Fitted, Room, States, best_counts, fitted
-from megatron_pp.planner.advise.layout import stages_of
-from megatron_pp.planner.advise.model import Model
-from megatron_pp.planner.advise.question import Question
-from megatron_pp.planner.advise.timing import Kept, kept_states, order_time
-
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.builder import lowered_plan
 from megatron_pp.plan.ir.placement import LOOP, Placement
 from megatron_pp.plan.ir.spec import PlanSpec, Shape
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.orders.family import Family, Order
+from megatron_pp.planner.advise.fit import Fitted, Room, States, best_counts, fitted
+from megatron_pp.planner.advise.layout import stages_of
+from megatron_pp.planner.advise.model import Model
+from megatron_pp.planner.advise.question import Question
+from megatron_pp.planner.advise.timing import Kept, kept_states, order_time
 from megatron_pp.planner.bound import lower_bound
 
 _PILOTS = (2, 4)  # an estimate is of so many P microbatches; the steady state goes on

@@ -4,12 +4,6 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_pp.planner.advise.candidates import Candidate, cut_model, fixed_memory
-from megatron_pp.planner.advise.fit import Fitted, Room, fitted, with_recomputed
-from megatron_pp.planner.advise.model import PART, Model
-from megatron_pp.planner.advise.question import Question
-from megatron_pp.planner.advise.timing import kept_states
-
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.builder import verified_plan
 from megatron_pp.plan.costs.activations import host_timeline, logits_timeline
@@ -18,6 +12,11 @@ from megatron_pp.plan.costs.stage_costs import MemoryModel, StageCosts
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.verify.verifier import Verdict
+from megatron_pp.planner.advise.candidates import Candidate, cut_model, fixed_memory
+from megatron_pp.planner.advise.fit import Fitted, Room, fitted, with_recomputed
+from megatron_pp.planner.advise.model import PART, Model
+from megatron_pp.planner.advise.question import Question
+from megatron_pp.planner.advise.timing import kept_states
 from megatron_pp.planner.bound import Bound, bound_of
 
 ROUNDING = 1e-9

@@ -10,13 +10,12 @@ from itertools import accumulate, pairwise
 from operator import mul
 from typing import NamedTuple
 
-from megatron_pp.planner.advise.layout import Counts, Units, balanced, improved, is_buildable, stages_of
-from megatron_pp.planner.advise.model import MTP, Layer, Model, total
-from megatron_pp.planner.advise.timing import Kept
-
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.costs.stage_costs import StageCosts
 from megatron_pp.plan.ir.placement import Placement
+from megatron_pp.planner.advise.layout import Counts, Units, balanced, improved, is_buildable, stages_of
+from megatron_pp.planner.advise.model import MTP, Layer, Model, total
+from megatron_pp.planner.advise.timing import Kept
 
 States = Sequence[Sequence[Kept]]  # per rank
 

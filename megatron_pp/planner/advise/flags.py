@@ -2,13 +2,12 @@
 
 from typing import Any
 
+from megatron_pp.plan.ir.spec import OVERLAP, PLAIN
+from megatron_pp.plan.orders import INTERLEAVED, ONE_F_ONE_B
 from megatron_pp.planner.advise.evaluate import Outcome
 from megatron_pp.planner.advise.layout import layout_text
 from megatron_pp.planner.advise.model import PART
 from megatron_pp.planner.advise.question import Question
-
-from megatron_pp.plan.ir.spec import OVERLAP, PLAIN
-from megatron_pp.plan.orders import INTERLEAVED, ONE_F_ONE_B
 
 MEASURED_FILE = "advised.json"
 

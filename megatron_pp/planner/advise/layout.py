@@ -4,9 +4,8 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, groupby, pairwise
 
-from megatron_pp.planner.advise.model import LETTERS, MTP, Layer, spreads_mtp
-
 from megatron_pp.plan.ir.placement import LOOP, Placement
+from megatron_pp.planner.advise.model import LETTERS, MTP, Layer, spreads_mtp
 
 Units = Sequence[tuple[Layer, ...]]
 Counts = tuple[int, ...]  # units of each stage, in model order

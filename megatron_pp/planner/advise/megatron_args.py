@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_pp.planner.advise.transformer import Transformer
-
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.costs.files import read_text
 from megatron_pp.plan.simulate.memory import FULL, NONE, SELECTIVE, ModelShape
+from megatron_pp.planner.advise.transformer import Transformer
 
 _FLAG = re.compile(r"--([A-Za-z][\w-]*)(?:=(.*))?\Z", re.DOTALL)
 _OLD_NAMES = {"model_parallel_size": "tensor_model_parallel_size", "num_layers_per_virtual_pipeline_stage": "_chunk"}

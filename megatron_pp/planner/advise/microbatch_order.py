@@ -5,14 +5,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron_pp.planner.advise.evaluate import Outcome
-from megatron_pp.planner.advise.question import Question
-from megatron_pp.planner.advise.timing import order_time
-
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs.stage_costs import StageCosts
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.plan.simulate.simulator import simulate
+from megatron_pp.planner.advise.evaluate import Outcome
+from megatron_pp.planner.advise.question import Question
+from megatron_pp.planner.advise.timing import order_time
 
 _TRIALS = 600  # of each order that is begun with
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.costs.stage_costs import WEIGHT_SHARE
+from megatron_pp.plan.costs.activations import WEIGHT_SHARE
 
 EMBEDDING, DECODER, MTP, LOSS, PART = "embedding", "decoder", "mtp", "loss", "part"
 LETTERS = {EMBEDDING: "E", DECODER: "t", MTP: "m", LOSS: "L"}

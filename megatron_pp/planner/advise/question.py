@@ -4,13 +4,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_pp.planner.advise.model import Model
-
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.costs.stage_costs import Link, Network
 from megatron_pp.plan.ir.spec import BATCHED, OVERLAP, checked_device
 from megatron_pp.plan.names import unknown
 from megatron_pp.plan.orders import SCHEDULES
+from megatron_pp.planner.advise.model import Model
 
 _LIKE_OTHERS = ("combined_1f1b",)  # interleaved_1f1b but for Megatron's all-to-all overlap, which costs do not show
 _MOST_CHUNKS = 1000  # of a rank: more stages than any model has layers

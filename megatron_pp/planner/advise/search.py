@@ -15,12 +15,11 @@ from dataclasses import dataclass, replace
 from multiprocessing.pool import AsyncResult
 from typing import Any
 
+from megatron_pp.errors import PlanError
 from megatron_pp.planner.advise.candidates import Candidate, Estimate, candidates, estimate, why_none
 from megatron_pp.planner.advise.evaluate import Outcome, evaluate
 from megatron_pp.planner.advise.fit import Fitted
 from megatron_pp.planner.advise.question import Question
-
-from megatron_pp.errors import PlanError
 
 Report = Callable[[int, int, str], None]
 """Takes how much of the work is done, of how much, and what is looked at."""

@@ -10,12 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megatron_pp.planner.advise.model import DECODER, EMBEDDING, LOSS, MTP, Layer, Model
-
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.costs.slice_costs import attention_share
 from megatron_pp.plan.names import unknown
 from megatron_pp.plan.simulate.memory import FULL, ModelShape
+from megatron_pp.planner.advise.model import DECODER, EMBEDDING, LOSS, MTP, Layer, Model
 
 GB = 1e9
 EFFICIENCY = 0.5  # of a GPU's peak that large matrix products reach

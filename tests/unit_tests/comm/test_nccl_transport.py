@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_pp.comm.channels import SHAPES
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
 from megatron_pp.faults.attach import close_guard
-from megatron_pp.runtime.pairs import HalfCall, on_two_streams
+from megatron_pp.features.pairs.pair_runner import HalfCall, on_two_streams
 from megatron_pp.testing.pipeline import run_rank
 from megatron_pp.testing.streams import StreamNetwork, virtual_cuda
 from megatron_pp.testing.streams.device import VirtualDevice

@@ -141,7 +141,7 @@ def test_megatron_style_calls_compare_dtype() -> None:
 
 def test_what_is_expected_follows_the_plan() -> None:
     """A receive and the send that it belongs to carry one stamp, on every channel of a V."""
-    from megatron_pp.comm.wire_check import WireCheck
+    from megatron_pp.features.p2p_debug.wire_check import WireCheck
 
     plan = build_plan(PlanSpec("zb_v", 2, 2, 4))
     stamps: dict[bool, list[Any]] = {True: [], False: []}

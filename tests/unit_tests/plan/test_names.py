@@ -6,10 +6,9 @@ import pytest
 
 from megatron_pp.config.model_config import ModelParallelConfig
 from megatron_pp.errors import ConfigError, PlanError, ScheduleError
-from megatron_pp.plan.io.schedule_file import find_family
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.names import nearest_name, unknown
-from megatron_pp.plan.orders import SCHEDULES
+from megatron_pp.plan.orders import SCHEDULES, find_family
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,14 @@ from pathlib import Path
 import pytest
 
 from megatron_pp.errors import ExchangeError, InstructionError, PlanError
+from megatron_pp.features.skip_tensors.routes import (
+    ALL,
+    SkipTensor,
+    declared_tensors,
+    routes_of,
+    skip_tensors,
+    traffic_of,
+)
 from megatron_pp.plan.builder import build_plan, lowered_plan
 from megatron_pp.plan.costs.stage_costs import Link, Network, StageCosts
 from megatron_pp.plan.io.serialize import format_plan, parse_plan
@@ -19,18 +27,18 @@ from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import Instruction, each, parse_instruction
 from megatron_pp.plan.ir.placement import LOOP, V_SHAPE, Placement
 from megatron_pp.plan.ir.repeated import Repeated
-from megatron_pp.plan.ir.skip_tensors import (
-    ALL,
+from megatron_pp.plan.ir.spec import (
     CACHES,
+    CHANNELS,
+    DEVICE_SYNC,
     NO_CACHE,
+    ONE_QUEUE,
+    OVERLAP,
+    POLICIES,
     RECEIVED,
-    SkipTensor,
-    declared_tensors,
-    routes_of,
-    skip_tensors,
-    traffic_of,
+    Plan,
+    PlanSpec,
 )
-from megatron_pp.plan.ir.spec import CHANNELS, DEVICE_SYNC, ONE_QUEUE, OVERLAP, POLICIES, Plan, PlanSpec
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.verify.verifier import verify

@@ -12,13 +12,13 @@ import torch
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import PlanError
+from megatron_pp.features.pairs.pair_runner import in_turn
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.spec import DEVICE_SYNC, ONE_QUEUE, STATIC_BUFFERS, PlanSpec
 from megatron_pp.plan.ir.tasks import Task
 from megatron_pp.runtime import log_once, plan_choice, step
 from megatron_pp.runtime.executor import PlanExecutor
-from megatron_pp.runtime.pairs import in_turn
 from megatron_pp.runtime.plan_choice import QUEUES_VARIABLE
 from megatron_pp.testing.adversarial_transports import LastMomentNetwork
 from megatron_pp.testing.memory_transport import MemoryNetwork, MemoryTransport

@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from megatron_pp.cli.command_line import main
-from megatron_pp.comm.exchange import measure_links
+from megatron_pp.comm.link_timing import measure_links
 from megatron_pp.errors import ConfigError, PlanError, ScheduleInputError
+from megatron_pp.features.measuring.measuring import Measuring, gather_by_stage
+from megatron_pp.features.pairs.pair_runner import in_turn
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs.measured import MeasuredFile, fitted_link, measured_values
@@ -22,8 +24,6 @@ from megatron_pp.plan.ir.instruction import parse_program
 from megatron_pp.plan.ir.placement import PLACEMENTS, Placement
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.runtime.footprint import measure_footprint
-from megatron_pp.runtime.measuring import Measuring, gather_by_stage
-from megatron_pp.runtime.pairs import in_turn
 from megatron_pp.testing.adversarial_transports import LastMomentNetwork, PoisoningNetwork, ShuffledNetwork
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.pipeline import placement_of, toy_step

@@ -13,19 +13,20 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_pp.config.settings import StepSettings
+from megatron_pp.features.skip_tensors.skip_runner import SkipRunner
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import build_plan, verified_plan
 from megatron_pp.plan.ir.instruction import SEND_OPS, Instruction
-from megatron_pp.plan.ir.skip_tensors import CACHES
-from megatron_pp.plan.ir.spec import POLICIES, PlanSpec
+from megatron_pp.plan.ir.spec import CACHES, POLICIES, PlanSpec
 from megatron_pp.plan.verify.lifetime import tensors_timeline
 from megatron_pp.runtime.compute import ModelSteps, StepOptions
-from megatron_pp.runtime.executor import PlanExecutor, Shapes
+from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.runtime.gradient_hooks import SyncHooks
-from megatron_pp.runtime.skip_tensors import SkipRunner
+from megatron_pp.runtime.message_shapes import Shapes
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import ThreadGroup, run_ranks
 from megatron_pp.testing.toy import HIDDEN, ToyBlock, ToyData, toy_chunks, toy_config, toy_forward_step
+from tests.harness.race_support import features_of
 from tests.harness.skip_block import SkipBlock
 
 STATE = ("inputs", "outputs", "output_grads", "input_grads")
@@ -47,7 +48,7 @@ class Census:
         pass
 
     def end(self, at: Instruction) -> None:
-        skips = self.executor.skips
+        skips = next((one for one in self.executor.features if isinstance(one, SkipRunner)), None)
         for table in [getattr(self.executor, name) for name in STATE] + (
             [] if skips is None else [skips.held, skips.sums]
         ):
@@ -92,10 +93,10 @@ def run_counted(
             communicator,
             steps,
             SyncHooks(StepSettings.from_config(config), chunks),
-            Shapes(shape, shape),
+            [Shapes(shape, shape)],
             deallocate=deallocate,
             observer=census,
-            skips=SkipRunner(plan, [shape], torch.float32, not spec.forward_only) if spec.skip_tensors else None,
+            features=features_of(plan, communicator, chunks, [Shapes(shape, shape)]),
         )
         census.executor = executor
         executor.run()

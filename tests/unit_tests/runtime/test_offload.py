@@ -12,15 +12,15 @@ from torch.utils.checkpoint import checkpoint
 
 from examples.gpt.trainer import forward_step
 from megatron_pp import split_weight_grad
-from megatron_pp.comm import host_copies as copies
 from megatron_pp.errors import ScheduleInputError
+from megatron_pp.features.offload import host_copies as copies
+from megatron_pp.features.offload import offload_runner as offload
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs.activations import activations_timeline, host_timeline
 from megatron_pp.plan.ir.instruction import LOAD, OFFLOAD, Instruction
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.verify.lifetime import tensors_timeline
-from megatron_pp.runtime import offload
 from megatron_pp.testing.adversarial_transports import HOSTILE_NETWORKS
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.streams import StreamReport
@@ -136,7 +136,7 @@ def test_memory_is_what_the_plan_counts_at_each_instruction(spec: PlanSpec, monk
     end, see = test_memory.Census.end, test_memory.Census._see
 
     def ended(self: Any, at: Instruction) -> None:
-        rank, kept = self.executor.rank, self.executor.offloads.kept
+        rank, kept = self.executor.rank, self.executor.features[0].kept
         blocks = [block for one in kept.values() for block in one.blocks.values()]
         if at.op == LOAD:
             loaded = kept[(at.stage, at.mb, at.slice)].blocks.values()
@@ -212,8 +212,11 @@ class Recorded:
     def __init__(self, *chunks: torch.nn.Module) -> None:
         plan = build_plan(PlanSpec("1f1b", 2, 1, 4, offload_chunks=1))
         self.at = next(task for task in plan.tasks(0) if task.op == OFFLOAD)
-        self.offloads = offload.Offloads(copies.host_copies(torch.device("cpu")), frozenset({self.at.key}), chunks)
+        self.offloads = offload.Offloads(
+            copies.host_copies(torch.device("cpu")), frozenset({self.at.key}), chunks, lambda at: self.shared
+        )
         self.output = torch.tensor(())
+        self.shared: Any = ()
 
     def forward(self, function: Any) -> None:
         def run(at: Any) -> None:
@@ -223,7 +226,8 @@ class Recorded:
 
     def away_and_back(self, shared: Any = ()) -> list[int]:
         """Bytes of the blocks that were copied."""
-        self.offloads.offload(self.at, shared)
+        self.shared = shared
+        self.offloads.offload(self.at)
         sizes = sorted(block.stop - block.start for block in self.offloads.kept[self.at.key].blocks.values())
         self.back()
         return sizes
@@ -299,7 +303,8 @@ def test_what_changes_in_place_is_an_error_as_without_offloading() -> None:
                 middle.add_(1)
             step.away_and_back()
         else:  # of what stays on the device, with "after"
-            step.offloads.offload(step.at, [middle] if when == "after" else ())
+            step.shared = [middle] if when == "after" else ()
+            step.offloads.offload(step.at)
             with torch.no_grad():
                 middle.add_(1)
             step.back()

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 
 from megatron_pp import SplitOutputLayer
 from megatron_pp.errors import MegatronPPError, PlanError, ScheduleInputError
+from megatron_pp.features.output_layer.output_runner import rows_of_rank
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.instruction import OUTPUT_LAYER_OPS
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.verify.verifier import verify
-from megatron_pp.runtime.output_layer import rows_of_rank
 from megatron_pp.testing.adversarial_transports import HOSTILE_NETWORKS
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.toy import HIDDEN, ToyBlock

@@ -19,15 +19,15 @@ from torch.distributed import HashStore
 from megatron_pp.config import TransformerConfig
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ConfigError, PipelineMismatchError, ScheduleInputError
+from megatron_pp.features.pairs.pair_runner import in_turn
+from megatron_pp.features.replanning import replan_exchange
+from megatron_pp.features.replanning.proposing import Answer, Recorded, searched
+from megatron_pp.features.replanning.replan_exchange import Change, Exchange
+from megatron_pp.features.replanning.replanning import Replanning, in_steps
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.runtime import replan_exchange
-from megatron_pp.runtime.pairs import in_turn
-from megatron_pp.runtime.replan_exchange import Change, Exchange
-from megatron_pp.runtime.replanning import Replanning, in_steps
 from megatron_pp.runtime.step import StepCall
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.toy import ToyBlock, ToyResult
-from megatron_pp.tracing.proposing import Answer, Recorded, searched
 from tests.harness.proposals import Search, proposal, to
 from tests.harness.toy_training import train_toy
 

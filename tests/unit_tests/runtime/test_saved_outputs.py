@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatron_pp.features.pairs.pair_runner import in_turn
 from megatron_pp.integrations.megatron_steps import freed_output
 from megatron_pp.runtime.deallocate import accumulate, backward_root, custom_backward
-from megatron_pp.runtime.pairs import in_turn
 from megatron_pp.runtime.stage import PipelineStage
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import (

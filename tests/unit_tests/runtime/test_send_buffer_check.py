@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.config.model_config import ModelParallelConfig
 from megatron_pp.errors import PipelineError, ScheduleInputError, SendBufferError
+from megatron_pp.features.p2p_debug.send_buffer_check import WatchedExecutor, checksum
+from megatron_pp.features.pairs.pair_runner import HalfCall, in_turn
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.instruction import POST_OF, parse_instruction
 from megatron_pp.plan.ir.spec import BATCHED, OVERLAP, PLAIN, PlanSpec
 from megatron_pp.plan.ir.tasks import Task
 from megatron_pp.runtime.executor import PlanExecutor
-from megatron_pp.runtime.pairs import HalfCall, in_turn
-from megatron_pp.runtime.send_buffer_check import WatchedExecutor, checksum, executor_for
+from megatron_pp.runtime.step import executor_for
 from megatron_pp.testing.adversarial_transports import LastMomentNetwork, PoisoningNetwork
 from megatron_pp.testing.memory_transport import MemoryTransport
 from megatron_pp.testing.pipeline import run_in_threads

@@ -16,8 +16,8 @@ from examples.gpt.trainer import forward_step
 from megatron_pp import get_forward_backward_func, sequence_slice, split_weight_grad
 from megatron_pp.config.model_config import TransformerConfig
 from megatron_pp.errors import ConfigError, ScheduleError, ScheduleInputError
+from megatron_pp.features.slices import lengths as slice_lengths
 from megatron_pp.plan.ir.placement import LOOP, Placement
-from megatron_pp.runtime import message_shapes
 from megatron_pp.runtime.stage import PipelineStage
 from megatron_pp.testing.toy import ToyBlock, ToyResult, toy_config, toy_forward_step
 from tests.harness.step_runs import DATA, alone, in_pipeline, on_ranks, result_of
@@ -135,7 +135,7 @@ def test_runs_repeat_to_the_bit():
 
 
 def test_slices_of_equal_cost_are_of_unequal_length(whole, monkeypatch):
-    monkeypatch.setattr(message_shapes, "attention_share", lambda *sizes: 0.6)  # of so short a sequence it is 0.06
+    monkeypatch.setattr(slice_lengths, "attention_share", lambda *sizes: 0.6)  # of so short a sequence it is 0.06
     lengths: list[int] = []
 
     def step(data_iterator: Any, model: Any) -> Any:

@@ -9,9 +9,9 @@ import torch
 
 from megatron_pp.config.model_config import TransformerConfig
 from megatron_pp.errors import ConfigError, P2PShapeError, ScheduleInputError
-from megatron_pp.plan.ir.skip_tensors import CACHES, SkipTensor, skip_tensors
-from megatron_pp.plan.ir.spec import PlanSpec
-from megatron_pp.runtime.pairs import in_turn
+from megatron_pp.features.pairs.pair_runner import in_turn
+from megatron_pp.features.skip_tensors.routes import SkipTensor, skip_tensors
+from megatron_pp.plan.ir.spec import CACHES, PlanSpec
 from megatron_pp.testing.adversarial_transports import HOSTILE_NETWORKS
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.pipeline import run_in_threads

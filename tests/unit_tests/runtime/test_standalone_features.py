@@ -23,7 +23,7 @@ from megatron_pp.schedules import get_forward_backward_func
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import ThreadGroup, run_ranks
 from megatron_pp.testing.toy import HIDDEN, ToyBlock, ToyData, ToyResult, gradients_of, toy_config, toy_forward_step
-from megatron_pp.tracing.recorder import ranges_if_profiling
+from megatron_pp.tracing.observers import ranges_if_profiling
 
 MICROBATCHES = 4
 DATA = ToyData(MICROBATCHES)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_pp.runtime.pairs import on_two_streams
+from megatron_pp.features.pairs.pair_runner import on_two_streams
 from megatron_pp.testing.toy import ToyData, reference_run
 from tests.harness.nccl_runs import FailingBlock, step_on_nccl
 from tests.harness.stream_runs import POLICIES

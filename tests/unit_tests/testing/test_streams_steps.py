@@ -10,8 +10,8 @@ import torch
 
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
 from megatron_pp.errors import PipelineError
+from megatron_pp.features.pairs.pair_runner import HalfCall, on_two_streams
 from megatron_pp.plan.ir.placement import Placement
-from megatron_pp.runtime.pairs import HalfCall, on_two_streams
 from megatron_pp.testing.pipeline import placement_of, toy_step
 from megatron_pp.testing.streams import check_streams
 from megatron_pp.testing.toy import TOY_SCHEDULES, ToyBlock, ToyData, toy_chunks, toy_config, toy_loss

@@ -27,7 +27,8 @@ from megatron_pp.tracing import recorder as trace
 from megatron_pp.tracing.analysis import analyse
 from megatron_pp.tracing.clock_sync import agree_on_clocks
 from megatron_pp.tracing.files import read_rank_trace
-from megatron_pp.tracing.recorder import Tracer, chosen_steps, message_bytes, observers
+from megatron_pp.tracing.observers import message_bytes, nested
+from megatron_pp.tracing.recorder import Tracer, chosen_steps
 from megatron_pp.tracing.run import load_run
 from megatron_pp.weight_grad import split_weight_grad
 
@@ -245,11 +246,11 @@ def test_observers_stand_one_within_the_other():
     def watcher(name):
         return SimpleNamespace(begin=lambda at: calls.append(f"{name}<"), end=lambda at: calls.append(f">{name}"))
 
-    both = observers(watcher("a"), None, watcher("b"))
+    both = nested(watcher("a"), None, watcher("b"))
     both.begin(None)
     both.end(None)
     assert calls == ["a<", "b<", ">b", ">a"]
-    assert observers(None, None) is None
+    assert nested(None, None) is None
 
 
 def test_a_profiled_step_can_be_recorded_too(tmp_path):

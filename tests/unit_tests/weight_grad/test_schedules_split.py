@@ -12,13 +12,13 @@ import torch
 import torch.utils.checkpoint
 
 from megatron_pp.errors import ScheduleInputError
+from megatron_pp.features.pairs.pair_runner import HalfCall, in_turn, on_two_streams
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import verified_plan
 from megatron_pp.plan.ir.instruction import PAIR, pair_up
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.runtime import log_once
-from megatron_pp.runtime.pairs import HalfCall, in_turn, on_two_streams
 from megatron_pp.runtime.step import StepCall
 from megatron_pp.testing.pipeline import run_in_threads, run_rank, toy_step
 from megatron_pp.testing.toy import (

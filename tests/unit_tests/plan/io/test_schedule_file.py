@@ -14,9 +14,10 @@ from megatron_pp.errors import ExchangeError, PlanError, ScheduleError, Schedule
 from megatron_pp.faults.attach import describe_step
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs.measured import Measured
-from megatron_pp.plan.io.schedule_file import family_of_file, find_family, placement_kind
+from megatron_pp.plan.io.schedule_file import family_of_file
 from megatron_pp.plan.ir.instruction import format_program
 from megatron_pp.plan.ir.spec import PlanSpec
+from megatron_pp.plan.orders import find_family, placement_kind
 from megatron_pp.runtime.executor import Shapes
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import ToyData, reference_run

@@ -9,7 +9,6 @@ import pytest
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.builder import build_plan, lowered_plan
-from megatron_pp.plan.io.schedule_file import find_family
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.dataflow import KIND_OF, RESULT_OF, TOWARDS
 from megatron_pp.plan.ir.instruction import Instruction, format_program
@@ -24,6 +23,7 @@ from megatron_pp.plan.ir.spec import (
     PlanSpec,
 )
 from megatron_pp.plan.lower.clock import run_clock
+from megatron_pp.plan.orders import find_family
 from megatron_pp.plan.verify.lifetime import tensors_timeline
 from tests.harness.plan_text import index_of
 

@@ -20,7 +20,7 @@ from megatron_pp.plan.ir.tasks import Task
 from megatron_pp.plan.lower import lowering as lower
 from megatron_pp.plan.orders import SCHEDULES, register
 from megatron_pp.plan.orders.family import Order, every_microbatch, no_offloads
-from megatron_pp.plan.orders.loop import one_f_one_b
+from megatron_pp.plan.orders.one_chunk import one_f_one_b
 from megatron_pp.plan.verify.verifier import verify
 from tests.harness.plan_mutants import mutants, steady_block
 from tests.harness.sweeps import EXHAUSTIVE

@@ -16,7 +16,7 @@ from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.lower.clock import run_clock
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.orders.family import Shape
-from megatron_pp.plan.orders.loop import has_short_group, schedule_table, warmup_forwards
+from megatron_pp.plan.orders.interleaved import has_short_group, schedule_table, warmup_forwards
 
 Order = list[Instruction]
 

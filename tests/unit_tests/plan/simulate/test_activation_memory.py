@@ -12,9 +12,9 @@ from megatron_pp.config.model_config import TransformerConfig
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.builder import build_plan, verified_plan
-from megatron_pp.plan.costs.activations import activations_timeline, kept_timeline, peak_activations
+from megatron_pp.plan.costs.activations import WEIGHT_SHARE, activations_timeline, kept_timeline, peak_activations
 from megatron_pp.plan.costs.measured import Measured
-from megatron_pp.plan.costs.stage_costs import WEIGHT_SHARE, MemoryModel, StageCosts
+from megatron_pp.plan.costs.stage_costs import MemoryModel, StageCosts
 from megatron_pp.plan.io.serialize import parse_plan
 from megatron_pp.plan.ir.instruction import SINGLE_COMPUTE_OPS
 from megatron_pp.plan.ir.placement import Placement
@@ -207,7 +207,7 @@ def test_a_run_keeps_after_each_operation_what_the_plan_predicts() -> None:
             lone_communicator(model.config, model),
             steps,
             SyncHooks(StepSettings.from_config(model.config), [model]),
-            Shapes(None, None),
+            [Shapes(None, None)],
             weights=store,
             observer=weigher,
         ).run()

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.builder import build_plan, lowered_plan
-from megatron_pp.plan.costs.stage_costs import GLOO_DETACHED_BYTES, Link, Network, StageCosts
-from megatron_pp.plan.io.schedule_file import find_family
+from megatron_pp.plan.costs.stage_costs import Link, Network, StageCosts
+from megatron_pp.plan.costs.transports import GLOO_DETACHED_BYTES
 from megatron_pp.plan.ir.instruction import COMPUTE_OPS, format_program
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import BATCHED, CHANNELS, OVERLAP, POLICIES, SHARED, Plan, PlanSpec
 from megatron_pp.plan.lower.clock import run_clock
+from megatron_pp.plan.orders import find_family
 from megatron_pp.plan.simulate.simulator import simulate
 from tests.harness.plan_text import placed, with_programs
 

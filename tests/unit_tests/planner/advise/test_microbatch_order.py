@@ -6,10 +6,6 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from megatron_pp.planner.advise.microbatch_order import best_order
-from megatron_pp.planner.advise.model import PART, Model, layer
-from megatron_pp.planner.advise.question import Question
-from megatron_pp.planner.advise.search import search
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.builder import build_plan
@@ -17,6 +13,10 @@ from megatron_pp.plan.costs.stage_costs import StageCosts
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.simulate.steady import steady_step
+from megatron_pp.planner.advise.microbatch_order import best_order
+from megatron_pp.planner.advise.model import PART, Model, layer
+from megatron_pp.planner.advise.question import Question
+from megatron_pp.planner.advise.search import search
 from megatron_pp.planner.bound import lower_bound
 
 COSTS = (2.0, 0.25, 1.75, 0.5, 0.5, 1.0)

@@ -6,14 +6,8 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from megatron_pp.planner.advise.fit import Room, best_counts, fitted
-from megatron_pp.planner.advise.layout import balanced, is_buildable, layout_text, stages_of
-from megatron_pp.planner.advise.megatron_args import read_megatron_args, transformer_of
-from megatron_pp.planner.advise.model import DECODER, EMBEDDING, LOSS, MTP, PART, Layer, Model, layer
-from megatron_pp.planner.advise.timing import kept_states, order_time
-from megatron_pp.planner.advise.transformer import GPUS, Gpu, Transformer, gpu_named
 
-from megatron_pp.config.layout import layers_per_stage
+from megatron_pp.config.layout_text import layers_per_stage
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs.activations import kept_timeline
@@ -23,6 +17,12 @@ from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.simulate.memory import ModelShape
 from megatron_pp.plan.simulate.simulator import simulate
+from megatron_pp.planner.advise.fit import Room, best_counts, fitted
+from megatron_pp.planner.advise.layout import balanced, is_buildable, layout_text, stages_of
+from megatron_pp.planner.advise.megatron_args import read_megatron_args, transformer_of
+from megatron_pp.planner.advise.model import DECODER, EMBEDDING, LOSS, MTP, PART, Layer, Model, layer
+from megatron_pp.planner.advise.timing import kept_states, order_time
+from megatron_pp.planner.advise.transformer import GPUS, Gpu, Transformer, gpu_named
 
 ENDS = Layer(EMBEDDING, 0.0, 0.0, 0.0), Layer(LOSS, 2.0, 2.0, 2.0)
 

@@ -2,7 +2,7 @@
 
 Steps are counted in windows of ``every:N`` training steps. The last steps of a window are recorded, as a trace records
 them. While training goes on, a process searches for a plan that is faster under what was measured
-(``replan_exchange.py``, ``tracing/proposing.py``); when all ranks have it, all change to it at the same boundary of two
+(``replan_exchange.py``, ``proposing.py``); when all ranks have it, all change to it at the same boundary of two
 windows. No step waits for a search.
 """
 
@@ -13,7 +13,7 @@ import math
 import statistics
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,11 +26,11 @@ from megatron_pp.config.rules import replan_steps
 from megatron_pp.config.settings import LAYER_GRAPHS, StepSettings
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.faults.attach import PRIVATE_FIELDS, watched
+from megatron_pp.features.replanning.replan_exchange import Change, Exchange, Window
 from megatron_pp.object_table import ObjectTable
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.planner.replan import why_not
-from megatron_pp.runtime.replan_exchange import Change, Exchange, Window
-from megatron_pp.tracing.recorder import Recording
+from megatron_pp.tracing.observers import Observer, StepObserver
 
 logger = logging.getLogger("megatron_pp")
 
@@ -42,13 +42,12 @@ _PER_OCTAVE = 2  # steps in which what microbatches cost is rounded
 _REPLANNINGS: ObjectTable[Replanning] = ObjectTable()
 
 
-def replanning_of(
-    chunks: Sequence[torch.nn.Module], settings: StepSettings, fields: Mapping[str, Any]
-) -> Replanning | None:
-    """What plans the training of ``chunks``, this rank's, anew; None where nothing does. ``fields``: of the PlanSpec.
-    Raises ScheduleInputError where plans of it cannot be searched, or numbers would change.
+def step_observer(step: Any) -> Replanning | None:
+    """What plans the training of a StepCall's model anew; None where nothing does. Raises ScheduleInputError where
+    plans of it cannot be searched, or numbers would change.
     """
-    if settings.pipeline_replan is None or fields["forward_only"] or fields["pipeline_size"] == 1:
+    chunks, settings, fields = step.inputs.chunks, step.settings, step.fields
+    if fields["forward_only"] or fields["pipeline_size"] == 1:
         return None
     found = _REPLANNINGS.get(chunks[0])
     if found is None or found.every != replan_steps("pipeline_replan", settings.pipeline_replan):
@@ -81,8 +80,8 @@ def _draw_random_numbers(settings: StepSettings, chunks: Sequence[torch.nn.Modul
     return any(isinstance(part, kinds) and part.p > 0 for chunk in chunks for part in chunk.modules())
 
 
-class Replanning:
-    """Of one model on one rank: ``next_plan`` when a training step begins, then ``recording``."""
+class Replanning(StepObserver):
+    """Of one model on one rank."""
 
     def __init__(self, settings: StepSettings, chunks: Sequence[torch.nn.Module]) -> None:
         self.every = replan_steps("pipeline_replan", settings.pipeline_replan)
@@ -107,14 +106,10 @@ class Replanning:
             raise _refusal(settings, why)
         self._spec, self._run = spec, _of_run(spec)
 
-    def next_plan(
-        self, plan: Plan, communicator: P2PCore, settings: StepSettings, splits: bool, shares: tuple[float, ...]
-    ) -> Plan:
-        """The plan of the step that begins: ``plan``, which the config asks for, or what stands in for it. ``splits``:
-        whether the model can put weight gradients off; ``shares``: what its microbatches cost, in steps (``in_steps``).
-
-        Raises what ends a step where a rank is gone.
-        """
+    def next_plan(self, step: Any, plan: Plan) -> Plan:
+        """Raises what ends a step where a rank is gone."""
+        communicator, settings, splits = step.communicator, step.settings, step.weights is not None
+        shares = in_steps(step.microbatch_costs) if step.microbatch_costs else ()
         if plan.spec is not self._spec:
             self.check(settings, plan.spec)
         if self.exchange is None:
@@ -137,12 +132,12 @@ class Replanning:
         found = self.plans.get((self._run, shares)) or self.plans.get((self._run, ()))
         return plan if found is None else found.plan
 
-    def recording(self, plan: Plan, size: float) -> Recording | None:
-        """The observer of the step that begins; None where it is not recorded."""
-        return None if self.window is None else self.window.recording(plan, self.step, size)
+    def observers(self, step: Any, plan: Plan, size: float) -> Sequence[Observer]:
+        """The last steps of a window are recorded."""
+        return [] if self.window is None else [self.window.recording(plan, self.step, size)]
 
     def description(self, plan: Plan, splits: bool) -> dict[str, str]:
-        """What ranks have to have in common besides, as all run the plan of one of them."""
+        """As all run the plan of one of them."""
         options = {name: getattr(plan.spec, name) for name in sorted(PRIVATE_FIELDS)}
         text = ", ".join(f"{name}={value}" for name, value in options.items())
         return {

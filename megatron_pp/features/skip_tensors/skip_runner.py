@@ -1,10 +1,12 @@
 """Named tensors that stages give to later ones: the rank's copies of them, and the sums of their gradients.
 
 A stage that uses some is given, by ``set_input_tensor``, its input and behind it a dict of them by name. A stage that
-makes some returns (output, dict). The plan says which (``plan/ir/skip_tensors.py``), moves them, and drops them.
+makes some returns (output, dict). The plan says which (``routes.py``), moves them, and drops them.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,13 +16,14 @@ from megatron_pp.comm.communicator import Receive, Send
 from megatron_pp.comm.transport import ACT, GRAD
 from megatron_pp.config.settings import TE_GRAPHS, StepSettings
 from megatron_pp.errors import P2PShapeError, ScheduleInputError
+from megatron_pp.features.skip_tensors.routes import Held, SkipTensor
 from megatron_pp.plan.ir import instruction as ins
-from megatron_pp.plan.ir.skip_tensors import Held, SkipTensor
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.plan.ir.tasks import Task
 from megatron_pp.runtime.arguments import StepInputs
-from megatron_pp.runtime.compute import Activation, Steps
+from megatron_pp.runtime.compute import Activation
 from megatron_pp.runtime.deallocate import Root, backward_root
+from megatron_pp.runtime.executor import Handler, PlanExecutor
 
 Key = tuple[int, int, int, str]  # stage where the rank holds it, microbatch, slice, name
 
@@ -76,14 +79,46 @@ class SkipRunner:
         whole = sum(shape[0] for shape in shapes)
         return [(tensor.shape[0] * shape[0] // whole, *tensor.shape[1:]) for shape in shapes]
 
-    def forward(self, steps: Steps, at: Task, given: Activation) -> Activation:
+    def attach(self, engine: PlanExecutor, handlers: dict[str, Handler]) -> None:
+        """Messages with a name are moved from and to the tensors held here, and chunks run with them."""
+        self.engine = weakref.proxy(engine)
+        for op in ins.POST_OPS | ins.WAIT_OPS:
+            named = self._wait if op in ins.WAIT_OPS else self._post
+            handlers[op] = partial(_by_name, handlers[op], named)
+        handlers[ins.DROP] = self._drop
+        engine.named_request, engine.named_release = self.request, self.finish
+        engine.run_forward = partial(self.forward, engine.run_forward or engine.call_forward)
+        engine.run_backward = partial(self._backward, engine.run_backward or engine.call_backward)
+
+    def _post(self, at: Task) -> None:
+        self.engine.post(at, self.request(at))
+
+    def _wait(self, at: Task) -> None:
+        handle = self.engine.handles.pop(at.message)
+        handle.wait()
+        self.received(at, handle.tensor)
+
+    def _drop(self, at: Task) -> None:
+        """Now, or behind the sends that are finished later."""
+        deferred = self.engine.deferred
+        if deferred:
+            deferred.append((deferred[-1][0], at))
+        else:
+            self.finish(at)
+
+    def _backward(self, call: Callable[..., Any], at: Task, given: Any, output: Any, output_grad: Any) -> Any:
+        grad = call(at, given, *self.with_roots(at, output, output_grad))
+        self.collect(at)
+        return grad
+
+    def forward(self, call: Callable[[Task, Activation], Activation], at: Task, given: Activation) -> Activation:
         """Run the chunk; returns its output without the named tensors, which are held. Raises ScheduleInputError where
         it gives others than are declared, P2PShapeError where one has another shape or dtype."""
         used, made = self.routes.used[at.stage], self.routes.made[at.stage]
         if used:
             named = {name: self.held[_key(held, at)] for name, held in used.items()}
             given = [*(given if isinstance(given, list) else [given]), named]
-        output = steps.forward(at.chunk, at.mb, given)
+        output = call(at, given)
         if not made:
             return output
         several = isinstance(output, (tuple, list)) and len(output) == 2 and isinstance(output[1], Mapping)
@@ -182,6 +217,10 @@ class SkipRunner:
         held = self.routes.of(at.instruction)
         assert held is not None, "the plan was verified"
         return held
+
+
+def _by_name(plain: Callable[[Task], Any], named: Callable[[Task], Any], at: Task) -> Any:
+    return (named if at.tensor else plain)(at)
 
 
 def _key(held: Held, at: Task) -> Key:

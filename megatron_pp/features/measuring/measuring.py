@@ -19,9 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_pp.comm.exchange import copy_rates, gather_numbers, measure_links, sizes_around
+from megatron_pp.comm.link_timing import copy_rates, gather_numbers, measure_links, sizes_around
 from megatron_pp.comm.transport import Transport
-from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ExchangeError, ScheduleInputError
 from megatron_pp.object_table import ObjectTable
 from megatron_pp.plan.costs.files import why_unwritable, write_whole
@@ -41,8 +40,8 @@ from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.runtime.footprint import Engine, KeptBytes
 from megatron_pp.tracing.analysis import TIMED, StageTimes, stage_costs
 from megatron_pp.tracing.files import StepRecord
-from megatron_pp.tracing.recorder import Keeper, Recording
-from megatron_pp.weight_grad.store import WeightGradStore
+from megatron_pp.tracing.observers import Observer, StepObserver
+from megatron_pp.tracing.recorder import Keeper
 
 logger = logging.getLogger("megatron_pp")
 
@@ -53,11 +52,12 @@ _NOT_MEASURED = math.nan  # among numbers that are gathered
 _MEASURINGS: ObjectTable[Measuring] = ObjectTable()
 
 
-def measuring_of(model: Any, settings: StepSettings, forward_only: bool) -> Measuring | None:
-    """What measures the steps of ``model``, this rank's first chunk; None where nothing is left to measure. Raises
-    ScheduleInputError where the file cannot be written.
+def step_observer(step: Any) -> Measuring | None:
+    """What measures the steps of a StepCall's model; None where nothing is left to measure. Raises ScheduleInputError
+    where the file cannot be written.
     """
-    if not settings.measure or forward_only:
+    model, settings = step.inputs.chunks[0], step.settings
+    if step.inputs.forward_only:
         return None
     found = _MEASURINGS.get(model)
     if found is None:
@@ -142,8 +142,8 @@ class _Progress:
             )
 
 
-class Measuring:
-    """Of one model on one rank: ``next_step`` when a training step begins, ``after_step`` when it is over."""
+class Measuring(StepObserver):
+    """Of one model on one rank."""
 
     def __init__(self, steps: int, path: str) -> None:
         self.path = path
@@ -151,10 +151,9 @@ class Measuring:
         self.keeper: TimeKeeper | None = None  # None before the first step
         self.counted: KeptBytes | None = None
 
-    def next_step(
-        self, plan: Plan, transport: Transport, chunks: Sequence[Any], weights: WeightGradStore | None
-    ) -> list[Recording | KeptBytes]:
-        """What observes the step that starts now; nothing the first."""
+    def observers(self, step: Any, plan: Plan, size: float) -> Sequence[Observer]:
+        """Nothing watches the first step."""
+        transport = step.communicator.transport
         if self.keeper is None:
             self.keeper = TimeKeeper(transport)
             if _writes(transport):
@@ -163,16 +162,17 @@ class Measuring:
         recording = self.keeper.recording(plan, self.progress.measured + 1)
         if self.counted is not None:
             return [recording]
-        self.counted = self.keeper.counting = KeptBytes(plan, transport.rank, chunks, weights)
+        self.counted = self.keeper.counting = KeptBytes(plan, transport.rank, step.inputs.chunks, step.weights)
         return [recording, self.counted]
 
     def watch(self, engine: Engine) -> None:
-        """The engine that runs the step, before it does."""
         if self.counted is not None:
             self.counted.engine = engine
 
-    def after_step(self, plan: Plan, run: MeasuredStep) -> None:
+    def after_step(self, step: Any, plan: Plan, guard: Any) -> None:
         """Behind the last measured step: times links, gathers and writes. Collective over the pipeline."""
+        if guard is not None:
+            guard.phase("measuring what transfers take (config.measure)")
         if self.counted is None or self.keeper is None:
             return
         self.counted.engine = None
@@ -208,7 +208,7 @@ class Measuring:
             if transport.device.type == "cuda" and isinstance(values.activation, tuple):
                 slower = min(copies.to_host, copies.to_device)
                 values = replace(values, offload=tuple(size / slower for size in values.activation))
-            run = replace(run, steps=self.progress.steps, device=transport.device.type, split_backward=split)
+            run = _run_of(step, self.progress.steps, transport.device.type, split)
             self._write(MeasuredFile(values, Units("s", "bytes"), network, copies, run), placement.num_stages)
 
     def _write(self, file: MeasuredFile, stages: int) -> None:
@@ -224,6 +224,12 @@ class Measuring:
             "megatron-pp advise --costs, or, with a memory_limit added, as pipeline_measured to pipeline_schedule auto",
             *(_counted(self.progress.steps, "step"), _counted(stages, "stage"), memory, self.path),
         )
+
+
+def _run_of(step: Any, steps: int, device: str, split: bool) -> MeasuredStep:
+    spec, inputs = step.spec, step.inputs
+    sizes = spec.pipeline_size, spec.num_chunks, spec.num_microbatches, inputs.micro_batch_size, inputs.seq_length
+    return MeasuredStep(steps, spec.schedule, *sizes, device, split)
 
 
 def network_times(transport: Transport, placement: Placement, message: float) -> TransferTimes:

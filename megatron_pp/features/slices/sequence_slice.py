@@ -21,10 +21,11 @@ from torch import Tensor
 
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.plan.costs.activations import key_values_change
+from megatron_pp.plan.ir.instruction import BACKWARD_OPS, FORWARD
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.plan.ir.tasks import Task
 from megatron_pp.runtime.compute import ModelSteps
-from megatron_pp.runtime.message_shapes import Shapes
+from megatron_pp.runtime.executor import Handler, PlanExecutor
 
 
 class _Grown:
@@ -172,19 +173,23 @@ class SliceRunner:
     """Runs a rank's forwards and backwards, each as one of its slice.
 
     lengths  of the slices, in tokens
-    shapes   of each slice's messages
     kept     keys and values, by stage and microbatch, from the forward of the first slice until the last operation that
              reads them
     """
 
     plan: Plan
     lengths: Sequence[int]
-    shapes: Sequence[Shapes]
     kept: dict[tuple[int, int], dict[Hashable, _Grown]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
+        self.tables = {"keys and values": self.kept}
         self.bounds = list(pairwise(accumulate(self.lengths, initial=0)))
         self.length = sum(self.lengths)
+
+    def attach(self, engine: PlanExecutor, handlers: dict[str, Handler]) -> None:
+        """Forwards and backwards run as those of their slice."""
+        for op in (FORWARD, *BACKWARD_OPS):
+            handlers[op] = partial(self.run, handlers[op])
 
     def shared(self, at: Task) -> list[Tensor]:
         """The keys and values that are kept for the microbatch of ``at``."""

@@ -12,6 +12,7 @@ values that slices of a sequence share. Of tensors that share memory, that memor
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +20,10 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
-from megatron_pp.comm.host_copies import HostCopies, Wait
+from megatron_pp.features.offload.host_copies import HostCopies, Wait
+from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.tasks import Key, Task
+from megatron_pp.runtime.executor import Handler, PlanExecutor
 
 SMALLEST = 64
 
@@ -101,15 +104,42 @@ class _Kept:
 
 class Offloads:
     """Copies what the forwards of a rank's step keep to host memory and back, as the plan says. ``keys``: the forwards
-    that are offloaded; ``chunks``: the rank's model chunks. ``kept`` is empty after the step."""
+    that are offloaded; ``chunks``: the rank's model chunks; ``shared``: what slices of a sequence keep of a task's
+    microbatch. ``kept`` is empty after the step."""
 
-    def __init__(self, copies: HostCopies, keys: frozenset[Key], chunks: Iterable[Any]) -> None:
-        self.copies, self.keys = copies, keys
+    def __init__(
+        self,
+        copies: HostCopies,
+        keys: frozenset[Key],
+        chunks: Iterable[Any],
+        shared: Callable[[Task], Sequence[Tensor]] | None = None,
+    ) -> None:
+        self.copies, self.keys, self.shared = copies, keys, shared
         self.kept: dict[Key, _Kept] = {}
+        self.tables = {"offloaded": self.kept}
         modules = [chunk for chunk in chunks if isinstance(chunk, Module)]
         # Megatron's wrapper has a list of its own under the name of the method.
         own = (tensor for module in modules for tensor in (*module.parameters(), *Module.buffers(module)))
         self._own = {tensor.untyped_storage().data_ptr() for tensor in own}
+
+    def attach(self, engine: PlanExecutor, handlers: dict[str, Handler]) -> None:
+        """What forwards save is noted, and copied by the instructions of this feature."""
+        handlers |= {
+            ins.FORWARD: partial(self.forward, handlers[ins.FORWARD]),
+            ins.OFFLOAD: self.offload,
+            ins.FREE_OFFLOAD: partial(self._free_with_input, engine),
+            ins.LOAD: self.load,
+            ins.WAIT_LOAD: self.wait_load,
+        }
+        engine.run_forward = partial(self._run_forward, engine.run_forward or engine.call_forward)
+
+    def _run_forward(self, call: Callable[..., Any], at: Task, given: Any) -> Any:
+        return call(at, view_of(given) if at.key in self.keys else given)
+
+    def _free_with_input(self, engine: PlanExecutor, at: Task) -> None:
+        """Of a stage's input, only its gradient is of use to the engine from here on."""
+        self.free(at)
+        stand_in(engine.inputs.get(at.key))
 
     def forward(self, handler: Callable[[Task], None], at: Task) -> None:
         """``handler`` of the forward ``at``, with what it saves taken note of."""
@@ -140,9 +170,9 @@ class Offloads:
             return False
         return tensor.untyped_storage().data_ptr() not in self._own
 
-    def offload(self, at: Task, shared: Sequence[Tensor]) -> None:
-        """Post the copy of what the forward has saved, without what shares memory with ``shared``."""
-        kept = self.kept[at.key]
+    def offload(self, at: Task) -> None:
+        """Post the copy of what the forward has saved, without what slices share."""
+        kept, shared = self.kept[at.key], () if self.shared is None else self.shared(at)
         device = self.copies.device.type
         elsewhere = (s.tensor for s in kept.saved if s.tensor is not None and s.tensor.device.type != device)
         for tensor in (*shared, *elsewhere):

@@ -44,7 +44,10 @@ class Stamp(NamedTuple):
 
 
 class WireCheck:
-    """One rank's stamps. ``source`` is set while a plan is executed; without one only shape and dtype are compared."""
+    """One rank's stamps. ``source`` is set while a plan is executed; without one only shape and dtype are compared.
+    ``stamp_length``: the numbers of a stamp."""
+
+    stamp_length = STAMP_LENGTH
 
     def __init__(self, rank: int) -> None:
         self.rank = rank

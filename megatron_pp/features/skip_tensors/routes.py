@@ -26,12 +26,8 @@ from megatron_pp.errors import PlanError
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import BACKWARD_OPS, DROP, FORWARD, FREE_F, SEND_F, Instruction, each
 from megatron_pp.plan.ir.placement import Placement
+from megatron_pp.plan.ir.spec import ALL, CACHES, NO_CACHE
 from megatron_pp.plan.names import unknown
-
-NO_CACHE = "none"
-RECEIVED = "received"
-ALL = "all"
-CACHES = (NO_CACHE, RECEIVED, ALL)
 
 BLOCKS = "blocks"
 """In place of a declaration: every stage makes a block that all later stages use (Attention Residuals)."""

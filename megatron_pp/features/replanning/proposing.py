@@ -21,7 +21,7 @@ from megatron_pp.tracing.analysis import Findings, analyse
 from megatron_pp.tracing.files import parse_rank_trace
 from megatron_pp.tracing.run import pipeline_of
 
-_COMMAND = "import sys; from megatron_pp.tracing.proposing import main; main()"
+_COMMAND = "import sys; from megatron_pp.features.replanning.proposing import main; main()"
 _NICE = 10
 
 

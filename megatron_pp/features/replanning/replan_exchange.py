@@ -1,7 +1,7 @@
 """What ranks exchange to change plans together: a thread of each rank, which alone calls the job's store for it.
 
 Every rank reports what it has recorded of a window of steps. The job's first rank, which leads, gives all reports to a
-search (``tracing/proposing.py``) and publishes its answer. Every rank reads it, makes the plans and counts itself as
+search (``proposing.py``) and publishes its answer. Every rank reads it, makes the plans and counts itself as
 ready. Some steps before each boundary the first rank publishes which answer holds from there on: the last one for which
 all ranks were ready. So at a boundary no rank waits for a search, and none can miss a change.
 """
@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 from megatron_pp.comm.stores import private_client
 from megatron_pp.comm.transport import Transport
+from megatron_pp.features.replanning.proposing import Answer, Recorded, answer_text, read_answer, searched
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.tracing import files
 from megatron_pp.tracing.clock_sync import agree_on_clocks
-from megatron_pp.tracing.proposing import Answer, Recorded, answer_text, read_answer, searched
 from megatron_pp.tracing.recorder import Keeper
 
 logger = logging.getLogger("megatron_pp")

@@ -2,6 +2,7 @@
 Parallelism, arXiv 2411.05288): the module that holds a rank's rows, and what the engine runs of it.
 """
 
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.tasks import MessageKey, Task
 from megatron_pp.runtime.arguments import StepInputs
 from megatron_pp.runtime.compute import LossRecord, ModelSteps, scaled_loss
+from megatron_pp.runtime.executor import Handler, PlanExecutor
 from megatron_pp.runtime.message_shapes import Messages
 
 
@@ -251,10 +253,15 @@ class OutputLayerRunner:
         """By microbatch, from its forward until nothing of it is needed."""
         return self.steps.noted
 
-    def handlers(self, executor: Any) -> dict[str, Callable[[Task], None]]:
-        """What executes each instruction; ``executor`` has the tables."""
-        self.executor = executor
-        return {
+    @property
+    def tables(self) -> dict[str, dict[Any, Any]]:
+        return {"microbatches of the output layer": self.kept, "collectives": self.handles}
+
+    def attach(self, engine: PlanExecutor, handlers: dict[str, Handler]) -> None:
+        """No stage gives the loss: the collectives and passes here do."""
+        self.executor = weakref.proxy(engine)
+        engine.loss_stage = ins.NONE
+        handlers |= {
             ins.BROADCAST: self._broadcast,
             ins.WAIT_BROADCAST: self._wait,
             ins.OUTPUT_S: self._s,
@@ -324,6 +331,7 @@ class OutputLayerRunner:
         self._give_back(at)
         if self.early:
             del self.kept[at.mb]
+        self.executor.close_sync()
 
     def _reduce(self, at: Task) -> None:
         part, root = self.kept[at.mb].part, self.root

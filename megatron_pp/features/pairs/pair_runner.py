@@ -6,10 +6,11 @@ function of your own may interleave the halves as its model allows, as DualPipeV
 """
 
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -18,18 +19,10 @@ from megatron_pp.errors import ScheduleInputError
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.tasks import Key, Task
 from megatron_pp.runtime.compute import Activation, BackwardHalf, ForwardHalf
+from megatron_pp.runtime.executor import Handler, PlanExecutor
 
 Handlers = Mapping[str, Callable[[Task], None]]
 RunJointly = Callable[..., tuple[Activation, Activation]]  # JointSteps.forward_and_backward
-
-
-class Engine(Protocol):
-    """What a pair needs of the engine."""
-
-    steps: Any
-    inputs: dict[Key, Activation]
-    input_grads: dict[Key, Activation]
-    observer: Any
 
 
 @dataclass(eq=False)
@@ -43,7 +36,7 @@ class JointPair:
                 there to the end, with its send right behind it
     """
 
-    engine: Engine
+    engine: Any  # PlanExecutor, whose ``steps`` this object is for a while
     handlers: Handlers
     unobserved: Handlers
     pair: Task
@@ -186,15 +179,47 @@ def _run(handlers: Mapping[str, Callable[[Task], None]], half: Sequence[Task]) -
 
 @dataclass(eq=False)
 class PairRunner:
-    """Runs the pairs of a step by the user's function; ``models`` are the chunks of one rank, ``streams`` those of
-    forwards whose backward is to come.
-    """
+    """Runs pairs by the user's ``function``, else as the model does, else in turn; ``models`` are the chunks of one
+    rank, ``streams`` those of forwards whose backward is to come."""
 
-    function: OverlappedForwardBackward
+    function: OverlappedForwardBackward | None
     models: Sequence[Any]
     streams: dict[Key, Any] = field(default_factory=dict)
+    tables: Mapping[str, Mapping[Any, Any]] = field(default_factory=dict)
 
-    def run(self, pair: Task, handlers: Mapping[str, Callable[[Task], None]]) -> None:
+    def attach(self, engine: PlanExecutor, handlers: dict[str, Handler]) -> None:
+        """Both halves of a pair run as one."""
+        self.engine: PlanExecutor = weakref.proxy(engine)
+        self.unobserved = self._noting_sends(handlers)
+        handlers[ins.PAIR] = self.run
+
+    def run(self, pair: Task) -> None:
+        """One PAIR."""
+        handlers = self._noting_sends(self.engine.dispatch)
+        # Of ``JointSteps``; isinstance() would take 6 us a pair.
+        jointly: RunJointly | None = getattr(self.engine.steps, "forward_and_backward", None)
+        if self.function is not None:
+            self._by_function(self.function, pair, handlers)
+        elif jointly is not None:
+            JointPair(self.engine, handlers, self.unobserved, pair, jointly).run()
+        else:
+            _run(handlers, pair.members)
+
+    def _noting_sends(self, handlers: Mapping[str, Handler]) -> dict[str, Handler]:
+        """``handlers``, of which those that send note it in the engine."""
+        sends: dict[str, Handler] = {op: partial(self._send, handlers[op]) for op in ins.SEND_OPS}
+        return {**handlers, **sends}
+
+    def _send(self, handler: Handler, at: Task) -> None:
+        self.engine.within = at.instruction
+        try:
+            handler(at)
+        finally:
+            self.engine.within = None
+
+    def _by_function(
+        self, function: OverlappedForwardBackward, pair: Task, handlers: Mapping[str, Callable[[Task], None]]
+    ) -> None:
         """Raises ScheduleInputError where the function left one of the halves out."""
         forward_call, backward_call = (
             HalfCall(at.chunk, at.mb, self.models[at.chunk], partial(_run, handlers, half))
@@ -203,7 +228,7 @@ class PairRunner:
         )
         of_forward, of_backward = (half[0].key for half in pair.halves)
         backward_call.stream = self.streams.pop(of_backward, None)
-        self.function(forward_call, backward_call)
+        function(forward_call, backward_call)
         self.streams[of_forward] = forward_call.stream
         left_out = [name for name, call in (("forward", forward_call), ("backward", backward_call)) if not call.called]
         if left_out:

@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any
 
 from megatron_pp.errors import PlanError
+from megatron_pp.features.skip_tensors.routes import Held
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import BACKWARD_OPS, DROP, FORWARD, Instruction
 from megatron_pp.plan.ir.rules import (
@@ -25,7 +26,6 @@ from megatron_pp.plan.ir.rules import (
     RULES,
     words_of,
 )
-from megatron_pp.plan.ir.skip_tensors import Held
 from megatron_pp.plan.ir.spec import Plan
 
 _COMPUTE = F_RAN | B_RAN

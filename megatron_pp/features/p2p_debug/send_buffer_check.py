@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_pp.comm.communicator import P2PCore, Send
+from megatron_pp.comm.communicator import Receive, Send
 from megatron_pp.comm.wait_handle import UNWATCHED, WaitHandle, is_whole, version_of
 from megatron_pp.errors import SendBufferError
 from megatron_pp.plan.ir import instruction as ins
@@ -27,11 +27,6 @@ from megatron_pp.plan.ir.tasks import MessageKey, Task
 from megatron_pp.runtime.executor import Handler, PlanExecutor
 
 _WORDS_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-
-
-def executor_for(communicator: P2PCore) -> type[PlanExecutor]:
-    """The engine for a communicator: with a watch on memory where ``config.p2p_debug`` was set when it was made."""
-    return PlanExecutor if communicator.wire is None else WatchedExecutor
 
 
 class WatchedExecutor(PlanExecutor):
@@ -72,11 +67,11 @@ class WatchedExecutor(PlanExecutor):
     def _send_b(self, at: Task) -> None:
         self._post(super()._send_b, at)
 
-    def _post_named(self, at: Task) -> None:
+    def post(self, at: Task, request: Send | Receive) -> None:
         if at.op in ins.SEND_OPS:
-            self._post(super()._post_named, at)
+            self._post(partial(super().post, request=request), at)
         else:
-            super()._post_named(at)
+            super().post(at, request)
 
     def _post(self, handler: Handler, at: Task) -> None:
         sends = self._noted(at)
@@ -92,7 +87,7 @@ class WatchedExecutor(PlanExecutor):
 
     def _noted(self, at: Task) -> list[_PendingSend]:
         """What ``at`` is about to send."""
-        request = self._request(at)
+        request = self.request(at)
         assert isinstance(request, Send)
         value = request.value
         tensors = value if isinstance(value, (list, tuple)) else [value]

@@ -1,0 +1,139 @@
+"""How a layout is written: layers per stage, as lists or as text. Never imports torch.
+
+`pipeline_model_parallel_layout` is
+
+    [8, 8, 7, 7] or "8,8,7,7"                            layers per stage
+    [[0, 1, 2], [3, 4], ...]                             layer numbers per stage, ascending
+    [["embedding", "decoder"], ["decoder", "loss"]]      Megatron's lists of names
+    "Et*3|(tt|)*29,t|L"                                  Megatron's text: E embedding, t layer, L loss, | next stage
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any, cast
+
+from megatron_pp.config.layout import chunks_text
+from megatron_pp.errors import LayoutError
+from megatron_pp.plan.ir.placement import Placement
+
+Layout = str | Sequence[int] | Sequence[Sequence[int]] | Sequence[Sequence[str]]
+
+_EMBEDDING, _DECODER, _LOSS = "embedding", "decoder", "loss"
+_LETTERS = {"E": _EMBEDDING, "t": _DECODER, "L": _LOSS}
+_REPEATED_GROUP = re.compile(r"\(([^()]*)\)(?:\*(\d+))?")
+_REPEATED_LETTER = re.compile(r"([A-Za-z|])\*(\d+)")
+_MOST_DIGITS = 18
+_LONGEST_TEXT = 1_000_000  # a repetition that unrolls to more is a typing error, not a model
+
+
+def layers_per_stage(layout: Layout) -> list[int]:
+    """The number of layers of each stage, in model order. Raises LayoutError where the layout is none of the accepted
+    kinds, names an unknown layer, repeats, skips or reorders layer numbers, or puts embedding or loss anywhere but at
+    the two ends."""
+    if isinstance(layout, str):
+        return _read_text(layout)
+    if isinstance(layout, Sequence) and layout:
+        if all(map(_is_whole, layout)):
+            return _check_counts(cast("list[int]", list(layout)))
+        if all(isinstance(entry, Sequence) and not isinstance(entry, str) for entry in layout):
+            stages: list[list[Any]] = [list(cast("Sequence[Any]", stage)) for stage in layout]
+            entries = [entry for stage in stages for entry in stage]
+            if all(map(_is_whole, entries)):
+                return _count_numbers(stages)
+            if all(isinstance(entry, str) for entry in entries):
+                return _count_names(stages)
+    raise LayoutError(
+        f"pipeline_model_parallel_layout is {layout!r}; it must be a list of layer counts per stage such as "
+        "[8, 8, 7, 7], a list of lists of layer numbers, a list of lists of 'embedding', 'decoder' and 'loss', or "
+        "Megatron's text"
+    )
+
+
+def _read_text(text: str) -> list[int]:
+    compact = re.sub(r"\s", "", text)
+    if re.fullmatch(r"\d+(,\d+)*", compact):
+        return _check_counts([_number(number, text) for number in compact.split(",")])
+    unrolled = _unroll(compact.replace(",", ""), text)
+    unknown = sorted(set(unrolled) - set(_LETTERS) - {"|"})
+    if unknown or not unrolled:
+        what = f"has {', '.join(map(repr, unknown))}" if unknown else "is empty"
+        raise LayoutError(
+            f"pipeline_model_parallel_layout {text!r} {what}; it may hold counts such as '8,8,7,7', or E (embedding), "
+            "t (layer), L (loss), | between stages, and repetitions such as t*3 and (tt|)*2"
+        )
+    return _count_names([[_LETTERS[letter] for letter in stage] for stage in unrolled.split("|")])
+
+
+def _unroll(compact: str, text: str) -> str:
+    """Innermost groups first, until no repetition is left."""
+    for pattern in (_REPEATED_GROUP, _REPEATED_LETTER):
+        while (match := pattern.search(compact)) is not None:
+            times = _number(match[2] or "1", text)
+            if len(match[1]) * times > _LONGEST_TEXT:
+                raise LayoutError(f"pipeline_model_parallel_layout {text!r} repeats {match[1]!r} {times} times")
+            compact = compact[: match.start()] + match[1] * times + compact[match.end() :]
+    return compact
+
+
+def _number(digits: str, text: str) -> int:
+    """Python itself refuses to read numbers of thousands of digits."""
+    if len(digits) > _MOST_DIGITS:
+        raise LayoutError(f"pipeline_model_parallel_layout {text[:60]!r} has a number of {len(digits)} digits")
+    return int(digits)
+
+
+def _check_counts(counts: list[int]) -> list[int]:
+    for stage, count in enumerate(counts):
+        if count < 0:
+            raise LayoutError(f"pipeline_model_parallel_layout gives stage {stage} {count} layers; the least is 0")
+    return counts
+
+
+def _count_numbers(stages: list[list[int]]) -> list[int]:
+    """Counts of layer numbers, which must be 0, 1, 2, ... in model order: a model's layers run in sequence."""
+    expected = 0
+    for stage, numbers in enumerate(stages):
+        for number in numbers:
+            if 0 <= number < expected:
+                raise LayoutError(f"pipeline_model_parallel_layout places layer {number} twice, again on stage {stage}")
+            if number != expected:
+                raise LayoutError(
+                    f"pipeline_model_parallel_layout has layer {number} on stage {stage} where layer {expected} is "
+                    "next; layers run in order, from 0, each once"
+                )
+            expected += 1
+    return [len(numbers) for numbers in stages]
+
+
+def _count_names(stages: list[list[str]]) -> list[int]:
+    names = [[name.strip().lower() for name in stage] for stage in stages]
+    for stage, row in enumerate(names):
+        unknown = [name for name in row if name not in (_EMBEDDING, _DECODER, _LOSS)]
+        if unknown:
+            raise LayoutError(
+                f"pipeline_model_parallel_layout names {unknown[0]!r} on stage {stage}; it may name "
+                f"{_EMBEDDING!r}, {_DECODER!r} and {_LOSS!r}"
+            )
+    flat = [name for row in names for name in row]
+    if flat.count(_EMBEDDING) != 1 or not names[0] or names[0][0] != _EMBEDDING:
+        raise LayoutError("pipeline_model_parallel_layout must name 'embedding' once, first on the first stage")
+    if flat.count(_LOSS) != 1 or not names[-1] or names[-1][-1] != _LOSS:
+        raise LayoutError("pipeline_model_parallel_layout must name 'loss' once, last on the last stage")
+    return [row.count(_DECODER) for row in names]
+
+
+def _is_whole(entry: object) -> bool:
+    return isinstance(entry, int) and not isinstance(entry, bool)
+
+
+def counts_of(layout: Layout, num_layers: int, place: Placement) -> list[int]:
+    """Layers of each stage of ``place``. Raises LayoutError where they are not ``num_layers`` on that many stages."""
+    counts = layers_per_stage(layout)
+    if len(counts) != place.num_stages:
+        raise LayoutError(
+            f"pipeline_model_parallel_layout has {len(counts)} stages; {place.pipeline_size} pipeline ranks with "
+            f"{chunks_text(place)} each have {place.num_stages}"
+        )
+    if sum(counts) != num_layers:
+        raise LayoutError(f"pipeline_model_parallel_layout places {sum(counts)} of num_layers {num_layers} layers")
+    return counts

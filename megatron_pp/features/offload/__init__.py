@@ -1,0 +1,1 @@
+"""Activations in host memory between forward and backward (``offload_chunks``)."""

@@ -1,0 +1,1 @@
+"""Runs that plan anew while they go on (``pipeline_replan``)."""

@@ -1,0 +1,1 @@
+"""Named tensors that stages send to later ones (``skip_tensors``)."""

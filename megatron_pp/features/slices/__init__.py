@@ -1,0 +1,1 @@
+"""Sequences cut into slices (``sequence_slices``)."""

@@ -1,0 +1,50 @@
+"""What a step loads only where a setting, a plan or a failure asks for it.
+
+A module that a default step loads imports none of these: it asks here, by name.
+"""
+
+import importlib
+import sys
+from typing import Any
+
+MODULES = {
+    # Settings of a step.
+    "measure": "megatron_pp.features.measuring.measuring",
+    "pipeline_replan": "megatron_pp.features.replanning.replanning",
+    "trace_dir": "megatron_pp.tracing.recorder",
+    "p2p_debug": "megatron_pp.features.p2p_debug.send_buffer_check",
+    "wire_check": "megatron_pp.features.p2p_debug.wire_check",
+    "pipeline_measured": "megatron_pp.plan.costs.measured",
+    "prediction": "megatron_pp.planner.prediction",
+    "cuda_graphs": "megatron_pp.runtime.graph_order",
+    "layout": "megatron_pp.config.layout",
+    "layout_text": "megatron_pp.config.layout_text",
+    "weight_grad": "megatron_pp.weight_grad",
+    # Schedules that are files.
+    "schedule_file": "megatron_pp.plan.io.schedule_file",
+    # What a plan has instructions of.
+    "slices": "megatron_pp.features.slices.sequence_slice",
+    "slice_lengths": "megatron_pp.features.slices.lengths",
+    "offload": "megatron_pp.features.offload.offload_runner",
+    "host_copies": "megatron_pp.features.offload.host_copies",
+    "offload_lowering": "megatron_pp.features.offload.offload_lowering",
+    "skip_tensors": "megatron_pp.features.skip_tensors.skip_runner",
+    "skip_routes": "megatron_pp.features.skip_tensors.routes",
+    "skip_lifetime": "megatron_pp.features.skip_tensors.skip_lifetime",
+    "output_layer": "megatron_pp.features.output_layer.output_runner",
+    "output_layer_lowering": "megatron_pp.features.output_layer.output_lowering",
+    "pairs": "megatron_pp.features.pairs.pair_runner",
+    # Failures.
+    "diagnosis": "megatron_pp.faults.diagnosis",
+}
+"""Name -> module."""
+
+
+def is_loaded(name: str) -> bool:
+    """Whether the program uses it already: a model of its classes has loaded it."""
+    return MODULES[name] in sys.modules
+
+
+def load(name: str) -> Any:
+    """The module of this name in MODULES."""
+    return importlib.import_module(MODULES[name])

@@ -1,0 +1,90 @@
+"""Several chunks a rank in turn: interleaved 1F1B, and the same with a warm-up for pairs."""
+
+from functools import partial
+
+from megatron_pp.plan.ir.placement import LOOP, Placement
+from megatron_pp.plan.orders.family import COMBINED, INTERLEAVED, Family, Order, Shape, every_group, every_microbatch
+from megatron_pp.plan.orders.one_chunk import in_order, warmup_then_steady
+from megatron_pp.plan.orders.overtaking import let_backwards_overtake
+
+
+def interleaved(shape: Shape) -> list[Order]:
+    """A rank's V chunks take turns, a group of G microbatches at a time.
+
+    Rank r warms up with 2 (P-1-r) + (V-1) G forwards, Megatron's number, then alternates. Backwards follow the same
+    table with the chunks reversed. G = P is the classic order; G > P trades memory for slack between a chunk and the
+    next one. Where a group is shorter than P, backwards may overtake forwards that still wait for their input.
+    """
+    return _in_turns(shape, extra_warmup=0)
+
+
+def combined_1f1b(shape: Shape) -> list[Order]:
+    """Interleaved 1F1B with one forward more in the warm-up, Megatron's order for ``overlap_moe_expert_parallel_comm``:
+    no backward needs the forward right before it, so that from then on the two run as one (``overlap_pairs``).
+
+    With one chunk a rank, as with several, a microbatch needs a pair's time on each rank on its way down and on its way
+    back: 2 (P-1-r) + 1 forwards, so that no pair waits for another rank's.
+    """
+    return _in_turns(shape, extra_warmup=1)
+
+
+def _in_turns(shape: Shape, extra_warmup: int) -> list[Order]:
+    table = schedule_table(shape.num_microbatches, shape.num_chunks, shape.group_size)
+    forwards, backwards = in_order(shape, table)
+    ranks = range(shape.pipeline_size)
+    strict = [warmup_then_steady(forwards, backwards, warmup_forwards(shape, r) + extra_warmup) for r in ranks]
+    if not has_short_group(shape):
+        return strict
+    return let_backwards_overtake(strict, Placement(LOOP, shape.pipeline_size, shape.num_chunks))
+
+
+def schedule_table(num_microbatches: int, num_chunks: int, group_size: int) -> list[tuple[int, int]]:
+    """(microbatch, chunk) for each virtual microbatch: group by group, within a group chunk by chunk. The last group
+    may be short.
+
+    P=2, G=3, M=5, V=2 gives microbatches 0 1 2 0 1 2 3 4 3 4 on chunks 0 0 0 1 1 1 0 0 1 1.
+    """
+    return [
+        (mb, chunk)
+        for start in range(0, num_microbatches, group_size)
+        for chunk in range(num_chunks)
+        for mb in range(start, min(start + group_size, num_microbatches))
+    ]
+
+
+def warmup_forwards(shape: Shape, rank: int) -> int:
+    """Forwards that rank ``rank`` runs before its first alternation, never more than there are."""
+    warmup = 2 * (shape.pipeline_size - 1 - rank) + (shape.num_chunks - 1) * shape.group_size * shape.slices
+    return min(warmup + shape.slices - 1, shape.num_chunks * shape.num_microbatches * shape.slices)
+
+
+def has_short_group(shape: Shape) -> bool:
+    """Whether a group has fewer microbatches than there are ranks: legal here, with a bubble (Megatron refuses it)."""
+    last = shape.num_microbatches % shape.group_size or shape.group_size
+    return shape.num_chunks > 1 and last * shape.slices < shape.pipeline_size
+
+
+def is_in_step(shape: Shape) -> bool:
+    """Whether all ranks of an interleaved order run forwards and backwards in turn together, for most of the step:
+    with a short group some wait for others, and with one microbatch a rank hardly any take turns."""
+    several = shape.num_microbatches * shape.slices > shape.pipeline_size
+    return shape.num_chunks > 1 and several and not has_short_group(shape)
+
+
+in_step_family = partial(Family, grouped=True, repeats=every_group, joint=is_in_step)
+
+FAMILIES = (
+    in_step_family(
+        INTERLEAVED,
+        interleaved,
+        "arXiv 2104.04473, section 2.2.2",
+        "V chunks a rank take turns; bubble 1/V of 1F1B's for V times its transfers",
+    ),
+    in_step_family(
+        COMBINED,
+        combined_1f1b,
+        "Megatron-core, overlap_moe_expert_parallel_comm; arXiv 2412.19437, section 3.2.1, for the pairs",
+        "interleaved 1F1B whose forwards and backwards run in pairs, for one chunk more in memory",
+        repeats=lambda shape: every_group(shape) if shape.num_chunks > 1 else every_microbatch(shape),
+    ),
+)
