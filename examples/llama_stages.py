@@ -189,12 +189,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedule", default="1f1b", help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=3, help="default: %(default)s")
+    parser.add_argument("--compile", action="store_true", help="compile the stages (torch.compile)")
     args = parser.parse_args()
     virtual = find_family(args.schedule).chunks or 2
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(1, dist.get_world_size(), virtual if virtual > 1 else None)
     model = build_model()
     stages = make_stages(model, args.schedule, virtual)
+    for stage in stages if args.compile else ():
+        stage.inner.compile()
     mine = torch.optim.SGD([p for stage in stages for p in stage.parameters()], lr=0.5)
     whole = torch.optim.SGD(model.parameters(), lr=0.5)
     for step in range(1, args.steps + 1):
