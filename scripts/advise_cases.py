@@ -15,6 +15,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from made_parts import MadePart, markdown_table, renew  # noqa: E402
+
+from megatron_pp.config.layout import balanced_layout  # noqa: E402
+from megatron_pp.plan.simulate.memory import ModelShape  # noqa: E402
 from megatron_pp.planner.advise.candidates import Candidate, cut_model, states_of  # noqa: E402
 from megatron_pp.planner.advise.evaluate import Outcome, evaluate  # noqa: E402
 from megatron_pp.planner.advise.fit import Room, fitted  # noqa: E402
@@ -23,9 +26,6 @@ from megatron_pp.planner.advise.model import LETTERS, PART, Layer, Model, layer 
 from megatron_pp.planner.advise.question import Question  # noqa: E402
 from megatron_pp.planner.advise.search import search  # noqa: E402
 from megatron_pp.planner.advise.transformer import GPUS, Gpu, Transformer  # noqa: E402
-
-from megatron_pp.config.layout import balanced_layout  # noqa: E402
-from megatron_pp.plan.simulate.memory import ModelShape  # noqa: E402
 
 PAGE = ROOT / "docs" / "advise.md"
 NAMED = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zb", "zb_v", "v_half", "v_min")

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron_pp.planner.advise.transformer import GPUS
 
 from examples.gpt.errors import CheckpointError
 from examples.gpt.files import open_plain, write_atomically
 from examples.gpt.settings import Settings
+from megatron_pp.planner.advise.transformer import GPUS
 
 METRICS, TENSORBOARD, PLOT = "metrics.jsonl", "tensorboard", "loss.png"
 

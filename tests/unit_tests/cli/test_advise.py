@@ -11,11 +11,6 @@ from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
-from megatron_pp.planner.advise.candidates import candidates
-from megatron_pp.planner.advise.evaluate import Outcome
-from megatron_pp.planner.advise.flags import megatron_models_run, our_flags, our_settings
-from megatron_pp.planner.advise.model import PART, Model, layer
-from megatron_pp.planner.advise.question import Question
 
 from megatron_pp.cli import advise, run
 from megatron_pp.config.model_config import TransformerConfig
@@ -23,6 +18,11 @@ from megatron_pp.config.rules import lowering_policy
 from megatron_pp.integrations import on_import
 from megatron_pp.plan.costs.measured import measured_values
 from megatron_pp.plan.ir.spec import POLICIES
+from megatron_pp.planner.advise.candidates import candidates
+from megatron_pp.planner.advise.evaluate import Outcome
+from megatron_pp.planner.advise.flags import megatron_models_run, our_flags, our_settings
+from megatron_pp.planner.advise.model import PART, Model, layer
+from megatron_pp.planner.advise.question import Question
 from megatron_pp.tracing import files
 from tests.unit_tests.cli.conftest import assert_refused
 
