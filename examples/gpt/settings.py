@@ -28,6 +28,7 @@ from megatron_pp.config.parallel_grid import fit_grid
 from megatron_pp.errors import PlanError
 from megatron_pp.features.pairs.pair_runner import PAIR_FUNCTIONS
 from megatron_pp.integrations.settings import parse_toml
+from megatron_pp.plan.costs.files import read_text as read_any_text
 from megatron_pp.plan.costs.slice_costs import slice_lengths
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.orders import find_family, names_a_file
@@ -203,7 +204,7 @@ def parse(argv: Sequence[str]) -> Settings:
     settings, given = _parse(argv), [*argv]
     if settings.config is not None:
         try:
-            of_file = _flags_of(parse_toml(Path(settings.config).read_text(encoding="utf-8")))
+            of_file = _flags_of(parse_toml(read_any_text(settings.config)))
             _parse(of_file)
         except (OSError, ValueError) as error:
             raise ArgumentError(f"--config is {settings.config}, which cannot be used: {error}") from error

@@ -32,6 +32,7 @@ OTHER_VARIABLES = frozenset(
     )
 )
 """Variables of this project that are no settings: of its scripts, build, benchmarks and tests."""
+_LARGEST_TOML = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,9 @@ def _from_file(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Raises ValueError for what is no TOML, ConfigError where no parser is installed."""
+    """Raises ValueError for what is no TOML, or too long, ConfigError where no parser is installed."""
+    if len(text) > _LARGEST_TOML:  # for a key of so many parts the parser takes a second, for ten times as many minutes
+        raise ValueError(f"it has {len(text):,} characters; settings have at most {_LARGEST_TOML:,}")
     if sys.version_info >= (3, 11):
         import tomllib
     else:
@@ -135,7 +138,10 @@ def parse_toml(text: str) -> dict[str, Any]:
             import tomli as tomllib
         except ImportError as error:
             raise ConfigError("before Python 3.11, reading it takes the package tomli: pip install tomli") from error
-    return tomllib.loads(text)
+    try:
+        return tomllib.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def _named(name: str, where: str, as_keyword: bool = False) -> Setting:

@@ -103,10 +103,8 @@ def search(question: Question, budget: float | None = None, jobs: int = 1, repor
                 searched.outcomes.append(outcome)
                 if report:
                     report(*searched.progress, str(outcome.candidate))
-    except _BudgetSpentError:
-        pass
-    except KeyboardInterrupt:
-        interrupted = True
+    except KeyboardInterrupt:  # Ctrl-C, or of _ended_in_time
+        interrupted = not searched.is_over()
     seconds = time.monotonic() - began
     known = tuple(searched.outcomes), tuple(searched.estimates)
     return Findings(question, *known, searched.left(), tuple(searched.needless), seconds, interrupted)
@@ -132,20 +130,16 @@ def _estimate(question: Question, queue: "_Queue", evaluator: "_Evaluator", say:
         evaluator.start(first)
 
 
-class _BudgetSpentError(KeyboardInterrupt):
-    """Ends what does not look at the time itself."""
-
-
 @contextmanager
 def _ended_in_time(queue: "_Queue") -> Iterator[None]:
-    """With a budget, raises in the main thread when it is spent."""
+    """With a budget, raises KeyboardInterrupt in the main thread when it is spent, whatever runs there."""
     if queue.budget is None or threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def look(*_: object) -> None:
         if queue.is_over():
-            raise _BudgetSpentError
+            raise KeyboardInterrupt
         signal.setitimer(signal.ITIMER_REAL, _LOOK)
 
     before, began = signal.signal(signal.SIGALRM, look), time.monotonic()

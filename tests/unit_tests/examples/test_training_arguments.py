@@ -316,6 +316,9 @@ def test_a_toml_file_is_read_without_tomllib(tmp_path: Path) -> None:
         ("seed = 'x'", "Error parsing --seed"),
         ("seed", "Expected '='"),
         ("data = ['--help']", "no part may begin with '-'"),
+        ("a = " + "[" * 5000, "it is nested too deeply"),
+        ("a." * 50000 + "b = 1", "it has 100,005 characters; settings have at most 16,384"),
+        ("seed = '\\x1b[2J'", r"Error parsing --seed.*x1b"),
     ],
 )
 def test_a_toml_file_that_cannot_be_is_refused(tmp_path: Path, text: str, words: str) -> None:

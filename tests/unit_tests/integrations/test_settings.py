@@ -299,6 +299,11 @@ def test_contradictions_are_found_across_sources(environment: Callable[..., None
     [
         (b"p2p_timeout = ", "settings file settings.toml: Invalid value (at end of document)"),
         (b"p2p_timeout = 3\np2p_timeout = 4", "settings file settings.toml: Cannot overwrite a value"),
+        (b"a = " + b"[" * 5000, "settings file settings.toml: it is nested too deeply"),
+        (
+            b"a." * 50000 + b"b = 1",
+            "settings file settings.toml: it has 100,005 characters; settings have at most 16,384",
+        ),
         (b"\xff = 3", "settings file settings.toml: not a text file in UTF-8 (byte 0)"),
         (b'p2p_timeout = "3"', "settings file settings.toml: p2p_timeout is '3'; it must be a number of seconds"),
     ],
