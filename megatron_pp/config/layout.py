@@ -8,7 +8,7 @@ from collections.abc import Callable
 from itertools import accumulate, pairwise
 from typing import Any, NoReturn
 
-from megatron_pp.config.checks import nearest_text, whole_number
+from megatron_pp.config.checks import nearest_multiples, nearest_text, whole_number
 from megatron_pp.errors import LayoutError
 from megatron_pp.on_demand import load
 from megatron_pp.plan.ir.placement import LOOP, Placement
@@ -109,7 +109,7 @@ def _share_of_middle(num_layers: int, at_ends: int, middle: int, place: Placemen
 def _check_rank_count(name: str, count: int, num_layers: int, chunks: int) -> None:
     whole_number(name, count, error=LayoutError)
     if count % chunks:
-        fitting = nearest_text(count, lambda n: n % chunks == 0)
+        fitting = nearest_multiples(count, chunks)
         raise LayoutError(f"{name} is {count}, which {chunks} chunks cannot share evenly; nearest: {fitting}")
     if count > num_layers:
         raise LayoutError(f"{name} is {count}, more than num_layers {num_layers}")

@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple
 
-from megatron_pp.config.checks import nearest_text, whole_number
+from megatron_pp.config.checks import nearest_multiples, whole_number
 from megatron_pp.errors import WorldSizeError
 
 # From the fastest-running dimension to the slowest, Megatron's default order: ranks of one tensor parallel group are
@@ -57,7 +57,7 @@ def fit_grid(
         f"pipeline_model_parallel_size {pipeline_parallel}"
     )
     if data_parallel is None and world_size % replica:
-        fitting = nearest_text(world_size, lambda n: n % replica == 0)
+        fitting = nearest_multiples(world_size, replica)
         raise WorldSizeError(
             f"the world size is {world_size}, which {product} = {replica} does not divide; nearest: {fitting} processes"
         )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_pp.config.checks import nearest_text, one_of, whole_number
+from megatron_pp.config.checks import nearest_multiples, one_of, whole_number
 from megatron_pp.config.microbatch_counts import check_group_size
 from megatron_pp.errors import ConfigError, PlanError, ScheduleError
 from megatron_pp.on_demand import load
@@ -198,12 +198,12 @@ def check_model_sizes(config: Any) -> None:
     if config.kv_channels is None and hidden % heads:
         raise ConfigError(
             f"hidden_size is {hidden}, which {heads} num_attention_heads do not divide; nearest: "
-            f"{nearest_text(hidden, lambda n: n % heads == 0)}, or set kv_channels"
+            f"{nearest_multiples(hidden, heads)}, or set kv_channels"
         )
     if heads % split:
         raise ConfigError(
             f"num_attention_heads is {heads}, which tensor_model_parallel_size {split} does not divide; nearest: "
-            f"{nearest_text(heads, lambda n: n % split == 0)}"
+            f"{nearest_multiples(heads, split)}"
         )
     for name in ("hidden_dropout", "attention_dropout"):
         value = getattr(config, name)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megatron_pp.config.model_config import ModelParallelConfig, TransformerConfig
+from megatron_pp.config.parallel_grid import fit_grid
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ConfigError, LayoutError, ScheduleError, ScheduleInputError
 from megatron_pp.plan.orders import SCHEDULES
@@ -264,3 +265,11 @@ def test_what_a_plan_needs_is_importable_without_torch():
     modules = ", ".join(f"megatron_pp.config.{name}" for name in ("layout", "microbatch_counts", "parallel_grid"))
     program = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
+
+
+def test_a_number_that_is_absurd_is_refused_at_once():
+    """Not after a walk to the nearest one that is possible."""
+    with pytest.raises(ConfigError, match="nearest: 999999999 processes"):
+        fit_grid(2, pipeline_parallel=999_999_999)
+    with pytest.raises(ConfigError, match="999999998 or 1999999996"):
+        TransformerConfig(num_layers=2, hidden_size=1_000_000_000, num_attention_heads=999_999_998)
