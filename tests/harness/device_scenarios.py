@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from megatron_pp.comm import abort
 from megatron_pp.comm.transport import P2PRequest, Preparation, ProcessGroupTransport
 from megatron_pp.errors import P2PTransferError
 from megatron_pp.faults.device_events import EventQueries
+from megatron_pp.faults.tracker import CompletedWork
 from megatron_pp.features.pairs.pair_runner import on_two_streams
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import PlanSpec
@@ -159,6 +161,17 @@ def events_asked_of_the_runtime(folder: Path) -> None:
         queries.is_over(SimpleNamespace(cuda_event=9))
 
 
+def the_wait_before_an_optimizer(folder: Path) -> None:
+    """Not while a graph is captured."""
+
+    def program(group: dist.ProcessGroup) -> None:
+        for capturing in (False, True):
+            with replaced([(torch.cuda, "is_current_stream_capturing", partial(bool, capturing))]):
+                CompletedWork().synchronize()
+
+    on_ranks(1, program)
+
+
 def _raises(*_: Any) -> None:
     raise RuntimeError("NCCL says no")
 
@@ -242,6 +255,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     a_failure,
     what_the_library_raises,
     events_asked_of_the_runtime,
+    the_wait_before_an_optimizer,
     kernels,
     the_gpu_check,
     the_trainer_s_parts,
