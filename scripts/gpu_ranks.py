@@ -192,12 +192,12 @@ def release_stall(rank: int, size: int, device: torch.device, num_bytes: int) ->
         torch.cuda.synchronize(device)
         if rank == 1:
             time.sleep(LATE)
-        found[name] = _timed_forwards(plan, communicator, executor, SleepSteps(device, shape), Shapes(shape, shape))
+        found[name] = _timed_forwards(plan, communicator, executor, SleepSteps(device, shape), [Shapes(shape, shape)])
     return found
 
 
 def _timed_forwards(
-    plan: Plan, communicator: P2PCommunicator, executor: type[PlanExecutor], steps: SleepSteps, shapes: Shapes
+    plan: Plan, communicator: P2PCommunicator, executor: type[PlanExecutor], steps: SleepSteps, shapes: list[Shapes]
 ) -> dict[str, float]:
     clock = StreamClock(plan.spec.num_microbatches - 1)
     hooks = SyncHooks(communicator.settings, [])
