@@ -40,17 +40,15 @@ class Report:
 
     def text(self) -> str:
         """The table for a terminal, with what it was measured on."""
-        cells = [self.columns] + [[shown(row.get(c)) for c in self.columns] for row in self.rows]
+        cells = self.cells()
         widths = [max(len(line[k]) for line in cells) for k in range(len(self.columns))]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
         lines.insert(1, "  ".join("-" * width for width in widths))
-        return "\n".join([f"\n{self.title}", f"({self._circumstances()})", *lines, *self.notes])
+        return "\n".join([f"\n{self.title}", f"({self.circumstances()})", *lines, *self.notes])
 
-    def markdown(self) -> str:
-        """The table for a page of Markdown."""
-        lines = [f"| {' | '.join(self.columns)} |", f"|{' --- |' * len(self.columns)}"]
-        lines += [f"| {' | '.join(shown(row.get(c)) for c in self.columns)} |" for row in self.rows]
-        return "\n".join([*lines, "", f"({self._circumstances()})", *(f"\n{note}" for note in self.notes)])
+    def cells(self) -> list[list[str]]:
+        """The table for a page, its head first."""
+        return [self.columns, *([shown(row.get(c)) for c in self.columns] for row in self.rows)]
 
     def write(self, folder: Path) -> list[Path]:
         """Write NAME.json and NAME.txt."""
@@ -63,7 +61,8 @@ class Report:
     def read(cls, path: Path) -> Report:
         return cls(**json.loads(path.read_text()))
 
-    def _circumstances(self) -> str:
+    def circumstances(self) -> str:
+        """What it was measured with: settings, versions, machine."""
         facts = [f"{key} {value}" for key, value in {**self.settings, **self.machine}.items()]
         return ", ".join(facts)
 

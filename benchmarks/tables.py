@@ -1,12 +1,15 @@
-"""Put chart, reading and table of each benchmark in a folder of results into docs/performance.md, between its marks."""
+"""Put each benchmark in a folder of results into docs/performance.md, between its marks: chart, reading, and a link to
+its table in docs/data. What the tables were measured with is in docs/data/performance_runs.csv.
+"""
 
 from __future__ import annotations
 
 import argparse
-import html
 import re
 from dataclasses import replace
 from pathlib import Path
+
+from made_parts import data_file, read_data, write_data
 
 from benchmarks.charts import write_chart
 from benchmarks.readings import reading
@@ -15,6 +18,7 @@ from benchmarks.report import BenchmarkError, Report, Row
 HELP = "renew charts, readings and tables of docs/performance.md from the JSON that the other subcommands wrote"
 QUICK: dict[str, object] = {}
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
+RUNS = "performance_runs"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,11 +44,14 @@ def run(args: argparse.Namespace) -> int:
             earlier = reports.get(report.name)
             reports[report.name] = report if earlier is None else together(earlier, report)
     text = args.page.read_text()
+    runs = {row[0]: row for row in read_data(args.page, RUNS)[1:]} if data_file(args.page, RUNS).exists() else {}
     for report in reports.values():
         chart = write_chart(report, args.page.parent / "charts")
-        text = with_table(text, report, chart)
+        text = with_table(text, args.page, report, chart)
+        runs[report.name] = [report.name, report.circumstances(), " ".join(report.notes)]
         print(f"{args.page}: {report.name}{'' if chart is None else f', {chart}'}")
     args.page.write_text(text)
+    write_data(args.page, RUNS, "", [["table", "measured with", "what its columns say"], *runs.values()])
     return 0
 
 
@@ -66,8 +73,8 @@ def _of_both(one: Row, other: Row) -> Row:
     return {name: value if one.get(name) == value else f"{one.get(name)} and {value}" for name, value in both.items()}
 
 
-def with_table(text: str, report: Report, chart: Path | None) -> str:
-    """``text`` with what stands between the report's marks replaced by its chart, its reading, and its table, folded.
+def with_table(text: str, page: Path, report: Report, chart: Path | None) -> str:
+    """``text`` with chart, reading and a link to the table between the report's marks; writes the table beside it.
     Raises BenchmarkError."""
     start, end = f"<!-- table {report.name} -->", f"<!-- end {report.name} -->"
     pattern = re.compile(re.escape(start) + ".*?" + re.escape(end), re.DOTALL)
@@ -76,9 +83,7 @@ def with_table(text: str, report: Report, chart: Path | None) -> str:
     parts = [
         f"![{report.title}]({chart.parent.name}/{chart.name})" if chart is not None else "",
         reading(report),
-        f"<details markdown>\n<summary>Table: {html.escape(report.title)}</summary>",
-        report.markdown(),
-        "</details>",
+        write_data(page, f"performance_{report.name}", report.title, report.cells()),
     ]
     block = "\n\n".join(part for part in parts if part)
     return pattern.sub(lambda _: f"{start}\n{block}\n{end}", text)

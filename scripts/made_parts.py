@@ -1,12 +1,23 @@
-"""Parts of pages that a command makes: each stands between two marks, and `--check` reports those that are stale."""
+"""Parts of pages that a command makes: each is between two marks, and `--check` reports those that are stale.
+
+Long tables are data files beside the page, ``data/NAME.csv``. The page links to each; the site shows the table there.
+"""
 
 from __future__ import annotations
 
 import argparse
+import csv
+import html
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+Table = Sequence[Sequence[str]]  # the first row is the head
+_TABLE = re.compile(r"(?:^\|.*(?:\n|\Z))+", re.MULTILINE)
+_DATA_LINE = re.compile(r"^\[Table: ([^\]\n]+)\]\((?:\.\./)*(?:docs/)?data/([\w.-]+)\.csv\)$", re.MULTILINE)
+_SHORT = 5  # rows of a table that stays on its page
 
 
 @dataclass(frozen=True)
@@ -49,7 +60,57 @@ def renew(parts: Sequence[MadePart], description: str) -> int:
     return stale
 
 
-def markdown_table(rows: Sequence[Sequence[str]]) -> str:
+def markdown_table(rows: Table) -> str:
     """The first row is the head."""
     head, *body = rows
     return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *body])
+
+
+def table_in(text: str) -> list[list[str]]:
+    """The first Markdown table of a text; empty where there is none."""
+    lines = _TABLE.search(text)
+    if lines is None:
+        return []
+    head, _, *body = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines[0].splitlines())
+    return [head, *body]
+
+
+def data_file(page: Path, name: str) -> Path:
+    return page.parent / "data" / f"{name}.csv"
+
+
+def write_data(page: Path, name: str, title: str, rows: Table) -> str:
+    """Write the table into its data file; returns the line for the page."""
+    file = data_file(page, name)
+    file.parent.mkdir(exist_ok=True)
+    with file.open("w", encoding="utf-8", newline="") as out:
+        csv.writer(out, lineterminator="\n").writerows([html.unescape(cell) for cell in row] for row in rows)
+    return f"[Table: {title}](data/{name}.csv)"
+
+
+def read_data(page: Path, name: str) -> list[list[str]]:
+    """The table in a data file, its cells as Markdown."""
+    with data_file(page, name).open(encoding="utf-8", newline="") as lines:
+        return [[cell.replace("|", "&#124;") for cell in row] for row in csv.reader(lines)]
+
+
+def long_tables_to_data(page: Path, prefix: str, title: str, text: str) -> str:
+    """``text`` of a page with links for long tables, to PREFIX_HEADING.csv, or PREFIX_TITLE.csv"""
+
+    def moved(match: re.Match[str]) -> str:
+        rows = table_in(match[0])
+        if len(rows) <= _SHORT:
+            return match[0]
+        headings = re.findall(r"^#+ (.*)$", text[: match.start()], re.MULTILINE)
+        name = headings[-1] if headings else title
+        file = re.sub(r"\W+", "_", f"{prefix} {name}".lower())
+        return write_data(page, file, name, rows) + "\n" * match[0].endswith("\n")
+
+    return _TABLE.sub(moved, text)
+
+
+def with_tables(page: Path, text: str, around: str = "{table}") -> str:
+    """``text`` of a page with its tables in place of the lines that link to them; ``around`` names title and table."""
+    return _DATA_LINE.sub(
+        lambda match: around.format(title=html.escape(match[1]), table=markdown_table(read_data(page, match[2]))), text
+    )

@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from made_parts import MadePart, markdown_table  # noqa: E402
+from made_parts import MadePart, long_tables_to_data, markdown_table, table_in, with_tables  # noqa: E402
 
 from megatron_pp.integrations.megatron_versions import release_of  # noqa: E402
 from tests.megatron import groups  # noqa: E402
@@ -89,15 +89,6 @@ def grid(model: Model, sizes: list[int], results: dict[str, dict[Case, str]]) ->
 
 def marked(cells: list[str]) -> list[str]:
     return [cell if cell in ("0", ABSENT) else f"**{cell}**" for cell in cells]
-
-
-def table_in(text: str) -> Table:
-    """The first Markdown table of a text; empty where there is none."""
-    lines = re.search(r"(?:^\|.*\n?)+", text, re.MULTILINE)
-    if lines is None:
-        return []
-    head, _, *body = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines[0].splitlines())
-    return [head, *body]
 
 
 def with_kept(new: Table, old: Table, names: int) -> Table:
@@ -278,11 +269,13 @@ def main() -> int:
     for name in args.part or [MATRIX, *groups.GROUPS]:
         page = None if args.output == "-" else Path(args.output)
         old = "" if page is None else MadePart(page, name, str).split(page.read_text(encoding="utf-8"))[1]
+        old = old if page is None else with_tables(page, old)
         text, as_it_should = matrix(args, releases, old) if name == MATRIX else trainings(name, releases, old)
         right = right and as_it_should
         if page is None:
             print(text)
         else:
+            text = long_tables_to_data(page, "parity", name, text)
             part = MadePart(page, name, lambda text=text: text)
             page.write_text(part.renewed(page.read_text(encoding="utf-8")), encoding="utf-8")
     return 0 if right else 1

@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from made_parts import markdown_table  # noqa: E402
+from made_parts import long_tables_to_data, markdown_table  # noqa: E402
 
 from megatron_pp.plan.costs.measured import Measured  # noqa: E402
 from megatron_pp.plan.ir.placement import LOOP, V_SHAPE, Placement  # noqa: E402
@@ -131,7 +131,9 @@ def write_page(rows: Sequence[Row]) -> None:
         begin, end = f"<!-- table {kind} -->\n", f"<!-- end {kind} -->"
         before, _, rest = text.partition(begin)
         lines = table([row for row in rows if row["kind"] == kind])
-        text = before + begin + "\n".join(lines) + "\n" + end + rest.partition(end)[2]
+        made = "\n".join(lines)
+        made = long_tables_to_data(PAGE, "plan_quality", "larger pipelines", made) if kind == "large" else made
+        text = before + begin + made + "\n" + end + rest.partition(end)[2]
     PAGE.write_text(text, encoding="utf-8")
 
 

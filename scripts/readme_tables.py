@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from docs_site.schedule_numbers import all_numbers  # noqa: E402
-from made_parts import MadePart, markdown_table, renew  # noqa: E402
+from made_parts import MadePart, markdown_table, read_data, renew, table_in  # noqa: E402
 
 PARITY, PERFORMANCE = "docs/parity.md", "docs/performance.md"
 Engines = dict[str, tuple[str, ...]]
@@ -30,14 +30,8 @@ SETTING = "interleaved_1f1b P=4 V=2 overlap"
 Row = dict[str, str]
 
 
-def table_after(page: str, mark: str) -> list[Row]:
-    """The first Markdown table after the line ``mark`` of a page."""
-    _, found, rest = (ROOT / page).read_text(encoding="utf-8").partition(f"\n{mark}\n")
-    lines = re.search(r"(?:^\|.*\n)+", rest, re.MULTILINE)
-    if not found or lines is None:
-        raise SystemExit(f"{page} has no table after {mark!r}")
-    cells = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in lines[0].splitlines()]
-    head, _, *body = cells
+def rows_of(table: list[list[str]]) -> list[Row]:
+    head, *body = table
     return [dict(zip(head, row, strict=True)) for row in body]
 
 
@@ -46,7 +40,8 @@ def number(text: str) -> float:
 
 
 def parity_rows() -> list[list[str]]:
-    cases = {row[""]: row for row in table_after(PARITY, "### In short")}
+    _, _, rest = (ROOT / PARITY).read_text(encoding="utf-8").partition("\n### In short\n")
+    cases = {row[""]: row for row in rows_of(table_in(rest))}
     ours, theirs = cases["megatron_pp"], cases["Megatron-core's schedules"]
     labels = {
         "equal to the last bit": f"{ours['cases']} settings of Megatron's GPTModel: equal to one process, to the bit",
@@ -74,7 +69,7 @@ def performance_rows() -> list[list[str]]:
 
 
 def _measured(name: str) -> list[Row]:
-    return table_after(PERFORMANCE, f"<!-- table {name} -->")
+    return rows_of(read_data(ROOT / PERFORMANCE, f"performance_{name}"))
 
 
 def _of_setting(name: str, columns: list[str], engines: Engines = ENGINES) -> dict[str, float]:
@@ -98,18 +93,18 @@ def _best(found: dict[str, list[float]], columns: Engines) -> dict[str, float]:
     return {column: min(worst[e] for e in engines if e in worst) for column, engines in columns.items()}
 
 
-def version(page: str, mark: str, name: str) -> str:
-    """Of package ``name``, as it stands on the page behind ``mark``."""
-    found = re.search(rf"{mark}.*?\b{name} (\d+\.\d+\.\d+)", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+def version(text: str, name: str) -> str:
+    """Of package ``name``, as ``text`` first says it."""
+    found = re.search(rf"\b{name} (\d+\.\d+\.\d+)", text)
     if found is None:
-        raise SystemExit(f"{page} does not name the version of {name}")
+        raise SystemExit(f"the version of {name} is not in {text[:80]!r}")
     return found[1]
 
 
 def peers() -> str:
-    megatron = version(PARITY, "Written by", "megatron-core")
-    measured = {version(PERFORMANCE, f"<!-- table {name}", "torch") for name in ("overhead", "exposed", "memory")}
-    torch = " and ".join(sorted(measured))
+    megatron = version((ROOT / PARITY).read_text(encoding="utf-8").partition("Written by")[2], "megatron-core")
+    runs = {row["table"]: row["measured with"] for row in _measured("runs")}
+    torch = " and ".join(sorted({version(runs[name], "torch") for name in ("overhead", "exposed", "memory")}))
     head = ["", "megatron_pp", f"Megatron-core {megatron}", f"torch {torch} pipelining", "measured in"]
     return markdown_table([head, *parity_rows(), *performance_rows()])
 

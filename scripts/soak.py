@@ -32,7 +32,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from made_parts import markdown_table  # noqa: E402
+from made_parts import long_tables_to_data, markdown_table  # noqa: E402
 
 from megatron_pp.plan.ir.placement import Placement  # noqa: E402
 from megatron_pp.plan.orders import SCHEDULES  # noqa: E402
@@ -122,7 +122,7 @@ def write_between_marks(path: Path, text: str) -> None:
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     head = before if not before or before.endswith("\n") else before + "\n"
-    made = text.strip("\n")
+    made = long_tables_to_data(path, "soak", "soak", text).strip("\n")
     path.write_text(f"{head}{BEGIN}\n\n{made}\n\n{END}{after}".rstrip("\n") + "\n", encoding="utf-8")
 
 
@@ -290,11 +290,12 @@ def report(arguments: argparse.Namespace, books: Books, seconds: float) -> str:
         f"processes on {os.cpu_count()} cores; {books.episodes} episodes, {books.steps:,} pipeline steps, "
         f"{seconds / 60:.0f} minutes. {load}" + _other_backend(arguments.backend),
         "",
-        *_faults(arguments, books),
-        "",
         *_totals(books),
-        "",
         *(f"- WRONG: {line}" for line in books.trouble),
+        "",
+        "### Faults",
+        "",
+        *_faults(arguments, books),
         "",
         *_messages(books),
         "",
@@ -352,26 +353,28 @@ def _totals(books: Books) -> list[str]:
         ("steps with wrong numbers", books.wrong_steps),
         *((f"episodes that left {name.replace('_', ' ')}", books.leaks.get(name, 0)) for name in _LEAKS),
     ]
-    return [markdown_table([("", ""), *((name, str(count)) for name, count in rows)])]
+    return [f"- {name}: {count}" for name, count in rows]
 
 
 _LEAKS = ("handles", "tensors", "threads", "files", "shared_memory")
 
 
 def _messages(books: Books) -> list[str]:
-    lines = ["The full messages on other ranks, one of each kind:", ""]
+    rows: list[Sequence[str]] = [("fault", "what another rank says")]
     seen = set()
     for (kind, _), tally in books.tallies.items():
         if tally.message and kind not in seen:
             seen.add(kind)
-            lines.append(f"- {kind}: `{tally.message.replace('`', chr(39))}`")
-    return lines
+            rows.append((kind, f"`{tally.message.replace('`', chr(39)).replace('|', '/')}`"))
+    return ["### Messages", "", markdown_table(rows)]
 
 
 def _memory(books: Books) -> list[str]:
     if not books.memory:
         return []
     lines = [
+        "### Memory",
+        "",
         "Resident memory over steps without a fault, in MiB; growth is from the first quarter on, and up to "
         f"{FLAT_BYTES >> 20} MiB counts as flat.",
         "",

@@ -15,7 +15,11 @@ for folder in (str(ROOT), str(ROOT / "scripts")):
     if folder not in sys.path:
         sys.path.insert(0, folder)
 
+from made_parts import with_tables  # noqa: E402
+
 from docs_site import gallery, links  # noqa: E402
+
+FOLDED = "<details markdown>\n<summary>Table: {title}</summary>\n\n{table}\n\n</details>"
 
 logger = logging.getLogger("mkdocs.hooks.megatron_pp")
 
@@ -29,7 +33,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    text = links.on_site(markdown, page.file.src_uri)
+    source = ROOT / links.source_of(page.file.src_uri)
+    text = links.on_site(with_tables(source, markdown, FOLDED), page.file.src_uri)
     return gallery.filled(text) if page.file.src_uri == gallery.PAGE else text
 
 

@@ -1,4 +1,4 @@
-"""docs/performance.md: what runs hold of one benchmark becomes one chart, one paragraph and one folded table."""
+"""docs/performance.md: what runs hold of one benchmark becomes one chart, one paragraph and one data file."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from xml.etree import ElementTree
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
+
+from made_parts import read_data
 
 from benchmarks import tables
 from benchmarks.all import PARTS
@@ -37,20 +39,29 @@ def run(page: Path, *sources: Path, text: str = PAGE) -> str:
 def test_two_runs_make_one_table(tmp_path: Path) -> None:
     text = run(tmp_path / "page.md", write(tmp_path / "a", 3, 2), write(tmp_path / "b", 2, 4))
     assert text == (
-        "before\n<!-- table sweep -->\n<details markdown>\n<summary>Table: A sweep</summary>\n\n"
-        "| P | ms |\n| --- | --- |\n| 2 | 3 |\n| 4 | 6 |\n\n"
-        "(rounds 3 and 2, cores 2, on 2026-01-02 and 2026-01-04)\n\nA note.\n\n</details>\n<!-- end sweep -->\nafter\n"
+        "before\n<!-- table sweep -->\n[Table: A sweep](data/performance_sweep.csv)\n<!-- end sweep -->\nafter\n"
     )
+    assert (tmp_path / "data" / "performance_sweep.csv").read_text() == "P,ms\n2,3\n4,6\n"
+    _, (name, measured, notes) = read_data(tmp_path / "page.md", tables.RUNS)
+    assert (name, notes) == ("sweep", "A note.")
+    assert measured == "rounds 3 and 2, cores 2, on 2026-01-02 and 2026-01-04"
+
+
+def test_a_run_of_one_benchmark_keeps_what_the_others_were_measured_with(tmp_path: Path) -> None:
+    run(tmp_path / "page.md", write(tmp_path / "a", 3, 2))
+    Report("tracing", "A trace", TRACING, {"compute ms": 10.0}).write(tmp_path / "b")
+    run(tmp_path / "page.md", tmp_path / "b", text=PAGE.replace("sweep", "tracing"))
+    assert [row[0] for row in read_data(tmp_path / "page.md", tables.RUNS)] == ["table", "sweep", "tracing"]
 
 
 def test_a_benchmark_with_a_chart_and_a_reading(tmp_path: Path) -> None:
     columns = ["setting", "off us", "on us", "added us", "share"]
     Report("tracing", "A trace", TRACING, {"compute ms": 10.0}, columns=columns).write(tmp_path / "a")
     text = run(tmp_path / "page.md", tmp_path / "a", text=PAGE.replace("sweep", "tracing"))
-    chart, reading, folded = text.split("\n\n")[:3]
+    chart, reading, table = text.split("\n\n")[:3]
     assert chart.endswith("![A trace](charts/tracing.svg)")
     assert reading == "Recording adds 2 us to each virtual microbatch: 0.02% of 10 ms of compute."
-    assert folded == "<details markdown>\n<summary>Table: A trace</summary>"
+    assert table.startswith("[Table: A trace](data/performance_tracing.csv)\n")
     assert (tmp_path / "charts" / "tracing.svg").exists()
 
 
@@ -67,6 +78,8 @@ def test_the_page_has_a_place_for_every_benchmark_and_its_charts_exist() -> None
     text = tables.PAGE.read_text()
     assert re.findall(r"<!-- table (\w+) -->", text) == re.findall(r"<!-- end (\w+) -->", text)
     assert set(re.findall(r"<!-- table (\w+) -->", text)) == set(PARTS)
+    measured = {row[0] for row in read_data(tables.PAGE, tables.RUNS)}
+    assert measured == {"table", *PARTS} - {"gpu"}, "no GPU was at hand"
     charts = re.findall(r"\]\((charts/\w+\.svg)\)", text)
     assert len(charts) == len(PARTS) - 3  # slices and vocabulary have none, and no GPU was at hand
     for chart in charts:

@@ -14,6 +14,7 @@ from tests.conftest import PROJECT_ROOT
 sys.path.insert(0, str(PROJECT_ROOT / "scripts"))
 
 from docs_site.links import loaded_from_network, on_site
+from made_parts import long_tables_to_data, markdown_table, with_tables
 
 PAGES = [
     *(path for name in ("README", "CHANGELOG", "CONTRIBUTING") for path in PROJECT_ROOT.glob(f"{name}.md")),
@@ -97,6 +98,18 @@ def test_fields_in_a_docstring_become_a_list() -> None:
     assert obj.docstring.value == (
         "One line.\n\n\n- `name`: words,\n  more\n- `a, b`: words\n\nThen prose.\n\n    code  here"
     )
+
+
+def test_a_long_table_is_a_data_file_that_the_site_puts_back(tmp_path: Path) -> None:
+    rows = [("a", "b"), *((f"`{k}&#124;`", "1,000") for k in range(6))]
+    text = f"### Both\n\n{markdown_table(rows)}\n\nbehind\n"
+    page = tmp_path / "page.md"
+    moved = long_tables_to_data(page, "x", "y", text)
+    assert moved == "### Both\n\n[Table: Both](data/x_both.csv)\n\nbehind\n"
+    assert (tmp_path / "data" / "x_both.csv").read_text().splitlines()[:2] == ["a,b", '`0|`,"1,000"']
+    assert with_tables(page, moved) == text
+    assert with_tables(page, moved, "{title}:\n{table}").startswith("### Both\n\nBoth:\n| a | b |\n")
+    assert long_tables_to_data(page, "x", "y", markdown_table(rows[:3])) == markdown_table(rows[:3])
 
 
 def test_a_page_that_needs_a_network_is_found() -> None:
