@@ -7,12 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from megatron_pp.errors import PlanError
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs.files import write_whole
 from megatron_pp.plan.io.serialize import JSON, TORCH_CSV, format_plan
 from megatron_pp.plan.ir.instruction import Instruction, parse_program
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
+from megatron_pp.plan.verify.verifier import verify
 
 
 def small_plan(schedule: str = "1f1b", p: int = 2, v: int = 1, m: int = 3, **options: Any) -> Plan:
@@ -30,12 +34,44 @@ def with_programs(plan: Plan, *lines: str) -> Plan:
     return replace(plan, programs=tuple(programs))
 
 
-def without(plan: Plan, rank: int, text: str) -> Plan:
-    """``plan`` without the first instruction of ``rank`` that prints as ``text``."""
-    program = plan.programs[rank]
-    index = index_of(program, text)
-    programs = (*plan.programs[:rank], program[:index] + program[index + 1 :], *plan.programs[rank + 1 :])
-    return replace(plan, programs=programs)
+def edited(plan: Plan, rank: int, edit: str) -> Plan:
+    """``plan`` with one change in the program of ``rank``. ``edit``, of instructions as they print: "drop A", "twice
+    A", "swap A B", "move A before B", "move A behind B", "add A before B" or "A with mb=1 tensor=b".
+    """
+    program = list(plan.programs[rank])
+    match edit.split():
+        case ["add", one, "before", other]:
+            program.insert(index_of(program, other), *placed(plan.placement, rank, one))
+        case ["drop", one]:
+            del program[index_of(program, one)]
+        case ["twice", one]:
+            program.insert(i := index_of(program, one), program[i])
+        case ["swap", one, other]:
+            i, j = index_of(program, one), index_of(program, other)
+            program[i], program[j] = program[j], program[i]
+        case ["move", one, ("before" | "behind") as where, other]:
+            at = program.pop(index_of(program, one))
+            program.insert(index_of(program, other) + (where == "behind"), at)
+        case [one, "with", *fields]:
+            i = index_of(program, one)
+            values = dict(field.split("=") for field in fields)
+            program[i] = program[i]._replace(**{n: int(v) if v.lstrip("-").isdigit() else v for n, v in values.items()})
+        case _:
+            raise ValueError(edit)
+    return replace(plan, programs=(*plan.programs[:rank], tuple(program), *plan.programs[rank + 1 :]))
+
+
+def refusal(plan: Plan, *device: str) -> str:
+    """What ``verify`` says against ``plan``, which it refuses."""
+    with pytest.raises(PlanError) as caught:
+        verify(plan, device=device or None)
+    return str(caught.value)
+
+
+def rows(table: str) -> list[list[str]]:
+    """The fields of each line, which ``|`` separates; "#" begins a comment."""
+    lines = [line for line in table.strip().splitlines() if not line.startswith("#")]
+    return [[field.strip() for field in line.split("|")] for line in lines]
 
 
 def index_of(program: Sequence[Instruction], text: str) -> int:

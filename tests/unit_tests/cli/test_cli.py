@@ -19,7 +19,7 @@ from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.io.serialize import format_plan, load_plan
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.orders import SCHEDULES
-from tests.harness.plan_text import placed, save_plan, without
+from tests.harness.plan_text import edited, placed, save_plan
 from tests.unit_tests.cli.conftest import assert_refused
 
 # --- plan
@@ -84,7 +84,7 @@ def test_verify_and_plan_print_the_certificate(command):
 
 def test_verify_says_what_is_wrong_with_a_file_and_where(command, tmp_path):
     path = tmp_path / "plan.json"
-    save_plan(without(build_plan(PlanSpec("1f1b", 2, 1, 4)), 0, "FREE_F0.1"), path)
+    save_plan(edited(build_plan(PlanSpec("1f1b", 2, 1, 4)), 0, "drop FREE_F0.1"), path)
     code, out, _ = command("verify", "--import", path)
     assert code == 1
     assert "refused: rank 0: at the end of the plan, of chunk 0, microbatch 1" in out
@@ -188,7 +188,7 @@ def test_numbers_that_are_none_are_refused_by_the_parser(command, text):
 
 def test_a_plan_that_does_not_verify_is_not_simulated(command, tmp_path):
     path = tmp_path / "plan.json"
-    save_plan(without(build_plan(PlanSpec("gpipe", 2, 1, 2)), 1, "RECV_F0.0"), path)
+    save_plan(edited(build_plan(PlanSpec("gpipe", 2, 1, 2)), 1, "drop RECV_F0.0"), path)
     assert_refused(command("simulate", "--import", path), 1, "refused: rank 1: WAIT_F0.0")
 
 

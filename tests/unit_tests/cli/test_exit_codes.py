@@ -7,7 +7,7 @@ import pytest
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.io.serialize import JSON, format_plan
 from megatron_pp.plan.ir.spec import PlanSpec
-from tests.harness.plan_text import without
+from tests.harness.plan_text import edited
 
 ORDER = "0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n"
 PLAN = build_plan(PlanSpec("1f1b", 2, 1, 2))
@@ -19,8 +19,8 @@ FILES = {  # name: (content, exit code)
     "twice.csv": (ORDER.replace("0F1", "0F0"), 1),
     "backwards.csv": (ORDER.replace("0F0", "x").replace("0B0", "0F0").replace("x", "0B0"), 1),
     "stuck.csv": ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", 1),
-    "no_wait.json": (format_plan(without(PLAN, 0, "FREE_F0.1"), JSON), 1),
-    "no_receive.json": (format_plan(without(PLAN, 1, "RECV_F0.0"), JSON), 1),
+    "no_wait.json": (format_plan(edited(PLAN, 0, "drop FREE_F0.1"), JSON), 1),
+    "no_receive.json": (format_plan(edited(PLAN, 1, "drop RECV_F0.0"), JSON), 1),
     "noise.csv": ("red,green\n", 2),
     "empty.csv": ("", 2),
     "elsewhere.csv": (ORDER.replace("1F1", "5F1"), 2),

@@ -17,7 +17,7 @@ from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.verify.verifier import verify
 from megatron_pp.runtime.log_once import certify_once
 from megatron_pp.tracing.files import plan_line
-from tests.harness.plan_text import without
+from tests.harness.plan_text import edited
 
 
 def test_a_plan_that_is_built_has_a_certificate():
@@ -28,7 +28,7 @@ def test_a_plan_that_is_built_has_a_certificate():
     assert verdict.certificate.device == ()
     plan = build_plan(lowered.spec)
     assert plan.certificate == verdict.certificate
-    broken = without(plan, 0, "FREE_F0.1")
+    broken = edited(plan, 0, "drop FREE_F0.1")
     with pytest.raises(ValueError, match="rank 0"):
         verify(broken)
     assert replace(plan, programs=broken.programs).certificate is broken.certificate is None

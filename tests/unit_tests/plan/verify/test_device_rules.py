@@ -36,7 +36,6 @@ from megatron_pp.plan.ir.spec import (
     RENDEZVOUS,
     SHARED,
     STATIC_BUFFERS,
-    Plan,
     PlanSpec,
 )
 from megatron_pp.plan.lower.lowering import lowered
@@ -45,7 +44,7 @@ from megatron_pp.plan.orders.family import Order, no_offloads
 from megatron_pp.plan.simulate.simulation import Simulation
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.verify.verifier import verify
-from tests.harness.plan_text import index_of, with_programs
+from tests.harness.plan_text import edited, refusal, with_programs
 from tests.harness.sweeps import EXHAUSTIVE
 
 NAMED = [name for name in SCHEDULES if SCHEDULES[name].search is None]
@@ -53,26 +52,12 @@ NAMED = [name for name in SCHEDULES if SCHEDULES[name].search is None]
 RUNS = [(ONE_QUEUE,), (ONE_QUEUE, DEVICE_SYNC), (ONE_QUEUE, STATIC_BUFFERS)]
 
 
-def moved(plan: Plan, rank: int, text: str, behind: str) -> Plan:
-    """``plan`` with an instruction of ``rank`` right behind another one."""
-    program = list(plan.programs[rank])
-    at = program.pop(index_of(program, text))
-    program.insert(index_of(program, behind) + 1, at)
-    return replace(plan, programs=(*plan.programs[:rank], tuple(program), *plan.programs[rank + 1 :]))
-
-
-def refusal(plan: Plan, *device: str) -> str:
-    with pytest.raises(PlanError) as caught:
-        verify(plan, device=device)
-    return str(caught.value)
-
-
 # -- one hardware queue -----------------------------------------------------------------------------------------------
 
 
 def test_a_receive_posted_two_ahead_hangs_in_one_queue() -> None:
     """Rank 0's second receive stands behind the first, and the send that rank 1 waits for behind both."""
-    plan = moved(lowered_plan(PlanSpec("interleaved_1f1b", 2, 2, 2)), 0, "RECV_F1.1", behind="RECV_F1.0")
+    plan = edited(lowered_plan(PlanSpec("interleaved_1f1b", 2, 2, 2)), 0, "move RECV_F1.1 behind RECV_F1.0")
     verify(plan)  # where there are more queues, it is early and does no harm
     assert refusal(plan, ONE_QUEUE) == (
         "deadlock under one_queue: rank 0 waits at RECV_F1.1 for rank 1 to post the send that matches RECV_F1.0 (its "
@@ -103,9 +88,9 @@ def test_shapes_ahead_of_tensors_hold_the_queue_until_they_are_read() -> None:
     spec = PlanSpec("1f1b", 2, 1, 3, variable_shapes=True)
     plan = lowered_plan(spec)
     verify(plan, device=(ONE_QUEUE,))
-    sends_first = moved(plan, 0, "RECV_B0.0", behind="SEND_F0.1")
-    sends_first = moved(sends_first, 1, "RECV_F0.1", behind="SEND_B0.0")
-    sends_first = moved(sends_first, 1, "WAIT_F0.1", behind="RECV_F0.1")
+    sends_first = edited(plan, 0, "move RECV_B0.0 behind SEND_F0.1")
+    sends_first = edited(sends_first, 1, "move RECV_F0.1 behind SEND_B0.0")
+    sends_first = edited(sends_first, 1, "move WAIT_F0.1 behind RECV_F0.1")
     verify(sends_first)
     assert refusal(sends_first, ONE_QUEUE) == (
         "deadlock under one_queue: rank 0 waits at SEND_F0.1 for rank 1 to post the receive that matches SEND_F0.1; "
@@ -144,7 +129,7 @@ def test_a_gradient_on_its_way_two_backwards_later_is_refused() -> None:
     )
     plan = lowered_plan(replace(spec, device=(STATIC_BUFFERS,)))
     verify(plan)
-    assert "F0.2" in refusal(moved(plan, 1, "FREE_B0.0", behind="F0.2"), STATIC_BUFFERS)
+    assert "F0.2" in refusal(edited(plan, 1, "move FREE_B0.0 behind F0.2"), STATIC_BUFFERS)
 
 
 def test_a_gradient_that_is_handed_on_too_late_is_refused() -> None:
@@ -366,7 +351,7 @@ def test_compute_that_synchronises_ends_when_all_that_was_posted_is_over() -> No
 
 @pytest.mark.parametrize("rule", [ONE_QUEUE, DEVICE_SYNC])
 def test_a_plan_that_hangs_is_not_simulated(rule: str) -> None:
-    plan = moved(lowered_plan(PlanSpec("interleaved_1f1b", 2, 2, 2)), 0, "RECV_F1.1", behind="RECV_F1.0")
+    plan = edited(lowered_plan(PlanSpec("interleaved_1f1b", 2, 2, 2)), 0, "move RECV_F1.1 behind RECV_F1.0")
     simulate(plan, StageCosts.uniform(4))
     with pytest.raises(PlanError, match=f"deadlock under {rule}: rank "):
         simulate(plan, StageCosts.uniform(4), device=[rule])

@@ -11,12 +11,10 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_pp.errors import PlanError
 from megatron_pp.plan.builder import lowered_plan
-from megatron_pp.plan.ir.instruction import Instruction, parse_instruction, parse_program
 from megatron_pp.plan.ir.spec import CHANNELS, EXPLICIT, HOOKS, POLICIES, Plan, PlanSpec
 from megatron_pp.plan.verify.verifier import verify
-from tests.harness.plan_text import index_of, with_programs
+from tests.harness.plan_text import edited, refusal, rows, with_programs
 
 # -- accepts ----------------------------------------------------------------------------------------------------------
 
@@ -81,8 +79,6 @@ def test_the_verdict_says_what_the_plan_needs() -> None:
 
 # -- refuses ----------------------------------------------------------------------------------------------------------
 
-Edit = Callable[[list[Instruction]], None]
-
 
 def plan_1f1b(**fields: object) -> Plan:
     """P=2, V=1, M=2, plain:
@@ -95,235 +91,85 @@ def plan_1f1b(**fields: object) -> Plan:
     return lowered_plan(PlanSpec("1f1b", 2, 1, 2, policy="plain", **fields))  # type: ignore[arg-type]
 
 
-def edited(plan: Plan, rank: int, edit: Edit) -> Plan:
-    programs = [list(program) for program in plan.programs]
-    edit(programs[rank])
-    programs[rank] = list(plan.placement.place(rank, programs[rank]))
-    return replace(plan, programs=tuple(map(tuple, programs)))
-
-
-def drop(text: str) -> Edit:
-    return lambda program: program.__delitem__(index_of(program, text))
-
-
-def double(text: str) -> Edit:
-    return lambda program: program.insert(index_of(program, text) + 1, program[index_of(program, text)])
-
-
-def move(text: str, before: str) -> Edit:
-    def edit(program: list[Instruction]) -> None:
-        at = program.pop(index_of(program, text))
-        program.insert(index_of(program, before), at)
-
-    return edit
-
-
-def add(text: str, before: str) -> Edit:
-    return lambda program: program.insert(index_of(program, before), parse_instruction(text))
-
-
-def refusal(plan: Plan) -> str:
-    with pytest.raises(PlanError) as caught:
-        verify(plan)
-    return str(caught.value)
-
-
-def test_the_plan_that_is_edited_below_is_accepted() -> None:
-    verify(plan_1f1b())
+BROKEN = """
+# Missing.
+0 | drop F0.1 | rank 0: SEND_F0.1 (send of the activation of chunk 0, microbatch 1): it comes before its forward ran
+1 | drop B0.0 | rank 1: SEND_B0.0 (send of the gradient of chunk 0, microbatch 0): it comes before its backward ran
+0 | drop B0.1 | rank 0: at the end of the plan, of chunk 0, microbatch 1 it is not true that its backward ran
+0 | drop SEND_F0.0 | FREE_F0.0 (release of the activation of chunk 0, microbatch 0): it comes before its output was sent
+0 | drop FREE_F0.1 | of chunk 0, microbatch 1 it is not true that its output was released
+1 | drop FREE_B0.1 | of chunk 0, microbatch 1 it is not true that its input gradient was released
+1 | drop SEND_B0.1 | FREE_B0.1 (release of the gradient of chunk 0, microbatch 1): it comes before its input gradient
+1 | drop RECV_F0.0 | rank 1: WAIT_F0.0 (wait for the activation of chunk 0, microbatch 0): it comes before the receive
+1 | drop WAIT_F0.1 | rank 1: F0.1 (forward of chunk 0, microbatch 1): it comes before its input is there
+0 | drop WAIT_B0.0 | rank 0: B0.0 (backward of chunk 0, microbatch 0): it comes before its output gradient is
+# Twice.
+0 | twice F0.0 | rank 0: F0.0 (forward of chunk 0, microbatch 0): its forward ran already: it stands twice
+1 | twice B0.1 | rank 1: B0.1 (backward of chunk 0, microbatch 1): its backward ran already
+0 | twice SEND_F0.1 | its output was sent already: it stands twice
+0 | twice FREE_F0.0 | its output was released already: it stands twice
+1 | twice RECV_F0.1 | the receive of its input was posted already: it stands twice
+1 | twice WAIT_F0.1 | its input is there already: it stands twice
+# In the wrong place.
+0 | move SEND_F0.0 before F0.0 | (send of the activation of chunk 0, microbatch 0): it comes before its forward
+0 | move FREE_F0.1 before SEND_F0.1 | (release of the activation of chunk 0, microbatch 1): it comes before its
+1 | move B0.0 before F0.0 | rank 1: B0.0 (backward of chunk 0, microbatch 0): it comes before its forward ran
+0 | move B0.0 before WAIT_B0.0 | it comes before its output gradient is there
+1 | move FREE_B0.0 before SEND_B0.0 | it comes before its input gradient was sent
+# What this stage does not have.
+0 | add RECV_F0.0 before F0.0 | RECV_F0.0 (receive of the activation of chunk 0, microbatch 0): stage 0 has no such step
+1 | add SEND_F0.0 before B0.0 | SEND_F0.0 (send of the activation of chunk 0, microbatch 0): stage 1 has no such step
+1 | add HAND_F0.1 before F0.1 | rank 1: HAND_F0.1 (hand-off of the activation of chunk 0, microbatch 1):
+0 | add F1.0 before F0.0 | rank 0: F1.0 (forward of chunk 1, microbatch 0): there is no such stage and mic
+0 | add F0.2 before B0.0 | stages are 0, microbatches 0..1
+# Marks.
+0 | drop ENABLE_GRAD_SYNC0 | rank 0: the gradients of chunk(s) [0] are never synchronised
+0 | twice ENABLE_GRAD_SYNC0 | (start of gradient sync in the backward of chunk 0): it stands twice, or names no chunk of
+0 | add ENABLE_GRAD_SYNC1 before B0.1 | ENABLE_GRAD_SYNC1 (start of gradient sync in the backward of chunk 1): it stands
+1 | move ENABLE_GRAD_SYNC0 before B0.0 | in the backward of chunk 0): the backward that follows is not the one
+1 | add GRAD_SYNC0 before SEND_B0.1 | rank 1: GRAD_SYNC0 (gradient sync of chunk 0):
+0 | add PARAM_SYNC0 before B0.0 | PARAM_SYNC0 (parameter sync of chunk 0): it comes after the chunk's first forward
+"""
+EXPLICIT_SYNCS = """
+0 | drop GRAD_SYNC1 | rank 0: the gradients of chunk(s) [1] are never synchronised
+0 | move GRAD_SYNC1 before B1.1 | GRAD_SYNC1 (gradient sync of chunk 1): it comes before the chunk's last gradient
+0 | drop PARAM_SYNC1 | rank 0: the parameters of chunk(s) [1] are never synchronised
+1 | twice PARAM_SYNC0 | rank 1: PARAM_SYNC0 (parameter sync of chunk 0): it stands twice
+1 | move PARAM_SYNC1 before F1.1 | PARAM_SYNC1 (parameter sync of chunk 1): it comes after the chunk's first forward
+"""
+HAND_OVERS = """
+0 | move HAND_F1.0 before F0.0 | (hand-off of the activation of chunk 1, microbatch 0): stage 0 has not produced
+0 | move HAND_B0.0 before B1.0 | (hand-off of the gradient of chunk 0, microbatch 0): stage 1 has not produced
+0 | drop HAND_F1.1 | rank 0: F1.1 (forward of chunk 1, microbatch 1): it comes before its input is there
+0 | twice HAND_B0.1 | its output gradient is there already: it stands twice
+"""
+EVALUATION = """
+0 | add ENABLE_GRAD_SYNC0 before F0.1 | gradient sync in the backward of chunk 0): a forward-only plan has no
+0 | add B0.0 before F0.1 | stage 0 has no such step
+"""
+SYNCS = {"grad_sync": EXPLICIT, "param_sync": True}
+REFUSED = [
+    (plan_1f1b, BROKEN),
+    (lambda: lowered_plan(PlanSpec("interleaved_1f1b", 2, 2, 2, **SYNCS)), EXPLICIT_SYNCS),
+    (lambda: lowered_plan(PlanSpec("breadth_first", 1, 2, 2)), HAND_OVERS),
+    (lambda: plan_1f1b(forward_only=True), EVALUATION),
+]
 
 
 @pytest.mark.parametrize(
-    ("rank", "edit", "words"),
-    [
-        # Missing.
-        (
-            0,
-            drop("F0.1"),
-            "rank 0: SEND_F0.1 (send of the activation of chunk 0, microbatch 1): it comes before its forward ran",
-        ),
-        (
-            1,
-            drop("B0.0"),
-            "rank 1: SEND_B0.0 (send of the gradient of chunk 0, microbatch 0): it comes before its backward ran",
-        ),
-        (
-            0,
-            drop("B0.1"),
-            "rank 0: at the end of the plan, of chunk 0, microbatch 1 it is not true that its backward ran",
-        ),
-        (
-            0,
-            drop("SEND_F0.0"),
-            "rank 0: FREE_F0.0 (release of the activation of chunk 0, microbatch 0): it comes before its output was "
-            "sent",
-        ),
-        (0, drop("FREE_F0.1"), "of chunk 0, microbatch 1 it is not true that its output was released"),
-        (1, drop("FREE_B0.1"), "of chunk 0, microbatch 1 it is not true that its input gradient was released"),
-        (
-            1,
-            drop("SEND_B0.1"),
-            "rank 1: FREE_B0.1 (release of the gradient of chunk 0, microbatch 1): it comes before its input gradient",
-        ),
-        (
-            1,
-            drop("RECV_F0.0"),
-            "rank 1: WAIT_F0.0 (wait for the activation of chunk 0, microbatch 0): it comes before the receive of "
-            "its input",
-        ),
-        (1, drop("WAIT_F0.1"), "rank 1: F0.1 (forward of chunk 0, microbatch 1): it comes before its input is there"),
-        (
-            0,
-            drop("WAIT_B0.0"),
-            "rank 0: B0.0 (backward of chunk 0, microbatch 0): it comes before its output gradient is",
-        ),
-        # Twice.
-        (
-            0,
-            double("F0.0"),
-            "rank 0: F0.0 (forward of chunk 0, microbatch 0): its forward ran already: it stands twice",
-        ),
-        (1, double("B0.1"), "rank 1: B0.1 (backward of chunk 0, microbatch 1): its backward ran already"),
-        (0, double("SEND_F0.1"), "its output was sent already: it stands twice"),
-        (0, double("FREE_F0.0"), "its output was released already: it stands twice"),
-        (1, double("RECV_F0.1"), "the receive of its input was posted already: it stands twice"),
-        (1, double("WAIT_F0.1"), "its input is there already: it stands twice"),
-        # In the wrong place.
-        (
-            0,
-            move("SEND_F0.0", before="F0.0"),
-            "rank 0: SEND_F0.0 (send of the activation of chunk 0, microbatch 0): it comes before its forward",
-        ),
-        (
-            0,
-            move("FREE_F0.1", before="SEND_F0.1"),
-            "rank 0: FREE_F0.1 (release of the activation of chunk 0, microbatch 1): it comes before its",
-        ),
-        (
-            1,
-            move("B0.0", before="F0.0"),
-            "rank 1: B0.0 (backward of chunk 0, microbatch 0): it comes before its forward ran",
-        ),
-        (0, move("B0.0", before="WAIT_B0.0"), "it comes before its output gradient is there"),
-        (1, move("FREE_B0.0", before="SEND_B0.0"), "it comes before its input gradient was sent"),
-        # What this stage does not have.
-        (
-            0,
-            add("RECV_F0.0", before="F0.0"),
-            "rank 0: RECV_F0.0 (receive of the activation of chunk 0, microbatch 0): stage 0 has no such step",
-        ),
-        (
-            1,
-            add("SEND_F0.0", before="B0.0"),
-            "rank 1: SEND_F0.0 (send of the activation of chunk 0, microbatch 0): stage 1 has no such step",
-        ),
-        (
-            1,
-            add("HAND_F0.1", before="F0.1"),
-            "rank 1: HAND_F0.1 (hand-off of the activation of chunk 0, microbatch 1): ",
-        ),
-        (
-            0,
-            add("F1.0", before="F0.0"),
-            "rank 0: F1.0 (forward of chunk 1, microbatch 0): there is no such stage and mic",
-        ),
-        (0, add("F0.2", before="B0.0"), "stages are 0, microbatches 0..1"),
-        # Marks.
-        (0, drop("ENABLE_GRAD_SYNC0"), "rank 0: the gradients of chunk(s) [0] are never synchronised"),
-        (
-            0,
-            double("ENABLE_GRAD_SYNC0"),
-            "rank 0: ENABLE_GRAD_SYNC0 (start of gradient sync in the backward of chunk 0): it stands twice, or "
-            "names no chunk of this rank",
-        ),
-        (
-            0,
-            add("ENABLE_GRAD_SYNC1", before="B0.1"),
-            "rank 0: ENABLE_GRAD_SYNC1 (start of gradient sync in the backward of chunk 1): it stands twice, or "
-            "names no chunk of",
-        ),
-        (
-            1,
-            move("ENABLE_GRAD_SYNC0", before="B0.0"),
-            "rank 1: ENABLE_GRAD_SYNC0 (start of gradient sync in the backward of chunk 0): the backward that "
-            "follows is not the one",
-        ),
-        (1, add("GRAD_SYNC0", before="SEND_B0.1"), "rank 1: GRAD_SYNC0 (gradient sync of chunk 0): "),
-        (
-            0,
-            add("PARAM_SYNC0", before="B0.0"),
-            "rank 0: PARAM_SYNC0 (parameter sync of chunk 0): it comes after the chunk's first forward",
-        ),
-    ],
+    ("make", "rank", "edit", "words"), [(make, *row) for make, table in REFUSED for row in rows(table)]
 )
-def test_refuses_one_broken_instruction(rank: int, edit: Edit, words: str) -> None:
-    assert words in refusal(edited(plan_1f1b(), rank, edit))
+def test_refuses_one_broken_instruction(make: Callable[[], Plan], rank: str, edit: str, words: str) -> None:
+    plan = make()
+    verify(plan)
+    assert words in refusal(edited(plan, int(rank), edit))
 
 
-def test_refuses_members_of_what_is_no_group() -> None:
+def test_refuses_members_of_what_is_no_group_and_a_program_too_few() -> None:
     plan = lowered_plan(PlanSpec("1f1b", 2, 1, 2, policy="batched"))
     programs = [tuple(at._replace(op="W") if at.members else at for at in program) for program in plan.programs]
     assert refusal(replace(plan, programs=tuple(programs))).startswith("rank 0: W has members, [SEND_F0.0]: only")
-
-
-def test_refuses_a_program_too_few() -> None:
-    plan = plan_1f1b()
     assert refusal(replace(plan, programs=plan.programs[:1])) == "the plan has 1 rank programs for a pipeline of 2"
-
-
-@pytest.mark.parametrize(
-    ("rank", "edit", "words"),
-    [
-        (0, drop("GRAD_SYNC1"), "rank 0: the gradients of chunk(s) [1] are never synchronised"),
-        (
-            0,
-            move("GRAD_SYNC1", before="B1.1"),
-            "rank 0: GRAD_SYNC1 (gradient sync of chunk 1): it comes before the chunk's last gradient",
-        ),
-        (0, drop("PARAM_SYNC1"), "rank 0: the parameters of chunk(s) [1] are never synchronised"),
-        (1, double("PARAM_SYNC0"), "rank 1: PARAM_SYNC0 (parameter sync of chunk 0): it stands twice"),
-        (
-            1,
-            move("PARAM_SYNC1", before="F1.1"),
-            "rank 1: PARAM_SYNC1 (parameter sync of chunk 1): it comes after the chunk's first forward",
-        ),
-    ],
-)
-def test_refuses_explicit_syncs_in_the_wrong_place(rank: int, edit: Edit, words: str) -> None:
-    plan = lowered_plan(PlanSpec("interleaved_1f1b", 2, 2, 2, grad_sync=EXPLICIT, param_sync=True))
-    verify(plan)
-    assert words in refusal(edited(plan, rank, edit))
-
-
-def test_refuses_gradient_marks_in_evaluation() -> None:
-    plan = plan_1f1b(forward_only=True)
-    assert (
-        "rank 0: ENABLE_GRAD_SYNC0 (start of gradient sync in the backward of chunk 0): a forward-only plan has no "
-        "gradients" in refusal(edited(plan, 0, lambda program: program.append(parse_instruction("ENABLE_GRAD_SYNC0"))))
-    )
-    assert "stage 0 has no such step" in refusal(
-        edited(plan, 0, lambda program: program.append(parse_instruction("B0.0")))
-    )
-
-
-@pytest.mark.parametrize(
-    ("edit", "words"),
-    [
-        (
-            move("HAND_F1.0", before="F0.0"),
-            "rank 0: HAND_F1.0 (hand-off of the activation of chunk 1, microbatch 0): stage 0 has not produced it yet",
-        ),
-        (
-            move("HAND_B0.0", before="B1.0"),
-            "rank 0: HAND_B0.0 (hand-off of the gradient of chunk 0, microbatch 0): stage 1 has not produced it",
-        ),
-        (drop("HAND_F1.1"), "rank 0: F1.1 (forward of chunk 1, microbatch 1): it comes before its input is there"),
-        (double("HAND_B0.1"), "its output gradient is there already: it stands twice"),
-    ],
-)
-def test_refuses_broken_hand_overs(edit: Edit, words: str) -> None:
-    plan = lowered_plan(PlanSpec("breadth_first", 1, 2, 2))
-    verify(plan)
-    assert words in refusal(edited(plan, 0, edit))
 
 
 def test_refuses_1f1b_whose_sends_are_waited_alone() -> None:
@@ -369,11 +215,11 @@ def test_names_what_is_queued_in_front() -> None:
     """On a shared channel, a wait can be held up by what was posted before it: here by a receive posted too early."""
     plan = plan_1f1b(channels="shared")
     verify(plan)
-    early = edited(plan, 0, move("RECV_B0.0", before="SEND_F0.1"))
+    early = edited(plan, 0, "move RECV_B0.0 before SEND_F0.1")
     words = refusal(early)
     assert words.startswith("deadlock under rendezvous: ")
     assert "matches RECV_B0.0" in words
-    verify(edited(plan_1f1b(), 0, move("RECV_B0.0", before="SEND_F0.1")))  # harmless where channels are one-way
+    verify(edited(plan_1f1b(), 0, "move RECV_B0.0 before SEND_F0.1"))  # harmless where channels are one-way
 
 
 def test_refuses_messages_that_cross_on_a_channel() -> None:
@@ -399,10 +245,9 @@ def test_refuses_activations_and_gradients_that_cross_between_two_ranks() -> Non
         "WAIT_F1.0 F1.0 RECV_F1.1 WAIT_F1.1 F1.1",
     )
     verify(plan)
-    crossed = edited(
-        plan, 1, lambda program: program.__setitem__(slice(0, 4), parse_program("RECV_F0.1 WAIT_F0.1 F0.1 RECV_F0.0"))
-    )
-    assert re.search(r"rank \d: ", refusal(crossed))
+    crossed = edited(edited(plan, 1, "swap RECV_F0.0 RECV_F0.1"), 1, "swap WAIT_F0.0 WAIT_F0.1")
+    crossed = edited(crossed, 1, "move RECV_F0.0 behind WAIT_F0.1")
+    assert re.search(r"rank \d: ", refusal(edited(crossed, 1, "swap F0.0 F0.1")))
 
 
 def test_refuses_a_batch_that_waits_for_a_later_one() -> None:
