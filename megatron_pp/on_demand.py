@@ -34,6 +34,11 @@ MODULES = {
     "output_layer": "megatron_pp.features.output_layer.output_runner",
     "output_layer_lowering": "megatron_pp.features.output_layer.output_lowering",
     "pairs": "megatron_pp.features.pairs.pair_runner",
+    # Steps of Megatron-core's.
+    "combined": "megatron_pp.integrations.combined",
+    "v_placement": "megatron_pp.integrations.v_placement",
+    "v_step": "megatron_pp.integrations.v_step",
+    "files": "megatron_pp.plan.costs.files",
     # Failures.
     "diagnosis": "megatron_pp.faults.diagnosis",
 }

@@ -14,26 +14,11 @@ import torch
 from megatron_pp.integrations.megatron_release import Megatron
 from megatron_pp.integrations.megatron_steps import MegatronSteps
 from megatron_pp.integrations.v_placement import ChunkPlace
-from megatron_pp.module_attributes import wrapped_attribute
 from megatron_pp.runtime.compute import Activation, BackwardHalf, ForwardHalf, Ready, StepOptions
 from megatron_pp.runtime.step import StepCall
 
 NOTHING = ForwardHalf(0, 0, None)
 NO_BACKWARD = BackwardHalf(0, 0, None, None, None)
-
-
-def is_combined(config: Any, forward_only: bool) -> bool:
-    """Whether Megatron runs such a step by schedule plans: in training."""
-    return bool(getattr(config, "overlap_moe_expert_parallel_comm", False)) and not forward_only
-
-
-def reason_not_combined(megatron: Megatron, chunk: Any) -> str | None:
-    """Why such a step of this model chunk is not served, as the object of "does not serve ..."; None where it is."""
-    if megatron.combined is None:
-        return "the combined 1F1B as this release has it (config.overlap_moe_expert_parallel_comm)"
-    if getattr(wrapped_attribute(chunk, "ddp_config"), "use_megatron_fsdp", False):
-        return "the combined 1F1B with Megatron-FSDP (config.overlap_moe_expert_parallel_comm, --use-megatron-fsdp)"
-    return None
 
 
 class CombinedSteps(MegatronSteps):

@@ -14,20 +14,19 @@ from megatron_pp.config import rules
 from megatron_pp.config.microbatch_counts import explain_microbatch_count
 from megatron_pp.config.settings import LOCAL_GRAPHS, StepSettings, checked
 from megatron_pp.errors import ScheduleInputError, WeightGradSplitError
-from megatron_pp.integrations import v_step
-from megatron_pp.integrations.combined import CombinedSteps, is_combined
 from megatron_pp.integrations.known_steps import KnownSteps
 from megatron_pp.integrations.megatron_release import Megatron
-from megatron_pp.integrations.megatron_steps import MegatronSteps, StepsInV
+from megatron_pp.integrations.megatron_scope import is_combined
+from megatron_pp.integrations.megatron_steps import MegatronSteps
 from megatron_pp.integrations.settings import InstallSettings
-from megatron_pp.integrations.v_placement import ChunkPlace
-from megatron_pp.on_demand import load
+from megatron_pp.on_demand import is_loaded, load
 from megatron_pp.plan.ir.placement import V_SHAPE
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.plan.orders import COMBINED, INTERLEAVED, find_family
 from megatron_pp.runtime.step import StepCall
 
 if TYPE_CHECKING:
+    from megatron_pp.integrations.v_step import StepsInV
     from megatron_pp.weight_grad import WeightGradStore
 
 
@@ -70,8 +69,8 @@ class MegatronCall(StepCall):
         kind, size = find_family(self.spec.schedule).placement, self.communicator.size
         self.in_v = kind == V_SHAPE and size > 1
         self.last_rank = 0 if self.in_v else size - 1  # it holds the last stage
-        if size > 1:
-            v_step.check_chunks(self.spec.schedule, kind, self.inputs.chunks)
+        if size > 1 and (self.in_v or is_loaded("v_placement")):  # which builds the chunks of a V
+            load("v_step").check_chunks(self.spec.schedule, kind, self.inputs.chunks)
         if self.weights is not None and self._delays_wgrad:
             raise ScheduleInputError(
                 "with config.delay_wgrad_compute Megatron's schedule plans run delayed weight gradients, and after "
@@ -183,12 +182,11 @@ class MegatronCall(StepCall):
     def make_steps(self, plan: Plan) -> MegatronSteps | StepsInV:
         given = self.megatron, self, self.overridden_config, self.step_options(plan)
         if self.joins_pairs:
-            return CombinedSteps(*given, in_v=self.in_v)
+            return load("combined").CombinedSteps(*given, in_v=self.in_v)
         steps = (KnownSteps if self.megatron.has_known_steps() else MegatronSteps)(*given)
         if not self.in_v:
             return steps
-        state = self.megatron.parallel_state
-        return StepsInV(steps, [ChunkPlace(state, chunk) for chunk in range(len(self.inputs.chunks))])
+        return load("v_step").StepsInV(steps, self.megatron.parallel_state)
 
     def finish(self, steps: MegatronSteps | StepsInV) -> None:
         """The calls of Megatron's schedules after the last backward, in their order."""
@@ -197,7 +195,7 @@ class MegatronCall(StepCall):
             self._finalize(steps.record.num_tokens)
         if self.in_v:
             last = self.communicator.size - 1  # where Megatron's training loop reads the losses
-            v_step.hand_over(
+            load("v_step").hand_over(
                 steps.record.data, self.communicator.pp_group, self.last_rank, last, self.communicator.device
             )
         megatron.reset_offload(self.config, forward_only, self.inputs.pg_collection)
@@ -215,8 +213,8 @@ class MegatronCall(StepCall):
         more = {"force_all_reduce": self.inputs.force_all_reduce} if row.force_all_reduce else {}
         counted = num_tokens if config.calculate_per_token_loss else None
         if self.in_v and counted is not None:
-            v_step.broadcast_tokens(counted, self.communicator.pp_group, self.last_rank)
-        with v_step.shared_gradients_summed() if self.in_v else nullcontext():
+            load("v_step").broadcast_tokens(counted, self.communicator.pp_group, self.last_rank)
+        with load("v_step").shared_gradients_summed() if self.in_v else nullcontext():
             config.finalize_model_grads_func(
                 self.inputs.chunks, counted, **{row.groups_keyword: self.inputs.pg_collection}, **more
             )

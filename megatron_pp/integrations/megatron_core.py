@@ -21,13 +21,13 @@ from os import PathLike
 from typing import Any
 
 from megatron_pp.errors import NotServedError, UnknownMegatronError
+from megatron_pp.integrations.gpt_models import place_models, restore_models
 from megatron_pp.integrations.megatron_call import MegatronCall
 from megatron_pp.integrations.megatron_release import Megatron, load_megatron
 from megatron_pp.integrations.megatron_scope import reason_not_served, without_defaults
 from megatron_pp.integrations.megatron_versions import ENTRIES
 from megatron_pp.integrations.named_objects import replace_names
 from megatron_pp.integrations.settings import InstallSettings, read_settings
-from megatron_pp.integrations.v_placement import install_v, uninstall_v
 from megatron_pp.runtime.arguments import check_required
 
 __all__ = ["NotServedError", "UnknownMegatronError", "install", "installed", "is_installed", "uninstall"]
@@ -136,21 +136,23 @@ def install_with(settings: InstallSettings) -> None:
     plugin = Plugin(megatron, settings)
     theirs = [getattr(megatron.schedules, name) for name in ENTRIES]
     entries = [(function, Schedule(function, plugin)) for function in theirs]
-    replace_names([*entries, *install_v(settings.overrides.get("pipeline_schedule"))])
+    replace_names(entries)
+    take_models()
 
 
 def take_models() -> None:
     """Let GPTModels be built for V schedules, if the engine is installed."""
     current = _current()
     if current is not None:
-        replace_names(install_v(current.settings.overrides.get("pipeline_schedule")))
+        place_models(current.settings.overrides.get("pipeline_schedule"))
 
 
 def uninstall() -> None:
     """Restore Megatron-core's own schedules everywhere, where they are replaced."""
     schedules = _schedules()
     if schedules:
-        replace_names([*((schedule, schedule.theirs) for schedule in schedules), *uninstall_v()])
+        replace_names([(schedule, schedule.theirs) for schedule in schedules])
+        restore_models()
 
 
 def is_installed() -> bool:

@@ -6,7 +6,6 @@ from functools import lru_cache
 from typing import Any
 
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
-from megatron_pp.integrations.combined import is_combined, reason_not_combined
 from megatron_pp.integrations.megatron_release import Megatron
 from megatron_pp.integrations.megatron_versions import Row, entry_keywords
 from megatron_pp.module_attributes import wrapped_attribute
@@ -65,7 +64,7 @@ def _unserved_config(megatron: Megatron, arguments: Mapping[str, Any]) -> str | 
     model = arguments.get("model")
     chunk = model[0] if isinstance(model, (list, tuple)) and model else model
     config = wrapped_attribute(chunk, "config")
-    if is_combined(config, arguments.get("forward_only", False)) and (reason := reason_not_combined(megatron, chunk)):
+    if is_combined(config, arguments.get("forward_only", False)) and (reason := _reason_not_combined(megatron, chunk)):
         return reason
     if getattr(config, "hybrid_context_parallel", False):
         return "hybrid context parallelism (config.hybrid_context_parallel)"
@@ -73,6 +72,20 @@ def _unserved_config(megatron: Megatron, arguments: Mapping[str, Any]) -> str | 
         return "the exchange of a custom-built torch (config.use_ring_exchange_p2p)"
     if _captures_whole_step(config):
         return "CUDA graphs of a whole iteration (config.cuda_graph_impl, config.cuda_graph_scope)"
+    return None
+
+
+def is_combined(config: Any, forward_only: bool) -> bool:
+    """Whether Megatron runs such a step by schedule plans: in training."""
+    return bool(getattr(config, "overlap_moe_expert_parallel_comm", False)) and not forward_only
+
+
+def _reason_not_combined(megatron: Megatron, chunk: Any) -> str | None:
+    """Why such a step of this model chunk is not served, as the object of "does not serve ..."; None where it is."""
+    if megatron.combined is None:
+        return "the combined 1F1B as this release has it (config.overlap_moe_expert_parallel_comm)"
+    if getattr(wrapped_attribute(chunk, "ddp_config"), "use_megatron_fsdp", False):
+        return "the combined 1F1B with Megatron-FSDP (config.overlap_moe_expert_parallel_comm, --use-megatron-fsdp)"
     return None
 
 

@@ -1,12 +1,10 @@
 """A microbatch through a chunk, by the functions of the installed Megatron-core."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from megatron_pp.integrations.megatron_release import Megatron
-from megatron_pp.integrations.v_placement import ChunkPlace
 from megatron_pp.module_attributes import wrapped_attribute
 from megatron_pp.runtime.compute import Activation, LossRecord, StepOptions
 from megatron_pp.runtime.step import StepCall
@@ -77,21 +75,6 @@ class MegatronSteps:
     def backward_root(self, output: Activation) -> Any:
         """What Megatron's `backward_step` can start from, without the data: its `custom_backward` wants one element."""
         return freed_output(output)
-
-
-class StepsInV:
-    """``steps``, of which a forward asks Megatron for its data as seen from the stage that the chunk holds."""
-
-    def __init__(self, steps: MegatronSteps, places: Sequence[ChunkPlace]) -> None:
-        self.steps = steps
-        self.places = places
-        self.record = steps.record
-        self.backward = steps.backward
-        self.backward_root = steps.backward_root
-
-    def forward(self, chunk: int, mb: int, input_tensor: Activation) -> Activation:
-        with self.places[chunk]:
-            return self.steps.forward(chunk, mb, input_tensor)
 
 
 class _InItsPlace(torch.autograd.Function):

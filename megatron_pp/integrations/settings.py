@@ -17,10 +17,8 @@ from megatron_pp.config import rules
 from megatron_pp.config.checks import one_of, whole_number
 from megatron_pp.config.model_config import TransformerConfig, read_flag
 from megatron_pp.errors import ConfigError, ExchangeError, ScheduleInputError
-from megatron_pp.features.pairs.pair_runner import PAIR_FUNCTIONS
-from megatron_pp.plan.costs.files import read_text
+from megatron_pp.on_demand import load
 from megatron_pp.plan.names import unknown
-from megatron_pp.tracing.recorder import chosen_steps
 
 PREFIX = "MEGATRON_PP_"
 FILE_VARIABLE = "MEGATRON_PP_SETTINGS"
@@ -116,7 +114,7 @@ def _from_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 def _from_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
-        content = parse_toml(read_text(path))
+        content = parse_toml(load("files").read_text(path))
     except ExchangeError as error:  # which names the file
         raise ConfigError(f"settings file {error}") from error
     except ValueError as error:
@@ -217,7 +215,7 @@ def _dtype(name: str, value: Any) -> Any:
 def _steps(name: str, value: Any) -> str:
     text = _text(name, value)
     try:
-        chosen_steps(text)
+        load("trace_dir").chosen_steps(text)
     except ScheduleInputError as error:
         raise ConfigError(str(error)) from error
     return text
@@ -226,8 +224,9 @@ def _steps(name: str, value: Any) -> str:
 def _pairs(name: str, value: Any) -> Callable[..., Any]:
     if callable(value):
         return value
-    one_of(name, value, PAIR_FUNCTIONS)
-    return PAIR_FUNCTIONS[value]
+    functions: dict[str, Callable[..., Any]] = load("pairs").PAIR_FUNCTIONS
+    one_of(name, value, functions)
+    return functions[value]
 
 
 def _step_number(name: str, value: Any) -> Any:

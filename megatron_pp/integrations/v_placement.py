@@ -2,26 +2,23 @@
 P - 1 - r. So whatever Megatron computes for chunk 1 from this rank's place in the pipeline (layers, their numbers and
 checkpoint keys, embeddings, output layer, which data to read) comes out right when it is given the mirrored rank.
 
-`install_v` replaces `GPTModel.__init__` and the functions of Megatron that take a `vp_stage`. Nothing changes for
-models whose schedule places stages in a loop.
+`build` makes such a model. `ask_by_chunk` replaces the functions of Megatron that take a `vp_stage`.
 """
 
 import copy
-import functools
 import importlib
-import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from types import MethodType, ModuleType, TracebackType
+from collections.abc import Iterable
+from types import ModuleType, TracebackType
 from typing import Any
 
 import torch
 
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.plan.ir.placement import LOOP, V_SHAPE, Placement
-from megatron_pp.plan.orders import placement_kind
+from megatron_pp.integrations.gpt_models import PlacedModel, Replacement, Use
+from megatron_pp.integrations.named_objects import replace_names
+from megatron_pp.plan.ir.placement import V_SHAPE, Placement
 
 CHUNKS = 2  # of a rank, in every V schedule
 
@@ -38,7 +35,6 @@ _BY_CHUNK = (
     ),
     ("megatron.core.transformer.pipeline_parallel_layer_layout", "PipelineParallelLayerLayout.get_layer_offset"),
 )
-_MODEL = ("megatron.core.models.gpt.gpt_model", "GPTModel.__init__")
 
 
 class MirroredGroup:
@@ -119,124 +115,72 @@ def is_mirrored(chunk_groups: Any) -> bool:
     return isinstance(getattr(chunk_groups, "pp", None), MirroredGroup)
 
 
-@dataclass
-class Use:
-    """What the models of this process are built for.
-
-    schedule     given to `install_v`; None: what the model's config names
-    kind         where the models with virtual stages place them; None before the first
-    first_stage  the latest model that holds the first stage
-    """
-
-    schedule: str | None = None
-    kind: str | None = None
-    first_stage: Callable[[], Any] | None = None
-
-    def placement_of(self, config: Any) -> str:
-        """Where a model with this config places its stages."""
-        if config.pipeline_model_parallel_size == 1:
-            return LOOP
-        return placement_kind(self.schedule_of(config))
-
-    def schedule_of(self, config: Any) -> str | None:
-        return self.schedule or getattr(config, "pipeline_schedule", None)
-
-
-class ByChunk:
+class ByChunk(Replacement):
     """Replaces a function or method with a parameter `vp_stage`: where models are built in a V, it runs as seen from
     that chunk.
     """
 
-    def __init__(self, original: Callable[..., Any], use: Use) -> None:
-        functools.update_wrapper(self, original)
-        self.original = original
-        self.use = use
-        self.parameters = inspect.signature(original).parameters
-
-    def __reduce__(self) -> str:
-        return self.original.__qualname__  # pickled by name, as a function is
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else MethodType(self, instance)
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(self.parameters, args, strict=False)) | kwargs
+        given = self.given(args, kwargs)
         chunk, whole_rank = given.get("vp_stage"), given.get("ignore_virtual", "ignore_virtual" in self.parameters)
         if self.use.kind != V_SHAPE or chunk is None or whole_rank:
-            return self.original(*args, **kwargs)
+            return super().__call__(*args, **kwargs)
         with chunk_place(chunk):
-            return self.original(*args, **kwargs)
+            return super().__call__(*args, **kwargs)
 
 
-class PlacedModel(ByChunk):
-    """Replaces `GPTModel.__init__`. In a V, `pre_process`, `post_process` and the pipeline group of `pg_collection`
-    become those of the stage that the chunk holds, and a weight that the first and the last stage share starts equal.
+def build(placed: PlacedModel, given: dict[str, Any]) -> None:
+    """Make the model of ``given``, the arguments of `GPTModel.__init__` by name, as a chunk of a V: `pre_process`,
+    `post_process` and the pipeline group of `pg_collection` become those of the stage that the chunk holds, and a
+    weight that the first and the last stage share starts equal. Raises ScheduleInputError.
     """
+    use, model = placed.use, given["self"]
+    chunk: Any = given.get("vp_stage")
+    _check(placed, given["config"], chunk)
+    use.agree(V_SHAPE)
+    ask_by_chunk(use)
+    with chunk_place(chunk):
+        groups = copy.copy(given.get("pg_collection") or _default_groups())
+        group = real_group(groups.pp)
+        groups.pp, groups.embd = mirrored(group, chunk), None
+        placement = Placement(V_SHAPE, group.size(), CHUNKS)
+        first, last = (is_at(group.rank(), chunk) for is_at in (placement.is_first_stage, placement.is_last_stage))
+        placed.original(**given | {"pre_process": first, "post_process": last, "pg_collection": groups})
+    if first:
+        use.first_stage = weakref.ref(model)
+    if last:
+        _share_weight(model, use)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        given = dict(zip(self.parameters, args, strict=False)) | kwargs
-        config: Any = given["config"]
-        chunk: Any = given.get("vp_stage")
-        kind = self.use.placement_of(config)
-        if kind == V_SHAPE:
-            self._check(config, chunk)
-        if chunk is not None:
-            self._agree(kind)
-        if kind == V_SHAPE:
-            self._build(given["self"], chunk, given)
-        else:
-            self.original(*args, **kwargs)
 
-    def _build(self, model: Any, chunk: int, given: dict[str, Any]) -> None:
-        with chunk_place(chunk):
-            groups = copy.copy(given.get("pg_collection") or _default_groups())
-            group = real_group(groups.pp)
-            groups.pp, groups.embd = mirrored(group, chunk), None
-            placement = Placement(V_SHAPE, group.size(), CHUNKS)
-            first, last = (is_at(group.rank(), chunk) for is_at in (placement.is_first_stage, placement.is_last_stage))
-            self.original(**given | {"pre_process": first, "post_process": last, "pg_collection": groups})
-        if first:
-            self.use.first_stage = weakref.ref(model)
-        if last:
-            self._share_weight(model)
+def _check(placed: PlacedModel, config: Any, chunk: Any) -> None:
+    what = f"pipeline_schedule {placed.use.schedule_of(config)!r} places stages in a v, which "
+    if "pg_collection" not in placed.parameters:
+        raise ScheduleInputError(what + "needs a GPTModel that takes pg_collection: a newer megatron-core")
+    virtual = config.virtual_pipeline_model_parallel_size
+    if chunk is None or virtual != CHUNKS:
+        raise ScheduleInputError(
+            f"{what}takes {CHUNKS} model chunks a rank: set virtual_pipeline_model_parallel_size={CHUNKS} (it is "
+            f"{virtual}) and give vp_stage to GPTModel (it is {chunk})"
+        )
+    layout = getattr(config, "pipeline_model_parallel_layout", None)
+    if layout is not None and any(kind.name == "mtp" for stage in _stages(layout)[:-1] for kind in stage):
+        raise ScheduleInputError(
+            what + "takes multi-token prediction on the last stage only; put 'm' into the last stage of "
+            "pipeline_model_parallel_layout"
+        )
 
-    def _check(self, config: Any, chunk: Any) -> None:
-        what = f"pipeline_schedule {self.use.schedule_of(config)!r} places stages in a v, which "
-        if "pg_collection" not in self.parameters:
-            raise ScheduleInputError(what + "needs a GPTModel that takes pg_collection: a newer megatron-core")
-        virtual = config.virtual_pipeline_model_parallel_size
-        if chunk is None or virtual != CHUNKS:
-            raise ScheduleInputError(
-                f"{what}takes {CHUNKS} model chunks a rank: set virtual_pipeline_model_parallel_size={CHUNKS} (it is "
-                f"{virtual}) and give vp_stage to GPTModel (it is {chunk})"
-            )
-        layout = getattr(config, "pipeline_model_parallel_layout", None)
-        if layout is not None and any(kind.name == "mtp" for stage in _stages(layout)[:-1] for kind in stage):
-            raise ScheduleInputError(
-                what + "takes multi-token prediction on the last stage only; put 'm' into the last stage of "
-                "pipeline_model_parallel_layout"
-            )
 
-    def _agree(self, kind: str) -> None:
-        """One process builds for one placement: Megatron's functions of a chunk number do not say for which model."""
-        if self.use.kind not in (None, kind):
-            raise ScheduleInputError(
-                f"a model with stages in a {kind} was built after one with stages in a {self.use.kind}; call "
-                "uninstall() and install() between them"
-            )
-        self.use.kind = kind
-
-    def _share_weight(self, model: Any) -> None:
-        weight = shared_weight(model)
-        if weight is None:
-            return
-        first = None if self.use.first_stage is None else self.use.first_stage()
-        if first is None or weight.is_meta:
-            raise ScheduleInputError(
-                "in a v the last stage copies the embedding of the first stage, which is on the same rank: build chunk "
-                "0 before chunk 1, and without init_model_with_meta_device"
-            )
-        weight.data.copy_(shared_weight(first).data)
+def _share_weight(model: Any, use: Use) -> None:
+    weight = shared_weight(model)
+    if weight is None:
+        return
+    first = None if use.first_stage is None else use.first_stage()
+    if first is None or weight.is_meta:
+        raise ScheduleInputError(
+            "in a v the last stage copies the embedding of the first stage, which is on the same rank: build chunk "
+            "0 before chunk 1, and without init_model_with_meta_device"
+        )
+    weight.data.copy_(shared_weight(first).data)
 
 
 def shared_weight(model: Any) -> Any:
@@ -256,49 +200,32 @@ def _default_groups() -> Any:
     ).ProcessGroupCollection.use_mpu_process_groups()
 
 
-def install_v(schedule: str | None = None) -> list[tuple[Any, Any]]:
-    """Let GPTModels be built for V schedules: for ``schedule``, or else for that of their config. Returns what is left
-    to the caller, (old, new) of functions to replace under all their names.
-
-    Where GPTModel cannot be imported, nothing is done. A further call changes ``schedule``, and takes what has been
-    imported since.
-    """
-    found = _targets()
-    use = next((function.use for _, _, function in found if isinstance(function, ByChunk)), Use())
-    use.schedule = schedule
-    return _put(
-        (owner, name, (PlacedModel if name == "__init__" else ByChunk)(function, use))
-        for owner, name, function in found
-        if not isinstance(function, ByChunk)
-    )
+def ask_by_chunk(use: Use) -> None:
+    """Replace Megatron's functions of a chunk, under all their names, as far as they are imported."""
+    _put((owner, name, ByChunk(now, use)) for owner, name, now in _functions() if not isinstance(now, ByChunk))
 
 
-def uninstall_v() -> list[tuple[Any, Any]]:
-    """Restore what `install_v` replaced; returns what is left to the caller, as there."""
-    return _put((owner, name, current.original) for owner, name, current in _targets() if isinstance(current, ByChunk))
+def ask_as_before() -> None:
+    """Undo `ask_by_chunk`."""
+    _put((owner, name, now.original) for owner, name, now in _functions() if isinstance(now, ByChunk))
 
 
-def _put(replacements: Iterable[tuple[Any, str, Any]]) -> list[tuple[Any, Any]]:
-    """Put each third item in place of what its class (the first) has under a name (the second). Returns the (old, new)
-    of those whose first item is a module.
-    """
+def _put(replacements: Iterable[tuple[Any, str, Any]]) -> None:
+    """Put each third item in place of what its module or class (the first) has under a name (the second)."""
     named = []
     for owner, name, new in replacements:
         if isinstance(owner, type):
             setattr(owner, name, new)
         else:
             named.append((vars(owner)[name], new))
-    return named
+    if named:
+        replace_names(named)
 
 
-def _targets() -> list[tuple[Any, str, Any]]:
+def _functions() -> list[tuple[Any, str, Any]]:
     """(module or class, name, function) of all that is replaced, as far as the installed release has it."""
-    try:
-        importlib.import_module(_MODEL[0])
-    except ImportError:
-        return []
     found = []
-    for module, path in (_MODEL, *_BY_CHUNK):
+    for module, path in _BY_CHUNK:
         owner = sys.modules.get(module)
         *kind, name = path.split(".")
         for part in kind:

@@ -7,15 +7,33 @@ import io
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.integrations.v_placement import is_mirrored, shared_weight
+from megatron_pp.integrations.megatron_steps import MegatronSteps
+from megatron_pp.integrations.v_placement import ChunkPlace, is_mirrored, shared_weight
 from megatron_pp.module_attributes import wrapped_attribute
 from megatron_pp.plan.ir.placement import V_SHAPE
+from megatron_pp.runtime.compute import Activation
+
+
+class StepsInV:
+    """``steps``, of which a forward asks Megatron for its data as seen from the stage that the chunk holds."""
+
+    def __init__(self, steps: MegatronSteps, parallel_state: ModuleType) -> None:
+        self.steps = steps
+        self.places = [ChunkPlace(parallel_state, chunk) for chunk in range(len(steps.inputs.chunks))]
+        self.record = steps.record
+        self.backward = steps.backward
+        self.backward_root = steps.backward_root
+
+    def forward(self, chunk: int, mb: int, input_tensor: Activation) -> Activation:
+        with self.places[chunk]:
+            return self.steps.forward(chunk, mb, input_tensor)
 
 
 def check_chunks(schedule: str, placement: str, chunks: Sequence[Any]) -> None:

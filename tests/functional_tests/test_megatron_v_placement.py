@@ -193,7 +193,7 @@ def test_a_model_that_is_imported_later_is_taken_too() -> None:
     program = """
 from megatron_pp.integrations.on_import import install_on_import
 from megatron_pp.integrations.settings import read_settings
-from megatron_pp.integrations.v_placement import PlacedModel
+from megatron_pp.integrations.gpt_models import PlacedModel
 from tests.megatron import cpu_shim
 install_on_import(read_settings(pipeline_schedule="zb_v"))
 cpu_shim.redirect()

@@ -1,0 +1,118 @@
+"""Megatron-core's GPTModel, built for the placement of its schedule: `PlacedModel` stands for `GPTModel.__init__`.
+
+Models whose stages are in a loop are built as before. `v_placement`, which is loaded for the first other one, builds
+those in a V.
+"""
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+from megatron_pp.errors import ScheduleInputError
+from megatron_pp.on_demand import is_loaded, load
+from megatron_pp.plan.ir.placement import LOOP, V_SHAPE
+from megatron_pp.plan.orders import placement_kind
+
+
+@dataclass
+class Use:
+    """What the models of this process are built for.
+
+    schedule     given to `place_models`; None: what the model's config names
+    kind         where the models with virtual stages place them; None before the first
+    first_stage  the latest model that holds the first stage
+    """
+
+    schedule: str | None = None
+    kind: str | None = None
+    first_stage: Callable[[], Any] | None = None
+
+    def placement_of(self, config: Any) -> str:
+        """Where a model with this config places its stages."""
+        if config.pipeline_model_parallel_size == 1:
+            return LOOP
+        return placement_kind(self.schedule_of(config))
+
+    def schedule_of(self, config: Any) -> str | None:
+        return self.schedule or getattr(config, "pipeline_schedule", None)
+
+    def agree(self, kind: str) -> None:
+        """One process builds for one placement: Megatron's functions of a chunk number do not say for which model."""
+        if self.kind not in (None, kind):
+            raise ScheduleInputError(
+                f"a model with stages in a {kind} was built after one with stages in a {self.kind}; call uninstall() "
+                "and install() between them"
+            )
+        self.kind = kind
+
+
+class Replacement:
+    """Stands for a function or method of Megatron's, with its signature; pickled by name, as a function is."""
+
+    def __init__(self, original: Callable[..., Any], use: Use) -> None:
+        functools.update_wrapper(self, original)
+        self.original = original
+        self.use = use
+        self.parameters = inspect.signature(original).parameters
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.original(*args, **kwargs)
+
+    def __reduce__(self) -> str:
+        return self.original.__qualname__
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else MethodType(self, instance)
+
+    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """What a call passes, by name."""
+        return dict(zip(self.parameters, args, strict=False)) | kwargs
+
+
+class PlacedModel(Replacement):
+    """Builds a GPTModel for its schedule."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        given = self.given(args, kwargs)
+        if self.use.placement_of(given["config"]) == V_SHAPE:
+            load("v_placement").build(self, given)
+            return
+        if given.get("vp_stage") is not None:
+            self.use.agree(LOOP)
+        super().__call__(*args, **kwargs)
+
+
+def place_models(schedule: str | None = None) -> None:
+    """Let GPTModels be built for ``schedule``, or else for that of their config; a further call changes ``schedule``.
+    Where GPTModel cannot be imported, nothing is done.
+    """
+    model = _model()
+    if model is None:
+        return
+    current = vars(model)["__init__"]
+    placed = current if isinstance(current, PlacedModel) else PlacedModel(current, Use())
+    placed.use.schedule = schedule
+    model.__init__ = placed  # type: ignore[misc]
+    if placement_kind(schedule) == V_SHAPE:
+        load("v_placement").ask_by_chunk(placed.use)
+
+
+def restore_models() -> None:
+    """Undo `place_models`."""
+    model = _model()
+    if model is not None and isinstance(placed := vars(model)["__init__"], PlacedModel):
+        model.__init__ = placed.original  # type: ignore[misc]
+    if is_loaded("v_placement"):
+        load("v_placement").ask_as_before()
+
+
+def _model() -> type | None:
+    try:
+        found: type = importlib.import_module("megatron.core.models.gpt.gpt_model").GPTModel
+    except (ImportError, AttributeError):
+        return None
+    return found

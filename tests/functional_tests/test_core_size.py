@@ -1,0 +1,172 @@
+"""How many lines of the package a default step loads, and which rooms they are in."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+from collections.abc import Iterator
+from importlib.abc import MetaPathFinder
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from tests.functional_tests.megatron_support import needs_megatron
+from tests.harness.processes import run_processes
+
+OWN_LINES = 12_750  # wanted: 12_000
+INSTALLED_LINES = 13_900  # wanted: 13_500
+
+# Room -> its modules that a default step loads; those of integrations under install() alone.
+ROOMS = {
+    "": "errors module_attributes object_table on_demand parallel_state schedules",
+    "comm": (
+        "abort at_exit channels collectives communicator events gloo p2p_communicator process_groups stores "
+        "transport wait_handle"
+    ),
+    "config": "checks layout microbatch_counts model_config parallel_grid rules settings",
+    "faults": (
+        "attach consistency device_events diagnosis guard heartbeat liveness nccl_settings records "
+        "stall_detector tracker watchdog"
+    ),
+    "integrations": (
+        "gpt_models known_steps megatron_call megatron_core megatron_reads megatron_release megatron_scope "
+        "megatron_steps megatron_versions named_objects settings"
+    ),
+    "plan": "bounded_cache builder gc_pause names",
+    "plan.costs": "activations transports",
+    "plan.ir": "certificate dataflow instruction placement repeated rules spec tasks",
+    "plan.lower": "boundaries clock lowering order_check repetition syncs",
+    "plan.orders": "family interleaved one_chunk overtaking",
+    "plan.verify": "lifetime lifetime_walk queues rendezvous sync_check verifier",
+    "runtime": (
+        "arguments communicators compute deallocate executor gradient_hooks log_once message_shapes plan_choice step"
+    ),
+    "tracing": "observers",
+}
+# They import for others.
+_IMPORTERS = {"megatron_pp.on_demand", "importlib", "importlib._bootstrap", "importlib._bootstrap_external"}
+
+
+class Importers(MetaPathFinder):
+    """``by``: module of the package -> where it was first asked for."""
+
+    def __init__(self) -> None:
+        self.by: dict[str, str] = {}
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name.partition(".")[0] == "megatron_pp":
+            asks = next(frame for frame in _callers(sys._getframe(1)) if not _passes_on(frame))
+            self.by[name] = f"{asks.f_globals['__name__']}, line {asks.f_lineno}"
+
+
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _passes_on(frame: FrameType) -> bool:
+    return frame.f_globals["__name__"] in _IMPORTERS or frame.f_code.co_name == "__getattr__"
+
+
+def loaded(importers: Importers) -> dict[str, tuple[int, str]]:
+    """Module of the package -> its lines, and where it was first asked for."""
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "megatron_pp":
+            lines = pathlib.Path(module.__file__ or "").read_text(encoding="utf-8").count("\n")
+            found[name] = lines, importers.by.get(name, "the test")
+    return found
+
+
+def own_steps(rank: int, size: int) -> dict[str, tuple[int, str]]:
+    sys.meta_path.insert(0, importers := Importers())
+    import megatron_pp
+    from megatron_pp import parallel_state
+
+    train(megatron_pp, parallel_state, size)
+    return loaded(importers)
+
+
+def installed_steps(rank: int, size: int) -> dict[str, tuple[int, str]]:
+    sys.meta_path.insert(0, importers := Importers())
+    from tests.megatron import cpu_shim
+
+    cpu_shim.redirect()
+    with cpu_shim.triton_stand_in():
+        from megatron.core import parallel_state, pipeline_parallel
+        from megatron.core.transformer import TransformerConfig
+
+    from megatron_pp.integrations import megatron_core
+
+    megatron_core.install(strict=True)
+    pipeline_parallel.TransformerConfig = TransformerConfig  # type: ignore[attr-defined]
+    train(pipeline_parallel, parallel_state, size)
+    return loaded(importers)
+
+
+def train(library: Any, parallel_state: Any, size: int) -> None:
+    """Two steps of 1F1B, and two of interleaved 1F1B."""
+    import torch
+
+    class Stage(torch.nn.Module):
+        def __init__(self, config: Any, vp_stage: int) -> None:
+            super().__init__()
+            self.layer, self.config, self.vp_stage = torch.nn.Linear(8, 8), config, vp_stage
+            self.model_type, self.input_tensor = None, None
+
+        def set_input_tensor(self, given: Any) -> None:
+            self.input_tensor = given[0] if isinstance(given, list) else given
+
+        def forward(self, data: Any) -> Any:
+            return self.layer(data if self.input_tensor is None else self.input_tensor)
+
+    def forward_step(data: Iterator[Any], model: Any) -> Any:
+        return model(next(data)), lambda output: (output.mean(), {"loss": output.detach().mean()})
+
+    for chunks in (1, 2):
+        virtual = None if chunks == 1 else chunks
+        sizes = {"pipeline_model_parallel_size": size, "virtual_pipeline_model_parallel_size": virtual}
+        parallel_state.initialize_model_parallel(**sizes)
+        config = library.TransformerConfig(
+            num_layers=4, hidden_size=8, num_attention_heads=1, pipeline_dtype=torch.float32, **sizes
+        )
+        model = [Stage(config, chunk) for chunk in range(chunks)]
+        for _ in range(2):
+            data = [iter([torch.ones(4, 1, 8)] * 4) for _ in model]
+            library.get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=data if virtual else data[0],
+                model=model if virtual else model[0],
+                num_microbatches=4,
+                seq_length=4,
+                micro_batch_size=1,
+                forward_only=False,
+            )
+        parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.parametrize(
+    ("steps", "most"),
+    [(own_steps, OWN_LINES), pytest.param(installed_steps, INSTALLED_LINES, marks=needs_megatron)],
+)
+def test_a_default_step_loads_the_core_alone(steps: Any, most: int) -> None:
+    found = run_processes(steps, 2, timeout=120)[0]
+    known = {f"{room}.{part}".strip(".") for room, names in ROOMS.items() for part in ["", *names.split()]}
+    new = "".join(
+        f"\n{module}: {lines} lines, asked for by {by}"
+        for module, (lines, by) in found.items()
+        if module.removeprefix("megatron_pp").removeprefix(".") not in known
+    )
+    strangers = {module for module in found if _room(module) not in ROOMS}
+    assert not strangers, f"a default step loads a room that it has no use for:{new}"
+    lines = sum(count for count, _ in found.values())
+    assert lines <= most, f"a default step loads {lines} lines, and {most} are wanted; modules not listed here:{new}"
+
+
+def _room(module: str) -> str:
+    """`comm` of `megatron_pp.comm.transport`, `plan.ir` of `megatron_pp.plan.ir.spec`."""
+    parts = module.split(".")[1:]
+    inner = parts[:1] == ["plan"] and ".".join(parts[:2]) in ROOMS
+    return ".".join(parts[: 2 if inner else 1]) if len(parts) > 1 else ""
