@@ -15,7 +15,7 @@ from megatron_pp.cli.terminal import print_line, print_table
 from megatron_pp.draw.facts import percent, short, size_label
 from megatron_pp.plan.builder import offloaded_chunks
 from megatron_pp.plan.costs.activations import WEIGHT_SHARE, Shares
-from megatron_pp.plan.ir.instruction import LOAD, OFFLOAD, WEIGHT_GRAD
+from megatron_pp.plan.ir.instruction import COPIES_FROM_HOST, COPIES_TO_HOST, WEIGHT_GRAD
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.plan.simulate.memory import ModelShape, peak_bytes, peak_host_bytes
 from megatron_pp.plan.simulate.simulation import Simulation
@@ -196,8 +196,8 @@ def _copies(result: Simulation) -> list[dict[str, float]]:
     """Of every rank: how long its copies to the host and back take, and how long it stands waiting for them."""
     return [
         {
-            "offload": sum(copy.end - copy.start for copy in made if copy.instruction.op == OFFLOAD),
-            "load": sum(copy.end - copy.start for copy in made if copy.instruction.op == LOAD),
+            "offload": sum(copy.end - copy.start for copy in made if copy.instruction.op in COPIES_TO_HOST),
+            "load": sum(copy.end - copy.start for copy in made if copy.instruction.op in COPIES_FROM_HOST),
             "waited": waits.copy,
         }
         for made, waits in zip(result.copies, result.waits, strict=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_pp.draw.palette import NAMES
 from megatron_pp.draw.timeline import Lane, Timeline
-from megatron_pp.plan.ir.instruction import BACKWARD, LOAD, OFFLOAD
+from megatron_pp.plan.ir.instruction import BACKWARD, COPIES_FROM_HOST, COPIES_TO_HOST
 
 _COMPUTE, _WAITS, _SENT_ACT, _SENT_GRAD, _GOT_ACT, _GOT_GRAD = range(6)
 _STEPS, _OFFLOADS, _LOADS = 6, 7, 8
@@ -85,7 +85,7 @@ def _thread(rank: int, thread: int, name: str, position: int) -> Iterator[dict[s
 
 
 def _spans(rank: int, lane: Lane, began: float) -> Iterator[dict[str, Any]]:
-    copies = (_OFFLOADS, lane.copied(OFFLOAD)), (_LOADS, lane.copied(LOAD))
+    copies = (_OFFLOADS, lane.copied(COPIES_TO_HOST)), (_LOADS, lane.copied(COPIES_FROM_HOST))
     for thread, events in ((_COMPUTE, lane.compute), (_WAITS, lane.waits), *copies):
         for event in events:
             at = event.instruction

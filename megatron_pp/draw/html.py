@@ -20,7 +20,7 @@ from megatron_pp.draw.facts import value_ticks
 from megatron_pp.draw.palette import DARK, LIGHT, NAMES, OPERATIONS, block_colour, ink_on
 from megatron_pp.draw.timeline import Lane, Timeline, thinned
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.ir.instruction import COPY_OF, LOAD, OFFLOAD, POST_OF
+from megatron_pp.plan.ir.instruction import COPIES_FROM_HOST, COPIES_TO_HOST, COPY_OF, POST_OF
 from megatron_pp.plan.simulate.simulation import Event, Transfer
 
 _TICKS = 2**31
@@ -162,8 +162,8 @@ def _lane(
         "compute": _events(lane.compute, _COMPUTE, scale, store),
         "waits": _events([e for e in lane.waits if e.instruction.op in _WAITS], _WAITS, scale, store),
         "copyWaits": _events([e for e in lane.waits if e.instruction.op in _COPY_WAITS], _COPY_WAITS, scale, store),
-        "offloads": _events(lane.copied(OFFLOAD), {OFFLOAD: 0}, scale, store),
-        "loads": _events(lane.copied(LOAD), {LOAD: 1}, scale, store),
+        "offloads": _events(lane.copied(COPIES_TO_HOST), dict.fromkeys(COPIES_TO_HOST, 0), scale, store),
+        "loads": _events(lane.copied(COPIES_FROM_HOST), dict.fromkeys(COPIES_FROM_HOST, 1), scale, store),
         "activations": _transfers(sent[0], scale, store),
         "gradients": _transfers(sent[1], scale, store),
         "memory": {

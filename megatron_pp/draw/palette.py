@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD, INPUT_GRAD, OUTPUT_S, OUTPUT_T, WEIGHT_GRAD, Instruction
+from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD, INPUT_GRAD, OUTPUT_PASSES, WEIGHT_GRAD, Instruction
 
 
 class Colour(NamedTuple):
@@ -43,13 +43,16 @@ BLACK = Colour(0, 0, 0)
 # Colours (blue, orange, yellow, green, violet, red), names, and styles in 16 colours, where orange and yellow are one.
 # Their yellow is greener here, as it is close to the orange for deuteranopes, and their bluish green lighter, as it is
 # close to the blue for tritanopes.
+_PASSES = (
+    (Colour(144, 0, 240), "output layer, logits", "black on magenta"),
+    (Colour(192, 48, 48), "output layer, weight gradient", "black on cyan"),
+)
 _BLOCKS = {
     FORWARD: (Colour(0, 114, 178), "forward", "white on blue"),
     BACKWARD: (Colour(230, 159, 0), "backward", "white on red"),
     INPUT_GRAD: (Colour(240, 250, 70), "input gradients", "black on yellow"),
     WEIGHT_GRAD: (Colour(40, 196, 150), "weight gradients", "black on green"),
-    OUTPUT_S: (Colour(144, 0, 240), "output layer, logits", "black on magenta"),
-    OUTPUT_T: (Colour(192, 48, 48), "output layer, weight gradient", "black on cyan"),
+    **dict(zip(OUTPUT_PASSES, _PASSES, strict=False)),
 }
 OPERATIONS = {op: colour for op, (colour, _, _) in _BLOCKS.items()}
 NAMES = {op: name for op, (_, name, _) in _BLOCKS.items()}

@@ -21,7 +21,7 @@ from rich.text import Text
 from megatron_pp.draw.facts import legend_keys, summary, tick_label, tick_step
 from megatron_pp.draw.palette import NAMES, OPERATIONS, block_name, block_style, colour_style
 from megatron_pp.draw.timeline import Lane, Timeline
-from megatron_pp.plan.ir.instruction import FORWARD, LOAD, Instruction, without_pairs
+from megatron_pp.plan.ir.instruction import COPIES_FROM_HOST, FORWARD, Instruction, without_pairs
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.plan.lower.clock import run_clock
 from megatron_pp.plan.simulate.simulation import Event, Transfer
@@ -71,7 +71,7 @@ def _panels(timeline: Timeline, scale: Scale, margin: int, few_colours: bool) ->
     for rank, lane in enumerate(timeline.lanes):
         rows.append((lane.name, _lane_row(lane, timeline, scale, few_colours)))
         if lane.copies:
-            copies = [(copy, copy.instruction.op == LOAD) for copy in lane.copies]
+            copies = [(copy, copy.instruction.op in COPIES_FROM_HOST) for copy in lane.copies]
             rows.append(("", Text(_marks(copies, scale, " olc"), style="dim")))
         if rank in transfers:
             rows.append(("", Text(transfers[rank], style="dim")))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from megatron_pp.draw.palette import OPERATIONS
 from megatron_pp.plan.costs.activations import activations_timeline
-from megatron_pp.plan.ir.instruction import BACKWARD, COMPUTE_OPS, COPY_OF, LOAD, OFFLOAD, POST_OF
+from megatron_pp.plan.ir.instruction import BACKWARD, COMPUTE_OPS, COPIES_FROM_HOST, COPIES_TO_HOST, COPY_OF, POST_OF
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.simulate.memory import ModelShape, rank_memory
 from megatron_pp.plan.simulate.simulation import Event, Simulation, Transfer
@@ -25,7 +25,7 @@ class Lane:
 
     compute  forwards, backwards and weight gradients, in order of time, without overlap
     waits    WAIT and FREE instructions that took time
-    copies   between device and host, under the OFFLOAD or LOAD that posted them; those that took time
+    copies   between device and host, under what posted them; those that took time
     memory   (time, value) steps: the value holds from its time to the next one's; see Timeline for what it is
     """
 
@@ -35,9 +35,9 @@ class Lane:
     copies: list[Event] = field(default_factory=list)
     memory: list[tuple[float, float]] = field(default_factory=list)
 
-    def copied(self, op: str) -> list[Event]:
-        """Copies to the host (OFFLOAD) or back (LOAD)."""
-        return [copy for copy in self.copies if copy.instruction.op == op]
+    def copied(self, ops: frozenset[str]) -> list[Event]:
+        """The copies of one direction."""
+        return [copy for copy in self.copies if copy.instruction.op in ops]
 
     @property
     def busy(self) -> float:
@@ -133,7 +133,7 @@ class Timeline:
         found: list[list[Sequence[Event] | Sequence[Transfer]]] = []
         for lane, sent in zip(self.lanes, self.sent(), strict=True):
             found.append([*sent] if self.has_transfers else [])
-            found[-1] += [lane.copied(OFFLOAD), lane.copied(LOAD)] if self.has_copies else []
+            found[-1] += [lane.copied(COPIES_TO_HOST), lane.copied(COPIES_FROM_HOST)] if self.has_copies else []
         return found
 
     @property

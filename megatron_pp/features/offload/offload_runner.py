@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
+from megatron_pp.features.offload import rows
 from megatron_pp.features.offload.host_copies import HostCopies, Wait
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.tasks import Key, Task
@@ -126,10 +127,10 @@ class Offloads:
         """What forwards save is noted, and copied by the instructions of this feature."""
         handlers |= {
             ins.FORWARD: partial(self.forward, handlers[ins.FORWARD]),
-            ins.OFFLOAD: self.offload,
-            ins.FREE_OFFLOAD: partial(self._free_with_input, engine),
-            ins.LOAD: self.load,
-            ins.WAIT_LOAD: self.wait_load,
+            rows.OFFLOAD: self.offload,
+            rows.FREE_OFFLOAD: partial(self._free_with_input, engine),
+            rows.LOAD: self.load,
+            rows.WAIT_LOAD: self.wait_load,
         }
         engine.run_forward = partial(self._run_forward, engine.run_forward or engine.call_forward)
 

@@ -14,14 +14,15 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from megatron_pp.features.output_layer import rows
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.dataflow import Result
 from megatron_pp.plan.ir.instruction import NONE, Instruction, each, numbered, placed
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import DEVICE_SYNC, PlanSpec
 
-_ORDER = (ins.REDUCE, ins.ALL_REDUCE, ins.BROADCAST)
-MADE_BY = {ins.BROADCAST: ins.FORWARD, ins.ALL_REDUCE: ins.OUTPUT_S, ins.REDUCE: ins.OUTPUT_T}
+_ORDER = (rows.REDUCE, rows.ALL_REDUCE, rows.BROADCAST)
+MADE_BY = {rows.BROADCAST: ins.FORWARD, rows.ALL_REDUCE: rows.OUTPUT_S, rows.REDUCE: rows.OUTPUT_T}
 """The operation that makes what a collective moves."""
 
 
@@ -58,9 +59,9 @@ def collectives_of(
     is_root = rank == placement.output_root
     backward = (ins.BACKWARD, ins.INPUT_GRAD) if is_root else ()
     users = {  # the root has the broadcast's tensor itself; by the time of T all have theirs
-        ins.BROADCAST: (ins.OUTPUT_T if is_root else ins.OUTPUT_S,),
-        ins.ALL_REDUCE: (ins.OUTPUT_T, *backward),
-        ins.REDUCE: backward,
+        rows.BROADCAST: (rows.OUTPUT_T if is_root else rows.OUTPUT_S,),
+        rows.ALL_REDUCE: (rows.OUTPUT_T, *backward),
+        rows.REDUCE: backward,
     }
     made = []
     for (due, _, mb), op in found:
@@ -68,7 +69,7 @@ def collectives_of(
         use = min((at[(user, mb)] for user in users[op] if (user, mb) in at), default=None)
         stage = placement.stages[rank][0]
         ends_of = placed(op, stage, mb, NONE, 0), placed(ins.FINISHED_BY[op], stage, mb, NONE, 0)
-        made.append(Collective(due, *ends_of, ready, use, op == ins.BROADCAST and not is_root))
+        made.append(Collective(due, *ends_of, ready, use, op == rows.BROADCAST and not is_root))
     return made
 
 
@@ -80,9 +81,9 @@ def _each(
 ) -> Iterator[tuple[tuple[int, int, int], str]]:
     """((round, place in _ORDER, microbatch), op) of every collective; ``order``: that of any rank."""
     trains_with_two = placement.barriers == 2 and not forward_only
-    for mb in (one.mb for one in each(order) if one.op == ins.OUTPUT_S):
+    for mb in (one.mb for one in each(order) if one.op == rows.OUTPUT_S):
         for place, op in enumerate(_ORDER if trains_with_two else _ORDER[1:]):
-            stages = placement.output_stages if op != ins.BROADCAST else placement.output_stages[-1:]
+            stages = placement.output_stages if op != rows.BROADCAST else placement.output_stages[-1:]
             yield (max(ends[(MADE_BY[op], stage)][(mb, NONE)] for stage in stages), place, mb), op
 
 

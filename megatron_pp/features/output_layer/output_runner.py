@@ -15,6 +15,7 @@ from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.comm.p2p_communicator import timed
 from megatron_pp.comm.wait_handle import WaitHandle
 from megatron_pp.errors import ScheduleInputError
+from megatron_pp.features.output_layer import rows
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.tasks import MessageKey, Task
@@ -262,14 +263,14 @@ class OutputLayerRunner:
         self.executor = weakref.proxy(engine)
         engine.loss_stage = ins.NONE
         handlers |= {
-            ins.BROADCAST: self._broadcast,
-            ins.WAIT_BROADCAST: self._wait,
-            ins.OUTPUT_S: self._s,
-            ins.ALL_REDUCE: self._all_reduce,
-            ins.WAIT_ALL_REDUCE: self._wait_all_reduce,
-            ins.OUTPUT_T: self._t,
-            ins.REDUCE: self._reduce,
-            ins.WAIT_REDUCE: self._wait_reduce,
+            rows.BROADCAST: self._broadcast,
+            rows.WAIT_BROADCAST: self._wait,
+            rows.OUTPUT_S: self._s,
+            rows.ALL_REDUCE: self._all_reduce,
+            rows.WAIT_ALL_REDUCE: self._wait_all_reduce,
+            rows.OUTPUT_T: self._t,
+            rows.REDUCE: self._reduce,
+            rows.WAIT_REDUCE: self._wait_reduce,
         }
 
     def _post(self, at: Task, collective: Collective, name: str) -> None:

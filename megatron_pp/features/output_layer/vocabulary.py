@@ -15,8 +15,9 @@ from collections import defaultdict
 from functools import partial
 from heapq import heappop, heappush
 
-from megatron_pp.plan.ir.dataflow import RESULT_OF, Result, needs_of
-from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD, OUTPUT_S, OUTPUT_T, instruction
+from megatron_pp.features.output_layer.rows import OUTPUT_S, OUTPUT_T, collected_inputs
+from megatron_pp.plan.ir.dataflow import RESULT_OF, Result, inputs_of
+from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD, instruction
 from megatron_pp.plan.ir.placement import LOOP, Placement
 from megatron_pp.plan.orders.family import Family, Order, Shape, every_microbatch
 
@@ -38,7 +39,9 @@ class _Clock:
         self.placement = placement
         self.microbatches = microbatches
         ranks = range(placement.pipeline_size)
-        self.needs = [{op: needs_of(op, rank, placement) for op in _TIMES} for rank in ranks]
+        self.needs = [
+            {op: inputs_of(op, r, len(ranks)) + collected_inputs(op, r, placement) for op in _TIMES} for r in ranks
+        ]
         self.orders: list[Order] = [[] for _ in ranks]
         self.next = [dict.fromkeys(_TIMES, 0) for _ in ranks]
         self.free = [0] * placement.pipeline_size

@@ -9,21 +9,21 @@ from typing import Any
 
 from megatron_pp.errors import PlanError
 from megatron_pp.features.skip_tensors.routes import Held
+from megatron_pp.features.skip_tensors.rows import DROP, DROPPED
 from megatron_pp.plan.ir import instruction as ins
-from megatron_pp.plan.ir.instruction import BACKWARD_OPS, DROP, FORWARD, Instruction
+from megatron_pp.plan.ir.instruction import BACKWARD_OPS, FORWARD, Instruction
 from megatron_pp.plan.ir.rules import (
     B_FREED,
     B_HERE,
     B_POSTED,
     B_RAN,
     B_SENT,
-    DROPPED,
     F_FREED,
     F_HERE,
     F_POSTED,
     F_RAN,
     F_SENT,
-    RULES,
+    rule_of,
     words_of,
 )
 from megatron_pp.plan.ir.spec import Plan
@@ -73,7 +73,8 @@ class NamedWalk:
     def moved(self, at: Instruction) -> list[_Change]:
         """A transfer or DROP with a name. Raises PlanError."""
         held = self.routes.of(at)
-        needs, adds, *_ = RULES.get(at.op, (0, 0))
+        rule = rule_of(at.op)
+        needs, adds = (0, 0) if rule is None else rule[:2]
         if held is None or not self.required[at.stage].get(at.tensor, 0) & adds:
             raise self.error(at, f"the plan has no such step: stage {at.stage} does not do this with {at.tensor}")
         cell = at.stage, at.mb, at.slice

@@ -16,6 +16,7 @@ from megatron_pp.comm.communicator import Receive, Send
 from megatron_pp.comm.transport import ACT, GRAD
 from megatron_pp.config.settings import TE_GRAPHS, StepSettings
 from megatron_pp.errors import P2PShapeError, ScheduleInputError
+from megatron_pp.features.skip_tensors import rows
 from megatron_pp.features.skip_tensors.routes import Held, SkipTensor
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.spec import Plan
@@ -85,7 +86,7 @@ class SkipRunner:
         for op in ins.POST_OPS | ins.WAIT_OPS:
             named = self._wait if op in ins.WAIT_OPS else self._post
             handlers[op] = partial(_by_name, handlers[op], named)
-        handlers[ins.DROP] = self._drop
+        handlers[rows.DROP] = self._drop
         engine.named_request, engine.named_release = self.request, self.finish
         engine.run_forward = partial(self.forward, engine.run_forward or engine.call_forward)
         engine.run_backward = partial(self._backward, engine.run_backward or engine.call_backward)
@@ -210,7 +211,7 @@ class SkipRunner:
         """A send is over, or the plan drops the tensor: release what that ends the use of."""
         if at.op == ins.FREE_B:
             del self.sums[_key(self._of(at), at)]
-        elif at.op == ins.DROP:
+        elif at.op == rows.DROP:
             del self.held[_key(self._of(at), at)]
 
     def _of(self, at: Task) -> Held:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import Instruction, without_pairs
+from megatron_pp.plan.ir.ledger import column, key_values_change
 from megatron_pp.plan.ir.spec import Plan
 
 WEIGHT_SHARE = 32 / 34
@@ -21,12 +22,6 @@ WEIGHT_SHARE = 32 / 34
 
 _Programs = Sequence[Sequence[Instruction]]
 Shares = float | Sequence[float]  # one for all stages, or one per stage in model order
-
-# By op: forwards with memory on the device, split backwards whose memory waits for W, forwards with memory on the host.
-KEPT = {ins.FORWARD: 1, ins.BACKWARD: -1, ins.INPUT_GRAD: -1, ins.FREE_OFFLOAD: -1, ins.LOAD: 1}
-WAITING = {ins.INPUT_GRAD: 1, ins.WEIGHT_GRAD: -1}
-_ON_HOST = {ins.OFFLOAD: 1, ins.WAIT_LOAD: -1}
-_CHANGES = {*KEPT, *WAITING, ins.PAIR}
 
 
 def kept_timeline(
@@ -39,11 +34,12 @@ def kept_timeline(
     """
     in_flight, waiting = [0] * len(stages), [0] * len(stages)  # counts, so that sums of shares do not drift
     kept, now = [0.0] * len(stages), 0.0  # of each chunk, and of all
+    kept_by, left_by = column("in_flight"), column("weight_backlog")
     for op, _, _, _, chunk, _, _, _ in without_pairs(order):
-        if op in KEPT or op in WAITING:
+        if kept_by[op] or left_by[op]:
             stage = stages[chunk]
-            in_flight[chunk] += KEPT.get(op, 0)
-            waiting[chunk] += WAITING.get(op, 0)
+            in_flight[chunk] += kept_by[op]
+            waiting[chunk] += left_by[op]
             kept[chunk] = forward[stage] * in_flight[chunk] + weight[stage] * waiting[chunk]
             now = sum(kept)
         yield now
@@ -51,9 +47,9 @@ def kept_timeline(
 
 def host_timeline(order: Sequence[Instruction], stages: Sequence[int], forward: Sequence[float]) -> Iterator[float]:
     """Host memory right after each instruction, of what is offloaded; arguments and unit as ``kept_timeline``."""
-    now = 0.0
+    now, changes = 0.0, column("on_host")
     for at in without_pairs(order):
-        now += _ON_HOST.get(at.op, 0) * forward[stages[at.chunk]]
+        now += changes[at.op] * forward[stages[at.chunk]]
         yield now
 
 
@@ -65,16 +61,6 @@ def activations_timeline(plan: Plan, rank: int, weight_share: Shares = WEIGHT_SH
     Raises PlanError for shares that are not one number, or one per stage, of at least 0.
     """
     return _timeline(plan, rank, plan.programs[rank], weight_share)
-
-
-def key_values_change(op: str, part: int, slices: int, forward_only: bool) -> int:
-    """Of a microbatch in ``slices``, what an operation of slice ``part`` adds to the keys and values that a chunk
-    keeps: the forward of the first slice allocates them for all, and its backward, the last to read them, gives them
-    back; in evaluation the forward of the last slice does.
-    """
-    allocated = op == ins.FORWARD and part == 0
-    freed = part == slices - 1 and op == ins.FORWARD if forward_only else part == 0 and op in ins.BACKWARD_OPS
-    return allocated - freed
 
 
 def key_values_timeline(plan: Plan, rank: int) -> Iterator[float]:
@@ -96,10 +82,10 @@ def logits_timeline(plan: Plan, rank: int) -> Iterator[int]:
     """Microbatches between S and T of a split output layer, right after each instruction of ``plan.timed(rank)``: of
     each the rank keeps the logits of its rows. In evaluation none stays.
     """
-    now = 0
+    now, changes = 0, column("logits")
     for at in plan.timed(rank):
         if not plan.spec.forward_only:
-            now += (at.op == ins.OUTPUT_S) - (at.op == ins.OUTPUT_T)
+            now += changes[at.op]
         yield now
 
 
@@ -109,14 +95,15 @@ def peak_activations(
     """The most that each rank keeps at once, in units of one chunk's forward. ``programs``: what the ranks run besides
     communication, where it is known. Raises PlanError, see activations_timeline.
     """
-    counted = ([at for at in program if at.op in _CHANGES] for program in programs or plan.programs)
-    return tuple(max(_timeline(plan, rank, run, weight_share), default=0.0) for rank, run in enumerate(counted))
+    run = programs or plan.programs
+    return tuple(max(_timeline(plan, rank, line, weight_share), default=0.0) for rank, line in enumerate(run))
 
 
 def peak_on_host(plan: Plan, programs: _Programs | None = None) -> tuple[float, ...]:
     """The most that each rank has offloaded at once, in the same unit; ``programs`` as ``peak_activations``."""
     ones = (1.0 / plan.spec.slices,) * plan.placement.num_stages
-    copies = ([at for at in program if at.op in _ON_HOST] for program in programs or plan.programs)
+    run = programs or plan.programs
+    copies = ([at for at in program if at.op in ins.COPY_OPS] for program in run)
     timelines = (host_timeline(c, s, ones) for c, s in zip(copies, plan.placement.stages, strict=True))
     return tuple(max(timeline, default=0.0) for timeline in timelines)
 

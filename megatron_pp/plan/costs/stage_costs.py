@@ -48,7 +48,7 @@ class StageCosts:
     pair_sends: tuple[float, float] = (1.0, 1.0)
     attention: float = 0.0
     output_layer: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    passes: tuple[float, float] = (0.0, 0.0)
+    passes: tuple[float, ...] = (0.0, 0.0)
     microbatches: tuple[float, ...] = ()
     offload: tuple[float, ...] = ()
 
@@ -156,10 +156,8 @@ class StageCosts:
             BACKWARD: self.backward,
             ins.INPUT_GRAD: self.backward_input,
             ins.WEIGHT_GRAD: self.weight,
-            ins.OUTPUT_S: self.passes[:1] * self.num_stages,
-            ins.OUTPUT_T: self.passes[1:] * self.num_stages,
-            ins.OFFLOAD: self.offload,
-            ins.LOAD: self.offload,
+            **{op: (time,) * self.num_stages for op, time in zip(ins.OUTPUT_PASSES, self.passes, strict=False)},
+            **dict.fromkeys(ins.COPY_POST_OPS, self.offload),
         }
 
 
@@ -246,13 +244,12 @@ class Network:
             return self.gradient_bytes
         return self.activation_bytes
 
-    def collective_time(self, op: str, barriers: int, ranks: int) -> float:
-        """Time of a collective of so many ranks: along a tree of ``link``, in pieces that follow each other. The
-        softmax statistics are taken to have no size.
+    def collective_time(self, kind: str | None, ranks: int) -> float:
+        """Time of a collective of so many ranks: along a tree of ``link``, in pieces that follow each other. ``kind``:
+        of the message that it moves, None where that has no size.
         """
         hops = math.ceil(math.log2(ranks)) if ranks > 1 else 0
-        kind = FORWARD if op == ins.BROADCAST else BACKWARD
-        size = 0.0 if op == ins.ALL_REDUCE and barriers == 2 else self.message_bytes(kind)
+        size = 0.0 if kind is None else self.message_bytes(kind)
         return hops * self.link.latency + (self.link.wire_time(size) if hops else 0.0)
 
     def between(self, source: int, target: int) -> Link:

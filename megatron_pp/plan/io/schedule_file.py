@@ -13,7 +13,7 @@ from functools import lru_cache
 from megatron_pp.errors import ExchangeError
 from megatron_pp.plan.costs.files import read_text
 from megatron_pp.plan.io.serialize import load_plan
-from megatron_pp.plan.ir.instruction import OFFLOAD, WEIGHT_GRAD
+from megatron_pp.plan.ir.instruction import COPIES_TO_HOST, WEIGHT_GRAD
 from megatron_pp.plan.ir.repeated import Line
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.orders.family import Family, Order, Shape
@@ -63,7 +63,8 @@ class _FilePlan:
 
     def offloads(self, shape: Shape) -> int:
         """Chunks of a rank whose forwards the file's programs offload, any of them."""
-        return max((at.chunk + 1 for program in self.plan.programs for at in program if at.op == OFFLOAD), default=0)
+        ran = (at for program in self.plan.programs for at in program)
+        return max((at.chunk + 1 for at in ran if at.op in COPIES_TO_HOST), default=0)
 
     def programs(self, spec: PlanSpec) -> Sequence[Line] | None:
         """The file's own programs, where they were lowered for ``spec``."""

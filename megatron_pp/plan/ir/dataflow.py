@@ -5,11 +5,12 @@
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
+from megatron_pp.on_demand import load
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Instruction
 
 Result = tuple[str, int]
-"""What an operation leaves, and its stage: FORWARD (an output), BACKWARD (an input gradient), OUTPUT_S or OUTPUT_T."""
+"""What an operation leaves, and its stage: FORWARD (an output), BACKWARD (an input gradient) or one of OUTPUT_OPS."""
 
 RESULT_OF = {FORWARD: FORWARD, BACKWARD: BACKWARD, INPUT_GRAD: BACKWARD}
 """What an operation leaves for other stages; a weight gradient leaves nothing."""
@@ -43,11 +44,13 @@ def inputs_of(op: str, stage: int, num_stages: int) -> tuple[Result, ...]:
     """The results, of the same microbatch (and slice), that a compute operation of ``stage`` needs before it runs.
 
     A forward needs the output of the stage before; a backward, whole or of inputs only, its own forward and the input
-    gradient of the stage after; a weight gradient its own input gradient.
+    gradient of the stage after; a weight gradient its own input gradient; a pass none.
     """
     if op == WEIGHT_GRAD:
         return ((BACKWARD, stage),)
-    result = RESULT_OF[op]
+    result = RESULT_OF.get(op)
+    if result is None:
+        return ()
     own = ((FORWARD, stage),) if result == BACKWARD else ()
     source = stage - TOWARDS[result]
     return (*own, (result, source)) if 0 <= source < num_stages else own
@@ -65,32 +68,16 @@ class OutputLayer(Protocol):
 
 
 def collected_inputs(op: str, stage: int, layer: OutputLayer) -> tuple[Result, ...]:
-    """What an operation needs that collectives bring, where the output layer is split over all ranks.
-
-    S needs the last stage's output (a broadcast), T the statistics of every rank's S (an all-reduce); the last stage's
-    backward, with one barrier, the gradient parts of every rank's S, and with two those of every rank's T.
-    """
-    last = layer.num_stages - 1
-    if op == ins.OUTPUT_S:
-        return ((FORWARD, last),)
-    if op == ins.OUTPUT_T:
-        return tuple((ins.OUTPUT_S, other) for other in layer.output_stages)
-    if layer.barriers and stage == last and RESULT_OF.get(op) == BACKWARD:
-        return tuple((ins.OUTPUT_S if layer.barriers == 1 else ins.OUTPUT_T, other) for other in layer.output_stages)
-    return ()
-
-
-def needs_of(op: str, stage: int, layer: OutputLayer) -> tuple[Result, ...]:
-    """All results that a compute operation of ``stage`` needs before it runs."""
-    own = () if op in ins.OUTPUT_OPS else inputs_of(op, stage, layer.num_stages)
-    return (*own, *collected_inputs(op, stage, layer))
+    """What an operation needs that collectives bring, where the output layer is split over all ranks."""
+    if not layer.barriers:
+        return ()
+    found: tuple[Result, ...] = load("output_layer_rows").collected_inputs(op, stage, layer)
+    return found
 
 
 @lru_cache(maxsize=1 << 16)
 def source_of(op: str, stage: int, num_stages: int) -> int | None:
     """The other stage whose result a compute operation of ``stage`` needs; None where there is none."""
-    if op in ins.OUTPUT_OPS:
-        return None
     return next((source for _, source in inputs_of(op, stage, num_stages) if source != stage), None)
 
 

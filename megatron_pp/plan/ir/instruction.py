@@ -18,6 +18,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from megatron_pp.errors import InstructionError
+from megatron_pp.plan.ir import feature
 
 # Compute.
 FORWARD = "F"  # run the chunk; on the last stage also the loss function
@@ -25,9 +26,6 @@ BACKWARD = "B"  # input and weight gradients
 INPUT_GRAD = "I"  # input gradients only; the weight gradients are left for W
 WEIGHT_GRAD = "W"  # the weight gradients that I left
 PAIR = "PAIR"  # a forward and a full backward that run as one, each with its send behind it where that goes out within
-# The output layer and its loss, split over all ranks (arXiv 2411.05288): of one microbatch, on every rank.
-OUTPUT_S = "S"  # logits of its rows, and their softmax statistics; with one barrier also the input gradient's part
-OUTPUT_T = "T"  # weight gradient of its rows; with two barriers also the input gradient's part
 # Activations, from a stage to the one after it.
 RECV_F = "RECV_F"  # allocate the buffer and post the receive of the stage's input; never blocks
 WAIT_F = "WAIT_F"  # wait for that receive
@@ -40,30 +38,18 @@ WAIT_B = "WAIT_B"
 SEND_B = "SEND_B"
 FREE_B = "FREE_B"  # wait for that send, then drop the input gradient
 HAND_B = "HAND_B"
-# Collectives of all ranks, for the split output layer; each is posted on every rank, and waited for there.
-BROADCAST = "BROADCAST"  # the last stage's output, to every rank
-ALL_REDUCE = "ALL_REDUCE"  # the softmax statistics; with one barrier also the parts of the output's gradient
-REDUCE = "REDUCE"  # with two barriers: the parts of the output's gradient, to the last stage's rank
-WAIT_BROADCAST = "WAIT_BROADCAST"
-WAIT_ALL_REDUCE = "WAIT_ALL_REDUCE"
-WAIT_REDUCE = "WAIT_REDUCE"
 # The places where Megatron's hooks are called. They have a chunk, no microbatch.
 PARAM_SYNC = "PARAM_SYNC"  # config.param_sync_func[chunk]
 ENABLE_GRAD_SYNC = "ENABLE_GRAD_SYNC"  # leave no_sync for the next B, I or W of the chunk: DDP hooks fire in it
 GRAD_SYNC = "GRAD_SYNC"  # config.grad_sync_func[chunk]
-# What a forward keeps for its backward, in host memory in between.
-OFFLOAD = "OFFLOAD"  # post its copy to the host, behind the forward; never blocks
-FREE_OFFLOAD = "FREE_OFFLOAD"  # wait for that copy, then give the device memory back
-LOAD = "LOAD"  # allocate it on the device and post the copy back; never blocks
-WAIT_LOAD = "WAIT_LOAD"  # wait for that copy, then give the host memory back
 # Several sends and receives as one grouped call.
 BATCH = "BATCH"
-# The rank's copy of a named tensor.
-DROP = "DROP"  # nothing on the rank uses it any more, nor is it being sent: release it
 
 BACKWARD_OPS = frozenset({BACKWARD, INPUT_GRAD})  # what makes an input gradient
 GRADIENT_OPS = frozenset({BACKWARD, WEIGHT_GRAD})  # what completes weight gradients
-OUTPUT_OPS = frozenset({OUTPUT_S, OUTPUT_T})
+OUTPUT_PASSES = tuple(op for op, row in feature.FEATURE_OPS.items() if row.kind == feature.PASS)
+OUTPUT_OPS = frozenset(OUTPUT_PASSES)
+LAST_PASS = frozenset(OUTPUT_PASSES[-1:])  # completes the output layer's weight gradients
 SINGLE_COMPUTE_OPS = frozenset({FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD}) | OUTPUT_OPS
 COMPUTE_OPS = SINGLE_COMPUTE_OPS | {PAIR}
 SEND_OPS = frozenset({SEND_F, SEND_B})
@@ -71,17 +57,20 @@ RECV_OPS = frozenset({RECV_F, RECV_B})
 WAIT_OPS = frozenset({WAIT_F, WAIT_B})
 FREE_OPS = frozenset({FREE_F, FREE_B})
 HAND_OPS = frozenset({HAND_F, HAND_B})
-COLLECTIVE_POSTS = frozenset({BROADCAST, ALL_REDUCE, REDUCE})
-COLLECTIVE_WAITS = frozenset({WAIT_BROADCAST, WAIT_ALL_REDUCE, WAIT_REDUCE})
+COLLECTIVE_POSTS = feature.of_kind(feature.COLLECTIVE)
+COLLECTIVE_WAITS = feature.of_kind(feature.COLLECTIVE_WAIT)
 COLLECTIVE_OPS = COLLECTIVE_POSTS | COLLECTIVE_WAITS
 OUTPUT_LAYER_OPS = OUTPUT_OPS | COLLECTIVE_OPS
 SYNC_OPS = frozenset({PARAM_SYNC, ENABLE_GRAD_SYNC, GRAD_SYNC})
-COPY_POST_OPS = frozenset({OFFLOAD, LOAD})
-COPY_OPS = COPY_POST_OPS | {FREE_OFFLOAD, WAIT_LOAD}
+COPIES_TO_HOST = feature.of_kind(feature.TO_HOST)
+COPIES_FROM_HOST = feature.of_kind(feature.FROM_HOST)
+COPY_POST_OPS = COPIES_TO_HOST | COPIES_FROM_HOST
+COPY_OPS = COPY_POST_OPS | feature.of_kind(feature.COPY_WAIT)
+RELEASE_OPS = feature.of_kind(feature.RELEASE)
 POST_OPS = SEND_OPS | RECV_OPS
 TRANSFER_OPS = POST_OPS | WAIT_OPS | FREE_OPS
 GROUP_OPS = frozenset({PAIR, BATCH})
-SINGLE_OPS = SINGLE_COMPUTE_OPS | TRANSFER_OPS | HAND_OPS | COLLECTIVE_OPS | SYNC_OPS | COPY_OPS | {DROP}
+SINGLE_OPS = SINGLE_COMPUTE_OPS | TRANSFER_OPS | HAND_OPS | COLLECTIVE_OPS | SYNC_OPS | COPY_OPS | RELEASE_OPS
 ALL_OPS = SINGLE_OPS | GROUP_OPS
 
 POST_OF = {
@@ -89,17 +78,15 @@ POST_OF = {
     WAIT_B: RECV_B,
     FREE_F: SEND_F,
     FREE_B: SEND_B,
-    WAIT_BROADCAST: BROADCAST,
-    WAIT_ALL_REDUCE: ALL_REDUCE,
-    WAIT_REDUCE: REDUCE,
+    **{op: row.post for op, row in feature.FEATURE_OPS.items() if row.kind == feature.COLLECTIVE_WAIT},
 }
 """What a WAIT or FREE of a message or a collective waits for."""
 
 FINISHED_BY = {post: finish for finish, post in POST_OF.items()}
 """The WAIT or FREE that waits for it."""
 
-COPY_OF = {FREE_OFFLOAD: OFFLOAD, WAIT_LOAD: LOAD}
-"""The copy that FREE_OFFLOAD or WAIT_LOAD waits for."""
+COPY_OF = {op: row.post for op, row in feature.FEATURE_OPS.items() if row.kind == feature.COPY_WAIT}
+"""The copy between device and host that a wait waits for."""
 
 SENT_BY = {FORWARD: SEND_F, BACKWARD: SEND_B}
 """What sends the result of a pair's half."""
@@ -150,9 +137,7 @@ class Instruction(NamedTuple):
     @property
     def name(self) -> str:
         """In words, for error messages: ``forward of chunk 0, microbatch 3``."""
-        if self.members:
-            return f"{OP_NAMES[self.op]} {self}"
-        return f"{OP_NAMES[self.op]} of {self.where}"
+        return f"{op_name(self.op)} {self}" if self.members else f"{op_name(self.op)} of {self.where}"
 
     @property
     def where(self) -> str:
@@ -165,20 +150,12 @@ class Instruction(NamedTuple):
 
 
 _VERBS = {"RECV": "receive of", "WAIT": "wait for", "SEND": "send of", "FREE": "release of", "HAND": "hand-off of"}
-OP_NAMES = {
+_NAMES = {
     FORWARD: "forward",
     BACKWARD: "backward",
     INPUT_GRAD: "input gradient",
     WEIGHT_GRAD: "weight gradient",
     PAIR: "overlapped pair",
-    OUTPUT_S: "output layer's logits",
-    OUTPUT_T: "output layer's weight gradient",
-    BROADCAST: "broadcast of the last stage's output",
-    ALL_REDUCE: "all-reduce of the softmax statistics",
-    REDUCE: "reduction of the output's gradient",
-    WAIT_BROADCAST: "wait for the broadcast of the last stage's output",
-    WAIT_ALL_REDUCE: "wait for the all-reduce of the softmax statistics",
-    WAIT_REDUCE: "wait for the reduction of the output's gradient",
     **{
         f"{verb}_{kind}": f"{words} the {what}"
         for kind, what in (("F", "activation"), ("B", "gradient"))
@@ -187,13 +164,14 @@ OP_NAMES = {
     PARAM_SYNC: "parameter sync",
     ENABLE_GRAD_SYNC: "start of gradient sync in the backward",
     GRAD_SYNC: "gradient sync",
-    OFFLOAD: "offload",
-    FREE_OFFLOAD: "release after the offload",
-    LOAD: "load",
-    WAIT_LOAD: "wait for the load",
     BATCH: "batch",
-    DROP: "release of the tensor",
 }
+
+
+def op_name(op: str) -> str:
+    """In words."""
+    rows = feature.feature_of(op)
+    return (_NAMES if rows is None else rows.names)[op]
 
 
 @lru_cache(maxsize=1 << 18)
@@ -307,7 +285,7 @@ def parse_instruction(text: str) -> Instruction:
     if (mb is None) != (op in SYNC_OPS):
         need = "no microbatch (as in GRAD_SYNC0)" if op in SYNC_OPS else "a chunk and a microbatch (as in F0.3)"
         raise InstructionError(f"{text!r}: {op} takes {need}")
-    if op == DROP and tensor is None:
+    if op in RELEASE_OPS and tensor is None:
         raise InstructionError(f"{text!r}: {op} takes a tensor (as in DROP0.3:skip)")
     if part is None and tensor is None:
         return instruction(op, int(chunk), NONE if mb is None else int(mb))

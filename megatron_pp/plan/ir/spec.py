@@ -11,7 +11,7 @@ from megatron_pp.errors import PlanError
 from megatron_pp.on_demand import load
 from megatron_pp.plan.gc_pause import collector_paused
 from megatron_pp.plan.ir.certificate import Certificate
-from megatron_pp.plan.ir.instruction import NONE, OFFLOAD, PAIR, Instruction, format_program, without_pairs
+from megatron_pp.plan.ir.instruction import COPIES_TO_HOST, NONE, PAIR, Instruction, format_program, without_pairs
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.repeated import Line, Repeated
 from megatron_pp.plan.ir.tasks import Key, Task
@@ -215,12 +215,12 @@ class Plan:
     @cached_property
     def offloads(self) -> bool:
         """Whether any rank does."""
-        return any(at.op == OFFLOAD for program in self.programs for at in program)
+        return any(at.op in COPIES_TO_HOST for program in self.programs for at in program)
 
     def offloaded(self, rank: int) -> frozenset[Key]:
         """The forwards that ``rank`` offloads; made once."""
         if rank not in self._offloaded:
-            self._offloaded[rank] = frozenset(task.key for task in self.tasks(rank) if task.op == OFFLOAD)
+            self._offloaded[rank] = frozenset(task.key for task in self.tasks(rank) if task.op in COPIES_TO_HOST)
         return self._offloaded[rank]
 
     def timed(self, rank: int) -> tuple[Instruction, ...]:

@@ -14,10 +14,9 @@ _AFTER = {
     ins.BACKWARD: ins.FORWARD,
     ins.INPUT_GRAD: ins.FORWARD,
     ins.WEIGHT_GRAD: ins.INPUT_GRAD,
-    ins.OUTPUT_S: ins.FORWARD,
-    ins.OUTPUT_T: ins.OUTPUT_S,
+    **dict(zip(ins.OUTPUT_PASSES, (ins.FORWARD, *ins.OUTPUT_PASSES), strict=False)),
 }
-_OF_EVALUATION = frozenset({ins.FORWARD, ins.OUTPUT_S})
+_OF_EVALUATION = frozenset({ins.FORWARD, *ins.OUTPUT_PASSES[:1]})
 
 
 def check_orders(
@@ -35,7 +34,7 @@ def check_orders(
     if len(orders) != placement.pipeline_size:
         raise PlanError(f"there are orders of {len(orders)} ranks; the pipeline has {placement.pipeline_size}")
     trains = not forward_only or any(at.op not in _OF_EVALUATION for order in orders for at in order)
-    passes = "" if not placement.barriers else ins.OUTPUT_S + ins.OUTPUT_T if trains else ins.OUTPUT_S
+    passes = "".join(ins.OUTPUT_PASSES if trains else ins.OUTPUT_PASSES[:1]) if placement.barriers else ""
     sizes = placement.num_chunks, num_microbatches, slices
     for rank, order in enumerate(orders):
         _check_order(rank, order, sizes, trains, passes)

@@ -12,7 +12,7 @@ from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import NONE, Instruction, numbered
 from megatron_pp.plan.ir.spec import HOOKS, Plan, PlanSpec
 
-_BACKWARDS = ins.BACKWARD_OPS | {ins.WEIGHT_GRAD, ins.OUTPUT_T}
+_BACKWARDS = ins.BACKWARD_OPS | ins.LAST_PASS | {ins.WEIGHT_GRAD}
 
 Syncs = dict[int, list[Instruction]]  # index of an entry of a compute order -> syncs next to it
 
@@ -53,7 +53,7 @@ def _grad_syncs(spec: PlanSpec, rank: int, order: Sequence[Instruction], before:
         # Layers that do not split their backward complete their gradients in the last I or B, the others in the last W.
         # A split output layer's are complete in the last T.
         last_backward = {at.chunk: i for i, at in singles if at.op in ins.BACKWARD_OPS}
-        last_pass = {at.chunk: i for i, at in singles if at.op == ins.OUTPUT_T}
+        last_pass = {at.chunk: i for i, at in singles if at.op in ins.LAST_PASS}
         for chunk, k in last.items():
             for entry in sorted({completing[k][0], last_backward[chunk], last_pass.get(chunk, completing[k][0])}):
                 before[_enable_at(spec, order, entry)].append(_sync(ins.ENABLE_GRAD_SYNC, chunk, stages))

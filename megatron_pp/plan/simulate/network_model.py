@@ -9,6 +9,7 @@ connections of their own, and their announcements take no time.
 from collections import Counter
 from typing import NamedTuple
 
+from megatron_pp.on_demand import load
 from megatron_pp.plan.costs.stage_costs import Network
 from megatron_pp.plan.costs.transports import GLOO_DETACHED_BYTES
 from megatron_pp.plan.ir.instruction import NONE, Instruction
@@ -90,7 +91,8 @@ class TimedQueues(QueueMachine):
     def _collective(self, ends: Gathering, now: float) -> Transfer:
         """A collective: a transfer of no link, from the root or to it, that is under way as soon as all are there."""
         op, mb, placement = ends[0].at.op, ends[0].at.mb, self.placement
-        taken = self.network.collective_time(op, placement.barriers, placement.pipeline_size)
+        moved = load("output_layer_rows").moved_by(op, placement.barriers)
+        taken = self.network.collective_time(moved, placement.pipeline_size)
         posted = sorted(end.entry.posted for end in ends)
         root = placement.output_root
         return Transfer(root, root, op, NONE, mb, 0.0, posted[0], posted[-1], now, now, now + taken)

@@ -103,8 +103,7 @@ class Simulation:
     """A plan on the clock.
 
     starts, ends  ``[rank][i]`` belong to ``plan.timed(rank)[i]``
-    copies        per rank, when each copy between device and host began and ended, under the OFFLOAD or LOAD that
-                  posted it
+    copies        per rank, when each copy between device and host began and ended, under what posted it
     """
 
     plan: Plan

@@ -54,7 +54,7 @@ class _CopyEngines:
         self._free_at: dict[str, float] = {}  # by op
 
     def post(self, at: Instruction, now: float) -> Event:
-        """The copy of OFFLOAD or LOAD: it begins once those posted before it in its direction are over."""
+        """The copy that ``at`` posts: it begins once those posted before it in its direction are over."""
         start = max(now, self._free_at.get(at.op, now))
         copy = Event(at, start, start + self._costs.of(at.op, at.stage) * self._shares[at.slice])
         self._free_at[at.op] = copy.end
@@ -63,7 +63,7 @@ class _CopyEngines:
         return copy
 
     def end_of(self, at: Instruction) -> float:
-        """When the copy is over that FREE_OFFLOAD or WAIT_LOAD waits for."""
+        """When the copy is over that ``at`` waits for."""
         return self._posted.pop((ins.COPY_OF[at.op], at.stage, at.mb, at.slice)).end
 
     @property

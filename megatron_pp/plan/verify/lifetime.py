@@ -6,9 +6,10 @@ from itertools import islice
 from megatron_pp.errors import InstructionError, PlanError
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import Instruction
+from megatron_pp.plan.ir.ledger import Memory
 from megatron_pp.plan.ir.repeated import Block, RepetitionError
 from megatron_pp.plan.ir.spec import Plan
-from megatron_pp.plan.verify.lifetime_walk import Memory, RankPeaks, Walk
+from megatron_pp.plan.verify.lifetime_walk import RankPeaks, Walk
 from megatron_pp.plan.verify.sync_check import check_syncs
 
 

@@ -10,101 +10,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_pp.errors import PlanError
 from megatron_pp.on_demand import load
-from megatron_pp.plan.costs.activations import key_values_change
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.dataflow import CAUSAL, neighbour_of, slice_before
+from megatron_pp.plan.ir.feature import rows_of
 from megatron_pp.plan.ir.instruction import NONE, Instruction
-from megatron_pp.plan.ir.rules import (
-    B_RAN,
-    F_FREED,
-    F_RAN,
-    MAY_BE,
-    RULES,
-    W_LEFT,
-    W_RAN,
-    facts_at_end,
-    needs_at,
-    obliged,
-    words_of,
-)
+from megatron_pp.plan.ir.ledger import KINDS, VIEWS, Memory, Site, change_of, key_values_change
+from megatron_pp.plan.ir.rules import B_RAN, F_FREED, F_RAN, W_LEFT, W_RAN, facts_at_end, needs_at, rule_of, words_of
 from megatron_pp.plan.ir.spec import Plan
 
 if TYPE_CHECKING:
     from megatron_pp.features.skip_tensors.skip_lifetime import NamedWalk
 
 
-class Memory(NamedTuple):
-    """Live pipeline tensors of one rank, in tensors (one per message, whatever its size).
-
-    outputs        stage outputs that still hold their data
-    inputs         received (or handed) activations kept for the backward
-    act_buffers    posted receives of activations that were not waited yet
-    output_grads   received (or handed) gradients kept for the backward
-    input_grads    input gradients that still hold their data
-    grad_buffers   posted receives of gradients that were not waited yet
-    held           named tensors that the rank made or received, and has not dropped
-    held_grads     sums of their gradients, which are not sent or used up yet
-
-    Views on them, not more of them:
-
-    pending_sends  sends posted and not released (their tensors are among outputs and input_grads)
-    in_flight      (chunk, microbatch) pairs, or slices of them, between their forward and their backward: what autograd
-                   keeps on the device
-    on_host        those with a buffer in host memory: from OFFLOAD to WAIT_LOAD
-    weight_backlog pairs between an input-gradient backward and its W
-    logits         microbatches between S and T of a split output layer: their softmax is kept, of the rank's rows
-    key_values     pairs whose keys and values attention keeps for later slices: from the forward of the first slice,
-                   each forward adding its own, until the backward of the first one (in evaluation, the last forward)
-    """
-
-    outputs: int = 0
-    inputs: int = 0
-    act_buffers: int = 0
-    output_grads: int = 0
-    input_grads: int = 0
-    grad_buffers: int = 0
-    held: int = 0
-    held_grads: int = 0
-    pending_sends: int = 0
-    in_flight: int = 0
-    weight_backlog: int = 0
-    key_values: int = 0
-    logits: int = 0
-    on_host: int = 0
-
-    @property
-    def tensors(self) -> int:
-        """Pipeline tensors alive together."""
-        return sum(self[:_VIEWS])
-
-
-_KINDS = {name: kind for kind, name in enumerate(Memory._fields)}
-_KEY_VALUES = _KINDS["key_values"]
-_VIEWS = _KINDS["pending_sends"]  # the first that counts no more tensors
-_CHANGES = {
-    ins.RECV_F: Memory(act_buffers=1),
-    ins.WAIT_F: Memory(act_buffers=-1, inputs=1),
-    ins.RECV_B: Memory(grad_buffers=1),
-    ins.WAIT_B: Memory(grad_buffers=-1, output_grads=1),
-    ins.HAND_B: Memory(input_grads=-1, output_grads=1),
-    ins.SEND_F: Memory(pending_sends=1),
-    ins.SEND_B: Memory(pending_sends=1),
-    ins.FREE_B: Memory(pending_sends=-1, input_grads=-1),
-    ins.WEIGHT_GRAD: Memory(weight_backlog=-1),
-    ins.OFFLOAD: Memory(on_host=1),
-    ins.WAIT_LOAD: Memory(on_host=-1),
-}
-"""What the operations add to the memory that do so whatever the stage; ``Walk._change`` knows the others."""
-
-
-_IN_ORDER = {
-    ins.FORWARD: ("forward", "the data iterator gives them in order"),
-    ins.WAIT_ALL_REDUCE: ("loss", "losses are reported in order"),
-}
-"""What each chunk runs in the order of microbatches, the loss of a split output layer on the last stage's rank."""
-
-
-_CHECKED = ins.HAND_OPS | _IN_ORDER.keys()
+_KEY_VALUES = KINDS["key_values"]
 
 
 class RankPeaks(NamedTuple):
@@ -147,7 +65,7 @@ class Walk:
         self.plan = plan
         self.rank = rank
         self.forward_only = spec.forward_only
-        self.optional = 0 if spec.forward_only else MAY_BE if spec.split_backward else MAY_BE & ~(W_LEFT | W_RAN)
+        self.barred = W_LEFT | W_RAN if not spec.split_backward else 0
         self.microbatches = spec.num_microbatches
         self.every = list(range(spec.num_microbatches))
         self.slices = spec.slices
@@ -155,8 +73,12 @@ class Walk:
         self.last_stage = plan.placement.num_stages - 1
         self.stages = plan.placement.stages[rank]
         self.facts = dict.fromkeys(product(self.stages, range(self.microbatches), spec.shape.parts), 0)
-        reports = plan.placement.barriers > 0 and rank == plan.placement.output_root
-        self.in_order = frozenset(_IN_ORDER if reports else {ins.FORWARD})
+        # What each chunk runs in the order of microbatches: its name in words, and why.
+        self.in_order = {ins.FORWARD: ("forward", "the data iterator gives them in order")}
+        if plan.placement.barriers and rank == plan.placement.output_root:
+            self.in_order |= rows_of("output_layer_rows").in_order
+        self.checked = ins.HAND_OPS | self.in_order.keys()
+        self.then: dict[int, tuple[frozenset[str], int]] = {}  # by fact: what needs other facts where it is true
         self.next = dict.fromkeys(product(self.in_order, range(spec.num_chunks)), (0, spec.shape.parts[0]))
         self.required = {s: facts_at_end(plan.placement, s, self.forward_only) for s in self.stages}
         self.known: dict[tuple[str, int, int, int, bool], Step] = {}  # by op, stage, peer, chunk, and whether named
@@ -170,6 +92,7 @@ class Walk:
     def tensors(self) -> Iterator[int]:
         """Run the program; after each instruction, the tensors alive together."""
         now, peaks, facts, known, named, alive = self.now, self.peaks, self.facts, self.known, self.named, 0
+        checked = self.checked
         for at in self.plan.timed(self.rank):
             for one in at.members or (at,):
                 op, stage, mb, peer, chunk, part, tensor, _ = one
@@ -184,7 +107,7 @@ class Walk:
                         continue
                     raise self._no_such_cell(one)
                 facts[cell], changes, more = step.moves.get(before) or self._move(one, step, before)
-                if op in _CHECKED:
+                if op in checked:
                     self._check_turn(one)
                 if part >= 0:
                     self._follow_slice(one)
@@ -199,7 +122,7 @@ class Walk:
         self._check_end()
 
     def _moved(self, at: Instruction) -> Iterable[tuple[str, int]]:
-        """What a transfer or DROP of a named tensor changes. Raises PlanError."""
+        """What a transfer or release of a named tensor changes. Raises PlanError."""
         if self.named is None or (at.stage, at.mb, at.slice) not in self.facts:
             raise self._no_such_cell(at) if self.named else self._error(at, "the plan has no named tensors")
         return self.named.moved(at)
@@ -208,15 +131,19 @@ class Walk:
         """Add what named tensors change to the memory; returns by how many tensors."""
         together = 0
         for name, difference in changes:
-            kind = _KINDS[name]
+            kind = KINDS[name]
             self.now[kind] += difference
             self.peaks[kind] = max(self.peaks[kind], self.now[kind])
-            together += difference if kind < _VIEWS else 0
+            together += difference if kind < VIEWS else 0
         return together
 
     def _move(self, at: Instruction, step: Step, before: int) -> _Move:
         """What ``at`` does, for all instructions of its step that find the same facts. Raises PlanError."""
-        missing, twice = (step.needs | obliged(at.op, before)) & ~before, step.adds & before
+        needs, twice = step.needs, step.adds & before
+        for fact, (ops, others) in self.then.items():
+            if before & fact and at.op in ops:
+                needs |= others
+        missing = needs & ~before
         if missing:
             raise self._error(at, "it comes before " + " and before ".join(words_of(missing)))
         if step.bars & before:
@@ -239,67 +166,32 @@ class Walk:
                 f"it has stage {at.stage} and peer {at.peer}; on this rank and chunk they are {stage} and {peer} "
                 f"({NONE}: none)",
             )
-        if at.op in ins.SYNC_OPS or at.tensor:
-            needs, adds, bars = 0, 0, 0
-        elif at.op not in RULES or (at.stage, at.mb, at.slice) not in self.facts:
-            raise self._no_such_cell(at)
-        else:
-            _, adds, bars = RULES[at.op]
-            needs = needs_at(at.op, stage, self.placement)
-            if adds & ~(self.required[stage] | self.optional):
+        rule, needs, adds, bars = rule_of(at.op), 0, 0, 0
+        if at.op not in ins.SYNC_OPS and not at.tensor:
+            if rule is None or (at.stage, at.mb, at.slice) not in self.facts:
+                raise self._no_such_cell(at)
+            adds, bars = rule.adds, rule.bars
+            may = 0 if self.forward_only else rule.may & ~self.barred
+            if adds & ~(self.required[stage] | may):
                 raise self._error(at, f"stage {stage} has no such step in this plan")
-            needs &= self.required[stage] | B_RAN | MAY_BE
-        step = self.known[(at.op, stage, peer, at.chunk, not at.tensor)] = Step(
-            needs, adds, bars, self._change(at.op, stage), {}
-        )
+            needs = needs_at(at.op, rule.needs, stage, self.placement)
+            if rule.then[0]:
+                self.then[adds] = rule.then
+        change = change_of(at.op, self._site(stage))
+        step = self.known[(at.op, stage, peer, at.chunk, not at.tensor)] = Step(needs, adds, bars, change, {})
         return step
 
-    def _change(self, op: str, stage: int) -> Memory:
-        """What an operation of ``stage`` adds to the memory."""
-        first, last = stage == 0, stage == self.last_stage and not self.placement.barriers  # without an output
-        if op in ins.OUTPUT_LAYER_OPS:
-            return self._change_of_output_layer(op, stage == self.last_stage)
-        if op == ins.FORWARD:
-            used = self.forward_only and not first
-            return Memory(outputs=not last, inputs=-used, in_flight=not self.forward_only)
-        if op == ins.HAND_F:
-            # Given back, the output's storage becomes the input's; else it stays the output's until its backward.
-            return Memory(outputs=-1, inputs=1) if self.gives_back else Memory()
-        if op == ins.FREE_F:
-            return Memory(pending_sends=-1, outputs=-self.gives_back)
-        handed_in, handed_on = stage - 1 in self.required, stage + 1 in self.required
-        own_input = not first and (self.gives_back or not handed_in)
-        if op == ins.FREE_OFFLOAD:
-            return Memory(in_flight=-1, inputs=-own_input)
-        if op == ins.LOAD:
-            return Memory(in_flight=1, inputs=own_input)
-        if op in ins.BACKWARD_OPS:
-            return Memory(
-                in_flight=-1,
-                inputs=-own_input,
-                outputs=-((handed_on or (stage == self.last_stage and not last)) and not self.gives_back),
-                output_grads=-(not last),
-                input_grads=not first,
-                weight_backlog=op == ins.INPUT_GRAD,
-            )
-        return _CHANGES.get(op, Memory())
-
-    def _change_of_output_layer(self, op: str, is_root: bool) -> Memory:
-        """On the last stage's rank its own output is what others get as a copy, and is given back, or used up, by T."""
-        uses = ins.OUTPUT_S if self.forward_only else ins.OUTPUT_T
-        summed = ins.WAIT_ALL_REDUCE if self.placement.barriers == 1 else ins.WAIT_REDUCE
-        trains = not self.forward_only
-        part = trains and op == (ins.OUTPUT_S if self.placement.barriers == 1 else ins.OUTPUT_T)
-        over = trains and op == summed
-        posted = (op == ins.BROADCAST) - (op == ins.WAIT_BROADCAST)
-        there = (op == ins.WAIT_BROADCAST) - (op == uses)
-        return Memory(
-            outputs=-(is_root and op == uses and self.gives_back),
-            inputs=0 if is_root else there,
-            act_buffers=0 if is_root else posted,
-            output_grads=is_root and over,
-            input_grads=part - over,
-            logits=trains * ((op == ins.OUTPUT_S) - (op == ins.OUTPUT_T)),
+    def _site(self, stage: int) -> Site:
+        is_last, barriers = stage == self.last_stage, self.placement.barriers
+        return Site(
+            has_input=stage > 0,
+            has_output=not is_last or barriers > 0,
+            is_root=is_last and barriers > 0,
+            handed_in=stage - 1 in self.required,
+            handed_on=stage + 1 in self.required,
+            gives_back=self.gives_back,
+            trains=not self.forward_only,
+            barriers=barriers,
         )
 
     def _no_such_cell(self, at: Instruction) -> PlanError:
@@ -321,7 +213,7 @@ class Walk:
         """Every chunk draws its data from an iterator, and its losses are reported in the order of its forwards."""
         mb, part = expected = self.next[at.op, at.chunk]
         if (at.mb, at.slice) != expected:
-            of, (what, why) = f", slice {part}" if part >= 0 else "", _IN_ORDER[at.op]
+            of, (what, why) = f", slice {part}" if part >= 0 else "", self.in_order[at.op]
             raise self._error(at, f"the next {what} of chunk {at.chunk} is that of microbatch {mb}{of}: {why}")
         self.next[at.op, at.chunk] = (mb, part + 1) if 0 <= part < self.slices - 1 else (mb + 1, min(part, 0))
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator
 
 from megatron_pp.plan.ir import instruction as ins
+from megatron_pp.plan.ir.feature import feature_of
 from megatron_pp.plan.ir.instruction import Instruction
 from megatron_pp.plan.ir.spec import BATCHED, ONE_WAY, Plan
 from megatron_pp.plan.ir.tasks import MessageKey
@@ -47,17 +48,15 @@ class _Walk:
             self.waiting = [(s, count) for s, count in self.waiting if self.finished[s] < count]
             if at.op == ins.FREE_B or (at.op == ins.FREE_F and not at.tensor):
                 self._free(ins.POST_OF[at.op], at)
-        elif at.op == ins.FREE_OFFLOAD:  # what LOAD brings back is a tensor of its own
-            self._free(ins.RECV_F, at)
-        elif at.op == ins.DROP:
-            self._free(ins.RECV_F, at)
-            self._free(ins.SEND_F, at)
         elif at.op in self.uses:
             if self.plan.routes is not None:
                 for name in self.plan.routes.sent[at.stage]:  # whose gradients are in the sum
                     self._free(ins.RECV_B, at._replace(tensor=name))
             self._free(ins.RECV_F, at)
             self._free(ins.RECV_B, at)
+        elif (feature := feature_of(at.op)) is not None:
+            for post in feature.ends_use.get(at.op, ()):
+                self._free(post, at)
 
     def _free(self, post: str, at: Instruction) -> None:
         """The tensor that ``post`` moved is not used any more, if there is one."""

@@ -8,7 +8,7 @@ from megatron_pp.plan.ir.instruction import NONE, Instruction
 from megatron_pp.plan.ir.spec import EXPLICIT, Plan
 
 _NOTED = ins.COMPUTE_OPS | ins.SYNC_OPS
-_BACKWARDS = ins.BACKWARD_OPS | {ins.WEIGHT_GRAD, ins.OUTPUT_T}
+_BACKWARDS = ins.BACKWARD_OPS | ins.LAST_PASS | {ins.WEIGHT_GRAD}
 
 
 def check_syncs(plan: Plan, rank: int) -> None:
@@ -30,9 +30,9 @@ class _Check:
         self.backwards = [k for k, _ in backwards]
         # Chunk -> index of the compute operation after which its gradients are complete; the same for layers that do
         # all of their backward in B; the same for a split output layer; index of its first forward.
-        self.last = {at.chunk: k for k, at in backwards if at.op != ins.OUTPUT_T}
+        self.last = {at.chunk: k for k, at in backwards if at.op not in ins.LAST_PASS}
         self.last_backward = {at.chunk: k for k, at in backwards if at.op in ins.BACKWARD_OPS}
-        self.last_pass = {at.chunk: k for k, at in backwards if at.op == ins.OUTPUT_T}
+        self.last_pass = {at.chunk: k for k, at in backwards if at.op in ins.LAST_PASS}
         self.first = {at.chunk: k for k, at in reversed(ran) if at.op == ins.FORWARD}
 
     def run(self) -> None:

@@ -5,10 +5,10 @@ and none waits for another, and what they keep at most.
 from collections.abc import Sequence
 from operator import le
 
-from megatron_pp.plan.costs.activations import KEPT, WAITING
 from megatron_pp.plan.costs.stage_costs import StageCosts
 from megatron_pp.plan.ir.dataflow import RESULT_OF, source_of
 from megatron_pp.plan.ir.instruction import Instruction, without_pairs
+from megatron_pp.plan.ir.ledger import column
 from megatron_pp.plan.ir.placement import Placement
 
 Kept = tuple[tuple[int, ...], tuple[int, ...]]  # per chunk: forwards before their backward, waiting weight gradients
@@ -56,17 +56,16 @@ def kept_states(order: Sequence[Instruction], num_chunks: int) -> tuple[Kept, ..
     """
     flight, late = [0] * num_chunks, [0] * num_chunks
     states: set[tuple[int, ...]] = set()
-    grew = False
+    grew, kept_by, left_by = False, column("in_flight"), column("weight_backlog")
     for at in without_pairs(order):
-        op, chunk = at.op, at.chunk
-        if op not in KEPT and op not in WAITING:
+        change, left, chunk = kept_by[at.op], left_by[at.op], at.chunk
+        if not change and not left:
             continue
-        change = KEPT.get(op, 0)
         if change <= 0 and grew:  # only what stands before something is given back can be a most
             states.add((*flight, *late))
-        grew = change > 0 or WAITING.get(op, 0) > 0
+        grew = change > 0 or left > 0
         flight[chunk] += change
-        late[chunk] += WAITING.get(op, 0)
+        late[chunk] += left
     states.add((*flight, *late))
     most: list[tuple[int, ...]] = []
     for state in sorted(states, key=sum, reverse=True):

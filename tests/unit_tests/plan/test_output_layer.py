@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_pp.errors import PlanError
+from megatron_pp.features.output_layer.rows import REDUCE, WAIT_REDUCE
 from megatron_pp.plan.builder import build_plan, lowered_plan, verified_plan
 from megatron_pp.plan.costs.stage_costs import Link, Network, StageCosts
 from megatron_pp.plan.io.serialize import format_plan, parse_plan
@@ -101,7 +102,7 @@ def test_at_least_four_mutants_of_each_new_instruction_are_caught(name: str) -> 
         else:
             assert what.startswith(("move", "swap")), what
             assert {*map(str, mutant.programs[0])} == {*map(str, plan.programs[0])}, what
-    used = ins.OUTPUT_LAYER_OPS - ({ins.REDUCE, ins.WAIT_REDUCE} if plan.placement.barriers == 1 else set())
+    used = ins.OUTPUT_LAYER_OPS - ({REDUCE, WAIT_REDUCE} if plan.placement.barriers == 1 else set())
     assert all(caught[op] >= 4 for op in used), caught
 
 

@@ -15,9 +15,10 @@ from megatron_pp import split_weight_grad
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.features.offload import host_copies as copies
 from megatron_pp.features.offload import offload_runner as offload
+from megatron_pp.features.offload.rows import LOAD, OFFLOAD
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs.activations import activations_timeline, host_timeline
-from megatron_pp.plan.ir.instruction import LOAD, OFFLOAD, Instruction
+from megatron_pp.plan.ir.instruction import Instruction
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.verify.lifetime import tensors_timeline

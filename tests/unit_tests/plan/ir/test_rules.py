@@ -9,8 +9,9 @@ import pytest
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir import instruction as ins
+from megatron_pp.plan.ir.feature import FEATURE_OPS, rows_of
 from megatron_pp.plan.ir.instruction import Instruction
-from megatron_pp.plan.ir.rules import RULES, words_of
+from megatron_pp.plan.ir.rules import rule_of, words_of
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.verify.verifier import verify
 
@@ -18,6 +19,7 @@ from megatron_pp.plan.verify.verifier import verify
 # skips a stage, copies to the host and back; and the passes of a split output layer with their collectives.
 V_PLAN = build_plan(PlanSpec("dualpipe_v", 2, 2, 6, skip_tensors="x=0>2", offload_chunks=2))
 SPLIT_OUTPUT = build_plan(PlanSpec("vocab_1f1b_alg1", 3, 1, 6))
+RULES = {op: rule for op in ins.SINGLE_OPS if (rule := rule_of(op)) is not None}
 
 
 def plan_with(op: str) -> Plan:
@@ -46,12 +48,23 @@ def refusal(plan: Plan) -> str:
 
 
 def test_every_op_has_a_rule_and_every_fact_words() -> None:
-    whole = ins.SINGLE_COMPUTE_OPS | ins.TRANSFER_OPS | ins.HAND_OPS | ins.COLLECTIVE_OPS | ins.COPY_OPS | {ins.DROP}
-    assert set(RULES) == whole
+    assert set(RULES) == ins.SINGLE_OPS - ins.SYNC_OPS
     facts = 0
     for rule in RULES.values():
         facts |= rule.needs | rule.adds
     assert len(list(words_of(facts))) == facts.bit_count()  # every fact has words
+
+
+def test_a_feature_has_rows_for_the_ops_that_are_registered_and_facts_of_its_own() -> None:
+    taken = 0
+    for name in {row.rows for row in FEATURE_OPS.values()}:
+        rows, ops = rows_of(name), {op for op, row in FEATURE_OPS.items() if row.rows == name}
+        assert set(rows.names) == set(rows.rules) == ops
+        assert ops.issuperset([*rows.changes, *rows.in_order, *rows.ends_use])
+        assert not taken & sum(rows.facts)
+        taken |= sum(rows.facts)
+    core = [rule for op, rule in RULES.items() if op not in FEATURE_OPS]
+    assert not any(taken & (rule.needs | rule.adds | rule.bars) for rule in core)
 
 
 def test_what_a_rule_needs_another_one_adds() -> None:

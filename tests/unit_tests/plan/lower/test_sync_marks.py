@@ -14,6 +14,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_pp.errors import PlanError
+from megatron_pp.features.output_layer.rows import OUTPUT_T
 from megatron_pp.plan.builder import build_plan, with_whole_backwards
 from megatron_pp.plan.io.serialize import format_plan, parse_plan
 from megatron_pp.plan.ir.instruction import (
@@ -22,7 +23,6 @@ from megatron_pp.plan.ir.instruction import (
     ENABLE_GRAD_SYNC,
     GRAD_SYNC,
     INPUT_GRAD,
-    OUTPUT_T,
     WEIGHT_GRAD,
     Instruction,
     instruction,

@@ -1,0 +1,84 @@
+"""What a feature adds to plans: its instructions, here by name and kind, and rows for the core's tables, which are in a
+module of the feature's folder and load with the first of its instructions (docs/adding_an_instruction.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from megatron_pp.on_demand import load
+
+if TYPE_CHECKING:
+    from megatron_pp.plan.ir.ledger import Memory, Site
+    from megatron_pp.plan.ir.rules import Rule
+
+# What the core has to know of an instruction to carry it through verification, simulation and drawings.
+PASS = "pass"  # compute of every rank, whose inputs collectives bring
+COLLECTIVE = "collective"  # posts one of all ranks; never blocks
+COLLECTIVE_WAIT = "collective wait"
+TO_HOST = "copy to host"  # posts a copy from device to host memory; never blocks
+FROM_HOST = "copy from host"
+COPY_WAIT = "copy wait"
+RELEASE = "release"  # of a named tensor
+
+
+class FeatureOp(NamedTuple):
+    """``rows``: the module, a name in ``on_demand``; ``kind``: one of those above; ``post``: what a wait waits for."""
+
+    rows: str
+    kind: str
+    post: str = ""
+
+
+FEATURE_OPS = {
+    "S": FeatureOp("output_layer_rows", PASS),
+    "T": FeatureOp("output_layer_rows", PASS),
+    "BROADCAST": FeatureOp("output_layer_rows", COLLECTIVE),
+    "ALL_REDUCE": FeatureOp("output_layer_rows", COLLECTIVE),
+    "REDUCE": FeatureOp("output_layer_rows", COLLECTIVE),
+    "WAIT_BROADCAST": FeatureOp("output_layer_rows", COLLECTIVE_WAIT, "BROADCAST"),
+    "WAIT_ALL_REDUCE": FeatureOp("output_layer_rows", COLLECTIVE_WAIT, "ALL_REDUCE"),
+    "WAIT_REDUCE": FeatureOp("output_layer_rows", COLLECTIVE_WAIT, "REDUCE"),
+    "OFFLOAD": FeatureOp("offload_rows", TO_HOST),
+    "FREE_OFFLOAD": FeatureOp("offload_rows", COPY_WAIT, "OFFLOAD"),
+    "LOAD": FeatureOp("offload_rows", FROM_HOST),
+    "WAIT_LOAD": FeatureOp("offload_rows", COPY_WAIT, "LOAD"),
+    "DROP": FeatureOp("skip_tensors_rows", RELEASE),
+}
+"""Every instruction of a feature."""
+
+
+@dataclass(frozen=True)
+class PlanFeature:
+    """The rows of a feature, by op unless it says otherwise.
+
+    names     in words, for error messages
+    rules     what is valid
+    facts     by fact (a bit that no other feature has): in words
+    changes   of memory, in all stages or by site
+    in_order  what the loss stage's rank runs in the order of microbatches: its name in words, and why
+    ends_use  the posts whose tensor nothing reads any more behind the op
+    """
+
+    names: Mapping[str, str]
+    rules: Mapping[str, Rule]
+    facts: Mapping[int, str]
+    changes: Mapping[str, Memory | Callable[[Site], Memory]] = field(default_factory=dict)
+    in_order: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    ends_use: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def of_kind(*kinds: str) -> frozenset[str]:
+    return frozenset(op for op, row in FEATURE_OPS.items() if row.kind in kinds)
+
+
+def feature_of(op: str) -> PlanFeature | None:
+    """The rows of the feature that adds ``op``; None for an instruction of the core."""
+    return rows_of(FEATURE_OPS[op].rows) if op in FEATURE_OPS else None
+
+
+def rows_of(name: str) -> PlanFeature:
+    rows: PlanFeature = load(name).ROWS
+    return rows
