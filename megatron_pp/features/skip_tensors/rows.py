@@ -2,6 +2,7 @@
 
 from megatron_pp.plan.ir.feature import PlanFeature
 from megatron_pp.plan.ir.instruction import RECV_F, SEND_F
+from megatron_pp.plan.ir.ledger import Memory
 from megatron_pp.plan.ir.rules import Rule
 
 DROP = "DROP"  # nothing on the rank uses its copy of the tensor any more, nor is it being sent: release it
@@ -11,5 +12,6 @@ ROWS = PlanFeature(
     names={DROP: "release of the tensor"},
     rules={DROP: Rule(0, DROPPED)},  # once per named tensor on a rank
     facts={DROPPED: "it was dropped"},
+    changes={DROP: Memory(held=-1)},
     ends_use={DROP: (RECV_F, SEND_F)},
 )

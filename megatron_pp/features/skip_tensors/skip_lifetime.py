@@ -4,6 +4,7 @@ they go back, and are dropped once, when nothing needs them (``lifetime.py`` ask
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -12,6 +13,7 @@ from megatron_pp.features.skip_tensors.routes import Held
 from megatron_pp.features.skip_tensors.rows import DROP, DROPPED
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import BACKWARD_OPS, FORWARD, Instruction
+from megatron_pp.plan.ir.ledger import Site, change_of
 from megatron_pp.plan.ir.rules import (
     B_FREED,
     B_HERE,
@@ -32,17 +34,15 @@ _COMPUTE = F_RAN | B_RAN
 _Change = tuple[str, int]  # a field of Memory, and by how much it changes
 _Cell = tuple[int, int, int]  # stage, microbatch, slice
 
-_CHANGES: dict[str, list[_Change]] = {
-    ins.RECV_F: [("act_buffers", 1)],
-    ins.WAIT_F: [("act_buffers", -1), ("held", 1)],
-    ins.SEND_F: [("pending_sends", 1)],
-    ins.FREE_F: [("pending_sends", -1)],
-    ins.RECV_B: [("grad_buffers", 1)],
-    ins.WAIT_B: [("grad_buffers", -1)],
-    ins.SEND_B: [("pending_sends", 1)],
-    ins.FREE_B: [("pending_sends", -1), ("held_grads", -1)],
-    DROP: [("held", -1)],
-}
+_HELD_AS = {"inputs": "held", "outputs": "", "input_grads": "held_grads", "output_grads": ""}
+"""What a message without a name is kept as -> what one with a name is; empty: in a copy or sum that is there."""
+
+
+@lru_cache
+def _changes_of(op: str) -> list[_Change]:
+    """What a transfer or DROP with a name changes, in all stages."""
+    changes = ((_HELD_AS.get(kind, kind), by) for kind, by in change_of(op, Site())._asdict().items() if by)
+    return [(kind, by) for kind, by in changes if kind]
 
 
 class NamedWalk:
@@ -84,13 +84,13 @@ class NamedWalk:
         self.facts[cell, at.tensor] = before | adds
         if at.op == DROP:
             self._check_drop(at, held)
-            return _CHANGES[DROP]
+            return _changes_of(DROP)
         missing = (needs & ~_COMPUTE & ~before) | (needs & _COMPUTE & ~self.ran[cell])
         if missing:
             raise self.error(at, "it comes before " + " and before ".join(words_of(missing)))
         if at.op == ins.FREE_B:
             self.summed.discard((cell, at.tensor))
-        return _CHANGES[at.op] + (self._sum(held, at) if at.op == ins.WAIT_B else [])
+        return _changes_of(at.op) + (self._sum(held, at) if at.op == ins.WAIT_B else [])
 
     def _check_drop(self, at: Instruction, held: Held) -> None:
         """Nothing on the rank uses the tensor any more, nor sends it."""

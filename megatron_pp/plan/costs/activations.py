@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import Instruction, without_pairs
-from megatron_pp.plan.ir.ledger import column, key_values_change
+from megatron_pp.plan.ir.ledger import IN_FLIGHT, ON_HOST, WEIGHT_BACKLOG, key_values_change
 from megatron_pp.plan.ir.spec import Plan
 
 WEIGHT_SHARE = 32 / 34
@@ -34,12 +34,11 @@ def kept_timeline(
     """
     in_flight, waiting = [0] * len(stages), [0] * len(stages)  # counts, so that sums of shares do not drift
     kept, now = [0.0] * len(stages), 0.0  # of each chunk, and of all
-    kept_by, left_by = column("in_flight"), column("weight_backlog")
     for op, _, _, _, chunk, _, _, _ in without_pairs(order):
-        if kept_by[op] or left_by[op]:
+        if IN_FLIGHT[op] or WEIGHT_BACKLOG[op]:
             stage = stages[chunk]
-            in_flight[chunk] += kept_by[op]
-            waiting[chunk] += left_by[op]
+            in_flight[chunk] += IN_FLIGHT[op]
+            waiting[chunk] += WEIGHT_BACKLOG[op]
             kept[chunk] = forward[stage] * in_flight[chunk] + weight[stage] * waiting[chunk]
             now = sum(kept)
         yield now
@@ -47,9 +46,9 @@ def kept_timeline(
 
 def host_timeline(order: Sequence[Instruction], stages: Sequence[int], forward: Sequence[float]) -> Iterator[float]:
     """Host memory right after each instruction, of what is offloaded; arguments and unit as ``kept_timeline``."""
-    now, changes = 0.0, column("on_host")
+    now = 0.0
     for at in without_pairs(order):
-        now += changes[at.op] * forward[stages[at.chunk]]
+        now += ON_HOST[at.op] * forward[stages[at.chunk]]
         yield now
 
 
@@ -78,17 +77,6 @@ def key_values_timeline(plan: Plan, rank: int) -> Iterator[float]:
         yield now
 
 
-def logits_timeline(plan: Plan, rank: int) -> Iterator[int]:
-    """Microbatches between S and T of a split output layer, right after each instruction of ``plan.timed(rank)``: of
-    each the rank keeps the logits of its rows. In evaluation none stays.
-    """
-    now, changes = 0, column("logits")
-    for at in plan.timed(rank):
-        if not plan.spec.forward_only:
-            now += changes[at.op]
-        yield now
-
-
 def peak_activations(
     plan: Plan, weight_share: Shares = WEIGHT_SHARE, programs: _Programs | None = None
 ) -> tuple[float, ...]:
@@ -97,15 +85,6 @@ def peak_activations(
     """
     run = programs or plan.programs
     return tuple(max(_timeline(plan, rank, line, weight_share), default=0.0) for rank, line in enumerate(run))
-
-
-def peak_on_host(plan: Plan, programs: _Programs | None = None) -> tuple[float, ...]:
-    """The most that each rank has offloaded at once, in the same unit; ``programs`` as ``peak_activations``."""
-    ones = (1.0 / plan.spec.slices,) * plan.placement.num_stages
-    run = programs or plan.programs
-    copies = ([at for at in program if at.op in ins.COPY_OPS] for program in run)
-    timelines = (host_timeline(c, s, ones) for c, s in zip(copies, plan.placement.stages, strict=True))
-    return tuple(max(timeline, default=0.0) for timeline in timelines)
 
 
 def _timeline(plan: Plan, rank: int, run: Sequence[Instruction], weight_share: Shares) -> Iterator[float]:

@@ -3,7 +3,6 @@ verification, activations, the simulator, searches and ``advise``.
 """
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from typing import NamedTuple
 
 from megatron_pp.plan.ir import instruction as ins
@@ -132,7 +131,9 @@ def change_of(op: str, site: Site) -> Memory:
 
 
 class _Column(dict[str, int]):
-    """One kind's changes by op, filled as ops are asked for: a search reads a dictionary."""
+    """By op, what it adds to one kind of memory in a plan that trains; filled as ops are asked for, as searches ask all
+    the time.
+    """
 
     def __init__(self, name: str) -> None:
         self.kind = KINDS[name]
@@ -142,10 +143,7 @@ class _Column(dict[str, int]):
         return change
 
 
-@lru_cache
-def column(name: str) -> Mapping[str, int]:
-    """By op, what it adds to the kind of Memory of this name, in a plan that trains."""
-    return _Column(name)
+IN_FLIGHT, WEIGHT_BACKLOG, ON_HOST = map(_Column, ("in_flight", "weight_backlog", "on_host"))
 
 
 def key_values_change(op: str, part: int, slices: int, forward_only: bool) -> int:

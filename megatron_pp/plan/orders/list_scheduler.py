@@ -20,6 +20,7 @@ from heapq import heappop, heappush
 from megatron_pp.plan.costs.stage_costs import MemoryModel, StageCosts
 from megatron_pp.plan.ir.dataflow import RESULT_OF, consumer_of, inputs_of
 from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Instruction, instruction
+from megatron_pp.plan.ir.ledger import IN_FLIGHT, WEIGHT_BACKLOG
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.orders.family import Order
 
@@ -230,16 +231,12 @@ class _Rank:
         """``chosen`` starts now and ends at ``end``."""
         op, chunk, mb = chosen.op, chosen.chunk, chosen.mb
         forward, weight = self.memory.forward[self.stages[chunk]], self.memory.weight[self.stages[chunk]]
+        self.used += IN_FLIGHT[op] * forward + WEIGHT_BACKLOG[op] * weight
         if op == FORWARD:
-            self.used += forward
             self.forward_ends[(chunk, mb)] = end
         elif op == INPUT_GRAD:
-            self.used -= forward - weight
             self.weights.append((chunk, mb))
-        elif op == BACKWARD:
-            self.used -= forward
-        else:
-            self.used -= weight
+        elif op == WEIGHT_GRAD:
             self.weights.popleft()
         if op in RESULT_OF:
             self.next[(RESULT_OF[op], chunk)] = mb + 1

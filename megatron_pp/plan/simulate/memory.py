@@ -10,13 +10,13 @@ keeps back of messages is counted as on NCCL (``record_stream.py``). Workspace o
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from operator import add
 
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.costs.activations import host_timeline, kept_timeline, key_values_timeline, logits_timeline
+from megatron_pp.plan.costs.activations import host_timeline, kept_timeline, key_values_timeline
+from megatron_pp.plan.ir.ledger import KINDS
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.plan.names import unknown
-from megatron_pp.plan.verify.lifetime import tensors_timeline
+from megatron_pp.plan.verify.lifetime_walk import Walk
 from megatron_pp.plan.verify.record_stream import recorded_timeline
 
 NONE = "none"
@@ -188,11 +188,11 @@ def rank_memory(plan: Plan, rank: int, shape: ModelShape) -> RankMemory:
     kept = [0.0 if plan.spec.forward_only else (shape.kept_bytes(s, total) - shared) / slices for s in range(total)]
     late = [shape.kept_for_weights(s, total) / slices for s in range(total)]
     inside = kept_timeline(plan.programs[rank], stages, kept, late)  # the chunks' own activations
-    tensors, recorded = tensors_timeline(plan, rank), recorded_timeline(plan, rank)
-    passes = (n * logits for n in logits_timeline(plan, rank))
-    timelines = zip(map(add, inside, passes), tensors, recorded, key_values_timeline(plan, rank), strict=True)
-    message = shape.message_bytes / slices
-    after = array("d", (i + (t + r) * message + k * key_values for i, t, r, k in timelines))
+    walk, message, after = Walk(plan, rank), shape.message_bytes / slices, array("d")
+    timelines = inside, walk.tensors(), recorded_timeline(plan, rank), key_values_timeline(plan, rank)
+    for kept_here, alive, recorded, pairs in zip(*timelines, strict=True):
+        passes = walk.now[KINDS["logits"]] * logits
+        after.append(kept_here + passes + (alive + recorded) * message + pairs * key_values)
     copied = [kept[s] + (message if s > 0 else 0.0) for s in range(total)]  # a stage's input is offloaded too
     on_host = array("d", host_timeline(plan.programs[rank], stages, copied))
     return RankMemory(static, after, on_host)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import NamedTuple
 
-from megatron_pp.plan.costs.activations import WEIGHT_SHARE, Shares, kept_timeline, peak_activations, peak_on_host
+from megatron_pp.plan.costs.activations import WEIGHT_SHARE, Shares, host_timeline, kept_timeline, peak_activations
 from megatron_pp.plan.ir.instruction import NONE, Instruction
 from megatron_pp.plan.ir.spec import Plan
 
@@ -150,7 +150,9 @@ class Simulation:
 
     def peak_on_host(self) -> tuple[float, ...]:
         """Per rank, the most that is offloaded at once, in units of one chunk's forward."""
-        return peak_on_host(self.plan)
+        plan = self.plan
+        timelines = map(host_timeline, plan.programs, plan.placement.stages, repeat((1,) * plan.placement.num_stages))
+        return tuple(max(timeline, default=0) / plan.spec.slices for timeline in timelines)
 
     def peak_in_flight(self) -> tuple[int, ...]:
         """Per rank, the most (chunk, microbatch) pairs, or slices of them, on the device that are past their forward

@@ -60,7 +60,7 @@ class Walk:
     the instruction and what is missing.
     """
 
-    def __init__(self, plan: Plan, rank: int, deallocate: bool) -> None:
+    def __init__(self, plan: Plan, rank: int, deallocate: bool = True) -> None:
         spec = plan.spec
         self.plan = plan
         self.rank = rank

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.costs.activations import WEIGHT_SHARE, Shares, peak_activations, peak_on_host
+from megatron_pp.plan.costs.activations import WEIGHT_SHARE, Shares, peak_activations
 from megatron_pp.plan.gc_pause import collector_paused
 from megatron_pp.plan.ir import certificate as cert
 from megatron_pp.plan.ir.instruction import (
@@ -96,7 +96,8 @@ def verify(
     check_programs(plan, runs)
     proven = {cert.COMPLETE, cert.LIFETIME if deallocate else cert.KEPT_OUTPUTS, cert.RENDEZVOUS, *rules, cert.ORDER}
     certificate = cert.Certificate.of([r for r in cert.PROOFS if r in proven], rules, plan.spec, plan.programs)
-    activations, on_host = peak_activations(plan, weight_share, runs), peak_on_host(plan, runs)
+    activations = peak_activations(plan, weight_share, runs)
+    on_host = tuple(one.each.on_host / plan.spec.slices for one in peaks)
     return Verdict(tuple(peaks), activations, certificate, rules, on_host, plan.spec.num_chunks)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.builder import verified_plan
-from megatron_pp.plan.costs.activations import host_timeline, logits_timeline
+from megatron_pp.plan.costs.activations import host_timeline
 from megatron_pp.plan.costs.measured import Measured
 from megatron_pp.plan.costs.stage_costs import MemoryModel, StageCosts
 from megatron_pp.plan.ir.spec import PlanSpec
@@ -131,7 +131,7 @@ def _run(
     """Raises PlanError for a plan that is refused."""
     spec = spec_of(question, candidate, measured)
     plan, verdict = verified_plan(spec)
-    logits = max((max(logits_timeline(plan, rank), default=0) for rank in range(spec.pipeline_size)), default=0)
+    logits = max(one.each.logits for one in verdict.ranks)
     fixed = fixed_memory(model, tensors_of(verdict), candidate.slices, logits)
     lines = plan.programs if candidate.offload_chunks else plan.orders
     states = [kept_states(line, candidate.num_chunks) for line in lines]

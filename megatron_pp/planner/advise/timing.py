@@ -8,7 +8,7 @@ from operator import le
 from megatron_pp.plan.costs.stage_costs import StageCosts
 from megatron_pp.plan.ir.dataflow import RESULT_OF, source_of
 from megatron_pp.plan.ir.instruction import Instruction, without_pairs
-from megatron_pp.plan.ir.ledger import column
+from megatron_pp.plan.ir.ledger import IN_FLIGHT, WEIGHT_BACKLOG
 from megatron_pp.plan.ir.placement import Placement
 
 Kept = tuple[tuple[int, ...], tuple[int, ...]]  # per chunk: forwards before their backward, waiting weight gradients
@@ -56,9 +56,9 @@ def kept_states(order: Sequence[Instruction], num_chunks: int) -> tuple[Kept, ..
     """
     flight, late = [0] * num_chunks, [0] * num_chunks
     states: set[tuple[int, ...]] = set()
-    grew, kept_by, left_by = False, column("in_flight"), column("weight_backlog")
+    grew = False
     for at in without_pairs(order):
-        change, left, chunk = kept_by[at.op], left_by[at.op], at.chunk
+        change, left, chunk = IN_FLIGHT[at.op], WEIGHT_BACKLOG[at.op], at.chunk
         if not change and not left:
             continue
         if change <= 0 and grew:  # only what stands before something is given back can be a most
