@@ -1,4 +1,4 @@
-"""Writes the tables of config fields in docs/config.md and of settings in docs/megatron.md. ``--check`` only reports
+"""Writes the tables of docs/config.md: fields of a config, and settings of install(). ``--check`` only reports
 whether they are up to date.
 
 python scripts/config_table.py [--check]
@@ -49,7 +49,7 @@ def settings_table() -> str:
 
 PARTS = [
     MadePart(ROOT / "docs" / "config.md", "config fields", config_table),
-    MadePart(ROOT / "docs" / "megatron.md", "settings of install()", settings_table),
+    MadePart(ROOT / "docs" / "config.md", "settings of install()", settings_table),
 ]
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import csv
 import html
+import io
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -43,8 +44,21 @@ class MadePart:
         return before + start, part, end + after
 
 
-def renew(parts: Sequence[MadePart], description: str) -> int:
-    """Write the parts into their pages; with `--check` in the arguments, only report. Returns the exit code."""
+@dataclass(frozen=True)
+class MadeData:
+    """A data file of which ``make()`` is the table."""
+
+    page: Path
+    make: Callable[[], Table]
+    name: str = "the table"
+
+    def renewed(self, text: str) -> str:
+        """Whatever ``text`` was."""
+        return _csv_text(self.make())
+
+
+def renew(parts: Sequence[MadePart | MadeData], description: str) -> int:
+    """Write the parts into their files; with `--check` in the arguments, only report. Returns the exit code."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--check", action="store_true", help="exit with 1 where a part is stale, change nothing")
     check = parser.parse_args().check
@@ -83,9 +97,14 @@ def write_data(page: Path, name: str, title: str, rows: Table) -> str:
     """Write the table into its data file; returns the line for the page."""
     file = data_file(page, name)
     file.parent.mkdir(exist_ok=True)
-    with file.open("w", encoding="utf-8", newline="") as out:
-        csv.writer(out, lineterminator="\n").writerows([html.unescape(cell) for cell in row] for row in rows)
+    file.write_text(_csv_text(rows), encoding="utf-8")
     return f"[Table: {title}](data/{name}.csv)"
+
+
+def _csv_text(rows: Table) -> str:
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows([html.unescape(cell) for cell in row] for row in rows)
+    return out.getvalue()
 
 
 def read_data(page: Path, name: str) -> list[list[str]]:

@@ -1,5 +1,5 @@
-"""Writes what commands make in the README: beside its peers and under Megatron, from the pages with the measurements,
-and the schedules, simulated.
+"""Writes what commands make in the README, beside its peers and under Megatron, from the measurements in docs/; and the
+table of docs/schedules.md, from the simulator.
 
 python scripts/readme_tables.py [--check]
 """
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from docs_site.schedule_numbers import all_numbers  # noqa: E402
-from made_parts import MadePart, markdown_table, read_data, renew, table_in  # noqa: E402
+from made_parts import MadeData, MadePart, data_file, markdown_table, read_data, renew, table_in  # noqa: E402
 
 PARITY, PERFORMANCE = "docs/parity.md", "docs/performance.md"
 Engines = dict[str, tuple[str, ...]]
@@ -140,16 +140,16 @@ def _ratios(rows: list[Row]) -> str:
     return " to ".join(dict.fromkeys(f"{ratio:.2f}" for ratio in (found[0], found[-1])))
 
 
-def schedules() -> str:
+def schedules() -> list[list[str]]:
     rows = [["name", "V", "bubble", "peak memory", "transfers", "paper (arXiv)"]]
     for one in all_numbers():
         name = one.family.name
         rows.append([f"`{name}`", str(one.chunks), f"{one.bubble:.1%}", f"{one.peak:g}", str(one.messages), one.papers])
-    return markdown_table(rows)
+    return rows
 
 
 if __name__ == "__main__":
     README = ROOT / "README.md"
-    made = {"peers": peers, "under Megatron": under_megatron, "schedules": schedules}
-    parts = [MadePart(README, name, make) for name, make in made.items()]
-    sys.exit(renew(parts, __doc__.partition("\n\n")[0]))
+    table = data_file(ROOT / "docs" / "schedules.md", "schedules")
+    parts = [MadePart(README, "peers", peers), MadePart(README, "under Megatron", under_megatron)]
+    sys.exit(renew([*parts, MadeData(table, schedules)], __doc__.partition("\n\n")[0]))

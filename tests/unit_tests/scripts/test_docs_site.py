@@ -112,6 +112,20 @@ def test_a_long_table_is_a_data_file_that_the_site_puts_back(tmp_path: Path) -> 
     assert long_tables_to_data(page, "x", "y", markdown_table(rows[:3])) == markdown_table(rows[:3])
 
 
+_OTHERS = ("megatron/", "runtime/pipe/", "dualpipe/", "tests/unit_tests/pipeline_parallel/")  # in peers' sources
+_FILE = re.compile(r"`((?:\w+/)+\w+\.(?:py|sh|md|toml))`")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(PROJECT_ROOT)))
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    if page.name == "CHANGELOG.md":
+        return  # it names what was, too
+    tests = [PROJECT_ROOT / "tests" / kind for kind in ("unit_tests", "functional_tests")]
+    roots = [PROJECT_ROOT, PROJECT_ROOT / "megatron_pp", page.parent, *tests]
+    named = {name for name in _FILE.findall(page.read_text(encoding="utf-8")) if not name.startswith(_OTHERS)}
+    assert {name for name in named if not any((root / name).exists() for root in roots)} == set()
+
+
 def test_a_page_that_needs_a_network_is_found() -> None:
     html = (
         '<link rel="stylesheet" href="https://fonts.x/a.css"><link rel="canonical" href="https://x.y">'
