@@ -17,11 +17,11 @@ import torch
 
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.config.settings import StepSettings
-from megatron_pp.features.offload.offload_runner import Offloads
 from megatron_pp.features.pairs.pair_runner import PairRunner
 from megatron_pp.features.skip_tensors.routes import SkipTensor
 from megatron_pp.features.skip_tensors.skip_runner import SkipRunner
 from megatron_pp.features.slices.sequence_slice import SlicedSteps, SliceRunner, sequence_slice
+from megatron_pp.on_demand import load
 from megatron_pp.plan.ir.spec import EXPLICIT, ONE_WAY, Plan, PlanSpec
 from megatron_pp.runtime.compute import ModelSteps, StepOptions
 from megatron_pp.runtime.executor import Feature, PlanExecutor
@@ -48,7 +48,7 @@ def features_of(plan: Plan, core: P2PCore, chunks: Sequence[Any], shapes: Sequen
         sent = [one.send for one in shapes]
         features.append(SkipRunner(plan, sent, core.dtype, not plan.spec.forward_only))
     if keys := plan.offloaded(core.rank):
-        features.append(Offloads(core.host_copies, keys, chunks))
+        features.append(load("offload").Offloads(core.host_copies, keys, chunks))
     if plan.spec.slices > 1:
         features.append(SliceRunner(plan, [shape.send[0] for shape in shapes]))
     if plan.spec.overlap_pairs:

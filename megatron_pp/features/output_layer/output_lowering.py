@@ -1,10 +1,5 @@
-"""The collectives of an output layer that is split over all ranks: what each is for, when it is due, and which
-operation of a rank it is waited for by.
-
-``BROADCAST``   the last stage's output X, to every rank; for S
-``ALL_REDUCE``  softmax statistics of every rank's S; for T. With one barrier also the parts of X's gradient, for the
-                last stage's backward
-``REDUCE``      with two barriers, the parts of X's gradient that every rank's T has made, for that backward
+"""The collectives of an output layer that is split over all ranks (``rows.py`` has what each is for): when it is due,
+and which operation of a rank it is waited for by.
 
 All ranks post them on one communicator, in the order of their rounds (``clock.py``), those of one round in the order in
 which they stand here from last to first. None is over before all ranks have posted it.

@@ -52,14 +52,20 @@ def host_timeline(order: Sequence[Instruction], stages: Sequence[int], forward: 
         yield now
 
 
-def activations_timeline(plan: Plan, rank: int, weight_share: Shares = WEIGHT_SHARE) -> Iterator[float]:
+def activations_timeline(
+    plan: Plan, rank: int, weight_share: Shares = WEIGHT_SHARE, run: Sequence[Instruction] | None = None
+) -> Iterator[float]:
     """Memory right after each instruction of ``rank``'s program, where each chunk's forward counts 1, and that of one
     slice its share, all equal; an evaluation keeps nothing. Keys and values that slices keep for each other are part of
-    it until the backward of their own slice; for how long they are kept, see ``key_values_timeline``.
+    it until the backward of their own slice; for how long they are kept, see ``key_values_timeline``. ``run``: what the
+    rank runs besides communication, where it is known.
 
     Raises PlanError for shares that are not one number, or one per stage, of at least 0.
     """
-    return _timeline(plan, rank, plan.programs[rank], weight_share)
+    stages, slices = plan.placement.num_stages, plan.spec.slices
+    ones = (0.0 if plan.spec.forward_only else 1.0 / slices,) * stages
+    late = [share / slices for share in _per_stage(weight_share, stages)]
+    return kept_timeline(plan.programs[rank] if run is None else run, plan.placement.stages[rank], ones, late)
 
 
 def key_values_timeline(plan: Plan, rank: int) -> Iterator[float]:
@@ -80,18 +86,11 @@ def key_values_timeline(plan: Plan, rank: int) -> Iterator[float]:
 def peak_activations(
     plan: Plan, weight_share: Shares = WEIGHT_SHARE, programs: _Programs | None = None
 ) -> tuple[float, ...]:
-    """The most that each rank keeps at once, in units of one chunk's forward. ``programs``: what the ranks run besides
-    communication, where it is known. Raises PlanError, see activations_timeline.
+    """The most that each rank keeps at once, in units of one chunk's forward; ``programs``: every rank's ``run``.
+    Raises PlanError, see activations_timeline.
     """
-    run = programs or plan.programs
-    return tuple(max(_timeline(plan, rank, line, weight_share), default=0.0) for rank, line in enumerate(run))
-
-
-def _timeline(plan: Plan, rank: int, run: Sequence[Instruction], weight_share: Shares) -> Iterator[float]:
-    stages = plan.placement.num_stages
-    ones = (0.0 if plan.spec.forward_only else 1.0 / plan.spec.slices,) * stages
-    late = [share / plan.spec.slices for share in _per_stage(weight_share, stages)]
-    return kept_timeline(run, plan.placement.stages[rank], ones, late)
+    lines = enumerate(programs or plan.programs)
+    return tuple(max(activations_timeline(plan, rank, weight_share, run), default=0.0) for rank, run in lines)
 
 
 def _per_stage(share: Shares, stages: int) -> tuple[float, ...]:

@@ -86,15 +86,6 @@ class Site(NamedTuple):
         return self.has_input and (self.gives_back or not self.handed_in)
 
 
-def _forward(at: Site) -> Memory:
-    return Memory(outputs=at.has_output, inputs=-(at.has_input and not at.trains), in_flight=at.trains)
-
-
-def _hand_f(at: Site) -> Memory:
-    """Given back, the output's storage becomes the input's; else it stays the output's until its backward."""
-    return Memory(outputs=-1, inputs=1) if at.gives_back else Memory()
-
-
 def _backward(at: Site) -> Memory:
     return Memory(
         outputs=-((at.handed_on or at.is_root) and not at.gives_back),
@@ -108,8 +99,11 @@ def _backward(at: Site) -> Memory:
 _CHANGES: Mapping[str, Memory | Callable[[Site], Memory]] = {
     ins.RECV_F: Memory(act_buffers=1),
     ins.WAIT_F: Memory(act_buffers=-1, inputs=1),
-    ins.HAND_F: _hand_f,
-    ins.FORWARD: _forward,
+    # Given back, the output's storage becomes the input's; else it stays the output's until its backward.
+    ins.HAND_F: lambda at: Memory(outputs=-1, inputs=1) if at.gives_back else Memory(),
+    ins.FORWARD: lambda at: Memory(
+        outputs=at.has_output, inputs=-(at.has_input and not at.trains), in_flight=at.trains
+    ),
     ins.SEND_F: Memory(pending_sends=1),
     ins.FREE_F: lambda at: Memory(pending_sends=-1, outputs=-at.gives_back),
     ins.RECV_B: Memory(grad_buffers=1),

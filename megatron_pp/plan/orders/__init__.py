@@ -21,7 +21,7 @@ _MODULES = {
     "zb_h1": "zero_bubble",
     "zb_h2": "zero_bubble",
     "interleaved_zb": "zero_bubble",
-    "pipe_offload": "early_backwards",
+    "pipe_offload": "megatron_pp.features.offload.pipe_offload",
     "zb_v": "v",
     "v_half": "v",
     "v_min": "v",

@@ -1,12 +1,10 @@
-"""Interleaved orders that trade bubble for memory, by early backwards, small groups and offloaded chunks (arXiv
-2503.01328)."""
+"""Interleaved orders that trade bubble for memory, by early backwards and small groups (arXiv 2503.01328)."""
 
-import math
 from dataclasses import replace
 from functools import partial
 
 from megatron_pp.plan.ir.placement import LOOP, Placement
-from megatron_pp.plan.orders.family import Family, Order, Repeats, Shape, b, f
+from megatron_pp.plan.orders.family import Family, Order, Repeats, Shape
 from megatron_pp.plan.orders.interleaved import schedule_table
 from megatron_pp.plan.orders.one_chunk import in_order, warmup_then_steady
 from megatron_pp.plan.orders.overtaking import let_backwards_overtake
@@ -38,27 +36,6 @@ def group_of_gis_h(shape: Shape) -> int:
     return min(shape.group_size, (shape.pipeline_size + 1) // 2)
 
 
-def pipe_offload(shape: Shape) -> list[Order]:
-    """`gis_h` with the chunks of a group in turn, not one after the other: of V forwards in a row each is of another
-    chunk, so that copies of offloaded chunks are spread evenly, and as many of them are on their way at any time.
-
-    A microbatch comes to its next chunk G turns later, or as few more as make V chunks take turns; a turn is a forward
-    and a backward. While the first and the last microbatches fill some turns in part, the others move up.
-    """
-    size, chunks, mbs = shape.pipeline_size, shape.num_chunks, range(shape.num_microbatches)
-    group = group_of_gis_h(shape)
-    together = chunks // math.gcd(chunks, group)
-    after = [group * c + c // together for c in range(chunks)]  # turns, each at another place among ``chunks`` of them
-    forwards = [((chunks * m + after[c], 0), f(c, m)) for m in mbs for c in range(chunks)]
-    backwards = [((chunks * m + after[c], 1), b(chunks - 1 - c, m)) for m in mbs for c in range(chunks)]
-    orders = []
-    for rank in range(size):
-        first = after[-1] + size - 1 - rank  # the turn of the first backward
-        late = [((turn + first, half), at) for (turn, half), at in backwards]
-        orders.append([at for _, at in sorted(forwards + late)])
-    return let_backwards_overtake(orders, Placement(LOOP, size, chunks))
-
-
 _grouped = partial(Family, grouped=True, small_groups=True)
 
 FAMILIES = (
@@ -75,13 +52,5 @@ FAMILIES = (
         "arXiv 2503.01328, section 3.2",
         "gis in groups of at most P/2: about half of interleaved 1F1B's memory for more bubble",
         repeats=lambda shape: Repeats(group_of_gis_h(shape)),
-    ),
-    _grouped(
-        "pipe_offload",
-        pipe_offload,
-        "arXiv 2503.01328, section 3",
-        "gis_h with half of the chunks offloaded, those kept longest: about (V+2)/(8V) of all activations stay",
-        repeats=lambda shape: Repeats(1),
-        offloads=lambda shape: (shape.num_chunks + 1) // 2,
     ),
 )

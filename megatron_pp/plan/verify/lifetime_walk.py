@@ -50,11 +50,6 @@ class Step(NamedTuple):
     moves: dict[int, _Move]
 
 
-def made_before(at: Instruction) -> tuple[int, int]:
-    """The stage that makes what the hand-off ``at`` hands on, and the fact that it has."""
-    return neighbour_of(at.op, at.stage), F_RAN if at.op == ins.HAND_F else B_RAN
-
-
 class Walk:
     """What is true of every cell of a rank, and alive on it, as its program runs. Raises PlanError naming the rank,
     the instruction and what is missing.
@@ -67,7 +62,6 @@ class Walk:
         self.forward_only = spec.forward_only
         self.barred = W_LEFT | W_RAN if not spec.split_backward else 0
         self.microbatches = spec.num_microbatches
-        self.every = list(range(spec.num_microbatches))
         self.slices = spec.slices
         self.placement = plan.placement
         self.last_stage = plan.placement.num_stages - 1
@@ -228,7 +222,7 @@ class Walk:
 
     def _check_hand(self, at: Instruction) -> None:
         """A hand-off needs the neighbour stage of this rank to have produced."""
-        source, fact = made_before(at)
+        source, fact = neighbour_of(at.op, at.stage), F_RAN if at.op == ins.HAND_F else B_RAN
         if not self.facts.get((source, at.mb, at.slice), 0) & fact:
             raise self._error(at, f"stage {source} has not produced it yet on this rank")
 
