@@ -16,10 +16,16 @@ MODULES = {
     "wire_check": "megatron_pp.features.p2p_debug.wire_check",
     "pipeline_measured": "megatron_pp.plan.costs.measured",
     "prediction": "megatron_pp.planner.prediction",
+    "named_tensors": "megatron_pp.features.named_tensors.named_steps",
     "cuda_graphs": "megatron_pp.runtime.graph_order",
     "layout": "megatron_pp.config.layout",
     "layout_text": "megatron_pp.config.layout_text",
     "weight_grad": "megatron_pp.weight_grad",
+    # What the device or the backend asks for.
+    "collectives": "megatron_pp.comm.collectives",
+    "queue_advice": "megatron_pp.runtime.queue_advice",
+    "device_events": "megatron_pp.faults.device_events",
+    "nccl_settings": "megatron_pp.faults.nccl_settings",
     # Schedules that are files.
     "schedule_file": "megatron_pp.plan.io.schedule_file",
     # What a plan has instructions of.
@@ -43,6 +49,7 @@ MODULES = {
     "v_step": "megatron_pp.integrations.v_step",
     "files": "megatron_pp.plan.costs.files",
     # Failures.
+    "deadlock_report": "megatron_pp.plan.verify.deadlock_report",
     "diagnosis": "megatron_pp.faults.diagnosis",
 }
 """Name -> module."""

@@ -252,3 +252,23 @@ def channel_options(pipeline: Any, max_ctas: int | None) -> Any:
     if max_ctas is not None:
         options.config.max_ctas = max_ctas
     return options
+
+
+class ShapeTransfer:
+    """The work of a shape that travels ahead of a tensor, on gloo where tensors go over NCCL.
+
+    A tensor is received only once its shape is known, so whoever asks whether a message is done asks for its tensors.
+    """
+
+    __slots__ = ("_groups", "_work")
+
+    def __init__(self, work: Any, groups: ChannelGroups) -> None:
+        self._work = work
+        self._groups = groups
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """The host waits for as long as NCCL would."""
+        return self._work.wait(self._groups.timeout if timeout is None else timeout)
+
+    def is_completed(self) -> bool:
+        return True

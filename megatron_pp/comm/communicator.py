@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from megatron_pp.comm.collectives import Collective
 from megatron_pp.comm.transport import Edge, P2PRequest, Preparation, Transport
 from megatron_pp.comm.wait_handle import UNWATCHED, Tensors, WaitHandle, version_of
 from megatron_pp.config.settings import StepSettings
@@ -25,6 +24,7 @@ from megatron_pp.on_demand import load
 from megatron_pp.plan.bounded_cache import BoundedCache
 
 if TYPE_CHECKING:
+    from megatron_pp.comm.collectives import Collective
     from megatron_pp.features.offload.host_copies import HostCopies
     from megatron_pp.features.p2p_debug.wire_check import WireCheck
 
@@ -87,8 +87,7 @@ class P2PCore:
     @cached_property
     def host_copies(self) -> HostCopies:
         """For copies between this rank's device and host memory."""
-        made: HostCopies = load("host_copies").host_copies(self.device)
-        return made
+        return load("host_copies").host_copies(self.device)
 
     def post_send(self, value: Tensors, peer: int, channel: str, dtype: torch.dtype | None = None) -> WaitHandle:
         """Post the send of ``value`` (a tensor of ``dtype``, by default ``pipeline_dtype``, on the transport's device,
@@ -171,6 +170,10 @@ class P2PCore:
             )
             for (a, b, held, tensor, version), request in zip(parts, requests, strict=True)
         ]
+        if len(works) == 1:
+            watched = [handle for handle in handles if handle.version != UNWATCHED]
+            for handle in handles:
+                handle.together = watched
         if self.synchronize_batches:
             torch.cuda.synchronize(self.device)
         return handles

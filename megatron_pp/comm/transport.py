@@ -4,22 +4,27 @@
 group. A channel is ``ACT`` or ``GRAD``; together with source and destination it names a FIFO.
 """
 
+from __future__ import annotations
+
 import weakref
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 
 from megatron_pp.comm.abort import abort_groups
 from megatron_pp.comm.at_exit import call_at_exit
-from megatron_pp.comm.channels import SHAPES, Channel, ChannelGroups, Key, in_rounds, pipeline_name
-from megatron_pp.comm.collectives import Collective, GroupCollectives, InThread, OnStream
+from megatron_pp.comm.channels import SHAPES, Channel, ChannelGroups, Key, ShapeTransfer, in_rounds, pipeline_name
 from megatron_pp.comm.gloo import LARGE_BYTES, SMALL_SENDS, ChannelThreads
 from megatron_pp.errors import P2PError, P2PTransferError
+from megatron_pp.on_demand import load
 from megatron_pp.plan.costs.transports import GLOO_DETACHED_BYTES
+
+if TYPE_CHECKING:
+    from megatron_pp.comm.collectives import Collective, GroupCollectives
 
 ACT = "A"
 GRAD = "G"
@@ -38,26 +43,6 @@ class Work(Protocol):
     def wait(self, timeout: timedelta = ...) -> bool: ...
 
     def is_completed(self) -> bool: ...
-
-
-class ShapeTransfer:
-    """The work of a shape that travels ahead of a tensor, on gloo where tensors go over NCCL.
-
-    A tensor is received only once its shape is known, so whoever asks whether a message is done asks for its tensors.
-    """
-
-    __slots__ = ("_groups", "_work")
-
-    def __init__(self, work: Work, groups: ChannelGroups) -> None:
-        self._work = work
-        self._groups = groups
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """The host waits for as long as NCCL would."""
-        return self._work.wait(self._groups.timeout if timeout is None else timeout)
-
-    def is_completed(self) -> bool:
-        return True
 
 
 class P2PRequest(NamedTuple):
@@ -346,17 +331,17 @@ class ProcessGroupTransport(Transport):
         """The communicator of collectives of all ranks, warmed up. Collective."""
         groups = self._made_groups()
         group = groups.make_group(timeout)
-        self._collectives = GroupCollectives(group, lambda: groups.timeout)
+        self._collectives = made = load("collectives").GroupCollectives(group, lambda: groups.timeout)
         if self.backend == "nccl":
             self._collective_stream = torch.cuda.Stream(self.device, priority=-1)
         token = torch.zeros(1, device=self.device)
-        self._collectives.broadcast(token, 0)
+        made.broadcast(token, 0)
 
     def collective(self, collective: Collective) -> Work:
         assert self._collectives is not None, "prepare() makes the communicator"
         if self._threads is None:
-            return OnStream(collective, self._collectives, self._collective_stream)
-        return self._threads.post("collectives", partial(InThread, collective, self._collectives))
+            return load("collectives").OnStream(collective, self._collectives, self._collective_stream)
+        return self._threads.post("collectives", partial(load("collectives").InThread, collective, self._collectives))
 
     @property
     def _options(self) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, Protocol
@@ -43,9 +44,13 @@ class WaitHandle:
     Until ``wait()`` has returned, the handle, and the communicator that keeps it, hold the tensors: dropping the handle
     or deallocating what was sent is harmless. ``tensor`` is what is being received, None for a send.
 
-    ``version``: of what is being sent, when it was posted (``version_of``); UNWATCHED: nobody asks."""
+    ``version``: of what is being sent, when it was posted (``version_of``); UNWATCHED: nobody asks.
+    ``together``: the watched sends of a grouped call, which is over as a whole."""
 
-    __slots__ = ("__weakref__", "_channel", "_core", "_error", "_held", "_kind", "_peer", "_works", "tensor", "version")
+    __slots__ = (
+        *("__weakref__", "_channel", "_core", "_error", "_held", "_kind", "_peer", "_works", "tensor", "together"),
+        "version",
+    )
 
     def __init__(
         self,
@@ -67,6 +72,7 @@ class WaitHandle:
         self._peer = peer
         self._channel = channel
         self.version = version
+        self.together: Sequence[WaitHandle] = ()
         core.pending.add(self)
 
     @property
@@ -105,6 +111,16 @@ class WaitHandle:
         # On the hot path; of several tensors, or a subclass, _compare() asks.
         if self.version != UNWATCHED and (held.__class__ is not torch.Tensor or held._version != self.version):
             self._compare(held)
+        together, self.together = self.together, ()
+        for one in together:
+            one.is_over()
+        if self._error is not None:
+            raise self._error
+
+    def is_over(self) -> None:
+        """The grouped call was waited for: what is written from now on was not sent. An error is raised by ``wait``."""
+        with suppress(SendBufferError):
+            self.check()
 
     def check(self) -> None:
         """Compare what is being sent a last time, before something that uses it up: its transfer is known to be over.

@@ -333,7 +333,7 @@ class TransformerConfig(ModelParallelConfig):
     def layers_of_stages(self) -> list[list[int]]:
         """Layer numbers (from 0) of each of the P * V stages in model order; `plan.placement` maps stages to ranks.
         Raises LayoutError."""
-        stages: list[list[int]] = load("layout").place_layers(
+        return load("layout").place_layers(
             self.num_layers,
             self.pipeline_model_parallel_size,
             self.num_chunks,
@@ -344,4 +344,3 @@ class TransformerConfig(ModelParallelConfig):
             account_for_loss=self.account_for_loss_in_pipeline_split,
             placement=self.placement_name,
         )
-        return stages

@@ -14,11 +14,11 @@ from megatron_pp.comm.at_exit import call_if_alive
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.comm.transport import Transport
 from megatron_pp.config.settings import StepSettings
-from megatron_pp.faults import nccl_settings
 from megatron_pp.faults.consistency import RECEIVES, SENDS
-from megatron_pp.faults.diagnosis import Source
 from megatron_pp.faults.guard import FaultGuard
+from megatron_pp.faults.places import Source
 from megatron_pp.faults.tracker import CompletedWork, InstructionMarks
+from megatron_pp.on_demand import load
 from megatron_pp.plan.ir.spec import PlanSpec
 
 logger = logging.getLogger("megatron_pp")
@@ -119,7 +119,7 @@ def _warn_of_timeout(transport: Transport, settings: StepSettings) -> None:
 
 
 def _make_guard(transport: Transport, timeout: float) -> FaultGuard:
-    if transport.backend == "nccl" and (text := nccl_settings.warning()) is not None:
+    if transport.backend == "nccl" and (text := load("nccl_settings").warning()) is not None:
         logger.warning(text)
     # The guard's threads must not keep the transport, nor with it the process group, alive.
     abort: weakref.WeakMethod[Callable[[], object]] = weakref.WeakMethod(transport.abort)

@@ -9,15 +9,15 @@ import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Protocol
 
 from torch.distributed import DistError
 
 from megatron_pp import errors
 from megatron_pp.faults import records
+from megatron_pp.faults.places import instruction_at, waits_on
 from megatron_pp.faults.records import Failure, Progress, cut
 from megatron_pp.plan.ir import instruction as ins
-from megatron_pp.plan.ir.instruction import NONE, Instruction
+from megatron_pp.plan.ir.instruction import Instruction
 from megatron_pp.plan.ir.spec import Plan
 
 _TRACEBACK_LINES = 12
@@ -80,35 +80,6 @@ def _safely(read: Callable[[], str], otherwise: str) -> str:
 
 
 _BEFORE, _AFTER = 6, 3
-_DEFERRED = 2  # sends that may be pending after their FREE, by default (config.max_pending_sends)
-
-
-class Source(Protocol):
-    """What is being executed, such as the engine's ``PlanExecutor``: ``position`` is the index of the current
-    instruction; ``plan`` is None for work outside any plan."""
-
-    @property
-    def plan(self) -> Plan | None: ...
-
-    @property
-    def position(self) -> int: ...
-
-
-def waits_on(at: Instruction) -> tuple[int, ...]:
-    """Pipeline ranks that ``at`` may have to wait for: the peers of a transfer; empty for compute."""
-    return tuple(sorted({one.peer for one in ins.each([at]) if one.peer != NONE}))
-
-
-def pending_peers(program: Sequence[Instruction], done: int, issued: int) -> set[int]:
-    """Peers of the transfers that were posted up to position ``issued`` and may not be over on a device that is at
-    ``done``. A FREE may leave its send pending, so the sends that were freed last count too."""
-    earlier = list(ins.each(program[:done]))
-    over = {(ins.POST_OF[at.op], *at[1:]) for at in earlier if at.op in ins.POST_OF}
-    over -= {(ins.POST_OF[at.op], *at[1:]) for at in [at for at in earlier if at.op in ins.FREE_OPS][-_DEFERRED:]}
-    posted = (at for at in ins.each(program[: issued + 1]) if at.op in ins.POST_OPS)
-    return {at.peer for at in posted if at[:] not in over}
-
-
 _WORDS = {
     ins.WAIT_F: "waits for the activation of {where} from rank {peer}",
     ins.WAIT_B: "waits for the gradient of {where} from rank {peer}",
@@ -122,12 +93,6 @@ def doing(at: Instruction) -> str:
     if at.op in _WORDS:
         return _WORDS[at.op].format(where=at.where, peer=at.peer)
     return f"is in {at.name}"
-
-
-def instruction_at(plan: Plan, rank: int, position: int) -> Instruction | None:
-    """The instruction at ``position`` of ``rank``'s program; None beyond its ends."""
-    program = plan.programs[rank] if 0 <= rank < len(plan.programs) else ()
-    return program[position] if 0 <= position < len(program) else None
 
 
 def _reported_at(plan: Plan | None, rank: int, progress: Progress) -> Instruction | None:

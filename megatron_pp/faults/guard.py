@@ -29,14 +29,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron_pp.comm.at_exit import call_if_alive
 from megatron_pp.errors import CommunicatorClosedError, PipelineError
-from megatron_pp.faults import consistency, diagnosis
-from megatron_pp.faults.diagnosis import is_consequence, is_raised_by_python, tail_of, text_of, type_name
+from megatron_pp.faults import consistency
 from megatron_pp.faults.heartbeat import Heartbeat, Pace
 from megatron_pp.faults.liveness import state_of
+from megatron_pp.faults.places import Source
 from megatron_pp.faults.records import AFTER, EXCEPTION, IN_STEP, MISMATCH, STALL, Entry, Failure, FaultStore, Progress
 from megatron_pp.faults.stall_detector import OwnState, find_stall
 from megatron_pp.faults.tracker import CompletedWork, InstructionMarks, Outside, Tracker
 from megatron_pp.faults.watchdog import Watchdog
+from megatron_pp.on_demand import load
 
 logger = logging.getLogger("megatron_pp")
 
@@ -47,6 +48,11 @@ _LEASES = 1.25  # between a failure's publication and what may follow from it on
 _GRACE = 6.0  # that a rank whose transfer failed looks for the cause
 
 Describe = Callable[[], Mapping[str, str]]
+
+
+def _diagnosis() -> Any:
+    """What puts failures into words; loaded when there is one."""
+    return load("diagnosis")
 
 
 @dataclass(eq=False)
@@ -112,7 +118,7 @@ class FaultGuard:
     @contextmanager
     def step(
         self,
-        source: diagnosis.Source,
+        source: Source,
         key: Hashable = None,
         describe: Describe | None = None,
         number: int | None = None,
@@ -145,7 +151,7 @@ class FaultGuard:
     def raise_unreported(self) -> None:
         """Raises the failure that was found since the last step, if no step has raised it."""
         if self.failure is not None and self._over is None:
-            self._over = diagnosis.first_line(self.failure)
+            self._over = _diagnosis().first_line(self.failure)
             self._tracker.rest()
             raise self._error()
 
@@ -193,9 +199,7 @@ class FaultGuard:
         self._watchdog.close()
         self._heartbeat.close()
 
-    def _enter(
-        self, source: diagnosis.Source, key: Hashable, describe: Describe | None, number: int | None, phase: str
-    ) -> None:
+    def _enter(self, source: Source, key: Hashable, describe: Describe | None, number: int | None, phase: str) -> None:
         self._main = threading.get_ident()
         move = self._number.move(number)
         key = (key, move)
@@ -259,29 +263,31 @@ class FaultGuard:
                     raise self._error()
             elif error is self._raised:
                 pass  # handled where it was raised, inside
-            elif is_consequence(error) or (
+            elif _diagnosis().is_consequence(error) or (
                 # Perhaps of a group that was aborted.
-                self.failure is not None and type(error) is RuntimeError and not is_raised_by_python(error)
+                self.failure is not None and type(error) is RuntimeError and not _diagnosis().is_raised_by_python(error)
             ):
                 raise self._cause_of(error) from error
             else:  # this rank is the cause
                 self._raised = error
-                text, tail = text_of(error), tail_of(error)
-                own = self._new_failure(EXCEPTION, text, exception_type=type_name(error), traceback_tail=tail)
+                text, tail = _diagnosis().text_of(error), _diagnosis().tail_of(error)
+                own = self._new_failure(
+                    EXCEPTION, text, exception_type=_diagnosis().type_name(error), traceback_tail=tail
+                )
                 self._conclude(own, True)
         finally:
             if error is not None or self.failure is not None:
                 if self._over is None and self._global_rank == 0:
                     self._await_readers()
-                self._over, after = self._over or diagnosis.first_line(self.failure), ""
+                self._over, after = self._over or _diagnosis().first_line(self.failure), ""
                 self._tracker.rest()
             self._tracker.end(after)
 
     def _cause_of(self, error: BaseException) -> PipelineError:
         """Why a transfer failed: another rank's record, a process that is gone, a rank without a heartbeat; or, found
         within some seconds, none of these."""
-        reason = text_of(error).partition("\n")[0]
-        failed = f"a transfer of rank {self.rank} failed ({type_name(error)}: {reason})"
+        reason = _diagnosis().text_of(error).partition("\n")[0]
+        failed = f"a transfer of rank {self.rank} failed ({load('diagnosis').type_name(error)}: {reason})"
         self._tracker.failed = failed
         heartbeat = self._heartbeat
         heartbeat.poll_fast(True)
@@ -331,7 +337,7 @@ class FaultGuard:
         with self._heartbeat.lock:
             working: tuple[int, ...] = ()
             if here.idle >= self.timeout:
-                working = diagnosis.working_ranks(self._plan(), {**self._progress_of_others(), self.rank: here})
+                working = _diagnosis().working_ranks(self._plan(), {**self._progress_of_others(), self.rank: here})
             waits_on, failed = tracker.waits_on(), tracker.failed
             where = tracker.where()
             step = here.step if where is None else where.step
@@ -396,7 +402,7 @@ class FaultGuard:
         """For the watchdog: this rank hangs in code that cannot be interrupted. Log where."""
         logger.error(
             "pipeline rank %d has to leave its step (%s) but is still in %s:\n%s",
-            self.rank, diagnosis.first_line(self.failure), self._tracker.place(of_host=True)[1], self._stack(),
+            self.rank, _diagnosis().first_line(self.failure), self._tracker.place(of_host=True)[1], self._stack(),
         )  # fmt: skip
 
     def _stack(self) -> str:
@@ -405,7 +411,7 @@ class FaultGuard:
 
     def _error(self) -> PipelineError:
         assert self.failure is not None
-        self._raised = error = diagnosis.error_of(self.failure, self.pipeline, self.rank, self._tracker.doing())
+        self._raised = error = _diagnosis().error_of(self.failure, self.pipeline, self.rank, self._tracker.doing())
         return error
 
     def _new_failure(self, kind: str, message: str, **content: Any) -> Failure:
@@ -419,11 +425,11 @@ class FaultGuard:
         plan = self._plan()
         if plan is not None and not suspects:
             in_step = {r: p.position for r, (p, _) in {**seen, self.rank: (here, 0.0)}.items() if p.state == IN_STEP}
-            suspects = diagnosis.busy_ranks(plan, in_step)
+            suspects = _diagnosis().busy_ranks(plan, in_step)
             if suspects:
                 why += f"; held up by rank {', '.join(map(str, suspects))}, which waits for no other rank"
-        text = diagnosis.stall_text(self.rank, plan, here, seen, self.size, why)
-        lines = diagnosis.progress_lines(self.rank, plan, here, seen, self.size)
+        text = _diagnosis().stall_text(self.rank, plan, here, seen, self.size, why)
+        lines = _diagnosis().progress_lines(self.rank, plan, here, seen, self.size)
         return self._new_failure(STALL, text, suspects=suspects, values=_by_text(lines))
 
 

@@ -12,10 +12,10 @@ import torch
 
 from megatron_pp.comm.events import EventPool
 from megatron_pp.faults.consistency import changed
-from megatron_pp.faults.device_events import EventQueries
-from megatron_pp.faults.diagnosis import Source, doing, instruction_at, pending_peers, waits_on
 from megatron_pp.faults.liveness import this_process
+from megatron_pp.faults.places import Source, instruction_at, pending_peers, waits_on
 from megatron_pp.faults.records import AFTER, DONE, ENTERING, IN_STEP, Progress
+from megatron_pp.on_demand import load
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import Instruction
 from megatron_pp.plan.ir.spec import Plan
@@ -38,7 +38,7 @@ class CompletedWork:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._marks: deque[tuple[Place, Any]] = deque()
-        self.queries = EventQueries(device)
+        self.queries = load("device_events").EventQueries(device)
         self.events = EventPool()
 
     def mark(self, place: Place) -> None:
@@ -226,7 +226,7 @@ class Tracker:
     def doing(self) -> str:
         """What this rank does now, as a clause: ``rank 2 waits for ...``."""
         at = self._at(self.where())
-        return f"rank {self.rank} {f'is in {self.place()[1]}' if at is None else doing(at)}"
+        return f"rank {self.rank} {f'is in {self.place()[1]}' if at is None else load('diagnosis').doing(at)}"
 
 
 class InstructionMarks:

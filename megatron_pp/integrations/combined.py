@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
+from megatron_pp.features.pairs.joint_steps import BackwardHalf, ForwardHalf, Ready
 from megatron_pp.integrations.megatron_release import Megatron
 from megatron_pp.integrations.megatron_steps import MegatronSteps
 from megatron_pp.integrations.v_placement import ChunkPlace
-from megatron_pp.runtime.compute import Activation, BackwardHalf, ForwardHalf, Ready, StepOptions
+from megatron_pp.runtime.compute import Activation, StepOptions
 from megatron_pp.runtime.step import StepCall
 
 NOTHING = ForwardHalf(0, 0, None)

@@ -140,8 +140,7 @@ class MegatronCall(StepCall):
         if self.alone or schedule is None or not find_family(schedule).splits_weight or self._delays_wgrad:
             return None
         try:
-            converted: WeightGradStore = load("weight_grad").split_weight_grad(self.inputs.chunks)
-            return converted
+            return load("weight_grad").split_weight_grad(self.inputs.chunks)
         except WeightGradSplitError as error:
             raise WeightGradSplitError(
                 f"schedule {schedule} splits backwards, but {error}; install(split_weight_grad=False) leaves them whole"

@@ -21,6 +21,7 @@ from megatron_pp.plan.io.serialize import ComputeOf, spec_from_values, spec_valu
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.certificate import Certificate
 from megatron_pp.plan.ir.instruction import Instruction
+from megatron_pp.plan.ir.instruction_text import parse_program
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.repeated import Line, Lines
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
@@ -94,7 +95,7 @@ class _Read(Lines):
         self.placement = placement
 
     def _make(self, rank: int) -> Line:
-        return self.placement.place(rank, ins.parse_program(self.texts[rank]))
+        return self.placement.place(rank, parse_program(self.texts[rank]))
 
 
 def why_not(spec: PlanSpec) -> str:

@@ -4,23 +4,28 @@ Megatron makes a communicator per call of a schedule. Ours owns NCCL communicato
 kept per group and config, until the group is destroyed.
 """
 
+from __future__ import annotations
+
 import threading
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_pp.comm import process_groups
-from megatron_pp.comm.collectives import Collective, Done, LoneCollectives
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
 from megatron_pp.comm.transport import P2PRequest, Transport, Work
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import CommunicatorClosedError, P2PError, ScheduleInputError
 from megatron_pp.faults.attach import close_guard
 from megatron_pp.object_table import ObjectTable
+from megatron_pp.on_demand import load
 from megatron_pp.runtime.arguments import StepInputs
+
+if TYPE_CHECKING:
+    from megatron_pp.comm.collectives import Collective
 
 # What a communicator is built from.
 _built_from = attrgetter(
@@ -114,8 +119,10 @@ class SoloTransport(Transport):
     irecv = isend
 
     def collective(self, collective: Collective) -> Work:
-        collective(LoneCollectives())
-        return Done()
+        alone = load("collectives")
+        collective(alone.LoneCollectives())
+        done: Work = alone.Done()
+        return done
 
     def batch(self, requests: Sequence[P2PRequest]) -> Sequence[Work]:
         return [self.isend(*request[1:]) for request in requests]

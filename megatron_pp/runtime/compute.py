@@ -4,9 +4,9 @@ The engine calls a ``Steps`` object: ``ModelSteps``, or under the Megatron-core 
 functions.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -37,41 +37,6 @@ class Steps(Protocol):
 
     def backward_root(self, output: Activation) -> Any:
         """What ``backward`` needs of ``output`` once it has been sent, without its data."""
-        ...
-
-
-Ready = Callable[[Activation], None]  # is given a result as soon as it is there
-
-
-class ForwardHalf(NamedTuple):
-    """What ``Steps.forward`` is given."""
-
-    chunk: int
-    mb: int
-    input_tensor: Activation
-
-
-class BackwardHalf(NamedTuple):
-    """What ``Steps.backward`` is given."""
-
-    chunk: int
-    mb: int
-    input_tensor: Activation
-    output: Activation
-    output_grad: Activation
-
-
-class JointSteps(Protocol):
-    """What ``Steps`` have besides that can run a forward and another microbatch's backward as one, operation by
-    operation.
-    """
-
-    def forward_and_backward(
-        self, forward: ForwardHalf, backward: BackwardHalf, on_output: Ready | None, on_input_grad: Ready | None
-    ) -> tuple[Activation, Activation]:
-        """What ``forward`` and ``backward`` return. ``on_output``, then ``on_input_grad`` are called with the two as
-        soon as they are there; the last weight gradients, and on the last stage the loss, may come after.
-        """
         ...
 
 
@@ -300,52 +265,3 @@ def _checked_setter(setter: Any, chunk: Any) -> Callable[[list[Any]], None]:
             "the stage before it sent; wrap a plain module as megatron_pp.PipelineStage(module, config)"
         )
     return setter
-
-
-@dataclass(eq=False)
-class NamedSteps:
-    """Steps of a model whose stages give each other several tensors by name, as a dict (Megatron-LM#4265); the engine
-    sees lists of the same tensors.
-
-    One message per tensor travels between two stages, in the order of the names, which ``adjust_tensor_shapes_fn``
-    gives: it returns dicts of name -> shape instead of lists of shapes."""
-
-    steps: Steps
-    received: Names  # of the tensors that this stage receives
-    sent: Names
-    last: Sequence[bool]  # per chunk, whether it is the last stage, whose output is no activation
-
-    def forward(self, chunk: int, mb: int, input_tensor: Activation) -> Activation:
-        """Run the chunk; ``set_input_tensor`` gets a list with one dict. Raises ScheduleInputError for other names."""
-        given = input_tensor
-        if self.received is not None and input_tensor is not None:
-            tensors = input_tensor if isinstance(input_tensor, (list, tuple)) else [input_tensor]
-            given = [dict(zip(self.received, tensors, strict=True))]
-        output = self.steps.forward(chunk, mb, given)
-        if self.sent is None or self.last[chunk]:
-            return _single(output) if given is not input_tensor else output
-        return self._in_order(_single(output), chunk)
-
-    def backward(
-        self, chunk: int, mb: int, input_tensor: Activation, output: Activation, output_grad: Activation
-    ) -> Activation:
-        """Backward through the tensors of the dict; gradients in the order of the names."""
-        return self.steps.backward(chunk, mb, input_tensor, output, output_grad)
-
-    def backward_root(self, output: Activation) -> Any:
-        return self.steps.backward_root(output)
-
-    def _in_order(self, output: Any, chunk: int) -> list[Any]:
-        assert self.sent is not None
-        if not isinstance(output, Mapping) or set(output) != set(self.sent):
-            got = ", ".join(output) if isinstance(output, Mapping) else f"a {type(output).__name__}"
-            raise ScheduleInputError(
-                f"chunk {chunk} gave {got}; adjust_tensor_shapes_fn says that it sends a dict of {', '.join(self.sent)}"
-            )
-        tensors = [output[name] for name in self.sent]
-        return tensors if len(tensors) > 1 else tensors[0]
-
-
-def _single(output: Any) -> Any:
-    """The output of a model, without the list that Megatron's forward_step returns for an input in a list."""
-    return output[0] if isinstance(output, list) and len(output) == 1 else output

@@ -1,11 +1,8 @@
 """The plan that a step's settings and arguments ask for."""
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
-
-import torch
 
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.config import rules
@@ -15,42 +12,11 @@ from megatron_pp.errors import ScheduleInputError
 from megatron_pp.plan.builder import offloaded_chunks
 from megatron_pp.plan.ir.instruction import BACKWARD_OPS, FORWARD, Instruction, without_pairs
 from megatron_pp.plan.ir.placement import Placement
-from megatron_pp.plan.ir.spec import BATCHED, EXPLICIT, HOOKS, ONE_WAY, Plan, PlanSpec
+from megatron_pp.plan.ir.spec import EXPLICIT, HOOKS, Plan, PlanSpec
 from megatron_pp.plan.orders import find_family
 from megatron_pp.plan.orders.family import Family
 from megatron_pp.runtime.arguments import StepInputs
 from megatron_pp.runtime.log_once import warn_once
-
-QUEUES_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
-_DEFAULT_QUEUES, _MOST_QUEUES = 8, 32
-
-
-def queue_advice(streams: int, needs_one: bool, environ: Mapping[str, str] = os.environ) -> str | None:
-    """A sentence for the log where ``CUDA_DEVICE_MAX_CONNECTIONS`` does not suit the run; None where it does. Streams
-    that share a hardware queue wait for each other's operations in the order of issue (CUDA C++ programming guide,
-    environment variables).
-
-    ``streams``: those that the pipeline uses on a rank. ``needs_one``: tensor or context parallel layers rely on one
-    queue, as Megatron requires before Blackwell."""
-    text = environ.get(QUEUES_VARIABLE)
-    queues = _DEFAULT_QUEUES if not text else int(text) if text.isdecimal() else 0
-    advice = f"set it to {1 if needs_one else _MOST_QUEUES}"
-    if not 1 <= queues <= _MOST_QUEUES:
-        why, advice = "no number of hardware queues", f"it must be a whole number from 1 to {_MOST_QUEUES}"
-    elif needs_one and queues > 1:
-        why = "before Blackwell, tensor and context parallel layers overlap as intended only in the order of issue"
-    elif queues == 1 and not needs_one:
-        why = "a transfer that waits for its peer can hold compute back, and nothing in this run needs one queue"
-    elif 1 < queues < streams:
-        why = f"the pipeline uses {streams} streams, of which some share a queue and wait for each other"
-    elif not text:
-        why = f"enough for the pipeline's {streams} streams, but not for data parallel communication beside them"
-    else:
-        return None
-    return f"{QUEUES_VARIABLE} is {text or f'not set, which means {_DEFAULT_QUEUES} hardware queues'}: {why}; {advice}"
-
-
-_BLACKWELL = 10  # compute capability
 
 
 def spec_fields(
@@ -161,24 +127,6 @@ def checkpoint_flags(
     if forward_only and any(op.chunk > 0 for op in forwards):
         window = len(forwards)
     return {(op.chunk, op.mb): k % window >= partial for k, op in enumerate(forwards)}
-
-
-def advice_on_queues(plan: Plan, settings: StepSettings, communicator: P2PCore) -> str | None:
-    """What is to be said of CUDA_DEVICE_MAX_CONNECTIONS, if anything."""
-    if communicator.transport.backend != "nccl":
-        return None
-    splits_layers = settings.tensor_model_parallel_size > 1 or settings.context_parallel_size > 1
-    needs_one = splits_layers and torch.cuda.get_device_capability(communicator.device)[0] < _BLACKWELL
-    return _kept_advice(plan.spec, plan.placement, needs_one)
-
-
-@lru_cache(maxsize=128)
-def _kept_advice(spec: PlanSpec, placement: Placement, needs_one: bool) -> str | None:
-    """The variable is read once for each spec."""
-    edges = [rank for edge in placement.rank_edges for rank in edge]
-    channels = 2 * max(map(edges.count, edges), default=0)  # an edge has one for activations and one for gradients
-    shares_one = spec.channels != ONE_WAY or spec.policy == BATCHED
-    return queue_advice(1 + (1 if shares_one else channels) + spec.overlap_pairs, needs_one)
 
 
 def warn_of_limits(plan: Plan, splits_as_asked: bool) -> None:

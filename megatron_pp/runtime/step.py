@@ -20,7 +20,7 @@ from megatron_pp.plan.orders import find_family
 from megatron_pp.runtime import plan_choice
 from megatron_pp.runtime.arguments import StepInputs
 from megatron_pp.runtime.communicators import communicator_for, lone_communicator, pipeline_group
-from megatron_pp.runtime.compute import ModelSteps, NamedSteps, StepOptions
+from megatron_pp.runtime.compute import ModelSteps, StepOptions
 from megatron_pp.runtime.executor import Feature, PlanExecutor
 from megatron_pp.runtime.gradient_hooks import SyncHooks, finalize_gradients, unsynchronised
 from megatron_pp.runtime.log_once import certify_once, warn_once
@@ -38,8 +38,7 @@ def executor_for(communicator: P2PCore) -> type[PlanExecutor]:
     """The engine for a communicator: with a watch on memory where ``config.p2p_debug`` was set when it was made."""
     if communicator.wire is None:
         return PlanExecutor
-    watched: type[PlanExecutor] = load("p2p_debug").WatchedExecutor
-    return watched
+    return load("p2p_debug").WatchedExecutor
 
 
 class StepCall:
@@ -143,8 +142,10 @@ class StepCall:
             synchronised = self.communicator.pp_group, self.inputs.pg_collection
             for sentence in unsynchronised(self.settings, self.inputs.chunks, plan.placement, *synchronised):
                 self._announce(sentence)
-        if (advice := plan_choice.advice_on_queues(plan, self.settings, self.communicator)) is not None:
-            self._announce(advice)
+        if self.communicator.transport.backend == "nccl":
+            advice = load("queue_advice").advice_on_queues(plan, self.settings, self.communicator)
+            if advice is not None:
+                self._announce(advice)
         for observer in self.observers:
             plan = observer.next_plan(self, plan)
         return plan
@@ -183,8 +184,7 @@ class StepCall:
         """The store of this rank's chunks, None where they are not converted."""
         if not is_loaded("weight_grad"):
             return None
-        store: WeightGradStore | None = load("weight_grad").store_of(self.inputs.chunks)
-        return store
+        return load("weight_grad").store_of(self.inputs.chunks)
 
     def tensor_shapes(self) -> list[Any]:
         """Shapes of the tensors between stages, one per tensor, before ``adjust_tensor_shapes_fn``."""
@@ -252,7 +252,7 @@ class StepCall:
         settings, chunks, (_, received, sent) = self.settings, self.inputs.chunks, self.messages
         rank = self.communicator.rank
         if received is not None or sent is not None:  # the stages give each other dicts
-            steps = NamedSteps(steps, received, sent, self._is_last_stage(plan))
+            steps = load("named_tensors").NamedSteps(steps, received, sent, self._is_last_stage(plan))
         executor = executor_for(self.communicator)(
             plan,
             self.communicator,

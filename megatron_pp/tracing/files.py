@@ -22,7 +22,8 @@ from typing import Any
 from megatron_pp.errors import ExchangeError, InstructionError, PlanError, visible
 from megatron_pp.plan.costs.files import read_text
 from megatron_pp.plan.io.serialize import spec_from_values, spec_values
-from megatron_pp.plan.ir.instruction import Instruction, each, format_program, parse_program, without_pairs
+from megatron_pp.plan.ir.instruction import Instruction, each, format_program, without_pairs
+from megatron_pp.plan.ir.instruction_text import parse_program
 from megatron_pp.plan.ir.placement import PLACEMENTS, Placement
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 

@@ -27,7 +27,7 @@ class StaticGradients:
     def put(self, grad: torch.Tensor) -> torch.Tensor:
         """``grad`` in the static buffer of the graph that runs."""
         if len(self._buffers) == 2:
-            self._buffers.popleft().fill_(float("nan"))
+            self._buffers.popleft().data.fill_(float("nan"))  # autograd counts no write of a graph
         self._buffers.append(grad.clone())
         return self._buffers[-1].detach()
 

@@ -13,7 +13,8 @@ from megatron_pp.errors import PlanError
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs.files import write_whole
 from megatron_pp.plan.io.serialize import JSON, TORCH_CSV, format_plan
-from megatron_pp.plan.ir.instruction import Instruction, parse_program
+from megatron_pp.plan.ir.instruction import Instruction
+from megatron_pp.plan.ir.instruction_text import parse_program
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.verify.verifier import verify

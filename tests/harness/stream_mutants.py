@@ -58,7 +58,7 @@ class WritesIntoGradient(_AfterPosting):
 
     def posted(self, at: Task) -> None:
         if at.op == ins.SEND_B:
-            self.input_grads[at.key].mul_(2.0)
+            self.input_grads[at.key].data.mul_(2.0)
 
 
 class DropsNamedWhenPosted(PlanExecutor):

@@ -16,9 +16,10 @@ import torch
 
 from megatron_pp.comm.events import EventPool
 from megatron_pp.errors import ScheduleInputError
+from megatron_pp.features.pairs.joint_steps import BackwardHalf, ForwardHalf
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.tasks import Key, Task
-from megatron_pp.runtime.compute import Activation, BackwardHalf, ForwardHalf
+from megatron_pp.runtime.compute import Activation
 from megatron_pp.runtime.executor import Handler, PlanExecutor
 
 Handlers = Mapping[str, Callable[[Task], None]]

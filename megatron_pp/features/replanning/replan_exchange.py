@@ -72,9 +72,13 @@ class Change(NamedTuple):
 
 
 class Exchange:
-    """Of one rank of a job of ``world`` ranks. ``rank``: in the job; number 0 leads. ``mine``: in its pipeline."""
+    """Of one rank of a job of ``world`` ranks. ``rank``: in the job; number 0 leads. ``mine``: in its pipeline.
+    ``forget_gone`` is called again and again: it closes exchanges whose model is gone, this one among them."""
 
-    def __init__(self, store: Any, rank: int, world: int, mine: int) -> None:
+    def __init__(
+        self, store: Any, rank: int, world: int, mine: int, forget_gone: Callable[[], object] = lambda: None
+    ) -> None:
+        self.forget_gone = forget_gone
         self.rank, self.world, self.mine = rank, world, mine
         self.news = threading.Condition()
         self._changes: dict[int, list[Change]] = {}  # by the number of the answer
@@ -137,6 +141,7 @@ class Exchange:
     def _run(self) -> None:
         pause = _POLL * max(1.0, self.world / 500)
         while not self._closed:
+            self.forget_gone()
             try:
                 if self.stirred or self._outbox or self._due is not None or (self._leads and self._leads.busy):
                     self.stirred = False

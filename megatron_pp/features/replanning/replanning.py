@@ -177,7 +177,7 @@ def _exchange_of(transport: Transport) -> Exchange:
     if transport.store is None:
         raise ScheduleInputError("config.pipeline_replan needs a store that the ranks share, and their group has none")
     world = dist.get_world_size() if dist.is_initialized() else transport.size
-    return Exchange(transport.store, transport.global_rank(transport.rank), world, transport.rank)
+    return Exchange(transport.store, transport.global_rank(transport.rank), world, transport.rank, _REPLANNINGS.items)
 
 
 def _of_run(spec: PlanSpec) -> PlanSpec:

@@ -24,7 +24,8 @@ from megatron_pp.plan.costs.files import read_text
 from megatron_pp.plan.costs.measured import Measured
 from megatron_pp.plan.io.torch_csv import read_torch_csv, write_torch_csv
 from megatron_pp.plan.ir import instruction as ins
-from megatron_pp.plan.ir.instruction import NONE, Instruction, batch, pair, parse_instruction, without_pairs
+from megatron_pp.plan.ir.instruction import NONE, Instruction, batch, pair, without_pairs
+from megatron_pp.plan.ir.instruction_text import parse_instruction
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.repeated import Line, Lines
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
@@ -227,8 +228,7 @@ def _skip_tensor(value: Any) -> SkipTensor:
             "and where they apply gradient, shape and dtype"
         )
     lists = {name: tuple(given) for name, given in value.items() if isinstance(given, list)}
-    tensor: SkipTensor = load("skip_routes").SkipTensor(**{**value, **lists})
-    return tensor
+    return load("skip_routes").SkipTensor(**{**value, **lists})
 
 
 def spec_values(spec: PlanSpec) -> list[tuple[str, Any]]:

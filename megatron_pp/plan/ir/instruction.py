@@ -12,7 +12,6 @@ rank: the stage, and the peer of a communication. ``Placement.place`` writes the
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
@@ -93,9 +92,7 @@ SENT_BY = {FORWARD: SEND_F, BACKWARD: SEND_B}
 
 NONE = -1  # a stage that is not placed, no microbatch, no peer, no slice
 _new = tuple.__new__  # makes an Instruction in a third of the time of Instruction(...)
-_BRACKETS = {BATCH: ("[", "]"), PAIR: ("(", ")")}
-_TOKEN = re.compile(r"([A-Z_]{1,16})(\d{1,9})(?:\.(\d{1,9}))?(?:s(\d{1,9}))?(?::([A-Za-z_]\w{0,63}))?\Z", re.ASCII)
-_ENTRY = re.compile(r"\[[^\]]*\]?|\([^)]*\)?|[^\s\[(]+")
+BRACKETS = {BATCH: ("[", "]"), PAIR: ("(", ")")}
 
 
 class Instruction(NamedTuple):
@@ -122,7 +119,7 @@ class Instruction(NamedTuple):
 
     def __str__(self) -> str:
         if self.members:
-            opening, closing = _BRACKETS[self.op]
+            opening, closing = BRACKETS[self.op]
             return opening + " ".join(map(str, self.members)) + closing
         text = f"{self.op}{self.chunk}"
         if self.mb >= 0:
@@ -268,38 +265,6 @@ def without_pairs(program: Iterable[Instruction]) -> Iterator[Instruction]:
     return (one for at in program for one in (at.members if at.op == PAIR else (at,)))
 
 
-def parse_instruction(text: str) -> Instruction:
-    """Read what ``str(instruction)`` prints; the result is not placed. Raises InstructionError."""
-    text = text.strip()
-    for op, (opening, closing) in _BRACKETS.items():
-        if text.startswith(opening) and text.endswith(closing):
-            members = [parse_instruction(part) for part in text[1:-1].split()]
-            return batch(members) if op == BATCH else pair(*members)
-    found = _TOKEN.match(text)
-    if found is None or found.group(1) not in SINGLE_OPS:
-        raise InstructionError(
-            f"{text[:40]!r} is not an instruction; it would look like F0.3, SEND_F1.2, GRAD_SYNC0 or "
-            "[SEND_F0.3 RECV_B0.2]"
-        )
-    op, chunk, mb, part, tensor = found.groups()
-    if (mb is None) != (op in SYNC_OPS):
-        need = "no microbatch (as in GRAD_SYNC0)" if op in SYNC_OPS else "a chunk and a microbatch (as in F0.3)"
-        raise InstructionError(f"{text!r}: {op} takes {need}")
-    if op in RELEASE_OPS and tensor is None:
-        raise InstructionError(f"{text!r}: {op} takes a tensor (as in DROP0.3:skip)")
-    if part is None and tensor is None:
-        return instruction(op, int(chunk), NONE if mb is None else int(mb))
-    whole = op in SYNC_OPS | OUTPUT_LAYER_OPS
-    if whole or (tensor is not None and op in SINGLE_COMPUTE_OPS | COPY_OPS):
-        raise InstructionError(f"{text!r}: {op} takes no {'tensor' if tensor else 'slice'}")
-    return Instruction(op, mb=int(mb), chunk=int(chunk), slice=NONE if part is None else int(part), tensor=tensor or "")
-
-
 def format_program(program: Iterable[Instruction]) -> str:
     """One rank's program as one line."""
     return " ".join(map(str, program))
-
-
-def parse_program(line: str) -> list[Instruction]:
-    """Read what ``format_program`` prints; the result is not placed. Raises InstructionError."""
-    return [parse_instruction(token) for token in _ENTRY.findall(line)]

@@ -209,8 +209,7 @@ class Plan:
         spec = self.spec
         if not spec.skip_tensors:
             return None
-        found: Routes = load("skip_routes").routes_of(spec.skip_tensors, spec.skip_cache, self.placement)
-        return found
+        return load("skip_routes").routes_of(spec.skip_tensors, spec.skip_cache, self.placement)
 
     @cached_property
     def offloads(self) -> bool:

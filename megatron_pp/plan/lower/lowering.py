@@ -395,19 +395,13 @@ class _RankLowering:
                 program.append(self._with_sends(i, entry) if entry.members else entry)
         if self.routes is None:
             return program
-        dropping: list[Instruction] = load("skip_routes").with_drops(
-            program, self.routes, self.placement, self.spec.forward_only
-        )
-        return dropping
+        return load("skip_routes").with_drops(program, self.routes, self.placement, self.spec.forward_only)
 
     def _copies(self) -> tuple[Copies, Copies]:
         """At a boundary, and right before the entry behind it."""
         if not self.offloaded:
             return {}, {}
-        made: tuple[Copies, Copies] = load("offload_lowering").copies_of(
-            self.order, self.ends, self.offloaded, self.spec.offload_slots
-        )
-        return made
+        return load("offload_lowering").copies_of(self.order, self.ends, self.offloaded, self.spec.offload_slots)
 
     def _with_sends(self, i: int, entry: Instruction) -> Instruction:
         """The pair with those of its sends that go out within it."""

@@ -22,11 +22,12 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from megatron_pp.errors import PlanError
+from megatron_pp.on_demand import load
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import POST_OF, Instruction, later
 from megatron_pp.plan.ir.repeated import Block, RepetitionError
-from megatron_pp.plan.ir.spec import DEVICE_SYNC, ONE_QUEUE, RENDEZVOUS, Plan
-from megatron_pp.plan.verify.queues import DATA, SHAPE, End, Entry, QueueMachine
+from megatron_pp.plan.ir.spec import DEVICE_SYNC, ONE_QUEUE, Plan
+from megatron_pp.plan.verify.queues import DATA, SHAPE, Entry, QueueMachine
 
 
 def check_rendezvous(plan: Plan, device: Collection[str] = (), block: Block | None = None) -> None:
@@ -88,7 +89,7 @@ class _Run:
         """Raises PlanError where a rank has not come to its end, or an operation has no partner."""
         stuck = [r for r in range(len(self.at)) if self.at[r] < len(self.plan.programs[r])]
         if stuck:
-            raise PlanError(self._describe_cycle(stuck[0]))
+            raise PlanError(load("deadlock_report").cycle_in_words(self, stuck[0]))
         unfinished = next((queue[0] for queue in self.machine.queues.values() if queue), None)
         if unfinished is not None:
             end = next(e for e in unfinished.ends if not e.done)
@@ -183,41 +184,3 @@ class _Run:
                 if self.machine.finish(end) and self.blocked.get(end.entry.rank) is end.entry:
                     del self.blocked[end.entry.rank]
                     self.ready.append(end.entry.rank)
-
-    def _describe_cycle(self, rank: int) -> str:
-        """Follow who waits for whom from ``rank`` until a rank comes up again or is not waiting."""
-        seen: list[int] = []
-        lines: list[str] = []
-        current = rank
-        while current not in seen:
-            seen.append(current)
-            entry = self.blocked.get(current)
-            if entry is None:
-                lines.append(f"rank {current} is at its end")
-                break
-            head = _head_in_front_of(entry)
-            other = "collective" if head.is_collective else "receive" if head.is_send else "send"
-            peer = self.machine.missing_peer(head)
-            lines.append(
-                f"rank {current} waits at {self._held_at(current)} for rank {peer} to post the {other} that "
-                f"matches {head.at}{self._queued(current, entry, head)}"
-            )
-            current = peer
-        start = seen.index(current) if current in seen else 0
-        return f"deadlock under {' and '.join(self.rules or [RENDEZVOUS])}: {'; '.join(lines[start:])}"
-
-    def _held_at(self, rank: int) -> str:
-        at = self.plan.programs[rank][self.at[rank]]
-        return f"{at}, which synchronises the device," if at.op in ins.COMPUTE_OPS and self.device_sync else str(at)
-
-    def _queued(self, rank: int, entry: Entry, head: End) -> str:
-        """Which instruction of the rank stands behind ``head`` in its queue, where it is another one."""
-        at = self.plan.programs[rank][self.at[rank]]
-        if at.op in ins.POST_OPS or at.op in ins.GROUP_OPS:
-            return "" if head.entry.at is at else f" (its {at} is queued behind it, and all that follows behind that)"
-        return "" if head.entry is entry else f" (its {entry.at} is queued behind it)"
-
-
-def _head_in_front_of(entry: Entry) -> End:
-    """The end without a partner at the head of the queue that ``entry`` stands in."""
-    return next(e for e in entry.queue[0].ends if not e.done)

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from megatron_pp.errors import PipelinePeerError, PipelineStallError
 from megatron_pp.faults.attach import close_guard
 from megatron_pp.faults.device_events import EventQueries
-from megatron_pp.faults.diagnosis import pending_peers
 from megatron_pp.faults.guard import FaultGuard
+from megatron_pp.faults.places import pending_peers
 from megatron_pp.faults.records import DONE, IN_STEP, Process, Progress, decode
 from megatron_pp.faults.tracker import CompletedWork, Place, Tracker
 from megatron_pp.p2p_communication import P2PCommunicator

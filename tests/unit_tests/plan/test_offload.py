@@ -22,9 +22,8 @@ from megatron_pp.plan.ir.instruction import (
     FORWARD,
     Instruction,
     format_program,
-    parse_instruction,
-    parse_program,
 )
+from megatron_pp.plan.ir.instruction_text import parse_instruction, parse_program
 from megatron_pp.plan.ir.placement import LOOP, Placement
 from megatron_pp.plan.ir.repeated import Repeated
 from megatron_pp.plan.ir.spec import DEVICE_SYNC, ONE_QUEUE, Plan, PlanSpec

@@ -14,7 +14,8 @@ from megatron_pp.plan.builder import build_plan, lowered_plan, verified_plan
 from megatron_pp.plan.costs.stage_costs import Link, Network, StageCosts
 from megatron_pp.plan.io.serialize import format_plan, parse_plan
 from megatron_pp.plan.ir import instruction as ins
-from megatron_pp.plan.ir.instruction import format_program, parse_program
+from megatron_pp.plan.ir.instruction import format_program
+from megatron_pp.plan.ir.instruction_text import parse_program
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import BATCHED, DEVICE_RULES, ONE_WAY, PLAIN, SHARED, PlanSpec
 from megatron_pp.plan.simulate.memory import ModelShape, peak_bytes, rank_memory

@@ -24,7 +24,8 @@ from megatron_pp.plan.builder import build_plan, lowered_plan
 from megatron_pp.plan.costs.stage_costs import Link, Network, StageCosts
 from megatron_pp.plan.io.serialize import format_plan, parse_plan
 from megatron_pp.plan.ir import instruction as ins
-from megatron_pp.plan.ir.instruction import Instruction, each, parse_instruction
+from megatron_pp.plan.ir.instruction import Instruction, each
+from megatron_pp.plan.ir.instruction_text import parse_instruction
 from megatron_pp.plan.ir.placement import LOOP, V_SHAPE, Placement
 from megatron_pp.plan.ir.repeated import Repeated
 from megatron_pp.plan.ir.spec import (

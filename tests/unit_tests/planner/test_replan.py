@@ -11,7 +11,8 @@ from megatron_pp.errors import PlanError
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs.measured import Measured
 from megatron_pp.plan.costs.stage_costs import Link, Network, StageCosts
-from megatron_pp.plan.ir.instruction import format_program, parse_program
+from megatron_pp.plan.ir.instruction import format_program
+from megatron_pp.plan.ir.instruction_text import parse_program
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.lower.lowering import lowered
 from megatron_pp.plan.orders.list_scheduler import Problem, Rules, schedule

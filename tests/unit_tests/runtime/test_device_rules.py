@@ -17,9 +17,9 @@ from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.spec import DEVICE_SYNC, ONE_QUEUE, STATIC_BUFFERS, PlanSpec
 from megatron_pp.plan.ir.tasks import Task
-from megatron_pp.runtime import log_once, plan_choice, step
+from megatron_pp.runtime import log_once, queue_advice, step
 from megatron_pp.runtime.executor import PlanExecutor
-from megatron_pp.runtime.plan_choice import QUEUES_VARIABLE
+from megatron_pp.runtime.queue_advice import QUEUES_VARIABLE
 from megatron_pp.testing.adversarial_transports import LastMomentNetwork
 from megatron_pp.testing.memory_transport import MemoryNetwork, MemoryTransport
 from megatron_pp.testing.pipeline import run_in_threads
@@ -142,7 +142,7 @@ def test_the_streams_of_the_pipeline_are_counted(
     for queues, warnings in ((max(2, streams - 1), streams > 2), (streams, False)):
         monkeypatch.setenv(QUEUES_VARIABLE, str(queues))
         log_once._log.cache_clear()
-        plan_choice._kept_advice.cache_clear()
+        queue_advice._kept_advice.cache_clear()
         caplog.clear()
         network = DeviceNetwork(3, fields.get("p2p_channels") != "shared")
         run_in_threads(3, chunks, ToyData(4), network=network, **fields)
@@ -155,10 +155,10 @@ def test_tensor_parallel_layers_need_one_queue_before_blackwell(monkeypatch: pyt
     monkeypatch.setenv(QUEUES_VARIABLE, "8")
     plan = build_plan(PlanSpec("1f1b", 2, 1, 4))
     for capability, needed in (((9, 0), True), ((10, 0), False)):
-        plan_choice._kept_advice.cache_clear()
+        queue_advice._kept_advice.cache_clear()
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, now=capability: now)
         for field in ("tensor_model_parallel_size", "context_parallel_size"):
             config = StepSettings.from_config(toy_config(**{field: 2}))
-            advice = plan_choice.advice_on_queues(plan, config, P2PCore(DeviceNetwork(2).transport(0), config))
+            advice = queue_advice.advice_on_queues(plan, config, P2PCore(DeviceNetwork(2).transport(0), config))
             assert (advice is not None and "before Blackwell" in advice) == needed
-    assert plan_choice.advice_on_queues(plan, config, P2PCore(MemoryNetwork(2).transport(0), config)) is None
+    assert queue_advice.advice_on_queues(plan, config, P2PCore(MemoryNetwork(2).transport(0), config)) is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_pp.runtime.plan_choice import QUEUES_VARIABLE, queue_advice
+from megatron_pp.runtime.queue_advice import QUEUES_VARIABLE, queue_advice
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_pp.features.pairs.joint_steps import BackwardHalf, ForwardHalf, Ready
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.instruction import PAIR
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
-from megatron_pp.runtime.compute import BackwardHalf, ForwardHalf, Ready
 from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.testing.adversarial_transports import HOSTILE_NETWORKS
 from megatron_pp.testing.toy import reference_run

@@ -20,7 +20,7 @@ from megatron_pp.features.pairs.pair_runner import in_turn
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs.measured import MeasuredFile, fitted_link, measured_values
-from megatron_pp.plan.ir.instruction import parse_program
+from megatron_pp.plan.ir.instruction_text import parse_program
 from megatron_pp.plan.ir.placement import PLACEMENTS, Placement
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.runtime.footprint import measure_footprint

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from megatron_pp.config import TransformerConfig
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ConfigError, PipelineMismatchError, ScheduleInputError
 from megatron_pp.features.pairs.pair_runner import in_turn
-from megatron_pp.features.replanning import replan_exchange
+from megatron_pp.features.replanning import replan_exchange, replanning
 from megatron_pp.features.replanning.proposing import Answer, Recorded, searched
 from megatron_pp.features.replanning.replan_exchange import Change, Exchange
 from megatron_pp.features.replanning.replanning import Replanning, in_steps
@@ -54,8 +55,11 @@ def train(
 
 
 @pytest.fixture(autouse=True)
-def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+def _fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(replan_exchange, "_POLL", 0.01)
+    yield
+    gc.collect()
+    replanning._REPLANNINGS.items()  # closes the exchanges of this test's models, which would search in the next one
 
 
 @pytest.fixture

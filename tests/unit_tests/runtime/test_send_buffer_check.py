@@ -18,7 +18,8 @@ from megatron_pp.errors import PipelineError, ScheduleInputError, SendBufferErro
 from megatron_pp.features.p2p_debug.send_buffer_check import WatchedExecutor, checksum
 from megatron_pp.features.pairs.pair_runner import HalfCall, in_turn
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.ir.instruction import POST_OF, parse_instruction
+from megatron_pp.plan.ir.instruction import POST_OF
+from megatron_pp.plan.ir.instruction_text import parse_instruction
 from megatron_pp.plan.ir.spec import BATCHED, OVERLAP, PLAIN, PlanSpec
 from megatron_pp.plan.ir.tasks import Task
 from megatron_pp.runtime.executor import PlanExecutor

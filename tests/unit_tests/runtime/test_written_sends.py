@@ -12,7 +12,7 @@ from megatron_pp.comm import wait_handle
 from megatron_pp.comm.transport import ACT
 from megatron_pp.errors import SendBufferError
 from megatron_pp.p2p_communication import P2PCommunicator
-from megatron_pp.plan.ir.instruction import parse_instruction
+from megatron_pp.plan.ir.instruction_text import parse_instruction
 from megatron_pp.testing.adversarial_transports import LastMomentNetwork
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.pipeline import run_in_threads

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from megatron_pp.features.pairs.joint_steps import BackwardHalf, ForwardHalf, Ready
 from megatron_pp.integrations.combined import CombinedSteps
 from megatron_pp.plan.ir.spec import PlanSpec
-from megatron_pp.runtime.compute import BackwardHalf, ForwardHalf, Ready
 from megatron_pp.runtime.executor import PlanExecutor
 from tests.harness.stream_runs import plan_on_streams
 

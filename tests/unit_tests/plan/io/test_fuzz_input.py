@@ -29,7 +29,7 @@ from megatron_pp.faults.records import Entry, Failure, Process, Progress, Record
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs.measured import Measured, measured_values
 from megatron_pp.plan.io.serialize import FORMATS, format_plan, load_plan, parse_plan
-from megatron_pp.plan.ir.instruction import parse_instruction, parse_program
+from megatron_pp.plan.ir.instruction_text import parse_instruction, parse_program
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.verify.verifier import verify
 from megatron_pp.tracing.files import RunHeader, StepRecord, header_line, plan_line, step_line, sync_line

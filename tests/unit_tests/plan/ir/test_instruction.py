@@ -18,9 +18,8 @@ from megatron_pp.plan.ir.instruction import (
     format_program,
     instruction,
     pair,
-    parse_instruction,
-    parse_program,
 )
+from megatron_pp.plan.ir.instruction_text import parse_instruction, parse_program
 
 indices = st.integers(min_value=0, max_value=999_999_999)
 CELL_OPS = sorted(ins.SINGLE_OPS - SYNC_OPS - ins.RELEASE_OPS)

@@ -20,8 +20,8 @@ from megatron_pp.plan.ir.instruction import (
     format_program,
     halves,
     pair_up,
-    parse_program,
 )
+from megatron_pp.plan.ir.instruction_text import parse_program
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import CHANNELS, EXPLICIT, HOOKS, POLICIES, Plan, PlanSpec
 from megatron_pp.plan.lower.clock import run_clock

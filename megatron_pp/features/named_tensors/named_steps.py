@@ -1,0 +1,57 @@
+"""Steps of a model whose stages give each other several tensors by name."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_pp.errors import ScheduleInputError
+from megatron_pp.runtime.compute import Activation, Names, Steps
+
+
+@dataclass(eq=False)
+class NamedSteps:
+    """Steps of a model whose stages give each other several tensors by name, as a dict (Megatron-LM#4265); the engine
+    sees lists of the same tensors.
+
+    One message per tensor travels between two stages, in the order of the names, which ``adjust_tensor_shapes_fn``
+    gives: it returns dicts of name -> shape instead of lists of shapes."""
+
+    steps: Steps
+    received: Names  # of the tensors that this stage receives
+    sent: Names
+    last: Sequence[bool]  # per chunk, whether it is the last stage, whose output is no activation
+
+    def forward(self, chunk: int, mb: int, input_tensor: Activation) -> Activation:
+        """Run the chunk; ``set_input_tensor`` gets a list with one dict. Raises ScheduleInputError for other names."""
+        given = input_tensor
+        if self.received is not None and input_tensor is not None:
+            tensors = input_tensor if isinstance(input_tensor, (list, tuple)) else [input_tensor]
+            given = [dict(zip(self.received, tensors, strict=True))]
+        output = self.steps.forward(chunk, mb, given)
+        if self.sent is None or self.last[chunk]:
+            return _single(output) if given is not input_tensor else output
+        return self._in_order(_single(output), chunk)
+
+    def backward(
+        self, chunk: int, mb: int, input_tensor: Activation, output: Activation, output_grad: Activation
+    ) -> Activation:
+        """Backward through the tensors of the dict; gradients in the order of the names."""
+        return self.steps.backward(chunk, mb, input_tensor, output, output_grad)
+
+    def backward_root(self, output: Activation) -> Any:
+        return self.steps.backward_root(output)
+
+    def _in_order(self, output: Any, chunk: int) -> list[Any]:
+        assert self.sent is not None
+        if not isinstance(output, Mapping) or set(output) != set(self.sent):
+            got = ", ".join(output) if isinstance(output, Mapping) else f"a {type(output).__name__}"
+            raise ScheduleInputError(
+                f"chunk {chunk} gave {got}; adjust_tensor_shapes_fn says that it sends a dict of {', '.join(self.sent)}"
+            )
+        tensors = [output[name] for name in self.sent]
+        return tensors if len(tensors) > 1 else tensors[0]
+
+
+def _single(output: Any) -> Any:
+    """The output of a model, without the list that Megatron's forward_step returns for an input in a list."""
+    return output[0] if isinstance(output, list) and len(output) == 1 else output

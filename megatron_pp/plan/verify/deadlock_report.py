@@ -1,0 +1,49 @@
+"""Why ranks wait for each other, in words."""
+
+from typing import Any
+
+from megatron_pp.plan.ir import instruction as ins
+from megatron_pp.plan.ir.spec import RENDEZVOUS
+from megatron_pp.plan.verify.queues import End, Entry
+
+
+def cycle_in_words(run: Any, rank: int) -> str:
+    """Who waits for whom, from ``rank`` until a rank comes up again or is not waiting. ``run``: the stopped run of
+    ``rendezvous.py``."""
+    seen: list[int] = []
+    lines: list[str] = []
+    current = rank
+    while current not in seen:
+        seen.append(current)
+        entry = run.blocked.get(current)
+        if entry is None:
+            lines.append(f"rank {current} is at its end")
+            break
+        head = _head_in_front_of(entry)
+        other = "collective" if head.is_collective else "receive" if head.is_send else "send"
+        peer = run.machine.missing_peer(head)
+        lines.append(
+            f"rank {current} waits at {_held_at(run, current)} for rank {peer} to post the {other} that "
+            f"matches {head.at}{_queued(run, current, entry, head)}"
+        )
+        current = peer
+    start = seen.index(current) if current in seen else 0
+    return f"deadlock under {' and '.join(run.rules or [RENDEZVOUS])}: {'; '.join(lines[start:])}"
+
+
+def _held_at(run: Any, rank: int) -> str:
+    at = run.plan.programs[rank][run.at[rank]]
+    return f"{at}, which synchronises the device," if at.op in ins.COMPUTE_OPS and run.device_sync else str(at)
+
+
+def _queued(run: Any, rank: int, entry: Entry, head: End) -> str:
+    """Which instruction of the rank stands behind ``head`` in its queue, where it is another one."""
+    at = run.plan.programs[rank][run.at[rank]]
+    if at.op in ins.POST_OPS or at.op in ins.GROUP_OPS:
+        return "" if head.entry.at is at else f" (its {at} is queued behind it, and all that follows behind that)"
+    return "" if head.entry is entry else f" (its {entry.at} is queued behind it)"
+
+
+def _head_in_front_of(entry: Entry) -> End:
+    """The end without a partner at the head of the queue that ``entry`` stands in."""
+    return next(e for e in entry.queue[0].ends if not e.done)
