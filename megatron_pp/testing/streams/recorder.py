@@ -18,6 +18,8 @@ _OF_SHAPE = {
     *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
     *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
 }
+# Changes where a tensor lies, and no memory.
+_PLACING = "set_"
 # Leave their result as the memory was.
 _UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 # The host waits for the current stream, as it needs the values.
@@ -39,7 +41,7 @@ def _effects_of(func: Any) -> _Effects:
     name = func._schema.name.split("::")[1]
     written: set[int | str] = set()
     for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        if argument.alias_info is not None and argument.alias_info.is_write and name != _PLACING:
             written |= {position, argument.name}
     return _Effects(name, frozenset(written), name not in _OF_SHAPE, name not in _UNWRITTEN, name in _SYNCHRONIZING)
 
