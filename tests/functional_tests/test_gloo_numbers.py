@@ -1,6 +1,6 @@
 """Real gloo processes: losses and gradients equal those of one process, to the last bit.
 
-A covering subset of what ``unit_tests/runtime/test_same_numbers.py`` runs over the in-memory transport, and the cases
+A covering subset of what ``unit_tests/runtime/test_differential.py`` runs over the in-memory transport, and the cases
 in which a well-known stack returns wrong gradients or hangs: two ranks with two chunks each under the batched policy,
 and evaluation under overlap with warm-up flush. Four processes run all cases; in those of three ranks the last idles.
 """

@@ -8,10 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import checkpoint
 
-from examples.gpt.trainer import forward_step
-from megatron_pp import split_weight_grad
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.features.offload import host_copies as copies
 from megatron_pp.features.offload import offload_runner as offload
@@ -20,14 +17,11 @@ from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs.activations import activations_timeline, host_timeline
 from megatron_pp.plan.ir.instruction import Instruction
 from megatron_pp.plan.ir.spec import PlanSpec
-from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.verify.lifetime import tensors_timeline
-from megatron_pp.testing.adversarial_transports import HOSTILE_NETWORKS
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.streams import StreamReport
-from megatron_pp.testing.toy import ToyBlock, ToyData, reference_run
-from tests.harness.race_support import exact_block, exact_data, network_for, run_plan
-from tests.harness.stream_runs import on_one_device, plan_on_streams, toy_step_on_streams
+from megatron_pp.testing.toy import ToyBlock, ToyData
+from tests.harness.stream_runs import on_one_device, plan_on_streams
 from tests.unit_tests.runtime import test_memory, test_sequence_slices
 
 
@@ -62,38 +56,6 @@ def test_a_gpt_has_the_numbers_of_the_schedule_without_offloading(
     assert posted
     wanted = test_sequence_slices.train(2, chunks, pipeline_schedule=schedule, **{**fields, "offload_chunks": 0})
     assert_same(found, wanted)
-
-
-def test_recomputed_layers() -> None:
-    """What checkpointing keeps of a layer, its input, is offloaded; what it computes again in the backward is not."""
-    fields = {"pipeline_schedule": "1f1b", "step": lambda data, model: forward_step(data, model, True)}
-    found, wanted = (test_sequence_slices.train(2, offload_chunks=count, **fields) for count in (1, 0))
-    assert_same(found, wanted)
-
-
-class Reentrant(ToyBlock):
-    """Computed again as a whole, by torch's older checkpointing, which saves its input by itself."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(super().forward, x, use_reentrant=True) if x.requires_grad else super().forward(x)
-
-
-def test_reentrant_checkpoints() -> None:
-    fields = {"pipeline_schedule": "1f1b", "block": Reentrant}
-    found, wanted = (run_in_threads(2, 1, ToyData(4), offload_chunks=count, **fields) for count in (1, 0))
-    assert found.difference(wanted) == 0.0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", [n for n, of in SCHEDULES.items() if of.search is None and not of.barriers])
-def test_every_schedule_can_offload(schedule: str) -> None:
-    family = SCHEDULES[schedule]
-    chunks, slices = family.chunks or 2, 2 if family.sliced else 1
-    prepare = split_weight_grad if family.splits_weight else None
-    fields = {"pipeline_schedule": schedule, "sequence_slices": slices, "overlap_p2p_comm": True, "prepare": prepare}
-    data = ToyData(6, seq_length=4)
-    found, wanted = (run_in_threads(2, chunks, data, offload_chunks=count, **fields) for count in (chunks, 0))
-    assert found.difference(wanted) == 0.0
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
@@ -352,14 +314,6 @@ def of_streams(name: str, change: Any) -> StreamReport:
         return plan_on_streams(SPEC)
 
 
-@pytest.mark.parametrize("schedule", ["pipe_offload", "zb_v", "interleaved_zb"])
-def test_copies_race_with_nothing(schedule: str) -> None:
-    more = {"overlap_p2p_comm": True, "offload_chunks": 2, "prepare": split_weight_grad}
-    report, difference = toy_step_on_streams(schedule, 2, ToyData(5), **more)
-    assert not report.races, str(report)
-    assert difference == 0.0
-
-
 def _frees_at_once(self: Any, at: Any) -> None:
     for block in self.kept[at.key].blocks.values():
         block.memory = None
@@ -398,13 +352,3 @@ def test_a_missing_wait_is_a_race(name: str, change: Any, instruction: str) -> N
     report = of_streams(name, change)
     assert any(r.first.instruction.startswith(instruction) or r.second.instruction.startswith(instruction)
                for r in report.races), str(report)  # fmt: skip
-
-
-def test_hostile_networks() -> None:
-    plan, data = build_plan(SPEC), exact_data(SPEC.num_microbatches, False)
-    wanted = reference_run(plan.placement.num_stages, data, block=exact_block(SPEC))
-    for kind in HOSTILE_NETWORKS:
-        network = network_for(plan, kind, seed=3, pollable=True)
-        outcome = run_plan(plan, data, network)
-        assert not outcome.complaints + network.violations
-        assert outcome.result.difference(wanted) == 0.0

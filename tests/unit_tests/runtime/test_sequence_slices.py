@@ -129,11 +129,6 @@ def test_every_schedule_gives_the_numbers_of_whole_sequences(size, chunks, field
     assert_equal_runs(found, train(1, sequence_slices=slices))  # to the bit, whatever the schedule
 
 
-def test_runs_repeat_to_the_bit():
-    runs = [train(2, 2, sequence_slices=4) for _ in range(2)]
-    assert_equal_runs(*runs)
-
-
 def test_slices_of_equal_cost_are_of_unequal_length(whole, monkeypatch):
     monkeypatch.setattr(slice_lengths, "attention_share", lambda *sizes: 0.6)  # of so short a sequence it is 0.06
     lengths: list[int] = []
@@ -183,15 +178,6 @@ def test_evaluation_and_recomputation(whole):
         return forward_step(data_iterator, model, checkpoint=True)
 
     assert_equal_runs(train(2, step=recomputing, sequence_slices=slices), train(2, sequence_slices=slices))
-
-
-def test_pairs_of_slices(whole):
-    def in_turn(forward_call: Any, backward_call: Any) -> None:
-        backward_call()
-        forward_call()
-
-    found = train(2, sequence_slices=3, overlapped_forward_backward=in_turn)
-    assert_equal_runs(found, train(2, sequence_slices=3))
 
 
 def test_first_microbatch_marks_come_once():

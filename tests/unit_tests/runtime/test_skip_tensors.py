@@ -9,111 +9,17 @@ import torch
 
 from megatron_pp.config.model_config import TransformerConfig
 from megatron_pp.errors import ConfigError, P2PShapeError, ScheduleInputError
-from megatron_pp.features.pairs.pair_runner import in_turn
 from megatron_pp.features.skip_tensors.routes import SkipTensor, skip_tensors
-from megatron_pp.plan.ir.spec import CACHES, PlanSpec
-from megatron_pp.testing.adversarial_transports import HOSTILE_NETWORKS
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.pipeline import run_in_threads
-from megatron_pp.testing.toy import ToyData, ToyResult, reference_run
-from megatron_pp.weight_grad import split_weight_grad
+from megatron_pp.testing.toy import ToyData, reference_run
 from tests.harness.skip_block import SkipBlock
-from tests.harness.stream_runs import plan_on_streams
-
-U_NET = "a=0>3; b=1>2,3; sign=0>1,3 no_grad"
 
 
 class DoubleData(ToyData):
     def microbatch(self, mb: int) -> tuple[torch.Tensor, torch.Tensor]:
         x, target = super().microbatch(mb)
         return x.double(), target.double()
-
-
-def run(size: int, chunks: int, declared: str = "blocks", variable: bool = False, **fields: object) -> ToyResult:
-    tensors = skip_tensors(declared, size * chunks)
-    return run_in_threads(
-        *(size, chunks, DoubleData(4, variable=variable)),
-        block=partial(SkipBlock, tensors=tensors, dtype=torch.float64),
-        prepare=split_weight_grad if "z" in str(fields.get("pipeline_schedule")) else None,
-        skip_tensors=tensors,
-        **{"pipeline_dtype": torch.float64, "overlap_p2p_comm": True, **fields},
-    )
-
-
-def expected(num_stages: int, declared: str = "blocks", variable: bool = False, **options: bool) -> ToyResult:
-    block = partial(SkipBlock, tensors=skip_tensors(declared, num_stages), dtype=torch.float64)
-    return reference_run(num_stages, DoubleData(4, variable=variable), block=block, **options)
-
-
-def assert_close(found: ToyResult, wanted: ToyResult) -> None:
-    assert found.losses == pytest.approx(wanted.losses, rel=1e-12)
-    assert found.grads.keys() == wanted.grads.keys()
-    for name, grad in found.grads.items():
-        assert (grad - wanted.grads[name]).norm() <= 1e-12 * wanted.grads[name].norm(), name
-
-
-CASES = [
-    (2, 1, {}),
-    (3, 1, {"overlap_p2p_comm": False}),
-    (4, 1, {"overlap_p2p_comm": False, "batch_p2p_comm": False}),
-    (4, 1, {"pipeline_schedule": "zb_h1"}),
-    (2, 2, {}),
-    (2, 2, {"pipeline_schedule": "zb_v"}),
-    (3, 2, {"overlap_p2p_comm": False}),
-    (4, 2, {}),
-    (2, 2, {"pipeline_schedule": "interleaved_zb", "p2p_channels": "shared"}),
-    (2, 2, {"pipeline_schedule": "pipe_offload"}),
-    (1, 2, {}),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("size", "chunks", "fields"), CASES)
-def test_numbers_are_those_of_one_process(size, chunks, fields):
-    for cache in CACHES:
-        assert_close(run(size, chunks, skip_cache=cache, **fields), expected(size * chunks))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fields", [{}, {"p2p_debug": True}, {"overlapped_forward_backward": in_turn}])
-def test_tensors_of_any_shape_of_use(fields):
-    """A U-Net's, one that two stages use, and one without a gradient."""
-    for cache in CACHES:
-        assert_close(run(4, 1, U_NET, skip_cache=cache, **fields), expected(4, U_NET))
-        assert_close(run(2, 2, U_NET, skip_cache=cache, pipeline_schedule="zb_v", **fields), expected(4, U_NET))
-
-
-def test_shapes_may_vary():
-    for fields in ({}, {"overlap_p2p_comm": False}, {"p2p_debug": True}):
-        assert_close(run(3, 1, variable=True, **fields), expected(3, variable=True))
-
-
-@pytest.mark.parametrize("forward_only", [False, True])
-def test_hostile_networks(forward_only):
-    """Where what is sent is read as late as it can be, or overwritten once it may be; to the bit, and again."""
-    tensors = skip_tensors("blocks", 4)
-    block = partial(SkipBlock, tensors=tensors, dtype=torch.float64)
-    options = {"block": block, "skip_tensors": tensors, "pipeline_dtype": torch.float64, "forward_only": forward_only}
-    plain = run_in_threads(2, 2, DoubleData(4), overlap_p2p_comm=True, **options)
-    assert_close(plain, expected(4, forward_only=forward_only))
-    for turn, kind in enumerate(HOSTILE_NETWORKS):
-        network = kind(2, True, seed=turn, pollable=turn % 2 == 0)
-        more = {} if turn % 3 else {"overlap_p2p_comm": True}
-        assert run_in_threads(2, 2, DoubleData(4), network=network, **more, **options).difference(plain) == 0.0
-        assert network.violations == []
-
-
-def test_sums_of_gradients_do_not_depend_on_the_schedule():
-    wanted = run(2, 2)
-    for fields in ({"overlap_p2p_comm": False}, {"pipeline_schedule": "interleaved_zb"}, {"max_pending_sends": 5}):
-        assert run(2, 2, **fields).difference(wanted) == 0.0
-
-
-@pytest.mark.parametrize("policy", ["batched", "plain"])
-def test_streams(policy):
-    spec = PlanSpec("interleaved_1f1b", 2, 2, 4, policy=policy, forward_only=policy == "plain", skip_tensors="blocks")
-    report = plan_on_streams(spec)
-    assert not report.races, str(report)
 
 
 class Wide(torch.nn.Module):

@@ -14,10 +14,9 @@ from megatron_pp.features.pairs.pair_runner import HalfCall, on_two_streams
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.testing.pipeline import placement_of, toy_step
 from megatron_pp.testing.streams import check_streams
-from megatron_pp.testing.toy import TOY_SCHEDULES, ToyBlock, ToyData, toy_chunks, toy_config, toy_loss
+from megatron_pp.testing.toy import ToyBlock, ToyData, toy_chunks, toy_config, toy_loss
 from megatron_pp.weight_grad import split_weight_grad
 from tests.harness.stream_runs import POLICIES, toy_step_on_streams
-from tests.harness.sweeps import EXHAUSTIVE
 
 OVERLAP = POLICIES["overlap"]
 
@@ -27,34 +26,6 @@ def assert_sound(schedule: str, size: int, data: ToyData, **more: Any) -> None:
     assert not report.races, str(report)
     assert report.reused > 0, "memory that nobody reuses shows no early free"
     assert difference == 0.0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("schedule", TOY_SCHEDULES)
-def test_no_schedule_races(schedule: str, policy: str) -> None:
-    """With fixed and varying shapes in turn; ``MEGATRON_PP_EXHAUSTIVE=1`` runs both."""
-    turn = list(TOY_SCHEDULES).index(schedule) + list(POLICIES).index(policy)
-    for variable in (False, True) if EXHAUSTIVE else (turn % 2 == 1,):
-        assert_sound(schedule, 2, ToyData(4, variable=variable), **POLICIES[policy])
-
-
-@pytest.mark.parametrize("seed", [1, 2], ids=["polling finds half", "polling finds all"])
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zb_v"])
-def test_nor_do_they_when_sends_are_found_done_early(schedule: str, seed: int) -> None:
-    assert_sound(schedule, 3, ToyData(5), seed=seed, **OVERLAP)
-
-
-@pytest.mark.parametrize("schedule", [name for name, family in TOY_SCHEDULES.items() if family.splits_weight])
-def test_split_backwards(schedule: str) -> None:
-    assert_sound(schedule, 2, ToyData(4), prepare=split_weight_grad, **OVERLAP)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("schedule", ["dualpipe_v", "interleaved_1f1b"])
-def test_pairs_on_two_streams(schedule: str, policy: str) -> None:
-    more = {"overlapped_forward_backward": on_two_streams, "prepare": split_weight_grad}
-    assert_sound(schedule, 2, ToyData(6), **more, **POLICIES[policy])
 
 
 class Lanes:
@@ -96,16 +67,6 @@ def test_the_halves_of_a_pair_do_not_share_a_stream(schedule: str, size: int, mi
     assert all(len(pair["forward"]) == len(pair["backward"]) == 1 for pair in lanes.pairs)
     shared = [pair for pair in lanes.pairs if pair["forward"] & pair["backward"]]
     assert not shared, f"{len(shared)} of {len(lanes.pairs)} pairs"
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(
-    "mode",
-    [{"p2p_debug": True}, {"forward_only": True}, {"p2p_channels": "shared"}, {"batch_p2p_sync": True}],
-    ids=["debug mode", "evaluation", "shared channels", "synchronised batches"],
-)
-def test_modes(mode: dict[str, Any], policy: str) -> None:
-    assert_sound("interleaved_1f1b", 2, ToyData(4), **{**POLICIES[policy], **mode})
 
 
 # -- a user's own forward_step, and streams of its own -----------------------------------------------------------------

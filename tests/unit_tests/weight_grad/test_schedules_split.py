@@ -12,7 +12,7 @@ import torch
 import torch.utils.checkpoint
 
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.features.pairs.pair_runner import HalfCall, in_turn, on_two_streams
+from megatron_pp.features.pairs.pair_runner import HalfCall
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import verified_plan
 from megatron_pp.plan.ir.instruction import PAIR, pair_up
@@ -33,7 +33,6 @@ from megatron_pp.testing.toy import (
 )
 from megatron_pp.weight_grad import WeightGradStore, split_weight_grad
 from tests.harness.step_runs import on_ranks
-from tests.harness.sweeps import EXHAUSTIVE
 
 NAMED = [name for name, family in TOY_SCHEDULES.items() if family.search is None]
 SPLITTING = [name for name in NAMED if TOY_SCHEDULES[name].splits_weight]
@@ -42,33 +41,6 @@ OVERLAP = {"overlap_p2p_comm": True}
 
 def chunks_of(name: str, wanted: int = 2) -> int:
     return TOY_SCHEDULES[name].chunks or wanted
-
-
-@pytest.mark.parametrize(
-    "size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in ((3, 4, 8) if EXHAUSTIVE else (3, 8)))]
-)
-@pytest.mark.parametrize("name", NAMED)
-def test_losses_and_gradients_equal_one_process(name: str, size: int) -> None:
-    """On many ranks with the ragged numbers of microbatches alone; ``MEGATRON_PP_EXHAUSTIVE=1`` runs all."""
-    chunks, few, ragged = chunks_of(name), {1, size - 1}, 2 * size + 3
-    counts = {*few, 2 * size, ragged} if size < 8 or EXHAUSTIVE else {ragged}
-    for microbatches in sorted(counts):
-        data = ToyData(microbatches)
-        result = run_in_threads(size, chunks, data, prepare=split_weight_grad, pipeline_schedule=name, **OVERLAP)
-        assert result.difference(reference_run(size * chunks, data)) == 0.0, f"M={microbatches}"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", ["auto", "auto_v"])
-def test_searched_schedules_equal_one_process(name: str, size: int) -> None:
-    measured = {"forward": 1.0, "backward_input": 1.2, "weight": 0.7, "transfer": 0.2, "memory_limit": 2.0 * size}
-    chunks = chunks_of(name, 1)
-    data = ToyData(2 * size + 1)
-    result = run_in_threads(
-        size, chunks, data, prepare=split_weight_grad, pipeline_schedule=name, pipeline_measured=measured, **OVERLAP
-    )
-    assert result.difference(reference_run(size * chunks, data)) == 0.0
 
 
 def test_impossible_measurements_are_refused_before_the_step() -> None:
@@ -221,21 +193,6 @@ def test_a_function_of_the_users_runs_every_pair(name: str, convert: bool) -> No
     wanted = sum(at.op == PAIR for order in plan.orders for at in pair_up(order))
     assert len(recorder.pairs) == wanted > 0 if name == "dualpipe_v" else 0 < len(recorder.pairs) <= wanted
     assert all(forward[1] != backward[1] for forward, backward in recorder.pairs)
-
-
-@pytest.mark.parametrize("function", [in_turn, on_two_streams])
-def test_the_functions_that_come_with_the_package(function: Any) -> None:
-    data = ToyData(9)
-    result = run_in_threads(
-        4,
-        2,
-        data,
-        prepare=split_weight_grad,
-        pipeline_schedule="dualpipe_v",
-        overlapped_forward_backward=function,
-        **OVERLAP,
-    )
-    assert result.difference(reference_run(8, data)) == 0.0
 
 
 def _forget_backward(forward_call: HalfCall, backward_call: HalfCall) -> None:
