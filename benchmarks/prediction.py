@@ -17,7 +17,7 @@ from benchmarks.report import Report, Row, add_options
 from benchmarks.rounds import print_progress, summary, timed_rounds
 from benchmarks.sweep import Sweep, sweep_settings, work_of
 from benchmarks.sweep import add_arguments as add_sweep_arguments
-from megatron_pp.config.model_config import TRACE_DIR_VARIABLE, TRACE_STEPS_VARIABLE
+from megatron_pp.config.kinds import variable_of
 from megatron_pp.plan.costs.stage_costs import Link, Network
 from megatron_pp.plan.ir.spec import POLICIES
 from megatron_pp.plan.simulate.simulator import simulate
@@ -67,10 +67,10 @@ def _rank(rank: int, size: int, works: list[tuple[float, Work]], sweep: Sweep, f
     """Runs every work with its traces in a folder of its own; returns the time of one transfer of each."""
     import torch.distributed as dist
 
-    os.environ[TRACE_STEPS_VARIABLE] = f"{_WARMUP + 1}-{_WARMUP + sweep.rounds}"
+    os.environ[variable_of("trace_steps")] = f"{_WARMUP + 1}-{_WARMUP + sweep.rounds}"
     transfers = []
     for k, (ratio, work) in enumerate(works):
-        os.environ[TRACE_DIR_VARIABLE] = os.path.join(folder, str(k))
+        os.environ[variable_of("trace_dir")] = os.path.join(folder, str(k))
         transfers.append(transfer_seconds(rank, work.message_bytes))
         step = make_step("ours", work, rank, dist.group.WORLD, sweep.stage)
         seconds = timed_rounds({"ours": step}, sweep.rounds, _WARMUP, dist.barrier)

@@ -17,7 +17,7 @@ from benchmarks.rounds import timed_rounds
 from benchmarks.stages import AddWeight
 from benchmarks.stubbed import StubTransport, stubbed_group
 from megatron_pp.comm.collectives import Done
-from megatron_pp.config.model_config import TRACE_DIR_VARIABLE, TRACE_STEPS_VARIABLE
+from megatron_pp.config.kinds import variable_of
 
 HELP = "CPU time that recording a trace adds to a step"
 QUICK = {"rounds": 15}
@@ -73,10 +73,10 @@ class _ReceivesZeros(StubTransport):
 
 def _traced(step: Step, folder: str) -> Step:
     def run() -> None:
-        os.environ.update({TRACE_DIR_VARIABLE: folder, TRACE_STEPS_VARIABLE: "1-999999999"})
+        os.environ.update({variable_of("trace_dir"): folder, variable_of("trace_steps"): "1-999999999"})
         try:
             step()
         finally:
-            del os.environ[TRACE_DIR_VARIABLE], os.environ[TRACE_STEPS_VARIABLE]
+            del os.environ[variable_of("trace_dir")], os.environ[variable_of("trace_steps")]
 
     return run

@@ -15,6 +15,7 @@ MODULES = {
     "p2p_debug": "megatron_pp.features.p2p_debug.send_buffer_check",
     "wire_check": "megatron_pp.features.p2p_debug.wire_check",
     "pipeline_measured": "megatron_pp.plan.costs.measured",
+    "torch": "torch",
     "prediction": "megatron_pp.planner.prediction",
     "named_tensors": "megatron_pp.features.named_tensors.named_steps",
     "cuda_graphs": "megatron_pp.runtime.graph_order",

@@ -32,7 +32,8 @@ def config_table() -> str:
         section = field.metadata.get("section")
         if section:
             rows.append([f"**{section}**", "", ""])
-        choices = field.metadata.get("choices")
+        kind = field.metadata["kind"]
+        choices = () if kind is None else kind.choices
         rest = "" if not choices or ":" in field.metadata["help"] else f" ({', '.join(choices)})"
         help_text = field.metadata["help"].replace("|", "\\|")
         rows.append([f"`{field.name}`", default_text(field), f"{help_text}{rest}"])
@@ -42,7 +43,7 @@ def config_table() -> str:
 def settings_table() -> str:
     rows = [["setting", "what it says"]]
     for setting in TABLE.values():
-        rest = "; a keyword only" if setting.only_keyword else ""
+        rest = "; a keyword only" if setting.kind.only_keyword else ""
         rows.append([f"`{setting.name}`", f"{setting.help.partition(' [env ')[0]}{rest}"])
     return markdown_table(rows)
 

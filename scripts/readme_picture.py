@@ -74,13 +74,13 @@ def rank_main(rank: int, size: int) -> None:
 
 def draw_measurement(output: Path) -> float:
     """Run, and draw the step of median length; returns its length in ms."""
-    from megatron_pp.config.model_config import TRACE_DIR_VARIABLE, TRACE_STEPS_VARIABLE
+    from megatron_pp.config.kinds import variable_of
     from megatron_pp.tracing.analysis import analyse
     from megatron_pp.tracing.run import load_run
     from tests.harness.processes import run_processes
 
     with tempfile.TemporaryDirectory() as folder:
-        recorded = {TRACE_DIR_VARIABLE: folder, TRACE_STEPS_VARIABLE: f"{WARMUP + 1}-{WARMUP + STEPS}"}
+        recorded = {variable_of("trace_dir"): folder, variable_of("trace_steps"): f"{WARMUP + 1}-{WARMUP + STEPS}"}
         run_processes(rank_main, RANKS, environment=recorded, timeout=120, group_timeout=7200)
         found = analyse(load_run(folder))
         draw(output, "--from-trace", folder, "--step", str(found.step))

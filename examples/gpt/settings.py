@@ -58,8 +58,9 @@ def _flag(option: dataclasses.Field[Any], hint: Any) -> tuple[str, Any, Any]:
     """The field for one option of TransformerConfig."""
     if str in typing.get_args(hint):  # whatever else it may be, on a command line it is text
         hint = str | None
-    if choices := option.metadata["choices"]:
-        literal: Any = Literal[choices]
+    kind = option.metadata["kind"]
+    if kind is not None and kind.choices:
+        literal: Any = Literal[kind.choices]
         hint = literal if hint is str else literal | None
     if option.default_factory is not MISSING:  # read from the environment
         copied = field(default_factory=option.default_factory)

@@ -79,7 +79,7 @@ def _parse(table: Any, argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--settings", metavar="FILE", default=None, help="a TOML file with settings")
     for name, setting in table.items():
         how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if setting.is_switch else {"metavar": "VALUE"}
-        if not setting.only_keyword:
+        if not setting.kind.only_keyword:
             parser.add_argument(_flag(name), help=setting.help.replace("%", "%%"), **how)
     parser.add_argument("-m", dest="module", action="store_true", default=False, help="SCRIPT is a module")
     parser.add_argument("script", metavar="SCRIPT", help="the script, whose arguments follow it")

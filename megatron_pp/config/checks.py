@@ -3,7 +3,7 @@
 import itertools
 import operator
 from collections.abc import Callable, Iterable
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 from megatron_pp.errors import ConfigError
 from megatron_pp.plan.names import did_you_mean
@@ -24,12 +24,22 @@ def whole_number(
     return whole
 
 
-def one_of(name: str, value: object, known: Iterable[object]) -> None:
-    """Raises ConfigError unless ``value`` is one of ``known``."""
+def one_of(name: str, value: Any, known: Iterable[object]) -> Any:
+    """``value``. Raises ConfigError unless it is one of ``known``."""
     choices = list(known)
     if value not in choices:
         hint = did_you_mean(value, choices)
         raise ConfigError(f"{name} is {value!r}{hint}; it must be one of {', '.join(map(repr, choices))}")
+    return value
+
+
+def callable_or_none(name: str, value: Any, several: bool = False) -> Any:
+    """``value``. Raises ConfigError unless it is a callable, a list of them if ``several``, or None."""
+    given = value if several and isinstance(value, (list, tuple)) else [value]
+    if value is not None and not all(map(callable, given)):
+        others = ", or a list of one per chunk, or None" if several else ", or None"
+        raise ConfigError(f"{name} is {value!r}; it must be a callable{others}")
+    return value
 
 
 def nearest(value: int, works: Callable[[int], bool]) -> tuple[int, ...]:

@@ -10,79 +10,67 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-
-from megatron_pp.config import rules
+from megatron_pp.config import kinds, rules
+from megatron_pp.config.kinds import Kind, variable_of
 from megatron_pp.config.microbatch_counts import MicrobatchCount, explain_microbatch_count
-from megatron_pp.errors import ConfigError
 from megatron_pp.on_demand import load
-from megatron_pp.plan.ir.spec import CACHES
+from megatron_pp.plan.ir.placement import PLACEMENTS
+from megatron_pp.plan.ir.spec import CACHES, CHANNELS
 from megatron_pp.plan.names import did_you_mean
 from megatron_pp.plan.orders.family import Family
 
-_TRUE = ("1", "true", "yes", "on")
-_FALSE = ("", "0", "false", "no", "off")
+if TYPE_CHECKING:
+    from torch import dtype as Dtype
+else:  # the command line reads these fields without torch
+    Dtype = Any
 
-
-# -- how a field is written: its default, one line of help, and whether it makes a command-line flag -------------------
+# -- how a field is written: its default, one line of help, and what kind of value it takes ---------------------------
 
 
 def setting(
-    default: Any, help_text: str, *, choices: Iterable[str] = (), cli: bool = True, section: str | None = None
+    default: Any,
+    help_text: str,
+    kind: Kind | None = None,
+    *,
+    cli: bool = True,
+    section: str | None = None,
 ) -> Any:
-    """A dataclass field. Metadata: help, choices, cli, and, on the first field of a section, the section's name."""
-    metadata = {"help": help_text, "choices": tuple(choices), "cli": cli, "section": section}
+    """A dataclass field. Metadata: help, kind, whether it makes a command-line flag, and, on the first field
+    of a section, the section's name."""
+    metadata = {
+        "help": help_text,
+        "kind": kind,
+        "cli": cli,
+        "section": section,
+    }
     if isinstance(default, partial):
         return dataclasses.field(default_factory=default, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def hook(help_text: str, section: str | None = None) -> Any:
+def hook(help_text: str, kind: Kind, section: str | None = None) -> Any:
     """A field for callables, so never a flag."""
-    return setting(None, help_text, cli=False, section=section)
+    return setting(None, help_text, kind, cli=False, section=section)
 
 
-def setting_from_env(variable: str, read: Callable[[str], Any], help_text: str) -> Any:
-    """A dataclass field whose default is ``read`` of an environment variable ("" if unset) when the object is made."""
-    return setting(partial(_read_variable, variable, read), f"{help_text} [env {variable}]")
+def setting_from_env(name: str, unset: Any, help_text: str, kind: Kind) -> Any:
+    """A dataclass field whose default is in its environment variable when the object is made, or ``unset``."""
+    return setting(partial(_read_variable, name, unset, kind), f"{help_text} [env {variable_of(name)}]", kind)
 
 
-def read_flag(text: str) -> bool:
-    """A switch in an environment variable. Raises ConfigError for anything but 1/true/yes/on and 0/false/no/off."""
-    word = text.strip().lower()
-    if word not in _TRUE + _FALSE:
-        raise ConfigError(f"{text!r} is not a switch; it must be 1, true, yes or on, or 0, false, no or off")
-    return word in _TRUE
+def _read_variable(name: str, unset: Any, kind: Kind) -> Any:
+    variable = variable_of(name)
+    text = os.environ.get(variable)
+    return kind.value_of(name, text, f"environment variable {variable}") if text else unset
 
 
-def read_text(text: str) -> str | None:
-    """Text in an environment variable; None where it is unset or empty."""
-    return text or None
-
-
-def read_count(text: str) -> int:
-    """A number in an environment variable; 0 where it is unset or empty. Raises ConfigError."""
-    try:
-        return int(text or 0)
-    except ValueError:
-        raise ConfigError(f"{text!r} is no whole number") from None
-
-
-def _read_variable(variable: str, read: Callable[[str], Any]) -> Any:
-    try:
-        return read(os.environ.get(variable, ""))
-    except ConfigError as error:
-        raise ConfigError(f"environment variable {variable}: {error}") from None
+def _dtype(name: str) -> Any:
+    return getattr(load("torch"), name)
 
 
 # -- the configuration ------------------------------------------------------------------------------------------------
-
-TRACE_DIR_VARIABLE = "MEGATRON_PP_TRACE_DIR"
-TRACE_STEPS_VARIABLE = "MEGATRON_PP_TRACE_STEPS"
-MEASURE_VARIABLE = "MEGATRON_PP_MEASURE"
-MEASURE_OUT_VARIABLE = "MEGATRON_PP_MEASURE_OUT"
 
 Config = TypeVar("Config", bound="ModelParallelConfig")
 Hook = Callable[..., Any] | None
@@ -99,43 +87,60 @@ class ModelParallelConfig:
 
     Raises ConfigError or a subclass, with the value and the nearest legal one."""
 
-    tensor_model_parallel_size: int = setting(1, "ranks that split each layer", section="parallel sizes")
-    pipeline_model_parallel_size: int = setting(1, "P, ranks that share the layers as a pipeline")
-    virtual_pipeline_model_parallel_size: int | None = setting(None, "V, model chunks per pipeline rank")
-    context_parallel_size: int = setting(1, "ranks that split the sequence")
-    data_parallel_size: int | None = setting(None, "replicas of the pipeline; None: what the world size leaves")
+    tensor_model_parallel_size: int = setting(1, "ranks that split each layer", kinds.SIZE, section="parallel sizes")
+    pipeline_model_parallel_size: int = setting(1, "P, ranks that share the layers as a pipeline", kinds.SIZE)
+    virtual_pipeline_model_parallel_size: int | None = setting(
+        None,
+        "V, model chunks per pipeline rank",
+        kinds.count(hint="None for a pipeline without chunks", checked=kinds.MADE, install=False),
+    )
+    context_parallel_size: int = setting(1, "ranks that split the sequence", kinds.SIZE)
+    data_parallel_size: int | None = setting(
+        None, "replicas of the pipeline; None: what the world size leaves", kinds.SIZE
+    )
     sequence_parallel: bool = setting(False, "split activations along the sequence over the tensor parallel ranks")
 
-    params_dtype: torch.dtype = setting(torch.float32, "dtype of the parameters", section="training")
+    params_dtype: Dtype = setting(partial(_dtype, "float32"), "dtype of the parameters", section="training")
     enable_autocast: bool = setting(False, "run the forward step inside torch.autocast")
-    autocast_dtype: torch.dtype | None = setting(None, "dtype of autocast; None: params_dtype")
+    autocast_dtype: Dtype | None = setting(None, "dtype of autocast; None: params_dtype")
     calculate_per_token_loss: bool = setting(False, "loss functions return token counts, which divide the gradients")
     num_microbatches_with_partial_activation_checkpoints: int | None = setting(
-        None, "microbatches in flight of which only some layers are recomputed; None: forward_step_func decides"
+        None,
+        "microbatches in flight of which only some layers are recomputed; None: forward_step_func decides",
+        kinds.count(0, checked=kinds.MADE, install=False),
     )
 
-    timers: Hook = hook("Megatron's timers", section="hooks")
-    grad_scale_func: Hook = hook("loss -> scaled loss")
-    no_sync_func: Hooks = hook("context manager(s) in which gradients stay local")
-    grad_sync_func: Hooks = hook("start(s) reducing the gradients of these parameters")
-    param_sync_func: Hooks = hook("start(s) gathering these parameters")
-    finalize_model_grads_func: Hook = hook("called once a step, after the last backward")
+    timers: Hook = hook("Megatron's timers", kinds.HOOK, section="hooks")
+    grad_scale_func: Hook = hook("loss -> scaled loss", kinds.HOOK)
+    no_sync_func: Hooks = hook("context manager(s) in which gradients stay local", kinds.HOOKS)
+    grad_sync_func: Hooks = hook("start(s) reducing the gradients of these parameters", kinds.HOOKS)
+    param_sync_func: Hooks = hook("start(s) gathering these parameters", kinds.HOOKS)
+    finalize_model_grads_func: Hook = hook("called once a step, after the last backward", kinds.HOOK)
     overlapped_forward_backward: Hook = hook(
-        "runs a forward and a backward that stand side by side as one (ours; see megatron_pp.features.pairs)"
+        "runs a forward and a backward that stand side by side as one (ours; see megatron_pp.features.pairs)",
+        kinds.PAIRS,
     )
     barrier_with_L1_time: bool = setting(True, "level-1 timers start behind a barrier")  # noqa: N815 (Megatron's name)
 
-    pipeline_dtype: torch.dtype | None = setting(
-        None, "dtype of what travels between stages; needed when P > 1", section="pipeline"
+    pipeline_dtype: Dtype | None = setting(
+        None, "dtype of what travels between stages; needed when P > 1", kinds.DTYPE, section="pipeline"
     )
     microbatch_group_size_per_vp_stage: int | None = setting(
-        None, "G, microbatches a chunk runs before the next chunk takes over; None: P"
+        None, "G, microbatches a chunk runs before the next chunk takes over; None: P", kinds.count(checked=kinds.NEVER)
     )
-    variable_seq_lengths: bool = setting(False, "microbatches differ in shape, which is sent ahead of each")
-    overlap_p2p_comm: bool = setting(False, "send and receive while computing, in warm-up and flush too")
-    batch_p2p_comm: bool | None = setting(None, "group sends and receives into one call; None: unless overlap_p2p_comm")
-    batch_p2p_sync: bool = setting(False, "synchronize the device after each grouped call, as old PyTorch needed")
-    deallocate_pipeline_outputs: bool = setting(True, "free an output's data once sent, unless its graph needs it")
+    variable_seq_lengths: bool = setting(
+        False, "microbatches differ in shape, which is sent ahead of each", kinds.SWITCH
+    )
+    overlap_p2p_comm: bool = setting(False, "send and receive while computing, in warm-up and flush too", kinds.SWITCH)
+    batch_p2p_comm: bool | None = setting(
+        None, "group sends and receives into one call; None: unless overlap_p2p_comm", kinds.SWITCH
+    )
+    batch_p2p_sync: bool = setting(
+        False, "synchronize the device after each grouped call, as old PyTorch needed", kinds.SWITCH
+    )
+    deallocate_pipeline_outputs: bool = setting(
+        True, "free an output's data once sent, unless its graph needs it", kinds.SWITCH
+    )
     defer_embedding_wgrad_compute: bool = setting(
         False, "call the last stage's finish_embedding_wgrad_compute() before gradients are finalised"
     )
@@ -144,6 +149,7 @@ class ModelParallelConfig:
         None,
         "schedule family, or a .csv or .json file; None: 1f1b, or interleaved_1f1b where V > 1, and with "
         "sequence_slices seq_1f1b, or interleaved_seq_1f1b",
+        kinds.SCHEDULE,
         section="pipeline, ours",
     )
     sequence_slices: int = setting(
@@ -156,9 +162,10 @@ class ModelParallelConfig:
         None,
         "model chunks of every rank, from its first, whose activations are in host memory between forward and "
         "backward; None: half of them with pipe_offload, else none",
+        kinds.count(0, "None for the schedule's own"),
     )
     offload_slots: int = setting(
-        1, "compute operations for which a copy to host memory or back is placed in the schedule"
+        1, "compute operations for which a copy to host memory or back is placed in the schedule", kinds.count()
     )
     skip_tensors: Any = setting(
         None,
@@ -169,75 +176,98 @@ class ModelParallelConfig:
     skip_cache: str = setting(
         "received",
         "what a rank keeps of them, so that it is not sent again: none, received, or all (what it made too)",
-        choices=CACHES,
+        kinds.choice(CACHES, install=False),
         cli=False,
     )
     pipeline_measured: Any = setting(
-        None, "times and memory that auto and auto_v plan for: a Measured, a dict, or a JSON file; None: equal times"
+        None,
+        "times and memory that auto and auto_v plan for: a Measured, a dict, or a JSON file; None: equal times",
+        kinds.MEASURED,
     )
     pipeline_placement: str | None = setting(
-        None, "which rank holds which stage: loop or v; None: as the schedule says", choices=rules.PLACEMENTS
+        None,
+        "which rank holds which stage: loop or v; None: as the schedule says",
+        kinds.choice(PLACEMENTS, checked=kinds.MADE, install=False),
     )
     p2p_channels: str = setting(
-        "one_way", "one_way: a channel per direction and kind; shared: the given group alone", choices=rules.CHANNELS
+        "one_way",
+        "one_way: a channel per direction and kind; shared: the given group alone",
+        kinds.choice(CHANNELS, checked=kinds.EVERY_STEP),
     )
     p2p_max_ctas: int | None = setting(
         None,
         "thread blocks of the GPU that one transfer may occupy on NCCL, also while it waits for its peer; None: as the "
         "pipeline group has it, or else 8",
+        kinds.count(hint="None for the pipeline group's own"),
     )
-    max_pending_sends: int = setting(2, "unfinished sends that may pile up before the schedule waits for one")
-    p2p_timeout: float = setting(600.0, "seconds until a transfer without answer is an error")
+    max_pending_sends: int = setting(
+        2, "unfinished sends that may pile up before the schedule waits for one", kinds.count(0)
+    )
+    p2p_timeout: float = setting(600.0, "seconds until a transfer without answer is an error", kinds.SECONDS)
     compute_timeout: float | None = setting(
-        None, "seconds that one operation of a rank that gives signs of life may take; None: ten times p2p_timeout"
+        None,
+        "seconds that one operation of a rank that gives signs of life may take; None: ten times p2p_timeout",
+        kinds.SECONDS,
     )
     step_number: int | Callable[[], int] | None = setting(
-        None, "the program's number of the step, or a function that returns it; ranks compare theirs", cli=False
+        None,
+        "the program's number of the step, or a function that returns it; ranks compare theirs",
+        kinds.STEP_NUMBER,
+        cli=False,
     )
-    warm_up_p2p: bool = setting(True, "connect neighbours when the communicator is made, not within the first step")
+    warm_up_p2p: bool = setting(
+        True, "connect neighbours when the communicator is made, not within the first step", kinds.SWITCH
+    )
     device_sync: bool | None = setting(
         None,
         "compute may synchronise the device, so no receive is posted ahead; None: where timers are at log level 2",
+        kinds.SWITCH,
     )
     p2p_debug: bool = setting_from_env(
-        "MEGATRON_PP_P2P_DEBUG", read_flag, "check shapes, dtypes and order of every transfer (slow)"
+        "p2p_debug", False, "check shapes, dtypes and order of every transfer (slow)", kinds.SWITCH
     )
     trace_dir: str | None = setting_from_env(
-        TRACE_DIR_VARIABLE, read_text, "folder for timelines of what really happened"
+        "trace_dir", None, "folder for timelines of what really happened", kinds.TEXT
     )
     trace_steps: str | None = setting_from_env(
-        TRACE_STEPS_VARIABLE, read_text, "training steps to trace, from 1, as in 3,10-12; None: 2 to 21"
+        "trace_steps", None, "training steps to trace, from 1, as in 3,10-12; None: 2 to 21", kinds.STEPS
     )
-    trace_first_step: int = setting(1, "the number of this process's first step, as after a resume", cli=False)
+    trace_first_step: int = setting(
+        1, "the number of this process's first step, as after a resume", kinds.count(checked=kinds.NEVER), cli=False
+    )
     measure: int = setting_from_env(
-        MEASURE_VARIABLE,
-        read_count,
+        "measure",
+        0,
         "training steps, after the first one, in which times and memory of stages are measured, and then transfers; "
         "0: none",
+        kinds.count(0),
     )
     measure_out: str | None = setting_from_env(
-        MEASURE_OUT_VARIABLE,
-        read_text,
+        "measure_out",
+        None,
         "where that is written, for pipeline_measured and advise; None: megatron_pp_measured.json in trace_dir, or "
         "else in the working folder",
+        kinds.TEXT,
     )
     pipeline_replan: str | None = setting(
         None,
         "every:N: after every N training steps, search for a plan that is faster under what stages and links take by "
         "then, and change to it between two steps; None: never",
+        kinds.REPLAN,
     )
     microbatch_costs: Sequence[float] | Callable[[], Sequence[float]] | None = setting(
         None,
         "what each microbatch of the step costs, in any unit, or a function that returns that: with pipeline_replan, "
         "steps of unequal microbatches have plans of their own; None: all cost the same",
+        kinds.MICROBATCH_COSTS,
         cli=False,
     )
 
     def __post_init__(self) -> None:
+        _check_values(self, _CHECKED)
         rules.check_parallel_sizes(self)
         rules.check_dtypes(self)
         rules.check_schedule(self)
-        rules.check_communication(self)
         rules.check_training(self)
         self._filled_in = self._fill_in(
             microbatch_group_size_per_vp_stage=self.pipeline_model_parallel_size,
@@ -295,6 +325,28 @@ class ModelParallelConfig:
         """A changed copy; derived values are computed again (dataclasses.replace keeps them). Raises as the class."""
         fresh: dict[str, Any] = {name: None for name in self._filled_in if name not in changes}
         return dataclasses.replace(self, **fresh, **changes)
+
+
+_CHECKED = tuple(
+    (field.name, kind.accept, field.default, kind.checked)
+    for field in dataclasses.fields(ModelParallelConfig)
+    if (kind := field.metadata["kind"]) is not None and kind.checked != kinds.NEVER
+)
+_OF_STEPS = tuple(row for row in _CHECKED if row[-1] == kinds.EVERY_STEP)
+
+
+def check_step_values(config: Any) -> None:
+    """Of a config, or of a step's settings. Raises ConfigError."""
+    _check_values(config, _OF_STEPS)
+
+
+def _check_values(config: Any, rows: Iterable[tuple[str, Callable[[str, Any], Any], Any, int]]) -> None:
+    for name, accept, default, _ in rows:
+        value = getattr(config, name)
+        if value is not default:
+            accept(name, value)
+    rules.check_timeouts(config)
+    rules.lowering_policy(config)
 
 
 @dataclass

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from megatron_pp.config.checks import nearest_multiples, one_of, whole_number
+from megatron_pp.config.checks import callable_or_none, nearest_multiples, whole_number
 from megatron_pp.config.microbatch_counts import check_group_size
 from megatron_pp.errors import ConfigError, PlanError, ScheduleError
 from megatron_pp.on_demand import load
-from megatron_pp.plan.ir.placement import PLACEMENTS, Placement
-from megatron_pp.plan.ir.spec import BATCHED, CHANNELS, OVERLAP, PLAIN
+from megatron_pp.plan.ir.placement import Placement
+from megatron_pp.plan.ir.spec import BATCHED, OVERLAP, PLAIN
 from megatron_pp.plan.names import did_you_mean
 from megatron_pp.plan.orders import (
     INTERLEAVED,
@@ -36,12 +33,6 @@ _EVERY = re.compile(r"every:([1-9]\d{0,8})", re.ASCII)
 
 
 def check_parallel_sizes(config: Any) -> None:
-    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
-        whole_number(name, getattr(config, name))
-    hint = "None for a pipeline without chunks"
-    whole_number("virtual_pipeline_model_parallel_size", config.num_chunks, hint=hint)
-    if config.data_parallel_size is not None:
-        whole_number("data_parallel_size", config.data_parallel_size)
     if config.sequence_parallel and config.tensor_model_parallel_size == 1:
         raise ConfigError(
             "sequence_parallel is True with tensor_model_parallel_size 1; it splits over the tensor parallel ranks, "
@@ -65,8 +56,8 @@ def check_dtypes(config: Any) -> None:
         )
 
 
-def check_dtype(name: str, value: object) -> None:
-    if not isinstance(value, torch.dtype) or not value.is_floating_point:
+def check_dtype(name: str, value: Any) -> None:
+    if not isinstance(value, load("torch").dtype) or not value.is_floating_point:
         raise ConfigError(f"{name} is {value!r}; it must be a floating point torch.dtype such as torch.bfloat16")
 
 
@@ -78,8 +69,6 @@ def check_offload(offload_chunks: int | None, num_chunks: int) -> None:
 
 def check_schedule(config: Any) -> None:
     check_offload(config.offload_chunks, config.num_chunks)
-    if config.pipeline_placement is not None:
-        one_of("pipeline_placement", config.pipeline_placement, PLACEMENTS)
     family = schedule_family(config.pipeline_schedule, config.num_chunks, config.sequence_slices)
     searched = family.search is not None
     sizes = config.pipeline_model_parallel_size, family.chunks or config.num_chunks
@@ -108,14 +97,10 @@ def measured_of(config: Any, placement: Placement | None = None) -> Measured | N
     return measured
 
 
-def check_seconds(name: str, value: object) -> None:
+def check_seconds(name: str, value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
         raise ConfigError(f"{name} is {value!r}; it must be a number of seconds above 0, such as 600.0")
-
-
-def _unless_none(rule: Callable[[str, Any], object], name: str, value: object) -> None:
-    if value is not None:
-        rule(name, value)
+    return value
 
 
 def replan_steps(name: str, value: object) -> int:
@@ -140,28 +125,6 @@ def checked_costs(costs: Any, count: int | None = None) -> tuple[float, ...]:
     return found
 
 
-COMMUNICATION: dict[str, Callable[[str, Any], object]] = {
-    "p2p_channels": partial(one_of, known=CHANNELS),
-    "max_pending_sends": partial(whole_number, at_least=0),
-    "p2p_max_ctas": partial(_unless_none, partial(whole_number, hint="None for the pipeline group's own")),
-    "p2p_timeout": check_seconds,
-    "compute_timeout": partial(_unless_none, check_seconds),
-    "measure": partial(whole_number, at_least=0),
-    "offload_chunks": partial(_unless_none, partial(whole_number, at_least=0, hint="None for the schedule's own")),
-    "offload_slots": whole_number,
-    "pipeline_replan": partial(_unless_none, replan_steps),
-}
-"""Field -> the rule for its value alone: raises ConfigError, given the name and a value."""
-
-
-def check_communication(config: Any) -> None:
-    """Also of a step's settings."""
-    for name, rule in COMMUNICATION.items():
-        rule(name, getattr(config, name))
-    check_timeouts(config)
-    lowering_policy(config)
-
-
 def check_timeouts(config: Any) -> None:
     if config.compute_timeout is not None and config.compute_timeout < config.p2p_timeout:
         raise ConfigError(
@@ -171,21 +134,12 @@ def check_timeouts(config: Any) -> None:
 
 
 def check_training(config: Any) -> None:
-    checkpointed = config.num_microbatches_with_partial_activation_checkpoints
-    if checkpointed is not None:
-        whole_number("num_microbatches_with_partial_activation_checkpoints", checkpointed, at_least=0)
     if config.defer_embedding_wgrad_compute and config.pipeline_model_parallel_size == 1:
         raise ConfigError(
             "defer_embedding_wgrad_compute is True with pipeline_model_parallel_size 1; there is no pipeline flush to "
             "hide it in, so leave it off"
         )
-    for name in ("timers", "grad_scale_func", "finalize_model_grads_func", "overlapped_forward_backward"):
-        if getattr(config, name) is not None and not callable(getattr(config, name)):
-            raise ConfigError(f"{name} is {getattr(config, name)!r}; it must be a callable, or None")
-    for name in ("no_sync_func", "grad_sync_func", "param_sync_func"):
-        value = getattr(config, name)
-        if value is not None and not all(map(callable, value if isinstance(value, (list, tuple)) else [value])):
-            raise ConfigError(f"{name} is {value!r}; it must be a callable, or a list of one per chunk, or None")
+    callable_or_none("overlapped_forward_backward", config.overlapped_forward_backward)
 
 
 def check_model_sizes(config: Any) -> None:

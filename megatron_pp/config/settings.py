@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import torch
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from megatron_pp.config import rules
 from megatron_pp.config.checks import whole_number
-from megatron_pp.config.model_config import TransformerConfig
+from megatron_pp.config.model_config import ModelParallelConfig, TransformerConfig, check_step_values
 from megatron_pp.errors import ConfigError, ScheduleInputError
 from megatron_pp.plan.ir.spec import DEVICE_SYNC, ONE_QUEUE, ONE_WAY, STATIC_BUFFERS
-
-if TYPE_CHECKING:
-    from megatron_pp.features.skip_tensors.routes import SkipTensor
-    from megatron_pp.plan.costs.measured import Measured
 
 TE_GRAPHS = "transformer_engine"
 """Of ``cuda_graph_impl``: layers run in CUDA graphs of Transformer Engine, as Megatron captures them."""
@@ -25,66 +20,38 @@ LOCAL_GRAPHS = "local"
 LAYER_GRAPHS = (TE_GRAPHS, LOCAL_GRAPHS)
 
 
-class StepSettings(NamedTuple):  # five times faster to make than a frozen dataclass
+# Fields that no step reads.
+_NOT_READ = ("pipeline_model_parallel_size", "data_parallel_size", "params_dtype", "pipeline_placement")
+_FIELDS = {f.name: f for f in dataclasses.fields(ModelParallelConfig) if f.name not in _NOT_READ}
+_FIELDS |= {name: TransformerConfig.__dataclass_fields__[name] for name in ("hidden_size", "ffn_hidden_size")}
+_DEFAULTS: dict[str, Any] = {f.name: None if f.default is dataclasses.MISSING else f.default for f in _FIELDS.values()}
+# A config that describes no layers has no dropout; the last two are fields of Megatron's alone.
+_DEFAULTS |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "mtp_standalone": False, "cuda_graph_impl": False}
+_FROM_ENVIRONMENT = tuple(
+    (list(_DEFAULTS).index(name), field.default_factory)
+    for name, field in _FIELDS.items()
+    if field.default_factory is not dataclasses.MISSING
+)
+
+if TYPE_CHECKING:
+
+    class _Values(TransformerConfig):
+        mtp_standalone: bool
+        cuda_graph_impl: str | bool
+        _make: Any
+        _replace: Any
+
+else:  # five times faster to make than a dataclass
+    _Values = collections.namedtuple("_Values", _DEFAULTS)
+
+
+class StepSettings(_Values):
     """The options of one step, by the names of the config's fields (see `TransformerConfig`).
 
     A field that the config lacks, as Megatron's configs lack ours, or that is None, has the default of
     `TransformerConfig`, environment variables included."""
 
-    tensor_model_parallel_size: int
-    context_parallel_size: int
-    virtual_pipeline_model_parallel_size: int | None
-    sequence_parallel: bool
-    hidden_size: int
-    ffn_hidden_size: int | None
-    hidden_dropout: float
-    attention_dropout: float
-    pipeline_dtype: torch.dtype | None
-    enable_autocast: bool
-    autocast_dtype: torch.dtype | None
-    calculate_per_token_loss: bool
-    num_microbatches_with_partial_activation_checkpoints: int | None
-    timers: Callable[..., Any] | None
-    barrier_with_L1_time: bool  # noqa: N815 (Megatron's name)
-    grad_scale_func: Callable[..., Any] | None
-    no_sync_func: Any
-    grad_sync_func: Any
-    param_sync_func: Any
-    finalize_model_grads_func: Callable[..., Any] | None
-    overlapped_forward_backward: Callable[..., Any] | None
-    microbatch_group_size_per_vp_stage: int | None
-    variable_seq_lengths: bool
-    mtp_standalone: bool
-    overlap_p2p_comm: bool
-    batch_p2p_comm: bool | None
-    batch_p2p_sync: bool
-    deallocate_pipeline_outputs: bool
-    defer_embedding_wgrad_compute: bool
-    cuda_graph_impl: str | bool
-    pipeline_schedule: str | None
-    sequence_slices: int
-    balance_sequence_slices: bool
-    offload_chunks: int | None
-    offload_slots: int
-    skip_tensors: tuple[SkipTensor, ...] | str | None
-    skip_cache: str
-    pipeline_measured: Measured | dict[str, Any] | str | None
-    p2p_channels: str
-    p2p_max_ctas: int | None
-    max_pending_sends: int
-    p2p_timeout: float
-    compute_timeout: float | None
-    step_number: int | Callable[[], int] | None
-    warm_up_p2p: bool
-    device_sync: bool | None
-    p2p_debug: bool
-    trace_dir: str | None
-    trace_steps: str | None
-    trace_first_step: int
-    measure: int
-    measure_out: str | None
-    pipeline_replan: str | None
-    microbatch_costs: Sequence[float] | Callable[[], Sequence[float]] | None
+    __slots__ = ()
 
     @classmethod
     def from_config(cls, config: Any, overrides: Mapping[str, Any] | None = None) -> StepSettings:
@@ -92,14 +59,16 @@ class StepSettings(NamedTuple):  # five times faster to make than a frozen datac
         ScheduleInputError for an impossible value."""
         if isinstance(config, cls):
             return config
-        read = [default if (given := getattr(config, name, None)) is None else given for name, default in _DEFAULTS]
+        read = [
+            default if (given := getattr(config, name, None)) is None else given for name, default in _DEFAULTS.items()
+        ]
         for position, from_environment in _FROM_ENVIRONMENT:
             if read[position] is None:
                 read[position] = from_environment()
-        settings = cls._make(read)
+        settings: StepSettings = cls._make(read)
         if overrides:
             settings = settings._replace(**overrides)
-        checked(rules.check_communication, settings)
+        checked(check_step_values, settings)
         return settings
 
     @property
@@ -158,18 +127,3 @@ def checked(rule: Callable[..., Any], *args: Any) -> Any:
         return rule(*args)
     except ConfigError as error:
         raise ScheduleInputError(f"config.{error}") from error
-
-
-# In the order of the settings. mtp_standalone and cuda_graph_impl are fields of Megatron's alone; a config that
-# describes no layers has no dropout.
-_FIELDS = {name: TransformerConfig.__dataclass_fields__.get(name) for name in StepSettings._fields}
-_FIELDS |= {"hidden_dropout": None, "attention_dropout": None}
-_DEFAULTS: tuple[tuple[str, Any], ...] = tuple(
-    (name, False if field is None else None if field.default is dataclasses.MISSING else field.default)
-    for name, field in _FIELDS.items()
-)
-_FROM_ENVIRONMENT = tuple(
-    (position, field.default_factory)
-    for position, field in enumerate(_FIELDS.values())
-    if field is not None and field.default_factory is not dataclasses.MISSING
-)

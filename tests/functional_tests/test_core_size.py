@@ -24,7 +24,7 @@ ROOMS = {
         "abort at_exit channels collectives communicator events gloo p2p_communicator process_groups stores "
         "transport wait_handle"
     ),
-    "config": "checks layout microbatch_counts model_config parallel_grid rules settings",
+    "config": "checks kinds layout microbatch_counts model_config parallel_grid rules settings",
     "faults": (
         "attach consistency device_events diagnosis guard heartbeat liveness nccl_settings records "
         "stall_detector tracker watchdog"
@@ -35,7 +35,7 @@ ROOMS = {
     ),
     "plan": "bounded_cache builder gc_pause names",
     "plan.costs": "activations transports",
-    "plan.ir": "certificate dataflow instruction placement repeated rules spec tasks",
+    "plan.ir": "certificate dataflow feature instruction ledger placement repeated rules spec tasks",
     "plan.lower": "boundaries clock lowering order_check repetition syncs",
     "plan.orders": "family interleaved one_chunk overtaking",
     "plan.verify": "lifetime lifetime_walk queues rendezvous sync_check verifier",

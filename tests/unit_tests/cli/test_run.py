@@ -189,5 +189,5 @@ def test_help_lists_every_setting(command: Callable[..., tuple[int, str, str]]) 
     code, said, _ = command("run", "--help")
     assert code == 0
     for name, setting in TABLE.items():
-        assert (f"--{name.replace('_', '-')} " in said.replace(",", " ")) == (not setting.only_keyword), name
+        assert (f"--{name.replace('_', '-')} " in said.replace(",", " ")) == (not setting.kind.only_keyword), name
     assert "run " in command("--help")[1]
