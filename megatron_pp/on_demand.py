@@ -19,6 +19,7 @@ MODULES = {
     "prediction": "megatron_pp.planner.prediction",
     "named_tensors": "megatron_pp.features.named_tensors.named_steps",
     "cuda_graphs": "megatron_pp.runtime.graph_order",
+    "conversions": "megatron_pp.config.conversions",
     "layout": "megatron_pp.config.layout",
     "layout_text": "megatron_pp.config.layout_text",
     "weight_grad": "megatron_pp.weight_grad",

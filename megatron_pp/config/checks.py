@@ -2,11 +2,14 @@
 
 import itertools
 import operator
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, SupportsIndex
 
 from megatron_pp.errors import ConfigError
 from megatron_pp.plan.names import did_you_mean
+
+_EVERY = re.compile(r"every:([1-9]\d{0,8})", re.ASCII)
 
 
 def whole_number(
@@ -30,6 +33,26 @@ def one_of(name: str, value: Any, known: Iterable[object]) -> Any:
     if value not in choices:
         hint = did_you_mean(value, choices)
         raise ConfigError(f"{name} is {value!r}{hint}; it must be one of {', '.join(map(repr, choices))}")
+    return value
+
+
+def check_seconds(name: str, value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise ConfigError(f"{name} is {value!r}; it must be a number of seconds above 0, such as 600.0")
+    return value
+
+
+def replan_steps(name: str, value: object) -> int:
+    """N of ``every:N``."""
+    found = _EVERY.fullmatch(value) if isinstance(value, str) else None
+    if found is None:
+        raise ConfigError(f"{name} is {value!r}; it must be every:N, such as every:100, with N of at least 1, or None")
+    return int(found[1])
+
+
+def check_replan(name: str, value: Any) -> Any:
+    """As replan_steps; ``value``."""
+    replan_steps(name, value)
     return value
 
 

@@ -23,6 +23,7 @@ from megatron_pp.plan.orders.family import Family
 
 if TYPE_CHECKING:
     from torch import dtype as Dtype
+
 else:  # the command line reads these fields without torch
     Dtype = Any
 
@@ -30,21 +31,11 @@ else:  # the command line reads these fields without torch
 
 
 def setting(
-    default: Any,
-    help_text: str,
-    kind: Kind | None = None,
-    *,
-    cli: bool = True,
-    section: str | None = None,
+    default: Any, help_text: str, kind: Kind | None = None, *, cli: bool = True, section: str | None = None
 ) -> Any:
-    """A dataclass field. Metadata: help, kind, whether it makes a command-line flag, and, on the first field
-    of a section, the section's name."""
-    metadata = {
-        "help": help_text,
-        "kind": kind,
-        "cli": cli,
-        "section": section,
-    }
+    """A dataclass field. Metadata: help, kind, whether it makes a command-line flag, and, on the first field of a
+    section, the section's name."""
+    metadata = {"help": help_text, "kind": kind, "cli": cli, "section": section}
     if isinstance(default, partial):
         return dataclasses.field(default_factory=default, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -308,10 +299,10 @@ class ModelParallelConfig:
 
     def explain_microbatch_count(self, num_microbatches: int) -> MicrobatchCount:
         """The effect of this number of microbatches on speed; raises MicrobatchCountError unless it is at least 1."""
-        size, group = self.pipeline_model_parallel_size, self.microbatch_group_size_per_vp_stage
-        if not self._family.idles_in_short_groups:
-            return explain_microbatch_count(num_microbatches, size)
-        return explain_microbatch_count(num_microbatches, size, self.num_chunks, group)
+        sizes: tuple[Any, ...] = (self.pipeline_model_parallel_size,)
+        if self._family.idles_in_short_groups:
+            sizes = (*sizes, self.num_chunks, self.microbatch_group_size_per_vp_stage)
+        return explain_microbatch_count(num_microbatches, *sizes)
 
     def __new__(cls, *values: Any, **options: Any) -> Any:
         """Raises TypeError for an option that is none, with the nearest one."""

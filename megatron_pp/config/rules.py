@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +27,6 @@ from megatron_pp.plan.orders.family import INTERLEAVED_SEQ, SEQ_1F1B, Family
 if TYPE_CHECKING:
     from megatron_pp.features.skip_tensors.routes import SkipTensor
     from megatron_pp.plan.costs.measured import Measured
-
-_EVERY = re.compile(r"every:([1-9]\d{0,8})", re.ASCII)
 
 
 def check_parallel_sizes(config: Any) -> None:
@@ -95,20 +92,6 @@ def measured_of(config: Any, placement: Placement | None = None) -> Measured | N
     except PlanError as error:
         raise ScheduleError(f"pipeline_measured: {error}") from error
     return measured
-
-
-def check_seconds(name: str, value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-        raise ConfigError(f"{name} is {value!r}; it must be a number of seconds above 0, such as 600.0")
-    return value
-
-
-def replan_steps(name: str, value: object) -> int:
-    """N of ``every:N``."""
-    found = _EVERY.fullmatch(value) if isinstance(value, str) else None
-    if found is None:
-        raise ConfigError(f"{name} is {value!r}; it must be every:N, such as every:100, with N of at least 1, or None")
-    return int(found[1])
 
 
 def checked_costs(costs: Any, count: int | None = None) -> tuple[float, ...]:

@@ -14,8 +14,8 @@ import pytest
 from tests.functional_tests.megatron_support import needs_megatron
 from tests.harness.processes import run_processes
 
-OWN_LINES = 12_750  # wanted: 12_000
-INSTALLED_LINES = 13_900  # wanted: 13_500
+OWN_LINES = 12_850  # wanted: 12_000
+INSTALLED_LINES = 13_950  # wanted: 13_500
 
 # Room -> its modules that a default step loads; those of integrations under install() alone.
 ROOMS = {
@@ -24,7 +24,7 @@ ROOMS = {
         "abort at_exit channels collectives communicator events gloo p2p_communicator process_groups stores "
         "transport wait_handle"
     ),
-    "config": "checks kinds layout microbatch_counts model_config parallel_grid rules settings",
+    "config": "checks conversions kinds layout microbatch_counts model_config parallel_grid rules settings",
     "faults": (
         "attach consistency device_events diagnosis guard heartbeat liveness nccl_settings records "
         "stall_detector tracker watchdog"

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.comm.transport import Transport
-from megatron_pp.config.rules import replan_steps
+from megatron_pp.config.checks import replan_steps
 from megatron_pp.config.settings import LAYER_GRAPHS, StepSettings
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.faults.attach import PRIVATE_FIELDS, watched

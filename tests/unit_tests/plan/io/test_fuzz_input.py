@@ -22,7 +22,7 @@ from examples.gpt.checkpoint import DESCRIPTION, CheckpointWriter, check_layout,
 from examples.gpt.errors import CheckpointError, TrainingError
 from examples.gpt.metrics import Recorder, read_metrics
 from examples.gpt.settings import Settings, parse
-from megatron_pp.config.kinds import read_flag
+from megatron_pp.config.conversions import read_flag
 from megatron_pp.config.layout_text import layers_per_stage
 from megatron_pp.errors import ConfigError, ExchangeError, InstructionError, LayoutError, PlanError, ScheduleInputError
 from megatron_pp.faults.records import Entry, Failure, Process, Progress, RecordError, decode, encode

@@ -1,0 +1,94 @@
+"""What becomes of a setting of `install()`, or of an environment variable: texts are read, names looked up. Each
+function takes the setting's name and a value; it raises ConfigError. Never imports torch.
+"""
+
+import os
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_pp.config import rules
+from megatron_pp.config.checks import one_of, whole_number
+from megatron_pp.errors import ConfigError, ScheduleInputError
+from megatron_pp.on_demand import load
+
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("", "0", "false", "no", "off")
+
+
+def read_flag(text: str) -> bool:
+    """A switch in an environment variable. Raises ConfigError for anything but 1/true/yes/on and 0/false/no/off."""
+    word = text.strip().lower()
+    if word not in _TRUE + _FALSE:
+        raise ConfigError(f"{text!r} is not a switch; it must be 1, true, yes or on, or 0, false, no or off")
+    return word in _TRUE
+
+
+def read_number(text: str) -> Any:
+    """Text that is no number is returned as it is, for ``accept`` to say what would be right."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def switch(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} is {value!r}; it must be true or false")
+    return value
+
+
+def _path_or_text(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def text(name: str, value: Any) -> str:
+    text = _path_or_text(value)
+    if not isinstance(text, str) or not text:
+        raise ConfigError(f"{name} is {value!r}; it must be a text")
+    return text
+
+
+def schedule(name: str, value: Any) -> str:
+    found = text(name, value)
+    rules.known_family(found)
+    return found
+
+
+def measured(name: str, value: Any) -> Any:
+    value = _path_or_text(value)
+    rules.measured_of(SimpleNamespace(pipeline_measured=value))
+    return value
+
+
+def dtype(name: str, value: Any) -> Any:
+    dtype = getattr(load("torch"), value.removeprefix("torch."), value) if isinstance(value, str) else value
+    rules.check_dtype(name, dtype)
+    return dtype
+
+
+def steps(name: str, value: Any) -> str:
+    found = text(name, value)
+    try:
+        load("trace_dir").chosen_steps(found)
+    except ScheduleInputError as error:
+        raise ConfigError(str(error)) from error
+    return found
+
+
+def pairs(name: str, value: Any) -> Callable[..., Any]:
+    if callable(value):
+        return value
+    functions: dict[str, Callable[..., Any]] = load("pairs").PAIR_FUNCTIONS
+    one_of(name, value, functions)
+    return functions[value]
+
+
+def step_number(name: str, value: Any) -> Any:
+    return value if callable(value) else whole_number(name, value, at_least=0, hint="or a function that returns it")
+
+
+def microbatch_costs(name: str, value: Any) -> Any:
+    return value if callable(value) else rules.checked_costs(value)
