@@ -38,7 +38,7 @@ ROOMS = {
     "plan.ir": "certificate dataflow feature instruction ledger placement repeated rules spec tasks",
     "plan.lower": "boundaries clock lowering order_check repetition syncs",
     "plan.orders": "family interleaved one_chunk overtaking",
-    "plan.verify": "lifetime lifetime_walk queues rendezvous sync_check verifier",
+    "plan.verify": "lifetime queues rendezvous sync_check verifier",
     "runtime": (
         "arguments communicators compute deallocate executor gradient_hooks log_once message_shapes plan_choice step"
     ),

@@ -16,7 +16,7 @@ from megatron_pp.plan.costs.activations import host_timeline, kept_timeline, key
 from megatron_pp.plan.ir.ledger import KINDS
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.plan.names import unknown
-from megatron_pp.plan.verify.lifetime_walk import Walk
+from megatron_pp.plan.verify.lifetime import Walk
 from megatron_pp.plan.verify.record_stream import recorded_timeline
 
 NONE = "none"

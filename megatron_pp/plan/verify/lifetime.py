@@ -1,16 +1,30 @@
-"""The half of ``verify`` that looks at one rank at a time: the rules of ``rules.py``, syncs, and memory."""
+"""The half of ``verify`` that looks at one rank at a time, instruction by instruction: the rules of ``rules.py``,
+syncs, and memory.
+"""
 
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice, product
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_pp.errors import InstructionError, PlanError
+from megatron_pp.on_demand import load
 from megatron_pp.plan.ir import instruction as ins
-from megatron_pp.plan.ir.instruction import Instruction
-from megatron_pp.plan.ir.ledger import Memory
+from megatron_pp.plan.ir.dataflow import CAUSAL, neighbour_of, slice_before
+from megatron_pp.plan.ir.feature import rows_of
+from megatron_pp.plan.ir.instruction import NONE, Instruction
+from megatron_pp.plan.ir.ledger import KINDS, VIEWS, Memory, Site, change_of, key_values_change
 from megatron_pp.plan.ir.repeated import Block, RepetitionError
+from megatron_pp.plan.ir.rules import B_RAN, F_FREED, F_RAN, W_LEFT, W_RAN, facts_at_end, needs_at, rule_of, words_of
 from megatron_pp.plan.ir.spec import Plan
-from megatron_pp.plan.verify.lifetime_walk import RankPeaks, Walk
 from megatron_pp.plan.verify.sync_check import check_syncs
+
+if TYPE_CHECKING:
+    from megatron_pp.features.skip_tensors.skip_lifetime import NamedWalk
+
+
+_KEY_VALUES = KINDS["key_values"]
 
 
 def check_rank(plan: Plan, rank: int, deallocate: bool = True, block: Block | None = None) -> RankPeaks:
@@ -24,13 +38,6 @@ def check_rank(plan: Plan, rank: int, deallocate: bool = True, block: Block | No
     _check_groups(plan, rank)
     check_syncs(plan, rank)
     return peaks
-
-
-def tensors_timeline(plan: Plan, rank: int, deallocate: bool = True) -> Iterator[int]:
-    """Pipeline tensors alive together right after each instruction of ``plan.timed(rank)``. Raises PlanError as
-    check_rank does.
-    """
-    return Walk(plan, rank, deallocate).tensors()
 
 
 def _walked(walk: Walk, plan: Plan, block: Block | None) -> RankPeaks:
@@ -67,3 +74,238 @@ def _check_groups(plan: Plan, rank: int) -> None:
 def _timed_length(program: Sequence[Instruction]) -> int:
     """Its length as ``Plan.timed`` counts, with the members of a pair by themselves."""
     return len(program) + sum(len(at.members) - 1 for at in program if at.op == ins.PAIR)
+
+
+class RankPeaks(NamedTuple):
+    """Peaks over one rank's program: of each kind for itself (``each``), and of all tensors together (``tensors``)."""
+
+    each: Memory
+    tensors: int
+
+
+class _Move(NamedTuple):
+    """What a step makes of a cell's facts, and of the memory: ``changes`` are (index in Memory, difference)."""
+
+    facts: int
+    changes: tuple[tuple[int, int], ...]
+    tensors: int
+
+
+class Step(NamedTuple):
+    """What an op of one chunk needs and does; ``moves``: what it was found to do, by the facts before it."""
+
+    needs: int
+    adds: int
+    bars: int
+    change: Memory
+    moves: dict[int, _Move]
+
+
+class Walk:
+    """What is true of every cell of a rank, and alive on it, as its program runs. Raises PlanError naming the rank,
+    the instruction and what is missing.
+    """
+
+    def __init__(self, plan: Plan, rank: int, deallocate: bool = True) -> None:
+        spec = plan.spec
+        self.plan = plan
+        self.rank = rank
+        self.forward_only = spec.forward_only
+        self.barred = W_LEFT | W_RAN if not spec.split_backward else 0
+        self.microbatches = spec.num_microbatches
+        self.slices = spec.slices
+        self.placement = plan.placement
+        self.last_stage = plan.placement.num_stages - 1
+        self.stages = plan.placement.stages[rank]
+        self.facts = dict.fromkeys(product(self.stages, range(self.microbatches), spec.shape.parts), 0)
+        # What each chunk runs in the order of microbatches: its name in words, and why.
+        self.in_order = {ins.FORWARD: ("forward", "the data iterator gives them in order")}
+        if plan.placement.barriers and rank == plan.placement.output_root:
+            self.in_order |= rows_of("output_layer_rows").in_order
+        self.checked = ins.HAND_OPS | self.in_order.keys()
+        self.then: dict[int, tuple[frozenset[str], int]] = {}  # by fact: what needs other facts where it is true
+        self.next = dict.fromkeys(product(self.in_order, range(spec.num_chunks)), (0, spec.shape.parts[0]))
+        self.required = {s: facts_at_end(plan.placement, s, self.forward_only) for s in self.stages}
+        self.known: dict[tuple[str, int, int, int, bool], Step] = {}  # by op, stage, peer, chunk, and whether named
+        self.gives_back = deallocate or spec.forward_only  # whether an output's data goes when it was sent or handed on
+        self.peaks = [0] * len(Memory._fields)
+        self.now = [0] * len(Memory._fields)
+        self.named: NamedWalk | None = None
+        if spec.skip_tensors:
+            self.named = load("skip_lifetime").NamedWalk(plan, rank, self.facts, self._error)
+
+    def tensors(self) -> Iterator[int]:
+        """Run the program; after each instruction, the tensors alive together."""
+        now, peaks, facts, known, named, alive = self.now, self.peaks, self.facts, self.known, self.named, 0
+        checked = self.checked
+        for at in self.plan.timed(self.rank):
+            for one in at.members or (at,):
+                op, stage, mb, peer, chunk, part, tensor, _ = one
+                step = known.get((op, stage, peer, chunk, not tensor)) or self.step(one)
+                if tensor:
+                    alive += self._count(self._moved(one))
+                    continue
+                cell = stage, mb, part
+                before = facts.get(cell)
+                if before is None:
+                    if op in ins.SYNC_OPS:
+                        continue
+                    raise self._no_such_cell(one)
+                facts[cell], changes, more = step.moves.get(before) or self._move(one, step, before)
+                if op in checked:
+                    self._check_turn(one)
+                if part >= 0:
+                    self._follow_slice(one)
+                for kind, difference in changes:
+                    now[kind] += difference
+                    if now[kind] > peaks[kind]:
+                        peaks[kind] = now[kind]
+                alive += more
+                if named is not None and op in ins.SINGLE_COMPUTE_OPS:
+                    alive += self._count(named.computed(one))
+            yield alive
+        self._check_end()
+
+    def _moved(self, at: Instruction) -> Iterable[tuple[str, int]]:
+        """What a transfer or release of a named tensor changes. Raises PlanError."""
+        if self.named is None or (at.stage, at.mb, at.slice) not in self.facts:
+            raise self._no_such_cell(at) if self.named else self._error(at, "the plan has no named tensors")
+        return self.named.moved(at)
+
+    def _count(self, changes: Iterable[tuple[str, int]]) -> int:
+        """Add what named tensors change to the memory; returns by how many tensors."""
+        together = 0
+        for name, difference in changes:
+            kind = KINDS[name]
+            self.now[kind] += difference
+            self.peaks[kind] = max(self.peaks[kind], self.now[kind])
+            together += difference if kind < VIEWS else 0
+        return together
+
+    def _move(self, at: Instruction, step: Step, before: int) -> _Move:
+        """What ``at`` does, for all instructions of its step that find the same facts. Raises PlanError."""
+        needs, twice = step.needs, step.adds & before
+        for fact, (ops, others) in self.then.items():
+            if before & fact and at.op in ops:
+                needs |= others
+        missing = needs & ~before
+        if missing:
+            raise self._error(at, "it comes before " + " and before ".join(words_of(missing)))
+        if step.bars & before:
+            raise self._error(at, "it comes after " + " and after ".join(words_of(step.bars & before)))
+        if twice:
+            raise self._error(at, " and ".join(words_of(twice)) + " already: it stands twice")
+        after, both, change = before | step.adds, F_FREED | B_RAN, step.change
+        if not self.gives_back and after & both == both and before & both != both:  # the data that FREE_F left goes
+            change = change._replace(outputs=change.outputs - 1)
+        changes = tuple((kind, difference) for kind, difference in enumerate(change) if difference)
+        move = step.moves[before] = _Move(after, changes, change.tensors)
+        return move
+
+    def step(self, at: Instruction) -> Step:
+        """What all instructions of this op and chunk have in common. Raises PlanError where ``at`` is none of them."""
+        stage, peer = self.placement.site(self.rank, at.op, at.chunk)
+        if (at.stage, at.peer) != (stage, peer):
+            raise self._error(
+                at,
+                f"it has stage {at.stage} and peer {at.peer}; on this rank and chunk they are {stage} and {peer} "
+                f"({NONE}: none)",
+            )
+        rule, needs, adds, bars = rule_of(at.op), 0, 0, 0
+        if at.op not in ins.SYNC_OPS and not at.tensor:
+            if rule is None or (at.stage, at.mb, at.slice) not in self.facts:
+                raise self._no_such_cell(at)
+            adds, bars = rule.adds, rule.bars
+            may = 0 if self.forward_only else rule.may & ~self.barred
+            if adds & ~(self.required[stage] | may):
+                raise self._error(at, f"stage {stage} has no such step in this plan")
+            needs = needs_at(at.op, rule.needs, stage, self.placement)
+            if rule.then[0]:
+                self.then[adds] = rule.then
+        change = change_of(at.op, self._site(stage))
+        step = self.known[(at.op, stage, peer, at.chunk, not at.tensor)] = Step(needs, adds, bars, change, {})
+        return step
+
+    def _site(self, stage: int) -> Site:
+        is_last, barriers = stage == self.last_stage, self.placement.barriers
+        return Site(
+            has_input=stage > 0,
+            has_output=not is_last or barriers > 0,
+            is_root=is_last and barriers > 0,
+            handed_in=stage - 1 in self.required,
+            handed_on=stage + 1 in self.required,
+            gives_back=self.gives_back,
+            trains=not self.forward_only,
+            barriers=barriers,
+        )
+
+    def _no_such_cell(self, at: Instruction) -> PlanError:
+        slices = f", slices 0..{self.slices - 1}" if self.slices > 1 else ", sequences whole" if at.slice >= 0 else ""
+        return self._error(
+            at,
+            f"there is no such stage and microbatch on this rank: stages are {', '.join(map(str, self.stages))}, "
+            f"microbatches 0..{self.microbatches - 1}{slices}",
+        )
+
+    def _check_turn(self, at: Instruction) -> None:
+        """Check what depends on other cells."""
+        if at.op in ins.HAND_OPS:
+            self._check_hand(at)
+        elif at.op in self.in_order:
+            self._check_order(at)
+
+    def _check_order(self, at: Instruction) -> None:
+        """Every chunk draws its data from an iterator, and its losses are reported in the order of its forwards."""
+        mb, part = expected = self.next[at.op, at.chunk]
+        if (at.mb, at.slice) != expected:
+            of, (what, why) = f", slice {part}" if part >= 0 else "", self.in_order[at.op]
+            raise self._error(at, f"the next {what} of chunk {at.chunk} is that of microbatch {mb}{of}: {why}")
+        self.next[at.op, at.chunk] = (mb, part + 1) if 0 <= part < self.slices - 1 else (mb + 1, min(part, 0))
+
+    def _follow_slice(self, at: Instruction) -> None:
+        """Check that backwards are in causal order, as forwards are (``_check_order``); count keys and values."""
+        if at.op in ins.BACKWARD_OPS:
+            before = slice_before(at.op, at.slice, self.slices)
+            if before is not None and not self.facts[(at.stage, at.mb, before)] & B_RAN:
+                raise self._error(at, f"it comes before {at._replace(slice=before)}: {CAUSAL[ins.BACKWARD]}")
+        self.now[_KEY_VALUES] += key_values_change(at.op, at.slice, self.slices, self.forward_only)
+        self.peaks[_KEY_VALUES] = max(self.peaks[_KEY_VALUES], self.now[_KEY_VALUES])
+
+    def _check_hand(self, at: Instruction) -> None:
+        """A hand-off needs the neighbour stage of this rank to have produced."""
+        source, fact = neighbour_of(at.op, at.stage), F_RAN if at.op == ins.HAND_F else B_RAN
+        if not self.facts.get((source, at.mb, at.slice), 0) & fact:
+            raise self._error(at, f"stage {source} has not produced it yet on this rank")
+
+    def state(self, since: int) -> Any:
+        """All that the rest of the walk depends on, microbatches counted from ``since``. Cells that are not listed are
+        complete before their chunk's next forward, which all before it need, and untouched from there on.
+        """
+        begun = {
+            (stage, mb - since, part): facts
+            for (stage, mb, part), facts in self.facts.items()
+            if facts and self.missing(stage, facts)
+        }
+        named = None if self.named is None else self.named.state(since)
+        return begun, [(mb - since, part) for mb, part in self.next.values()], list(self.now), named
+
+    def missing(self, stage: int, facts: int) -> int:
+        """What a finished program must have made true of a cell besides."""
+        return (self.required[stage] | (W_RAN if facts & W_LEFT else 0)) & ~facts
+
+    def _check_end(self) -> None:
+        for (stage, mb, part), facts in self.facts.items():
+            missing = self.missing(stage, facts)
+            if missing:
+                words = " nor that ".join(words_of(missing))
+                raise PlanError(f"{self._at_end((stage, mb, part))} it is not true that {words}")
+        if self.named is not None:
+            self.named.check_end(self._at_end)
+
+    def _at_end(self, cell: tuple[int, int, int]) -> str:
+        stage, mb, part = cell
+        where = f"chunk {self.stages.index(stage)}, microbatch {mb}" + (f", slice {part}" if part >= 0 else "")
+        return f"rank {self.rank}: at the end of the plan, of {where}"
+
+    def _error(self, at: Instruction, why: str) -> PlanError:
+        return PlanError(f"rank {self.rank}: {at} ({at.name}): {why}")

@@ -18,7 +18,7 @@ from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import build_plan, verified_plan
 from megatron_pp.plan.ir.instruction import SEND_OPS, Instruction
 from megatron_pp.plan.ir.spec import CACHES, POLICIES, PlanSpec
-from megatron_pp.plan.verify.lifetime import tensors_timeline
+from megatron_pp.plan.verify.lifetime import Walk
 from megatron_pp.runtime.compute import ModelSteps, StepOptions
 from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.runtime.gradient_hooks import SyncHooks
@@ -119,7 +119,7 @@ def test_live_storages_are_those_predicted(
     spec = PlanSpec(schedule, pipeline_size, num_chunks, num_microbatches, policy=policy, forward_only=forward_only)
     plan, verdict = verified_plan(spec)
     for rank, census in enumerate(run_counted(spec, deallocate)):
-        predicted = list(tensors_timeline(plan, rank, deallocate))
+        predicted = list(Walk(plan, rank, deallocate).tensors())
         assert census.counted == predicted
         if deallocate:
             assert max(census.counted) == verdict.ranks[rank].tensors
@@ -134,7 +134,7 @@ def test_named_tensors_are_counted_as_they_live(cache: str, forward_only: bool) 
         plan, verdict = verified_plan(spec)
         block = partial(SkipBlock, tensors=spec.skip_tensors)
         for rank, census in enumerate(run_counted(spec, block=block)):
-            assert census.counted == list(tensors_timeline(plan, rank))
+            assert census.counted == list(Walk(plan, rank).tensors())
             assert max(census.counted) == verdict.ranks[rank].tensors
             assert census.counted[-1] == 0
 
@@ -164,5 +164,5 @@ def test_outputs_that_the_graph_has_saved_count_as_kept(sizes: tuple[int, int, i
     schedule = "1f1b" if sizes[1] == 1 else "interleaved_1f1b"
     spec = PlanSpec(schedule, *sizes, policy=policy)
     for rank, census in enumerate(run_counted(spec, True, EndsInTanh)):
-        kept = list(tensors_timeline(build_plan(spec), rank, deallocate=False))
+        kept = list(Walk(build_plan(spec), rank, deallocate=False).tensors())
         assert census.counted == kept
