@@ -41,11 +41,15 @@ def config_table() -> str:
 
 
 def settings_table() -> str:
+    """The settings that are fields of the config by their names, the others in a table."""
+    fields = {field.name for field in dataclasses.fields(TransformerConfig)}
+    keyword = " (a keyword only)"
+    shared = [f"`{name}`{keyword * one.kind.only_keyword}" for name, one in TABLE.items() if name in fields]
     rows = [["setting", "what it says"]]
     for setting in TABLE.values():
-        rest = "; a keyword only" if setting.kind.only_keyword else ""
-        rows.append([f"`{setting.name}`", f"{setting.help.partition(' [env ')[0]}{rest}"])
-    return markdown_table(rows)
+        if setting.name not in fields:
+            rows.append([f"`{setting.name}`", f"{setting.help.partition(' [env ')[0]}{keyword * setting.kind.only_keyword}"])
+    return f"Fields of the table above: {', '.join(shared)}.\n\n{markdown_table(rows)}"
 
 
 PARTS = [

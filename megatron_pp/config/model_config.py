@@ -108,7 +108,7 @@ class ModelParallelConfig:
     param_sync_func: Hooks = hook("start(s) gathering these parameters", kinds.HOOKS)
     finalize_model_grads_func: Hook = hook("called once a step, after the last backward", kinds.HOOK)
     overlapped_forward_backward: Hook = hook(
-        "runs a forward and a backward that stand side by side as one (ours; see megatron_pp.features.pairs)",
+        "runs a forward and a backward that are side by side as one (ours; see megatron_pp.features.pairs)",
         kinds.PAIRS,
     )
     barrier_with_L1_time: bool = setting(True, "level-1 timers start behind a barrier")  # noqa: N815 (Megatron's name)
