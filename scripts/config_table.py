@@ -45,10 +45,8 @@ def settings_table() -> str:
     fields = {field.name for field in dataclasses.fields(TransformerConfig)}
     keyword = " (a keyword only)"
     shared = [f"`{name}`{keyword * one.kind.only_keyword}" for name, one in TABLE.items() if name in fields]
-    rows = [["setting", "what it says"]]
-    for setting in TABLE.values():
-        if setting.name not in fields:
-            rows.append([f"`{setting.name}`", f"{setting.help.partition(' [env ')[0]}{keyword * setting.kind.only_keyword}"])
+    others = [one for name, one in TABLE.items() if name not in fields]
+    rows = [["setting", "what it says"], *([f"`{one.name}`", one.help.partition(" [env ")[0]] for one in others]]
     return f"Fields of the table above: {', '.join(shared)}.\n\n{markdown_table(rows)}"
 
 
