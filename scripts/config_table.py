@@ -46,7 +46,7 @@ def settings_table() -> str:
     keyword = " (a keyword only)"
     shared = [f"`{name}`{keyword * one.kind.only_keyword}" for name, one in TABLE.items() if name in fields]
     others = [one for name, one in TABLE.items() if name not in fields]
-    rows = [["setting", "what it says"], *([f"`{one.name}`", one.help.partition(" [env ")[0]] for one in others]]
+    rows = [["setting", "what it says"], *([f"`{one.name}`", one.help.partition(" [env ")[0]] for one in others)]
     return f"Fields of the table above: {', '.join(shared)}.\n\n{markdown_table(rows)}"
 
 
