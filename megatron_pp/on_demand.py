@@ -32,6 +32,7 @@ MODULES = {
     "schedule_file": "megatron_pp.plan.io.schedule_file",
     # What a plan has instructions of.
     "slices": "megatron_pp.features.slices.sequence_slice",
+    "key_values": "megatron_pp.features.slices.key_values",
     "slice_lengths": "megatron_pp.features.slices.lengths",
     "offload_rows": "megatron_pp.features.offload.rows",
     "offload": "megatron_pp.features.offload.offload_runner",

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from megatron_pp.errors import ScheduleInputError
+from megatron_pp.features.slices.key_values import key_values_change
 from megatron_pp.plan.ir.instruction import BACKWARD_OPS, FORWARD
-from megatron_pp.plan.ir.ledger import key_values_change
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.plan.ir.tasks import Task
 from megatron_pp.runtime.compute import ModelSteps

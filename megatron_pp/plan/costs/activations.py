@@ -12,9 +12,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import Instruction, without_pairs
-from megatron_pp.plan.ir.ledger import IN_FLIGHT, ON_HOST, WEIGHT_BACKLOG, key_values_change
+from megatron_pp.plan.ir.ledger import IN_FLIGHT, ON_HOST, WEIGHT_BACKLOG
 from megatron_pp.plan.ir.spec import Plan
 
 WEIGHT_SHARE = 32 / 34
@@ -57,8 +56,8 @@ def activations_timeline(
 ) -> Iterator[float]:
     """Memory right after each instruction of ``rank``'s program, where each chunk's forward counts 1, and that of one
     slice its share, all equal; an evaluation keeps nothing. Keys and values that slices keep for each other are part of
-    it until the backward of their own slice; for how long they are kept, see ``key_values_timeline``. ``run``: what the
-    rank runs besides communication, where it is known.
+    it until the backward of their own slice (``features/slices/key_values.py``: how long they are kept). ``run``: what
+    the rank runs besides communication, where it is known.
 
     Raises PlanError for shares that are not one number, or one per stage, of at least 0.
     """
@@ -66,21 +65,6 @@ def activations_timeline(
     ones = (0.0 if plan.spec.forward_only else 1.0 / slices,) * stages
     late = [share / slices for share in _per_stage(weight_share, stages)]
     return kept_timeline(plan.programs[rank] if run is None else run, plan.placement.stages[rank], ones, late)
-
-
-def key_values_timeline(plan: Plan, rank: int) -> Iterator[float]:
-    """Keys and values that attention keeps for the slices that follow, and their gradients, right after each
-    instruction of ``plan.timed(rank)``; 1 are those of a chunk and a whole microbatch.
-
-    Gradients of all slices but the last are collected from the backward of the last slice to that of the first.
-    """
-    slices, forward_only, now = plan.spec.slices, plan.spec.forward_only, 0.0
-    for at in plan.timed(rank):
-        if at.slice >= 0 and at.op in ins.SINGLE_COMPUTE_OPS:
-            now += key_values_change(at.op, at.slice, slices, forward_only)
-            if at.op in ins.BACKWARD_OPS and at.slice in (0, slices - 1):
-                now += (slices - 1) / slices * (-1 if at.slice == 0 else 1)
-        yield now
 
 
 def peak_activations(

@@ -138,13 +138,3 @@ class _Column(dict[str, int]):
 
 
 IN_FLIGHT, WEIGHT_BACKLOG, ON_HOST = map(_Column, ("in_flight", "weight_backlog", "on_host"))
-
-
-def key_values_change(op: str, part: int, slices: int, forward_only: bool) -> int:
-    """Of a microbatch in ``slices``, what an operation of slice ``part`` adds to the keys and values that a chunk
-    keeps: the forward of the first slice allocates them for all, and its backward, the last to read them, gives them
-    back; in evaluation the forward of the last slice does.
-    """
-    allocated = op == ins.FORWARD and part == 0
-    freed = part == slices - 1 and op == ins.FORWARD if forward_only else part == 0 and op in ins.BACKWARD_OPS
-    return allocated - freed

@@ -10,9 +10,11 @@ keeps back of messages is counted as on NCCL (``record_stream.py``). Workspace o
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.costs.activations import host_timeline, kept_timeline, key_values_timeline
+from megatron_pp.on_demand import load
+from megatron_pp.plan.costs.activations import host_timeline, kept_timeline
 from megatron_pp.plan.ir.ledger import KINDS
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.plan.names import unknown
@@ -188,8 +190,9 @@ def rank_memory(plan: Plan, rank: int, shape: ModelShape) -> RankMemory:
     kept = [0.0 if plan.spec.forward_only else (shape.kept_bytes(s, total) - shared) / slices for s in range(total)]
     late = [shape.kept_for_weights(s, total) / slices for s in range(total)]
     inside = kept_timeline(plan.programs[rank], stages, kept, late)  # the chunks' own activations
+    pairs_of = load("key_values").key_values_timeline(plan, rank) if slices > 1 else repeat(0.0, len(plan.timed(rank)))
     walk, message, after = Walk(plan, rank), shape.message_bytes / slices, array("d")
-    timelines = inside, walk.tensors(), recorded_timeline(plan, rank), key_values_timeline(plan, rank)
+    timelines = inside, walk.tensors(), recorded_timeline(plan, rank), pairs_of
     for kept_here, alive, recorded, pairs in zip(*timelines, strict=True):
         passes = walk.now[KINDS["logits"]] * logits
         after.append(kept_here + passes + (alive + recorded) * message + pairs * key_values)

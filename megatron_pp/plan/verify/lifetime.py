@@ -14,7 +14,7 @@ from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.dataflow import CAUSAL, neighbour_of, slice_before
 from megatron_pp.plan.ir.feature import rows_of
 from megatron_pp.plan.ir.instruction import NONE, Instruction
-from megatron_pp.plan.ir.ledger import KINDS, VIEWS, Memory, Site, change_of, key_values_change
+from megatron_pp.plan.ir.ledger import KINDS, VIEWS, Memory, Site, change_of
 from megatron_pp.plan.ir.repeated import Block, RepetitionError
 from megatron_pp.plan.ir.rules import B_RAN, F_FREED, F_RAN, W_LEFT, W_RAN, facts_at_end, needs_at, rule_of, words_of
 from megatron_pp.plan.ir.spec import Plan
@@ -22,9 +22,6 @@ from megatron_pp.plan.verify.sync_check import check_syncs
 
 if TYPE_CHECKING:
     from megatron_pp.features.skip_tensors.skip_lifetime import NamedWalk
-
-
-_KEY_VALUES = KINDS["key_values"]
 
 
 def check_rank(plan: Plan, rank: int, deallocate: bool = True, block: Block | None = None) -> RankPeaks:
@@ -130,6 +127,8 @@ class Walk:
         self.gives_back = deallocate or spec.forward_only  # whether an output's data goes when it was sent or handed on
         self.peaks = [0] * len(Memory._fields)
         self.now = [0] * len(Memory._fields)
+        if spec.slices > 1:
+            self.key_values_change = load("key_values").key_values_change
         self.named: NamedWalk | None = None
         if spec.skip_tensors:
             self.named = load("skip_lifetime").NamedWalk(plan, rank, self.facts, self._error)
@@ -268,8 +267,8 @@ class Walk:
             before = slice_before(at.op, at.slice, self.slices)
             if before is not None and not self.facts[(at.stage, at.mb, before)] & B_RAN:
                 raise self._error(at, f"it comes before {at._replace(slice=before)}: {CAUSAL[ins.BACKWARD]}")
-        self.now[_KEY_VALUES] += key_values_change(at.op, at.slice, self.slices, self.forward_only)
-        self.peaks[_KEY_VALUES] = max(self.peaks[_KEY_VALUES], self.now[_KEY_VALUES])
+        kept = self.key_values_change(at.op, at.slice, self.slices, self.forward_only)
+        self._count([("key_values", kept)])
 
     def _check_hand(self, at: Instruction) -> None:
         """A hand-off needs the neighbour stage of this rank to have produced."""

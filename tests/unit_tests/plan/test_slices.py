@@ -10,8 +10,8 @@ from itertools import product
 import pytest
 
 from megatron_pp.errors import ExchangeError, PlanError
+from megatron_pp.features.slices.key_values import key_values_timeline
 from megatron_pp.plan.builder import build_plan, lowered_plan
-from megatron_pp.plan.costs.activations import key_values_timeline
 from megatron_pp.plan.costs.slice_costs import attention_share, slice_lengths, slice_shares
 from megatron_pp.plan.costs.stage_costs import StageCosts
 from megatron_pp.plan.io.serialize import format_plan, parse_plan
