@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megatron_pp.cli.errors import UsageError
 from megatron_pp.cli.parser import given, option, refuse
-from megatron_pp.cli.plan_options import count, counts, whole
+from megatron_pp.cli.plan_options import count, counts, help_of, whole
 from megatron_pp.plan.costs.stage_costs import Link, Network, StageCosts, regrouped
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.simulate.memory import RECOMPUTE, ModelShape
@@ -57,18 +57,20 @@ def add_cost_options(parser: argparse.ArgumentParser) -> None:
 def add_model_options(parser: argparse.ArgumentParser, several: bool = False) -> None:
     """``several``: the command takes a list of micro-batch sizes."""
     group = parser.add_argument_group("model", "for memory in bytes; sizes of the whole model")
-    group.add_argument("--layers", dest="num_layers", type=whole, metavar="N")
-    group.add_argument("--hidden-size", type=whole, metavar="H")
-    group.add_argument("--seq-length", type=whole, metavar="S")
     size, many = (counts, "s that are tried, with commas; times are for the first") if several else (count, "")
+    group.add_argument("--layers", dest="num_layers", type=whole, metavar="N", help=help_of("num_layers"))
+    group.add_argument("--hidden-size", type=whole, metavar="H", help=help_of("hidden_size"))
+    group.add_argument("--seq-length", type=whole, metavar="S")
     group.add_argument("--micro-batch-size", type=size, metavar="B", help=f"sequence{many or 's'}; default 1")
-    group.add_argument("--attention-heads", dest="num_attention_heads", type=whole, metavar="A")
-    group.add_argument("--ffn-hidden-size", type=whole, metavar="F", help="default 4 H")
+    heads = help_of("num_attention_heads")
+    group.add_argument("--attention-heads", dest="num_attention_heads", type=whole, metavar="A", help=heads)
+    group.add_argument("--ffn-hidden-size", type=whole, metavar="F", help=help_of("ffn_hidden_size"))
     group.add_argument("--vocab-size", type=whole, metavar="N")
-    group.add_argument("--tensor-parallel", type=whole, metavar="T")
-    group.add_argument("--context-parallel", type=whole, metavar="C")
+    group.add_argument("--tensor-parallel", type=whole, metavar="T", help=help_of("tensor_model_parallel_size"))
+    group.add_argument("--context-parallel", type=whole, metavar="C", help=help_of("context_parallel_size"))
     group.add_argument("--data-parallel", type=whole, metavar="D", help="of the distributed optimizer")
-    group.add_argument("--sequence-parallel", action="store_true", help="needs --tensor-parallel")
+    sequence = help_of("sequence_parallel", many="; needs --tensor-parallel")
+    group.add_argument("--sequence-parallel", action="store_true", help=sequence)
     group.add_argument("--recompute", choices=RECOMPUTE, help="default selective")
 
 

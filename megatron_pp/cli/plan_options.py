@@ -11,8 +11,9 @@ from typing import Any
 
 from megatron_pp.cli.errors import UsageError, refusing
 from megatron_pp.cli.parser import given, option, refuse
+from megatron_pp.config.model_config import TransformerConfig
 from megatron_pp.errors import PlanError
-from megatron_pp.features.skip_tensors.routes import BLOCKS, Traffic, skip_tensors, traffic_of
+from megatron_pp.features.skip_tensors.routes import Traffic, skip_tensors, traffic_of
 from megatron_pp.plan.builder import lowered_plan
 from megatron_pp.plan.io.serialize import load_plan
 from megatron_pp.plan.ir.placement import LOOP, Placement
@@ -60,21 +61,19 @@ def add_plan_options(parser: argparse.ArgumentParser, several: bool = False) -> 
     names = f"{', '.join(SCHEDULES)}, {NAIVE}, {files}"
     default = f"default {_DEFAULT_SCHEDULE}, or {_DEFAULT_OF_SLICES} with --sequence-slices"
     group.add_argument("-s", "--schedule", metavar="NAME", help=f"{names}; {default}")
-    group.add_argument("-P", "--pipeline-size", type=count, metavar="P", help=f"ranks; default {_DEFAULT_RANKS}")
-    group.add_argument("-V", "--num-chunks", type=counts, metavar="V", help=f"model chunks a rank{many}")
+    ranks = help_of("pipeline_model_parallel_size", _DEFAULT_RANKS)
+    group.add_argument("-P", "--pipeline-size", type=count, metavar="P", help=ranks)
+    chunks = help_of("virtual_pipeline_model_parallel_size", many=many)
+    group.add_argument("-V", "--num-chunks", type=counts, metavar="V", help=chunks)
     group.add_argument("-M", "--num-microbatches", type=counts, metavar="M", help=f"default 2 P{many}")
-    group.add_argument("--group-size", type=whole, metavar="G", help="microbatches a chunk; default P")
-    slices = "slices that every sequence is cut into, for the schedules of slices; default 1"
-    group.add_argument("--sequence-slices", dest="slices", type=count, metavar="N", help=slices)
-    chunks = "chunks of every rank, from its first, whose activations are in host memory between forward and backward; "
-    chunks += "default half of them with pipe_offload, else none"
-    group.add_argument("--offload-chunks", type=whole, metavar="N", help=chunks)
-    slots = "slots for which a copy to host memory or back is placed; default 1"
-    group.add_argument("--offload-slots", type=count, metavar="N", help=slots)
+    group.add_argument("--group-size", type=whole, metavar="G", help=help_of("microbatch_group_size_per_vp_stage"))
+    group.add_argument("--sequence-slices", dest="slices", type=count, metavar="N", help=help_of("sequence_slices"))
+    group.add_argument("--offload-chunks", type=whole, metavar="N", help=help_of("offload_chunks"))
+    group.add_argument("--offload-slots", type=count, metavar="N", help=help_of("offload_slots"))
     group.add_argument("--policy", choices=POLICIES, help="how transfers go out; default overlap")
-    group.add_argument("--channels", choices=CHANNELS, help="default one_way")
+    group.add_argument("--channels", choices=CHANNELS, help=help_of("p2p_channels"))
     group.add_argument("--forward-only", action="store_true", help="evaluation: forwards alone")
-    group.add_argument("--variable-shapes", action="store_true", help="shapes travel ahead of the tensors")
+    group.add_argument("--variable-shapes", action="store_true", help=help_of("variable_seq_lengths"))
     group.add_argument("--release-after", type=count, metavar="N", help="slots from a send to its release; default 1")
     group.add_argument("--lookahead", type=whole, metavar="N", help="slots that a receive is posted ahead; default 1")
     group.add_argument(
@@ -88,11 +87,18 @@ def add_plan_options(parser: argparse.ArgumentParser, several: bool = False) -> 
     )
     group.add_argument("--grad-sync", choices=(HOOKS, EXPLICIT), help="default hooks")
     group.add_argument("--param-sync", action="store_true", help="with PARAM_SYNC marks")
-    named = f"named tensors that stages send to later ones, as in 'skip=0>3; mask=0>1,2 no_grad', or {BLOCKS}: one of "
-    group.add_argument("--skip-tensors", metavar="TEXT", help=f"{named}every stage, to all later ones")
-    group.add_argument("--skip-cache", choices=CACHES, help="what ranks keep of them; default received")
+    group.add_argument("--skip-tensors", metavar="TEXT", help=help_of("skip_tensors"))
+    group.add_argument("--skip-cache", choices=CACHES, help=help_of("skip_cache"))
     imported = "a plan in our JSON or PyTorch's CSV (where it is compute-only, lowered as --policy and --channels say)"
     group.add_argument("--import", dest="source", metavar="FILE", help=imported)
+
+
+def help_of(name: str, default: object = None, many: str = "") -> str:
+    """What the config says of a field. In a command None means the default."""
+    field = TransformerConfig.__dataclass_fields__[name]
+    default = default or field.default
+    text = field.metadata["help"].replace("; None: ", "; default ")
+    return f"{text}{many}; default {default}" if default else f"{text}{many}"
 
 
 def whole(text: str, least: int = 0) -> int:
