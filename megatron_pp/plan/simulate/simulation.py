@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import NamedTuple
 
-from megatron_pp.plan.costs.activations import WEIGHT_SHARE, Shares, host_timeline, kept_timeline, peak_activations
+from megatron_pp.plan.costs.activations import WEIGHT_SHARE, Shares, host_timeline, peak_activations
 from megatron_pp.plan.ir.instruction import NONE, Instruction
 from megatron_pp.plan.ir.spec import Plan
 
@@ -159,7 +159,5 @@ class Simulation:
         with gradients to come: the papers' count, to which a waiting weight gradient is a whole pair. An evaluation has
         none.
         """
-        placement = self.plan.placement
-        ones = (0 if self.plan.spec.forward_only else 1,) * placement.num_stages
-        timelines = map(kept_timeline, self.plan.programs, placement.stages, repeat(ones), repeat(ones))
-        return tuple(int(max(timeline, default=0)) for timeline in timelines)
+        slices = self.plan.spec.slices
+        return tuple(round(slices * peak) for peak in peak_activations(self.plan, 1.0))

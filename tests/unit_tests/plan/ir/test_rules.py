@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+import megatron_pp
 from megatron_pp.errors import PlanError
+from megatron_pp.on_demand import MODULES
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.feature import FEATURE_OPS, rows_of
@@ -65,6 +69,16 @@ def test_a_feature_has_rows_for_the_ops_that_are_registered_and_facts_of_its_own
         taken |= sum(rows.facts)
     core = [rule for op, rule in RULES.items() if op not in FEATURE_OPS]
     assert not any(taken & (rule.needs | rule.adds | rule.bars) for rule in core)
+
+
+def test_the_core_names_instructions_of_features_where_they_are_registered_alone() -> None:
+    package = Path(megatron_pp.__file__).parent
+    texts = {path.relative_to(package): path.read_text() for path in package.rglob("*.py")}
+    for op, row in FEATURE_OPS.items():
+        folder = Path(*MODULES[row.rows].split(".")[1:-1])
+        outside = [path for path in texts if folder not in path.parents]
+        naming = [str(path) for path in outside if len(op) > 1 and re.search(rf"\b{op}\b", texts[path])]
+        assert naming in (["plan/ir/feature.py"], []), op
 
 
 def test_what_a_rule_needs_another_one_adds() -> None:
