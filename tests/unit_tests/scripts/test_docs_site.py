@@ -138,6 +138,29 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     assert {name for name in named if not any((root / name).exists() for root in roots)} == set()
 
 
+_ROOTS = ("megatron_pp", "tests")
+
+
+def test_the_lines_that_keep_a_promise_are_where_the_design_says() -> None:
+    """Rows of ``promise | lines | caught by``: the files exist, and each name behind a file is in it."""
+    text = (PROJECT_ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    tables = re.findall(r"^\| promise \| lines \| caught by \|\n.*\n((?:\|.*\n)+)", text, re.MULTILINE)
+    rows = [row.strip("|").split(" | ") for table in tables for row in table.splitlines()]
+    assert len(rows) > 25
+    wrong = []
+    for _, lines, tests in rows:
+        files: list[Path] = []
+        for name in re.findall(r"`([\w./]+)`", lines):
+            if name.endswith(".py"):
+                files = list((PROJECT_ROOT / "megatron_pp").rglob(name))
+                wrong += [] if files else [name]
+            elif files and not any(re.search(rf"\b{name.split('.')[-1]}\b", file.read_text()) for file in files):
+                wrong.append(f"{files[0].name}: {name}")
+        named = re.findall(r"`((?!scripts)[\w/]+\.py)`", tests)
+        wrong += [name for name in named if not any(list((PROJECT_ROOT / root).rglob(name)) for root in _ROOTS)]
+    assert wrong == []
+
+
 def test_a_page_that_needs_a_network_is_found() -> None:
     html = (
         '<link rel="stylesheet" href="https://fonts.x/a.css"><link rel="canonical" href="https://x.y">'
