@@ -17,6 +17,8 @@ MODULES = {
     "pipeline_measured": "megatron_pp.plan.costs.measured",
     "torch": "torch",
     "prediction": "megatron_pp.planner.prediction",
+    "partial_checkpoints": "megatron_pp.runtime.partial_checkpoints",
+    "deferred_embedding": "megatron_pp.runtime.deferred_embedding",
     "named_tensors": "megatron_pp.features.named_tensors.named_steps",
     "cuda_graphs": "megatron_pp.runtime.graph_order",
     "conversions": "megatron_pp.config.conversions",
@@ -52,6 +54,8 @@ MODULES = {
     "v_step": "megatron_pp.integrations.v_step",
     "files": "megatron_pp.plan.costs.files",
     # Failures.
+    "static_buffers": "megatron_pp.plan.verify.static_buffers",
+    "instruction_text": "megatron_pp.plan.ir.instruction_text",
     "deadlock_report": "megatron_pp.plan.verify.deadlock_report",
     "diagnosis": "megatron_pp.faults.diagnosis",
 }

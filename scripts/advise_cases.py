@@ -16,7 +16,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from made_parts import MadePart, markdown_table, renew  # noqa: E402
 
-from megatron_pp.config.layout import balanced_layout  # noqa: E402
+from megatron_pp.config.layout_text import balanced_layout  # noqa: E402
 from megatron_pp.plan.simulate.memory import ModelShape  # noqa: E402
 from megatron_pp.planner.advise.candidates import Candidate, cut_model, states_of  # noqa: E402
 from megatron_pp.planner.advise.evaluate import Outcome, evaluate  # noqa: E402

@@ -1,4 +1,4 @@
-"""How a layout is written: layers per stage, as lists or as text. Never imports torch.
+"""Layers per stage as a user gives them: as lists, as text, or for the first and last stage. Never imports torch.
 
 `pipeline_model_parallel_layout` is
 
@@ -9,9 +9,10 @@
 """
 
 import re
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, cast
 
+from megatron_pp.config.checks import nearest_multiples, nearest_text, whole_number
 from megatron_pp.config.layout import chunks_text
 from megatron_pp.errors import LayoutError
 from megatron_pp.plan.ir.placement import Placement
@@ -137,3 +138,66 @@ def counts_of(layout: Layout, num_layers: int, place: Placement) -> list[int]:
     if sum(counts) != num_layers:
         raise LayoutError(f"pipeline_model_parallel_layout places {sum(counts)} of num_layers {num_layers} layers")
     return counts
+
+
+def counts_with_own_ends(num_layers: int, place: Placement, first: int | None, last: int | None) -> list[int]:
+    """Megatron's rule: counts are per pipeline rank, and a rank's chunks share them evenly."""
+    size, chunks = place.pipeline_size, place.num_chunks
+    if size == 1:
+        raise LayoutError(
+            "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage need "
+            "pipeline_model_parallel_size of at least 2"
+        )
+    ends = {rank: count for rank, count in ((0, first), (size - 1, last)) if count is not None}
+    for rank, count in ends.items():
+        name = f"num_layers_in_{'last' if rank else 'first'}_pipeline_stage"
+        _check_rank_count(name, count, num_layers, chunks)
+    each = _share_of_middle(num_layers, sum(ends.values()), size - len(ends), place)
+    return [ends.get(rank, each) // chunks for rank, _ in place.homes]
+
+
+def _share_of_middle(num_layers: int, at_ends: int, middle: int, place: Placement) -> int:
+    """Layers of each rank that was given no number of its own."""
+    left = num_layers - at_ends
+    if middle == 0:
+        if left:
+            raise LayoutError(
+                f"num_layers is {num_layers}, but the first and last pipeline stage are given {at_ends} together and "
+                f"there is no other; nearest num_layers: {at_ends}"
+            )
+        return 0
+    share = middle * place.num_chunks
+    if left < share or left % share:
+        problem = (
+            f"num_layers is {num_layers}; {at_ends} are given to the first or last pipeline stage, and what is left "
+            f"({left}) cannot be shared evenly by {middle} rank(s) with {chunks_text(place)} each"
+        )
+        refuse_division(num_layers, place, lambda n: n > at_ends and (n - at_ends) % share == 0, problem)
+    return left // middle
+
+
+def _check_rank_count(name: str, count: int, num_layers: int, chunks: int) -> None:
+    whole_number(name, count, error=LayoutError)
+    if count % chunks:
+        fitting = nearest_multiples(count, chunks)
+        raise LayoutError(f"{name} is {count}, which {chunks} chunks cannot share evenly; nearest: {fitting}")
+    if count > num_layers:
+        raise LayoutError(f"{name} is {count}, more than num_layers {num_layers}")
+
+
+_EXAMPLE_STAGES = 16  # a longer list makes an error unreadable
+
+
+def balanced_layout(num_layers: int, num_stages: int) -> list[int]:
+    """Layers per stage that differ by at most one; the longer stages come after the first, which has the embedding."""
+    least, left_over = divmod(num_layers, num_stages)
+    longer = {(1 + i) % num_stages for i in range(left_over)}
+    return [least + (stage in longer) for stage in range(num_stages)]
+
+
+def refuse_division(num_layers: int, place: Placement, works: Callable[[int], bool], problem: str) -> NoReturn:
+    hint = ""
+    if place.num_stages <= min(num_layers, _EXAMPLE_STAGES):
+        example = balanced_layout(num_layers, place.num_stages)
+        hint = f"; or place them yourself: pipeline_model_parallel_layout={example}"
+    raise LayoutError(f"{problem}; nearest num_layers: {nearest_text(num_layers, works)}{hint}")

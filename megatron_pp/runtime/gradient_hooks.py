@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron_pp.comm import process_groups
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.module_attributes import wrapped_attribute
 from megatron_pp.object_table import ObjectTable
+from megatron_pp.on_demand import load
 from megatron_pp.plan.ir.placement import Placement
 
 
@@ -86,7 +86,7 @@ def finalize_gradients(
     """After the last instruction: finish the embedding's deferred weight gradients, then call
     ``config.finalize_model_grads_func`` with the keywords that it takes (Megatron's order, Megatron-LM#1012)."""
     if settings.defer_embedding_wgrad_compute:
-        _finish_embedding(chunks)
+        load("deferred_embedding").finish_embedding(chunks)
     finalize = settings.finalize_model_grads_func
     if finalize is None:
         return
@@ -116,19 +116,6 @@ def _no_sync_functions(given: Any, chunks: Sequence[Any]) -> list[Callable[[], A
 
 def _per_chunk(given: Any, chunks: Sequence[Any]) -> Sequence[Callable[[Any], None]] | None:
     return given if given is None or isinstance(given, (list, tuple)) else [given] * len(chunks)
-
-
-def _finish_embedding(chunks: Sequence[Any]) -> None:
-    for chunk in chunks:
-        finish = wrapped_attribute(chunk, "finish_embedding_wgrad_compute")
-        if finish is not None:
-            finish()
-            return
-    if any(wrapped_attribute(chunk, "post_process", False) for chunk in chunks):
-        raise ScheduleInputError(
-            "config.defer_embedding_wgrad_compute is set, but no model chunk of the last stage has "
-            "finish_embedding_wgrad_compute(); unset the field"
-        )
 
 
 @lru_cache(maxsize=32)

@@ -1,6 +1,5 @@
 """The plan that a step's settings and arguments ask for."""
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -10,7 +9,6 @@ from megatron_pp.config.microbatch_counts import check_group_size, explain_micro
 from megatron_pp.config.settings import LAYER_GRAPHS, StepSettings, checked
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.plan.builder import offloaded_chunks
-from megatron_pp.plan.ir.instruction import BACKWARD_OPS, FORWARD, Instruction, without_pairs
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import EXPLICIT, HOOKS, Plan, PlanSpec
 from megatron_pp.plan.orders import find_family
@@ -108,25 +106,6 @@ def _check_chunks(settings: StepSettings, pipeline_size: int, num_chunks: int, c
             "config.pipeline_dtype is None; set it to the dtype of the activations between stages, such as "
             "torch.bfloat16"
         )
-
-
-def checkpoint_flags(
-    partial: int | None, order: Sequence[Instruction], forward_only: bool = False
-) -> dict[tuple[int, int], bool] | None:
-    """Per (chunk, microbatch), whether Megatron checkpoints all its layers; None where ``partial``, the config's
-    ``num_microbatches_with_partial_activation_checkpoints``, is None.
-
-    Of each window as long as a rank's in-flight microbatches, the first ``partial`` checkpoint in part only
-    (arXiv 2205.05198, appendix C).
-    ``order`` is that of training; evaluation with chunks counts, as in Megatron, as one window."""
-    if partial is None:
-        return None
-    singles = list(without_pairs(order))
-    forwards = [at for at in singles if at.op == FORWARD]
-    window = next((i for i, at in enumerate(singles) if at.op in BACKWARD_OPS), len(singles))
-    if forward_only and any(op.chunk > 0 for op in forwards):
-        window = len(forwards)
-    return {(op.chunk, op.mb): k % window >= partial for k, op in enumerate(forwards)}
 
 
 def warn_of_limits(plan: Plan, splits_as_asked: bool) -> None:

@@ -228,7 +228,7 @@ class StepCall:
         partial = self.settings.num_microbatches_with_partial_activation_checkpoints
         flags = None  # Megatron's schedule without a pipeline passes no such flag
         if partial is not None and not self.alone:
-            flags = plan_choice.checkpoint_flags(partial, plan.orders[rank], inputs.forward_only)
+            flags = load("partial_checkpoints").checkpoint_flags(partial, plan.orders[rank], inputs.forward_only)
         return StepOptions(
             num_microbatches=inputs.num_microbatches,
             is_last_stage=self._is_last_stage(plan),

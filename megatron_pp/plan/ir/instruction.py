@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from megatron_pp.errors import InstructionError
+from megatron_pp.on_demand import load
 from megatron_pp.plan.ir import feature
 
 # Compute.
@@ -134,41 +135,12 @@ class Instruction(NamedTuple):
     @property
     def name(self) -> str:
         """In words, for error messages: ``forward of chunk 0, microbatch 3``."""
-        return f"{op_name(self.op)} {self}" if self.members else f"{op_name(self.op)} of {self.where}"
+        return load("instruction_text").name_of(self)
 
     @property
     def where(self) -> str:
         """What it works on, in words: ``chunk 0, microbatch 3``."""
-        words = [f"chunk {self.chunk}"]
-        words += [f"microbatch {self.mb}"] if self.mb >= 0 else []
-        words += [f"slice {self.slice}"] if self.slice >= 0 else []
-        words += [f"tensor {self.tensor}"] if self.tensor else []
-        return ", ".join(words)
-
-
-_VERBS = {"RECV": "receive of", "WAIT": "wait for", "SEND": "send of", "FREE": "release of", "HAND": "hand-off of"}
-_NAMES = {
-    FORWARD: "forward",
-    BACKWARD: "backward",
-    INPUT_GRAD: "input gradient",
-    WEIGHT_GRAD: "weight gradient",
-    PAIR: "overlapped pair",
-    **{
-        f"{verb}_{kind}": f"{words} the {what}"
-        for kind, what in (("F", "activation"), ("B", "gradient"))
-        for verb, words in _VERBS.items()
-    },
-    PARAM_SYNC: "parameter sync",
-    ENABLE_GRAD_SYNC: "start of gradient sync in the backward",
-    GRAD_SYNC: "gradient sync",
-    BATCH: "batch",
-}
-
-
-def op_name(op: str) -> str:
-    """In words."""
-    rows = feature.feature_of(op)
-    return (_NAMES if rows is None else rows.names)[op]
+        return load("instruction_text").where_of(self)
 
 
 @lru_cache(maxsize=1 << 18)

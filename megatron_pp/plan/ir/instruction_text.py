@@ -1,18 +1,27 @@
-"""Instructions read from text."""
+"""Instructions in words, and read from text."""
 
 import re
 
 from megatron_pp.errors import InstructionError
+from megatron_pp.plan.ir import feature
 from megatron_pp.plan.ir.instruction import (
+    BACKWARD,
     BATCH,
     BRACKETS,
     COPY_OPS,
+    ENABLE_GRAD_SYNC,
+    FORWARD,
+    GRAD_SYNC,
+    INPUT_GRAD,
     NONE,
     OUTPUT_LAYER_OPS,
+    PAIR,
+    PARAM_SYNC,
     RELEASE_OPS,
     SINGLE_COMPUTE_OPS,
     SINGLE_OPS,
     SYNC_OPS,
+    WEIGHT_GRAD,
     Instruction,
     batch,
     instruction,
@@ -53,3 +62,42 @@ def parse_instruction(text: str) -> Instruction:
 def parse_program(line: str) -> list[Instruction]:
     """Read what ``format_program`` prints; the result is not placed. Raises InstructionError."""
     return [parse_instruction(token) for token in _ENTRY.findall(line)]
+
+
+_VERBS = {"RECV": "receive of", "WAIT": "wait for", "SEND": "send of", "FREE": "release of", "HAND": "hand-off of"}
+_NAMES = {
+    FORWARD: "forward",
+    BACKWARD: "backward",
+    INPUT_GRAD: "input gradient",
+    WEIGHT_GRAD: "weight gradient",
+    PAIR: "overlapped pair",
+    **{
+        f"{verb}_{kind}": f"{words} the {what}"
+        for kind, what in (("F", "activation"), ("B", "gradient"))
+        for verb, words in _VERBS.items()
+    },
+    PARAM_SYNC: "parameter sync",
+    ENABLE_GRAD_SYNC: "start of gradient sync in the backward",
+    GRAD_SYNC: "gradient sync",
+    BATCH: "batch",
+}
+
+
+def op_name(op: str) -> str:
+    """In words."""
+    rows = feature.feature_of(op)
+    return (_NAMES if rows is None else rows.names)[op]
+
+
+def name_of(at: Instruction) -> str:
+    """``Instruction.name``."""
+    return f"{op_name(at.op)} {at}" if at.members else f"{op_name(at.op)} of {at.where}"
+
+
+def where_of(at: Instruction) -> str:
+    """``Instruction.where``."""
+    words = [f"chunk {at.chunk}"]
+    words += [f"microbatch {at.mb}"] if at.mb >= 0 else []
+    words += [f"slice {at.slice}"] if at.slice >= 0 else []
+    words += [f"tensor {at.tensor}"] if at.tensor else []
+    return ", ".join(words)

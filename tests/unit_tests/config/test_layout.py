@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_pp.config.layout import balanced_layout, place_layers
-from megatron_pp.config.layout_text import layers_per_stage
+from megatron_pp.config.layout import place_layers
+from megatron_pp.config.layout_text import balanced_layout, layers_per_stage
 from megatron_pp.errors import LayoutError
 
 

@@ -19,7 +19,7 @@ from megatron_pp.plan.ir.instruction import (
     instruction,
     pair,
 )
-from megatron_pp.plan.ir.instruction_text import parse_instruction, parse_program
+from megatron_pp.plan.ir.instruction_text import op_name, parse_instruction, parse_program
 
 indices = st.integers(min_value=0, max_value=999_999_999)
 CELL_OPS = sorted(ins.SINGLE_OPS - SYNC_OPS - ins.RELEASE_OPS)
@@ -78,7 +78,7 @@ def test_a_program_is_one_line() -> None:
 
 
 def test_every_op_has_a_name_in_words() -> None:
-    assert all(map(ins.op_name, ins.ALL_OPS))
+    assert all(map(op_name, ins.ALL_OPS))
     assert instruction("F", 0, 3).name == "forward of chunk 0, microbatch 3"
     assert instruction("GRAD_SYNC", 1).name == "gradient sync of chunk 1"
     assert parse_instruction("[SEND_F0.3 RECV_B0.2]").name == "batch [SEND_F0.3 RECV_B0.2]"

@@ -1,0 +1,53 @@
+"""Buffers of gradients that CUDA graphs reuse."""
+
+from megatron_pp.errors import PlanError
+from megatron_pp.plan.ir.instruction import BACKWARD_OPS, FREE_B, SINGLE_COMPUTE_OPS, Instruction, each
+from megatron_pp.plan.ir.repeated import Block, RepetitionError
+from megatron_pp.plan.ir.spec import STATIC_BUFFERS, Plan
+
+_Cell = tuple[int, int, int]  # stage, microbatch, slice
+
+
+def check_static_buffers(plan: Plan, block: Block | None = None) -> None:
+    """The rule of layers in CUDA graphs: whoever reads an input gradient, its send or the backward of the stage before
+    on the same rank, does so before the operation after the next backward. Transformer Engine gives its buffer to the
+    graphs that were captured after that backward (``_reuse_graph_input_output_buffers``), and autograd hands it out as
+    it is.
+
+    Raises PlanError, naming rank, operation and gradient. With ``block``, raises RepetitionError unless the block
+    leaves the same gradients that it found.
+    """
+    for rank in range(len(plan.programs)):
+        _check_static_buffers(plan, rank, block)
+
+
+def _check_static_buffers(plan: Plan, rank: int, block: Block | None) -> None:
+    newest: dict[_Cell, Instruction] = {}  # gradients of the last backward that are not settled, and that backward
+    exposed: dict[_Cell, Instruction] = {}  # of backwards before it: the next operation may overwrite them
+    ends = {} if block is None else dict(zip(block.of(rank), (0, block.microbatches), strict=True))
+    states = []
+    for position, at in enumerate(plan.programs[rank]):
+        if position in ends:
+            states.append([{(s, mb - ends[position], part) for s, mb, part in cells} for cells in (newest, exposed)])
+        for one in each([at]):  # a pair's forward runs before its backward reads
+            backward = one.op in BACKWARD_OPS
+            if backward or one.op == FREE_B:  # a backward copies the gradient that it uses before it overwrites any
+                read = one.stage + backward, one.mb, one.slice
+                newest.pop(read, None), exposed.pop(read, None)
+            if one.op not in SINGLE_COMPUTE_OPS:
+                continue
+            if exposed:
+                raise PlanError(_overwritten(plan, rank, one, next(iter(exposed.values()))))
+            if backward:
+                exposed, newest = newest, {(one.stage, one.mb, one.slice): one} if one.stage > 0 else {}
+    if block is not None and states[0] != states[1]:
+        raise RepetitionError(f"rank {rank}: input gradients differ between both ends of the block")
+
+
+def _overwritten(plan: Plan, rank: int, at: Instruction, made: Instruction) -> str:
+    sent = plan.placement.crosses_ranks(made.stage - 1)
+    return (
+        f"rank {rank}: {at} ({at.name}) may overwrite the input gradient of {made}, which "
+        f"{'is still being sent' if sent else 'is not used yet'}: under {STATIC_BUFFERS} its buffer is reused "
+        "after the next backward"
+    )
