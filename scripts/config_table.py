@@ -20,9 +20,10 @@ from megatron_pp.integrations.settings import TABLE  # noqa: E402
 
 
 def default_text(field: dataclasses.Field) -> str:
-    if field.default is not dataclasses.MISSING:
-        return f"`{str(field.default).removeprefix('torch.')}`"
-    return "from the environment"
+    if " [env " in field.metadata["help"]:
+        return "from the environment"
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return f"`{str(default).removeprefix('torch.')}`"
 
 
 def config_table() -> str:
@@ -45,8 +46,8 @@ def settings_table() -> str:
     fields = {field.name for field in dataclasses.fields(TransformerConfig)}
     keyword = " (a keyword only)"
     shared = [f"`{name}`{keyword * one.kind.only_keyword}" for name, one in TABLE.items() if name in fields]
-    others = [one for name, one in TABLE.items() if name not in fields]
-    rows = [["setting", "what it says"], *([f"`{one.name}`", one.help.partition(" [env ")[0]] for one in others)]
+    others = ((name, one) for name, one in TABLE.items() if name not in fields)
+    rows = [["setting", "what it says"], *([f"`{name}`", one.help] for name, one in others)]
     return f"Fields of the table above: {', '.join(shared)}.\n\n{markdown_table(rows)}"
 
 

@@ -1,7 +1,7 @@
 """``megatron-pp run``: a training script of Megatron's, unchanged, on this engine.
 
-Its flags are the settings of the plug-in, which needs torch; so they are known only when the command runs, and the
-command reads its arguments itself.
+Its flags are the settings of the plug-in; what follows the script is the script's, so the command reads its arguments
+itself.
 
 The script runs as ``python SCRIPT`` does, or the module as ``python -m MODULE`` does, within this process. What it
 raises, ``SystemExit`` among it, is raised here. Unlike ``runpy``, its ``__main__`` stays in ``sys.modules``, as threads
@@ -23,6 +23,8 @@ from typing import Any
 
 from megatron_pp.cli.errors import UsageError
 from megatron_pp.cli.parser import Parser
+from megatron_pp.config.kinds import SWITCH
+from megatron_pp.integrations.settings import TABLE, read_settings, value_of_text
 from megatron_pp.plan.names import did_you_mean
 
 NAME = "run"
@@ -44,15 +46,14 @@ def prepare(argv: Sequence[str]) -> Callable[[], None]:
     Raises MegatronPPError for a wrong setting, ImportError where the plug-in misses a package; exits where arguments
     are not understood.
     """
-    settings: Any = importlib.import_module("megatron_pp.integrations.settings")
-    args = _parse(settings.TABLE, argv)
+    args = _parse(argv)
     if not args.module and not os.path.isfile(args.script):
         raise UsageError(f"{args.script}: there is no such file")
-    given = {name: getattr(args, name) for name in settings.TABLE if hasattr(args, name)}
+    given = {name: getattr(args, name) for name in TABLE if hasattr(args, name)}
     texts = {name: value for name, value in given.items() if isinstance(value, str)}
-    given |= {name: settings.value_of_text(name, text, _flag(name)) for name, text in texts.items()}
+    given |= {name: value_of_text(name, text, _flag(name)) for name, text in texts.items()}
     plugin: Any = importlib.import_module("megatron_pp.integrations.on_import")
-    plugin.install_on_import(settings.read_settings(args.settings, **given))
+    plugin.install_on_import(read_settings(args.settings, **given))
     return partial(_run, load_module if args.module else load_script, args.script, args.arguments)
 
 
@@ -66,7 +67,7 @@ def _run(load: Callable[[str, Sequence[str]], Callable[[], None]], script: str, 
             print(f"megatron-pp run: {script} has not imported Megatron-core's schedules", file=sys.stderr)
 
 
-def _parse(table: Any, argv: Sequence[str]) -> argparse.Namespace:
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
         prog=f"megatron-pp {NAME}",
         usage="%(prog)s [settings] [-m] SCRIPT [its arguments]",
@@ -77,8 +78,10 @@ def _parse(table: Any, argv: Sequence[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument("--settings", metavar="FILE", default=None, help="a TOML file with settings")
-    for name, setting in table.items():
-        how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if setting.is_switch else {"metavar": "VALUE"}
+    for name, setting in TABLE.items():
+        how: dict[str, Any] = (
+            {"action": argparse.BooleanOptionalAction} if setting.kind is SWITCH else {"metavar": "VALUE"}
+        )
         if not setting.kind.only_keyword:
             parser.add_argument(_flag(name), help=setting.help.replace("%", "%%"), **how)
     parser.add_argument("-m", dest="module", action="store_true", default=False, help="SCRIPT is a module")
@@ -87,7 +90,7 @@ def _parse(table: Any, argv: Sequence[str]) -> argparse.Namespace:
     args, rest = parser.parse_known_args(argv)
     if rest:
         name = rest[0].partition("=")[0]
-        parser.error(f"option {name} is not known{did_you_mean(name, map(_flag, table))}")
+        parser.error(f"option {name} is not known{did_you_mean(name, map(_flag, TABLE))}")
     return args
 
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_pp.config import kinds, rules
 from megatron_pp.config.kinds import PREFIX, Kind, variable_of
@@ -30,18 +30,11 @@ OTHER_VARIABLES = frozenset(
 _LARGEST_TOML = 1 << 14
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A row of the table. ``help``: one line."""
+class Setting(NamedTuple):
+    """A row of the table, with one line of help."""
 
-    name: str
     kind: Kind
     help: str
-
-    @property
-    def is_switch(self) -> bool:
-        """Whether it is on or off."""
-        return self.kind is kinds.SWITCH
 
 
 @dataclass(frozen=True)
@@ -69,7 +62,7 @@ class InstallSettings:
 PLUGIN = tuple(option.name for option in fields(InstallSettings) if option.metadata)
 """Switches that no config has."""
 TABLE = {
-    option.name: Setting(option.name, kind, option.metadata["help"])
+    option.name: Setting(kind, option.metadata["help"])
     for option in (*fields(ModelParallelConfig), *fields(InstallSettings))
     if (kind := option.metadata.get("kind")) is not None and kind.install
 }
