@@ -40,7 +40,7 @@ NETWORKS = (*HOSTILE_NETWORKS, StreamNetwork)
 FEATURES: dict[str, dict[str, Any]] = {
     "split": {},
     "named": {},
-    "slices": {"sequence_slices": 2},
+    "slices": {"sequence_slices": 4},
     "offload": {},
     "pairs": {"overlapped_forward_backward": in_turn},
     "pairs on two streams": {"overlapped_forward_backward": on_two_streams},
@@ -208,7 +208,7 @@ class Run:
                 timeout=120.0,
                 **self.fields(),
             )
-        slices = 2 if "slices" in self.features else 1
+        slices = 4 if "slices" in self.features else 1
         losses = [sum(found.losses[k : k + slices]) / slices for k in range(0, len(found.losses), slices)]
         expected = reference(self.stages, data, self.forward_only, self.tensors, self.exact, slices > 1)
         grads = {name.replace(".block.", "."): grad for name, grad in found.grads.items()}
