@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from benchmarks.engines import Unavailable, Work, make_step
+from benchmarks.engines import make_step
 from benchmarks.rank_processes import run_ranks
 from benchmarks.report import Report, Row, add_options, numbers_of
 from benchmarks.rounds import slowest_rank, summary, timed_rounds
 from benchmarks.stages import SplitTimedStage, TimedStage
+from benchmarks.work import Unavailable, Work
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs.stage_costs import StageCosts
 from megatron_pp.plan.ir.spec import PlanSpec

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine_ours import SECONDS
-from benchmarks.engines import PLUG_IN, MakeStage, Step, Unavailable, Work, scheduled_step
 from benchmarks.megatron_library import Library, load
+from benchmarks.work import PLUG_IN, SECONDS, MakeStage, Step, Unavailable, Work, scheduled_step
 from megatron_pp.integrations.megatron_core import installed
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.testing.threads import ThreadGroup

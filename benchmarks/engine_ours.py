@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.engines import MakeStage, Step, Unavailable, Work, scheduled_step, step_of
+from benchmarks.work import SECONDS, MakeStage, Step, Unavailable, Work, scheduled_step, step_of
 from megatron_pp.config.model_config import TransformerConfig
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import family_of
@@ -17,8 +17,6 @@ from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.runtime.stage import PipelineStage
 from megatron_pp.schedules import get_forward_backward_func
 from megatron_pp.weight_grad import split_weight_grad
-
-SECONDS = 100.0  # that a rank waits; less than the process groups of the benchmarks wait
 
 
 def make(engine: str, work: Work, rank: int, group: Any, make_stage: MakeStage, transport: Any) -> Step:

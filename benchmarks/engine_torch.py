@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.engines import MakeStage, Step, Unavailable, Work, first_input, loss_of
+from benchmarks.work import MakeStage, Step, Unavailable, Work, first_input, loss_of
 
 
 def make(engine: str, work: Work, rank: int, group: Any, make_stage: MakeStage, transport: Any) -> Step:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from benchmarks.engines import ENGINES, Work, available_steps, surroundings
+from benchmarks.engines import ENGINES, available_steps, surroundings
 from benchmarks.megatron_library import versions
 from benchmarks.rank_processes import run_on_shaped_network, transfer_seconds
 from benchmarks.report import Report, Row, add_options
 from benchmarks.rounds import print_progress, slowest_rank, summary, timed_rounds
 from benchmarks.sweep import CHUNKS, Sweep, bound_seconds, sweep_settings, work_of
 from benchmarks.sweep import add_arguments as add_sweep_arguments
+from benchmarks.work import Work
 
 HELP = "communication left exposed on a slow link, as transfers grow from 0.05 to 1.5 of a forward (needs root)"
 RATIOS = (0.05, 0.1, 0.25, 0.5, 1.0, 1.5)

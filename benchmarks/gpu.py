@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.engines import Work, available_steps, surroundings
+from benchmarks.engines import available_steps, surroundings
 from benchmarks.megatron_library import versions
 from benchmarks.report import NoDeviceError, Report, Row, add_options
 from benchmarks.stages import BusyStage
+from benchmarks.work import Work
 
 HELP = "the engines on a GPU, two ranks sharing it over sockets; step time by CUDA events"
 QUICK = {"mib": [8.0], "rounds": 3}

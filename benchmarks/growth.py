@@ -7,12 +7,13 @@ import resource
 import time
 from dataclasses import replace
 
-from benchmarks.engines import Work, make_step
+from benchmarks.engines import make_step
 from benchmarks.overhead import MODEL, bare_model
 from benchmarks.report import BenchmarkError, Report, Row
 from benchmarks.rounds import summary, timed_rounds
 from benchmarks.stages import AddWeight
 from benchmarks.stubbed import stubbed_group
+from benchmarks.work import Work
 from megatron_pp.plan.builder import forget_plans, lowered_plan, verified_plan
 from megatron_pp.plan.ir.spec import OVERLAP, PlanSpec
 from megatron_pp.plan.verify.verifier import verify

@@ -22,8 +22,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from benchmarks.engines import Unavailable
 from benchmarks.report import BenchmarkError
+from benchmarks.work import Unavailable
 
 SOURCE_VARIABLE = "MEGATRON_PP_BENCHMARK_MEGATRON_SOURCE"
 MAIN = "megatron-main"

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from benchmarks.engines import Step, Work, available_steps, comparable, surroundings
+from benchmarks.engines import available_steps, comparable, surroundings
 from benchmarks.megatron_library import versions
 from benchmarks.rank_processes import run_ranks
 from benchmarks.report import Report, Row, add_options
 from benchmarks.stages import TimedStage
+from benchmarks.work import Step, Work
 from megatron_pp.plan.builder import verified_plan
 
 HELP = "peak live activation bytes of every rank, beside verify's prediction and the peers"

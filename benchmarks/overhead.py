@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from benchmarks.engines import ENGINES, PLUG_IN, Step, Work, available_steps, first_input, loss_of, surroundings
+from benchmarks.engines import ENGINES, available_steps, surroundings
 from benchmarks.megatron_library import versions
 from benchmarks.rank_processes import run_ranks
 from benchmarks.report import BenchmarkError, Report, Row, add_options
 from benchmarks.rounds import slowest_rank, summary, timed_rounds
 from benchmarks.stages import AddWeight
 from benchmarks.stubbed import STUBS, stubbed_group
+from benchmarks.work import PLUG_IN, Step, Work, first_input, loss_of
 
 HELP = "time outside the model per virtual microbatch: transport stubbed, and on real gloo"
 MODEL = "the model alone"

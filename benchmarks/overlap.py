@@ -21,8 +21,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine_ours import SECONDS
-from benchmarks.engines import Work, first_input, loss_of
 from benchmarks.memory import peak_bytes
 from benchmarks.rank_processes import run_on_shaped_network, transfer_seconds
 from benchmarks.report import Report, Row, add_options
@@ -30,6 +28,7 @@ from benchmarks.rounds import print_progress, slowest_rank, summary, timed_round
 from benchmarks.stages import CopyingStage, TimedStage
 from benchmarks.sweep import Sweep, bound_seconds, sweep_settings, work_of
 from benchmarks.sweep import add_arguments as add_sweep_arguments
+from benchmarks.work import SECONDS, Work, first_input, loss_of
 from megatron_pp.comm.transport import ACT
 from megatron_pp.comm.wait_handle import WaitHandle
 from megatron_pp.config.settings import StepSettings

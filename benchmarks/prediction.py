@@ -11,12 +11,13 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.engines import Work, make_step
+from benchmarks.engines import make_step
 from benchmarks.rank_processes import run_on_shaped_network, transfer_seconds
 from benchmarks.report import Report, Row, add_options
 from benchmarks.rounds import print_progress, summary, timed_rounds
 from benchmarks.sweep import Sweep, sweep_settings, work_of
 from benchmarks.sweep import add_arguments as add_sweep_arguments
+from benchmarks.work import Work
 from megatron_pp.config.kinds import variable_of
 from megatron_pp.plan.costs.stage_costs import Link, Network
 from megatron_pp.plan.ir.spec import POLICIES

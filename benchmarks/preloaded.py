@@ -6,8 +6,8 @@ import contextlib
 
 import torch.distributed.pipelining  # noqa: F401
 
-from benchmarks.engines import Unavailable
 from benchmarks.megatron_library import MAIN, load
+from benchmarks.work import Unavailable
 
 for _engine in ("megatron", MAIN):
     with contextlib.suppress(Unavailable):

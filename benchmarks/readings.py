@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 
-from benchmarks.engines import PLUG_IN
 from benchmarks.megatron_steps import MEGATRONS, SCHEDULES
 from benchmarks.overhead import ON_GLOO
 from benchmarks.report import Report, Row, shown
+from benchmarks.work import PLUG_IN
 
 PEERS = {
     "megatron": "Megatron-core",

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.engine_ours import step_config, step_of_model
-from benchmarks.engines import Step
 from benchmarks.memory import peak_bytes
 from benchmarks.rank_processes import run_ranks
 from benchmarks.report import Report, Row, add_options, numbers_of
 from benchmarks.stages import TimedStage, mean_loss
+from benchmarks.work import Step
 from megatron_pp.features.slices.sequence_slice import sequence_slice
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs.stage_costs import StageCosts

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.engines import Work
 from benchmarks.report import add_options
 from benchmarks.stages import TimedStage
+from benchmarks.work import Work
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs.stage_costs import Link, Network, StageCosts
 from megatron_pp.plan.ir.spec import OVERLAP

@@ -10,12 +10,13 @@ import time
 
 import torch
 
-from benchmarks.engines import Step, Work, make_step
+from benchmarks.engines import make_step
 from benchmarks.overhead import settings
 from benchmarks.report import Report, Row, add_options, numbers_of
 from benchmarks.rounds import timed_rounds
 from benchmarks.stages import AddWeight
 from benchmarks.stubbed import StubTransport, stubbed_group
+from benchmarks.work import Step, Work
 from megatron_pp.comm.collectives import Done
 from megatron_pp.config.kinds import variable_of
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from benchmarks.engine_ours import step_config, step_of_model
-from benchmarks.engines import Step
 from benchmarks.rank_processes import run_ranks
 from benchmarks.report import Report, Row, add_options, numbers_of
 from benchmarks.slices import median_ms
 from benchmarks.stages import TimedStage, lasting, mean_loss
+from benchmarks.work import Step
 from megatron_pp.features.output_layer.output_runner import SplitOutputLayer
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs.stage_costs import StageCosts

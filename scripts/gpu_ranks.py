@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.engines import Work
 from benchmarks.overlap import VARIANTS, Setting, VariantStep
 from benchmarks.rounds import timed_rounds
 from benchmarks.stages import BusyStage, CopyingBusyStage, cycles_per_ms
 from benchmarks.sweep import Sweep
+from benchmarks.work import Work
 from megatron_pp.comm.transport import ProcessGroupTransport
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import build_plan

@@ -62,9 +62,10 @@ def rank_main(rank: int, size: int) -> None:
     """One rank of the measured run; it records its steps where the environment says."""
     import torch.distributed as dist
 
-    from benchmarks.engines import Work, make_step
+    from benchmarks.engines import make_step
     from benchmarks.rounds import timed_rounds
     from benchmarks.stages import SplitTimedStage
+    from benchmarks.work import Work
 
     seconds = MS / 1e3
     work = Work(SCHEDULE, size, 1, MICROBATCHES, (1, 1, 8))

@@ -17,10 +17,11 @@ pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-
 
 
 def both_megatrons(rank: int, size: int, checkout: str) -> None:
-    from benchmarks.engines import Work, available_steps, surroundings
+    from benchmarks.engines import available_steps, surroundings
     from benchmarks.megatron_library import MAIN, load, versions
     from benchmarks.stages import AddWeight
     from benchmarks.stubbed import stubbed_group
+    from benchmarks.work import Work
 
     package = importlib.import_module("megatron.core")
     stages: list[AddWeight] = []

@@ -42,12 +42,14 @@ def run_logged(
         log = HookLog()
         config = logged_config(log, chunks, **fields)
         communicator = P2PCommunicator(ThreadGroup(rank, size), config, network.transport(rank))
+        before = dict(vars(config))
         get_forward_backward_func(size, chunks if chunks > 1 else None)(
             **step_arguments(log.make_stages(config, chunks), num_microbatches),
             forward_only=forward_only,
             p2p_communicator=communicator,
         )
         assert log.inside == 0, "no_sync was left open"
+        assert vars(config) == before, "Megatron replaces a single function by a list of them in the user's config"
         return log
 
     return run_ranks(size, rank_main, network.abort)
@@ -222,46 +224,17 @@ def test_with_split_backwards_the_sync_opens_for_the_last_backward_and_for_the_l
         assert [str(at) for at in covered] == ["I0.7", "W0.7"]
 
 
-# -- evaluation, and what the config looks like afterwards ------------------------------------------------------------
+# -- evaluation -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_evaluation_fires_nothing_and_leaves_the_config_as_it_was(chunks: int) -> None:
-    size, network = 2, MemoryNetwork(2)
-
-    def rank_main(rank: int) -> None:
-        log = HookLog()
-        config = logged_config(
-            log, chunks, explicit=True, param_sync=True, finalize_model_grads_func=lambda *_: log.write("finalize")
-        )
-        before = dict(vars(config))
-        get_forward_backward_func(size, chunks if chunks > 1 else None)(
-            **step_arguments(log.make_stages(config, chunks), 3),
-            forward_only=True,
-            p2p_communicator=P2PCommunicator(ThreadGroup(rank, size), config, network.transport(rank)),
-        )
+def test_evaluation_fires_nothing(chunks: int) -> None:
+    finalized: list[Any] = []
+    hooks = {"explicit": True, "param_sync": True, "finalize_model_grads_func": lambda *of: finalized.append(of)}
+    for log in run_logged(2, chunks, 3, forward_only=True, **hooks):
         assert all(line.startswith("F") for line in log.lines)
         assert log.entered == 0
-        assert vars(config) == before
-
-    run_ranks(size, rank_main, network.abort)
-
-
-def test_training_leaves_the_config_as_it_was() -> None:
-    """Megatron replaces a single function by a list of them in the user's config."""
-    network = MemoryNetwork(2)
-
-    def rank_main(rank: int) -> None:
-        log = HookLog()
-        config = logged_config(log, 2, explicit=True, param_sync=True)
-        before = dict(vars(config))
-        get_forward_backward_func(2, 2)(
-            **step_arguments(log.make_stages(config, 2), 2),
-            p2p_communicator=P2PCommunicator(ThreadGroup(rank, 2), config, network.transport(rank)),
-        )
-        assert vars(config) == before
-
-    run_ranks(2, rank_main, network.abort)
+    assert not finalized
 
 
 # -- forms in which the hooks may come --------------------------------------------------------------------------------

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,42 +18,21 @@ from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.runtime.stage import PipelineStage
-from megatron_pp.schedules import get_forward_backward_func
-from megatron_pp.testing.memory_transport import MemoryNetwork
-from megatron_pp.testing.threads import ThreadGroup, run_ranks
-from megatron_pp.testing.toy import HIDDEN, ToyBlock, ToyData, ToyResult, gradients_of, toy_config, toy_forward_step
+from megatron_pp.testing.pipeline import toy_step
+from megatron_pp.testing.threads import ThreadGroup
+from megatron_pp.testing.toy import HIDDEN, ToyBlock, ToyData, ToyResult, gradients_of
 from megatron_pp.tracing.observers import ranges_if_profiling
+from tests.harness.step_runs import on_ranks
 
 MICROBATCHES = 4
 DATA = ToyData(MICROBATCHES)
 
 
-def run(size: int, rank_main: Callable[[int, P2PCommunicator, SimpleNamespace], Any], **fields: Any) -> list[Any]:
-    """`rank_main(rank, communicator, config)` in a thread per rank; what each returned."""
-    network = MemoryNetwork(size)
-
-    def main(rank: int) -> Any:
-        config = toy_config(**fields)
-        communicator = P2PCommunicator(ThreadGroup(rank, size), config, network.transport(rank))
-        with network.running(rank):
-            return rank_main(rank, communicator, config)
-
-    return run_ranks(size, main, network.abort)
-
-
-def step(communicator: P2PCommunicator, model: Any, **changed: Any) -> list[Any]:
+def step(communicator: P2PCommunicator, model: Any, seq_length: int = DATA.seq_length, **changed: Any) -> list[Any]:
     """One call of the schedule for `model`: a stage, or a list of chunks."""
-    chunks = len(model) if isinstance(model, list) else None
-    arguments: dict[str, Any] = {
-        "forward_step_func": toy_forward_step,
-        "data_iterator": [DATA.iterator() for _ in model] if chunks else DATA.iterator(),
-        "model": model,
-        "num_microbatches": MICROBATCHES,
-        "seq_length": DATA.seq_length,
-        "micro_batch_size": DATA.micro_batch_size,
-        "p2p_communicator": communicator,
-    }
-    return get_forward_backward_func(communicator.size, chunks)(**{**arguments, **changed})
+    chunks = model if isinstance(model, list) else [model]
+    changed = {"iterators": [DATA.iterator() for _ in chunks], **changed}
+    return toy_step(chunks, replace(DATA, seq_length=seq_length), communicator, **changed)
 
 
 # -- dict outputs ---------------------------------------------------------------------------
@@ -106,12 +84,12 @@ def two_streams_in_one_process(size: int) -> ToyResult:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_stages_may_give_each_other_dicts(size: int, overlap: bool, variable: bool) -> None:
-    def rank_main(rank: int, communicator: P2PCommunicator, config: SimpleNamespace) -> ToyResult:
+    def rank_main(rank: int, config: Any, communicator: P2PCommunicator) -> ToyResult:
         stage = PipelineStage(TwoStreams(rank, rank == size - 1), config)
         reports = step(communicator, stage, adjust_tensor_shapes_fn=two_stream_shapes)
         return ToyResult([float(r["loss"]) for r in reports], gradients_of({rank: stage}))
 
-    results = run(size, rank_main, overlap_p2p_comm=overlap, variable_seq_lengths=variable)
+    results = on_ranks(size, rank_main, overlap_p2p_comm=overlap, variable_seq_lengths=variable)
     expected = two_streams_in_one_process(size)
     assert results[-1].losses == expected.losses
     for result in results:
@@ -121,32 +99,12 @@ def test_stages_may_give_each_other_dicts(size: int, overlap: bool, variable: bo
 
 
 def test_a_dict_with_other_names_is_refused() -> None:
-    def rank_main(rank: int, communicator: P2PCommunicator, config: SimpleNamespace) -> None:
+    def rank_main(rank: int, config: Any, communicator: P2PCommunicator) -> None:
         stage = PipelineStage(TwoStreams(rank, rank == 1), config)
         step(communicator, stage, adjust_tensor_shapes_fn=lambda receive, send: ({"a": receive[0]}, {"a": send[0]}))
 
     with pytest.raises(ScheduleInputError, match=r"gave gate, hidden; adjust_tensor_shapes_fn says .* a dict of a"):
-        run(2, rank_main)
-
-
-def test_the_loss_function_gets_what_the_last_stage_gives() -> None:
-    """Any object: here a dict, of which the loss takes one entry and reports another."""
-
-    class Last(ToyBlock):
-        def forward(self, x: torch.Tensor) -> Any:
-            return {"logits": super().forward(x), "rank": "last"}
-
-    def forward_step(iterator: Any, model: Any) -> Any:
-        x, target = next(iterator)
-        return model(x), lambda out: ((out["logits"] - target).pow(2).mean(), {"seen": out["rank"]})
-
-    def rank_main(rank: int, communicator: P2PCommunicator, config: SimpleNamespace) -> Any:
-        stage = PipelineStage(Last(rank) if rank else ToyBlock(rank), config)
-        return step(communicator, stage, forward_step_func=forward_step), gradients_of({rank: stage})
-
-    (_, first_grads), (reports, _) = run(2, rank_main)
-    assert reports == [{"seen": "last"}] * MICROBATCHES
-    assert all(grad.abs().sum() > 0 for grad in first_grads.values())
+        on_ranks(2, rank_main)
 
 
 # -- shapes between stages ---------------------------------------------------------------------------
@@ -170,7 +128,7 @@ def test_shapes_between_stages(tp: int, cp: int, sequence_parallel: bool, length
         x = torch.ones(length, DATA.micro_batch_size, HIDDEN)
         return model(x), lambda out: (out.mean(), {"loss": out.detach().mean()})
 
-    def rank_main(rank: int, communicator: P2PCommunicator, config: SimpleNamespace) -> None:
+    def rank_main(rank: int, config: Any, communicator: P2PCommunicator) -> None:
         groups = SimpleNamespace(pp=communicator.pp_group)
         if from_config:
             config.tensor_model_parallel_size, config.context_parallel_size = tp, cp
@@ -179,7 +137,7 @@ def test_shapes_between_stages(tp: int, cp: int, sequence_parallel: bool, length
         stage = PipelineStage(Looks(rank), config)
         step(communicator, stage, forward_step_func=forward_step, seq_length=24, pg_collection=groups)
 
-    run(2, rank_main, sequence_parallel=sequence_parallel)
+    on_ranks(2, rank_main, sequence_parallel=sequence_parallel)
     assert seen == {0: (length, DATA.micro_batch_size, HIDDEN), 1: (length, DATA.micro_batch_size, HIDDEN)}
 
 
@@ -199,7 +157,7 @@ def test_context_parallel_size_scales_a_mean_loss_and_not_a_sum() -> None:
 
             return model(x), loss_func
 
-        def rank_main(rank: int, communicator: P2PCommunicator, config: SimpleNamespace) -> torch.Tensor:
+        def rank_main(rank: int, config: Any, communicator: P2PCommunicator) -> torch.Tensor:
             stage = PipelineStage(ToyBlock(rank), config)
             groups = SimpleNamespace(pp=communicator.pp_group, cp=ThreadGroup(0, 2), tp=ThreadGroup(0, 1))
             step(
@@ -211,7 +169,7 @@ def test_context_parallel_size_scales_a_mean_loss_and_not_a_sum() -> None:
             )
             return stage.inner.linear.weight.grad
 
-        return run(2, rank_main)
+        return on_ranks(2, rank_main)
 
     means, sums = losses(three=False), losses(three=True)
     torch.testing.assert_close(means[0], sums[0] * 2 * 5)  # 2: context-parallel size; 5: tokens
@@ -270,19 +228,19 @@ def test_uneven_layouts_and_tied_embeddings_equal_one_process() -> None:
         (loss / MICROBATCHES).backward()
     sum_tied_gradients(whole, None)
 
-    def rank_main(rank: int, communicator: P2PCommunicator, _: SimpleNamespace) -> tuple[list[float], list[GPTStage]]:
+    def rank_main(rank: int, _: Any, communicator: P2PCommunicator) -> tuple[list[float], list[GPTStage]]:
         chunks = gpt_stages(gpt_config(), cut, [rank, 2 + rank])
         data = [iter(gpt_batches()) for _ in chunks]
         reports = step(
             communicator,
             chunks,
             forward_step_func=gpt_forward_step,
-            data_iterator=data,
+            iterators=data,
             seq_length=8,
         )
         return [float(r["loss"]) for r in reports], chunks
 
-    (none, first), (reported, last) = run(2, rank_main, virtual_pipeline_model_parallel_size=2)
+    (none, first), (reported, last) = on_ranks(2, rank_main, virtual_pipeline_model_parallel_size=2)
     assert (none, reported) == ([], losses)
     chunks = [*first, *last]
     sum_tied_gradients(chunks, None)
@@ -292,99 +250,6 @@ def test_uneven_layouts_and_tied_embeddings_equal_one_process() -> None:
     for name, parameter in seen.items():
         assert torch.equal(parameter.grad, expected[name].grad), name
     assert torch.equal(seen[EMBEDDING].grad, seen[OUTPUT].grad)
-
-
-# -- data-parallel hooks ---------------------------------------------------------------------------
-
-
-class Hooks:
-    """no_sync, grad_sync and param_sync that write down when they are called, among the backwards of the chunks."""
-
-    def __init__(self, chunks: list[PipelineStage]) -> None:
-        self.lines: list[str] = []
-        self.depth = 0
-        self.chunks = chunks
-        for number, chunk in enumerate(chunks):
-            chunk.inner.linear.weight.register_hook(lambda grad, n=number: self._backward(n))
-
-    def _backward(self, number: int) -> None:
-        self.lines.append(f"backward {number}{' silent' if self.depth else ''}")
-
-    @contextmanager
-    def no_sync(self) -> Any:
-        self.depth += 1
-        try:
-            yield
-        finally:
-            self.depth -= 1
-
-    def named(self, name: str) -> Callable[[Any], None]:
-        def hook(parameters: Any) -> None:
-            mine = {id(p) for p in parameters}
-            number = next(n for n, c in enumerate(self.chunks) if mine == {id(p) for p in c.parameters()})
-            self.lines.append(f"{name} {number}")
-
-        return hook
-
-
-def hooked(size: int, chunks: int, **fields: Any) -> list[Hooks]:
-    """Run a step with recording hooks on every rank."""
-
-    def rank_main(rank: int, communicator: P2PCommunicator, config: SimpleNamespace) -> Hooks:
-        model = [PipelineStage(ToyBlock(chunk * size + rank), config, chunk) for chunk in range(chunks)]
-        hooks = Hooks(model)
-        config.no_sync_func = hooks.no_sync
-        if fields.get("aligned"):
-            config.grad_sync_func = hooks.named("grad_sync")
-            config.param_sync_func = hooks.named("param_sync")
-        config.finalize_model_grads_func = lambda model, tokens: hooks.lines.append(f"finalize {len(model)} {tokens}")
-        step(communicator, model if chunks > 1 else model[0])
-        return hooks
-
-    virtual = chunks if chunks > 1 else None
-    return run(size, rank_main, virtual_pipeline_model_parallel_size=virtual, overlap_p2p_comm=True, **fields)
-
-
-@pytest.mark.parametrize("chunks", [1, 2])
-def test_gradients_are_reduced_in_each_chunks_last_backward_only(chunks: int) -> None:
-    for hooks in hooked(2, chunks):
-        backwards = [line for line in hooks.lines if line.startswith("backward")]
-        for chunk in range(chunks):
-            mine = [line for line in backwards if line.startswith(f"backward {chunk}")]
-            assert mine == [f"backward {chunk} silent"] * (MICROBATCHES - 1) + [f"backward {chunk}"]
-        assert hooks.lines[-1] == f"finalize {chunks} None"
-        assert hooks.depth == 0
-
-
-def test_explicit_synchronisation_is_staggered_by_rank() -> None:
-    """Every backward is silent, each chunk is synchronised once, and a later rank does it later."""
-    ranks = hooked(4, 2, aligned=True)
-    done = []
-    for hooks in ranks:
-        assert all(line.endswith("silent") for line in hooks.lines if line.startswith("backward"))
-        assert hooks.lines[:2] == ["param_sync 0", "param_sync 1"]
-        assert sorted(line for line in hooks.lines if line.startswith("grad_sync")) == ["grad_sync 0", "grad_sync 1"]
-        at = hooks.lines.index("grad_sync 1")
-        done.append(sum(line.startswith("backward") for line in hooks.lines[:at]))
-    last_of_chunk_1 = [hooks.lines.index("grad_sync 1") for hooks in ranks]
-    assert len(set(last_of_chunk_1)) > 1
-    assert [done[rank] - done[0] for rank in range(4)] == [0, 1, 2, 3]
-
-
-def test_evaluation_calls_no_hook() -> None:
-    def rank_main(rank: int, communicator: P2PCommunicator, config: SimpleNamespace) -> list[str]:
-        stage = PipelineStage(ToyBlock(rank), config)
-        hooks = Hooks([stage])
-        config.no_sync_func = lambda: hooks.lines.append("no_sync") or hooks.no_sync()
-        config.grad_sync_func, config.param_sync_func = hooks.named("grad_sync"), hooks.named("param_sync")
-        config.finalize_model_grads_func = lambda *_: hooks.lines.append("finalize")
-        before = dict(vars(config))
-        step(communicator, stage, forward_only=True)
-        assert vars(config) == before
-        assert stage.inner.linear.weight.grad is None
-        return hooks.lines
-
-    assert run(2, rank_main) == [[], []]
 
 
 # -- timers and profiler ranges ---------------------------------------------------------------------------
@@ -409,13 +274,13 @@ class Timers:
 
 
 def test_megatrons_timers_run() -> None:
-    def rank_main(rank: int, communicator: P2PCommunicator, config: SimpleNamespace) -> list[str]:
+    def rank_main(rank: int, config: Any, communicator: P2PCommunicator) -> list[str]:
         config.timers = Timers()
         config.barrier_with_L1_time = False
         step(communicator, PipelineStage(ToyBlock(rank), config))
         return config.timers.lines
 
-    for lines in run(2, rank_main):
+    for lines in on_ranks(2, rank_main):
         assert lines[0] == "forward-backward/1 start"
         assert lines[-1] == "forward-backward stop"
         assert lines.count("forward-compute/2 start") == lines.count("forward-compute stop") == MICROBATCHES
@@ -423,7 +288,7 @@ def test_megatrons_timers_run() -> None:
 
 
 def test_a_profile_names_every_instruction() -> None:
-    def rank_main(rank: int, communicator: P2PCommunicator, config: SimpleNamespace) -> list[str]:
+    def rank_main(rank: int, config: Any, communicator: P2PCommunicator) -> list[str]:
         stage = PipelineStage(ToyBlock(rank), config)
         if rank == 0:  # a profiler watches the thread that started it
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -432,7 +297,7 @@ def test_a_profile_names_every_instruction() -> None:
         step(communicator, stage)
         return []
 
-    names = run(2, rank_main, batch_p2p_comm=True)[0]
+    names = on_ranks(2, rank_main, batch_p2p_comm=True)[0]
     program = [
         str(at) for at in build_plan(PlanSpec("1f1b", 2, 1, MICROBATCHES, group_size=2, policy="batched")).programs[0]
     ]

@@ -9,9 +9,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
 
-from benchmarks.engines import Work, first_input, loss_of
 from benchmarks.overlap import VARIANTS, Setting, VariantStep, wait_at_once
 from benchmarks.sweep import Sweep
+from benchmarks.work import Work, first_input, loss_of
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.spec import PlanSpec
