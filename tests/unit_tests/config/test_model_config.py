@@ -216,9 +216,17 @@ def test_environment_sets_defaults_which_arguments_override(monkeypatch):
     assert ModelParallelConfig(p2p_debug=False).p2p_debug is False
 
 
-def test_an_unreadable_environment_variable_is_named(monkeypatch):
-    monkeypatch.setenv("MEGATRON_PP_P2P_DEBUG", "perhaps")
-    with pytest.raises(ConfigError, match="MEGATRON_PP_P2P_DEBUG: 'perhaps' is not a switch"):
+@pytest.mark.parametrize(
+    ("variable", "text", "sentence"),
+    [
+        ("MEGATRON_PP_P2P_DEBUG", "perhaps", "'perhaps' is not a switch"),
+        ("MEGATRON_PP_MEASURE", "many", "measure is 'many'; it must be a whole number of at least 0"),
+        ("MEGATRON_PP_TRACE_STEPS", "3-1", "trace_steps is '3-1'; it must list steps"),
+    ],
+)
+def test_an_unreadable_environment_variable_is_named(monkeypatch, variable, text, sentence):
+    monkeypatch.setenv(variable, text)
+    with pytest.raises(ConfigError, match=f"environment variable {variable}: {sentence}"):
         ModelParallelConfig()
 
 
@@ -262,7 +270,7 @@ def test_every_field_has_a_line_of_help_for_the_command_line():
 
 
 def test_what_a_plan_needs_is_importable_without_torch():
-    modules = ", ".join(f"megatron_pp.config.{name}" for name in ("layout", "microbatch_counts", "parallel_grid"))
+    modules = ", ".join(f"megatron_pp.config.{name}" for name in ("layout", "parallel_grid", "settings"))
     program = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
 

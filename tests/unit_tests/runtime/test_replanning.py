@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed import HashStore
 
-from megatron_pp.config import TransformerConfig
+from megatron_pp import TransformerConfig
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ConfigError, PipelineMismatchError, ScheduleInputError
 from megatron_pp.features.pairs.pair_runner import in_turn
