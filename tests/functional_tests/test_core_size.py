@@ -23,8 +23,8 @@ ROOMS = {
     "comm": (
         "abort at_exit channels communicator events gloo p2p_communicator process_groups stores transport wait_handle"
     ),
-    "config": "checks kinds layout microbatch_counts model_config parallel_grid rules settings",
-    "faults": ("attach consistency guard heartbeat liveness places records stall_detector tracker watchdog"),
+    "config": "checks conversions kinds layout microbatch_counts model_config parallel_grid rules settings",
+    "faults": "attach consistency guard heartbeat liveness places records stall_detector tracker watchdog",
     "integrations": (
         "gpt_models known_steps megatron_call megatron_core megatron_reads megatron_release megatron_scope "
         "megatron_steps megatron_versions named_objects settings"
