@@ -10,10 +10,11 @@ import torch
 from examples.gpt.gpt import EMBEDDING, OUTPUT, CausalSelfAttention, GPTStage, RotaryEmbedding, build_gpt_chunks
 from examples.gpt.optimizer import sum_tied_gradients
 from examples.gpt.trainer import forward_step
-from megatron_pp import P2PCommunicator, get_forward_backward_func
+from megatron_pp import P2PCommunicator
 from megatron_pp.config.model_config import TransformerConfig
-from megatron_pp.testing.memory_transport import MemoryNetwork
-from megatron_pp.testing.threads import ThreadGroup, run_ranks
+from megatron_pp.testing.pipeline import toy_step
+from megatron_pp.testing.toy import ToyData
+from tests.harness.step_runs import on_ranks
 
 VOCAB, SEQ, BATCH, LAYERS = 29, 12, 3, 5
 
@@ -74,16 +75,6 @@ def train_by_hand(stages: list[GPTStage], batches: int = 2, checkpoint: bool = F
     return losses
 
 
-@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_stage_has_the_weights_of_the_whole_model(cut: list[list[int]], tied: bool) -> None:
-    whole = parameters_of(make_stages(WHOLE, share_embeddings_and_output_weights=tied))
-    parts = parameters_of(make_stages(cut, share_embeddings_and_output_weights=tied))
-    assert parts.keys() == whole.keys()
-    assert all(torch.equal(parts[name], whole[name]) for name in whole)
-    assert torch.equal(whole[EMBEDDING], whole[OUTPUT]) == tied
-
-
 def test_layers_and_seeds_differ() -> None:
     one, other = parameters_of(make_stages(WHOLE)), parameters_of(make_stages(WHOLE, seed=8))
     matrices = [name for name, parameter in one.items() if parameter.dim() == 2]
@@ -92,9 +83,13 @@ def test_layers_and_seeds_differ() -> None:
     assert not any(torch.equal(a, b) for i, a in enumerate(weights) for b in weights[:i])
 
 
+@pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
-def test_losses_and_gradients_do_not_depend_on_the_cut(cut: list[list[int]]) -> None:
-    whole, parts = make_stages(WHOLE), make_stages(cut)
+def test_weights_losses_and_gradients_do_not_depend_on_the_cut(cut: list[list[int]], tied: bool) -> None:
+    whole, parts = (make_stages(stages, share_embeddings_and_output_weights=tied) for stages in (WHOLE, cut))
+    weights = parameters_of(whole)
+    assert parameters_of(parts).keys() == weights.keys()
+    assert torch.equal(weights[EMBEDDING], weights[OUTPUT]) == tied
     whole_losses, losses = train_by_hand(whole), train_by_hand(parts)
     sum_tied_gradients(whole, None)
     sum_tied_gradients(parts, None)
@@ -224,21 +219,13 @@ def test_a_split_output_layer_has_the_losses_and_gradients_of_the_whole_one(sche
     config = make_config(pipeline_dtype=torch.float64, pipeline_schedule=schedule)
     untied = {"share_embeddings_and_output_weights": False}
     ranks = [make_stages(cut, config, output_split=(rank, 3), **untied)[rank].double() for rank in range(3)]
-    network = MemoryNetwork(3)
+    data = ToyData(microbatches, SEQ, BATCH)
 
-    def rank_main(rank: int) -> list[Any]:
-        communicator = P2PCommunicator(ThreadGroup(rank, 3), config, network.transport(rank))
-        return get_forward_backward_func(3)(
-            forward_step_func=forward_step,
-            data_iterator=((number, *make_batch(number)) for number in range(microbatches)),
-            model=ranks[rank],
-            num_microbatches=microbatches,
-            seq_length=SEQ,
-            micro_batch_size=BATCH,
-            p2p_communicator=communicator,
-        )
+    def rank_main(rank: int, _: Any, communicator: P2PCommunicator) -> list[Any]:
+        batches = ((number, *make_batch(number)) for number in range(microbatches))
+        return toy_step([ranks[rank]], data, communicator, forward_step_func=forward_step, iterators=[batches])
 
-    reports = run_ranks(3, rank_main, network.abort, 60.0)[-1]
+    reports = on_ranks(3, rank_main, **vars(config))[-1]
     (whole,) = (stage.double() for stage in make_stages(WHOLE, config, **untied))
     for number, report in enumerate(reports):
         loss = whole(*make_batch(number)).mean()

@@ -32,13 +32,12 @@ from examples.gpt.optimizer import (
 from examples.gpt.process import StopRequest, report
 from examples.gpt.run_page import steps_to_record, write_page
 from examples.gpt.settings import Settings
-from examples.gpt.trainer import ComputeTimers, forward_step
+from examples.gpt.trainer import ComputeTimers
 from tests.harness.processes import run_processes
 from tests.harness.training_ranks import handlers_kept
 from tests.unit_tests.examples.test_gpt import (
     CUTS,
     WHOLE,
-    make_batch,
     make_stages,
     parameters_of,
     train_by_hand,
@@ -77,12 +76,6 @@ def test_small_gradients_and_no_limit_are_left_alone(group: dist.ProcessGroup) -
         before = {name: p.grad.clone() for name, p in parameters_of(stages).items()}
         GradientClipper(stages, group, max_norm).clip()
         assert all(torch.equal(p.grad, before[name]) for name, p in parameters_of(stages).items())
-
-
-@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
-def test_the_norm_has_the_same_bits_for_every_cut(group: dist.ProcessGroup, cut: list[list[int]]) -> None:
-    norms = [GradientClipper(trained_stages(stages), group, 0.0).clip() for stages in (WHOLE, cut)]
-    assert torch.equal(*norms)
 
 
 def clip_what_two_ranks_hold(rank: int, size: int) -> str:
@@ -133,34 +126,6 @@ def test_adamw_decays_matrices_only() -> None:
         torch.testing.assert_close(parameter.detach(), expected)
 
 
-def test_tied_copies_stay_equal() -> None:
-    stages = make_stages(CUTS["two"])
-    optimizer = make_optimizer(stages)
-    for _ in range(3):
-        train_by_hand(stages)
-        sum_tied_gradients(stages, None)
-        optimizer.step(1e-2)
-    weights = parameters_of(stages)
-    assert torch.equal(weights["embedding.weight"], weights[OUTPUT])
-    assert not torch.equal(weights[OUTPUT], parameters_of(make_stages(WHOLE))[OUTPUT])
-
-
-def test_the_optimizers_tensors_are_all_that_it_needs_to_continue() -> None:
-    """A fresh optimizer that is given the tensors of another takes the same steps."""
-    one, other = make_stages(CUTS["two"]), make_stages(CUTS["two"], seed=99)
-    optimizers = make_optimizer(one), make_optimizer(other)
-    for step in range(4):
-        if step == 2:
-            source = optimizers[0].tensors()
-            for name, tensor in optimizers[1].tensors().items():
-                tensor.copy_(source[name])
-        for stages, optimizer in zip((one, other), optimizers, strict=True):
-            train_by_hand(stages)
-            optimizer.step(1e-2)
-    expected = optimizers[0].tensors()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in optimizers[1].tensors().items())
-
-
 def test_a_rank_without_parameters_takes_its_steps() -> None:
     optimizer = NamedAdamW([torch.nn.ModuleDict()], Settings())
     optimizer.step(1e-3)
@@ -206,18 +171,6 @@ def error_file(folder: Path, local_rank: int) -> str:
     return str(path)
 
 
-def test_of_the_ranks_of_a_node_the_first_speaks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Once in words, and once with a stack."""
-    for local_rank, foreseen in enumerate((True, False, True, False)):
-        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", error_file(tmp_path, local_rank))
-        report(OSError(5, f"rank {local_rank}"), foreseen)
-    said = capsys.readouterr().err
-    assert [f"rank {rank}" in said for rank in range(4)] == [True, True, False, False]
-    assert [Path(error_file(tmp_path, rank)).exists() for rank in range(4)] == [True] * 4
-
-
 def test_a_rank_whose_folder_is_gone_speaks_for_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -255,15 +208,6 @@ def test_timers_add_up_compute_and_nothing_else() -> None:
     time.sleep(0.01)
     timers("forward-recv").stop()
     assert timers.take_seconds() == 0.0
-
-
-def test_the_loss_function_speaks_as_the_schedules_expect() -> None:
-    (stage,) = make_stages(WHOLE)
-    output, loss_function = forward_step(iter([(0, *make_batch())]), stage)
-    assert torch.equal(output, stage(*make_batch()))
-    loss, report = loss_function(output)
-    assert torch.equal(loss, output.mean())
-    assert torch.equal(report["loss"], loss)
 
 
 def test_metrics_are_lines_of_json_and_later_ones_are_dropped_when_continued(tmp_path: Path) -> None:

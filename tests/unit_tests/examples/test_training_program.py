@@ -112,13 +112,6 @@ def code_of(command: list[str]) -> int:
 
 
 @pytest.mark.slow
-def test_no_steps_leave_the_untrained_model(tmp_path: Path) -> None:
-    train_here(flags(tmp_path / "run", "--train-steps 0"))
-    assert len(validation_losses(tmp_path / "run")) == 1
-    assert find_checkpoint(tmp_path / "run").step == 0
-
-
-@pytest.mark.slow
 def test_a_finished_run_has_nothing_to_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train_here(flags(tmp_path / "run", "--train-steps 2"))
     before = (tmp_path / "run" / METRICS).read_text()

@@ -25,8 +25,10 @@ from megatron_pp.schedules import (
     get_forward_backward_func,
 )
 from megatron_pp.testing.memory_transport import MemoryNetwork, MemoryTransport
-from megatron_pp.testing.threads import ThreadGroup, run_ranks
+from megatron_pp.testing.pipeline import toy_step
+from megatron_pp.testing.threads import ThreadGroup
 from megatron_pp.testing.toy import ToyBlock, ToyData, toy_config, toy_forward_step
+from tests.harness.step_runs import on_ranks
 
 DATA = ToyData(4)
 
@@ -76,107 +78,83 @@ def iterators(count: int) -> list[Any]:
     return [DATA.iterator() for _ in range(count)]
 
 
-CHUNKED: dict[str, tuple[dict[str, Any], str]] = {
-    "V without a list of chunks": (
+CHUNKED: list[tuple[dict[str, Any], str]] = [
+    (
         {"model": stage()},
         "the interleaved schedule takes a list of model chunks, one per virtual stage; it was given a PipelineStage",
     ),
-    "V without a list of iterators": (
+    (
         {"data_iterator": DATA.iterator()},
         "the interleaved schedule takes a list of data iterators, one per model chunk; it was given a generator",
     ),
-    "no chunks": (
-        {"model": [], "data_iterator": []},
-        "model is an empty list; it must hold this rank's model chunks",
-    ),
-    "too many chunks": (
+    ({"model": [], "data_iterator": []}, "model is an empty list; it must hold this rank's model chunks"),
+    (
         {"model": [stage(virtual_pipeline_model_parallel_size=2)] * 3, "data_iterator": iterators(3)},
         "3 model chunks were given, but config.virtual_pipeline_model_parallel_size is 2; they must be equal",
     ),
-    "too few iterators": (
+    (
         {"data_iterator": iterators(1)},
         "1 data iterators were given for 2 model chunks; give one per chunk (None where a chunk needs no data)",
     ),
-    "group smaller than the pipeline": (
+    (
         {"config": {"microbatch_group_size_per_vp_stage": 1}},
         "config.microbatch_group_size_per_vp_stage is 1; with 2 pipeline ranks and 2 chunks each the nearest legal",
     ),
-    "group of none": (
+    (
         {"config": {"microbatch_group_size_per_vp_stage": 0}},
         "config.microbatch_group_size_per_vp_stage is 0; the smallest legal value is 1 (default 2)",
     ),
-    "group of a half": (
+    (
         {"config": {"microbatch_group_size_per_vp_stage": 2.5}},
         "config.microbatch_group_size_per_vp_stage is 2.5; it must be a whole number of at least 1",
     ),
-    "schedule without chunks": (
+    (
         {"config": {"pipeline_schedule": "gpipe"}},
         "config.pipeline_schedule 'gpipe' needs 1 model chunk(s) a rank; 2 were given",
     ),
-    "adjusted shapes": (
+    (
         {"adjust_tensor_shapes_fn": lambda receive, send: (receive, send)},
         "adjust_tensor_shapes_fn is for pipelines with one model chunk a rank",
     ),
-}
-EITHER: dict[str, tuple[dict[str, Any], str]] = {
-    "no microbatches": ({"num_microbatches": 0}, "num_microbatches is 0; the smallest legal value is 1"),
-    "negative": ({"num_microbatches": -3}, "num_microbatches is -3; the smallest legal value is 1"),
-    "half a microbatch": (
-        {"num_microbatches": 2.5},
-        "num_microbatches is 2.5; it must be a whole number of at least 1",
-    ),
-    "microbatches are text": ({"num_microbatches": "4"}, "num_microbatches is '4'; it must be a whole number of at le"),
-    "true microbatches": (
-        {"num_microbatches": True},
-        "num_microbatches is True; it must be a whole number of at least",
-    ),
-    "overlap and batched": (
+]
+EITHER: list[tuple[dict[str, Any], str]] = [
+    ({"num_microbatches": 0}, "num_microbatches is 0; the smallest legal value is 1"),
+    ({"num_microbatches": -3}, "num_microbatches is -3; the smallest legal value is 1"),
+    ({"num_microbatches": 2.5}, "num_microbatches is 2.5; it must be a whole number of at least 1"),
+    ({"num_microbatches": "4"}, "num_microbatches is '4'; it must be a whole number of at le"),
+    ({"num_microbatches": True}, "num_microbatches is True; it must be a whole number of at least"),
+    (
         {"config": {"overlap_p2p_comm": True, "batch_p2p_comm": True}},
         "config.overlap_p2p_comm and batch_p2p_comm are both True; a grouped call is waited as a whole",
     ),
-    "no dtype": (
+    (
         {"config": {"pipeline_dtype": None}},
         "config.pipeline_dtype is None; set it to the dtype of the activations between stages, such as torch.bfloat16",
     ),
-    "unknown schedule": (
-        {"config": {"pipeline_schedule": "2f2b"}},
-        "config.pipeline_schedule is '2f2b'; it must be one of gpipe, 1f1b, ",
-    ),
-    "no sequence length": (
+    ({"config": {"pipeline_schedule": "2f2b"}}, "config.pipeline_schedule is '2f2b'; it must be one of gpipe, 1f1b, "),
+    (
         {"seq_length": None},
         "seq_length is None; it must be a whole number of at least 1 (tensors between stages are [seq_length, ",
     ),
-    "empty decoder": ({"decoder_seq_length": 0}, "decoder_seq_length is 0; the smallest legal value is 1 (tensors"),
-    "no microbatch size": (
-        {"micro_batch_size": None},
-        "micro_batch_size is None; it must be a whole number of at least",
-    ),
-    "no hidden size": ({"config": {"hidden_size": None}}, "config.hidden_size is 0; the smallest legal value is 1"),
-    "no function": ({"forward_step_func": None}, "forward_step_func is a NoneType; it must be callable"),
-}
-SINGLE: dict[str, tuple[dict[str, Any], str]] = {
-    "several chunks": (
-        {"model": [stage(), stage()]},
-        "a schedule without model chunks takes one model; it was given a list of 2",
-    ),
-    "several iterators": (
-        {"data_iterator": iterators(2)},
-        "2 data iterators were given for 1 model chunks; give one per chunk",
-    ),
-    "chunks left out": (
+    ({"decoder_seq_length": 0}, "decoder_seq_length is 0; the smallest legal value is 1 (tensors"),
+    ({"micro_batch_size": None}, "micro_batch_size is None; it must be a whole number of at least"),
+    ({"config": {"hidden_size": None}}, "config.hidden_size is 0; the smallest legal value is 1"),
+    ({"forward_step_func": None}, "forward_step_func is a NoneType; it must be callable"),
+]
+SINGLE: list[tuple[dict[str, Any], str]] = [
+    ({"model": [stage(), stage()]}, "a schedule without model chunks takes one model; it was given a list of 2"),
+    ({"data_iterator": iterators(2)}, "2 data iterators were given for 1 model chunks; give one per chunk"),
+    (
         {"model": stage(virtual_pipeline_model_parallel_size=2)},
         "one model was given, but config.virtual_pipeline_model_parallel_size is 2; give a list of 2 model chunks to "
         "forward_backward_pipelining_with_interleaving",
     ),
-    "schedule with chunks": (
+    (
         {"config": {"pipeline_schedule": "zb_v"}},
         "config.pipeline_schedule 'zb_v' needs 2 model chunk(s) a rank; 1 were given",
     ),
-    "plain module": (
-        {"model": torch.nn.Linear(4, 4)},
-        "model chunk Linear has no attribute config; set it to a TransformerConfig",
-    ),
-}
+    ({"model": torch.nn.Linear(4, 4)}, "model chunk Linear has no attribute config; set it to a TransformerConfig"),
+]
 
 
 def refused(chunks: int, rank: int, changes: dict[str, Any]) -> str:
@@ -188,37 +166,23 @@ def refused(chunks: int, rank: int, changes: dict[str, Any]) -> str:
     return sentence
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("case", CHUNKED)
-def test_bad_input_with_chunks(case: str, rank: int) -> None:
-    changes, words = CHUNKED[case]
-    assert refused(2, rank, changes).startswith(words)
+BAD = [(2, *case) for case in (*CHUNKED, *EITHER)] + [(1, *case) for case in (*SINGLE, *EITHER)]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("case", SINGLE)
-def test_bad_input_without_chunks(case: str, rank: int) -> None:
-    changes, words = SINGLE[case]
-    assert refused(1, rank, changes).startswith(words)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("chunks", [1, 2])
-@pytest.mark.parametrize("case", EITHER)
-def test_bad_input_with_and_without_chunks(case: str, chunks: int, rank: int) -> None:
-    changes, words = EITHER[case]
+@pytest.mark.parametrize(("chunks", "changes", "words"), BAD, ids=[words[:50] for *_, words in BAD])
+def test_bad_input(chunks: int, changes: dict[str, Any], words: str, rank: int) -> None:
     assert refused(chunks, rank, changes).startswith(words)
 
 
-@pytest.mark.parametrize("case", [*CHUNKED, *EITHER])
-def test_no_communicator_is_made_for_bad_input(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("changes", [changes for changes, _ in (*CHUNKED, *EITHER)])
+def test_no_communicator_is_made_for_bad_input(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """On NCCL that would be communication, and a hang where only one rank is wrong."""
 
     def make(group: Any, config: Any) -> None:
         raise AssertionError("a communicator was made")
 
     monkeypatch.setattr(step, "communicator_for", make)
-    changes, _ = (CHUNKED | EITHER)[case]
     groups = SimpleNamespace(pp=ThreadGroup(0, 2))
     refused(2, 0, {**changes, "p2p_communicator": None, "pg_collection": groups})
     with pytest.raises(AssertionError, match="a communicator was made"):
@@ -404,29 +368,19 @@ def test_tensor_shapes(decoder: int | None, sequence_parallel: bool, cp: int, ex
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("short_rank", [0, 1])
 def test_a_data_iterator_that_ends_early_is_named_and_stops_all_ranks(short_rank: int, chunks: int) -> None:
-    network = MemoryNetwork(2)
     raised: dict[int, BaseException] = {}
 
-    def rank_main(rank: int) -> None:
-        config = toy_config(virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None)
+    def rank_main(rank: int, config: Any, communicator: P2PCommunicator) -> None:
         data = ToyData(2 if rank == short_rank else 4)
         model = [PipelineStage(ToyBlock(c), config, c) for c in range(chunks)]
         try:
-            get_forward_backward_func(2, chunks if chunks > 1 else None)(
-                forward_step_func=toy_forward_step,
-                data_iterator=[data.iterator() for _ in model],
-                model=model,
-                num_microbatches=4,
-                seq_length=data.seq_length,
-                micro_batch_size=data.micro_batch_size,
-                p2p_communicator=P2PCommunicator(ThreadGroup(rank, 2), config, network.transport(rank)),
-            )
+            toy_step(model, DATA, communicator, iterators=[data.iterator() for _ in model])
         except BaseException as error:
             raised[rank] = error
             raise
 
     with pytest.raises((ScheduleInputError, P2PError)):
-        run_ranks(2, rank_main, network.abort, timeout=20.0)
+        on_ranks(2, rank_main, timeout=20.0, virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None)
     assert isinstance(raised[short_rank], ScheduleInputError)
     assert str(raised[short_rank]) == (
         "the data iterator of chunk 0 ended at microbatch 2; a step of 4 microbatches needs that many items"
