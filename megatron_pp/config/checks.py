@@ -42,6 +42,12 @@ def check_seconds(name: str, value: Any) -> Any:
     return value
 
 
+def check_probability(name: str, value: Any) -> Any:
+    if not isinstance(value, (int, float)) or not 0.0 <= value < 1.0:
+        raise ConfigError(f"{name} is {value!r}; it is a probability from 0.0 up to, but not including, 1.0")
+    return value
+
+
 def replan_steps(name: str, value: object) -> int:
     """N of ``every:N``."""
     found = _EVERY.fullmatch(value) if isinstance(value, str) else None

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from megatron_pp.config.checks import callable_or_none, check_replan, check_seconds, one_of, whole_number
+from megatron_pp.config import checks
 from megatron_pp.errors import ConfigError
 from megatron_pp.on_demand import load
 
@@ -13,7 +13,8 @@ NEVER, MADE, EVERY_STEP = range(3)
 
 
 class Kind(NamedTuple):
-    """
+    """What values a setting takes.
+
     accept        (name, value) -> the value as the engine takes it; raises ConfigError
     read          text of an environment variable or a flag -> a value for ``accept``
     checked       when the value of a config is checked too: NEVER, when it is MADE, or in EVERY_STEP besides
@@ -56,20 +57,23 @@ _read_number = _later("read_number")
 
 def count(at_least: int = 1, hint: str = "", **more: Any) -> Kind:
     """Whole numbers."""
-    return Kind(partial(whole_number, at_least=at_least, hint=hint), _read_number, **{"checked": EVERY_STEP, **more})
+    return Kind(
+        partial(checks.whole_number, at_least=at_least, hint=hint), _read_number, **{"checked": EVERY_STEP, **more}
+    )
 
 
 def choice(choices: Sequence[str], **more: Any) -> Kind:
     """One of several words."""
-    return Kind(partial(one_of, known=choices), choices=tuple(choices), **more)
+    return Kind(partial(checks.one_of, known=choices), choices=tuple(choices), **more)
 
 
-HOOK = Kind(callable_or_none, checked=MADE, install=False)
-HOOKS = Kind(partial(callable_or_none, several=True), checked=MADE, install=False)
+HOOK = Kind(checks.callable_or_none, checked=MADE, install=False)
+HOOKS = Kind(partial(checks.callable_or_none, several=True), checked=MADE, install=False)
+PROBABILITY = Kind(checks.check_probability, checked=MADE, install=False)
 SIZE = count(checked=MADE, install=False)
 SWITCH = Kind(_later("switch"), _later("read_flag"))
-SECONDS = Kind(check_seconds, _read_number, checked=EVERY_STEP)
-REPLAN = Kind(check_replan, checked=EVERY_STEP)
+SECONDS = Kind(checks.check_seconds, _read_number, checked=EVERY_STEP)
+REPLAN = Kind(checks.check_replan, checked=EVERY_STEP)
 TEXT = Kind(_later("text"))
 STEPS = Kind(_later("steps"))
 SCHEDULE = Kind(_later("schedule"))

@@ -7,7 +7,7 @@ lacks a field, the default here holds (`config.settings`).
 import dataclasses
 import inspect
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -255,7 +255,7 @@ class ModelParallelConfig:
     )
 
     def __post_init__(self) -> None:
-        _check_values(self, _CHECKED)
+        check_values(self, _checked(type(self), kinds.MADE))
         rules.check_parallel_sizes(self)
         rules.check_dtypes(self)
         rules.check_schedule(self)
@@ -318,22 +318,24 @@ class ModelParallelConfig:
         return dataclasses.replace(self, **fresh, **changes)
 
 
-_CHECKED = tuple(
-    (field.name, kind.accept, field.default, kind.checked)
-    for field in dataclasses.fields(ModelParallelConfig)
-    if (kind := field.metadata["kind"]) is not None and kind.checked != kinds.NEVER
-)
-_OF_STEPS = tuple(row for row in _CHECKED if row[-1] == kinds.EVERY_STEP)
+Rows = tuple[tuple[str, Callable[[str, Any], Any], Any], ...]
 
 
-def check_step_values(config: Any) -> None:
+def _checked(config: type, when: int) -> Rows:
+    """(name, check, default) of the fields that are checked ``when``. A default of 0 is no legal value."""
+    kinds_of = ((field, field.metadata.get("kind")) for field in dataclasses.fields(config))
+    return tuple(
+        (field.name, kind.accept, field.default or None) for field, kind in kinds_of if kind and kind.checked >= when
+    )
+
+
+_OF_STEPS = _checked(ModelParallelConfig, kinds.EVERY_STEP)
+
+
+def check_values(config: Any, rows: Rows = _OF_STEPS) -> None:
     """Of a config, or of a step's settings. Raises ConfigError."""
-    _check_values(config, _OF_STEPS)
-
-
-def _check_values(config: Any, rows: Iterable[tuple[str, Callable[[str, Any], Any], Any, int]]) -> None:
-    for name, accept, default, _ in rows:
-        value = getattr(config, name)
+    for name, accept, default in rows:
+        value = getattr(config, name, default)
         if value is not default:
             accept(name, value)
     rules.check_timeouts(config)
@@ -344,13 +346,13 @@ def _check_values(config: Any, rows: Iterable[tuple[str, Callable[[str, Any], An
 class TransformerConfig(ModelParallelConfig):
     """Adds the sizes of a transformer and where its layers go. Raises LayoutError where a layer would be left over."""
 
-    num_layers: int = setting(0, "transformer layers of the whole model", section="model")
-    hidden_size: int = setting(0, "width of the residual stream")
-    num_attention_heads: int = setting(0, "attention heads per layer")
-    ffn_hidden_size: int | None = setting(None, "width inside the feed-forward part; None: 4 * hidden_size")
-    kv_channels: int | None = setting(None, "width of one head; None: hidden_size / num_attention_heads")
-    hidden_dropout: float = setting(0.1, "dropout probability on the residual stream")
-    attention_dropout: float = setting(0.1, "dropout probability on attention weights")
+    num_layers: int = setting(0, "transformer layers of the whole model", kinds.SIZE, section="model")
+    hidden_size: int = setting(0, "width of the residual stream", kinds.SIZE)
+    num_attention_heads: int = setting(0, "attention heads per layer", kinds.SIZE)
+    ffn_hidden_size: int | None = setting(None, "width inside the feed-forward part; None: 4 * hidden_size", kinds.SIZE)
+    kv_channels: int | None = setting(None, "width of one head; None: hidden_size / num_attention_heads", kinds.SIZE)
+    hidden_dropout: float = setting(0.1, "dropout probability on the residual stream", kinds.PROBABILITY)
+    attention_dropout: float = setting(0.1, "dropout probability on attention weights", kinds.PROBABILITY)
     layernorm_epsilon: float = setting(1e-5, "added to the variance in norms")
     init_method_std: float = setting(0.02, "standard deviation of initial weights")
 

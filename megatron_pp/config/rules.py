@@ -126,11 +126,6 @@ def check_training(config: Any) -> None:
 
 
 def check_model_sizes(config: Any) -> None:
-    for name in ("num_layers", "hidden_size", "num_attention_heads"):
-        whole_number(name, getattr(config, name))
-    for name in ("ffn_hidden_size", "kv_channels"):
-        if getattr(config, name) is not None:
-            whole_number(name, getattr(config, name))
     hidden, heads, split = config.hidden_size, config.num_attention_heads, config.tensor_model_parallel_size
     if config.kv_channels is None and hidden % heads:
         raise ConfigError(
@@ -142,10 +137,6 @@ def check_model_sizes(config: Any) -> None:
             f"num_attention_heads is {heads}, which tensor_model_parallel_size {split} does not divide; nearest: "
             f"{nearest_multiples(heads, split)}"
         )
-    for name in ("hidden_dropout", "attention_dropout"):
-        value = getattr(config, name)
-        if not 0.0 <= value < 1.0:
-            raise ConfigError(f"{name} is {value!r}; it is a probability from 0.0 up to, but not including, 1.0")
     if not config.layernorm_epsilon > 0.0:
         raise ConfigError(f"layernorm_epsilon is {config.layernorm_epsilon!r}; it must be above 0, such as 1e-5")
     if not config.init_method_std >= 0.0:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_pp.config import rules
 from megatron_pp.config.checks import whole_number
-from megatron_pp.config.model_config import ModelParallelConfig, TransformerConfig, check_step_values
+from megatron_pp.config.model_config import ModelParallelConfig, TransformerConfig, check_values
 from megatron_pp.errors import ConfigError, ScheduleInputError
 from megatron_pp.plan.ir.spec import DEVICE_SYNC, ONE_QUEUE, ONE_WAY, STATIC_BUFFERS
 
@@ -68,7 +68,7 @@ class StepSettings(_Values):
         settings: StepSettings = cls._make(read)
         if overrides:
             settings = settings._replace(**overrides)
-        checked(check_step_values, settings)
+        checked(check_values, settings)
         return settings
 
     @property
