@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,14 +11,13 @@ import torch
 from megatron_pp.errors import P2PShapeError, WireMismatchError
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.ir.instruction import RECV_F, SEND_F, Instruction
+from megatron_pp.plan.ir.instruction import RECV_F, SEND_F
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.runtime import step
-from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.pipeline import run_in_threads
-from megatron_pp.testing.threads import ThreadGroup, run_ranks
-from megatron_pp.testing.toy import ToyBlock, ToyData, reference_run, toy_config
-from tests.harness.plan_text import index_of
+from megatron_pp.testing.toy import ToyBlock, ToyData, reference_run
+from tests.harness.plan_text import edited, index_of
+from tests.harness.step_runs import on_ranks
 
 POLICIES = {
     "overlap": {"overlap_p2p_comm": True},
@@ -28,33 +26,12 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("variable", [False, True])
-@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved_1f1b", 2), ("zb_v", 2)])
-def test_right_messages_pass(policy: str, variable: bool, schedule: str, chunks: int) -> None:
-    data = ToyData(4, variable=variable)
-    fields = {**POLICIES[policy], "pipeline_schedule": schedule, "p2p_debug": True}
-    result = run_in_threads(2, chunks, data, **fields)
-    assert result.difference(reference_run(2 * chunks, data)) == 0.0
-
-
 def _swapped_on_rank_0(spec: PlanSpec, announce: object = None) -> Plan:
     """A plan whose rank 0 sends the activation of microbatch 1 first, then that of microbatch 0."""
     plan = build_plan(spec)
-    program = list(plan.programs[0])
-    first, second = index_of(program, "SEND_F0.0"), index_of(program, "SEND_F0.1")
-    moved = program.pop(first)  # send microbatch 0 right after microbatch 1
-    program.insert(second, moved)
-    program = _releases_last(program)
-    return dataclasses.replace(plan, programs=(tuple(program), *plan.programs[1:]))
-
-
-def _releases_last(program: list[Instruction]) -> list[Instruction]:
-    """A release stands after its send again."""
-    if index_of(program, "FREE_F0.0") < index_of(program, "SEND_F0.0"):
-        first_release = program.pop(index_of(program, "FREE_F0.0"))
-        program.insert(index_of(program, "SEND_F0.0") + 1, first_release)
-    return program
+    plan = edited(plan, 0, "move SEND_F0.0 behind SEND_F0.1")  # each release stays behind its send
+    late = index_of(plan.programs[0], "FREE_F0.0") < index_of(plan.programs[0], "SEND_F0.0")
+    return edited(plan, 0, "move FREE_F0.0 behind SEND_F0.0") if late else plan
 
 
 @pytest.fixture
@@ -105,38 +82,27 @@ def test_a_wrong_output_shape_is_refused_before_it_is_sent(debug: bool, policy: 
         run_in_threads(2, 1, ToyData(2), block=_WideBlock, p2p_debug=debug, **POLICIES[policy])
 
 
-def _exchange(rank: int, network: MemoryNetwork, sent: torch.Tensor, fields: dict[str, Any]) -> torch.Tensor | None:
-    config = toy_config(p2p_debug=True, **fields)
-    communicator = P2PCommunicator(ThreadGroup(rank, 2), config, network.transport(rank))
-    if rank == 0:
-        communicator.send_forward(sent, False)
-        return None
-    received = communicator.recv_forward((3, 2), False)
-    assert isinstance(received, torch.Tensor)
-    return received
+def exchanged(sent: torch.Tensor, fields_of: Any = lambda rank: {}, **fields: Any) -> Any:
+    """What rank 1 receives, as [3, 2], of what rank 0 sends."""
+
+    def body(rank: int, config: Any, communicator: P2PCommunicator) -> Any:
+        if rank == 0:
+            return communicator.send_forward(sent, False)
+        return communicator.recv_forward((3, 2), False)
+
+    return on_ranks(2, body, fields_of=fields_of, p2p_debug=True, **fields)[1]
 
 
 @pytest.mark.parametrize("batched", [False, True])
 def test_megatron_style_calls_compare_shape(batched: bool) -> None:
-    network = MemoryNetwork(2)
-    fields = {"batch_p2p_comm": batched}
-    _, same = run_ranks(2, lambda rank: _exchange(rank, network, torch.ones(3, 2), fields), network.abort)
-    assert same is not None
-    assert torch.equal(same, torch.ones(3, 2))
-    network = MemoryNetwork(2)
+    assert torch.equal(exchanged(torch.ones(3, 2), batch_p2p_comm=batched), torch.ones(3, 2))
     with pytest.raises(WireMismatchError, match=r"expected a message, torch.float32 \[3, 2\].*sent .*\[2, 3\]: shape"):
-        run_ranks(2, lambda rank: _exchange(rank, network, torch.ones(2, 3), fields), network.abort)
+        exchanged(torch.ones(2, 3), batch_p2p_comm=batched)
 
 
 def test_megatron_style_calls_compare_dtype() -> None:
-    network = MemoryNetwork(2)
-
-    def rank_main(rank: int) -> None:
-        fields = {"pipeline_dtype": torch.float32 if rank else torch.int32}
-        _exchange(rank, network, torch.ones(3, 2, dtype=torch.int32), fields)
-
     with pytest.raises(WireMismatchError, match=r"expected a message, torch.float32.*sent a message, torch.int32"):
-        run_ranks(2, rank_main, network.abort)
+        exchanged(torch.ones(3, 2).int(), lambda rank: {"pipeline_dtype": torch.float32 if rank else torch.int32})
 
 
 def test_what_is_expected_follows_the_plan() -> None:
