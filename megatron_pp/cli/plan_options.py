@@ -12,6 +12,7 @@ from typing import Any
 from megatron_pp.cli.errors import UsageError, refusing
 from megatron_pp.cli.parser import given, option, refuse
 from megatron_pp.config.model_config import TransformerConfig
+from megatron_pp.config.rules import schedule_name
 from megatron_pp.errors import PlanError
 from megatron_pp.features.skip_tensors.routes import Traffic, skip_tensors, traffic_of
 from megatron_pp.plan.builder import lowered_plan
@@ -33,13 +34,11 @@ from megatron_pp.plan.ir.spec import (
 )
 from megatron_pp.plan.lower.lowering import lowered
 from megatron_pp.plan.names import unknown
-from megatron_pp.plan.orders import ONE_F_ONE_B, SCHEDULES, choices, find_family, names_a_file
-from megatron_pp.plan.orders.family import SEQ_1F1B, Family, no_offloads
+from megatron_pp.plan.orders import SCHEDULES, choices, find_family, names_a_file
+from megatron_pp.plan.orders.family import Family, no_offloads
 from megatron_pp.plan.verify.verifier import verify
 from megatron_pp.planner.naive import NAIVE, NAIVE_FAMILY, naive_orders
 
-_DEFAULT_SCHEDULE = ONE_F_ONE_B
-_DEFAULT_OF_SLICES = SEQ_1F1B
 _DEFAULT_RANKS = 4
 NAMING = ("schedule", "pipeline_size", "num_chunks", "num_microbatches", "group_size", "slices", "offload_chunks")
 _LOWERING = ("policy", "channels", "forward_only", "variable_shapes", "release_after", "lookahead", "grad_sync")
@@ -59,7 +58,7 @@ def add_plan_options(parser: argparse.ArgumentParser, several: bool = False) -> 
     many = " (or a list: a,b,c)" if several else ""
     files = f"MODULE:NAME of your own, or a .csv or .json file, which brings P, V and M{many}"
     names = f"{', '.join(SCHEDULES)}, {NAIVE}, {files}"
-    default = f"default {_DEFAULT_SCHEDULE}, or {_DEFAULT_OF_SLICES} with --sequence-slices"
+    default = f"default {schedule_name(None, 1, 1)}, or {schedule_name(None, 1, 2)} with --sequence-slices"
     group.add_argument("-s", "--schedule", metavar="NAME", help=f"{names}; {default}")
     ranks = help_of("pipeline_model_parallel_size", _DEFAULT_RANKS)
     group.add_argument("-P", "--pipeline-size", type=count, metavar="P", help=ranks)
@@ -164,7 +163,7 @@ def named_plan(spec: PlanSpec) -> Plan:
 
 def named_schedules(args: argparse.Namespace) -> list[str]:
     """The schedules of the option, or the default one. Raises as schedule_names."""
-    return schedule_names(args.schedule or (_DEFAULT_SCHEDULE if args.slices is None else _DEFAULT_OF_SLICES))
+    return schedule_names(schedule_name(args.schedule, 1, 1 if args.slices is None else 2))
 
 
 def schedule_names(text: str) -> list[str]:
