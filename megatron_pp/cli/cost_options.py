@@ -71,7 +71,7 @@ def add_model_options(parser: argparse.ArgumentParser, several: bool = False) ->
     group.add_argument("--data-parallel", type=whole, metavar="D", help="of the distributed optimizer")
     sequence = help_of("sequence_parallel", many="; needs --tensor-parallel")
     group.add_argument("--sequence-parallel", action="store_true", help=sequence)
-    group.add_argument("--recompute", choices=RECOMPUTE, help="default selective")
+    group.add_argument("--recompute", choices=RECOMPUTE, help=f"default {ModelShape.recompute}")
 
 
 def number(text: str) -> float:

@@ -69,12 +69,14 @@ def add_plan_options(parser: argparse.ArgumentParser, several: bool = False) -> 
     group.add_argument("--sequence-slices", dest="slices", type=count, metavar="N", help=help_of("sequence_slices"))
     group.add_argument("--offload-chunks", type=whole, metavar="N", help=help_of("offload_chunks"))
     group.add_argument("--offload-slots", type=count, metavar="N", help=help_of("offload_slots"))
-    group.add_argument("--policy", choices=POLICIES, help="how transfers go out; default overlap")
+    group.add_argument("--policy", choices=POLICIES, help=f"how transfers go out; default {PlanSpec.policy}")
     group.add_argument("--channels", choices=CHANNELS, help=help_of("p2p_channels"))
     group.add_argument("--forward-only", action="store_true", help="evaluation: forwards alone")
     group.add_argument("--variable-shapes", action="store_true", help=help_of("variable_seq_lengths"))
-    group.add_argument("--release-after", type=count, metavar="N", help="slots from a send to its release; default 1")
-    group.add_argument("--lookahead", type=whole, metavar="N", help="slots that a receive is posted ahead; default 1")
+    release = f"slots from a send to its release; default {PlanSpec.release_after}"
+    group.add_argument("--release-after", type=count, metavar="N", help=release)
+    ahead = f"slots that a receive is posted ahead; default {PlanSpec.lookahead}"
+    group.add_argument("--lookahead", type=whole, metavar="N", help=ahead)
     group.add_argument(
         "--device",
         action="extend",
@@ -84,7 +86,7 @@ def add_plan_options(parser: argparse.ArgumentParser, several: bool = False) -> 
         help=f"rules that hold where it runs, {', '.join(DEVICE_RULES)} (or a list: a,b,c): the plan is lowered for "
         "them and verified under them together; default rendezvous, which always holds",
     )
-    group.add_argument("--grad-sync", choices=(HOOKS, EXPLICIT), help="default hooks")
+    group.add_argument("--grad-sync", choices=(HOOKS, EXPLICIT), help=f"default {PlanSpec.grad_sync}")
     group.add_argument("--param-sync", action="store_true", help="with PARAM_SYNC marks")
     group.add_argument("--skip-tensors", metavar="TEXT", help=help_of("skip_tensors"))
     group.add_argument("--skip-cache", choices=CACHES, help=help_of("skip_cache"))
