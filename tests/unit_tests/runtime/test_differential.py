@@ -251,6 +251,8 @@ def test_every_schedule_and_policy(schedule: str, policy: str) -> None:
             replace(run, pollable=pollable, seed=seed).possible().check()
 
 
+ALWAYS = {"split", "named", "slices", "offload", "pairs", "pairs on two streams"}
+"""With every schedule; what else there is, with each third in turn."""
 TOGETHER = ["offload, checkpoint", "offload, reentrant checkpoint", "offload, slices, split", "slices, pairs",
             "slices, debug", "slices, checkpoint", "named, pairs", "named, debug", "named, split", "pairs, split",
             "pairs on two streams, split"]  # fmt: skip
@@ -260,10 +262,10 @@ TOGETHER = ["offload, checkpoint", "offload, reentrant checkpoint", "offload, sl
 @pytest.mark.parametrize(
     ("schedule", "wanted"),
     [(name, one) for i, name in enumerate(TOY_SCHEDULES) for j, one in enumerate([*FEATURES, *TOGETHER])
-     if EXHAUSTIVE or one in FEATURES or (i + j) % 3 == 0 or ("slices" in one and TOY_SCHEDULES[name].sliced)],
+     if EXHAUSTIVE or one in ALWAYS or (i + j) % 3 == 0 or ("slices" in one and TOY_SCHEDULES[name].sliced)],
 )  # fmt: skip
 def test_every_schedule_with_every_feature(schedule: str, wanted: str) -> None:
-    """Each feature, and some that meet, under a policy and on a network that take turns."""
+    """Each, and some that meet, under a policy and on a network that take turns."""
     i, j, features = list(TOY_SCHEDULES).index(schedule), [*FEATURES, *TOGETHER].index(wanted), set(wanted.split(", "))
     turns = {(POLICIES[(i + j) % 3], NETWORKS[(i + j // 3) % 4])}
     turns |= {(POLICIES[(i + j) % 3], StreamNetwork)} if wanted == "split" else set()
