@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from megatron_pp.config.model_config import TransformerConfig
+from megatron_pp.config.model_config import ModelParallelConfig
 from megatron_pp.errors import ConfigError, P2PShapeError, ScheduleInputError
 from megatron_pp.features.skip_tensors.routes import SkipTensor, skip_tensors
 from megatron_pp.testing.memory_transport import MemoryNetwork
@@ -108,7 +108,7 @@ def test_what_does_not_go_is_refused_before_any_communication(fields, words):
 
 def test_the_config_checks_them_when_it_is_made():
     with pytest.raises(ConfigError, match="skip_tensors: tensor a"):
-        TransformerConfig(pipeline_model_parallel_size=2, pipeline_dtype=torch.float32, skip_tensors="a=0>2")
+        ModelParallelConfig(pipeline_model_parallel_size=2, pipeline_dtype=torch.float32, skip_tensors="a=0>2")
 
 
 class Unused(SkipBlock):
