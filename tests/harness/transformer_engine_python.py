@@ -60,7 +60,8 @@ def on_cpu() -> Iterator[Any]:
     }
     cuda = mock.patch.multiple(torch.cuda, **{name: mock.Mock(return_value=value) for name, value in answers.items()})
     tensors = mock.patch.multiple(torch.Tensor, is_cuda=True, cuda=torch.Tensor.cpu)
-    with cuda, tensors, mock.patch.object(torch, "empty", functools.partial(_empty, torch.empty)):
+    none = mock.patch.object(torch.accelerator, "current_accelerator", lambda *_, **more: None)  # optimizers ask for it
+    with cuda, tensors, none, mock.patch.object(torch, "empty", functools.partial(_empty, torch.empty)):
         yield te
 
 
