@@ -111,16 +111,20 @@ class WaitHandle:
         # On the hot path; of several tensors, or a subclass, _compare() asks.
         if self.version != UNWATCHED and (held.__class__ is not torch.Tensor or held._version != self.version):
             self._compare(held)
-        together, self.together = self.together, ()
-        for one in together:
-            one.is_over()
+        if self.together:
+            together, self.together = self.together, ()
+            for one in together:
+                one.is_over()
         if self._error is not None:
             raise self._error
 
     def is_over(self) -> None:
         """The grouped call was waited for: what is written from now on was not sent. An error is raised by ``wait``."""
-        with suppress(SendBufferError):
-            self.check()
+        held: Any = self._held
+        if held is not None and (held.__class__ is not torch.Tensor or held._version != self.version):
+            with suppress(SendBufferError):
+                self.check()
+        self.version = UNWATCHED
 
     def check(self) -> None:
         """Compare what is being sent a last time, before something that uses it up: its transfer is known to be over.
