@@ -60,7 +60,7 @@ def on_cpu() -> Iterator[Any]:
     }
     cuda = mock.patch.multiple(torch.cuda, **{name: mock.Mock(return_value=value) for name, value in answers.items()})
     tensors = mock.patch.multiple(torch.Tensor, is_cuda=True, cuda=torch.Tensor.cpu)
-    none = mock.patch.object(torch.accelerator, "current_accelerator", lambda *_, **more: None)  # optimizers ask for it
+    none = mock.patch.object(torch.accelerator, "current_accelerator", return_value=None)  # optimizers ask
     with cuda, tensors, none, mock.patch.object(torch, "empty", functools.partial(_empty, torch.empty)):
         yield te
 
