@@ -161,8 +161,10 @@ def test_the_watch_ends_with_the_store() -> None:
     def publish(record: Any) -> None:
         raise dist.DistNetworkError("connection reset")
 
-    rank.guard._heartbeat.store.publish = publish  # type: ignore[method-assign]
     until = time.monotonic() + SECONDS
+    while not rank.guard._heartbeat.peers.connected and time.monotonic() < until:
+        time.sleep(0.01)
+    rank.guard._heartbeat.store.publish = publish  # type: ignore[method-assign]
     while rank.guard._tracker.where() is not None and time.monotonic() < until:
         time.sleep(0.05)
     assert rank.guard._tracker.where() is None

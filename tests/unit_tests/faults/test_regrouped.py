@@ -28,6 +28,8 @@ class Member:
         self.guard = FaultGuard(
             store, name, ranks.index(me), len(ranks), TIMEOUT, self.aborted.set, global_rank=me, members=ranks
         )
+        heartbeat = self.guard._heartbeat  # connects here, and not in its thread: the order is the test's
+        heartbeat.store, heartbeat.peers.connected = heartbeat._connect(), True
         self.source = SimpleNamespace(plan=build_plan(PlanSpec("1f1b", len(ranks), 1, 4)), position=0)
 
     def step(self, body: Callable[[], None] = lambda: None) -> None:
