@@ -12,9 +12,9 @@ from typing_extensions import Unpack
 
 from megatron_pp.comm import process_groups
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
+from megatron_pp.common.module_attributes import wrapped_attribute
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.module_attributes import wrapped_attribute
 from megatron_pp.plan.orders.family import Shape
 from megatron_pp.plan.orders.interleaved import schedule_table, warmup_forwards
 from megatron_pp.runtime.arguments import check_keywords

@@ -6,9 +6,9 @@ from functools import lru_cache
 from typing import Any
 
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
+from megatron_pp.common.module_attributes import wrapped_attribute
 from megatron_pp.integrations.megatron_release import Megatron
 from megatron_pp.integrations.megatron_versions import Row, entry_keywords
-from megatron_pp.module_attributes import wrapped_attribute
 
 
 def without_defaults(theirs: Callable[..., Any], row: Row, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_pp.common.module_attributes import wrapped_attribute
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.integrations.megatron_steps import MegatronSteps
 from megatron_pp.integrations.v_placement import ChunkPlace, is_mirrored, shared_weight
-from megatron_pp.module_attributes import wrapped_attribute
 from megatron_pp.plan.ir.placement import V_SHAPE
 from megatron_pp.runtime.compute import Activation
 

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from megatron_pp.comm import process_groups
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
 from megatron_pp.comm.transport import P2PRequest, Transport, Work
+from megatron_pp.common.object_table import ObjectTable
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import CommunicatorClosedError, P2PError, ScheduleInputError
 from megatron_pp.faults.attach import close_guard
-from megatron_pp.object_table import ObjectTable
 from megatron_pp.on_demand import load
 from megatron_pp.runtime.arguments import StepInputs
 

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.graph import GradientEdge
 
+from megatron_pp.common.module_attributes import wrapped_attributes
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.module_attributes import wrapped_attributes
 from megatron_pp.runtime.deallocate import accumulate, backward_root, run_backward
 
 Activation = Any  # a tensor, a list of tensors, or None at an end of the pipeline

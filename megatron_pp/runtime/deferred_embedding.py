@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_pp.common.module_attributes import wrapped_attribute
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.module_attributes import wrapped_attribute
 
 
 def finish_embedding(chunks: Sequence[Any]) -> None:

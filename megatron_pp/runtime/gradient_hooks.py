@@ -11,9 +11,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_pp.comm import process_groups
+from megatron_pp.common.object_table import ObjectTable
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.object_table import ObjectTable
 from megatron_pp.on_demand import load
 from megatron_pp.plan.ir.placement import Placement
 

@@ -29,9 +29,9 @@ import torch
 from megatron_pp.comm.at_exit import call_if_alive
 from megatron_pp.comm.events import EventPool
 from megatron_pp.comm.transport import Transport
+from megatron_pp.common.object_table import ObjectTable
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.object_table import ObjectTable
 from megatron_pp.plan.ir.instruction import Instruction
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.tracing import files

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from megatron_pp.common.module_attributes import wrapped_attribute
 from megatron_pp.errors import WeightGradSplitError
-from megatron_pp.module_attributes import wrapped_attribute
 from megatron_pp.weight_grad.linear import fused_kernels
 from megatron_pp.weight_grad.report import Fate, report_of, shares_of, warn_of_whole_layers, weight_work
 from megatron_pp.weight_grad.split_forward import MARK, Overrides, SplitState, overrides_of, state_of

@@ -19,10 +19,11 @@ INSTALLED_LINES = 13_500
 
 # Room -> its modules that a default step loads; those of integrations under install() alone.
 ROOMS = {
-    "": "errors module_attributes object_table on_demand parallel_state schedules",
+    "": "errors on_demand parallel_state schedules",
     "comm": (
         "abort at_exit channels communicator events gloo p2p_communicator process_groups stores transport wait_handle"
     ),
+    "common": "module_attributes object_table",
     "config": "checks conversions kinds layout microbatch_counts model_config parallel_grid rules settings",
     "faults": "attach consistency guard heartbeat liveness places records stall_detector tracker watchdog",
     "integrations": (

@@ -17,10 +17,10 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import transformer_block, transformer_layer
 
+from megatron_pp.common.module_attributes import wrapped_attribute
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.integrations import megatron_core
 from megatron_pp.integrations.v_placement import MirroredGroup, chunk_place
-from megatron_pp.module_attributes import wrapped_attribute
 from tests.megatron import lab
 from tests.megatron.cases import Case
 

@@ -21,8 +21,8 @@ from typing import Any
 
 from megatron_pp.comm.link_timing import copy_rates, gather_numbers, measure_links, sizes_around
 from megatron_pp.comm.transport import Transport
+from megatron_pp.common.object_table import ObjectTable
 from megatron_pp.errors import ExchangeError, ScheduleInputError
-from megatron_pp.object_table import ObjectTable
 from megatron_pp.plan.costs.files import why_unwritable, write_whole
 from megatron_pp.plan.costs.measured import (
     CopyRates,

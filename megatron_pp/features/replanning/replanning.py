@@ -22,12 +22,12 @@ import torch.distributed as dist
 
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.comm.transport import Transport
+from megatron_pp.common.object_table import ObjectTable
 from megatron_pp.config.checks import replan_steps
 from megatron_pp.config.settings import LAYER_GRAPHS, StepSettings
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.faults.attach import PRIVATE_FIELDS, watched
 from megatron_pp.features.replanning.replan_exchange import Change, Exchange, Window
-from megatron_pp.object_table import ObjectTable
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.planner.replan import why_not
 from megatron_pp.tracing.observers import Observer, StepObserver

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_pp.common.module_attributes import wrapped_attribute, wrapped_attributes
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.module_attributes import wrapped_attribute, wrapped_attributes
 from megatron_pp.runtime.stage import PipelineStage
 from megatron_pp.schedules import backward_step, forward_step
 from megatron_pp.testing.toy import HIDDEN, ToyBlock, ToyData, reference_run, toy_config

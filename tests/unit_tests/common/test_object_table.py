@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import megatron_pp
-from megatron_pp.object_table import ObjectTable
+from megatron_pp.common.object_table import ObjectTable
 from megatron_pp.runtime import gradient_hooks
 from megatron_pp.testing.toy import toy_config
 
