@@ -20,6 +20,7 @@ MODULES = {
     "partial_checkpoints": "megatron_pp.runtime.partial_checkpoints",
     "deferred_embedding": "megatron_pp.runtime.deferred_embedding",
     "named_tensors": "megatron_pp.features.named_tensors.named_steps",
+    "context_parallel_loss": "megatron_pp.runtime.context_parallel_loss",
     "cuda_graphs": "megatron_pp.runtime.graph_order",
     "conversions": "megatron_pp.config.conversions",
     "layout": "megatron_pp.config.layout",
@@ -49,6 +50,7 @@ MODULES = {
     "output_layer_lowering": "megatron_pp.features.output_layer.output_lowering",
     "pairs": "megatron_pp.features.pairs.pair_runner",
     # Steps of Megatron-core's.
+    "megatron_losses": "megatron_pp.integrations.megatron_losses",
     "combined": "megatron_pp.integrations.combined",
     "v_placement": "megatron_pp.integrations.v_placement",
     "v_step": "megatron_pp.integrations.v_step",

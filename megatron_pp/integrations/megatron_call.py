@@ -65,6 +65,8 @@ class MegatronCall(StepCall):
                 "groups of parallel_state"
             )
         super().__init__(alone=alone, chunked=chunked, pg_collection=groups, **arguments)
+        if self.cp_size > 1 and not (self.inputs.forward_only or self.settings.calculate_per_token_loss):
+            load("megatron_losses").watch_losses(self.inputs, installed.whole_sequence_loss)
         self.embedding: Any = None
         kind, size = find_family(self.spec.schedule).placement, self.communicator.size
         self.in_v = kind == V_SHAPE and size > 1

@@ -56,6 +56,11 @@ class InstallSettings:
         "unless it is set",
         kinds.SWITCH,
     )
+    whole_sequence_loss: bool = setting(
+        False,
+        "divide a loss that counts tokens by those of the whole sequence, not of the context-parallel rank's shard",
+        kinds.SWITCH,
+    )
     overrides: Mapping[str, Any] = field(default_factory=dict)
 
 

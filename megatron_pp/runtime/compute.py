@@ -4,6 +4,8 @@ The engine calls a ``Steps`` object: ``ModelSteps``, or under the Megatron-core 
 functions.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -56,22 +58,21 @@ def scaled_loss(
     output: Any,
     loss_func: Callable[..., Any] | None,
     settings: StepSettings,
-    num_microbatches: int,
-    cp_size: int,
+    options: StepOptions,
     record: LossRecord,
-    non_loss_data: bool = False,
 ) -> Any:
     """Apply the loss function on the last stage and scale its loss as Megatron does.
 
     A pair (loss, report) is a mean over the microbatch: multiplied by the context-parallel size and divided by the
-    microbatch count. A triple (loss, num_tokens, report) is a sum over tokens: divided by the tokens (at least 1) and
-    the microbatch count, unless ``calculate_per_token_loss``, where the division is left to finalisation
-    (Megatron-LM#1652). None leaves the output as it is and reports it.
+    microbatch count. A triple (loss, num_tokens, report) is a sum over tokens: divided by the tokens of the microbatch
+    on all context-parallel ranks (at least 1; ``context_parallel_loss``) and the microbatch count, unless
+    ``calculate_per_token_loss``, where the division is left to finalisation (Megatron-LM#1652). None leaves the output
+    as it is and reports it.
     """
     if loss_func is None:
         record.data.append(output)
         return output
-    if non_loss_data:
+    if options.collect_non_loss_data:
         record.data.append(loss_func(output, non_loss_data=True))
         return output
     outputs = loss_func(output)
@@ -85,10 +86,12 @@ def scaled_loss(
         tokens = outputs[1]
         record.num_tokens = record.num_tokens + tokens
         if not settings.calculate_per_token_loss:
+            if options.whole_sequence is not None:
+                loss, tokens = options.whole_sequence(loss, tokens)
             at_least_1 = tokens.clamp(min=1) if isinstance(tokens, torch.Tensor) else max(tokens, 1)
-            loss = loss / at_least_1 / num_microbatches
+            loss = loss / at_least_1 / options.num_microbatches
     else:
-        loss = (loss * cp_size if cp_size != 1 else loss) / num_microbatches
+        loss = (loss * options.cp_size if options.cp_size != 1 else loss) / options.num_microbatches
     record.data.append(report)
     return loss
 
@@ -169,6 +172,7 @@ class StepOptions:
 
     is_last_stage     per chunk of this rank
     checkpoint_flags  per (chunk, microbatch): Megatron's third argument of forward_step_func; None where it takes two
+    whole_sequence    a shard's sum and tokens -> as of its whole sequence; None without context parallelism
     """
 
     num_microbatches: int
@@ -179,6 +183,7 @@ class StepOptions:
     collect_non_loss_data: bool = False
     first_val_step: bool | None = None
     checkpoint_flags: dict[tuple[int, int], bool] | None = None
+    whole_sequence: Callable[[Any, Any], tuple[Any, Any]] | None = None
 
 
 _CHUNK_METHODS = ("set_input_tensor", "set_is_first_microbatch", "set_current_microbatch")
@@ -223,15 +228,7 @@ class ModelSteps:
         else:
             output, loss_func = self._call(chunk, mb)
         if options.is_last_stage[chunk]:
-            output = scaled_loss(
-                output,
-                loss_func,
-                self.settings,
-                options.num_microbatches,
-                options.cp_size,
-                self.record,
-                options.collect_non_loss_data,
-            )
+            output = scaled_loss(output, loss_func, self.settings, options, self.record)
         if self.timers is not None:
             self.timers("forward-compute").stop()
         return output

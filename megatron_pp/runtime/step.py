@@ -229,6 +229,9 @@ class StepCall:
         flags = None  # Megatron's schedule without a pipeline passes no such flag
         if partial is not None and not self.alone:
             flags = load("partial_checkpoints").checkpoint_flags(partial, plan.orders[rank], inputs.forward_only)
+        whole_sequence = None
+        if self.cp_size > 1 and not inputs.forward_only and not self.settings.calculate_per_token_loss:
+            whole_sequence = load("context_parallel_loss").WholeSequence(inputs.pg_collection, self.cp_size)
         return StepOptions(
             num_microbatches=inputs.num_microbatches,
             is_last_stage=self._is_last_stage(plan),
@@ -238,6 +241,7 @@ class StepCall:
             collect_non_loss_data=inputs.collect_non_loss_data,
             first_val_step=inputs.first_val_step,
             checkpoint_flags=flags,
+            whole_sequence=whole_sequence,
         )
 
     def _communicator(self, group: Any) -> P2PCommunicator:

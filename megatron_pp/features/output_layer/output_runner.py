@@ -206,8 +206,8 @@ class OutputLayerSteps(ModelSteps):
             losses = (maximum + total.log() - target).masked_fill_(ignored, 0.0)
             losses.requires_grad_(not options.forward_only)
             record = self.record if reports else LossRecord()
-            more = options.num_microbatches, options.cp_size, record, options.collect_non_loss_data
-            loss = scaled_loss(losses.view(microbatch.labels.shape), microbatch.loss_func, self.settings, *more)
+            of_tokens = losses.view(microbatch.labels.shape)
+            loss = scaled_loss(of_tokens, microbatch.loss_func, self.settings, options, record)
             if options.forward_only:
                 return None
             if self.grad_scale_func is not None:

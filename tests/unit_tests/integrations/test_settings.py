@@ -51,6 +51,7 @@ EXAMPLES: dict[str, tuple[str, str, Any]] = {
     "strict": ("1", "true", True),
     "any_microbatch_count": ("yes", "true", True),
     "split_weight_grad": ("no", "false", False),
+    "whole_sequence_loss": ("yes", "true", True),
 }
 # Fields that the engine reads and that are the model's, or the training loop's.
 NOT_SETTINGS = {

@@ -10,7 +10,8 @@ import torch
 
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.runtime.compute import LossRecord, scaled_loss
+from megatron_pp.runtime.compute import LossRecord, StepOptions, scaled_loss
+from megatron_pp.runtime.context_parallel_loss import WholeSequence
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import HIDDEN, ToyBlock, reference_run
 from tests.harness.step_runs import DATA, alone, assert_same_gradients, forward_with, in_pipeline, loss_of, reference
@@ -18,11 +19,14 @@ from tests.harness.step_runs import DATA, alone, assert_same_gradients, forward_
 # -- the loss ---------------------------------------------------------------------------------------------------------
 
 
-def scale(loss_func: Any, output: Any = None, cp_size: int = 1, **fields: Any) -> tuple[Any, LossRecord]:
+def scale(
+    loss_func: Any, output: Any = None, cp_size: int = 1, whole_sequence: Any = None, **fields: Any
+) -> tuple[Any, LossRecord]:
     record = LossRecord()
     output = torch.tensor(12.0) if output is None else output
     settings = StepSettings.from_config(SimpleNamespace(**fields))
-    return scaled_loss(output, loss_func, settings, 4, cp_size, record), record
+    options = StepOptions(4, [True], cp_size=cp_size, whole_sequence=whole_sequence)
+    return scaled_loss(output, loss_func, settings, options, record), record
 
 
 @pytest.mark.parametrize("per_token", [False, True])
@@ -36,6 +40,12 @@ def test_a_pair_is_a_mean_over_the_microbatch(per_token: bool) -> None:
 def test_a_pair_is_multiplied_by_the_context_parallel_size_and_a_triple_is_not() -> None:
     assert scale(lambda output: (output, {}), cp_size=2)[0] == 12.0 * 2 / 4
     assert scale(lambda output: (output, torch.tensor(3), {}), cp_size=2)[0] == 12.0 / 3 / 4
+
+
+def test_tokens_of_shards_need_the_group_of_their_ranks() -> None:
+    """A triple with a context-parallel size that the config names, and no group to count the other shards' tokens."""
+    with pytest.raises(ScheduleInputError, match="context-parallel group is not known; give the schedule a pg_coll"):
+        scale(lambda output: (output, 3, {}), whole_sequence=WholeSequence(None, 2))
 
 
 @pytest.mark.parametrize("tokens", [3, torch.tensor(3), torch.tensor(3, dtype=torch.int32)])
@@ -62,9 +72,9 @@ def test_per_token_losses_are_left_to_finalisation() -> None:
 
 def test_tokens_add_up_over_the_step() -> None:
     record = LossRecord()
-    settings = StepSettings.from_config(None)
+    settings, options = StepSettings.from_config(None), StepOptions(3, [True])
     for tokens in (3, 0, 5):
-        scaled_loss(torch.ones(()), lambda o, n=tokens: (o, torch.tensor(n), {}), settings, 3, 1, record)
+        scaled_loss(torch.ones(()), lambda o, n=tokens: (o, torch.tensor(n), {}), settings, options, record)
     assert record.num_tokens == 8
 
 

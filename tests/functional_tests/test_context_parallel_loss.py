@@ -1,0 +1,150 @@
+"""Two pipeline ranks times two context-parallel ranks, with masks that leave the shards of a sequence different numbers
+of tokens: the gradients are those of one process with whole sequences, alone and under Megatron-core's schedules.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.functional_tests.megatron_support import needs_megatron
+from tests.harness.processes import run_processes
+
+LENGTH, HIDDEN, COUNT = 8, 4, 3
+# Tokens that count, of each microbatch: shards (two halves) with 4 and 1, 0 and 2, and none at all.
+# Where parallel_state is, TransformerConfig, and the schedules.
+PACKAGES = {
+    "alone": ("megatron_pp", "megatron_pp.config.model_config", "megatron_pp"),
+    "megatron": ("megatron.core", "megatron.core.transformer", "megatron.core.pipeline_parallel"),
+}
+MASKS = [[1, 1, 1, 1, 0, 0, 1, 0], [0, 0, 0, 0, 1, 0, 0, 1], [0] * LENGTH]
+
+
+class Stage(torch.nn.Module):
+    """A linear layer on each token by itself, as no token looks at others."""
+
+    def __init__(self, config: Any, stage: int) -> None:
+        super().__init__()
+        self.config = config
+        self.layer = torch.nn.Linear(HIDDEN, HIDDEN, dtype=torch.float64)
+        for parameter in self.layer.parameters():
+            torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(stage))
+        self.given: Any = None
+
+    def set_input_tensor(self, given: Any) -> None:
+        self.given = given[0] if isinstance(given, list) else given
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layer(x if self.given is None else self.given))
+
+
+def microbatches(shard: slice) -> Any:
+    """(input [tokens of the shard, 1, HIDDEN], mask [tokens of the shard]) of each microbatch."""
+    generator = torch.Generator().manual_seed(7)
+    for mask in MASKS:
+        x = torch.randn(LENGTH, 1, HIDDEN, generator=generator, dtype=torch.float64)
+        yield x[shard], torch.tensor(mask)[shard]
+
+
+def forward_step(data: Any, model: Any) -> tuple[torch.Tensor, Any]:
+    x, mask = next(data)
+
+    def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        loss = (output.sum(dim=(1, 2)) * mask).sum()
+        return loss, mask.sum().int(), {"loss": loss.detach()}
+
+    return model(x), loss_func
+
+
+def gradients(model: Stage) -> list[torch.Tensor]:
+    return [p.grad for p in model.parameters()]
+
+
+def one_process() -> list[list[torch.Tensor]]:
+    stages = [Stage(None, stage) for stage in range(2)]
+    for x, mask in microbatches(slice(None)):
+        output = stages[1](stages[0](x))
+        ((output.sum(dim=(1, 2)) * mask).sum() / mask.sum().clamp(min=1) / COUNT).backward()
+    return [gradients(stage) for stage in stages]
+
+
+def step_of(host: str) -> tuple[int, list[torch.Tensor]]:
+    """(stage, gradients as data-parallel reduction leaves them) of one step of this rank."""
+    package, classes, schedules = PACKAGES[host]
+    state = importlib.import_module(f"{package}.parallel_state")
+    grid = {"pipeline_model_parallel_size": 2, "context_parallel_size": 2}
+    sizes = {"num_layers": 2, "num_attention_heads": 1, "hidden_size": HIDDEN}
+    config = importlib.import_module(classes).TransformerConfig(**sizes, **grid, pipeline_dtype=torch.float64)
+    if not state.model_parallel_is_initialized():
+        state.initialize_model_parallel(**grid)
+    stage, context = state.get_pipeline_model_parallel_rank(), state.get_context_parallel_rank()
+    model, half = Stage(config, stage), LENGTH // 2
+    importlib.import_module(schedules).get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=microbatches(slice(context * half, (context + 1) * half)),
+        model=model,
+        num_microbatches=COUNT,
+        seq_length=LENGTH,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    for grad in gradients(model):
+        dist.all_reduce(grad, group=state.get_context_parallel_group())
+        grad /= 2
+    return stage, gradients(model)
+
+
+def rank_main(rank: int, size: int, with_megatron: bool) -> list[tuple[int, list[torch.Tensor], int]]:
+    """(stage, gradients, warnings so far) after a step of ours, one under Megatron, one with its numbers corrected."""
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megatron_pp").addHandler(handler)
+
+    def run(host: str) -> tuple[int, list[torch.Tensor], int]:
+        return *step_of(host), sum("#7513" in line for line in warnings)
+
+    results = [run("alone")]
+    if with_megatron:
+        plugin = importlib.import_module("megatron_pp.integrations.megatron_core")
+        for settings in ({}, {}, {"whole_sequence_loss": True}):
+            plugin.install(**settings)
+            results.append(run("megatron"))
+    return results
+
+
+@pytest.fixture(scope="module")
+def steps() -> list[tuple[float, int]]:
+    """Of each step: the largest difference of a gradient from one process's, and the warnings of all ranks so far."""
+    with_megatron = importlib.util.find_spec("megatron.core") is not None
+    expected, found = one_process(), []
+    for ranks in zip(*run_processes(rank_main, 4, args=(with_megatron,), timeout=240.0), strict=True):
+        apart = [
+            float((grad - wanted).abs().max())
+            for stage, grads, _ in ranks
+            for grad, wanted in zip(grads, expected[stage], strict=True)
+        ]
+        found.append((max(apart), sum(warned for _, _, warned in ranks)))
+    return found
+
+
+def test_uneven_masks_leave_the_gradients_of_whole_sequences(steps: list[tuple[float, int]]) -> None:
+    apart, warned = steps[0]
+    assert apart < 1e-12
+    assert warned == 0
+
+
+@needs_megatron
+def test_megatrons_numbers_are_kept_with_one_warning_unless_a_setting_corrects_them(
+    steps: list[tuple[float, int]],
+) -> None:
+    (kept, warned), (kept_again, warned_again), (corrected, _) = steps[1:]
+    assert kept == kept_again > 1e-3, "Megatron counts whole sequences now: the setting and its warning can go"
+    assert warned == warned_again == 2, "one on each rank of the last stage"
+    assert corrected < 1e-12
