@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from examples.gpt.curves import Chart, Curve, render_charts
 from examples.gpt.files import write_atomically
 from examples.gpt.metrics import METRICS, read_metrics
-from megatron_pp.draw.curves import Chart, Curve
 from megatron_pp.draw.html import render_html
 from megatron_pp.errors import PlanError
 from megatron_pp.tracing.report import beside_prediction
@@ -39,5 +39,5 @@ def write_page(folder: Path, traces: Path, title: str) -> Path:
         timelines, tables = beside_prediction(traces)
     except PlanError as error:
         timelines, tables = [], [("No timeline", [], [[str(error)]])]
-    write_atomically(folder / REPORT, render_html(timelines, title, tables, charts))
+    write_atomically(folder / REPORT, render_html(timelines, title, tables, render_charts(charts)))
     return folder / REPORT

@@ -22,7 +22,7 @@ from megatron_pp.cli import advise_input
 from megatron_pp.cli.cost_options import number
 from megatron_pp.cli.errors import INTERRUPTED, OK, RefusedError, UsageError
 from megatron_pp.cli.plan_options import whole
-from megatron_pp.cli.terminal import print_line, print_table, write_output
+from megatron_pp.cli.terminal import print_json, print_line, print_table, write_output
 from megatron_pp.draw.facts import percent, short
 from megatron_pp.draw.pareto_front import Point
 from megatron_pp.errors import MegatronPPError
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     best, measured = findings.best, args.measured_out or MEASURED_FILE
     order = None if best is None else best_order(question, best, 0.0 if findings.interrupted else patience)
     if args.json:
-        console.file.write(json.dumps(answer.as_json(findings, order, measured), indent=1) + "\n")
+        print_json(console, answer.as_json(findings, order, measured))
     if best is None and findings.interrupted:
         print("megatron-pp advise: interrupted before a plan was found", file=sys.stderr)
         return INTERRUPTED

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_pp.cli import cost_options, plan_options
 from megatron_pp.cli.errors import OK, REFUSED, UsageError
 from megatron_pp.cli.parser import given, refuse
-from megatron_pp.cli.terminal import print_line, print_table
+from megatron_pp.cli.terminal import print_json, print_line, print_table
 from megatron_pp.draw.facts import percent, short, size_label
 from megatron_pp.plan.builder import offloaded_chunks
 from megatron_pp.plan.costs.activations import WEIGHT_SHARE, Shares
@@ -52,19 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compare", metavar="A,B,C", help="rank these schedules (all: every one), per microbatch")
     too_large = "leave out what needs more on any rank"
     parser.add_argument("--memory-limit", type=cost_options.number, metavar="GIB", help=too_large)
-    parser.add_argument(
-        "--weight-share",
-        type=cost_options.number,
-        metavar="SHARE",
-        help="memory of a waiting weight gradient, as a share of its forward's; by default a transformer layer's, by "
-        "the model options where they are given",
-    )
-    parser.add_argument(
-        "--optimizer-bypass",
-        action="store_true",
-        help="steps in a row, between which no rank waits for the others: what a step takes where the optimizer "
-        "synchronises no ranks (arXiv 2401.10241, section 4)",
-    )
+    share = "memory of a waiting weight gradient, as a share of its forward's; by default a transformer layer's, by "
+    share += "the model options where they are given"
+    parser.add_argument("--weight-share", type=cost_options.number, metavar="SHARE", help=share)
+    bypass = "steps in a row, between which no rank waits for the others: what a step takes where the optimizer "
+    bypass += "synchronises no ranks (arXiv 2401.10241, section 4)"
+    parser.add_argument("--optimizer-bypass", action="store_true", help=bypass)
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
@@ -81,18 +72,15 @@ def run(args: argparse.Namespace, console: Console) -> int:
             args, lambda spec: fitted(spec, *cost_options.costs_of(args, spec, traced, shape))
         )
     cost_options.refuse_copies(args, plan.spec.schedule, plan.offloads)
-    conditions = (*cost_options.costs_of(args, plan.spec, traced, shape), args.device)
-    result = simulate(plan, *conditions)
-    steady = steady_step(plan, *conditions) if args.optimizer_bypass else None
-    activations = result.peak_activations(_weight_shares(args, plan, shape))
-    on_device, on_host = (peak_bytes(plan, shape), peak_host_bytes(plan, shape)) if shape else (None, None)
-    peaks = Peaks(activations, on_device, result.peak_on_host(), on_host)
+    costs, network = cost_options.costs_of(args, plan.spec, traced, shape)
+    result = simulate(plan, costs, network, args.device)
+    steady = steady_step(plan, costs, network, args.device) if args.optimizer_bypass else None
     unit = cost_options.MILLISECONDS if traced else cost_options.cost_unit(args)
+    peaks = _peaks(result, shape, _weight_shares(args, plan, shape))
     measured = plan.spec.measured
-    bound = bound_of(plan, *conditions[:2], measured.memory(plan.placement) if measured else None)
+    bound = bound_of(plan, costs, network, measured.memory(plan.placement) if measured else None)
     if args.json:
-        facts = _facts(result, steady, peaks, unit) | {"bound": _bound_facts(bound, result.makespan)}
-        console.file.write(json.dumps(facts, indent=1) + "\n")
+        print_json(console, _facts(result, steady, peaks, unit) | {"bound": _bound_facts(bound, result.makespan)})
     else:
         print_line(console, plan.spec.describe())
         for sentence in _sentences(result, steady, unit):
@@ -102,16 +90,16 @@ def run(args: argparse.Namespace, console: Console) -> int:
     return OK
 
 
-@dataclass(frozen=True)
-class Peaks:
+def _peaks(result: Simulation, shape: ModelShape | None, weight_shares: Shares) -> dict[str, Any]:
     """Of every rank: activations in units of one chunk's forward, and bytes (None without a model); the same of what is
-    offloaded.
-    """
-
-    activations: tuple[float, ...]
-    bytes: tuple[float, ...] | None
-    on_host: tuple[float, ...]
-    host_bytes: tuple[float, ...] | None
+    offloaded."""
+    plan = result.plan
+    return {
+        "peak_activations": list(result.peak_activations(weight_shares)),
+        "peak_bytes": list(peak_bytes(plan, shape)) if shape else None,
+        "peak_host_activations": list(result.peak_on_host()),
+        "peak_host_bytes": list(peak_host_bytes(plan, shape)) if shape else None,
+    }
 
 
 def _weight_shares(args: argparse.Namespace, plan: Plan, shape: ModelShape | None) -> Shares:
@@ -140,26 +128,22 @@ def _sentences(result: Simulation, steady: SteadyStep | None, unit: str) -> list
     return lines + plan_options.skip_sentences(result.plan)
 
 
-def _show(result: Simulation, peaks: Peaks, unit: str, console: Console) -> None:
+def _show(result: Simulation, peaks: dict[str, Any], unit: str, console: Console) -> None:
     columns: dict[str, Iterable[str]] = {"rank": map(str, range(len(result.busy)))}
     columns |= {f"busy {unit}": map(short, result.busy), "idle": map(short, result.idle)}
     columns |= {why: [short(getattr(w, why.replace(" ", "_"))) for w in result.waits] for why in _WAITS}
     chunks, slices = result.plan.spec.num_chunks, result.plan.spec.slices
-    columns |= {"in flight": (short(n / chunks / slices) for n in result.peak_in_flight())}
-    columns |= {"kept": (short(kept / chunks) for kept in peaks.activations)}
-    columns |= {"peak memory": map(size_label, peaks.bytes)} if peaks.bytes else {}
-    if any(peaks.on_host):
-        columns |= {
-            "copies": (short(w.copy) for w in result.waits),
-            "on host": (short(kept / chunks) for kept in peaks.on_host),
-        }
-        columns |= {"host memory": map(size_label, peaks.host_bytes)} if peaks.host_bytes else {}
-    print_table(
-        console,
-        "Ranks; activations in microbatches of a rank",
-        list(columns),
-        list(zip(*columns.values(), strict=True)),
-    )
+    columns["in flight"] = (short(n / chunks / slices) for n in result.peak_in_flight())
+    columns["kept"] = (short(kept / chunks) for kept in peaks["peak_activations"])
+    if peaks["peak_bytes"]:
+        columns["peak memory"] = map(size_label, peaks["peak_bytes"])
+    if any(peaks["peak_host_activations"]):
+        columns["copies"] = (short(w.copy) for w in result.waits)
+        columns["on host"] = (short(kept / chunks) for kept in peaks["peak_host_activations"])
+        if peaks["peak_host_bytes"]:
+            columns["host memory"] = map(size_label, peaks["peak_host_bytes"])
+    rows = list(zip(*columns.values(), strict=True))
+    print_table(console, "Ranks; activations in microbatches of a rank", list(columns), rows)
     links = [
         [f"{a} to {b}", str(messages), size_label(size) if size else "-"]
         for (a, b), (messages, size) in result.volume().items()
@@ -167,7 +151,7 @@ def _show(result: Simulation, peaks: Peaks, unit: str, console: Console) -> None
     print_table(console, "Links", ["link", "messages", "bytes"], links)
 
 
-def _facts(result: Simulation, steady: SteadyStep | None, peaks: Peaks, unit: str) -> dict[str, Any]:
+def _facts(result: Simulation, steady: SteadyStep | None, peaks: dict[str, Any], unit: str) -> dict[str, Any]:
     bypass = {} if steady is None else {"period": steady.period, "bubble_share": steady.bubble_share}
     return {
         "plan": result.plan.spec.describe(),
@@ -179,10 +163,7 @@ def _facts(result: Simulation, steady: SteadyStep | None, peaks: Peaks, unit: st
         "idle": list(result.idle),
         "waits": [vars(w) for w in result.waits],
         "peak_in_flight": list(result.peak_in_flight()),
-        "peak_activations": list(peaks.activations),
-        "peak_bytes": None if peaks.bytes is None else list(peaks.bytes),
-        "peak_host_activations": list(peaks.on_host),
-        "peak_host_bytes": None if peaks.host_bytes is None else list(peaks.host_bytes),
+        **peaks,
         "copies": _copies(result),
         "links": [
             {"source": a, "target": b, "messages": messages, "bytes": size}
@@ -193,7 +174,7 @@ def _facts(result: Simulation, steady: SteadyStep | None, peaks: Peaks, unit: st
 
 
 def _copies(result: Simulation) -> list[dict[str, float]]:
-    """Of every rank: how long its copies to the host and back take, and how long it stands waiting for them."""
+    """Of every rank: how long its copies to the host and back take, and how long it waits for them."""
     return [
         {
             "offload": sum(copy.end - copy.start for copy in made if copy.instruction.op in COPIES_TO_HOST),
@@ -226,7 +207,7 @@ def _compare(args: argparse.Namespace, console: Console) -> int:
         network = cost_options.network(args, shape, size)
     found = compare(specs, costs, network, shape, limit, args.optimizer_bypass)
     if args.json:
-        console.file.write(json.dumps([_candidate_facts(c) for c in found], indent=1) + "\n")
+        print_json(console, [_candidate_facts(c) for c in found])
     else:
         _show_ranking(found, shape, cost_options.MILLISECONDS if traced else cost_options.cost_unit(args), console)
     return OK if any(not c.refused for c in found) else REFUSED

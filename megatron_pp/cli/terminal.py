@@ -4,6 +4,7 @@ errors do without it.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,10 @@ def print_line(console: Console, text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
+def print_json(console: Console, value: object) -> None:
+    console.file.write(json.dumps(value, indent=1) + "\n")
+
+
 def print_table(console: Console, title: str, names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """A table whose first column is left-aligned text and whose others are numbers, or sentences, which are wrapped; so
     are names of columns, and nothing else, however narrow the terminal is. Empty tables are left out.
@@ -69,7 +74,7 @@ def print_table(console: Console, title: str, names: Sequence[str], rows: Sequen
 
 
 def _width(columns: Sequence[int]) -> int:
-    """Of a table with columns of these widths, with its edges and what stands between."""
+    """Of a table with columns of these widths, with its edges and separators."""
     return sum(columns) + 2 * len(columns) + 1
 
 

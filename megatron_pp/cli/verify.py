@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import TYPE_CHECKING
 
 from megatron_pp.cli.errors import OK, REFUSED, RefusedError, refusing
 from megatron_pp.cli.plan_options import add_plan_options, single_plan
-from megatron_pp.cli.terminal import print_line
+from megatron_pp.cli.terminal import print_json, print_line
 from megatron_pp.plan.verify.verifier import verify
 
 if TYPE_CHECKING:
@@ -38,13 +37,13 @@ def run(args: argparse.Namespace, console: Console) -> int:
             verdict = verify(plan, deallocate=not args.keep_outputs, device=args.device or None)
     except RefusedError as error:
         if args.json:
-            console.file.write(json.dumps({"accepted": False, "refused": str(error)}, indent=1) + "\n")
+            print_json(console, {"accepted": False, "refused": str(error)})
         else:
             print_line(console, str(error))
         return REFUSED
     certificate = verdict.certificate
     if args.json:
-        console.file.write(json.dumps({"accepted": True, **certificate.to_dict()}, indent=1) + "\n")
+        print_json(console, {"accepted": True, **certificate.to_dict()})
     else:
         print_line(console, f"{plan.spec.describe()}: {verdict}")
         print_line(console, str(certificate))

@@ -89,13 +89,8 @@ def _spans(rank: int, lane: Lane, began: float) -> Iterator[dict[str, Any]]:
     for thread, events in ((_COMPUTE, lane.compute), (_WAITS, lane.waits), *copies):
         for event in events:
             at = event.instruction
-            span = {
-                "ph": "X",
-                "pid": rank,
-                "tid": thread,
-                "name": str(at),
-                "cat": NAMES.get(at.op, _COPIES.get(thread, "wait")),
-            }
+            kind = NAMES.get(at.op, _COPIES.get(thread, "wait"))
+            span = {"ph": "X", "pid": rank, "tid": thread, "name": str(at), "cat": kind}
             start, length = (began + event.start) * _MICROS, (event.end - event.start) * _MICROS
             args = {"chunk": at.chunk, "microbatch": at.mb, "stage": at.stage}
             if at.slice >= 0:

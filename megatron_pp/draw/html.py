@@ -1,5 +1,4 @@
-"""Timelines as one HTML page without network access: zoom, hover, memory below each rank, light and dark; also tables,
-and charts of a run's steps.
+"""Timelines as one HTML page without network access: zoom, hover, memory below each rank, light and dark; also tables.
 
 Blocks are drawn on a canvas from compressed columns: half a million of them take a few megabytes. Times are whole
 ticks, 2^31 per timeline.
@@ -9,46 +8,42 @@ import base64
 import gzip
 import json
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from typing import Any
 
 from megatron_pp.draw import facts
-from megatron_pp.draw.curves import Chart, render_charts
 from megatron_pp.draw.facts import value_ticks
 from megatron_pp.draw.palette import DARK, LIGHT, NAMES, OPERATIONS, block_colour, ink_on
 from megatron_pp.draw.timeline import Lane, Timeline, thinned
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.ir.instruction import COPIES_FROM_HOST, COPIES_TO_HOST, COPY_OF, POST_OF
+from megatron_pp.plan.ir.instruction import COPIES_FROM_HOST, COPIES_TO_HOST, COPY_OF, POST_OF, Instruction
 from megatron_pp.plan.simulate.simulation import Event, Transfer
 
 _TICKS = 2**31
 # The page's numbers of operations, waits and waits for copies.
 _COMPUTE, _WAITS, _COPY_WAITS = ({op: k for k, op in enumerate(ops)} for ops in (OPERATIONS, POST_OF, COPY_OF))
 _MOST_CHUNKS, _MOST_MICROBATCHES = 2**9, 2**20
-_Scale = tuple[float, int]  # length of a tick, and slices of a sequence
 _MOST_MEMORY_STEPS = 4000, 48_000  # per lane, and of all lanes; more are thinned, peaks kept
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # heading, column names, rows
 
 
-def render_html(
-    timelines: Sequence[Timeline], title: str, tables: Sequence[Table] = (), charts: Sequence[Chart] = ()
-) -> str:
-    """One page with ``timelines`` one below the other on a common time axis, ``charts`` before and ``tables`` of text
-    after them. Without timelines, as of a run that recorded no step, the page has the others alone."""
-    store = ColumnStore()
+def render_html(timelines: Sequence[Timeline], title: str, tables: Sequence[Table] = (), charts: str = "") -> str:
+    """One page with ``timelines`` one below the other on a common time axis, ``charts``, which are HTML, before and
+    ``tables`` of text after them. Without timelines, as of a run that recorded no step, it has the others alone."""
+    data = bytearray()
     most = max((t.most_memory for t in timelines), default=0.0)
     head = {
         "names": NAMES,
         "mostMemory": most,
         "memoryTicks": value_ticks(most, timelines[0].memory_in_bytes) if timelines else [],
-        "timelines": [timeline_columns(t, store) for t in timelines],
+        "timelines": [_described(timeline, data) for timeline in timelines],
     }
     page = files("megatron_pp.draw").joinpath("page")
     parts = {
         "TITLE": escape(title),
-        "CURVES": render_charts(charts),
+        "CURVES": charts,
         "COSTS": escape(facts.costs_line(timelines)) if timelines else "",
         "EMPTY": "" if timelines else " hidden",
         "STYLE": _colours() + page.joinpath("timeline.css").read_text(encoding="utf-8"),
@@ -56,7 +51,7 @@ def render_html(
         "CHARTS": "\n".join(_chart(k, t) for k, t in enumerate(timelines)),
         "TABLES": "\n".join(_table(*table) for table in tables),
         "HEAD": json.dumps(head, separators=(",", ":")).replace("<", "\\u003c"),
-        "COLUMNS": base64.b64encode(gzip.compress(bytes(store.data), compresslevel=6, mtime=0)).decode("ascii"),
+        "COLUMNS": base64.b64encode(gzip.compress(bytes(data), compresslevel=6, mtime=0)).decode("ascii"),
         "SCRIPT": page.joinpath("timeline.js").read_text(encoding="utf-8"),
     }
     pieces = page.joinpath("timeline.html").read_text(encoding="utf-8").split("@")
@@ -105,22 +100,66 @@ def _table(heading: str, names: Sequence[str], rows: Sequence[Sequence[str]]) ->
     return f'<h2>{escape(heading)}</h2>\n<div class="wide"><table>{head}<tbody>\n{body}\n</tbody></table></div>'
 
 
-class ColumnStore:
-    """Columns one after another in one buffer; each is named by [offset in bytes, length]."""
+class _Columns:
+    """The columns of one timeline, one after another in ``data``; each is named by [offset in bytes, length]."""
 
-    def __init__(self) -> None:
-        self.data = bytearray()
+    def __init__(self, timeline: Timeline, data: bytearray) -> None:
+        self.data = data
+        self.slices = timeline.slices
+        self.end = timeline.end or 1.0
+        self.tick = self.end / _TICKS
 
     def add(self, typecode: str, values: Iterable[Any]) -> list[int]:
         """Append a column of 32-bit values: ``I`` whole numbers, ``f`` floats (little-endian)."""
-        column = array(typecode, values)
-        offset = len(self.data)
+        column, offset = array(typecode, values), len(self.data)
         self.data += column.tobytes()
         return [offset, len(column)]
 
+    def lane(self, lane: Lane, sent: Sequence[Sequence[Transfer]], most_steps: int) -> dict[str, Any]:
+        memory = thinned(lane.memory, most_steps)
+        return {
+            "name": lane.name,
+            "compute": self._events(lane.compute, _COMPUTE),
+            "waits": self._events(lane.waits, _WAITS),
+            "copyWaits": self._events(lane.waits, _COPY_WAITS),
+            "offloads": self._events(lane.copies, dict.fromkeys(COPIES_TO_HOST, 0)),
+            "loads": self._events(lane.copies, dict.fromkeys(COPIES_FROM_HOST, 1)),
+            "activations": self._transfers(sent[0]),
+            "gradients": self._transfers(sent[1]),
+            "memory": {
+                "times": self.add("I", (self._ticks(time) for time, _ in memory)),
+                "values": self.add("f", (value for _, value in memory)),
+                "peak": lane.peak,
+            },
+        }
 
-def timeline_columns(timeline: Timeline, store: ColumnStore) -> dict[str, Any]:
-    """The page's description of ``timeline``; adds its columns to ``store``.
+    def _events(self, events: Sequence[Event], numbers: Mapping[str, int]) -> dict[str, list[int]]:
+        """Those of the operations that have ``numbers``."""
+        shown = [event for event in events if event.instruction.op in numbers]
+        instructions = (event.instruction for event in shown)
+        return self._spans(shown, [numbers[at.op] << 29 | at.chunk << 20 | self._part(at) for at in instructions])
+
+    def _transfers(self, transfers: Sequence[Transfer]) -> dict[str, list[int]]:
+        spans = self._spans(transfers, [self._part(t) for t in transfers])
+        return {**spans, "where": self.add("I", (t.target << 20 | t.stage for t in transfers))}
+
+    def _part(self, at: Instruction | Transfer) -> int:
+        """The number of a slice, counted through all microbatches; of a microbatch where sequences are whole."""
+        return at.mb * self.slices + max(at.slice, 0)
+
+    def _spans(self, spans: Sequence[Event] | Sequence[Transfer], codes: list[int]) -> dict[str, list[int]]:
+        return {
+            "starts": self.add("I", (self._ticks(s.start) for s in spans)),
+            "lengths": self.add("I", (self._ticks(s.end - s.start) for s in spans)),
+            "codes": self.add("I", codes),
+        }
+
+    def _ticks(self, time: float) -> int:
+        return min(2**32 - 1, max(0, round(time / self.tick)))
+
+
+def _described(timeline: Timeline, data: bytearray) -> dict[str, Any]:
+    """The page's description of ``timeline``; adds its columns to ``data``.
 
     Raises PlanError beyond 512 chunks or a million microbatches.
     """
@@ -128,79 +167,24 @@ def timeline_columns(timeline: Timeline, store: ColumnStore) -> dict[str, Any]:
         raise PlanError(
             f"the page shows at most {_MOST_CHUNKS} chunks and {_MOST_MICROBATCHES} microbatches, or slices of them"
         )
-    end = timeline.end or 1.0
-    tick, (most, of_all) = end / _TICKS, _MOST_MEMORY_STEPS
-    steps, scale = min(most, of_all // len(timeline.lanes)), (tick, timeline.slices)
+    columns, (most, of_all) = _Columns(timeline, data), _MOST_MEMORY_STEPS
+    most = min(most, of_all // len(timeline.lanes))
     each = zip(timeline.lanes, timeline.sent(), timeline.stages, strict=True)
-    lanes = [{**_lane(lane, parts, scale, steps, store), "stages": list(stages)} for lane, parts, stages in each]
     shades = [[block_colour(op, c, timeline.num_chunks) for c in range(timeline.num_chunks)] for op in _COMPUTE]
     return {
         "title": timeline.title,
         "unit": timeline.unit,
-        "end": end,
-        "tick": tick,
+        "end": columns.end,
+        "tick": columns.tick,
         "chunks": timeline.num_chunks,
         "microbatches": timeline.num_microbatches,
         "slices": timeline.slices,
         "ops": [_COMPUTE[op] for op in timeline.ops],
         "shortBlock": timeline.short_block,
-        "lanes": lanes,
+        "lanes": [{**columns.lane(lane, sent, most), "stages": list(stages)} for lane, sent, stages in each],
         "hasTransfers": timeline.has_transfers,
         "hasCopies": timeline.has_copies,
         "inBytes": timeline.memory_in_bytes,
-        "shades": [[c.hex for c in row] for row in shades],
-        "inks": [[ink_on(c).hex for c in row] for row in shades],
+        "shades": [[colour.hex for colour in row] for row in shades],
+        "inks": [[ink_on(colour).hex for colour in row] for row in shades],
     }
-
-
-def _lane(
-    lane: Lane, sent: tuple[list[Transfer], list[Transfer]], scale: _Scale, steps: int, store: ColumnStore
-) -> dict[str, Any]:
-    memory = thinned(lane.memory, steps)
-    return {
-        "name": lane.name,
-        "compute": _events(lane.compute, _COMPUTE, scale, store),
-        "waits": _events([e for e in lane.waits if e.instruction.op in _WAITS], _WAITS, scale, store),
-        "copyWaits": _events([e for e in lane.waits if e.instruction.op in _COPY_WAITS], _COPY_WAITS, scale, store),
-        "offloads": _events(lane.copied(COPIES_TO_HOST), dict.fromkeys(COPIES_TO_HOST, 0), scale, store),
-        "loads": _events(lane.copied(COPIES_FROM_HOST), dict.fromkeys(COPIES_FROM_HOST, 1), scale, store),
-        "activations": _transfers(sent[0], scale, store),
-        "gradients": _transfers(sent[1], scale, store),
-        "memory": {
-            "times": store.add("I", (_ticks(t, scale[0]) for t, _ in memory)),
-            "values": store.add("f", (v for _, v in memory)),
-            "peak": lane.peak,
-        },
-    }
-
-
-def _events(events: Sequence[Event], ops: dict[str, int], scale: _Scale, store: ColumnStore) -> dict[str, list[int]]:
-    tick, slices = scale
-    instructions = (e.instruction for e in events)
-    codes = [ops[at.op] << 29 | at.chunk << 20 | _part(at.mb, at.slice, slices) for at in instructions]
-    return _spans(events, codes, tick, store)
-
-
-def _part(mb: int, part: int, slices: int) -> int:
-    """The number of a slice, counted through all microbatches; of a microbatch where sequences are whole."""
-    return mb * slices + max(part, 0)
-
-
-def _transfers(transfers: Sequence[Transfer], scale: _Scale, store: ColumnStore) -> dict[str, list[int]]:
-    tick, slices = scale
-    spans = _spans(transfers, [_part(t.mb, t.slice, slices) for t in transfers], tick, store)
-    return {**spans, "where": store.add("I", (t.target << 20 | t.stage for t in transfers))}
-
-
-def _spans(
-    spans: Sequence[Event] | Sequence[Transfer], codes: list[int], tick: float, store: ColumnStore
-) -> dict[str, list[int]]:
-    return {
-        "starts": store.add("I", (_ticks(s.start, tick) for s in spans)),
-        "lengths": store.add("I", (_ticks(s.end - s.start, tick) for s in spans)),
-        "codes": store.add("I", codes),
-    }
-
-
-def _ticks(time: float, tick: float) -> int:
-    return min(2**32 - 1, max(0, round(time / tick)))

@@ -121,13 +121,8 @@ def block_colour(op: str, chunk: int, num_chunks: int) -> Colour:
     return OPERATIONS[op].mixed(WHITE, share)
 
 
-def block_style(op: str, chunk: int, num_chunks: int, few_colours: bool = False) -> str:
-    """The style of a block in the terminal; ``few_colours``: a terminal of 8 or 16, where chunks have no shades."""
-    return colour_style(op, block_colour(op, chunk, num_chunks), few_colours)
-
-
 def colour_style(op: str, colour: Colour, few_colours: bool) -> str:
-    """The style of ``colour``, a shade of the operation's."""
+    """The style of a shade of ``op`` in the terminal; ``few_colours``: one of 8 or 16, where chunks have no shades."""
     return _IN_16_COLOURS[op] if few_colours else f"{ink_on(colour).hex} on {colour.hex}"
 
 

@@ -6,7 +6,7 @@ and goes on with ``-`` (forward), ``=`` (backward), ``+`` (input gradients) or `
 Rows between ranks show transfers: ``v`` towards the higher rank, ``^`` towards the lower one, ``x`` both; and copies of
 the rank above them: ``o`` to host memory, ``l`` back, ``c`` both.
 
-Besides, the textbook table: a row per rank, a column per time step, every operation one step long whatever it costs.
+``render_grid`` is the textbook table: a row per rank, a column per time step, every operation one step long.
 """
 
 import math
@@ -19,7 +19,7 @@ from textwrap import wrap
 from rich.text import Text
 
 from megatron_pp.draw.facts import legend_keys, summary, tick_label, tick_step
-from megatron_pp.draw.palette import NAMES, OPERATIONS, block_name, block_style, colour_style
+from megatron_pp.draw.palette import NAMES, OPERATIONS, block_colour, block_name, colour_style
 from megatron_pp.draw.timeline import Lane, Timeline
 from megatron_pp.plan.ir.instruction import COPIES_FROM_HOST, FORWARD, Instruction, without_pairs
 from megatron_pp.plan.ir.spec import Plan
@@ -137,7 +137,7 @@ def _lane_row(lane: Lane, timeline: Timeline, scale: Scale, few_colours: bool) -
         if stop > start:
             op, label = event.instruction.op, block_name(event.instruction, timeline.num_chunks)
             block = (label if len(label) <= stop - start else op).ljust(stop - start, _FILL[op])
-            row.append(block, style=_style(event, timeline, few_colours))
+            row.append(block, style=_style(event.instruction, timeline.num_chunks, few_colours))
     row.append(_IDLE * (scale.columns - len(row)), style="dim")
     return row
 
@@ -158,12 +158,12 @@ def _crowded_row(lane: Lane, timeline: Timeline, scale: Scale, few_colours: bool
         else:
             op = max(totals, key=lambda o: totals[o])
             _, longest = max(parts[op], key=lambda one: one[0])
-            row.append(op, style=_style(longest, timeline, few_colours))
+            row.append(op, style=_style(longest.instruction, timeline.num_chunks, few_colours))
     return row
 
 
-def _style(event: Event, timeline: Timeline, few_colours: bool) -> str:
-    return block_style(event.instruction.op, event.instruction.chunk, timeline.num_chunks, few_colours)
+def _style(at: Instruction, num_chunks: int, few_colours: bool) -> str:
+    return colour_style(at.op, block_colour(at.op, at.chunk, num_chunks), few_colours)
 
 
 def _transfer_rows(timeline: Timeline, scale: Scale) -> dict[int, str]:
@@ -251,5 +251,5 @@ def _row(head: str, row: Sequence[Instruction | None], cell: int, chunks: int, f
             continue
         name = block_name(at, chunks)
         line.append(" " * (cell - len(name)))
-        line.append(name, style=block_style(at.op, at.chunk, chunks, few_colours))
+        line.append(name, style=_style(at, chunks, few_colours))
     return line

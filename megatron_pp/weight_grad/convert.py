@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron_pp.common.module_attributes import wrapped_attribute
 from megatron_pp.errors import WeightGradSplitError
 from megatron_pp.weight_grad.linear import fused_kernels
-from megatron_pp.weight_grad.report import Fate, report_of, shares_of, warn_of_whole_layers, weight_work
+from megatron_pp.weight_grad.report import Fate, report_of, warn_of_whole_layers, weight_work
 from megatron_pp.weight_grad.split_forward import MARK, Overrides, SplitState, overrides_of, state_of
 from megatron_pp.weight_grad.store import WeightGradStore
 from megatron_pp.weight_grad.transformer_engine import (
@@ -70,7 +70,7 @@ def split_weight_grad(
             store.own(layer, number, switched is not None or delays_weight_grad(layer), switched)
     for chunk in chunks:
         object.__setattr__(chunk, _STORE, store)
-    store.report, store.shares = report_of(fates), shares_of(fates)
+    store.report, store.shares = report_of(fates)
     warn_of_whole_layers(store.report)
     return store
 

@@ -2,8 +2,9 @@
 
 import logging
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -28,8 +29,8 @@ class SplitReport:
     split: int = 0  # defer their weight gradients until W (linear layers and embeddings)
     delayed: int = 0  # do so themselves (Transformer Engine's delay_wgrad_compute)
     whole: int = 0  # compute all gradients in the backward
-    switched: int = 0  # of those that delay: built without delay_wgrad_compute, and switched by the conversion
-    whole_layers: tuple[WholeLayer, ...] = field(default=())  # those with a weight matrix that is trained
+    switched: int = 0  # part of ``delayed``: built without delay_wgrad_compute, and switched by the conversion
+    whole_layers: tuple[WholeLayer, ...] = ()  # those with a weight matrix that is trained
 
     @property
     def deferred_share(self) -> float:
@@ -54,21 +55,15 @@ class Fate:
     reason: str = ""
 
 
-def shares_of(fates: Iterable[Fate]) -> dict[str, tuple[str, float]]:
-    """By name (of one chunk where two have it): a layer's class and its share of the weight gradients' FLOPs."""
-    fates = list(fates)
+def report_of(fates: Sequence[Fate]) -> tuple[SplitReport, dict[str, tuple[str, float]]]:
+    """The report, and by a layer's name (of one chunk where two have it): its class, its share of the FLOPs."""
     total = sum(fate.work for fate in fates) or 1.0
-    return {fate.name: (fate.kind, fate.work / total) for fate in fates}
-
-
-def report_of(fates: Iterable[Fate]) -> SplitReport:
-    fates = list(fates)
-    count = [fate.what for fate in fates].count
-    total = sum(fate.work for fate in fates)
+    count = Counter(fate.what for fate in fates)
     whole = [fate for fate in fates if fate.what == "whole" and fate.work > 0]
     layers = tuple(WholeLayer(fate.name, fate.kind, fate.reason, fate.work / total) for fate in whole)
-    switched = count("switched")
-    return SplitReport(count("split"), count("delayed") + switched, count("whole"), switched, layers)
+    delayed = count["delayed"] + count["switched"]
+    report = SplitReport(count["split"], delayed, count["whole"], count["switched"], layers)
+    return report, {fate.name: (fate.kind, fate.work / total) for fate in fates}
 
 
 def warn_of_whole_layers(report: SplitReport) -> None:
@@ -78,12 +73,12 @@ def warn_of_whole_layers(report: SplitReport) -> None:
         groups.setdefault((re.sub(r"\d+", "*", layer.name), layer.kind, layer.reason), []).append(layer)
     for (pattern, kind, reason), layers in groups.items():
         name = layers[0].name if len(layers) == 1 else f"{pattern} ({len(layers)} layers)"
-        share = percent(sum(layer.share for layer in layers))
-        logger.warning("layer %s computes its weight gradient in B, not in W: %s (%s, %s)", name, reason, kind, share)
+        warn_of(name, reason, kind, sum(layer.share for layer in layers))
 
 
-def percent(share: float) -> str:
-    return f"{100 * share:.1f}% of the weight gradients' FLOPs"
+def warn_of(name: str, reason: str, kind: str, share: float) -> None:
+    percent = f"{100 * share:.1f}% of the weight gradients' FLOPs"
+    logger.warning("layer %s computes its weight gradient in B, not in W: %s (%s, %s)", name, reason, kind, percent)
 
 
 def weight_work(layer: nn.Module, name: str) -> float:

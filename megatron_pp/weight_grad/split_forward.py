@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import FunctionType, SimpleNamespace
 from typing import Any, cast
 
@@ -17,7 +18,6 @@ from megatron_pp.weight_grad.transformer_engine import SwitchedQueue
 
 _EXPERTS = "megatron.core.transformer.moe.experts"
 _LIBRARY = "gg"  # the name under which that module has grouped_gemm
-NewLayer = Callable[[Tensor, Tensor | None], SplitLayer]
 
 
 def has_grouped_gemms(layer: nn.Module) -> bool:
@@ -29,37 +29,6 @@ def has_grouped_gemms(layer: nn.Module) -> bool:
             library = getattr(its_own, "__globals__", {}).get(_LIBRARY)
             return forward is its_own and hasattr(getattr(library, "ops", None), "backend")
     return False
-
-
-def forward_with_split_gemms(
-    forward: Any, layer: nn.Module, new_layer: NewLayer, anchor: Tensor, *args: Any, **kwargs: Any
-) -> Any:
-    """Call ``forward`` with the library's products in split form. ``new_layer``: the SplitLayer of a weight."""
-    ops = forward.__globals__[_LIBRARY].ops
-    stand_in = SimpleNamespace(ops=SimpleNamespace(gmm=_SplitGemm(ops, new_layer, anchor)))
-    names = {**forward.__globals__, _LIBRARY: stand_in}
-    with_it = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-    return with_it(layer, *args, **kwargs)
-
-
-class _SplitGemm:
-    """The forward of Megatron's GroupedMLP, whose experts' weights are two matrices that ``grouped_gemm`` takes, runs
-    as it is; only ``grouped_gemm.ops.gmm`` is in split form, with the products of the library's own backward,
-    ``grouped_gemm.backend.gmm``.
-
-    ``gmm(a, b, batch_sizes, trans_b)``: rows of ``a`` [tokens, in] times their expert's matrix of ``b``, which is
-    [experts, in, out], with ``trans_b`` [experts, out, in], and a view of a weight."""
-
-    def __init__(self, ops: Any, new_layer: NewLayer, anchor: Tensor) -> None:
-        self._ops, self._new_layer, self._anchor = ops, new_layer, anchor
-
-    def __call__(self, a: Tensor, b: Tensor, batch_sizes: Tensor, trans_b: bool = False) -> Tensor:
-        leaf = b._base
-        if leaf is None or parameter_behind(leaf) is leaf or not b.requires_grad:
-            return self._ops.gmm(a, b, batch_sizes, trans_b=trans_b)
-        now, shape = self._new_layer(parameter_behind(leaf), None), b.shape
-        call = (now, self._ops.backend.gmm, shape, batch_sizes, trans_b)
-        return _Product.apply(a, self._anchor, leaf, *call)
 
 
 @dataclass(slots=True)
@@ -227,8 +196,25 @@ def why_left_to_megatron(layer_input: Tensor, kwargs: dict[str, Any]) -> str:
 
 
 def _grouped_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """In place of the forward of Megatron's GroupedMLP."""
+    """In place of the forward of Megatron's GroupedMLP, whose experts' weights are two matrices that ``grouped_gemm``
+    takes. It runs as it is; only ``grouped_gemm.ops.gmm`` is in split form."""
     state = state_of(layer)
+    forward = state.original.forward
     if not state.active:
-        return state.original.forward(layer, *args, **kwargs)
-    return forward_with_split_gemms(state.original.forward, layer, state.layer, state.store.anchor, *args, **kwargs)
+        return forward(layer, *args, **kwargs)
+    split_gemm = partial(_split_gemm, forward.__globals__[_LIBRARY].ops, state)
+    names = {**forward.__globals__, _LIBRARY: SimpleNamespace(ops=SimpleNamespace(gmm=split_gemm))}
+    split = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    return split(layer, *args, **kwargs)
+
+
+def _split_gemm(
+    ops: Any, state: SplitState, a: Tensor, b: Tensor, batch_sizes: Tensor, trans_b: bool = False
+) -> Tensor:
+    """Rows of ``a`` [tokens, in] times their expert's matrix of ``b``, which is [experts, in, out], with ``trans_b``
+    [experts, out, in], and a view of a weight; with the products of the library's own backward."""
+    leaf = b._base
+    if leaf is None or parameter_behind(leaf) is leaf or not b.requires_grad:
+        return ops.gmm(a, b, batch_sizes, trans_b=trans_b)
+    layer = state.layer(parameter_behind(leaf), None)
+    return _Product.apply(a, state.store.anchor, leaf, layer, ops.backend.gmm, b.shape, batch_sizes, trans_b)

@@ -5,7 +5,6 @@ Split layers queue their weight gradients here; all other gradients arrive throu
 sum to the parameter's tensor hooks, and fires accumulation hooks once, with the last gradient.
 """
 
-import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,10 +26,8 @@ from megatron_pp.weight_grad.parameter_leaf import (
     new_leaf,
     take_gradient,
 )
-from megatron_pp.weight_grad.report import SplitReport, percent
+from megatron_pp.weight_grad.report import SplitReport, warn_of
 from megatron_pp.weight_grad.transformer_engine import DelayedRun, SwitchedQueue, hooked_names
-
-logger = logging.getLogger(__name__)
 
 Key = tuple[int, Part]  # (chunk, microbatch)
 _NEVER = -1  # the chunk, never complete, of parameters whose layer fires their hooks itself
@@ -216,10 +213,7 @@ class WeightGradStore:
         if (layer.name, reason) not in self._logged:
             self._logged.add((layer.name, reason))
             kind, share = self.shares.get(layer.name, ("", 0.0))
-            logger.warning(
-                "layer %s computes its weight gradient in B, not in W: %s (%s, %s)",
-                *(layer.name, reason, kind, percent(share)),
-            )
+            warn_of(layer.name, reason, kind, share)
 
     def running(self) -> _Backward | None:
         """The pipeline backward that autograd is in; None in ``autograd.grad``, also where a backward calls it."""

@@ -7,8 +7,7 @@ only if there is none. So each microbatch runs as if it were the only one, and t
 Layers built with ``delay_wgrad_compute=True`` always queue; others do in pipeline steps, given a ``SwitchedQueue``.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from itertools import compress
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from megatron_pp.weight_grad.deferred import tensors_in
 
+Grads = dict[Tensor, Tensor | None]  # by parameter
 _LIBRARY = "transformer_engine."
 
 
@@ -94,12 +94,16 @@ class DelayedRun:
         self.layer = layer
         self.switched = switched  # its parameters have leaves in autograd's graph
         parameters = (layer._parameters[name] for name in delayed_names(layer))
-        self.parameters: list[Tensor] = [parameter for parameter in parameters if parameter is not None]
+        # Autograd's gradient of each parameter, which ``backward_dw()`` looks at.
+        self._grads: Grads = {parameter: None for parameter in parameters if parameter is not None}
         self._entries = -self._queued()
-        self._grads: list[Tensor | None] = [None] * len(self.parameters)  # autograd's, which ``backward_dw()`` looks at
         self._beside: dict[Tensor, Tensor] = {}  # of weights that the backward reached beside their layer
         if not switched:
-            self._grads = _exchange(self.parameters, self._grads)
+            self._grads = _exchange(self._grads)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return list(self._grads)
 
     def takes(self, parameter: Tensor, grad: Tensor) -> bool:
         """Whether a gradient that reached the leaf of a switched layer's parameter goes with what the layer has queued:
@@ -107,7 +111,7 @@ class DelayedRun:
         if self._queued() + self._entries <= 0:
             return False
         if parameter.dim() <= 1:
-            self._grads[[p is parameter for p in self.parameters].index(True)] = grad
+            self._grads[parameter] = grad
         elif not (self.layer.fuse_wgrad_accumulation or hasattr(self.layer, "num_gemms")):
             self._beside[parameter] = grad
         return True  # what is left are dummies: grouped layers return memory that ``backward_dw()`` is yet to fill
@@ -115,10 +119,9 @@ class DelayedRun:
     def end_backward(self) -> None:
         self._entries += self._queued()
         if not self.switched:
-            self._grads = _exchange(self.parameters, self._grads)
+            self._grads = _exchange(self._grads)
         if not self._entries:  # it was not used, or its weights are frozen: a bias may have its gradient from autograd
-            have = [grad is not None for grad in self._grads]
-            self.parameters, self._grads = list(compress(self.parameters, have)), list(compress(self._grads, have))
+            self._grads = {parameter: grad for parameter, grad in self._grads.items() if grad is not None}
 
     def queued(self) -> list[Tensor]:
         """What the layer has queued in this backward, which is just over."""
@@ -129,20 +132,20 @@ class DelayedRun:
 
     def compute(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """(parameter, gradient) for each; None where the layer added it to ``main_grad``, or its hooks took it."""
-        fused, grads, sums = bool(self.layer.fuse_wgrad_accumulation), self._grads, dict[Tensor, Tensor]()
         if not self._entries:
-            return zip(self.parameters, grads, strict=True)
-        backward_dw = self._backward_dw()
+            return iter(self._grads.items())
+        grads, sums = self._grads, dict[Tensor, Tensor]()
+        fused, backward_dw = bool(self.layer.fuse_wgrad_accumulation), self._backward_dw()
         left = self._queued() - self._entries
         while (waiting := self._queued()) > left:  # more than once where the layer is used several times
-            aside = _exchange(self.parameters, grads)
+            aside = _exchange(grads)
             backward_dw()
             if self._queued() >= waiting:
                 raise RuntimeError(f"{type(self.layer).__name__}.backward_dw() left its queue as it was")
-            for parameter, grad in zip(self.parameters, _exchange(self.parameters, aside), strict=True):
+            for parameter, grad in _exchange(aside).items():
                 if grad is not None and not (fused and parameter.dim() > 1):  # else it is autograd's dummy
                     sums[parameter] = sums[parameter].add_(grad) if parameter in sums else grad
-            grads = [None if grad is None else torch.zeros_like(grad) for grad in grads]
+            grads = {p: None if grad is None else torch.zeros_like(grad) for p, grad in grads.items()}
         for parameter, grad in self._beside.items():
             sums[parameter] = sums[parameter] + grad
         return ((parameter, sums.get(parameter)) for parameter in self.parameters)
@@ -159,10 +162,9 @@ class DelayedRun:
         return int(self.layer.wgrad_store.context.qsize())
 
 
-def _exchange(parameters: Iterable[Tensor], grads: Iterable[Tensor | None]) -> list[Tensor | None]:
+def _exchange(grads: Grads) -> Grads:
     """Set ``.grad`` of each parameter; returns what it was."""
-    before = []
-    for parameter, grad in zip(parameters, grads, strict=True):
-        before.append(parameter.grad)
+    before = {parameter: parameter.grad for parameter in grads}
+    for parameter, grad in grads.items():
         parameter.grad = grad
     return before

@@ -15,7 +15,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from megatron_pp.draw.curves import Chart, Curve
+from examples.gpt.curves import Chart, Curve, render_charts
 from megatron_pp.draw.facts import legend_keys
 from megatron_pp.draw.html import render_html
 from megatron_pp.draw.palette import OPERATIONS, block_colour
@@ -72,7 +72,7 @@ def screenshots(tmp_path):
     return folder
 
 
-def opened(browser, tmp_path, timelines, width=1400, tables=(), scheme="light", charts=()):
+def opened(browser, tmp_path, timelines, width=1400, tables=(), scheme="light", charts=""):
     """The browser with the page open in it, drawn to its end."""
     page = tmp_path / "page.html"
     page.write_text(render_html(timelines, "Compared", tables, charts), encoding="utf-8")
@@ -220,7 +220,7 @@ def test_charts_and_tables_fit_a_phone(browser, screenshots, tmp_path, width, ti
     curves = [Curve("training", [(1, 5.5), (400, 1.7)]), Curve("validation", [(0, 5.6), (400, 1.8)])]
     charts = [Chart(title, curves, "{:.3f}") for title in ("loss", "speed", "bubble", "memory")]
     tables = [("Ranks", [f"column {k}" for k in range(12)], [["123.45"] * 12]), ("In words", [], [["so " * 90]])]
-    opened(browser, tmp_path, timelines, width, tables, "dark", charts=charts)
+    opened(browser, tmp_path, timelines, width, tables, "dark", charts=render_charts(charts))
     browser.save_screenshot(str(screenshots / f"charts_{width}.png"))
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     boxes = browser.execute_script(BOXES.replace("table", "figcaption b, .plot, .steps, .wide"))

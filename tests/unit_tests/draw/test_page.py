@@ -11,8 +11,8 @@ from html import unescape
 
 import pytest
 
+from examples.gpt.curves import Chart, Curve, render_charts
 from megatron_pp.draw.chrome import render_chrome_trace
-from megatron_pp.draw.curves import Chart, Curve
 from megatron_pp.draw.html import render_html
 from megatron_pp.plan.simulate.memory import peak_bytes
 from tests.unit_tests.draw.timelines import SHAPE, plan_of, timeline_of
@@ -77,7 +77,8 @@ def test_charts_have_every_curve_inside_their_scale():
     checks = Curve("validation", [(0, 5.6), (2500, float("nan")), (5000, 1.8)])
     nothing = Chart("nothing", [Curve("", [(1, float("inf"))])], "{:g}")
     one = Chart("speed", [Curve("", [(7, 1234.5)])], "{:,.0f} tokens/s")
-    page = render_html([], "title", (), [Chart("<loss>", [loss, checks], "{:.3f}"), nothing, one])
+    charts = [Chart("<loss>", [loss, checks], "{:.3f}"), nothing, one]
+    page = render_html([], "title", (), render_charts(charts))
     shown = re.findall(r"<figure>.*?</figure>", page, re.DOTALL)
     assert len(shown) == 2
     assert "&lt;loss&gt;" in shown[0]

@@ -196,9 +196,9 @@ def _overwrite(parameter: Any, grad: Tensor) -> None:
         parameter.grad = grad
 
 
-def _keep_grads(parameters: Any, grads: Any) -> list[Tensor | None]:
+def _keep_grads(grads: dict[Tensor, Tensor | None]) -> dict[Tensor, Tensor | None]:
     """``.grad`` stays from microbatch to microbatch, as ``backward_dw()`` finds it without a store."""
-    return [parameter.grad for parameter in parameters]
+    return {parameter: parameter.grad for parameter in grads}
 
 
 def _last_first(model: nn.Module) -> None:
