@@ -27,6 +27,8 @@ MODULES = {
     "layout_text": "megatron_pp.config.layout_text",
     "weight_grad": "megatron_pp.weight_grad",
     # What the device or the backend asks for.
+    "gloo_transport": "megatron_pp.comm.gloo_transport",
+    "nccl_transport": "megatron_pp.comm.nccl_transport",
     "collectives": "megatron_pp.comm.collectives",
     "queue_advice": "megatron_pp.runtime.queue_advice",
     "device_events": "megatron_pp.faults.device_events",

@@ -4,13 +4,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_pp.comm import process_groups as groups
+from megatron_pp.comm.group_transport import backend_of, device_of
 from megatron_pp.comm.process_groups import (
     destroy_model_parallel,
     initialize_model_parallel,
     model_parallel_is_initialized,
     set_virtual_pipeline_model_parallel_world_size,
 )
-from megatron_pp.comm.transport import backend_of, device_of
 from megatron_pp.errors import ParallelStateError
 
 __all__ = [

@@ -20,7 +20,7 @@ from benchmarks.rounds import timed_rounds
 from benchmarks.stages import BusyStage, CopyingBusyStage, cycles_per_ms
 from benchmarks.sweep import Sweep
 from benchmarks.work import Work
-from megatron_pp.comm.transport import ProcessGroupTransport
+from megatron_pp.comm.group_transport import group_transport
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir import instruction as ins
@@ -99,7 +99,7 @@ def steps(rank: int, size: int, device: torch.device, p2p_debug: bool) -> dict[s
     differences = {}
     # One for all: an NCCL communicator for each channel is made once, as in a program.
     assert dist.group.WORLD is not None
-    transport = ProcessGroupTransport(dist.group.WORLD)
+    transport = group_transport(dist.group.WORLD)
     for schedule, family in TOY_SCHEDULES.items():
         num_chunks = family.chunks or 2
         for policy, flags in _POLICIES.items():

@@ -11,11 +11,9 @@ they are not in its tables of names (``pg_names``): those count in such names, s
 later could not meet. NCCL's flight recorder takes name, description and ranks from the groups themselves.
 """
 
-import logging
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from itertools import count
@@ -28,7 +26,6 @@ from megatron_pp.comm.stores import private_client
 from megatron_pp.errors import CommunicatorClosedError, P2PTimeoutError, P2PTransferError
 
 _SLICE = timedelta(seconds=0.1)  # of a wait in the store, between looks at whether the channels were aborted
-logger = logging.getLogger("megatron_pp")
 
 Key = tuple[int, int, str]
 """(source, target, kind of message), ranks of the pipeline."""
@@ -47,9 +44,8 @@ class Channel(NamedTuple):
 def in_rounds(keys: Iterable[Key]) -> list[list[Key]]:
     """``keys`` in rounds, in none of which a rank is an end twice: a colouring of the edges by first fit.
 
-    Ranks that make their channels in this order wait for each other along a chain as long as there are rounds, not
-    along the pipeline. Neighbours in a loop need 4 rounds (6 where their number is odd), in a V 8.
-    """
+    Ranks that make their channels in this order wait for each other along a chain of as many steps as rounds, not along
+    the pipeline. Neighbours in a loop need 4 rounds (6 where their number is odd), in a V 8."""
     rounds: list[list[Key]] = []
     busy: defaultdict[int, set[int]] = defaultdict(set)  # rank -> its rounds
     for key in keys:
@@ -62,30 +58,19 @@ def in_rounds(keys: Iterable[Key]) -> list[list[Key]]:
     return rounds
 
 
-@dataclass(eq=False)
 class ChannelGroups:
-    """The one-way channels of pipeline rank ``rank``. ``name``: of the pipeline on ``store``, which all ranks share.
+    """The one-way channels of pipeline rank ``rank``, on gloo. ``name``: of the pipeline on ``store``, which all ranks
+    share; ``members``: its global ranks; ``options``: of the pipeline group's own backend.
 
-    members   global ranks of the pipeline
-    options   of the pipeline group's own backend; on NCCL, channels have them too
-    max_ctas  ``config.p2p_max_ctas``
-    timeout   of the groups on NCCL. Those on gloo keep the timeout with which they are made; their transfers are
-              waited for with a timeout of their own.
-    """
+    ``timeout`` is the pipeline group's. Groups on gloo keep the one with which they are made; transfers over them are
+    waited for with a timeout of their own."""
 
-    backend: str
-    store: dist.Store
-    name: str
-    rank: int
-    members: list[int]
-    options: Any
-    max_ctas: int | None = None
-    aborted: bool = field(default=False, init=False)
-    channels: dict[Key, Channel] = field(default_factory=dict, init=False)
-    collective: dist.ProcessGroup | None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        self.timeout: timedelta = self.options._timeout
+    def __init__(self, store: dist.Store, name: str, rank: int, members: list[int], options: Any) -> None:
+        self.store, self.name, self.rank, self.members, self.options = store, name, rank, members, options
+        self.timeout: timedelta = options._timeout
+        self.aborted = False
+        self.channels: dict[Key, Channel] = {}
+        self.collective: dist.ProcessGroup | None = None
 
     @cached_property
     def _client(self) -> dist.Store:
@@ -94,24 +79,13 @@ class ChannelGroups:
 
     def make(self, keys: Iterable[Key], patience: timedelta) -> list[Key]:
         """Make those of ``keys`` that this rank is an end of and that are missing; returns them. Both ends call it, and
-        wait for each other as long as ``patience``. ``keys`` must come in one order on all ranks (``in_rounds``).
-        """
+        wait for each other as long as ``patience``. ``keys`` must come in one order on all ranks (``in_rounds``)."""
         made = [key for key in keys if self.rank in key[:2] and key not in self.channels]
         for key in made:
-            self.channels[key] = self._make(key, patience)
+            source, target, kind = key
+            group = self._group((source, target), kind, f"channel {key}", patience)
+            self.channels[key] = Channel(group, 1 if self.rank == source else 0)
         return made
-
-    def follow_timeout(self, timeout: timedelta) -> None:
-        """The pipeline group's timeout is now ``timeout`` (torch's ``_set_pg_timeout``, Megatron's
-        ``update_pg_timeout``): so is that of the channels."""
-        self.timeout = timeout
-        for (_, _, kind), channel in self.channels.items():
-            if self._carrier(kind) == "nccl":
-                channel.group._get_backend(torch.device("cuda"))._set_default_timeout(timeout)
-
-    def _carrier(self, kind: str) -> str:
-        """The backend of channels for this kind of message."""
-        return "gloo" if kind == SHAPES else self.backend
 
     def make_group(self, patience: timedelta) -> dist.ProcessGroup:
         """A group of all ranks of the pipeline, for collectives. All of them call it, and wait as in ``make``."""
@@ -119,10 +93,20 @@ class ChannelGroups:
         self.collective = self._group(range(len(self.members)), kind, f"the group of {kind}", patience)
         return self.collective
 
-    def _make(self, key: Key, patience: timedelta) -> Channel:
-        source, target, kind = key
-        group = self._group((source, target), kind, f"channel {key}", patience)
-        return Channel(group, 1 if self.rank == source else 0)
+    def connect(
+        self, kind: str, store: dist.Store, end: int, ranks: list[int], name: str, patience: timedelta
+    ) -> dist.ProcessGroup:
+        """Rank ``end`` of a group of ``ranks``, of the whole job; ``name``: its name. Raises RuntimeError."""
+        backend = dist.ProcessGroupGloo(store, end, len(ranks), patience)
+        kind_of_backend = dist.ProcessGroup.BackendType.GLOO
+        return group_around(backend, torch.device("cpu"), kind_of_backend, store, end, len(ranks))
+
+    def follow_timeout(self, timeout: timedelta) -> None:
+        """The pipeline group's timeout is now ``timeout``."""
+        self.timeout = timeout
+
+    def end(self, group: dist.ProcessGroup) -> None:
+        """Shut ``group`` down, unless it was aborted; on gloo nothing is to be done."""
 
     def _group(self, ends: Sequence[int], kind: str, what: str, patience: timedelta) -> dist.ProcessGroup:
         """A group of ``ends``, ranks of the pipeline."""
@@ -137,12 +121,7 @@ class ChannelGroups:
                 self._meet_other_end(store, end, other, what, patience)
         name, ranks = f"{where}/{nth}", [self.members[one] for one in ends]
         try:
-            if self._carrier(kind) == "nccl":
-                options = channel_options(self.options, self.max_ctas)
-                options._timeout, options.global_ranks_in_group, options.group_name = self.timeout, ranks, name
-                group = _nccl(store, end, options, size)
-            else:
-                group = _gloo(store, end, patience, size)
+            group = self.connect(kind, store, end, ranks, name, patience)
         except RuntimeError as error:
             raise P2PTransferError(
                 f"pipeline rank {self.rank}: {what} was not made within {patience.total_seconds():g} s "
@@ -170,18 +149,14 @@ class ChannelGroups:
                     )
 
     def close(self) -> None:
-        """Shut the groups down, unless they were aborted."""
+        """End the groups."""
         groups = [channel.group for channel in self.channels.values()]
         groups += [] if self.collective is None else [self.collective]
         self.channels.clear()
         self.collective = None
         for group in groups:
             dist.distributed_c10d._world.pg_group_ranks.pop(group, None)
-            if self.backend == "nccl" and not self.aborted:
-                try:
-                    group.shutdown()
-                except RuntimeError as error:  # the program goes on, or ends, without it
-                    logger.warning("closing an NCCL communicator: %s", error)
+            self.end(group)
 
 
 def _is_set(store: dist.Store, key: str) -> bool:
@@ -206,18 +181,7 @@ def pipeline_name(group: dist.ProcessGroup, backend: str, device: torch.device) 
     return f"{'-'.join(map(str, dist.get_process_group_ranks(group)))} in group {names[0]}"
 
 
-def _gloo(store: dist.Store, rank: int, timeout: timedelta, size: int = 2) -> dist.ProcessGroup:
-    backend = dist.ProcessGroupGloo(store, rank, size, timeout)
-    return _group_of(backend, torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, store, rank, size)
-
-
-def _nccl(store: dist.Store, rank: int, options: Any, size: int = 2) -> dist.ProcessGroup:
-    backend = dist.ProcessGroupNCCL(store, rank, size, options)
-    device = torch.device("cuda", torch.cuda.current_device())
-    return _group_of(backend, device, dist.ProcessGroup.BackendType.NCCL, store, rank, size)
-
-
-def _group_of(
+def group_around(
     backend: Any, device: torch.device, kind: Any, store: dist.Store, rank: int, size: int
 ) -> dist.ProcessGroup:
     """A group around ``backend``, whose own methods would hold Python's interpreter lock while they work."""
@@ -225,50 +189,3 @@ def _group_of(
     group._set_default_backend(kind)
     group._register_backend(device, kind, backend)
     return group
-
-
-_MAX_CTAS = 8  # two receives that wait then hold 12% of the 132 multiprocessors of an H100
-
-
-def channel_options(pipeline: Any, max_ctas: int | None) -> Any:
-    """``ProcessGroupNCCL.Options`` of a channel: the NCCL settings that the pipeline group was made with (``pipeline``,
-    its options), on a stream of high priority: neither ``torch.cuda.Stream()`` nor the communicators of other groups
-    take theirs from that pool by default. A kernel that waits for its peer occupies as many thread blocks (CTAs, of 640
-    threads) as its communicator may use, and receives are posted ahead: so their number is limited, far below NCCL's
-    default (32 on Hopper).
-
-    ``max_ctas``: at most so many thread blocks for each transfer; None: what the pipeline group has, or else 8.
-    """
-    options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    unset: Any = dist.ProcessGroupNCCL.Options().config
-    given = pipeline.config
-    for name in dir(given):
-        value = getattr(given, name)
-        if not name.startswith("_") and value is not None and not callable(value):
-            setattr(options.config, name, value)
-    if max_ctas is None and given.max_ctas == unset.max_ctas:
-        # NCCL refuses a maximum below the minimum.
-        max_ctas = _MAX_CTAS if given.min_ctas == unset.min_ctas else max(_MAX_CTAS, given.min_ctas)
-    if max_ctas is not None:
-        options.config.max_ctas = max_ctas
-    return options
-
-
-class ShapeTransfer:
-    """The work of a shape that travels ahead of a tensor, on gloo where tensors go over NCCL.
-
-    A tensor is received only once its shape is known, so whoever asks whether a message is done asks for its tensors.
-    """
-
-    __slots__ = ("_groups", "_work")
-
-    def __init__(self, work: Any, groups: ChannelGroups) -> None:
-        self._work = work
-        self._groups = groups
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """The host waits for as long as NCCL would."""
-        return self._work.wait(self._groups.timeout if timeout is None else timeout)
-
-    def is_completed(self) -> bool:
-        return True

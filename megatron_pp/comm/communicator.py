@@ -91,11 +91,8 @@ class P2PCore:
 
     def post_send(self, value: Tensors, peer: int, channel: str, dtype: torch.dtype | None = None) -> WaitHandle:
         """Post the send of ``value`` (a tensor of ``dtype``, by default ``pipeline_dtype``, on the transport's device,
-        or a list of them); never blocks.
-
-        Tensors that are not contiguous are sent as contiguous copies. Raises P2PTypeError for a wrong dtype, device
-        or type, CommunicatorClosedError; nothing is posted then.
-        """
+        or a list of them); never blocks. What is not contiguous is sent as a copy. Raises P2PTypeError for a wrong
+        dtype, device or type, CommunicatorClosedError; nothing is posted then."""
         if isinstance(value, torch.Tensor) and not self.variable_shapes:  # the usual case, on the hot path
             if self.transport.aborted:
                 self._check_open()
@@ -119,10 +116,8 @@ class P2PCore:
         self, shapes: Any, peer: int, channel: str, requires_grad: bool = True, dtype: torch.dtype | None = None
     ) -> WaitHandle:
         """Allocate a buffer of ``shapes`` (one shape, or a list: then ``handle.tensor`` is a list) and of ``dtype``, by
-        default ``pipeline_dtype``, and post its receive; never blocks.
-
-        With variable shapes only the number of shapes counts; the buffers are allocated in ``wait``.
-        """
+        default ``pipeline_dtype``, and post its receive; never blocks. With variable shapes only the number of shapes
+        counts; the buffers are allocated in ``wait``."""
         if self.transport.aborted:
             self._check_open()
         if self.variable_shapes:
@@ -145,31 +140,30 @@ class P2PCore:
             return [self.post_send(*one) if isinstance(one, Send) else self.post_recv(*one) for one in requests]
         shapes = self._exchange_headers(requests) if self.variable_shapes else {}
         posts: list[P2PRequest] = []
-        parts: list[tuple[int, int, object, Tensors | None, int]] = []
+        moved: list[tuple[int, Sequence[torch.Tensor], Tensors | None, int]] = []  # tensors of each request
         for k, request in enumerate(requests):
-            start = len(posts)
-            tensor: Tensors | None = None
+            received: Tensors | None = None
             version = UNWATCHED
             if isinstance(request, Send):
-                moved: Sequence[torch.Tensor] = self._aliases(request.value, request.dtype)
-                version = version_of(moved)
+                tensors: Sequence[torch.Tensor] = self._aliases(request.value, request.dtype)
+                version = version_of(tensors)
             else:
                 wanted = shapes[k] if shapes else request.shapes
-                single = is_single_shape(wanted)
                 like = request.requires_grad, request.dtype
-                moved = [self.allocate(s, *like) for s in ([wanted] if single else wanted)]
-                tensor = moved[0] if single else moved
-            posts += [P2PRequest(tensor is None, t, request.peer, request.channel) for t in moved]
-            held = moved[0] if len(moved) == 1 else moved
-            parts.append((start, len(posts), held, tensor, version))
+                if is_single_shape(wanted):
+                    received = self.allocate(wanted, *like)
+                    tensors = [received]
+                else:
+                    received = tensors = [self.allocate(shape, *like) for shape in wanted]
+            moved.append((len(posts), tensors, received, version))
+            posts += [P2PRequest(received is None, one, request.peer, request.channel) for one in tensors]
         works = self.transport.batch(posts)
-        handles = [
+        handles = []
+        for request, (first, tensors, received, version) in zip(requests, moved, strict=True):
             # A grouped call may have given a single work for all.
-            WaitHandle(
-                self, tuple(works[a:b] if len(works) > 1 else works), held, tensor, _BATCHED, *request[1:3], version
-            )
-            for (a, b, held, tensor, version), request in zip(parts, requests, strict=True)
-        ]
+            own = tuple(works) if len(works) == 1 else tuple(works[first : first + len(tensors)])
+            held = tensors[0] if len(tensors) == 1 else tensors
+            handles.append(WaitHandle(self, own, held, received, _BATCHED, request.peer, request.channel, version))
         if len(works) == 1:
             watched = [handle for handle in handles if handle.version != UNWATCHED]
             for handle in handles:
@@ -180,21 +174,15 @@ class P2PCore:
 
     def post_collective(self, collective: Collective, what: str) -> WaitHandle:
         """Post a collective of all ranks, which post them in one order; ``what`` it is, in words. The handle keeps what
-        ``collective`` holds.
-        """
+        ``collective`` holds."""
         self._check_open()
         return WaitHandle(self, (self.transport.collective(collective),), collective, None, what)
 
-    def prepare(
-        self,
-        edges: Iterable[Edge],
-        received_bytes: float = 0,
-        sent_bytes: float = 0,
-        batched: bool = False,
-        collectives: bool = False,
-    ) -> None:
-        """``Transport.prepare``, waiting for as long as ``config.p2p_timeout``."""
-        needs = Preparation(tuple(edges), batched, self.variable_shapes, received_bytes, sent_bytes, collectives)
+    def prepare(self, edges: Iterable[Edge], *sizes: float, batched: bool = False, collectives: bool = False) -> None:
+        """``Transport.prepare``, waiting for as long as ``config.p2p_timeout``. ``sizes``: bytes of the activations
+        that this rank receives and sends, where they are known."""
+        received, sent = sizes or (0, 0)
+        needs = Preparation(tuple(edges), batched, self.variable_shapes, received, sent, collectives)
         self.transport.prepare(needs, self.patience)
 
     @property
@@ -227,11 +215,9 @@ class P2PCore:
         """Contiguous detached aliases of what is to be sent, checked before anything is posted."""
         self._check_open()
         tensors = value if isinstance(value, (list, tuple)) else (value,)
-        return tuple(self._alias(tensor, dtype) for tensor in tensors)
-
-    def _alias(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-        self._check_sendable(tensor, dtype)
-        return tensor.detach().contiguous()
+        for tensor in tensors:
+            self._check_sendable(tensor, dtype)
+        return tuple(tensor.detach().contiguous() for tensor in tensors)
 
     def _check_sendable(self, tensor: Any, dtype: torch.dtype | None) -> None:
         if not isinstance(tensor, torch.Tensor):
@@ -288,8 +274,7 @@ class P2PCore:
         dtype: torch.dtype | None = None,
     ) -> list[int]:
         """The shape that a header holds. Raises P2PShapeError where it cannot be one; in debug mode WireMismatchError
-        where the tensor is not the expected one (``expected``: its shape, None if unknown).
-        """
+        where the tensor is not the expected one (``expected``: its shape, None if unknown)."""
         dims, *rest = header.tolist()
         sizes = rest[:MAX_DIMENSIONS]
         if not 0 <= dims <= MAX_DIMENSIONS or any(s < 0 for s in sizes[:dims]):
@@ -329,12 +314,9 @@ class P2PCore:
 
 class ShapedReceive(WaitHandle):
     """A receive whose shapes travel ahead of it: ``wait()`` reads each shape, allocates its tensor, and receives it.
-
-    ``shapes``: what is expected: one shape or None, or a list of them for a message of several tensors.
-    """
+    ``shapes``: what is expected: one shape or None, or a list of them for a message of several tensors."""
 
     __slots__ = ("_dtype", "_requires_grad", "_shapes")
-    _core: P2PCore
 
     def __init__(
         self, core: P2PCore, shapes: Any, peer: int, channel: str, requires_grad: bool, dtype: torch.dtype | None

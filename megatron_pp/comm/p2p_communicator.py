@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from megatron_pp.comm.communicator import P2PCore, Receive, Send, Shape, is_single_shape
-from megatron_pp.comm.transport import ACT, GRAD, ProcessGroupTransport, Transport
+from megatron_pp.comm.group_transport import group_transport
+from megatron_pp.comm.transport import ACT, GRAD, Transport
 from megatron_pp.comm.wait_handle import Tensors, WaitHandle
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import P2PShapeError
@@ -54,7 +55,7 @@ class P2PCommunicator(P2PCore):
     def __init__(self, pp_group: Any, config: Any, transport: Transport | None = None) -> None:
         if transport is None:
             settings = StepSettings.from_config(config)
-            transport = ProcessGroupTransport(pp_group, settings.one_way, settings.warm_up_p2p, settings.p2p_max_ctas)
+            transport = group_transport(pp_group, settings.one_way, settings.warm_up_p2p, settings.p2p_max_ctas)
         super().__init__(transport, config)
         self.pp_group = pp_group
         self.next_in_group = (self.rank + 1) % self.size

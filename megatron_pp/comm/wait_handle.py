@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_pp.comm.transport import Transport, Work
+from megatron_pp.comm.transport import Work
 from megatron_pp.errors import (
     CommunicatorClosedError,
     P2PError,
@@ -20,22 +20,12 @@ from megatron_pp.errors import (
     SendBufferError,
 )
 
+if TYPE_CHECKING:
+    from megatron_pp.comm.communicator import P2PCore
+
 logger = logging.getLogger("megatron_pp")
 UNWATCHED = -1
 Tensors = torch.Tensor | list[torch.Tensor]
-
-
-class Core(Protocol):
-    """What a handle uses of the communicator that posted its transfer (``communicator.P2PCore``)."""
-
-    transport: Transport
-    rank: int
-    timeout: timedelta | None
-    pending: set[WaitHandle]
-    under_guard: bool
-
-    @property
-    def closed(self) -> bool: ...
 
 
 class WaitHandle:
@@ -48,13 +38,13 @@ class WaitHandle:
     ``together``: the watched sends of a grouped call, which is over as a whole."""
 
     __slots__ = (
-        *("__weakref__", "_channel", "_core", "_error", "_held", "_kind", "_peer", "_works", "tensor", "together"),
-        "version",
+        *("__weakref__", "_channel", "_core", "_error", "_held", "_kind", "_peer", "_works"),
+        *("tensor", "together", "version"),
     )
 
     def __init__(
         self,
-        core: Core,
+        core: P2PCore,
         works: tuple[Work, ...],
         held: object,
         tensor: Tensors | None,
@@ -127,8 +117,7 @@ class WaitHandle:
         self.version = UNWATCHED
 
     def check(self) -> None:
-        """Compare what is being sent a last time, before something that uses it up: its transfer is known to be over.
-        Raises SendBufferError."""
+        """Compare what is being sent a last time: its transfer is known to be over. Raises SendBufferError."""
         if self.version != UNWATCHED and self._held is not None:
             self._compare(self._held)
             self.version = UNWATCHED
@@ -185,7 +174,7 @@ def _warn_of_parts(what: str) -> None:
     )
 
 
-def _named(error: Exception, what: str, core: Core) -> P2PError:
+def _named(error: Exception, what: str, core: P2PCore) -> P2PError:
     """The error a user sees, for what the transport raised."""
     if isinstance(error, P2PError):
         return error

@@ -7,17 +7,19 @@ Value = TypeVar("Value")
 
 
 class ObjectTable(Generic[Value]):
-    """Values by object, compared by identity. The keys are not kept alive; the value of one that is gone goes with the
-    next use of the table. A WeakKeyDictionary removes it in a callback, amid whatever runs then: a KeyboardInterrupt
-    that arrives in a callback is printed and lost."""
+    """Values by object, compared by identity. The keys are not kept alive; the value of one that is gone goes when the
+    table is listed or gets a new one. A WeakKeyDictionary removes it in a callback, amid whatever runs then: a
+    KeyboardInterrupt that arrives in a callback is printed and lost."""
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[weakref.ref[Any], Value]] = {}
 
     def get(self, key: Any) -> Value | None:
-        return next((value for one, value in self.items() if one is key), None)
+        entry = self._entries.get(id(key))
+        return entry[1] if entry is not None and entry[0]() is key else None
 
     def __setitem__(self, key: Any, value: Value) -> None:
+        self.items()
         self._entries[id(key)] = weakref.ref(key), value
 
     def setdefault(self, key: Any, value: Value) -> Value:
@@ -30,6 +32,7 @@ class ObjectTable(Generic[Value]):
         return self._entries.pop(id(key))[1]
 
     def items(self) -> list[tuple[Any, Value]]:
+        """Those whose keys are alive."""
         found = []
         for number, entry in list(self._entries.items()):
             key = entry[0]()

@@ -7,7 +7,7 @@ kept per group and config, until the group is destroyed.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_pp.comm import process_groups
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
-from megatron_pp.comm.transport import P2PRequest, Transport, Work
+from megatron_pp.comm.transport import Transport, Work
 from megatron_pp.common.object_table import ObjectTable
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import CommunicatorClosedError, P2PError, ScheduleInputError
@@ -123,9 +123,6 @@ class SoloTransport(Transport):
         collective(alone.LoneCollectives())
         done: Work = alone.Done()
         return done
-
-    def batch(self, requests: Sequence[P2PRequest]) -> Sequence[Work]:
-        return [self.isend(*request[1:]) for request in requests]
 
     def global_rank(self, rank: int) -> int:
         return dist.get_rank() if dist.is_initialized() else 0

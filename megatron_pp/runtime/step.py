@@ -115,7 +115,7 @@ class StepCall:
         with self._guarded(executor, plan) as guard:
             collectives = plan.placement.barriers > 0
             edges, batched = plan.placement.rank_edges, self.spec.policy == BATCHED
-            self.communicator.prepare(edges, received, sent, batched, collectives)
+            self.communicator.prepare(edges, received, sent, batched=batched, collectives=collectives)
             for recording in recordings:
                 recording.start()
             executor.run()

@@ -35,7 +35,7 @@ def first_step(rank: int, size: int, when: str, guarded: bool) -> None:
     if rank == 0 and when == WAITING:
         threading.Timer(0.5, press_ctrl_c).start()
     elif rank == 0:
-        channel_groups._gloo = press_ctrl_c  # type: ignore[assignment]
+        channel_groups.ChannelGroups.connect = press_ctrl_c  # type: ignore[method-assign]
     elif when == WAITING:
         store.wait(["interrupted"], timedelta(seconds=30))
     try:

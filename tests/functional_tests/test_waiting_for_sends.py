@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_pp.comm.gloo import LARGE_BYTES, InterruptedTransferError
-from megatron_pp.comm.transport import ACT, ProcessGroupTransport
+from megatron_pp.comm.group_transport import group_transport
+from megatron_pp.comm.transport import ACT
 from tests.harness.processes import run_processes
 
 
 def rank_main(rank: int, size: int) -> str:
     """A wait for a message that the other rank takes only after the wait has ended; how it ended."""
-    transport = ProcessGroupTransport(dist.group.WORLD)
+    transport = group_transport(dist.group.WORLD)
     message = torch.ones(3)
     assert [transport.unfinished_sends(2, size) for size in (0, 12, LARGE_BYTES - 1, LARGE_BYTES)] == [0, 16, 16, 0]
     ended = ""

@@ -22,7 +22,8 @@ from examples.gpt import program as training
 from examples.gpt.errors import ArgumentError
 from examples.gpt.settings import parse
 from megatron_pp.comm import abort
-from megatron_pp.comm.transport import P2PRequest, Preparation, ProcessGroupTransport
+from megatron_pp.comm.group_transport import group_transport
+from megatron_pp.comm.transport import P2PRequest, Preparation
 from megatron_pp.errors import P2PTransferError
 from megatron_pp.faults.device_events import EventQueries
 from megatron_pp.faults.tracker import CompletedWork
@@ -124,7 +125,7 @@ def what_the_library_raises(folder: Path) -> None:
     released = threading.Event()
 
     def program(group: dist.ProcessGroup) -> None:
-        transport = ProcessGroupTransport(group)
+        transport = group_transport(group)
         needs, patience = Preparation(((0, 1),)), timedelta(seconds=30)
         transport.prepare(needs, patience)
         group._get_backend(transport.device)._set_default_timeout(patience)  # as Megatron's update_pg_timeout
@@ -133,7 +134,7 @@ def what_the_library_raises(folder: Path) -> None:
             channel.group.shutdown = _raises  # type: ignore[method-assign]
         transport.close()
         group._set_group_name("a hash")  # as split_group names its groups
-        assert ProcessGroupTransport(group).name == "0-1 in group a hash"
+        assert group_transport(group).name == "0-1 in group a hash"
         aborts: list[Any] = [_raises, lambda: released.wait(30.0)]
         whole = group.abort
         for group.abort in aborts:  # type: ignore[method-assign]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_pp.comm.nccl_transport import NcclTransport
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
-from megatron_pp.comm.transport import ProcessGroupTransport
 from megatron_pp.faults.attach import close_guard
 from megatron_pp.testing.pipeline import run_rank
 from megatron_pp.testing.streams import StreamNetwork, StreamReport, virtual_cuda
@@ -38,7 +38,7 @@ def step_on_nccl(
         )
         with network.running(rank), process_group(network, rank, store) as group:
             communicator = P2PCommunicator(group, config)
-            assert isinstance(communicator.transport, ProcessGroupTransport)
+            assert isinstance(communicator.transport, NcclTransport)
             assert (communicator.transport.backend, communicator.device.type) == ("nccl", "cuda")
             try:
                 return run_rank(rank, size, chunks, data, config, communicator, block=block)

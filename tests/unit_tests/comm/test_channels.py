@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_pp.comm.channels import ChannelGroups, Key, channel_options, in_rounds
+from megatron_pp.comm.channels import ChannelGroups, Key, in_rounds
+from megatron_pp.comm.nccl_transport import channel_options
 from megatron_pp.comm.transport import ACT, GRAD
 from megatron_pp.errors import CommunicatorClosedError, P2PTimeoutError
 from megatron_pp.plan.ir.placement import LOOP, V_SHAPE, Placement
@@ -71,7 +72,7 @@ class CountingStore:
 def groups_of(rank: int, store: dist.Store) -> ChannelGroups:
     options = dist.ProcessGroupGloo._Options()
     options._timeout = LIMIT
-    return ChannelGroups("gloo", store, "a pipeline", rank, GLOBAL_RANKS, options)
+    return ChannelGroups(store, "a pipeline", rank, GLOBAL_RANKS, options)
 
 
 def test_groups_of_a_loop() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_pp.comm import abort
-from megatron_pp.comm.transport import ProcessGroupTransport
+from megatron_pp.comm.group_transport import group_transport
 from megatron_pp.faults.attach import close_guard, watched
 from megatron_pp.faults.nccl_settings import SETTINGS, leave_failures_to_the_guard, warning
 from megatron_pp.p2p_communication import P2PCommunicator
@@ -108,6 +108,6 @@ def test_a_group_that_gives_up_before_the_guard_is_warned_of_once(caplog: pytest
 def test_a_groups_timeout_is_read_from_the_group() -> None:
     network, store = StreamNetwork(2, seed=None), dist.HashStore()
     with virtual_cuda(), virtual_distributed(), network.running(0), process_group(network, 0, store) as group:
-        transport = ProcessGroupTransport(group)
+        transport = group_transport(group)
         assert transport.limit == timedelta(minutes=10)
         assert not transport.blocks_host

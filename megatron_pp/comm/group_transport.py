@@ -1,0 +1,166 @@
+"""Transfers over a ``torch.distributed`` process group: what gloo (``gloo_transport.py``) and NCCL
+(``nccl_transport.py``) have in common."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from megatron_pp.comm.abort import abort_groups
+from megatron_pp.comm.channels import SHAPES, Channel, ChannelGroups, Key, in_rounds, pipeline_name
+from megatron_pp.comm.transport import ACT, GRAD, Edge, Preparation, Transport
+from megatron_pp.errors import P2PTransferError
+from megatron_pp.on_demand import load
+
+if TYPE_CHECKING:
+    from megatron_pp.comm.collectives import GroupCollectives
+
+# gloo keeps messages of different tags apart; the numbers only have to differ from what users send on the same group.
+_TAGS = {ACT: 0x4D5001, GRAD: 0x4D5002}
+_TAGS_OF_ONE_AGREEMENT = 0x100  # tags are 31 bits wide
+_AGREEMENTS = 0x10000
+
+
+def group_transport(
+    group: dist.ProcessGroup, one_way: bool = True, warm_up: bool = True, max_ctas: int | None = None
+) -> GroupTransport:
+    """The transport over ``group``. ``one_way``: channels of one direction (``config.p2p_channels``); ``warm_up``,
+    ``max_ctas``: ``config.warm_up_p2p`` and ``config.p2p_max_ctas``, of NCCL alone. On NCCL this may be collective."""
+    made: GroupTransport
+    if backend_of(group) == "nccl":
+        made = load("nccl_transport").NcclTransport(group, one_way, warm_up, max_ctas)
+    else:
+        made = load("gloo_transport").GlooTransport(group, one_way)
+    return made
+
+
+class GroupTransport(Transport):
+    """On NCCL, and on gloo where messages are large, each one-way channel has a process group of its own
+    (``channels.py``), made when the plan's edges are known, never in the middle of a step (pytorch#129140,
+    Megatron-LM#5240). Other channels share the given group, on gloo distinguished by tag."""
+
+    shape_device = torch.device("cpu")
+    made_groups: type[ChannelGroups] = ChannelGroups
+
+    def __init__(self, group: dist.ProcessGroup, one_way: bool) -> None:
+        self.group, self.one_way = group, one_way
+        self.rank, self.size = group.rank(), group.size()
+        self.device = device_of(self.backend)
+        # Here, as construction is the one place that all members reach together.
+        self.name = pipeline_name(group, self.backend, self.device)
+        self._tags = self._base_tags = _TAGS
+        self._agreement = 0
+        self._prepared: set[Preparation] = set()
+        self._groups: ChannelGroups | None = None
+        self._channels: dict[Key, Channel] = {}
+        self._collectives: GroupCollectives | None = None
+
+    def prepare(self, needs: Preparation, timeout: timedelta) -> None:
+        if self._groups is not None and self.limit != self._groups.timeout:
+            # It was changed (torch's ``_set_pg_timeout``, Megatron's ``update_pg_timeout``).
+            self._groups.follow_timeout(self.limit)
+        needs = self._what_counts(needs)
+        if needs in self._prepared:
+            return
+        keys = self._channels_for(needs)
+        made = self._own_groups().make(keys, timeout) if keys else []
+        if needs.collectives and self._collectives is None:
+            self._make_collectives(timeout)
+        self._warm_up(needs, made)
+        self._prepared.add(needs)
+
+    def _what_counts(self, needs: Preparation) -> Preparation:
+        """``needs`` without what makes no difference on this backend."""
+        raise NotImplementedError
+
+    def _channels_for(self, needs: Preparation) -> list[Key]:
+        """The channels that ``needs`` wants of this rank."""
+        raise NotImplementedError
+
+    def _warm_up(self, needs: Preparation, made: list[Key]) -> None:
+        """``made``: the new channels."""
+
+    def _ways(self, edges: Iterable[Edge], with_shapes: bool = False) -> list[Key]:
+        """What this rank is an end of, in an order that is the same on all ranks."""
+        keys = [key for s, t in sorted(edges) for key in ((s, t, ACT), (t, s, GRAD))]
+        if with_shapes:
+            keys += sorted({(min(edge), max(edge), SHAPES) for edge in edges})
+        return [key for together in in_rounds(keys) for key in together if self.rank in key[:2]]
+
+    def _own_groups(self) -> ChannelGroups:
+        if self._groups is None:
+            members = dist.get_process_group_ranks(self.group)
+            self._groups = self.made_groups(self.store, self.name, self.rank, members, self._options)
+            self._channels = self._groups.channels
+            # torch does not end these groups: they are closed with the transport, or when the program ends.
+            self._close_groups = weakref.finalize(self, self._groups.close)
+        return self._groups
+
+    def _make_collectives(self, timeout: timedelta) -> None:
+        """The communicator of collectives of all ranks, warmed up. Collective."""
+        groups = self._own_groups()
+        group = groups.make_group(timeout)
+        self._collectives = made = load("collectives").GroupCollectives(group, lambda: groups.timeout)
+        made.broadcast(torch.zeros(1, device=self.device), 0)
+
+    def _post_failed(self, error: RuntimeError, what: str) -> NoReturn:
+        """Raise ``error`` as the failure of a transfer; subclasses such as out of memory are raised as they are."""
+        if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
+            raise error
+        raise P2PTransferError(f"pipeline rank {self.rank}, {what}: it cannot be posted: {error}") from error
+
+    def use_agreement(self, number: int) -> None:
+        """On gloo, tags keep the messages of different plans apart, whose shapes may differ: ranks that are at
+        different plans wait for each other, and the fault guard reports it. (NCCL has no tags; there the guard finds
+        out a moment later.)"""
+        if number != self._agreement:
+            self._agreement = number
+            shift = number % _AGREEMENTS * _TAGS_OF_ONE_AGREEMENT
+            self._tags = {kind: tag + shift for kind, tag in self._base_tags.items()}
+
+    def global_rank(self, rank: int) -> int:
+        return dist.get_global_rank(self.group, rank)
+
+    def abort(self) -> None:
+        self.aborted = True
+        if self._groups is not None:
+            self._groups.aborted = True
+        collective = () if self._collectives is None else (self._collectives.group,)
+        abort_groups((self.group, *(channel.group for channel in self._channels.values()), *collective))
+
+    def close(self) -> None:
+        if self._groups is not None:
+            self._close_groups()
+            self._groups = None
+
+    def is_gone(self) -> bool:
+        return self.group not in dist.distributed_c10d._world.pg_map
+
+    @property
+    def _options(self) -> Any:
+        """Of the pipeline group's backend."""
+        return self.group._get_backend(self.device).options
+
+    @property
+    def limit(self) -> timedelta:
+        return self._options._timeout
+
+    @property
+    def store(self) -> dist.Store:
+        return dist.distributed_c10d._get_default_store()
+
+
+def backend_of(group: dist.ProcessGroup) -> str:
+    """``nccl`` or ``gloo``: which of the group's backends carries the tensors. A mixed group uses NCCL where there is
+    a GPU."""
+    return "nccl" if "nccl" in dist.get_backend(group) and torch.cuda.is_available() else "gloo"
+
+
+def device_of(backend: str) -> torch.device:
+    """Where tensors that ``backend`` carries lie."""
+    return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")

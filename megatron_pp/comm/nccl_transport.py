@@ -1,0 +1,196 @@
+"""Transfers over NCCL: the host never waits for them, the current stream does.
+
+Each one-way channel has a communicator of its own, warmed up where it is made. Batches go over the given group; plans
+that have nothing else make no channels for tensors. Shapes that travel ahead of tensors go from host to host over gloo:
+the host needs them, and would otherwise wait for the device.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_pp.comm.channels import SHAPES, ChannelGroups, Key, group_around
+from megatron_pp.comm.group_transport import GroupTransport
+from megatron_pp.comm.transport import P2PRequest, Preparation, Work
+from megatron_pp.errors import P2PError
+from megatron_pp.on_demand import load
+
+if TYPE_CHECKING:
+    from megatron_pp.comm.collectives import Collective
+
+logger = logging.getLogger("megatron_pp")
+_MAX_CTAS = 8  # two receives that wait then hold 12% of the 132 multiprocessors of an H100
+
+
+class NcclTransport(GroupTransport):
+    """``max_ctas``: ``config.p2p_max_ctas``."""
+
+    backend = "nccl"
+    pollable = True
+    blocks_host = False
+
+    def __init__(self, group: dist.ProcessGroup, one_way: bool, warm_up: bool, max_ctas: int | None) -> None:
+        super().__init__(group, one_way)
+        self.warm_up, self.max_ctas = warm_up, max_ctas
+        self._collective_stream: Any = None
+
+    def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> Work:
+        if not tensor.is_cuda:
+            return self._shape_transfer("send", tensor, peer, channel)
+        own = self._channels.get((self.rank, peer, channel)) if self._channels else None
+        group, end = (self.group, peer) if own is None else own
+        try:
+            return group.send([tensor], end, self._tags[channel])
+        except RuntimeError as error:
+            self._post_failed(error, f"send on channel {channel} to rank {peer}")
+
+    def irecv(self, tensor: torch.Tensor, peer: int, channel: str) -> Work:
+        if not tensor.is_cuda:
+            return self._shape_transfer("recv", tensor, peer, channel)
+        own = self._channels.get((peer, self.rank, channel)) if self._channels else None
+        group, end = (self.group, peer) if own is None else own
+        try:
+            return group.recv([tensor], end, self._tags[channel])
+        except RuntimeError as error:
+            self._post_failed(error, f"receive on channel {channel} from rank {peer}")
+
+    def batch(self, requests: Sequence[P2PRequest]) -> Sequence[Work]:
+        if not requests[0].tensor.is_cuda:  # shapes
+            return super().batch(requests)
+        ops = [
+            dist.P2POp(dist.isend if r.is_send else dist.irecv, r.tensor, self.global_rank(r.peer), self.group)
+            for r in requests
+        ]
+        try:
+            return dist.batch_isend_irecv(ops)
+        except RuntimeError as error:
+            self._post_failed(error, f"batch of {len(ops)} sends and receives")
+
+    def _shape_transfer(self, method: str, tensor: torch.Tensor, peer: int, channel: str) -> ShapeTransfer:
+        own = self._channels.get((min(self.rank, peer), max(self.rank, peer), SHAPES))
+        if own is None or self._groups is None:
+            raise P2PError(f"pipeline rank {self.rank}: no channel for shapes was made with rank {peer}")
+        try:
+            work = getattr(own.group, method)([tensor], own.peer, self._tags[channel])
+        except RuntimeError as error:
+            self._post_failed(error, f"shape on channel {channel}, with rank {peer}")
+        return ShapeTransfer(work, self._groups)
+
+    def collective(self, collective: Collective) -> Work:
+        assert self._collectives is not None, "prepare() makes the communicator"
+        if self._collective_stream is None:
+            self._collective_stream = torch.cuda.Stream(self.device, priority=-1)
+        return load("collectives").OnStream(collective, self._collectives, self._collective_stream)
+
+    def made_groups(self, *of_pipeline: Any) -> ChannelGroups:
+        return NcclChannels(*of_pipeline, max_ctas=self.max_ctas)
+
+    def _what_counts(self, needs: Preparation) -> Preparation:
+        """All but sizes."""
+        return needs._replace(received_bytes=0, sent_bytes=0)
+
+    def _channels_for(self, needs: Preparation) -> list[Key]:
+        with_tensors = self.one_way and not needs.batched
+        return [key for key in self._ways(needs.edges, needs.with_shapes) if with_tensors or key[2] == SHAPES]
+
+    def _warm_up(self, needs: Preparation, made: list[Key]) -> None:
+        """Small messages: the communicators that ``needs`` uses exist before the first step. The first batch makes the
+        group's communicator, which takes all ranks; they cannot wait for shapes then."""
+        if not self.warm_up and not (needs.batched and needs.with_shapes):
+            return
+        on_channels = self.one_way and not needs.batched
+        keys = [key for key in made if key[2] != SHAPES] if on_channels else self._ways(needs.edges)
+        tokens = [self._token(*key) for key in keys]
+        if not tokens:  # a pipeline of one rank, or no new channel
+            return
+        if needs.batched:
+            for work in self.batch(tokens):
+                work.wait()
+        else:  # one after the other
+            for token in tokens:
+                (self.isend if token.is_send else self.irecv)(*token[1:]).wait()
+        torch.cuda.synchronize(self.device)
+
+    def _token(self, source: int, target: int, channel: str) -> P2PRequest:
+        is_send = source == self.rank
+        return P2PRequest(is_send, torch.zeros(1, device=self.device), target if is_send else source, channel)
+
+
+class NcclChannels(ChannelGroups):
+    """Channels of tensors are on NCCL, with the options of the pipeline group; those of shapes on gloo."""
+
+    def __init__(self, *of_pipeline: Any, max_ctas: int | None) -> None:
+        super().__init__(*of_pipeline)
+        self.max_ctas = max_ctas
+
+    def connect(
+        self, kind: str, store: dist.Store, end: int, ranks: list[int], name: str, patience: timedelta
+    ) -> dist.ProcessGroup:
+        if kind == SHAPES:
+            return super().connect(kind, store, end, ranks, name, patience)
+        options = channel_options(self.options, self.max_ctas)
+        options._timeout, options.global_ranks_in_group, options.group_name = self.timeout, ranks, name
+        backend = dist.ProcessGroupNCCL(store, end, len(ranks), options)
+        device = torch.device("cuda", torch.cuda.current_device())
+        return group_around(backend, device, dist.ProcessGroup.BackendType.NCCL, store, end, len(ranks))
+
+    def follow_timeout(self, timeout: timedelta) -> None:
+        super().follow_timeout(timeout)
+        for (_, _, kind), channel in self.channels.items():
+            if kind != SHAPES:
+                channel.group._get_backend(torch.device("cuda"))._set_default_timeout(timeout)
+
+    def end(self, group: dist.ProcessGroup) -> None:
+        if self.aborted:
+            return
+        try:
+            group.shutdown()
+        except RuntimeError as error:  # the program goes on, or ends, without it
+            logger.warning("closing an NCCL communicator: %s", error)
+
+
+def channel_options(pipeline: Any, max_ctas: int | None) -> Any:
+    """``ProcessGroupNCCL.Options`` of a channel: the NCCL settings that the pipeline group was made with (``pipeline``,
+    its options), on a stream of high priority: neither ``torch.cuda.Stream()`` nor the communicators of other groups
+    take theirs from that pool by default. A kernel that waits for its peer occupies as many thread blocks (CTAs, of 640
+    threads) as its communicator may use, and receives are posted ahead: so their number is limited, far below NCCL's
+    default (32 on Hopper).
+
+    ``max_ctas``: the most thread blocks for each transfer; None: what the pipeline group has, or else 8."""
+    options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    unset: Any = dist.ProcessGroupNCCL.Options().config
+    given = pipeline.config
+    for name in dir(given):
+        value = getattr(given, name)
+        if not name.startswith("_") and value is not None and not callable(value):
+            setattr(options.config, name, value)
+    if max_ctas is None and given.max_ctas == unset.max_ctas:
+        # NCCL refuses a maximum below the minimum.
+        max_ctas = _MAX_CTAS if given.min_ctas == unset.min_ctas else max(_MAX_CTAS, given.min_ctas)
+    if max_ctas is not None:
+        options.config.max_ctas = max_ctas
+    return options
+
+
+class ShapeTransfer:
+    """The work of a shape that travels ahead of a tensor. A tensor is received only once its shape is known, so whoever
+    asks whether a message is done asks for its tensors."""
+
+    __slots__ = ("_groups", "_work")
+
+    def __init__(self, work: Any, groups: ChannelGroups) -> None:
+        self._work = work
+        self._groups = groups
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """The host waits for as long as NCCL would."""
+        return self._work.wait(self._groups.timeout if timeout is None else timeout)
+
+    def is_completed(self) -> bool:
+        return True
