@@ -45,7 +45,6 @@ class GroupTransport(Transport):
     Megatron-LM#5240). Other channels share the given group, on gloo distinguished by tag."""
 
     shape_device = torch.device("cpu")
-    made_groups: type[ChannelGroups] = ChannelGroups
 
     def __init__(self, group: dist.ProcessGroup, one_way: bool) -> None:
         self.group, self.one_way = group, one_way
@@ -100,6 +99,9 @@ class GroupTransport(Transport):
             # torch does not end these groups: they are closed with the transport, or when the program ends.
             self._close_groups = weakref.finalize(self, self._groups.close)
         return self._groups
+
+    def made_groups(self, *of_pipeline: Any) -> ChannelGroups:
+        return ChannelGroups(*of_pipeline)
 
     def _make_collectives(self, timeout: timedelta) -> None:
         """The communicator of collectives of all ranks, warmed up. Collective."""
