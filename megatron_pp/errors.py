@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import InitVar, dataclass
 
 __all__ = [
-    "CommunicatorClosedError", "ConfigError", "ExchangeError", "FusedWeightGradError", "InstructionError",
+    "CommunicatorClosedError", "ConfigError", "FileFormatError", "FusedWeightGradError", "InstructionError",
     "LayoutError", "MegatronPPError", "MicrobatchCountError", "NotServedError", "P2PError", "P2PShapeError",
     "P2PTimeoutError", "P2PTransferError", "P2PTypeError", "ParallelStateError", "PipelineError",
     "PipelineMismatchError", "PipelinePeerError", "PipelineStallError", "PlanError", "ScheduleError",
@@ -135,7 +135,7 @@ class PlanError(MegatronPPError, ValueError):
     """A plan cannot be built or was refused; the message names the rank, the instruction and what is missing."""
 
 
-class ExchangeError(PlanError):
+class FileFormatError(PlanError):
     """A file is malformed; the message names the place and what would be right."""
 
 

@@ -23,8 +23,8 @@ from megatron_pp.planner.advise.evaluate import Outcome, evaluate  # noqa: E402
 from megatron_pp.planner.advise.fit import Room, fitted  # noqa: E402
 from megatron_pp.planner.advise.flags import layout_of  # noqa: E402
 from megatron_pp.planner.advise.model import LETTERS, PART, Layer, Model, layer  # noqa: E402
+from megatron_pp.planner.advise.pipeline_search import search  # noqa: E402
 from megatron_pp.planner.advise.question import Question  # noqa: E402
-from megatron_pp.planner.advise.search import search  # noqa: E402
 from megatron_pp.planner.advise.transformer import GPUS, Gpu, Transformer  # noqa: E402
 
 PAGE = ROOT / "docs" / "advise.md"

@@ -59,7 +59,8 @@ multiprocessing.set_forkserver_preload(["tests.harness.preload"])
 LONG = (
     *("test_train_script.py", "test_multinode.py", "test_faults.py", "test_megatron_training.py"),
     *("test_gloo_numbers.py", "test_train_schedules.py", "test_differential.py", "test_device_lines.py"),
-    *("test_guard.py", "test_search.py", "test_benchmark_all.py", "test_schedules_split.py"),
+    *("test_guard.py", "test_plan_search.py", "test_pipeline_search.py", "test_benchmark_all.py"),
+    "test_schedules_split.py",
 )
 
 

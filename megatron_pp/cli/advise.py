@@ -38,7 +38,7 @@ from megatron_pp.planner.advise.flags import (
     runs_in_megatron,
 )
 from megatron_pp.planner.advise.microbatch_order import MicrobatchOrder, best_order
-from megatron_pp.planner.advise.search import Findings, Report, search
+from megatron_pp.planner.advise.pipeline_search import Findings, Report, search
 
 if TYPE_CHECKING:
     from rich.console import Console

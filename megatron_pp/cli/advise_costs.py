@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_pp.errors import ExchangeError, PlanError
+from megatron_pp.errors import FileFormatError, PlanError
 from megatron_pp.plan.costs.files import read_text
 from megatron_pp.plan.costs.measured import GB, MS, MeasuredFile, MeasuredStep, Units
 from megatron_pp.plan.costs.stage_costs import Link
@@ -62,16 +62,16 @@ class FileCosts:
 
 
 def read_costs(path: str) -> FileCosts:
-    """Raises ExchangeError naming the file."""
+    """Raises FileFormatError naming the file."""
     try:
         content = json.loads(read_text(path))
         if not isinstance(content, dict):
             raise PlanError("it holds no object")
         return FileCosts(_from_layers(content)) if "layers" in content else _from_measured(content)
-    except ExchangeError:
+    except FileFormatError:
         raise
     except (ValueError, RecursionError, TypeError, OverflowError) as error:  # PlanError is a ValueError
-        raise ExchangeError(f"{path}: {error}") from error
+        raise FileFormatError(f"{path}: {error}") from error
 
 
 def _from_layers(content: dict[str, Any]) -> Model:

@@ -10,7 +10,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from megatron_pp.errors import ExchangeError, MegatronPPError, PlanError
+from megatron_pp.errors import FileFormatError, MegatronPPError, PlanError
 
 OK = 0
 REFUSED = 1
@@ -29,12 +29,12 @@ class UsageError(MegatronPPError, ValueError):
 
 @contextmanager
 def refusing(name: str = "") -> Iterator[None]:
-    """What is wrong with the plan called ``name`` becomes a RefusedError. The ExchangeError of a file that holds no
+    """What is wrong with the plan called ``name`` becomes a RefusedError. The FileFormatError of a file that holds no
     plan stays one.
     """
     try:
         yield
-    except ExchangeError:
+    except FileFormatError:
         raise
     except PlanError as error:
         raise RefusedError(f"{name and f'{name}: '}refused: {error}") from error

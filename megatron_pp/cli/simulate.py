@@ -20,7 +20,7 @@ from megatron_pp.plan.simulate.simulation import Simulation
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.simulate.steady import SteadyStep, counts_on_bypass, longest_span, steady_step
 from megatron_pp.planner.bound import Bound, bound_of
-from megatron_pp.planner.compare import Candidate, compare, fitted
+from megatron_pp.planner.compare import ComparedSchedule, compare, fitted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -207,13 +207,13 @@ def _compare(args: argparse.Namespace, console: Console) -> int:
         network = cost_options.network(args, shape, size)
     found = compare(specs, costs, network, shape, limit, args.optimizer_bypass)
     if args.json:
-        print_json(console, [_candidate_facts(c) for c in found])
+        print_json(console, [_schedule_facts(c) for c in found])
     else:
         _show_ranking(found, shape, cost_options.MILLISECONDS if traced else cost_options.cost_unit(args), console)
     return OK if any(not c.refused for c in found) else REFUSED
 
 
-def _show_ranking(found: list[Candidate], shape: ModelShape | None, unit: str, console: Console) -> None:
+def _show_ranking(found: list[ComparedSchedule], shape: ModelShape | None, unit: str, console: Console) -> None:
     names = ["schedule", "V", "M", f"{unit} per microbatch", "bubble", "over bound", "in flight", "messages"]
     rows = [
         [c.spec.schedule, str(c.spec.num_chunks), str(c.spec.num_microbatches), short(c.per_microbatch)]
@@ -231,7 +231,7 @@ def _show_ranking(found: list[Candidate], shape: ModelShape | None, unit: str, c
     print_table(console, "Not possible", ["schedule", "why"], refused)
 
 
-def _candidate_facts(c: Candidate) -> dict[str, Any]:
+def _schedule_facts(c: ComparedSchedule) -> dict[str, Any]:
     numbers = ("makespan", "per_microbatch", "bubble_share", "peak_in_flight", "peak_bytes", "messages", "sent_bytes")
     return {
         **{name: getattr(c.spec, name) for name in ("schedule", "num_chunks", "num_microbatches")},

@@ -12,7 +12,7 @@ OFFLOADING, LOADING = "offload", "load"
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
-class Key(NamedTuple):
+class LegendEntry(NamedTuple):
     """An entry of the legend.
 
     kind     an operation, SHADES (no colour), or another of the names above, which are colours of a Theme
@@ -24,27 +24,28 @@ class Key(NamedTuple):
     colours: tuple[Colour, ...] = ()
 
 
-def legend_keys(timelines: Sequence[Timeline]) -> list[Key]:
+def legend_entries(timelines: Sequence[Timeline]) -> list[LegendEntry]:
     """Every colour in the drawings, with what it means."""
-    keys = []
+    entries = []
     for op in OPERATIONS:
         chunks = {(c, t.num_chunks) for t in timelines if op in t.ops for c in range(t.num_chunks)}
         shades = sorted(chunks, key=lambda one: one[0] / max(1, one[1] - 1))
         if shades:
-            keys.append(Key(op, f"{op} {NAMES[op]}", tuple(dict.fromkeys(block_colour(op, *one) for one in shades))))
+            colours = tuple(dict.fromkeys(block_colour(op, *one) for one in shades))
+            entries.append(LegendEntry(op, f"{op} {NAMES[op]}", colours))
     if any(t.num_chunks > 1 for t in timelines):
-        keys.append(Key(SHADES, "lighter shades: later chunks"))
-    keys.append(Key(IDLE, "idle"))
+        entries.append(LegendEntry(SHADES, "lighter shades: later chunks"))
+    entries.append(LegendEntry(IDLE, "idle"))
     if any(t.has_waits for t in timelines):
-        keys.append(Key(WAIT, "waiting"))
+        entries.append(LegendEntry(WAIT, "waiting"))
     if any(t.has_transfers for t in timelines):
-        keys += [Key(ACTIVATION, "activation in transfer"), Key(GRADIENT, "gradient in transfer")]
+        entries += [LegendEntry(ACTIVATION, "activation in transfer"), LegendEntry(GRADIENT, "gradient in transfer")]
     if any(t.has_copies for t in timelines):
-        keys += [Key(OFFLOADING, "copy to host memory"), Key(LOADING, "copy back")]
+        entries += [LegendEntry(OFFLOADING, "copy to host memory"), LegendEntry(LOADING, "copy back")]
     if any(t.most_memory for t in timelines):
         name = "memory" if timelines[0].memory_in_bytes else "activations kept, in microbatches"
-        keys.append(Key(MEMORY, f"{name} (first rank to last)"))
-    return keys
+        entries.append(LegendEntry(MEMORY, f"{name} (first rank to last)"))
+    return entries
 
 
 def costs_line(timelines: Sequence[Timeline]) -> str:

@@ -215,8 +215,8 @@ class _Picture:
         """The costs and the legend; returns the y below them."""
         y = self._lines(22.0, facts.costs_line(self.timelines).split(" "), self.theme.ink)
         x, y = 10.0, y + 20
-        for key in facts.legend_keys(self.timelines):
-            colours = self._key_colours(key)
+        for key in facts.legend_entries(self.timelines):
+            colours = self._entry_colours(key)
             wide = len(colours) * 12 + 6 + text_width(key.label, _TEXT)
             if x > 10 and x + wide > self.width - 10:
                 x, y = 10.0, y + 18
@@ -241,7 +241,7 @@ class _Picture:
         self._text(left, y, line, colour, **look)
         return y
 
-    def _key_colours(self, key: facts.Key) -> Sequence[Colour]:
+    def _entry_colours(self, key: facts.LegendEntry) -> Sequence[Colour]:
         if key.kind == facts.SHADES:
             return ()
         if key.kind == facts.MEMORY:

@@ -60,7 +60,7 @@ def render_html(timelines: Sequence[Timeline], title: str, tables: Sequence[Tabl
 
 def _legend(timelines: Sequence[Timeline]) -> str:
     keys = []
-    for key in facts.legend_keys(timelines):
+    for key in facts.legend_entries(timelines):
         colours = [colour.hex for colour in key.colours] or ([f"var(--{key.kind})"] if key.kind != facts.SHADES else [])
         if key.kind == facts.MEMORY:
             colours.append("var(--memory_last)")

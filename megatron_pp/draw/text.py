@@ -18,7 +18,7 @@ from textwrap import wrap
 
 from rich.text import Text
 
-from megatron_pp.draw.facts import legend_keys, summary, tick_label, tick_step
+from megatron_pp.draw.facts import legend_entries, summary, tick_label, tick_step
 from megatron_pp.draw.palette import NAMES, OPERATIONS, block_colour, block_name, colour_style
 from megatron_pp.draw.timeline import Lane, Timeline
 from megatron_pp.plan.ir.instruction import COPIES_FROM_HOST, FORWARD, Instruction, without_pairs
@@ -106,7 +106,7 @@ def choose_scale(timelines: Sequence[Timeline], width: int) -> Scale:
 def _legend(timelines: Sequence[Timeline], width: int, few_colours: bool) -> list[Text]:
     """What the letters, marks and colours mean."""
     entries = []
-    for key in legend_keys(timelines):
+    for key in legend_entries(timelines):
         if key.kind in OPERATIONS:
             entry = Text()
             sample = key.kind.ljust(max(2, len(key.colours)), _FILL[key.kind])  # a letter for each shade

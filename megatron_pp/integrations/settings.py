@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from megatron_pp.config import kinds, rules
 from megatron_pp.config.kinds import PREFIX, Kind, variable_of
 from megatron_pp.config.model_config import ModelParallelConfig, setting
-from megatron_pp.errors import ConfigError, ExchangeError
+from megatron_pp.errors import ConfigError, FileFormatError
 from megatron_pp.on_demand import load
 from megatron_pp.plan.names import unknown
 
@@ -117,7 +117,7 @@ def _from_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
 def _from_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         content = parse_toml(load("files").read_text(path))
-    except ExchangeError as error:  # which names the file
+    except FileFormatError as error:  # which names the file
         raise ConfigError(f"settings file {error}") from error
     except ValueError as error:
         raise ConfigError(f"settings file {path}: {error}") from error

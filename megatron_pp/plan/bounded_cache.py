@@ -4,11 +4,11 @@ import threading
 from collections import OrderedDict
 from typing import Generic, TypeVar
 
-Key = TypeVar("Key")
-Value = TypeVar("Value")
+K = TypeVar("K")
+V = TypeVar("V")
 
 
-class BoundedCache(Generic[Key, Value]):
+class BoundedCache(Generic[K, V]):
     """What was used longest ago is forgotten once the entries' sizes, as their makers estimate them, exceed ``budget``
     bytes; the last ``least`` entries stay whatever their size.
 
@@ -16,14 +16,14 @@ class BoundedCache(Generic[Key, Value]):
     """
 
     def __init__(self, budget: int, least: int = 1) -> None:
-        self.entries: OrderedDict[Key, Value] = OrderedDict()
+        self.entries: OrderedDict[K, V] = OrderedDict()
         self._budget = budget
         self._least = least
-        self._sizes: dict[Key, int] = {}
+        self._sizes: dict[K, int] = {}
         self._used = 0
         self._lock = threading.Lock()
 
-    def get(self, key: Key) -> Value | None:
+    def get(self, key: K) -> V | None:
         """The entry, which counts as used now."""
         with self._lock:
             if key not in self.entries:
@@ -31,7 +31,7 @@ class BoundedCache(Generic[Key, Value]):
             self.entries.move_to_end(key)
             return self.entries[key]
 
-    def put(self, key: Key, value: Value, size: int) -> Value:
+    def put(self, key: K, value: V, size: int) -> V:
         """Keep ``value`` of ``size`` bytes; returns what is kept, which is another thread's where that was first."""
         with self._lock:
             if key in self.entries:

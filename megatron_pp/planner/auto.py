@@ -1,4 +1,4 @@
-"""``auto`` and ``auto_v``: the best plan that ``megatron_pp.planner.search`` finds for measured times and a memory
+"""``auto`` and ``auto_v``: the best plan that ``megatron_pp.planner.plan_search`` finds for measured times and a memory
 limit.
 
 One family for each placement, since the placement decides which layers a rank builds, long before a plan is made.
@@ -11,7 +11,7 @@ from megatron_pp.plan.ir.placement import LOOP, V_SHAPE
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.orders.family import Announce, Family, Order, Shape
-from megatron_pp.planner.search import SearchResult, search
+from megatron_pp.planner.plan_search import SearchResult, search
 
 
 @dataclass(frozen=True)

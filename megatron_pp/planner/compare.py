@@ -1,4 +1,4 @@
-"""Which schedule, how many chunks and microbatches: simulate the candidates, and rank those that fit into memory."""
+"""Which schedule, how many chunks and microbatches: simulate those in question, and rank those that fit into memory."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -14,13 +14,13 @@ from megatron_pp.plan.simulate.memory import ModelShape, peak_bytes
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.simulate.steady import steady_step
 from megatron_pp.planner.bound import Bound, bound_of
-from megatron_pp.planner.search import default_measured, peak_memory
+from megatron_pp.planner.plan_search import default_measured, peak_memory
 
 _FITS = 4  # searches for a plan that fits into memory with all its messages
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ComparedSchedule:
     """One schedule with its numbers. ``refused`` is the reason where it is refused; its numbers are 0 then.
 
     per_microbatch  makespan divided by M, which is what a fixed global batch costs
@@ -52,7 +52,7 @@ def compare(
     shape: ModelShape | None = None,
     memory_limit: float | None = None,
     optimizer_bypass: bool = False,
-) -> list[Candidate]:
+) -> list[ComparedSchedule]:
     """Every spec simulated: those that can be had, fastest per microbatch first, then the others with the reason.
 
     ``costs`` are of the whole model in any number of equal parts. ``memory_limit`` is in bytes per rank, and needs
@@ -61,18 +61,18 @@ def compare(
     """
     if memory_limit is not None and shape is None:
         raise PlanError("a memory limit needs the shape of the model")
-    found = [_candidate(spec, costs, network, shape, memory_limit, optimizer_bypass) for spec in specs]
+    found = [_compared(spec, costs, network, shape, memory_limit, optimizer_bypass) for spec in specs]
     return sorted(found, key=lambda c: (bool(c.refused), c.per_microbatch, c.peak_bytes or 0.0))
 
 
-def _candidate(
+def _compared(
     spec: PlanSpec,
     costs: StageCosts,
     network: Network,
     shape: ModelShape | None,
     memory_limit: float | None,
     optimizer_bypass: bool,
-) -> Candidate:
+) -> ComparedSchedule:
     try:
         plan = _plan(spec, costs, network, shape, memory_limit)
         conditions = (costs.regrouped(plan.placement.num_stages), network, spec.device)
@@ -83,9 +83,9 @@ def _candidate(
         memory = _memory(plan.placement, shape, memory_limit) if shape and memory_limit and not too_large else None
         bound = None if optimizer_bypass else bound_of(plan, *conditions[:2], memory)
     except PlanError as error:
-        return Candidate(spec, refused=str(error))
+        return ComparedSchedule(spec, refused=str(error))
     volume = result.volume().values()
-    return Candidate(
+    return ComparedSchedule(
         spec,
         makespan=result.makespan if steady is None else steady.period,
         bubble_share=result.bubble_share if steady is None else steady.bubble_share,

@@ -20,8 +20,8 @@ from megatron_pp.plan.orders.list_scheduler import ROUNDING, Problem, Scheduled
 _F, _B, _W = range(3)
 _NEVER = -1.0
 _IDLE = 40  # steps without success before a kick
-_KICKS = 3  # exchanges of a kick
-_TRIES = 60  # random exchanges that are looked at for a kick
+_KICKS = 3  # swaps of a kick
+_TRIES = 60  # random swaps that are looked at for a kick
 _CLOSE = 1e-9
 
 Row = tuple[int, ...]  # a rank's tokens: 3 * chunk + kind
@@ -206,7 +206,7 @@ class _Search:
         return [Scheduled([self._order(rank, row) for rank, row in enumerate(rows)], time) for time, _, rows in found]
 
     def _kicked(self, rows: Rows) -> tuple[Rows, _Timing] | None:
-        """``rows`` after a few random exchanges of neighbours, to go on from; None where none is possible."""
+        """``rows`` after a few random swaps of neighbours, to go on from; None where none is possible."""
         found, made = None, 0
         for _ in range(_TRIES):
             rank = self.random.randrange(len(rows))

@@ -32,7 +32,7 @@ from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.verify.verifier import verify
 from megatron_pp.planner.bound import bound_of
 from megatron_pp.planner.improve import improved
-from megatron_pp.planner.search import EFFORT, default_measured, peak_memory
+from megatron_pp.planner.plan_search import EFFORT, default_measured, peak_memory
 
 LEAST_GAIN = 0.01
 """A plan whose step is not predicted to be shorter by this share is not worth a change."""

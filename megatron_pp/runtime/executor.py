@@ -22,7 +22,7 @@ from megatron_pp.errors import SendBufferError
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import Instruction
 from megatron_pp.plan.ir.spec import STATIC_BUFFERS, Plan
-from megatron_pp.plan.ir.tasks import Key, MessageKey, Task
+from megatron_pp.plan.ir.tasks import Cell, MessageKey, Task
 from megatron_pp.runtime.compute import Activation, Steps, detached, is_any_there
 from megatron_pp.runtime.gradient_hooks import SyncHooks
 from megatron_pp.runtime.log_once import warn_once
@@ -88,10 +88,10 @@ class PlanExecutor:
         self.dispatch: dict[str, Handler] = {}  # of the step that runs, as an observer sees it
         self.placement = plan.placement
         self.loss_stage = plan.placement.num_stages - 1  # NONE where no stage gives the loss
-        self.inputs: dict[Key, Activation] = {}
-        self.outputs: dict[Key, Activation] = {}
-        self.output_grads: dict[Key, Activation] = {}
-        self.input_grads: dict[Key, Activation] = {}
+        self.inputs: dict[Cell, Activation] = {}
+        self.outputs: dict[Cell, Activation] = {}
+        self.output_grads: dict[Cell, Activation] = {}
+        self.input_grads: dict[Cell, Activation] = {}
         self.handles: dict[MessageKey, WaitHandle] = {}  # of what is posted and not waited for
         self.deferred: deque[tuple[WaitHandle, Task]] = deque()
         self.max_deferred = communicator.transport.unfinished_sends(self.max_pending_sends, self.message_bytes)
@@ -208,7 +208,7 @@ class PlanExecutor:
         """Without what features add."""
         if self.weights is None:
             return self.steps.backward(at.chunk, at.mb, given, output, output_grad)
-        with self.weights.backward(at.chunk, at.part, split=at.op == ins.INPUT_GRAD):
+        with self.weights.backward(at.chunk, at.mb_slice, split=at.op == ins.INPUT_GRAD):
             return self.steps.backward(at.chunk, at.mb, given, output, output_grad)
 
     def _filled(self, grad: Activation, given: Activation, at: Task) -> Activation:
@@ -229,7 +229,7 @@ class PlanExecutor:
 
     def _weight_grad(self, at: Task) -> None:
         if self.weights is not None:  # else the backward did all of it
-            self.weights.run(at.chunk, at.part)
+            self.weights.run(at.chunk, at.mb_slice)
         if self._sync_open:
             self.close_sync()
 
@@ -240,7 +240,7 @@ class PlanExecutor:
             return nullcontext()
         tasks = (at for entry in self.plan.tasks(self.rank) for at in entry.members or (entry,))
         completing = (at for at in tasks if at.op in ins.BACKWARD_OPS or at.op == ins.WEIGHT_GRAD)
-        return self.weights.step({at.chunk: at.part for at in completing})
+        return self.weights.step({at.chunk: at.mb_slice for at in completing})
 
     def _recv_f(self, at: Task) -> None:
         handle = self.communicator.post_recv(self.shapes[at.slice].receive, at.peer, ACT, self.graphs)
@@ -318,7 +318,7 @@ class PlanExecutor:
         place = {"chunk": at.chunk, "microbatch": at.mb, "posted_by": posted, "broken_by": str(self.instruction)}
         return written_to(self.rank, what, **place)
 
-    def drop_data(self, key: Key) -> None:
+    def drop_data(self, key: Cell) -> None:
         """Keep of an output what its backward needs."""
         if self.forward_only:
             del self.outputs[key]

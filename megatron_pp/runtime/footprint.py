@@ -117,7 +117,7 @@ def _gradients(chunks: Sequence[nn.Module]) -> Iterable[Tensor]:
     return (gradient for gradient in found if gradient is not None)
 
 
-Cell = tuple[int, int]  # (stage, microbatch)
+Forward = tuple[int, int]  # its stage and microbatch
 
 
 class Engine(Protocol):
@@ -156,11 +156,11 @@ class KeptBytes:
         self.received: dict[int, int] = {}
         self._weights, self._chunks = weights, chunks
         self._first, self._counted = _two_microbatches(plan, rank)
-        self._saved: defaultdict[Cell, dict[StorageWeakRef, int]] = defaultdict(dict)
+        self._saved: defaultdict[Forward, dict[StorageWeakRef, int]] = defaultdict(dict)
         self._hooks: saved_tensors_hooks | None = None
 
     def hooked(self, at: Instruction) -> bool:
-        """Whether a forward of this operation's cell runs within hooks."""
+        """Whether the forward of this operation's microbatch runs within hooks."""
         return at.mb in (self._first.get(at.stage), self._counted.get(at.stage))
 
     def begin(self, at: Instruction) -> None:
@@ -194,7 +194,7 @@ class KeptBytes:
         self.forward[at.stage] = self._bytes(self._alive(at) | _storages([*given, *made]))
 
     def _alive(self, at: Instruction) -> dict[StorageWeakRef, int]:
-        """Storages that this cell has saved, and another microbatch has not."""
+        """Storages that this forward has saved, and that of another microbatch has not."""
         first = self._first[at.stage]
         of_model = self._saved[at.stage, first] if first != at.mb else {}
         saved = self._saved[at.stage, at.mb]

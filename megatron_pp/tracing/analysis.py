@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_pp.errors import ExchangeError
+from megatron_pp.errors import FileFormatError
 from megatron_pp.plan.costs.stage_costs import Link, Network, StageCosts
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import Instruction
@@ -99,10 +99,10 @@ class Findings:
 
 
 def analyse(run: TracedRun, step: int | None = None) -> Findings:
-    """``step`` alone, or all recorded steps that ran the plan of the last one. Raises ExchangeError, PlanError."""
+    """``step`` alone, or all recorded steps that ran the plan of the last one. Raises FileFormatError, PlanError."""
     if step is not None and step not in run.steps:
         known = ", ".join(map(str, run.steps))
-        raise ExchangeError(f"step {step} was not recorded by all ranks; recorded steps: {known}")
+        raise FileFormatError(f"step {step} was not recorded by all ranks; recorded steps: {known}")
     chosen = [step] if step is not None else [s for s in run.steps if run.plan(s) == run.plan(run.steps[-1])]
     steps = {s: run.measured(s) for s in chosen}
     shown = sorted(steps, key=lambda s: steps[s].makespan)[(len(steps) - 1) // 2]

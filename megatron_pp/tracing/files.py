@@ -19,7 +19,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from megatron_pp.errors import ExchangeError, InstructionError, PlanError, visible
+from megatron_pp.errors import FileFormatError, InstructionError, PlanError, visible
 from megatron_pp.plan.costs.files import read_text
 from megatron_pp.plan.io.serialize import spec_from_values, spec_values
 from megatron_pp.plan.ir.instruction import Instruction, each, format_program, without_pairs
@@ -119,7 +119,7 @@ def _line(kind: str, **content: Any) -> str:
 
 
 def read_rank_trace(path: str | Path) -> RankTrace:
-    """Read one rank's file. Raises ExchangeError naming the file, the line and what is wrong with it.
+    """Read one rank's file. Raises FileFormatError naming the file, the line and what is wrong with it.
 
     A last line without its end, as a killed run leaves it, is ignored."""
     return parse_rank_trace(read_text(path), path)
@@ -129,7 +129,7 @@ def parse_rank_trace(text: str, path: str | Path) -> RankTrace:
     """The same of the text of a file; ``path`` names it in errors."""
     lines = text.split("\n")
     if not lines[0]:
-        raise ExchangeError(f"{path}: the file is empty")
+        raise FileFormatError(f"{path}: the file is empty")
     trace: RankTrace | None = None
     for number, line in enumerate(lines[:-1], start=1):
         try:
@@ -139,23 +139,23 @@ def parse_rank_trace(text: str, path: str | Path) -> RankTrace:
             else:
                 _add(trace, content)
         except (PlanError, InstructionError) as error:
-            raise ExchangeError(f"{path}, line {number}: {error}") from error
+            raise FileFormatError(f"{path}, line {number}: {error}") from error
         except _NOT_A_LINE as error:
             why = error.msg if isinstance(error, json.JSONDecodeError) else f"{type(error).__name__}: {error}"
-            raise ExchangeError(f"{path}, line {number}: not a line of a trace ({why})") from error
+            raise FileFormatError(f"{path}, line {number}: not a line of a trace ({why})") from error
     if trace is None:
-        raise ExchangeError(f"{path}: the file is cut off in its first line")
+        raise FileFormatError(f"{path}: the file is cut off in its first line")
     return trace
 
 
 def _header(content: dict[str, Any]) -> RunHeader:
     version = content.get("version")
     if content.get("format") != _FORMAT or type(version) is not int or version != _VERSION:
-        raise ExchangeError(f"no trace of format {_FORMAT}, version {_VERSION}")
+        raise FileFormatError(f"no trace of format {_FORMAT}, version {_VERSION}")
     run, device, host = (visible(str(content[name])) for name in ("run", "device", "host"))
     rank, pipeline = int(content["rank"]), tuple(map(int, content["pipeline"]))
     if not 0 <= rank < len(pipeline):
-        raise ExchangeError(f"rank {rank} is not in a pipeline of {len(pipeline)} ranks")
+        raise FileFormatError(f"rank {rank} is not in a pipeline of {len(pipeline)} ranks")
     return RunHeader(run, rank, pipeline, device, host)
 
 
@@ -163,7 +163,7 @@ def _add(trace: RankTrace, content: dict[str, Any]) -> None:
     kind = content["kind"]
     if kind == "plan":
         if content["placement"] not in PLACEMENTS:
-            raise ExchangeError(f"placement {content['placement']!r} is not known")
+            raise FileFormatError(f"placement {content['placement']!r} is not known")
         spec = spec_from_values(dict(content["spec"]))
         read = parse_program(content["program"])
         _check_plan(trace.header, spec, read)
@@ -179,7 +179,7 @@ def _add(trace: RankTrace, content: dict[str, Any]) -> None:
         _check_step(trace, record)
         trace.steps[record.step] = record
     else:
-        raise ExchangeError(f"{kind!r} is no kind of line")
+        raise FileFormatError(f"{kind!r} is no kind of line")
 
 
 def _whole_numbers(content: dict[str, Any], *names: str) -> array[int]:
@@ -189,20 +189,20 @@ def _whole_numbers(content: dict[str, Any], *names: str) -> array[int]:
 
 def _check_plan(header: RunHeader, spec: PlanSpec, program: Sequence[Instruction]) -> None:
     if spec.pipeline_size != len(header.pipeline):
-        raise ExchangeError(f"a plan for {spec.pipeline_size} ranks in a run of {len(header.pipeline)}")
+        raise FileFormatError(f"a plan for {spec.pipeline_size} ranks in a run of {len(header.pipeline)}")
     sizes = f"{spec.num_chunks} chunks of {spec.num_microbatches} microbatches in {spec.slices} slices"
     if spec.num_chunks * spec.num_microbatches * spec.slices > len(program):
-        raise ExchangeError(f"{sizes} do not fit into the program")
+        raise FileFormatError(f"{sizes} do not fit into the program")
     for at in each(program):
         if at.chunk >= spec.num_chunks or at.mb >= spec.num_microbatches or at.slice >= spec.slices:
-            raise ExchangeError(f"{at} is outside {sizes}")
+            raise FileFormatError(f"{at} is outside {sizes}")
 
 
 def _check_step(trace: RankTrace, record: StepRecord) -> None:
     if not 0 <= record.plan < len(trace.plans):
-        raise ExchangeError(f"step {record.step} is of a plan that does not precede it")
+        raise FileFormatError(f"step {record.step} is of a plan that does not precede it")
     expected = sum(1 for _ in without_pairs(trace.plans[record.plan].program))
     if not len(record.starts) == len(record.ends) == expected:
-        raise ExchangeError(
+        raise FileFormatError(
             f"step {record.step} has {len(record.starts)} starts and {len(record.ends)} ends of {expected} instructions"
         )

@@ -31,7 +31,7 @@ def report_picture(found: Findings, traced: TracedRun, output: str) -> str | byt
 def write_timeline(folder: Path, page: Path, chrome: Path) -> tuple[int, ...]:
     """Write all recorded steps of the newest run in ``folder``, and return their numbers. ``page`` (HTML) has them one
     below the other, then the prediction and the tables of the step with the median time; ``chrome`` is a Chrome trace.
-    Raises ExchangeError: no traces, or unreadable ones."""
+    Raises FileFormatError: no traces, or unreadable ones."""
     traced, found = _newest(folder)
     steps = [(f"step {step}", traced.began(step), _measured(step, traced.measured(step))) for step in traced.steps]
     timelines = [*(timeline for _, _, timeline in steps), _predicted(found)]

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_pp.errors import ExchangeError
+from megatron_pp.errors import FileFormatError
 from megatron_pp.plan.io.serialize import ComputeOf
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.dataflow import MOVES, Message, message_of, neighbour_of
@@ -34,14 +34,15 @@ class TracedRun:
         return self.ranks[0].header.run
 
     def plan(self, step: int) -> Plan:
-        """The plan that ``step`` executed. Raises ExchangeError where the ranks disagree."""
+        """The plan that ``step`` executed. Raises FileFormatError where the ranks disagree."""
         records = [trace.plans[trace.steps[step].plan] for trace in self.ranks]
         first = records[0]
         # Each rank decides for itself whether it splits backwards.
         spec = replace(first.spec, split_backward=any(record.spec.split_backward for record in records))
         for rank, record in enumerate(records):
             if replace(record.spec, split_backward=spec.split_backward) != spec or record.placement != first.placement:
-                raise ExchangeError(f"step {step}: rank {rank} ran another plan than rank 0: {record.spec.describe()}")
+                other = record.spec.describe()
+                raise FileFormatError(f"step {step}: rank {rank} ran another plan than rank 0: {other}")
         placement = Placement(first.placement, first.spec.pipeline_size, first.spec.num_chunks)
         programs = tuple(record.program for record in records)
         return Plan(spec, placement, programs, ComputeOf(programs))
@@ -58,19 +59,20 @@ class TracedRun:
 
 def load_run(folder: str | Path, run: str | None = None, rank: int = 0) -> TracedRun:
     """The pipeline of global rank ``rank`` in run ``run`` (needed only where the folder holds several). Raises
-    ExchangeError: no traces, several runs, a missing rank, unreadable files, no step that all ranks recorded."""
+    FileFormatError: no traces, several runs, a missing rank, unreadable files, no step that all ranks recorded."""
     runs = run_names(folder)
     if not runs:
-        raise ExchangeError(f"{folder}: there are no traces (files named trace-RUN-rankN.jsonl)")
+        raise FileFormatError(f"{folder}: there are no traces (files named trace-RUN-rankN.jsonl)")
     if run is None and len(runs) > 1:
-        raise ExchangeError(f"{folder}: there are traces of {len(runs)} runs: {', '.join(runs)}; choose one with --run")
+        names = ", ".join(runs)
+        raise FileFormatError(f"{folder}: there are traces of {len(runs)} runs: {names}; choose one with --run")
     if run is not None and run not in runs:
-        raise ExchangeError(f"{folder}: there is no run {run!r}; there are {', '.join(runs)}")
+        raise FileFormatError(f"{folder}: there is no run {run!r}; there are {', '.join(runs)}")
     paths = sorted(Path(folder).glob(f"trace-{run or runs[0]}-rank*.jsonl"))
     traces = [read_rank_trace(path) for path in paths]
     for trace in traces:
         if trace.header.run not in Path(trace.path).name:
-            raise ExchangeError(f"{trace.path}: this is a trace of run {trace.header.run}, under another one's name")
+            raise FileFormatError(f"{trace.path}: this is a trace of run {trace.header.run}, under another one's name")
     return pipeline_of(traces, rank, str(folder))
 
 
@@ -85,18 +87,20 @@ def pipeline_of(traces: Sequence[RankTrace], rank: int, folder: str) -> TracedRu
     member = by_rank.get(rank) or next((t for t in traces if rank in t.header.pipeline), None)
     if member is None:
         known = ", ".join(map(str, sorted(by_rank)))
-        raise ExchangeError(f"{folder}: there is no trace of global rank {rank}; there are traces of {known}")
+        raise FileFormatError(f"{folder}: there is no trace of global rank {rank}; there are traces of {known}")
     missing = [r for r in member.header.pipeline if r not in by_rank]
     if missing:
         name = member.header.file_name.rsplit("-rank", 1)[0]
-        raise ExchangeError(f"{folder}: the trace of rank {missing[0]} is missing ({name}-rank{missing[0]:05d}.jsonl)")
+        file = f"{name}-rank{missing[0]:05d}.jsonl"
+        raise FileFormatError(f"{folder}: the trace of rank {missing[0]} is missing ({file})")
     ranks = tuple(by_rank[r] for r in member.header.pipeline)
     strange = next((t for t in ranks if t.header.pipeline != member.header.pipeline), None)
     if strange is not None:
-        raise ExchangeError(f"{strange.path}: its pipeline is {strange.header.pipeline}, not {member.header.pipeline}")
+        theirs, ours = strange.header.pipeline, member.header.pipeline
+        raise FileFormatError(f"{strange.path}: its pipeline is {theirs}, not {ours}")
     common = set.intersection(*(set(trace.steps) for trace in ranks))
     if not common:
-        raise ExchangeError(f"{folder}: there is no step that all {len(ranks)} ranks recorded")
+        raise FileFormatError(f"{folder}: there is no step that all {len(ranks)} ranks recorded")
     return TracedRun(ranks, tuple(sorted(common)))
 
 

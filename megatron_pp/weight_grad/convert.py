@@ -112,7 +112,7 @@ def check_wrappers(store: WeightGradStore, chunks: Sequence[Any]) -> None:
         )
 
 
-# A method of each module that gathers its parameters for a forward, and exchanges them for their shards afterwards.
+# A method of each module that gathers its parameters for a forward, and puts their shards back afterwards.
 _SHARDING = {"set_requires_gradient_sync": "fully_shard", "_replace_param_with_raw_if_needed": "Megatron-FSDP"}
 
 

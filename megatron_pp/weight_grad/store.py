@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_pp.errors import WeightGradError
-from megatron_pp.plan.ir.tasks import Part
+from megatron_pp.plan.ir.tasks import MbSlice
 from megatron_pp.weight_grad.deferred import Deferred, Ready, SplitLayer, Waiting, frozen, versions
 from megatron_pp.weight_grad.linear import Casts
 from megatron_pp.weight_grad.parameter_leaf import (
@@ -29,13 +29,13 @@ from megatron_pp.weight_grad.parameter_leaf import (
 from megatron_pp.weight_grad.report import SplitReport, warn_of
 from megatron_pp.weight_grad.transformer_engine import DelayedRun, SwitchedQueue, hooked_names
 
-Key = tuple[int, Part]  # (chunk, microbatch)
+ChunkSlice = tuple[int, MbSlice]  # (chunk, microbatch or a slice of it)
 _NEVER = -1  # the chunk, never complete, of parameters whose layer fires their hooks itself
 
 
 @dataclass
 class _Backward:
-    key: Key
+    key: ChunkSlice
     split: bool
     final: bool  # whether this (chunk, microbatch) completes the chunk's gradients
     whole: dict[int, Tensor]  # by id: parameters whose gradients autograd computes
@@ -82,7 +82,7 @@ class WeightGradStore:
     # -- called by the engine --------------------------------------------------------------------------------------
 
     @contextmanager
-    def step(self, last: Mapping[int, Part]) -> Iterator[None]:
+    def step(self, last: Mapping[int, MbSlice]) -> Iterator[None]:
         """``begin_step``, ``end_step``, and ``abort_step`` when the step raises."""
         self.begin_step(last)
         try:
@@ -92,7 +92,7 @@ class WeightGradStore:
             raise
         self.end_step()
 
-    def begin_step(self, last: Mapping[int, Part]) -> None:
+    def begin_step(self, last: Mapping[int, MbSlice]) -> None:
         """Start a step. ``last`` names, per chunk, the microbatch whose W (or unsplit B) completes the chunk's
         gradients."""
         self.abort_step()
@@ -112,7 +112,7 @@ class WeightGradStore:
                 f"weight gradients of (chunk, microbatch) {left} were left behind: each B that is split needs its W"
             )
 
-    def waiting(self) -> list[Key]:
+    def waiting(self) -> list[ChunkSlice]:
         """The (chunk, microbatch) pairs whose B has run and whose W has not, sorted."""
         return sorted(self._queues)
 
@@ -123,16 +123,16 @@ class WeightGradStore:
                 switched.close()
         self.casts = Casts()
         self._current: _Backward | None = None
-        self._last: dict[int, Part] = {}
+        self._last: dict[int, MbSlice] = {}
         self._chunks_of: dict[Tensor, set[int]] = {}
         self._leaves: dict[int, Tensor] = {}  # by the parameter's id
-        self._queues: dict[Key, deque[Waiting]] = {}
+        self._queues: dict[ChunkSlice, deque[Waiting]] = {}
         self._complete: set[int] = set()
         self._touched: dict[Tensor, None] = {}  # in the order of the first gradient
         self._fired: set[Tensor] = set()
 
     @contextmanager
-    def backward(self, chunk: int, mb: Part, split: bool = True) -> Iterator[None]:
+    def backward(self, chunk: int, mb: MbSlice, split: bool = True) -> Iterator[None]:
         """Around the backward of (chunk, mb): input gradients only where ``split``, else all gradients. A slice of a
         sequence is (mb, slice)."""
         key = (chunk, mb)
@@ -162,7 +162,7 @@ class WeightGradStore:
         if not split:
             self.run(chunk, mb)
 
-    def run(self, chunk: int, mb: Part) -> None:
+    def run(self, chunk: int, mb: MbSlice) -> None:
         """W: compute and deliver what the backward of (chunk, mb) left, first in, first out."""
         key = (chunk, mb)
         queue = self._queues.pop(key, None)
@@ -184,13 +184,13 @@ class WeightGradStore:
         if self.timers is not None:
             self.timers("weight-compute").stop()
 
-    def kept_tensors(self, chunk: int, mb: Part) -> list[Tensor]:
+    def kept_tensors(self, chunk: int, mb: MbSlice) -> list[Tensor]:
         """What the backward of (chunk, mb), which is just over, has left for W."""
         waiting = [one.deferred for one in self._queues.get((chunk, mb), ())]
         queued = [run.queued() for run in waiting if isinstance(run, DelayedRun)]
         return [tensor for kept in (*(one.kept for one in waiting), *queued) for tensor in kept]
 
-    def kept_bytes(self, chunk: int, mb: Part) -> int:
+    def kept_bytes(self, chunk: int, mb: MbSlice) -> int:
         """Bytes of that, each storage counted once."""
         storages = [tensor.untyped_storage() for tensor in self.kept_tensors(chunk, mb)]
         return sum({s.data_ptr(): s.nbytes() for s in storages}.values())

@@ -99,7 +99,7 @@ class DelayedRun:
         self._entries = -self._queued()
         self._beside: dict[Tensor, Tensor] = {}  # of weights that the backward reached beside their layer
         if not switched:
-            self._grads = _exchange(self._grads)
+            self._grads = _swap(self._grads)
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -119,7 +119,7 @@ class DelayedRun:
     def end_backward(self) -> None:
         self._entries += self._queued()
         if not self.switched:
-            self._grads = _exchange(self._grads)
+            self._grads = _swap(self._grads)
         if not self._entries:  # it was not used, or its weights are frozen: a bias may have its gradient from autograd
             self._grads = {parameter: grad for parameter, grad in self._grads.items() if grad is not None}
 
@@ -138,11 +138,11 @@ class DelayedRun:
         fused, backward_dw = bool(self.layer.fuse_wgrad_accumulation), self._backward_dw()
         left = self._queued() - self._entries
         while (waiting := self._queued()) > left:  # more than once where the layer is used several times
-            aside = _exchange(grads)
+            aside = _swap(grads)
             backward_dw()
             if self._queued() >= waiting:
                 raise RuntimeError(f"{type(self.layer).__name__}.backward_dw() left its queue as it was")
-            for parameter, grad in _exchange(aside).items():
+            for parameter, grad in _swap(aside).items():
                 if grad is not None and not (fused and parameter.dim() > 1):  # else it is autograd's dummy
                     sums[parameter] = sums[parameter].add_(grad) if parameter in sums else grad
             grads = {p: None if grad is None else torch.zeros_like(grad) for p, grad in grads.items()}
@@ -162,7 +162,7 @@ class DelayedRun:
         return int(self.layer.wgrad_store.context.qsize())
 
 
-def _exchange(grads: Grads) -> Grads:
+def _swap(grads: Grads) -> Grads:
     """Set ``.grad`` of each parameter; returns what it was."""
     before = {parameter: parameter.grad for parameter in grads}
     for parameter, grad in grads.items():

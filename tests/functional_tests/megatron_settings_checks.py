@@ -15,7 +15,7 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 
 from megatron_pp.errors import ConfigError, ScheduleInputError
-from megatron_pp.features.replanning import replan_exchange
+from megatron_pp.features.replanning import replan_thread
 from megatron_pp.features.replanning.replanning import Replanning
 from megatron_pp.integrations import megatron_core
 from megatron_pp.plan.ir.spec import Plan
@@ -96,7 +96,7 @@ def its_plan_changes_while_it_trains(case: Case) -> list[str]:
         ran.append(chosen(self, *arguments))
         return ran[-1]
 
-    searches = mock.patch.object(replan_exchange, "searched", to("gis"))
+    searches = mock.patch.object(replan_thread, "searched", to("gis"))
     installed = megatron_core.installed(strict=True, pipeline_replan="every:2")
     with searches, mock.patch.object(Replanning, "next_plan", noted), installed:
         for _ in range(10):

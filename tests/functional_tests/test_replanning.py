@@ -14,8 +14,8 @@ import pytest
 import torch.distributed as dist
 
 from megatron_pp.errors import PipelineError
-from megatron_pp.features.replanning import replan_exchange
-from megatron_pp.features.replanning.replan_exchange import Exchange
+from megatron_pp.features.replanning import replan_thread
+from megatron_pp.features.replanning.replan_thread import ReplanThread
 from megatron_pp.features.replanning.replanning import Replanning
 from megatron_pp.runtime.communicators import close_communicators, communicator_for
 from megatron_pp.testing.pipeline import placement_of, toy_step
@@ -33,12 +33,12 @@ def _die(*_: object) -> None:
 def rank_main(rank: int, folder: str, victim: int, where: str) -> None:
     store = dist.FileStore(f"{folder}/store", SIZE)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE)
-    replan_exchange.searched = to("gpipe")
+    replan_thread.searched = to("gpipe")
     if rank == victim:
         if where == READ:
-            mock.patch.object(Exchange, "_made", _die).start()
+            mock.patch.object(ReplanThread, "_made", _die).start()
         elif where == LEADER:
-            mock.patch.object(replan_exchange._Leader, "_publish", _die).start()
+            mock.patch.object(replan_thread._Leader, "_publish", _die).start()
         else:
             change = Replanning._change
 

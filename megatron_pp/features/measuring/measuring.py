@@ -22,7 +22,7 @@ from typing import Any
 from megatron_pp.comm.link_timing import copy_rates, gather_numbers, measure_links, sizes_around
 from megatron_pp.comm.transport import Transport
 from megatron_pp.common.object_table import ObjectTable
-from megatron_pp.errors import ExchangeError, ScheduleInputError
+from megatron_pp.errors import FileFormatError, ScheduleInputError
 from megatron_pp.plan.costs.files import why_unwritable, write_whole
 from megatron_pp.plan.costs.measured import (
     CopyRates,
@@ -214,7 +214,7 @@ class Measuring(StepObserver):
     def _write(self, file: MeasuredFile, stages: int) -> None:
         try:
             write_whole(self.path, json.dumps(file.to_dict(), indent=1) + "\n")
-        except ExchangeError as error:
+        except FileFormatError as error:
             logger.warning("what config.measure has found is lost: %s", error)
             return
         counted = isinstance(file.values.activation, tuple)

@@ -13,7 +13,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 
-from megatron_pp.features.offload import rows
+from megatron_pp.features.offload.offload_instructions import FREE_OFFLOAD, LOAD, OFFLOAD, WAIT_LOAD
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import BACKWARD_OPS, FORWARD, Instruction
 
@@ -41,12 +41,12 @@ def copies_of(order: Sequence[Instruction], ends: Sequence[int], chunks: int, sl
     at_boundary: Copies = defaultdict(list)
     waits: Copies = defaultdict(list)
     kept = [(i, at) for i, at in backwards if freed[_cell(at)] < loaded[_cell(at)]]
-    for op, boundary_of in ((rows.OFFLOAD, {cell: i + 1 for cell, i in forwards.items()}), (rows.FREE_OFFLOAD, freed)):
+    for op, boundary_of in ((OFFLOAD, {cell: i + 1 for cell, i in forwards.items()}), (FREE_OFFLOAD, freed)):
         for _, at in sorted(kept, key=lambda one: forwards[_cell(one[1])]):
             at_boundary[boundary_of[_cell(at)]].append(_copy(op, at))
     for i, at in kept:
-        at_boundary[loaded[_cell(at)]].append(_copy(rows.LOAD, at))
-        waits[i].append(_copy(rows.WAIT_LOAD, at))
+        at_boundary[loaded[_cell(at)]].append(_copy(LOAD, at))
+        waits[i].append(_copy(WAIT_LOAD, at))
     return at_boundary, waits
 
 

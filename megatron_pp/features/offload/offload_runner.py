@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
-from megatron_pp.features.offload import rows
 from megatron_pp.features.offload.host_copies import HostCopies, Wait
+from megatron_pp.features.offload.offload_instructions import FREE_OFFLOAD, LOAD, OFFLOAD, WAIT_LOAD
 from megatron_pp.plan.ir import instruction as ins
-from megatron_pp.plan.ir.tasks import Key, Task
+from megatron_pp.plan.ir.tasks import Cell, Task
 from megatron_pp.runtime.executor import Handler, PlanExecutor
 
 SMALLEST = 64
@@ -111,12 +111,12 @@ class Offloads:
     def __init__(
         self,
         copies: HostCopies,
-        keys: frozenset[Key],
+        keys: frozenset[Cell],
         chunks: Iterable[Any],
         shared: Callable[[Task], Sequence[Tensor]] | None = None,
     ) -> None:
         self.copies, self.keys, self.shared = copies, keys, shared
-        self.kept: dict[Key, _Kept] = {}
+        self.kept: dict[Cell, _Kept] = {}
         self.tables = {"offloaded": self.kept}
         modules = [chunk for chunk in chunks if isinstance(chunk, Module)]
         # Megatron's wrapper has a list of its own under the name of the method.
@@ -127,10 +127,10 @@ class Offloads:
         """What forwards save is noted, and copied by the instructions of this feature."""
         handlers |= {
             ins.FORWARD: partial(self.forward, handlers[ins.FORWARD]),
-            rows.OFFLOAD: self.offload,
-            rows.FREE_OFFLOAD: partial(self._free_with_input, engine),
-            rows.LOAD: self.load,
-            rows.WAIT_LOAD: self.wait_load,
+            OFFLOAD: self.offload,
+            FREE_OFFLOAD: partial(self._free_with_input, engine),
+            LOAD: self.load,
+            WAIT_LOAD: self.wait_load,
         }
         engine.run_forward = partial(self._run_forward, engine.run_forward or engine.call_forward)
 

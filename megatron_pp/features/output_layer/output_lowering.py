@@ -1,5 +1,5 @@
-"""The collectives of an output layer that is split over all ranks (``rows.py`` has what each is for): when it is due,
-and which operation of a rank it is waited for by.
+"""The collectives of an output layer that is split over all ranks: when each is due, and which operation of a rank
+waits for it. ``output_instructions.py`` says what each is for.
 
 All ranks post them on one communicator, in the order of their rounds (``clock.py``), those of one round in the order in
 which they stand here from last to first. None is over before all ranks have posted it.
@@ -9,15 +9,15 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from megatron_pp.features.output_layer import rows
+from megatron_pp.features.output_layer.output_instructions import ALL_REDUCE, BROADCAST, OUTPUT_S, OUTPUT_T, REDUCE
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.dataflow import Result
 from megatron_pp.plan.ir.instruction import NONE, Instruction, each, numbered, placed
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import DEVICE_SYNC, PlanSpec
 
-_ORDER = (rows.REDUCE, rows.ALL_REDUCE, rows.BROADCAST)
-MADE_BY = {rows.BROADCAST: ins.FORWARD, rows.ALL_REDUCE: rows.OUTPUT_S, rows.REDUCE: rows.OUTPUT_T}
+_ORDER = (REDUCE, ALL_REDUCE, BROADCAST)
+MADE_BY = {BROADCAST: ins.FORWARD, ALL_REDUCE: OUTPUT_S, REDUCE: OUTPUT_T}
 """The operation that makes what a collective moves."""
 
 
@@ -54,9 +54,9 @@ def collectives_of(
     is_root = rank == placement.output_root
     backward = (ins.BACKWARD, ins.INPUT_GRAD) if is_root else ()
     users = {  # the root has the broadcast's tensor itself; by the time of T all have theirs
-        rows.BROADCAST: (rows.OUTPUT_T if is_root else rows.OUTPUT_S,),
-        rows.ALL_REDUCE: (rows.OUTPUT_T, *backward),
-        rows.REDUCE: backward,
+        BROADCAST: (OUTPUT_T if is_root else OUTPUT_S,),
+        ALL_REDUCE: (OUTPUT_T, *backward),
+        REDUCE: backward,
     }
     made = []
     for (due, _, mb), op in found:
@@ -64,7 +64,7 @@ def collectives_of(
         use = min((at[(user, mb)] for user in users[op] if (user, mb) in at), default=None)
         stage = placement.stages[rank][0]
         ends_of = placed(op, stage, mb, NONE, 0), placed(ins.FINISHED_BY[op], stage, mb, NONE, 0)
-        made.append(Collective(due, *ends_of, ready, use, op == rows.BROADCAST and not is_root))
+        made.append(Collective(due, *ends_of, ready, use, op == BROADCAST and not is_root))
     return made
 
 
@@ -76,9 +76,9 @@ def _each(
 ) -> Iterator[tuple[tuple[int, int, int], str]]:
     """((round, place in _ORDER, microbatch), op) of every collective; ``order``: that of any rank."""
     trains_with_two = placement.barriers == 2 and not forward_only
-    for mb in (one.mb for one in each(order) if one.op == rows.OUTPUT_S):
+    for mb in (one.mb for one in each(order) if one.op == OUTPUT_S):
         for place, op in enumerate(_ORDER if trains_with_two else _ORDER[1:]):
-            stages = placement.output_stages if op != rows.BROADCAST else placement.output_stages[-1:]
+            stages = placement.output_stages if op != BROADCAST else placement.output_stages[-1:]
             yield (max(ends[(MADE_BY[op], stage)][(mb, NONE)] for stage in stages), place, mb), op
 
 

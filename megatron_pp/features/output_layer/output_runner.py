@@ -15,7 +15,16 @@ from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.comm.p2p_communicator import timed
 from megatron_pp.comm.wait_handle import WaitHandle
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.features.output_layer import rows
+from megatron_pp.features.output_layer.output_instructions import (
+    ALL_REDUCE,
+    BROADCAST,
+    OUTPUT_S,
+    OUTPUT_T,
+    REDUCE,
+    WAIT_ALL_REDUCE,
+    WAIT_BROADCAST,
+    WAIT_REDUCE,
+)
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.tasks import MessageKey, Task
@@ -42,7 +51,7 @@ class _Microbatch:
     x: Tensor = field(init=False)
     exponentials: Tensor = field(init=False)
     statistics: Tensor = field(init=False)
-    part: Tensor | None = None
+    partial_grad: Tensor | None = None
     loss_grad: Tensor | None = None
     dtype: torch.dtype = field(init=False)  # of X
 
@@ -110,7 +119,7 @@ class SplitOutputLayer(torch.nn.Module):
         )
         of.exponentials = logits.sub_(maximum[:, None]).exp_()
         of.statistics = torch.stack((maximum, of.exponentials.sum(1), target, of.labels.flatten().to(maximum.dtype)))
-        of.part = of.exponentials @ weight.to(of.exponentials.dtype) if with_input_grad else None
+        of.partial_grad = of.exponentials @ weight.to(of.exponentials.dtype) if with_input_grad else None
 
     def combine(self, of: _Microbatch, gathered: Tensor) -> None:
         """The statistics of all ranks from ``gathered``, ``[ranks, 4, tokens]``, in the order of ranks. Scales the
@@ -125,9 +134,9 @@ class SplitOutputLayer(torch.nn.Module):
             torch.stack((maximum, total, target, other))
         )  # in place: its memory is the compute stream's
         of.exponentials.mul_(scale)
-        if of.part is not None and len(rows):
+        if of.partial_grad is not None and len(rows):
             place, mine = _own_labels(of.labels, rows)
-            of.part.mul_(scale).sub_(weight[place].masked_fill(~mine[:, None], 0.0))
+            of.partial_grad.mul_(scale).sub_(weight[place].masked_fill(~mine[:, None], 0.0))
 
     def pass_t(self, of: _Microbatch, with_input_grad: bool) -> None:
         """The weight gradient of the rank's rows, added to the parameter's as autograd does, its hooks included; with
@@ -138,7 +147,7 @@ class SplitOutputLayer(torch.nn.Module):
         if len(rows):
             grad.scatter_add_(1, place[:, None], -mine[:, None].to(grad.dtype))
         grad.mul_(of.loss_grad[:, None])
-        of.part = grad @ weight.to(grad.dtype) if with_input_grad else None
+        of.partial_grad = grad @ weight.to(grad.dtype) if with_input_grad else None
         x = of.x.flatten(0, -2)
         of_weight = (grad.to(x.dtype).t() @ x).to(weight.dtype)
         del of.exponentials, of.x
@@ -263,14 +272,14 @@ class OutputLayerRunner:
         self.executor = weakref.proxy(engine)
         engine.loss_stage = ins.NONE
         handlers |= {
-            rows.BROADCAST: self._broadcast,
-            rows.WAIT_BROADCAST: self._wait,
-            rows.OUTPUT_S: self._s,
-            rows.ALL_REDUCE: self._all_reduce,
-            rows.WAIT_ALL_REDUCE: self._wait_all_reduce,
-            rows.OUTPUT_T: self._t,
-            rows.REDUCE: self._reduce,
-            rows.WAIT_REDUCE: self._wait_reduce,
+            BROADCAST: self._broadcast,
+            WAIT_BROADCAST: self._wait,
+            OUTPUT_S: self._s,
+            ALL_REDUCE: self._all_reduce,
+            WAIT_ALL_REDUCE: self._wait_all_reduce,
+            OUTPUT_T: self._t,
+            REDUCE: self._reduce,
+            WAIT_REDUCE: self._wait_reduce,
         }
 
     def _post(self, at: Task, collective: Collective, name: str) -> None:
@@ -300,8 +309,8 @@ class OutputLayerRunner:
 
         def run(group: Collectives) -> None:
             self.layer.combine(of, group.all_gather(of.statistics))
-            if of.part is not None:
-                group.reduce(of.part, root)
+            if of.partial_grad is not None:
+                group.reduce(of.partial_grad, root)
 
         self._post(at, run, "all-reduce of the softmax statistics")
 
@@ -319,9 +328,9 @@ class OutputLayerRunner:
         )
         of.loss_grad = self.steps.loss_grad(of)
         if self.early and self.trains:
-            part, of.part = of.part, None
-            if self.is_root and part is not None and of.loss_grad is not None:
-                self._give_gradient(at, of, part.mul_(of.loss_grad[:, None]))
+            grad, of.partial_grad = of.partial_grad, None
+            if self.is_root and grad is not None and of.loss_grad is not None:
+                self._give_gradient(at, of, grad.mul_(of.loss_grad[:, None]))
         if self.forward_only:
             del self.kept[at.mb]
 
@@ -335,15 +344,15 @@ class OutputLayerRunner:
         self.executor.close_sync()
 
     def _reduce(self, at: Task) -> None:
-        part, root = self.kept[at.mb].part, self.root
-        assert part is not None
-        self._post(at, lambda group: group.reduce(part, root), "reduction of the output's gradient")
+        grad, root = self.kept[at.mb].partial_grad, self.root
+        assert grad is not None
+        self._post(at, lambda group: group.reduce(grad, root), "reduction of the output's gradient")
 
     def _wait_reduce(self, at: Task) -> None:
         self._wait(at)
         of = self.kept.pop(at.mb)
-        if self.is_root and of.part is not None:
-            self._give_gradient(at, of, of.part)
+        if self.is_root and of.partial_grad is not None:
+            self._give_gradient(at, of, of.partial_grad)
 
     def _give_gradient(self, at: Task, of: _Microbatch, grad: Tensor) -> None:
         shape = *of.labels.shape, self.layer.weight.shape[1]

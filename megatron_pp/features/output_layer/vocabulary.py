@@ -15,7 +15,7 @@ from collections import defaultdict
 from functools import partial
 from heapq import heappop, heappush
 
-from megatron_pp.features.output_layer.rows import OUTPUT_S, OUTPUT_T, collected_inputs
+from megatron_pp.features.output_layer.output_instructions import OUTPUT_S, OUTPUT_T, collected_inputs
 from megatron_pp.plan.ir.dataflow import RESULT_OF, Result, inputs_of
 from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD, instruction
 from megatron_pp.plan.ir.placement import LOOP, Placement

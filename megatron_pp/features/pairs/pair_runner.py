@@ -18,7 +18,7 @@ from megatron_pp.comm.events import EventPool
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.features.pairs.joint_steps import BackwardHalf, ForwardHalf
 from megatron_pp.plan.ir import instruction as ins
-from megatron_pp.plan.ir.tasks import Key, Task
+from megatron_pp.plan.ir.tasks import Cell, Task
 from megatron_pp.runtime.compute import Activation
 from megatron_pp.runtime.executor import Handler, PlanExecutor
 
@@ -185,7 +185,7 @@ class PairRunner:
 
     function: OverlappedForwardBackward | None
     models: Sequence[Any]
-    streams: dict[Key, Any] = field(default_factory=dict)
+    streams: dict[Cell, Any] = field(default_factory=dict)
     tables: Mapping[str, Mapping[Any, Any]] = field(default_factory=dict)
 
     def attach(self, engine: PlanExecutor, handlers: dict[str, Handler]) -> None:

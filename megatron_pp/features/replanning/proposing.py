@@ -50,7 +50,7 @@ class Answer:
 
 
 def search_plans(recorded: Recorded) -> Answer:
-    """Plans for what the first pipeline ran last, where they are predicted to be faster. Raises ExchangeError and
+    """Plans for what the first pipeline ran last, where they are predicted to be faster. Raises FileFormatError and
     PlanError for traces that do not go together.
     """
     traces = [parse_rank_trace(text, f"rank {rank}") for rank, text in enumerate(recorded.traces)]

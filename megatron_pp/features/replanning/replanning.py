@@ -2,7 +2,7 @@
 
 Steps are counted in windows of ``every:N`` training steps. The last steps of a window are recorded, as a trace records
 them. While training goes on, a process searches for a plan that is faster under what was measured
-(``replan_exchange.py``, ``proposing.py``); when all ranks have it, all change to it at the same boundary of two
+(``replan_thread.py``, ``proposing.py``); when all ranks have it, all change to it at the same boundary of two
 windows. No step waits for a search.
 """
 
@@ -27,7 +27,7 @@ from megatron_pp.config.checks import replan_steps
 from megatron_pp.config.settings import LAYER_GRAPHS, StepSettings
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.faults.attach import PRIVATE_FIELDS, watched
-from megatron_pp.features.replanning.replan_exchange import Change, Exchange, Window
+from megatron_pp.features.replanning.replan_thread import Change, ReplanThread, Window
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.planner.replan import why_not
 from megatron_pp.tracing.observers import Observer, StepObserver
@@ -88,7 +88,7 @@ class Replanning(StepObserver):
         self.ahead = max(1, self.every // 10)  # steps from a decision to its boundary
         self.step = 0
         self.draws = len(chunks) > 1 and _draw_random_numbers(settings, chunks)
-        self.exchange: Exchange | None = None  # None before the first step
+        self.thread: ReplanThread | None = None  # None before the first step
         self.window: Window | None = None
         self.holds = 0  # the answer that is in force
         self.plans: dict[tuple[PlanSpec | None, tuple[float, ...]], Change] = {}
@@ -112,19 +112,19 @@ class Replanning(StepObserver):
         shares = in_steps(step.microbatch_costs) if step.microbatch_costs else ()
         if plan.spec is not self._spec:
             self.check(settings, plan.spec)
-        if self.exchange is None:
-            self.exchange = _exchange_of(communicator.transport)
-            weakref.finalize(self, self.exchange.close)
+        if self.thread is None:
+            self.thread = _thread_of(communicator.transport)
+            weakref.finalize(self, self.thread.close)
         self.step += 1
         boundary, into = divmod(self.step - 1, self.every)
         if into == 0 and boundary:
             self._report(boundary, splits)
             self._change(boundary, communicator, settings)
         if into == self.every - self.ahead:
-            self.exchange.expect(boundary + 1)
+            self.thread.expect(boundary + 1)
         if self.every - into <= _RECORDED and self.step > 1 and self.window is None:
             self.window = Window(communicator.transport)
-        self.exchange.stirred = True
+        self.thread.stirred = True
         if shares and (self._run, shares) not in self.plans:
             self.asked[shares] += 1
         if not self.plans:
@@ -146,38 +146,39 @@ class Replanning(StepObserver):
         }
 
     def _report(self, window: int, splits: bool) -> None:
-        assert self.exchange is not None
+        assert self.thread is not None
         if self.window is not None:
             self.window.resolve_pending()
             shares = [list(shares) for shares, _ in self.asked.most_common(_ASKED)]
-            self.exchange.report(window, self.window, {"splits": splits, "draws": self.draws, "shares": shares})
+            self.thread.report(window, self.window, {"splits": splits, "draws": self.draws, "shares": shares})
         self.window = None
         self.asked.clear()
 
     def _change(self, boundary: int, communicator: P2PCore, settings: StepSettings) -> None:
-        exchange = self.exchange
-        assert exchange is not None
+        thread = self.thread
+        assert thread is not None
         # On all ranks, as what is watched counts as a step.
         with watched(communicator, settings, "the agreement on the plan of the next steps") as guard:
-            number = exchange.decision(boundary, guard.check)
+            number = thread.decision(boundary, guard.check)
         if number == self.holds:
             return
         self.holds = number
-        changes = exchange.taken(number)
+        changes = thread.taken(number)
         if any(not change.shares for change in changes):
             self.plans.clear()  # made for what stages and links took before
         for change in changes:
             self.plans[_of_run(change.plan.spec), change.shares] = change
-            if exchange.rank == 0:
+            if thread.rank == 0:
                 logger.warning("pipeline_replan: from training step %d on, %s", self.step, change.sentence)
                 logger.info("%s: %s", change.plan.spec.describe(), change.plan.certificate)
 
 
-def _exchange_of(transport: Transport) -> Exchange:
+def _thread_of(transport: Transport) -> ReplanThread:
     if transport.store is None:
         raise ScheduleInputError("config.pipeline_replan needs a store that the ranks share, and their group has none")
     world = dist.get_world_size() if dist.is_initialized() else transport.size
-    return Exchange(transport.store, transport.global_rank(transport.rank), world, transport.rank, _REPLANNINGS.items)
+    rank = transport.global_rank(transport.rank)
+    return ReplanThread(transport.store, rank, world, transport.rank, _REPLANNINGS.items)
 
 
 def _of_run(spec: PlanSpec) -> PlanSpec:

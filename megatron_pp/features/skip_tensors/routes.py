@@ -23,7 +23,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from megatron_pp.errors import PlanError
-from megatron_pp.features.skip_tensors.rows import DROP
+from megatron_pp.features.skip_tensors.skip_instructions import DROP
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import BACKWARD_OPS, FORWARD, FREE_F, SEND_F, Instruction, each
 from megatron_pp.plan.ir.placement import Placement

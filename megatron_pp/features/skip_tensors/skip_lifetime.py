@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_pp.errors import PlanError
 from megatron_pp.features.skip_tensors.routes import Held
-from megatron_pp.features.skip_tensors.rows import DROP, DROPPED
+from megatron_pp.features.skip_tensors.skip_instructions import DROP, DROPPED
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import BACKWARD_OPS, FORWARD, Instruction
 from megatron_pp.plan.ir.ledger import Site, change_of

@@ -16,8 +16,8 @@ from megatron_pp.comm.communicator import Receive, Send
 from megatron_pp.comm.transport import ACT, GRAD
 from megatron_pp.config.settings import TE_GRAPHS, StepSettings
 from megatron_pp.errors import P2PShapeError, ScheduleInputError
-from megatron_pp.features.skip_tensors import rows
 from megatron_pp.features.skip_tensors.routes import Held, SkipTensor
+from megatron_pp.features.skip_tensors.skip_instructions import DROP
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.plan.ir.tasks import Task
@@ -26,7 +26,7 @@ from megatron_pp.runtime.compute import Activation
 from megatron_pp.runtime.deallocate import Root, backward_root
 from megatron_pp.runtime.executor import Handler, PlanExecutor
 
-Key = tuple[int, int, int, str]  # stage where the rank holds it, microbatch, slice, name
+TensorKey = tuple[int, int, int, str]  # stage where the rank holds it, microbatch, slice, name
 
 
 def check_skip_tensors(tensors: Iterable[SkipTensor], inputs: StepInputs, settings: StepSettings) -> None:
@@ -62,9 +62,9 @@ class SkipRunner:
         self.routes, self.plan = plan.routes, plan
         self.graphs = graphs
         self.sums_gradients = graphs and not plan.spec.forward_only
-        self.held: dict[Key, Tensor] = {}  # leaves where stages of this rank use them
-        self.roots: dict[Key, Root] = {}  # of those made here
-        self.sums: dict[Key, Tensor] = {}
+        self.held: dict[TensorKey, Tensor] = {}  # leaves where stages of this rank use them
+        self.roots: dict[TensorKey, Root] = {}  # of those made here
+        self.sums: dict[TensorKey, Tensor] = {}
         self.tables: dict[str, dict[Any, Any]] = {
             "named tensors": self.held,
             "their graphs": self.roots,
@@ -86,7 +86,7 @@ class SkipRunner:
         for op in ins.POST_OPS | ins.WAIT_OPS:
             named = self._wait if op in ins.WAIT_OPS else self._post
             handlers[op] = partial(_by_name, handlers[op], named)
-        handlers[rows.DROP] = self._drop
+        handlers[DROP] = self._drop
         engine.named_request, engine.named_release = self.request, self.finish
         engine.run_forward = partial(self.forward, engine.run_forward or engine.call_forward)
         engine.run_backward = partial(self._backward, engine.run_backward or engine.call_backward)
@@ -180,7 +180,7 @@ class SkipRunner:
             elif held.tensor.gradient and not held.is_made_here and key not in self.sums:
                 self.sums[key] = torch.zeros_like(leaf, requires_grad=False)
 
-    def _add(self, key: Key, grad: Tensor) -> None:
+    def _add(self, key: TensorKey, grad: Tensor) -> None:
         """In the order of the calls; the first is the sum's own memory, which nothing else holds."""
         total = self.sums.get(key)
         if total is None:
@@ -211,7 +211,7 @@ class SkipRunner:
         """A send is over, or the plan drops the tensor: release what that ends the use of."""
         if at.op == ins.FREE_B:
             del self.sums[_key(self._of(at), at)]
-        elif at.op == rows.DROP:
+        elif at.op == DROP:
             del self.held[_key(self._of(at), at)]
 
     def _of(self, at: Task) -> Held:
@@ -224,5 +224,5 @@ def _by_name(plain: Callable[[Task], Any], named: Callable[[Task], Any], at: Tas
     return (named if at.tensor else plain)(at)
 
 
-def _key(held: Held, at: Task) -> Key:
+def _key(held: Held, at: Task) -> TensorKey:
     return held.stage, at.mb, at.slice, held.name

@@ -5,32 +5,32 @@ import os
 import tempfile
 from pathlib import Path
 
-from megatron_pp.errors import ExchangeError
+from megatron_pp.errors import FileFormatError
 
 _LARGEST_TEXT = 1 << 30  # characters: a device may never end
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """The file's text. Raises ExchangeError where it cannot be read or is no text."""
+    """The file's text. Raises FileFormatError where it cannot be read or is no text."""
     try:
         with Path(path).open(encoding="utf-8") as file:
             text = file.read(_LARGEST_TEXT + 1)
     except UnicodeDecodeError as error:
-        raise ExchangeError(f"{path}: not a text file in UTF-8 (byte {error.start})") from error
+        raise FileFormatError(f"{path}: not a text file in UTF-8 (byte {error.start})") from error
     except OSError as error:
-        raise ExchangeError(f"{path}: cannot be read ({error.strerror or error})") from error
+        raise FileFormatError(f"{path}: cannot be read ({error.strerror or error})") from error
     except ValueError as error:  # no name that a file can have
-        raise ExchangeError(f"{str(path)!r}: cannot be read ({error})") from error
+        raise FileFormatError(f"{str(path)!r}: cannot be read ({error})") from error
     if len(text) > _LARGEST_TEXT:
-        raise ExchangeError(f"{path}: longer than {_LARGEST_TEXT:,} characters")
+        raise FileFormatError(f"{path}: longer than {_LARGEST_TEXT:,} characters")
     return text
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Raises ExchangeError where ``write_whole`` would, for who works long before that, as far as it is known now."""
+    """Raises FileFormatError where ``write_whole`` would, for who works long before that, as far as it is known now."""
     why = why_unwritable(path)
     if why:
-        raise ExchangeError(f"{path}: cannot be written ({why})")
+        raise FileFormatError(f"{path}: cannot be written ({why})")
 
 
 def why_unwritable(path: str | os.PathLike[str]) -> str:
@@ -55,7 +55,7 @@ def is_special(path: str | os.PathLike[str]) -> bool:
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Write a file so that others see the old one or all of the new one, never a part. Raises ExchangeError.
+    """Write a file so that others see the old one or all of the new one, never a part. Raises FileFormatError.
 
     What is no file (/dev/stdout, a pipe) is written to; a link stays one.
     """
@@ -76,4 +76,4 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
             Path(scratch).unlink(missing_ok=True)
             raise
     except OSError as error:
-        raise ExchangeError(f"{path}: cannot be written ({error.strerror or error})") from error
+        raise FileFormatError(f"{path}: cannot be written ({error.strerror or error})") from error

@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any
 
-from megatron_pp.errors import ExchangeError, PlanError
+from megatron_pp.errors import FileFormatError, PlanError
 from megatron_pp.plan.costs.activations import WEIGHT_SHARE
 from megatron_pp.plan.costs.files import read_text
 from megatron_pp.plan.costs.stage_costs import Link, MemoryModel, Network, StageCosts
@@ -283,7 +283,7 @@ def measured_values(given: Measured | Mapping[str, Any] | str | None) -> Measure
     """A Measured, a dict of its fields (or of all that a MeasuredFile holds), or the path of a JSON file that holds
     such a dict (read once per process).
 
-    Raises PlanError; ExchangeError (one too) for a file that cannot be read.
+    Raises PlanError; FileFormatError (one too) for a file that cannot be read.
     """
     if isinstance(given, str):
         return _from_file(given)
@@ -303,7 +303,7 @@ def _from_file(path: str) -> Measured:
             raise PlanError("it holds no object with measured values by name")
         return MeasuredFile.from_dict(content).values
     except (ValueError, RecursionError) as error:  # PlanError is a ValueError
-        raise ExchangeError(f"{path}: {error}") from error
+        raise FileFormatError(f"{path}: {error}") from error
 
 
 def _check_number(name: str, value: Any, may_be_none: bool) -> None:

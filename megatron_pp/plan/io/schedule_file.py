@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megatron_pp.errors import ExchangeError
+from megatron_pp.errors import FileFormatError
 from megatron_pp.plan.costs.files import read_text
 from megatron_pp.plan.io.serialize import load_plan
 from megatron_pp.plan.ir.instruction import COPIES_TO_HOST, WEIGHT_GRAD
@@ -23,7 +23,7 @@ from megatron_pp.plan.orders.family import Family, Order, Shape
 def family_of_file(path: str) -> Family:
     """The family that the file at ``path`` is: of one pipeline size, number of chunks and of microbatches.
 
-    Read once per process: a file that changes while a run is on changes nothing. Raises ExchangeError, PlanError.
+    Read once per process: a file that changes while a run is on changes nothing. Raises FileFormatError, PlanError.
     """
     text = read_text(path)
     given = _FilePlan(path, load_plan(path))
@@ -51,12 +51,12 @@ class _FilePlan:
     def orders(self, shape: Shape) -> list[Order]:
         spec = self.plan.spec
         if (spec.pipeline_size, spec.num_microbatches) != (shape.pipeline_size, shape.num_microbatches):
-            raise ExchangeError(
+            raise FileFormatError(
                 f"{self.path} is a schedule of {spec.num_microbatches} microbatches on {spec.pipeline_size} ranks; "
                 f"this step has {shape.num_microbatches} on {shape.pipeline_size}"
             )
         if spec.slices != shape.slices:
-            raise ExchangeError(
+            raise FileFormatError(
                 f"{self.path} is a schedule of {spec.slices} slice(s) a sequence; this step has {shape.slices}"
             )
         return [list(order) for order in self.plan.orders]

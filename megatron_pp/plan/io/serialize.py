@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import MISSING, asdict, fields
 from typing import TYPE_CHECKING, Any
 
-from megatron_pp.errors import ExchangeError, InstructionError, PlanError, visible
+from megatron_pp.errors import FileFormatError, InstructionError, PlanError, visible
 from megatron_pp.on_demand import load
 from megatron_pp.plan.costs.files import read_text
 from megatron_pp.plan.costs.measured import Measured
@@ -45,21 +45,21 @@ _MOST = 10**9  # no stage, chunk, microbatch or rank of a real plan is as large
 
 
 def format_plan(plan: Plan, form: str, certified: bool = False) -> str:
-    """The plan as text of one of FORMATS. Raises ExchangeError for another one. ``certified``: JSON has its certificate
-    too, where it has one; nothing reads it back, as what a file claims is no proof.
+    """The plan as text of one of FORMATS. Raises FileFormatError for another one. ``certified``: JSON has its
+    certificate too, where it has one; nothing reads it back, as what a file claims is no proof.
     """
     if form == JSON:
         return _to_json(plan, certified)
     if form in FORMATS:
         return write_torch_csv(plan, comms=form != TORCH_CSV, waits=form == TORCH_CSV_WAITS)
-    raise ExchangeError(f"plans are written as {', '.join(FORMATS)}, not as {form!r}")
+    raise FileFormatError(f"plans are written as {', '.join(FORMATS)}, not as {form!r}")
 
 
 def load_plan(path: str | os.PathLike[str], **lowering: Any) -> Plan:
     """Read a plan of any of FORMATS. Not verified yet: what its instructions do together is ``verify``'s question.
 
     ``lowering`` are fields of PlanSpec (policy, channels, ...) for PyTorch's compute-only CSV.
-    Raises ExchangeError for a file that holds no plan, PlanError for a plan that is incomplete or cannot run, naming
+    Raises FileFormatError for a file that holds no plan, PlanError for a plan that is incomplete or cannot run, naming
     the file, the place and what is wrong.
     """
     text = read_text(path)
@@ -129,26 +129,26 @@ def _from_json(text: str) -> Plan:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ExchangeError(f"not a JSON file, or cut off: {error}") from error
+        raise FileFormatError(f"not a JSON file, or cut off: {error}") from error
     version = content.get("version")
     if content.get("format") != _HEAD or type(version) is not int or version != _VERSION:
         head = json.dumps({"format": _HEAD, "version": _VERSION})[1:-1]
-        raise ExchangeError(f"no plan that this reads; it would hold {head}")
+        raise FileFormatError(f"no plan that this reads; it would hold {head}")
     if not isinstance(content.get("spec"), dict):
-        raise ExchangeError("'spec' is missing or no object")
+        raise FileFormatError("'spec' is missing or no object")
     try:
         spec = spec_from_values(content["spec"])
         sizes = spec.pipeline_size, spec.num_chunks, content.get("barriers", 0)
         placement = Placement(content.get("placement", "(missing)"), *sizes)
     except ValueError as error:  # PlanError is one
-        raise ExchangeError(str(error)) from error
+        raise FileFormatError(str(error)) from error
     programs = _ranks(content, "programs", spec)
     orders = _ranks(content, "orders", spec) if "orders" in content else ComputeOf(programs)
     cells = spec.num_chunks * spec.num_microbatches * spec.slices
     for rank, program in enumerate(programs):
         if len(program) < cells:
             slices = f" in {spec.slices} slices" if spec.slices > 1 else ""
-            raise ExchangeError(
+            raise FileFormatError(
                 f"rank {rank} has {len(program)} instructions for {spec.num_chunks} chunk(s) of "
                 f"{spec.num_microbatches} microbatches{slices}: the program is cut off, or the spec is another plan's"
             )
@@ -158,9 +158,9 @@ def _from_json(text: str) -> Plan:
 def _ranks(content: dict[str, Any], what: str, spec: PlanSpec) -> tuple[Line, ...]:
     listed = content.get(what)
     if not isinstance(listed, list):
-        raise ExchangeError(f"'{what}' is missing or no list with an entry per rank")
+        raise FileFormatError(f"'{what}' is missing or no list with an entry per rank")
     if len(listed) != spec.pipeline_size:
-        raise ExchangeError(f"there are {what} of {len(listed)} ranks; the pipeline has {spec.pipeline_size}")
+        raise FileFormatError(f"there are {what} of {len(listed)} ranks; the pipeline has {spec.pipeline_size}")
     programs = []
     for rank, entry in enumerate(listed):
         try:
@@ -168,7 +168,7 @@ def _ranks(content: dict[str, Any], what: str, spec: PlanSpec) -> tuple[Line, ..
                 raise InstructionError("a program is a list of instructions")
             programs.append(tuple(_instruction(node, f"instruction {k}") for k, node in enumerate(entry)))
         except InstructionError as error:
-            raise ExchangeError(f"{what}, rank {rank}: {error}") from error
+            raise FileFormatError(f"{what}, rank {rank}: {error}") from error
     return tuple(programs)
 
 
@@ -217,13 +217,13 @@ def _number(node: dict[str, Any], key: str, where: str) -> int:
 
 
 def _skip_tensor(value: Any) -> SkipTensor:
-    """Raises ExchangeError for what is no object of its fields."""
+    """Raises FileFormatError for what is no object of its fields."""
     kinds = {"name": str, "source": int, "users": list, "gradient": bool, "shape": list | None, "dtype": str | None}
     fits = isinstance(value, dict) and {"name", "source", "users"} <= set(value) <= set(kinds)
     fits = fits and all(isinstance(given, kinds[name]) for name, given in value.items())
     numbers = [value["source"], *value["users"], *(value.get("shape") or ())] if fits else [None]
     if any(type(number) is not int or abs(number) >= _MOST for number in numbers):
-        raise ExchangeError(
+        raise FileFormatError(
             f"the spec's skip_tensors hold {str(value)[:60]}; each is an object with name, source and users (stages), "
             "and where they apply gradient, shape and dtype"
         )
@@ -241,14 +241,14 @@ def spec_values(spec: PlanSpec) -> list[tuple[str, Any]]:
 
 
 def spec_from_values(values: dict[str, Any]) -> PlanSpec:
-    """The spec of what ``spec_values`` gave, back from a file. Raises ExchangeError, PlanError."""
+    """The spec of what ``spec_values`` gave, back from a file. Raises FileFormatError, PlanError."""
     known = {f.name: f for f in fields(PlanSpec)}
     unknown = sorted(set(values) - set(known))
     if unknown:
-        raise ExchangeError(f"the spec has no field {unknown[0]!r}; its fields are {', '.join(known)}")
+        raise FileFormatError(f"the spec has no field {unknown[0]!r}; its fields are {', '.join(known)}")
     missing = [name for name, f in known.items() if f.default is MISSING and name not in values]
     if missing:
-        raise ExchangeError(f"the spec lacks {', '.join(missing)}")
+        raise FileFormatError(f"the spec lacks {', '.join(missing)}")
     measured = values.pop("measured", None)
     for name, value in values.items():
         if name == "device" and isinstance(value, list):
@@ -257,9 +257,9 @@ def spec_from_values(values: dict[str, Any]) -> PlanSpec:
             value = values[name] = tuple(map(_skip_tensor, value))
         expected = _EXPECTED.get(name) or type(known[name].default)
         if type(value) is not expected and (value is not None or known[name].default is not None):
-            raise ExchangeError(f"the spec's {name} is {value!r}; it must be of type {expected.__name__}")
+            raise FileFormatError(f"the spec's {name} is {value!r}; it must be of type {expected.__name__}")
         if isinstance(value, str) and not value.isprintable():
-            raise ExchangeError(f"the spec's {name} is {value!r}; it holds a character that cannot be printed")
+            raise FileFormatError(f"the spec's {name} is {value!r}; it holds a character that cannot be printed")
     if measured is not None and not isinstance(measured, dict):
-        raise ExchangeError("the spec's 'measured' must be an object of measured values, or null")
+        raise FileFormatError("the spec's 'measured' must be an object of measured values, or null")
     return PlanSpec(**values, measured=None if measured is None else Measured.from_dict(measured))

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_pp.errors import ExchangeError, InstructionError, PlanError
+from megatron_pp.errors import FileFormatError, InstructionError, PlanError
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.dataflow import KIND_OF, MOVES, RESULT_OF, source_of
 from megatron_pp.plan.ir.instruction import (
@@ -53,8 +53,8 @@ def read_torch_csv(text: str, **lowering: Any) -> Plan:
     """The plan of PyTorch's order in ``text``: its communication where it has any, else lowered as ``lowering`` (fields
     of PlanSpec) asks. Not verified.
 
-    Raises ExchangeError for unknown actions and stages that no placement has, PlanError for missing or repeated actions
-    and an order that cannot run.
+    Raises FileFormatError for unknown actions and stages that no placement has, PlanError for missing or repeated
+    actions and an order that cannot run.
     """
     rows = _actions(text)
     placement = _placement(rows)
@@ -68,7 +68,7 @@ def read_torch_csv(text: str, **lowering: Any) -> Plan:
         return lowered(spec, placement, orders)
     moot = next((name for name in ("policy", "lookahead") if name in lowering), None)
     if moot is not None:
-        raise ExchangeError(f"the file says itself where it sends and receives: leave {moot} {lowering[moot]!r} out")
+        raise FileFormatError(f"the file says itself where it sends and receives: leave {moot} {lowering[moot]!r} out")
     completed = tuple(tuple(_completed(spec, placement, rank, program)) for rank, program in enumerate(programs))
     return Plan(spec, placement, completed, orders)
 
@@ -76,16 +76,16 @@ def read_torch_csv(text: str, **lowering: Any) -> Plan:
 def write_torch_csv(plan: Plan, comms: bool = False, waits: bool = False) -> str:
     """The plan as PyTorch writes it. ``comms``: with sends and receives, and with ``waits`` the waits of sends, which
     PyTorch 2.15 asks for and those before it misread; without, the compute order, an empty cell for each idle slot of
-    the logical clock. Raises PlanError for an order that cannot run, ExchangeError for slices and for messages of named
-    tensors.
+    the logical clock. Raises PlanError for an order that cannot run, FileFormatError for slices and for messages of
+    named tensors.
     Copies to host memory are left out: PyTorch runs the same order with all activations on the device.
     """
     if plan.spec.slices > 1:
-        raise ExchangeError(f"PyTorch's CSV has no slices of a sequence; this plan has {plan.spec.slices}: write json")
+        raise FileFormatError(f"PyTorch's CSV has no slices of sequences; this plan has {plan.spec.slices}: write json")
     if plan.placement.barriers:
-        raise ExchangeError("PyTorch's CSV has no passes of a split output layer, as this plan has: write json")
+        raise FileFormatError("PyTorch's CSV has no passes of a split output layer, as this plan has: write json")
     if comms and plan.spec.skip_tensors:
-        raise ExchangeError("PyTorch's CSV has no named tensors, and this plan sends some: write json")
+        raise FileFormatError("PyTorch's CSV has no named tensors, and this plan sends some: write json")
     check_orders(plan.orders, plan.placement, plan.spec.num_microbatches, plan.spec.forward_only)
     flat = [[one for at in program for one in _with_posts(at)] for program in plan.programs] if comms else []
     shown = ins.COMPUTE_OPS | POST_OPS | (FREE_OPS if waits else frozenset())
@@ -173,7 +173,7 @@ def _actions(text: str) -> list[_Row]:
     try:
         cells = list(csv.reader(io.StringIO(text), strict=True))
     except csv.Error as error:
-        raise ExchangeError(f"not a CSV file: {error}") from error
+        raise FileFormatError(f"not a CSV file: {error}") from error
     rows = [
         [at for column, cell in enumerate(row) for at in _parse(cell.strip(), rank, column)]
         for rank, row in enumerate(cells)
@@ -181,10 +181,10 @@ def _actions(text: str) -> list[_Row]:
     while rows and not rows[-1]:
         rows.pop()
     if not rows:
-        raise ExchangeError("there is no action in it")
+        raise FileFormatError("there is no action in it")
     empty = next((rank for rank, row in enumerate(rows) if not row), None)
     if empty is not None:
-        raise ExchangeError(f"row {empty + 1}: rank {empty} has nothing to do")
+        raise FileFormatError(f"row {empty + 1}: rank {empty} has nothing to do")
     return rows
 
 
@@ -200,7 +200,7 @@ def _parse(cell: str, rank: int, column: int) -> list[Instruction]:
         op = _WAITS.get(found.group(2), found.group(2))
         return [Instruction(op, int(found.group(1)), int(found.group(3)))]
     where = f"row {rank + 1}, cell {column + 1}"
-    raise ExchangeError(f"{where}: {cell[:40]!r} is no action; it would look like 0F3, 0B3, 0I3, 0W3 or 0SEND_F3")
+    raise FileFormatError(f"{where}: {cell[:40]!r} is no action; it would look like 0F3, 0B3, 0I3, 0W3 or 0SEND_F3")
 
 
 def _compute(row: _Row) -> list[Instruction]:
@@ -216,7 +216,7 @@ def _placement(rows: list[_Row]) -> Placement:
         if all(sorted(stages) == mine for stages, mine in zip(placement.stages, held, strict=True)):
             return placement
     shown = "; ".join(f"rank {r}: {','.join(map(str, s[:6]))}" for r, s in enumerate(held[:8]))
-    raise ExchangeError(
+    raise FileFormatError(
         f"the stages of {len(rows)} rank(s) are neither in a loop nor in a V ({shown}): "
         "rows or actions are missing, or the placement is another one"
     )
@@ -277,15 +277,15 @@ def _check_complete(rows: list[_Row], placement: Placement) -> int:
 
 
 def _on_rank(at: Instruction, placement: Placement, rank: int) -> Instruction:
-    """``at`` of a row, by its chunk. Raises ExchangeError where ``rank`` does not hold its stage."""
+    """``at`` of a row, by its chunk. Raises FileFormatError where ``rank`` does not hold its stage."""
     if at.members:
         if len(at.members) != 2:
-            raise ExchangeError(f"row {rank + 1}: {_cell(at)}: a pair is of two actions, a forward and a backward")
+            raise FileFormatError(f"row {rank + 1}: {_cell(at)}: a pair is of two actions, a forward and a backward")
         members = (_on_rank(member, placement, rank) for member in at.members)
         try:
             return pair(*sorted(members, key=lambda member: member.op != FORWARD))
         except InstructionError as error:
-            raise ExchangeError(f"row {rank + 1}: {_cell(at)}: {error}") from error
+            raise FileFormatError(f"row {rank + 1}: {_cell(at)}: {error}") from error
     if not 0 <= at.stage < placement.num_stages or placement.homes[at.stage][0] != rank:
-        raise ExchangeError(f"row {rank + 1}: {_cell(at)}: stage {at.stage} is not on rank {rank}")
+        raise FileFormatError(f"row {rank + 1}: {_cell(at)}: stage {at.stage} is not on rank {rank}")
     return instruction(at.op, placement.homes[at.stage][1], at.mb)

@@ -71,7 +71,7 @@ def collected_inputs(op: str, stage: int, layer: OutputLayer) -> tuple[Result, .
     """What an operation needs that collectives bring, where the output layer is split over all ranks."""
     if not layer.barriers:
         return ()
-    found: tuple[Result, ...] = load("output_layer_rows").collected_inputs(op, stage, layer)
+    found: tuple[Result, ...] = load("output_instructions").collected_inputs(op, stage, layer)
     return found
 
 

@@ -33,19 +33,19 @@ class FeatureOp(NamedTuple):
 
 
 FEATURE_OPS = {
-    "S": FeatureOp("output_layer_rows", PASS),
-    "T": FeatureOp("output_layer_rows", PASS),
-    "BROADCAST": FeatureOp("output_layer_rows", COLLECTIVE),
-    "ALL_REDUCE": FeatureOp("output_layer_rows", COLLECTIVE),
-    "REDUCE": FeatureOp("output_layer_rows", COLLECTIVE),
-    "WAIT_BROADCAST": FeatureOp("output_layer_rows", COLLECTIVE_WAIT, "BROADCAST"),
-    "WAIT_ALL_REDUCE": FeatureOp("output_layer_rows", COLLECTIVE_WAIT, "ALL_REDUCE"),
-    "WAIT_REDUCE": FeatureOp("output_layer_rows", COLLECTIVE_WAIT, "REDUCE"),
-    "OFFLOAD": FeatureOp("offload_rows", TO_HOST),
-    "FREE_OFFLOAD": FeatureOp("offload_rows", COPY_WAIT, "OFFLOAD"),
-    "LOAD": FeatureOp("offload_rows", FROM_HOST),
-    "WAIT_LOAD": FeatureOp("offload_rows", COPY_WAIT, "LOAD"),
-    "DROP": FeatureOp("skip_tensors_rows", RELEASE),
+    "S": FeatureOp("output_instructions", PASS),
+    "T": FeatureOp("output_instructions", PASS),
+    "BROADCAST": FeatureOp("output_instructions", COLLECTIVE),
+    "ALL_REDUCE": FeatureOp("output_instructions", COLLECTIVE),
+    "REDUCE": FeatureOp("output_instructions", COLLECTIVE),
+    "WAIT_BROADCAST": FeatureOp("output_instructions", COLLECTIVE_WAIT, "BROADCAST"),
+    "WAIT_ALL_REDUCE": FeatureOp("output_instructions", COLLECTIVE_WAIT, "ALL_REDUCE"),
+    "WAIT_REDUCE": FeatureOp("output_instructions", COLLECTIVE_WAIT, "REDUCE"),
+    "OFFLOAD": FeatureOp("offload_instructions", TO_HOST),
+    "FREE_OFFLOAD": FeatureOp("offload_instructions", COPY_WAIT, "OFFLOAD"),
+    "LOAD": FeatureOp("offload_instructions", FROM_HOST),
+    "WAIT_LOAD": FeatureOp("offload_instructions", COPY_WAIT, "LOAD"),
+    "DROP": FeatureOp("skip_instructions", RELEASE),
 }
 """Every instruction of a feature."""
 

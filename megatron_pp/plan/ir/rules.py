@@ -79,7 +79,7 @@ def needs_at(op: str, needs: int, stage: int, placement: Placement) -> int:
     last = placement.num_stages - 1
     needs &= ~(F_HERE if stage == 0 else 0) & ~(B_HERE if stage == last else 0)
     if placement.barriers and stage == last:
-        needs = load("output_layer_rows").needs_at_root(op, needs, placement.barriers)
+        needs = load("output_instructions").needs_at_root(op, needs, placement.barriers)
     return needs
 
 
@@ -97,7 +97,7 @@ def facts_at_end(placement: Placement, stage: int, forward_only: bool) -> int:
         if not forward_only:
             facts |= B_HERE | (B_POSTED if remote else 0)
     if stage in placement.output_stages:
-        facts |= load("output_layer_rows").facts_at_end(placement, forward_only)
+        facts |= load("output_instructions").facts_at_end(placement, forward_only)
     return facts if forward_only else facts | B_RAN
 
 

@@ -14,7 +14,7 @@ from megatron_pp.plan.ir.certificate import Certificate
 from megatron_pp.plan.ir.instruction import COPIES_TO_HOST, NONE, PAIR, Instruction, format_program, without_pairs
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.repeated import Line, Repeated
-from megatron_pp.plan.ir.tasks import Key, Task
+from megatron_pp.plan.ir.tasks import Cell, Task
 from megatron_pp.plan.names import unknown
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ class Plan:
     remark: str = ""
     proof: Certificate | None = field(default=None, repr=False, compare=False)
     _tasks: dict[int, tuple[Task, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _offloaded: dict[int, frozenset[Key]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _offloaded: dict[int, frozenset[Cell]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def certificate(self) -> Certificate | None:
@@ -216,7 +216,7 @@ class Plan:
         """Whether any rank does."""
         return any(at.op in COPIES_TO_HOST for program in self.programs for at in program)
 
-    def offloaded(self, rank: int) -> frozenset[Key]:
+    def offloaded(self, rank: int) -> frozenset[Cell]:
         """The forwards that ``rank`` offloads; made once."""
         if rank not in self._offloaded:
             self._offloaded[rank] = frozenset(task.key for task in self.tasks(rank) if task.op in COPIES_TO_HOST)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import Instruction, later
 
-Key = tuple[int, int, int]  # (stage, microbatch, slice)
-Part = int | tuple[int, int]  # a microbatch, or (microbatch, slice) where sequences are in slices
+Cell = tuple[int, int, int]  # (stage, microbatch, slice)
+MbSlice = int | tuple[int, int]  # a microbatch, or (microbatch, slice) where sequences are in slices
 MessageKey = tuple[str, int, int, int, str]  # (SEND or RECV, stage, microbatch, slice, tensor)
 
 
@@ -19,8 +19,8 @@ class Task:
     """
 
     __slots__ = (
-        *("_at", "_instruction", "_later", "chunk", "key", "mb", "members", "message", "op", "part", "peer", "slice"),
-        *("stage", "tensor"),
+        *("_at", "_instruction", "_later", "chunk", "key", "mb", "mb_slice", "members", "message", "op", "peer"),
+        *("slice", "stage", "tensor"),
     )
 
     def __init__(self, at: Instruction, microbatches: int = 0) -> None:
@@ -37,8 +37,8 @@ class Task:
         self.chunk = chunk
         self.slice = part
         self.tensor = tensor
-        self.part: Part = mb if part == ins.NONE else (mb, part)
-        self.key: Key = (stage, mb, part)
+        self.mb_slice: MbSlice = mb if part == ins.NONE else (mb, part)
+        self.key: Cell = (stage, mb, part)
         self.message: MessageKey = (ins.POST_OF.get(op, op), stage, mb, part, tensor)
         self.members = tuple([Task(one, microbatches) for one in members]) if members else ()
 

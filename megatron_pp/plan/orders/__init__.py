@@ -96,8 +96,8 @@ def choices() -> str:
 def find_family(schedule: str) -> Family:
     """The registered family of this name, or that of the file at this path.
 
-    Raises PlanError for a name that is neither and for a file whose plan cannot run, ExchangeError (one too) for a file
-    that holds none.
+    Raises PlanError for a name that is neither and for a file whose plan cannot run, FileFormatError (one too) for
+    a file that holds none.
     """
     if isinstance(schedule, str):
         if schedule in SCHEDULES:

@@ -91,7 +91,7 @@ class TimedQueues(QueueMachine):
     def _collective(self, ends: Gathering, now: float) -> Transfer:
         """A collective: a transfer of no link, from the root or to it, that is under way as soon as all are there."""
         op, mb, placement = ends[0].at.op, ends[0].at.mb, self.placement
-        moved = load("output_layer_rows").moved_by(op, placement.barriers)
+        moved = load("output_instructions").moved_by(op, placement.barriers)
         taken = self.network.collective_time(moved, placement.pipeline_size)
         posted = sorted(end.entry.posted for end in ends)
         root = placement.output_root

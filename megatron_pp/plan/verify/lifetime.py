@@ -118,7 +118,7 @@ class Walk:
         # What each chunk runs in the order of microbatches: its name in words, and why.
         self.in_order = {ins.FORWARD: ("forward", "the data iterator gives them in order")}
         if plan.placement.barriers and rank == plan.placement.output_root:
-            self.in_order |= rows_of("output_layer_rows").in_order
+            self.in_order |= rows_of("output_instructions").in_order
         self.checked = ins.HAND_OPS | self.in_order.keys()
         self.then: dict[int, tuple[frozenset[str], int]] = {}  # by fact: what needs other facts where it is true
         self.next = dict.fromkeys(product(self.in_order, range(spec.num_chunks)), (0, spec.shape.parts[0]))

@@ -52,18 +52,18 @@ class Entry:
 
     def state(self, since: int) -> Any:
         """What it is and what it still waits for, microbatches counted from ``since``."""
-        return self.rank, later(self.at, -since), [(end.part, end.done) for end in self.ends]
+        return self.rank, later(self.at, -since), [(end.content, end.done) for end in self.ends]
 
 
 class End:
-    """One end of one message; ``part`` is DATA or SHAPE."""
+    """One end of one message; ``content`` is DATA or SHAPE."""
 
-    __slots__ = ("at", "direction", "done", "entry", "is_send", "message", "part")
+    __slots__ = ("at", "content", "direction", "done", "entry", "is_send", "message")
 
-    def __init__(self, at: Instruction, direction: Direction, part: str, entry: Entry) -> None:
+    def __init__(self, at: Instruction, direction: Direction, content: str, entry: Entry) -> None:
         self.at = at
         self.direction = direction
-        self.part = part
+        self.content = content
         self.message = message_of(at)
         self.entry = entry
         self.is_send = at.op in ins.SEND_OPS
@@ -107,7 +107,7 @@ class QueueMachine:
         self._open_sends: dict[Direction, deque[End]] = {}
         self._open_receives: dict[Direction, deque[End]] = {}
 
-    def post(self, rank: int, at: Instruction, part: str = DATA, now: float = 0.0) -> Entry:
+    def post(self, rank: int, at: Instruction, content: str = DATA, now: float = 0.0) -> Entry:
         """Post a send, a receive or a BATCH. Raises PlanError where it has no other end."""
         grouped = bool(at.members)
         posts = at.members or (at,)
@@ -117,7 +117,7 @@ class QueueMachine:
             directions.append(direction)
         in_order = self.ordered or at.op in ins.COLLECTIVE_POSTS
         entry = Entry(rank, at, queue if in_order else deque(), now)
-        entry.ends = [End(one, way, part, entry) for one, way in zip(posts, directions, strict=True)]
+        entry.ends = [End(one, way, content, entry) for one, way in zip(posts, directions, strict=True)]
         entry.left = len(directions)
         entry.queue.append(entry)
         if len(entry.queue) == 1:
@@ -141,7 +141,7 @@ class QueueMachine:
         """All that stands in queues or waits for its partner, in order; microbatches counted from ``since``."""
         queues = {key: [entry.state(since) for entry in queue] for key, queue in self.queues.items() if queue}
         waiting = [
-            {way: [(later(end.at, -since), end.part) for end in ends] for way, ends in by_direction.items() if ends}
+            {way: [(later(end.at, -since), end.content) for end in ends] for way, ends in by_direction.items() if ends}
             for by_direction in (self._open_sends, self._open_receives)
         ]
         return queues, waiting, {rank: later(end.at, -since) for rank, end in sorted(self.gathered.items())}
@@ -167,7 +167,7 @@ class QueueMachine:
             return
         partner = partners.popleft()
         send, receive = (end, partner) if end.is_send else (partner, end)
-        if (send.message, send.part) != (receive.message, receive.part):
+        if (send.message, send.content) != (receive.message, receive.content):
             source, target, _ = send.direction
             raise PlanError(
                 f"rank {target}: {receive.at} ({receive.at.name}) would receive what rank {source} sends with "

@@ -79,7 +79,10 @@ class _Run:
         ]
         blocked = {rank: entry.state(since) for rank, entry in self.blocked.items()}
         posted = [
-            {(op, of[0], of[1] - since, *of[2:], part): entry.state(since) for (op, of, part), entry in known.items()}
+            {
+                (op, of[0], of[1] - since, *of[2:], content): entry.state(since)
+                for (op, of, content), entry in known.items()
+            }
             for known in self.posted
         ]
         unfinished = [[entry.state(since) for entry in entries if not entry.is_done] for entries in self.open]
@@ -162,14 +165,14 @@ class _Run:
         self.open[rank] = [entry for entry in self.open[rank] if not entry.is_done]
         return next(iter(self.open[rank]), None)
 
-    def _once(self, rank: int, at: Instruction, part: str) -> Entry:
+    def _once(self, rank: int, at: Instruction, content: str) -> Entry:
         """The entry of ``at``, posted now unless it was before the rank had to wait."""
         posted, first = self.posted[rank], at.members[0] if at.members else at
-        entry = posted.get((first.op, first[1:], part))
+        entry = posted.get((first.op, first[1:], content))
         if entry is None or entry.at is not at:
-            entry = self.machine.post(rank, at, part)
+            entry = self.machine.post(rank, at, content)
             for one in at.members or (at,):
-                posted[(one.op, one[1:], part)] = entry
+                posted[(one.op, one[1:], content)] = entry
             if self.machine.met:
                 self._settle()
             if self.device_sync:

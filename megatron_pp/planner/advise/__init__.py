@@ -5,5 +5,5 @@
 from Megatron's arguments
 ``layout.py`` layers per stage; ``fit.py`` what is recomputed so that a rank keeps to its memory
 ``candidates.py`` what is tried; ``evaluate.py`` its step and memory, verified and simulated
-``search.py`` the search; ``answer.py`` its answer; ``flags.py`` the flags that ask for it
+``pipeline_search.py`` the search; ``answer.py`` its answer; ``flags.py`` the flags that ask for it
 """

@@ -16,8 +16,8 @@ from megatron_pp.planner.advise.flags import (
 )
 from megatron_pp.planner.advise.microbatch_order import MicrobatchOrder
 from megatron_pp.planner.advise.model import PART, STEPS
+from megatron_pp.planner.advise.pipeline_search import Findings
 from megatron_pp.planner.advise.question import Question
-from megatron_pp.planner.advise.search import Findings
 
 _CAUSES = ("waits for late peers", "waits for messages in flight", "waits behind other messages")
 _SMALL = 0.002  # a difference of shares that is not worth a word

@@ -31,7 +31,7 @@ def best_order(question: Question, outcome: Outcome, seconds: float) -> Microbat
     """The best order found in so many seconds for the outcome's plan; None where all microbatches cost the same.
 
     By length both ways, the short ones at both ends (they fill and drain the pipeline quickly) or in the middle, then
-    exchanges of two. The order that was given is returned where none is faster by the simulator.
+    swaps of two. The order that was given is returned where none is faster by the simulator.
     """
     given = question.microbatch_costs
     if outcome.spec is None or outcome.fit is None or len(given) != outcome.candidate.num_microbatches:
@@ -74,7 +74,7 @@ class _Problem:
         return simulate(self.plan, self._of(order), network, self.plan.spec.device).makespan
 
     def improved(self, order: tuple[int, ...], until: float) -> tuple[int, ...]:
-        """After exchanges of two and moves of one that do not lengthen the estimate."""
+        """After swaps of two and moves of one that do not lengthen the estimate."""
         chance, best = random.Random(0), self.estimate(order)
         for _ in range(_TRIALS):
             if time.monotonic() > until:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from examples.gpt.curves import Chart, Curve, render_charts
-from megatron_pp.draw.facts import legend_keys
+from megatron_pp.draw.facts import legend_entries
 from megatron_pp.draw.html import render_html
 from megatron_pp.draw.palette import OPERATIONS, block_colour
 from megatron_pp.tracing.report import write_timeline
@@ -143,7 +143,7 @@ def test_a_page_of_three_schedules_can_be_read(browser, screenshots, tmp_path, w
 def test_the_legend_has_every_colour_of_the_picture(browser, tmp_path):
     timelines = compared("1f1b", "zb_v", p=4, m=8, network=NETWORK)
     keys = dict(opened(browser, tmp_path, timelines).execute_script(KEYS))
-    assert [*keys] == [key.label for key in legend_keys(timelines)]
+    assert [*keys] == [key.label for key in legend_entries(timelines)]
     shown = {colour for colours in keys.values() for colour in colours}
     for timeline in timelines:
         for op in timeline.ops:

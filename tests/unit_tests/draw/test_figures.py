@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from megatron_pp import draw
-from megatron_pp.draw.facts import legend_keys, summary
+from megatron_pp.draw.facts import legend_entries, summary
 from megatron_pp.draw.figures import text_width
 from megatron_pp.draw.palette import DARK, LIGHT, OPERATIONS, block_colour, block_name
 from megatron_pp.errors import PlanError
@@ -62,7 +62,7 @@ def test_every_schedule_has_all_its_blocks_and_labels(schedule):
     timeline = timeline_of(schedule, 2, 6)
     svg = draw.svg([timeline])
     colours = {block_colour(op, c, timeline.num_chunks) for op in timeline.ops for c in range(timeline.num_chunks)}
-    keys = sum(len(key.colours) for key in legend_keys([timeline]))
+    keys = sum(len(key.colours) for key in legend_entries([timeline]))
     assert sum(len(boxes(svg, colour)) for colour in colours) == num_blocks(timeline) + keys
     labels = [name for name, _ in labels_of(svg)]
     events = [e.instruction for lane in timeline.lanes for e in lane.compute]
@@ -73,7 +73,7 @@ def test_every_schedule_has_all_its_blocks_and_labels(schedule):
 def test_three_schedules_at_8_ranks_and_16_microbatches_are_labelled_inside_their_blocks():
     timelines = compared("1f1b", "zb_h1", "zb_v")
     svg = draw.svg(timelines)
-    colours = {c for key in legend_keys(timelines) for c in key.colours}
+    colours = {c for key in legend_entries(timelines) for c in key.colours}
     blocks = [box for colour in colours for box in boxes(svg, colour)]
     labels = labels_of(svg)
     assert len(labels) == num_blocks(*timelines) == 8 * 16 * (2 + 3 + 6)
@@ -109,7 +109,7 @@ def test_heading_and_legend_say_what_is_drawn():
     written = [text for text, *_ in texts(draw.svg(timelines))]
     assert {"1f1b P=4 V=1 M=8", "zb_v P=4 V=2 M=8"} <= set(written)
     assert written[0] == "a microbatch on a rank takes F 1 to 2, B 2, I 2, W 2 ms; transfers take 0.25 ms"
-    assert {key.label for key in legend_keys(timelines)} <= set(written)
+    assert {key.label for key in legend_entries(timelines)} <= set(written)
     for timeline in timelines:
         assert ",  ".join(summary(timeline)) in written
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_pp.errors import InstructionError, PlanError
-from megatron_pp.features.offload.rows import FREE_OFFLOAD, LOAD, OFFLOAD, WAIT_LOAD
+from megatron_pp.features.offload.offload_instructions import FREE_OFFLOAD, LOAD, OFFLOAD, WAIT_LOAD
 from megatron_pp.plan.builder import build_plan, lowered_plan, verified_plan
 from megatron_pp.plan.costs.activations import activations_timeline, host_timeline
 from megatron_pp.plan.costs.measured import Measured

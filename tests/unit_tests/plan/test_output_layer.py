@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_pp.errors import PlanError
-from megatron_pp.features.output_layer.rows import REDUCE, WAIT_REDUCE
+from megatron_pp.features.output_layer.output_instructions import REDUCE, WAIT_REDUCE
 from megatron_pp.plan.builder import build_plan, lowered_plan, verified_plan
 from megatron_pp.plan.costs.stage_costs import Link, Network, StageCosts
 from megatron_pp.plan.io.serialize import format_plan, parse_plan

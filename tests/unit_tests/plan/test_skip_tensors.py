@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pp.errors import ExchangeError, InstructionError, PlanError
+from megatron_pp.errors import FileFormatError, InstructionError, PlanError
 from megatron_pp.features.skip_tensors.routes import (
     ALL,
     SkipTensor,
@@ -274,9 +274,9 @@ def test_a_plan_is_read_as_it_was_written():
     ):
         content = json.loads(text)
         content["spec"]["skip_tensors"] = [wrong]
-        with pytest.raises(ExchangeError, match="skip_tensors hold"):
+        with pytest.raises(FileFormatError, match="skip_tensors hold"):
             parse_plan(json.dumps(content))
-    with pytest.raises(ExchangeError, match="no named tensors"):
+    with pytest.raises(FileFormatError, match="no named tensors"):
         format_plan(plan, "torch-csv-comms")
 
 

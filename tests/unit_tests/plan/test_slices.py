@@ -9,7 +9,7 @@ from itertools import product
 
 import pytest
 
-from megatron_pp.errors import ExchangeError, PlanError
+from megatron_pp.errors import FileFormatError, PlanError
 from megatron_pp.features.slices.key_values import key_values_timeline
 from megatron_pp.plan.builder import build_plan, lowered_plan
 from megatron_pp.plan.costs.slice_costs import attention_share, slice_lengths, slice_shares
@@ -181,7 +181,7 @@ def test_what_has_no_slices_refuses_them():
         build_plan(PlanSpec("1f1b", 2, 1, 2, slices=2))
     with pytest.raises(PlanError, match="number of slices is 0"):
         PlanSpec("seq_1f1b", 2, 1, 2, slices=0)
-    with pytest.raises(ExchangeError, match="no slices"):
+    with pytest.raises(FileFormatError, match="no slices"):
         format_plan(build_plan(PlanSpec("seq_1f1b", 2, 1, 2, slices=2)), "torch-csv")
 
 

@@ -17,7 +17,7 @@ from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.verify.verifier import verify
 from megatron_pp.planner.bound import lower_bound
 from megatron_pp.planner.exact import optimum
-from megatron_pp.planner.search import peak_memory
+from megatron_pp.planner.plan_search import peak_memory
 from tests.unit_tests.planner.test_bound import TIGHT
 
 

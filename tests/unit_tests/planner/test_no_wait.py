@@ -10,7 +10,7 @@ from megatron_pp.plan.orders.list_scheduler import Problem
 from megatron_pp.planner.bound import lower_bound
 from megatron_pp.planner.improve import improved
 from megatron_pp.planner.no_wait import no_wait
-from megatron_pp.planner.search import peak_memory
+from megatron_pp.planner.plan_search import peak_memory
 
 
 def test_they_run_as_planned_and_within_the_memory():

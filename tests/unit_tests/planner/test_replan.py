@@ -19,8 +19,8 @@ from megatron_pp.plan.orders.list_scheduler import Problem, Rules, schedule
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.verify.verifier import verify
 from megatron_pp.planner.improve import improved
+from megatron_pp.planner.plan_search import peak_memory, slots_of
 from megatron_pp.planner.replan import Proposal, _sums, proposed, why_not
-from megatron_pp.planner.search import peak_memory, slots_of
 
 NARROW = Network(activation_bytes=1.0, link=Link(bandwidth=10.0), links={(0, 1): Link(bandwidth=0.5)}, gloo=True)
 

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.features.offload import host_copies as copies
 from megatron_pp.features.offload import offload_runner as offload
-from megatron_pp.features.offload.rows import LOAD, OFFLOAD
+from megatron_pp.features.offload.offload_instructions import LOAD, OFFLOAD
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs.activations import activations_timeline, host_timeline
 from megatron_pp.plan.ir.instruction import Instruction

@@ -21,9 +21,9 @@ from megatron_pp import TransformerConfig
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ConfigError, PipelineMismatchError, ScheduleInputError
 from megatron_pp.features.pairs.pair_runner import in_turn
-from megatron_pp.features.replanning import replan_exchange, replanning
+from megatron_pp.features.replanning import replan_thread, replanning
 from megatron_pp.features.replanning.proposing import Answer, Recorded, searched
-from megatron_pp.features.replanning.replan_exchange import Change, Exchange
+from megatron_pp.features.replanning.replan_thread import Change, ReplanThread
 from megatron_pp.features.replanning.replanning import Replanning, in_steps
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.runtime.step import StepCall
@@ -56,7 +56,7 @@ def train(
 
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(replan_exchange, "_POLL", 0.01)
+    monkeypatch.setattr(replan_thread, "_POLL", 0.01)
     yield
     gc.collect()
     replanning._REPLANNINGS.items()  # closes the exchanges of this test's models, which would search in the next one
@@ -64,7 +64,7 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def searches(monkeypatch: pytest.MonkeyPatch) -> Callable[[Search], None]:
-    return lambda search: monkeypatch.setattr(replan_exchange, "searched", search)
+    return lambda search: monkeypatch.setattr(replan_thread, "searched", search)
 
 
 def assert_same(one: ToyResult, other: ToyResult) -> None:
@@ -232,14 +232,14 @@ def test_a_plan_that_one_rank_cannot_read_is_run_by_none(
     searches: Callable[[Search], None], said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     searches(to("gpipe"))
-    make = Exchange._made
+    make = ReplanThread._made
 
-    def made(self: Exchange, answer: Answer) -> list[Change]:
+    def made(self: ReplanThread, answer: Answer) -> list[Change]:
         if self.rank:
             raise MemoryError("no room for tasks")
         return make(self, answer)
 
-    monkeypatch.setattr(Exchange, "_made", made)
+    monkeypatch.setattr(ReplanThread, "_made", made)
     train(pipeline_replan="every:1")
     assert said("MemoryError: no room for tasks")
     assert not said("from training step")
@@ -249,14 +249,14 @@ def test_ranks_that_change_to_different_plans_are_told_apart(
     searches: Callable[[Search], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     searches(to("gpipe"))
-    make = Exchange._made
+    make = ReplanThread._made
 
-    def made(self: Exchange, answer: Answer) -> list[Change]:
+    def made(self: ReplanThread, answer: Answer) -> list[Change]:
         (change,) = make(self, answer)
         other = build_plan(replace(change.plan.spec, schedule="eager_1f1b"))
         return [change._replace(plan=other) if self.rank else change]
 
-    monkeypatch.setattr(Exchange, "_made", made)
+    monkeypatch.setattr(ReplanThread, "_made", made)
     with pytest.raises(PipelineMismatchError, match="schedule: rank 0 has gpipe, rank 1 has eager_1f1b"):
         train(pipeline_replan="every:1")
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_pp.config.settings import StepSettings
-from megatron_pp.errors import ExchangeError, ScheduleInputError
+from megatron_pp.errors import FileFormatError, ScheduleInputError
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.instruction import COMPUTE_OPS
@@ -287,17 +287,17 @@ def rank_file(folder, rank):
 
 def test_a_missing_rank_is_named(recorded):
     rank_file(recorded, 1).unlink()
-    with pytest.raises(ExchangeError, match=r"the trace of rank 1 is missing \(trace-.*-rank00001.jsonl\)"):
+    with pytest.raises(FileFormatError, match=r"the trace of rank 1 is missing \(trace-.*-rank00001.jsonl\)"):
         load_run(recorded)
 
 
 def test_traces_of_different_runs_are_not_mixed(recorded):
     train(2, 1, str(recorded), trace_steps="1")
-    with pytest.raises(ExchangeError, match=r"traces of 2 runs: .*, .*; choose one with --run"):
+    with pytest.raises(FileFormatError, match=r"traces of 2 runs: .*, .*; choose one with --run"):
         load_run(recorded)
     runs = sorted({p.name.split("-")[1] for p in recorded.glob("*.jsonl")})
     assert [load_run(recorded, run).steps for run in runs] == [(1, 2, 3), (1,)]
-    with pytest.raises(ExchangeError, match="there is no run 'x'"):
+    with pytest.raises(FileFormatError, match="there is no run 'x'"):
         load_run(recorded, "x")
 
 
@@ -306,7 +306,7 @@ def test_a_file_of_another_run_under_this_ones_name_is_found(recorded):
     text = path.read_text()
     run = path.name.split("-")[1]
     path.write_text(text.replace(run, "0ther", 1))
-    with pytest.raises(ExchangeError, match=f"{path.name}: this is a trace of run 0ther, under another one's name"):
+    with pytest.raises(FileFormatError, match=f"{path.name}: this is a trace of run 0ther, under another one's name"):
         load_run(recorded)
 
 
@@ -344,19 +344,19 @@ def test_a_line_that_a_killed_run_left_is_ignored(recorded):
 def test_bad_files_are_refused_with_their_line(recorded, damage, message):
     path = rank_file(recorded, 0)
     path.write_text(damage(path.read_text()))
-    with pytest.raises(ExchangeError, match=f"{path.name}.*{message}"):
+    with pytest.raises(FileFormatError, match=f"{path.name}.*{message}"):
         load_run(recorded)
 
 
 def test_ranks_that_ran_different_plans_are_found(recorded):
     path = rank_file(recorded, 1)
     path.write_text(path.read_text().replace('"num_microbatches":4', '"num_microbatches":8'))
-    with pytest.raises(ExchangeError, match="rank 1 ran another plan than rank 0"):
+    with pytest.raises(FileFormatError, match="rank 1 ran another plan than rank 0"):
         load_run(recorded).plan(1)
 
 
 def test_a_step_that_was_not_recorded_is_refused(recorded):
-    with pytest.raises(ExchangeError, match="step 7 was not recorded by all ranks; recorded steps: 1, 2, 3"):
+    with pytest.raises(FileFormatError, match="step 7 was not recorded by all ranks; recorded steps: 1, 2, 3"):
         analyse(load_run(recorded), 7)
 
 

@@ -24,7 +24,14 @@ from examples.gpt.metrics import Recorder, read_metrics
 from examples.gpt.settings import Settings, parse
 from megatron_pp.config.conversions import read_flag
 from megatron_pp.config.layout_text import layers_per_stage
-from megatron_pp.errors import ConfigError, ExchangeError, InstructionError, LayoutError, PlanError, ScheduleInputError
+from megatron_pp.errors import (
+    ConfigError,
+    FileFormatError,
+    InstructionError,
+    LayoutError,
+    PlanError,
+    ScheduleInputError,
+)
 from megatron_pp.faults.records import Entry, Failure, Process, Progress, RecordError, decode, encode
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs.measured import Measured, measured_values
@@ -190,7 +197,7 @@ def test_the_trace_that_is_mutated_is_read(tmp_path: Path) -> None:
 @given(data=st.data())
 def test_a_damaged_trace(data: st.DataObject, tmp_path: Path) -> None:
     _write_run(tmp_path, data.draw(mutated_text(TRACES[0])), TRACES[1])
-    _only(ExchangeError, lambda: _read_run(tmp_path))
+    _only(FileFormatError, lambda: _read_run(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["time", "ahead", "step", "plan", "base"])
@@ -198,7 +205,7 @@ def test_a_trace_with_a_number_of_more_than_64_bits(name: str, tmp_path: Path) -
     lines = [json.loads(line) for line in TRACES[0].splitlines()]
     next(line for line in lines if name in line)[name] = 10**400
     _write_run(tmp_path, "".join(json.dumps(line) + "\n" for line in lines), TRACES[1])
-    with pytest.raises(ExchangeError):
+    with pytest.raises(FileFormatError):
         _read_run(tmp_path)
 
 
@@ -208,7 +215,7 @@ def test_a_trace_with_strange_values(line: int, data: st.DataObject, tmp_path: P
     lines = TRACES[0].splitlines()
     lines[line] = data.draw(mutated_json(json.loads(lines[line])))
     _write_run(tmp_path, "\n".join(lines) + "\n", TRACES[1])
-    _only(ExchangeError, lambda: _read_run(tmp_path))
+    _only(FileFormatError, lambda: _read_run(tmp_path))
 
 
 # -- configuration ---

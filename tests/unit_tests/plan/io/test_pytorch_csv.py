@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 
-from megatron_pp.errors import ExchangeError, PlanError
+from megatron_pp.errors import FileFormatError, PlanError
 from megatron_pp.plan.io.serialize import format_plan, load_plan, parse_plan
 from megatron_pp.plan.ir.instruction import (
     POST_OPS,
@@ -105,7 +105,7 @@ def torch_text(schedule="interleaved_1f1b"):
     ],
 )
 def test_pytorch_files_that_hold_no_plan_are_refused_in_one_line(damage, message):
-    with pytest.raises(ExchangeError, match=message) as caught:
+    with pytest.raises(FileFormatError, match=message) as caught:
         parse_plan(damage(torch_text()))
     assert "\n" not in str(caught.value)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_pp.config.model_config import ModelParallelConfig, TransformerConfig
-from megatron_pp.errors import ExchangeError, PlanError, ScheduleError, ScheduleInputError
+from megatron_pp.errors import FileFormatError, PlanError, ScheduleError, ScheduleInputError
 from megatron_pp.faults.attach import describe_step
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs.measured import Measured
@@ -87,7 +87,7 @@ def test_files_that_are_not_there_or_no_plan_are_refused_by_the_config(tmp_path:
         path = str(tmp_path / name)
         with pytest.raises(ScheduleError, match=f"pipeline_schedule: {path}.*{sentence}"):
             ModelParallelConfig(pipeline_schedule=path)
-        with pytest.raises(ExchangeError, match=path):
+        with pytest.raises(FileFormatError, match=path):
             run_in_threads(2, 1, ToyData(2), pipeline_schedule=path)
     with pytest.raises(PlanError, match=r"'zigzag' is not known; it is one of .*, or a \.csv or \.json file"):
         find_family("zigzag")

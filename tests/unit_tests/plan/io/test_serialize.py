@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pp.errors import ExchangeError, PlanError
+from megatron_pp.errors import FileFormatError, PlanError
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs import files
 from megatron_pp.plan.costs.files import write_whole
@@ -173,7 +173,7 @@ GROUP = {"stage": None, "chunk": None, "mb": None}
     ],
 )
 def test_bad_instructions_are_refused_in_one_line(node, message):
-    with pytest.raises(ExchangeError, match=f"programs, rank 0: .*{message}") as caught:
+    with pytest.raises(FileFormatError, match=f"programs, rank 0: .*{message}") as caught:
         parse_plan(with_node(node))
     assert "\n" not in str(caught.value)
 
@@ -255,10 +255,10 @@ def test_bad_measured_values_are_refused():
 def test_unknown_and_missing_fields_are_named():
     content = json.loads(format_plan(small_plan(), "json"))
     content["spec"]["colour"] = "red"
-    with pytest.raises(ExchangeError, match="the spec has no field 'colour'"):
+    with pytest.raises(FileFormatError, match="the spec has no field 'colour'"):
         parse_plan(json.dumps(content))
     del content["spec"]["colour"], content["spec"]["num_chunks"]
-    with pytest.raises(ExchangeError, match="the spec lacks num_chunks"):
+    with pytest.raises(FileFormatError, match="the spec lacks num_chunks"):
         parse_plan(json.dumps(content))
 
 
@@ -277,21 +277,21 @@ def test_no_damage_brings_anything_but_a_plan_error(form, data):
 
 def test_a_file_that_does_not_end_is_refused(monkeypatch):
     monkeypatch.setattr(files, "_LARGEST_TEXT", 1000)
-    with pytest.raises(ExchangeError, match="/dev/zero: longer than 1,000 characters"):
+    with pytest.raises(FileFormatError, match="/dev/zero: longer than 1,000 characters"):
         load_plan("/dev/zero")
 
 
 def test_files_that_are_no_text_or_not_there(tmp_path):
     binary = tmp_path / "plan.csv"
     binary.write_bytes(b"\xff\xfe\x00F")
-    with pytest.raises(ExchangeError, match="not a text file in UTF-8"):
+    with pytest.raises(FileFormatError, match="not a text file in UTF-8"):
         load_plan(binary)
-    with pytest.raises(ExchangeError, match=r"can ?not be read"):
+    with pytest.raises(FileFormatError, match=r"can ?not be read"):
         load_plan(tmp_path / "nothing.csv")
 
 
 def test_a_refused_format_writes_nothing(tmp_path):
-    with pytest.raises(ExchangeError, match="not as 'pickle'"):
+    with pytest.raises(FileFormatError, match="not as 'pickle'"):
         save_plan(small_plan(), tmp_path / "plan.pickle")
     assert os.listdir(tmp_path) == []
 
@@ -304,7 +304,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(ExchangeError, match=r"can ?not be written"):
+    with pytest.raises(FileFormatError, match=r"can ?not be written"):
         write_whole(target, "new")
     assert target.read_text() == "old"
     assert os.listdir(tmp_path) == ["out.csv"]

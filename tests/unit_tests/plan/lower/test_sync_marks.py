@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_pp.errors import PlanError
-from megatron_pp.features.output_layer.rows import OUTPUT_T
+from megatron_pp.features.output_layer.output_instructions import OUTPUT_T
 from megatron_pp.plan.builder import build_plan, with_whole_backwards
 from megatron_pp.plan.io.serialize import format_plan, parse_plan
 from megatron_pp.plan.ir.instruction import (

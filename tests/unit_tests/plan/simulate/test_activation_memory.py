@@ -23,7 +23,7 @@ from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.simulate.memory import FULL, ModelShape
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.verify.verifier import verify
-from megatron_pp.planner.search import peak_memory
+from megatron_pp.planner.plan_search import peak_memory
 from megatron_pp.runtime.communicators import lone_communicator
 from megatron_pp.runtime.compute import ModelSteps, StepOptions
 from megatron_pp.runtime.executor import PlanExecutor, Shapes

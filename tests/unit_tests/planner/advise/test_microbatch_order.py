@@ -15,8 +15,8 @@ from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.simulate.steady import steady_step
 from megatron_pp.planner.advise.microbatch_order import best_order
 from megatron_pp.planner.advise.model import PART, Model, layer
+from megatron_pp.planner.advise.pipeline_search import search
 from megatron_pp.planner.advise.question import Question
-from megatron_pp.planner.advise.search import search
 from megatron_pp.planner.bound import lower_bound
 
 COSTS = (2.0, 0.25, 1.75, 0.5, 0.5, 1.0)

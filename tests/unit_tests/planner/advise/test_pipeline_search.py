@@ -14,14 +14,14 @@ from megatron_pp.plan.costs.activations import kept_timeline
 from megatron_pp.plan.costs.stage_costs import Link, Network, StageCosts
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.verify.verifier import verify
-from megatron_pp.planner.advise import search as search_module
+from megatron_pp.planner.advise import pipeline_search as search_module
 from megatron_pp.planner.advise.answer import alternatives, as_json, in_one_line, sentences, throughput, why_not
 from megatron_pp.planner.advise.candidates import candidates, estimate
 from megatron_pp.planner.advise.evaluate import evaluate
 from megatron_pp.planner.advise.flags import layout_of, megatron_flags, our_flags
 from megatron_pp.planner.advise.model import DECODER, EMBEDDING, LOSS, PART, Layer, Model, layer
+from megatron_pp.planner.advise.pipeline_search import Findings, search
 from megatron_pp.planner.advise.question import Question
-from megatron_pp.planner.advise.search import Findings, search
 
 FLUID = Model((layer(PART, 4.0, 4.0, 4.0, 8.0),))
 NAMED = ("1f1b", "zb_h1", "zb_h2", "zb_v", "v_min", "interleaved_1f1b", "interleaved_zb")

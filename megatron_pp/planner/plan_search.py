@@ -1,7 +1,7 @@
 """The automatic scheduler: the best verified plan it finds for measured times and a memory limit (arXiv 2401.10241,
 section 3.1).
 
-Every named family that fits is a candidate, and each, whether it fits or not, is the start of more: its order of
+Every named family that fits is looked at, and each, whether it fits or not, is the start of more: its order of
 forwards and backwards becomes the pattern of the greedy scheduler, which puts it on the measured clock under the memory
 limit, by many rules; the best results become patterns in turn. So does one microbatch at a time, which may fit where
 nothing else does. Local search (``improve.py``) goes on from the best, down to the lower bound (``bound.py``). The
@@ -46,7 +46,7 @@ _PILOT = 6  # a step of more than 6 P microbatches is searched at 6 P first: the
 
 
 @dataclass(frozen=True)
-class Candidate:
+class FoundPlan:
     """One plan that was looked at. ``peaks`` is memory per rank, in the unit of the measured activations."""
 
     name: str
@@ -59,8 +59,8 @@ class Candidate:
 class SearchResult:
     """``best``, and the named families for comparison: all of them, with whether they keep to the limit."""
 
-    best: Candidate
-    named: tuple[tuple[Candidate, bool], ...]
+    best: FoundPlan
+    named: tuple[tuple[FoundPlan, bool], ...]
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def search(
     of those that are ``allowed``.
 
     Without ``spec.measured`` F = B = W = 1, transfers are free, and the limit is 1F1B's memory. Raises PlanError where
-    nothing keeps to the memory limit, with the least that any candidate needs. A search of more than 5 s is announced,
+    nothing keeps to the memory limit, with the least that any plan needs. A search of more than 5 s is announced,
     once.
     """
     placement = Placement(placement_kind, spec.pipeline_size, spec.num_chunks)
@@ -119,7 +119,7 @@ class _Patience:
         self._until = time.monotonic() + _PATIENCE
 
     def look(self) -> None:
-        """Called between candidates."""
+        """Called between plans."""
         spec, announce = self._spec, self._announce
         if announce is not None and time.monotonic() > self._until:
             self._announce = None
@@ -145,7 +145,7 @@ class _Search:
 
     def run(self, allowed: Callable[[Plan], bool] | None) -> SearchResult:
         orders = self._named_orders()
-        named = [self._candidate(name, order) for name, order in orders.items()]
+        named = [self._simulated(name, order) for name, order in orders.items()]
         found = [c for c in named if self._fits(c.peaks)]
         offloaded = [c for c in self._offloaded(orders) if self._fits(c.peaks)]
         least = self._least_makespan(named)
@@ -154,13 +154,13 @@ class _Search:
             single = self._try([("one microbatch at a time", naive_orders(self.shape))], _Pool(least))
             grown = [*self._grow(orders, least), *single, *self._without_waits()]
             grown.sort(key=lambda trial: trial.result.makespan)
-            for candidate in self._fitting(chain(grown, self._improved(grown, least))):
-                found.append(candidate)
-                if candidate.makespan <= least * (1 + ROUNDING) and self._may_run(candidate.plan, allowed):
+            for one in self._fitting(chain(grown, self._improved(grown, least))):
+                found.append(one)
+                if one.makespan <= least * (1 + ROUNDING) and self._may_run(one.plan, allowed):
                     break
-        for candidate in sorted([*found, *offloaded], key=lambda c: c.makespan):  # of equals, the named one comes first
-            if self._may_run(candidate.plan, allowed):
-                return SearchResult(candidate, tuple((c, self._fits(c.peaks)) for c in named))
+        for one in sorted([*found, *offloaded], key=lambda c: c.makespan):  # of equals, the named one comes first
+            if self._may_run(one.plan, allowed):
+                return SearchResult(one, tuple((c, self._fits(c.peaks)) for c in named))
         raise PlanError(self._why_none(named))
 
     def _without_waits(self) -> Iterator[_Trial]:
@@ -174,16 +174,16 @@ class _Search:
     def _may_run(plan: Plan, allowed: Callable[[Plan], bool] | None) -> bool:
         return (allowed is None or allowed(plan)) and is_accepted(plan)
 
-    def _fitting(self, trials: Iterable[_Trial]) -> Iterator[Candidate]:
+    def _fitting(self, trials: Iterable[_Trial]) -> Iterator[FoundPlan]:
         """Candidates; without those that exceed the limit after all, as a backward may need more than it frees."""
         return (c for trial in trials for c in self._lowered(trial) if self._fits(c.peaks))
 
-    def _lowered(self, trial: _Trial) -> Iterator[Candidate]:
+    def _lowered(self, trial: _Trial) -> Iterator[FoundPlan]:
         """Where messages hold the order up, also with receives and releases a slot apart from where they are due: the
         lowering's clock knows nothing of unequal times.
         """
         name, spec = f"{self.spec.schedule} from {trial.seed}", self.spec
-        first = self._candidate(name, trial.result.orders)
+        first = self._simulated(name, trial.result.orders)
         yield first
         if spec.policy == OVERLAP and first.makespan > trial.result.makespan * (1 + ROUNDING):
             apart = replace(spec, release_after=spec.release_after + 1, lookahead=spec.lookahead + 1)
@@ -204,7 +204,7 @@ class _Search:
         families = [family for family in self.families if family.name in named]
         return named | {f"{family.name} in groups of {size}": family.orders(shape) for family in families}
 
-    def _least_makespan(self, named: Sequence[Candidate]) -> float:
+    def _least_makespan(self, named: Sequence[FoundPlan]) -> float:
         """No plan is shorter. Raises PlanError where not even one microbatch fits."""
         try:
             network, count = self.measured.network(), self.spec.num_microbatches
@@ -225,17 +225,17 @@ class _Search:
             for result in improved(self.problem, trial.result, least, effort, max(_FINALISTS, _SIMULATED // size)):
                 yield replace(trial, result=result)
 
-    def _candidate(self, name: str, orders: Sequence[Order]) -> Candidate:
+    def _simulated(self, name: str, orders: Sequence[Order]) -> FoundPlan:
         self.patience.look()
         return self._judged(name, lowered(self.spec, self.placement, orders), orders)
 
-    def _judged(self, name: str, plan: Plan, lines: Sequence[Sequence[Instruction]]) -> Candidate:
+    def _judged(self, name: str, plan: Plan, lines: Sequence[Sequence[Instruction]]) -> FoundPlan:
         """``lines``: what each rank runs of ``plan``, all that keeps memory or gives it back at least."""
         makespan = simulate(plan, self.costs, self.measured.network()).makespan
         peaks = tuple(peak_memory(line, self.placement.stages[r], self.memory) for r, line in enumerate(lines))
-        return Candidate(name, plan, makespan, peaks)
+        return FoundPlan(name, plan, makespan, peaks)
 
-    def _offloaded(self, orders: dict[str, list[Order]]) -> Iterator[Candidate]:
+    def _offloaded(self, orders: dict[str, list[Order]]) -> Iterator[FoundPlan]:
         """The named orders with chunks offloaded, where it was measured how long copies take: with as many slots as
         hide the longest one behind operations of mean length.
         """
@@ -309,7 +309,7 @@ class _Search:
         patient = [replace(rule, patience=patience) for rule in base for patience in (0.5, 1.0)]
         return [*base, Rules(split=False), Rules(split=False, ahead=2.0), *patient]
 
-    def _why_none(self, named: Sequence[Candidate]) -> str:
+    def _why_none(self, named: Sequence[FoundPlan]) -> str:
         over = {
             c.name: max((p - m, r) for r, (p, m) in enumerate(zip(c.peaks, self.memory.limits, strict=True)))
             for c in named

@@ -22,7 +22,7 @@ from megatron_pp.plan.orders.v import pattern_slots, v_half_offsets
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.verify.verifier import verify
 from megatron_pp.planner.bound import lower_bound
-from megatron_pp.planner.search import SearchResult, peak_memory
+from megatron_pp.planner.plan_search import SearchResult, peak_memory
 from megatron_pp.schedules import StepCall
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import ThreadGroup
@@ -204,7 +204,7 @@ def test_a_long_search_is_announced_once(monkeypatch: pytest.MonkeyPatch) -> Non
     spec, said = PlanSpec("auto", 2, 1, 14), list[str]()  # more than 6 P microbatches: one search within another
     lowered_plan(spec, said.append)
     assert said == []
-    monkeypatch.setattr("megatron_pp.planner.search._PATIENCE", -1.0)
+    monkeypatch.setattr("megatron_pp.planner.plan_search._PATIENCE", -1.0)
     lowered_plan(spec, said.append)
     assert len(said) == 1
     assert "schedule auto: the search for the best order of P=2, V=1, M=14 takes more than" in said[0]

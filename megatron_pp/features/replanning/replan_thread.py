@@ -71,7 +71,7 @@ class Change(NamedTuple):
     sentence: str
 
 
-class Exchange:
+class ReplanThread:
     """Of one rank of a job of ``world`` ranks. ``rank``: in the job; number 0 leads. ``mine``: in its pipeline.
     ``forget_gone`` is called again and again: it closes exchanges whose model is gone, this one among them."""
 
@@ -201,8 +201,8 @@ class Exchange:
 class _Leader:
     """What the job's first rank does besides. ``window``: the last one that it has reported."""
 
-    def __init__(self, exchange: Exchange) -> None:
-        self.exchange = exchange
+    def __init__(self, thread: ReplanThread) -> None:
+        self.thread = thread
         self.window = 0
         self._searched = 0  # the last window that was given to a search
         self._published = 0
@@ -230,7 +230,7 @@ class _Leader:
             self._process.kill()
 
     def _begin(self, store: Any) -> None:
-        key, window, ranks = self.exchange.key, self.window, range(self.exchange.world)
+        key, window, ranks = self.thread.key, self.window, range(self.thread.world)
         if store.add(key("reports", window), 0) < len(ranks):
             return
         self._searched = window
@@ -251,8 +251,8 @@ class _Leader:
         try:
             self._answer = searched(recorded, self._note)
         except Exception as error:
-            if not self.exchange._closed:
-                self.exchange.say_once(f"pipeline_replan: no plan was searched, and the present one stays: {error}")
+            if not self.thread._closed:
+                self.thread.say_once(f"pipeline_replan: no plan was searched, and the present one stays: {error}")
             self._answer = Answer([], [])
         self._process = None
 
@@ -266,12 +266,12 @@ class _Leader:
             logger.info("pipeline_replan: the plan stays%s: %s", of, why)
         if answer.proposals:
             self._published += 1
-            store.set(self.exchange.key("answer", self._published), answer_text(answer))
+            store.set(self.thread.key("answer", self._published), answer_text(answer))
 
     def _decide(self, store: Any, boundary: int) -> None:
-        key, ready = self.exchange.key, self._holds
+        key, ready = self.thread.key, self._holds
         for number in range(self._holds + 1, self._published + 1):
-            if store.add(key("ready", number), 0) == self.exchange.world:
+            if store.add(key("ready", number), 0) == self.thread.world:
                 ready = number
         self._holds, self._decided = ready, boundary
         store.set(key("decision", boundary), str(ready))
