@@ -214,7 +214,7 @@ def _drop_hooks(model: nn.Module) -> None:
 FAULTS: dict[str, tuple[str, Any, str, Callable[..., Any]]] = {
     "a gradient overwrites main_grad": ("main_grad", store, "add_silently", _overwrite),
     "a gradient overwrites .grad": ("grad", store, "add_silently", _overwrite),
-    ".grad is not taken aside": ("main_grad", transformer_engine, "_exchange", _keep_grads),
+    ".grad is not taken aside": ("main_grad", transformer_engine, "_swap", _keep_grads),
     "nobody fires the hooks of a norm": ("fused, hooks", store, "hooked_names", lambda layer: list(layer._parameters)),
 }
 
