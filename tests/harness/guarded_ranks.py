@@ -8,10 +8,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from megatron_pp.faults.records import Entry, FaultStore
-from megatron_pp.p2p_communication import P2PCommunicator
-from megatron_pp.testing.pipeline import run_rank
 from megatron_pp.testing.toy import ToyData
-from tests.harness.step_runs import on_ranks
+from tests.harness.step_runs import Rank, pipeline
 
 
 class Call(NamedTuple):
@@ -33,21 +31,19 @@ def run_programs(
     programs: Sequence[Iterable[Call]], fields_of: Callable[[int], dict[str, Any]] = lambda rank: {}
 ) -> list[Outcome]:
     """Each rank makes the calls of its program; ``fields_of(rank)`` are fields of its config."""
-    size = len(programs)
 
-    def rank_main(rank: int, config: Any, communicator: P2PCommunicator) -> Outcome:
+    def run_program(rank: Rank) -> Outcome:
         finished = 0
-        for call in programs[rank]:
-            config.step_number = call.number
-            data = ToyData(call.microbatches)
+        for call in programs[rank.rank]:
+            rank.config.step_number = call.number
             try:
-                run_rank(rank, size, 1, data, config, communicator, forward_only=call.forward_only)
+                rank.step(rank.model(), data=ToyData(call.microbatches), forward_only=call.forward_only)
             except Exception as error:
                 return Outcome(finished, error)
             finished += 1
         return Outcome(finished, None)
 
-    return on_ranks(size, rank_main, guarded=True, fields_of=fields_of)
+    return pipeline(len(programs), 1, 0, run_program, guarded=True, fields_of=fields_of)
 
 
 def published_entries(monkeypatch: pytest.MonkeyPatch) -> list[Entry]:

@@ -11,7 +11,8 @@ import torch
 
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.testing.memory_transport import MemoryNetwork
-from megatron_pp.testing.threads import ThreadGroup, run_ranks
+from megatron_pp.testing.threads import ThreadGroup
+from tests.harness.step_runs import Rank, pipeline
 
 SHAPE = (3, 2, 4)
 # How messages travel: each of these must give the same results.
@@ -38,15 +39,13 @@ def config_of(**fields: Any) -> SimpleNamespace:
 
 def on_ranks(size: int, body: Callable[[P2PCommunicator], Any], **fields: Any) -> list[Any]:
     """What ``body(communicator)`` returns on each of ``size`` ranks; nothing may be left on its way."""
-    network = MemoryNetwork(size, fields.get("p2p_channels", "one_way") == "one_way")
 
-    def rank_main(rank: int) -> Any:
-        communicator = P2PCommunicator(ThreadGroup(rank, size), config_of(**fields), network.transport(rank))
-        result = body(communicator)
-        assert not communicator.pending
+    def run(rank: Rank) -> Any:
+        result = body(rank.communicator)
+        assert not rank.communicator.pending
         return result
 
-    return run_ranks(size, rank_main, network.abort, timeout=20.0)
+    return pipeline(size, 1, 0, run, timeout=20.0, **{"p2p_timeout": 10.0, **fields})
 
 
 def filled(value: float, shape: tuple[int, ...] = SHAPE) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import pytest
@@ -10,12 +11,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_pp.p2p_communication import P2PCommunicator
+from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.runtime.stage import PipelineStage
 from megatron_pp.schedules import forward_backward_no_pipelining
 from megatron_pp.testing.memory_transport import MemoryNetwork
-from megatron_pp.testing.pipeline import toy_step
+from megatron_pp.testing.pipeline import placement_of, toy_step
 from megatron_pp.testing.threads import ThreadGroup, run_ranks
-from megatron_pp.testing.toy import ToyBlock, ToyData, ToyResult, gradients_of, toy_config
+from megatron_pp.testing.toy import ToyBlock, ToyData, ToyResult, gradients_of, toy_chunks, toy_config
 
 DATA = ToyData(4)
 T = TypeVar("T")
@@ -23,26 +25,61 @@ POLICIES = [{"overlap_p2p_comm": True}, {"batch_p2p_comm": True}, {}]
 every_policy = pytest.mark.parametrize("policy", POLICIES, ids=["overlap", "batched", "plain"])
 
 
-def on_ranks(
+@dataclass(frozen=True)
+class Rank:
+    """One rank of ``pipeline``, with its config and its communicator."""
+
+    rank: int
+    config: Any
+    communicator: P2PCommunicator
+    num_chunks: int
+    data: ToyData
+
+    @property
+    def placement(self) -> Placement:
+        return placement_of(self.config, self.communicator.size, self.num_chunks)
+
+    def model(self, block: Callable[[int], torch.nn.Module] = ToyBlock) -> list[PipelineStage]:
+        """Its chunks; ``block`` is called with the number of each stage."""
+        return toy_chunks(self.placement, self.rank, self.config, block)
+
+    def step(self, model: Sequence[Any], **more: Any) -> list[Any]:
+        """Its reports. ``more``: arguments of ``toy_step``, and of the schedule."""
+        return toy_step(model, **{"data": self.data, "communicator": self.communicator, **more})
+
+    def result(self, model: Sequence[Any], reports: Sequence[Any]) -> ToyResult:
+        stages = dict(zip(self.placement.stages[self.rank], model, strict=True))
+        return ToyResult([float(report["loss"]) for report in reports], gradients_of(stages))
+
+
+def pipeline(
     size: int,
-    body: Callable[[int, Any, P2PCommunicator], T],
+    num_chunks: int,
+    microbatches: int,
+    body: Callable[[Rank], T],
     *,
+    data: ToyData | None = None,
+    network: MemoryNetwork | None = None,
     guarded: bool = False,
     timeout: float = 60.0,
     fields_of: Callable[[int], dict[str, Any]] = lambda rank: {},
     **fields: Any,
 ) -> list[T]:
-    """What ``body(rank, config, communicator)`` returns on each rank; ``fields`` are the config's, on all ranks, and
+    """What ``body`` returns on each rank, which is a thread; ``fields`` are the config's, on all ranks, and
     ``fields_of(rank)`` on one. Raises the first exception of any rank. ``guarded``: under a fault guard.
     """
     one_way = fields.get("p2p_channels", "one_way") == "one_way"
-    network = MemoryNetwork(size, one_way, store=dist.HashStore() if guarded else None)
+    net = network or MemoryNetwork(size, one_way, store=dist.HashStore() if guarded else None)
+    fields = {"virtual_pipeline_model_parallel_size": num_chunks if num_chunks > 1 else None, **fields}
+    data = data or ToyData(microbatches, variable=fields.get("variable_seq_lengths", False))
 
     def rank_main(rank: int) -> T:
         config = toy_config(**fields, **fields_of(rank))
-        return body(rank, config, P2PCommunicator(ThreadGroup(rank, size), config, network.transport(rank)))
+        communicator = P2PCommunicator(ThreadGroup(rank, size), config, net.transport(rank))
+        with net.running(rank):
+            return body(Rank(rank, config, communicator, num_chunks, data))
 
-    return run_ranks(size, rank_main, network.abort, timeout)
+    return run_ranks(size, rank_main, net.abort, timeout)
 
 
 def loss_of(target: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
@@ -86,12 +123,10 @@ def in_pipeline(
     """Reports of every rank, and the blocks of all stages in order. ``more``: further arguments of the schedule."""
     blocks = [block(stage) for stage in range(size * chunks)]
 
-    def rank_main(rank: int, config: Any, communicator: P2PCommunicator) -> list[Any]:
-        model = [wrap(PipelineStage(blocks[c * size + rank], config, c)) for c in range(chunks)]
-        return toy_step(model, data, communicator, forward_step_func=step, **(more or {}))
+    def step_of(rank: Rank) -> list[Any]:
+        return rank.step(list(map(wrap, rank.model(blocks.__getitem__))), forward_step_func=step, **(more or {}))
 
-    chunked = chunks if chunks > 1 else None
-    return on_ranks(size, rank_main, virtual_pipeline_model_parallel_size=chunked, **fields), blocks
+    return pipeline(size, chunks, data.num_microbatches, step_of, data=data, **fields), blocks
 
 
 def result_of(reports: list[list[Any]], blocks: list[torch.nn.Module]) -> ToyResult:

@@ -9,21 +9,15 @@ import pytest
 import torch
 
 from megatron_pp.errors import P2PShapeError, WireMismatchError
-from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.instruction import RECV_F, SEND_F
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.runtime import step
 from megatron_pp.testing.pipeline import run_in_threads
-from megatron_pp.testing.toy import ToyBlock, ToyData, reference_run
+from megatron_pp.testing.toy import ToyData, reference_run
+from tests.harness.blocks import of_stage
 from tests.harness.plan_text import edited, index_of
-from tests.harness.step_runs import on_ranks
-
-POLICIES = {
-    "overlap": {"overlap_p2p_comm": True},
-    "batched": {"batch_p2p_comm": True},
-    "plain": {},
-}
+from tests.harness.step_runs import Rank, every_policy, pipeline
 
 
 def _swapped_on_rank_0(spec: PlanSpec, announce: object = None) -> Plan:
@@ -63,34 +57,24 @@ def test_without_the_check_it_trains_on_the_wrong_microbatch() -> None:
     assert result.difference(reference_run(2, data, forward_only=True)) > 0.0
 
 
-class _WideBlock(ToyBlock):
-    """Stage 0 gives one row too many."""
-
-    def __init__(self, stage: int) -> None:
-        super().__init__(stage)
-        self.stage = stage
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = super().forward(x)
-        return torch.cat([y, y[:1]]) if self.stage == 0 else y
-
-
 @pytest.mark.parametrize("debug", [False, True])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_wrong_output_shape_is_refused_before_it_is_sent(debug: bool, policy: str) -> None:
+@every_policy
+def test_a_wrong_output_shape_is_refused_before_it_is_sent(debug: bool, policy: dict[str, Any]) -> None:
+    """Stage 0 gives one row too many."""
+    wide = of_stage(lambda stage, x, block: block(x) if stage else torch.cat([block(x), x[:1]]))
     with pytest.raises(P2PShapeError, match=r"chunk 0 for microbatch 0 has shape \[4, 2, 4\].*expects \[3, 2, 4\]"):
-        run_in_threads(2, 1, ToyData(2), block=_WideBlock, p2p_debug=debug, **POLICIES[policy])
+        run_in_threads(2, 1, ToyData(2), block=wide, p2p_debug=debug, **policy)
 
 
 def exchanged(sent: torch.Tensor, fields_of: Any = lambda rank: {}, **fields: Any) -> Any:
     """What rank 1 receives, as [3, 2], of what rank 0 sends."""
 
-    def body(rank: int, config: Any, communicator: P2PCommunicator) -> Any:
-        if rank == 0:
-            return communicator.send_forward(sent, False)
-        return communicator.recv_forward((3, 2), False)
+    def exchange(rank: Rank) -> Any:
+        if rank.rank == 0:
+            return rank.communicator.send_forward(sent, False)
+        return rank.communicator.recv_forward((3, 2), False)
 
-    return on_ranks(2, body, fields_of=fields_of, p2p_debug=True, **fields)[1]
+    return pipeline(2, 1, 0, exchange, fields_of=fields_of, p2p_debug=True, **fields)[1]
 
 
 @pytest.mark.parametrize("batched", [False, True])

@@ -10,11 +10,9 @@ import torch
 from examples.gpt.gpt import EMBEDDING, OUTPUT, CausalSelfAttention, GPTStage, RotaryEmbedding, build_gpt_chunks
 from examples.gpt.optimizer import sum_tied_gradients
 from examples.gpt.trainer import forward_step
-from megatron_pp import P2PCommunicator
 from megatron_pp.config.model_config import TransformerConfig
-from megatron_pp.testing.pipeline import toy_step
 from megatron_pp.testing.toy import ToyData
-from tests.harness.step_runs import on_ranks
+from tests.harness.step_runs import Rank, pipeline
 
 VOCAB, SEQ, BATCH, LAYERS = 29, 12, 3, 5
 
@@ -219,13 +217,13 @@ def test_a_split_output_layer_has_the_losses_and_gradients_of_the_whole_one(sche
     config = make_config(pipeline_dtype=torch.float64, pipeline_schedule=schedule)
     untied = {"share_embeddings_and_output_weights": False}
     ranks = [make_stages(cut, config, output_split=(rank, 3), **untied)[rank].double() for rank in range(3)]
-    data = ToyData(microbatches, SEQ, BATCH)
 
-    def rank_main(rank: int, _: Any, communicator: P2PCommunicator) -> list[Any]:
+    def step(rank: Rank) -> list[Any]:
         batches = ((number, *make_batch(number)) for number in range(microbatches))
-        return toy_step([ranks[rank]], data, communicator, forward_step_func=forward_step, iterators=[batches])
+        return rank.step([ranks[rank.rank]], forward_step_func=forward_step, iterators=[batches])
 
-    reports = on_ranks(3, rank_main, **vars(config))[-1]
+    data = ToyData(microbatches, SEQ, BATCH)
+    reports = pipeline(3, 1, microbatches, step, data=data, **vars(config))[-1]
     (whole,) = (stage.double() for stage in make_stages(WHOLE, config, **untied))
     for number, report in enumerate(reports):
         loss = whole(*make_batch(number)).mean()

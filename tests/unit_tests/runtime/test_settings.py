@@ -25,10 +25,9 @@ from megatron_pp.schedules import (
     get_forward_backward_func,
 )
 from megatron_pp.testing.memory_transport import MemoryNetwork, MemoryTransport
-from megatron_pp.testing.pipeline import toy_step
 from megatron_pp.testing.threads import ThreadGroup
 from megatron_pp.testing.toy import ToyBlock, ToyData, toy_config, toy_forward_step
-from tests.harness.step_runs import on_ranks
+from tests.harness.step_runs import Rank, pipeline
 
 DATA = ToyData(4)
 
@@ -368,19 +367,15 @@ def test_tensor_shapes(decoder: int | None, sequence_parallel: bool, cp: int, ex
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("short_rank", [0, 1])
 def test_a_data_iterator_that_ends_early_is_named_and_stops_all_ranks(short_rank: int, chunks: int) -> None:
-    raised: dict[int, BaseException] = {}
+    def raised_by(rank: Rank) -> BaseException:
+        data, model = ToyData(2 if rank.rank == short_rank else 4), rank.model()
+        with pytest.raises((ScheduleInputError, P2PError)) as caught:
+            rank.step(model, iterators=[data.iterator() for _ in model])
+        network.abort("a rank has failed")
+        return caught.value
 
-    def rank_main(rank: int, config: Any, communicator: P2PCommunicator) -> None:
-        data = ToyData(2 if rank == short_rank else 4)
-        model = [PipelineStage(ToyBlock(c), config, c) for c in range(chunks)]
-        try:
-            toy_step(model, DATA, communicator, iterators=[data.iterator() for _ in model])
-        except BaseException as error:
-            raised[rank] = error
-            raise
-
-    with pytest.raises((ScheduleInputError, P2PError)):
-        on_ranks(2, rank_main, timeout=20.0, virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None)
+    network = MemoryNetwork(2)
+    raised = pipeline(2, chunks, 4, raised_by, network=network, timeout=20.0)
     assert isinstance(raised[short_rank], ScheduleInputError)
     assert str(raised[short_rank]) == (
         "the data iterator of chunk 0 ended at microbatch 2; a step of 4 microbatches needs that many items"

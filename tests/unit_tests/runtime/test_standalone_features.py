@@ -2,110 +2,22 @@
 
 from __future__ import annotations
 
-import threading
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from examples.gpt.gpt import EMBEDDING, OUTPUT, GPTStage, build_gpt_chunks
-from examples.gpt.optimizer import sum_tied_gradients
-from megatron_pp.config.model_config import TransformerConfig
-from megatron_pp.errors import ScheduleInputError
-from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import PlanSpec
-from megatron_pp.runtime.stage import PipelineStage
-from megatron_pp.testing.pipeline import toy_step
 from megatron_pp.testing.threads import ThreadGroup
-from megatron_pp.testing.toy import HIDDEN, ToyBlock, ToyData, ToyResult, gradients_of
+from megatron_pp.testing.toy import HIDDEN, ToyData
 from megatron_pp.tracing.observers import ranges_if_profiling
-from tests.harness.step_runs import on_ranks
+from tests.harness.blocks import of_stage
+from tests.harness.step_runs import Rank, forward_with, in_pipeline, pipeline
 
 MICROBATCHES = 4
 DATA = ToyData(MICROBATCHES)
-
-
-def step(communicator: P2PCommunicator, model: Any, seq_length: int = DATA.seq_length, **changed: Any) -> list[Any]:
-    """One call of the schedule for `model`: a stage, or a list of chunks."""
-    chunks = model if isinstance(model, list) else [model]
-    changed = {"iterators": [DATA.iterator() for _ in chunks], **changed}
-    return toy_step(chunks, replace(DATA, seq_length=seq_length), communicator, **changed)
-
-
-# -- dict outputs ---------------------------------------------------------------------------
-
-
-class TwoStreams(torch.nn.Module):
-    """A stage of two streams: `hidden` [s, b, h] and `gate` [s, b, 1], each computed from both."""
-
-    def __init__(self, stage: int, last: bool) -> None:
-        super().__init__()
-        self.block = ToyBlock(stage)
-        self.gate = torch.nn.Linear(HIDDEN, 1)
-        with torch.no_grad():
-            self.gate.weight.fill_(0.1 * (stage + 1))
-            self.gate.bias.zero_()
-        self.last = last
-
-    def forward(self, given: Any) -> Any:
-        if not isinstance(given, dict):
-            given = {"hidden": given, "gate": torch.ones(*given.shape[:2], 1)}
-        hidden = self.block(given["hidden"]) * given["gate"]
-        gate = torch.sigmoid(self.gate(hidden)) + given["gate"]
-        return hidden * gate if self.last else {"gate": gate, "hidden": hidden}
-
-
-def two_stream_shapes(receive: list[Any], send: list[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What adjust_tensor_shapes_fn returns for stages that give each other dicts; with varying shapes all are None."""
-
-    def named(shape: Any) -> dict[str, Any]:
-        return {"hidden": shape, "gate": None if shape is None else (*shape[:2], 1)}
-
-    return named(receive[0]), named(send[0])
-
-
-def two_streams_in_one_process(size: int) -> ToyResult:
-    stages = [TwoStreams(stage, stage == size - 1) for stage in range(size)]
-    result = ToyResult()
-    for x, target in DATA.iterator():
-        for stage in stages:
-            x = stage(x)
-        loss = (x - target).pow(2).mean()
-        result.losses.append(float(loss.detach()))
-        (loss / MICROBATCHES).backward()
-    result.grads = gradients_of(dict(enumerate(stages)))
-    return result
-
-
-@pytest.mark.parametrize("variable", [False, True])
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("overlap", [False, True])
-def test_stages_may_give_each_other_dicts(size: int, overlap: bool, variable: bool) -> None:
-    def rank_main(rank: int, config: Any, communicator: P2PCommunicator) -> ToyResult:
-        stage = PipelineStage(TwoStreams(rank, rank == size - 1), config)
-        reports = step(communicator, stage, adjust_tensor_shapes_fn=two_stream_shapes)
-        return ToyResult([float(r["loss"]) for r in reports], gradients_of({rank: stage}))
-
-    results = on_ranks(size, rank_main, overlap_p2p_comm=overlap, variable_seq_lengths=variable)
-    expected = two_streams_in_one_process(size)
-    assert results[-1].losses == expected.losses
-    for result in results:
-        for name, grad in result.grads.items():
-            assert torch.equal(grad, expected.grads[name]), name
-    assert sum(len(result.grads) for result in results) == len(expected.grads)
-
-
-def test_a_dict_with_other_names_is_refused() -> None:
-    def rank_main(rank: int, config: Any, communicator: P2PCommunicator) -> None:
-        stage = PipelineStage(TwoStreams(rank, rank == 1), config)
-        step(communicator, stage, adjust_tensor_shapes_fn=lambda receive, send: ({"a": receive[0]}, {"a": send[0]}))
-
-    with pytest.raises(ScheduleInputError, match=r"gave gate, hidden; adjust_tensor_shapes_fn says .* a dict of a"):
-        on_ranks(2, rank_main)
-
 
 # -- shapes between stages ---------------------------------------------------------------------------
 
@@ -117,139 +29,45 @@ def test_a_dict_with_other_names_is_refused() -> None:
 @pytest.mark.parametrize("from_config", [False, True])
 def test_shapes_between_stages(tp: int, cp: int, sequence_parallel: bool, length: int, from_config: bool) -> None:
     """A receive has the share of the sequence that this rank holds, by the process groups given or by the config."""
-    seen: dict[int, Any] = {}
+    seen: list[Any] = []
 
-    class Looks(ToyBlock):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen[threading_rank()] = tuple(x.shape)
-            return super().forward(x)
+    def look(stage: int, x: torch.Tensor, block: Any) -> torch.Tensor:
+        seen.append((stage, tuple(x.shape)))
+        return block(x)
 
     def forward_step(iterator: Any, model: Any) -> Any:
         x = torch.ones(length, DATA.micro_batch_size, HIDDEN)
         return model(x), lambda out: (out.mean(), {"loss": out.detach().mean()})
 
-    def rank_main(rank: int, config: Any, communicator: P2PCommunicator) -> None:
-        groups = SimpleNamespace(pp=communicator.pp_group)
-        if from_config:
-            config.tensor_model_parallel_size, config.context_parallel_size = tp, cp
-        else:
-            groups.tp, groups.cp = ThreadGroup(0, tp), ThreadGroup(0, cp)
-        stage = PipelineStage(Looks(rank), config)
-        step(communicator, stage, forward_step_func=forward_step, seq_length=24, pg_collection=groups)
-
-    on_ranks(2, rank_main, sequence_parallel=sequence_parallel)
-    assert seen == {0: (length, DATA.micro_batch_size, HIDDEN), 1: (length, DATA.micro_batch_size, HIDDEN)}
+    fields: dict[str, Any] = {"sequence_parallel": sequence_parallel}
+    groups = {"tp": ThreadGroup(0, tp), "cp": ThreadGroup(0, cp)}
+    if from_config:
+        fields |= {"tensor_model_parallel_size": tp, "context_parallel_size": cp}
+    more = {} if from_config else {"pg_collection": SimpleNamespace(pp=ThreadGroup(0, 2), **groups)}
+    in_pipeline(2, forward_step, block=of_stage(look), data=ToyData(4, seq_length=24), more=more, **fields)
+    assert set(seen) == {(stage, (length, DATA.micro_batch_size, HIDDEN)) for stage in range(2)}
 
 
-def threading_rank() -> int:
-    """The rank whose thread this is."""
-    return int(threading.current_thread().name.removeprefix("rank "))
+class Halves(ToyData):
+    """What one of two context-parallel ranks has of each sequence."""
+
+    def microbatch(self, mb: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x, target = super().microbatch(mb)
+        return x[: self.seq_length // 2], target[: self.seq_length // 2]
 
 
 def test_context_parallel_size_scales_a_mean_loss_and_not_a_sum() -> None:
-    def losses(three: bool) -> list[torch.Tensor]:
-        def forward_step(iterator: Any, model: Any) -> Any:
-            x, _ = next(iterator)
+    def gradient(of_sums: bool) -> torch.Tensor:
+        def loss_func(loss: torch.Tensor) -> Any:
+            return (loss, torch.tensor(5), {}) if of_sums else (loss, {})
 
-            def loss_func(out: torch.Tensor) -> Any:
-                report = {"loss": out.detach().sum()}
-                return (out.sum(), torch.tensor(5), report) if three else (out.sum(), report)
-
-            return model(x), loss_func
-
-        def rank_main(rank: int, config: Any, communicator: P2PCommunicator) -> torch.Tensor:
-            stage = PipelineStage(ToyBlock(rank), config)
-            groups = SimpleNamespace(pp=communicator.pp_group, cp=ThreadGroup(0, 2), tp=ThreadGroup(0, 1))
-            step(
-                communicator,
-                stage,
-                forward_step_func=forward_step,
-                seq_length=2 * DATA.seq_length,
-                pg_collection=groups,
-            )
-            return stage.inner.linear.weight.grad
-
-        return on_ranks(2, rank_main)
-
-    means, sums = losses(three=False), losses(three=True)
-    torch.testing.assert_close(means[0], sums[0] * 2 * 5)  # 2: context-parallel size; 5: tokens
-
-
-# -- uneven layouts and tied embeddings ---------------------------------------------------------------------------
-
-
-VOCAB = 29
-
-
-def gpt_config() -> TransformerConfig:
-    """5 layers over 2 ranks of 2 chunks each: one, two, one and one."""
-    return TransformerConfig(
-        num_layers=5,
-        hidden_size=16,
-        num_attention_heads=2,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        pipeline_model_parallel_size=2,
-        virtual_pipeline_model_parallel_size=2,
-        pipeline_model_parallel_layout="Et|tt|t|tL",
-        pipeline_dtype=torch.float32,
-        overlap_p2p_comm=True,
-        p2p_timeout=30.0,
-    )
-
-
-def gpt_batches() -> list[torch.Tensor]:
-    """Token numbers, int64 [b, s + 1], of every microbatch."""
-    return [torch.randint(VOCAB, (2, 9), generator=torch.Generator().manual_seed(mb)) for mb in range(MICROBATCHES)]
-
-
-def gpt_forward_step(iterator: Any, model: Any) -> Any:
-    tokens = next(iterator)
-    return model(tokens[:, :-1], tokens[:, 1:]), lambda losses: (losses.mean(), {"loss": losses.detach().mean()})
-
-
-def gpt_stages(config: TransformerConfig, layers: list[list[int]], stages: list[int]) -> list[GPTStage]:
-    return build_gpt_chunks(
-        config, stages=stages, layers_of_stage=layers, vocab_size=VOCAB, max_sequence_length=8, seed=3
-    )
-
-
-def test_uneven_layouts_and_tied_embeddings_equal_one_process() -> None:
-    """The tied copies lie on both ranks; each schedule leaves them their own gradients, which are added once a step."""
-    config = gpt_config()
-    cut = config.layers_of_stages()
-    assert [len(layers) for layers in cut] == [1, 2, 1, 1]
-    whole = gpt_stages(config, [list(range(5))], [0])
-    losses = []
-    for tokens in gpt_batches():
-        whole[0].set_input_tensor([None])
-        loss = whole[0](tokens[:, :-1], tokens[:, 1:]).mean()
-        losses.append(float(loss.detach()))
-        (loss / MICROBATCHES).backward()
-    sum_tied_gradients(whole, None)
-
-    def rank_main(rank: int, _: Any, communicator: P2PCommunicator) -> tuple[list[float], list[GPTStage]]:
-        chunks = gpt_stages(gpt_config(), cut, [rank, 2 + rank])
-        data = [iter(gpt_batches()) for _ in chunks]
-        reports = step(
-            communicator,
-            chunks,
-            forward_step_func=gpt_forward_step,
-            iterators=data,
-            seq_length=8,
+        groups = SimpleNamespace(pp=ThreadGroup(0, 2), cp=ThreadGroup(0, 2), tp=ThreadGroup(0, 1))
+        _, blocks = in_pipeline(
+            2, forward_with(loss_func), data=Halves(4, seq_length=6), more={"pg_collection": groups}
         )
-        return [float(r["loss"]) for r in reports], chunks
+        return blocks[0].linear.weight.grad
 
-    (none, first), (reported, last) = on_ranks(2, rank_main, virtual_pipeline_model_parallel_size=2)
-    assert (none, reported) == ([], losses)
-    chunks = [*first, *last]
-    sum_tied_gradients(chunks, None)
-    expected = dict(whole[0].named_parameters())
-    seen = {name: parameter for chunk in chunks for name, parameter in chunk.named_parameters()}
-    assert seen.keys() == expected.keys()
-    for name, parameter in seen.items():
-        assert torch.equal(parameter.grad, expected[name].grad), name
-    assert torch.equal(seen[EMBEDDING].grad, seen[OUTPUT].grad)
+    torch.testing.assert_close(gradient(of_sums=False), gradient(of_sums=True) * 2 * 5)  # cp size, tokens
 
 
 # -- timers and profiler ranges ---------------------------------------------------------------------------
@@ -273,14 +91,15 @@ class Timers:
         self.lines.append(f"{self.name} stop")
 
 
-def test_megatrons_timers_run() -> None:
-    def rank_main(rank: int, config: Any, communicator: P2PCommunicator) -> list[str]:
-        config.timers = Timers()
-        config.barrier_with_L1_time = False
-        step(communicator, PipelineStage(ToyBlock(rank), config))
-        return config.timers.lines
+def profiled() -> Any:
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
 
-    for lines in on_ranks(2, rank_main):
+
+def test_megatrons_timers_run() -> None:
+    timers = [Timers(), Timers()]
+    fields: dict[str, Any] = {"fields_of": lambda rank: {"timers": timers[rank]}, "barrier_with_L1_time": False}
+    pipeline(2, 1, MICROBATCHES, lambda rank: rank.step(rank.model()), **fields)
+    for lines in (each.lines for each in timers):
         assert lines[0] == "forward-backward/1 start"
         assert lines[-1] == "forward-backward stop"
         assert lines.count("forward-compute/2 start") == lines.count("forward-compute stop") == MICROBATCHES
@@ -288,16 +107,14 @@ def test_megatrons_timers_run() -> None:
 
 
 def test_a_profile_names_every_instruction() -> None:
-    def rank_main(rank: int, config: Any, communicator: P2PCommunicator) -> list[str]:
-        stage = PipelineStage(ToyBlock(rank), config)
-        if rank == 0:  # a profiler watches the thread that started it
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-                step(communicator, stage)
-            return [event.name for event in sorted(profile.events(), key=lambda e: e.time_range.start)]
-        step(communicator, stage)
-        return []
+    def names_of(rank: Rank) -> list[str]:
+        if rank.rank == 1:
+            return rank.step(rank.model())
+        with profiled() as profile:  # a profiler watches the thread that started it
+            rank.step(rank.model())
+        return [event.name for event in sorted(profile.events(), key=lambda e: e.time_range.start)]
 
-    names = on_ranks(2, rank_main, batch_p2p_comm=True)[0]
+    names = pipeline(2, 1, MICROBATCHES, names_of, batch_p2p_comm=True)[0]
     program = [
         str(at) for at in build_plan(PlanSpec("1f1b", 2, 1, MICROBATCHES, group_size=2, policy="batched")).programs[0]
     ]
@@ -306,5 +123,5 @@ def test_a_profile_names_every_instruction() -> None:
 
 def test_without_a_profiler_nothing_is_recorded() -> None:
     assert ranges_if_profiling() is None
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+    with profiled():
         assert ranges_if_profiling() is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,26 +12,26 @@ import torch.utils.checkpoint
 
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.features.pairs.pair_runner import HalfCall
-from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import verified_plan
 from megatron_pp.plan.ir.instruction import PAIR, pair_up
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.runtime import log_once
 from megatron_pp.runtime.step import StepCall
-from megatron_pp.testing.pipeline import run_in_threads, run_rank, toy_step
+from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import (
     TOY_SCHEDULES,
-    ToyBlock,
     ToyData,
-    gradients_of,
+    ToyResult,
+    merged,
     reference_run,
     toy_chunks,
     toy_config,
     toy_forward_step,
 )
 from megatron_pp.weight_grad import WeightGradStore, split_weight_grad
-from tests.harness.step_runs import on_ranks
+from tests.harness.blocks import of_stage
+from tests.harness.step_runs import Rank, pipeline
 
 NAMED = [name for name, family in TOY_SCHEDULES.items() if family.search is None]
 SPLITTING = [name for name in NAMED if TOY_SCHEDULES[name].splits_weight]
@@ -67,19 +66,15 @@ class _WatchedStore(WeightGradStore):
 @pytest.mark.parametrize("name", SPLITTING)
 def test_weight_gradients_wait_as_the_plan_says(name: str) -> None:
     size, chunks, microbatches = 4, chunks_of(name), 10
-    stores: dict[int, _WatchedStore] = {}
 
-    def watch(rank: int, stages: list[Any]) -> None:
-        store = split_weight_grad(stages)
-        store.__class__ = _WatchedStore
-        stores[rank] = store  # type: ignore[assignment]
-        stores[rank].order = []
+    def watch(rank: Rank) -> Any:
+        model = rank.model()
+        store: Any = split_weight_grad(model)
+        store.__class__, store.order = _WatchedStore, []
+        rank.step(model)
+        return store
 
-    def rank_main(rank: int, config: Any, communicator: P2PCommunicator) -> Any:
-        return run_rank(rank, size, chunks, ToyData(microbatches), config, communicator, prepare=partial(watch, rank))
-
-    virtual = chunks if chunks > 1 else None
-    on_ranks(size, rank_main, pipeline_schedule=name, virtual_pipeline_model_parallel_size=virtual, **OVERLAP)
+    stores = pipeline(size, chunks, microbatches, watch, pipeline_schedule=name, **OVERLAP)
     plan, verdict = verified_plan(PlanSpec(name, size, chunks, microbatches))
     for rank, peaks in enumerate(verdict.ranks):
         split = [(i.chunk, i.mb) for i in plan.programs[rank] if i.op == "W"]
@@ -92,68 +87,38 @@ def test_weight_gradients_wait_as_the_plan_says(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["zb_h1", "interleaved_zb", "zb_v", "dualpipe_v"])
 def test_two_steps_without_zero_grad_give_twice_the_gradient_and_evaluation_touches_none(name: str) -> None:
-    size, chunks, data = 2, chunks_of(name), ToyData(5)
-    placement = Placement(TOY_SCHEDULES[name].placement, size, chunks)
-    virtual = chunks if chunks > 1 else None
-
-    def rank_main(rank: int, config: Any, communicator: P2PCommunicator) -> dict[str, torch.Tensor]:
-        stages = toy_chunks(placement, rank, config)
-        split_weight_grad(stages)
+    def train(rank: Rank) -> ToyResult:
+        model = rank.model()
+        split_weight_grad(model)
         for forward_only in (False, True, False):
-            before = {n: g.clone() for n, g in gradients_of(dict(enumerate(stages))).items()}
-            toy_step(stages, data, communicator, forward_only=forward_only)
+            before = {n: g.clone() for n, g in rank.result(model, []).grads.items()}
+            rank.step(model, forward_only=forward_only)
             if forward_only:
-                after = gradients_of(dict(enumerate(stages)))
-                assert all(torch.equal(after[n], g) for n, g in before.items())
-        return gradients_of(dict(zip(placement.stages[rank], stages, strict=True)))
+                assert rank.result(model, []).difference(ToyResult([], before)) == 0.0
+        return rank.result(model, [])
 
-    fields = {"pipeline_schedule": name, "virtual_pipeline_model_parallel_size": virtual, **OVERLAP}
-    twice = {key: grad for of_rank in on_ranks(size, rank_main, **fields) for key, grad in of_rank.items()}
-    once = reference_run(size * chunks, data).grads
+    twice = merged(pipeline(2, chunks_of(name), 5, train, pipeline_schedule=name, **OVERLAP)).grads
+    once = reference_run(2 * chunks_of(name), ToyData(5)).grads
     assert twice.keys() == once.keys()
     for parameter, grad in once.items():
         torch.testing.assert_close(twice[parameter], 2 * grad, rtol=1e-6, atol=1e-7)
 
 
-class _CheckpointedBlock(torch.nn.Module):
-    """A stage under activation checkpointing, which counts its forwards."""
-
-    counts: Counter[int]
-
-    def __init__(self, stage: int, counts: Counter[int]) -> None:
-        super().__init__()
-        self.stage = stage
-        self.counts = counts
-        self.block = ToyBlock(stage)
-
-    def _run(self, x: torch.Tensor) -> torch.Tensor:
-        self.counts[self.stage] += 1
-        return self.block(x)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.utils.checkpoint.checkpoint(self._run, x, use_reentrant=False)
-
-
 @pytest.mark.parametrize("name", ["zb_h1", "zb_v", "dualpipe_v"])
 def test_with_checkpointing_every_layer_runs_forward_twice_per_microbatch(name: str) -> None:
-    size, chunks, microbatches = 2, chunks_of(name), 5
     counts: Counter[int] = Counter()
-    data = ToyData(microbatches)
-    result = run_in_threads(
-        size,
-        chunks,
-        data,
-        prepare=split_weight_grad,
-        block=lambda stage: _CheckpointedBlock(stage, counts),
-        pipeline_schedule=name,
-        **OVERLAP,
-    )
-    assert counts == dict.fromkeys(range(size * chunks), 2 * microbatches)
-    reference = reference_run(size * chunks, data)
-    assert result.losses == reference.losses
-    for parameter, grad in reference.grads.items():
-        stage, _, rest = parameter.partition(".")
-        assert torch.equal(result.grads[f"{stage}.block.{rest}"], grad), parameter
+
+    def counted(stage: int, x: torch.Tensor, block: Any) -> torch.Tensor:
+        def run(x: torch.Tensor) -> torch.Tensor:
+            counts[stage] += 1
+            return block(x)
+
+        return torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False)
+
+    fields = {"block": of_stage(counted), "prepare": split_weight_grad, "pipeline_schedule": name}
+    result = run_in_threads(2, chunks_of(name), ToyData(5), **fields, **OVERLAP)
+    assert counts == dict.fromkeys(range(2 * chunks_of(name)), 2 * 5)
+    assert result.difference(reference_run(2 * chunks_of(name), ToyData(5))) == 0.0
 
 
 # -- overlapped pairs --------------------------------------------------------------------------------------------------
