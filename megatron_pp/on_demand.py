@@ -16,7 +16,7 @@ MODULES = {
     "wire_check": "megatron_pp.features.p2p_debug.wire_check",
     "pipeline_measured": "megatron_pp.plan.costs.measured",
     "torch": "torch",
-    "prediction": "megatron_pp.planner.prediction",
+    "prediction": "megatron_pp.planner.compare",
     "partial_checkpoints": "megatron_pp.runtime.partial_checkpoints",
     "deferred_embedding": "megatron_pp.runtime.deferred_embedding",
     "named_tensors": "megatron_pp.features.named_tensors.named_steps",

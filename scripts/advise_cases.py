@@ -18,10 +18,10 @@ from made_parts import MadePart, markdown_table, renew  # noqa: E402
 
 from megatron_pp.config.layout_text import balanced_layout  # noqa: E402
 from megatron_pp.plan.simulate.memory import ModelShape  # noqa: E402
+from megatron_pp.planner.advise.answer import layout_of  # noqa: E402
 from megatron_pp.planner.advise.candidates import Candidate, cut_model, states_of  # noqa: E402
 from megatron_pp.planner.advise.evaluate import Outcome, evaluate  # noqa: E402
 from megatron_pp.planner.advise.fit import Room, fitted  # noqa: E402
-from megatron_pp.planner.advise.flags import layout_of  # noqa: E402
 from megatron_pp.planner.advise.model import LETTERS, PART, Layer, Model, layer  # noqa: E402
 from megatron_pp.planner.advise.pipeline_search import search  # noqa: E402
 from megatron_pp.planner.advise.question import Question  # noqa: E402

@@ -28,8 +28,8 @@ from made_parts import long_tables_to_data, markdown_table  # noqa: E402
 from megatron_pp.plan.costs.measured import Measured  # noqa: E402
 from megatron_pp.plan.ir.placement import LOOP, V_SHAPE, Placement  # noqa: E402
 from megatron_pp.plan.ir.spec import PlanSpec  # noqa: E402
-from megatron_pp.plan.orders import SCHEDULES  # noqa: E402
 from megatron_pp.plan.orders.list_scheduler import Problem  # noqa: E402
+from megatron_pp.planner import auto  # noqa: E402
 from megatron_pp.planner.bound import lower_bound  # noqa: E402
 from megatron_pp.planner.exact import optimum  # noqa: E402
 
@@ -57,9 +57,9 @@ def drawn(number: int) -> tuple[PlanSpec, Placement]:
 
 def searched(spec: PlanSpec, placement: Placement) -> Row:
     """The step of the searched plan, simulated as it is lowered, and the bound."""
-    measured, search = spec.measured or Measured(), SCHEDULES[spec.schedule].search
+    measured = spec.measured or Measured()
     began = time.process_time()
-    best = search.__self__.result(spec).best  # type: ignore[union-attr]
+    best = auto.found(spec).best
     took = time.process_time() - began
     conditions = measured.costs(placement.num_stages), measured.network(), measured.memory(placement)
     bound = lower_bound(placement, spec.num_microbatches, *conditions)

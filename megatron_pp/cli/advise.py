@@ -28,8 +28,7 @@ from megatron_pp.draw.pareto_front import Point
 from megatron_pp.errors import MegatronPPError
 from megatron_pp.plan.costs.files import check_writable, write_whole
 from megatron_pp.planner.advise import answer
-from megatron_pp.planner.advise.evaluate import Outcome
-from megatron_pp.planner.advise.flags import (
+from megatron_pp.planner.advise.answer import (
     MEASURED_FILE,
     megatron_flags,
     megatron_models_run,
@@ -37,6 +36,7 @@ from megatron_pp.planner.advise.flags import (
     our_settings,
     runs_in_megatron,
 )
+from megatron_pp.planner.advise.evaluate import Outcome
 from megatron_pp.planner.advise.microbatch_order import MicrobatchOrder, best_order
 from megatron_pp.planner.advise.pipeline_search import Findings, Report, search
 

@@ -1,11 +1,9 @@
-"""``auto`` and ``auto_v``: the best plan that ``megatron_pp.planner.plan_search`` finds for measured times and a memory
-limit.
-
-One family for each placement, since the placement decides which layers a rank builds, long before a plan is made.
+"""``auto`` and ``auto_v``: the best plan that ``search`` finds for measured times and a memory limit. There is one
+family for each placement, as the placement decides which layers a rank builds, long before a plan is made.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 
 from megatron_pp.plan.ir.placement import LOOP, V_SHAPE
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
@@ -13,57 +11,45 @@ from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.orders.family import Announce, Family, Order, Shape
 from megatron_pp.planner.plan_search import SearchResult, search
 
+_ON_LOOP = (
+    *("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "gis", "gis_h", "combined_1f1b", "breadth_first", "zb_h1"),
+    *("zb_h2", "interleaved_zb", "pipe_offload"),
+)
+_ON_V = ("zb_v", "v_half", "v_min", "1f1b_v", "dualpipe_v")
+_AMONG = {"auto": (_ON_LOOP, LOOP), "auto_v": (_ON_V, V_SHAPE)}
 
-@dataclass(frozen=True)
-class AutoOrders:
-    """Searches among ``families`` and what grows out of them, on one placement."""
-
-    name: str
-    families: tuple[Family, ...]
-    placement: str
-
-    def result(
-        self, spec: PlanSpec, announce: Announce | None = None, allowed: Callable[[Plan], bool] | None = None
-    ) -> SearchResult:
-        return search(spec, self.families, self.placement, announce, allowed)
-
-    def of_spec(
-        self, spec: PlanSpec, announce: Announce | None = None, allowed: Callable[[Plan], bool] | None = None
-    ) -> Plan:
-        return self.result(spec, announce, allowed).best.plan
-
-    def of_shape(self, shape: Shape) -> list[Order]:
-        """Without measured values."""
-        sizes = shape.pipeline_size, shape.num_chunks, shape.num_microbatches, shape.group_size
-        return [list(order) for order in self.of_spec(PlanSpec(self.name, *sizes)).orders]
+Allowed = Callable[[Plan], bool]
 
 
-def searching_family(name: str, families: Sequence[Family], placement: str, chunks: int | None) -> Family:
-    orders = AutoOrders(name, tuple(families), placement)
+def found(spec: PlanSpec, announce: Announce | None = None, allowed: Allowed | None = None) -> SearchResult:
+    """What the search of ``spec.schedule`` finds; arguments and errors as of ``search``."""
+    names, placement = _AMONG[spec.schedule]
+    return search(spec, [SCHEDULES[name] for name in names], placement, announce, allowed)
+
+
+def _plan(spec: PlanSpec, announce: Announce | None = None, allowed: Allowed | None = None) -> Plan:
+    return found(spec, announce, allowed).best.plan
+
+
+def _orders(name: str, shape: Shape) -> list[Order]:
+    """Without measured values."""
+    spec = PlanSpec(name, shape.pipeline_size, shape.num_chunks, shape.num_microbatches, shape.group_size)
+    return [list(order) for order in _plan(spec).orders]
+
+
+def _family(name: str, chunks: int | None) -> Family:
+    names, placement = _AMONG[name]
     return Family(
         name,
-        orders.of_shape,
+        partial(_orders, name),
         "greedy search in the manner of arXiv 2401.10241, section 3.1",
         f"the best that a search finds for measured times and a memory limit; {placement} placement",
         placement,
         chunks,
         splits_weight=True,
-        search=orders.of_spec,
-        grouped=any(family.grouped for family in families),
+        search=_plan,
+        grouped=any(SCHEDULES[one].grouped for one in names),
     )
 
 
-def _named(*names: str) -> tuple[Family, ...]:
-    return tuple(SCHEDULES[name] for name in names)
-
-
-_ON_LOOP = _named(
-    *("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "gis", "gis_h", "combined_1f1b", "breadth_first", "zb_h1"),
-    *("zb_h2", "interleaved_zb", "pipe_offload"),
-)
-_ON_V = _named("zb_v", "v_half", "v_min", "1f1b_v", "dualpipe_v")
-
-FAMILIES = (
-    searching_family("auto", _ON_LOOP, LOOP, chunks=None),
-    searching_family("auto_v", _ON_V, V_SHAPE, chunks=2),
-)
+FAMILIES = (_family("auto", chunks=None), _family("auto_v", chunks=2))

@@ -1,37 +1,70 @@
 """A lower bound of a step's time: no plan on the same placement is shorter, whatever its order.
 
-Each term is a part of what every plan has to do, so that the largest of them is a bound as well:
+Each term is a part of what every plan has to do, so the largest term is a bound:
 
-critical path   One microbatch goes forward through all stages and back, each operation after the one before and its
-                message. Operations of one stage take turns, so the k-th microbatch comes at least k times the slowest
-                stage later.
-work of a rank  A rank's operations take turns. None starts before a path to it has been walked (the warm-up), and after
-                it the path to the end of the step is left (the drain). The best preemptive schedule of jobs with such
-                heads and tails on one machine is known (``one_machine.py``); the rank's own is no shorter.
-link a to b     The messages of a directed link take turns on the wire in the same way.
-memory          What fits on a rank at once lets forwards wait for backwards and for the W of earlier microbatches: more
-                paths (``bound_memory.py``).
-memory of rank r  Its work with these paths before and behind it. Until backwards come, and while others' last ones are
-                on their way, it has no more to do than its memory holds, so it is idle for the rest, and what is behind
-                that work starts later: paths again, of all ranks (``bound_work.py``). From a forward that leaves no
-                room for anything else until its microbatch is back, the rank has nothing else to do.
+critical path     One microbatch goes forward through all stages and back. Operations of one stage take turns, so the
+                  k-th microbatch comes at least k times the slowest stage later.
+work of a rank    A rank's operations take turns. Each has a shortest path to it (the warm-up) and from it to the end of
+                  the step (the drain). ``least_end`` is the best preemptive schedule of such jobs on one machine.
+link a to b       The messages of a directed link take turns on the wire in the same way.
+memory            The memory limit lets forwards wait for earlier backwards and W: more paths (``bound_work.py``).
+memory of rank r  Its work with these paths before and behind it. Before backwards come, and after its last ones, it has
+                  no more to do than its memory holds, so it is idle, and later work starts later: paths again, of all
+                  ranks. From a forward that leaves no room for anything else until its microbatch is back, the rank has
+                  nothing else to do.
 
-The microbatches are taken to be alike. Where sequences are cut into slices, every slice counts as the cheapest one on
-paths, and memory is left out.
+Microbatches are alike. Where sequences are cut into slices, every slice counts as the cheapest one on paths, and memory
+is left out.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from heapq import heappop, heappush, heapreplace
+from typing import NamedTuple
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.costs.stage_costs import FREE, MemoryModel, Network, StageCosts
 from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import Plan
-from megatron_pp.planner.bound_memory import alone_from, waits_of
 from megatron_pp.planner.bound_paths import PathFinder, Paths, StageTimes
-from megatron_pp.planner.bound_work import RankWork
-from megatron_pp.planner.one_machine import Job, least_end
+from megatron_pp.planner.bound_work import RankWork, alone_from, waits_of
+
+
+class Job(NamedTuple):
+    """Time before it can start (``head``), on the machine, and behind it (``tail``)."""
+
+    head: float
+    time: float
+    tail: float
+
+
+def least_end(jobs: Iterable[Job]) -> float:
+    """When the last tail is over at the earliest, if jobs may be interrupted: 0 without jobs.
+
+    Jackson's preemptive schedule is the best one with interruptions: of the jobs that can start, always the one with
+    the longest tail (Carlier 1982, "The one-machine sequencing problem").
+    """
+    waiting: list[tuple[float, float]] = []  # (-tail, time left)
+    now = end = 0.0
+    for head, time, tail in sorted(jobs):
+        while waiting and now < head:
+            longest, left = waiting[0]
+            if now + left > head:
+                heapreplace(waiting, (longest, left - (head - now)))
+                now = head
+            else:
+                heappop(waiting)
+                now += left
+                end = max(end, now - longest)
+        now = max(now, head)
+        heappush(waiting, (-tail, time))
+    while waiting:
+        longest, left = heappop(waiting)
+        now += left
+        end = max(end, now - longest)
+    return end
+
 
 CRITICAL_PATH = "critical path"
 MEMORY = "memory"
@@ -42,7 +75,7 @@ class Bound:
     """No plan takes less.
 
     step    time of a step, in the unit of the costs
-    reason  the term that it is: critical path, work of rank r, link a to b, memory, memory of rank r
+    reason  its term: critical path, work of rank r, link a to b, memory, memory of rank r
     terms   every term with its time
     """
 
@@ -51,7 +84,7 @@ class Bound:
     terms: tuple[tuple[str, float], ...]
 
     def excess(self, step: float) -> float:
-        """The share by which a step of ``step`` is longer than the bound: 0.02 is within 2%. 0 for an empty bound."""
+        """The share by which a step of ``step`` is longer than the bound: 0.02 is within 2%."""
         return max(0.0, step / self.step - 1.0) if self.step else 0.0
 
     def beside(self, step: float, unit: str = "") -> str:
@@ -71,10 +104,10 @@ def lower_bound(
     forward_only: bool = False,
     slices: int = 1,
 ) -> Bound:
-    """The bound of all plans for ``num_microbatches`` alike on ``placement``, in the unit of ``costs``.
+    """The bound of all plans for ``num_microbatches`` on ``placement``, in the unit of ``costs``.
 
-    ``memory`` limits activations as it does for ``auto``; None is no limit. Without ``split`` every backward is whole.
-    Raises PlanError for costs of another number of stages, and where one microbatch alone exceeds the memory limit.
+    ``memory`` limits activations as for ``auto``; None is no limit. Without ``split`` every backward is whole. Raises
+    PlanError for costs of another number of stages, and where one microbatch alone exceeds the memory limit.
     """
     if costs.num_stages != placement.num_stages:
         raise PlanError(f"costs are given for {costs.num_stages} stages; the placement has {placement.num_stages}")
@@ -93,8 +126,8 @@ def lower_bound(
 
 
 def bound_of(plan: Plan, costs: StageCosts, network: Network = FREE, memory: MemoryModel | None = None) -> Bound:
-    """The bound of all plans in the place of ``plan``: its placement and microbatches, backwards split where the model
-    can split them; without the memory terms where it offloads. Raises PlanError as ``lower_bound`` does.
+    """The bound of all plans with the placement and microbatches of ``plan``, backwards split where the model can split
+    them; without memory terms where it offloads. Raises PlanError as ``lower_bound`` does.
     """
     spec = plan.spec
     if plan.offloads:
@@ -148,8 +181,8 @@ class _Problem:
             yield f"memory of rank {number}", max(*ends, rank.end(heads, tails, max(known, *ends)))
 
     def _work(self, rank: int, heads: Paths, tails: Paths, alone: int | None = None) -> Iterator[Job]:
-        """All operations of ``rank`` as jobs of one machine. A backward is two: up to its input gradient, and the rest,
-        which is on the machine later, in its W or at the end of a whole B. Passes of a split output layer are added.
+        """All operations of ``rank`` as jobs. A backward is two: up to its input gradient, and the rest, which is in
+        its W or at the end of a whole B. With a split output layer its passes are a job.
         """
         times, each = self.times, self.num_microbatches / len(heads.forward)
         if self.placement.barriers:
@@ -171,7 +204,7 @@ class _Problem:
                     yield Job(heads.backward[k][stage] + times.backward[stage], each * rest, 0.0)
 
     def _full(self, stage: int) -> tuple[float, float, float]:
-        """Of a whole sequence: forward, backward up to the input gradient, and the rest."""
+        """Times of a whole sequence: forward, backward up to its input gradient, and the rest."""
         whole = self.costs.backward[stage]
         if not self.split:
             return self.costs.forward[stage], whole, 0.0
@@ -180,7 +213,7 @@ class _Problem:
         return self.costs.forward[stage], least, min(whole, half + weight) - least
 
     def _messages(self, heads: Paths, tails: Paths) -> dict[tuple[int, int], list[Job]]:
-        """Per directed link, its messages as jobs of the wire."""
+        """The messages of each directed link, as jobs of its wire."""
         found: dict[tuple[int, int], list[Job]] = {}
         homes, each, last = self.placement.homes, self.num_microbatches / len(heads.forward), len(self.placement.homes)
         outputs = [(FORWARD, stage, stage + 1, heads.forward, tails.forward) for stage in range(last - 1)]

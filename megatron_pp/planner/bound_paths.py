@@ -1,8 +1,8 @@
-"""Longest paths through a step: how early each operation can start, and how much must still come from there.
+"""Longest paths through a step: how early each operation can start, and how much time must still follow.
 
-The microbatches of a stage are alike, so operations are numbered in the order in which the stage runs them: the k-th
-forward of a stage starts after k + 1 forwards of the stage before have ended, whichever they were, and the k-th
-backward after the stage's own k-th forward. Paths hold for every order of microbatches for that reason.
+The microbatches of a stage are alike, so its operations are numbered in the order in which they run: the k-th forward
+starts after k + 1 forwards of the stage before have ended, and the k-th backward after the stage's own k-th forward. So
+paths hold for every order of microbatches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class StageTimes:
 
     forward    a forward
     backward   from the start of a backward to its input gradient: I, or B where that is shorter or nothing is split
-    rest       what is left of the microbatch's backward work then: all of B or I + W, whichever is less
+    rest       the rest of the microbatch's backward work: all of B or I + W, whichever is less
     output     from the start of a forward to the output's arrival at the next stage
     gradient   from the start of a backward to the input gradient's arrival at the stage before
     early      how long before the end of its backward's work a gradient may go out (within a pair)
@@ -42,7 +42,7 @@ class StageTimes:
     def of(
         cls, placement: Placement, costs: StageCosts, network: Network, split: bool, forward_only: bool, slices: int
     ) -> StageTimes:
-        """Those of one slice, the one that costs least, where sequences are cut."""
+        """Those of the cheapest slice where sequences are cut."""
         count, part = placement.num_stages, min(costs.of_slices(slices))
         forward = tuple(part * time for time in costs.forward)
         whole = [part * time for time in costs.backward]
@@ -68,7 +68,7 @@ class StageTimes:
 
     @cached_property
     def trips(self) -> Times:
-        """From the start of a stage's forward to the end of the same microbatch's backward there, at the least."""
+        """The least time from the start of a stage's forward to the end of the same microbatch's backward there."""
         there, trips = 0.0, []  # from the output's arrival at the stage after to that of its gradient here
         for stage in reversed(range(len(self.forward))):
             before = max(self.forward[stage], self.output[stage] + there)
@@ -88,8 +88,8 @@ def _hop(placement: Placement, network: Network, kind: str, stage: int, slices: 
 
 @dataclass(frozen=True)
 class Paths:
-    """``forward[k][stage]`` and ``backward[k][stage]``: the earliest start of the k-th, where ``heads`` were made; the
-    least time from its start to the end of the step, where ``tails`` were.
+    """``forward[k][stage]`` and ``backward[k][stage]`` of the k-th operation: its earliest start (heads), or the least
+    time from its start to the end of the step (tails).
     """
 
     forward: Table
@@ -97,8 +97,8 @@ class Paths:
 
 
 class Wait(NamedTuple):
-    """Forward k + ``most`` of ``stage`` starts after the part of backward k of ``until`` that takes ``time``: the whole
-    of it, or the part up to its input gradient.
+    """Forward k + ``most`` of ``stage`` starts ``time`` after the start of backward k of ``until``: after its input
+    gradient, or after its W where it waits for the ``whole``.
     """
 
     stage: int
@@ -110,9 +110,7 @@ class Wait(NamedTuple):
 
 @dataclass(frozen=True)
 class PathFinder:
-    """``waits``: what forwards wait for because of the memory. Where ``least`` is given, what else is known of heads or
-    tails, paths go on from it.
-    """
+    """``waits``: what forwards wait for because of memory. ``least``: known heads or tails, from which paths go on."""
 
     times: StageTimes
     rounds: int

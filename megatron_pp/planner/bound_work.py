@@ -1,13 +1,14 @@
-"""How much of its work a rank can have done by a time, under its memory limit, and what starts later for that reason.
+"""What a memory limit adds to a step's lower bound: waits of forwards, microbatches that have a rank for themselves,
+and how much work a rank can have done by a time.
 
-By time t a rank has run nothing that no path to it lets start before t. Its forwards until then fit into the memory
-limit and what the backwards and W that can have started give back, so that the most work by t, m(t), is a fractional
-knapsack of forwards. The rank was idle for t - m(t) until then, and by a later time t' it has done at most
-m(t) + t' - t. So an operation behind work w of its own rank starts no earlier than w + max(t - m(t) | m(t) < w).
+By time t a rank has run only what a path lets start before t. Its forwards fit into the memory limit and what the
+backwards and W until then give back, so the most work by t, m(t), is a fractional knapsack of forwards. The rank was
+idle for t - m(t), and by a later t' it has done at most m(t) + t' - t. So an operation behind work w of its own rank
+starts no earlier than w + max(t - m(t) | m(t) < w).
 
-The same holds backwards from the end of the step. In the last u, only that runs from which a path to the end takes no
-longer. What has its W there keeps memory when they begin, unless its forward is there too: the knapsack is of
-backwards with their W, and of W alone.
+The same holds backwards from the end of the step. In the last u only operations run whose path to the end is no longer.
+What has its W there keeps memory when they begin, unless its forward is there too: the knapsack is of backwards with
+their W, and of W alone.
 """
 
 from __future__ import annotations
@@ -21,9 +22,53 @@ from itertools import accumulate, groupby, product
 from operator import itemgetter
 from typing import NamedTuple
 
+from megatron_pp.errors import PlanError
 from megatron_pp.plan.costs.stage_costs import MemoryModel
+from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.orders.list_scheduler import ROUNDING
 from megatron_pp.planner.bound_paths import Paths, StageTimes, Table, Wait
+
+
+def waits_of(placement: Placement, memory: MemoryModel, times: StageTimes) -> tuple[Wait, ...]:
+    """What forwards of each stage wait for. Raises PlanError where one microbatch alone exceeds the limit.
+
+    Of n microbatches between their forward of a stage and their backward of ``until``, a stage of the same rank, each
+    keeps the chunks up to the earlier of the two, and one keeps more: where ``until`` is later, the first to run that
+    backward has all chunks up to there, else the last one has those up to ``stage`` when its forward starts. With a
+    wait for the end of W, each of the others may keep no more than what waits for W.
+    """
+    waits: list[Wait] = []
+    for rank, stages in enumerate(placement.stages):
+        limit, kept = memory.limits[rank] * (1 + ROUNDING), list(accumulate(memory.forward[s] for s in stages))
+        if kept[-1] > limit:
+            raise PlanError(
+                f"one microbatch alone needs {kept[-1]:g} of memory on rank {rank}, where the limit is "
+                f"{memory.limits[rank]:g}"
+            )
+        if limit == math.inf:
+            continue
+        for stage, own in zip(stages, kept, strict=True):
+            for until, whole in zip(stages, kept, strict=True):
+                least = min(own, whole)  # of each of the others until that backward
+                if not least:
+                    continue
+                most = int((limit - whole) / own) if until >= stage else int((limit - own) / least)
+                waits.append(Wait(stage, 1 + most, until, times.backward[until], False))
+                least = min(least, memory.weight[until])
+                if least:
+                    time = times.backward[until] + times.rest[until]
+                    waits.append(Wait(stage, 1 + int((limit - own) / least), until, time, True))
+    return tuple(waits)
+
+
+def alone_from(stages: Sequence[int], memory: MemoryModel, limit: float) -> int | None:
+    """The first of a rank's chunks from whose forward until the last chunk's backward the rank can keep nothing else,
+    not even what waits for a W; None where there is none.
+    """
+    kept = list(accumulate(memory.forward[s] for s in stages))
+    left = limit * (1 + ROUNDING) - min(kept[0], *(memory.weight[s] for s in stages))
+    return next((chunk for chunk, own in enumerate(kept) if own > left), None)
+
 
 _F, _B, _W = range(3)
 
@@ -37,7 +82,7 @@ class _Item(NamedTuple):
 
 @dataclass(frozen=True)
 class Curve:
-    """By ``times[i]`` at most ``works[i]`` is done, and for ``idles[i]`` at the least nothing was; all ascending."""
+    """By ``times[i]`` at most ``works[i]`` is done, and the rank was idle for at least ``idles[i]``; all ascending."""
 
     times: Sequence[float]
     works: Sequence[float]
@@ -47,7 +92,7 @@ class Curve:
     def of(
         cls, items: Sequence[_Item], counts: Sequence[int], starts: Iterable[tuple[float, int]], room: float
     ) -> Curve:
-        """``counts`` of each item can start at once, and one more of an item (by its index) from each of ``starts`` on.
+        """``counts`` of each item can start at once, and one more of an item (by index) from each of ``starts`` on.
         ``room``: the memory.
         """
         takers = [i for i, item in enumerate(items) if item.memory > 0]
@@ -72,7 +117,7 @@ class Curve:
         return cls(times, works, list(accumulate(idles, max)))
 
     def time_for(self, work: float) -> float:
-        """When that much is done, at the earliest."""
+        """When ``work`` is done at the earliest."""
         behind = bisect_left(self.works, work * (1 - ROUNDING))
         return work + (self.idles[behind - 1] if behind else 0.0)
 
@@ -83,7 +128,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class RankWork:
-    """The operations of a rank's ``stages``, ``count`` of each. ``waits``: those of its forwards."""
+    """The operations of a rank's ``stages``, ``count`` of each. ``waits``: of its forwards."""
 
     stages: Sequence[int]
     count: int
@@ -98,12 +143,12 @@ class RankWork:
 
     @cached_property
     def _each(self) -> list[float]:
-        """Times of F, B and the rest of B's work (W), of each chunk."""
+        """Times of F, B and the rest of B's work (W) of each chunk."""
         times = self.times
         return [time for s in self.stages for time in (times.forward[s], times.backward[s], times.rest[s])]
 
     def _kept(self, stage: int) -> tuple[float, float]:
-        """What a forward keeps, and what of it waits for W."""
+        """Memory that a forward keeps, and what of it waits for W."""
         return self.memory.forward[stage], min(self.memory.forward[stage], self.memory.weight[stage])
 
     def from_start(self, heads: Paths) -> Curve:
@@ -118,7 +163,7 @@ class RankWork:
         return Curve.of(items, [0] * len(items), starts, self.limit * (1 + ROUNDING))
 
     def from_end(self, tails: Paths) -> Curve:
-        """``times`` before the end of the step."""
+        """``times`` are counted from the end of the step."""
         items, starts, times = list[_Item](), list[tuple[float, int]](), self.times
         for stage in self.stages:
             first, (kept, late) = len(items), self._kept(stage)
@@ -131,7 +176,7 @@ class RankWork:
 
     @cached_property
     def _lags(self) -> list[list[float]]:
-        """``[x][y]``: the k-th x of this rank is over before the (k + that)-th y starts."""
+        """``[x][y]``: the k-th x of this rank is over before the (k + lag)-th y starts."""
         size, chunks = len(self._each), range(len(self.stages))
         lags = [[math.inf] * size for _ in range(size)]
         for one in chunks:
@@ -151,14 +196,14 @@ class RankWork:
         return lags
 
     def heads(self, curve: Curve, least: Paths) -> None:
-        """Into ``least``: when each operation starts at the earliest, for the work of this rank before it."""
+        """Write into ``least`` the earliest start of each operation, given this rank's work before it."""
         for at, (rows, stage) in self._targets(least):
             before = [(time, lags[at]) for time, lags in zip(self._each, self._lags, strict=True)]
             for k, row in enumerate(rows):
                 row[stage] = curve.time_for(sum(time * (k + 1 - lag) for time, lag in before if k >= lag))
 
     def tails(self, curve: Curve, least: Paths) -> None:
-        """Into ``least``: how much time there is from each start to the end of the step, for the work behind it."""
+        """Write into ``least`` the least time from each start to the end of the step, given the work behind it."""
         for at, (rows, stage) in self._targets(least):
             behind = list(zip(self._each, self._lags[at], strict=True))
             for k, row in enumerate(reversed(rows)):
@@ -172,8 +217,8 @@ class RankWork:
             yield 3 * chunk + _B, (least.backward, stage)
 
     def end(self, heads: Paths, tails: Paths, known: float) -> float:
-        """The end of the step, at the earliest: this rank's work and for how long it is idle at both ends, which do not
-        overlap in a step of ``known`` or more, a lower bound.
+        """The earliest end of the step: this rank's work and its idle time at both ends. In a step of ``known`` (a
+        lower bound) or more these do not overlap.
         """
         start, end = self.from_start(heads), self.from_end(tails)
         idles = zip(start.times, start.idles, strict=True)

@@ -1,10 +1,11 @@
-"""Which schedule, how many chunks and microbatches: simulate those in question, and rank those that fit into memory."""
+"""Which schedule, how many chunks and microbatches: simulates plans and ranks those that fit into memory."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.builder import family_of, verified_plan
+from megatron_pp.plan.builder import build_plan, family_of, verified_plan
 from megatron_pp.plan.costs.measured import Measured
 from megatron_pp.plan.costs.stage_costs import MemoryModel, Network, StageCosts
 from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD
@@ -21,13 +22,14 @@ _FITS = 4  # searches for a plan that fits into memory with all its messages
 
 @dataclass(frozen=True)
 class ComparedSchedule:
-    """One schedule with its numbers. ``refused`` is the reason where it is refused; its numbers are 0 then.
+    """One schedule with its numbers, which are 0 where it is refused.
 
-    per_microbatch  makespan divided by M, which is what a fixed global batch costs
-    peak_bytes      of the fullest rank (None without a model shape)
-    peak_in_flight  (chunk, microbatch) pairs of the fullest rank; a slice is its share of one
+    per_microbatch        makespan / M: the cost of a fixed global batch
+    peak_bytes            of the fullest rank; None without a model shape
+    peak_in_flight        (chunk, microbatch) pairs of the fullest rank; a slice counts its share
     messages, sent_bytes  of all ranks together
-    bound           of the makespan, under the memory limit; None where steps in a row are compared
+    refused               why it is refused; empty where it is not
+    bound                 of the makespan, under the memory limit; None where steps in a row are compared
     """
 
     spec: PlanSpec
@@ -53,11 +55,11 @@ def compare(
     memory_limit: float | None = None,
     optimizer_bypass: bool = False,
 ) -> list[ComparedSchedule]:
-    """Every spec simulated: those that can be had, fastest per microbatch first, then the others with the reason.
+    """Every spec simulated: possible ones first, fastest per microbatch first, then the refused ones.
 
     ``costs`` are of the whole model in any number of equal parts. ``memory_limit`` is in bytes per rank, and needs
     ``shape``. Schedules that search plan for these costs and this limit. With ``optimizer_bypass`` makespan and bubble
-    are those of a step among others (``sim/steady.py``).
+    are those of one step among many (``steady.py``).
     """
     if memory_limit is not None and shape is None:
         raise PlanError("a memory limit needs the shape of the model")
@@ -100,7 +102,7 @@ def _compared(
 
 def fitted(spec: PlanSpec, costs: StageCosts, network: Network, memory: MemoryModel | None = None) -> PlanSpec:
     """``spec`` with measured values for its search, where its schedule searches and has none: these costs, the mean
-    time of a message, and ``memory``, or 1F1B's where None. For equal times and free transfers it searches anyway.
+    message time, and ``memory`` (None: 1F1B's).
     """
     family = family_of(spec)
     if family.search is None or spec.measured is not None:
@@ -123,8 +125,8 @@ def fitted(spec: PlanSpec, costs: StageCosts, network: Network, memory: MemoryMo
 
 
 def _plan(spec: PlanSpec, costs: StageCosts, network: Network, shape: ModelShape | None, limit: float | None) -> Plan:
-    """The verified plan. A search knows what microbatches keep, not the messages of the plan that it will find: where
-    these do not fit beside, they are taken off its limit.
+    """The verified plan. A search counts activations without the plan's messages; where both exceed the limit, the
+    search is repeated with less.
     """
     family = family_of(spec)
     if family.search is None or shape is None or limit is None:
@@ -142,9 +144,21 @@ def _plan(spec: PlanSpec, costs: StageCosts, network: Network, shape: ModelShape
 
 
 def _memory(placement: Placement, shape: ModelShape, limit: float) -> MemoryModel:
-    """What microbatches keep, in bytes, and what parameters leave to them of ``limit``."""
+    """What microbatches keep, and what parameters leave of ``limit``, in bytes."""
     count = placement.num_stages
     forward = tuple(shape.kept_bytes(stage, count) for stage in range(count))
     weight = tuple(shape.kept_for_weights(stage, count) for stage in range(count))
     left = tuple(max(0.0, limit - shape.static_bytes(stages, count)) for stages in placement.stages)
     return MemoryModel(left, forward, weight)
+
+
+@lru_cache(maxsize=128)
+def predicted(spec: PlanSpec) -> str:
+    """One line: step, bubble, and how far the step is from its lower bound."""
+    plan, measured = build_plan(spec), spec.measured or Measured()
+    conditions = measured.costs(plan.placement.num_stages), measured.network()
+    step = simulate(plan, *conditions)
+    text = f"{spec.describe()}: predicted step {step.makespan:.4g}, bubble {step.bubble_share:.1%}"
+    if not measured.microbatches:  # a bound is for microbatches that cost the same
+        text += f", {bound_of(plan, *conditions, measured.memory(plan.placement)).beside(step.makespan)}"
+    return text

@@ -1,9 +1,8 @@
 """The best possible step of a small pipeline, by OR-tools' CP-SAT (extra ``solver``).
 
-An order of every rank is a choice of start times: operations of a rank take turns, inputs come first, messages of one
-channel take turns too, and what microbatches keep stays under the rank's limit at all times. Operations of a stage are
-alike, so they run in ascending order of microbatches. The solver gives the shortest step that it finds, and a bound
-below which there is none; with P <= 4, M <= 8 and V <= 2 the two mostly meet within seconds.
+Start times are the variables: operations of a rank take turns, inputs come first, messages of a channel take turns, and
+memory stays under the rank's limit. Operations of a stage are alike, so they run in ascending order of microbatches.
+With P <= 4, M <= 8 and V <= 2 the shortest step and the bound mostly meet within seconds.
 """
 
 import math
@@ -43,14 +42,14 @@ class Optimum:
 
 
 def optimum(problem: Problem, most: float, least: float = 0.0, effort: float = 10.0, workers: int = 2) -> Optimum:
-    """The best plan with split backwards for ``problem``, searched on ``workers`` threads with so much ``effort``, in
-    CP-SAT's deterministic seconds, which do not depend on how busy the machine is.
+    """The best plan with split backwards for ``problem``, found by ``workers`` threads within ``effort``, in CP-SAT's
+    deterministic seconds, which do not depend on the machine's load.
 
     most, least  steps of a known plan and of a known bound: the nearer, the faster
 
-    Where times are no whole parts of a unit they are rounded down, by 1/65536 of ``most`` at the worst, and so are
-    memory's by 1e-6 of it: then the step is of the rounded problem, and the bound holds. Raises PlanError where
-    OR-tools is missing, and for links or microbatches that differ, of which the model knows nothing.
+    Times that are no whole parts of a unit are rounded down by at most 1/65536 of ``most``, memory by 1e-6 of it: the
+    step is then the rounded problem's, and the bound holds. Raises PlanError where OR-tools is missing, and for links
+    or microbatches that differ.
     """
     if problem.links or problem.costs.microbatches:
         raise PlanError("the exact solver takes links that are alike, and microbatches that cost the same")
@@ -125,6 +124,7 @@ class _Model:
             self._keep(rank, after, self.ends[(WEIGHT_GRAD, stage, k)], problem.memory.weight[stage])
 
     def _keep(self, rank: int, start: Any, end: Any, memory: float) -> None:
+        """DEL"""
         length = self.model.new_int_var(0, self.most, "")
         self.model.add(length == end - start)
         self.kept[rank].append((self.model.new_interval_var(start, length, end, ""), memory))
@@ -158,7 +158,7 @@ class _Model:
             self.model.add_cumulative([one for one, _ in kept], sizes, math.floor(limit * parts * (1 + ROUNDING)))
 
     def orders(self, solver: Any) -> tuple[Order, ...]:
-        """Of the solution, per rank. Of operations that start at once, those that take no time come first."""
+        """The solution per rank. Of operations that start together, those that take no time come first."""
         found = []
         for row in self.problem.placement.stages:
             keys = [key for key in self.starts if key[1] in row]

@@ -1,11 +1,10 @@
 """Local search: makes known compute orders shorter by moving single operations on the critical path.
 
 Microbatches of a stage stay in their order, so a rank's order is a row of *tokens* (forward, backward or weight
-gradient of a chunk), and microbatches are numbered as they come. As in tabu searches for job shops (Nowicki and
-Smutnicki 1996; Balas and Vazacopoulos 1998), the critical path falls into blocks, each without a pause on one rank, and
-only moves to the start or the end of a block can shorten it. Each move is judged by the new paths through what it
-moves; the best one that leads to orders not seen before is made, shorter or not. No choice depends on the clock of the
-machine, as every rank searches for itself.
+gradient of a chunk). As in tabu searches for job shops (Nowicki and Smutnicki 1996; Balas and Vazacopoulos 1998), the
+critical path falls into blocks without a pause on one rank, and only moves to the start or end of a block can shorten
+it. A move is judged by the new paths through what it moves; the best one to orders not seen before is made, shorter or
+not. No choice depends on the machine's clock, as every rank searches for itself.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,8 +29,8 @@ Rows = tuple[Row, ...]
 
 @dataclass(frozen=True)
 class _Timing:
-    """Rows on the clock. Per operation: when it starts, when its result is at its user, and the least time from its end
-    to the end of the step. ``ran`` are the operations in an order in which each follows what it needs.
+    """Rows on the clock. Per operation: its start, the arrival of its result at the user, and the least time from its
+    end to the end of the step. ``lines``: the operations of each rank.
     """
 
     makespan: float
@@ -44,15 +43,15 @@ class _Timing:
 def improved(problem: Problem, found: Scheduled, least: float, budget: int, most: int = 1) -> list[Scheduled]:
     """The ``most`` shortest orders on the way from ``found``, shortest first.
 
-    least   ends the search when it is reached: a bound
-    budget  how much work it may be, in single operations looked at: a second is some two million
+    least   a bound: reaching it ends the search
+    budget  work in single operations looked at: a second is some two million
     """
     return _Search(problem, found).run(least, budget, most)
 
 
 class _Shop:
-    """The operations with their times, needs and memory. The k-th of a stage's forwards, backwards or weight gradients
-    has the number ``(3 * stage + kind) * M + k``.
+    """The operations with their times, needs and memory. The k-th forward, backward or weight gradient of a stage has
+    the number ``(3 * stage + kind) * M + k``.
     """
 
     def __init__(self, problem: Problem, split: bool) -> None:
@@ -87,7 +86,7 @@ class _Shop:
                 self.transfers[one + k] = problem.transfer_time(rank, other)
 
     def numbered(self, rank: int, row: Sequence[int]) -> list[int]:
-        """The operations that the tokens of ``rank`` stand for."""
+        """The operations behind the tokens of ``rank``."""
         following = list(self.bases[rank])
         line = []
         for token in row:
@@ -96,8 +95,8 @@ class _Shop:
         return line
 
     def keeps_to_limits(self, rank: int, row: Sequence[int]) -> bool:
-        """Whether every W follows its backward, and memory stays under the limit. A backward before its forward waits
-        for ever on the clock.
+        """Whether every W follows its backward, and memory stays under the limit. (``timed`` refuses a backward before
+        its forward.)
         """
         stages = self.placement.stages[rank]
         limit = self.memory.limits[rank] * (1 + ROUNDING)
@@ -206,7 +205,7 @@ class _Search:
         return [Scheduled([self._order(rank, row) for rank, row in enumerate(rows)], time) for time, _, rows in found]
 
     def _kicked(self, rows: Rows) -> tuple[Rows, _Timing] | None:
-        """``rows`` after a few random swaps of neighbours, to go on from; None where none is possible."""
+        """``rows`` after a few random swaps of neighbours; None where none is possible."""
         found, made = None, 0
         for _ in range(_TRIES):
             rank = self.random.randrange(len(rows))
@@ -234,7 +233,7 @@ class _Search:
         return [instruction(ops[t % 3], t // 3, number % count) for t, number in zip(row, line, strict=True)]
 
     def _step(self, rows: Rows, timing: _Timing) -> tuple[Rows, _Timing] | None:
-        """The best move to rows that were not seen; of equals the first."""
+        """The best move to rows not seen before; of equals the first."""
         moves = [
             (self._judged(rank, row, low, high, timing), i, rank, row)
             for i, (rank, row, low, high) in enumerate(self._moves(rows, timing))
@@ -255,7 +254,7 @@ class _Search:
         return None
 
     def _judged(self, rank: int, row: Row, low: int, high: int, timing: _Timing) -> float:
-        """The longest path through the operations from ``low`` to ``high`` of the new row, if nothing else changed."""
+        """The longest path through the operations ``low`` to ``high`` of the new row, if nothing else changed."""
         shop, line = self.shop, self.shop.numbered(rank, row[: high + 1])[low:]
         old = timing.lines[rank]
         self.work += 2 * len(line) + high // 4
@@ -276,8 +275,8 @@ class _Search:
         return longest
 
     def _moves(self, rows: Rows, timing: _Timing) -> Iterator[tuple[int, Row, int, int]]:
-        """(rank, its new row, first and last place that changed), of the critical path's blocks: the next token of each
-        kind goes to the start of the block or behind its end, and the last one to earlier places.
+        """(rank, its new row, first and last changed place) on the critical path's blocks: the next token of each kind
+        goes to the start of the block or behind its end, and the last one to earlier places.
         """
         for rank, low, high in self._blocks(timing):
             row = rows[rank]
@@ -294,7 +293,7 @@ class _Search:
                 yield rank, tuple(new), min(source, target), max(source, target)
 
     def _blocks(self, timing: _Timing) -> Iterator[tuple[int, int, int]]:
-        """(rank, first and last place) of the blocks of one critical path, from its end to its start."""
+        """(rank, first and last place) of the blocks of one critical path, from its end."""
         places = {number: (rank, i) for rank, line in enumerate(timing.lines) for i, number in enumerate(line)}
         shop, starts = self.shop, timing.starts
         number = max(places, key=lambda n: starts[n] + shop.times[n])

@@ -1,7 +1,4 @@
-"""The naive schedule: one microbatch through the whole pipeline, forward and back, before the next one starts.
-
-Not for training, where every rank but one would always be idle; it is what the other schedules are measured against.
-"""
+"""The naive schedule, a measure for others: one microbatch at a time goes forward and back through the pipeline."""
 
 from megatron_pp.plan.orders.family import Family, Order, Shape, b, f
 

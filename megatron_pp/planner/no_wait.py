@@ -1,8 +1,7 @@
-"""Orders in which no microbatch waits: each goes through all stages and back as fast as it can, and starts when all
-ranks have room for that.
+"""Orders in which no microbatch waits: each starts when all ranks have room for its whole way there and back.
 
-Where memory is what makes a step long, a round trip must not take longer than it has to. Weight gradients fill the
-gaps: the oldest one runs as early as it can once a forward needs its memory.
+Where memory is what makes a step long, the way must not take longer than it has to. Weight gradients fill the gaps: the
+oldest one runs as early as possible once a forward needs its memory.
 """
 
 from __future__ import annotations
@@ -18,16 +17,17 @@ _TRIES = 100  # starts of one microbatch
 
 
 def no_wait(problem: Problem) -> Scheduled | None:
-    """The orders and their end; None where none are found. Forwards of a stage start at least the work of the busiest
-    rank apart.
-    """
+    """The orders and their end; None where none are found. Two starts are at least the busiest rank's work apart."""
     return _Trips(problem).run()
 
 
 @dataclass
 class _Rank:
-    """``runs``: what runs when, by its start. The memory that is ``kept``, and its ``changes`` from then on: time and
-    amount. ``waiting``: the W to come, each with the end of its backward.
+    """What one rank runs and keeps.
+
+    runs     (start, end, operation), sorted
+    kept     memory at the time up to which it was forgotten; ``changes``: (time, amount) from then on
+    waiting  (end of its backward, stage, microbatch) of each W to come
     """
 
     limit: float
@@ -51,7 +51,7 @@ class _Rank:
         return self.kept + sum(amount for when, amount in self.changes if when <= time + _CLOSE)
 
     def forget(self, time: float) -> None:
-        """Nothing is asked about times before this one any more."""
+        """Merge changes up to ``time``: nothing asks about earlier times any more."""
         self.kept = self.kept_at(time)
         self.changes = [change for change in self.changes if change[0] > time + _CLOSE]
 
@@ -92,13 +92,13 @@ class _Trips:
         return Scheduled(orders, max(rank.runs[-1][1] for rank in self.ranks))
 
     def _blocked(self, start: float) -> float:
-        """How much later a microbatch can start for what its ranks run already, at the least."""
+        """How much later a microbatch can start, as its ranks are busy."""
         times = ((start + time, self.ranks[self.homes[s][0]], self.costs.of(op, s)) for time, op, s in self.path)
         later = max(rank.free_from(time, took) - time for time, rank, took in times)
         return later if later > _CLOSE else 0.0
 
     def _started(self, mb: int, start: float) -> float:
-        """Starts it; or does not, and returns how much later there may be memory for it."""
+        """Start the microbatch; or do not, and return how much later there may be memory for it."""
         ranks = [rank.copied() for rank in self.ranks]
         for time, op, stage in self.path:
             self._add(ranks[self.homes[stage][0]], start + time, op, stage, mb)
@@ -119,7 +119,7 @@ class _Trips:
             rank.changes.append((end, -weight))
 
     def _run_weight(self, rank: _Rank) -> float:
-        """Runs the oldest weight gradient. Returns its end."""
+        """Run the oldest weight gradient. Returns its end."""
         after, stage, mb = rank.waiting.pop(0)
         took = self.costs.of(WEIGHT_GRAD, stage)
         start = rank.free_from(after, took)
@@ -127,7 +127,7 @@ class _Trips:
         return start + took
 
     def _make_room(self, rank: _Rank, since: float) -> float:
-        """Runs weight gradients for the forwards from ``since`` on; or how much later there may be room for these."""
+        """Run weight gradients for the forwards from ``since`` on; or return how much later they may have room."""
         for now in sorted(start for start, _, at in rank.runs if at.op == FORWARD and start >= since - _CLOSE):
             while rank.waiting and rank.kept_at(now) > rank.limit:
                 first = rank.waiting[0][0]

@@ -1,12 +1,10 @@
 """The automatic scheduler: the best verified plan it finds for measured times and a memory limit (arXiv 2401.10241,
 section 3.1).
 
-Every named family that fits is looked at, and each, whether it fits or not, is the start of more: its order of
-forwards and backwards becomes the pattern of the greedy scheduler, which puts it on the measured clock under the memory
-limit, by many rules; the best results become patterns in turn. So does one microbatch at a time, which may fit where
-nothing else does. Local search (``improve.py``) goes on from the best, down to the lower bound (``bound.py``). The
-shortest by the simulator, on the very plan that would run, wins, so that the result is never worse than the best named
-one under the limit.
+Every named family that fits is looked at. Every named order, fitting or not, is also a pattern for the greedy
+scheduler, which puts it on the measured clock under the memory limit by many rules; the best results become patterns in
+turn. Local search (``improve.py``) goes on from the best, down to the lower bound (``bound.py``). The shortest plan by
+the simulator wins, so the result is never worse than the best named family under the limit.
 """
 
 from __future__ import annotations
@@ -36,18 +34,18 @@ from megatron_pp.planner.naive import naive_orders
 from megatron_pp.planner.no_wait import no_wait
 
 _FINALISTS = 6  # searched orders that are lowered and simulated
-_IMPROVED = 3  # seeds whose best orders local search goes on from
-EFFORT = 800  # of it, per operation, while a step runs; a million take some 2 s
-_LOCAL, _MOST_LOCAL = 50, 400_000  # of it for a new plan: per pair of operations, and at most
-_SIMULATED = 2_000  # operations in all finalists of one seed: orders that promise the same differ as they are lowered
+_IMPROVED = 3  # seeds whose best orders go into local search
+EFFORT = 800  # budget of local search per operation while a step runs; a million take some 2 s
+_LOCAL, _MOST_LOCAL = 50, 400_000  # its budget for a new plan: per pair of operations, and at most
+_SIMULATED = 2_000  # operations in all finalists of one seed: lowering makes a difference between equal orders
 _ROUNDS = 2  # times that the best results become patterns in turn
 _PATIENCE = 5.0  # seconds of search before it is announced
-_PILOT = 6  # a step of more than 6 P microbatches is searched at 6 P first: the steady state repeats itself
+_PILOT = 6  # a step of more than 6 P microbatches is searched at 6 P first, as the steady state repeats itself
 
 
 @dataclass(frozen=True)
 class FoundPlan:
-    """One plan that was looked at. ``peaks`` is memory per rank, in the unit of the measured activations."""
+    """One plan that was looked at. ``peaks``: memory per rank, in the unit of the measured activations."""
 
     name: str
     plan: Plan
@@ -57,7 +55,7 @@ class FoundPlan:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """``best``, and the named families for comparison: all of them, with whether they keep to the limit."""
+    """``best``, and all named families with whether they keep to the limit."""
 
     best: FoundPlan
     named: tuple[tuple[FoundPlan, bool], ...]
@@ -73,11 +71,12 @@ class _Trial:
 
 
 def slots_of(orders: Sequence[Order]) -> Slots:
-    """Compute orders as the pattern of the greedy scheduler: an operation's slot is its place among the forwards and
-    backwards.
-    """
-    computes = ([at for at in order if at.op in RESULT_OF] for order in orders)
-    return [{(RESULT_OF[at.op], at.chunk, at.mb): float(i) for i, at in enumerate(compute)} for compute in computes]
+    """Compute orders as a pattern: the slot of an operation is its place among the forwards and backwards."""
+    slots = []
+    for order in orders:
+        compute = [at for at in order if at.op in RESULT_OF]
+        slots.append({(RESULT_OF[at.op], at.chunk, at.mb): float(i) for i, at in enumerate(compute)})
+    return slots
 
 
 def search(
@@ -87,20 +86,18 @@ def search(
     announce: Announce | None = None,
     allowed: Callable[[Plan], bool] | None = None,
 ) -> SearchResult:
-    """The best plan for ``spec`` (lowered as it says) among ``families`` and what grows out of them, on one placement;
-    of those that are ``allowed``.
+    """The best ``allowed`` plan for ``spec`` on one placement, among ``families`` and what grows out of them.
 
-    Without ``spec.measured`` F = B = W = 1, transfers are free, and the limit is 1F1B's memory. Raises PlanError where
-    nothing keeps to the memory limit, with the least that any plan needs. A search of more than 5 s is announced,
-    once.
+    Without ``spec.measured``: F = B = W = 1, free transfers, and 1F1B's memory. A search of more than 5 s is announced
+    once. Raises PlanError where nothing keeps to the memory limit, with the least that a family needs.
     """
     placement = Placement(placement_kind, spec.pipeline_size, spec.num_chunks)
     return _Search(spec, placement, families, _Patience(announce, spec)).run(allowed)
 
 
 def default_measured(placement: Placement) -> Measured:
-    """Equal times, free transfers, and the memory of 1F1B's first rank: P microbatches, by the papers' count (a waiting
-    weight gradient counts as a forward).
+    """Equal times, free transfers, and the memory of 1F1B's first rank, P microbatches (a waiting W counts as a
+    forward).
     """
     return Measured(memory_limit=float(placement.num_stages), weight_activation=1.0)
 
@@ -138,19 +135,17 @@ class _Search:
         self.shape = spec.shape
         self.families = [family for family in families if family.chunks in (None, spec.num_chunks)]
         self.measured = spec.measured or default_measured(placement)
-        self.costs = self.measured.costs(placement.num_stages)
-        self.memory = self.measured.memory(placement)
-        transfers = self.measured.transfer, self.measured.each_link
-        self.problem = Problem(placement, spec.num_microbatches, self.memory, self.costs, *transfers)
+        self.problem = Problem.of(placement, spec.num_microbatches, self.measured)
+        self.costs, self.memory = self.problem.costs, self.problem.memory
 
     def run(self, allowed: Callable[[Plan], bool] | None) -> SearchResult:
         orders = self._named_orders()
         named = [self._simulated(name, order) for name, order in orders.items()]
-        found = [c for c in named if self._fits(c.peaks)]
-        offloaded = [c for c in self._offloaded(orders) if self._fits(c.peaks)]
+        found = [one for one in named if self._fits(one)]
+        offloaded = [one for one in self._offloaded(orders) if self._fits(one)]
         least = self._least_makespan(named)
-        if min((c.makespan for c in found), default=UNKNOWN) > least * (1 + ROUNDING):
-            # For memory in which no pattern of a named family comes through; no order needs less.
+        if all(one.makespan > least * (1 + ROUNDING) for one in found):
+            # One microbatch at a time is for memory under which every named pattern gets stuck; no order needs less.
             single = self._try([("one microbatch at a time", naive_orders(self.shape))], _Pool(least))
             grown = [*self._grow(orders, least), *single, *self._without_waits()]
             grown.sort(key=lambda trial: trial.result.makespan)
@@ -158,29 +153,35 @@ class _Search:
                 found.append(one)
                 if one.makespan <= least * (1 + ROUNDING) and self._may_run(one.plan, allowed):
                     break
-        for one in sorted([*found, *offloaded], key=lambda c: c.makespan):  # of equals, the named one comes first
+        for one in sorted([*found, *offloaded], key=lambda one: one.makespan):  # named ones before equals
             if self._may_run(one.plan, allowed):
-                return SearchResult(one, tuple((c, self._fits(c.peaks)) for c in named))
+                return SearchResult(one, tuple((other, self._fits(other)) for other in named))
         raise PlanError(self._why_none(named))
 
-    def _without_waits(self) -> Iterator[_Trial]:
-        """With one chunk; with several, those of one microbatch are in each other's way, and waits are worth it."""
-        if self.spec.num_chunks == 1 and not self.costs.microbatches:
-            found = no_wait(self.problem)
-            if found is not None:
-                yield _Trial("microbatches without waits", Rules(), found)
+    def _without_waits(self) -> list[_Trial]:
+        """Orders for one chunk a rank: several chunks of one microbatch are in each other's way."""
+        possible = self.spec.num_chunks == 1 and not self.costs.microbatches
+        found = no_wait(self.problem) if possible else None
+        return [] if found is None else [_Trial("microbatches without waits", Rules(), found)]
 
     @staticmethod
     def _may_run(plan: Plan, allowed: Callable[[Plan], bool] | None) -> bool:
-        return (allowed is None or allowed(plan)) and is_accepted(plan)
+        """Whether ``plan`` is allowed, and ``verify`` accepts it."""
+        if allowed is not None and not allowed(plan):
+            return False
+        try:
+            verify(plan)
+        except PlanError:
+            return False
+        return True
 
     def _fitting(self, trials: Iterable[_Trial]) -> Iterator[FoundPlan]:
-        """Candidates; without those that exceed the limit after all, as a backward may need more than it frees."""
-        return (c for trial in trials for c in self._lowered(trial) if self._fits(c.peaks))
+        """Their plans within the limit: a backward may need more than it frees."""
+        return (one for trial in trials for one in self._lowered(trial) if self._fits(one))
 
     def _lowered(self, trial: _Trial) -> Iterator[FoundPlan]:
-        """Where messages hold the order up, also with receives and releases a slot apart from where they are due: the
-        lowering's clock knows nothing of unequal times.
+        """The trial's plan; where messages delay it, also with receives and releases a slot further apart, as the clock
+        of lowering knows no unequal times.
         """
         name, spec = f"{self.spec.schedule} from {trial.seed}", self.spec
         first = self._simulated(name, trial.result.orders)
@@ -191,12 +192,13 @@ class _Search:
             yield self._judged(name, replace(plan, spec=spec), trial.result.orders)
 
     def _named_orders(self) -> dict[str, list[Order]]:
-        """Of the families that do not offload by themselves."""
+        """Orders of the families that do not offload by themselves."""
         return {family.name: family.orders(self.shape) for family in self.families if not family.offloads(self.shape)}
 
     def _seeds(self, named: dict[str, list[Order]]) -> dict[str, list[Order]]:
-        """What grows: the named orders and, where their groups are larger than P microbatches, the same families in
-        groups of P, for the memory."""
+        """The named orders and, where groups have more than P microbatches, the same families in groups of P to save
+        memory.
+        """
         size = min(self.spec.pipeline_size, self.spec.num_microbatches)
         if self.shape.group_size <= size:
             return named
@@ -205,7 +207,7 @@ class _Search:
         return named | {f"{family.name} in groups of {size}": family.orders(shape) for family in families}
 
     def _least_makespan(self, named: Sequence[FoundPlan]) -> float:
-        """No plan is shorter. Raises PlanError where not even one microbatch fits."""
+        """A lower bound of all plans. Raises PlanError where not even one microbatch fits."""
         try:
             network, count = self.measured.network(), self.spec.num_microbatches
             if self.costs.microbatches:  # no bound is known; only one microbatch's memory is looked at
@@ -230,14 +232,14 @@ class _Search:
         return self._judged(name, lowered(self.spec, self.placement, orders), orders)
 
     def _judged(self, name: str, plan: Plan, lines: Sequence[Sequence[Instruction]]) -> FoundPlan:
-        """``lines``: what each rank runs of ``plan``, all that keeps memory or gives it back at least."""
+        """``lines``: what each rank runs of ``plan``, with at least all that changes memory."""
         makespan = simulate(plan, self.costs, self.measured.network()).makespan
         peaks = tuple(peak_memory(line, self.placement.stages[r], self.memory) for r, line in enumerate(lines))
         return FoundPlan(name, plan, makespan, peaks)
 
     def _offloaded(self, orders: dict[str, list[Order]]) -> Iterator[FoundPlan]:
-        """The named orders with chunks offloaded, where it was measured how long copies take: with as many slots as
-        hide the longest one behind operations of mean length.
+        """The named orders with chunks offloaded, if copies were measured, with enough slots to hide the longest copy
+        behind operations of mean length.
         """
         costs, chunks = self.costs, self.spec.num_chunks
         if self.measured.offload is None or not math.isfinite(max(self.memory.limits)):
@@ -252,8 +254,8 @@ class _Search:
                 plan = lowered(replace(self.spec, offload_slots=slots), self.placement, order, offloaded=count)
                 yield self._judged(f"{name} with {count} chunk(s) offloaded", plan, plan.programs)
 
-    def _fits(self, peaks: Sequence[float]) -> bool:
-        return all(peak <= limit * (1 + ROUNDING) for peak, limit in zip(peaks, self.memory.limits, strict=True))
+    def _fits(self, one: FoundPlan) -> bool:
+        return all(peak <= limit * (1 + ROUNDING) for peak, limit in zip(one.peaks, self.memory.limits, strict=True))
 
     def _grow(self, named: dict[str, list[Order]], least: float) -> list[_Trial]:
         """The best that the greedy scheduler makes of the named orders, shortest first."""
@@ -268,8 +270,8 @@ class _Search:
             first = pilot._seeds(pilot._named_orders())
             promising = {(t.seed, t.rules) for t in pilot._try(first.items(), _Pool())}
             return self._try(seeds.items(), _Pool(least), promising)
-        patterns: Iterable[tuple[str, Sequence[Order]]] = seeds.items()
         pool = _Pool(least)
+        patterns: Iterable[tuple[str, Sequence[Order]]] = seeds.items()
         for _ in range(_ROUNDS):
             patterns = [(trial.seed, trial.result.orders) for trial in self._try(patterns, pool)]
         return pool.trials
@@ -280,8 +282,8 @@ class _Search:
         pool: _Pool,
         promising: Collection[tuple[str, Rules]] | None = None,
     ) -> list[_Trial]:
-        """Every rule on every pattern, or those that are ``promising``, into ``pool``, whose trials are returned, until
-        a plan is the best there can be; left out is what gets stuck under the memory limit.
+        """Every rule on every pattern, or the ``promising`` ones, into ``pool``, until a plan is the best possible one.
+        Returns the pool's trials.
         """
         for name, orders in patterns:
             slots = slots_of(orders)
@@ -293,7 +295,7 @@ class _Search:
                 if result is None:
                     continue
                 pool.add(trial := _Trial(name, rule, result))
-                if result.makespan <= pool.least and any(c.makespan <= pool.least for c in self._fitting([trial])):
+                if result.makespan <= pool.least and any(one.makespan <= pool.least for one in self._fitting([trial])):
                     return pool.trials
         return pool.trials
 
@@ -310,15 +312,12 @@ class _Search:
         return [*base, Rules(split=False), Rules(split=False, ahead=2.0), *patient]
 
     def _why_none(self, named: Sequence[FoundPlan]) -> str:
-        over = {
-            c.name: max((p - m, r) for r, (p, m) in enumerate(zip(c.peaks, self.memory.limits, strict=True)))
-            for c in named
-        }
-        name = min(over, key=lambda n: over[n])
-        excess, rank = over[name]
-        limit = self.memory.limits[rank]
+        limits = self.memory.limits
+        over = [max((peak - limits[r], r, one.name) for r, peak in enumerate(one.peaks)) for one in named]
+        excess, rank, name = min(over, key=lambda found: found[:2])
+        limit = limits[rank]
         least = [sum(self.memory.forward[s] for s in stages) for stages in self.placement.stages]
-        short = [r for r, most in enumerate(self.memory.limits) if least[r] > most * (1 + ROUNDING)]
+        short = [r for r, most in enumerate(limits) if least[r] > most * (1 + ROUNDING)]
         single = f"; one microbatch alone needs {least[short[0]]:g} on rank {short[0]}" if short else ""
         return (
             f"no schedule of {self.spec.num_microbatches} microbatches keeps to the memory limit; {name} comes "
@@ -326,19 +325,8 @@ class _Search:
         )
 
 
-def is_accepted(plan: Plan) -> bool:
-    """Whether ``verify`` accepts it."""
-    try:
-        verify(plan)
-    except PlanError:
-        return False
-    return True
-
-
 class _Pool:
-    """The shortest trials, each order once, shortest first; of equals, those that came first. None is shorter than
-    ``least``.
-    """
+    """The shortest trials, each order once, shortest first, older before equals. None is shorter than ``least``."""
 
     def __init__(self, least: float = 0.0) -> None:
         self.trials: list[_Trial] = []
@@ -346,7 +334,7 @@ class _Pool:
 
     @property
     def most(self) -> float:
-        """What takes longer is not taken."""
+        """Longer results are not taken."""
         return self.trials[-1].result.makespan if len(self.trials) == _FINALISTS else UNKNOWN
 
     def add(self, trial: _Trial) -> None:

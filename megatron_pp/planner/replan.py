@@ -1,7 +1,7 @@
-"""Another plan for a run whose stages and links take other times than those that its plan was made for.
+"""Another plan for a run whose stages and links take other times than its plan was made for.
 
-What is proposed keeps the placement, the microbatches and the memory of the plan that runs, and the order in which
-every sum is added up, so that losses and gradients are equal to the last bit.
+It keeps the placement, the microbatches, the memory, and the order in which every sum is added up, so that losses and
+gradients are equal to the last bit.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _SEARCHING = {family.placement: name for name, family in SCHEDULES.items() if fa
 class Proposal:
     """A verified plan, as text that other processes read.
 
-    programs    one a rank, as they print
-    rules       of its certificate, ``digest`` too; device: as in it
-    sentence    from what to what, and what is predicted of it
+    programs       one per rank, as they print
+    rules, device, digest  of its certificate
+    sentence       from which plan to which, and the predicted gain
     """
 
     spec: PlanSpec
@@ -61,11 +61,11 @@ class Proposal:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """What the microbatches that it is for take of the costs; empty where all take the same."""
+        """Each microbatch's share of the costs; empty where all are equal."""
         return (self.spec.measured and self.spec.measured.microbatches) or ()
 
     def plan(self) -> Plan:
-        """With the certificate of the one who verified it. Raises PlanError where the programs are not those."""
+        """With the certificate of its verifier. Raises PlanError where the digest is not that of the programs."""
         found = hashlib.sha256("".join(f"rank {r}: {line}\n" for r, line in enumerate(self.programs)).encode())
         if f"sha256:{found.hexdigest()}" != self.digest:
             raise PlanError(f"the programs are not those of {self.digest}, which were verified")
@@ -120,11 +120,12 @@ def why_not(spec: PlanSpec) -> str:
 def proposed(
     plan: Plan, splits: bool, draws: bool, costs: StageCosts, network: Network, shares: tuple[float, ...] = ()
 ) -> Proposal | str:
-    """A plan that is predicted to be faster than ``plan``, which runs, by LEAST_GAIN at least; or what keeps it.
+    """A plan that is predicted to be faster than the running ``plan`` by LEAST_GAIN at least; or a sentence why there
+    is none.
 
     splits  whether the model can put weight gradients off
-    draws   whether forwards draw random numbers, so that all forwards of a rank have to stay in their order
-    shares  what each microbatch takes of the costs; empty: all the same
+    draws   whether forwards draw random numbers, so that all forwards of a rank keep their order
+    shares  each microbatch's share of the costs; empty: all equal
 
     Raises PlanError where no plan keeps to the memory of ``plan``.
     """
@@ -159,7 +160,7 @@ def proposed(
 
 
 def _found(plan: Plan, spec: PlanSpec, measured: Measured, allowed: Callable[[Plan], bool]) -> Iterator[Plan]:
-    """What the search finds, and what local search makes of the order that runs."""
+    """What the search finds, and what local search makes of the running order."""
     split = replace(spec, split_backward=True)
     search = SCHEDULES[spec.schedule].search
     assert search is not None
@@ -167,12 +168,10 @@ def _found(plan: Plan, spec: PlanSpec, measured: Measured, allowed: Callable[[Pl
     ops = {at.op for order in plan.orders for at in ins.without_pairs(order)}
     # Local search moves whole backwards, or split ones.
     if not (spec.split_backward and {ins.BACKWARD, ins.WEIGHT_GRAD} <= ops):
-        placement, costs = plan.placement, measured.costs(plan.placement.num_stages)
-        memory, links = measured.memory(placement), measured.each_link
-        problem = Problem(placement, spec.num_microbatches, memory, costs, measured.transfer, links)
+        problem = Problem.of(plan.placement, spec.num_microbatches, measured)
         budget = EFFORT * sum(map(len, plan.orders))
         moved = improved(problem, Scheduled([list(order) for order in plan.orders], 0.0), 0.0, budget, _MOVED)
-        plans += [lowered(split, placement, one.orders) for one in moved]
+        plans += [lowered(split, plan.placement, one.orders) for one in moved]
     for one in plans:
         if one is plans[0] or allowed(one):
             yield replace(one if spec.split_backward else with_whole_backwards(one), spec=spec)
@@ -188,7 +187,7 @@ def _best(plans: Sequence[Plan], step_of: Callable[[Plan], float]) -> tuple[Plan
 
 
 def _measured(plan: Plan, costs: StageCosts, network: Network) -> Measured:
-    """What the search plans for: these costs, and the memory that the plan may use by itself."""
+    """What the search plans for: these costs, and the memory of the running plan."""
     measured = plan.spec.measured
     if measured is None and plan.spec.schedule in _SEARCHING.values():
         measured = default_measured(plan.placement)
@@ -214,8 +213,8 @@ def _whole(costs: StageCosts) -> StageCosts:
 
 
 def _sums(order: Sequence[Instruction], draws: bool) -> dict[Any, list[Any]]:
-    """The order of what a rank's numbers depend on: the microbatches of each chunk, its gradients, and those that W
-    adds; with ``draws`` the forwards of all chunks.
+    """Per sum of a rank the order of its terms: the microbatches of each chunk, its gradients, and those that W adds;
+    with ``draws`` the forwards of all chunks.
     """
     rows: defaultdict[Any, list[Any]] = defaultdict(list)
     for at in ins.without_pairs(order):

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heappop, heappush
+from typing import TYPE_CHECKING
 
 from megatron_pp.plan.costs.stage_costs import MemoryModel, StageCosts
 from megatron_pp.plan.ir.dataflow import RESULT_OF, consumer_of, inputs_of
@@ -23,6 +24,9 @@ from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD, INPUT_GRAD, WEIGH
 from megatron_pp.plan.ir.ledger import IN_FLIGHT, WEIGHT_BACKLOG
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.orders.family import Order
+
+if TYPE_CHECKING:
+    from megatron_pp.plan.costs.measured import Measured
 
 UNKNOWN = float("inf")
 ROUNDING = 1e-9  # share of a memory limit by which sums of measured numbers may miss it
@@ -34,9 +38,7 @@ and backwards, ascending with the microbatch."""
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be scheduled; ``transfer`` is the time of one message between two ranks, unless ``links`` names
-    their link.
-    """
+    """What is to be scheduled. ``transfer``: time of a message between two ranks whose link is not in ``links``."""
 
     placement: Placement
     num_microbatches: int
@@ -44,6 +46,12 @@ class Problem:
     costs: StageCosts
     transfer: float = 0.0
     links: Mapping[tuple[int, int], float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, placement: Placement, num_microbatches: int, measured: Measured) -> Problem:
+        """For measured times and memory."""
+        costs, memory = measured.costs(placement.num_stages), measured.memory(placement)
+        return cls(placement, num_microbatches, memory, costs, measured.transfer, measured.each_link)
 
     def transfer_time(self, source: int, target: int) -> float:
         return self.links.get((source, target), self.transfer)

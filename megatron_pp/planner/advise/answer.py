@@ -1,23 +1,92 @@
-"""What the advisor says: the recommendation in one line, its numbers, and why the others lose."""
+"""What the advisor says: the recommendation in one line, its numbers, why the others lose, and the flags that ask for
+it: ours, for ``megatron-pp run``, and Megatron's.
+"""
 
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
+from megatron_pp.plan.ir.spec import OVERLAP, PLAIN
+from megatron_pp.plan.orders import INTERLEAVED, ONE_F_ONE_B
 from megatron_pp.planner.advise.candidates import Candidate, Estimate
 from megatron_pp.planner.advise.evaluate import Outcome
-from megatron_pp.planner.advise.flags import (
-    MEASURED_FILE,
-    layout_of,
-    megatron_flags,
-    megatron_models_run,
-    our_flags,
-    our_settings,
-)
+from megatron_pp.planner.advise.fit import layout_text
 from megatron_pp.planner.advise.microbatch_order import MicrobatchOrder
 from megatron_pp.planner.advise.model import PART, STEPS
 from megatron_pp.planner.advise.pipeline_search import Findings
 from megatron_pp.planner.advise.question import Question
+
+MEASURED_FILE = "advised.json"
+
+
+def our_settings(outcome: Outcome, measured: str = MEASURED_FILE) -> dict[str, Any]:
+    """Fields of our config; all but slices are settings of ``megatron-pp run`` and keywords of ``install`` too.
+    ``measured``: where a search reads its costs.
+    """
+    chosen = outcome.candidate
+    settings: dict[str, Any] = {"pipeline_schedule": chosen.schedule}
+    if chosen.searches:
+        settings["pipeline_measured"] = measured
+    if chosen.policy == PLAIN:
+        settings |= {"overlap_p2p_comm": False, "batch_p2p_comm": False}
+    else:
+        settings["overlap_p2p_comm" if chosen.policy == OVERLAP else "batch_p2p_comm"] = True
+    if chosen.group_size:
+        settings["microbatch_group_size_per_vp_stage"] = chosen.group_size
+    if chosen.offload_chunks:
+        settings |= {"offload_chunks": chosen.offload_chunks, "offload_slots": chosen.offload_slots}
+    if chosen.slices > 1:
+        settings["sequence_slices"] = chosen.slices
+    return settings
+
+
+def our_flags(outcome: Outcome, measured: str = MEASURED_FILE) -> list[str]:
+    """Flags of ``megatron-pp run``."""
+    flags = []
+    for name, value in our_settings(outcome, measured).items():
+        flag = name.replace("_", "-")
+        flags += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+    return flags
+
+
+def megatron_models_run(outcome: Outcome) -> bool:
+    """Whether Megatron's models can run it: with whole sequences, and the output layer on the last stage."""
+    return outcome.candidate.slices == 1 and not outcome.candidate.family.barriers
+
+
+def megatron_flags(question: Question, outcome: Outcome) -> list[str]:
+    """Arguments of Megatron's scripts. Its one number of recomputed layers, for all stages, is the largest; nothing is
+    said of recomputation where layers are not known.
+    """
+    chosen, fit = outcome.candidate, outcome.fit
+    flags = ["--pipeline-model-parallel-size", str(question.pipeline_size)]
+    layout = layout_of(outcome)
+    if layout:
+        flags += ["--pipeline-model-parallel-layout", layout]
+    elif chosen.num_chunks > 1:
+        flags += ["--num-virtual-stages-per-pipeline-rank", str(chosen.num_chunks)]
+    flags += ["--micro-batch-size", str(chosen.micro_batch), "--global-batch-size", str(question.global_batch)]
+    if chosen.group_size:
+        flags += ["--microbatch-group-size-per-virtual-pipeline-stage", str(chosen.group_size)]
+    if runs_in_megatron(outcome) and chosen.num_chunks > 1 and chosen.policy != OVERLAP and question.pipeline_size > 2:
+        flags.append("--no-overlap-p2p-communication")
+    if fit is not None and any(fit.recomputed) and layout:
+        most = str(max(fit.recomputed))
+        flags += ["--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", most]
+    return flags
+
+
+def runs_in_megatron(outcome: Outcome) -> bool:
+    """Whether Megatron's own schedules can run it."""
+    return outcome.candidate.schedule in (ONE_F_ONE_B, INTERLEAVED)
+
+
+def layout_of(outcome: Outcome) -> str:
+    """Megatron's ``pipeline_model_parallel_layout``; empty where the layers are not known."""
+    if outcome.fit is None or any(one.kind == PART for layers in outcome.fit.stages for one in layers):
+        return ""
+    return layout_text(outcome.fit.stages)
+
 
 _CAUSES = ("waits for late peers", "waits for messages in flight", "waits behind other messages")
 _SMALL = 0.002  # a difference of shares that is not worth a word
@@ -81,7 +150,7 @@ def sentences(question: Question, outcome: Outcome) -> list[str]:
 
 
 def _recomputed_by_megatron(outcome: Outcome) -> list[str]:
-    """Where its flags recompute something else, what they do."""
+    """What Megatron's flags recompute where that is something else."""
     if outcome.fit is None or not any(outcome.fit.recomputed):
         return []
     if not layout_of(outcome):
@@ -93,7 +162,7 @@ def _recomputed_by_megatron(outcome: Outcome) -> list[str]:
 
 
 def throughput(question: Question, outcome: Outcome) -> dict[str, float | None]:
-    """Of all replicas; MFU of one device."""
+    """Tokens and sequences per second of all replicas; MFU of one device."""
     sequences = question.global_batch / outcome.step * 1e3 if outcome.step else 0.0
     flops, mfu = question.model(outcome.candidate.micro_batch).flops, None
     if flops is not None and question.peak_flops and outcome.step:
@@ -122,7 +191,7 @@ def why_not(outcome: Outcome, best: Outcome) -> str:
 
 
 def _work(outcome: Outcome) -> float:
-    """Milliseconds of a step on the busiest rank, recomputation apart."""
+    """Milliseconds of a step on the busiest rank, without recomputation."""
     fit = outcome.fit
     if fit is None or outcome.spec is None:
         return 0.0
@@ -142,7 +211,7 @@ def alternatives(findings: Findings) -> list[Outcome]:
 
 
 def estimated(findings: Findings) -> list[Estimate]:
-    """The best first estimates of schedules of which nothing was built, fastest first."""
+    """The best first estimate of each schedule that was never built, fastest first."""
     built = {one.candidate.schedule for one in findings.outcomes if one.fit is not None}
     unseen = {*findings.not_looked_at, *findings.needless}
     left = (one for one in findings.estimates if one.candidate in unseen)
@@ -160,7 +229,7 @@ def estimated_why(one: Estimate, best: Outcome) -> str:
 
 
 def as_json(findings: Findings, order: MicrobatchOrder | None = None, measured: str = MEASURED_FILE) -> dict[str, Any]:
-    """``order``: that of unequal microbatches; ``measured``: where a search reads its costs."""
+    """``order``: of unequal microbatches; ``measured``: where a search reads its costs."""
     question, best = findings.question, findings.best
     return {
         "recommended": None if best is None else _facts(question, best, measured),
@@ -230,6 +299,6 @@ def _counts(stages: Iterable[Iterable[Any]]) -> list[int] | None:
 
 
 def _recomputed(one: Outcome) -> list[float]:
-    """Layers of each stage, or shares of it where layers are not known."""
+    """Recomputed layers of each stage; where layers are not known, its recomputed share."""
     counts = one.fit.recomputed if one.fit is not None else ()
     return [float(count) if layout_of(one) else count / STEPS for count in counts]

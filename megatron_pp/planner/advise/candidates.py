@@ -1,10 +1,11 @@
-"""What is tried: every schedule with every number of chunks and microbatches that the question allows, and a first
-estimate of each, which decides what is looked at first.
+"""What is tried: every schedule with every number of chunks and microbatches that the question allows. A first estimate
+of each decides the order.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 from megatron_pp.errors import PlanError
@@ -13,30 +14,26 @@ from megatron_pp.plan.ir.placement import LOOP, Placement
 from megatron_pp.plan.ir.spec import PlanSpec, Shape
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.orders.family import Family, Order
-from megatron_pp.planner.advise.fit import Fitted, Room, States, best_counts, fitted
-from megatron_pp.planner.advise.layout import stages_of
+from megatron_pp.planner.advise.fit import Fitted, Room, States, best_counts, fitted, stages_of
 from megatron_pp.planner.advise.model import Model
 from megatron_pp.planner.advise.question import Question
 from megatron_pp.planner.advise.timing import Kept, kept_states, order_time
 from megatron_pp.planner.bound import lower_bound
 
-_PILOTS = (2, 4)  # an estimate is of so many P microbatches; the steady state goes on
-_LOGITS = 2  # microbatches between S and T, before a plan says how many
-_TENSORS = 4  # pipeline tensors of a rank besides its stages' inputs, before a plan says how many
-_ROOM = 1.5  # P microbatches: a search rarely finds a shorter step with more memory than for so many
+_PILOTS = (2, 4)  # estimates are of these multiples of P microbatches; the steady state goes on
+_LOGITS = 2  # microbatches between S and T, until a plan is known
+_TENSORS = 4  # pipeline tensors of a rank beside its stages' inputs, until a plan is known
+_ROOM = 1.5  # P microbatches: with more memory a search rarely finds a shorter step
 _SEEDS = {LOOP: ("1f1b", "interleaved_1f1b"), "v": ("v_half", "v_half")}  # of one chunk, of several
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A pipeline that may be recommended.
+    """A pipeline that may be recommended; fields as in ``PlanSpec``.
 
-    schedule     a family
-    micro_batch  sequences in a microbatch
-    group_size   0: the family's own
-    memory_share of the device that a search may fill
-    offload_chunks  of every rank, from its first, that are in host memory between forward and backward
-    offload_slots   compute operations for which a copy is placed
+    micro_batch   sequences in a microbatch
+    group_size    0: the family's own
+    memory_share  of the device that a search may fill
     """
 
     schedule: str
@@ -67,18 +64,18 @@ class Candidate:
         return Placement(self.family.placement, pipeline_size, self.num_chunks, self.family.barriers)
 
     def model(self, question: Question) -> Model:
-        """Of microbatches of this size; without its output layer where that is split over all ranks."""
+        """The model for microbatches of this size; without its output layer where that is split over all ranks."""
         model = question.model(self.micro_batch)
         return model.with_split_output() if self.family.barriers else model
 
     def shape(self, pipeline_size: int, most: int | None = None) -> Shape:
-        """With at most so many microbatches."""
+        """``most``: microbatches at most."""
         count = min(self.num_microbatches, most or self.num_microbatches)
         group = min(self.group_size or -(-pipeline_size // self.slices), count)
         return Shape(pipeline_size, self.num_chunks, count, group, self.slices)
 
     def forwards(self, pipeline_size: int, pilot: bool = False) -> int:
-        """Of a step, all stages and slices; ``pilot``: of what an estimate looks at."""
+        """Forwards of a step on all stages and slices; ``pilot``: of the longest order that an estimate looks at."""
         shape = self.shape(pipeline_size, _PILOTS[-1] * pipeline_size if pilot else None)
         return pipeline_size * self.num_chunks * shape.num_microbatches * self.slices
 
@@ -92,8 +89,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """``step`` in milliseconds with free buffers and no queues, ``peak`` GB of the fullest rank; ``bound``: no plan on
-    this placement with these costs takes less. ``cut``: the model on its stages. ``refused``: why it cannot be had.
+    """A first look at a candidate.
+
+    cut      the model on its stages
+    step     milliseconds, with free buffers and no queues
+    peak     GB of the fullest rank
+    bound    milliseconds that no plan on this placement with these costs falls below
+    refused  why it is impossible; empty where it is possible
     """
 
     candidate: Candidate
@@ -106,40 +108,38 @@ class Estimate:
 
 def candidates(question: Question) -> Iterator[Candidate]:
     """All that the question allows."""
+    policy = question.policies[0]
     for name in question.tried:
         family = SCHEDULES[name]
         if family.splits_weight and not question.splits_backward:
             continue
-        for size, count in question.microbatches():
-            for chunks in _chunks(family, question.max_chunks):
-                for slices in question.slices if family.sliced else (1,):
-                    if (slices > 1) == family.sliced:
-                        share = _memory_share(question, question.model(size)) if family.search is not None else 1.0
-                        one = Candidate(
-                            name, chunks, size, count, question.policies[0], slices=slices, memory_share=share
-                        )
-                        yield from _with_offloads(question, one)
+        slices_tried = [slices for slices in question.slices if slices > 1] if family.sliced else [1]
+        for (size, count), chunks in product(question.microbatches(), _chunks(family, question.max_chunks)):
+            share = _memory_share(question, question.model(size)) if family.search is not None else 1.0
+            for slices in slices_tried:
+                one = Candidate(name, chunks, size, count, policy, slices=slices, memory_share=share)
+                yield from _with_offloads(question, one)
 
 
 def why_none(question: Question) -> str:
-    """Of each schedule that was asked for, why the question allows nothing of it."""
-    return "; ".join(_why_untried(question, name) for name in question.tried)
+    """Why the question allows nothing of the schedules that it asks for."""
+    return "; ".join(_why_untried(question, SCHEDULES[name]) for name in question.tried)
 
 
-def _why_untried(question: Question, name: str) -> str:
-    family = SCHEDULES[name]
+def _why_untried(question: Question, family: Family) -> str:
+    name = family.name
     if family.splits_weight and not question.splits_backward:
         return f"{name} splits backwards, and the model cannot (--no-split-backward)"
     if not _chunks(family, question.max_chunks):
         most = f"at most {question.max_chunks} are tried (--max-chunks)"
         return f"{name} has {family.chunks or 2} chunks a rank, and {most}"
     if family.sliced:
-        return f"{name} is for slices of sequences, of which {question.slices[0]} is tried (--sequence-slices)"
+        return f"{name} is for slices of sequences, and {question.slices[0]} is tried (--sequence-slices)"
     return f"{name} offloads, and nothing says how long copies take (--offload-bandwidth)"
 
 
 def _with_offloads(question: Question, one: Candidate) -> Iterator[Candidate]:
-    """``one``, and with half and all of its chunks offloaded; a schedule that is made for it, with what it offloads."""
+    """``one``, and with half and all of its chunks offloaded; a schedule that offloads by itself, as it does."""
     own = one.family.offloads(one.shape(question.pipeline_size))
     if not own:
         yield one
@@ -151,7 +151,7 @@ def _with_offloads(question: Question, one: Candidate) -> Iterator[Candidate]:
 
 
 def _memory_share(question: Question, model: Model) -> float:
-    """Of the device, for a search."""
+    """The share of a device's memory for a search."""
     ranks = question.pipeline_size
     activation = sum(one.activation for one in model.layers) / ranks
     static = 2 * sum(one.static for one in model.layers) / ranks  # of an unequal rank
@@ -167,8 +167,8 @@ def _chunks(family: Family, most: int) -> list[int]:
 
 
 def estimate(question: Question, candidate: Candidate, bounds: dict[Any, float] | None = None) -> Estimate:
-    """A first look. A search is estimated by its bound, and so is a schedule with collectives, which ``order_time``
-    does not know. ``bounds`` are those that are known, and get this one.
+    """A search is estimated by its bound, and so is a schedule with collectives, which ``order_time`` does not know.
+    ``bounds``: the bounds known so far; this one is added.
     """
     model = candidate.model(question)
     try:
@@ -181,17 +181,14 @@ def estimate(question: Question, candidate: Candidate, bounds: dict[Any, float] 
             split, slices = question.splits_backward, candidate.slices
             known[key] = lower_bound(placement, *conditions, split=split, slices=slices).step
         bound = known[key]
-        peak = max(cut.peaks)
-        if candidate.is_bounded:
-            return Estimate(candidate, cut, bound, peak, bound)
-        step = _order_time(question, candidate, cut, question.transfer(model))
+        step = 0.0 if candidate.is_bounded else _order_time(question, candidate, cut, question.transfer(model))
     except PlanError as error:
         return Estimate(candidate, refused=str(error))
-    return Estimate(candidate, cut, max(step, bound), peak, bound)
+    return Estimate(candidate, cut, max(step, bound), max(cut.peaks), bound)
 
 
 def _order_time(question: Question, candidate: Candidate, cut: Fitted, transfer: float) -> float:
-    """Of two pilots, the longer one and as many of the microbatches between them as are left."""
+    """The time of the longer pilot; further microbatches take as long as those that it has more than the shorter."""
     size, placement = question.pipeline_size, candidate.placement(question.pipeline_size)
     shapes = [candidate.shape(size, pilot * size) for pilot in _PILOTS]
     orders = (_orders(candidate.schedule, shape) for shape in shapes)
@@ -203,8 +200,8 @@ def _order_time(question: Question, candidate: Candidate, cut: Fitted, transfer:
 
 
 def fixed_memory(model: Model, tensors: Sequence[int], slices: int, logits: int = _LOGITS) -> tuple[float, ...]:
-    """GB of each rank for its pipeline tensors and, where the output layer is split, for its share of that: parameters,
-    and logits of so many microbatches.
+    """GB of each rank for its pipeline tensors and for its share of a split output layer: parameters, and the logits
+    of ``logits`` microbatches.
     """
     output = model.output
     share = 0.0 if output is None else (output.static + logits * output.activation) / len(tensors)
@@ -212,7 +209,7 @@ def fixed_memory(model: Model, tensors: Sequence[int], slices: int, logits: int 
 
 
 def cut_model(question: Question, candidate: Candidate, model: Model) -> Fitted:
-    """The model on the candidate's stages, with what has to be recomputed there. Raises PlanError where the layers do
+    """The model on the candidate's stages, with the recomputation that it needs. Raises PlanError where the layers do
     not fill the stages.
     """
     size = question.pipeline_size
@@ -229,7 +226,7 @@ def cut_model(question: Question, candidate: Candidate, model: Model) -> Fitted:
 
 
 def states_of(candidate: Candidate, pipeline_size: int) -> States:
-    """What each rank keeps at most; of a search, what a family of the same placement with little memory keeps."""
+    """What each rank keeps at most; for a search, what a family with little memory on its placement keeps."""
     name = candidate.schedule
     if candidate.searches:
         name = _SEEDS[candidate.family.placement][candidate.num_chunks > 1]
@@ -249,14 +246,9 @@ def _most(states: Sequence[Kept]) -> int:
 
 @lru_cache(maxsize=256)
 def _offloaded_states(candidate: Candidate, pipeline_size: int) -> tuple[tuple[Kept, ...], ...]:
-    spec = PlanSpec(
-        candidate.schedule,
-        pipeline_size,
-        candidate.num_chunks,
-        candidate.num_microbatches,
-        offload_chunks=candidate.offload_chunks,
-        offload_slots=candidate.offload_slots,
-    )
+    sizes = pipeline_size, candidate.num_chunks, candidate.num_microbatches
+    chunks, slots = candidate.offload_chunks, candidate.offload_slots
+    spec = PlanSpec(candidate.schedule, *sizes, offload_chunks=chunks, offload_slots=slots)
     return tuple(kept_states(program, candidate.num_chunks) for program in lowered_plan(spec).programs)
 
 

@@ -24,19 +24,18 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Outcome:
-    """A candidate with its numbers. ``refused``: why it cannot be had; its numbers are 0 then where nothing was run.
+    """A candidate with its numbers, which are 0 where nothing was run.
 
-    spec        of the plan that was verified; with ``measured`` where a search has made it
-    step        milliseconds, simulated
-    flagged     the same with Megatron's flags, by which every stage recomputes as many layers as the one that
-                recomputes most
-    bubble      share of all ranks' time without compute
-    exposed     shares of all ranks' time: in which they wait for a peer's compute, for messages in flight, for messages
-                behind others
-    on_host     GB of host memory that the fullest rank has offloaded at once
-    again       share of all ranks' time that goes into recomputation
-    bound       what no plan on this placement falls below; None where nothing was run
-    certificate what ``verify`` has proven of it
+    refused      why it is impossible; empty where it is possible
+    spec         of the verified plan; with ``measured`` where a search has made it
+    step         milliseconds, simulated
+    flagged      the same with Megatron's flags: every stage recomputes as many layers as the one that recomputes most
+    bubble       share of all ranks' time without compute
+    exposed      shares of all ranks' time: waits for a peer's compute, for messages in flight, behind other messages
+    on_host      GB of host memory that the fullest rank has offloaded at once
+    again        share of all ranks' time for recomputation
+    bound        no plan on this placement takes less; None where nothing was run
+    certificate  what ``verify`` has proven
     """
 
     candidate: Candidate
@@ -64,9 +63,8 @@ class Outcome:
 
 
 def evaluate(question: Question, candidate: Candidate, cut: Fitted | None = None) -> Outcome:
-    """The candidate with its numbers. ``cut``: the model on its stages, where that is known.
-
-    A search plans for nothing recomputed where that fits, else for what its estimate recomputes.
+    """The candidate with its numbers. ``cut``: the model on its stages, where known. A search plans for no
+    recomputation where that fits, else for what its estimate recomputes.
     """
     model = candidate.model(question)
     try:
@@ -167,7 +165,7 @@ def _run(
 
 
 def _evenly_recomputed(cut: Fitted) -> StageCosts:
-    """What stages take where all recompute as many layers as one. A stage whose layers are not known stays as it is."""
+    """Times where all stages recompute as many layers as one; unchanged where layers are not known."""
     if any(one.kind == PART for layers in cut.stages for one in layers):
         return cut.costs
     even = with_recomputed(cut, (max(cut.recomputed),) * len(cut.recomputed)).costs
@@ -175,18 +173,18 @@ def _evenly_recomputed(cut: Fitted) -> StageCosts:
 
 
 def _peaks(cut: Fitted, room: Room) -> Fitted:
-    """``cut`` as it is, with the peaks of this plan."""
+    """``cut`` with the peaks of this plan."""
     ranks = range(room.placement.pipeline_size)
     kept = (room.kept(rank, cut.activation, cut.late) for rank in ranks)
     return replace(cut, peaks=tuple(map(math.fsum, zip(cut.static, room.fixed, kept, strict=True))))
 
 
 def tensors_of(verdict: Verdict) -> tuple[int, ...]:
-    """Pipeline tensors of each rank besides the inputs of its stages, which their activations count."""
+    """Pipeline tensors of each rank without the inputs of its stages, which their activations count."""
     return tuple(max(0, peaks.tensors - peaks.each.inputs) for peaks in verdict.ranks)
 
 
 def _recomputed_time(cut: Fitted) -> float:
-    """Milliseconds of a microbatch, all stages together."""
+    """Milliseconds of recomputation per microbatch, all stages together."""
     plain = sum(one.backward_input for layers in cut.stages for one in layers)
     return max(0.0, sum(cut.costs.backward_input) - plain)

@@ -1,21 +1,101 @@
-"""How a cut model lies in the memory of its ranks: layers per stage by time and memory, and how many layers of each
-stage are recomputed so that the rank keeps to its limit.
+"""Layers per stage by time and memory, Megatron's text for them, and how many layers of each stage are recomputed so
+that its rank keeps to the memory limit.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, pairwise
-from operator import mul
+from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.costs.stage_costs import StageCosts
-from megatron_pp.plan.ir.placement import Placement
-from megatron_pp.planner.advise.layout import Counts, Units, balanced, improved, is_buildable, stages_of
-from megatron_pp.planner.advise.model import MTP, Layer, Model, total
+from megatron_pp.plan.ir.placement import LOOP, Placement
+from megatron_pp.planner.advise.model import LETTERS, MTP, Layer, Model, spreads_mtp, total
 from megatron_pp.planner.advise.timing import Kept
+
+Units = Sequence[tuple[Layer, ...]]
+Counts = tuple[int, ...]  # units of each stage, in model order
+_MOST_MOVES = 60
+
+
+def balanced(units: Units, num_stages: int) -> Counts:
+    """Contiguous stages whose most expensive one is as cheap as can be, each with at least one unit."""
+    work = [sum(one.work for one in unit) for unit in units]
+    low, high = max(work), sum(work)
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (low, middle) if _greedy(work, num_stages, middle) else (middle, high)
+    return _greedy(work, num_stages, high) or _greedy(work, num_stages, sum(work)) or ()
+
+
+def _greedy(work: Sequence[float], num_stages: int, most: float) -> Counts | None:
+    """Stages of at most ``most`` work, filled from the front; None where there would be more of them."""
+    counts, filled = [0], 0.0
+    for k, one in enumerate(work):
+        left, stages_left = len(work) - k, num_stages - len(counts)
+        if counts[-1] and (filled + one > most * (1 + 1e-12) or left <= stages_left):
+            counts.append(0)
+            filled = 0.0
+        counts[-1] += 1
+        filled += one
+    return tuple(counts) if len(counts) == num_stages else None
+
+
+def improved(
+    counts: Counts,
+    price: Callable[[Counts], tuple[float, ...]],
+    givers: Callable[[Counts], Iterable[int]],
+    is_allowed: Callable[[Counts], bool],
+) -> Counts:
+    """``counts`` after moves of one unit from a stage of ``givers`` to another, each the best one, while ``price``
+    falls.
+    """
+    best = price(counts)
+    for _ in range(_MOST_MOVES):
+        pairs = ((a, b) for a in givers(counts) if counts[a] > 1 for b in range(len(counts)) if a != b)
+        moves = [move for move in (_moved(counts, a, b) for a, b in pairs) if is_allowed(move)]
+        least = min(((price(move), move) for move in moves), default=(best, counts))
+        if least[0] >= best:
+            break
+        best, counts = least
+    return counts
+
+
+def _moved(counts: Counts, source: int, target: int) -> Counts:
+    return tuple(n - (k == source) + (k == target) for k, n in enumerate(counts))
+
+
+def stages_of(units: Units, counts: Counts) -> list[tuple[Layer, ...]]:
+    """The layers of each stage, in model order."""
+    ends = list(accumulate(counts, initial=0))
+    return [tuple(one for unit in units[a:b] for one in unit) for a, b in pairwise(ends)]
+
+
+def is_buildable(stages: Sequence[Sequence[Layer]], placement: Placement) -> bool:
+    """Whether Megatron builds them: MTP layers in the last chunk of a rank but the first, on a V with the loss."""
+    if spreads_mtp(one for layers in stages for one in layers):
+        return True
+    allowed = {row[-1] for row in placement.stages[1:]} if placement.kind == LOOP else set()
+    allowed.add(placement.num_stages - 1)
+    return all(stage in allowed or all(one.kind != MTP for one in layers) for stage, layers in enumerate(stages))
+
+
+def layout_text(stages: Sequence[Sequence[Layer]]) -> str:
+    """Megatron's ``pipeline_model_parallel_layout``: ``Et*3|(t*4|)*6t*3L``."""
+    texts = [_letters("".join(LETTERS[one.kind] for one in layers)) for layers in stages]
+    parts = []
+    for text, run in groupby(texts[:-1]):
+        times = len(list(run))
+        parts.append(f"({text}|)*{times}" if times > 1 else f"{text}|")
+    return "".join(parts) + texts[-1]
+
+
+def _letters(text: str) -> str:
+    return re.sub(r"(.)\1+", lambda found: f"{found[1]}*{len(found[0])}", text)
+
 
 States = Sequence[Sequence[Kept]]  # per rank
 
@@ -24,10 +104,10 @@ States = Sequence[Sequence[Kept]]  # per rank
 class Room:
     """What a schedule needs of every rank's memory.
 
-    states   what each rank keeps at most, in microbatches (or slices of them) per chunk
-    slices   of each sequence
-    limit    GB of a rank
-    fixed    GB of a rank for pipeline tensors
+    states  what each rank keeps at most, in microbatches (or slices of them) per chunk
+    slices  of each sequence
+    limit   GB of a rank
+    fixed   GB of a rank for pipeline tensors
     """
 
     placement: Placement
@@ -38,13 +118,14 @@ class Room:
 
     def kept_in_chunks(self, rank: int, activation: Sequence[float], late: Sequence[float]) -> float:
         """The most that ``rank`` keeps in activations, given those of each of its chunks."""
-        each = (
-            sum(map(mul, activation, flight)) + sum(map(mul, late, waiting)) for flight, waiting in self.states[rank]
-        )
-        return max(each, default=0.0) / self.slices
+        most = 0.0
+        for flight, waiting in self.states[rank]:
+            kept = sum(gb * count for gb, count in zip(activation, flight, strict=True))
+            most = max(most, kept + sum(gb * count for gb, count in zip(late, waiting, strict=True)))
+        return most / self.slices
 
     def kept(self, rank: int, activation: Sequence[float], late: Sequence[float]) -> float:
-        """The same, given those of all stages."""
+        """As ``kept_in_chunks``, given the activations of all stages."""
         stages = self.placement.stages[rank]
         return self.kept_in_chunks(rank, [activation[s] for s in stages], [late[s] for s in stages])
 
@@ -53,11 +134,11 @@ class Room:
 class Fitted:
     """A cut model on its ranks.
 
-    stages       layers of each stage
-    recomputed   layers of each stage that are recomputed
-    costs        times per stage, with what is recomputed
+    stages            layers of each stage
+    recomputed        how many of them are recomputed, per stage
+    costs             times per stage, with recomputation
     activation, late  GB per stage and microbatch
-    static, peaks     GB per rank, and with activations and tensors
+    static, peaks     GB per rank, without and with activations and tensors
     """
 
     stages: tuple[tuple[Layer, ...], ...]
@@ -91,8 +172,11 @@ def _fastest(units: tuple[tuple[Layer, ...], ...], placement: Placement) -> Coun
 
 
 class _OfRank(NamedTuple):
-    """What some layers mean for a rank: GB that it needs but for ``fixed``, nothing recomputed, and that it lacks, with
-    all recomputed that has to be; time with and without that.
+    """What some layers mean for a rank.
+
+    need     GB without ``fixed`` where nothing is recomputed
+    missing  GB that it lacks where all is recomputed that has to be
+    load     time with that recomputation; ``work``: without
     """
 
     need: float
@@ -102,7 +186,7 @@ class _OfRank(NamedTuple):
 
 
 class _Cuts:
-    """Units per stage, and what they mean for the ranks. ``recompute``: whether memory may be had by recomputation."""
+    """What units per stage mean for the ranks. ``recompute``: whether layers may be recomputed."""
 
     def __init__(self, units: Units, room: Room, recompute: bool) -> None:
         self.units = units
@@ -121,7 +205,7 @@ class _Cuts:
         return [self._of(k, tuple(contents[s] for s in row)) for k, row in enumerate(self.room.placement.stages)]
 
     def _of(self, rank: int, contents: tuple[tuple[int, ...], ...]) -> _OfRank:
-        """Of ``rank``, whose stages hold such units: most moves leave most ranks what they had."""
+        """Of ``rank``, whose stages hold these units; kept, as most moves change two ranks only."""
         if (rank, contents) not in self._found:
             self._found[rank, contents] = self._worked_out(rank, [[self._known[k] for k in row] for row in contents])
         return self._found[rank, contents]
@@ -129,17 +213,14 @@ class _Cuts:
     def _worked_out(self, rank: int, rows: Sequence[Sequence[Layer]]) -> _OfRank:
         """Recomputation counts in proportion to the memory that it has to give."""
         room = self.room
-        activation, late, recomputed = (
-            [sum(one.activation for one in row) for row in rows],
-            [sum(one.late for one in row) for row in rows],
-            [sum(_least(one) for one in row) for row in rows],
-        )
+        activation = [sum(one.activation for one in row) for row in rows]
+        late = [sum(one.late for one in row) for row in rows]
         layers = [one for row in rows for one in row]
         work, static = sum(one.work for one in layers), sum(one.static for one in layers)
         kept, left = room.kept_in_chunks(rank, activation, late), room.limit - room.fixed[rank] - static
         load, over = work, kept - left
         if over > 0 and self.recompute:
-            least = room.kept_in_chunks(rank, recomputed, late)
+            least = room.kept_in_chunks(rank, [sum(one.least for one in row) for row in rows], late)
             share = min(1.0, over / (kept - least)) if kept > least else 1.0
             load += share * sum(one.forward for one in layers if one.recomputed is not None)
             over = least - left
@@ -149,7 +230,7 @@ class _Cuts:
         return not self._has_mtp or is_buildable(stages_of(self.units, counts), self.room.placement)
 
     def is_short(self, counts: Counts) -> bool:
-        """Whether a rank's memory does not do, nothing recomputed."""
+        """Whether a rank lacks memory where nothing is recomputed."""
         ranks = zip(self._ranks(counts), self.room.fixed, strict=True)
         return any(one.need + fixed > self.room.limit for one, fixed in ranks)
 
@@ -164,11 +245,6 @@ class _Cuts:
         ranks = self._ranks(counts)
         missing, load = sum(one.missing for one in ranks), max(one.load for one in ranks)
         return round(missing, 9), round(load, 9), sum(one.load**2 for one in ranks)
-
-
-def _least(one: Layer) -> float:
-    """GB that it keeps at least."""
-    return one.activation if one.recomputed is None else one.recomputed
 
 
 def fitted(stages: Sequence[tuple[Layer, ...]], room: Room, model: Model, recompute: bool) -> Fitted:
@@ -206,7 +282,7 @@ def _stage_costs(
         forward.append(sums.forward)
         again.append(sums.backward_input + sum(one.forward for one in redone))
         weight.append(sums.weight)
-        kept.append(sums.activation - sum(one.activation - (one.recomputed or 0.0) for one in redone))
+        kept.append(sums.activation - sum(one.saved for one in redone))
         late.append(sums.late)
     backward = tuple(i + w for i, w in zip(again, weight, strict=True))
     costs = StageCosts(tuple(forward), backward, tuple(again), tuple(weight), attention=attention)
@@ -216,26 +292,23 @@ def _stage_costs(
 
 
 def _recomputable(layers: Sequence[Layer]) -> list[Layer]:
-    """Those that can be, the ones that give most memory for their time first; of equals in model order."""
-    can = [one for one in layers if one.recomputed is not None and one.activation > one.recomputed]
-    return sorted(can, key=lambda one: -(one.activation - (one.recomputed or 0.0)) / (one.forward or 1e-12))
+    """Layers that can be, those that give the most memory for their time first; of equals in model order."""
+    return sorted((one for one in layers if one.saved > 0), key=lambda one: -one.saved / (one.forward or 1e-12))
 
 
 def _workspace(stages: Sequence[Sequence[Layer]], chosen: Sequence[int], row: Sequence[int]) -> float:
     """GB of the layer that is being recomputed."""
-    again = (one for s in row for one in _recomputable(stages[s])[: chosen[s]])
-    return max((one.activation - (one.recomputed or 0.0) for one in again), default=0.0)
+    return max((one.saved for s in row for one in _recomputable(stages[s])[: chosen[s]]), default=0.0)
 
 
 def _dearest(
     stages: Sequence[Sequence[Layer]], chosen: Sequence[int], row: Sequence[int], room: Room, rank: int
 ) -> int | None:
-    """The stage of ``row`` whose next layer gives the most memory for its time; None where there is none left."""
-    flight = [max((state[0][c] for state in room.states[rank]), default=0) for c in range(len(row))]
+    """The stage of ``row`` whose next layer gives the most memory for its time; None where none is left."""
     found = []
     for c, s in enumerate(row):
         left = _recomputable(stages[s])[chosen[s] :]
         if left:
-            saved = left[0].activation - (left[0].recomputed or 0.0)
-            found.append((flight[c] * saved / (left[0].forward or 1e-12), s))
+            flight = max((state[0][c] for state in room.states[rank]), default=0)
+            found.append((flight * left[0].saved / (left[0].forward or 1e-12), s))
     return max(found)[1] if found else None

@@ -59,7 +59,7 @@ def _from_yaml(text: str) -> dict[str, Any]:
 
 
 def transformer_of(args: Mapping[str, Any], data_parallel: int = 1) -> Transformer:
-    """The model that the arguments describe. Raises PlanError where sizes are missing or are no numbers."""
+    """The model of the arguments. Raises PlanError for sizes that are missing or no numbers."""
     missing = [name for name in _NEEDED if name not in args]
     if missing:
         raise PlanError(f"Megatron's arguments lack {', '.join('--' + name.replace('_', '-') for name in missing)}")
@@ -94,7 +94,7 @@ def transformer_of(args: Mapping[str, Any], data_parallel: int = 1) -> Transform
 
 
 def whole(args: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    """A number among the arguments. Raises PlanError for what is none."""
+    """A number among the arguments. Raises PlanError for anything else."""
     value = args.get(name, default)
     if not str(value).isdigit():
         raise PlanError(f"Megatron's --{name.replace('_', '-')} is {value!r}; it must be a whole number")
@@ -102,7 +102,7 @@ def whole(args: Mapping[str, Any], name: str, default: int | None = None) -> int
 
 
 def _recompute(args: Mapping[str, Any]) -> str:
-    """What every layer recomputes. Full recomputation of some layers is the advisor's to choose."""
+    """What every layer recomputes. The advisor chooses full recomputation of some layers."""
     if args.get("recompute_granularity") == FULL and "recompute_num_layers" not in args:
         return FULL
     flash = "use_flash_attn" in args or args.get("attention_backend") in (None, "flash", "fused", "auto")

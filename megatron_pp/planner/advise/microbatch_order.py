@@ -18,8 +18,8 @@ _TRIALS = 600  # of each order that is begun with
 
 @dataclass(frozen=True)
 class MicrobatchOrder:
-    """``order[k]`` is the microbatch, as they were given, that runs as the k-th. Simulated steps in milliseconds, in
-    this order and as they were given.
+    """``order[k]``: the given microbatch that runs as the k-th. Simulated milliseconds of a step in this order and as
+    given.
     """
 
     order: tuple[int, ...]
@@ -28,10 +28,10 @@ class MicrobatchOrder:
 
 
 def best_order(question: Question, outcome: Outcome, seconds: float) -> MicrobatchOrder | None:
-    """The best order found in so many seconds for the outcome's plan; None where all microbatches cost the same.
+    """The best order for the outcome's plan found in ``seconds``; None where all microbatches cost the same.
 
-    By length both ways, the short ones at both ends (they fill and drain the pipeline quickly) or in the middle, then
-    swaps of two. The order that was given is returned where none is faster by the simulator.
+    Starts are ascending, descending, and the short ones at both ends (they fill and drain the pipeline quickly) or in
+    the middle; swaps of two follow. The given order is returned where none is faster by the simulator.
     """
     given = question.microbatch_costs
     if outcome.spec is None or outcome.fit is None or len(given) != outcome.candidate.num_microbatches:

@@ -16,7 +16,6 @@ LETTERS = {EMBEDDING: "E", DECODER: "t", MTP: "m", LOSS: "L"}
 RECOMPUTED_SHARE = 2 / 34
 """Of a transformer layer's activations, its input: what is kept where the layer is recomputed (arXiv 2205.05198)."""
 
-
 STEPS = 4
 """Parts of a stage whose layers are not known: it is recomputed in quarters."""
 
@@ -25,12 +24,12 @@ STEPS = 4
 class Layer:
     """What one layer costs for one microbatch.
 
-    kind                             a key of LETTERS, or PART: a share of a model whose layers are not known
-    forward, backward_input, weight  times of F, I and W in milliseconds
-    activation                       GB that a forward keeps until its backward
-    late                             GB that a split backward keeps of it until its weight gradients
-    recomputed                       GB that a forward keeps where the layer is recomputed; None: it cannot be
-    static                           GB of parameters, gradients and optimizer states
+    kind         a key of LETTERS, or PART: a share of a model whose layers are not known
+    forward, backward_input, weight  milliseconds of F, I and W
+    activation   GB that a forward keeps until its backward
+    late         GB of it that a split backward keeps until its weight gradients
+    recomputed   GB that a forward keeps where the layer is recomputed; None: it cannot be
+    static       GB of parameters, gradients and optimizer states
     """
 
     kind: str
@@ -52,15 +51,22 @@ class Layer:
     def work(self) -> float:
         return self.forward + self.backward_input + self.weight
 
-    def times(self, factor: float) -> Layer:
-        """A microbatch of ``factor`` times the size, in proportion."""
-        return self.scaled(factor, self.static)
+    @property
+    def least(self) -> float:
+        """GB that a forward keeps at least."""
+        return self.activation if self.recomputed is None else self.recomputed
+
+    @property
+    def saved(self) -> float:
+        """GB that recomputation saves."""
+        return self.activation - self.least
 
     def share(self, parts: int) -> Layer:
         """One of ``parts`` equal parts of the layer."""
         return self.scaled(1 / parts, self.static / parts)
 
     def scaled(self, factor: float, static: float) -> Layer:
+        """Times and activations in proportion, and GB of ``static`` memory."""
         kept = None if self.recomputed is None else factor * self.recomputed
         times = (factor * self.forward, factor * self.backward_input, factor * self.weight)
         return Layer(self.kind, *times, factor * self.activation, factor * self.late, kept, static)
@@ -115,18 +121,16 @@ class Model:
 
     def times(self, factor: float) -> Model:
         """Microbatches of ``factor`` times the size, in proportion."""
-        layers = tuple(one.times(factor) for one in self.layers)
+        layers = tuple(one.scaled(factor, one.static) for one in self.layers)
         return replace(self, layers=layers, message=factor * self.message, flops=self.flops and factor * self.flops)
 
     def units(self, num_stages: int, mtp_with_loss: bool = False) -> tuple[tuple[Layer, ...], ...]:
-        """What cannot be cut apart, in model order: each layer, all MTP layers together (Megatron builds them on one
-        stage; ``mtp_with_loss``: on the last), unless there are several losses to spread too, and of a fluid model its
-        equal stages. Raises PlanError where parts of unequal cost cannot be regrouped so, and where there are fewer
-        layers than stages.
+        """What cannot be cut apart, in model order: each layer, but all MTP layers together unless their losses are
+        spread (Megatron builds them on one stage; ``mtp_with_loss``: on the last); of a fluid model, parts of equal
+        stages. Raises PlanError where unequal parts cannot be regrouped, or where layers are fewer than stages.
         """
         if self.is_fluid:
-            parts = _regrouped(self.layers, num_stages)
-            return tuple((part.share(STEPS),) * STEPS for part in parts)
+            return tuple((part.share(STEPS),) * STEPS for part in _regrouped(self.layers, num_stages))
         units: list[tuple[Layer, ...]] = []
         spread = spreads_mtp(self.layers)
         for one in self.layers:
@@ -160,7 +164,6 @@ def spreads_mtp(layers: Iterable[Layer]) -> bool:
 
 def total(layers: Sequence[Layer]) -> Layer:
     """All of them as one."""
-    kept = [one.activation if one.recomputed is None else one.recomputed for one in layers]
     can = any(one.recomputed is not None for one in layers)
     return Layer(
         PART,
@@ -169,6 +172,6 @@ def total(layers: Sequence[Layer]) -> Layer:
         weight=sum(one.weight for one in layers),
         activation=sum(one.activation for one in layers),
         late=sum(one.late for one in layers),
-        recomputed=sum(kept) if can else None,
+        recomputed=sum(one.least for one in layers) if can else None,
         static=sum(one.static for one in layers),
     )

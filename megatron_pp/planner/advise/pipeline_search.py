@@ -1,7 +1,5 @@
-"""The search for the best pipeline: all candidates are estimated, then built, verified and simulated, the fastest by
-their estimates first.
-
-What is looked at is counted in operations, so that the answer does not depend on how busy the machine is; a budget of
+"""The search for the best pipeline: all candidates are estimated, then built, verified and simulated, the fastest
+estimates first. Work is counted in operations, so that the answer does not depend on the machine's load; a budget of
 seconds, where one is given, takes the place of these counts.
 """
 
@@ -41,7 +39,7 @@ _ESTIMATES = 2_000_000  # of all estimates, each of which takes a fifth of that
 @dataclass(frozen=True)
 class Findings:
     """What was looked at, what there was no time for, and searches that could not find a shorter step. ``interrupted``:
-    by a KeyboardInterrupt, before the budget was spent.
+    by KeyboardInterrupt, before the budget was spent.
     """
 
     question: Question
@@ -65,7 +63,7 @@ class Findings:
 
     @property
     def best(self) -> Outcome | None:
-        """The fastest by Megatron's flags; of those that are as fast, the one that needs the least memory."""
+        """The fastest by Megatron's flags; of those that are as fast, the one with the least memory."""
         fitting = self.fitting
         least = min((one.flagged for one in fitting), default=0.0)
         as_fast = [one for one in fitting if one.flagged <= least * (1 + _AS_FAST)]
@@ -73,7 +71,7 @@ class Findings:
 
     @property
     def least_memory(self) -> Outcome | None:
-        """Of those that were built and may be recommended, the one that needs the least, though it may not fit."""
+        """Of the built ones that may be recommended, the one with the least memory, fitting or not."""
         built = [one for one in self.outcomes if one.fit is not None and self.question.takes(one.candidate.schedule)]
         return min(built, key=lambda one: one.peak, default=None)
 
@@ -89,8 +87,7 @@ class Findings:
 
 def search(question: Question, budget: float | None = None, jobs: int = 1, report: Report | None = None) -> Findings:
     """The best pipelines for ``question`` that ``jobs`` processes find, until a KeyboardInterrupt, or for ``budget``
-    seconds. Without a budget so many operations are looked at, whatever time that takes, and the answer is the same on
-    every machine.
+    seconds. Without a budget a fixed number of operations is looked at, and the answer is the same on every machine.
 
     Raises PlanError where no candidate is possible whatever the memory.
     """
@@ -111,8 +108,9 @@ def search(question: Question, budget: float | None = None, jobs: int = 1, repor
 
 
 def _estimate(question: Question, queue: "_Queue", evaluator: "_Evaluator", say: Report) -> None:
-    """Of all candidates that there is time for, those of few operations first. Searches take long, so the first of
-    them begins as soon as it is known that it can be worth it."""
+    """Estimate the candidates that there is time for, those of few operations first. The first search that can be worth
+    it begins at once, as searches take long.
+    """
     bounds: dict[Any, float] = {}
     found = queue.found
     found += candidates(question)
@@ -154,8 +152,9 @@ def _ended_in_time(queue: "_Queue") -> Iterator[None]:
 
 
 class _Queue:
-    """What is looked at next. It depends on nothing but the estimates and the results before, as long as there is no
-    budget: named plans in the order of their estimates; searches one after the other; then variants of the best."""
+    """What is looked at next: named plans in the order of their estimates; searches one after the other; then variants
+    of the best. Without a budget it depends on nothing but the estimates and earlier results.
+    """
 
     def __init__(self, question: Question, budget: float | None) -> None:
         self.question = question
@@ -173,7 +172,7 @@ class _Queue:
         self.needless: list[Candidate] = []
 
     def sort(self) -> None:
-        """The fastest first; before them what fits, if anything does; last what cannot be recommended."""
+        """The fastest first; fitting ones before the others, and last those that cannot be recommended."""
         self.outcomes += [Outcome(one.candidate, one.refused) for one in self.estimates if one.refused]
         possible = [one for one in self.estimates if not one.refused]
         memory, takes = self.question.memory, self.question.takes
@@ -187,7 +186,7 @@ class _Queue:
         self.named = [one for k, one in enumerate(named) if self._affords(one.candidate) or k == 0]
 
     def _affords(self, candidate: Candidate) -> bool:
-        """Whether there is work left for it, which is then spent. With a budget it is time that counts."""
+        """Whether there is work left for it, which is then spent. With a budget only time counts."""
         work, left = _work(candidate, self.question.pipeline_size), self.work_left
         if self.budget is None and work > left[candidate.searches]:
             return False
@@ -195,7 +194,7 @@ class _Queue:
         return True
 
     def first_search(self) -> Candidate | None:
-        """The one that is begun before any plan was built, where the estimates say that it can be worth it."""
+        """The search that begins before any plan is built, where the estimates promise a gain."""
         least = min((one.step for one in self.named if one.peak <= self.question.memory), default=float("inf"))
         for one in self.searches:
             if one.bound < least * (1 - _GAIN) and self._affords(one.candidate):
@@ -209,7 +208,7 @@ class _Queue:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Operations of what is done, and of all that is planned so far."""
+        """Operations done, and planned so far in all."""
         size = self.question.pipeline_size
         done = sum(_work(one.candidate, size) for one in self.outcomes if one.fit is not None)
         left = sum(_work(one.candidate, size) for one in (*self.named, *self.searches))
@@ -221,7 +220,7 @@ class _Queue:
         return min((one.step for one in self.outcomes if not one.refused), default=float("inf"))
 
     def next(self, running: Collection[Candidate]) -> Candidate | None:
-        """What to look at now, beside what is ``running``; None where that has to be waited for, or nothing is left."""
+        """What to look at beside what is ``running``; None where that has to be waited for, or nothing is left."""
         if self.named:
             return self._begin(self.named.pop(0).candidate)
         if not running:
@@ -235,7 +234,7 @@ class _Queue:
         return self._begin(self.variants.pop(0)) if self.variants else None
 
     def _variants_of_best(self) -> list[Candidate]:
-        """Of the best plan so far, other groups and policies; with a budget, of a search, with other memory."""
+        """Other groups and policies for the best plan so far; for a search, with a budget, other memory."""
         fitting = [one for one in self.outcomes if not one.refused]
         if not fitting:
             return []
@@ -255,7 +254,7 @@ class _Queue:
         return next((one.cut for one in self.estimates if _sizes(one.candidate) == sizes), None)
 
     def must_build(self) -> bool:
-        """Whether the part of the budget that is for estimates is spent."""
+        """Whether the budget's part for estimates is spent."""
         return self.budget is not None and time.monotonic() >= self.until - self.budget + max(
             _FIRST_LOOK, self.budget / 2
         )
@@ -266,7 +265,7 @@ class _Queue:
         return self.budget is not None and time.monotonic() >= self.until + allowed
 
     def left(self) -> tuple[Candidate, ...]:
-        """Of all candidates, and of the variants that were begun, those without an outcome that may be better."""
+        """Candidates, and begun variants, without an outcome that may be better."""
         known = {*(one.candidate for one in self.outcomes), *self.needless}
         searches = (one for one in self.estimates if one.candidate.searches and one.candidate not in known)
         self.needless += (one.candidate for one in searches if one.bound >= self.best * (1 - _GAIN))
@@ -275,13 +274,13 @@ class _Queue:
 
 
 def _sizes(candidate: Candidate) -> tuple[Any, ...]:
-    """What candidates have in common whose model is cut the same way."""
+    """Equal for candidates whose model is cut the same way."""
     sizes = candidate.num_chunks, candidate.micro_batch, candidate.slices
     return candidate.schedule, *sizes, candidate.offload_chunks
 
 
 def _work(candidate: Candidate, size: int) -> int:
-    """In forwards that are built, verified and simulated. A search looks at some 5 P plans."""
+    """Forwards that are built, verified and simulated. A search looks at some 5 P plans."""
     return candidate.forwards(size) * (5 * size if candidate.searches else 1)
 
 
@@ -290,8 +289,8 @@ def _promise(one: Estimate) -> tuple[float, float]:
 
 
 class _Evaluator:
-    """``jobs`` at a time, each in a process of its own; what runs when the budget is spent is ended. One job runs in
-    this process.
+    """Evaluates ``jobs`` candidates at a time, each in a process of its own, which ends with the budget. One job runs
+    here.
     """
 
     def __init__(self, question: Question, queue: _Queue, jobs: int) -> None:

@@ -111,7 +111,7 @@ class Question:
         return Network(model.message, link=Link(self.latency, self.bandwidth), links=dict(self.links), gloo=self.gloo)
 
     def offload_slots(self, model: Model) -> int:
-        """Compute operations for which a copy of what a stage's forward keeps lasts."""
+        """Compute operations that hide one copy of a stage's activations."""
         if self.host_bandwidth is None:
             return 1
         copy = sum(one.activation for one in model.layers) / self.host_bandwidth
@@ -127,7 +127,7 @@ class Question:
         return all(model.can_split_output for _, model in self.models)
 
     def takes(self, schedule: str) -> bool:
-        """Whether it may be recommended: a model has to split its output layer for some, which is not done unasked."""
+        """Whether it may be recommended: a model's output layer is not split unasked."""
         return not SCHEDULES[schedule].barriers or schedule in self.schedules
 
     @property

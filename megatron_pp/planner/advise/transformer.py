@@ -1,8 +1,8 @@
-"""A transformer's layers from its sizes and a GPU's rates: a first guess for who has measured nothing yet.
+"""A transformer's layers from its sizes and a GPU's rates: a first guess before anything is measured.
 
 Operations are counted as in arXiv 2104.04473 (section 5.1, 2 per multiply and add), attention as causal; activations as
-in ``sim/memory.py``. A layer takes the longer of its operations, at a share of the GPU's peak, and its traffic to
-memory. Communication within tensor, context and expert parallel groups is not counted.
+in ``simulate/memory.py``. A layer takes the longer of its operations, at a share of the GPU's peak, and its memory
+traffic. Communication within tensor, context and expert parallel groups is not counted.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ EFFICIENCY = 0.5  # of a GPU's peak that large matrix products reach
 
 
 class Gpu(NamedTuple):
-    """Dense 16-bit operations per second, memory in GB, its bandwidth and that of NVLink or its like, per direction, in
-    bytes per second; from the vendors' data sheets.
+    """From data sheets: dense 16-bit operations per second, GB of memory, bytes per second of memory and of NVLink (or
+    its like, per direction).
     """
 
     flops: float
@@ -83,7 +83,7 @@ class Transformer:
     spread_mtp: bool = False
 
     def model(self, gpu: Gpu, efficiency: float = EFFICIENCY) -> Model:
-        """What its layers cost on ``gpu``, of which matrix products reach ``efficiency`` of the peak."""
+        """Its layers' costs on ``gpu``, where matrix products reach the share ``efficiency`` of the peak."""
         if not 0 < efficiency <= 1:
             raise PlanError(f"the efficiency is {efficiency:g}; it is the share of the peak that is reached, up to 1")
         shape = self.shape
@@ -102,7 +102,7 @@ class Transformer:
         return Model(tuple(layers), shape.message_bytes / GB, share, self.flops())
 
     def flops(self) -> float:
-        """Of a microbatch on one rank of each stage, forward and backward, nothing recomputed."""
+        """Operations of a microbatch on one rank of each stage, forward and backward, nothing recomputed."""
         shape = self.shape
         is_moe = self.moe_layers or (1 if self.experts else 0,) * shape.num_layers
         forward = sum(2 * shape.tokens * self._active(bool(moe)) for moe in is_moe)
@@ -157,7 +157,9 @@ class Transformer:
         return self._attention_parameters() + experts + self._dense(self.shared_hidden)
 
     def _width(self, moe: bool) -> int:
-        """Of a feed-forward part with two products that keeps as much: a gated one keeps three tensors for two."""
+        """Width of a feed-forward part with two products that keeps as much: a gated one keeps
+        three tensors for two.
+        """
         width = self.top_k * (self.expert_hidden or self._ffn) + self.shared_hidden if moe else self._ffn
         return int(width * (1.5 if self.gated else 1))
 
@@ -197,7 +199,7 @@ class Transformer:
         return Layer(EMBEDDING, lookup, 0.0, lookup, 0.0, late, None, table * shape.bytes_per_parameter / GB)
 
     def _loss(self, rate: _Rate, losses: int) -> Layer:
-        """The output layer and so many losses. Logits are kept in 32 bits."""
+        """The output layer and ``losses`` losses, whose logits have 32 bits."""
         shape = self.shape
         table = shape.vocab_size * shape.hidden_size / shape.tensor_parallel
         logits = shape.tokens * shape.vocab_size / shape.tensor_parallel

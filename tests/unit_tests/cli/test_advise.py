@@ -18,9 +18,9 @@ from megatron_pp.config.rules import lowering_policy
 from megatron_pp.integrations import on_import
 from megatron_pp.plan.costs.measured import measured_values
 from megatron_pp.plan.ir.spec import POLICIES
+from megatron_pp.planner.advise.answer import megatron_models_run, our_flags, our_settings
 from megatron_pp.planner.advise.candidates import candidates
 from megatron_pp.planner.advise.evaluate import Outcome
-from megatron_pp.planner.advise.flags import megatron_models_run, our_flags, our_settings
 from megatron_pp.planner.advise.model import PART, Model, layer
 from megatron_pp.planner.advise.question import Question
 from megatron_pp.tracing import files
@@ -305,7 +305,7 @@ def test_microbatches_are_as_large_as_when_they_were_measured(command, tmp_path)
         ((*COSTS, "--sequence-slices", 0), "'0' is not a whole number from 1"),
         ((*COSTS, "--schedules", "zb_h1", "--no-split-backward"), "zb_h1 splits backwards, and the model cannot"),
         ((*COSTS, "--schedules", "gis", "--max-chunks", 1), "gis has 2 chunks a rank, and at most 1 are tried"),
-        ((*COSTS, "--schedules", "seq_1f1b"), "seq_1f1b is for slices of sequences, of which 1 is tried"),
+        ((*COSTS, "--schedules", "seq_1f1b"), "seq_1f1b is for slices of sequences, and 1 is tried"),
         ((*COSTS, "--schedules", "pipe_offload"), "pipe_offload offloads, and nothing says how long copies take"),
         ((*COSTS, "--schedules", ""), "schedule '' is not known"),
         ((*COSTS, "--plot", "none/front.svg"), "none/front.svg: cannot be written (No such file or directory)"),

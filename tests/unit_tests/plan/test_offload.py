@@ -32,6 +32,7 @@ from megatron_pp.plan.simulate.memory import ModelShape, peak_bytes, peak_host_b
 from megatron_pp.plan.simulate.simulation import Simulation
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.verify.verifier import verify
+from megatron_pp.planner import auto
 from tests.harness import plan_text
 from tests.harness.plan_text import rows
 
@@ -303,8 +304,7 @@ def test_auto_offloads_where_copies_are_measured_and_hidden(copy: float | None, 
     """Under a limit in which a faster order fits when it offloads; the plan that runs is the one that was chosen."""
     measured = Measured(memory_limit=3.0, offload=copy)
     spec = PlanSpec("auto", 2, 2, 4, measured=measured)
-    searching = SCHEDULES["auto"].search
-    best = searching.__self__.result(spec).best  # type: ignore[union-attr]
+    best = auto.found(spec).best
     plan, verdict = verified_plan(spec)
     assert plan.offloads == offloads
     assert max(verdict.activations) <= 3.0

@@ -15,9 +15,8 @@ from megatron_pp.plan.lower.lowering import lowered
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.verify.verifier import verify
-from megatron_pp.planner.bound import bound_of, lower_bound
+from megatron_pp.planner.bound import Job, bound_of, least_end, lower_bound
 from megatron_pp.planner.naive import naive_orders
-from megatron_pp.planner.one_machine import Job, least_end
 from megatron_pp.planner.plan_search import peak_memory
 from tests.harness.sweeps import EXHAUSTIVE
 

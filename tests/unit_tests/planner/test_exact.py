@@ -11,10 +11,10 @@ from megatron_pp.plan.costs.stage_costs import Link, MemoryModel, Network, Stage
 from megatron_pp.plan.ir.placement import LOOP, V_SHAPE, Placement
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.lower.lowering import lowered
-from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.orders.list_scheduler import Problem
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.verify.verifier import verify
+from megatron_pp.planner import auto
 from megatron_pp.planner.bound import lower_bound
 from megatron_pp.planner.exact import optimum
 from megatron_pp.planner.plan_search import peak_memory
@@ -95,8 +95,7 @@ def test_a_step_that_cannot_be_is_refused():
 
 def test_the_search_finds_the_optimum_of_a_small_uneven_case():
     measured = Measured((0.85, 1.3, 0.6), (0.9, 1.4, 0.55), (0.7, 1.0, 0.5), transfer=0.3, memory_limit=2.5)
-    searching = SCHEDULES["auto"].search
-    best = searching.__self__.result(PlanSpec("auto", 3, 1, 5, measured=measured)).best
+    best = auto.found(PlanSpec("auto", 3, 1, 5, measured=measured)).best
     placement = best.plan.placement
     case = Problem(placement, 5, measured.memory(placement), measured.costs(3), measured.transfer)
     assert best.makespan <= 1.02 * solve(case, best.makespan).step

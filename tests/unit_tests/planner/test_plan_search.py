@@ -21,6 +21,7 @@ from megatron_pp.plan.orders.list_scheduler import Problem, Rules, schedule
 from megatron_pp.plan.orders.v import pattern_slots, v_half_offsets
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.verify.verifier import verify
+from megatron_pp.planner import auto
 from megatron_pp.planner.bound import lower_bound
 from megatron_pp.planner.plan_search import SearchResult, peak_memory
 from megatron_pp.schedules import StepCall
@@ -33,9 +34,7 @@ from tests.harness.sweeps import EXHAUSTIVE
 def search(
     name: str, size: int, chunks: int, m: int, measured: Measured | None = None, **fields: object
 ) -> SearchResult:
-    searching = SCHEDULES[name].search
-    assert searching is not None
-    return searching.__self__.result(PlanSpec(name, size, chunks, m, measured=measured, **fields))  # type: ignore[attr-defined]
+    return auto.found(PlanSpec(name, size, chunks, m, measured=measured, **fields))  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

@@ -17,8 +17,7 @@ from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.simulate.memory import ModelShape
 from megatron_pp.plan.simulate.simulator import simulate
-from megatron_pp.planner.advise.fit import Room, best_counts, fitted
-from megatron_pp.planner.advise.layout import balanced, is_buildable, layout_text, stages_of
+from megatron_pp.planner.advise.fit import Room, balanced, best_counts, fitted, is_buildable, layout_text, stages_of
 from megatron_pp.planner.advise.megatron_args import read_megatron_args, transformer_of
 from megatron_pp.planner.advise.model import DECODER, EMBEDDING, LOSS, MTP, PART, Layer, Model, layer
 from megatron_pp.planner.advise.timing import kept_states, order_time

@@ -15,10 +15,19 @@ from megatron_pp.plan.costs.stage_costs import Link, Network, StageCosts
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.verify.verifier import verify
 from megatron_pp.planner.advise import pipeline_search as search_module
-from megatron_pp.planner.advise.answer import alternatives, as_json, in_one_line, sentences, throughput, why_not
+from megatron_pp.planner.advise.answer import (
+    alternatives,
+    as_json,
+    in_one_line,
+    layout_of,
+    megatron_flags,
+    our_flags,
+    sentences,
+    throughput,
+    why_not,
+)
 from megatron_pp.planner.advise.candidates import candidates, estimate
 from megatron_pp.planner.advise.evaluate import evaluate
-from megatron_pp.planner.advise.flags import layout_of, megatron_flags, our_flags
 from megatron_pp.planner.advise.model import DECODER, EMBEDDING, LOSS, PART, Layer, Model, layer
 from megatron_pp.planner.advise.pipeline_search import Findings, search
 from megatron_pp.planner.advise.question import Question
