@@ -33,7 +33,7 @@ ForwardBackward = Callable[..., list[Any]]
 
 
 class StepArguments(TypedDict, total=False):
-    """The keyword arguments of the schedule functions, of which the first four are required.
+    """The keyword arguments of the schedule functions; the first four are required.
 
     ``forward_step_func`` is (data_iterator, model[, checkpoint_activations_microbatch]) -> (output, loss_func). On the
     last stage loss_func(output) -> (loss, report) or (loss, num_tokens, report); None reports the output itself.
@@ -69,15 +69,10 @@ def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = 
     if pp_size is None and vp_size is None:
         pp_size = process_groups.size_of("pp")
         vp_size = process_groups.virtual_size()
-    if vp_size is not None and vp_size > 1:
+    pipelined = pp_size is not None and pp_size > 1
+    if (vp_size or 0) > 1 or (pipelined and vp_size is not None):
         return forward_backward_pipelining_with_interleaving
-    if pp_size is not None and pp_size > 1:
-        return (
-            forward_backward_pipelining_without_interleaving
-            if vp_size is None
-            else forward_backward_pipelining_with_interleaving
-        )
-    return forward_backward_no_pipelining
+    return forward_backward_pipelining_without_interleaving if pipelined else forward_backward_no_pipelining
 
 
 def forward_backward_no_pipelining(**arguments: Unpack[StepArguments]) -> list[Any]:
@@ -188,12 +183,8 @@ def get_pp_rank_microbatches(
 ) -> tuple[int, bool, int, int]:
     """Megatron's numbers for this rank: (virtual microbatches, whether all are warm-up, warm-up, remaining)."""
     if p2p_communicator is not None:
-        group = p2p_communicator.pp_group
-        size, rank, chunked = (
-            group.size(),
-            group.rank(),
-            p2p_communicator.virtual_pipeline_model_parallel_size is not None,
-        )
+        size, rank = p2p_communicator.pp_group.size(), p2p_communicator.pp_group.rank()
+        chunked = p2p_communicator.virtual_pipeline_model_parallel_size is not None
     else:
         size, rank = process_groups.size_of("pp"), process_groups.rank_in("pp")
         chunked = process_groups.virtual_size() is not None

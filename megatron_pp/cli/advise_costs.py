@@ -24,10 +24,11 @@ _MOST_LAYERS = 100_000  # more are a slip of the keyboard
 class FileCosts:
     """Times in milliseconds, memory in GB.
 
-    ranks  of the pipeline on which it was measured, micro_batch sequences of seq_length tokens in each microbatch; None
-           where the file does not say
-    link   what every link is like, and ``links`` what each is like on that many ranks; None: not in the file
+    ranks           of the pipeline that was measured; None: not in the file
+    link            what every link is like; None: not in the file
+    links           what each link of that many ranks is like
     host_bandwidth  of copies between a device and host memory; None: not in the file, or measured on a CPU
+    micro_batch     sequences in a microbatch, and ``seq_length`` tokens in a sequence; None: not in the file
     """
 
     model: Model
@@ -92,7 +93,7 @@ def _from_layers(content: dict[str, Any]) -> Model:
 
 
 def _checked_count(row: dict[str, Any]) -> int:
-    """How many layers a row stands for. Raises PlanError for a row that is none."""
+    """How many layers a row describes. Raises PlanError for an impossible row."""
     unknown = sorted(set(row) - set(_KEYS))
     if unknown or "forward_ms" not in row or "backward_ms" not in row:
         problem = f"{unknown[0]!r} is not known" if unknown else "forward_ms and backward_ms are needed"

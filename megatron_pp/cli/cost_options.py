@@ -110,8 +110,8 @@ def cost_unit(args: argparse.Namespace) -> str:
 def cost_profile(
     args: argparse.Namespace, shape: ModelShape | None, pipeline_size: int, num_chunks: int, slices: int
 ) -> StageCosts:
-    """The times along the model's depth. Raises UsageError where forward and backward are not both given, a share of
-    attention without several slices, and a bandwidth of copies without a model, or besides their time.
+    """The times along the model's depth. Raises UsageError where forward and backward are not both given, for a share
+    of attention without several slices, and for a bandwidth of copies without a model or with their time.
     """
     if slices == 1:
         refuse(args, ["attention_share"], "weighs the slices of a sequence; --sequence-slices says how many")

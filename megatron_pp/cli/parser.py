@@ -1,7 +1,7 @@
 """The parser of the command line: every error is one line that says what would be right.
 
-An option that was not given is None, False or an empty list; what it stands for then is the library's own default. One
-that changes nothing is a mistake, and refused.
+An option that was not given is None, False or an empty list, and means the library's own default. One that changes
+nothing is a mistake, and refused.
 """
 
 import argparse

@@ -169,8 +169,8 @@ def named_schedules(args: argparse.Namespace) -> list[str]:
 
 
 def schedule_names(text: str) -> list[str]:
-    """The names in a comma list; ``all`` stands for every family, ``MODULE:NAME`` for one that importing the
-    module registers. Raises PlanError for one that is none.
+    """The names in a comma list; ``all`` means every family, ``MODULE:NAME`` one that importing the module registers.
+    Raises PlanError for one that is none.
     """
     names = [name.strip() for name in text.split(",")]
     names = [_imported_from(*name.split(":", 1)) if ":" in name else name for name in names]

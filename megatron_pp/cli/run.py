@@ -4,8 +4,8 @@ Its flags are the settings of the plug-in; what follows the script is the script
 itself.
 
 The script runs as ``python SCRIPT`` does, or the module as ``python -m MODULE`` does, within this process. What it
-raises, ``SystemExit`` among it, is raised here. Unlike ``runpy``, its ``__main__`` stays in ``sys.modules``, as threads
-and exit handlers that outlive its last line may pickle what it defines.
+raises, ``SystemExit`` included, is raised here. Unlike ``runpy``, its ``__main__`` stays in ``sys.modules``: threads
+and exit handlers outlive its last line, and may pickle what it defines.
 """
 
 import argparse
@@ -41,7 +41,7 @@ examples:
 
 
 def prepare(argv: Sequence[str]) -> Callable[[], None]:
-    """What runs the script of a command line, under the settings there, which are read and checked now.
+    """What runs the script of a command line. The settings of the command line are read and checked now.
 
     Raises MegatronPPError for a wrong setting, ImportError where the plug-in misses a package; exits where arguments
     are not understood.

@@ -113,7 +113,7 @@ def _weight_shares(args: argparse.Namespace, plan: Plan, shape: ModelShape | Non
 
 
 def _sentences(result: Simulation, steady: SteadyStep | None, unit: str) -> list[str]:
-    """How long a step takes; where ranks that do not wait for each other between steps are faster, that too."""
+    """How long a step takes; also without a wait for all ranks between steps, where that is faster."""
     lines = [f"makespan {short(result.makespan)} {unit}, bubble {percent(result.bubble_share)}"]
     if steady is not None:
         numbers = f"{short(steady.period)} {unit} a step, bubble {percent(steady.bubble_share)}"

@@ -21,8 +21,8 @@ _WIDE = 1000  # characters: where no terminal's edge is in the way
 
 
 def open_terminal(no_color: bool | None) -> Console:
-    """A console that raises BrokenPipeError where its reader, such as ``head``, is gone, and prints ``visible`` text.
-    None: as NO_COLOR says."""
+    """A console that prints ``visible`` text, and raises BrokenPipeError when its reader, such as ``head``, is gone.
+    ``no_color`` None: as NO_COLOR says."""
     from rich.console import Console
     from rich.segment import Segment
 
@@ -47,8 +47,8 @@ def print_json(console: Console, value: object) -> None:
 
 
 def print_table(console: Console, title: str, names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table whose first column is left-aligned text and whose others are numbers, or sentences, which are wrapped; so
-    are names of columns, and nothing else, however narrow the terminal is. Empty tables are left out.
+    """A table. Its first column is left-aligned text, the others are numbers or sentences. Sentences and names of
+    columns are wrapped, nothing else is, however narrow the terminal is. Empty tables are left out.
     """
     from rich import box
     from rich.table import Table

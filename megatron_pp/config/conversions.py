@@ -25,7 +25,7 @@ def read_flag(text: str) -> bool:
 
 
 def read_number(text: str) -> Any:
-    """Text that is no number is returned as it is, for ``accept`` to say what would be right."""
+    """Other text is returned as it is: ``accept`` refuses it, and says what would be right."""
     for kind in (int, float):
         try:
             return kind(text)

@@ -17,7 +17,7 @@ class Kind(NamedTuple):
 
     accept        (name, value) -> the value as the engine takes it; raises ConfigError
     read          text of an environment variable or a flag -> a value for ``accept``
-    checked       when the value of a config is checked too: NEVER, when it is MADE, or in EVERY_STEP besides
+    checked       when the value of a config is checked too: NEVER, when it is MADE, or then and in EVERY_STEP
     install       whether it is a setting of `install()`
     only_keyword  one that can be given as a keyword alone
     choices       all values, where they are few
@@ -31,7 +31,7 @@ class Kind(NamedTuple):
     choices: tuple[str, ...] = ()
 
     def value_of(self, name: str, text: str, where: str) -> Any:
-        """The value that ``text``, which is from ``where``, gives the setting ``name``. Raises ConfigError."""
+        """The value that ``text`` gives the setting ``name``. Raises ConfigError, which begins with ``where``."""
         try:
             return self.accept(name, self.read(text))
         except ConfigError as error:

@@ -33,8 +33,8 @@ def place_layers(
     account_for_embedding, account_for_loss   the embedding (the loss) counts as one layer of the first (last) stage
     placement               which rank holds which stage: "loop" or "v"
 
-    Raises LayoutError, with the nearest numbers that work, where a layer would be left over, placed twice, or a stage
-    between the first and the last would hold nothing."""
+    Raises LayoutError, with the nearest numbers that work, for a layer that would be left over or placed twice, and for
+    an empty stage between the first and the last."""
     whole_number("num_layers", num_layers, error=LayoutError)
     place = Placement(placement, pipeline_size, num_chunks)
     first, last = num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage
@@ -61,7 +61,7 @@ def _check_one_way(layout: Any, first: int | None, last: int | None, accounts: b
 
 
 def _even_counts(num_layers: int, place: Placement, embedding: bool, loss: bool) -> list[int]:
-    """The same for every stage, where embedding and loss count as one layer each where they are accounted for."""
+    """The same for every stage. ``embedding`` and ``loss``: whether they count as one layer each."""
     extra, stages = embedding + loss, place.num_stages
     if (num_layers + extra) % stages:
         counted = " (with embedding and loss as asked)" if extra else ""

@@ -97,7 +97,7 @@ class ModelParallelConfig:
     calculate_per_token_loss: bool = setting(False, "loss functions return token counts, which divide the gradients")
     num_microbatches_with_partial_activation_checkpoints: int | None = setting(
         None,
-        "microbatches in flight of which only some layers are recomputed; None: forward_step_func decides",
+        "microbatches in flight with only some layers recomputed; None: forward_step_func decides",
         kinds.count(0, checked=kinds.MADE, install=False),
     )
 

@@ -48,14 +48,14 @@ else:  # five times faster to make than a dataclass
 class StepSettings(_Values):
     """The options of one step, by the names of the config's fields (see `TransformerConfig`).
 
-    A field that the config lacks, as Megatron's configs lack ours, or that is None, has the default of
-    `TransformerConfig`, environment variables included."""
+    A field that is missing (Megatron's configs lack ours) or None has the default of `TransformerConfig`, environment
+    variables included."""
 
     __slots__ = ()
 
     @classmethod
     def from_config(cls, config: Any, overrides: Mapping[str, Any] | None = None) -> StepSettings:
-        """Reads every field of ``config`` once; values in ``overrides``, by field, stand instead of its own. Raises
+        """Reads every field of ``config`` once; values in ``overrides``, by field, replace its own. Raises
         ScheduleInputError for an impossible value."""
         if isinstance(config, cls):
             return config

@@ -142,11 +142,14 @@ def fitting_width(timelines: Sequence[Timeline], margins: float) -> int:
     without chunk; where not even that fits, the usual width.
     """
     end = max(t.end for t in timelines)
-    for k, size, limit in ((0, _GOOD, _USUAL), (1, _GOOD, _USUAL), (-1, _GOOD, _WIDEST), (-1, _SMALLEST, _WIDEST)):
-        forms = ((t, list(_forms(t))) for t in timelines)
-        needed = ((_widest(t, f[min(k, len(f) - 1)]) * size + _ROOM) / (t.short_block or end or 1.0) for t, f in forms)
-        width = math.ceil(margins + end * max(needed))
-        if width <= limit:
+    for number, size, most in ((0, _GOOD, _USUAL), (1, _GOOD, _USUAL), (-1, _GOOD, _WIDEST), (-1, _SMALLEST, _WIDEST)):
+        scale = 0.0  # pixels a unit of time
+        for timeline in timelines:
+            forms = list(_forms(timeline))
+            label = size * _widest(timeline, forms[min(number, len(forms) - 1)]) + _ROOM
+            scale = max(scale, label / (timeline.short_block or end or 1.0))
+        width = math.ceil(margins + end * scale)
+        if width <= most:
             return max(width, _NARROWEST)
     return _USUAL
 

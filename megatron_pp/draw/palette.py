@@ -61,7 +61,7 @@ _LIGHTEST_CHUNK = 0.55
 
 
 class Theme(NamedTuple):
-    """The colours of a picture besides its blocks.
+    """The colours of a picture but for its blocks.
 
     paper, ink, soft, rule  background, text, secondary text, lines
     idle                    a rank that does nothing

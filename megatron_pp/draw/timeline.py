@@ -8,7 +8,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby
+from itertools import chain, groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 from megatron_pp.draw.palette import OPERATIONS
@@ -62,7 +63,7 @@ class Timeline:
     """All ranks of one step. Times are in ``unit``, from 0 on; ``stages[rank][chunk]`` is a global stage.
 
     Memory is all of a rank's in bytes, or the activations that it keeps, in microbatches: a rank that has run all its
-    chunks forward, and none backward, keeps 1. ``note`` says where another order stands in for the schedule's own;
+    chunks forward, and none backward, keeps 1. ``note`` says where another order replaces the schedule's own;
     ``slices``: how many a sequence is cut into.
     """
 
@@ -157,7 +158,13 @@ def simulated_timeline(
     plan, spec = simulation.plan, simulation.plan.spec
     lanes = []
     for rank in range(len(plan.programs)):
-        lane = _lane(f"rank {rank}", simulation.events(rank))
+        lane = Lane(f"rank {rank}")
+        for event in simulation.events(rank):
+            op = event.instruction.op
+            if op in COMPUTE_OPS:
+                lane.compute.append(event)
+            elif (op in POST_OF or op in COPY_OF) and event.end > event.start:
+                lane.waits.append(event)
         lane.copies = [copy for copy in simulation.copies[rank] if copy.end > copy.start] if simulation.copies else []
         if shape is not None:
             memory = rank_memory(plan, rank, shape)
@@ -182,29 +189,15 @@ def short_title(spec: PlanSpec) -> str:
     return " ".join([spec.schedule, f"P={sizes[0]} V={sizes[1]} M={sizes[2]}", *extra])
 
 
-def _lane(name: str, events: Iterable[Event]) -> Lane:
-    lane = Lane(name)
-    for event in events:
-        op = event.instruction.op
-        if op in COMPUTE_OPS:
-            lane.compute.append(event)
-        elif (op in POST_OF or op in COPY_OF) and event.end > event.start:
-            lane.waits.append(event)
-    return lane
-
-
 def _steps(times: Sequence[float], values: Iterable[float], static: float) -> list[tuple[float, float]]:
     """Steps where the value changes; of several values at one time the highest and the last."""
-    steps = [(0.0, static)]
-    for time, value in zip(times, values, strict=True):
-        now = static + value
-        if steps[-1][1] == now:
-            continue
-        while steps and steps[-1] <= (time, now) and steps[-1][0] == time:
-            steps.pop()
-        if len(steps) > 1 and steps[-2][0] == time:
-            steps.pop()
-        steps.append((time, now))
+    changes = chain([(0.0, 0.0)], zip(times, values, strict=True))
+    steps: list[tuple[float, float]] = []
+    for time, members in groupby(changes, key=itemgetter(0)):
+        found = [static + value for _, value in members]
+        for value in (max(found), found[-1]):
+            if not steps or steps[-1][1] != value:
+                steps.append((time, value))
     return steps
 
 

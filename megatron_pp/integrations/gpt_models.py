@@ -1,4 +1,4 @@
-"""Megatron-core's GPTModel, built for the placement of its schedule: `PlacedModel` stands for `GPTModel.__init__`.
+"""Megatron-core's GPTModel, built for the placement of its schedule: `PlacedModel` replaces `GPTModel.__init__`.
 
 Models whose stages are in a loop are built as before. `v_placement`, which is loaded for the first other one, builds
 those in a V.

@@ -213,8 +213,9 @@ class MegatronCall(StepCall):
             )
         more = {"force_all_reduce": self.inputs.force_all_reduce} if row.force_all_reduce else {}
         counted = num_tokens if config.calculate_per_token_loss else None
-        if self.in_v and counted is not None:
-            load("v_step").broadcast_tokens(counted, self.communicator.pp_group, self.last_rank)
+        if self.in_v and counted is not None:  # on the last stage; finalisation reads them on the last rank
+            group = self.communicator.pp_group
+            torch.distributed.broadcast(counted, torch.distributed.get_global_rank(group, self.last_rank), group)
         with load("v_step").shared_gradients_summed() if self.in_v else nullcontext():
             config.finalize_model_grads_func(
                 self.inputs.chunks, counted, **{row.groups_keyword: self.inputs.pg_collection}, **more

@@ -110,12 +110,12 @@ def install(strict: bool | None = None, *, settings: str | PathLike[str] | None 
     settings   a TOML file with settings; by default the one that the environment variable MEGATRON_PP_SETTINGS names
     others     settings, such as ``overlap_p2p_comm=True``; docs/megatron.md lists them. None: not given
 
-    A keyword goes before the environment variable MEGATRON_PP_<NAME>, that before the file, that before the field of
-    Megatron's config, which is never written to.
+    A keyword goes before the environment variable MEGATRON_PP_<NAME>, that before the file, and that before the field
+    of Megatron's config. Nothing is ever written to the config.
 
-    Raises ConfigError for an unknown name or an impossible value, UnknownMegatronError where megatron-core is missing,
-    too old, or has an unknown signature, and under `strict` where its schedules read or call something that the engine
-    does not know; nothing is changed then.
+    Raises ConfigError for an unknown name or an impossible value. Raises UnknownMegatronError where megatron-core is
+    missing, too old, or has an unknown signature; under `strict` also where its schedules read or call something
+    unknown. Nothing is changed then.
     """
     install_with(read_settings(settings, strict=strict, **others))
 

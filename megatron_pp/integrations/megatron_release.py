@@ -33,7 +33,7 @@ class Megatron:
 
     version        as Megatron prints it
     row            its row of the table
-    multi_module   the classes that stand for pipelines of several modules
+    multi_module   the classes of pipelines of several modules
     unknown_reads  what its schedules make use of and is unknown here, in words; None where there is nothing
     combined       what it has for combined 1F1B; None where it has nothing, or with another signature
     known_steps    the code of its functions for a microbatch; empty where one of them is unknown here

@@ -12,8 +12,8 @@ from megatron_pp.integrations.megatron_versions import Row, entry_keywords
 
 
 def without_defaults(theirs: Callable[..., Any], row: Row, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The keyword ``arguments`` without those that are unknown here and have their default of ``theirs``, Megatron's
-    schedule function, which is what a call without them means. Raises TypeError for one that ``theirs`` does not take.
+    """The keyword ``arguments`` without unknown ones that have the default of ``theirs``, Megatron's schedule function:
+    a call without them means the same. Raises TypeError for one that ``theirs`` does not take.
     """
     unknown = _unknown(row, arguments)
     if not unknown:

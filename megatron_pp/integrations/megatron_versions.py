@@ -1,8 +1,7 @@
 """The differences between releases of Megatron-core that the plug-in depends on, as a table.
 
-Of the functions that run a microbatch, digests of the sources whose meaning is known are here: `known_steps.py` does
-what they do, and others are called. Sources: the tags core_v0.14.0 to core_v0.19.0 and the main branch of August 2026
-(0.20).
+Functions that run a microbatch are recognised by digests of their sources: `known_steps.py` does what the known ones
+do, others are called. Sources: the tags core_v0.14.0 to core_v0.19.0 and the main branch of August 2026 (0.20).
 """
 
 import hashlib
@@ -22,7 +21,7 @@ class Row:
     """One minor release, and all later ones until the next row."""
 
     release: tuple[int, int]  # (major, minor)
-    backward_only: tuple[str, ...] = ("model_type",)  # parameters of `backward_step` besides BACKWARD_STEP
+    backward_only: tuple[str, ...] = ("model_type",)  # parameters of `backward_step` after BACKWARD_STEP
     groups_keyword: str = "pg_collection"  # under which schedules and finalisation take the process groups
     force_all_reduce: bool = True  # whether both take `force_all_reduce`
     offload_reset: str = ALWAYS  # when the fine-grained activation offload is reset

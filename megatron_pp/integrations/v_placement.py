@@ -106,7 +106,7 @@ def mirrored(group: Any, chunk: int) -> Any:
 
 
 def chunk_place(chunk: int) -> ChunkPlace:
-    """For code of your own that asks Megatron about chunk ``chunk`` of a V, such as a model that is not a GPTModel."""
+    """For your own code that asks Megatron about ``chunk`` of a V, such as a model other than GPTModel."""
     return ChunkPlace(importlib.import_module("megatron.core.parallel_state"), chunk)
 
 
@@ -116,9 +116,7 @@ def is_mirrored(chunk_groups: Any) -> bool:
 
 
 class ByChunk(Replacement):
-    """Replaces a function or method with a parameter `vp_stage`: where models are built in a V, it runs as seen from
-    that chunk.
-    """
+    """Replaces a function or method with a parameter `vp_stage`. With models in a V it runs as seen from that chunk."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = self.given(args, kwargs)
@@ -130,9 +128,9 @@ class ByChunk(Replacement):
 
 
 def build(placed: PlacedModel, given: dict[str, Any]) -> None:
-    """Make the model of ``given``, the arguments of `GPTModel.__init__` by name, as a chunk of a V: `pre_process`,
-    `post_process` and the pipeline group of `pg_collection` become those of the stage that the chunk holds, and a
-    weight that the first and the last stage share starts equal. Raises ScheduleInputError.
+    """Make the model of ``given``, the arguments of `GPTModel.__init__` by name, as a chunk of a V. `pre_process`,
+    `post_process` and the pipeline group of `pg_collection` become those of the chunk's stage. A weight that the first
+    and the last stage share starts equal. Raises ScheduleInputError.
     """
     use, model = placed.use, given["self"]
     chunk: Any = given.get("vp_stage")
@@ -140,7 +138,10 @@ def build(placed: PlacedModel, given: dict[str, Any]) -> None:
     use.agree(V_SHAPE)
     ask_by_chunk(use)
     with chunk_place(chunk):
-        groups = copy.copy(given.get("pg_collection") or _default_groups())
+        groups = copy.copy(given.get("pg_collection"))
+        if groups is None:
+            collections: Any = importlib.import_module("megatron.core.process_groups_config")
+            groups = collections.ProcessGroupCollection.use_mpu_process_groups()
         group = real_group(groups.pp)
         groups.pp, groups.embd = mirrored(group, chunk), None
         placement = Placement(V_SHAPE, group.size(), CHUNKS)
@@ -163,7 +164,11 @@ def _check(placed: PlacedModel, config: Any, chunk: Any) -> None:
             f"{virtual}) and give vp_stage to GPTModel (it is {chunk})"
         )
     layout = getattr(config, "pipeline_model_parallel_layout", None)
-    if layout is not None and any(kind.name == "mtp" for stage in _stages(layout)[:-1] for kind in stage):
+    if layout is None:
+        return
+    # Megatron keeps the layers of a stage by rank and chunk.
+    stages = [row[chunk] for chunk in range(len(layout.layout[0])) for row in layout.layout]
+    if any(kind.name == "mtp" for stage in stages[:-1] for kind in stage):
         raise ScheduleInputError(
             what + "takes multi-token prediction on the last stage only; put 'm' into the last stage of "
             "pipeline_model_parallel_layout"
@@ -189,17 +194,6 @@ def shared_weight(model: Any) -> Any:
     return model.shared_embedding_or_output_weight() if shares else None
 
 
-def _stages(layout: Any) -> list[Any]:
-    """The layers of each stage, in model order; Megatron keeps them by rank and chunk."""
-    return [row[chunk] for chunk in range(len(layout.layout[0])) for row in layout.layout]
-
-
-def _default_groups() -> Any:
-    return importlib.import_module(
-        "megatron.core.process_groups_config"
-    ).ProcessGroupCollection.use_mpu_process_groups()
-
-
 def ask_by_chunk(use: Use) -> None:
     """Replace Megatron's functions of a chunk, under all their names, as far as they are imported."""
     _put((owner, name, ByChunk(now, use)) for owner, name, now in _functions() if not isinstance(now, ByChunk))
@@ -223,7 +217,7 @@ def _put(replacements: Iterable[tuple[Any, str, Any]]) -> None:
 
 
 def _functions() -> list[tuple[Any, str, Any]]:
-    """(module or class, name, function) of all that is replaced, as far as the installed release has it."""
+    """(module or class, name, function) of all that is replaced and that the installed release has."""
     found = []
     for module, path in _BY_CHUNK:
         owner = sys.modules.get(module)

@@ -22,7 +22,7 @@ from megatron_pp.runtime.compute import Activation
 
 
 class StepsInV:
-    """``steps``, of which a forward asks Megatron for its data as seen from the stage that the chunk holds."""
+    """``steps`` whose forwards ask Megatron for their data as seen from the stage that the chunk holds."""
 
     def __init__(self, steps: MegatronSteps, parallel_state: ModuleType) -> None:
         self.steps = steps
@@ -82,13 +82,6 @@ def _sum_shared_gradients(model: Sequence[Any], *args: Any, **kwargs: Any) -> No
     if ours is not None and theirs is not None:  # None: the embedding is frozen
         ours.add_(theirs)
         theirs.copy_(ours)
-
-
-def broadcast_tokens(num_tokens: torch.Tensor, group: Any, source: int) -> None:
-    """Give all ranks the tokens counted on the last stage, rank ``source`` of ``group``; finalisation reads them on the
-    last rank.
-    """
-    dist.broadcast(num_tokens, src=dist.get_global_rank(group, source), group=group)
 
 
 def _gradient(weight: Any) -> torch.Tensor | None:

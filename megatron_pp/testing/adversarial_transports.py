@@ -5,8 +5,8 @@ moment. These read at the worst one. Like a DMA engine they keep nothing alive: 
 NaN (and is listed in ``violations``); the buffer of a receive holds NaN until the transfer.
 
 ``LastMomentNetwork``  transfers when the sender waits on the send, when no rank can run, or at the end
-``PoisoningNetwork``   the same, and memory that only the communicator still holds counts as freed and is filled with
-                       NaN: an early release shows although the handle owns the bytes
+``PoisoningNetwork``   the same; memory that only the communicator still holds counts as freed, and is filled with NaN:
+                       an early release shows, although the handle owns the bytes
 ``ShuffledNetwork``    completes transfers at random moments, in any order that FIFO channels allow
 
 A seed schedules the ranks (``threads.Turns``): a run repeats exactly, and a deadlock is detected at once.
@@ -16,7 +16,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -25,6 +25,7 @@ from megatron_pp.comm.collectives import Collective
 from megatron_pp.testing.memory_transport import End, MemoryNetwork, MemoryTransport, MemoryWork, Queue
 from megatron_pp.testing.threads import Turns
 
+Pair = tuple[End, End]  # a send and its receive
 _GARBAGE = 0x7F7F7F7F  # content of freed memory where the dtype has no NaN
 
 
@@ -116,13 +117,6 @@ class WindowNetwork(MemoryNetwork):
         return send if sent is None else None
 
 
-class Pair(NamedTuple):
-    """A matched send and receive before their transfer."""
-
-    send: End
-    receive: End
-
-
 class HostileNetwork(WindowNetwork):
     """Base of the adversarial networks: scheduling by seed, late transfers. ``pollable``: ``is_completed`` of a work is
     exact, as on NCCL; with an odd seed, sends are put off where it is not, as small ones on gloo."""
@@ -133,7 +127,7 @@ class HostileNetwork(WindowNetwork):
         self.pollable = pollable
         self.violations: list[str] = []
         self.transfers = 0
-        self._in_flight: list[Pair] = []
+        self._in_flight: list[Pair] = []  # matched, before their transfer
         self._collectives_met: list[Sequence[tuple[MemoryWork, Collective]]] = []
         self._awaited: set[MemoryWork] = set()
         self._running = size
@@ -172,7 +166,9 @@ class HostileNetwork(WindowNetwork):
             self._turns.wait_until(work.rank, lambda: work.left == 0)
             self._awaited.discard(work)
         if work.left:
-            raise RuntimeError(f"aborted: {self.failure}" if self.failure else self._why_stuck(work))
+            waits = ", ".join(map(_words, work.ends))
+            stuck = f"Timed out waiting: no transfer is possible; rank {work.rank} waits on {waits}"
+            raise RuntimeError(f"aborted: {self.failure}" if self.failure else stuck)
 
     # -- for subclasses ----------------------------------------------------------------------------
 
@@ -187,22 +183,21 @@ class HostileNetwork(WindowNetwork):
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def meet(self, one: End, other: End) -> None:
-        send, receive = (one, other) if one.is_send else (other, one)
-        self._in_flight.append(Pair(send, receive))
-        self.when_met(self._in_flight[-1])
+    def meet(self, send: End, receive: End) -> None:
+        self._in_flight.append((send, receive))
+        self.when_met((send, receive))
 
     def _move(self, pair: Pair) -> None:
         self._in_flight.remove(pair)
         self.transfers += 1
-        freed = self.deliver(pair.send, pair.receive)
+        freed = self.deliver(*pair)
         if freed is not None:
             what = "memory of a send was freed before it was read"
             if not freed.is_send:
                 what = "buffer of a receive was freed before it was complete"
             self.violations.append(f"the {what}, {_words(freed)}")
-        self.complete_end(pair.send)
-        self.complete_end(pair.receive)
+        for end in pair:
+            self.complete_end(end)
 
     def meet_collective(self, posted: Sequence[tuple[MemoryWork, Collective]]) -> None:
         """It runs as late as it may: when no rank can go on without it."""
@@ -213,27 +208,23 @@ class HostileNetwork(WindowNetwork):
         if self._collectives_met and not self._in_flight:
             super().meet_collective(self._collectives_met.pop(0))
             return True
-        wanted = [p for p in self._in_flight if p.send.work in self._awaited or p.receive.work in self._awaited]
+        wanted = [pair for pair in self._in_flight if any(end.work in self._awaited for end in pair)]
         pairs = wanted or self._in_flight
         if not pairs:
             return False
         self._move(pairs[self.rng.randrange(len(pairs))])
         return True
 
-    def _why_stuck(self, work: MemoryWork) -> str:
-        waits = ", ".join(map(_words, work.ends))
-        return f"Timed out waiting: no transfer is possible; rank {work.rank} waits on {waits}"
-
 
 class LastMomentNetwork(HostileNetwork):
     """Reads bytes at the last legal moment."""
 
     def when_awaited(self, work: MemoryWork) -> None:
-        for pair in [p for p in self._in_flight if p.send.work is work]:
+        for pair in [(send, receive) for send, receive in self._in_flight if send.work is work]:
             self._move(pair)
 
     def when_met(self, pair: Pair) -> None:
-        if pair.send.work in self._awaited:
+        if pair[0].work in self._awaited:
             self._move(pair)
 
 
@@ -242,14 +233,12 @@ class PoisoningNetwork(LastMomentNetwork):
     it. Only this network can still read it, so it is filled right before the read."""
 
     def _move(self, pair: Pair) -> None:
-        window = self.windows[pair.send]
+        window = self.windows[pair[0]]
         if window.only_communicator_holds():
             released = window.look()
             assert released is not None
             released.fill_(poison_of(window.dtype))
-            self.violations.append(
-                f"the schedule released the memory of a send before it was read, {_words(pair.send)}"
-            )
+            self.violations.append(f"the schedule released the memory of a send before it was read, {_words(pair[0])}")
         super()._move(pair)
 
 

@@ -131,19 +131,19 @@ class MemoryNetwork:
         for end in work.ends:
             partners = self._open[(not end.is_send, end.direction)]
             if partners:
-                self.meet(end, partners.popleft())
+                other = partners.popleft()
+                self.meet(*((end, other) if end.is_send else (other, end)))
             else:
                 self._open[(end.is_send, end.direction)].append(end)
 
-    def meet(self, one: End, other: End) -> None:
+    def meet(self, send: End, receive: End) -> None:
         """Both ends of a transfer are posted and at the head of their queues."""
-        send, receive = (one, other) if one.is_send else (other, one)
         try:
             self.transfer(send.tensor, receive.tensor)
         except RuntimeError as error:
             self.abort(str(error))
-        self.complete_end(one)
-        self.complete_end(other)
+        self.complete_end(send)
+        self.complete_end(receive)
 
     def complete_end(self, end: End) -> None:
         """The transfer of one end is done."""
@@ -222,10 +222,10 @@ class MemoryTransport(Transport):
         return self.network.store
 
     def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> MemoryWork:
-        return self._post_one(self._end(tensor, peer, self._channel(channel), True))
+        return self._post(tensor, peer, channel, True)
 
     def irecv(self, tensor: torch.Tensor, peer: int, channel: str) -> MemoryWork:
-        return self._post_one(self._end(tensor, peer, self._channel(channel), False))
+        return self._post(tensor, peer, channel, False)
 
     def batch(self, requests: Sequence[P2PRequest]) -> list[MemoryWork]:
         ends = [self._end(r.tensor, r.peer, "batch", r.is_send) for r in requests]
@@ -234,14 +234,13 @@ class MemoryTransport(Transport):
     def abort(self) -> None:
         self.network.abort(f"rank {self.rank} aborted")
 
-    def _channel(self, channel: str) -> str:
-        return channel if self.network.one_way else "shared"
+    def _post(self, tensor: torch.Tensor, peer: int, channel: str, is_send: bool) -> MemoryWork:
+        if self.network.one_way:
+            end = self._end(tensor, peer, channel, is_send)
+            return self.network.post(self.rank, (self.rank, *end.direction), [end])
+        queue = (self.rank, *sorted((self.rank, peer)))
+        return self.network.post(self.rank, queue, [self._end(tensor, peer, "shared", is_send)])
 
     def _end(self, tensor: torch.Tensor, peer: int, channel: str, is_send: bool) -> End:
         source, target = (self.rank, peer) if is_send else (peer, self.rank)
         return End(tensor, (source, target, channel), is_send)
-
-    def _post_one(self, end: End) -> MemoryWork:
-        source, target, channel = end.direction
-        pair = (source, target, channel) if self.network.one_way else (min(source, target), max(source, target))
-        return self.network.post(self.rank, (self.rank, *pair), [end])

@@ -89,7 +89,7 @@ def run_in_threads(
         config = toy.toy_config(**fields)
         communicator = P2PCommunicator(ThreadGroup(rank, pipeline_size), config, network.transport(rank))
         with network.running(rank):
-            options: dict[str, Any] = {"forward_only": forward_only, "block": block, "prepare": prepare}
-            return run_rank(rank, pipeline_size, num_chunks, data, config, communicator, **options)
+            sizes = rank, pipeline_size, num_chunks
+            return run_rank(*sizes, data, config, communicator, forward_only=forward_only, block=block, prepare=prepare)
 
     return toy.merged(run_ranks(pipeline_size, rank_main, network.abort, timeout))

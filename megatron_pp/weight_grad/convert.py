@@ -1,8 +1,8 @@
 """``split_weight_grad``: convert a rank's model chunks, once, before the first step.
 
-A converted layer's class is replaced by a derived class of the same name, whose parameters read as leaves
-(``parameter_leaf.py``) during a step and whose forward splits backward (``split_forward.py``). State dicts do not
-change; copies and pickles of a converted layer have the original class.
+A converted layer gets a derived class of the same name: its parameters read as leaves (``parameter_leaf.py``) during a
+step, its forward splits backward (``split_forward.py``). State dicts do not change; copies and pickles of a converted
+layer have the original class.
 """
 
 from collections.abc import Sequence
@@ -47,9 +47,9 @@ def split_weight_grad(
     ``gradient_accumulation_fusion``: one kernel (apex's where it can be imported) adds weight gradients into
     ``main_grad``. The default is the field of the model's ``config``.
 
-    ``delay_transformer_engine``: Transformer Engine's layers that were built without ``delay_wgrad_compute`` (which
-    Megatron-core permits only with ``overlap_moe_expert_parallel_comm``) queue their weight gradients in pipeline
-    steps as if they had been built with it. Off, they compute all gradients at once.
+    ``delay_transformer_engine``: Transformer Engine's layers queue their weight gradients in pipeline steps also where
+    they were built without ``delay_wgrad_compute`` (Megatron-core permits it only with
+    ``overlap_moe_expert_parallel_comm``). Off, such layers compute all gradients at once.
 
     Raises WeightGradSplitError for a model that is converted already, or that contains TorchScript."""
     chunks = [model] if isinstance(model, nn.Module) else list(model)

@@ -79,7 +79,7 @@ class Waiting(NamedTuple):
     ``versions``. Autograd drops the gradients of parameters that are ``frozen`` by then."""
 
     task: int
-    deferred: Any  # a Deferred, or what stands for one
+    deferred: Any  # a Deferred, a Ready or a DelayedRun
     versions: int
     frozen: tuple[int, ...] = ()
 
@@ -93,7 +93,7 @@ def versions(deferred: Any) -> int:
 
 
 def frozen(parameters: Iterable[Tensor]) -> tuple[int, ...]:
-    """The ids of those that are frozen now."""
+    """The ids of the frozen ones."""
     return tuple([id(parameter) for parameter in parameters if not parameter.requires_grad])
 
 

@@ -178,8 +178,8 @@ def split_linear(layer_input: Tensor, layer: SplitLayer, weight: Tensor, bias: T
 
 
 class Casts:
-    """Casts as autocast does: float64 stays, and all users of a leaf that requires a gradient share one cast, so that
-    their gradients are added in the lower precision. Cleared at each backward; graphs hold what they need."""
+    """Casts as autocast does. float64 stays. All users of a leaf that requires a gradient share one cast: their
+    gradients are added in the lower precision. Cleared at each backward; graphs hold what they need."""
 
     def __init__(self) -> None:
         # A cast keeps its leaf alive, and so the leaf's id. With it, the state of the leaf when it was made.

@@ -1,4 +1,4 @@
-"""A parameter leaf stands for a parameter in autograd's graph during a pipeline step; its gradient goes to the store.
+"""A parameter leaf replaces a parameter in autograd's graph during a pipeline step; its gradient goes to the store.
 
 It shares the parameter's data, version counter and attributes. One per parameter and step, so that autograd adds up a
 parameter's gradients in the leaf as it does in the parameter.

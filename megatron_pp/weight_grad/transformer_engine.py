@@ -106,8 +106,8 @@ class DelayedRun:
         return list(self._grads)
 
     def takes(self, parameter: Tensor, grad: Tensor) -> bool:
-        """Whether a gradient that reached the leaf of a switched layer's parameter goes with what the layer has queued:
-        not where this backward did not use the layer."""
+        """Take a gradient that reached the leaf of a switched layer's parameter. Returns False, and takes none, where
+        this backward did not use the layer."""
         if self._queued() + self._entries <= 0:
             return False
         if parameter.dim() <= 1:

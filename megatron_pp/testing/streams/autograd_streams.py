@@ -1,10 +1,10 @@
 """On which stream autograd runs: the backward of an operation on the stream that was current in its forward.
 
-PyTorch makes the stream of a node wait for those of the nodes that its gradients come from, the first one for the
-stream on which ``backward`` was called, and that one, at the end, for all. (Here a node waits for all that ran before
-it, and AccumulateGrad runs where the node before it ran.) On a CPU nothing of this happens, so it is
-done here, when the node that runs changes. A node knows no stream; but it has a sequence number, which counts up in
-each thread, so that the stream of a forward follows from the numbers at which the current stream changed.
+PyTorch makes the stream of a node wait for the streams of the nodes before it, that of the first node for the caller's
+stream, and at the end the caller's stream for all. (Here a node waits for all nodes that ran before it, and
+AccumulateGrad runs where the node before it ran.) A CPU does nothing of this, so it is done here when the running node
+changes. A node knows no stream, but it has a sequence number, which counts up in each thread: the numbers at which the
+current stream changed tell the stream of a forward.
 """
 
 from bisect import bisect_right

@@ -1,9 +1,10 @@
-"""Blocks of device memory: who read and wrote which bytes, and which two of these nothing has put in order.
+"""Blocks of device memory: who read and wrote which bytes, and which two accesses have no order.
 
 A block outlives its owners: memory that was freed and given to another tensor keeps its history, so that an access by
 the new owner is compared with those of the old one.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -143,7 +144,7 @@ class CachingAllocator:
     def allocate(self, nbytes: int, stream: Timeline, clock: Callable[[], Clock]) -> Block:
         """A block for ``nbytes`` on ``stream``. ``clock()``: what has happened before its next step."""
         self._process_returning()
-        size = max(_UNIT, -(-nbytes // _UNIT) * _UNIT)
+        size = _UNIT * max(1, math.ceil(nbytes / _UNIT))
         pool = self._pools[stream]
         fitting = [block for block in pool if block.nbytes >= size]
         if not fitting:

@@ -40,7 +40,7 @@ class StreamWork(MemoryWork):
         super().__init__(network, device.rank, queue, ends)
         self.network: StreamNetwork = network
         self.device = device
-        self.what = " and ".join(f"{_words(end)}" for end in ends)
+        self.what = " and ".join(map(_words, ends))
         current = device.stream
         join(lane.clock, current.now())
         lane.issue()
@@ -57,12 +57,11 @@ class StreamWork(MemoryWork):
 class StreamNetwork(WindowNetwork):
     """``size`` virtual devices and what connects them.
 
-    seed            schedules the ranks, one at a time, so that a run repeats exactly. Polling finds transfers done as
-                    late as can be where it is divisible by three, else earlier. None: the ranks run freely, as the
-                    fault guard and its store need it
-    record_streams  whether posting calls ``record_stream`` on what it sends or receives, as ProcessGroupNCCL does
-    run_ahead       the host never waits for a transfer, and what it reads may not be there: it is NaN until it is;
-                    races are not looked for
+    seed            schedules the ranks, one at a time, so that a run repeats exactly. With one divisible by three,
+                    polling finds a transfer done as late as possible, else earlier. None: the ranks run freely, for the
+                    fault guard and its store
+    record_streams  posting calls ``record_stream`` on what it sends or receives, as ProcessGroupNCCL does
+    run_ahead       the host never waits for a transfer: data that has not arrived is NaN. Races are not looked for
     held            asked whether a transfer that could finish on the device does not; call ``progress`` when that
                     changes
     """
@@ -107,7 +106,10 @@ class StreamNetwork(WindowNetwork):
             for end in ends:
                 if self.run_ahead and not end.is_send and end.tensor.is_floating_point():
                     end.tensor.detach().fill_(math.nan)
-                self._record(end, device, lane)
+                device.access(end.tensor, READ if end.is_send else WRITE, lane, _words(end))
+                if self.record_streams:
+                    device.record_stream(end.tensor, lane)
+                self.keep_address(end)
             self._unfinished.append(work)
             self.enqueue(work)
             self.progress()
@@ -178,29 +180,21 @@ class StreamNetwork(WindowNetwork):
             return False
         return all(need.finished for one in (work, *work.partners) for need in one.needs)
 
-    def _record(self, end: End, device: VirtualDevice, lane: Lane) -> None:
-        tensor = end.tensor
-        device.access(tensor, READ if end.is_send else WRITE, lane, _words(end))
-        if self.record_streams:
-            device.record_stream(tensor, lane)
-        self.keep_address(end)
-
     def _activate(self, work: Any) -> None:
         join(work.end, self._done.get(work.queue, {}))
         super()._activate(work)
 
-    def meet(self, one: End, other: End) -> None:
-        first: Any = one.work
-        second: Any = other.work
+    def meet(self, send: End, receive: End) -> None:
+        first: Any = send.work
+        second: Any = receive.work
         join(first.end, second.end)
         join(second.end, first.end)
         first.partners.append(second)
         second.partners.append(first)
-        send, receive = (one, other) if one.is_send else (other, one)
         with unrecorded():
             self.deliver(send, receive)
-        self.complete_end(one)
-        self.complete_end(other)
+        self.complete_end(send)
+        self.complete_end(receive)
 
     def _complete(self, work: Any) -> None:
         self._done[work.queue] = work.end

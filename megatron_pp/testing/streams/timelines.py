@@ -49,7 +49,7 @@ class Host(Timeline):
         self.steps += 1
 
     def learn(self, clock: Mapping[int, int]) -> None:
-        """The host has seen that what ``clock`` says is over: so is it for all that it issues from now on."""
+        """The host has seen that the steps of ``clock`` are over; all that it issues from now on comes after them."""
         join(self.clock, clock)
         self.steps += 1
 
