@@ -64,9 +64,9 @@ def skip_tensors(given: str | Iterable[SkipTensor], num_stages: int) -> tuple[Sk
 
 
 def stage_blocks(num_stages: int) -> tuple[SkipTensor, ...]:
-    """``block0`` of stage 0 and so on, each used by all later stages."""
+    """``block0`` of stage 0 and so on, each used by all later stages; by name, as those that are declared."""
     last = num_stages - 1
-    return tuple(SkipTensor(f"block{s}", s, tuple(range(s + 1, num_stages))) for s in range(last))
+    return tuple(sorted(SkipTensor(f"block{s}", s, tuple(range(s + 1, num_stages))) for s in range(last)))
 
 
 def declared_tensors(produces: Sequence[Collection[str]], uses: Sequence[Collection[str]]) -> tuple[SkipTensor, ...]:
