@@ -6,7 +6,6 @@ import json
 import re
 from collections import Counter
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -27,20 +26,13 @@ from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import Instruction, each
 from megatron_pp.plan.ir.instruction_text import parse_instruction
 from megatron_pp.plan.ir.placement import LOOP, V_SHAPE, Placement
-from megatron_pp.plan.ir.repeated import Repeated
 from megatron_pp.plan.ir.spec import (
     CACHES,
-    CHANNELS,
-    DEVICE_SYNC,
     NO_CACHE,
-    ONE_QUEUE,
-    OVERLAP,
-    POLICIES,
     RECEIVED,
     Plan,
     PlanSpec,
 )
-from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.verify.verifier import verify
 from tests.harness.plan_text import edited, refusal, rows
@@ -132,48 +124,6 @@ def test_what_has_no_named_tensors_is_as_it_was():
 
 
 # -- verified ---
-
-
-def shapes() -> list[PlanSpec]:
-    specs = []
-    sizes = product(SCHEDULES, ((2, 2), (3, 2), (4, 1), (1, 2)), POLICIES, CHANNELS)
-    for turn, (name, (size, chunks), policy, channels) in enumerate(sizes):
-        family = SCHEDULES[name]
-        if family.chunks not in (None, chunks) or family.search is not None or turn % 3:
-            continue
-        one_way = policy == OVERLAP and channels == CHANNELS[0]
-        stages = size * chunks
-        specs.append(
-            PlanSpec(
-                *(name, size, chunks, 4),
-                policy=policy,
-                channels=channels,
-                forward_only=turn % 4 == 0,
-                variable_shapes=turn % 5 == 0,
-                overlap_pairs=turn % 2 == 0 and "offload" not in name,
-                device=(ONE_QUEUE, DEVICE_SYNC)[: turn % 3 + 1] if one_way else (),
-                slices=2 if family.sliced else 1,
-                skip_tensors="blocks" if turn % 2 else f"a=0>{stages - 1}; m=0>1 no_grad",
-                skip_cache=CACHES[turn % 7 % 3],
-            )
-        )
-    return specs
-
-
-@pytest.mark.slow
-def test_every_shape_verifies():
-    specs = shapes()
-    assert len(specs) > 60
-    for spec in specs:
-        verify(lowered_plan(spec))
-
-
-def test_a_longer_plan_repeats_the_steady_state():
-    for name, chunks in (("1f1b", 1), ("interleaved_1f1b", 2), ("zb_h1", 1)):
-        spec = PlanSpec(name, 3, chunks, 23, skip_tensors="blocks")
-        plan = build_plan(spec)
-        assert isinstance(plan.programs, Repeated)
-        assert tuple(plan.programs) == lowered_plan(spec).programs
 
 
 REFUSED = """

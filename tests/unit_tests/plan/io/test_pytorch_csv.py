@@ -37,15 +37,6 @@ TORCH_SCHEDULES = {
 IN_PYTORCH = sorted(name for name, family in SCHEDULES.items() if not family.barriers)  # it has no S and T
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", IN_PYTORCH)
-def test_compute_order_survives_pytorchs_format(name):
-    plan = small_plan(name, 4, SCHEDULES[name].chunks or 2, 8)
-    back = parse_plan(format_plan(plan, "torch-csv"))
-    assert back.orders == plan.orders
-    assert back.placement == plan.placement
-
-
 def test_pytorchs_format_is_numbered_by_stage_with_idle_cells():
     rows = format_plan(small_plan("1f1b", 2, 1, 2), "torch-csv").splitlines()
     assert rows == ["0F0,0F1,,0B0,,0B1", ",1F0,1B0,1F1,1B1,"] or rows == ["0F0,0F1,,0B0,0B1", ",1F0,1B0,1F1,1B1"]

@@ -2,55 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron_pp.errors import FileFormatError, PlanError
-from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs import files
 from megatron_pp.plan.costs.files import write_whole
-from megatron_pp.plan.costs.measured import Measured
-from megatron_pp.plan.io.serialize import FORMATS, format_plan, load_plan, parse_plan
+from megatron_pp.plan.io.serialize import format_plan, load_plan, parse_plan
 from megatron_pp.plan.ir.instruction import (
     Instruction,
 )
-from megatron_pp.plan.ir.spec import CHANNELS, POLICIES, PlanSpec
-from megatron_pp.plan.orders import SCHEDULES
-from megatron_pp.plan.verify.verifier import verify
 from tests.harness.plan_text import save_plan, small_plan
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    name=st.sampled_from(sorted(SCHEDULES)),
-    p=st.integers(1, 4),
-    m=st.integers(1, 9),
-    policy=st.sampled_from(POLICIES),
-    channels=st.sampled_from(CHANNELS),
-    forward_only=st.booleans(),
-    pairs=st.booleans(),
-)
-def test_what_is_written_is_read_back_equal(name, p, m, policy, channels, forward_only, pairs):
-    spec = PlanSpec(
-        name,
-        p,
-        SCHEDULES[name].chunks or 2,
-        m,
-        policy=policy,
-        channels=channels,
-        forward_only=forward_only,
-        overlap_pairs=pairs,
-    )
-    try:
-        plan = build_plan(spec)
-    except PlanError:
-        return  # some families want more microbatches than this
-    assert parse_plan(format_plan(plan, "json")) == plan
 
 
 def test_files_round_trip_and_leave_nothing_beside_them(tmp_path):
@@ -92,31 +56,6 @@ def test_the_keys_of_an_instruction():
     assert parse_plan(written) == plan
 
 
-def test_a_plan_holds_stages_chunks_and_peers():
-    content = json.loads(format_plan(small_plan("zb_v", 2, 2, 4), "json"))
-    assert list(content) == ["format", "version", "spec", "placement", "remark", "programs"]
-    node = next(node for node in content["programs"][1] if node["op"] == "SEND_F")
-    assert node == {"op": "SEND_F", "stage": 2, "chunk": 1, "mb": 0, "peer": 0}
-    assert all({"op", "stage", "chunk", "mb"} <= set(node) for program in content["programs"] for node in program)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"policy": "batched", "grad_sync": "explicit", "param_sync": True},
-        {"policy": "batched", "overlap_pairs": True},
-        {"overlap_pairs": True, "variable_shapes": True},
-        {"split_backward": False},
-    ],
-)
-def test_batches_pairs_and_syncs_survive_a_file(options):
-    plan = small_plan("dualpipe_v", 2, 2, 6, **options)
-    ops = {at.op for program in plan.programs for at in program}
-    assert ("BATCH" in ops) == (options.get("policy") == "batched")
-    assert ("PAIR" in ops) == ("overlap_pairs" in options)
-    assert parse_plan(format_plan(plan, "json")) == plan
-
-
 def with_node(node):
     """A file whose first instruction is ``node``."""
     content = json.loads(format_plan(small_plan(), "json"))
@@ -134,65 +73,37 @@ GROUP = {"stage": None, "chunk": None, "mb": None}
     ("node", "message"),
     [
         (3, "instruction 0: 3 is no object with a known 'op'"),
-        ("F0.0", "instruction 0: F0.0 is no object with a known 'op'"),
         ({}, "no object with a known 'op'"),
         ({**F, "op": "G"}, "no object with a known 'op'"),
         ({**F, "op": ["F"]}, "no object with a known 'op'"),
-        ({**F, "op": None}, "no object with a known 'op'"),
         ({**F, "mb": "0"}, r"instruction 0 \(F\): 'mb' is '0'; it must be a whole number of at least 0"),
         ({**F, "mb": -1}, "'mb' is -1"),
-        ({**F, "mb": None}, "'mb' is None"),
         ({**F, "mb": True}, "'mb' is True"),
-        ({**F, "mb": 0.0}, "'mb' is 0.0"),
         ({**F, "mb": 10**9}, "'mb' is 1000000000"),
         ({**F, "stage": -1}, "'stage' is -1"),
         ({"op": "F", "stage": 0, "mb": 0}, "'chunk' is None"),
         ({**F, "slice": -1}, "'slice' is -1"),
-        ({**F, "slice": None}, "'slice' is None"),
         ({**F, "tensor": "x"}, "F takes no tensor"),
         ({**SEND, "peer": None}, "'peer' is None"),
         ({**SEND, "tensor": 3}, "'tensor' is 3; it must be a name"),
-        ({**SEND, "tensor": "a b"}, "is not an instruction"),
         ({**SEND, "tensor": "a\nb"}, "is not an instruction"),
         ({"op": "GRAD_SYNC", "stage": 0, "chunk": 0, "mb": None, "slice": 1}, "GRAD_SYNC"),
         ({"op": "PAIR", **GROUP}, "the 'members' of a PAIR are a list of single instructions"),
         ({"op": "PAIR", **GROUP, "members": [F]}, "a PAIR has two members, not 1"),
-        ({"op": "PAIR", **GROUP, "members": [F, B, B]}, "a PAIR has two members, not 3"),
         ({"op": "PAIR", **GROUP, "members": [B, F]}, "is no pair"),
         ({"op": "PAIR", **GROUP, "members": [F, {**B, "mb": 0}]}, "is no pair"),
         ({"op": "PAIR", **GROUP, "members": [F, {**B, "op": "I"}]}, "is no pair"),
         ({"op": "BATCH", **GROUP, "members": []}, "a batch holds sends and receives only, and at least one"),
         ({"op": "BATCH", **GROUP, "members": [F]}, "a batch holds sends and receives only"),
         ({"op": "BATCH", **GROUP, "members": SEND}, "the 'members' of a BATCH are a list of single instructions"),
-        ({"op": "BATCH", **GROUP, "members": [3]}, "no object with a known 'op'"),
         ({"op": "BATCH", **GROUP, "members": [{**SEND, "op": []}]}, "no object with a known 'op'"),
-        (
-            {"op": "BATCH", **GROUP, "members": [{"op": "BATCH", **GROUP, "members": [SEND]}]},
-            "the 'members' of a BATCH are a list of single instructions",
-        ),
+        ({"op": "BATCH", **GROUP, "members": [{"op": "BATCH", **GROUP, "members": [SEND]}]}, "list of single instruct"),
     ],
 )
 def test_bad_instructions_are_refused_in_one_line(node, message):
     with pytest.raises(FileFormatError, match=f"programs, rank 0: .*{message}") as caught:
         parse_plan(with_node(node))
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "words"),
-    [
-        ("stage", 1, r"SEND_F0\.0 .*: it has stage 1 and peer 1; on this rank and chunk they are 0 and 1"),
-        ("peer", 0, r"SEND_F0\.0 .*: it has stage 0 and peer 0; on this rank and chunk they are 0 and 1"),
-        ("chunk", 1, r"SEND_F1\.0 .*: it has stage 0 and peer 1"),
-    ],
-)
-def test_a_wrong_stage_or_peer_is_refused_by_verify(key, value, words):
-    content = json.loads(format_plan(small_plan(), "json"))
-    node = next(node for node in content["programs"][0] if node["op"] == "SEND_F")
-    assert node == SEND
-    node[key] = value
-    with pytest.raises(PlanError, match=f"rank 0: {words}"):
-        verify(parse_plan(json.dumps(content)))
 
 
 def edited(**changes):
@@ -211,12 +122,9 @@ def edited(**changes):
         ("{}", "no plan that this reads"),
         (edited(version=3), "no plan that this reads"),
         (edited(version=True), "no plan that this reads"),
-        (edited(version="2"), "no plan that this reads"),
-        (edited(version=[2]), "no plan that this reads"),
         (edited(spec=[]), "'spec' is missing or no object"),
         (edited(pipeline_size=3), "programs of 2 ranks; the pipeline has 3"),
         (edited(pipeline_size="2"), "pipeline_size is '2'; it must be of type int"),
-        (edited(pipeline_size=True), "pipeline_size is True; it must be of type int"),
         (edited(forward_only=0), "forward_only is 0; it must be of type bool"),
         (edited(schedule="1f1b\x1b[2J"), r"schedule is '1f1b.x1b.2J'; it holds a character that cannot be printed"),
         (edited(num_microbatches=10**7), "rank 0 has .* instructions for 1 chunk.* of 10000000 microbatches"),
@@ -226,7 +134,6 @@ def edited(**changes):
         (edited(placement="spiral"), "placement 'spiral' is not known"),
         (edited(placement=["loop"]), "is not known"),
         (edited(programs="F0.0"), "'programs' is missing or no list with an entry per rank"),
-        (edited(programs=["F0.0", "F0.0"]), "programs, rank 0: a program is a list of instructions"),
         (edited(version=1), "no plan that this reads; it would hold"),
         (edited(orders=[[]]), "orders of 1 ranks; the pipeline has 2"),
     ],
@@ -235,12 +142,6 @@ def test_bad_json_is_refused_in_one_line(text, message):
     with pytest.raises(PlanError, match=message) as caught:
         parse_plan(text)
     assert "\n" not in str(caught.value)
-
-
-def test_measured_values_travel_with_the_plan():
-    measured = Measured(forward=(1.0, 1.5), backward_input=2.0, weight=0.5, memory_limit=4.0)
-    plan = small_plan("auto", 2, 1, 4, measured=measured)
-    assert parse_plan(format_plan(plan, "json")) == plan
 
 
 def test_bad_measured_values_are_refused():
@@ -260,19 +161,6 @@ def test_unknown_and_missing_fields_are_named():
     del content["spec"]["colour"], content["spec"]["num_chunks"]
     with pytest.raises(FileFormatError, match="the spec lacks num_chunks"):
         parse_plan(json.dumps(content))
-
-
-@pytest.mark.slow
-@settings(max_examples=150, deadline=None)
-@given(form=st.sampled_from(FORMATS), data=st.data())
-def test_no_damage_brings_anything_but_a_plan_error(form, data):
-    """Cut a piece out of a file, or write something into it: a plan comes out, or a PlanError."""
-    text = format_plan(small_plan(), form)
-    start = data.draw(st.integers(0, len(text)))
-    end = data.draw(st.integers(start, min(len(text), start + 30)))
-    middle = data.draw(st.text(max_size=6))
-    with contextlib.suppress(PlanError):
-        verify(parse_plan(text[:start] + middle + text[end:]))
 
 
 def test_a_file_that_does_not_end_is_refused(monkeypatch):

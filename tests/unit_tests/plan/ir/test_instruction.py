@@ -33,15 +33,11 @@ named = st.builds(lambda at, name: at._replace(tensor=name), st.builds(instructi
 instructions = st.one_of(cells, marks, batches, named)
 
 
-@given(instructions)
-def test_an_instruction_prints_as_it_parses(at: Instruction) -> None:
-    assert parse_instruction(str(at)) == at
-    assert parse_instruction(f"  {at}\n") == at
-
-
-@given(st.lists(instructions, max_size=30))
-def test_a_program_prints_as_it_parses(program: list[Instruction]) -> None:
+@given(st.lists(instructions, max_size=9))
+def test_programs_and_instructions_print_as_they_parse(program: list[Instruction]) -> None:
     assert parse_program(format_program(program)) == program
+    for at in program:
+        assert parse_instruction(f"  {at}\n") == parse_instruction(str(at)) == at
 
 
 @pytest.mark.parametrize(
@@ -61,20 +57,12 @@ def test_a_program_prints_as_it_parses(program: list[Instruction]) -> None:
         ("RECV_B1.3s0:kv", Instruction("RECV_B", mb=3, chunk=1, slice=0, tensor="kv")),
         ("[SEND_F0.3 RECV_B0.2]", batch([instruction("SEND_F", 0, 3), instruction("RECV_B", 0, 2)])),
         ("(F0.3 B1.2)", pair(instruction("F", 0, 3), instruction("B", 1, 2))),
+        ("(F0.3 SEND_F0.3 B0.2)", pair(*(instruction(op, 0, 2 + (op != "B")) for op in ("F", "SEND_F", "B")))),
     ],
 )
 def test_the_printed_form(text: str, expected: Instruction) -> None:
     assert parse_instruction(text) == expected
     assert str(expected) == text
-
-
-def test_a_program_is_one_line() -> None:
-    line = "PARAM_SYNC0 F0.0 [SEND_F0.0 RECV_F1.0] WAIT_F1.0 FREE_F0.0 ENABLE_GRAD_SYNC0 B0.0"
-    program = parse_program(line)
-    assert len(program) == 7
-    assert [m.op for m in program[2].members] == ["SEND_F", "RECV_F"]
-    assert format_program(program) == line
-    assert parse_program("") == []
 
 
 def test_every_op_has_a_name_in_words() -> None:
@@ -91,16 +79,8 @@ def test_every_op_has_a_name_in_words() -> None:
         *("GRAD_SYNC", "GRAD_SYNC0.1", "PARAM_SYNC1.0", "F0.1 B0.1", "F\u0660.1"),
         *("[", "[]", "]", "[F0.1]", "[SEND_F0.1", "SEND_F0.1]", "[[SEND_F0.1]]", "[GRAD_SYNC0]", "[(F0.1 B0.2)]"),
         *("(", "()", "(F0.1)", "(F0.1 B0.1)", "(F0.1 I0.2)", "(B0.1 F0.2)", "(F0.1 B0.2 B0.3)", "((F0.1 B0.2))"),
-        *(
-            "F0.1s",
-            "F0.1s-1",
-            "F0.1:x",
-            "SEND_F0.1:",
-            "SEND_F0.1:1x",
-            "SEND_F0.1:x y",
-            "GRAD_SYNC0s1",
-            "SEND_F0.1:x s1",
-        ),
+        *("F0.1s", "F0.1s-1", "F0.1:x", "SEND_F0.1:", "SEND_F0.1:1x", "SEND_F0.1:x y", "GRAD_SYNC0s1"),
+        *("SEND_F0.1:x s1", "F0.0 [SEND_F0.0", "F0.0 SEND_F0.0]", "F0.0 ] B0.0", "[SEND_F0.0 [RECV_F0.1]]"),
     ],
 )
 def test_what_is_no_instruction_is_refused_and_quoted(text: str) -> None:
@@ -117,14 +97,6 @@ def test_the_refusal_says_what_would_be_right() -> None:
         parse_instruction("GRAD_SYNC0.1")
     with pytest.raises(InstructionError, match=r"'F0': F takes a chunk and a microbatch"):
         parse_instruction("F0")
-
-
-@pytest.mark.parametrize(
-    "line", ["F0.0 [SEND_F0.0", "F0.0 SEND_F0.0]", "F0.0 ] B0.0", "F0.0 [] B0.0", "[SEND_F0.0 [RECV_F0.1]]"]
-)
-def test_a_program_with_a_broken_batch_is_refused(line: str) -> None:
-    with pytest.raises(InstructionError):
-        parse_program(line)
 
 
 def test_a_batch_holds_sends_and_receives_only() -> None:

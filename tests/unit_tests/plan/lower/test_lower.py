@@ -147,15 +147,6 @@ FINISHES |= {ins.SEND_F: ins.FREE_F, ins.SEND_B: ins.FREE_B}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_compute_order_stays(policy: str) -> None:
-    for spec in specs(policy):
-        plan = lowered_plan(spec)
-        for order, program in zip(plan.orders, plan.programs, strict=True):
-            wanted = [op for op in order if op.op == ins.FORWARD or not spec.forward_only]
-            assert [at for at in program if at.op in ins.COMPUTE_OPS] == wanted
-
-
-@pytest.mark.parametrize("policy", POLICIES)
 def test_sends_stand_right_after_what_they_send(policy: str) -> None:
     """Or behind the backward that follows, where the two have one exchange."""
     for spec in specs(policy):

@@ -15,11 +15,11 @@ from megatron_pp.plan import builder
 from megatron_pp.plan.builder import build_plan, forget_plans, lowered_plan, verified_plan
 from megatron_pp.plan.ir.instruction import Instruction
 from megatron_pp.plan.ir.repeated import Block, Repeated, Repeating, RepetitionError
-from megatron_pp.plan.ir.spec import CHANNELS, DEVICE_RULES, EXPLICIT, HOOKS, POLICIES, Plan, PlanSpec, Shape
+from megatron_pp.plan.ir.spec import DEVICE_RULES, Plan, PlanSpec, Shape
 from megatron_pp.plan.ir.tasks import Task
 from megatron_pp.plan.lower import lowering as lower
 from megatron_pp.plan.orders import SCHEDULES, register
-from megatron_pp.plan.orders.family import Order, every_microbatch, no_offloads
+from megatron_pp.plan.orders.family import Order, every_microbatch
 from megatron_pp.plan.orders.one_chunk import one_f_one_b
 from megatron_pp.plan.verify.verifier import verify
 from tests.harness.plan_mutants import mutants, steady_block
@@ -33,51 +33,6 @@ def _no_plans_are_known() -> Iterator[None]:
     forget_plans()
     yield
     forget_plans()
-
-
-def sampled_spec(schedule: str, rng: random.Random) -> PlanSpec:
-    """Any settings, with microbatches enough for most of them to have a steady state."""
-    family = SCHEDULES[schedule]
-    size, chunks = rng.choice((1, 2, 3, 4)), family.chunks or rng.choice((1, 2, 3))
-    group = rng.choice((0, 0, size + 1)) if family.grouped else 0
-    return PlanSpec(
-        schedule,
-        size,
-        chunks,
-        rng.randint(5, 6) * (group or size) + rng.choice((0, 0, 1)) + 8,
-        group,
-        policy=rng.choice(POLICIES),
-        channels=rng.choice(CHANNELS),
-        forward_only=rng.random() < 0.2,
-        variable_shapes=rng.random() < 0.25,
-        release_after=rng.choice((1, 2, 3)),
-        lookahead=rng.choice((0, 1, 1, 2)),
-        grad_sync=rng.choice((HOOKS, EXPLICIT)),
-        param_sync=rng.random() < 0.5,
-        overlap_pairs=rng.random() < 0.3 and family.offloads is no_offloads,
-        split_backward=rng.random() < 0.7,
-        device=tuple(rule for rule in DEVICE_RULES[1:] if rng.random() < 0.2),
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", REPEATING)
-def test_a_repeated_plan_is_the_one_that_is_made_directly(schedule: str) -> None:
-    rng = random.Random(schedule)
-    repeated = 0
-    for _ in range(100 if EXHAUSTIVE else 4):
-        spec = sampled_spec(schedule, rng)
-        direct = lowered_plan(spec)
-        if is_refused(direct):
-            with pytest.raises(PlanError):
-                verified_plan(spec)
-            continue
-        plan, found = verified_plan(spec)
-        assert plan.programs == direct.programs, spec
-        assert plan.orders == direct.orders
-        assert (found, plan.remark) == (verify(direct), direct.remark)
-        repeated += isinstance(plan.programs, Repeated)
-    assert repeated >= 2
 
 
 @pytest.mark.parametrize("chunks", [2, 3])

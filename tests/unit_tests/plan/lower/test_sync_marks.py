@@ -16,7 +16,6 @@ import pytest
 from megatron_pp.errors import PlanError
 from megatron_pp.features.output_layer.output_instructions import OUTPUT_T
 from megatron_pp.plan.builder import build_plan, with_whole_backwards
-from megatron_pp.plan.io.serialize import format_plan, parse_plan
 from megatron_pp.plan.ir.instruction import (
     BACKWARD,
     BACKWARD_OPS,
@@ -184,8 +183,3 @@ def test_a_plan_without_w_may_not_hold_one() -> None:
     plan = build_plan(PlanSpec("zb_h1", 2, 1, 3))
     with pytest.raises(PlanError, match=r"I0\.0 .* has no such step in this plan"):
         verify(replace(plan, spec=replace(plan.spec, split_backward=False)))
-
-
-def test_a_plan_without_w_survives_a_file() -> None:
-    plan = build_plan(PlanSpec("zb_v", 2, 2, 4, split_backward=False))
-    assert parse_plan(format_plan(plan, "json")) == plan

@@ -12,7 +12,6 @@ import pytest
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.builder import build_plan, lowered_plan
 from megatron_pp.plan.costs.stage_costs import Link, Network, StageCosts
-from megatron_pp.plan.io.serialize import JSON, format_plan, parse_plan
 from megatron_pp.plan.ir.dataflow import KIND_OF, RESULT_OF, inputs_of
 from megatron_pp.plan.ir.instruction import (
     BACKWARD,
@@ -39,18 +38,11 @@ from megatron_pp.plan.ir.spec import (
     PlanSpec,
 )
 from megatron_pp.plan.lower.lowering import lowered
-from megatron_pp.plan.orders import SCHEDULES
-from megatron_pp.plan.orders.family import Order, no_offloads
+from megatron_pp.plan.orders.family import Order
 from megatron_pp.plan.simulate.simulation import Simulation
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.verify.verifier import verify
 from tests.harness.plan_text import edited, refusal, with_programs
-from tests.harness.sweeps import EXHAUSTIVE
-
-NAMED = [name for name in SCHEDULES if SCHEDULES[name].search is None]
-# What a run may need together. Graphed layers come with a schedule of Megatron's, so not with every placement.
-RUNS = [(ONE_QUEUE,), (ONE_QUEUE, DEVICE_SYNC), (ONE_QUEUE, STATIC_BUFFERS)]
-
 
 # -- one hardware queue -----------------------------------------------------------------------------------------------
 
@@ -151,58 +143,6 @@ def test_a_pairs_forward_runs_before_its_backward_reads(pairs: bool) -> None:
 # -- every plan passes the rules that its run needs -------------------------------------------------------------------
 
 
-def check(specs: Iterable[PlanSpec]) -> int:
-    checked = 0
-    for spec in specs:
-        verify(lowered_plan(spec))
-        checked += 1
-    return checked
-
-
-def sweep(schedule: str, sizes: Iterable[int], chunks: Iterable[int], every: int = 0) -> Iterator[PlanSpec]:
-    """Default plans for each kind of run, and in turn every other choice. Of the numbers of microbatches each
-    ``every``, beginning with another one for the next schedule; without it, a few.
-    """
-    family = SCHEDULES[schedule]
-    choices = itertools.cycle(
-        {"policy": policy, "channels": channels, "variable_shapes": variable, "overlap_pairs": pairs, **more}
-        for policy, channels, variable, pairs, more in itertools.product(
-            POLICIES,
-            CHANNELS,
-            (False, True),
-            (False, True) if family.offloads is no_offloads else (False,),
-            ({}, {"forward_only": True}, {"lookahead": 3, "release_after": 3}, {"split_backward": False}),
-        )
-    )
-    for p in sizes:
-        for v in chunks if family.chunks is None else (family.chunks,):
-            for m in range(1 + NAMED.index(schedule) % every, 3 * p + 3, every) if every else (1, 2, p, 2 * p + 1):
-                for device in RUNS:
-                    spec = PlanSpec(schedule, p, v, m, device=device)
-                    yield spec
-                    yield replace(spec, **next(choices))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", NAMED)
-def test_every_schedule_passes(schedule: str) -> None:
-    assert check(sweep(schedule, (2, 3), (2,))) >= 48
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["auto", "auto_v"])
-def test_searched_orders_pass(schedule: str) -> None:
-    assert check(PlanSpec(schedule, 2, 2, m, device=device) for m in (2, 3) for device in RUNS) == 6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", NAMED)
-def test_every_schedule_passes_for_every_number_of_microbatches(schedule: str) -> None:
-    """Every fourth number; of four schedules that follow each other, each begins with another one."""
-    every = 1 if EXHAUSTIVE else 4
-    assert check(sweep(schedule, (2, 4), (3,), every)) >= (8 // every + 14 // every) * len(RUNS) * 2
-
-
 def random_orders(placement: Placement, microbatches: int, rng: random.Random) -> list[Order]:
     """Any orders that can run: each rank takes whatever its data allow, microbatches of a chunk in order."""
     split = rng.random() < 0.5
@@ -301,11 +241,6 @@ def test_rules_of_a_spec_have_one_form() -> None:
         PlanSpec("1f1b", 2, 1, 4, device=("two_queues",))
     known = f"(did you mean one_queue?); it is one of {', '.join(DEVICE_RULES)}"
     assert str(caught.value) == f"device rule 'two_queues' is not known {known}"
-
-
-def test_a_plan_in_a_file_keeps_its_rules() -> None:
-    plan = build_plan(PlanSpec("1f1b", 2, 1, 4, device=(ONE_QUEUE, DEVICE_SYNC)))
-    assert parse_plan(format_plan(plan, JSON)) == plan
 
 
 def test_the_verdict_names_the_rules() -> None:
