@@ -14,7 +14,7 @@ from megatron_pp.config.model_config import TransformerConfig
 from megatron_pp.testing.toy import ToyData
 from tests.harness.step_runs import Rank, pipeline
 
-VOCAB, SEQ, BATCH, LAYERS = 29, 12, 3, 5
+VOCAB, SEQ, BATCH, LAYERS, HIDDEN = 29, 12, 3, 5, 16
 
 WHOLE = [list(range(LAYERS))]
 CUTS = {
@@ -26,15 +26,9 @@ CUTS = {
 
 
 def make_config(**changes: Any) -> TransformerConfig:
-    settings = {
-        "num_layers": LAYERS,
-        "hidden_size": 16,
-        "num_attention_heads": 2,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "pipeline_dtype": torch.float32,
-    }
-    return TransformerConfig(**{**settings, **changes})
+    sizes = {"num_layers": LAYERS, "hidden_size": HIDDEN, "num_attention_heads": 2}
+    settings = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "pipeline_dtype": torch.float32}
+    return TransformerConfig(**{**sizes, **settings, **changes})
 
 
 def make_stages(cut: list[list[int]], config: TransformerConfig | None = None, **changes: Any) -> list[GPTStage]:
@@ -47,15 +41,20 @@ def parameters_of(stages: list[GPTStage]) -> dict[str, torch.nn.Parameter]:
     return {name: parameter for stage in stages for name, parameter in stage.named_parameters()}
 
 
+def gradients_of(stages: list[GPTStage]) -> dict[str, Any]:
+    return {name: parameter.grad for name, parameter in parameters_of(stages).items()}
+
+
 def make_batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     text = torch.randint(VOCAB, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(seed))
     return text[:, :-1], text[:, 1:]
 
 
-def train_by_hand(stages: list[GPTStage], batches: int = 2, checkpoint: bool = False) -> list[torch.Tensor]:
-    """Forward and backward through all stages as a pipeline does it: detached between stages. Returns the losses."""
+def train_by_hand(stages: list[GPTStage], recompute: bool = False) -> list[torch.Tensor]:
+    """Forward and backward of two batches through all stages as a pipeline does it: detached between stages. Returns
+    the losses."""
     losses = []
-    for seed in range(batches):
+    for seed in range(2):
         tokens, labels = make_batch(seed)
         inputs: list[torch.Tensor | None] = []
         outputs: list[torch.Tensor] = []
@@ -63,14 +62,25 @@ def train_by_hand(stages: list[GPTStage], batches: int = 2, checkpoint: bool = F
         for stage in stages:
             inputs.append(received)
             stage.set_input_tensor([received])
-            outputs.append(stage(tokens, labels, recompute=checkpoint))
+            outputs.append(stage(tokens, labels, recompute=recompute))
+            if not stage.post_process:
+                check_sent(stage, received, outputs[-1])
             received = outputs[-1].detach().requires_grad_()
+        assert (outputs[-1].shape, outputs[-1].dtype) == ((BATCH, SEQ), torch.float32)
         losses.append(outputs[-1].detach())
         gradient = torch.full_like(outputs[-1], 1.0 / outputs[-1].numel())
         for given, output in zip(reversed(inputs), reversed(outputs), strict=True):
             torch.autograd.backward(output, gradient)
             gradient = given.grad if given is not None else None
+    sum_tied_gradients(stages, None)
     return losses
+
+
+def check_sent(stage: GPTStage, received: torch.Tensor | None, sent: torch.Tensor) -> None:
+    """In the pipeline's dtype, and neither a view nor the input: the engine frees outputs and keeps inputs."""
+    assert (sent.shape, sent.dtype) == ((SEQ, BATCH, HIDDEN), stage.config.pipeline_dtype)
+    assert sent._base is None
+    assert received is None or sent.data_ptr() != received.data_ptr()
 
 
 def test_layers_and_seeds_differ() -> None:
@@ -81,60 +91,38 @@ def test_layers_and_seeds_differ() -> None:
     assert not any(torch.equal(a, b) for i, a in enumerate(weights) for b in weights[:i])
 
 
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
-def test_weights_losses_and_gradients_do_not_depend_on_the_cut(cut: list[list[int]], tied: bool) -> None:
+def test_weights_losses_and_gradients_do_not_depend_on_the_cut(
+    cut: list[list[int]], tied: bool, recompute: bool
+) -> None:
     whole, parts = (make_stages(stages, share_embeddings_and_output_weights=tied) for stages in (WHOLE, cut))
     weights = parameters_of(whole)
     assert parameters_of(parts).keys() == weights.keys()
     assert torch.equal(weights[EMBEDDING], weights[OUTPUT]) == tied
-    whole_losses, losses = train_by_hand(whole), train_by_hand(parts)
-    sum_tied_gradients(whole, None)
-    sum_tied_gradients(parts, None)
-    assert all(torch.equal(a, b) for a, b in zip(whole_losses, losses, strict=True))
-    expected = parameters_of(whole)
-    for name, parameter in parameters_of(parts).items():
-        assert parameter.grad is not None
-        assert torch.equal(parameter.grad, expected[name].grad), name
-        assert parameter.grad.abs().sum() > 0, name
+    for one, other in zip(train_by_hand(whole), train_by_hand(parts, recompute), strict=True):
+        assert torch.equal(one, other)
+    expected = gradients_of(whole)
+    for name, gradient in gradients_of(parts).items():
+        assert torch.equal(gradient, expected[name]), name
+        assert gradient.abs().sum() > 0, name
+    assert torch.equal(expected[EMBEDDING], expected[OUTPUT]) == tied
 
 
 def test_tied_copies_get_the_gradient_of_one_shared_weight() -> None:
-    (copies,), (shared,) = make_stages(WHOLE), make_stages(WHOLE)
+    (copies,) = make_stages(WHOLE)
+    (shared,) = make_stages(WHOLE, share_embeddings_and_output_weights=False)
     shared.output.weight = shared.embedding.weight
     train_by_hand([copies])
     train_by_hand([shared])
-    sum_tied_gradients([copies], None)
-    assert torch.equal(copies.embedding.weight.grad, copies.output.weight.grad)
     torch.testing.assert_close(copies.embedding.weight.grad, shared.embedding.weight.grad)
 
 
-def test_untied_gradients_stay_apart() -> None:
-    (stage,) = make_stages(WHOLE, share_embeddings_and_output_weights=False)
-    train_by_hand([stage])
-    before = stage.output.weight.grad.clone()
-    sum_tied_gradients([stage], None)
-    assert torch.equal(stage.output.weight.grad, before)
-
-
-def test_recomputed_layers_give_the_same_gradients() -> None:
-    cut = CUTS["two"]
-    kept, recomputed = make_stages(cut), make_stages(cut)
-    train_by_hand(kept)
-    train_by_hand(recomputed, checkpoint=True)
-    expected = parameters_of(kept)
-    for name, parameter in parameters_of(recomputed).items():
-        assert torch.equal(parameter.grad, expected[name].grad), name
-
-
-def test_a_token_does_not_see_what_comes_after_it() -> None:
-    (stage,) = make_stages(WHOLE)
-    tokens, labels = make_batch()
-    changed = tokens.clone()
-    changed[:, SEQ // 2] = (changed[:, SEQ // 2] + 1) % VOCAB
-    before, after = stage(tokens, labels), stage(changed, labels)
-    assert torch.equal(before[:, : SEQ // 2], after[:, : SEQ // 2])
-    assert not torch.equal(before[:, SEQ // 2 :], after[:, SEQ // 2 :])
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+def test_stages_send_bf16(cut: list[list[int]]) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        train_by_hand(make_stages(cut, make_config(pipeline_dtype=torch.bfloat16)))
 
 
 def test_attention_is_causal_softmax_over_rotated_queries_and_keys() -> None:
@@ -164,28 +152,6 @@ def test_losses_are_those_of_the_logits() -> None:
     torch.testing.assert_close(stage(tokens, labels), expected.view(BATCH, SEQ))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
-def test_what_a_stage_sends_is_its_own_in_the_pipelines_dtype(cut: list[list[int]], dtype: torch.dtype) -> None:
-    config = make_config(pipeline_dtype=dtype)
-    tokens, labels = make_batch()
-    received = None
-    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-        for stage in make_stages(cut, config):
-            stage.set_input_tensor(received)
-            sent = stage(tokens, labels)
-            if stage.post_process:
-                assert sent.shape == (BATCH, SEQ)
-                assert sent.dtype == torch.float32
-                continue
-            assert sent.shape == (SEQ, BATCH, config.hidden_size)
-            assert sent.dtype == dtype
-            # Neither a view nor the input: the engine frees outputs and keeps inputs.
-            assert sent._base is None
-            assert received is None or sent.data_ptr() != received.data_ptr()
-            received = sent.detach().requires_grad_()
-
-
 @pytest.mark.parametrize("kind", ["hidden_dropout", "attention_dropout"])
 def test_dropout_follows_from_the_microbatch_and_acts_in_training_only(kind: str) -> None:
     (stage,), (other,) = (make_stages(WHOLE, make_config(**{kind: 0.5}), seed=seed) for seed in (0, 1))
@@ -201,13 +167,10 @@ def test_dropout_follows_from_the_microbatch_and_acts_in_training_only(kind: str
 
 def test_chunks_of_a_rank_know_what_they_are() -> None:
     cut = [[0], [1, 2], [3], [4]]
-    chunks = build_gpt_chunks(
-        make_config(), stages=[0, 3], layers_of_stage=cut, vocab_size=VOCAB, max_sequence_length=SEQ
-    )
-    assert [(c.vp_stage, c.pre_process, c.post_process, list(c.layers)) for c in chunks] == [
-        (0, True, False, ["0"]),
-        (1, False, True, ["4"]),
-    ]
+    sizes = {"vocab_size": VOCAB, "max_sequence_length": SEQ}
+    chunks = build_gpt_chunks(make_config(), stages=[0, 3], layers_of_stage=cut, **sizes)
+    found = [(c.vp_stage, c.pre_process, c.post_process, list(c.layers)) for c in chunks]
+    assert found == [(0, True, False, ["0"]), (1, False, True, ["4"])]
 
 
 @pytest.mark.parametrize("schedule", ["vocab_1f1b", "vocab_1f1b_alg1"])
@@ -229,9 +192,7 @@ def test_a_split_output_layer_has_the_losses_and_gradients_of_the_whole_one(sche
         loss = whole(*make_batch(number)).mean()
         (loss / microbatches).backward()
         assert float(report["loss"]) == pytest.approx(loss.item(), rel=1e-12)
-    expected, found = parameters_of([whole]), parameters_of(ranks)
-    rows = [found.pop(f"output_rows.{rank}.weight").grad for rank in range(3)]
-    torch.testing.assert_close(torch.cat(rows), expected.pop(OUTPUT).grad, rtol=1e-12, atol=1e-15)
-    assert found.keys() == expected.keys()
-    for name, parameter in expected.items():
-        torch.testing.assert_close(found[name].grad, parameter.grad, rtol=1e-12, atol=1e-14)
+    expected, found = gradients_of([whole]), gradients_of(ranks)
+    rows = [found.pop(f"output_rows.{rank}.weight") for rank in range(3)]
+    torch.testing.assert_close(torch.cat(rows), expected.pop(OUTPUT), rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)

@@ -5,38 +5,26 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import json
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from examples.gpt.checkpoint import Checkpoint, make_newest, write_description
-from examples.gpt.errors import (
-    ArgumentError,
-    CheckpointError,
-    CheckpointLayoutError,
-)
 from examples.gpt.libraries import choose_libraries
 from examples.gpt.process import Process, choose_device
-from examples.gpt.program import _layout, find_start, main
-from examples.gpt.settings import ARGUMENTS, Settings, parse, save_settings
-from megatron_pp.config.model_config import ModelParallelConfig, TransformerConfig
-from megatron_pp.errors import ConfigError, PlanError
+from examples.gpt.program import main
+from examples.gpt.settings import ARGUMENTS, Settings, parse
+from megatron_pp.config.model_config import ModelParallelConfig
+from megatron_pp.errors import ConfigError
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import PlanSpec
 from tests.harness.plan_text import rows, save_plan
 from tests.harness.standin_libraries import write as write_apex
-from tests.harness.training_ranks import train_here
-
-
-def config_of(*argv: str, world_size: int = 2) -> TransformerConfig:
-    return parse(argv).make_config(world_size)
+from tests.unit_tests.examples.test_training_restart import save_run
 
 
 def test_help_shows_real_defaults_and_choices_and_every_option_of_schedules_and_communication() -> None:
@@ -53,83 +41,60 @@ def test_help_shows_real_defaults_and_choices_and_every_option_of_schedules_and_
         "--overlap-pairs",  # in the place of a function
     ):
         assert part in flags, part
-    without = {field.name for field in dataclasses.fields(ModelParallelConfig) if not field.metadata["cli"]} | {
-        # Nothing this model or program could do with them; pipeline size and dtypes have flags of the program's own.
-        "tensor_model_parallel_size",
-        "context_parallel_size",
-        "sequence_parallel",
-        "params_dtype",
-        "pipeline_dtype",
-        "enable_autocast",
-        "autocast_dtype",
-        "defer_embedding_wgrad_compute",
-        "barrier_with_L1_time",
-        "calculate_per_token_loss",  # all samples have as many tokens
+    # Nothing this model or program could do with them; pipeline size and dtypes have flags of the program's own, and
+    # all samples have as many tokens.
+    without = {
+        *("tensor_model_parallel_size", "context_parallel_size", "sequence_parallel", "params_dtype", "pipeline_dtype"),
+        *("enable_autocast", "autocast_dtype", "defer_embedding_wgrad_compute", "barrier_with_L1_time"),
+        "calculate_per_token_loss",
     }
-    for name in {f.name for f in dataclasses.fields(ModelParallelConfig)} - without:
+    options = [field for field in dataclasses.fields(ModelParallelConfig) if field.metadata["cli"]]
+    for name in {field.name for field in options} - without:
         assert f"--{name.replace('_', '-')}" in flags, name
 
 
-def test_flags_reach_the_config() -> None:
-    config = config_of(
-        *["--virtual-pipeline-model-parallel-size", "2", "--overlap-p2p-comm", "--max-pending-sends", "5"],
-        *["--microbatch-group-size-per-vp-stage", "3", "--no-deallocate-pipeline-outputs", "--num-layers", "7"],
-        *["--pipeline-model-parallel-layout", "1,3,2,1", "--p2p-channels", "shared", "--p2p-timeout", "7.5"],
-    )
-    assert (config.pipeline_model_parallel_size, config.num_chunks, config.data_parallel_size) == (2, 2, 1)
-    assert config.lowering_policy == "overlap"
-    assert config.max_pending_sends == 5
-    assert config.microbatch_group_size_per_vp_stage == 3
-    assert not config.deallocate_pipeline_outputs
-    assert [len(layers) for layers in config.layers_of_stages()] == [1, 3, 2, 1]
-    assert (config.p2p_channels, config.p2p_timeout) == ("shared", 7.5)
-    assert (config.pipeline_dtype, config.enable_autocast) == (torch.float32, False)
-
-
-def test_bf16_computes_and_sends_in_bf16() -> None:
-    config = config_of("--precision", "bf16")
-    assert (config.params_dtype, config.pipeline_dtype) == (torch.float32, torch.bfloat16)
-    assert (config.enable_autocast, config.autocast_dtype) == (True, torch.bfloat16)
-
-
-GRIDS = """
-4 | None | None | (4, 1)
-4 | None | 2 | (2, 2)
-4 | 2 | None | (2, 2)
-4 | 1 | 4 | (1, 4)
-1 | None | None | (1, 1)
-4 | 3 | None | WorldSizeError: .*world size is 4
-4 | None | 3 | WorldSizeError: .*world size is 4
-4 | 2 | 1 | WorldSizeError: .*world size is 4
-2 | None | 4 | WorldSizeError: .*world size is 2
-2 | 0 | None | ConfigError: .*smallest legal value is 1
-2 | None | 0 | ConfigError: .*smallest legal value is 1
-2 | -2 | None | ConfigError: .*smallest legal value is 1
-2 | None | -1 | ConfigError: .*smallest legal value is 1
+CONFIGS = """
+4 | | pipeline_model_parallel_size=4 data_parallel_size=1
+4 | --data-parallel-size 2 | pipeline_model_parallel_size=2 data_parallel_size=2
+4 | --pipeline-model-parallel-size 2 | pipeline_model_parallel_size=2 data_parallel_size=2
+4 | --pipeline-model-parallel-size 1 --data-parallel-size 4 | pipeline_model_parallel_size=1 data_parallel_size=4
+1 | | pipeline_model_parallel_size=1 data_parallel_size=1
+2 | | pipeline_dtype=torch.float32 enable_autocast=False
+2 | --precision bf16 | params_dtype=torch.float32 pipeline_dtype=torch.bfloat16
+2 | --precision bf16 | enable_autocast=True autocast_dtype=torch.bfloat16
+2 | --batch-p2p-comm | lowering_policy=batched
+2 | --virtual-pipeline-model-parallel-size 2 --overlap-p2p-comm | num_chunks=2 lowering_policy=overlap
+2 | --no-deallocate-pipeline-outputs --max-pending-sends 5 | deallocate_pipeline_outputs=False max_pending_sends=5
+2 | --p2p-channels shared --p2p-timeout 7.5 | p2p_channels=shared p2p_timeout=7.5
+2 | --num-layers 7 --pipeline-model-parallel-layout 4,3 | layers_of_stages()=[[0,1,2,3],[4,5,6]]
+2 | --pipeline-schedule interleaved_1f1b --microbatch-group-size-per-vp-stage 3 | microbatch_group_size_per_vp_stage=3
+2 | --pipeline-schedule zb_v | virtual_pipeline_model_parallel_size=2
+2 | --pipeline-schedule zb_h1 | virtual_pipeline_model_parallel_size=None
+2 | --pipeline-schedule interleaved_zb | virtual_pipeline_model_parallel_size=2
+2 | --pipeline-schedule 1f1b | virtual_pipeline_model_parallel_size=None
+2 | --pipeline-schedule breadth_first --virtual-pipeline-model-parallel-size 1 | num_chunks=1
+4 | --pipeline-model-parallel-size 3 | WorldSizeError: .*world size is 4
+4 | --data-parallel-size 3 | WorldSizeError: .*world size is 4
+4 | --pipeline-model-parallel-size 2 --data-parallel-size 1 | WorldSizeError: .*world size is 4
+2 | --pipeline-model-parallel-size 0 | ConfigError: .*smallest legal value is 1
+2 | --data-parallel-size 0 | ConfigError: .*smallest legal value is 1
+2 | --pipeline-model-parallel-size -2 | ConfigError: .*smallest legal value is 1
+2 | --data-parallel-size -1 | ConfigError: .*smallest legal value is 1
 """
 
 
-@pytest.mark.parametrize(("world", "pipeline", "replicas", "expected"), rows(GRIDS))
-def test_the_grid_fills_in_what_is_left_open(world: str, pipeline: str, replicas: str, expected: str) -> None:
-    sizes = [None if text == "None" else int(text) for text in (pipeline, replicas)]
-    settings = Settings(pipeline_model_parallel_size=sizes[0])
-    settings.model.data_parallel_size = sizes[1]
-    try:
-        config = settings.make_config(int(world))
-        found = str((config.pipeline_model_parallel_size, config.data_parallel_size))
-    except ConfigError as error:
-        found = f"{type(error).__name__}: {error}"
-    assert found == expected or re.match(expected, found), found
-
-
-def test_torchrun_tells_a_process_who_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    environment = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert Process.from_environment() == Process(5, 8, 1, 4)
-    for name in environment:
-        monkeypatch.delenv(name)
-    assert Process.from_environment() == Process(0, 1, 0, 1)
+@pytest.mark.parametrize(("world", "flags", "expected"), rows(CONFIGS))
+def test_flags_and_the_world_size_make_the_config(world: str, flags: str, expected: str) -> None:
+    settings = parse(flags.split())
+    if "Error" in expected:
+        with pytest.raises(ConfigError, match=expected.partition(": ")[2]) as refused:
+            settings.make_config(int(world))
+        assert type(refused.value).__name__ == expected.partition(":")[0]
+        return
+    config = settings.make_config(int(world))
+    for name, value in (pair.split("=") for pair in expected.split()):
+        found = getattr(config, name.removesuffix("()"))
+        assert str(found() if callable(found) else found).replace(" ", "") == value, name
 
 
 def test_gpus_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,10 +102,9 @@ def test_gpus_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     pair = Process(rank=1, world_size=2, local_rank=1, local_world_size=2)
     assert choose_device("auto", pair) == torch.device("cpu")
     assert choose_device("auto", Process()) == torch.device("cuda", 0)
-    with pytest.raises(ArgumentError, match="of 2 ranks here each needs a GPU, and there are 1"):
-        choose_device("cuda", pair)
 
 
+# {run} is the folder of a run, {N.csv} a schedule of N microbatches.
 BAD_INPUT = r"""
 --no-such-flag | ArgumentError | no-such-flag
 --train-step 3 | ArgumentError | Unrecognized options: --train-step
@@ -180,35 +144,71 @@ BAD_INPUT = r"""
 --fp8 hybrid | ArgumentError | --fp8 is hybrid, which needs --transformer-impl
 --transformer-impl te | ArgumentError | te.*local.*transformer_engine
 --pipeline-schedule none.csv | ScheduleError | none.csv: cannot be read
+--pipeline-schedule {5.csv} | ExchangeError | is a schedule of 5 microbatches on 2 ranks; this step has 8 on 2
 --pipeline-schedule auto --pipeline-measured none.json | ScheduleError | none.json: cannot be read
 --device cuda | ArgumentError | of 2 ranks here each needs a GPU, and there are 0
+--run-dir {run} --seed 7 | ArgumentError | holds a run of other settings; give another, or --resume {run}
+--resume {run} --num-layers 8 | CheckpointLayoutError | num_layers is 4 there and 8 here
+--resume {run} --hidden-size 64 | CheckpointLayoutError | hidden_size is 128 there and 64 here
+--resume {run} --micro-batch-size 2 | CheckpointLayoutError | micro_batch_size is 4 there and 2 here
+--resume {run} --data-parallel-size 2 | CheckpointLayoutError | num_microbatches times data_parallel_size is 8 there
+--resume {run} --untie-embeddings-and-output-weights | CheckpointLayoutError | untie_embeddings_and_output_weights is
 """
 LIBRARIES = {"--transformer-impl": "transformer_engine", "--optimizer-impl": "apex", "--norm-impl": "apex"}
 REFUSED = [*rows(BAD_INPUT), [f"--resume {'x' * 5000}", "NoCheckpointError", "no run at"]]
 for flag, library in LIBRARIES.items():
     sentence = f"{flag} is {library}.* (cannot be imported|computes on GPUs alone)"
     REFUSED.append([f"{flag} {library}", "ArgumentError", sentence])
+BAD_TOML = {
+    "trainsteps = 7": "Unrecognized options: --trainsteps",
+    "seed = 'x'": "Error parsing --seed",
+    "seed": "Expected '='",
+    "data = ['--help']": "no part may begin with '-'",
+    "a = " + "[" * 5000: "it is nested too deeply",
+    "a." * 50000 + "b = 1": "it has 100,005 characters; settings have at most 16,384",
+    "seed = '\\x1b[2J'": r"Error parsing --seed.*x1b",
+}
+for number, words in enumerate(BAD_TOML.values()):
+    sentence = rf"--config is .*{number}.toml, which cannot be used: .*{words}"
+    REFUSED.append([f"--config {{{number}.toml}}", "ArgumentError", sentence])
+DAMAGED = ["", '{"seed": ', "[]", '{"seed": null}', '{"data": ["--help"]}', '{"num_layers": true}']
+for number in range(len(DAMAGED)):
+    REFUSED.append([f"--resume {{damaged-{number}}}", "CheckpointError", "arguments.json cannot be read"])
 
 
-@pytest.fixture
-def second_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the files that flags name in braces."""
+    folder = tmp_path_factory.mktemp("given")
+    save_run(folder / "run", parse([]), 3)
+    save_plan(build_plan(PlanSpec("1f1b", 2, 1, 5)), folder / "5.csv", "torch-csv")
+    for number, text in enumerate(BAD_TOML):
+        (folder / f"{number}.toml").write_text(text)
+    for number, text in enumerate(DAMAGED):
+        (folder / f"damaged-{number}").mkdir()
+        (folder / f"damaged-{number}" / ARGUMENTS).write_text(text)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("flags", "error", "sentence"), REFUSED, ids=[flags[:60] for flags, *_ in REFUSED])
+def test_bad_input_is_reported_before_any_communication(
+    flags: str,
+    error: str,
+    sentence: str,
+    given: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """This process is rank 1 of 2 with no peer in sight: who tried to communicate would wait. It is the first rank of
     its node, which reports bad input."""
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("second_of_two")
-@pytest.mark.parametrize(("flags", "error", "sentence"), REFUSED, ids=[flags[:60] for flags, *_ in REFUSED])
-def test_bad_input_is_reported_before_any_communication(
-    flags: str, error: str, sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(flags.split()) == 2
+    assert main(re.sub(r"{(.*?)}", rf"{given}/\1", flags).split()) == (3 if error == "CheckpointError" else 2)
     assert not dist.is_initialized()
     (line,) = capsys.readouterr().err.splitlines()
-    assert re.search(sentence, line)
+    assert re.search(sentence.replace("{run}", f"{given}/run"), line)
     assert line.startswith(f"train.py: {error}: ")
 
 
@@ -228,33 +228,6 @@ def test_auto_leaves_apex_alone_without_its_compiled_parts(tmp_path: Path, monke
         monkeypatch.delitem(sys.modules, name)
 
 
-@pytest.mark.usefixtures("second_of_two")
-def test_a_schedule_file_that_does_not_fit_is_reported_before_any_communication(tmp_path: Path) -> None:
-    save_plan(build_plan(PlanSpec("1f1b", 2, 1, 5)), tmp_path / "mine.csv", "torch-csv")
-    flags = ["--pipeline-schedule", str(tmp_path / "mine.csv")]
-    with pytest.raises(PlanError, match="is a schedule of 5 microbatches on 2 ranks; this step has 8 on 2"):
-        train_here(flags)
-    assert not dist.is_initialized()
-    assert main(flags) == 2
-
-
-def test_a_schedule_brings_its_number_of_chunks() -> None:
-    for name, chunks in {"zb_v": 2, "zb_h1": None, "interleaved_zb": 2, "1f1b": None}.items():
-        assert config_of("--pipeline-schedule", name).virtual_pipeline_model_parallel_size == chunks
-    config = config_of("--pipeline-schedule", "breadth_first", "--virtual-pipeline-model-parallel-size", "1")
-    assert config.num_chunks == 1
-
-
-def test_files_are_remembered_wherever_the_run_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    save_settings(parse(["--pipeline-schedule", "a.csv", "--pipeline-measured", "b.json"]), tmp_path)
-    saved = json.loads((tmp_path / ARGUMENTS).read_text())
-    assert (saved["pipeline_schedule"], saved["pipeline_measured"]) == (
-        str(tmp_path / "a.csv"),
-        str(tmp_path / "b.json"),
-    )
-
-
 def test_a_toml_file_gives_settings_which_flags_override(tmp_path: Path) -> None:
     file = tmp_path / "small.toml"
     file.write_text(
@@ -265,6 +238,11 @@ def test_a_toml_file_gives_settings_which_flags_override(tmp_path: Path) -> None
     assert (settings.train_steps, settings.data, settings.tensorboard) == (9, ("a", "b"), False)
     assert (settings.model.num_layers, settings.model.layernorm_epsilon, settings.learning_rate) == (8, 1e-6, 1e-3)
     assert settings.model.batch_p2p_comm is False
+
+
+def test_a_switch_that_may_be_open_is_a_switch() -> None:
+    found = [parse(argv).model.batch_p2p_comm for argv in ([], ["--batch-p2p-comm"], ["--no-batch-p2p-comm"])]
+    assert found == [None, True, False]
 
 
 AS_ON_PYTHON_3_10 = """
@@ -285,110 +263,3 @@ def test_a_toml_file_is_read_without_tomllib(tmp_path: Path) -> None:
     command = [sys.executable, "-c", AS_ON_PYTHON_3_10, str(tmp_path / "small.toml")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (0, "7\n"), done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("trainsteps = 7", "Unrecognized options: --trainsteps"),
-        ("seed = 'x'", "Error parsing --seed"),
-        ("seed", "Expected '='"),
-        ("data = ['--help']", "no part may begin with '-'"),
-        ("a = " + "[" * 5000, "it is nested too deeply"),
-        ("a." * 50000 + "b = 1", "it has 100,005 characters; settings have at most 16,384"),
-        ("seed = '\\x1b[2J'", r"Error parsing --seed.*x1b"),
-    ],
-)
-def test_a_toml_file_that_cannot_be_is_refused(tmp_path: Path, text: str, words: str) -> None:
-    (tmp_path / "bad.toml").write_text(text)
-    with pytest.raises(ArgumentError, match=rf"--config is .*bad.toml, which cannot be used: .*{words}"):
-        parse(["--config", str(tmp_path / "bad.toml")])
-
-
-def test_a_switch_that_may_be_open_is_a_switch() -> None:
-    found = [parse(argv).model.batch_p2p_comm for argv in ([], ["--batch-p2p-comm"], ["--no-batch-p2p-comm"])]
-    assert found == [None, True, False]
-
-
-def save_run(folder: Path, settings: Settings) -> Path:
-    """What a run of two ranks leaves, tensors apart."""
-    checkpoint = folder / "checkpoints" / "step-00000003"
-    checkpoint.mkdir(parents=True)
-    layout = _layout(settings, settings.make_config(2))
-    write_description(Checkpoint(checkpoint, checkpoint.name, 3, layout, {}, {}, {}))
-    (folder / "checkpoints" / "latest").write_text("step-00000003\n")
-    save_settings(settings, folder)
-    return checkpoint
-
-
-OTHER_MODELS = """
---num-layers 8 | num_layers is 4 there and 8 here
---hidden-size 64 | hidden_size is 128 there and 64 here
---micro-batch-size 2 | micro_batch_size is 4 there and 2 here
---data-parallel-size 2 | num_microbatches times data_parallel_size is 8 there and 16 here
---untie-embeddings-and-output-weights | untie_embeddings_and_output_weights is False there
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("second_of_two")
-@pytest.mark.parametrize(("flags", "difference"), rows(OTHER_MODELS))
-def test_checkpoints_of_another_model_are_refused(flags: str, difference: str, tmp_path: Path) -> None:
-    save_run(tmp_path, parse([]))
-    with pytest.raises(CheckpointLayoutError, match=difference):
-        train_here([*flags.split(), "--resume", str(tmp_path)])
-    assert not dist.is_initialized()
-
-
-@pytest.mark.usefixtures("second_of_two")
-def test_a_folder_with_a_run_is_not_taken_for_a_new_one(tmp_path: Path) -> None:
-    save_run(tmp_path, parse([]))
-    with pytest.raises(ArgumentError, match=f"holds a run of other settings; give another, or --resume {tmp_path}"):
-        train_here(["--run-dir", str(tmp_path), "--seed", "7"])
-
-
-def test_a_restart_goes_on_from_what_its_run_has_saved(tmp_path: Path) -> None:
-    named = save_run(tmp_path, parse([]))
-    settings = parse(["--resume", str(named)])
-    layout = _layout(settings, settings.make_config(2))
-    later = named.with_name("step-00000005")
-    later.mkdir()
-    write_description(Checkpoint(later, later.name, 5, layout, {}, {}, {}))
-    make_newest(later)
-    starts = [find_start(settings, layout, again).checkpoint for again in (False, True)]
-    assert [start.step for start in starts if start is not None] == [3, 5]
-
-
-@pytest.mark.parametrize("inside", [".", "checkpoints", "checkpoints/step-00000003"])
-def test_a_resumed_run_remembers_its_flags(tmp_path: Path, inside: str) -> None:
-    started = parse(
-        ["--num-layers", "8", "--overlap-p2p-comm", "--learning-rate", "1e-3", "--run-dir", "x", "--data", "a", "/b"]
-    )
-    save_run(tmp_path, started)
-    resumed = parse(["--resume", str(tmp_path / inside), "--train-steps", "17"])
-    data = (str(Path("a").absolute()), "/b")
-    changes: dict[str, Any] = {"run_dir": None, "resume": str(tmp_path / inside), "train_steps": 17, "data": data}
-    assert resumed == dataclasses.replace(started, **changes)
-
-
-def test_a_schedule_that_is_given_anew_brings_its_own_chunks(tmp_path: Path) -> None:
-    save_run(tmp_path, parse(["--virtual-pipeline-model-parallel-size", "2", "--overlap-p2p-comm"]))
-    resumed = parse(["--resume", str(tmp_path), "--pipeline-schedule", "zb_h1"])
-    assert (resumed.model.virtual_pipeline_model_parallel_size, resumed.model.overlap_p2p_comm) == (None, True)
-
-
-@pytest.mark.parametrize(
-    "text", ["", '{"seed": ', "[]", '{"seed": null}', '{"data": ["--help"]}', '{"num_layers": true}']
-)
-def test_damaged_arguments_are_refused(tmp_path: Path, text: str) -> None:
-    save_run(tmp_path, parse([]))
-    (tmp_path / "arguments.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"arguments.json cannot be read"):
-        parse(["--resume", str(tmp_path)])
-
-
-def test_defaults_are_possible() -> None:
-    for world_size in (1, 2, 4):
-        config_of(world_size=world_size)
-    Settings().check()

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from examples.gpt.checkpoint import LATEST, CheckpointWriter, check_layout, find_checkpoint, load_tensors
 from examples.gpt.errors import CheckpointError, CheckpointLayoutError, CheckpointWriteError
 from tests.harness.forged import sealed
-from tests.harness.processes import run_processes
 
 TENSORS = {
     "w": torch.arange(40.0),
@@ -32,11 +31,17 @@ LAYOUT = {"stages": 2, "layers_of_stages": [[0], [1, 2]]}
 DESCRIPTION, TENSORS_FILE = "description.json", "__0_0.distcp"
 
 
-@pytest.fixture(scope="module", autouse=True)
+@contextmanager
 def lone_group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone() -> Iterator[None]:
+    with lone_group():
+        yield
 
 
 def save(folder: Path, step: int, keep: int = 1) -> Path:
@@ -55,20 +60,14 @@ def is_whole(path: Path, step: int | None = None) -> bool:
     return step in (None, found.step) and all(tensor.equal(expected[name]) for name, tensor in tensors.items())
 
 
-def refusal(path: Path) -> str | None:
-    """How loading is refused, in bounded time; ``None`` if it is not."""
+def refusal(path: Path) -> str:
+    """How loading is refused, in bounded time; "" if it is not."""
     try:
         with deadline():
             is_whole(path)
     except CheckpointError as error:
         return str(error)
-    return None
-
-
-def refused(path: Path) -> str:
-    message = refusal(path)
-    assert message is not None
-    return message
+    return ""
 
 
 @contextmanager
@@ -127,53 +126,6 @@ def test_where_there_is_no_checkpoint_or_no_place_for_one(tmp_path: Path) -> Non
         find_checkpoint(tmp_path)
 
 
-def full_disk(_: int) -> None:
-    raise OSError(28, "No space left on device")
-
-
-def on_two_ranks(rank: int, size: int, folder: str) -> list[str]:
-    """What each save and load ends with; ``shared`` is on both ranks, each loads what the other has saved, and rank 1's
-    disk is full once."""
-    writer = CheckpointWriter(Path(folder), 2, LAYOUT)
-    tensors = {"shared": torch.arange(6.0), f"own{rank}": torch.full((4,), float(rank))}
-    path = writer.save(1, tensors, {})
-    told = [",".join(sorted(find_checkpoint(path).tensors))]
-    kept = {"shared": torch.zeros(6), f"own{1 - rank}": torch.zeros(4)}
-    load_tensors(find_checkpoint(path), kept)
-    expected = {"shared": torch.arange(6.0), f"own{1 - rank}": torch.full((4,), 1.0 - rank)}
-    told.append(str(all(kept[name].equal(tensor) for name, tensor in expected.items())))
-    fsync = os.fsync
-    if rank == 1:
-        os.fsync = full_disk
-    try:
-        writer.save(2, tensors, {})
-    except CheckpointWriteError as error:
-        told.append(str(error))
-    os.fsync = fsync
-    dist.barrier()
-    told.append(",".join(sorted(entry.name for entry in Path(folder).iterdir())))
-    dist.barrier()
-    if rank == 1:
-        (path / "__1_0.distcp").write_bytes(bytes(16))
-    dist.barrier()
-    try:
-        load_tensors(find_checkpoint(path), kept)
-    except CheckpointError as error:
-        told.append(str(error))
-    return told
-
-
-@pytest.mark.slow
-def test_a_failure_of_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
-    first, second = run_processes(on_two_ranks, 2, (str(tmp_path),), timeout=120, start_method="forkserver")
-    assert first == second
-    placed, equal, unwritten, left, damaged = first
-    assert (placed, equal, left) == ("own0,own1,shared", "True", "latest,step-00000001")
-    assert unwritten == f"a checkpoint in {tmp_path} cannot be written: [Errno 28] No space left on device"
-    assert "__1_0.distcp is damaged: it does not have the CRC-32" in damaged
-    assert "give --resume an older checkpoint" in damaged
-
-
 # -- what somebody has made ---
 
 # Sets Path.parent, as a state with slots, in the whole process.
@@ -201,7 +153,7 @@ def test_no_pickle_acts(tmp_path: Path, name: str, kind: str) -> None:
         if name == ".metadata":
             assert is_whole(path)  # for torch's own tools: never opened here
         else:
-            assert ("cannot be loaded" if name == "a forged file" else name) in refused(path)
+            assert ("cannot be loaded" if name == "a forged file" else name) in refusal(path)
         assert not proof.exists()
         assert Path("/some/file").parent == Path("/some")
     finally:
@@ -213,10 +165,10 @@ def test_no_pickle_acts(tmp_path: Path, name: str, kind: str) -> None:
 def test_a_description_that_names_another_place_is_refused(tmp_path: Path, file: object) -> None:
     path = save(tmp_path, 1)
     forge(path, tensor={"relative_path": file})
-    assert f"{file!r}" in refused(path)
+    assert f"{file!r}" in refusal(path)
     if isinstance(file, str):
         forge(path, tensor={"relative_path": file}, files={file: 0})
-        assert f"{file!r} is no name of a file of tensors" in refused(path)
+        assert f"{file!r} is no name of a file of tensors" in refusal(path)
 
 
 @pytest.mark.parametrize(
@@ -252,10 +204,10 @@ def test_a_description_that_cannot_be_is_refused_in_words(
     path = save(tmp_path, 1)
     if isinstance(fields, bytes):
         (path / DESCRIPTION).write_bytes(fields)
-        assert "give --resume an older" in refused(path)
+        assert "give --resume an older" in refusal(path)
     else:
         forge(path, **fields)
-    assert words in refused(path)
+    assert words in refusal(path)
 
 
 def test_missing_tensors_are_named(tmp_path: Path) -> None:
@@ -277,7 +229,7 @@ def test_only_plain_files_are_opened(tmp_path: Path, name: str, kind: str) -> No
         file.mkdir()
     else:
         file.symlink_to("/dev/zero" if kind == "device" else tmp_path / "moved")
-    assert name in refused(folder)
+    assert name in refusal(folder)
 
 
 def test_a_link_that_waits_for_a_write_is_not_followed(tmp_path: Path) -> None:
@@ -304,16 +256,16 @@ def test_a_flipped_bit_is_found(tmp_path: Path, name: str) -> None:
             flipped[position] ^= 1 << bit
             file.write_bytes(flipped)
             told = refusal(folder)
-            if told is None:
+            if not told:
                 assert name != TENSORS_FILE
                 assert is_whole(folder), (position, bit)
-            else:
-                assert name in told or name == LATEST
-                assert "give --resume an older checkpoint" in told or name == LATEST
-                assert "weights_only" not in told
+            elif name != LATEST:
+                assert name in told
+                assert "give --resume an older checkpoint" in told
+            assert "weights_only" not in told
     if name == TENSORS_FILE:
         file.write_bytes(content[:50])
-        assert "__0_0.distcp is damaged" in refused(folder)
+        assert "__0_0.distcp is damaged" in refusal(folder)
 
 
 @pytest.mark.parametrize("operation", ["fsync", "rename", "replace"])

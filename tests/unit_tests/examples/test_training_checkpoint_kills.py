@@ -11,34 +11,27 @@ from types import FrameType
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from examples.gpt.checkpoint import Checkpoint, CheckpointWriter, find_checkpoint, load_tensors
+from examples.gpt.checkpoint import find_checkpoint
+from tests.unit_tests.examples.test_training_checkpoint import is_whole, lone_group, save
 
 FILE_EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
-LAYOUT = {"pipeline_model_parallel_size": 1}
 
 
-def tensors(step: int) -> dict[str, torch.Tensor]:
-    return {"model.weight": torch.full((64,), float(step)), "optimizer.weight": torch.full((8,), -float(step))}
-
-
-def save(folder: Path, steps: range, kill_at: int = 0) -> int:
-    """In a process of its own: save ``steps``, and be killed at the ``kill_at``th moment of the last one.
+def save_in_a_process(folder: Path, steps: range, kill_at: int = 0) -> int:
+    """Save ``steps``, and be killed at the ``kill_at``th moment of the last one.
 
     Returns how it ended, as ``os.waitstatus_to_exitcode``: 0, or minus the signal.
     """
     pid = os.fork()
     if pid == 0:
         try:
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-            writer = CheckpointWriter(folder, 1, LAYOUT)
-            for step in steps:
-                if step == steps[-1]:
-                    Killer(kill_at, folder).start()
-                writer.save(step, tensors(step), {"step": step})
-            os._exit(0)
+            with lone_group():
+                for step in steps:
+                    if step == steps[-1]:
+                        Killer(kill_at, folder).start()
+                    save(folder, step)
+                os._exit(0)
         finally:
             os._exit(1)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -78,18 +71,6 @@ class Killer:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def loaded_step(checkpoint: Checkpoint) -> int:
-    """The step of a checkpoint, all of whose content has to be of that step."""
-    kept = {name: torch.zeros_like(tensor) for name, tensor in tensors(0).items()}
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    load_tensors(checkpoint, kept)
-    dist.destroy_process_group()
-    for name, tensor in tensors(checkpoint.step).items():
-        assert kept[name].equal(tensor), name
-    assert checkpoint.progress == {"step": checkpoint.step}
-    return checkpoint.step
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*multi-threaded.*fork")
@@ -98,16 +79,16 @@ def test_a_kill_at_any_moment_of_saving_leaves_a_loadable_checkpoint(tmp_path: P
     found = []
     for kill_at in range(1, 200):
         folder = tmp_path / str(kill_at)
-        ended = save(folder, range(1, 3), kill_at)
-        found.append(loaded_step(find_checkpoint(folder)))
-        for path in folder.glob("step-*"):  # what can be seen is whole
-            loaded_step(find_checkpoint(path))
+        ended = save_in_a_process(folder, range(1, 3), kill_at)
+        found.append(find_checkpoint(folder).step)
+        with lone_group():
+            assert all(map(is_whole, (folder, *folder.glob("step-*"))))  # what can be seen is whole
         if ended == 0:
             break
         assert ended == -signal.SIGKILL
-        assert save(folder, range(3, 4)) == 0
+        assert save_in_a_process(folder, range(3, 4)) == 0
         assert find_checkpoint(folder).step == 3
-        assert len([path for path in folder.iterdir() if path.name.startswith(".")]) == 0
+        assert [path for path in folder.iterdir() if path.name.startswith(".")] == []
     assert found == sorted(found)
     assert len(found) > 20
     assert set(found) == {1, 2}
