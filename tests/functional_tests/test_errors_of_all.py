@@ -1,0 +1,189 @@
+"""What one of several real processes does wrong is an error on every rank, in the step in which it is done, and no
+numbers are wrong before it: data that end early, a step unlike its peers', a step that is called once too often.
+
+All cases share one start of the processes; each has a process group of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch.distributed as dist
+
+from megatron_pp.errors import PipelineMismatchError
+from megatron_pp.runtime.communicators import close_communicators, communicator_for
+from megatron_pp.testing.pipeline import run_rank
+from megatron_pp.testing.toy import ToyData, reference_run, toy_config
+from tests.harness.processes import run_processes
+
+SIZE = 3
+STEPS = 8
+ODD_STEP = 5
+
+
+class Call(NamedTuple):
+    """One step; ``number`` is the program's."""
+
+    number: int
+    data: ToyData
+    forward_only: bool = False
+
+
+class Seen(NamedTuple):
+    """The numbers of the steps that a rank has finished, of those whose losses were wrong, and what ended them."""
+
+    finished: list[int]
+    wrong: list[int]
+    error: tuple[str, str] = ("", "")
+    field: str = ""
+    values: dict[int, str] = {}
+
+
+class ShortData(ToyData):
+    """Promises four microbatches and gives two."""
+
+    def iterator(self) -> Iterator[Any]:
+        return (self.microbatch(mb) for mb in range(2))
+
+
+ENDED = {"data of the first rank": (0, 1), "data of the last rank": (2, 2)}  # the rank, and chunks of each
+# What the error names; the odd one, and how every second step of all is unlike the others, of four microbatches.
+UNLIKE: dict[str, tuple[int, dict[str, Any]]] = {
+    "num_microbatches (M), first rank": (0, {"num_microbatches": 6}),
+    "num_microbatches (M), last rank": (2, {"num_microbatches": 6}),
+    # More than is expected ends the process in gloo, less goes unnoticed: both must not be sent.
+    "the shape of, longer": (1, {"seq_length": 6}),
+    "the shape of, shorter": (1, {"seq_length": 2}),
+    "forward_only, last rank": (2, {"forward_only": True}),
+}
+
+
+class Count(NamedTuple):
+    """``odd_one`` calls ODD_STEP twice; all evaluate after every second step, and ``twice`` call each step twice."""
+
+    odd_one: int | None
+    evaluate: bool = False
+    twice: bool = False
+
+
+COUNTS = {
+    "first": Count(0),
+    "middle": Count(1, evaluate=True),
+    "last": Count(2, evaluate=True),
+    "agreed before": Count(0, twice=True),
+    "nobody": Count(None, evaluate=True),
+}
+
+
+def unlike_calls(is_odd: bool, other: dict[str, Any]) -> Iterator[Call]:
+    for number in range(1, STEPS + 1):
+        way = {"num_microbatches": 4, "first": 100 * number}
+        if number % 2 == 0 or (is_odd and number == ODD_STEP):
+            way |= other
+        forward_only = bool(way.pop("forward_only", False))
+        yield Call(number, ToyData(**way), forward_only)
+
+
+def counted_calls(rank: int, count: Count) -> Iterator[Call]:
+    for number in range(1, STEPS + 1):
+        data = ToyData(4, first=100 * number)
+        for _ in range(1 + count.twice + (rank == count.odd_one and number == ODD_STEP)):
+            yield Call(number, data)
+        if count.evaluate and number % 2 == 0:
+            yield Call(number, data, forward_only=True)
+
+
+def _optimizer_step(rank: int) -> None:
+    """A rank's own failure between steps, which its program deals with, is nobody else's."""
+    with contextlib.suppress(FloatingPointError):
+        if rank == 1:
+            raise FloatingPointError
+
+
+def run(rank: int, calls: Iterator[Call], chunks: int = 1, counted: bool = False) -> Seen:
+    number, seen = 0, Seen([], [])
+    group = dist.new_group(list(range(SIZE)))
+    fields: dict[str, Any] = {"virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None}
+    fields |= {"p2p_timeout": 600.0}  # the test's deadline comes before it
+    if counted:
+        fields |= {"step_number": lambda: number}
+    # Two communicators on one group, as Megatron's training and evaluation may have.
+    configs = [toy_config(**fields, overlap_p2p_comm=overlap) for overlap in (False, counted)]
+    try:
+        for number, data, forward_only in calls:
+            config = configs[forward_only]
+            communicator = communicator_for(group, config)
+            result = run_rank(rank, SIZE, chunks, data, config, communicator, forward_only=forward_only)
+            if result.losses and result.losses != reference_run(SIZE * chunks, data).losses:
+                seen.wrong.append(number)
+            seen.finished.append(number)
+            _optimizer_step(rank)
+    except PipelineMismatchError as error:
+        return seen._replace(error=(type(error).__name__, str(error)), field=error.field, values=error.values)
+    except Exception as error:
+        return seen._replace(error=(type(error).__name__, str(error)))
+    finally:
+        close_communicators()
+    return seen
+
+
+def rank_main(rank: int, size: int) -> dict[str, Seen]:
+    seen = {}
+    for name, (odd_one, other) in UNLIKE.items():
+        seen[name] = run(rank, unlike_calls(rank == odd_one, other))
+    for name, count in COUNTS.items():
+        seen[name] = run(rank, counted_calls(rank, count), counted=True)
+    for name, (odd_one, chunks) in ENDED.items():
+        data = (ShortData if rank == odd_one else ToyData)(4)
+        seen[name] = run(rank, iter([Call(1, data)]), chunks)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def per_rank() -> list[dict[str, Seen]]:
+    return run_processes(rank_main, SIZE, timeout=120.0, start_method="forkserver")
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_an_error_names_what_differs(per_rank: list[dict[str, Seen]], name: str) -> None:
+    odd_one, _ = UNLIKE[name]
+    for seen in (of[name] for of in per_rank):
+        assert (seen.finished, seen.wrong) == ([*range(1, ODD_STEP)], [])
+        assert seen.field.startswith(name.partition(",")[0])
+        assert len(set(seen.values.values())) == 2
+        assert odd_one in seen.values
+        assert seen.error[0] == "PipelineMismatchError"
+        assert "do not agree on" in seen.error[1]
+
+
+@pytest.mark.parametrize("name", [name for name in COUNTS if name != "nobody"])
+def test_every_rank_learns_which_numbers_met(per_rank: list[dict[str, Seen]], name: str) -> None:
+    count = COUNTS[name]
+    for seen in (of[name] for of in per_rank):
+        assert seen.wrong == []
+        assert seen.finished[-1] == ODD_STEP, seen
+        assert seen.finished.count(ODD_STEP) == 1 + count.twice
+        assert seen.field == "step_number"
+        assert seen.values[count.odd_one] == f"{ODD_STEP} (as in its last step)"
+        assert f"{ODD_STEP + 1} (+1 since its last step)" in seen.values.values()
+        assert f"rank {count.odd_one} has {ODD_STEP}" in seen.error[1]
+
+
+def test_ranks_that_count_alike_are_not_disturbed(per_rank: list[dict[str, Seen]]) -> None:
+    numbers = [call.number for call in counted_calls(0, COUNTS["nobody"])]
+    assert [of["nobody"] for of in per_rank] == [Seen(numbers, [])] * SIZE
+
+
+@pytest.mark.parametrize("name", ENDED)
+def test_data_that_end_early_are_named(per_rank: list[dict[str, Seen]], name: str) -> None:
+    short, _ = ENDED[name]
+    sentence = "the data iterator of chunk 0 ended at microbatch 2; a step of 4 microbatches needs that many items"
+    errors = [of[name].error for of in per_rank]
+    assert errors[short] == ("ScheduleInputError", sentence)
+    for kind, words in errors[:short] + errors[short + 1 :]:
+        assert kind == "PipelinePeerError", errors
+        assert f"rank {short}" in words
+        assert sentence in words
