@@ -1,17 +1,21 @@
 """Large messages on gloo go through groups of two, one per one-way channel, and are posted by threads: the numbers are
-those of one process, channels can be made whatever other groups a rank is in, and nothing of them is left.
+those of one process, channels can be made whatever other groups a rank is in, and nothing of them is left. Messages,
+agreements and failures of one pipeline never reach another over the same ranks, in whatever order each rank begins.
 
-NCCL makes its channels in the same way.
+NCCL makes its channels in the same way. All runs share one start of four processes.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import Any
+import time
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from megatron_pp.comm.channels import pipeline_name
 from megatron_pp.plan.costs.transports import GLOO_DETACHED_BYTES
 from megatron_pp.runtime.communicators import close_communicators, communicator_for
 from megatron_pp.testing.pipeline import run_rank
@@ -19,61 +23,131 @@ from megatron_pp.testing.toy import HIDDEN, ToyData, ToyResult, merged, referenc
 from tests.harness.processes import run_processes
 
 SIZE = 4
-FIELDS: dict[str, tuple[int, dict[str, Any]]] = {
-    "overlap": (2, {"overlap_p2p_comm": True}),
-    "plain": (1, {}),
-    "batched": (2, {"batch_p2p_comm": True}),
-    "variable": (1, {"overlap_p2p_comm": True, "variable_seq_lengths": True}),
-    "zb_v": (2, {"overlap_p2p_comm": True, "pipeline_schedule": "zb_v"}),
+STEPS = 2
+LARGE = GLOO_DETACHED_BYTES // (4 * HIDDEN * 2) + 1  # sequence length of a message that gets a channel of its own
+APART = 0.3  # seconds between the first steps of the two pipelines on one rank
+OVERLAP = {"overlap_p2p_comm": True}
+
+
+class Pipeline(NamedTuple):
+    """``number`` tells its microbatches, each step's own, from those of another."""
+
+    chunks: int
+    fields: dict[str, Any]
+    microbatches: int = 5
+    number: int = 0
+
+    def data(self, step: int) -> ToyData:
+        variable, first = self.fields.get("variable_seq_lengths", False), 1000 * self.number + 100 * step
+        return ToyData(self.microbatches, seq_length=LARGE, variable=variable, first=first)
+
+    def steps(self, group: Any) -> list[tuple[ToyResult, int]]:
+        """Of each step this rank's result, and how many channels it has."""
+        virtual = self.chunks if self.chunks > 1 else None
+        config = toy_config(virtual_pipeline_model_parallel_size=virtual, **self.fields)
+        communicator = communicator_for(group, config)
+        found = []
+        for step in range(STEPS):
+            result = run_rank(group.rank(), group.size(), self.chunks, self.data(step), config, communicator)
+            found.append((result, len(communicator.transport._channels)))  # type: ignore[attr-defined]
+        return found
+
+
+ALONE = {
+    "overlap": Pipeline(2, OVERLAP),
+    "overlap again": Pipeline(2, OVERLAP),  # channels are made again under names that were used
+    "plain": Pipeline(1, {}),
+    "batched": Pipeline(2, {"batch_p2p_comm": True}),
+    "variable": Pipeline(1, {**OVERLAP, "variable_seq_lengths": True}),
+    "zb_v": Pipeline(2, {**OVERLAP, "pipeline_schedule": "zb_v"}),
+}
+SAME = [Pipeline(1, {}, 4, number) for number in range(2)]
+DIFFERENT = [SAME[0], Pipeline(2, OVERLAP, 8, 1)]
+# Ranks, pipelines; do they run at once, in threads of their own, or in turn, as a policy and a reward model?
+TWO = {
+    "same at once": ([0, 1], SAME, True),
+    "different at once": ([0, 1, 2, 3], DIFFERENT, True),
+    "different in turn": ([0, 1], DIFFERENT, False),
 }
 
 
-def data_of(name: str) -> ToyData:
-    length = GLOO_DETACHED_BYTES // (4 * HIDDEN * 2) + 1
-    return ToyData(5, seq_length=length, variable=name == "variable")
+def at_once(rank: int, groups: list[Any], pipelines: list[Pipeline]) -> list[Any]:
+    """A thread for each pipeline; even and odd ranks begin with different ones."""
+    results: dict[int, Any] = {}
+
+    def run(number: int) -> None:
+        results[number] = pipelines[number].steps(groups[number])
+
+    threads = [threading.Thread(target=run, args=(n,), daemon=True) for n in range(len(pipelines))]
+    for thread in threads if rank % 2 == 0 else reversed(threads):
+        thread.start()
+        time.sleep(APART)
+    for thread in threads:
+        thread.join(40.0)
+    return [results[number] for number in range(len(pipelines))]
 
 
-def rank_main(rank: int, size: int) -> list[tuple[str, ToyResult, int, list[str]]]:
+def in_turn(groups: list[Any], pipelines: list[Pipeline]) -> list[Any]:
+    """Twice, so that each is come back to."""
+    return [[one.steps(group) for one, group in zip(pipelines, groups, strict=True)] for _ in range(2)][-1]
+
+
+def names() -> tuple[str, str, str]:
+    """Of two groups over the same ranks; and the first one's when torch has another name for it on each rank, as
+    ``split_group`` leaves it."""
+    cpu = torch.device("cpu")
+    groups = [dist.new_group(list(range(SIZE))) for _ in range(2)]
+    first, second = (pipeline_name(group, "gloo", cpu) for group in groups)
+    groups[0]._set_group_name(f"hash of what rank {dist.get_rank()} is in")
+    return first, second, pipeline_name(groups[0], "nccl", cpu)
+
+
+def rank_main(rank: int, size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"names": names(), "threads": []}
     if rank < 2:  # the ranks are in different numbers of groups
         dist.new_group([0, 1], use_local_synchronization=True)
-    results = []
-    for name in ("overlap", *FIELDS):  # the first one twice: channels are made again under names that were used
-        chunks, fields = FIELDS[name]
-        config = toy_config(virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None, **fields)
-        communicator = communicator_for(dist.group.WORLD, config)
-        result = run_rank(rank, size, chunks, data_of(name), config, communicator)
-        channels = len(communicator.transport._channels)  # type: ignore[attr-defined]
+    for name, pipeline in ALONE.items():
+        found[name] = [pipeline.steps(dist.group.WORLD)]
         close_communicators()
-        results.append((name, result, channels, senders()))
-    return results
-
-
-def senders() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("megatron_pp sends")]
+        found["threads"] += [one.name for one in threading.enumerate() if one.name.startswith("megatron_pp sends")]
+    for name, (ranks, pipelines, threads) in TWO.items():
+        groups = [dist.new_group(ranks) for _ in pipelines]
+        if rank in ranks:
+            found[name] = at_once(rank, groups, pipelines) if threads else in_turn(groups, pipelines)
+            close_communicators()
+    return found
 
 
 @pytest.fixture(scope="module")
-def per_rank() -> list[Any]:
+def per_rank() -> list[dict[str, Any]]:
     return run_processes(rank_main, SIZE, timeout=300.0, start_method="mixed")
 
 
-def test_numbers_are_those_of_one_process(per_rank: list[Any]) -> None:
-    for results in zip(*per_rank, strict=True):
-        name = results[0][0]
-        expected = reference_run(SIZE * FIELDS[name][0], data_of(name))
-        assert merged([result for _, result, _, _ in results]).difference(expected) == 0.0, name
+@pytest.mark.parametrize("name", [*ALONE, *TWO])
+def test_numbers_are_those_of_one_process(per_rank: list[dict[str, Any]], name: str) -> None:
+    ranks, pipelines = TWO[name][:2] if name in TWO else (range(SIZE), [ALONE[name]])
+    for number, pipeline in enumerate(pipelines):
+        for step in range(STEPS):
+            expected = reference_run(len(ranks) * pipeline.chunks, pipeline.data(step))
+            found = merged([per_rank[rank][name][number][step][0] for rank in ranks])
+            assert found.difference(expected) == 0.0, (number, step)
 
 
-def test_every_rank_has_the_channels_of_its_edges(per_rank: list[Any]) -> None:
+@pytest.mark.parametrize("name", ALONE)
+def test_every_rank_has_the_channels_of_its_edges(per_rank: list[dict[str, Any]], name: str) -> None:
     """Two edges at each rank in a loop and inside a line, one at its ends; two kinds of message along each."""
-    for results in zip(*per_rank, strict=True):
-        in_a_line = [2, 4, 4, 2]
-        both_ways = [2 * n for n in in_a_line]  # a V goes down and up again
-        around = [4] * SIZE
-        unknown = [0] * SIZE  # sizes that travel with the messages are not known when channels are made
-        wanted = {"plain": in_a_line, "zb_v": both_ways, "variable": unknown}.get(results[0][0], around)
-        assert [channels for _, _, channels, _ in results] == wanted, results[0][0]
+    in_a_line = [2, 4, 4, 2]
+    both_ways = [2 * n for n in in_a_line]  # a V goes down and up again
+    around = [4] * SIZE
+    unknown = [0] * SIZE  # sizes that travel with the messages are not known when channels are made
+    wanted = {"plain": in_a_line, "zb_v": both_ways, "variable": unknown}.get(name, around)
+    assert [found[name][0][-1][1] for found in per_rank] == wanted
 
 
-def test_their_threads_end(per_rank: list[Any]) -> None:
-    assert [left for rank in per_rank for _, _, _, left in rank if left] == []
+def test_their_threads_end(per_rank: list[dict[str, Any]]) -> None:
+    assert [found["threads"] for found in per_rank] == [[]] * SIZE
+
+
+def test_a_group_has_one_name(per_rank: list[dict[str, Any]]) -> None:
+    (one,) = {found["names"] for found in per_rank}
+    assert one == ("0-1-2-3 in group 1", "0-1-2-3 in group 2", "0-1-2-3 in group hash of what rank 0 is in")

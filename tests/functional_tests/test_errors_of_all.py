@@ -39,7 +39,7 @@ class Seen(NamedTuple):
     wrong: list[int]
     error: tuple[str, str] = ("", "")
     field: str = ""
-    values: dict[int, str] = {}
+    values: dict[int, str] | None = None
 
 
 class ShortData(ToyData):
@@ -153,6 +153,7 @@ def test_an_error_names_what_differs(per_rank: list[dict[str, Seen]], name: str)
     for seen in (of[name] for of in per_rank):
         assert (seen.finished, seen.wrong) == ([*range(1, ODD_STEP)], [])
         assert seen.field.startswith(name.partition(",")[0])
+        assert seen.values is not None
         assert len(set(seen.values.values())) == 2
         assert odd_one in seen.values
         assert seen.error[0] == "PipelineMismatchError"
@@ -167,6 +168,7 @@ def test_every_rank_learns_which_numbers_met(per_rank: list[dict[str, Seen]], na
         assert seen.finished[-1] == ODD_STEP, seen
         assert seen.finished.count(ODD_STEP) == 1 + count.twice
         assert seen.field == "step_number"
+        assert seen.values is not None
         assert seen.values[count.odd_one] == f"{ODD_STEP} (as in its last step)"
         assert f"{ODD_STEP + 1} (+1 since its last step)" in seen.values.values()
         assert f"rank {count.odd_one} has {ODD_STEP}" in seen.error[1]

@@ -46,7 +46,6 @@ TEXT = ROOT / "megatron_pp" / "config" / "model_config.py"
 ON_TEXT = ["--data", str(TEXT), "--validation-fraction", "0.2"]
 SHORT = [*SMALL, *ON_TEXT]
 INTERLEAVED = ["--virtual-pipeline-model-parallel-size", "2", "--overlap-p2p-comm"]
-FOUR_STEPS = [*SHORT, "--train-steps", "4", "--clip-grad", "0.5"]
 
 
 def launched(ranks: int, *script_and_flags: str, restarts: int = 0) -> list[str]:
@@ -221,29 +220,6 @@ def test_a_run_goes_on_with_other_ranks_chunks_schedule_and_replicas(trained: Pa
         assert numbers(tmp_path / name) == expected, name
     for name in ("loss", "gradient_norm", "validation_loss"):
         assert losses(tmp_path / "replicas", name) == pytest.approx(losses(trained, name), rel=1e-5), name
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four steps of one process."""
-    folder = tmp_path_factory.mktemp("alone")
-    train(1, folder, [*FOUR_STEPS, "--run-dir", "run"])
-    return folder / "run"
-
-
-def test_the_pipeline_trains_as_one_process_does_to_the_bit(tmp_path: Path, alone: Path) -> None:
-    train(2, tmp_path, [*FOUR_STEPS, *INTERLEAVED, "--run-dir", "two"])
-    assert numbers(alone) == numbers(tmp_path / "two")
-    assert len(numbers(alone)) == 6
-
-
-def test_replicas_share_the_batch(tmp_path: Path, alone: Path) -> None:
-    """2 pipelines of 2 ranks, each with half of the microbatches, take the steps of one that has all of them."""
-    halves = [*FOUR_STEPS, "--num-microbatches", "2", "--data-parallel-size", "2"]
-    train(4, tmp_path, [*halves, "--run-dir", "four"])
-    for name in ("loss", "gradient_norm", "validation_loss"):
-        # Not to the bit: two sums of halves are added.
-        assert losses(tmp_path / "four", name) == pytest.approx(losses(alone, name), rel=1e-4), name
 
 
 ENDLESS = [*SMALL, *INTERLEAVED, "--train-steps", "100000", "--save-interval", "0", "--eval-interval", "0"]

@@ -1,0 +1,131 @@
+"""The programs on pages and in examples/ run as they stand there, and end with the numbers that they promise: the quick
+start, docs/migrating, docs/recipes/library.md, a Llama and attention residuals. All share a start of two processes, and
+those with replicas one of four. What commands made in the README and docs/ is up to date.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness.pages import ROOT, PageOutput, code_blocks, run_page
+
+QUICK_START = "docs/quick_start.md"
+MIGRATING = ["before.py", "after.py", "layers.py"]
+LIBRARY = "docs/recipes/library.md"
+REPLICATED = ["ddp.py", "all_reduce.py", "overlapped.py"]
+PIPELINED = ["tied.py", "clip.py", "evaluate.py", "checkpoint.py"]
+SYNCHRONISED = {"tied.py": "sum_tied_gradients", "all_reduce.py": "average_gradients"}  # by this function
+LLAMA = {"interleaved_1f1b.py": "interleaved_1f1b", "zb_v.py": "zb_v"}
+_LLAMA_STEP = r"step \d rank \d: (torchtitan|own Llama), loss [\d.]+, largest difference (\S+)"
+
+Outputs = dict[str, list[PageOutput]]
+
+
+def _quick_start() -> dict[str, str]:
+    """As it stands, and with the other schedule that it names."""
+    example = code_blocks(QUICK_START)["example.py"]
+    named = re.search(r'`(SCHEDULE = "\w+")`', (ROOT / QUICK_START).read_text())
+    assert named is not None
+    other = re.sub(r'SCHEDULE = "\w+"', named[1], example)
+    assert other != example
+    return {"example.py": example, "other.py": other}
+
+
+def _without_synchronisation(recipe: str, code: str) -> str:
+    line = f"config.finalize_model_grads_func = {SYNCHRONISED[recipe]}\n"
+    assert line in code
+    suppressed = "\nimport contextlib\nwith contextlib.suppress(AssertionError):\n    check("
+    return code.replace(line, "").replace("\ncheck(", suppressed)
+
+
+def _example(name: str, *arguments: str) -> str:
+    path = str(ROOT / "examples" / name)
+    return f"import runpy, sys\nsys.argv[1:] = {list(arguments)}\nrunpy.run_path({path!r}, run_name='__main__')"
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> Outputs:
+    library = code_blocks(LIBRARY)
+    assert set(library) == {"common.py", *REPLICATED, *PIPELINED}, "each recipe of the page is run here"
+    library |= {f"broken_{name}": _without_synchronisation(name, library[name]) for name in SYNCHRONISED}
+    migrating = {**code_blocks("docs/migrating/from_torch.md"), **code_blocks("docs/migrating/from_deepspeed.md")}
+    assert set(migrating) == set(MIGRATING)
+    examples = {
+        name: _example("llama_stages.py", "--schedule", schedule, "--steps", "1") for name, schedule in LLAMA.items()
+    }
+    examples["residuals.py"] = _example("attention_residuals.py", "--chunks", "2", "--steps", "1")
+    start = _quick_start()
+    files = {**library, **migrating, **examples, **start}
+    folder: Path = tmp_path_factory.mktemp("pages")
+    pairs = run_page(files, [*start, *MIGRATING, *PIPELINED, "broken_tied.py", *examples], folder, 2)
+    return {**pairs, **run_page(library, [*REPLICATED, "broken_all_reduce.py"], folder, 4)}
+
+
+def _printed(outputs: Outputs, name: str) -> list[str]:
+    return [output.printed for output in outputs[name]]
+
+
+def test_the_quick_start_trains_the_same_under_any_schedule(outputs: Outputs) -> None:
+    first, last = _printed(outputs, "example.py")
+    losses = [float(line.split()[1]) for line in last.splitlines()]
+    assert first == ""
+    assert len(losses) == 5
+    assert losses[-1] < 0.9 * losses[0]
+    assert _printed(outputs, "other.py") == [last, first]  # in a V the last stage is on rank 0
+
+
+def test_torchs_schedule_and_ours_give_the_same_losses(outputs: Outputs) -> None:
+    first, before = _printed(outputs, "before.py")
+    assert first == "", "the first stage has no loss"
+    assert len(set(before.splitlines())) == 3, "three steps, and it learns"
+    assert _printed(outputs, "after.py")[1] == before
+
+
+def test_a_list_of_layers(outputs: Outputs) -> None:
+    assert _printed(outputs, "layers.py") == ["0 losses, 2 gradients equal\n", "4 losses, 4 gradients equal\n"]
+
+
+@pytest.mark.parametrize("recipe", REPLICATED + PIPELINED)
+def test_a_recipes_numbers_are_those_of_one_process(outputs: Outputs, recipe: str) -> None:
+    replicas = 2 if recipe in REPLICATED else 1
+    first = "0 losses and 9 gradients are those of one process\n"  # an embedding, two blocks of four parameters
+    last = "8 losses and 9 gradients are those of one process\n"  # two blocks and the output layer
+    assert _printed(outputs, recipe) == [first] * replicas + [last] * replicas
+    assert not any(re.search("nothing (averages|sums)", output.warnings) for output in outputs[recipe])
+
+
+@pytest.mark.parametrize(("recipe", "warning"), [("tied.py", "nothing sums"), ("all_reduce.py", "nothing averages")])
+def test_without_synchronisation_they_differ_and_the_engine_warns(outputs: Outputs, recipe: str, warning: str) -> None:
+    broken = outputs[f"broken_{recipe}"]
+    assert [output.printed for output in broken] == [""] * len(broken)
+    assert [output.warnings.count(warning) for output in broken] == [1] + [0] * (len(broken) - 1)
+    assert LIBRARY in broken[0].warnings
+
+
+@pytest.mark.parametrize("name", LLAMA)
+def test_a_llama_has_the_numbers_of_one_process(outputs: Outputs, name: str) -> None:
+    for printed in _printed(outputs, name):
+        steps = re.findall(_LLAMA_STEP, printed)
+        assert len(steps) == 1, printed
+        assert [float(difference) for _, difference in steps] == [0.0]
+
+
+def test_blocks_that_skip_stages(outputs: Outputs) -> None:
+    printed = _printed(outputs, "residuals.py")
+    assert "blocks sent per microbatch, and on the busiest hop: (5, 2)" in printed[0]
+    for rank, text in enumerate(printed):
+        found = re.search(rf"step 1 rank {rank}: loss [\d.]+, largest difference (\S+)", text)
+        assert found is not None, text
+        assert float(found[1]) < 1e-12
+
+
+@pytest.mark.parametrize("command", ["config_table.py", "readme_tables.py", "readme_picture.py"])
+def test_what_a_command_made_is_up_to_date(command: str) -> None:
+    arguments = [sys.executable, str(ROOT / "scripts" / command), "--check"]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
