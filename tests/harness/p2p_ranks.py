@@ -29,7 +29,6 @@ WAYS: dict[str, dict[str, Any]] = {
 every_way = pytest.mark.parametrize("way", WAYS)
 # Where shapes are exchanged as a batch, both sides of an exchange have to be in matching calls (Megatron's always are).
 SHAPES_IN_BATCHES = ("variable batched", "shared variable")
-every_way_unmatched = pytest.mark.parametrize("way", [way for way in WAYS if way not in SHAPES_IN_BATCHES])
 every_size = pytest.mark.parametrize("size", [2, 3])
 
 

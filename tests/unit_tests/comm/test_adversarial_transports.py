@@ -40,39 +40,34 @@ def receive(transport: MemoryTransport) -> torch.Tensor:
     return buffer
 
 
+def received(network: HostileNetwork, send: Callable[[MemoryTransport], object]) -> torch.Tensor:
+    """What rank 1 receives where rank 0 runs ``send``."""
+    got = run_pair(network, send, receive)[1]
+    assert isinstance(got, torch.Tensor)
+    return got
+
+
 def core_on(transport: MemoryTransport) -> P2PCore:
     return P2PCore(transport, toy_config())
 
 
 @FAST_AND_SLOW
-def test_memory_freed_before_the_last_moment_arrives_as_nan(seed: int) -> None:
-    network = LastMomentNetwork(2, seed=seed)
+def test_memory_that_is_freed_or_written_to_before_the_last_moment(seed: int) -> None:
+    """What is freed arrives as NaN, what is written to as it is then."""
+    for is_freed in (True, False):
+        network = LastMomentNetwork(2, seed=seed)
 
-    def send(transport: MemoryTransport) -> None:
-        tensor = torch.ones(8)
-        work = transport.isend(tensor, 1, ACT)
-        del tensor
-        work.wait()
+        def send(transport: MemoryTransport, is_freed: bool = is_freed) -> None:
+            tensor = torch.ones(8)
+            work = transport.isend(tensor, 1, ACT)
+            tensor.fill_(2.0)
+            if is_freed:
+                del tensor
+            work.wait()
 
-    _, got = run_pair(network, send, receive)
-    assert isinstance(got, torch.Tensor)
-    assert got.isnan().all()
-    assert len(network.violations) == 1
-
-
-@FAST_AND_SLOW
-def test_overwriting_in_flight_is_seen_by_the_receiver(seed: int) -> None:
-    network = LastMomentNetwork(2, seed=seed)
-
-    def send(transport: MemoryTransport) -> None:
-        tensor = torch.ones(8)
-        work = transport.isend(tensor, 1, ACT)
-        tensor.fill_(2.0)
-        work.wait()
-
-    _, got = run_pair(network, send, receive)
-    assert isinstance(got, torch.Tensor)
-    assert (got == 2.0).all()
+        got = received(network, send)
+        assert got.isnan().all() if is_freed else (got == 2.0).all()
+        assert len(network.violations) == is_freed
 
 
 @FAST_AND_SLOW
@@ -87,12 +82,10 @@ def test_owned_bytes_arrive_although_the_schedule_freed_them(seed: int) -> None:
         tensor.data = torch.empty(1)
         handle.wait()
 
-    _, got = run_pair(LastMomentNetwork(2, seed=seed), send, receive)
-    assert isinstance(got, torch.Tensor)
+    got = received(LastMomentNetwork(2, seed=seed), send)
     assert (got == 1.0).all()
     poisoned = PoisoningNetwork(2, seed=seed)
-    _, got = run_pair(poisoned, send, receive)
-    assert isinstance(got, torch.Tensor)
+    got = received(poisoned, send)
     assert got.isnan().all()
     assert "released the memory of a send" in poisoned.violations[0]
 
@@ -106,8 +99,7 @@ def test_a_copy_made_for_sending_is_nobodys_early_release(kind: type[HostileNetw
         tensor = torch.arange(8.0).reshape(2, 4).t()  # not contiguous
         core_on(transport).post_send(tensor, 1, ACT).wait()
 
-    _, got = run_pair(network, send, receive)
-    assert isinstance(got, torch.Tensor)
+    got = received(network, send)
     assert torch.equal(got, torch.arange(8.0).reshape(2, 4).t().reshape(-1))
     assert network.violations == []
 
@@ -123,8 +115,7 @@ def test_a_dropped_handle_still_delivers(kind: type[HostileNetwork]) -> None:
         cores.append(core)
         core.post_send(torch.ones(8), 1, ACT)
 
-    _, got = run_pair(network, send, receive)
-    assert isinstance(got, torch.Tensor)
+    got = received(network, send)
     assert (got == 1.0).all()
     assert network.transfers == 1
 

@@ -14,125 +14,113 @@ from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import ThreadGroup
 from tests.harness.p2p_ranks import (
     SHAPE,
+    SHAPES_IN_BATCHES,
     WAYS,
     config_of,
     every_size,
     every_way,
-    every_way_unmatched,
     filled,
     lonely,
     on_ranks,
     same,
 )
 
-# -- one direction at a time ------------------------------------------------------------------------------------------
+# -- exchanges: what a rank gets, and what it should get ---------------------------------------------------------------
 
 
-@every_way
-@every_size
-def test_forward_passes_down_the_pipeline(size: int, way: str) -> None:
-    def body(communicator: P2PCommunicator) -> torch.Tensor | None:
-        rank = communicator.rank
-        got = communicator.recv_forward(SHAPE, rank == 0)
-        assert communicator.send_forward(filled(10 + rank), rank == size - 1) is None
-        return got
-
-    first, *others = on_ranks(size, body, **WAYS[way])
-    assert first is None
-    for rank, got in enumerate(others, start=1):
-        assert same(got, filled(10 + rank - 1))
-        assert got.requires_grad
-        assert got.is_leaf
-        assert got.dtype == torch.float32
+def alike(got: Any, wanted: Any) -> bool:
+    if isinstance(wanted, (list, tuple)):
+        return type(got) is type(wanted) and len(got) == len(wanted) and all(map(alike, got, wanted))
+    return got is None if wanted is None else same(got, wanted)
 
 
-@every_way
-@every_size
-def test_backward_passes_up_the_pipeline(size: int, way: str) -> None:
-    def body(communicator: P2PCommunicator) -> torch.Tensor | None:
-        rank = communicator.rank
-        got = communicator.recv_backward(SHAPE, rank == size - 1)
-        assert communicator.send_backward(filled(20 + rank), rank == 0) is None
-        return got
-
-    *others, last = on_ranks(size, body, **WAYS[way])
-    assert last is None
-    for rank, got in enumerate(others):
-        assert same(got, filled(20 + rank + 1))
+def forward_down_the_pipeline(c: P2PCommunicator, rank: int, size: int) -> Any:
+    got = c.recv_forward(SHAPE, rank == 0)
+    assert c.send_forward(filled(10 + rank), rank == size - 1) is None
+    assert got is None or (got.requires_grad and got.is_leaf and got.dtype == torch.float32)
+    return got, filled(10 + rank - 1) if rank else None
 
 
-@every_way
-@every_size
-def test_a_list_of_shapes_gives_a_list_of_tensors(size: int, way: str) -> None:
-    shapes = [(3, 2, 4), (5, 2, 4)]
-
-    def body(communicator: P2PCommunicator) -> tuple[Any, Any]:
-        rank = communicator.rank
-        down = communicator.recv_forward(shapes, rank == 0)
-        communicator.send_forward([filled(rank, s) for s in shapes], rank == size - 1)
-        up = communicator.recv_backward(shapes, rank == size - 1)
-        communicator.send_backward([filled(-rank, s) for s in shapes], rank == 0)
-        return down, up
-
-    results = on_ranks(size, body, **WAYS[way])
-    assert results[0][0] == [None, None]
-    assert results[-1][1] == [None, None]
-    for rank, (down, up) in enumerate(results):
-        if rank > 0:
-            assert all(same(got, filled(rank - 1, s)) for got, s in zip(down, shapes, strict=True))
-        if rank < size - 1:
-            assert all(same(got, filled(-rank - 1, s)) for got, s in zip(up, shapes, strict=True))
+def backward_up_the_pipeline(c: P2PCommunicator, rank: int, size: int) -> Any:
+    got = c.recv_backward(SHAPE, rank == size - 1)
+    assert c.send_backward(filled(20 + rank), rank == 0) is None
+    return got, filled(20 + rank + 1) if rank < size - 1 else None
 
 
-@every_way
-def test_a_list_of_one_stays_a_list(way: str) -> None:
-    def body(communicator: P2PCommunicator) -> Any:
-        got = communicator.recv_forward([SHAPE], communicator.rank == 0)
-        communicator.send_forward([filled(3)], communicator.rank == 1)
-        return got
-
-    first, second = on_ranks(2, body, **WAYS[way])
-    assert first == [None]
-    assert isinstance(second, list)
-    assert same(second[0], filled(3))
-
-
-# -- exchanges with one neighbour -------------------------------------------------------------------------------------
+def lists_both_ways(c: P2PCommunicator, rank: int, size: int) -> Any:
+    """Of two, and of one, which stays a list."""
+    found, wanted = [], []
+    for shapes in ([(3, 2, 4), (5, 2, 4)], [SHAPE]):
+        found.append(c.recv_forward(shapes, rank == 0))
+        c.send_forward([filled(rank, s) for s in shapes], rank == size - 1)
+        found.append(c.recv_backward(shapes, rank == size - 1))
+        c.send_backward([filled(-rank, s) for s in shapes], rank == 0)
+        wanted.append([filled(rank - 1, s) if rank else None for s in shapes])
+        wanted.append([filled(-rank - 1, s) if rank < size - 1 else None for s in shapes])
+    return found, wanted
 
 
-@every_way_unmatched
-@every_size
-def test_one_forward_one_backward(size: int, way: str) -> None:
+def one_forward_one_backward(c: P2PCommunicator, rank: int, size: int) -> Any:
     """Each pair of neighbours: the earlier rank sends forward and receives backward, the later one the other way."""
-
-    def body(communicator: P2PCommunicator) -> tuple[Any, Any]:
-        rank = communicator.rank
-        down = communicator.recv_forward(SHAPE, rank == 0)
-        up = communicator.send_forward_recv_backward(filled(rank), SHAPE, rank == size - 1)
-        communicator.send_backward(filled(100 + rank), rank == 0)
-        return down, up
-
-    results = on_ranks(size, body, **WAYS[way])
-    for rank, (down, up) in enumerate(results):
-        assert down is None if rank == 0 else same(down, filled(rank - 1))
-        assert up is None if rank == size - 1 else same(up, filled(100 + rank + 1))
+    down = c.recv_forward(SHAPE, rank == 0)
+    up = c.send_forward_recv_backward(filled(rank), SHAPE, rank == size - 1)
+    c.send_backward(filled(100 + rank), rank == 0)
+    return (down, up), (filled(rank - 1) if rank else None, filled(101 + rank) if rank < size - 1 else None)
 
 
-@every_way
-def test_one_backward_one_forward(way: str) -> None:
+def one_backward_one_forward(c: P2PCommunicator, rank: int, size: int) -> Any:
     """The steady state of 1F1B between two ranks."""
+    if rank == 0:
+        c.send_forward(filled(0), False)
+        return [c.send_forward_recv_backward(filled(mb), SHAPE, False) for mb in (1, 2)], [filled(100), filled(101)]
+    if rank > 1:
+        return None, None
+    got = [c.recv_forward(SHAPE, False)]
+    got += [c.send_backward_recv_forward(filled(100 + mb), SHAPE, False) for mb in (0, 1)]
+    return got, [filled(0), filled(1), filled(2)]
 
-    def body(communicator: P2PCommunicator) -> list[Any]:
-        if communicator.rank == 0:
-            communicator.send_forward(filled(0), False)
-            return [communicator.send_forward_recv_backward(filled(mb), SHAPE, False) for mb in (1, 2)]
-        got = [communicator.recv_forward(SHAPE, False)]
-        got += [communicator.send_backward_recv_forward(filled(100 + mb), SHAPE, False) for mb in (0, 1)]
-        return got
 
-    gradients, activations = on_ranks(2, body, **WAYS[way])
-    assert [t[0, 0, 0].item() for t in gradients] == [100.0, 101.0]
-    assert [t[0, 0, 0].item() for t in activations] == [0.0, 1.0, 2.0]
+def forward_round_the_ring(c: P2PCommunicator, rank: int, size: int) -> Any:
+    return c.send_forward_recv_forward(filled(rank), True, SHAPE), filled((rank - 1) % size)
+
+
+def backward_round_the_ring(c: P2PCommunicator, rank: int, size: int) -> Any:
+    return c.send_backward_recv_backward(filled(rank), True, SHAPE), filled((rank + 1) % size)
+
+
+def both_directions_at_once(c: P2PCommunicator, rank: int, size: int) -> Any:
+    """With two ranks, all four messages run between the same pair, and they are of one shape."""
+    found, wanted = [], []
+    for step in (0, 10, 20):
+        sent = filled(1000 + step + rank), filled(2000 + step + rank)
+        found.append(c.send_forward_backward_recv_forward_backward(*sent, True, True, SHAPE))
+        wanted.append((filled(1000 + step + (rank - 1) % size), filled(2000 + step + (rank + 1) % size)))
+    return found, wanted
+
+
+def parts_missing_at_the_ends(c: P2PCommunicator, rank: int, size: int) -> Any:
+    """The first rank has no activation to receive and no gradient to send; the last one neither of the others."""
+    sent = filled(1) if rank < size - 1 else None, filled(2) if rank else None
+    got = c.send_forward_backward_recv_forward_backward(*sent, rank > 0, rank < size - 1, SHAPE)
+    return got, (filled(1) if rank else None, filled(2) if rank < size - 1 else None)
+
+
+EXCHANGES = [
+    *(forward_down_the_pipeline, backward_up_the_pipeline, lists_both_ways),
+    *(one_forward_one_backward, one_backward_one_forward),
+    *(forward_round_the_ring, backward_round_the_ring, both_directions_at_once, parts_missing_at_the_ends),
+]
+
+
+@every_size
+@pytest.mark.parametrize(
+    ("exchange", "way"),
+    [(exchange, way) for exchange in EXCHANGES for way in WAYS
+     if exchange is not one_forward_one_backward or way not in SHAPES_IN_BATCHES],
+)  # fmt: skip
+def test_exchanges(exchange: Any, size: int, way: str) -> None:
+    for got, wanted in on_ranks(size, lambda c: exchange(c, c.rank, size), **WAYS[way]):
+        assert alike(got, wanted)
 
 
 @pytest.mark.parametrize("shapes", [SHAPE, [SHAPE]], ids=["shape", "list of shapes"])
@@ -152,70 +140,6 @@ def test_like_for_like(as_list: bool, shapes: Any) -> None:
         assert at_the_end == ([None] if as_list else None)
         assert isinstance(got, list) == as_list
         assert same(got[0] if as_list else got, filled(1 - rank))
-
-
-# -- exchanges round the ring, as interleaved schedules make them -----------------------------------------------------
-
-
-@every_way
-@every_size
-def test_forward_round_the_ring(size: int, way: str) -> None:
-    def body(communicator: P2PCommunicator) -> Any:
-        return communicator.send_forward_recv_forward(filled(communicator.rank), True, SHAPE)
-
-    for rank, got in enumerate(on_ranks(size, body, **WAYS[way])):
-        assert same(got, filled((rank - 1) % size))
-
-
-@every_way
-@every_size
-def test_backward_round_the_ring(size: int, way: str) -> None:
-    def body(communicator: P2PCommunicator) -> Any:
-        return communicator.send_backward_recv_backward(filled(communicator.rank), True, SHAPE)
-
-    for rank, got in enumerate(on_ranks(size, body, **WAYS[way])):
-        assert same(got, filled((rank + 1) % size))
-
-
-@every_way
-@every_size
-def test_both_directions_at_once_do_not_cross(size: int, way: str) -> None:
-    """With two ranks, all four messages run between the same pair, and they are of one shape."""
-
-    def body(communicator: P2PCommunicator) -> Any:
-        results = []
-        for step in range(3):
-            mine = 10 * step + communicator.rank
-            results.append(
-                communicator.send_forward_backward_recv_forward_backward(
-                    filled(1000 + mine), filled(2000 + mine), True, True, SHAPE
-                )
-            )
-        return results
-
-    for rank, results in enumerate(on_ranks(size, body, **WAYS[way])):
-        for step, (activation, gradient) in enumerate(results):
-            assert same(activation, filled(1000 + 10 * step + (rank - 1) % size))
-            assert same(gradient, filled(2000 + 10 * step + (rank + 1) % size))
-
-
-@every_way
-def test_each_part_may_be_missing(way: str) -> None:
-    """The first rank has no activation to receive and no gradient to send; the last one neither of the others."""
-
-    def body(communicator: P2PCommunicator) -> Any:
-        rank = communicator.rank
-        return communicator.send_forward_backward_recv_forward_backward(
-            filled(1) if rank < 2 else None, filled(2) if rank > 0 else None, rank > 0, rank < 2, SHAPE
-        )
-
-    first, middle, last = on_ranks(3, body, **WAYS[way])
-    assert first[0] is None
-    assert same(first[1], filled(2))
-    assert same(middle[0], filled(1))
-    assert same(middle[1], filled(2))
-    assert same(last[0], filled(1))
-    assert last[1] is None
 
 
 # -- handles ----------------------------------------------------------------------------------------------------------

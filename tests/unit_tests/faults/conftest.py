@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from megatron_pp.faults.liveness import process_of
 from megatron_pp.faults.records import Process
+from tests.unit_tests.faults.guards import new_guard
 
 
 @pytest.fixture
@@ -18,3 +21,17 @@ def gone() -> Process:
     process = process_of(child.pid)
     child.communicate()
     return process
+
+
+@pytest.fixture
+def guard_of() -> Iterator[Callable[..., tuple[Any, Any]]]:
+    """``new_guard``, whose guards are closed after the test."""
+    made: list[Any] = []
+
+    def make(*args: Any, **more: Any) -> tuple[Any, Any]:
+        made.append(new_guard(*args, **more))
+        return made[-1]
+
+    yield make
+    for guard, _ in made:
+        guard.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,37 +13,25 @@ from megatron_pp.errors import CommunicatorClosedError
 from megatron_pp.faults.guard import FaultGuard
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import PlanSpec
+from megatron_pp.testing.threads import run_ranks
 
 Outcome = BaseException | None
 
 
-class Ranks:
-    """Threads that each run ``main(rank)``; what each raised, by rank."""
+def raised_by(size: int, main: Callable[[int], None], seconds: float = 30.0) -> list[Outcome]:
+    """What ``main(rank)`` raises on each rank, which is a thread."""
 
-    def __init__(self, size: int, main: Callable[[int], None]) -> None:
-        self.raised: dict[int, Outcome] = {}
-        self._main = main
-        self._threads = [threading.Thread(target=self._run, args=(rank,), daemon=True) for rank in range(size)]
-
-    def run(self, seconds: float = 30.0) -> dict[int, Outcome]:
-        for thread in self._threads:
-            thread.start()
-        until = time.monotonic() + seconds
-        for thread in self._threads:
-            thread.join(max(0.0, until - time.monotonic()))
-        assert not any(thread.is_alive() for thread in self._threads), "a rank hangs"
-        return self.raised
-
-    def _run(self, rank: int) -> None:
+    def run(rank: int) -> Outcome:
         try:
-            self._main(rank)
+            main(rank)
         except BaseException as error:
-            self.raised[rank] = error
-        else:
-            self.raised[rank] = None
+            return error
+        return None
+
+    return run_ranks(size, run, timeout=seconds)
 
 
-def guard_of(
+def new_guard(
     rank: int, store: Any, pipeline: str = "p", timeout: float = 30.0, size: int = 2
 ) -> tuple[FaultGuard, Any]:
     """A rank's guard, and what stands for its executor."""

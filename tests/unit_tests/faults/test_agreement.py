@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from megatron_pp.errors import PipelineMismatchError
 from megatron_pp.faults.consistency import (
+    RECEIVES,
+    SENDS,
     Agreements,
     Difference,
+    arrived,
     changed,
     difference,
     find_late_mismatch,
@@ -20,10 +23,11 @@ from megatron_pp.faults.consistency import (
     in_force,
     last_change,
 )
-from megatron_pp.faults.records import IN_STEP, Entry, Progress
+from megatron_pp.faults.records import DONE, ENTERING, IN_STEP, Entry, Progress
 from tests.harness.guarded_ranks import Call, Outcome, published_entries, run_programs
 
 SIZE = 3
+M = "num_microbatches (M)"
 
 # -- histories ---
 
@@ -89,17 +93,64 @@ def test_agreements_are_found_again_and_the_oldest_are_forgotten() -> None:
 def _agreements() -> Agreements:
     agreements = Agreements()
     for m in ("4", "6"):
-        agreements.add(m, {rank: {"num_microbatches (M)": m} for rank in range(SIZE)})
+        agreements.add(m, {rank: {M: m} for rank in range(SIZE)})
     return agreements
 
 
-def test_a_rank_that_came_back_to_an_old_plan_is_compared_by_that_plan() -> None:
-    """Rank 0 enters step 3 with a new plan; rank 1 goes back to agreement 1, its last entry being of agreement 2."""
-    entries = {0: Entry(3, {"num_microbatches (M)": "8"}), 1: Entry(2, {"num_microbatches (M)": "6"})}
-    there = {1: Progress(3, IN_STEP, history=(3, 0, 1, 1, 2, 2, 3, 1))}
-    found = find_mismatch(0, entries, there, 3, _agreements())
-    assert found is not None
-    assert (found.field, found.values) == ("num_microbatches (M)", {0: "8", 1: "4"})
+class Case(NamedTuple):
+    """Rank ``own`` enters ``step``, has read ``entries``, and knows of rank 1 what ``there`` says; ``values`` are those
+    of ``field`` that differ, by rank (without a field, nothing does)."""
+
+    entries: dict[int, Entry]
+    field: str = ""
+    values: dict[int, str] = {}  # noqa: RUF012 (never written to)
+    own: int = 0
+    step: int = 1
+    there: Progress | None = None
+
+
+def both(mine: tuple[int, dict[str, str]], theirs: tuple[int, dict[str, str]]) -> dict[int, Entry]:
+    return {0: Entry(*mine), 1: Entry(*theirs)}
+
+
+ALIKE = {rank: Entry(1, {"schedule": "1f1b", M: "8"}) for rank in range(3)}
+ODD_ONE = {rank: Entry(1, {"policy": "overlap", "shape": "8" if rank == 2 else "4"}) for rank in range(3)}
+ONE_LACKS = both((1, {"a": "1"}), (1, {"a": "1", "b": "2"}))
+FITS = both((1, {SENDS: "a", RECEIVES: "x"}), (1, {SENDS: "b", RECEIVES: "a"}))
+BROKEN = both((1, {SENDS: "a", RECEIVES: "x"}), (1, {SENDS: "b", RECEIVES: "c"}))
+STAYS = both((5, {M: "8"}), (1, {M: "4"}))  # rank 1 goes on with its plan, or has not published its new one yet
+BOTH_NEW = both((5, {M: "8"}), (5, {M: "4"}))
+GOES_BACK = both((3, {M: "8"}), (2, {M: "6"}))  # to agreement 1, its last entry being of agreement 2
+CASES = {
+    "alike": Case(ALIKE),
+    **{f"rank 2 differs, seen by {own}": Case(ODD_ONE, "shape", {own % 2: "4", 2: "8"}, own) for own in range(3)},
+    "a field that one lacks": Case(ONE_LACKS, "b", {0: "nothing", 1: "2"}),
+    "what is sent is received": Case(FITS),
+    **{f"what is sent is not, seen by {own}": Case(BROKEN, SENDS, {0: "a", 1: "c"}, own) for own in range(2)},
+    "it is not there yet": Case(STAYS, step=5, there=Progress(4, IN_STEP)),
+    "it has not yet published": Case(STAYS, step=5, there=Progress(5, ENTERING)),
+    "it is in the step with its old plan": Case(STAYS, M, {0: "8", 1: "4"}, step=5, there=Progress(5, IN_STEP)),
+    "it was in the step with its old plan": Case(STAYS, M, {0: "8", 1: "4"}, step=5, there=Progress(5, DONE)),
+    "new entries are always compared": Case(BOTH_NEW, M, {0: "8", 1: "4"}, step=5, there=Progress(5, ENTERING)),
+    # The other's new entry may be read before this rank's own has arrived in the store.
+    "its own old entry is not": Case(both((1, {M: "4"}), (5, {M: "8"})), step=5, there=Progress(5, ENTERING)),
+    "it came back to an old plan": Case(
+        GOES_BACK, M, {0: "8", 1: "4"}, step=3, there=Progress(3, IN_STEP, history=(3, 0, 1, 1, 2, 2, 3, 1))
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_who_differs_in_what(case: Case) -> None:
+    there = {} if case.there is None else {1: case.there}
+    found = find_mismatch(case.own, case.entries, there, case.step, _agreements())
+    assert (found is None) == (not case.field)
+    if found is not None:
+        assert found.field == case.field or case.field == SENDS
+        assert found.values.items() >= case.values.items()
+        assert case.field == SENDS or f"do not agree on {case.field}" in str(found)
+        assert all(f"rank {rank} has {value}" in str(found) for rank, value in found.values.items())
+    assert arrived(case.entries, 5) == {rank for rank, entry in case.entries.items() if entry.step == 5}
 
 
 def test_what_differs_is_named_although_nobody_published_it_anew() -> None:
@@ -107,7 +158,7 @@ def test_what_differs_is_named_although_nobody_published_it_anew() -> None:
     there = {1: Progress(5, IN_STEP, history=mine), 2: Progress(5, IN_STEP, history=(*mine, 5, 1))}
     found = find_late_mismatch(0, Progress(5, IN_STEP, history=mine), there, _agreements())
     assert found is not None
-    assert (found.field, found.values) == ("num_microbatches (M)", {0: "6", 2: "4"})
+    assert (found.field, found.values) == (M, {0: "6", 2: "4"})
 
 
 # -- ranks as threads ---
@@ -141,7 +192,7 @@ def test_ranks_that_come_back_to_different_plans(odd_one: int) -> None:
     raised = _run(lambda rank, step: 4 if step % 2 == 0 or (rank, step) == (odd_one, 5) else 6, 200, pause=0.03)
     for _, error in raised:
         assert isinstance(error, PipelineMismatchError), error
-        assert error.field == "num_microbatches (M)"
+        assert error.field == M
         assert set(error.values.values()) == {"4", "6"}
         assert error.values.get(odd_one, "4") == "4"
         assert f"rank {odd_one} has 4" in str(error)

@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -25,20 +23,17 @@ from megatron_pp.errors import (
 )
 from megatron_pp.faults import guard as guard_module
 from megatron_pp.faults.guard import FaultGuard
-from megatron_pp.faults.liveness import process_of
-from megatron_pp.faults.records import EXCEPTION, IN_STEP, MISMATCH, STALL, Failure, FaultStore, Progress
-from megatron_pp.p2p_communication import P2PCommunicator
+from megatron_pp.faults.records import EXCEPTION, IN_STEP, MISMATCH, STALL, Failure, FaultStore, Process, Progress
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import PlanSpec
-from megatron_pp.testing.memory_transport import MemoryNetwork
-from megatron_pp.testing.pipeline import run_rank
-from megatron_pp.testing.threads import ThreadGroup
-from megatron_pp.testing.toy import ToyData, toy_config
+from megatron_pp.testing.toy import ToyData
 from tests.harness.fault_injection import BACKWARD, DELAY, Fault, FaultyBlock, Trigger
 from tests.harness.fault_injection import EXCEPTION as RAISE
-from tests.unit_tests.faults.guards import Outcome, Ranks, Unreachable, guard_of, wait_until_aborted
+from tests.harness.step_runs import Rank, pipeline
+from tests.unit_tests.faults.guards import Outcome, Unreachable, raised_by, wait_until_aborted
 
 SIZE = 3
+BAD = Failure(EXCEPTION, "p", 1, 1, "F0.0", "FORWARD", "ValueError", "bad")
 
 
 def _train(
@@ -52,29 +47,22 @@ def _train(
     **fields: Any,
 ) -> dict[int, Outcome]:
     """Steps of the toy model on SIZE ranks; ``absent`` ranks never come."""
-    network = MemoryNetwork(SIZE, store=dist.HashStore())
 
-    def rank_main(rank: int) -> None:
-        if rank in absent:
-            return
-        trigger = Trigger(fault if fault and fault.rank == rank else None, lambda: None)
-        config = toy_config(pipeline_schedule=schedule, **fields)
-        communicator = P2PCommunicator(ThreadGroup(rank, SIZE), config, network.transport(rank))
-        for step in range(1, steps + 1):
-            trigger.step = step
-            data = ToyData(microbatches(rank, step))
-            made = iter(range(chunks))
-            run_rank(
-                rank,
-                SIZE,
-                chunks,
-                data,
-                config,
-                communicator,
-                block=lambda stage, made=made: FaultyBlock(stage, next(made), trigger),
-            )
+    def train(rank: Rank) -> Outcome:
+        if rank.rank in absent:
+            return None
+        trigger = Trigger(fault if fault and fault.rank == rank.rank else None, lambda: None)
+        try:
+            for step in range(1, steps + 1):
+                trigger.step, made = step, iter(range(chunks))
+                model = rank.model(lambda stage, made=made: FaultyBlock(stage, next(made), trigger))
+                rank.step(model, data=ToyData(microbatches(rank.rank, step)))
+        except BaseException as error:
+            return error
+        return None
 
-    return Ranks(SIZE, rank_main).run()
+    fields = {"pipeline_schedule": schedule, "guarded": True, "timeout": 30.0, **fields}
+    return dict(enumerate(pipeline(SIZE, chunks, 0, train, **fields)))
 
 
 # -- one exception, every rank ---
@@ -84,8 +72,7 @@ def _train(
 @pytest.mark.parametrize("kind", [RAISE, BACKWARD])
 def test_all_others_learn_of_an_exception(schedule: str, chunks: int, kind: str) -> None:
     fault = Fault(kind, rank=1, step=2, chunk=chunks - 1, mb=3)
-    extra = {"virtual_pipeline_model_parallel_size": chunks} if chunks > 1 else {}
-    raised = _train(fault, schedule=schedule, chunks=chunks, **extra)
+    raised = _train(fault, schedule=schedule, chunks=chunks)
     assert type(raised[1]).__name__ == "InjectedError"
     for rank in (0, 2):
         error = raised[rank]
@@ -184,7 +171,7 @@ def test_an_operation_that_takes_several_times_p2p_timeout_is_no_error(caplog: p
     assert "in fire" in said  # the line of the user's code
 
 
-def test_ranks_that_wait_for_each_other_are_given_up_after_p2p_timeout() -> None:
+def test_ranks_that_wait_for_each_other_are_given_up_after_p2p_timeout(guard_of: Any) -> None:
     """Nobody works, so that there is nothing to be patient with."""
     store = dist.HashStore()
     guards = [guard_of(rank, store, timeout=0.5) for rank in range(2)]
@@ -197,11 +184,9 @@ def test_ranks_that_wait_for_each_other_are_given_up_after_p2p_timeout() -> None
         with guard.step(source):
             wait_until_aborted(source)
 
-    for error in Ranks(2, wait).run().values():
+    for error in raised_by(2, wait):
         assert isinstance(error, PipelineStallError)
         assert "no rank has made progress for" in str(error)
-    for guard, _ in guards:
-        guard.close()
 
 
 @pytest.mark.slow
@@ -211,7 +196,7 @@ def test_a_slow_rank_is_no_error() -> None:
 
 @pytest.mark.parametrize(("grace", "timeout"), [(0.3, 30.0), (6.0, 0.5)], ids=["rank-gives-up", "watch-gives-up"])
 def test_a_transfer_that_fails_for_no_known_reason(
-    grace: float, timeout: float, monkeypatch: pytest.MonkeyPatch
+    guard_of: Any, grace: float, timeout: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody died, nobody raised: after some seconds the error says which transfer it was, whoever is first to give
     up: the rank that looks for a reason or the watch, which sees that nobody moves."""
@@ -223,13 +208,12 @@ def test_a_transfer_that_fails_for_no_known_reason(
     ):
         raise P2PTransferError("the cable")
     assert isinstance(caught.value.__cause__, P2PTransferError)
-    guard.close()
 
 
 # -- the guard itself ---
 
 
-def test_another_pipelines_failure_ends_this_one_too() -> None:
+def test_another_pipelines_failure_ends_this_one_too(guard_of: Any) -> None:
     """Tensor- and data-parallel partners of a failed pipeline would wait for it in vain."""
     store = dist.HashStore()
     guard, source = guard_of(0, store)
@@ -239,20 +223,15 @@ def test_another_pipelines_failure_ends_this_one_too() -> None:
     with pytest.raises(PipelinePeerError, match=r"rank 1 \(global rank 11\) of pipeline q raised ZeroDivisionError"):
         with guard.step(source):
             wait_until_aborted(source)
-    guard.close()
-    other.close()
 
 
-def test_a_rank_that_notices_nothing_gets_the_error_when_it_leaves() -> None:
+def test_a_rank_that_notices_nothing_gets_the_error_when_it_leaves(guard_of: Any) -> None:
     """On NCCL an abort lets kernels end without an error on the host."""
     store = dist.HashStore()
     guard, source = guard_of(0, store)
-    FaultStore(store, "p", 1, 2, 1).publish_failure(
-        Failure(EXCEPTION, "p", 1, 1, "F0.0", "FORWARD", "ValueError", "bad")
-    )
+    FaultStore(store, "p", 1, 2, 1).publish_failure(BAD)
     with pytest.raises(PipelinePeerError, match="ValueError"), guard.step(source):
         assert source.aborted.wait(10.0)
-    guard.close()
 
 
 def test_the_first_exception_counts_more_than_the_stall_that_follows_it() -> None:
@@ -295,23 +274,21 @@ class _LooksTooEarly:
     ("kind", "error"),
     [(EXCEPTION, PipelinePeerError), (MISMATCH, PipelineMismatchError), (STALL, PipelineStallError)],
 )
-def test_the_end_of_a_process_does_not_overtake_what_it_has_published(kind: str, error: type[Exception]) -> None:
+def test_the_end_of_a_process_does_not_overtake_what_it_has_published(
+    guard_of: Any, gone: Process, kind: str, error: type[Exception]
+) -> None:
     """A rank that raises publishes it and ends; the others may see its end first, as a look at the store is always some
     time ago."""
-    child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
-    process = process_of(child.pid)
-    child.communicate()
     store = dist.HashStore()
     guard, source = guard_of(0, _LooksTooEarly(store))
     other = FaultStore(store, "p", 1, 2, 1)
-    other.publish(Progress(1, IN_STEP, 3, "F0.1", process=process))
+    other.publish(Progress(1, IN_STEP, 3, "F0.1", process=gone))
     other.publish_failure(Failure(kind, "p", 1, 1, message="published before it ended"))
     with pytest.raises(error, match="published before it ended"), guard.step(source):
         raise P2PTransferError("connection closed by peer")
-    guard.close()
 
 
-def test_an_interrupt_is_an_exception_like_any_other() -> None:
+def test_an_interrupt_is_an_exception_like_any_other(guard_of: Any) -> None:
     store = dist.HashStore()
     one, source = guard_of(0, store)
     two, other_source = guard_of(1, store)
@@ -319,11 +296,9 @@ def test_an_interrupt_is_an_exception_like_any_other() -> None:
         raise KeyboardInterrupt
     with pytest.raises(PipelinePeerError, match="KeyboardInterrupt"), two.step(other_source):
         wait_until_aborted(other_source)
-    one.close()
-    two.close()
 
 
-def test_after_a_failure_the_guard_is_closed() -> None:
+def test_after_a_failure_the_guard_is_closed(guard_of: Any) -> None:
     store = dist.HashStore()
     one, source = guard_of(0, store)
     two, other_source = guard_of(1, store)
@@ -333,11 +308,9 @@ def test_after_a_failure_the_guard_is_closed() -> None:
         pass
     with pytest.raises(PipelinePeerError), two.step(other_source):
         wait_until_aborted(other_source)
-    for guard in (one, two):
-        guard.close()
 
 
-def test_what_was_published_before_a_guard_was_made_does_not_concern_it() -> None:
+def test_what_was_published_before_a_guard_was_made_does_not_concern_it(guard_of: Any) -> None:
     store = dist.HashStore()
     old, source = guard_of(0, store)
     with pytest.raises(ValueError, match="old"), old.step(source):
@@ -345,8 +318,6 @@ def test_what_was_published_before_a_guard_was_made_does_not_concern_it() -> Non
     new, source = guard_of(0, store)
     with new.step(source):
         time.sleep(0.6)  # long enough to look
-    old.close()
-    new.close()
 
 
 @pytest.mark.slow
@@ -356,16 +327,14 @@ def test_what_does_not_leave_its_step_meets_stronger_means() -> None:
     store = dist.HashStore()
     guard = FaultGuard(store, "p", 0, 2, 30.0, lambda: None, escalate=stronger.set)
     plan = build_plan(PlanSpec("1f1b", 2, 1, 4))
-    FaultStore(store, "p", 1, 2, 1).publish_failure(
-        Failure(EXCEPTION, "p", 1, 1, "F0.0", "FORWARD", "ValueError", "bad")
-    )
+    FaultStore(store, "p", 1, 2, 1).publish_failure(BAD)
     with pytest.raises(PipelinePeerError), guard.step(SimpleNamespace(plan=plan, position=0)):
         assert stronger.wait(10.0)
         torch._assert_async(torch.tensor(False), "Application timeout caused pair closure")  # in C++
     guard.close()
 
 
-def test_the_success_path_asks_nothing_of_the_store() -> None:
+def test_the_success_path_asks_nothing_of_the_store(guard_of: Any) -> None:
     """Entering and leaving a step only assigns; only the heartbeat thread calls the store."""
     calls: list[str] = []
     main = threading.get_ident()
@@ -387,13 +356,12 @@ def test_the_success_path_asks_nothing_of_the_store() -> None:
         with guard.step(source, key=None):
             pass
     assert calls == []
-    guard.close()
 
 
 # -- around steps ---
 
 
-def test_a_failure_reaches_ranks_between_steps_that_are_watched() -> None:
+def test_a_failure_reaches_ranks_between_steps_that_are_watched(guard_of: Any) -> None:
     """Rank 0 is through with its step and waits in a collective of the optimizer; rank 1 fails in its step."""
     store = dist.HashStore()
     one, source = guard_of(0, store)
@@ -405,11 +373,9 @@ def test_a_failure_reaches_ranks_between_steps_that_are_watched() -> None:
             with pytest.raises(ValueError, match="late"), two.step(other_source):
                 raise ValueError("late")
             wait_until_aborted(source)
-    one.close()
-    two.close()
 
 
-def test_an_error_that_passes_two_guards_is_reported_once() -> None:
+def test_an_error_that_passes_two_guards_is_reported_once(guard_of: Any) -> None:
     store = dist.HashStore()
     guard, source = guard_of(0, store)
     with pytest.raises(ValueError, match="inner"), guard.watch("the training step"), guard.step(source):
@@ -419,10 +385,9 @@ def test_an_error_that_passes_two_guards_is_reported_once() -> None:
     found = records.read_failure()
     assert found is not None
     assert (found.message, found.instruction) == ("inner", str(source.plan.programs[0][0]))
-    guard.close()
 
 
-def test_what_is_watched_has_a_name_in_the_error() -> None:
+def test_what_is_watched_has_a_name_in_the_error(guard_of: Any) -> None:
     store = dist.HashStore()
     one, _ = guard_of(0, store)
     two, other_source = guard_of(1, store)
@@ -430,5 +395,3 @@ def test_what_is_watched_has_a_name_in_the_error() -> None:
         raise OSError("disk")
     with pytest.raises(PipelinePeerError, match="raised OSError in the optimizer step: disk"), two.step(other_source):
         wait_until_aborted(other_source)
-    one.close()
-    two.close()

@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 from megatron_pp.errors import PipelinePeerError, PipelineStallError
 from megatron_pp.faults import stall_detector
-from tests.unit_tests.faults.guards import Ranks, Unreachable, guard_of, wait_until_aborted
+from tests.unit_tests.faults.guards import Unreachable, raised_by, wait_until_aborted
 
 
 @pytest.mark.slow
-def test_a_store_that_is_gone_is_an_error_for_who_waits() -> None:
+def test_a_store_that_is_gone_is_an_error_for_who_waits(guard_of: Any) -> None:
     store = Unreachable()
     guard, source = guard_of(0, store)
     with (
@@ -29,11 +29,10 @@ def test_a_store_that_is_gone_is_an_error_for_who_waits() -> None:
     ):
         store.gone = True
         wait_until_aborted(source)
-    guard.close()
 
 
 @pytest.mark.slow
-def test_an_exception_is_raised_although_the_store_is_gone() -> None:
+def test_an_exception_is_raised_although_the_store_is_gone(guard_of: Any) -> None:
     """And at once, not after the timeout."""
     store = Unreachable()
     guard, source = guard_of(0, store, timeout=600.0)
@@ -43,14 +42,13 @@ def test_an_exception_is_raised_although_the_store_is_gone() -> None:
             store.gone = True
             raise ValueError("mine")
 
-    (raised,) = Ranks(1, step).run(seconds=60.0).values()
+    (raised,) = raised_by(1, step, 60.0)
     assert isinstance(raised, ValueError)
     assert str(raised) == "mine"
-    guard.close()
 
 
 @pytest.mark.slow
-def test_a_store_whose_process_ended_before_the_first_step() -> None:
+def test_a_store_whose_process_ended_before_the_first_step(guard_of: Any) -> None:
     """The store's own timeout, which a new connection would wait for, is far longer."""
     code = "import sys, torch.distributed as d; s = d.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)"
     code += "; print(s.port, flush=True); sys.stdin.read()"
@@ -66,7 +64,7 @@ def test_a_store_whose_process_ended_before_the_first_step() -> None:
         with guard.step(source, "plan", dict):
             pytest.fail("nobody else is there")
 
-    (raised,) = Ranks(1, step).run(seconds=30.0).values()
+    (raised,) = raised_by(1, step)
     assert isinstance(raised, PipelineStallError)
     assert "the store has failed (ConnectionRefusedError" in str(raised)
     assert time.monotonic() - begun < 15.0
@@ -74,10 +72,10 @@ def test_a_store_whose_process_ended_before_the_first_step() -> None:
 
 HOST = """
 import os, time, torch.distributed as dist
-from tests.unit_tests.faults.guards import guard_of
+from tests.unit_tests.faults.guards import new_guard
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 print(store.port, flush=True)
-guard, source = guard_of(0, store)
+guard, source = new_guard(0, store)
 try:
     with guard.step(source, "plan", dict):
         time.sleep(0.3)
@@ -87,7 +85,7 @@ except ValueError:
 """
 
 
-def test_the_cause_outlives_the_process_that_holds_the_store() -> None:
+def test_the_cause_outlives_the_process_that_holds_the_store(guard_of: Any) -> None:
     """It ends as soon as it has raised; the others look at the store four times a second."""
     host = subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True)
     assert host.stdout is not None
@@ -96,7 +94,6 @@ def test_the_cause_outlives_the_process_that_holds_the_store() -> None:
     with pytest.raises(PipelinePeerError, match=r"ValueError.*mine"), guard.step(source, "plan", dict):
         wait_until_aborted(source)
     assert host.wait(10.0) == 3
-    guard.close()
 
 
 class Blocking(Unreachable):
@@ -119,7 +116,9 @@ class Blocking(Unreachable):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_first", [False, True])
-def test_a_store_that_blocks_does_not_block_the_verdict(is_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_blocks_does_not_block_the_verdict(
+    guard_of: Any, is_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The network to the store is cut, before the first step or in it; before it the verdict does not take
     p2p_timeout."""
     monkeypatch.setattr(stall_detector, "_CONNECTING", 1.5)
@@ -133,4 +132,3 @@ def test_a_store_that_blocks_does_not_block_the_verdict(is_first: bool, monkeypa
         store.cut.set()
         wait_until_aborted(source)
     store.cut.clear()
-    guard.close()

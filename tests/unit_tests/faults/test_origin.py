@@ -17,13 +17,8 @@ from megatron_pp.errors import P2PError, P2PTimeoutError, P2PTransferError, Pipe
 from megatron_pp.faults.attach import close_guard, watched
 from megatron_pp.faults.diagnosis import is_consequence, tail_of, text_of, type_name
 from megatron_pp.faults.records import MAX_TEXT
-from megatron_pp.p2p_communication import P2PCommunicator
-from megatron_pp.runtime.stage import PipelineStage
-from megatron_pp.testing.memory_transport import MemoryNetwork
-from megatron_pp.testing.pipeline import toy_step
-from megatron_pp.testing.threads import ThreadGroup
-from megatron_pp.testing.toy import ToyBlock, ToyData, toy_config, toy_forward_step
-from tests.unit_tests.faults.guards import Ranks
+from megatron_pp.testing.toy import ToyData, toy_forward_step
+from tests.harness.step_runs import Rank, pipeline
 
 SIZE, DATA = 2, ToyData(3)
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:11186"
@@ -37,42 +32,20 @@ TEXTS_OF_TRANSPORTS = (
 )
 
 
-class HostileStrError(Exception):
-    def __str__(self) -> str:
-        raise ValueError("no text")
+def hostile(attribute: str, behaviour: Callable[[Any], Any], as_property: bool = False) -> type[Exception]:
+    """A class of exceptions with an ``attribute`` that fails, or lies."""
+    return type("HostileError", (Exception,), {attribute: property(behaviour) if as_property else behaviour})
 
 
-class ExitingStrError(Exception):
-    def __str__(self) -> str:
-        raise SystemExit(3)
+def raises(kind: type[BaseException]) -> Callable[[Any], Any]:
+    def fail(self: Any) -> Any:
+        raise kind("no answer")
+
+    return fail
 
 
-class HostileReprError(Exception):
-    def __repr__(self) -> str:
-        raise ValueError("no repr")
-
-
-class NoTextError(Exception):
-    def __str__(self) -> Any:
-        return 7
-
-
-class HostileClassError(Exception):
-    @property
-    def __class__(self) -> Any:
-        raise ValueError("no class")
-
-
-class LyingClassError(Exception):
-    @property
-    def __class__(self) -> Any:
-        return P2PTimeoutError
-
-
-class HostileNotesError(Exception):
-    @property
-    def __notes__(self) -> Any:
-        raise ValueError("no notes")
+HostileStrError = hostile("__str__", raises(ValueError))
+HostileReprError = hostile("__repr__", raises(ValueError))
 
 
 class OddText(str):
@@ -80,15 +53,6 @@ class OddText(str):
         raise ValueError("no lines")
 
     __format__ = partition = __len__ = splitlines  # type: ignore[assignment]
-
-
-class OddTextError(Exception):
-    def __str__(self) -> str:
-        return OddText("odd")
-
-
-class NamelessError(Exception):
-    __module__ = None  # type: ignore[assignment]
 
 
 class TwoArgumentsError(Exception):
@@ -106,14 +70,14 @@ class DistBackendError(RuntimeError):
 
 EXCEPTIONS: dict[str, Callable[[], BaseException]] = {
     "str raises": HostileStrError,
-    "str raises SystemExit": ExitingStrError,
+    "str raises SystemExit": hostile("__str__", raises(SystemExit)),
     "repr raises": lambda: HostileReprError(HostileReprError()),
-    "str returns a number": NoTextError,
-    "class raises": HostileClassError,
-    "class lies": LyingClassError,
-    "notes raise": HostileNotesError,
-    "text of an odd class": OddTextError,
-    "no module": NamelessError,
+    "str returns a number": hostile("__str__", lambda self: 7),
+    "class raises": hostile("__class__", raises(ValueError), as_property=True),
+    "class lies": hostile("__class__", lambda self: P2PTimeoutError, as_property=True),
+    "notes raise": hostile("__notes__", raises(ValueError), as_property=True),
+    "text of an odd class": hostile("__str__", lambda self: OddText("odd")),
+    "no module": type("NamelessError", (Exception,), {"__module__": None}),
     "arguments that do not pickle": lambda: TwoArgumentsError(1, other=lambda: None),
     "long text": lambda: ValueError("x\n" * 50_000),
     "lone surrogate, zero and ends of lines": lambda: ValueError("\ud800\0\x0c\u2028\n"),
@@ -164,27 +128,26 @@ class Bomb:
             yield item
 
 
-def outcome(place: str, error: BaseException) -> dict[int, BaseException | None]:
+def outcome(place: str, error: BaseException) -> list[BaseException | None]:
     """Two steps on two ranks; the last rank raises ``error``."""
-    network = MemoryNetwork(SIZE, store=dist.HashStore())
 
-    def rank_main(rank: int) -> None:
-        bomb = Bomb(place, error if rank == SIZE - 1 else None)
-        config = toy_config(
-            grad_sync_func=lambda *_: bomb.at("grad sync"),
-            finalize_model_grads_func=lambda *_, **__: bomb.at("finalize"),
-        )
-        communicator = P2PCommunicator(ThreadGroup(rank, SIZE), config, network.transport(rank))
-        stage = PipelineStage(ToyBlock(rank), config)
+    def train(rank: Rank) -> BaseException | None:
+        bomb = Bomb(place, error if rank.rank == SIZE - 1 else None)
+        rank.config.grad_sync_func = lambda *_: bomb.at("grad sync")
+        rank.config.finalize_model_grads_func = lambda *_, **__: bomb.at("finalize")
+        stages = rank.model()
         try:
             for _ in range(3):
-                toy_step([stage], DATA, communicator, forward_step_func=bomb.forward_step, iterators=[bomb.data()])
-                with watched(communicator, config, "the optimizer's step"):
+                rank.step(stages, forward_step_func=bomb.forward_step, iterators=[bomb.data()])
+                with watched(rank.communicator, rank.config, "the optimizer's step"):
                     bomb.at("optimizer")
+        except BaseException as raised:
+            return raised
         finally:
-            close_guard(communicator)
+            close_guard(rank.communicator)
+        return None
 
-    return Ranks(SIZE, rank_main).run()
+    return pipeline(SIZE, 1, DATA.num_microbatches, train, guarded=True, timeout=30.0)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from megatron_pp.errors import PipelinePeerError
 from megatron_pp.faults.guard import FaultGuard
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import PlanSpec
+from tests.unit_tests.faults.guards import raised_by
 
 TIMEOUT = 4.0
 
@@ -42,21 +43,7 @@ class Member:
 
 def _together(*calls: Callable[[], None]) -> list[BaseException | None]:
     """Each in a thread; what each raised."""
-    raised: list[BaseException | None] = [None] * len(calls)
-
-    def run(place: int) -> None:
-        try:
-            calls[place]()
-        except BaseException as error:
-            raised[place] = error
-
-    threads = [threading.Thread(target=run, args=(place,), daemon=True) for place in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20.0)
-    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
-    return raised
+    return raised_by(len(calls), lambda place: calls[place](), 20.0)
 
 
 def _step(store: Any, ranks: tuple[int, ...]) -> list[BaseException | None]:

@@ -7,11 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 
-from megatron_pp.faults.consistency import RECEIVES, SENDS, arrived, find_mismatch
 from megatron_pp.faults.diagnosis import (
     around_positions,
     busy_ranks,
@@ -23,8 +23,8 @@ from megatron_pp.faults.diagnosis import (
 )
 from megatron_pp.faults.heartbeat import Pace
 from megatron_pp.faults.liveness import ALIVE, DEAD, STOPPED, UNKNOWN, state_of, this_process
-from megatron_pp.faults.records import DONE, ENTERING, IN_STEP, Entry, Process, Progress
-from megatron_pp.faults.stall_detector import OwnState, Peers, Stall, find_stall
+from megatron_pp.faults.records import DONE, ENTERING, IN_STEP, Process, Progress
+from megatron_pp.faults.stall_detector import OwnState, Peers, find_stall
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.instruction import Instruction
 from megatron_pp.plan.ir.placement import LOOP, V_SHAPE, Placement
@@ -52,104 +52,91 @@ def _peers(*reads: tuple[float, dict[int, Progress]]) -> Peers:
     return peers
 
 
-def _all_alive(process: Process) -> str:
-    return ALIVE
+def _every(seconds: range, of: Callable[[int], dict[int, Progress]]) -> Peers:
+    return _peers(*((float(t), of(t)) for t in seconds))
 
 
-def _gone(*ranks: int) -> object:
+def _gone(*ranks: int) -> Callable[[Process], str]:
     return lambda process: DEAD if process.pid - 100 in ranks else ALIVE
 
 
-def _own(idle: float = 0.0, waits_on: tuple[int, ...] = (), failed: bool = False, size: int = 3) -> OwnState:
-    return OwnState(0, size, 5, idle, waits_on, failed)
+class Look(NamedTuple):
+    """What rank 0 of 3 knows at ``now``, in step 5, without progress for ``idle`` seconds; and the stall that it finds
+    (suspects None: no stall; none: not compared)."""
+
+    idle: float
+    now: float
+    peers: Peers
+    suspects: tuple[int, ...] | None = None
+    words: str = ""
+    waits_on: tuple[int, ...] = ()
+    state: Callable[[Process], str] = _gone()
+    failed: str = ""
+    working: tuple[int, ...] = ()
+    patience: float | None = None
 
 
-def _find(peers: Peers, own: OwnState, now: float, state: object = _all_alive) -> Stall | None:
-    return find_stall(peers, own, TIMEOUT, now, state)  # type: ignore[arg-type]
+READ_ONCE = _peers((0.0, {1: _progress(1), 2: _progress(2)}))
+READ_AGAIN = _peers(
+    (0.0, {1: _progress(1), 2: _progress(2)}), (3600.1, {1: _progress(1, beat=9), 2: _progress(2, beat=9)})
+)
+FINISHED = _peers((0.0, {1: _progress(1, state=DONE), 2: _progress(2)}))
+# Rank 1 moved 50 seconds ago, rank 2 did not for an hour.
+SLOW = _every(range(70), lambda t: {1: _progress(1, idle=50.0, beat=t), 2: _progress(2, idle=3600.0, beat=t)})
+SILENT = _every(range(0, 61, 10), lambda t: {1: _progress(1, beat=1), 2: _progress(2, beat=t)})
+STILL = _every(range(0, 62, 5), lambda t: {r: _progress(r, idle=t, beat=t) for r in (1, 2)})
+STILL_LONGER = _every(range(0, 122, 5), lambda t: {r: _progress(r, idle=t, beat=t) for r in (1, 2)})
+WITHOUT_2 = _every(range(0, 62, 5), lambda t: {1: _progress(1, idle=t, beat=t)})
+EARLIER = _progress(2, step=4, state=DONE)
+BEHIND = _every(range(0, 62, 5), lambda t: {1: _progress(1, idle=t, beat=t), 2: EARLIER})
+BROKEN = Peers(broken_since=10.0, broken="DistNetworkError: reset")
+LOOKS = {
+    "it moves": Look(0.0, 1000.0, Peers()),
+    "a slow rank that lives and moves": Look(3600.0, 69.0, SLOW, waits_on=(1,)),
+    "a rank that has finished and ended": Look(10.0, 1.0, FINISHED, waits_on=(1,), state=_gone(1)),
+    "a rank that nobody waits for has ended": Look(10.0, 1.0, READ_ONCE, waits_on=(2,), state=_gone(1)),
+    "a hiccup of the store while it moves": Look(1.0, 100.0, Peers(broken_since=0.0, broken="reset")),
+    "a dead process that is waited for": Look(
+        1.5, 0.1, READ_ONCE, (1,), "the process of rank 1 (pid 101) is gone", waits_on=(1,), state=_gone(1)
+    ),
+    "any dead process after a failed transfer": Look(0.0, 0.1, READ_ONCE, (2,), state=_gone(2), failed="it failed"),
+    "silence before the timeout": Look(60.0, 59.0, SILENT, waits_on=(1,)),
+    "silence for the timeout": Look(
+        61.0, 61.0, SILENT, (1,), "pid 101 is stopped, as by SIGSTOP", waits_on=(1,), state=lambda process: STOPPED
+    ),
+    # The clock says that nothing came for an hour; but nothing was asked, either.
+    "a reader that was itself stopped": Look(3600.0, 3600.0, READ_ONCE, waits_on=(1,)),
+    "the same after its next look": Look(3600.0, 3600.2, READ_AGAIN, waits_on=(1,)),
+    "nobody moves before the timeout": Look(59.0, 60.0, STILL),
+    "nobody moves for the timeout": Look(61.0, 61.0, STILL, (), "no rank has made progress for 61 s"),
+    "a rank computes": Look(119.0, 119.0, STILL_LONGER, waits_on=(1,), working=(2,), patience=120.0),
+    "no rank computes": Look(
+        119.0, 119.0, STILL_LONGER, (), "no rank has made progress", waits_on=(1,), patience=120.0
+    ),
+    "a rank computes for too long": Look(
+        121.0, 121.0, STILL_LONGER, (), "made progress for 121 s", waits_on=(1,), working=(2,), patience=120.0
+    ),
+    "a rank has never entered": Look(
+        61.0, 61.0, WITHOUT_2, (2,), "rank 2 has not entered step 5 (rank 2 has reported no step at all"
+    ),
+    "it may not have called install": Look(61.0, 61.0, WITHOUT_2, (2,), "every rank calls install()"),
+    "a rank is in an earlier step": Look(61.0, 61.0, BEHIND, (2,)),
+    "the store has just failed": Look(10.0, 12.0, BROKEN),
+    "the store has failed": Look(10.0, 14.0, BROKEN, (), "DistNetworkError: reset"),
+    "the store does not answer yet": Look(60.0, 69.0, Peers(asked_at=10.0)),
+    "the store does not answer": Look(61.0, 71.0, Peers(asked_at=10.0), (), "the network"),
+}
 
 
-# -- nothing is wrong ---
-
-
-def test_a_rank_that_moves_has_nothing_to_report() -> None:
-    assert _find(Peers(), _own(), 1000.0) is None
-
-
-def test_a_slow_rank_that_lives_and_moves_is_no_error() -> None:
-    """This rank has waited for an hour; rank 1 moved 50 seconds ago, rank 2 did not for an hour."""
-    reads = [(float(t), {1: _progress(1, idle=50.0, beat=t), 2: _progress(2, idle=3600.0, beat=t)}) for t in range(70)]
-    assert _find(_peers(*reads), _own(idle=3600.0, waits_on=(1,)), 69.0) is None
-
-
-def test_a_rank_that_has_finished_and_ended_is_not_missed() -> None:
-    peers = _peers((0.0, {1: _progress(1, state=DONE), 2: _progress(2)}))
-    assert _find(peers, _own(idle=10.0, waits_on=(1,)), 1.0, _gone(1)) is None
-
-
-def test_a_rank_that_nobody_waits_for_may_end_before_it_says_that_it_finished() -> None:
-    peers = _peers((0.0, {1: _progress(1), 2: _progress(2)}))
-    assert _find(peers, _own(idle=10.0, waits_on=(2,)), 1.0, _gone(1)) is None
-
-
-def test_a_hiccup_of_the_store_is_no_error_while_this_rank_moves() -> None:
-    peers = Peers(broken_since=0.0, broken="reset")
-    assert _find(peers, _own(idle=1.0), 100.0) is None
-
-
-# -- dead, silent, stuck, cut off ---
-
-
-def test_a_dead_process_that_is_waited_for_is_found_at_once() -> None:
-    peers = _peers((0.0, {1: _progress(1), 2: _progress(2)}))
-    found = _find(peers, _own(idle=1.5, waits_on=(1,)), 0.1, _gone(1))
-    assert found is not None
-    assert found.suspects == (1,)
-    assert "the process of rank 1 (pid 101) is gone" in found.why
-
-
-def test_after_a_failed_transfer_any_dead_process_counts() -> None:
-    peers = _peers((0.0, {1: _progress(1), 2: _progress(2)}))
-    found = _find(peers, _own(failed="a transfer failed"), 0.1, _gone(2))
-    assert found is not None
-    assert found.suspects == (2,)
-
-
-def test_silence_for_the_timeout_is_an_error() -> None:
-    reads = [(float(t), {1: _progress(1, beat=1), 2: _progress(2, beat=t)}) for t in range(0, 61, 10)]
-    peers = _peers(*reads)
-    assert _find(peers, _own(idle=60.0, waits_on=(1,)), 59.0) is None
-    found = _find(peers, _own(idle=61.0, waits_on=(1,)), 61.0, lambda process: STOPPED)
-    assert found is not None
-    assert found.suspects == (1,)
-    assert "pid 101 is stopped, as by SIGSTOP" in found.why
-
-
-def test_a_reader_that_was_itself_stopped_does_not_blame_the_others() -> None:
-    """After an hour's stop the clock says that nothing came for an hour; but nothing was asked, either."""
-    peers = _peers((0.0, {1: _progress(1), 2: _progress(2)}))
-    assert _find(peers, _own(idle=3600.0, waits_on=(1,)), 3600.0) is None
-    peers.note_progress({1: _progress(1, beat=9), 2: _progress(2, beat=9)}, 3600.1)
-    assert _find(peers, _own(idle=3600.0, waits_on=(1,)), 3600.2) is None
-
-
-def test_nobody_moving_for_the_timeout_is_an_error() -> None:
-    reads = [(float(t), {r: _progress(r, idle=t, beat=t) for r in (1, 2)}) for t in range(0, 62, 5)]
-    peers = _peers(*reads)
-    assert _find(peers, _own(idle=59.0), 60.0) is None
-    found = _find(peers, _own(idle=61.0), 61.0)
-    assert found is not None
-    assert "no rank has made progress for 61 s" in found.why
-
-
-def test_a_rank_that_computes_has_more_time() -> None:
-    reads = [(float(t), {r: _progress(r, idle=t, beat=t) for r in (1, 2)}) for t in range(0, 122, 5)]
-    peers = _peers(*reads)
-    own = OwnState(0, 3, 5, 119.0, (1,), working=(2,))
-    assert find_stall(peers, own, TIMEOUT, 119.0, _all_alive, 120.0) is None
-    assert find_stall(peers, replace(own, working=()), TIMEOUT, 119.0, _all_alive, 120.0) is not None
-    found = find_stall(peers, replace(own, idle=121.0), TIMEOUT, 121.0, _all_alive, 120.0)
-    assert found is not None
-    assert "no rank has made progress for 121 s" in found.why
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+def test_when_a_step_is_given_up(look: Look) -> None:
+    own = OwnState(0, 3, 5, look.idle, look.waits_on, look.failed, working=look.working)
+    more = () if look.patience is None else (look.patience,)
+    found = find_stall(look.peers, own, TIMEOUT, look.now, look.state, *more)
+    assert (found is None) == (look.suspects is None)
+    if found is not None:
+        assert found.suspects == look.suspects or not look.suspects
+        assert look.words in found.why
 
 
 def test_who_works_and_who_waits() -> None:
@@ -164,39 +151,6 @@ def test_who_works_and_who_waits() -> None:
     assert working_ranks(plan, at("the optimizer step")) == (1,)
     assert working_ranks(None, at("the optimizer step")) == (1,)
     assert working_ranks(plan, at("F0.2", ENTERING)) == ()
-
-
-def test_who_never_entered_is_named() -> None:
-    reads = [(float(t), {1: _progress(1, idle=t, beat=t)}) for t in range(0, 62, 5)]
-    found = _find(_peers(*reads), _own(idle=61.0), 61.0)
-    assert found is not None
-    assert found.suspects == (2,)
-    assert "rank 2 has not entered step 5 (rank 2 has reported no step at all" in found.why
-    assert "every rank calls install()" in found.why
-
-
-def test_who_is_still_in_an_earlier_step_is_named() -> None:
-    done = _progress(2, step=4, state=DONE)
-    reads = [(float(t), {1: _progress(1, idle=t, beat=t), 2: done}) for t in range(0, 62, 5)]
-    found = _find(_peers(*reads), _own(idle=61.0), 61.0)
-    assert found is not None
-    assert found.suspects == (2,)
-
-
-def test_a_store_that_is_gone_is_an_error_for_who_waits() -> None:
-    peers = Peers(broken_since=10.0, broken="DistNetworkError: reset")
-    assert _find(peers, _own(idle=10.0), 12.0) is None
-    found = _find(peers, _own(idle=10.0), 14.0)
-    assert found is not None
-    assert "DistNetworkError: reset" in found.why
-
-
-def test_a_store_that_does_not_answer_is_an_error_after_the_timeout() -> None:
-    peers = Peers(asked_at=10.0)
-    assert _find(peers, _own(idle=60.0), 69.0) is None
-    found = _find(peers, _own(idle=61.0), 71.0)
-    assert found is not None
-    assert "the network" in found.why
 
 
 # -- what is known of processes ---
@@ -231,58 +185,6 @@ def _wait_for(process: Process, state: str) -> None:
             return
         time.sleep(0.01)
     pytest.fail(f"the process did not become {state}")
-
-
-# -- entry ---
-
-
-def _entry(step: int = 1, **description: str) -> Entry:
-    return Entry(step, description)
-
-
-def test_equal_descriptions_agree() -> None:
-    entries = {r: _entry(schedule="1f1b", **{"num_microbatches (M)": "8"}) for r in range(3)}
-    assert find_mismatch(0, entries, {}, 1) is None
-    assert arrived(entries, 1) == {0, 1, 2}
-
-
-@pytest.mark.parametrize("own", [0, 1, 2])
-def test_a_difference_names_the_field_and_both_values(own: int) -> None:
-    entries = {r: _entry(policy="overlap", shape="8" if r == 2 else "4") for r in range(3)}
-    found = find_mismatch(own, entries, {}, 1)
-    assert found is not None
-    assert found.field == "shape"
-    assert found.values[2] == "8"
-    assert set(found.values.values()) == {"4", "8"}
-    assert "do not agree on shape" in str(found)
-    assert "rank 2 has 8" in str(found)
-
-
-def test_a_field_that_one_rank_lacks_is_a_difference() -> None:
-    found = find_mismatch(0, {0: _entry(a="1"), 1: _entry(a="1", b="2")}, {}, 1)
-    assert found is not None
-    assert found.values == {0: "nothing", 1: "2"}
-
-
-def test_shapes_are_compared_along_the_pipeline() -> None:
-    """What a rank sends need not be what it receives, but what the next one receives."""
-    fits = {0: _entry(**{SENDS: "a", RECEIVES: "x"}), 1: _entry(**{SENDS: "b", RECEIVES: "a"})}
-    assert find_mismatch(0, fits, {}, 1) is None
-    broken = {0: _entry(**{SENDS: "a", RECEIVES: "x"}), 1: _entry(**{SENDS: "b", RECEIVES: "c"})}
-    for own in (0, 1):
-        found = find_mismatch(own, broken, {}, 1)
-        assert found is not None
-        assert found.values == {0: "a", 1: "c"}
-
-
-def test_a_rank_that_goes_on_with_its_old_plan_differs() -> None:
-    """Rank 0 enters step 5 with a new plan; rank 1 is in step 5 with the one of step 1."""
-    entries = {0: _entry(5, m="8"), 1: _entry(1, m="4")}
-    assert find_mismatch(0, entries, {1: _progress(1, step=4)}, 5) is None  # may yet change
-    assert find_mismatch(0, entries, {1: _progress(1, step=5, state=ENTERING)}, 5) is None
-    found = find_mismatch(0, entries, {1: _progress(1, step=5)}, 5)
-    assert found is not None
-    assert found.values == {0: "8", 1: "4"}
 
 
 # -- in words ---

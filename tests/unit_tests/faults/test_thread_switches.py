@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_pp.faults.guard import FaultGuard
-from megatron_pp.faults.records import DONE
+from megatron_pp.faults.records import DONE, ENTERING, IN_STEP
 from megatron_pp.faults.tracker import Tracker
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import PlanSpec
@@ -43,6 +43,19 @@ def test_a_rank_seen_at_rest_does_not_tell_of_the_step_that_it_begins() -> None:
     tracker.begin(source, entering=True)  # by the other thread, before this one has asked for what is finished
     record = tracker.finished()
     assert (record.step, record.state, record.history) == (1, DONE, (1, 0, 1, 1))
+
+
+def test_the_first_sign_of_a_step_says_that_plans_are_compared() -> None:
+    """Otherwise the sign would say "in the step", which with the old entry is a mismatch."""
+    tracker, source = Tracker(0, 2), SimpleNamespace(plan=build_plan(PlanSpec("1f1b", 2, 1, 2)), position=0)
+    tracker.begin(source, entering=True)
+    seen = [tracker.observe()]
+    tracker.agreed(1)
+    seen.append(tracker.observe())
+    tracker.end()
+    tracker.begin(source)
+    seen.append(tracker.observe())
+    assert [record and (record.step, record.state) for record in seen] == [(1, ENTERING), (1, IN_STEP), (2, IN_STEP)]
 
 
 def _keys(seed: int) -> Iterator[int]:
