@@ -144,7 +144,7 @@ BAD_INPUT = r"""
 --fp8 hybrid | ArgumentError | --fp8 is hybrid, which needs --transformer-impl
 --transformer-impl te | ArgumentError | te.*local.*transformer_engine
 --pipeline-schedule none.csv | ScheduleError | none.csv: cannot be read
---pipeline-schedule {5.csv} | ExchangeError | is a schedule of 5 microbatches on 2 ranks; this step has 8 on 2
+--pipeline-schedule {5.csv} | FileFormatError | is a schedule of 5 microbatches on 2 ranks; this step has 8 on 2
 --pipeline-schedule auto --pipeline-measured none.json | ScheduleError | none.json: cannot be read
 --device cuda | ArgumentError | of 2 ranks here each needs a GPU, and there are 0
 --run-dir {run} --seed 7 | ArgumentError | holds a run of other settings; give another, or --resume {run}
