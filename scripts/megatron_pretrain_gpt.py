@@ -38,11 +38,11 @@ TRAINING = (
 CHUNKS = ["--num-virtual-stages-per-pipeline-rank", "2"]
 ON_CPU = """
 import contextlib, typing, typing_extensions
-from tests.megatron import cpu_shim
+from megatron_pp.parity import cpu_stand_in
 
-cpu_shim.redirect()
+cpu_stand_in.redirect()
 triton = contextlib.ExitStack()
-triton.enter_context(cpu_shim.triton_stand_in())
+triton.enter_context(cpu_stand_in.triton_stand_in())
 typing.override = typing_extensions.override  # Megatron's main branch is written for Python 3.12
 """
 LOGGED = re.compile(r"iteration +(\d+)/.*lm loss: (\S+) .*grad norm: (\S+)")

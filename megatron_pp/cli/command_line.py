@@ -9,7 +9,7 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_pp.cli import run
+from megatron_pp.cli import parity, run
 from megatron_pp.cli.errors import BAD_INPUT, ENDED, OK, REFUSED, RefusedError, UsageError
 from megatron_pp.cli.parser import parse
 from megatron_pp.cli.terminal import open_terminal
@@ -23,7 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else list(argv)
     if given[:1] == [run.NAME]:
         return _run_script(given[1:])
-    args = parse({name: _command(name) for name in _COMMANDS}, given, {run.NAME: run.SUMMARY})
+    if given[:1] == [parity.NAME]:
+        return _compare(given[1:])
+    args = parse({name: _command(name) for name in _COMMANDS}, given, {own.NAME: own.SUMMARY for own in (run, parity)})
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("always", UserWarning)
@@ -60,6 +62,17 @@ def _run_script(argv: Sequence[str]) -> int:
         _complain(f"megatron-pp {run.NAME}: {_in_words(error)}")
         return BAD_INPUT
     return OK
+
+
+def _compare(argv: Sequence[str]) -> int:
+    try:
+        return parity.main(argv)
+    except (ImportError, OSError, MegatronPPError) as error:
+        _complain(f"megatron-pp {parity.NAME}: {_in_words(error)}")
+        return parity.cannot_run(_in_words(error), argv)
+    except KeyboardInterrupt:
+        _complain(f"megatron-pp {parity.NAME}: ended by Ctrl-C")
+        return ENDED
 
 
 def _command(name: str) -> Any:

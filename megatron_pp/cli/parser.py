@@ -33,6 +33,11 @@ class Parser(argparse.ArgumentParser):
         """Name of an option's value -> how the option is written."""
         return {action.dest: max(action.option_strings, key=len) for action in self._actions if action.option_strings}
 
+    @property
+    def options(self) -> list[str]:
+        """All, in each spelling."""
+        return [text for action in self._actions for text in action.option_strings]
+
 
 def parse(
     commands: Mapping[str, Any], argv: Sequence[str] | None, listed: Mapping[str, str] | None = None

@@ -49,11 +49,8 @@ def prepare(argv: Sequence[str]) -> Callable[[], None]:
     args = _parse(argv)
     if not args.module and not os.path.isfile(args.script):
         raise UsageError(f"{args.script}: there is no such file")
-    given = {name: getattr(args, name) for name in TABLE if hasattr(args, name)}
-    texts = {name: value for name, value in given.items() if isinstance(value, str)}
-    given |= {name: value_of_text(name, text, _flag(name)) for name, text in texts.items()}
     plugin: Any = importlib.import_module("megatron_pp.integrations.on_import")
-    plugin.install_on_import(read_settings(args.settings, **given))
+    plugin.install_on_import(read_settings(args.settings, **given_settings(args)))
     return partial(_run, load_module if args.module else load_script, args.script, args.arguments)
 
 
@@ -77,6 +74,19 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
+    add_settings(parser)
+    return parsed(parser, argv)
+
+
+def given_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings of the plug-in that a command line has. Raises ConfigError for an impossible value."""
+    given = {name: getattr(args, name) for name in TABLE if hasattr(args, name)}
+    texts = {name: value for name, value in given.items() if isinstance(value, str)}
+    return given | {name: value_of_text(name, text, _flag(name)) for name, text in texts.items()}
+
+
+def add_settings(parser: Parser) -> None:
+    """An option for each setting of the plug-in, and one for a file of them."""
     parser.add_argument("--settings", metavar="FILE", default=None, help="a TOML file with settings")
     for name, setting in TABLE.items():
         how: dict[str, Any] = (
@@ -84,13 +94,17 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         )
         if not setting.kind.only_keyword:
             parser.add_argument(_flag(name), help=setting.help.replace("%", "%%"), **how)
+
+
+def parsed(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
+    """The parser's options, then the script and its own arguments. Exits where they are not understood."""
     parser.add_argument("-m", dest="module", action="store_true", default=False, help="SCRIPT is a module")
     parser.add_argument("script", metavar="SCRIPT", help="the script, whose arguments follow it")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=argparse.SUPPRESS)
     args, rest = parser.parse_known_args(argv)
     if rest:
         name = rest[0].partition("=")[0]
-        parser.error(f"option {name} is not known{did_you_mean(name, map(_flag, TABLE))}")
+        parser.error(f"option {name} is not known{did_you_mean(name, parser.options)}")
     return args
 
 

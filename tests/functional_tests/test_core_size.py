@@ -89,12 +89,14 @@ def own_steps(rank: int, size: int) -> dict[str, tuple[int, str]]:
 
 def installed_steps(rank: int, size: int) -> dict[str, tuple[int, str]]:
     sys.meta_path.insert(0, importers := Importers())
-    from tests.megatron import cpu_shim
+    from megatron_pp.parity import cpu_stand_in
 
-    cpu_shim.redirect()
-    with cpu_shim.triton_stand_in():
+    cpu_stand_in.redirect()
+    with cpu_stand_in.triton_stand_in():
         from megatron.core import parallel_state, pipeline_parallel
         from megatron.core.transformer import TransformerConfig
+    for name in [name for name in sys.modules if name.startswith("megatron_pp.parity")]:
+        del sys.modules[name]  # it is this test's; what the engine loads comes back
 
     from megatron_pp.integrations import megatron_core
 

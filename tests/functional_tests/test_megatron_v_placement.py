@@ -194,10 +194,10 @@ def test_a_model_that_is_imported_later_is_taken_too() -> None:
 from megatron_pp.integrations.on_import import install_on_import
 from megatron_pp.integrations.settings import read_settings
 from megatron_pp.integrations.gpt_models import PlacedModel
-from tests.megatron import cpu_shim
+from megatron_pp.parity import cpu_stand_in
 install_on_import(read_settings(pipeline_schedule="zb_v"))
-cpu_shim.redirect()
-with cpu_shim.triton_stand_in():
+cpu_stand_in.redirect()
+with cpu_stand_in.triton_stand_in():
     from megatron.core.models.gpt import GPTModel
 assert isinstance(vars(GPTModel)["__init__"], PlacedModel)
 """

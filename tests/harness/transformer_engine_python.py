@@ -21,8 +21,8 @@ from unittest import mock
 
 import torch
 
+from megatron_pp.parity.cpu_stand_in import triton_stand_in
 from tests.harness.transformer_engine_torch import Extension
-from tests.megatron.cpu_shim import triton_stand_in
 
 FOLDER = Path(sys.prefix) / "transformer_engine_python"
 _ENVIRONMENT = {"NVTE_PROJECT_BUILDING": "1", "NVTE_TORCH_COMPILE": "0"}  # without libraries and compiled activations

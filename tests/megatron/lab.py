@@ -19,15 +19,15 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
-from tests.megatron import cpu_shim
+from megatron_pp.parity import cpu_stand_in
 
 warnings.simplefilter("ignore")  # no Apex, no Transformer Engine, names that torch deprecates: all known here
-cpu_shim.redirect()
+cpu_stand_in.redirect()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-with cpu_shim.triton_stand_in():
+with cpu_stand_in.triton_stand_in():
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,

@@ -1,12 +1,12 @@
-"""Let Megatron-core run on a CPU with gloo, for tests and for trying things on a laptop.
+"""Let Megatron-core run on a CPU with gloo: for `megatron-pp parity`, tests, and trying things on a laptop.
 
 Megatron-core says "cuda" and "nccl" in many places. `redirect()` answers each of them with the CPU's counterpart,
-so that the real `GPTModel`, `DistributedDataParallel` and distributed optimizer run unchanged. Nothing in
-`megatron_pp` imports this module, and nothing here is needed on a machine with GPUs. Call it once per process,
+so that the real `GPTModel`, `DistributedDataParallel` and distributed optimizer run unchanged. Nothing that
+trains imports this module, and nothing here is needed on a machine with GPUs. Call it once per process,
 before Megatron is imported:
 
-    from tests.megatron import cpu_shim
-    cpu_shim.redirect()
+    from megatron_pp.parity import cpu_stand_in
+    cpu_stand_in.redirect()
     import megatron.core
 
 What is redirected, and why Megatron needs it:
@@ -143,9 +143,9 @@ def _on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def redirect() -> None:
     """Redirect this process to the CPU. Idempotent; there is no way back."""
-    if getattr(torch.cuda, "_megatron_cpu_shim", False):
+    if getattr(torch.cuda, "_megatron_pp_stand_in", False):
         return
-    torch.cuda._megatron_cpu_shim = True  # type: ignore[attr-defined]
+    torch.cuda._megatron_pp_stand_in = True  # type: ignore[attr-defined]
     importlib.import_module("torch._dynamo")  # wants the real torch.cuda; torch's optimizers would import it later
     _redirect_devices()
     _redirect_cuda_module()
@@ -170,6 +170,9 @@ def _redirect_cuda_module() -> None:
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
         setattr(cuda, name, lambda *args, **kwargs: 0)
     cuda.get_device_capability = lambda *args: (0, 0)
+    cuda.get_device_properties = lambda *args: types.SimpleNamespace(
+        name="CPU", major=0, minor=0, total_memory=0, multi_processor_count=1
+    )
     cuda.is_current_stream_capturing = lambda: False
 
     no_stream = NoStream()
@@ -198,7 +201,7 @@ def _redirect_compile() -> None:
     def compile_(model: Any = None, **kwargs: Any) -> Any:
         return model if model is not None else (lambda function: function)
 
-    torch.compile = compile_  # type: ignore[assignment]
+    torch.compile = compile_
 
 
 def _redirect_distributed() -> None:
@@ -206,14 +209,16 @@ def _redirect_distributed() -> None:
     _gloo_for_nccl("new_group")
     # Megatron names the device so that NCCL need not guess it; gloo's barrier refuses the argument.
     plain_barrier = dist.barrier
-    dist.barrier = lambda group=None, async_op=False, device_ids=None: plain_barrier(  # type: ignore[assignment]
-        group=group, async_op=async_op
-    )
+
+    def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
+        return plain_barrier(group=group, async_op=async_op)
+
+    dist.barrier = barrier  # type: ignore[assignment]
     # gloo does not coalesce: run the operations one by one and hand out one handle for all of them.
     import torch.distributed.distributed_c10d as c10d
 
     c10d._coalescing_manager = _one_by_one
-    dist._coalescing_manager = _one_by_one  # type: ignore[attr-defined]
+    dist._coalescing_manager = _one_by_one
     _listed_sizes()
     for name in ("all_reduce", "reduce_scatter_tensor", "_reduce_scatter_base"):
         _average_by_hand(name)
@@ -322,7 +327,7 @@ def triton_stand_in() -> Iterator[None]:
         return
 
     class StandIn(types.ModuleType):
-        __path__ = ()
+        __path__: list[str] = []  # noqa: RUF012
 
         def __getattr__(self, name: str) -> Any:
             if name.startswith("__"):
@@ -377,3 +382,10 @@ def _complete_inference_layers() -> None:
         for name in ("InferenceColumnParallelLinear", "InferenceLayerNormColumnParallelLinear"):
             if not isinstance(getattr(module, name, None), type):
                 setattr(module, name, type(name, (), {}))
+
+
+def allow_no_gpu() -> None:
+    """Megatron's training loop refuses to begin without a GPU, unless it is told that there may be none."""
+    with contextlib.suppress(ImportError):
+        training: Any = importlib.import_module("megatron.training.training")
+        training.initialize_megatron = functools.partial(training.initialize_megatron, allow_no_cuda=True)

@@ -1,0 +1,136 @@
+"""``megatron-pp parity``: does a parallel configuration compute what one process computes?
+
+What follows the script is the script's, so the command reads its arguments itself, as ``run`` does.
+"""
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from megatron_pp.cli import run
+from megatron_pp.cli.errors import BAD_INPUT, OK, REFUSED, UsageError
+from megatron_pp.cli.parser import Parser
+from megatron_pp.integrations.settings import read_settings
+
+NAME = "parity"
+SUMMARY = "compare a parallel configuration of a Megatron script with one process, on small sizes"
+_EXAMPLES = """\
+The script and its flags are those of training. Sizes are made small, data is made up, dropout is off; without a GPU
+everything runs on the CPU. Settings of this engine, as for `megatron-pp run`, come before the script too.
+
+exit codes: 0 equal (to the bit, or within rounding), 1 different, 2 cannot run
+
+examples:
+  megatron-pp parity pretrain_gpt.py --tensor-model-parallel-size 2 --sequence-parallel --num-layers 32 ...
+  megatron-pp parity --nproc 4 --json --junit parity.xml --html parity.html pretrain_gpt.py ...
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Compare, print the answer, and return the exit code. Raises MegatronPPError for arguments that do not fit."""
+    args = _parse(argv)
+    if not args.module and not os.path.isfile(args.script):
+        raise UsageError(f"{args.script}: there is no such file")
+    settings = read_settings(args.settings, **run.given_settings(args))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: ranks share the cores
+    command: Any = importlib.import_module("megatron_pp.parity.command")
+    options = command.Options(
+        script=os.path.abspath(args.script) if not args.module else args.script,
+        arguments=args.arguments,
+        module=args.module,
+        nproc=args.nproc,
+        shrink=args.shrink == "auto",
+        engine=args.engine,
+        steps=args.steps,
+        uneven_masks=args.masks == "uneven",
+        deadline=args.deadline,
+    )
+    with _standard_output() as output, _progress() as say:
+        answer = command.answer(options, run.load_module if args.module else run.load_script, _plugin(settings), say)
+    _write(args, answer)
+    print(json.dumps(answer.to_json()) if args.json else "\n".join(answer.lines()), file=output, flush=True)
+    return REFUSED if answer.verdict == "different" else OK
+
+
+def _plugin(settings: Any) -> Callable[[], None]:
+    def install() -> None:
+        importlib.import_module("megatron_pp.integrations.on_import").install_on_import(settings)
+
+    return install
+
+
+def _write(args: argparse.Namespace, answer: Any) -> None:
+    for path, module in ((args.junit, "junit"), (args.html, "page")):
+        if path is not None:
+            text = importlib.import_module(f"megatron_pp.parity.{module}").text_of(answer)
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(text)
+
+
+@contextlib.contextmanager
+def _standard_output() -> Iterator[Any]:
+    """Standard output, while what the script prints as it is imported goes to standard error."""
+    with contextlib.redirect_stdout(sys.stderr):
+        yield sys.__stdout__
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """What tells which run goes on: a bar of tqdm's on a terminal where it is installed, else a line each."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        tqdm = None
+    if tqdm is None or not sys.stderr.isatty():
+        yield lambda text: print(f"parity: {text}", file=sys.stderr, flush=True)
+        return
+    tqdm.monitor_interval = 0  # its thread would be forked with the ranks
+    with tqdm(unit="run", file=sys.stderr, leave=False) as bar:
+
+        def say(text: str) -> None:
+            bar.update()
+            bar.set_description(text)
+
+        yield say
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(
+        prog=f"megatron-pp {NAME}",
+        usage="%(prog)s [options] [-m] SCRIPT [its arguments]",
+        description=SUMMARY[0].upper() + SUMMARY[1:] + ".",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--nproc", type=_count, default=None, help="processes; default: what the layout needs")
+    parser.add_argument("--shrink", choices=("auto", "none"), default="auto", help="make sizes small; default: auto")
+    parser.add_argument("--engine", choices=("ours", "megatron", "both"), default="both", help="default: both")
+    parser.add_argument("--steps", type=_count, default=2, help="training steps; default: 2")
+    parser.add_argument("--masks", choices=("uneven", "full"), default="uneven", help="of the loss; default: uneven")
+    parser.add_argument("--deadline", type=float, default=120.0, help="seconds for each run; default: 120")
+    parser.add_argument("--json", action="store_true", default=False, help="print one JSON object")
+    parser.add_argument("--junit", metavar="FILE", default=None, help="write a JUnit file")
+    parser.add_argument("--html", metavar="FILE", default=None, help="write a page with a map of layers and ranks")
+    run.add_settings(parser)
+    return run.parsed(parser, argv)
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def cannot_run(message: str, argv: Sequence[str]) -> int:
+    """What `--json` prints where there is no verdict; the exit code."""
+    if "--json" in argv:
+        print(json.dumps({"verdict": None, "error": message}), flush=True)
+    return BAD_INPUT

@@ -1,0 +1,160 @@
+"""What a comparison of a layout with one process says: as text, and as the object that `--json` prints."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_pp.parity.comparison import DIFFERENT, EQUAL, ROUNDING, Comparison, Difference
+from megatron_pp.parity.diagnosis import Smallest, ratio_in_words, ratios
+from megatron_pp.parity.layout import Layout
+from megatron_pp.parity.recorder import GRADIENT, NORM, PARAMETER, Record
+
+_SENTENCES = {
+    EQUAL: "equal to the last bit",
+    ROUNDING: "equal within the rounding of sums in another order",
+    DIFFERENT: "DIFFERENT",
+}
+_SHOWN = 12
+_ORDER = (EQUAL, ROUNDING, DIFFERENT)
+
+
+@dataclass
+class Answer:
+    """``compared``: engine -> how the layout asked for compares. ``smallest``: where it differs."""
+
+    script: list[str]
+    layout: Layout
+    changed: list[str]
+    compared: dict[str, Comparison]
+    records: list[Record]
+    smallest: Smallest | None = None
+    engine: str = ""  # of the smallest layout
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def verdict(self) -> str:
+        return max((one.verdict for one in self.compared.values()), key=_ORDER.index)
+
+    @property
+    def comparison(self) -> Comparison:
+        """The one that is told about: of the smallest layout, else the worst."""
+        if self.smallest is not None:
+            return self.smallest.comparison
+        return max(self.compared.values(), key=lambda one: _ORDER.index(one.verdict))
+
+    @property
+    def whose(self) -> str | None:
+        """Of whom the difference is: "megatron" or "ours" where only that schedule differs; "model" where both do, so
+        that it is in what both call; None where it is not known."""
+        differing = [engine for engine, one in self.compared.items() if one.verdict == DIFFERENT]
+        if len(self.compared) < 2 or not differing:
+            return None
+        return "model" if len(differing) == len(self.compared) else differing[0]
+
+    @property
+    def repeat(self) -> str | None:
+        """A command that runs the smallest layout that differs."""
+        if self.smallest is None:
+            return None
+        layout = self.smallest.layout
+        options = ["--shrink", "none", "--nproc", str(layout.world), "--engine", self.engine]
+        options += [] if layout.uneven_masks else ["--masks", "full"]
+        return shlex.join(["megatron-pp", "parity", *options, *self.script, *layout.flags.words()])
+
+    def parameters(self) -> dict[str, dict[str, Any]]:
+        """Name -> what is wrong with it: gradients or, where those are right, values after the step."""
+        wrong: dict[str, list[Difference]] = {}
+        for one in self.comparison.wrong():
+            if one.key.kind in (GRADIENT, PARAMETER):
+                wrong.setdefault(one.key.name, []).append(one)
+        layout = self.smallest.layout if self.smallest else self.layout
+        return {name: self._parameter(name, found, layout) for name, found in wrong.items()}
+
+    def _parameter(self, name: str, found: list[Difference], layout: Layout) -> dict[str, Any]:
+        kind, step = found[0].key.kind, found[0].key.step
+        found = [one for one in found if (one.key.kind, one.key.step) == (kind, step)]
+        about: dict[str, Any] = {
+            "what": kind,
+            "ranks": sorted({one.rank for one in found}),
+            "error": max(one.error for one in found),
+            "allowed": max(one.allowed for one in found),
+        }
+        ratio = ratios(found)
+        if ratio is not None:
+            about |= {"ratio": ratio, "ratio_in_words": ratio_in_words(ratio, layout)}
+        if name in self.comparison.partial_sums:
+            about["partial_sums"] = self.comparison.partial_sums[name]
+        return about
+
+    def first(self) -> dict[str, Any] | None:
+        one = self.comparison.first
+        if one is None:
+            return {"operation": self.comparison.missing[0]} if self.comparison.missing else None
+        key = one.key
+        words = {GRADIENT: "gradient after finalize_model_grads", PARAMETER: "parameter after the optimizer step"}
+        operation = key.name if key.kind == NORM else f"{words.get(key.kind, key.kind)} of {key.name}"
+        about = {"operation": operation, "kind": key.kind, "name": key.name, "rank": one.rank, "step": key.step}
+        about |= {"microbatch": key.microbatch} if key.microbatch >= 0 else {}
+        return {**about, "error": one.error, "allowed": one.allowed, "ratio": one.ratio}
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "verdict": self.verdict,
+            "first": self.first() if self.verdict == DIFFERENT else None,
+            "parameters": self.parameters(),
+            "dimension": self.smallest.dimension if self.smallest else None,
+            "whose": self.whose,
+            "repeat": self.repeat,
+            "engines": {engine: one.verdict for engine, one in self.compared.items()},
+            "layout": self.layout.label(),
+            "smallest": self.smallest.layout.label() if self.smallest else None,
+            "missing": self.comparison.missing,
+            "compared": sum(len(one.differences) for one in self.compared.values()),
+            "shrunk": self.changed,
+            "notes": self.notes,
+        }
+
+    def lines(self) -> list[str]:
+        """The verdict first."""
+        lines = [f"{_SENTENCES[self.verdict]}: {self.layout.label() or 'one process'}"]
+        lines += [f"  {engine}'s schedule: {_SENTENCES[one.verdict]}" for engine, one in self.compared.items()]
+        if self.verdict == DIFFERENT:
+            lines += self._diagnosis()
+        lines += [f"note: {note}" for note in self.notes]
+        return [*lines, f"changed: {', '.join(self.changed)}"]
+
+    def _diagnosis(self) -> list[str]:
+        first = self.first() or {}
+        where = [f"{name} {first[name]}" for name in ("step", "microbatch", "rank") if name in first]
+        lines = [f"first: {first.get('operation')} ({', '.join(where)})"]
+        if first.get("ratio") is not None:
+            layout = self.smallest.layout if self.smallest else self.layout
+            lines[-1] += f", {ratio_in_words(first['ratio'], layout)}"
+        if self.smallest is not None:
+            lines.append(
+                f"dimension: {self.smallest.dimension}; smallest layout that differs: {self.smallest.layout.label()}"
+            )
+        if self.whose is not None:
+            lines.append(f"whose: {self.whose}")
+        lines += grouped(self.parameters())
+        lines += self.comparison.missing[:_SHOWN]
+        return lines + ([f"repeat: {self.repeat}"] if self.repeat else [])
+
+
+def grouped(parameters: dict[str, dict[str, Any]]) -> list[str]:
+    """One line for the parameters that are wrong alike."""
+    groups: dict[str, list[str]] = {}
+    for name, about in parameters.items():
+        words = [f"{about['what']}", f"ranks {', '.join(map(str, about['ranks']))}"]
+        words += [about["ratio_in_words"]] if "ratio" in about else []
+        if "partial_sums" in about:
+            words.append(f"partial sums: those of the {about['partial_sums']} ranks add up to what is right")
+        groups.setdefault("; ".join(words), []).append(name)
+    return [f"{words}: {_some(names)}" for words, names in groups.items()]
+
+
+def _some(names: list[str]) -> str:
+    rest = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

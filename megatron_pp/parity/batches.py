@@ -1,0 +1,59 @@
+"""Made-up data of which every layout sees the same global batch, in the place of Megatron's data sets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+def install(uneven_masks: bool) -> None:
+    """Let Megatron's training loop read from `batches`."""
+    from megatron.core.datasets import utils
+    from megatron.training import training
+
+    utils.compile_helpers = lambda: None  # of the data sets that are replaced
+
+    def iterators(provider: Any) -> tuple[Any, None, None]:
+        from megatron.core import parallel_state
+        from megatron.core.rerun_state_machine import RerunDataIterator
+        from megatron.training import get_args
+
+        args = get_args()
+        args.do_train, args.do_valid, args.do_test = True, False, False
+        rank, size = (getattr(parallel_state, f"get_data_parallel_{what}")() for what in ("rank", "world_size"))
+        return RerunDataIterator(batches(args, rank, size, uneven_masks)), None, None
+
+    training.build_train_valid_test_data_iterators = iterators
+
+
+def batches(args: Any, rank: int, size: int, uneven_masks: bool) -> Iterator[dict[str, torch.Tensor]]:
+    """The microbatches of data-parallel rank ``rank`` of ``size``: number n of the rank has the samples of number
+    n x size + rank of a single rank.
+    """
+    number = rank
+    while True:
+        first = number * args.micro_batch_size
+        samples = [
+            sample(first + k, args.seq_length, args.vocab_size - 1, uneven_masks) for k in range(args.micro_batch_size)
+        ]
+        batch = {name: torch.stack([one[name] for one in samples]) for name in samples[0]}
+        if getattr(args, "create_attention_mask_in_dataloader", False):
+            later = torch.ones(args.seq_length, args.seq_length).triu(1).bool()
+            batch["attention_mask"] = later.expand(args.micro_batch_size, 1, -1, -1).contiguous()
+        yield batch
+        number += size
+
+
+def sample(number: int, length: int, vocabulary: int, uneven_masks: bool) -> dict[str, torch.Tensor]:
+    """int64 tokens, labels and positions, float32 mask, (length,). An uneven mask has a run of masked tokens, whose
+    place and length are the sample's."""
+    generator = torch.Generator().manual_seed(1 + number)
+    tokens = torch.randint(vocabulary, (length + 1,), generator=generator)
+    mask = torch.ones(length, dtype=torch.float32)
+    if uneven_masks:
+        masked = int(torch.randint(length // 2, (1,), generator=generator))
+        start = int(torch.randint(length - masked, (1,), generator=generator))
+        mask[start : start + masked] = 0
+    return {"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": mask, "position_ids": torch.arange(length)}

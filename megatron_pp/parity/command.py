@@ -1,0 +1,89 @@
+"""`megatron-pp parity`: runs a script under its layout and as one process, compares, and looks for what differs."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_pp.parity.answer import Answer
+from megatron_pp.parity.comparison import DIFFERENT, Comparison, compare_records
+from megatron_pp.parity.diagnosis import smallest
+from megatron_pp.parity.flags import Flags
+from megatron_pp.parity.layout import Layout, fewest_processes
+from megatron_pp.parity.processes import RunError
+from megatron_pp.parity.runs import MEGATRON, OURS, Program, Runs, prepare
+from megatron_pp.parity.shrink import for_parity
+
+ENGINES = {"both": (MEGATRON, OURS), "megatron": (MEGATRON,), "ours": (OURS,)}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was asked for on the command line."""
+
+    script: str
+    arguments: list[str]
+    module: bool = False
+    nproc: int | None = None
+    shrink: bool = True
+    engine: str = "both"
+    steps: int = 2
+    uneven_masks: bool = True
+    deadline: float = 120.0
+    diagnose: bool = True
+
+
+def answer(options: Options, load: Any, plugin: Callable[[], None], say: Callable[[str], None]) -> Answer:
+    """``say`` is told what is run. Raises RunError where a run that is needed does not end, or cannot begin."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    layout = asked_for(options)
+    gpu = _has_gpu()
+    layout, changed = for_parity(layout, options.steps, options.shrink, gpu)
+    program = Program(options.script, options.module, options.steps, options.deadline, gpu, load, plugin)
+    say("importing")
+    prepare(program)
+    with tempfile.TemporaryDirectory() as folder:
+        runs = Runs(program, Path(folder))
+        engines = ENGINES[options.engine]
+        compared = {engine: compare(runs, layout, engine, say) for engine in engines}
+        result = Answer(_script(options), layout, changed, compared, runs.layout(layout, engines[0]))
+        result.engine = next((engine for engine in engines if compared[engine].verdict == DIFFERENT), engines[0])
+        if result.verdict == DIFFERENT and options.diagnose:
+            engine = result.engine
+            result.smallest = smallest(layout, compared[engine], lambda other: compare(runs, other, engine, say))
+            result.records = runs.layout(result.smallest.layout, engine)
+        return result
+
+
+def compare(runs: Runs, layout: Layout, engine: str, say: Callable[[str], None]) -> Comparison:
+    say(f"{layout.label() or 'one process'}, {engine}'s schedule")
+    alone, exact = runs.alone(layout)
+    return compare_records(runs.layout(layout, engine), alone, exact)
+
+
+def asked_for(options: Options) -> Layout:
+    """Raises RunError where the number of processes does not fit the flags."""
+    try:
+        flags = Flags.read(options.arguments)
+        world = options.nproc or fewest_processes(flags)
+        layout = Layout(flags, world, options.uneven_masks)
+        least = layout.size("TP") * layout.size("PP") * layout.size("CP")
+    except ValueError as error:
+        raise RunError(f"a size among the script's flags is not a number: {error}") from error
+    if world < least or world % least:
+        raise RunError(f"--nproc {world} is no multiple of TP x PP x CP = {least}")
+    return layout
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _script(options: Options) -> list[str]:
+    return ["-m", options.script] if options.module else [options.script]

@@ -1,0 +1,193 @@
+"""Records of a layout beside those of one process: equal, equal within rounding, or different, and where first.
+
+Every tensor is compared with float64. One process in float32 differs from that by rounding; a layout, which adds in
+another order, may differ by `FACTOR` times as much, and by some units in the last place of the largest value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_pp.parity.parameters import part_of
+from megatron_pp.parity.recorder import GRADIENT, NORM, PARAMETER, Key, Record, Value
+
+EQUAL, ROUNDING, DIFFERENT = "equal", "rounding", "different"
+FACTOR = 32.0
+_LAST_PLACE = float(np.finfo(np.float32).eps)
+_SAME_RATIO = 1e-3
+OF_A_STEP = (GRADIENT, NORM, PARAMETER)
+
+
+@dataclass
+class Difference:
+    """One tensor of one rank: its largest error against float64, what rounding allows, and its ratio to what is right
+    where that is one number for all elements.
+    """
+
+    key: Key
+    rank: int
+    error: float
+    allowed: float
+    ratio: float | None = None
+    exact: bool = False
+
+    @property
+    def found(self) -> bool:
+        return not self.error <= self.allowed
+
+
+@dataclass
+class Comparison:
+    """All tensors in the order in which one process computes them. ``missing``: what no rank has, in words."""
+
+    differences: list[Difference] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    partial_sums: dict[str, str] = field(default_factory=dict)  # parameter -> the ranks whose gradients add up to it
+
+    @property
+    def verdict(self) -> str:
+        if self.missing or any(one.found for one in self.differences):
+            return DIFFERENT
+        return EQUAL if all(one.exact for one in self.differences) else ROUNDING
+
+    def wrong(self) -> list[Difference]:
+        return [one for one in self.differences if one.found]
+
+    @property
+    def first(self) -> Difference | None:
+        return next(iter(self.wrong()), None)
+
+
+def compare_records(records: list[Record], alone: Record, exact: Record) -> Comparison:
+    """``alone``: one process in float32. ``exact``: the same in float64."""
+    result = Comparison()
+    noise = _noise(alone, exact)
+    held = _held(records)
+    for key, right in alone.values.items():
+        parts = held.pop(key, [])
+        allowed, truth = noise[key.step, key.kind, key.name], exact.values[key].data
+        if not parts:
+            result.missing.append(f"no rank has the {key.kind} of {key.name}{_of_microbatch(key)}")
+            continue
+        result.differences += [_difference(key, rank, value, right.data, truth, allowed) for rank, value in parts]
+        if key.kind == GRADIENT:
+            result.missing += _not_covered(key, [value for _, value in parts], truth.shape)
+            if any(one.found for one in result.differences[-len(parts) :]):
+                _find_partial_sums(result, key, parts, records, truth, allowed)
+    result.missing += [f"{name} is a parameter of no layer in one process" for one in records for name in one.unknown]
+    return result
+
+
+def _noise(alone: Record, exact: Record) -> dict[tuple[int, str, str], float]:
+    """(step, kind, name) -> what rounding allows, over all microbatches."""
+    noise: dict[tuple[int, str, str], float] = {}
+    for key, value in alone.values.items():
+        truth = exact.values[key].data
+        error = float(np.abs(value.data - truth).max(initial=0.0))
+        least = 4 * _LAST_PLACE * float(np.abs(truth).max(initial=0.0))
+        group = (key.step, key.kind, key.name)
+        noise[group] = max(noise.get(group, 0.0), FACTOR * max(error, least))
+    return noise
+
+
+def _held(records: list[Record]) -> dict[Key, list[tuple[int, Value]]]:
+    """Key -> (rank, value). Sums over the tokens of a context-parallel rank are added up."""
+    held: dict[Key, list[tuple[int, Value]]] = {}
+    sums: dict[tuple[Key, tuple[int, ...]], np.ndarray] = {}
+    for rank, record in enumerate(records):
+        assert record.place is not None
+        for key, value in record.values.items():
+            if value.sum_over_context and record.place.size["CP"] > 1:
+                group = (
+                    key,
+                    tuple(number for name, number in record.place.rank.items() if name not in ("CP", "EP", "ETP")),
+                )
+                if group in sums:
+                    sums[group] += value.data
+                    continue
+                value = Value(np.array(value.data))
+                sums[group] = value.data
+            held.setdefault(key, []).append((rank, value))
+    return held
+
+
+def _difference(key: Key, rank: int, value: Value, right: np.ndarray, truth: np.ndarray, allowed: float) -> Difference:
+    own, right, truth = (
+        _valid(value, x) for x in (value.data, part_of(right, value.indices), part_of(truth, value.indices))
+    )
+    if own.shape != truth.shape:
+        return Difference(key, rank, float("inf"), allowed)
+    error = float(np.abs(own - truth).max(initial=0.0))
+    error = error if np.isfinite(own).all() else float("inf")
+    exact = bool(np.array_equal(own, right))
+    ratio = _ratio(own, truth, allowed) if error > allowed and np.isfinite(error) else None
+    return Difference(key, rank, error, allowed, ratio, exact)
+
+
+def _valid(value: Value, array: np.ndarray) -> np.ndarray:
+    return array if value.valid is None else array.reshape(-1)[slice(*value.valid)]
+
+
+def _ratio(own: np.ndarray, truth: np.ndarray, allowed: float) -> float | None:
+    """The number by which ``truth`` is multiplied in ``own``; None where there is none."""
+    own, truth = own.astype(np.float64).reshape(-1), truth.astype(np.float64).reshape(-1)
+    square = float(truth @ truth)
+    if not square:
+        return None
+    ratio = float(own @ truth) / square
+    left = float(np.abs(own - ratio * truth).max())
+    return ratio if left <= max(allowed, _SAME_RATIO * float(np.abs(own).max())) else None
+
+
+def _not_covered(key: Key, values: list[Value], shape: tuple[int, ...]) -> Iterator[str]:
+    """Elements of a parameter that are on no rank, as after a wrong division among the ranks of an optimizer."""
+    covered = np.zeros(shape, dtype=bool)
+    for value in values:
+        own = np.zeros(value.data.size, dtype=bool)
+        own[slice(*(value.valid or (0, own.size)))] = True
+        positions = [value.indices.get(dim, np.arange(size)) for dim, size in enumerate(shape)]
+        if shape:
+            covered[np.ix_(*positions)] |= own.reshape(value.data.shape)
+        else:
+            covered |= own.all()
+    if not covered.all():
+        yield f"{int((~covered).sum())} elements of the {key.kind} of {key.name} are on no rank"
+
+
+def _find_partial_sums(
+    result: Comparison,
+    key: Key,
+    parts: list[tuple[int, Value]],
+    records: list[Record],
+    truth: np.ndarray,
+    allowed: float,
+) -> None:
+    """Where the gradients of the ranks of one group, of which each should be whole, add up to what is right."""
+    for name in ("TP", "CP", "DP", "EP"):
+        groups: dict[tuple[int, ...], list[Value]] = {}
+        for rank, value in parts:
+            place = records[rank].place
+            assert place is not None
+            if place.size[name] > 1 and value.valid is None:
+                others = tuple(number for other, number in place.rank.items() if other not in (name, "ETP", "EP"))
+                groups.setdefault(others, []).append(value)
+        if groups and all(_adds_up(values, truth, allowed) for values in groups.values()):
+            result.partial_sums[key.name] = name
+            return
+
+
+def _adds_up(values: list[Value], truth: np.ndarray, allowed: float) -> bool:
+    first = values[0]
+    if len(values) < 2 or any(value.data.shape != first.data.shape for value in values):
+        return False
+    if any(set(value.indices) != set(first.indices) for value in values):
+        return False
+    total = np.sum([value.data for value in values], axis=0, dtype=np.float64)
+    return bool(np.abs(total - part_of(truth, first.indices)).max() <= len(values) * allowed)
+
+
+def _of_microbatch(key: Key) -> str:
+    return f", microbatch {key.microbatch}" if key.microbatch >= 0 else ""

@@ -1,0 +1,86 @@
+"""Layers of Megatron-core whose plain implementations leave out a parallel dimension: completed here, for the CPU.
+
+Transformer Engine has these, and needs a GPU. Megatron's own code does the rest: the norm's gradients are reduced by
+Megatron where it reduces those of Transformer Engine's, attention is Megatron's `DotProductAttention`.
+
+| layer                | what it lacks         | what it does here                                        |
+| -------------------- | --------------------- | -------------------------------------------------------- |
+| `WrappedTorchNorm`   | sequence parallelism  | its parameters have the attribute `sequence_parallel`    |
+| `DotProductAttention`| context parallelism   | keys and values of all ranks are gathered and put in order |
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import torch
+
+
+def complete_layers() -> None:
+    """Let the local layers run under sequence and context parallelism. Idempotent."""
+    from megatron.core.transformer import dot_product_attention, torch_norm
+
+    norm: Any = torch_norm.WrappedTorchNorm
+    if not getattr(norm, "_sequence_parallel", False):
+        norm._sequence_parallel = True
+        norm.__new__ = _with_marked_parameters(norm.__new__)
+        attention: Any = dot_product_attention.DotProductAttention
+        attention.__init__ = _with_context_parallelism(attention.__init__)
+        attention.forward = _of_gathered_keys(attention.forward)
+
+
+def positions_of(length: int, rank: int, size: int) -> torch.Tensor:
+    """Positions, int64 (length / size,), that a rank holds: pieces rank and 2 x size - 1 - rank, as Megatron has it."""
+    if size == 1:
+        return torch.arange(length)
+    pieces = torch.arange(length).chunk(2 * size)
+    return torch.cat([pieces[rank], pieces[2 * size - 1 - rank]])
+
+
+def _without(config: Any, **fields: Any) -> Any:
+    changed = copy.copy(config)
+    vars(changed).update(fields)
+    return changed
+
+
+def _with_marked_parameters(original: Any) -> Any:
+    @functools.wraps(original)
+    def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+        norm = original(cls, _without(config, sequence_parallel=False), *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    return new
+
+
+def _with_context_parallelism(original: Any) -> Any:
+    @functools.wraps(original)
+    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, _without(config, context_parallel_size=1), *args, **kwargs)
+        self.config = config
+
+    return init
+
+
+def _of_gathered_keys(original: Any) -> Any:
+    @functools.wraps(original)
+    def forward(
+        self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any = None, *args: Any, **kw: Any
+    ) -> torch.Tensor:
+        if self.config.context_parallel_size == 1:
+            return original(self, query, key, value, mask, *args, **kw)
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+        group = getattr(self.pg_collection, "cp", None) if hasattr(self, "pg_collection") else None
+        group = group or parallel_state.get_context_parallel_group()
+        key, value = (gather_from_sequence_parallel_region(x.contiguous(), group=group) for x in (key, value))
+        parts = [positions_of(len(key), rank, group.size()) for rank in range(group.size())]
+        order = torch.cat(parts).argsort().to(key.device)
+        later = torch.arange(len(key))[None, :] > parts[group.rank()][:, None]
+        return original(self, query, key[order], value[order], later[None, None].to(key.device), *args, **kw)
+
+    return forward

@@ -1,0 +1,31 @@
+"""Run Megatron in float64: what it calls float32 is float64, in this process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def compute_in_float64() -> None:
+    """Call it before the script runs. A sum in float64 that differs from one in float32 by rounding says how much
+    rounding there is."""
+    module: Any = torch
+    tensor: Any = torch.Tensor
+    float32, float64 = torch.float32, torch.float64
+    plain_to, plain_type = tensor.to, tensor.type
+
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("dtype") is float32:
+            kwargs["dtype"] = float64
+        return plain_to(self, *(float64 if argument is float32 else argument for argument in args), **kwargs)
+
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        name = plain_type(self, *args, **kwargs)
+        return name.replace("DoubleTensor", "FloatTensor") if isinstance(name, str) else name
+
+    tensor.to, tensor.type = to, type_
+    tensor.float = tensor.double
+    module.float32 = module.float = float64
+    module.FloatTensor = torch.DoubleTensor
+    torch.set_default_dtype(float64)

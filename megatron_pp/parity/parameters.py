@@ -1,0 +1,128 @@
+"""Parameters by their names in the whole model: values made from the name, and the part of it that a rank holds."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+Indices = dict[int, np.ndarray]
+"""Dimension -> the positions in the whole tensor that this rank has. A dimension that is not named is whole."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """This rank's numbers in the groups of Megatron-core's parallel state, and their sizes."""
+
+    rank: dict[str, int]
+    size: dict[str, int]
+
+    @staticmethod
+    def here() -> Place:
+        from megatron.core import parallel_state as state
+
+        names = {
+            "TP": "tensor_model_parallel",
+            "PP": "pipeline_model_parallel",
+            "CP": "context_parallel",
+            "DP": "data_parallel",
+            "EP": "expert_model_parallel",
+            "ETP": "expert_tensor_parallel",
+        }
+        return Place(
+            {name: getattr(state, f"get_{own}_rank")() for name, own in names.items()},
+            {name: getattr(state, f"get_{own}_world_size")() for name, own in names.items()},
+        )
+
+
+def unwrapped(chunk: Any) -> Any:
+    """The model in its wrappers."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def global_name(path: str, modules: dict[str, Any], place: Place) -> str:
+    """A path within a model chunk as it is in the whole model, with layers and experts numbered from 0."""
+
+    def layer(found: re.Match[str]) -> str:
+        number = getattr(modules.get(path[: found.end()]), "layer_number", None)
+        return found[0] if number is None else f"layers.{number - 1}"
+
+    def expert(found: re.Match[str]) -> str:
+        here = len(modules[path[: found.end()].rpartition(".")[0]])
+        return f"local_experts.{int(found[1]) + here * place.rank['EP']}"
+
+    parts = []
+    end = 0
+    for found in re.finditer(r"\blayers\.\d+|\blocal_experts\.(\d+)", path):
+        parts += [path[end : found.start()], layer(found) if found[1] is None else expert(found)]
+        end = found.end()
+    return "".join([*parts, path[end:]])
+
+
+def named_parameters(chunk: Any, place: Place) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """(name in the whole model, parameter). An output layer tied to the embedding has the embedding's name, unless its
+    stage has a copy of the embedding too, to predict further tokens.
+    """
+    model = unwrapped(chunk)
+    modules = dict(model.named_modules())
+    for path, parameter in model.named_parameters():
+        name = global_name(path, modules, place)
+        if name == "output_layer.weight" and getattr(model, "share_embeddings_and_output_weights", False):
+            name = "embedding.word_embeddings.weight"
+        yield name, parameter
+
+
+def made_values(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """float32 values for the whole parameter that depend on its name: what Megatron initialises to zeros and ones would
+    hide faults. Of unit size over the inputs, so that every branch of the model counts.
+    """
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big")
+    noise = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+    if len(shape) > 1:
+        return noise / np.float32(shape[-1] ** 0.5)
+    return np.float32("norm" in name and name.endswith("weight")) + np.float32(0.2) * noise
+
+
+def indices_of(name: str, local: tuple[int, ...], whole: tuple[int, ...], gated: bool, place: Place) -> Indices:
+    """Which part of the whole parameter this rank has, from the two shapes. Raises ValueError where they do not fit."""
+    kind = "ETP" if ".experts." in name else "TP"
+    if len(local) != len(whole):
+        raise ValueError(f"{name}: of shape {local} here and {whole} in one process")
+    indices = {}
+    for dim, (here, there) in enumerate(zip(local, whole, strict=True)):
+        if here == there:
+            continue
+        if here * place.size[kind] != there:
+            raise ValueError(f"{name}: of shape {local} here and {whole} in one process, {kind} {place.size[kind]}")
+        halves = 2 if gated and dim == 0 and "linear_fc1" in name else 1
+        parts = np.arange(there).reshape(halves, place.size[kind], -1)
+        indices[dim] = parts[:, place.rank[kind]].reshape(-1)
+    return indices
+
+
+def part_of(whole: np.ndarray, indices: Indices) -> np.ndarray:
+    for dim, positions in indices.items():
+        whole = whole.take(positions, axis=dim)
+    return whole
+
+
+def own_range(chunk: Any, parameter: torch.nn.Parameter) -> tuple[int, int] | None:
+    """Elements of the flat gradient that this rank holds after a reduce-scatter; None: all of them."""
+    for buffer in (*getattr(chunk, "buffers", ()), *getattr(chunk, "expert_parallel_buffers", ())):
+        if parameter not in getattr(buffer, "param_index_map", {}):
+            continue
+        if not buffer.ddp_config.use_distributed_optimizer:
+            return None
+        first, last, number = buffer.param_index_map[parameter][:3]
+        bucket, group = buffer.buckets[number], buffer.data_parallel_group
+        length = bucket.grad_data.numel() // group.size()
+        begin = bucket.offset + group.rank() * length
+        return max(first, begin) - first, max(0, min(last, begin + length) - first)
+    return None

@@ -1,0 +1,106 @@
+"""Ranks of a run as processes that are forked from this one, which has imported what they need; with a deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.connection import wait
+from pathlib import Path
+
+from megatron_pp.errors import MegatronPPError
+
+_PR_SET_PDEATHSIG = 1
+_LINES = 12
+
+
+class RunError(MegatronPPError, RuntimeError):
+    """A run that a comparison needs did not end: a rank raised, died, or missed the deadline."""
+
+
+def run_ranks(body: Callable[[int], None], world: int, folder: Path, deadline: float) -> None:
+    """Call ``body(rank)`` in ``world`` processes that torch.distributed can join. Their output goes to files in
+    ``folder``. Raises RunError with the error of the first rank that failed; no process is left.
+    """
+    context = get_context("fork")
+    port = _free_port()
+    processes = [
+        context.Process(target=_rank, args=(body, rank, world, port, folder), daemon=True) for rank in range(world)
+    ]
+    end = time.monotonic() + deadline
+    try:
+        for process in processes:
+            process.start()
+        waiting = list(processes)
+        while waiting:
+            ready = wait([process.sentinel for process in waiting], timeout=max(0.0, end - time.monotonic()))
+            if not ready:
+                late = [rank for rank, process in enumerate(processes) if process in waiting]
+                raise RunError(f"ranks {late} did not end within {deadline:g} s{_last_words(folder, late[0])}")
+            for rank, process in enumerate(processes):
+                if process in waiting and process.sentinel in ready:
+                    process.join()
+                    waiting.remove(process)
+                    if process.exitcode:
+                        raise RunError(f"rank {rank} failed{_last_words(folder, rank)}")
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+        for process in processes:
+            if process.pid is not None:
+                process.join()
+
+
+def _rank(body: Callable[[int], None], rank: int, world: int, port: int, folder: Path) -> None:
+    end_with_parent()
+    output = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GROUP_RANK="0",
+    )  # fmt: skip
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron asks for it
+    code = 1
+    try:
+        body(rank)
+        code = 0
+    except SystemExit as ended:
+        traceback.print_exc()
+        code = 0 if not ended.code else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def end_with_parent() -> None:
+    """Have the kernel (Linux) kill this process when the one that forked it has ended, however that was: gloo's threads
+    keep a core busy in ranks that nobody waits for."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _last_words(folder: Path, rank: int) -> str:
+    with contextlib.suppress(OSError):
+        lines = (folder / f"rank{rank}.log").read_text(errors="replace").splitlines()[-_LINES:]
+        return ":\n" + "\n".join(f"  {line}" for line in lines)
+    return ""

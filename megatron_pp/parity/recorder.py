@@ -1,0 +1,291 @@
+"""What a rank computes in its training steps, written down at Megatron-core's own seams.
+
+Layers' outputs and their gradients by hooks, the loss of each microbatch around `forward_step_func`, gradients where
+the optimizer's step begins, its gradient norm, and the parameters after the last step.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_pp.parity.cpu_layers import positions_of
+from megatron_pp.parity.parameters import (
+    Indices,
+    Place,
+    global_name,
+    indices_of,
+    made_values,
+    named_parameters,
+    own_range,
+    part_of,
+    unwrapped,
+)
+from megatron_pp.parity.processes import RunError
+
+FORWARD, LOSS, BACKWARD, GRADIENT, NORM, PARAMETER = "forward", "loss", "backward", "gradient", "norm", "parameter"
+
+
+@dataclass(frozen=True)
+class Key:
+    """One thing that is compared: in which training step, what, and of which microbatch of the global batch (-1: of the
+    whole step)."""
+
+    step: int
+    kind: str
+    name: str
+    microbatch: int = -1
+
+
+@dataclass
+class Value:
+    """Numbers of this rank: a part of a whole tensor, and of that part the flat range that is valid (None: all)."""
+
+    data: np.ndarray
+    indices: Indices = field(default_factory=dict)
+    valid: tuple[int, int] | None = None
+    sum_over_context: bool = False
+
+
+@dataclass
+class Record:
+    """What one rank has written down, in the order of time."""
+
+    place: Place | None = None
+    stage: dict[str, int] = field(default_factory=dict)
+    values: dict[Key, Value] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+class Recorder:
+    """Records one script in this process. ``weights``: the file of the whole model's parameters, written by the run
+    that is alone, read by the others."""
+
+    def __init__(self, steps: int, weights: str, alone: bool) -> None:
+        self.steps, self.weights, self.alone = steps, weights, alone
+        self.record = Record()
+        self.step = 0
+        self.current: int | None = None
+        self.counts: dict[int, int] = {}
+        self.chunks: list[Any] = []
+        self.optimizers: list[Any] = []
+        self.depth = 0
+        self.microbatches = 1
+        self.whole: dict[str, np.ndarray] = {}
+
+    def install(self) -> None:
+        """Put the recorder around the schedules and optimizers of Megatron-core, which has been imported."""
+        from megatron.core.optimizer import optimizer as optimizers
+        from megatron.core.pipeline_parallel import schedules
+
+        from megatron_pp.integrations.named_objects import replace_names
+
+        names = [name for name in vars(schedules) if name.startswith("forward_backward_")]
+        originals = [getattr(schedules, name) for name in names]
+        replace_names([(original, self._around_schedule(original)) for original in originals])
+        for kind in _subclasses(optimizers.MegatronOptimizer):
+            if "step" in vars(kind):
+                kind.step = self._around_step(kind.step)
+            if "__init__" in vars(kind):
+                kind.__init__ = self._around_init(kind.__init__)
+
+    def _around_init(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            original(optimizer, *args, **kwargs)
+            if not any(optimizer is known for known in self.optimizers):
+                self.optimizers.append(optimizer)
+
+        return init
+
+    def _around_schedule(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def schedule(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("forward_only") or args:
+                return original(*args, **kwargs)
+            model = kwargs["model"]
+            self._begin(list(model) if isinstance(model, (list, tuple)) else [model])
+            self.microbatches = kwargs["num_microbatches"]
+            kwargs["forward_step_func"] = self._around_forward(kwargs["forward_step_func"])
+            return original(**kwargs)
+
+        return schedule
+
+    def _begin(self, chunks: list[Any]) -> None:
+        if not self.chunks:
+            self.chunks = chunks
+            self.place = self.record.place = Place.here()
+            self.config = unwrapped(chunks[0]).config
+            self._load()
+            for chunk in chunks:
+                self._hook(unwrapped(chunk))
+        self.counts.clear()
+
+    def _load(self) -> None:
+        """Give the parameters their values, and tell the optimizers."""
+        gated = bool(getattr(self.config, "gated_linear_unit", False))
+        if not self.alone:
+            self.whole = pickle.loads(Path(self.weights).read_bytes())
+        self.parts: dict[str, Indices] = {}
+        with torch.no_grad():
+            for index, chunk in enumerate(self.chunks):
+                for name, parameter in named_parameters(chunk, self.place):
+                    self.record.stage[name] = index
+                    self.record.shapes[name] = tuple(parameter.shape)
+                    if self.alone:
+                        self.whole[name] = made_values(name, tuple(parameter.shape))
+                    if name not in self.whole:
+                        self.record.unknown.append(name)
+                        continue
+                    whole = self.whole[name]
+                    self.parts[name] = indices_of(name, tuple(parameter.shape), whole.shape, gated, self.place)
+                    parameter.copy_(torch.from_numpy(part_of(whole, self.parts[name])))
+        for optimizer in self.optimizers:
+            optimizer.reload_model_params()
+
+    def write(self, path: str) -> None:
+        """The record, when all ranks have theirs, and the weights of a run that is alone. Raises RunError where the
+        script has made too few steps."""
+        if self.step < self.steps:
+            raise RunError(f"the script ended after {self.step} training steps of {self.steps}")
+        if dist.is_initialized():
+            dist.barrier()
+        Path(path).write_bytes(pickle.dumps(self.record))
+        if self.alone:
+            Path(self.weights).write_bytes(pickle.dumps(self.whole))
+
+    def _around_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def forward_step(data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+            chunk = next(index for index, own in enumerate(self.chunks) if unwrapped(own) is unwrapped(model))
+            number = self.counts.get(chunk, 0)
+            self.counts[chunk] = number + 1
+            self.current = number * self.place.size["DP"] + self.place.rank["DP"]
+            try:
+                output, loss_func = original(data_iterator, model, *args, **kwargs)
+            finally:
+                microbatch, self.current = self.current, None
+            return output, self._around_loss(loss_func, microbatch)
+
+        return forward_step
+
+    def _around_loss(self, original: Any, microbatch: int) -> Any:
+        if original is None:
+            return original
+
+        def loss_func(output: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(output, torch.Tensor):
+                self._note(LOSS, "loss of each token", microbatch, output, 1)
+                self._watch(output, "loss of each token", microbatch, 1)
+            result = original(output, *args, **kwargs)
+            if isinstance(result, tuple) and isinstance(result[0], torch.Tensor):
+                self._put(LOSS, "loss", microbatch, Value(_array(result[0]), sum_over_context=len(result) == 3))
+            if isinstance(result, tuple) and len(result) == 3:
+                self._put(LOSS, "tokens", microbatch, Value(_array(result[1]), sum_over_context=True))
+            return result
+
+        return loss_func
+
+    def _hook(self, model: Any) -> None:
+        modules = dict(model.named_modules())
+        for path, module in modules.items():
+            last = path.rpartition(".")[2]
+            if (last.isdigit() and hasattr(module, "layer_number")) or last in ("self_attention", "mlp", "embedding"):
+                name = global_name(path, modules, self.place)
+                module.register_forward_hook(functools.partial(self._output, name))
+
+    def _output(self, name: str, module: Any, inputs: Any, output: Any) -> None:
+        while isinstance(output, (tuple, list)) and output:
+            output = output[0]
+        if self.current is None or not isinstance(output, torch.Tensor) or not output.is_floating_point():
+            return
+        self._note(FORWARD, name, self.current, output, 0)
+        self._watch(output, name, self.current, 0)
+
+    def _watch(self, output: torch.Tensor, name: str, microbatch: int, dim: int) -> None:
+        """Note the gradient by ``output``, as one process has it: the mean over microbatches is not yet taken apart."""
+        if not output.requires_grad:
+            return
+        factor = 1.0
+        if not self.config.calculate_per_token_loss:
+            factor = self.microbatches / self.place.size["CP"]
+        output.register_hook(lambda grad: self._note(BACKWARD, name, microbatch, grad * factor, dim))
+
+    def _note(self, kind: str, name: str, microbatch: int, tensor: torch.Tensor, dim: int) -> None:
+        """A tensor whose dimension ``dim`` is the sequence."""
+        place, length = self.place, tensor.shape[dim]
+        positions = torch.arange(length)
+        if not self.alone:
+            whole = self.sequence
+            positions = positions_of(whole, place.rank["CP"], place.size["CP"])
+            if length * place.size["TP"] == len(positions):
+                positions = positions.chunk(place.size["TP"])[place.rank["TP"]]
+            if length != len(positions):
+                return
+        self._put(kind, name, microbatch, Value(_array(tensor), {dim: positions.numpy()} if not self.alone else {}))
+
+    @property
+    def sequence(self) -> int:
+        from megatron.training import get_args
+
+        return int(get_args().seq_length)
+
+    def _put(self, kind: str, name: str, microbatch: int, value: Value) -> None:
+        self.record.values.setdefault(Key(self.step, kind, name, microbatch), value)
+
+    def _around_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.depth or not self.chunks:
+                return original(optimizer, *args, **kwargs)
+            self._gradients()
+            self.depth += 1
+            try:
+                result = original(optimizer, *args, **kwargs)
+            finally:
+                self.depth -= 1
+            if isinstance(result, tuple) and len(result) > 1 and result[1] is not None:
+                self._put(NORM, "gradient norm", -1, Value(np.asarray(float(result[1]))))
+            self.step += 1
+            if self.step == self.steps:
+                self._parameters()
+                raise SystemExit(0)  # the script need not go on
+            return result
+
+        return step
+
+    def _gradients(self) -> None:
+        for chunk in self.chunks:
+            for name, parameter in named_parameters(chunk, self.place):
+                grad = getattr(parameter, "main_grad", parameter.grad)
+                if grad is not None and name in self.parts:
+                    self._put(GRADIENT, name, -1, Value(_array(grad), self.parts[name], own_range(chunk, parameter)))
+
+    def _parameters(self) -> None:
+        for chunk in self.chunks:
+            if getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False):
+                chunk.start_param_sync(force_sync=True)
+            for name, parameter in named_parameters(chunk, self.place):
+                if name in self.parts:
+                    self.record.values.setdefault(
+                        Key(self.steps - 1, PARAMETER, name), Value(_array(parameter.data), self.parts[name])
+                    )
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    tensor = tensor.detach().cpu()
+    return np.array((tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor).numpy())
+
+
+def _subclasses(kind: type) -> list[Any]:
+    below: list[type] = kind.__subclasses__()
+    return [kind, *(one for child in below for one in _subclasses(child))]

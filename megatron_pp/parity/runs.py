@@ -1,0 +1,130 @@
+"""One run of a training script under a layout: its processes, and what they recorded."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import os
+import pickle
+import sys
+import tempfile
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_pp.parity import float64
+from megatron_pp.parity.layout import Layout
+from megatron_pp.parity.processes import run_ranks
+from megatron_pp.parity.recorder import Record, Recorder
+
+MEGATRON, OURS = "megatron", "ours"
+
+
+@dataclass(frozen=True)
+class Program:
+    """The training script, and how a run of it is made."""
+
+    script: str
+    module: bool
+    steps: int
+    deadline: float
+    gpu: bool
+    load: Any  # megatron_pp.cli.run's load_script or load_module
+    plugin: Any = None  # what installs our engine
+
+
+@dataclass
+class Runs:
+    """Runs of one program, each done once. ``folder`` holds their files."""
+
+    program: Program
+    folder: Path
+    done: dict[Any, list[Record]] = field(default_factory=dict)
+
+    def layout(self, layout: Layout, engine: str) -> list[Record]:
+        """The record of each rank. Raises RunError."""
+        self.alone(layout)
+        return self._run(layout, engine, "float32", self._weights(layout))
+
+    def alone(self, layout: Layout) -> tuple[Record, Record]:
+        """Of one process that computes the same as ``layout``: in float32 and in float64."""
+        single = layout.alone()
+        weights = self._weights(layout)
+        return tuple(self._run(single, None, dtype, weights)[0] for dtype in ("float32", "float64"))  # type: ignore[return-value]
+
+    def _weights(self, layout: Layout) -> str:
+        return str(self.folder / f"weights{abs(hash(layout.alone()))}.pickle")
+
+    def _run(self, layout: Layout, engine: str | None, dtype: str, weights: str) -> list[Record]:
+        key = (layout, engine, dtype)
+        if key not in self.done:
+            folder = Path(tempfile.mkdtemp(dir=self.folder))
+
+            def body(rank: int) -> None:
+                _train(self.program, layout, engine, dtype, weights, str(folder / f"rank{rank}.record"))
+
+            run_ranks(body, layout.world, folder, self.program.deadline)
+            self.done[key] = [
+                pickle.loads((folder / f"rank{rank}.record").read_bytes()) for rank in range(layout.world)
+            ]
+        return self.done[key]
+
+
+def _train(program: Program, layout: Layout, engine: str | None, dtype: str, weights: str, path: str) -> None:
+    """The body of a rank."""
+    import torch
+
+    from megatron_pp.parity import batches
+
+    torch.set_num_threads(1)
+    if dtype == "float64":
+        float64.compute_in_float64()
+    if engine == OURS:
+        program.plugin()
+    recorder = Recorder(program.steps, weights, alone=engine is None)
+    recorder.install()
+    with contextlib.suppress(ImportError):
+        batches.install(layout.uneven_masks)
+    with contextlib.suppress(SystemExit):
+        program.load(program.script, layout.flags.words())()
+    recorder.write(path)
+
+
+def prepare(program: Program) -> None:
+    """Import what the script imports, so that ranks, which are forked, need not; without a GPU, on the CPU stand-in.
+    Raises RunError where Megatron-core is missing."""
+    sys.path.insert(0, os.getcwd() if program.module else str(Path(program.script).resolve().parent))
+    if not program.gpu:
+        from megatron_pp.parity import cpu_layers, cpu_stand_in
+
+        _for_older_python()
+        cpu_stand_in.redirect()
+        with cpu_stand_in.triton_stand_in():
+            _import_all(program)
+        cpu_layers.complete_layers()
+        cpu_stand_in.allow_no_gpu()
+    else:
+        _import_all(program)
+
+
+def _for_older_python() -> None:
+    """Megatron's main branch is written for Python 3.12."""
+    if not hasattr(typing, "override"):
+        typing.override = lambda function: function  # type: ignore[attr-defined]
+
+
+def _import_all(program: Program) -> None:
+    names = ["megatron.core", "megatron.core.pipeline_parallel.schedules", "megatron.core.optimizer"]
+    names += ["megatron.training", "megatron_pp.integrations.megatron_core"]
+    if not program.module:
+        tree = ast.parse(Path(program.script).read_text(encoding="utf-8"))
+        for node in tree.body:
+            if isinstance(node, ast.Import):
+                names += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names.append(node.module)
+    for name in names:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
