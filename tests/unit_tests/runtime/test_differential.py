@@ -275,11 +275,11 @@ def test_every_schedule_and_policy(schedule: str, policy: str) -> None:
             replace(run, pollable=pollable, seed=seed).possible().check()
 
 
-ALWAYS = {"split", "named", "slices", "offload", "pairs", "pairs on two streams"}
+ALWAYS = {"split", "named", "slices", "offload", "pairs", "pairs on two streams", "debug"}
 """With every schedule; what else there is, with each third in turn."""
 TOGETHER = ["offload, checkpoint", "offload, reentrant checkpoint", "offload, slices, split", "slices, pairs",
             "slices, debug", "slices, checkpoint", "named, pairs", "named, debug", "named, split", "pairs, split",
-            "pairs on two streams, split"]  # fmt: skip
+            "pairs on two streams, split", "pairs backward first, debug, sends waited late"]  # fmt: skip
 
 
 @pytest.mark.slow

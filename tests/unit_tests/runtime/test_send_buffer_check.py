@@ -9,28 +9,23 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, reject, settings
-from hypothesis import strategies as st
 
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.config.model_config import ModelParallelConfig
-from megatron_pp.errors import PipelineError, ScheduleInputError, SendBufferError
+from megatron_pp.errors import PipelineError, SendBufferError
 from megatron_pp.features.p2p_debug.send_buffer_check import WatchedExecutor, checksum
-from megatron_pp.features.pairs.pair_runner import HalfCall, in_turn
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.instruction import POST_OF
 from megatron_pp.plan.ir.instruction_text import parse_instruction
-from megatron_pp.plan.ir.spec import BATCHED, OVERLAP, PLAIN, PlanSpec
+from megatron_pp.plan.ir.spec import BATCHED, PlanSpec
 from megatron_pp.plan.ir.tasks import Task
 from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.runtime.step import executor_for
-from megatron_pp.testing.adversarial_transports import LastMomentNetwork, PoisoningNetwork
+from megatron_pp.testing.adversarial_transports import LastMomentNetwork
 from megatron_pp.testing.memory_transport import MemoryTransport
-from megatron_pp.testing.pipeline import run_in_threads
-from megatron_pp.testing.toy import TOY_SCHEDULES, ToyBlock, ToyData, reference_run
+from megatron_pp.testing.toy import ToyBlock
 from tests.harness.executor_mutants import EARLY_RELEASES, DeallocatesWhatItDefers, OwnsNothing
 from tests.harness.race_support import PlanRun, exact_data, network_for, run_plan
-from tests.harness.sweeps import EXHAUSTIVE
 
 SPECS = {
     "1f1b": PlanSpec("1f1b", 3, 1, 8),
@@ -38,7 +33,6 @@ SPECS = {
     "batched": PlanSpec("1f1b", 3, 1, 8, policy=BATCHED),
     "zb_v": PlanSpec("zb_v", 3, 2, 8),
 }
-FLAGS: dict[str, dict[str, Any]] = {OVERLAP: {"overlap_p2p_comm": True}, BATCHED: {"batch_p2p_comm": True}, PLAIN: {}}
 
 
 def watched(mutant: type[PlanExecutor]) -> type[PlanExecutor]:
@@ -125,81 +119,6 @@ def test_a_write_is_found_when_a_backward_uses_the_output_up() -> None:
 def test_the_write_is_caught_by_nothing_else_before_it_has_done_harm() -> None:
     result = run(SPECS["1f1b"], WritesUnseen).result
     assert result.difference(run(SPECS["1f1b"], PlanExecutor).result) > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", FLAGS)
-@pytest.mark.parametrize("schedule", TOY_SCHEDULES)
-def test_a_sound_engine_is_left_alone(schedule: str, policy: str) -> None:
-    """Through the entry points, with both checks of debug mode on, over the network that poisons. Under the policies of
-    a schedule with the three ways to keep outputs in turn.
-    """
-    num_chunks, ways = TOY_SCHEDULES[schedule].chunks or 2, ((False, True), (True, True), (False, False))
-    turn = (list(TOY_SCHEDULES).index(schedule) + list(FLAGS).index(policy)) % 3
-    for forward_only, deallocate in ways if EXHAUSTIVE else ways[turn : turn + 1]:
-        data = ToyData(5)
-        result = run_in_threads(
-            3,
-            num_chunks,
-            data,
-            forward_only=forward_only,
-            network=PoisoningNetwork(3, seed=7),
-            pipeline_schedule=schedule,
-            deallocate_pipeline_outputs=deallocate,
-            p2p_debug=True,
-            **FLAGS[policy],
-        )
-        assert result.difference(reference_run(3 * num_chunks, data, forward_only)) == 0.0
-
-
-def backward_first(forward_call: HalfCall, backward_call: HalfCall) -> None:
-    backward_call()
-    forward_call()
-
-
-@pytest.mark.slow
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    schedule=st.sampled_from(sorted(set(TOY_SCHEDULES) - {"auto"})),
-    policy=st.sampled_from(sorted(FLAGS)),
-    pairs=st.sampled_from([None, in_turn, backward_first]),
-    size=st.integers(2, 4),
-    microbatches=st.integers(1, 9),
-    sends=st.integers(1, 4),
-    pollable=st.booleans(),
-    deallocate=st.booleans(),
-    seed=st.integers(0, 5),
-)
-def test_no_sound_run_is_reported(
-    schedule: str,
-    policy: str,
-    pairs: Any,
-    size: int,
-    microbatches: int,
-    sends: int,
-    pollable: bool,
-    deallocate: bool,
-    seed: int,
-) -> None:
-    """With overlapped pairs an output may be used up by its backward before its FREE_F has been done."""
-    num_chunks = TOY_SCHEDULES[schedule].chunks or 1 + seed % 2
-    data = ToyData(microbatches)
-    fields = {"pipeline_schedule": schedule, "max_pending_sends": sends, **FLAGS[policy]}
-    network = PoisoningNetwork(size, seed=seed, pollable=pollable)
-    try:
-        result = run_in_threads(
-            size,
-            num_chunks,
-            data,
-            network=network,
-            overlapped_forward_backward=pairs,
-            deallocate_pipeline_outputs=deallocate,
-            p2p_debug=True,
-            **fields,
-        )
-    except ScheduleInputError:
-        reject()
-    assert result.difference(reference_run(size * num_chunks, data)) == 0.0
 
 
 def test_released_memory_is_poisoned_before_it_goes() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -111,13 +111,26 @@ def split_step(
             store.run(0, mb)
 
 
+def run_split(
+    store: WeightGradStore,
+    loss_of: Callable[[int], Tensor],
+    microbatches: int = 1,
+    w_order: Sequence[int] | None = None,
+    split: bool = True,
+) -> None:
+    """A step of one chunk: all forwards, all backwards, then W in ``w_order``."""
+    order = range(microbatches) if w_order is None else w_order
+    with store.step({0: order[-1] if split else microbatches - 1}):
+        losses = [loss_of(mb) for mb in range(microbatches)]
+        for mb, loss in enumerate(losses):
+            with store.backward(0, mb, split=split):
+                loss.backward()
+        for mb in order if split else ():
+            store.run(0, mb)
+
+
 def step_on_ones(model: nn.Linear, store: WeightGradStore) -> None:
-    """A step of one microbatch of ones, with W after it."""
-    with store.step({0: 0}):
-        loss = model(torch.ones(1, model.in_features)).sum()
-        with store.backward(0, 0):
-            loss.backward()
-        store.run(0, 0)
+    run_split(store, lambda mb: model(torch.ones(1, model.in_features)).sum())
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:

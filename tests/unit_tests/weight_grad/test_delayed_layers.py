@@ -22,6 +22,7 @@ from megatron_pp.weight_grad import check_wrappers, split_weight_grad, store, tr
 from megatron_pp.weight_grad.transformer_engine import delays_weight_grad
 from tests.harness.sweeps import EXHAUSTIVE
 from tests.harness.transformer_engine_python import on_cpu
+from tests.unit_tests.weight_grad.net import run_split
 
 # Importing it takes seconds: on one worker.
 pytestmark = pytest.mark.xdist_group("transformer_engine")
@@ -95,14 +96,8 @@ def split_step(model: nn.Module, w_order: tuple[int, ...] | None, mark_first: bo
     """All forwards, all backwards, then W in this order; None: whole backwards. ``built``: with delay_wgrad_compute."""
     its_store = split_weight_grad(model)
     assert (its_store.report.delayed, its_store.report.switched) == (3, 0 if built else 3)
-    with its_store.step({0: MICROBATCHES - 1 if w_order is None else w_order[-1]}):
-        marks = [{"is_first_microbatch": mb == 0} if mark_first else {} for mb in range(MICROBATCHES)]
-        losses = [loss_of(model, mb, **marks[mb]) for mb in range(MICROBATCHES)]
-        for mb, loss in enumerate(losses):
-            with its_store.backward(0, mb, split=w_order is not None):
-                loss.backward()
-        for mb in w_order or ():
-            its_store.run(0, mb)
+    marks = [{"is_first_microbatch": mb == 0} if mark_first else {} for mb in range(MICROBATCHES)]
+    run_split(its_store, lambda mb: loss_of(model, mb, **marks[mb]), MICROBATCHES, w_order, w_order is not None)
     unsplit_weight_grad(model)
 
 
@@ -270,13 +265,9 @@ def test_a_layer_that_is_used_twice_in_a_microbatch(te: Any) -> None:
     expected, model = Twice(delay=False), Twice(delay=True)
     its_store = split_weight_grad(model)
     inputs = [torch.randn(3, 2, WIDTH) for _ in range(2)]
-    with its_store.step({0: 1}):
-        for mb, x in enumerate(inputs):
-            expected(x).pow(2).sum().backward()
-            loss = model(x).pow(2).sum()
-            with its_store.backward(0, mb):
-                loss.backward()
-            its_store.run(0, mb)
+    for x in inputs:
+        expected(x).pow(2).sum().backward()
+    run_split(its_store, lambda mb: model(inputs[mb]).pow(2).sum(), 2)
     for name, parameter in expected.named_parameters():
         torch.testing.assert_close(dict(model.named_parameters())[name].grad, parameter.grad, msg=name)
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from megatron_pp.weight_grad import split_weight_grad
+from tests.unit_tests.weight_grad.net import run_split
 
 
 @pytest.mark.gpu
@@ -30,12 +31,6 @@ def test_gradients_are_those_of_the_layers_without_delay(fuse: bool) -> None:
     inputs = [torch.randn(16, 32, device="cuda") for _ in range(3)]
     for x in inputs:
         expected(x).pow(2).sum().backward()
-    with store.step({0: 2}):
-        losses = [delayed(x).pow(2).sum() for x in inputs]
-        for mb, loss in enumerate(losses):
-            with store.backward(0, mb):
-                loss.backward()
-        for mb in range(3):
-            store.run(0, mb)
+    run_split(store, lambda mb: delayed(inputs[mb]).pow(2).sum(), 3)
     for (name, one), (_, other) in zip(expected.named_parameters(), delayed.named_parameters(), strict=True):
         torch.testing.assert_close(other.main_grad if fuse else other.grad, one.grad, msg=name)

@@ -14,6 +14,7 @@ from megatron_pp.errors import FusedWeightGradError
 from megatron_pp.weight_grad import WeightGradStore, fused_kernels, linear, split_weight_grad
 from megatron_pp.weight_grad.linear import add_weight_grad
 from tests.harness.transformer_engine_python import on_cpu as transformer_engine_on_cpu
+from tests.unit_tests.weight_grad.net import run_split
 
 MICROBATCHES = 3
 
@@ -32,13 +33,7 @@ def batch(mb: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def split_step(model: nn.Module, store: WeightGradStore, dtype: torch.dtype = torch.float32) -> None:
-    with store.step({0: MICROBATCHES - 1}):
-        losses = [model(batch(mb, dtype)).float().pow(2).mean() for mb in range(MICROBATCHES)]
-        for mb, loss in enumerate(losses):
-            with store.backward(0, mb):
-                loss.backward()
-        for mb in range(MICROBATCHES):
-            store.run(0, mb)
+    run_split(store, lambda mb: model(batch(mb, dtype)).float().pow(2).mean(), MICROBATCHES)
 
 
 class MegatronHook:
@@ -141,30 +136,35 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     made.library._destroy()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_on_a_gpu_torch_adds_half_precision_products_in_float32(calls: Calls, dtype: torch.dtype) -> None:
-    x, g, main_grad = torch.randn(10, 6).to(dtype), torch.randn(10, 4).to(dtype), torch.ones(4, 6)
+@pytest.mark.parametrize(
+    ("inputs", "main", "widens", "names"),
+    [
+        ("bfloat16", "float32", True, ["addmm to torch.float32"]),
+        ("float16", "float32", True, ["addmm to torch.float32"]),
+        ("bfloat16", "float32", False, []),
+        ("float32", "float32", True, []),
+        ("bfloat16", "bfloat16", True, []),
+        ("float16", "bfloat16", True, []),
+        ("float64", "float32", True, []),
+    ],
+)
+def test_on_a_gpu_torch_adds_half_precision_products_in_float32_and_casts_others(
+    calls: Calls, inputs: str, main: str, widens: bool, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others, and without Transformer Engine all where torch is too old for it."""
+    monkeypatch.setattr(linear, "_ADDMM_WIDENS", widens)
+    x, g = torch.randn(10, 6).to(getattr(torch, inputs)), torch.randn(10, 4).to(getattr(torch, inputs))
+    main_grad = torch.ones(4, 6, dtype=getattr(torch, main))
     add_weight_grad(None, x, g, main_grad)
-    assert calls.names == ["addmm to torch.float32"]
-    torch.testing.assert_close(main_grad, 1 + g.float().t() @ x.float())
+    assert calls.names == names
+    within = 1e-5 if (main, inputs) == ("float32", "bfloat16") else 2e-2
+    torch.testing.assert_close(main_grad.double(), 1 + g.double().t() @ x.double(), rtol=within, atol=within)
 
 
 def test_that_call_is_one_that_torch_takes() -> None:
     x, g, main_grad = (torch.empty(n, m, dtype=torch.bfloat16, device="meta") for n, m in ((10, 6), (10, 4), (4, 6)))
     main_grad = main_grad.float()
     assert torch.addmm(main_grad, g.t(), x, out_dtype=torch.float32, out=main_grad) is main_grad
-
-
-@pytest.mark.parametrize(
-    ("inputs", "main"),
-    [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "bfloat16"), ("float64", "float32")],
-)
-def test_other_dtypes_are_cast(calls: Calls, inputs: str, main: str) -> None:
-    x, g = torch.randn(10, 6).to(getattr(torch, inputs)), torch.randn(10, 4).to(getattr(torch, inputs))
-    main_grad = torch.ones(4, 6, dtype=getattr(torch, main))
-    add_weight_grad(None, x, g, main_grad)
-    assert calls.names == []
-    torch.testing.assert_close(main_grad.double(), 1 + g.double().t() @ x.double(), rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.xdist_group("transformer_engine")
@@ -178,13 +178,6 @@ def test_with_an_older_torch_transformer_engine_adds_them(monkeypatch: pytest.Mo
         add_weight_grad(None, x, g, main_grad)
     torch.testing.assert_close(main_grad, 1 + g.float().t() @ x.float())
     linear._transformer_engine_gemm.cache_clear()
-
-
-def test_without_either_they_are_cast(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "_ADDMM_WIDENS", False)
-    x, g, main_grad = torch.randn(10, 6).bfloat16(), torch.randn(10, 4).bfloat16(), torch.ones(4, 6)
-    add_weight_grad(None, x, g, main_grad)
-    torch.testing.assert_close(main_grad, 1 + g.float().t() @ x.float())
 
 
 @pytest.mark.gpu
@@ -275,11 +268,6 @@ def test_a_layer_that_writes_main_grad_itself_is_left_to_it() -> None:
     store = split_weight_grad(model)
     hook = MegatronHook()
     model.weight.register_post_accumulate_grad_hook(hook)
-    with store.step({0: 1}):
-        for mb in range(2):
-            loss = model(torch.full((2, 3), 2.0)).sum()
-            with store.backward(0, mb):
-                loss.backward()
-            store.run(0, mb)
+    run_split(store, lambda mb: model(torch.full((2, 3), 2.0)).sum(), 2)
     assert torch.equal(model.weight.main_grad, torch.full((3,), 8.0))  # type: ignore[arg-type]
     assert len(hook.ready) == 1

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megatron_pp.weight_grad import split_weight_grad
 from megatron_pp.weight_grad.report import weight_work
 from megatron_pp.weight_grad.split_forward import why_left_to_megatron
+from tests.unit_tests.weight_grad.net import run_split
 
 
 class OwnForward(nn.Linear):
@@ -66,14 +67,13 @@ def test_an_expert_counts_with_its_share_of_the_tokens() -> None:
 
 def test_a_reason_found_in_a_step_comes_with_the_share(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 12))
-    store = split_weight_grad(model)
-    with store.step({0: 0}):
+
+    def loss_of(mb: int) -> Tensor:
         x = torch.ones(2, 4, requires_grad=True)
         (force,) = torch.autograd.grad(model[0](x).sum(), x, create_graph=True)
-        loss = force.square().sum()
-        with store.backward(0, 0):
-            loss.backward()
-        store.run(0, 0)
+        return force.square().sum()
+
+    run_split(split_weight_grad(model), loss_of)
     assert [record.getMessage().rpartition(" (")[2] for record in caplog.records] == [
         "Linear, 25.0% of the weight gradients' FLOPs)"
     ]

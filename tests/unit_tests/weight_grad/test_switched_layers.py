@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron_pp.errors import WeightGradError
 from megatron_pp.weight_grad import check_wrappers, split_weight_grad, transformer_engine, unsplit_weight_grad
 from tests.harness.transformer_engine_python import on_cpu
+from tests.unit_tests.weight_grad.net import run_split
 from tests.unit_tests.weight_grad.test_delayed_layers import (
     MICROBATCHES,
     MODES,
@@ -128,12 +129,7 @@ def test_a_loss_that_uses_a_weight_beside_its_layer(te: Any) -> None:
 
     for mb in range(MICROBATCHES):
         loss(expected, mb).backward()
-    with store.step({0: MICROBATCHES - 1}):
-        for mb, each in enumerate([loss(model, mb) for mb in range(MICROBATCHES)]):
-            with store.backward(0, mb):
-                each.backward()
-        for mb in range(MICROBATCHES):
-            store.run(0, mb)
+    run_split(store, lambda mb: loss(model, mb), MICROBATCHES)
     for name, grad in gradients(expected).items():
         torch.testing.assert_close(gradients(model)[name], grad, msg=name)
 
@@ -180,9 +176,9 @@ class Grouped(nn.Module):
         return self.children()
 
 
-def _grouped_losses(model: Grouped) -> list[Tensor]:
-    inputs = [torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(mb)) for mb in range(MICROBATCHES)]
-    return [model(x, sizes).square().sum() for x, sizes in zip(inputs, ([2, 3], [5, 0], [1, 4]), strict=True)]
+def _grouped_loss(model: Grouped, mb: int) -> Tensor:
+    x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(mb))
+    return model(x, ([2, 3], [5, 0], [1, 4])[mb]).square().sum()
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -194,16 +190,11 @@ def test_grouped_layers(te: Any, mode: str, bias: bool) -> None:
     for each in (expected, model):
         if mode != "grad":
             fired = with_megatrons_hooks(with_main_grads(each))
-    for loss in _grouped_losses(expected):
-        loss.backward()
+    for mb in range(MICROBATCHES):
+        _grouped_loss(expected, mb).backward()
     store = split_weight_grad(model)
     assert (store.report.switched, store.report.whole) == (1, 0)
-    with store.step({0: MICROBATCHES - 1}):
-        for mb, loss in enumerate(_grouped_losses(model)):
-            with store.backward(0, mb):
-                loss.backward()
-        for mb in range(MICROBATCHES):
-            store.run(0, mb)
+    run_split(store, lambda mb: _grouped_loss(model, mb), MICROBATCHES)
     for name, grad in gradients(expected).items():
         torch.testing.assert_close(gradients(model)[name], grad, msg=name)
     if fired is not None:

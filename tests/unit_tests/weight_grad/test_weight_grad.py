@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from megatron_pp.errors import WeightGradError
-from megatron_pp.weight_grad import WeightGradStore, split_weight_grad
+from megatron_pp.weight_grad import split_weight_grad
 from tests.unit_tests.weight_grad.net import (
     MICROBATCHES,
     assert_same,
@@ -22,6 +22,7 @@ from tests.unit_tests.weight_grad.net import (
     loss_of,
     new_net,
     plain_step,
+    run_split,
     split_step,
     step_on_ones,
 )
@@ -83,26 +84,6 @@ def test_evaluation_touches_no_gradient() -> None:
     assert gradients(model) == {}
 
 
-@pytest.mark.parametrize("device_dtype", [torch.bfloat16, torch.float16])
-def test_under_autocast(device_dtype: torch.dtype) -> None:
-    expected, model = (nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)) for _ in range(2))
-    model.load_state_dict(expected.state_dict())
-    store = split_weight_grad(model)
-    inputs = [torch.randn(5, 3, 8, generator=torch.Generator().manual_seed(mb)) for mb in range(3)]
-    with torch.autocast("cpu", dtype=device_dtype):
-        for x in inputs:
-            expected(x).float().sum().backward()
-    with store.step({0: 2}):
-        for mb, x in enumerate(inputs):
-            with torch.autocast("cpu", dtype=device_dtype):
-                loss = model(x).float().sum()
-            with store.backward(0, mb):
-                loss.backward()
-            store.run(0, mb)
-    assert_same(gradients(expected), gradients(model))
-    assert model[0].weight.grad.dtype == torch.float32
-
-
 @pytest.mark.parametrize("shape", [(8,), (3, 8), (2, 3, 8), (2, 2, 3, 8)])
 def test_inputs_of_any_number_of_dimensions(shape: tuple[int, ...]) -> None:
     expected = nn.Linear(8, 4)
@@ -111,11 +92,7 @@ def test_inputs_of_any_number_of_dimensions(shape: tuple[int, ...]) -> None:
     x = torch.randn(shape)
     ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
     expected(theirs).pow(2).sum().backward()
-    with store.step({0: 0}):
-        loss = model(ours).pow(2).sum()
-        with store.backward(0, 0):
-            loss.backward()
-        store.run(0, 0)
+    run_split(store, lambda mb: model(ours).pow(2).sum())
     assert torch.equal(ours.grad, theirs.grad)
     assert_same(gradients(expected), gradients(model))
 
@@ -184,18 +161,14 @@ def test_backward_outside_of_the_store_is_an_error() -> None:
 def test_a_failed_step_leaves_nothing_behind() -> None:
     model = nn.Linear(2, 2)
     store = split_weight_grad(model)
-    with pytest.raises(ZeroDivisionError), store.step({0: 1}):
-        _fail_after_a_backward(model, store)
+    with pytest.raises(ZeroDivisionError), store.step({0: 1}):  # noqa: PT012 (it fails after a backward)
+        loss = model(torch.ones(1, 2)).sum()
+        with store.backward(0, 0):
+            loss.backward()
+        raise ZeroDivisionError
     assert not store.armed
     step_on_ones(model, store)
     assert torch.equal(model.weight.grad, torch.ones(2, 2))
-
-
-def _fail_after_a_backward(model: nn.Module, store: WeightGradStore) -> None:
-    loss = model(torch.ones(1, 2)).sum()
-    with store.backward(0, 0):
-        loss.backward()
-    raise ZeroDivisionError
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
@@ -270,13 +243,6 @@ def test_checkpointed_layers_run_forward_twice_per_microbatch_and_not_again_in_w
     inputs = [torch.randn(3, 4, requires_grad=True) for _ in range(3)]
     for x in inputs:
         expected(x).pow(2).sum().backward()
-    with store.step({0: 2}):
-        losses = [model(x).pow(2).sum() for x in inputs]
-        for mb, loss in enumerate(losses):
-            with store.backward(0, mb, split=split):
-                loss.backward()
-        if split:
-            for mb in range(3):
-                store.run(0, mb)
+    run_split(store, lambda mb: model(inputs[mb]).pow(2).sum(), 3, split=split)
     assert [part.forwards for part in model] == [6, 6]
     assert_same(gradients(expected), gradients(model))
