@@ -103,7 +103,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     elif args.measured_out:
         warnings.warn(f"{args.measured_out} is not written: {best.candidate.schedule} is no search", stacklevel=1)
     if args.plot:
-        points = [_point(one, findings) for one in findings.fitting]
+        names = ((one, f"{one.candidate.schedule} V={one.candidate.num_chunks}") for one in findings.fitting)
+        points = [Point(one.peak, one.step, name, one in findings.front) for one, name in names]
         picture = draw.front(points, question.memory, as_png=ending == ".png")
         if args.json:
             write_whole(args.plot, picture)
@@ -128,22 +129,16 @@ def _ended_by_signals() -> Iterator[None]:
 @contextmanager
 def _progress() -> Iterator[Report]:
     """On the error stream: a bar with the time that is left on a terminal, now and then a line elsewhere."""
+    from rich import progress
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
 
     terminal = Console(stderr=True)
     if not terminal.is_terminal:
         yield _Lines().report
         return
-    columns = (BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
-    with Progress(*columns, TextColumn("{task.description}"), console=terminal, transient=True) as bar:
+    columns = [progress.BarColumn(), progress.TaskProgressColumn(), progress.TimeElapsedColumn()]
+    columns += [progress.TextColumn("left"), progress.TimeRemainingColumn(), progress.TextColumn("{task.description}")]
+    with progress.Progress(*columns, console=terminal, transient=True) as bar:
         task = bar.add_task("", visible=False)
         yield lambda done, of, what: bar.update(task, completed=done, total=of, description=what, visible=True)
 
@@ -208,33 +203,24 @@ def _show(findings: Findings, best: Outcome, order: MicrobatchOrder | None, meas
         print_line(console, "    Megatron without megatron_pp has no such schedule")
     print_line(console, "")
     names = ["pipeline", "step ms", "bubble", "GB", "over the bound"]
-    rows = [[_name(one), short(one.step), percent(one.bubble), short(one.peak), _excess(one)] for one in findings.front]
+    rows = []
+    for one in findings.front:
+        excess = "0%" if one.excess < 5e-4 else percent(one.excess)
+        rows.append([_name(one), short(one.step), percent(one.bubble), short(one.peak), excess])
     print_table(console, "Step time against memory: no other is better in both", names, rows)
-    rows = [
-        [_name(one), short(one.step) if one.step else "-", short(one.peak) if one.fit else "-", why]
-        for one, why in ((one, answer.why_not(one, best)) for one in answer.alternatives(findings))
-    ]
-    rows += [
-        [str(one.candidate), f"~{short(one.step)}", f"~{short(one.peak)}", answer.estimated_why(one, best)]
-        for one in answer.estimated(findings)
-    ]
+    rows = []
+    for one in answer.alternatives(findings):
+        step, memory = short(one.step) if one.step else "-", short(one.peak) if one.fit else "-"
+        rows.append([_name(one), step, memory, answer.why_not(one, best)])
+    for guess in answer.estimated(findings):
+        why = answer.estimated_why(guess, best)
+        rows.append([str(guess.candidate), f"~{short(guess.step)}", f"~{short(guess.peak)}", why])
     print_table(console, "Why not another", ["schedule", "step ms", "GB", "why"], rows)
     if findings.not_looked_at:
-        ended = "interrupted after" if findings.interrupted else "after"
-        print_line(
-            console,
-            f"{ended} {short(findings.seconds)} s, {left} of the candidates were not built; --budget-s gives more",
-        )
+        ended = f"{'interrupted ' if findings.interrupted else ''}after {short(findings.seconds)} s"
+        print_line(console, f"{ended}, {left} of the candidates were not built; --budget-s gives more")
 
 
 def _name(one: Outcome) -> str:
     policy = "" if one.candidate.policy == "overlap" else f" {one.candidate.policy}"
     return f"{one.candidate}{policy}"
-
-
-def _excess(one: Outcome) -> str:
-    return "0%" if one.excess < 5e-4 else percent(one.excess)
-
-
-def _point(one: Outcome, findings: Findings) -> Point:
-    return Point(one.peak, one.step, f"{one.candidate.schedule} V={one.candidate.num_chunks}", one in findings.front)

@@ -151,12 +151,13 @@ def _from_measured(content: dict[str, Any]) -> FileCosts:
     if copies is not None and run.device not in ("", "cpu"):
         host = min(copies.to_host, copies.to_device) * memory / time or None
     if network is None:
-        each = tuple((pair, Link(time * latency)) for pair, latency in measured.each_link.items())
-        one = Link(time * measured.transfer) if measured.transfer or each else None
-        return FileCosts(Model(tuple(layers)), ranks, one, each, host, *sizes)
+        links = {pair: Link(time * latency) for pair, latency in measured.each_link.items()}
+        link = Link(time * measured.transfer) if measured.transfer or links else None
+        return FileCosts(Model(tuple(layers)), ranks, link, tuple(links.items()), host, *sizes)
 
     def scaled(link: Link) -> Link:
         return Link(time * link.latency, link.bandwidth * memory / time)
 
-    links = tuple((pair, scaled(link)) for pair, link in network.each_link.items())
-    return FileCosts(Model(tuple(layers), memory * network.message), ranks, scaled(network.link), links, host, *sizes)
+    links = {pair: scaled(link) for pair, link in network.each_link.items()}
+    model = Model(tuple(layers), memory * network.message)
+    return FileCosts(model, ranks, scaled(network.link), tuple(links.items()), host, *sizes)

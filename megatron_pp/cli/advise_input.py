@@ -13,7 +13,7 @@ from megatron_pp.cli.errors import UsageError
 from megatron_pp.cli.parser import given, option, refuse
 from megatron_pp.cli.plan_options import count, counts, device_rules, schedule_names, whole
 from megatron_pp.plan.costs.stage_costs import Link
-from megatron_pp.plan.ir.spec import BATCHED, OVERLAP, POLICIES
+from megatron_pp.plan.ir.spec import POLICIES
 from megatron_pp.plan.simulate.memory import ModelShape
 from megatron_pp.planner.advise.megatron_args import read_megatron_args, transformer_of
 from megatron_pp.planner.advise.megatron_args import whole as whole_argument
@@ -51,7 +51,8 @@ def _add_pipeline_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("-P", "--pipeline-size", type=count, metavar="P", help="ranks of the pipeline")
     group.add_argument("--global-batch", type=count, metavar="N", help="sequences of a step, of all replicas")
     group.add_argument("--memory-gb", type=number, metavar="GB", help="memory of a device; default the GPU's")
-    group.add_argument("--max-chunks", type=count, metavar="V", help="V is tried up to this; default 4")
+    most = f"V is tried up to this; default {Question.max_chunks}"
+    group.add_argument("--max-chunks", type=count, metavar="V", help=most)
     group.add_argument("--schedules", metavar="A,B", help="try these only; default all")
     tried = "slices of a sequence that are tried, with commas; default 1, whole sequences"
     group.add_argument("--sequence-slices", dest="slices", type=counts, metavar="N", help=tried)
@@ -109,15 +110,14 @@ def question_of(args: argparse.Namespace) -> Question:
     sizes = args.micro_batch_size or [measured or whole_argument(megatron, "micro_batch_size", 1)]
     if not all(sizes):
         raise UsageError(f"{option(args, 'micro_batch_size')} has a 0; a microbatch has at least 1 sequence")
-    ranks = args.pipeline_size or (traced.measured.plan.spec.pipeline_size if traced else None)
-    ranks = ranks or (file.ranks if file else None)
-    ranks = ranks or whole_argument(megatron, "pipeline_model_parallel_size", 0)
+    found = traced.measured.plan.spec.pipeline_size if traced else file.ranks if file else None
+    ranks = args.pipeline_size or found or whole_argument(megatron, "pipeline_model_parallel_size", 0)
     batch = args.global_batch or whole_argument(megatron, "global_batch_size", 0)
     for name, value in (("pipeline_size", ranks), ("global_batch", batch)):
         if not value:
             raise UsageError(f"{option(args, name)} is missing, or 0")
     gpu = _gpu(args)
-    memory = args.memory_gb if args.memory_gb is not None else gpu.memory if gpu is not None else None
+    memory = gpu.memory if args.memory_gb is None and gpu is not None else args.memory_gb
     if memory is None:
         raise UsageError("--memory-gb is missing; it is the memory of a device")
     of_sizes = _Models(args, megatron, ranks, gpu, traced, file)
@@ -134,18 +134,16 @@ def question_of(args: argparse.Namespace) -> Question:
         bandwidth=math.inf if args.bandwidth is None else args.bandwidth / 1e3,
         links=tuple((pair, _in_gb(link)) for pair, link in args.link),
         host_bandwidth=_host_bandwidth(args),
-        data_parallel=1 if args.data_parallel is None else args.data_parallel,
-        max_chunks=4 if args.max_chunks is None else args.max_chunks,
-        slices=tuple(args.slices or (1,)),
+        slices=tuple(args.slices or Question.slices),
         recompute=not args.no_recompute,
         schedules=() if args.schedules is None else tuple(schedule_names(args.schedules)),
-        policies=(args.policy,) if args.policy else (OVERLAP, BATCHED),
+        policies=(args.policy,) if args.policy else Question.policies,
         device=tuple(args.device),
         splits_backward=not args.no_split_backward,
-        gloo=args.gloo,
         microbatch_costs=_relative(args.microbatch_costs or ()),
         seq_length=args.seq_length or (file and file.seq_length) or whole_argument(megatron, "seq_length", 0) or None,
         peak_flops=gpu.flops if gpu is not None else None,
+        **given(args, ("data_parallel", "max_chunks", "gloo")),
     )
     if traced is not None:
         return _on_traced_links(question, traced)

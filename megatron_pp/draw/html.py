@@ -61,7 +61,9 @@ def render_html(timelines: Sequence[Timeline], title: str, tables: Sequence[Tabl
 def _legend(timelines: Sequence[Timeline]) -> str:
     keys = []
     for key in facts.legend_entries(timelines):
-        colours = [colour.hex for colour in key.colours] or ([f"var(--{key.kind})"] if key.kind != facts.SHADES else [])
+        colours = [colour.hex for colour in key.colours]
+        if not colours and key.kind != facts.SHADES:
+            colours.append(f"var(--{key.kind})")
         if key.kind == facts.MEMORY:
             colours.append("var(--memory_last)")
         thin = "" if key.kind in (*OPERATIONS, facts.IDLE) else ' class="thin"'

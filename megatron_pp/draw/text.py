@@ -228,7 +228,8 @@ def render_grid(plan: Plan, width: int = 80, few_colours: bool = False) -> list[
     cells = grid_cells(plan)
     chunks = plan.spec.num_chunks
     steps = len(cells[0])
-    cell = max(len(str(steps)), *(len(block_name(at, chunks)) for row in cells for at in row if at is not None)) + 1
+    names = [block_name(at, chunks) for row in cells for at in row if at is not None]
+    cell = max(map(len, [str(steps), *names])) + 1
     heads = [f"rank {rank}" for rank in range(len(cells))]
     margin = max(len("time step"), max(map(len, heads))) + 1
     per_panel = max(1, (width - margin) // cell)

@@ -198,5 +198,8 @@ def unknown_reads(schedules: ModuleType, release: tuple[int, int], version: str)
 
 def known_reads(function: str, release: tuple[int, int]) -> set[str]:
     """The names that the table has for a function up to a release (major, minor)."""
-    tables = [KNOWN[function], KNOWN[EVERY]] if function in ENTRIES else [KNOWN[function]]
-    return {name for table in tables for since, names in table.items() if since <= release for name in names.split()}
+    known: set[str] = set()
+    for table in [KNOWN[function], KNOWN[EVERY] if function in ENTRIES else {}]:
+        for since, names in table.items():
+            known |= set(names.split()) if since <= release else set()
+    return known

@@ -220,8 +220,9 @@ class LastMomentNetwork(HostileNetwork):
     """Reads bytes at the last legal moment."""
 
     def when_awaited(self, work: MemoryWork) -> None:
-        for pair in [(send, receive) for send, receive in self._in_flight if send.work is work]:
-            self._move(pair)
+        for send, receive in list(self._in_flight):
+            if send.work is work:
+                self._move((send, receive))
 
     def when_met(self, pair: Pair) -> None:
         if pair[0].work in self._awaited:

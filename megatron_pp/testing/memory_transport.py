@@ -131,8 +131,9 @@ class MemoryNetwork:
         for end in work.ends:
             partners = self._open[(not end.is_send, end.direction)]
             if partners:
-                other = partners.popleft()
-                self.meet(*((end, other) if end.is_send else (other, end)))
+                partner = partners.popleft()
+                send, receive = (end, partner) if end.is_send else (partner, end)
+                self.meet(send, receive)
             else:
                 self._open[(end.is_send, end.direction)].append(end)
 

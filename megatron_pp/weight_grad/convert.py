@@ -18,7 +18,7 @@ from megatron_pp.errors import WeightGradSplitError
 from megatron_pp.weight_grad.linear import fused_kernels
 from megatron_pp.weight_grad.report import Fate, report_of, warn_of_whole_layers, weight_work
 from megatron_pp.weight_grad.split_forward import MARK, Overrides, SplitState, overrides_of, state_of
-from megatron_pp.weight_grad.store import WeightGradStore
+from megatron_pp.weight_grad.store import OwnedLayer, WeightGradStore
 from megatron_pp.weight_grad.transformer_engine import (
     SwitchedQueue,
     delayed_names,
@@ -67,7 +67,8 @@ def split_weight_grad(
             if not _is_converted(layer):  # a layer may be in several chunks
                 fates.append(_convert(layer, name or type(layer).__name__, store, fusion, delay_transformer_engine))
             switched = state_of(layer).switched
-            store.own(layer, number, switched is not None or delays_weight_grad(layer), switched)
+            delays = switched is not None or delays_weight_grad(layer)
+            store.layers.append(OwnedLayer(layer, number, delays, switched))
     for chunk in chunks:
         object.__setattr__(chunk, _STORE, store)
     store.report, store.shares = report_of(fates)
@@ -119,7 +120,7 @@ _SHARDING = {"set_requires_gradient_sync": "fully_shard", "_replace_param_with_r
 def _check_sharding(chunks: Sequence[Any]) -> None:
     """What a layer keeps for W would belong to a parameter that is not in the model any more."""
     modules = (module for chunk in chunks if isinstance(chunk, nn.Module) for module in chunk.modules())
-    for kind in {type(module): None for module in modules}:
+    for kind in dict.fromkeys(map(type, modules)):
         for method, what in _SHARDING.items():
             if hasattr(kind, method):
                 raise WeightGradSplitError(

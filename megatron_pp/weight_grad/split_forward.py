@@ -38,9 +38,11 @@ class DeferredProduct(Deferred):
     trans_b: bool
 
     def compute(self, fused: bool = True) -> Iterator[tuple[Tensor, Tensor | None]]:
-        weight, pair = self.layer.weight, (self.layer_input, self.grad_output)
-        grad = self.gmm(*(pair[::-1] if self.trans_b else pair), self.batch_sizes, trans_a=True, trans_b=False)
-        yield weight, grad.view(weight.shape)
+        left, right = self.layer_input, self.grad_output
+        if self.trans_b:
+            left, right = right, left
+        grad = self.gmm(left, right, self.batch_sizes, trans_a=True, trans_b=False)
+        yield self.layer.weight, grad.view(self.layer.weight.shape)
 
 
 class _Product(torch.autograd.Function):

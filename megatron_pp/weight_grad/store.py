@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,15 @@ class _Backward:
         return (self.split or self.final) and id(weight) not in self.whole
 
 
+class OwnedLayer(NamedTuple):
+    """A converted layer. ``delays``: it has a queue of its own, as built or as ``switched``."""
+
+    layer: nn.Module
+    chunk: int
+    delays: bool
+    switched: SwitchedQueue | None
+
+
 class WeightGradStore:
     """Weight gradients of one rank's model chunks. Made by ``split_weight_grad``; driven by the engine, per step:
 
@@ -66,18 +75,12 @@ class WeightGradStore:
         self._anchor_node = torch.autograd.graph.get_gradient_edge(self.anchor).node
         self._whole: dict[int, Tensor] = {}
         self._logged: set[tuple[str, str]] = set()
-        self._layers: list[tuple[nn.Module, int, bool, SwitchedQueue | None]] = []
+        self.layers: list[OwnedLayer] = []
         self.abort_step()
 
     def __reduce__(self) -> tuple[object, ...]:
         """Copies and pickles of a converted model are not converted: they carry no store."""
         return type(None), ()
-
-    # -- called by the conversion ----------------------------------------------------------------------------------
-
-    def own(self, layer: nn.Module, chunk: int, delays: bool, switched: SwitchedQueue | None = None) -> None:
-        """Register a layer of ``chunk``; ``delays``: it has a queue of its own, as built or as ``switched``."""
-        self._layers.append((layer, chunk, delays, switched))
 
     # -- called by the engine --------------------------------------------------------------------------------------
 
@@ -98,9 +101,9 @@ class WeightGradStore:
         self.abort_step()
         self._last.update(last)
         self._look_up_parameters()
-        for *_, switched in self._layers:
-            if switched is not None:
-                switched.open()
+        for owned in self.layers:
+            if owned.switched is not None:
+                owned.switched.open()
         self.armed = True
 
     def end_step(self) -> None:
@@ -118,9 +121,9 @@ class WeightGradStore:
 
     def abort_step(self) -> None:
         self.armed = self.delivering = False
-        for *_, switched in self._layers:
-            if switched is not None:
-                switched.close()
+        for owned in self.layers:
+            if owned.switched is not None:
+                owned.switched.close()
         self.casts = Casts()
         self._current: _Backward | None = None
         self._last: dict[int, MbSlice] = {}
@@ -142,15 +145,14 @@ class WeightGradStore:
             )
         if key in self._queues:
             raise WeightGradError(f"backward of chunk {chunk}, microbatch {mb} ran twice")
-        delayed = [
-            DelayedRun(layer, switched is not None)
-            for layer, its_chunk, delays, switched in self._layers
-            if delays and its_chunk == chunk
-        ]
+        delaying = [owned for owned in self.layers if owned.delays and owned.chunk == chunk]
+        delayed = [DelayedRun(owned.layer, owned.switched is not None) for owned in delaying]
         self._queues[key] = deque()
         self.casts.clear()
         now = self._current = _Backward(key, split, self._last.get(chunk) == mb, self._whole)
-        now.switched.update((id(parameter), run) for run in delayed if run.switched for parameter in run.parameters)
+        for run in delayed:
+            if run.switched:
+                now.switched.update((id(parameter), run) for parameter in run.parameters)
         try:
             yield
         finally:
@@ -186,9 +188,12 @@ class WeightGradStore:
 
     def kept_tensors(self, chunk: int, mb: MbSlice) -> list[Tensor]:
         """What the backward of (chunk, mb), which is just over, has left for W."""
-        waiting = [one.deferred for one in self._queues.get((chunk, mb), ())]
-        queued = [run.queued() for run in waiting if isinstance(run, DelayedRun)]
-        return [tensor for kept in (*(one.kept for one in waiting), *queued) for tensor in kept]
+        tensors: list[Tensor] = []
+        for waiting in self._queues.get((chunk, mb), ()):
+            tensors += waiting.deferred.kept
+            if isinstance(waiting.deferred, DelayedRun):
+                tensors += waiting.deferred.queued()
+        return tensors
 
     def kept_bytes(self, chunk: int, mb: MbSlice) -> int:
         """Bytes of that, each storage counted once."""
@@ -301,7 +306,7 @@ class WeightGradStore:
 
     def _look_up_parameters(self) -> None:
         """The chunks and the leaf of each parameter; for each step, since parameters may be replaced."""
-        for layer, chunk, delays, switched in self._layers:
+        for layer, chunk, delays, switched in self.layers:
             hooked = hooked_names(layer) if delays and switched is None else ()
             for name, parameter in layer._parameters.items():
                 if parameter is not None:

@@ -73,7 +73,10 @@ class _Span:
     reads: dict[int, Access] = field(default_factory=dict)  # by timeline
 
     def accesses(self) -> list[Access]:
-        return [*self.reads.values()] if self.write is None else [self.write, *self.reads.values()]
+        return [*self.writes(), *self.reads.values()]
+
+    def writes(self) -> list[Access]:
+        return [] if self.write is None else [self.write]
 
 
 class Block:
@@ -100,7 +103,7 @@ class Block:
         same: _Span | None = None
         for span in self._spans:
             if span.start < stop and start < span.stop:
-                earlier = span.accesses() if access.kind == WRITE else [] if span.write is None else [span.write]
+                earlier = span.accesses() if access.kind == WRITE else span.writes()
                 races += [self._race(one, access) for one in earlier if not one.is_before(clock)]
                 if access.kind == WRITE and start <= span.start and span.stop <= stop:
                     continue  # all that comes later is compared with this write
