@@ -266,14 +266,10 @@ class _Models:
         args = self.args
         megatron = {**self.megatron, **_as_megatron(args)}
         found = transformer_of({**megatron, "micro_batch_size": size}, args.data_parallel or 1)
-        shape = found.shape
-        if args.recompute is not None:
-            shape = replace(shape, recompute=args.recompute)
-        if args.data_parallel is not None and not self.megatron:
-            shape = replace(shape, data_parallel=args.data_parallel)
+        own = given(args, ["recompute"])
         if not self.megatron:
-            shape = replace(shape, element_bytes=ModelShape.element_bytes)
-        return replace(found, shape=shape, spread_mtp=args.spread_mtp)
+            own |= {"element_bytes": ModelShape.element_bytes, **given(args, ["data_parallel"])}
+        return replace(found, shape=replace(found.shape, **own), spread_mtp=args.spread_mtp)
 
     def _traced(self, traced: Findings) -> Model:
         """Memory is not in a trace: as the options say, in equal shares."""

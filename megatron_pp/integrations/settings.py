@@ -82,7 +82,7 @@ def read_settings(file: str | os.PathLike[str] | None = None, /, **keywords: Any
     """
     path = os.environ.get(FILE_VARIABLE) or None if file is None else file
     given: dict[str, Any] = {}
-    for layer in ({} if path is None else _from_file(path), _from_environment(), _from_keywords(keywords)):
+    for layer in ({} if path is None else _from_file(path), _from_environment(), _accepted(keywords, "install()")):
         given |= _with_policy(layer)
     if given.keys() >= {"overlap_p2p_comm", "batch_p2p_comm"}:
         rules.lowering_policy(SimpleNamespace(**given))
@@ -94,7 +94,7 @@ def read_settings(file: str | os.PathLike[str] | None = None, /, **keywords: Any
 
 def value_of_text(name: str, text: str, where: str) -> Any:
     """The value that ``text`` gives the setting ``name``. Raises ConfigError; ``where`` says where the text is from."""
-    return _named(name, where).kind.value_of(name, text, where)
+    return _named(name, where).value_of(name, text, where)
 
 
 def _from_environment() -> dict[str, Any]:
@@ -107,13 +107,6 @@ def _from_environment() -> dict[str, Any]:
     return given
 
 
-def _from_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    where = "install()"
-    for name in keywords:
-        _named(name, where, as_keyword=True)
-    return _accepted({name: value for name, value in keywords.items() if value is not None}, where)
-
-
 def _from_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         content = parse_toml(load("files").read_text(path))
@@ -121,10 +114,7 @@ def _from_file(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ConfigError(f"settings file {error}") from error
     except ValueError as error:
         raise ConfigError(f"settings file {path}: {error}") from error
-    where = f"settings file {path}"
-    for name in content:
-        _named(name, where)
-    return _accepted(content, where)
+    return _accepted(content, f"settings file {path}", as_keywords=False)
 
 
 def parse_toml(text: str) -> dict[str, Any]:
@@ -144,18 +134,20 @@ def parse_toml(text: str) -> dict[str, Any]:
         raise ValueError("it is nested too deeply") from error
 
 
-def _named(name: str, where: str, as_keyword: bool = False) -> Setting:
-    """The setting of this name. Raises ConfigError where there is none, or it cannot be given like this."""
+def _named(name: str, where: str, as_keyword: bool = False) -> Kind:
+    """The kind of the setting of this name. Raises ConfigError where there is none, or it cannot be given like this."""
     if name not in TABLE:
         raise ConfigError(f"{where}: {unknown('setting', name, TABLE)}")
     if TABLE[name].kind.only_keyword and not as_keyword:
         raise ConfigError(f"{where}: {name} changes from step to step; give it as a keyword of install()")
-    return TABLE[name]
+    return TABLE[name].kind
 
 
-def _accepted(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _accepted(values: Mapping[str, Any], where: str, as_keywords: bool = True) -> dict[str, Any]:
+    """Without those that are None."""
+    kinds_of = {name: _named(name, where, as_keywords) for name in values}
     try:
-        return {name: TABLE[name].kind.accept(name, value) for name, value in values.items()}
+        return {name: kinds_of[name].accept(name, value) for name, value in values.items() if value is not None}
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
 

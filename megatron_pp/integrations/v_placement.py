@@ -9,7 +9,7 @@ import copy
 import importlib
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -196,34 +196,29 @@ def shared_weight(model: Any) -> Any:
 
 def ask_by_chunk(use: Use) -> None:
     """Replace Megatron's functions of a chunk, under all their names, as far as they are imported."""
-    _put((owner, name, ByChunk(now, use)) for owner, name, now in _functions() if not isinstance(now, ByChunk))
+    _replace_functions(lambda now: now if isinstance(now, ByChunk) else ByChunk(now, use))
 
 
 def ask_as_before() -> None:
     """Undo `ask_by_chunk`."""
-    _put((owner, name, now.original) for owner, name, now in _functions() if isinstance(now, ByChunk))
+    _replace_functions(lambda now: now.original if isinstance(now, ByChunk) else now)
 
 
-def _put(replacements: Iterable[tuple[Any, str, Any]]) -> None:
-    """Put each third item in place of what its module or class (the first) has under a name (the second)."""
-    named = []
-    for owner, name, new in replacements:
-        if isinstance(owner, type):
-            setattr(owner, name, new)
-        else:
-            named.append((vars(owner)[name], new))
-    if named:
-        replace_names(named)
-
-
-def _functions() -> list[tuple[Any, str, Any]]:
-    """(module or class, name, function) of all that is replaced and that the installed release has."""
-    found = []
+def _replace_functions(replacement: Callable[[Any], Any]) -> None:
+    """Put ``replacement`` of each function that the installed release has in its place."""
+    functions = []
     for module, path in _BY_CHUNK:
-        owner = sys.modules.get(module)
+        owner: Any = sys.modules.get(module)
         *kind, name = path.split(".")
         for part in kind:
             owner = getattr(owner, part, None)
-        if hasattr(owner, name):
-            found.append((owner, name, vars(owner)[name]))
-    return found
+        if not hasattr(owner, name):
+            continue
+        now = vars(owner)[name]
+        new = replacement(now)
+        if isinstance(owner, type):
+            setattr(owner, name, new)
+        elif new is not now:
+            functions.append((now, new))
+    if functions:
+        replace_names(functions)
