@@ -52,7 +52,7 @@ class FileCosts:
         return replace(self.model, layers=tuple(replace(one, static=gb) for one, gb in zip(layers, each, strict=True)))
 
     def on_its_links(self, question: Question) -> Question:
-        """What the options say of links and copies goes before the file."""
+        """With the links and copies of the file, where the options say nothing of them."""
         if question.host_bandwidth is None:
             question = replace(question, host_bandwidth=self.host_bandwidth)
         if self.link is None or question.latency or math.isfinite(question.bandwidth) or question.links:

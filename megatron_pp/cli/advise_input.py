@@ -272,7 +272,7 @@ class _Models:
         return replace(found, shape=replace(found.shape, **own), spread_mtp=args.spread_mtp)
 
     def _traced(self, traced: Findings) -> Model:
-        """Memory is not in a trace: as the options say, in equal shares."""
+        """Times of the trace; memory, which is in no trace, of the options, in equal shares."""
         costs, ranks = traced.costs, self.ranks
         each = zip(costs.forward, costs.backward_input, costs.weight, strict=True)
         kept, static = (_one(self.args, name) * ranks / costs.num_stages for name in ("activation_gb", "static_gb"))

@@ -193,7 +193,7 @@ def model_shape(args: argparse.Namespace) -> ModelShape | None:
 
 
 def refuse_copies(args: argparse.Namespace, schedule: str, offloads: bool) -> None:
-    """Raises UsageError for the time of copies that there are not."""
+    """Raises UsageError where the time of copies is given, and the schedule makes none."""
     if not offloads:
         refuse(args, COPIES, f"is of copies to host memory; {schedule} has none here")
 

@@ -80,7 +80,7 @@ def _refuse_unused(args: argparse.Namespace, style: str) -> None:
 
 
 def _style_of(output: str | None) -> str:
-    """What the name of the file ends in; text where it ends in nothing."""
+    """The style that the file's ending says; text without an ending."""
     ending = Path(output or "").suffix
     if ending and ending not in _BY_ENDING:
         raise UsageError(f"drawings are written as {', '.join(_BY_ENDING)}, not as {ending!r}; or say --style")
@@ -92,7 +92,7 @@ def _has_few_colours(console: Console) -> bool:
 
 
 def rendered(timelines: Sequence[Timeline], style: str, width: int | None, dark: bool) -> str | bytes:
-    """The drawing as what a file of this style holds."""
+    """The content of a file of this style."""
     if style == "svg":
         return draw.svg(timelines, width, dark)
     if style == "png":
@@ -120,7 +120,7 @@ def _timelines(args: argparse.Namespace) -> list[Timeline]:
 
 
 def _plans(args: argparse.Namespace) -> list[Plan]:
-    """All that the options name, verified."""
+    """The plans that the options name, verified."""
     if args.source is not None:
         return [plan_options.verified_single_plan(args)]
     specs = list(plan_options.listed_specs(args, plan_options.named_schedules(args)))

@@ -72,7 +72,7 @@ def _add_command(chosen: Any, name: str, module: Any) -> Parser:
 
 
 def _not_understood(text: str, command: str, parsers: Mapping[str, Parser]) -> str:
-    """What to say about an argument that ``command`` does not have."""
+    """The error for an argument that ``command`` does not have."""
     name = text.partition("=")[0]
     if not name.startswith("-"):
         return f"{text!r} is one argument too many"

@@ -250,7 +250,7 @@ def _check_sizes(args: argparse.Namespace, families: Sequence[Family]) -> None:
         if (one.pipeline_size, one.num_microbatches) != (other.pipeline_size, other.num_microbatches):
             raise UsageError(
                 f"{shapes[0][0]} is a schedule of {one.num_microbatches} microbatches on {one.pipeline_size} ranks, "
-                f"{name} of {other.num_microbatches} on {other.pipeline_size}; they cannot stand side by side"
+                f"{name} of {other.num_microbatches} on {other.pipeline_size}; they cannot be compared"
             )
 
 

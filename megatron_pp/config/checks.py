@@ -49,7 +49,7 @@ def check_probability(name: str, value: Any) -> Any:
 
 
 def replan_steps(name: str, value: object) -> int:
-    """N of ``every:N``."""
+    """N of ``every:N``. Raises ConfigError."""
     found = _EVERY.fullmatch(value) if isinstance(value, str) else None
     if found is None:
         raise ConfigError(f"{name} is {value!r}; it must be every:N, such as every:100, with N of at least 1, or None")
@@ -57,7 +57,7 @@ def replan_steps(name: str, value: object) -> int:
 
 
 def check_replan(name: str, value: Any) -> Any:
-    """As replan_steps; ``value``."""
+    """``value``. Raises ConfigError as replan_steps."""
     replan_steps(name, value)
     return value
 

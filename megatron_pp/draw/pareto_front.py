@@ -1,4 +1,4 @@
-"""Pipelines as points, step time against memory, with the line of those that no other beats in both."""
+"""Pipelines as points, step time against memory, with the line of the best trade-offs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def front_figure(points: Sequence[Point], limit: float) -> Figure:
 
 
 def _apart(points: Sequence[Point], most: float, least_step: float) -> list[Point]:
-    """Points whose names do not lie on each other; the faster ones first."""
+    """Points whose names do not overlap; the faster ones first."""
     named: list[Point] = []
     for one in sorted(points, key=lambda point: point.step):
         if all(

@@ -34,7 +34,7 @@ __all__ = ["NotServedError", "UnknownMegatronError", "install", "installed", "is
 
 logger = logging.getLogger("megatron_pp")
 
-# Whether Megatron's own schedule runs, so that a schedule function that it calls by name is Megatron's too.
+# Whether Megatron's own schedule runs: the schedule functions that it calls by name are Megatron's too then.
 _HANDED_BACK: ContextVar[bool] = ContextVar("megatron_pp_handed_back", default=False)
 
 

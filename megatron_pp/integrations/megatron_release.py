@@ -168,7 +168,7 @@ _MULTI_MODULE = (
 
 
 def _multi_module_classes() -> tuple[type, ...]:
-    """Those that this release has."""
+    """The classes of _MULTI_MODULE that this release has."""
     found = []
     for module, name in _MULTI_MODULE:
         with contextlib.suppress(ImportError, AttributeError):

@@ -119,7 +119,7 @@ def _from_file(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def parse_toml(text: str) -> dict[str, Any]:
     """Raises ValueError for what is no TOML, or too long, ConfigError where no parser is installed."""
-    if len(text) > _LARGEST_TOML:  # for a key of so many parts the parser takes a second, for ten times as many minutes
+    if len(text) > _LARGEST_TOML:  # one key with this many parts takes the parser a second, a key of ten times, minutes
         raise ValueError(f"it has {len(text):,} characters; settings have at most {_LARGEST_TOML:,}")
     if sys.version_info >= (3, 11):
         import tomllib

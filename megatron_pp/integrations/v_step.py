@@ -143,5 +143,5 @@ def hand_over(reports: list[Any], group: Any, source: int, target: int, device: 
 
 
 def _dtypes(shapes: Sequence[tuple[torch.dtype, torch.Size]]) -> list[torch.dtype]:
-    """Each once, in the order in which they come: one message each."""
+    """Each dtype once, in order of appearance: one message each."""
     return list(dict.fromkeys(dtype for dtype, _ in shapes))

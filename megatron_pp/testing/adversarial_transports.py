@@ -70,7 +70,7 @@ class WindowNetwork(MemoryNetwork):
         self._turns = None if seed is None else Turns(size, self.rng, self.when_stuck)
 
     def when_stuck(self) -> bool:
-        """No rank can run; whether this has made progress."""
+        """Called when no rank can run. Returns whether it made progress."""
         return False
 
     @contextmanager
@@ -200,7 +200,7 @@ class HostileNetwork(WindowNetwork):
             self.complete_end(end)
 
     def meet_collective(self, posted: Sequence[tuple[MemoryWork, Collective]]) -> None:
-        """It runs as late as it may: when no rank can go on without it."""
+        """It runs as late as possible: when no rank can go on without it."""
         self._collectives_met.append(posted)
 
     def when_stuck(self) -> bool:

@@ -55,8 +55,8 @@ def run_ranks(
 
 
 class Turns:
-    """Schedules ``size`` threads, each of which runs as one rank inside ``running(rank)``: exactly one at any time, and
-    a seed chooses the next. A run is a function of the seed alone; a deadlock is detected at once, without a timeout.
+    """Schedules ``size`` threads, one for each rank, inside ``running(rank)``: exactly one runs at any time, and a seed
+    chooses the next. A run is a function of the seed alone; a deadlock is detected at once, without a timeout.
 
     ``when_stuck()`` is called when every thread waits; it returns True after it has made progress, else False: then
     every ``wait_until`` returns although its condition does not hold."""

@@ -68,7 +68,7 @@ class Ready(NamedTuple):
     name: str = "of a gradient that B computed"
 
     def prepare(self) -> None:
-        """It is there."""
+        """The gradient is there."""
 
     def compute(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         return zip(self.parameters, self.kept, strict=True)
@@ -98,7 +98,7 @@ def frozen(parameters: Iterable[Tensor]) -> tuple[int, ...]:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Those in nested lists, tuples and dicts."""
+    """The tensors in nested lists, tuples and dicts."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple, dict)):

@@ -158,7 +158,7 @@ _apply_linear: Any = super(torch.autograd.Function, _SplitLinear).apply  # less 
 
 
 def _input_grad(flat_input: Tensor, flat_grad: Tensor, weight: Tensor) -> Tensor:
-    """Autograd's own calls, to the same bits."""
+    """By autograd's own calls, so that the bits are the same."""
     if flat_input.stride(0) == 1 and flat_input.stride(1) == flat_input.shape[0]:
         return weight.t().mm(flat_grad.t()).t()
     return flat_grad.mm(weight)

@@ -67,7 +67,7 @@ class WeightGradStore:
     """
 
     def __init__(self) -> None:
-        self.anchor = torch.zeros((), requires_grad=True)  # so that outputs have a graph where no input has one
+        self.anchor = torch.zeros((), requires_grad=True)  # gives outputs a graph where no input has one
         self.report = SplitReport()
         self.shares: dict[str, tuple[str, float]] = {}  # by a layer's name: its class, its share of the FLOPs
         self.wrappers_known = False  # whether what is around the layers was checked

@@ -218,7 +218,7 @@ _REPLACED_NVTX = SimpleNamespace(rangePushA=_range_push, rangePop=_range_pop, ma
 
 @contextmanager
 def replaced(places: list[tuple[Any, str, Any]]) -> Iterator[None]:
-    """(place, name, what it is called meanwhile) each; put back as it was."""
+    """For each (place, name, replacement): the place has the replacement under that name while this is open."""
     with ExitStack() as meanwhile:
         for place, name, new in places:
             meanwhile.enter_context(patch.object(place, name, new, create=True))

@@ -104,7 +104,7 @@ class CudaTensors(TorchFunctionMode):
     # -- for the recorder ------------------------------------------------------------------------------------------
 
     def puts_on_host(self, given: list[torch.Tensor]) -> bool:
-        """Whether what an operation on ``given`` makes lies in host memory."""
+        """Whether the result of an operation on ``given`` lies in host memory."""
         return self.target == "cpu" if self.target else bool(given) and all(map(self.device.is_host_memory, given))
 
     def is_blocking_copy(self, name: str, args: Any, kwargs: Any) -> bool:

@@ -14,7 +14,7 @@ Clock = dict[int, int]
 
 
 def join(clock: Clock, other: Mapping[int, int]) -> None:
-    """From now on all that ``other`` knows has happened before, too."""
+    """All steps of ``other`` have happened before, too, from now on."""
     for number, tick in other.items():
         if clock.get(number, 0) < tick:
             clock[number] = tick
