@@ -16,20 +16,22 @@ from megatron_pp.cli import advise, run
 from megatron_pp.config.model_config import TransformerConfig
 from megatron_pp.config.rules import lowering_policy
 from megatron_pp.integrations import on_import
+from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs.measured import measured_values
-from megatron_pp.plan.ir.spec import POLICIES
+from megatron_pp.plan.costs.stage_costs import StageCosts
+from megatron_pp.plan.ir.spec import POLICIES, PlanSpec
+from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.planner.advise.answer import megatron_models_run, our_flags, our_settings
 from megatron_pp.planner.advise.candidates import candidates
 from megatron_pp.planner.advise.evaluate import Outcome
 from megatron_pp.planner.advise.model import PART, Model, layer
 from megatron_pp.planner.advise.question import Question
-from megatron_pp.tracing import files
 from tests.unit_tests.cli.conftest import assert_refused
+from tests.unit_tests.tracing.test_report import write_traces
 
 SMALL = ("advise", "-P", 4, "--global-batch", 8, "--memory-gb", 80, "--jobs", 1)
 COSTS = ("--forward-ms", 1, "--backward-ms", 1, "--weight-ms", 1, "--activation-gb", 2, "--p2p-ms", 0.1)
 TIMES = {"forward_ms": 1, "backward_ms": 2}
-SIZES = ("--layers", 8, "--hidden-size", 64, "--seq-length", 64)
 FEW = ("--max-chunks", 2, "--schedules", "1f1b,zb_h1,zb_v,interleaved_1f1b")
 
 
@@ -50,18 +52,6 @@ def test_the_answer_comes_first(command, tmp_path):
     assert "slower" in out
     assert picture.read_text().startswith("<?xml")
     assert "zb_v V=2" in picture.read_text()
-
-
-@pytest.mark.slow
-def test_examples_in_help_run(command, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    text = command("advise", "--help")[1].split("examples:")[1].split("exit codes")[0].replace("\\\n", " ")
-    lines = [line.split() for line in text.splitlines() if "megatron-pp" in line]
-    assert len(lines) == 5
-    for words in lines:
-        if not {"--from-trace", "--megatron-args"} & set(words):
-            code, out, _ = command(*words[1:], "--budget-s", 0, "--jobs", 1)
-            assert (code, out[:4]) == (0, "run "), words
 
 
 def test_a_signal_ends_the_search_with_an_answer(command, monkeypatch):
@@ -269,57 +259,6 @@ def test_microbatches_are_as_large_as_when_they_were_measured(command, tmp_path)
     assert (half["num_microbatches"], half["step_ms"]) == (4, 30)
 
 
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        ((), "nothing says what the model costs"),
-        ((*COSTS, "--gpu", "h100", "--layers", 8, "--hidden-size", 8, "--seq-length", 8), "give one of them"),
-        (("--gpu", "h100"), "needs the sizes of the model"),
-        (("--gpu", "h1000", "--layers", 8, "--hidden-size", 8, "--seq-length", 8), "did you mean h100"),
-        ((*COSTS, "--layers", 0), "--layers is 0"),
-        ((*COSTS, "--loss-ms", "1,1,1"), "so the others must be known too"),
-        ((*COSTS, "--layers", 8, "--loss-ms", "1,1"), "it takes three, F,B,W"),
-        (("--forward-ms", "1,2", "--backward-ms", "1,2,3"), "lists must be of one length"),
-        (("--forward-ms", 1), "go together"),
-        ((*COSTS, "--mtp-ms", "1,1,1"), "--mtp-layers, which is missing"),
-        ((*COSTS, "--gated"), "is for --gpu"),
-        ((*COSTS, "--hidden-size", 64), "is for --gpu"),
-        ((*COSTS, "--micro-batch-size", 3), "cannot be made of microbatches of 3"),
-        ((*COSTS, "--micro-batch-size", 0), "'0' is not a whole number from 1"),
-        ((*COSTS, "--plot", "x.gif"), "writes .svg and .png, not '.gif'"),
-        ((*COSTS, "--costs-per", "layer"), "needs --layers"),
-        ((*COSTS, "--run", "x"), "--from-trace"),
-        ((*COSTS, "--offload-bandwidth", 0), "must be above 0"),
-        ((*COSTS, "--offload-ms", "1,2"), "takes one number above 0"),
-        ((*COSTS, "--offload-ms", 1, "--offload-bandwidth", 1), "both say how long a copy takes"),
-        ((*COSTS, "--output-ms", 1), "--loss-ms"),
-        ((*COSTS, "--spread-mtp"), "--mtp-layers, which is missing"),
-        ((*COSTS, "--schedules", "vocab_1f1b"), "splits the output layer with its loss, so the model needs one"),
-        ((*COSTS, "--microbatch-costs", "1,2,3"), "costs of 3 microbatches are given; a step has 8"),
-        ((*COSTS, "--data-parallel", 0), "data_parallel is 0"),
-        ((*COSTS, "--link", "0-9:1"), "--link 0-9 is no link between two of 4 ranks"),
-        ((*COSTS, "--bandwidth", 0), "--bandwidth must be above 0"),
-        ((*COSTS, "--bandwidth", 10), "--bandwidth needs the size of a message"),
-        ((*COSTS, "--attention-share", 0.1), "--attention-share weighs the slices of a sequence"),
-        ((*COSTS, "--attention-share", 2, "--sequence-slices", 4), "the share of attention is 2"),
-        ((*COSTS, "--sequence-slices", 0), "'0' is not a whole number from 1"),
-        ((*COSTS, "--schedules", "zb_h1", "--no-split-backward"), "zb_h1 splits backwards, and the model cannot"),
-        ((*COSTS, "--schedules", "gis", "--max-chunks", 1), "gis has 2 chunks a rank, and at most 1 are tried"),
-        ((*COSTS, "--schedules", "seq_1f1b"), "seq_1f1b is for slices of sequences, and 1 is tried"),
-        ((*COSTS, "--schedules", "pipe_offload"), "pipe_offload offloads, and nothing says how long copies take"),
-        ((*COSTS, "--schedules", ""), "schedule '' is not known"),
-        ((*COSTS, "--plot", "none/front.svg"), "none/front.svg: cannot be written (No such file or directory)"),
-        ((*COSTS, "--measured-out", "/"), "/: cannot be written (Is a directory)"),
-        ((*SIZES, "--gpu", "h100", "--gpu-bandwidth", 1), "--gpu-bandwidth goes with --gpu-tflops"),
-        ((*SIZES, "--gpu", "h100", "--gpu-efficiency", 0), "the efficiency is 0"),
-        ((*SIZES, "--gpu", "h100", "--attention-share", 0.1, "--sequence-slices", 2), "does not go with --gpu"),
-        ((*SIZES, "--gpu-tflops", 100, "--gpu-bandwidth", 0), "--gpu-bandwidth must be above 0"),
-    ],
-)
-def test_what_is_wrong_is_said(command, words, problem):
-    assert_refused(command(*SMALL, *words), 2, problem)
-
-
 def test_memory_that_is_too_small_says_what_would_do(command):
     words = ("--memory-gb", 0.1, "--no-recompute", *FEW)
     code, out, err = command(*SMALL[:5], *SMALL[7:], *COSTS, *words)
@@ -329,19 +268,9 @@ def test_memory_that_is_too_small_says_what_would_do(command):
 
 def test_the_costs_of_a_run(command, tmp_path):
     """Two ranks' traces of one step of 1F1B, written as a run writes them."""
-    from megatron_pp.plan.builder import build_plan
-    from megatron_pp.plan.costs.stage_costs import StageCosts
-    from megatron_pp.plan.ir.spec import PlanSpec
-    from megatron_pp.plan.simulate.simulator import simulate
-
     plan = build_plan(PlanSpec("1f1b", 2, 1, 4))
     result = simulate(plan, StageCosts.per_stage([2, 3], [2, 3], [2, 3]))
-    for rank in range(2):
-        header = files.RunHeader("6441d5e8b2a68", rank, (0, 1), "cpu", "host")
-        nano = [[round(t * 1e6) for t in times[rank]] for times in (result.starts, result.ends)]
-        lines = [files.header_line(header), files.plan_line(plan, rank, 8e6)]
-        lines += [files.sync_line(0, 0), files.step_line(files.StepRecord(2, 0, 0, *nano))]
-        (tmp_path / header.file_name).write_text("".join(lines))
+    write_traces(tmp_path, [result])
     words = ("--global-batch", 4, "--memory-gb", 80, "--activation-gb", 2, "--max-chunks", 1, "--schedules", "1f1b")
     code, out, _ = command("advise", "--from-trace", tmp_path, *words, "--jobs", 1, "--json")
     assert code == 0

@@ -65,20 +65,10 @@ def test_plan_prints_what_can_be_read_and_run(command, name):
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("plan --list", 0),
-        ("plan -s nonsense", 2),
-        ("plan -s 1f1b -V 2", 2),
-        ("plan -P 0", 2),
-        ("plan --policy nonsense", 2),
-        ("plan --nonsense", 2),
-        ("nonsense", 2),
         ("", 2),
-        ("plan -o no/such/folder.csv", 2),
         ("simulate --compare 1f1b,gpipe", 0),
         ("simulate --compare 1f1b --layers 3 --hidden-size 8 --seq-length 8", 1),  # 3 layers on 4 ranks
         ("simulate --compare 1f1b --layers 4 --hidden-size 8 --seq-length 8 --memory-limit 0", 1),
-        ("simulate -s 1f1b --layers 3 --hidden-size 8 --seq-length 8", 2),
-        ("report .", 2),
     ],
 )
 def test_codes_of_arguments_and_comparisons(command, line, expected):

@@ -17,29 +17,11 @@ from tests.unit_tests.cli.conftest import MODEL, assert_refused
 
 
 def test_simulate_under_the_rules_of_a_device(command):
-    words = [
-        "simulate",
-        "-s",
-        "gpipe",
-        "-P",
-        2,
-        "-M",
-        4,
-        "--forward-ms",
-        1,
-        "--backward-ms",
-        2,
-        "--p2p-ms",
-        3,
-        "--json",
-    ]
-    spans = {
-        rule: json.loads(command(*words, "--device", rule)[1])["makespan"] for rule in ("rendezvous", "device_sync")
-    }
-    assert spans["rendezvous"] == json.loads(command(*words)[1])["makespan"] < spans["device_sync"]
-    assert_refused(
-        command(*words, "--device", "one_queue", "--gloo"), 2, "one_queue: gloo's transfers wait for no device"
-    )
+    line = "simulate -s gpipe -P 2 -M 4 --forward-ms 1 --backward-ms 2 --p2p-ms 3 --json"
+    rules = ("rendezvous", "device_sync")
+    spans = {rule: json.loads(command(line, "--device", rule)[1])["makespan"] for rule in rules}
+    assert spans["rendezvous"] == json.loads(command(line)[1])["makespan"] < spans["device_sync"]
+    assert_refused(command(f"{line} --device one_queue --gloo"), 2, "one_queue: gloo's transfers wait for no device")
 
 
 def test_simulate_gives_the_closed_form(command):
@@ -79,23 +61,8 @@ def test_simulate_weighs_what_waits_for_weight_gradients(command):
 
 
 def test_simulate_divides_a_ranks_time_over_its_chunks(command):
-    arguments = [
-        "simulate",
-        "-s",
-        "interleaved_1f1b",
-        "-P",
-        "4",
-        "-V",
-        "4",
-        "-M",
-        "8",
-        "--forward-ms",
-        "8",
-        "--backward-ms",
-        "16",
-        "--json",
-    ]
-    assert json.loads(command(*arguments)[1])["makespan"] == pytest.approx((4 * 8 + 3) * 24 / 4)
+    line = "simulate -s interleaved_1f1b -P 4 -V 4 -M 8 --forward-ms 8 --backward-ms 16 --json"
+    assert json.loads(command(line)[1])["makespan"] == pytest.approx((4 * 8 + 3) * 24 / 4)
 
 
 def test_simulate_takes_times_per_stage_links_and_sizes(command):

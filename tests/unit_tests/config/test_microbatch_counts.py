@@ -8,36 +8,23 @@ import pytest
 
 from megatron_pp.config.microbatch_counts import explain_microbatch_count, legal_microbatch_counts
 from megatron_pp.errors import ConfigError, MicrobatchCountError
-from megatron_pp.plan.ir.instruction import FORWARD
-from megatron_pp.plan.ir.placement import Placement
+from megatron_pp.plan.costs.stage_costs import StageCosts
+from megatron_pp.plan.ir.placement import LOOP, Placement
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.orders.family import Shape
+from megatron_pp.planner.advise.timing import order_time
 
-FORWARD_TIME, BACKWARD_TIME = 1, 2
 
-
-def bubble(schedule: str, size: int, chunks: int, count: int, group: int) -> int:
+def bubble(schedule: str, size: int, chunks: int, count: int, group: int) -> float:
     """Idle time of a rank within one step, with free communication: ranks run their orders as inputs become ready."""
-    family = SCHEDULES[schedule]
-    place = Placement(family.placement, size, chunks)
-    waiting = [list(order) for order in family.orders(Shape(size, chunks, count, min(group, count)))]
-    clock = [0] * size
-    done: dict[tuple[bool, int, int], int] = {}
-    while any(waiting):
-        for rank, stage, op in [(r, place.stage(r, w[0].chunk), w[0]) for r, w in enumerate(waiting) if w]:
-            forward = op.op == FORWARD
-            needs = [(True, stage - 1, op.mb)] if forward else [(True, stage, op.mb), (False, stage + 1, op.mb)]
-            needs = [need for need in needs if 0 <= need[1] < place.num_stages]
-            if all(need in done for need in needs):
-                start = max([clock[rank], *(done[need] for need in needs)])
-                clock[rank] = done[forward, stage, op.mb] = start + (FORWARD_TIME if forward else BACKWARD_TIME)
-                waiting[rank].pop(0)
-    return max(clock) - count * chunks * (FORWARD_TIME + BACKWARD_TIME)
+    family, place = SCHEDULES[schedule], Placement(LOOP, size, chunks)
+    orders = family.orders(Shape(size, chunks, count, min(group, count)))
+    return order_time(orders, place, StageCosts.uniform(size * chunks), 0.0) - 3 * count * chunks
 
 
 @pytest.mark.parametrize(("size", "chunks"), list(itertools.product((2, 3, 4), (2, 3))))
 def test_full_speed_is_the_schedule_at_its_own_bubble(size, chunks):
-    own_bubble = (size - 1) * (FORWARD_TIME + BACKWARD_TIME)
+    own_bubble = 3 * (size - 1)
     for group, count in itertools.product((size, size + 1, 2 * size), range(1, 4 * size + 2)):
         measured = bubble("interleaved_1f1b", size, chunks, count, group)
         verdict = explain_microbatch_count(count, size, chunks, group)
