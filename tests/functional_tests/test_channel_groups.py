@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from megatron_pp.comm.channels import pipeline_name
 from megatron_pp.plan.costs.transports import GLOO_DETACHED_BYTES
-from megatron_pp.runtime.communicators import close_communicators, communicator_for
-from megatron_pp.testing.pipeline import run_rank
-from megatron_pp.testing.toy import HIDDEN, ToyData, ToyResult, merged, reference_run, toy_config
+from megatron_pp.runtime.communicators import close_communicators
+from megatron_pp.testing.toy import HIDDEN, ToyData, ToyResult, merged, reference_run
+from tests.harness.process_ranks import rank_of
 from tests.harness.processes import run_processes
 
 SIZE = 4
@@ -43,13 +43,10 @@ class Pipeline(NamedTuple):
 
     def steps(self, group: Any) -> list[tuple[ToyResult, int]]:
         """Of each step this rank's result, and how many channels it has."""
-        virtual = self.chunks if self.chunks > 1 else None
-        config = toy_config(virtual_pipeline_model_parallel_size=virtual, **self.fields)
-        communicator = communicator_for(group, config)
         found = []
         for step in range(STEPS):
-            result = run_rank(group.rank(), group.size(), self.chunks, self.data(step), config, communicator)
-            found.append((result, len(communicator.transport._channels)))  # type: ignore[attr-defined]
+            rank = rank_of(self.chunks, self.microbatches, group=group, data=self.data(step), **self.fields)
+            found.append((rank.run(), len(rank.communicator.transport._channels)))  # type: ignore[attr-defined]
         return found
 
 

@@ -14,9 +14,9 @@ import pytest
 import torch.distributed as dist
 
 from megatron_pp.errors import PipelineMismatchError
-from megatron_pp.runtime.communicators import close_communicators, communicator_for
-from megatron_pp.testing.pipeline import run_rank
-from megatron_pp.testing.toy import ToyData, reference_run, toy_config
+from megatron_pp.runtime.communicators import close_communicators
+from megatron_pp.testing.toy import ToyData, reference_run
+from tests.harness.process_ranks import rank_of
 from tests.harness.processes import run_processes
 
 SIZE = 3
@@ -106,17 +106,15 @@ def _optimizer_step(rank: int) -> None:
 def run(rank: int, calls: Iterator[Call], chunks: int = 1, counted: bool = False) -> Seen:
     number, seen = 0, Seen([], [])
     group = dist.new_group(list(range(SIZE)))
-    fields: dict[str, Any] = {"virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None}
-    fields |= {"p2p_timeout": 600.0}  # the test's deadline comes before it
+    fields: dict[str, Any] = {"p2p_timeout": 600.0}  # the test's deadline comes before it
     if counted:
         fields |= {"step_number": lambda: number}
-    # Two communicators on one group, as Megatron's training and evaluation may have.
-    configs = [toy_config(**fields, overlap_p2p_comm=overlap) for overlap in (False, counted)]
     try:
         for number, data, forward_only in calls:
-            config = configs[forward_only]
-            communicator = communicator_for(group, config)
-            result = run_rank(rank, SIZE, chunks, data, config, communicator, forward_only=forward_only)
+            # Two communicators on one group, as Megatron's training and evaluation may have.
+            overlap = counted and forward_only
+            one = rank_of(chunks, data.num_microbatches, group=group, data=data, overlap_p2p_comm=overlap, **fields)
+            result = one.run(forward_only=forward_only)
             if result.losses and result.losses != reference_run(SIZE * chunks, data).losses:
                 seen.wrong.append(number)
             seen.finished.append(number)

@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_pp.runtime.communicators import communicator_for
-from megatron_pp.testing.pipeline import run_rank
-from megatron_pp.testing.toy import TOY_SCHEDULES, ToyData, ToyResult, merged, reference_run, toy_config
+from megatron_pp.testing.toy import TOY_SCHEDULES, ToyData, ToyResult, merged, reference_run
 from megatron_pp.weight_grad import split_weight_grad
+from tests.harness.process_ranks import rank_of
 from tests.harness.processes import run_processes
 
 WORLD = 4
@@ -109,34 +108,10 @@ def rank_main(rank: int, size: int) -> list[ToyResult | None]:
     return results
 
 
-def run_case(case: Case, group: dist.ProcessGroup) -> ToyResult:
-    config = toy_config(
-        virtual_pipeline_model_parallel_size=case.chunks if case.chunks > 1 else None,
-        variable_seq_lengths=case.variable,
-        **{**POLICIES[case.policy], **dict(case.fields)},
-    )
-    data = ToyData(case.count, variable=case.variable)
-    communicator = communicator_for(group, config)
-    prepare = split_weight_grad if case.split else None
-    return run_rank(
-        group.rank(),
-        case.size,
-        case.chunks,
-        data,
-        config,
-        communicator,
-        forward_only=case.forward_only,
-        prepare=prepare,
-    )
-
-
-def check_case(case: Case, per_rank: list[ToyResult]) -> None:
-    data = ToyData(case.count, variable=case.variable)
-    expected = reference_run(case.size * case.chunks, data, case.forward_only)
-    assert len(per_rank) == case.size
-    result = merged(per_rank)
-    assert len(result.losses) == case.count
-    assert result.difference(expected) == 0.0
+def run_case(case: Case, group: Any) -> ToyResult:
+    fields = {"variable_seq_lengths": case.variable, **POLICIES[case.policy], **dict(case.fields)}
+    rank = rank_of(case.chunks, case.count, group=group, **fields)
+    return rank.run(split_weight_grad if case.split else None, forward_only=case.forward_only)
 
 
 # One start serves all tests, on one worker.
@@ -149,4 +124,9 @@ def results() -> list[list[ToyResult]]:
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=list(map(str, CASES)))
 def test_gloo_processes_give_the_numbers_of_one(results: list[list[ToyResult]], number: int) -> None:
-    check_case(CASES[number], results[number])
+    case = CASES[number]
+    data = ToyData(case.count, variable=case.variable)
+    assert len(results[number]) == case.size
+    result = merged(results[number])
+    assert len(result.losses) == case.count
+    assert result.difference(reference_run(case.size * case.chunks, data, case.forward_only)) == 0.0

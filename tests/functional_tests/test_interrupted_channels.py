@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from megatron_pp.comm import channels as channel_groups
 from megatron_pp.plan.costs.transports import GLOO_DETACHED_BYTES
-from megatron_pp.runtime.communicators import communicator_for
-from megatron_pp.testing.pipeline import run_rank
-from megatron_pp.testing.toy import HIDDEN, ToyData, toy_config
-from tests.harness.processes import RankFailedError, run_processes
+from megatron_pp.testing.toy import HIDDEN, ToyData
+from tests.harness.process_ranks import pipeline
+from tests.harness.processes import RankFailedError
+from tests.harness.step_runs import Rank
 
 DATA = ToyData(4, seq_length=GLOO_DETACHED_BYTES // (4 * HIDDEN * 2) + 1)
 WAITING, MAKING = "while it waits for the other end", "right before it makes its own end"
@@ -27,10 +27,9 @@ def press_ctrl_c(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def first_step(rank: int, size: int, when: str, guarded: bool) -> None:
+def first_step(one: Rank, when: str, guarded: bool) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so its children
-    config = toy_config(p2p_timeout=2.0)
-    communicator = communicator_for(dist.group.WORLD, config)
+    rank = one.rank
     store = dist.distributed_c10d._get_default_store()
     if rank == 0 and when == WAITING:
         threading.Timer(0.5, press_ctrl_c).start()
@@ -40,9 +39,9 @@ def first_step(rank: int, size: int, when: str, guarded: bool) -> None:
         store.wait(["interrupted"], timedelta(seconds=30))
     try:
         if guarded:
-            run_rank(rank, size, 1, DATA, config, communicator)
+            one.run()
         else:
-            communicator.prepare([(0, 1)], GLOO_DETACHED_BYTES, GLOO_DETACHED_BYTES)
+            one.communicator.prepare([(0, 1)], GLOO_DETACHED_BYTES, GLOO_DETACHED_BYTES)
     except BaseException:
         store.set("ended" if rank else "interrupted", "")
         if rank == 0:  # for as long as the peer takes
@@ -60,7 +59,7 @@ def first_step(rank: int, size: int, when: str, guarded: bool) -> None:
 )
 def test_the_peer_of_an_interrupted_rank_gets_an_error(when: str, guarded: bool, error: str, text: str) -> None:
     with pytest.raises(RankFailedError) as failed:
-        run_processes(first_step, 2, (when, guarded), timeout=40.0, start_method="forkserver")
+        pipeline(2, 1, 4, first_step, when, guarded, data=DATA, timeout=40.0, p2p_timeout=2.0)
     assert failed.value.errors[0][0] == "KeyboardInterrupt"
     kind, message = failed.value.errors[1]
     assert kind == error

@@ -47,6 +47,13 @@ class Rank:
         """Its reports. ``more``: arguments of ``toy_step``, and of the schedule."""
         return toy_step(model, **{"data": self.data, "communicator": self.communicator, **more})
 
+    def run(self, prepare: Callable[[list[PipelineStage]], Any] | None = None, **more: Any) -> ToyResult:
+        """One step of a new model, with which ``prepare`` is called before."""
+        model = self.model()
+        if prepare is not None:
+            prepare(model)
+        return self.result(model, self.step(model, **more))
+
     def result(self, model: Sequence[Any], reports: Sequence[Any]) -> ToyResult:
         stages = dict(zip(self.placement.stages[self.rank], model, strict=True))
         return ToyResult([float(report["loss"]) for report in reports], gradients_of(stages))
