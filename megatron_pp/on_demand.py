@@ -27,6 +27,7 @@ MODULES = {
     "layout_text": "megatron_pp.config.layout_text",
     "weight_grad": "megatron_pp.weight_grad",
     # What the device or the backend asks for.
+    "p2p_communicator": "megatron_pp.comm.p2p_communicator",
     "gloo_transport": "megatron_pp.comm.gloo_transport",
     "nccl_transport": "megatron_pp.comm.nccl_transport",
     "collectives": "megatron_pp.comm.collectives",

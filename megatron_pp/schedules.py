@@ -5,16 +5,16 @@ in one place.
 """
 
 from collections.abc import Callable
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from typing_extensions import Unpack
 
 from megatron_pp.comm import process_groups
-from megatron_pp.comm.p2p_communicator import P2PCommunicator
 from megatron_pp.common.module_attributes import wrapped_attribute
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
+from megatron_pp.on_demand import load
 from megatron_pp.plan.orders.family import Shape
 from megatron_pp.plan.orders.interleaved import schedule_table, warmup_forwards
 from megatron_pp.runtime.arguments import check_keywords
@@ -23,6 +23,9 @@ from megatron_pp.runtime.deallocate import custom_backward, deallocate_output_te
 from megatron_pp.runtime.message_shapes import tensor_shapes
 from megatron_pp.runtime.step import StepCall
 
+if TYPE_CHECKING:
+    from megatron_pp.comm.p2p_communicator import P2PCommunicator
+
 __all__ = [
     "P2PCommunicator", "backward_step", "custom_backward", "deallocate_output_tensor", "forward_backward_no_pipelining",
     "forward_backward_pipelining_with_interleaving", "forward_backward_pipelining_without_interleaving", "forward_step",
@@ -30,6 +33,12 @@ __all__ = [
 ]  # fmt: skip
 
 ForwardBackward = Callable[..., list[Any]]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "P2PCommunicator":  # the engine does without it
+        return load("p2p_communicator").P2PCommunicator
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class StepArguments(TypedDict, total=False):

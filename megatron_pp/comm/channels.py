@@ -173,8 +173,7 @@ def pipeline_name(group: dist.ProcessGroup, backend: str, device: torch.device) 
 
     Members share torch's name for a group of ``new_group``, numbered in the order in which all ranks of the job make
     groups. ``split_group`` (NCCL) hashes how many groups the rank is in, which may differ between members. There the
-    first member's name counts, broadcast over the group: collective.
-    """
+    first member's name counts, broadcast over the group: collective."""
     names = [group.group_name]
     if backend == "nccl" and not names[0].isdecimal():
         dist.broadcast_object_list(names, src=dist.get_global_rank(group, 0), group=group, device=device)

@@ -58,11 +58,12 @@ class P2PCore:
     """Posts sends and receives to peers of one pipeline group and keeps every unfinished handle in ``pending``.
 
     ``config`` is any object with Megatron's field names, or a step's settings; read once, into ``settings``.
-    ``under_guard``: the fault guard keeps time, and a slow peer that is alive is no error.
-    """
+    ``pp_group``: the pipeline group, with ``rank()`` and ``size()``; None for a rank alone.
+    ``under_guard``: the fault guard keeps time, and a slow peer that is alive is no error."""
 
-    def __init__(self, transport: Transport, config: Any) -> None:
+    def __init__(self, transport: Transport, config: Any, pp_group: Any = None) -> None:
         self.transport = transport
+        self.pp_group = pp_group
         self.config = config
         self.rank = transport.rank
         self.size = transport.size
@@ -134,8 +135,7 @@ class P2PCore:
 
     def post_batch(self, requests: Sequence[Send | Receive]) -> list[WaitHandle]:
         """Post all requests as one grouped call. Where shapes travel, they are exchanged before it, in a grouped call
-        that is waited for.
-        """
+        that is waited for."""
         if not self.variable_shapes and not self.transport.groups_calls:
             return [self.post_send(*one) if isinstance(one, Send) else self.post_recv(*one) for one in requests]
         shapes = self._exchange_headers(requests) if self.variable_shapes else {}

@@ -104,8 +104,7 @@ Queue = SimpleQueue[Transfer | None]
 class ChannelThreads:
     """The threads of one rank's channels. One thread at a time may wait; ``interrupt`` may be called from any.
 
-    ``limit``: the timeout of each transfer, if it is not that of its process group.
-    """
+    ``limit``: the timeout of each transfer, if it is not that of its process group."""
 
     def __init__(self) -> None:
         self.limit: tuple[timedelta, ...] = ()
@@ -119,8 +118,7 @@ class ChannelThreads:
     def follow(self, channel: Hashable, work: Any, ahead: bool = True) -> Transfer:
         """A posted transfer of ``channel``, followed at once, or with ``ahead=False`` when it or a later one of the
         channel is waited for: small messages are done when they are posted, and waking a thread for each costs more
-        than it saves.
-        """
+        than it saves."""
         later = self._later.setdefault(channel, [])
         transfer = Transfer(self, self._queue_of(channel), work, later=later)
         later.append(transfer)

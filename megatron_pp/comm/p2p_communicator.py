@@ -56,8 +56,7 @@ class P2PCommunicator(P2PCore):
         if transport is None:
             settings = StepSettings.from_config(config)
             transport = group_transport(pp_group, settings.one_way, settings.warm_up_p2p, settings.p2p_max_ctas)
-        super().__init__(transport, config)
-        self.pp_group = pp_group
+        super().__init__(transport, config, pp_group)
         self.next_in_group = (self.rank + 1) % self.size
         self.prev_in_group = (self.rank - 1) % self.size
         self.next_rank: int | None = transport.global_rank(self.next_in_group)

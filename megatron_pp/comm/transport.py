@@ -46,8 +46,7 @@ class Preparation(NamedTuple):
     batched         whether all messages go out as batches
     with_shapes     whether shapes travel ahead of tensors
     received_bytes, sent_bytes  sizes of the activations that this rank receives and sends, 0 if unknown
-    collectives     whether there are collectives of all ranks
-    """
+    collectives     whether there are collectives of all ranks"""
 
     edges: tuple[Edge, ...]
     batched: bool = False
@@ -69,8 +68,7 @@ class Transport(Protocol):
     aborted      whether ``abort`` was called
     backend      which backend of torch.distributed carries the messages; empty where none does
     name         of this pipeline, different from others' on the same store
-    guard        the fault guard of this pipeline, set by ``megatron_pp.faults``; None until the first step
-    """
+    guard        the fault guard of this pipeline, set by ``megatron_pp.faults``; None until the first step"""
 
     rank: int
     size: int

@@ -12,13 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_pp.comm.transport import Work
-from megatron_pp.errors import (
-    CommunicatorClosedError,
-    P2PError,
-    P2PTimeoutError,
-    P2PTransferError,
-    SendBufferError,
-)
+from megatron_pp.errors import CommunicatorClosedError, P2PError, P2PTimeoutError, P2PTransferError, SendBufferError
 
 if TYPE_CHECKING:
     from megatron_pp.comm.communicator import P2PCore

@@ -162,8 +162,7 @@ class FaultGuard:
 
     def check(self) -> None:
         """Raises the failure that ends this step, if there is one; for a rank that waits for something else than a
-        transfer.
-        """
+        transfer."""
         if self.failure is not None:
             raise self._error()
 

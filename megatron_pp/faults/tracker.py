@@ -95,8 +95,7 @@ class Tracker:
     after   what follows the last step, in words, where that is watched; else ""
     failed  a failed transfer of this rank, in words, while the guard looks for the cause; else ""
     number  the program's number of the step, as text
-    completed  what the device has done, where the host runs ahead of it; else None
-    """
+    completed  what the device has done, where the host runs ahead of it; else None"""
 
     def __init__(self, rank: int, size: int, completed: CompletedWork | None = None) -> None:
         self.rank, self.size, self.completed = rank, size, completed

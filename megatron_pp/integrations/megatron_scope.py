@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from megatron_pp.comm.p2p_communicator import P2PCommunicator
+from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.common.module_attributes import wrapped_attribute
 from megatron_pp.integrations.megatron_release import Megatron
 from megatron_pp.integrations.megatron_versions import Row, entry_keywords
@@ -46,7 +46,7 @@ def _unserved_groups(megatron: Megatron, arguments: Mapping[str, Any]) -> str | 
     groups, communicator = arguments.get(megatron.row.groups_keyword), arguments.get("p2p_communicator")
     if isinstance(groups, megatron.multi_module) or isinstance(communicator, megatron.multi_module):
         return "pipelines of several modules (a multi-module process group collection or communicator was given)"
-    if communicator is None or isinstance(communicator, P2PCommunicator):
+    if communicator is None or isinstance(communicator, P2PCore):
         return None
     if own := _own_transfers(communicator, megatron.schedules.P2PCommunicator):
         return f"a p2p_communicator with transfers of its own ({type(communicator).__name__}.{own[0]})"

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_pp.comm import process_groups
-from megatron_pp.comm.p2p_communicator import P2PCommunicator
+from megatron_pp.comm.communicator import P2PCore
+from megatron_pp.comm.group_transport import group_transport
 from megatron_pp.comm.transport import Transport, Work
 from megatron_pp.common.object_table import ObjectTable
 from megatron_pp.config.settings import StepSettings
@@ -30,18 +31,18 @@ if TYPE_CHECKING:
 # What a communicator is built from.
 _built_from = attrgetter(
     *("pipeline_dtype", "shapes_vary", "policy", "batch_p2p_sync", "p2p_channels", "p2p_max_ctas", "p2p_timeout"),
-    *("p2p_debug", "virtual_pipeline_model_parallel_size", "pipeline_schedule"),
+    *("p2p_debug"),
 )
 _of_transport = attrgetter("p2p_channels", "p2p_max_ctas")  # what its transport is, which several may share
 
 # Process-wide, as process groups are. A communicator holds its group, so weak keys alone would keep a destroyed one.
-_KEPT: ObjectTable[dict[tuple[Any, ...], P2PCommunicator]] = ObjectTable()
+_KEPT: ObjectTable[dict[tuple[Any, ...], P2PCore]] = ObjectTable()
 # Threads may run a pipeline each. Not held while a communicator is made: that may wait for other ranks, whose threads
 # come in another order.
 _LOCK = threading.Lock()
 
 
-def communicator_for(pp_group: Any, config: Any) -> P2PCommunicator:
+def communicator_for(pp_group: Any, config: Any) -> P2PCore:
     """The communicator of ``pp_group`` for the communication fields of ``config``; made on first use, which on NCCL is
     collective. Threads may call it at once, each for a group of its own."""
     _close(lambda transport: transport.is_gone())
@@ -59,8 +60,10 @@ def communicator_for(pp_group: Any, config: Any) -> P2PCommunicator:
         )
     if found is None:
         same = (c.transport for c in kept.values() if _of_transport(c.settings) == _of_transport(settings))
-        found = kept[key] = P2PCommunicator(pp_group, settings, next(same, None))
-    found.config = config  # for its timers
+        transport = next(same, None)
+        if transport is None:
+            transport = group_transport(pp_group, settings.one_way, settings.warm_up_p2p, settings.p2p_max_ctas)
+        found = kept[key] = P2PCore(transport, settings, pp_group)
     return found
 
 
@@ -80,17 +83,17 @@ def _close(unneeded: Callable[[Transport], bool]) -> None:
         communicator.transport.close()
 
 
-def lone_communicator(config: Any, model: torch.nn.Module) -> P2PCommunicator:
+def lone_communicator(config: Any, model: torch.nn.Module) -> P2PCore:
     """For a pipeline of one rank without any process group."""
     parameter = next(iter(model.parameters()), None)
-    return P2PCommunicator(None, config, SoloTransport(torch.device("cpu") if parameter is None else parameter.device))
+    return P2PCore(SoloTransport(torch.device("cpu") if parameter is None else parameter.device), config)
 
 
 def pipeline_group(inputs: StepInputs, alone: bool) -> Any:
     """The pipeline group of the caller's communicator or collection, or that of ``parallel_state``; None for a rank
     alone. Raises ScheduleInputError where there is none."""
     given = inputs.p2p_communicator
-    if isinstance(given, P2PCommunicator):
+    if isinstance(given, P2PCore):
         return given.pp_group
     group = getattr(given, "pp_group", None) or getattr(inputs.pg_collection, "pp", None)
     if group is not None or process_groups.model_parallel_is_initialized():

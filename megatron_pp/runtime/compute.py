@@ -33,8 +33,7 @@ class Steps(Protocol):
         self, chunk: int, mb: int, input_tensor: Activation, output: Activation, output_grad: Activation
     ) -> Activation:
         """Backward through what ``forward`` returned, or ``backward_root`` of it; returns the gradient of
-        ``input_tensor`` (None where it has none).
-        """
+        ``input_tensor`` (None where it has none)."""
         ...
 
     def backward_root(self, output: Activation) -> Any:
@@ -47,19 +46,14 @@ class LossRecord:
     """Results of the forwards of one step.
 
     data        what the loss function reported, in the order of the forwards (last stage only)
-    num_tokens  tokens counted by 3-tuple loss functions: 0, or an integer tensor
-    """
+    num_tokens  tokens counted by 3-tuple loss functions: 0, or an integer tensor"""
 
     data: list[Any] = field(default_factory=list)
     num_tokens: Any = 0
 
 
 def scaled_loss(
-    output: Any,
-    loss_func: Callable[..., Any] | None,
-    settings: StepSettings,
-    options: StepOptions,
-    record: LossRecord,
+    output: Any, loss_func: Callable[..., Any] | None, settings: StepSettings, options: StepOptions, record: LossRecord
 ) -> Any:
     """Apply the loss function on the last stage and scale its loss as Megatron does.
 
@@ -67,8 +61,7 @@ def scaled_loss(
     microbatch count. A triple (loss, num_tokens, report) is a sum over tokens: divided by the tokens of the microbatch
     on all context-parallel ranks (at least 1; ``context_parallel_loss``) and the microbatch count, unless
     ``calculate_per_token_loss``, where the division is left to finalisation (Megatron-LM#1652). None leaves the output
-    as it is and reports it.
-    """
+    as it is and reports it."""
     if loss_func is None:
         record.data.append(output)
         return output
@@ -131,8 +124,7 @@ def backward_through(
     return the gradient(s) of ``input_tensor``.
 
     On the last stage ``output_grad`` is None, and the loss is first scaled by ``grad_scale_func``. Outputs that need
-    no gradient are skipped, and all where ``output`` is None; an input that received none gives None.
-    """
+    no gradient are skipped, and all where ``output`` is None; an input that received none gives None."""
     lists = isinstance(input_tensor, (list, tuple)) or isinstance(output_grad, (list, tuple))
     usual = isinstance(output, (GradientEdge, torch.Tensor)) and not lists
     if usual:  # the hot path
@@ -172,8 +164,7 @@ class StepOptions:
 
     is_last_stage     per chunk of this rank
     checkpoint_flags  per (chunk, microbatch): Megatron's third argument of forward_step_func; None where it takes two
-    whole_sequence    a shard's sum and tokens -> as of its whole sequence; None without context parallelism
-    """
+    whole_sequence    a shard's sum and tokens -> as of its whole sequence; None without context parallelism"""
 
     num_microbatches: int
     is_last_stage: Sequence[bool]

@@ -19,8 +19,7 @@ def tokens_of_all_shards(loss: torch.Tensor, tokens: Any, groups: Any) -> torch.
     """The sum of ``tokens`` (an int, or an integer tensor) over the context-parallel ranks, on the device of ``loss``:
     an all-reduce of one number. The group is ``groups.cp``, or else the one of parallel_state.
 
-    Raises ScheduleInputError where the group is not known.
-    """
+    Raises ScheduleInputError where the group is not known."""
     group = getattr(groups, "cp", None)
     if group is None and process_groups.model_parallel_is_initialized():
         group = process_groups.group_of("cp")

@@ -22,8 +22,7 @@ _CustomFunction = torch._C._FunctionBase
 
 def backward_root(output: Any) -> Any:
     """Where the backward of ``output`` starts, without its data: a GradientEdge, None where it needs no gradient, a
-    list for a list; a GradientEdge is returned as it is. Gradients must be enabled.
-    """
+    list for a list; a GradientEdge is returned as it is. Gradients must be enabled."""
     if not isinstance(output, torch.Tensor):
         if isinstance(output, GradientEdge):  # which is a tuple, too
             return output
@@ -44,8 +43,7 @@ def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool = False
     happens). Nothing happens unless ``deallocate_pipeline_outputs``. Raises TypeError for anything else.
 
     Megatron-LM's function, for callers who know that nothing else holds ``out``: an operation that saved it, or a hook
-    that reads it, finds the one element. The engine uses ``backward_root`` instead.
-    """
+    that reads it, finds the one element. The engine uses ``backward_root`` instead."""
     if out is None or not deallocate_pipeline_outputs:
         return
     if isinstance(out, torch.Tensor):
@@ -68,8 +66,7 @@ def _one_element(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 def custom_backward(output: torch.Tensor, grad_output: torch.Tensor | None) -> None:
     """Megatron's function of this name: ``run_backward`` of one output, which may have been deallocated.
 
-    ``grad_output`` has the shape that ``output`` had; None stands for 1 and needs an output of one element.
-    """
+    ``grad_output`` has the shape that ``output`` had; None stands for 1 and needs an output of one element."""
     run_backward([output], [grad_output])
 
 
@@ -90,6 +87,5 @@ def accumulate(roots: tuple[Root, ...], grads: tuple[torch.Tensor, ...]) -> None
     """Backward from ``roots`` (outputs, deallocated or not, or edges) with ``grads``, accumulating into leaves.
 
     Calls what ``torch.autograd.backward`` calls, which insists that an output and its gradient have one shape; a
-    deallocated output has not. The context variables of this thread go to autograd's with it.
-    """
+    deallocated output has not. The context variables of this thread go to autograd's with it."""
     _engine_run_backward(roots, grads, False, False, (), allow_unreachable=True, accumulate_grad=True)

@@ -37,8 +37,7 @@ Handler = Callable[[Task], None]
 class Feature(Protocol):
     """What runs the instructions that a setting or a schedule adds.
 
-    tables  what it holds of the step, by a name for the error of a step that leaves something
-    """
+    tables  what it holds of the step, by a name for the error of a step that leaves something"""
 
     tables: Mapping[str, Mapping[Any, Any]]
 
@@ -53,8 +52,7 @@ class PlanExecutor:
 
     Features may set ``run_forward`` and ``run_backward``, which run a chunk in place of ``call_forward`` and
     ``call_backward``, and of messages with a name ``named_request``, which makes what is posted, and ``named_release``,
-    which gives back what was sent.
-    """
+    which gives back what was sent."""
 
     plan: Plan
     communicator: P2PCore
@@ -213,8 +211,7 @@ class PlanExecutor:
 
     def _filled(self, grad: Activation, given: Activation, at: Task) -> Activation:
         """Input gradients of which some are None. This rank's chunks pass None on, as in one process; another rank has
-        posted a receive, and gets zeros.
-        """
+        posted a receive, and gets zeros."""
         if not self.placement.crosses_ranks(at.stage - 1):
             return grad
         if not is_any_there(grad):

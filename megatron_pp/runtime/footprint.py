@@ -29,8 +29,7 @@ class Footprint:
     forward  between its forward and the release of its output
     weight   between its input-gradient backward and its W
     sent     between the release of its output and its backward: less than ``forward`` by the output, unless the
-             stage's own graph has saved that
-    """
+             stage's own graph has saved that"""
 
     forward: int
     weight: int

@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_pp.comm.communicator import P2PCore
-from megatron_pp.comm.p2p_communicator import P2PCommunicator
 from megatron_pp.config.settings import TE_GRAPHS, StepSettings
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.faults.attach import describe_step, guarded, instruction_marks
@@ -244,9 +243,9 @@ class StepCall:
             whole_sequence=whole_sequence,
         )
 
-    def _communicator(self, group: Any) -> P2PCommunicator:
+    def _communicator(self, group: Any) -> P2PCore:
         given = self.inputs.p2p_communicator
-        if isinstance(given, P2PCommunicator):
+        if isinstance(given, P2PCore):
             return given
         if group:
             return communicator_for(group, self.settings)

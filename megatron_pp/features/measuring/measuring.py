@@ -54,8 +54,7 @@ _MEASURINGS: ObjectTable[Measuring] = ObjectTable()
 
 def step_observer(step: Any) -> Measuring | None:
     """What measures the steps of a StepCall's model; None where nothing is left to measure. Raises ScheduleInputError
-    where the file cannot be written.
-    """
+    where the file cannot be written."""
     model, settings = step.inputs.chunks[0], step.settings
     if step.inputs.forward_only:
         return None
@@ -95,8 +94,7 @@ class TimeKeeper(Keeper):
 
     def gathered(self, placement: Placement) -> tuple[StageCosts, bool]:
         """The median costs of every stage, and whether all of them split their backward. Collective over the pipeline,
-        between two steps.
-        """
+        between two steps."""
         self.resolve_pending()
         medians, stages = self.times.medians(), placement.stages[self.transport.rank]
         mine = {stage: [medians.get((op, stage), _NOT_MEASURED) for op in TIMED] for stage in stages}
@@ -234,8 +232,7 @@ def _run_of(step: Any, steps: int, device: str, split: bool) -> MeasuredStep:
 
 def network_times(transport: Transport, placement: Placement, message: float) -> TransferTimes:
     """Seconds of transfers of sizes around ``message`` bytes, on all links of the pipeline. Collective over it, between
-    two steps.
-    """
+    two steps."""
     edges, sizes = placement.rank_edges, sizes_around(message)
     mine = measure_links(transport, edges, sizes)
     numbers = [time for edge in edges for time in mine.get(edge, [_NOT_MEASURED] * len(sizes))]

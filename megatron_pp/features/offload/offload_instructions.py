@@ -14,12 +14,7 @@ WAIT_LOAD = "WAIT_LOAD"  # wait for that copy, then give the host memory back
 OFFLOADED, OFFLOAD_FREED, LOADED, LOAD_HERE = (1 << k for k in range(21, 25))
 
 ROWS = PlanFeature(
-    names={
-        OFFLOAD: "offload",
-        FREE_OFFLOAD: "release after the offload",
-        LOAD: "load",
-        WAIT_LOAD: "wait for the load",
-    },
+    names={OFFLOAD: "offload", FREE_OFFLOAD: "release after the offload", LOAD: "load", WAIT_LOAD: "wait for the load"},
     rules={
         # once at most, between the forward and its backward, which then needs it back
         OFFLOAD: Rule(F_RAN, OFFLOADED, B_RAN, may=OFFLOADED, then=(BACKWARD_OPS, LOAD_HERE)),

@@ -33,8 +33,7 @@ class _Block:
     """The bytes of one storage that a forward has saved.
 
     memory       on the device, flat, from the storage's first byte on; None while it is on the host alone
-    host         a copy of the bytes from ``start`` to ``stop``, which are those in use
-    """
+    host         a copy of the bytes from ``start`` to ``stop``, which are those in use"""
 
     __slots__ = ("host", "memory", "start", "stop")
 

@@ -13,8 +13,7 @@ def pipe_offload(shape: Shape) -> list[Order]:
     chunk, so that copies of offloaded chunks are spread evenly, and as many of them are on their way at any time.
 
     A microbatch comes to its next chunk G turns later, or as few more as make V chunks take turns; a turn is a forward
-    and a backward. While the first and the last microbatches fill some turns in part, the others move up.
-    """
+    and a backward. While the first and the last microbatches fill some turns in part, the others move up."""
     size, chunks, mbs = shape.pipeline_size, shape.num_chunks, range(shape.num_microbatches)
     group = group_of_gis_h(shape)
     together = chunks // math.gcd(chunks, group)

@@ -24,8 +24,7 @@ X_POSTED, X_HERE, S_RAN, R_POSTED, R_HERE, T_RAN, G_POSTED, G_HERE = (1 << k for
 
 def needs_at_root(op: str, needs: int, barriers: int) -> int:
     """What an instruction of the last stage needs: it has its own output, and its backward the gradient that
-    collectives bring.
-    """
+    collectives bring."""
     if op == OUTPUT_S:
         return X_POSTED
     return needs | (R_HERE if barriers == 1 else G_HERE) if op in BACKWARD_OPS else needs
@@ -43,8 +42,7 @@ def collected_inputs(op: str, stage: int, layer: OutputLayer) -> tuple[Result, .
     """What an operation needs that collectives bring.
 
     S needs the last stage's output (a broadcast), T the statistics of every rank's S (an all-reduce); the last stage's
-    backward, with one barrier, the gradient parts of every rank's S, and with two those of every rank's T.
-    """
+    backward, with one barrier, the gradient parts of every rank's S, and with two those of every rank's T."""
     last = layer.num_stages - 1
     if op == OUTPUT_S:
         return ((FORWARD, last),)

@@ -28,8 +28,7 @@ class Collective(NamedTuple):
     post, wait  the instructions
     ready     the boundary of the rank's order from which on it may be posted
     use       the entry that it is waited for by; None: it is waited for one entry behind its post
-    receives  whether the rank takes part with an empty buffer
-    """
+    receives  whether the rank takes part with an empty buffer"""
 
     round: int
     post: Instruction
@@ -47,8 +46,7 @@ def collectives_of(
     forward_only: bool,
 ) -> list[Collective]:
     """Those of ``rank``, which runs ``order``, in the order in which all ranks post them. ``ends``: when results are
-    there.
-    """
+    there."""
     found = sorted(_each(order, ends, placement, forward_only), key=lambda each: each[0])
     at = {(one.op, one.mb): i for i, one in numbered(order)}
     is_root = rank == placement.output_root
@@ -90,8 +88,7 @@ def placed_collectives(
 
     One is posted as soon as its rank's own part is there and the one before it is due: behind an unfinished one it
     would hold back compute with one hardware queue. Where compute synchronises the device it waits for all that is
-    posted: none is posted before it is due.
-    """
+    posted: none is posted before it is due."""
     earliest, boundaries, dues = 0, [], [bisect_right(ends, one.round) for one in collectives]
     for one, due in zip(collectives, dues, strict=True):
         earliest = max(earliest, due if DEVICE_SYNC in spec.device else one.ready)

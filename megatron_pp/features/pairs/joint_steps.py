@@ -28,13 +28,11 @@ class BackwardHalf(NamedTuple):
 
 class JointSteps(Protocol):
     """What ``Steps`` have besides that can run a forward and another microbatch's backward as one, operation by
-    operation.
-    """
+    operation."""
 
     def forward_and_backward(
         self, forward: ForwardHalf, backward: BackwardHalf, on_output: Ready | None, on_input_grad: Ready | None
     ) -> tuple[Activation, Activation]:
         """What ``forward`` and ``backward`` return. ``on_output``, then ``on_input_grad`` are called with the two as
-        soon as they are there; the last weight gradients, and on the last stage the loss, may come after.
-        """
+        soon as they are there; the last weight gradients, and on the last stage the loss, may come after."""
         ...

@@ -34,8 +34,7 @@ class JointPair:
 
     handlers    the engine's, which observers see
     unobserved  the same, which they do not: to them the forward lasts until its output is there, and the backward from
-                there to the end, with its send right behind it
-    """
+                there to the end, with its send right behind it"""
 
     engine: Any  # PlanExecutor, whose ``steps`` this object is for a while
     handlers: Handlers
@@ -110,8 +109,7 @@ class HalfCall:
     chunk, microbatch  which it is; ``chunk`` counts this rank's model chunks
     model              the model chunk, wrapped as it was given
     stream             the CUDA stream on which the function ran the forward: it sets it at a forward, and finds it at
-                       the backward of that forward, which autograd runs there; None where it was not set
-    """
+                       the backward of that forward, which autograd runs there; None where it was not set"""
 
     chunk: int
     microbatch: int

@@ -32,8 +32,7 @@ class Recorded:
     traces   of every rank of the job: the text of a trace file
     splits   whether the model can put weight gradients off
     draws    whether its forwards draw random numbers
-    shares   for each plan that is asked for, what its microbatches take of the times; () where all take the same
-    """
+    shares   for each plan that is asked for, what its microbatches take of the times; () where all take the same"""
 
     traces: Sequence[str]
     splits: bool
@@ -51,8 +50,7 @@ class Answer:
 
 def search_plans(recorded: Recorded) -> Answer:
     """Plans for what the first pipeline ran last, where they are predicted to be faster. Raises FileFormatError and
-    PlanError for traces that do not go together.
-    """
+    PlanError for traces that do not go together."""
     traces = [parse_rank_trace(text, f"rank {rank}") for rank, text in enumerate(recorded.traces)]
     firsts = sorted({trace.header.pipeline[0] for trace in traces})
     found = [analyse(pipeline_of(traces, first, "the job")) for first in firsts]
@@ -91,8 +89,7 @@ def _slowest_links(found: Sequence[Findings]) -> Network:
 
 def searched(recorded: Recorded, started: Callable[[subprocess.Popen[bytes]], None]) -> Answer:
     """What ``search_plans`` answers, in a process of its own, which ``started`` is given. Raises RuntimeError where it
-    fails.
-    """
+    fails."""
     process = _process()
     started(process)
     out, errors = process.communicate(json.dumps(asdict(recorded)).encode())

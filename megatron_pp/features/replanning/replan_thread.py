@@ -109,8 +109,7 @@ class ReplanThread:
 
     def decision(self, boundary: int, check: Callable[[], None]) -> int:
         """The number of the answer that holds from ``boundary`` on; 0: none. Waits for it, as long as ``check``, which
-        is called in between, does not raise.
-        """
+        is called in between, does not raise."""
         with self.news:
             while boundary not in self._decided:
                 self.news.wait(4 * _FAST)

@@ -44,8 +44,7 @@ _REPLANNINGS: ObjectTable[Replanning] = ObjectTable()
 
 def step_observer(step: Any) -> Replanning | None:
     """What plans the training of a StepCall's model anew; None where nothing does. Raises ScheduleInputError where
-    plans of it cannot be searched, or numbers would change.
-    """
+    plans of it cannot be searched, or numbers would change."""
     chunks, settings, fields = step.inputs.chunks, step.settings, step.fields
     if fields["forward_only"] or fields["pipeline_size"] == 1:
         return None
@@ -188,8 +187,7 @@ def _of_run(spec: PlanSpec) -> PlanSpec:
 
 def in_steps(costs: Sequence[float]) -> tuple[float, ...]:
     """``costs`` of microbatches as shares of their median, rounded to powers of the square root of 2, so that steps
-    with nearly the same run the same plan; () where all are the same.
-    """
+    with nearly the same run the same plan; () where all are the same."""
     middle = statistics.median(costs)
     steps = [round(_PER_OCTAVE * math.log2(cost / middle)) for cost in costs]
     return tuple(2.0 ** (step / _PER_OCTAVE) for step in steps) if any(steps) else ()

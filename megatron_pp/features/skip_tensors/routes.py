@@ -42,8 +42,7 @@ class SkipTensor(NamedTuple):
 
     gradient  whether it has one, which flows back to ``source``
     shape     of one microbatch; None: that of the activations between stages. Not used where shapes vary
-    dtype     by its name in torch, as in "int64"; None: config.pipeline_dtype
-    """
+    dtype     by its name in torch, as in "int64"; None: config.pipeline_dtype"""
 
     name: str
     source: int
@@ -55,8 +54,7 @@ class SkipTensor(NamedTuple):
 
 def skip_tensors(given: str | Iterable[SkipTensor], num_stages: int) -> tuple[SkipTensor, ...]:
     """The tensors that ``given`` declares: such tensors; or as text, ``NAME=SOURCE>USER,USER`` with semicolons between
-    them and ``no_grad`` behind one without a gradient; or ``blocks``. Raises PlanError.
-    """
+    them and ``no_grad`` behind one without a gradient; or ``blocks``. Raises PlanError."""
     if given == BLOCKS:
         return stage_blocks(num_stages)
     found = [_parsed(entry) for entry in given.split(";")] if isinstance(given, str) and given.strip() else given
@@ -71,8 +69,7 @@ def stage_blocks(num_stages: int) -> tuple[SkipTensor, ...]:
 
 def declared_tensors(produces: Sequence[Collection[str]], uses: Sequence[Collection[str]]) -> tuple[SkipTensor, ...]:
     """From what each stage says that it produces and uses, by name, in the order of stages. Raises PlanError for a name
-    that several stages produce, or that is used and not produced.
-    """
+    that several stages produce, or that is used and not produced."""
     sources: dict[str, int] = {}
     for stage, names in enumerate(produces):
         for name in names:
@@ -121,8 +118,7 @@ def _parsed(text: str) -> SkipTensor:
 @dataclass
 class Held:
     """A tensor on one rank: it is made by, or comes to, ``stage``; ``users`` and ``sends`` are the stages of this rank
-    that use it and that send it on, in order.
-    """
+    that use it and that send it on, in order."""
 
     tensor: SkipTensor
     stage: int
@@ -145,8 +141,7 @@ class Routes:
     made       tensors that it makes
     came       tensors that the edge to it moves, by name in order
     used       tensors that it uses, by name
-    sent       tensors that the edge from it moves, by name in order
-    """
+    sent       tensors that the edge from it moves, by name in order"""
 
     made: Sequence[Mapping[str, Held]]
     came: Sequence[Mapping[str, Held]]
@@ -185,8 +180,7 @@ def routes_of(tensors: tuple[SkipTensor, ...], cache: str, placement: Placement)
 
 def _route(tensor: SkipTensor, cache: str, placement: Placement) -> list[Held]:
     """Walk from the source to the last user; a rank that keeps the tensor needs no hop. Hops that bring it to where it
-    is neither used nor sent on are left out again.
-    """
+    is neither used nor sent on are left out again."""
     here = Held(tensor, tensor.source)
     found, kept = [here], dict[int, Held]()
     if cache == ALL:
@@ -215,8 +209,7 @@ def with_drops(
     program: Iterable[Instruction], routes: Routes, placement: Placement, forward_only: bool
 ) -> list[Instruction]:
     """The program with a DROP of each named tensor right behind the last that needs it on this rank: the end of its
-    sends, and the backwards (in evaluation, the forwards) of its users.
-    """
+    sends, and the backwards (in evaluation, the forwards) of its users."""
     left: defaultdict[tuple[int, str, int, int], int] = defaultdict(int)
     result = []
     for entry in program:

@@ -144,8 +144,7 @@ class NamedWalk:
 
     def state(self, since: int) -> Any:
         """All that the rest of the walk depends on, microbatches counted from ``since``: of those that are under way,
-        every fact.
-        """
+        every fact."""
         live = {mb for (_, mb, _), missing in self._missing() if missing}
         facts = {
             ((s, mb - since, part), name): f for ((s, mb, part), name), f in self.facts.items() if mb in live and f

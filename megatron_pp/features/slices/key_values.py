@@ -9,8 +9,7 @@ from megatron_pp.plan.ir.spec import Plan
 def key_values_change(op: str, part: int, slices: int, forward_only: bool) -> int:
     """Of a microbatch in ``slices``, what an operation of slice ``part`` adds to the keys and values that a chunk
     keeps: the forward of the first slice allocates them for all, and its backward, the last to read them, gives them
-    back; in evaluation the forward of the last slice does.
-    """
+    back; in evaluation the forward of the last slice does."""
     allocated = op == ins.FORWARD and part == 0
     freed = part == slices - 1 and op == ins.FORWARD if forward_only else part == 0 and op in ins.BACKWARD_OPS
     return allocated - freed
@@ -20,8 +19,7 @@ def key_values_timeline(plan: Plan, rank: int) -> Iterator[float]:
     """Keys and values that attention keeps for the slices that follow, and their gradients, right after each
     instruction of ``plan.timed(rank)``; 1 are those of a chunk and a whole microbatch.
 
-    Gradients of all slices but the last are collected from the backward of the last slice to that of the first.
-    """
+    Gradients of all slices but the last are collected from the backward of the last slice to that of the first."""
     slices, forward_only, now = plan.spec.slices, plan.spec.forward_only, 0.0
     for at in plan.timed(rank):
         if at.slice >= 0 and at.op in ins.SINGLE_COMPUTE_OPS:

@@ -76,8 +76,7 @@ class SequenceSlice:
 
     index, count  which of how many
     start, stop   its tokens, in the sequence of a whole microbatch; ``length`` tokens long
-    microbatch    of the step, from 0
-    """
+    microbatch    of the step, from 0"""
 
     index: int
     count: int
@@ -174,8 +173,7 @@ class SliceRunner:
 
     lengths  of the slices, in tokens
     kept     keys and values, by stage and microbatch, from the forward of the first slice until the last operation that
-             reads them
-    """
+             reads them"""
 
     plan: Plan
     lengths: Sequence[int]
