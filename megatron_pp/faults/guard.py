@@ -72,6 +72,7 @@ class FaultGuard:
                  engine
     global_rank, world_size, members   in the whole job; ``members``: the global ranks of the pipeline. By default the
                  pipeline is the job
+    ordinal      which it is of this process's groups over these ranks (``Transport.ordinal``)
 
     ``agreement`` is the number of what the ranks have agreed on for the current step: it distinguishes one plan's
     messages from another's."""
@@ -89,14 +90,15 @@ class FaultGuard:
     global_rank: int | None = None
     world_size: int | None = None
     members: Sequence[int] = ()
+    ordinal: int = 0
 
     def __post_init__(self) -> None:
         self.patience = self.timeout
         self._global_rank = self.rank if self.global_rank is None else self.global_rank
         self._tracker = Tracker(self.rank, self.size, self.completed)
         self.marks = None if self.completed is None else InstructionMarks(self._tracker)
-        whose = self.pipeline, self.rank, self.size, self._global_rank, self.members
-        connect = partial(FaultStore, self.store, *whose)
+        whose = self.pipeline, self.rank, self.size, self._global_rank, self.members, self.ordinal
+        connect = partial(FaultStore, self.store, *whose, began=time.monotonic())
         self._heartbeat = Heartbeat(connect, Pace.of(self.timeout, self.world_size or self.size), self._tracker)
         self._watchdog = Watchdog(self._tracker, self._heartbeat, self._act, self.escalate, self._show_stack)
         self._raised: BaseException | None = None  # by this rank, and handled
@@ -416,7 +418,7 @@ class FaultGuard:
     def _new_failure(self, kind: str, message: str, **content: Any) -> Failure:
         instruction, where = ("", "") if kind == MISMATCH else self._tracker.place(of_host=kind == EXCEPTION)
         who = (self.pipeline, self.rank, self._global_rank)
-        return Failure(kind, *who, instruction, where, message=message, **content)
+        return Failure(kind, *who, instruction, where, message=message, at=time.monotonic(), **content)
 
     def _stall_failure(self, here: Progress, why: str, suspects: tuple[int, ...]) -> Failure:
         now = time.monotonic()

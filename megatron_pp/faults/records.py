@@ -80,6 +80,7 @@ class Failure:
     suspects: tuple[int, ...] = ()  # of a stall: pipeline ranks that do not respond, or hold the others up
     field: str = ""  # what differs
     values: dict[str, str] = dataclasses.field(default_factory=dict)  # by pipeline rank: what it has, or where it was
+    at: float = 0.0  # when, by the monotonic clock of its rank
 
 
 Record = TypeVar("Record", Progress, Entry, Failure)
@@ -153,11 +154,14 @@ class FaultStore:
     rank, size    within the pipeline group
     global_rank   this rank in the whole job
     members       the pipeline's ranks, as global ranks
+    ordinal       which it is of the process groups over these ranks
+    began         when this rank began the pipeline's first step, by its monotonic clock
 
     Failures are visible in the whole job: tensor- and data-parallel peers of a failed pipeline would hang as well. The
-    epoch hides keys from before a re-initialisation. It counts the objects made over these ranks, as a rank may be in
-    more pipelines than its peers, one after the other. Threads may make those of several pipelines over the same ranks
-    in different orders, so the first member to make one sets its epoch."""
+    epoch hides keys from before a re-initialisation. It counts the objects made over these ranks with this ordinal: by
+    each member, as it may be in more pipelines than its peers, one after the other; the first member to make one sets
+    its epoch. Pipelines over the same ranks have ordinals of their own, whatever the order in which threads come
+    here."""
 
     store: Any
     pipeline: str
@@ -165,16 +169,19 @@ class FaultStore:
     size: int
     global_rank: int
     members: Sequence[int] = ()
+    ordinal: int = 0
+    began: float = 0.0
 
     def __post_init__(self) -> None:
         self.store = private_client(self.store)
         self._batched = bool(getattr(self.store, "has_extended_api", bool)())
         ranks = "-".join(map(str, self.members)) or self.pipeline
-        made = self.store.add(f"{_ROOT}/made over {ranks}/{self.global_rank}", 1)
+        made = self.store.add(f"{_ROOT}/made over {ranks}/{self.ordinal}/{self.global_rank}", 1)
         nth = self.store.add(f"{_ROOT}/made {self.pipeline}/{self.global_rank}", 1)
         self._life = f"{_ROOT}/life {nth} of {self.pipeline}"
-        self.epoch = int(self.store.compare_set(f"{self._life}/epoch", "", str(made)))
+        self.epoch = self.store.compare_set(f"{self._life}/epoch", "", f"{self.ordinal}.{made}").decode()
         self._before = self.store.add(self._job("tickets"), 0)
+        self.store.set(self._own("began", self.rank), str(self.began))
         self._known: dict[str, set[int]] = {}
 
     def publish_failure(self, failure: Failure) -> None:
@@ -192,11 +199,17 @@ class FaultStore:
             key = self._job(f"failure/{ticket}")
             if self.store.check([key]):
                 failure = decode(Failure, self.store.get(key))
-                # A member that published a failure in another pipeline and then went on to this one has handled it.
-                handled = ticket <= self._before and failure.global_rank in self.members
-                if failure.pipeline == self.pipeline or not handled:
+                if failure.pipeline == self.pipeline or not self._is_handled(failure, ticket):
                     found.append(failure)
         return min(found, key=lambda failure: failure.kind != EXCEPTION, default=None)
+
+    def _is_handled(self, failure: Failure, ticket: int) -> bool:
+        """Whether a member published it in another pipeline and then went on to this one: by its own clock, as the
+        store is called some time after a step has begun. While it is not here, by what this rank found when it came."""
+        if failure.global_rank not in self.members:
+            return False
+        began = self._own("began", self.members.index(failure.global_rank))
+        return failure.at < float(self.store.get(began)) if self.store.check([began]) else ticket <= self._before
 
     def note_read(self) -> None:
         """This rank has read a failure, and needs the store no more for it."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 # What a communicator is built from.
 _built_from = attrgetter(
     *("pipeline_dtype", "shapes_vary", "policy", "batch_p2p_sync", "p2p_channels", "p2p_max_ctas", "p2p_timeout"),
-    *("p2p_debug"),
+    "p2p_debug",
 )
 _of_transport = attrgetter("p2p_channels", "p2p_max_ctas")  # what its transport is, which several may share
 
