@@ -101,10 +101,11 @@ def names() -> tuple[str, str, str]:
 
 
 def ordinals(rank: int) -> list[int]:
-    """Of the world, and of two groups over the same ranks with one of others between them."""
-    ranks = list(range(SIZE))
-    groups = [dist.group.WORLD, dist.new_group(ranks), dist.new_group(ranks[:1]), dist.new_group(ranks)]
-    of_all = [group for group in groups if group is not groups[2]]
+    """Of the world, and of two groups over the same ranks; groups of others are made between them."""
+    of_all: list[Any] = [dist.group.WORLD, dist.new_group(list(range(SIZE)))]
+    for pair in ([0, 1], [2, 3]):
+        dist.new_group(pair)
+    of_all.append(dist.new_group(list(range(SIZE))))
     made = {group: group_transport(group).ordinal for group in (of_all if rank % 2 else of_all[::-1])}
     return [made[group] for group in of_all]
 
@@ -157,7 +158,7 @@ def test_their_threads_end(per_rank: list[dict[str, Any]]) -> None:
 
 def test_a_group_has_one_name(per_rank: list[dict[str, Any]]) -> None:
     (one,) = {found["names"] for found in per_rank}
-    assert one == ("0-1-2-3 in group 4", "0-1-2-3 in group 5", "0-1-2-3 in group hash of what rank 0 is in")
+    assert one == ("0-1-2-3 in group 5", "0-1-2-3 in group 6", "0-1-2-3 in group hash of what rank 0 is in")
 
 
 def test_groups_over_the_same_ranks_are_counted_in_one_order(per_rank: list[dict[str, Any]]) -> None:
