@@ -1,4 +1,7 @@
-"""Steps that offload: numbers equal to the bit, memory as the plan counts it, and what is not offloaded."""
+"""Steps that offload: memory as the plan counts it, bits that come back, and what is not offloaded.
+
+``test_differential.py`` has the numbers of all schedules.
+"""
 
 from __future__ import annotations
 
@@ -19,44 +22,9 @@ from megatron_pp.plan.ir.instruction import Instruction
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.verify.lifetime import Walk
 from megatron_pp.testing.pipeline import run_in_threads
-from megatron_pp.testing.streams import StreamReport
 from megatron_pp.testing.toy import ToyBlock, ToyData
 from tests.harness.stream_runs import on_one_device, plan_on_streams
-from tests.unit_tests.runtime import test_memory, test_sequence_slices
-
-
-def assert_same(found: Any, wanted: Any) -> None:
-    assert found[0] == wanted[0]
-    assert found[1].keys() == wanted[1].keys()
-    assert all(torch.equal(found[1][name], grad) for name, grad in wanted[1].items())
-
-
-# -- numbers ----------------------------------------------------------------------------------------------------------
-
-GPT = [
-    ("pipe_offload", 2, {}),
-    ("pipe_offload", 2, {"offload_chunks": 2, "offload_slots": 2, "batch_p2p_comm": True, "overlap_p2p_comm": False}),
-    ("1f1b", 1, {"offload_chunks": 1, "deallocate_pipeline_outputs": False}),
-    ("zb_h1", 1, {"offload_chunks": 1}),
-    ("interleaved_zb", 2, {"offload_chunks": 1}),
-    ("interleaved_seq_zb", 2, {"offload_chunks": 2, "sequence_slices": 3}),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("schedule", "chunks", "fields"), GPT, ids=[f"{name} {list(f)}" for name, _, f in GPT])
-def test_a_gpt_has_the_numbers_of_the_schedule_without_offloading(
-    schedule: str, chunks: int, fields: dict[str, Any]
-) -> None:
-    posted = []
-    with pytest.MonkeyPatch.context() as patch:
-        post = copies._ThreadCopies.post
-        patch.setattr(copies._ThreadCopies, "post", lambda *args, **more: posted.append(args) or post(*args, **more))
-        found = test_sequence_slices.train(2, chunks, pipeline_schedule=schedule, **fields)
-    assert posted
-    wanted = test_sequence_slices.train(2, chunks, pipeline_schedule=schedule, **{**fields, "offload_chunks": 0})
-    assert_same(found, wanted)
-
+from tests.unit_tests.runtime import test_memory
 
 # -- memory -----------------------------------------------------------------------------------------------------------
 
@@ -305,14 +273,6 @@ def test_what_cannot_be_offloaded_is_refused(fields: dict[str, Any], why: str) -
 
 # -- streams ----------------------------------------------------------------------------------------------------------
 
-SPEC = PlanSpec("pipe_offload", 2, 2, 6, offload_chunks=2)
-
-
-def of_streams(name: str, change: Any) -> StreamReport:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offload.Offloads if hasattr(offload.Offloads, name) else copies._StreamCopies, name, change)
-        return plan_on_streams(SPEC)
-
 
 def _frees_at_once(self: Any, at: Any) -> None:
     for block in self.kept[at.key].blocks.values():
@@ -348,7 +308,8 @@ def _post_without(edge: str) -> Any:
     ],
     ids=["free", "wait", "out", "back"],
 )
-def test_a_missing_wait_is_a_race(name: str, change: Any, instruction: str) -> None:
-    report = of_streams(name, change)
+def test_a_missing_wait_is_a_race(name: str, change: Any, instruction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload.Offloads if hasattr(offload.Offloads, name) else copies._StreamCopies, name, change)
+    report = plan_on_streams(PlanSpec("pipe_offload", 2, 2, 6, offload_chunks=2))
     assert any(r.first.instruction.startswith(instruction) or r.second.instruction.startswith(instruction)
                for r in report.races), str(report)  # fmt: skip

@@ -54,12 +54,24 @@ def check(case: Case, reports: list[list[Any]], stages: list[Stage]) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
 
 
+STEPS: list[tuple[tuple[int, int, int], dict[str, Any], Any]] = [
+    *(((size, count, vocab), {}, mean_loss) for size, count, vocab in ((1, 2, 7), (2, 1, 11), (3, 5, 4), (4, 9, 11))),
+    ((3, 5, 11), {"batch_p2p_comm": True}, weighted_sum),
+    ((3, 5, 11), {"variable_seq_lengths": True}, weighted_sum),
+    ((3, 5, 11), {"deallocate_pipeline_outputs": False}, weighted_sum),
+    *(((3, 6, 11), {"network": network}, mean_loss) for network in HOSTILE_NETWORKS),
+]
+
+
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("size", "microbatches", "vocab"), [(1, 2, 7), (2, 1, 11), (3, 5, 4), (4, 9, 11)])
-def test_losses_and_gradients_are_those_of_the_whole_layer(name: str, size: int, microbatches: int, vocab: int) -> None:
+@pytest.mark.parametrize(("sizes", "fields", "loss"), STEPS)
+def test_losses_and_gradients_are_those_of_the_whole_layer(
+    name: str, sizes: tuple[int, int, int], fields: dict[str, Any], loss: Any
+) -> None:
     """Where rows do not divide, the last rank has fewer, or none."""
-    case = Case(name, size, microbatches, vocab)
-    check(case, *step(case))
+    fields = dict(fields)
+    case, kind = Case(name, *sizes, loss=loss), fields.pop("network", MemoryNetwork)
+    check(case, *step(case, kind(case.size), **fields))
 
 
 @pytest.mark.slow
@@ -71,22 +83,6 @@ def test_on_nccl_collectives_run_on_a_stream_of_their_own(name: str, monkeypatch
     report, *results = step_on_nccl(case)
     assert not report.races, str(report)
     check(case, *results)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    "fields", [{"batch_p2p_comm": True}, {"variable_seq_lengths": True}, {"deallocate_pipeline_outputs": False}]
-)
-def test_so_they_are_with_other_communication_and_a_sum_over_tokens(name: str, fields: dict[str, Any]) -> None:
-    case = Case(name, 3, 5, loss=weighted_sum)
-    check(case, *step(case, **fields))
-
-
-@pytest.mark.parametrize("network", HOSTILE_NETWORKS)
-def test_so_they_are_on_hostile_networks(network: type[MemoryNetwork]) -> None:
-    for name in NAMES:
-        case = Case(name, 3, 6)
-        check(case, *step(case, network(case.size)))
 
 
 def test_steps_are_equal_to_the_bit_from_run_to_run() -> None:
@@ -176,23 +172,23 @@ def test_ignored_tokens_have_neither_loss_nor_gradient(name: str, loss: Any) -> 
     assert step(case, forward_only=True)[0] == step(case)[0]
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("label", [-1, 11])
-def test_labels_that_are_no_rows_are_named(name: str, label: int) -> None:
-    words = rf"outside of 0 to 10, and not ignore_index \(-100\): token 1 has label {label}"
-    for forward_only in (True, False):
-        with pytest.raises(ScheduleInputError, match=words):
-            step(Case(name, 3, 4, given=put(label)), forward_only=forward_only)
+NO_ROW = r"outside of 0 to 10, and not ignore_index \(-100\): token 1 has label "
+DIFFERENT = r"microbatch 0: ranks gave their SplitOutputLayer different labels.*: token [14] has label -?\d+ on rank"
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("on", [(0,), (1,), (2,), (0, 1)])
-@pytest.mark.parametrize("label", [-100, 3])
-def test_ranks_with_different_labels_are_named(name: str, on: tuple[int, ...], label: int) -> None:
-    words = r"microbatch 0: ranks gave their SplitOutputLayer different labels.*: token [14] has label -?\d+ on rank"
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (put(-1), NO_ROW + "-1"),
+        (put(11), NO_ROW + "11"),
+        *((put(label, on), DIFFERENT) for label in (-100, 3) for on in ((0,), (1,), (2,), (0, 1))),
+    ],
+)
+def test_labels_that_are_no_rows_or_differ_between_ranks_are_named(name: str, given: Any, words: str) -> None:
     for forward_only in (True, False):
         with pytest.raises(ScheduleInputError, match=words):
-            step(Case(name, 3, 4, given=put(label, on)), forward_only=forward_only)
+            step(Case(name, 3, 4, given=given), forward_only=forward_only)
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.threads import ThreadGroup
 from megatron_pp.testing.toy import HIDDEN, ToyBlock, ToyData, ToyResult, reference_run, toy_config
+from tests.harness.blocks import OfStage, of_stage
 
 DATA = ToyData(6)
 SHAPE = (DATA.seq_length, DATA.micro_batch_size, HIDDEN)
@@ -36,37 +37,30 @@ class Into(torch.autograd.Function):
         return grad.clone() if ctx.grad is None else ctx.grad.copy_(grad).detach(), None, None
 
 
-class StaticOutput(ToyBlock):
+def static_output(stage: int) -> torch.nn.Module:
     """One tensor for the outputs of all microbatches."""
-
-    def __init__(self, stage: int) -> None:
-        super().__init__(stage)
-        self.buffer = torch.zeros(SHAPE)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Into.apply(super().forward(x), self.buffer, None)
+    buffer = torch.zeros(SHAPE)
+    return OfStage(stage, lambda stage, x, block: Into.apply(block(x), buffer, None))
 
 
-class StaticGradient(StaticOutput):
-    """One tensor for the gradients of all inputs."""
+def static_gradient(stage: int) -> torch.nn.Module:
+    """One tensor for the gradients of all inputs of the last stage."""
+    buffer = torch.zeros(SHAPE)
+    return OfStage(stage, lambda stage, x, block: block(Into.apply(x, None, buffer) if stage else x))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return ToyBlock.forward(self, Into.apply(x, None, self.buffer))
 
-
-class WritesLater(ToyBlock):
+def writes_later(stage: int) -> torch.nn.Module:
     """In place, to what it gave for the microbatch before."""
+    last = [torch.zeros(1)]
 
-    def __init__(self, stage: int) -> None:
-        super().__init__(stage)
-        self.last = torch.zeros(1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def then(stage: int, x: torch.Tensor, block: Any) -> torch.Tensor:
         with torch.no_grad():
-            self.last.add_(1.0)
-        y = super().forward(x)
-        self.last = y.detach()
+            last[-1].add_(1.0)
+        y = block(x)
+        last.append(y.detach())
         return y
+
+    return OfStage(stage, then)
 
 
 class RefilledData(ToyData):
@@ -101,7 +95,7 @@ def run(block: Any, data: ToyData = DATA, chunks: int = 1, waits_together: bool 
 @pytest.mark.parametrize(
     ("block", "way"),
     [
-        *((block, way) for block in (StaticOutput, WritesLater) for way in WAYS),
+        *((block, way) for block in (static_output, writes_later) for way in WAYS),
         *((first_is_identity, way) for way in WAYS if way != "several chunks"),  # each draws from its own iterator
     ],
 )
@@ -121,20 +115,16 @@ def test_an_output_that_is_written_to_while_it_is_sent(block: Any, way: str, for
 @pytest.mark.parametrize("way", ["overlap", "shapes that vary"])
 def test_a_gradient_that_is_written_to_while_it_is_sent(way: str) -> None:
     with pytest.raises(SendBufferError, match="rank 1: the input gradient of chunk 0, microbatch 0 was written to"):
-        run(
-            lambda stage: StaticGradient(stage) if stage else ToyBlock(stage),
-            pipeline_schedule="gpipe",  # backwards follow each other
-            **WAYS[way],
-        )
+        run(static_gradient, pipeline_schedule="gpipe", **WAYS[way])  # whose backwards follow each other
 
 
-@pytest.mark.parametrize("block", [StaticOutput, first_is_identity])
+@pytest.mark.parametrize("block", [static_output, first_is_identity])
 def test_what_is_written_to_after_its_send_is_right(block: Any) -> None:
     """Single sends that are waited for at once, as large ones on gloo."""
     for forward_only in (False, True):
         data = REFILLED if block is first_is_identity else DATA
         found = run(block, data, forward_only=forward_only)
-        plain = ToyBlock if block is StaticOutput else block
+        plain = ToyBlock if block is static_output else block
         assert found.difference(reference_run(2, DATA, forward_only, plain)) == 0.0
 
 
@@ -153,23 +143,18 @@ class UsesItUp(torch.autograd.Function):
         return y.pow_(2).neg_().add_(1.0) * grad
 
 
-class Frugal(ToyBlock):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return UsesItUp.apply(self.linear(x)) if self.training else super().forward(x)
-
-
-class WritesBeforeItSends(ToyBlock):
-    """As an activation in place does, and the one behind it to what it was given."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.relu_(super().forward(x.clone().mul_(2.0)))
+RIGHT = {
+    "its backward uses its output up": of_stage(lambda stage, x, block: UsesItUp.apply(block(x))),
+    # As an activation in place does, and the one behind it to what it was given.
+    "before it sends": of_stage(lambda stage, x, block: torch.relu_(block(x.clone().mul_(2.0)))),
+}
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("block", [Frugal, WritesBeforeItSends])
-def test_writes_that_are_right(block: Any, way: str) -> None:
-    expected = reference_run(2 * WAYS[way].get("chunks", 1), DATA, block=block)
-    assert run(block, **WAYS[way]).difference(expected) == 0.0
+@pytest.mark.parametrize("writes", RIGHT)
+def test_writes_that_are_right(writes: str, way: str) -> None:
+    expected = reference_run(2 * WAYS[way].get("chunks", 1), DATA, block=RIGHT[writes])
+    assert run(RIGHT[writes], **WAYS[way]).difference(expected) == 0.0
 
 
 @pytest.mark.parametrize("debug", [False, True])
@@ -177,29 +162,24 @@ def test_writes_beside_what_is_sent(debug: bool, caplog: pytest.LogCaptureFixtur
     """Each microbatch has a part of one tensor, whose writes autograd counts together."""
     wait_handle._warn_of_parts.cache_clear()
 
-    class Ring(ToyBlock):
-        def __init__(self, stage: int) -> None:
-            super().__init__(stage)
-            self.ring, self.mb = torch.zeros(DATA.num_microbatches, *SHAPE), 0
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.mb += 1
-            return self.ring[self.mb - 1].copy_(super().forward(x))
+    def ring(stage: int) -> torch.nn.Module:
+        parts = iter(torch.zeros(DATA.num_microbatches, *SHAPE))
+        return OfStage(stage, lambda stage, x, block: next(parts).copy_(block(x)))
 
     with caplog.at_level(logging.WARNING, logger="megatron_pp"):
-        found = run(Ring, forward_only=True, p2p_debug=debug, **WAYS["overlap"])
+        found = run(ring, forward_only=True, p2p_debug=debug, **WAYS["overlap"])
     assert found.difference(reference_run(2, DATA, forward_only=True)) == 0.0
     assert sum("sends a part of a larger tensor" in line.getMessage() for line in caplog.records) == 1
 
 
 @pytest.mark.parametrize("debug", [False, True])
 def test_writes_are_not_counted_in_inference_mode(debug: bool) -> None:
-    class Inference(ToyBlock):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            with torch.inference_mode():
-                return super().forward(x)
-
-    found = run(Inference, forward_only=True, p2p_debug=debug, **WAYS["overlap"])
+    found = run(
+        of_stage(lambda stage, x, block: torch.inference_mode()(block)(x)),
+        forward_only=True,
+        p2p_debug=debug,
+        **WAYS["overlap"],
+    )
     assert found.difference(reference_run(2, DATA, forward_only=True)) == 0.0
 
 
