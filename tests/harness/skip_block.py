@@ -18,12 +18,12 @@ class SkipBlock(ToyBlock):
         super().__init__(stage)
         self.uses = [one.name for one in tensors if stage in one.users]
         self.makes = [one for one in tensors if one.source == stage]
-        self.weights = torch.nn.Parameter(torch.linspace(0.5, 1.5, max(1, len(self.uses))))
+        self.factors = torch.nn.Parameter(torch.linspace(0.5, 1.5, max(1, len(self.uses))))
         self.to(dtype)
 
     def forward(self, x: torch.Tensor, **named: torch.Tensor) -> Any:
         assert list(named) == self.uses
-        for weight, tensor in zip(self.weights, named.values(), strict=False):
+        for weight, tensor in zip(self.factors, named.values(), strict=False):
             x = x + weight * tensor
         output = super().forward(x)
         made = {one.name: (output - x if one.gradient else x.detach().sign()) for one in self.makes}

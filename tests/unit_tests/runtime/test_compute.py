@@ -12,6 +12,7 @@ from megatron_pp.errors import ScheduleInputError
 from megatron_pp.runtime.stage import PipelineStage
 from megatron_pp.schedules import backward_step, forward_step
 from megatron_pp.testing.toy import HIDDEN, ToyBlock, ToyData, reference_run, toy_config
+from tests.harness.blocks import of_stage
 from tests.harness.step_runs import DATA, alone, assert_same_gradients, forward_with, in_pipeline, loss_of, reference
 
 # -- autocast ---------------------------------------------------------------------------------------------------------
@@ -54,55 +55,32 @@ def test_autocast_takes_the_pipelines_dtype_where_it_has_none_of_its_own() -> No
 def checkpoint_flags_of(size: int, chunks: int, count: int, partial: int | None, **more: Any) -> list[list[Any]]:
     """Per rank, the third argument of every forward_step_func call in their order; "none" where there was none."""
     given: list[list[Any]] = [[] for _ in range(size)]
-    data = ToyData(count)
-    rank_of: dict[int, int] = {}
 
     def step(data_iterator: Any, model: Any, *flag: Any) -> Any:
         x, target = next(data_iterator)
-        given[rank_of[id(model.inner)]].append(flag[0] if flag else "none")
+        given[model.inner.stage % size].append(flag[0] if flag else "none")
         return model(x), lambda output: (loss_of(target, output), {})
 
-    def wrap(stage: PipelineStage) -> PipelineStage:
-        number = next(
-            n for n in range(size * chunks) if torch.equal(stage.inner.linear.weight, ToyBlock(n).linear.weight)
-        )
-        rank_of[id(stage.inner)] = number % size
-        return stage
-
-    in_pipeline(
-        *(size, step),
-        chunks=chunks,
-        wrap=wrap,
-        data=data,
-        more=more,
-        num_microbatches_with_partial_activation_checkpoints=partial,
-    )
+    block = of_stage(lambda stage, x, block: block(x))
+    fields = {"num_microbatches_with_partial_activation_checkpoints": partial}
+    in_pipeline(size, step, chunks=chunks, block=block, data=ToyData(count), more=more, **fields)
     return given
 
 
 @pytest.mark.parametrize("forward_only", [False, True])
-@pytest.mark.parametrize("partial", [0, 1, 2])
-@pytest.mark.parametrize("size", [2, 4])
-def test_checkpoint_flags_of_1f1b_are_megatrons(size: int, partial: int, forward_only: bool) -> None:
-    """k % (warm-up + 1) >= partial, of the k-th forward; warm-up as in training also where nothing is trained."""
-    for count in (1, size, 2 * size + 1):
+@pytest.mark.parametrize("partial", [0, 1, 2, 3])
+@pytest.mark.parametrize(("size", "chunks"), [(2, 1), (4, 1), (2, 2)])
+def test_checkpoint_flags_are_megatrons(size: int, chunks: int, partial: int, forward_only: bool) -> None:
+    """k % (warm-up + 1) >= partial, of the k-th forward. In evaluation the warm-up of 1F1B is that of training, that of
+    the interleaved schedule everything.
+    """
+    for count in (1, size, 2 * size + 1) if chunks == 1 else (6,):
         expected = []
         for rank in range(size):
-            window = min(size - rank - 1, count) + 1
-            expected.append([k % window >= partial for k in range(count)])
-        assert checkpoint_flags_of(size, 1, count, partial, forward_only=forward_only) == expected
-
-
-@pytest.mark.parametrize("forward_only", [False, True])
-@pytest.mark.parametrize("partial", [0, 3])
-def test_checkpoint_flags_of_interleaved_are_megatrons(partial: int, forward_only: bool) -> None:
-    """The same with the warm-up of the interleaved schedule, which in evaluation is everything."""
-    size, chunks, count = 2, 2, 6
-    expected = []
-    for rank in range(size):
-        warmup = 2 * (size - rank - 1) + (chunks - 1) * size if not forward_only else chunks * count
-        expected.append([k % (warmup + 1) >= partial for k in range(chunks * count)])
-    assert checkpoint_flags_of(size, chunks, count, partial, forward_only=forward_only) == expected
+            warmup = min(size - rank - 1, count) if chunks == 1 else 2 * (size - rank - 1) + (chunks - 1) * size
+            window = (chunks * count if forward_only and chunks > 1 else warmup) + 1
+            expected.append([k % window >= partial for k in range(chunks * count)])
+        assert checkpoint_flags_of(size, chunks, count, partial, forward_only=forward_only) == expected
 
 
 def test_without_the_option_forward_step_functions_take_two_arguments() -> None:
@@ -232,39 +210,27 @@ def test_wrapped_models_train(chunks: int) -> None:
 # -- Megatron's functions of these names ------------------------------------------------------------------------------
 
 
-def test_forward_step_and_backward_step_stand_alone() -> None:
+@pytest.mark.parametrize("model_type", [(), ("model type",)])
+def test_forward_step_and_backward_step_stand_alone(model_type: tuple[str, ...]) -> None:
     config = toy_config(grad_scale_func=lambda loss: loss * 2)
-    stage = PipelineStage(ToyBlock(0), config)
     x, target = DATA.microbatch(0)
     store: list[Any] = []
-    given = x.clone().requires_grad_()
+    given, fresh = x.clone().requires_grad_(), x.clone().requires_grad_()
 
     def step(data_iterator: Any, model: Any, flag: bool) -> Any:
         assert flag is True
         return model(), lambda output: (loss_of(target, output), torch.tensor(6), "report")
 
     loss, tokens = forward_step(
-        *(step, None, stage, 4, given, store, config),
+        *(step, None, PipelineStage(ToyBlock(0), config), 4, given, store, config),
         cp_group_size=1,
         checkpoint_activations_microbatch=True,
         current_microbatch=3,
         is_first_microbatch=True,
     )
-    assert store == ["report"]
-    assert tokens == 6
-    for arguments in ((config,), ("model type", config)):
-        fresh = x.clone().requires_grad_()
-        block = ToyBlock(0)
-        expected = loss_of(target, block(fresh)) / 6 / 4 * 2
-        expected.backward()
-        if len(arguments) == 2:  # a second graph for the second form
-            stage = PipelineStage(ToyBlock(0), config)
-            given = x.clone().requires_grad_()
-            loss, _ = forward_step(
-                *(step, None, stage, 4, given, store, config), checkpoint_activations_microbatch=True
-            )
-        grad = backward_step(given, loss, None, *arguments)
-        torch.testing.assert_close(grad, fresh.grad)
+    assert (store, tokens) == (["report"], 6)
+    (loss_of(target, ToyBlock(0)(fresh)) / 6 / 4 * 2).backward()
+    torch.testing.assert_close(backward_step(given, loss, None, *model_type, config), fresh.grad)
 
 
 def test_a_list_gives_a_list() -> None:

@@ -152,3 +152,68 @@ def test_work_added_to_every_instruction_is_noticed(monkeypatch: pytest.MonkeyPa
     for case, bound in BOUNDS.items():
         calls, _ = calls_per_virtual_microbatch(*case)
         assert calls > bound, case
+
+
+# -- sends that are left unfinished: small ones of gloo, whose end cannot be polled, are waited for together -----------
+
+
+class NumberedSend(StillTransport):
+    """The work of a send, which notes when it is waited for; it is over when it has been asked ``asks`` times."""
+
+    def __init__(self, waited: list[int], number: int, asks: float) -> None:
+        self.waited = waited
+        self.number = number
+        self.asks = asks
+
+    def wait(self, timeout: Any = None) -> bool:
+        self.waited.append(self.number)
+        return True
+
+    def is_completed(self) -> bool:
+        self.asks -= 1
+        return self.asks < 0
+
+
+class LikeGloo(StillTransport):
+    """A transport that lets ``most`` sends stay unfinished."""
+
+    groups_calls = False
+
+    def __init__(self, rank: int, size: int, most: int, asks: float = float("inf")) -> None:
+        super().__init__(rank, size)
+        self.most, self.asks = most, asks
+        self.asked: set[float] = set()
+        self.waited: list[int] = []
+        self.before_each_send: list[int] = []
+
+    def unfinished_sends(self, allowed: int, message_bytes: float) -> int:
+        self.asked.add(message_bytes)
+        return self.most
+
+    def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> StillTransport:
+        self.before_each_send.append(len(self.waited))
+        return NumberedSend(self.waited, len(self.before_each_send), self.asks)
+
+
+@pytest.mark.parametrize("policy", ["plain", "batched", "overlap"])
+def test_the_older_half_is_waited_for_last_send_first_and_none_is_left(policy: str) -> None:
+    transport = LikeGloo(0, 2, most=4)
+    make_step(2, 1, 0, 12, policy, transport)()
+    assert transport.asked == {4 * SHAPE[2]}
+    assert transport.waited == [3, 2, 1, 6, 5, 4, 9, 8, 7, 12, 11, 10]
+    assert all(sent - waited <= 5 + (policy == "overlap") for sent, waited in enumerate(transport.before_each_send))
+
+
+def test_others_are_waited_for_one_by_one() -> None:
+    transport = LikeGloo(0, 2, most=0)
+    make_step(2, 1, 0, 5, "plain", transport)()
+    assert transport.waited == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("asks", [0, 1, 2])
+def test_a_send_that_is_put_off_is_polled_at_each_release_behind_it(asks: int) -> None:
+    """It is given back as soon as it is over, although many more sends might stay unfinished."""
+    transport = LikeGloo(0, 2, most=100, asks=asks)
+    make_step(2, 1, 0, 12, "overlap", transport)()
+    assert transport.waited == list(range(1, 13))
+    assert all(sent - waited <= 3 + asks for sent, waited in enumerate(transport.before_each_send))

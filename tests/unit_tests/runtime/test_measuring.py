@@ -17,28 +17,28 @@ from megatron_pp.comm.link_timing import measure_links
 from megatron_pp.errors import ConfigError, PlanError, ScheduleInputError
 from megatron_pp.features.measuring.measuring import Measuring, gather_by_stage
 from megatron_pp.features.pairs.pair_runner import in_turn
-from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs.measured import MeasuredFile, fitted_link, measured_values
 from megatron_pp.plan.ir.instruction_text import parse_program
 from megatron_pp.plan.ir.placement import PLACEMENTS, Placement
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.runtime.footprint import measure_footprint
-from megatron_pp.testing.adversarial_transports import LastMomentNetwork, PoisoningNetwork, ShuffledNetwork
+from megatron_pp.testing.adversarial_transports import HOSTILE_NETWORKS
 from megatron_pp.testing.memory_transport import MemoryNetwork
-from megatron_pp.testing.pipeline import placement_of, toy_step
-from megatron_pp.testing.threads import ThreadGroup, run_ranks
+from megatron_pp.testing.pipeline import placement_of
+from megatron_pp.testing.threads import run_ranks
 from megatron_pp.testing.toy import (
-    ToyBlock,
     ToyData,
     ToyResult,
     toy_chunks,
     toy_config,
-    toy_forward_step,
     toy_loss,
 )
 from megatron_pp.tracing.analysis import StageTimes
 from megatron_pp.weight_grad import split_weight_grad
+from tests.harness.blocks import of_stage
+from tests.harness.p2p_ranks import NothingMayPass
+from tests.harness.step_runs import Rank, pipeline
 from tests.harness.toy_training import train_toy
 
 FORWARD, BACKWARD = (0.004, 0.008), (0.008, 0.016)  # seconds by stage
@@ -58,13 +58,7 @@ class Sleep(torch.autograd.Function):
         return grad, None
 
 
-class SleepingBlock(ToyBlock):
-    def __init__(self, stage: int) -> None:
-        super().__init__(stage)
-        self.stage = stage
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Sleep.apply(super().forward(x), self.stage)
+SleepingBlock = of_stage(lambda stage, x, block: Sleep.apply(block(x), stage))
 
 
 def train(
@@ -172,15 +166,9 @@ def test_numbers_of_all_stages_are_on_all_ranks(kind: str) -> None:
 
 
 def test_what_all_microbatches_share_is_the_models() -> None:
-    class WithTable(ToyBlock):
-        def __init__(self, stage: int) -> None:
-            super().__init__(stage)
-            self.table = [torch.rand(3, 2, 4, generator=torch.Generator().manual_seed(1))]  # no buffer
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) * self.table[0]
-
-    train(2, measure=1, block=WithTable)
+    tables = [torch.rand(3, 2, 4, generator=torch.Generator().manual_seed(1)) for _ in range(2)]  # no buffers
+    with_table = of_stage(lambda stage, x, block: block(x) * tables[stage])
+    train(2, measure=1, block=with_table)
     assert found().values.activation == (2 * ACTIVATION, 3 * ACTIVATION + 4)
 
 
@@ -239,29 +227,27 @@ def test_a_line_through_transfers() -> None:
     ],
 )
 def test_numbers_are_equal_to_the_bit(num_chunks: int, split: bool, fields: dict[str, Any]) -> None:
-    assert (
-        train(2, num_chunks, split=split, measure=2, **fields).difference(train(2, num_chunks, split=split, **fields))
-        == 0
-    )
+    measured = train(2, num_chunks, split=split, measure=2, **fields)
+    assert measured.difference(train(2, num_chunks, split=split, **fields)) == 0
     assert isinstance(found().values.activation, tuple)
 
 
-@pytest.mark.parametrize("kind", [LastMomentNetwork, PoisoningNetwork, ShuffledNetwork])
+@pytest.mark.parametrize("kind", HOSTILE_NETWORKS)
 def test_on_hostile_networks_too(kind: type[MemoryNetwork]) -> None:
     assert train(3, measure=1, kind=kind).difference(train(3)) == 0
     assert found().values.transfer > 0
 
 
 def test_it_is_measured_once_and_evaluation_is_left_out() -> None:
-    model, data, config = ToyBlock(0), ToyData(2), toy_config(measure=1)
-    communicator = P2PCommunicator(ThreadGroup(0, 1), config, MemoryNetwork(1).transport(0))
-    chunks = toy_chunks(placement_of(config, 1, 1), 0, config, lambda stage: model)
-    written = []
-    for forward_only in (False, True, True, False, False, False, False):
-        toy_step(chunks, data, communicator, forward_only=forward_only)
-        written.append(os.path.exists("megatron_pp_measured.json"))
-        Path("megatron_pp_measured.json").unlink(missing_ok=True)
-    assert written == [False, False, False, True, False, False, False]
+    def written(rank: Rank) -> list[bool]:
+        model, found = rank.model(), []
+        for forward_only in (False, True, True, False, False, False, False):
+            rank.step(model, forward_only=forward_only)
+            found.append(os.path.exists("megatron_pp_measured.json"))
+            Path("megatron_pp_measured.json").unlink(missing_ok=True)
+        return found
+
+    assert pipeline(1, 1, 2, written, measure=1) == [[False, False, False, True, False, False, False]]
 
 
 def test_nothing_is_measured_unless_asked_for() -> None:
@@ -274,29 +260,19 @@ def test_nothing_is_measured_unless_asked_for() -> None:
 
 def test_a_file_that_cannot_be_written_is_an_error_before_any_communication() -> None:
     Path("file").touch()
-    sent: list[Any] = []
-
-    def step(data_iterator: Any, model: Any) -> Any:
-        sent.append(model)
-        return toy_forward_step(data_iterator, model)
-
-    config = toy_config(measure=1, measure_out="file/out.json")
-    communicator = P2PCommunicator(ThreadGroup(0, 2), config, MemoryNetwork(2).transport(0))
     with pytest.raises(ScheduleInputError, match=r"measure_out is 'file/out\.json', which cannot be written"):
-        toy_step(toy_chunks(placement_of(config, 2, 1), 0, config), ToyData(2), communicator, forward_step_func=step)
-    assert not sent
+        train(2, measure=1, measure_out="file/out.json", kind=NothingMayPass)
     os.mkdir("folder")
     with pytest.raises(ScheduleInputError, match="Is a directory"):
         train(1, measure=1, measure_out="folder")
 
 
 def test_a_disk_that_fails_later_does_not_end_training(caplog: pytest.LogCaptureFixture) -> None:
-    class Unwritable(ToyBlock):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            Path("out.json").mkdir(exist_ok=True)
-            return super().forward(x)
+    def make_folder(stage: int, x: torch.Tensor, block: Any) -> torch.Tensor:
+        Path("out.json").mkdir(exist_ok=True)
+        return block(x)
 
-    train(1, measure=1, measure_out="out.json", block=Unwritable)
+    train(1, measure=1, measure_out="out.json", block=of_stage(make_folder))
     assert "what config.measure has found is lost: out.json" in caplog.text
 
 

@@ -12,21 +12,16 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_pp.config.settings import StepSettings
 from megatron_pp.features.skip_tensors.skip_runner import SkipRunner
-from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import build_plan, verified_plan
 from megatron_pp.plan.ir.instruction import SEND_OPS, Instruction
 from megatron_pp.plan.ir.spec import CACHES, POLICIES, PlanSpec
 from megatron_pp.plan.verify.lifetime import Walk
-from megatron_pp.runtime.compute import ModelSteps, StepOptions
 from megatron_pp.runtime.executor import PlanExecutor
-from megatron_pp.runtime.gradient_hooks import SyncHooks
-from megatron_pp.runtime.message_shapes import Shapes
 from megatron_pp.testing.memory_transport import MemoryNetwork
-from megatron_pp.testing.threads import ThreadGroup, run_ranks
-from megatron_pp.testing.toy import HIDDEN, ToyBlock, ToyData, toy_chunks, toy_config, toy_forward_step
-from tests.harness.race_support import features_of
+from megatron_pp.testing.toy import ToyBlock, ToyData
+from tests.harness.blocks import EndsInTanh
+from tests.harness.race_support import run_plan
 from tests.harness.skip_block import SkipBlock
 
 STATE = ("inputs", "outputs", "output_grads", "input_grads")
@@ -49,9 +44,8 @@ class Census:
 
     def end(self, at: Instruction) -> None:
         skips = next((one for one in self.executor.features if isinstance(one, SkipRunner)), None)
-        for table in [getattr(self.executor, name) for name in STATE] + (
-            [] if skips is None else [skips.held, skips.sums]
-        ):
+        tables = [getattr(self.executor, name) for name in STATE]
+        for table in tables + ([] if skips is None else [skips.held, skips.sums]):
             for tensor in table.values():
                 self._see(tensor)
         for handle in self.executor.handles.values():
@@ -71,39 +65,18 @@ def run_counted(
     spec: PlanSpec, deallocate: bool = True, block: Callable[[int], torch.nn.Module] = ToyBlock
 ) -> list[Census]:
     """Execute ``spec`` with a census on every rank."""
-    plan, data = build_plan(spec), ToyData(spec.num_microbatches)
-    network = MemoryNetwork(spec.pipeline_size)
-    shape = (data.seq_length, data.micro_batch_size, HIDDEN)
+    counted: dict[int, Census] = {}
 
-    def rank_main(rank: int) -> Census:
-        config = toy_config()
-        chunks = toy_chunks(plan.placement, rank, config, block)
-        last = [plan.placement.is_last_stage(rank, c) for c in range(spec.num_chunks)]
-        steps = ModelSteps(
-            toy_forward_step,
-            [data.iterator() for _ in chunks],
-            chunks,
-            StepSettings.from_config(config),
-            StepOptions(spec.num_microbatches, last, forward_only=spec.forward_only),
-        )
-        communicator = P2PCommunicator(ThreadGroup(rank, spec.pipeline_size), config, network.transport(rank))
+    def executor(*args: Any, **more: Any) -> PlanExecutor:
         census = Census()
-        executor = PlanExecutor(
-            plan,
-            communicator,
-            steps,
-            SyncHooks(StepSettings.from_config(config), chunks),
-            [Shapes(shape, shape)],
-            deallocate=deallocate,
-            observer=census,
-            features=features_of(plan, communicator, chunks, [Shapes(shape, shape)]),
-        )
-        census.executor = executor
-        executor.run()
-        assert not communicator.pending
-        return census
+        census.executor = made = PlanExecutor(*args, observer=census, deallocate=deallocate, **more)
+        counted[made.rank] = census
+        return made
 
-    return run_ranks(spec.pipeline_size, rank_main, network.abort)
+    data, network = ToyData(spec.num_microbatches), MemoryNetwork(spec.pipeline_size)
+    complaints = run_plan(build_plan(spec), data, network, executor=executor, block=block).complaints
+    assert not any("never waited" in text for text in complaints)
+    return [counted[rank] for rank in range(spec.pipeline_size)]
 
 
 @pytest.mark.slow
@@ -148,13 +121,6 @@ def test_outputs_that_hold_data_stay_within_the_promise() -> None:
     assert max(census.outputs_with_data) <= 1 + spec.release_after  # much less, in fact: only what is being sent
     assert max(census.pending) == verified_plan(spec)[1].ranks[0].each.pending_sends
     assert census.outputs_with_data[-1] == 0
-
-
-class EndsInTanh(ToyBlock):
-    """The operation that makes the output has saved it for its backward."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(super().forward(x))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
