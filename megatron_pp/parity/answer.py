@@ -64,19 +64,22 @@ class Answer:
         return shlex.join(["megatron-pp", "parity", *options, *self.script, *layout.flags.words()])
 
     def parameters(self) -> dict[str, dict[str, Any]]:
-        """Name -> what is wrong with it: gradients or, where those are right, values after the step."""
-        wrong: dict[str, list[Difference]] = {}
-        for one in self.comparison.wrong():
-            if one.key.kind in (GRADIENT, PARAMETER):
-                wrong.setdefault(one.key.name, []).append(one)
+        """Name -> what is wrong with it in the first step where a parameter is: its gradient or, where all gradients
+        are right, its value after the step. What follows is wrong because of these."""
+        wrong = [one for one in self.comparison.wrong() if one.key.kind in (GRADIENT, PARAMETER)]
+        if not wrong:
+            return {}
+        first = min((one.key.step, one.key.kind == PARAMETER) for one in wrong)
+        named: dict[str, list[Difference]] = {}
+        for one in wrong:
+            if (one.key.step, one.key.kind == PARAMETER) == first:
+                named.setdefault(one.key.name, []).append(one)
         layout = self.smallest.layout if self.smallest else self.layout
-        return {name: self._parameter(name, found, layout) for name, found in wrong.items()}
+        return {name: self._parameter(name, found, layout) for name, found in named.items()}
 
     def _parameter(self, name: str, found: list[Difference], layout: Layout) -> dict[str, Any]:
-        kind, step = found[0].key.kind, found[0].key.step
-        found = [one for one in found if (one.key.kind, one.key.step) == (kind, step)]
         about: dict[str, Any] = {
-            "what": kind,
+            "what": found[0].key.kind,
             "ranks": sorted({one.rank for one in found}),
             "error": max(one.error for one in found),
             "allowed": max(one.allowed for one in found),
@@ -119,7 +122,7 @@ class Answer:
     def lines(self) -> list[str]:
         """The verdict first."""
         lines = [f"{_SENTENCES[self.verdict]}: {self.layout.label() or 'one process'}"]
-        lines += [f"  {engine}'s schedule: {_SENTENCES[one.verdict]}" for engine, one in self.compared.items()]
+        lines += [f"  schedule of {engine}: {_SENTENCES[one.verdict]}" for engine, one in self.compared.items()]
         if self.verdict == DIFFERENT:
             lines += self._diagnosis()
         lines += [f"note: {note}" for note in self.notes]

@@ -60,7 +60,7 @@ def answer(options: Options, load: Any, plugin: Callable[[], None], say: Callabl
 
 
 def compare(runs: Runs, layout: Layout, engine: str, say: Callable[[str], None]) -> Comparison:
-    say(f"{layout.label() or 'one process'}, {engine}'s schedule")
+    say(f"{layout.label() or 'one process'}, schedule of {engine}")
     alone, exact = runs.alone(layout)
     return compare_records(runs.layout(layout, engine), alone, exact)
 
