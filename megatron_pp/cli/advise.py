@@ -28,14 +28,6 @@ from megatron_pp.draw.pareto_front import Point
 from megatron_pp.errors import MegatronPPError
 from megatron_pp.plan.costs.files import check_writable, write_whole
 from megatron_pp.planner.advise import answer
-from megatron_pp.planner.advise.answer import (
-    MEASURED_FILE,
-    megatron_flags,
-    megatron_models_run,
-    our_flags,
-    our_settings,
-    runs_in_megatron,
-)
 from megatron_pp.planner.advise.evaluate import Outcome
 from megatron_pp.planner.advise.microbatch_order import MicrobatchOrder, best_order
 from megatron_pp.planner.advise.pipeline_search import Findings, Report, search
@@ -87,7 +79,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         budget, patience = budget * (1 - _ORDER_SHARE), budget * _ORDER_SHARE
     with _ended_by_signals(), _progress() as report:
         findings = search(question, budget, args.jobs or min(_JOBS, os.cpu_count() or 1), report)
-    best, measured = findings.best, args.measured_out or MEASURED_FILE
+    best, measured = findings.best, args.measured_out or answer.MEASURED_FILE
     order = None if best is None else best_order(question, best, 0.0 if findings.interrupted else patience)
     if args.json:
         print_json(console, answer.as_json(findings, order, measured))
@@ -190,16 +182,16 @@ def _show(findings: Findings, best: Outcome, order: MicrobatchOrder | None, meas
     rules = ", ".join(certificate.get("rules", ()))
     print_line(console, f"    verified: {rules}; {certificate.get('digest', '')}")
     print_line(console, "")
-    if megatron_models_run(best):
-        flags = [*our_flags(best, measured), "pretrain_gpt.py", *megatron_flags(question, best)]
+    if answer.megatron_models_run(best):
+        flags = [*answer.our_flags(best, measured), "pretrain_gpt.py", *answer.megatron_flags(question, best)]
         print_line(console, f"megatron-pp run {shlex.join(flags)} ...")
     else:
-        settings = ", ".join(f"{name}={value!r}" for name, value in our_settings(best, measured).items())
+        settings = ", ".join(f"{name}={value!r}" for name, value in answer.our_settings(best, measured).items())
         print_line(console, f"TransformerConfig({settings}, ...)")
         print_line(console, "    in a training loop of your own: Megatron's models cannot run it")
     if best.candidate.searches and not Path(measured).exists():
         print_line(console, f"    {measured}: --measured-out {measured} writes it")
-    if megatron_models_run(best) and not runs_in_megatron(best):
+    if answer.megatron_models_run(best) and not answer.runs_in_megatron(best):
         print_line(console, "    Megatron without megatron_pp has no such schedule")
     print_line(console, "")
     names = ["pipeline", "step ms", "bubble", "GB", "over the bound"]

@@ -145,12 +145,9 @@ def _draw_grids(args: argparse.Namespace, console: Console) -> None:
         console.print()
     steps = _simulated(args, plans, of_one_model=True)
     unit = cost_options.cost_unit(args)
-    print_table(
-        console,
-        f"What it costs: {costs_line([simulated_timeline(step, unit) for step in steps])}",
-        ["schedule", unit, "idle a rank", "bubble", "in flight a rank", "messages a rank"],
-        [_cost_row(step) for step in steps],
-    )
+    title = f"What it costs: {costs_line([simulated_timeline(step, unit) for step in steps])}"
+    names = ["schedule", unit, "idle a rank", "bubble", "in flight a rank", "messages a rank"]
+    print_table(console, title, names, list(map(_cost_row, steps)))
 
 
 def _cost_row(step: Simulation) -> list[str]:

@@ -10,18 +10,10 @@ from megatron_pp.config.checks import callable_or_none, nearest_multiples, whole
 from megatron_pp.config.microbatch_counts import check_group_size
 from megatron_pp.errors import ConfigError, PlanError, ScheduleError
 from megatron_pp.on_demand import load
+from megatron_pp.plan import orders
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import BATCHED, OVERLAP, PLAIN
 from megatron_pp.plan.names import did_you_mean
-from megatron_pp.plan.orders import (
-    INTERLEAVED,
-    ONE_F_ONE_B,
-    SCHEDULES,
-    check_slices,
-    choices,
-    find_family,
-    names_a_file,
-)
 from megatron_pp.plan.orders.family import INTERLEAVED_SEQ, SEQ_1F1B, Family
 
 if TYPE_CHECKING:
@@ -35,7 +27,7 @@ def check_parallel_sizes(config: Any) -> None:
             "sequence_parallel is True with tensor_model_parallel_size 1; it splits over the tensor parallel ranks, "
             "so use at least 2 or leave it off"
         )
-    small_groups = config.schedule_name in SCHEDULES and SCHEDULES[config.schedule_name].small_groups
+    small_groups = config.schedule_name in orders.SCHEDULES and orders.SCHEDULES[config.schedule_name].small_groups
     group_size = config.microbatch_group_size_per_vp_stage
     check_group_size(config.pipeline_model_parallel_size, config.num_chunks, group_size, small_groups)
 
@@ -73,7 +65,7 @@ def check_schedule(config: Any) -> None:
     measured_of(config, placement if searched else None)
     checked_skip_tensors(config.skip_tensors, config.skip_cache, placement)
     if config.pipeline_placement not in (None, family.placement):
-        fitting = [name for name, other in SCHEDULES.items() if other.placement == config.pipeline_placement]
+        fitting = [name for name, other in orders.SCHEDULES.items() if other.placement == config.pipeline_placement]
         advice = f", or choose one of {', '.join(fitting)}" if fitting else ""
         raise ScheduleError(
             f"pipeline_placement is {config.pipeline_placement!r}, but {family.name} places stages as "
@@ -156,7 +148,7 @@ def lowering_policy(config: Any) -> str:
 
 def schedule_name(schedule: str | None, num_chunks: int, slices: int) -> str:
     """``config.pipeline_schedule``, or what the numbers of chunks and of slices imply."""
-    whole, sliced = (INTERLEAVED, INTERLEAVED_SEQ) if num_chunks > 1 else (ONE_F_ONE_B, SEQ_1F1B)
+    whole, sliced = (orders.INTERLEAVED, INTERLEAVED_SEQ) if num_chunks > 1 else (orders.ONE_F_ONE_B, SEQ_1F1B)
     return schedule or (sliced if slices > 1 else whole)
 
 
@@ -167,11 +159,11 @@ def schedule_family(schedule: str | None, num_chunks: int, slices: int) -> Famil
     name = schedule_name(schedule, num_chunks, slices)
     family = known_family(name)
     try:
-        check_slices(family, slices)
+        orders.check_slices(family, slices)
     except PlanError as error:
         raise ScheduleError(f"sequence_slices: {error}") from error
     if family.chunks not in (None, num_chunks):
-        fitting = [name for name, other in SCHEDULES.items() if other.chunks in (None, num_chunks)]
+        fitting = [name for name, other in orders.SCHEDULES.items() if other.chunks in (None, num_chunks)]
         raise ScheduleError(
             f"pipeline_schedule {name!r} needs {family.chunks} model chunk(s) a rank; {num_chunks} were given "
             f"(virtual_pipeline_model_parallel_size); {num_chunks} fit {', '.join(fitting)}"
@@ -197,9 +189,9 @@ def checked_skip_tensors(
 def known_family(name: str) -> Family:
     """The family of this name, or in the file of this name. Raises ScheduleError."""
     try:
-        return find_family(name)
+        return orders.find_family(name)
     except PlanError as error:
-        if names_a_file(name):
+        if orders.names_a_file(name):
             raise ScheduleError(f"pipeline_schedule: {error}") from error
-        hint = did_you_mean(name, SCHEDULES)
-        raise ScheduleError(f"pipeline_schedule is {name!r}{hint}; it must be {choices()}") from error
+        hint = did_you_mean(name, orders.SCHEDULES)
+        raise ScheduleError(f"pipeline_schedule is {name!r}{hint}; it must be {orders.choices()}") from error

@@ -48,7 +48,10 @@ def as_svg(drawing: Callable[[], Figure], title: str, ranks: int = 1) -> str:
     out = io.StringIO()
     with style.context(["default", _RC]):
         FigureCanvasSVG(drawing()).print_svg(out, metadata={"Title": title, "Date": None, "Creator": None})
-    svg = _tidied(out.getvalue())
+    # Sizes in pixels, the font once instead of at every text, and no rotations by nothing.
+    svg = re.sub(r'width="([\d.]+)pt" height="([\d.]+)pt"', r'width="\1" height="\2"', out.getvalue(), count=1)
+    svg = re.sub(r' transform="rotate\(-0 [^"]*"|; font-family: [^;]*', "", svg)
+    svg = svg.replace("*{", f"*{{font-family: {_FAMILY}; ", 1)
     return svg.replace("</style>", f"{_in_the_dark(svg, ranks)}</style>", 1)
 
 
@@ -69,14 +72,6 @@ def _in_the_dark(svg: str, ranks: int) -> str:
 def _ramp(theme: Theme, ranks: int) -> list[Colour]:
     """The colours of the memory of each rank."""
     return [theme.memory.mixed(theme.memory_last, rank / max(1, ranks - 1)) for rank in range(ranks)]
-
-
-def _tidied(svg: str) -> str:
-    """Sizes in pixels, the font once instead of at every text, and no rotations by nothing."""
-    svg = re.sub(r'width="([\d.]+)pt" height="([\d.]+)pt"', r'width="\1" height="\2"', svg, count=1)
-    svg = re.sub(r' transform="rotate\(-0 [^"]*"', "", svg)
-    svg = re.sub(r"; font-family: [^;]*", "", svg)
-    return svg.replace("*{", f"*{{font-family: {_FAMILY}; ", 1)
 
 
 def as_png(drawing: Callable[[], Figure]) -> bytes:

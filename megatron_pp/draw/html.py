@@ -138,14 +138,16 @@ class _Columns:
     def _events(self, events: Sequence[Event], numbers: Mapping[str, int]) -> dict[str, list[int]]:
         """Those of the operations that have ``numbers``."""
         shown = [event for event in events if event.instruction.op in numbers]
-        instructions = (event.instruction for event in shown)
-        return self._spans(shown, [numbers[at.op] << 29 | at.chunk << 20 | self._part(at) for at in instructions])
+        codes = []
+        for at in (event.instruction for event in shown):
+            codes.append(numbers[at.op] << 29 | at.chunk << 20 | self._slice_number(at))
+        return self._spans(shown, codes)
 
     def _transfers(self, transfers: Sequence[Transfer]) -> dict[str, list[int]]:
-        spans = self._spans(transfers, [self._part(t) for t in transfers])
+        spans = self._spans(transfers, [self._slice_number(t) for t in transfers])
         return {**spans, "where": self.add("I", (t.target << 20 | t.stage for t in transfers))}
 
-    def _part(self, at: Instruction | Transfer) -> int:
+    def _slice_number(self, at: Instruction | Transfer) -> int:
         """The number of a slice, counted through all microbatches; of a microbatch where sequences are whole."""
         return at.mb * self.slices + max(at.slice, 0)
 

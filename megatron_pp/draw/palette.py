@@ -61,58 +61,37 @@ _LIGHTEST_CHUNK = 0.55
 
 
 class Theme(NamedTuple):
-    """The colours of a picture but for its blocks.
-
-    paper, ink, soft, rule  background, text, secondary text, lines
-    idle                    a rank that does nothing
-    wait                    a rank in a WAIT or FREE
-    activation, gradient    transfers
-    offload, load           copies to host memory and back
-    memory                  the curve; where all ranks share a chart, from ``memory`` to ``memory_last``
-    """
+    """The colours of a picture but for its blocks."""
 
     paper: Colour
-    ink: Colour
-    soft: Colour
-    rule: Colour
-    idle: Colour
-    wait: Colour
-    activation: Colour
+    ink: Colour  # text
+    soft: Colour  # secondary text
+    rule: Colour  # lines
+    idle: Colour  # a rank that does nothing
+    wait: Colour  # a rank in a WAIT or FREE
+    activation: Colour  # transfers
     gradient: Colour
-    offload: Colour
+    offload: Colour  # copies to host memory, and back
     load: Colour
-    memory: Colour
+    memory: Colour  # the curve; where all ranks share a chart, from ``memory`` to ``memory_last``
     memory_last: Colour
 
 
-LIGHT = Theme(
-    paper=WHITE,
-    ink=Colour(26, 26, 26),
-    soft=Colour(95, 99, 104),
-    rule=Colour(215, 218, 221),
-    idle=Colour(241, 242, 244),
-    wait=Colour(160, 165, 173),
-    activation=Colour(42, 143, 196),  # their sky blue, darker
-    gradient=Colour(213, 94, 0),  # vermillion
-    offload=Colour(0, 90, 70),  # their bluish green, darker
-    load=Colour(0, 158, 115),
-    memory=Colour(80, 15, 70),  # their reddish purple, darker and lighter
-    memory_last=Colour(236, 150, 200),
-)
-DARK = Theme(
-    paper=Colour(21, 24, 28),
-    ink=Colour(232, 234, 237),
-    soft=Colour(165, 171, 179),
-    rule=Colour(58, 64, 72),
-    idle=Colour(34, 39, 45),
-    wait=Colour(110, 117, 126),
-    activation=Colour(86, 180, 233),  # sky blue
-    gradient=Colour(255, 138, 61),
-    offload=Colour(0, 158, 115),
-    load=Colour(110, 225, 190),
-    memory=Colour(250, 215, 235),
-    memory_last=Colour(165, 60, 125),
-)
+_THEMES = {  # on light and on dark paper
+    "paper": (WHITE, Colour(21, 24, 28)),
+    "ink": (Colour(26, 26, 26), Colour(232, 234, 237)),
+    "soft": (Colour(95, 99, 104), Colour(165, 171, 179)),
+    "rule": (Colour(215, 218, 221), Colour(58, 64, 72)),
+    "idle": (Colour(241, 242, 244), Colour(34, 39, 45)),
+    "wait": (Colour(160, 165, 173), Colour(110, 117, 126)),
+    "activation": (Colour(42, 143, 196), Colour(86, 180, 233)),  # their sky blue, on light paper darker
+    "gradient": (Colour(213, 94, 0), Colour(255, 138, 61)),  # vermillion
+    "offload": (Colour(0, 90, 70), Colour(0, 158, 115)),  # their bluish green, darker and lighter
+    "load": (Colour(0, 158, 115), Colour(110, 225, 190)),
+    "memory": (Colour(80, 15, 70), Colour(250, 215, 235)),  # their reddish purple, darker and lighter
+    "memory_last": (Colour(236, 150, 200), Colour(165, 60, 125)),
+}
+LIGHT, DARK = (Theme(**{name: colours[k] for name, colours in _THEMES.items()}) for k in (0, 1))
 
 
 def block_colour(op: str, chunk: int, num_chunks: int) -> Colour:

@@ -25,22 +25,19 @@ EVERY = "every schedule function"
 KNOWN: dict[str, dict[tuple[int, int], str]] = {
     EVERY: {
         (0, 14): """
-            config.barrier_with_L1_time config.calculate_per_token_loss config.cuda_graph_scope
-            config.enable_cuda_graph config.finalize_model_grads_func
-            config.finalize_model_grads_func(grad_finalize_pgs=) config.no_sync_func config.timers
-            config.timers(log_level=) GradFinalizeProcessGroups backward_step check_first_val_step contextlib
-            create_cudagraphs forward_step forward_step(current_microbatch=) forward_step(is_first_microbatch=)
-            get_model_config get_model_type parallel_state torch .cp .dp_cp .embd .get_context_parallel_group
-            .get_data_parallel_group .get_embedding_group .get_pipeline_model_parallel_group
-            .get_position_embedding_group .get_tensor_model_parallel_group .int .nullcontext .pos_embd .pp .size
-            .start .stop .tp .zeros
+            config.barrier_with_L1_time config.calculate_per_token_loss config.cuda_graph_scope config.enable_cuda_graph
+            config.finalize_model_grads_func config.finalize_model_grads_func(grad_finalize_pgs=) config.no_sync_func
+            config.timers config.timers(log_level=) GradFinalizeProcessGroups backward_step check_first_val_step
+            contextlib create_cudagraphs forward_step forward_step(current_microbatch=)
+            forward_step(is_first_microbatch=) get_model_config get_model_type parallel_state torch .cp .dp_cp .embd
+            .get_context_parallel_group .get_data_parallel_group .get_embedding_group .get_pipeline_model_parallel_group
+            .get_position_embedding_group .get_tensor_model_parallel_group .int .nullcontext .pos_embd .pp .size .start
+            .stop .tp .zeros
         """,
-        (0, 15): """
-            config.cuda_graph_impl config.finalize_model_grads_func(pg_collection=) ProcessGroupCollection
-        """,
+        (0, 15): "config.cuda_graph_impl config.finalize_model_grads_func(pg_collection=) ProcessGroupCollection",
         (0, 16): """
-            config.finalize_model_grads_func(force_all_reduce=) config.fine_grained_activation_offloading
-            CudaGraphScope off_interface .full_iteration .reset
+            config.finalize_model_grads_func(force_all_reduce=) config.fine_grained_activation_offloading CudaGraphScope
+            off_interface .full_iteration .reset
         """,
         (0, 18): """
             config.moe_paged_stash paged_stash_reset paged_stash_reset(config=) paged_stash_reset(enabled=)
@@ -63,10 +60,10 @@ KNOWN: dict[str, dict[tuple[int, int], str]] = {
             finish_embedding_wgrad_compute forward_step(checkpoint_activations_microbatch=)
             forward_step(collect_non_loss_data=) forward_step(cp_group_size=) forward_step(is_last_stage=)
             get_tensor_shapes get_tensor_shapes(config=) get_tensor_shapes(cp_group=)
-            get_tensor_shapes(decoder_seq_length=) get_tensor_shapes(micro_batch_size=)
-            get_tensor_shapes(seq_length=) get_tensor_shapes(tp_group=) is_pp_first_stage is_pp_last_stage
-            .__enter__ .__exit__ .config .encoder_and_decoder .parameters .pp_group .rank .recv_backward
-            .recv_forward .send_backward .send_backward_recv_forward .send_forward .send_forward_recv_backward
+            get_tensor_shapes(decoder_seq_length=) get_tensor_shapes(micro_batch_size=) get_tensor_shapes(seq_length=)
+            get_tensor_shapes(tp_group=) is_pp_first_stage is_pp_last_stage .__enter__ .__exit__ .config
+            .encoder_and_decoder .parameters .pp_group .rank .recv_backward .recv_forward .send_backward
+            .send_backward_recv_forward .send_forward .send_forward_recv_backward
         """,
         (0, 17): """
             config.variable_seq_lengths MultiModulePipelineCommunicator MultiModuleProcessGroupCollection
@@ -105,9 +102,8 @@ KNOWN: dict[str, dict[tuple[int, int], str]] = {
     },
     COMMUNICATOR: {
         (0, 14): """
-            config.batch_p2p_comm config.batch_p2p_sync config.pipeline_dtype config.timers
-            config.timers(log_level=) config.use_ring_exchange_p2p config.variable_seq_lengths
-            config.virtual_pipeline_model_parallel_size
+            config.batch_p2p_comm config.batch_p2p_sync config.pipeline_dtype config.timers config.timers(log_level=)
+            config.use_ring_exchange_p2p config.variable_seq_lengths config.virtual_pipeline_model_parallel_size
         """,
         (0, 16): "config.mtp_standalone",
     },

@@ -22,18 +22,16 @@ from megatron_pp.plan.ir.placement import V_SHAPE, Placement
 
 CHUNKS = 2  # of a rank, in every V schedule
 
-# Functions and methods that depend on the rank's place in the pipeline and take the chunk as `vp_stage`.
+# Functions and methods in megatron.core that depend on the rank's place in the pipeline and take the chunk as
+# `vp_stage`.
 _BY_CHUNK = (
-    ("megatron.core.parallel_state", "is_pipeline_first_stage"),
-    ("megatron.core.parallel_state", "is_pipeline_last_stage"),
-    ("megatron.core.transformer.transformer_layer", "get_transformer_layer_offset"),
-    ("megatron.core.transformer.transformer_block", "get_num_layers_to_build"),
-    ("megatron.core.transformer.multi_token_prediction", "mtp_on_this_rank"),
-    (
-        "megatron.core.transformer.pipeline_parallel_layer_layout",
-        "PipelineParallelLayerLayout.get_num_layers_to_build",
-    ),
-    ("megatron.core.transformer.pipeline_parallel_layer_layout", "PipelineParallelLayerLayout.get_layer_offset"),
+    ("parallel_state", "is_pipeline_first_stage"),
+    ("parallel_state", "is_pipeline_last_stage"),
+    ("transformer.transformer_layer", "get_transformer_layer_offset"),
+    ("transformer.transformer_block", "get_num_layers_to_build"),
+    ("transformer.multi_token_prediction", "mtp_on_this_rank"),
+    ("transformer.pipeline_parallel_layer_layout", "PipelineParallelLayerLayout.get_num_layers_to_build"),
+    ("transformer.pipeline_parallel_layer_layout", "PipelineParallelLayerLayout.get_layer_offset"),
 )
 
 
@@ -208,7 +206,7 @@ def _replace_functions(replacement: Callable[[Any], Any]) -> None:
     """Put ``replacement`` of each function that the installed release has in its place."""
     functions = []
     for module, path in _BY_CHUNK:
-        owner: Any = sys.modules.get(module)
+        owner: Any = sys.modules.get(f"megatron.core.{module}")
         *kind, name = path.split(".")
         for part in kind:
             owner = getattr(owner, part, None)
