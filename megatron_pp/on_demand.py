@@ -28,6 +28,7 @@ MODULES = {
     "weight_grad": "megatron_pp.weight_grad",
     # What the device or the backend asks for.
     "p2p_communicator": "megatron_pp.comm.p2p_communicator",
+    "shapes_ahead": "megatron_pp.comm.shapes_ahead",
     "gloo_transport": "megatron_pp.comm.gloo_transport",
     "nccl_transport": "megatron_pp.comm.nccl_transport",
     "collectives": "megatron_pp.comm.collectives",
@@ -62,6 +63,7 @@ MODULES = {
     "static_buffers": "megatron_pp.plan.verify.static_buffers",
     "instruction_text": "megatron_pp.plan.ir.instruction_text",
     "deadlock_report": "megatron_pp.plan.verify.deadlock_report",
+    "stall_detector": "megatron_pp.faults.stall_detector",
     "diagnosis": "megatron_pp.faults.diagnosis",
 }
 """Name -> module."""

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from megatron_pp.comm.transport import Edge, P2PRequest, Preparation, Transport
 from megatron_pp.comm.wait_handle import UNWATCHED, Tensors, WaitHandle, version_of
 from megatron_pp.config.settings import StepSettings
-from megatron_pp.errors import CommunicatorClosedError, P2PShapeError, P2PTypeError
+from megatron_pp.errors import CommunicatorClosedError, P2PTypeError
 from megatron_pp.on_demand import load
 from megatron_pp.plan.bounded_cache import BoundedCache
 
@@ -29,9 +29,7 @@ if TYPE_CHECKING:
     from megatron_pp.features.p2p_debug.wire_check import WireCheck
 
 Shape = Sequence[int]
-MAX_DIMENSIONS = 8
-_SEND, _RECEIVE, _BATCHED = "send", "receive", "batched send or receive"
-_HEADER_LENGTH = 1 + MAX_DIMENSIONS
+SEND, RECEIVE, _BATCHED = "send", "receive", "batched send or receive"
 _TEMPLATES, _TEMPLATE = 1 << 20, 1 << 10  # bytes for templates of receive buffers, and of one, roughly
 
 
@@ -75,6 +73,7 @@ class P2PCore:
         # In debug mode a description travels ahead of each tensor, as a shape does where shapes vary.
         self.wire: WireCheck | None = load("wire_check").WireCheck(self.rank) if settings.p2p_debug else None
         self.variable_shapes = self.shapes_vary or self.wire is not None
+        self._ahead = load("shapes_ahead") if self.variable_shapes else None
         self.patience = timedelta(seconds=settings.p2p_timeout)
         # NCCL's wait with a timeout would block the host; there the fault guard and NCCL's own watchdog keep time.
         self.timeout = None if transport.pollable else self.patience
@@ -105,13 +104,13 @@ class P2PCore:
                 alias = alias.contiguous()
             version = UNWATCHED if alias.is_inference() else alias._version
             work = self.transport.isend(alias, peer, channel)
-            return WaitHandle(self, (work,), alias, None, _SEND, peer, channel, version)
+            return WaitHandle(self, (work,), alias, None, SEND, peer, channel, version)
         held: list[torch.Tensor] = []
-        for alias in self._aliases(value, dtype):
-            held += [self._header_of(alias), alias] if self.variable_shapes else [alias]
+        for alias in self.aliases(value, dtype):
+            held += [alias] if self._ahead is None else [self._ahead.header_of(self, alias), alias]
         version = version_of(held)
         works = tuple(self.transport.isend(tensor, peer, channel) for tensor in held)
-        return WaitHandle(self, works, held, None, _SEND, peer, channel, version)
+        return WaitHandle(self, works, held, None, SEND, peer, channel, version)
 
     def post_recv(
         self, shapes: Any, peer: int, channel: str, requires_grad: bool = True, dtype: torch.dtype | None = None
@@ -121,31 +120,32 @@ class P2PCore:
         counts; the buffers are allocated in ``wait``."""
         if self.transport.aborted:
             self._check_open()
-        if self.variable_shapes:
-            return ShapedReceive(self, shapes, peer, channel, requires_grad, dtype)
+        if self._ahead is not None:
+            received: WaitHandle = self._ahead.ShapedReceive(self, shapes, peer, channel, requires_grad, dtype)
+            return received
         if shapes is not self._single_shape and is_single_shape(shapes):
             self._single_shape = shapes
         if shapes is self._single_shape:
             tensor = self.allocate(shapes, requires_grad, dtype)
             work = self.transport.irecv(tensor, peer, channel)
-            return WaitHandle(self, (work,), tensor, tensor, _RECEIVE, peer, channel)
+            return WaitHandle(self, (work,), tensor, tensor, RECEIVE, peer, channel)
         tensors = [self.allocate(shape, requires_grad, dtype) for shape in shapes]
         works = tuple(self.transport.irecv(t, peer, channel) for t in tensors)
-        return WaitHandle(self, works, tensors, tensors, _RECEIVE, peer, channel)
+        return WaitHandle(self, works, tensors, tensors, RECEIVE, peer, channel)
 
     def post_batch(self, requests: Sequence[Send | Receive]) -> list[WaitHandle]:
         """Post all requests as one grouped call. Where shapes travel, they are exchanged before it, in a grouped call
         that is waited for."""
         if not self.variable_shapes and not self.transport.groups_calls:
             return [self.post_send(*one) if isinstance(one, Send) else self.post_recv(*one) for one in requests]
-        shapes = self._exchange_headers(requests) if self.variable_shapes else {}
+        shapes = {} if self._ahead is None else self._ahead.exchange_shapes(self, requests)
         posts: list[P2PRequest] = []
         moved: list[tuple[int, Sequence[torch.Tensor], Tensors | None, int]] = []  # tensors of each request
         for k, request in enumerate(requests):
             received: Tensors | None = None
             version = UNWATCHED
             if isinstance(request, Send):
-                tensors: Sequence[torch.Tensor] = self._aliases(request.value, request.dtype)
+                tensors: Sequence[torch.Tensor] = self.aliases(request.value, request.dtype)
                 version = version_of(tensors)
             else:
                 wanted = shapes[k] if shapes else request.shapes
@@ -211,7 +211,7 @@ class P2PCore:
                 "as in torch.bfloat16"
             )
 
-    def _aliases(self, value: Tensors, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, ...]:
+    def aliases(self, value: Tensors, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, ...]:
         """Contiguous detached aliases of what is to be sent, checked before anything is posted."""
         self._check_open()
         tensors = value if isinstance(value, (list, tuple)) else (value,)
@@ -240,120 +240,14 @@ class P2PCore:
                 f"a {type(tensor).__name__} of layout {tensor.layout} cannot be sent between stages: it is not one "
                 "block of memory; give a dense tensor (to_dense(), of a DTensor to_local())"
             )
-        if self.variable_shapes and tensor.dim() > MAX_DIMENSIONS:
-            raise P2PShapeError(
-                f"a tensor of {tensor.dim()} dimensions cannot be sent with variable_seq_lengths; at most "
-                f"{MAX_DIMENSIONS} are"
-            )
+        if self._ahead is not None:
+            self._ahead.check_dimensions(tensor)
 
     def _check_open(self) -> None:
         if self.closed:
             raise CommunicatorClosedError(
                 f"pipeline rank {self.rank}: this communicator was closed after a failure; make a new one"
             )
-
-    def empty_header(self) -> torch.Tensor:
-        """A buffer for what ``_header_of`` returns."""
-        length = _HEADER_LENGTH if self.wire is None else _HEADER_LENGTH + self.wire.stamp_length
-        return torch.empty(length, dtype=torch.int64, device=self.shape_device)
-
-    def _header_of(self, tensor: torch.Tensor, member: int = 0) -> torch.Tensor:
-        """Number of dimensions and the dimensions, as int64; in debug mode also the stamp of the wire check."""
-        padded = [tensor.dim(), *tensor.shape] + [0] * (MAX_DIMENSIONS - tensor.dim())
-        if self.wire is not None:
-            padded += self.wire.stamp(tensor.dtype, member)
-        return torch.tensor(padded, dtype=torch.int64, device=self.shape_device)
-
-    def decode_header(
-        self,
-        header: torch.Tensor,
-        peer: int,
-        what: str,
-        expected: Any = None,
-        member: int = 0,
-        dtype: torch.dtype | None = None,
-    ) -> list[int]:
-        """The shape that a header holds. Raises P2PShapeError where it cannot be one; in debug mode WireMismatchError
-        where the tensor is not the expected one (``expected``: its shape, None if unknown)."""
-        dims, *rest = header.tolist()
-        sizes = rest[:MAX_DIMENSIONS]
-        if not 0 <= dims <= MAX_DIMENSIONS or any(s < 0 for s in sizes[:dims]):
-            raise P2PShapeError(
-                f"{what}: a shape of {dims} dimensions {sizes} came; sender and receiver are not at the same message"
-            )
-        if self.wire is not None:
-            dtype = dtype or self.dtype
-            assert dtype is not None
-            stamp = self.wire.stamp(dtype, member)
-            self.wire.check(peer, rest[MAX_DIMENSIONS:], sizes[:dims], stamp, expected)
-        return sizes[:dims]
-
-    def _exchange_headers(self, requests: Sequence[Send | Receive]) -> dict[int, Any]:
-        """Send and receive the shapes of a batch; returns request index -> received shape (a list for a list)."""
-        posts: list[P2PRequest] = []
-        headers: dict[int, list[torch.Tensor]] = {}
-        for k, request in enumerate(requests):
-            if isinstance(request, Send):
-                mine = [self._header_of(alias, k) for alias in self._aliases(request.value, request.dtype)]
-            else:
-                count = 1 if _is_one(request.shapes) else len(request.shapes)
-                mine = headers[k] = [self.empty_header() for _ in range(count)]
-            posts += [P2PRequest(isinstance(request, Send), header, request.peer, request.channel) for header in mine]
-        WaitHandle(self, tuple(self.transport.batch(posts)), posts, None, "exchange of shapes").wait()
-        shapes: dict[int, Any] = {}
-        for k, received in headers.items():
-            expected, peer, *_, dtype = requests[k]
-            single = _is_one(expected)
-            decoded = [
-                self.decode_header(header, peer, f"batched receive from rank {peer}", shape, k, dtype)
-                for header, shape in zip(received, [expected] if single else expected, strict=True)
-            ]
-            shapes[k] = decoded[0] if single else decoded
-        return shapes
-
-
-class ShapedReceive(WaitHandle):
-    """A receive whose shapes travel ahead of it: ``wait()`` reads each shape, allocates its tensor, and receives it.
-    ``shapes``: what is expected: one shape or None, or a list of them for a message of several tensors."""
-
-    __slots__ = ("_dtype", "_requires_grad", "_shapes")
-
-    def __init__(
-        self, core: P2PCore, shapes: Any, peer: int, channel: str, requires_grad: bool, dtype: torch.dtype | None
-    ) -> None:
-        header = core.empty_header()
-        work = core.transport.irecv(header, peer, channel)
-        super().__init__(core, (work,), header, None, _RECEIVE, peer, channel)
-        self._shapes = shapes
-        self._requires_grad = requires_grad
-        self._dtype = dtype
-
-    def wait(self) -> None:
-        if self.tensor is not None or self._works is None:
-            super().wait()
-            return
-        core, received = self._core, list[torch.Tensor]()
-        for expected in [self._shapes] if _is_one(self._shapes) else self._shapes:
-            if received:
-                self._post(core.empty_header())
-            header = self._held
-            assert isinstance(header, torch.Tensor)
-            super().wait()
-            shape = core.decode_header(header, self._peer, self.what, expected, dtype=self._dtype)
-            received.append(core.allocate(shape, self._requires_grad, self._dtype))
-            self._post(received[-1])
-            super().wait()
-        self.tensor = received[0] if _is_one(self._shapes) else received
-
-    def _post(self, buffer: torch.Tensor) -> None:
-        self._held = buffer
-        self._works = (self._core.transport.irecv(buffer, self._peer, self._channel),)
-        self._core.pending.add(self)
-
-
-def _is_one(shapes: Any) -> bool:
-    """Whether one tensor is meant, not a list of them; with variable shapes None stands for one."""
-    return shapes is None or is_single_shape(shapes)
 
 
 def is_single_shape(shapes: Any) -> bool:

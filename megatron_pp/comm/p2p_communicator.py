@@ -168,7 +168,7 @@ class P2PCommunicator(P2PCore):
         peer = self.next_in_group if name.endswith("next") else self.prev_in_group
         channel = ACT if name in _ACTIVATIONS else GRAD
         if name.startswith("send"):
-            return Send(list(self._aliases(value)), peer, channel)
+            return Send(list(self.aliases(value)), peer, channel)
         if value is None and not self.shapes_vary:
             raise P2PShapeError(
                 "the shape to receive is None; without config.variable_seq_lengths it must be given, as in "

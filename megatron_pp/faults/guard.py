@@ -34,7 +34,6 @@ from megatron_pp.faults.heartbeat import Heartbeat, Pace
 from megatron_pp.faults.liveness import state_of
 from megatron_pp.faults.places import Source
 from megatron_pp.faults.records import AFTER, EXCEPTION, IN_STEP, MISMATCH, STALL, Entry, Failure, FaultStore, Progress
-from megatron_pp.faults.stall_detector import OwnState, find_stall
 from megatron_pp.faults.tracker import CompletedWork, InstructionMarks, Outside, Tracker
 from megatron_pp.faults.watchdog import Watchdog
 from megatron_pp.on_demand import load
@@ -46,6 +45,7 @@ _PUBLISHING = 3.0  # that a rank which failed gives the store to accept its reco
 _ANOTHER_READ = 1.0  # that a finding about a rank waits for the next read of its record
 _LEASES = 1.25  # between a failure's publication and what may follow from it on other ranks, in leases
 _GRACE = 6.0  # that a rank whose transfer failed looks for the cause
+_MOVING = 1.0  # since a rank's position changed: for as long it holds nobody up, nor is it held up
 
 Describe = Callable[[], Mapping[str, str]]
 
@@ -335,16 +335,19 @@ class FaultGuard:
 
     def _find_stall(self, here: Progress) -> Failure | None:
         tracker, peers = self._tracker, self._heartbeat.peers
+        if not tracker.failed and here.idle < min(self.timeout, _MOVING):
+            return None
+        detector = load("stall_detector")
         with self._heartbeat.lock:
             working: tuple[int, ...] = ()
             if here.idle >= self.timeout:
                 working = _diagnosis().working_ranks(self._plan(), {**self._progress_of_others(), self.rank: here})
-            waits_on, failed = tracker.waits_on(), tracker.failed
             where = tracker.where()
             step = here.step if where is None else where.step
-            own = OwnState(self.rank, self.size, step, here.idle, waits_on, failed, working, here.state == AFTER)
-            found = find_stall(peers, own, self.timeout, time.monotonic(), state_of, self.patience)
-            if found is not None and found.suspects and not failed and not self._confirmed(found.suspects):
+            waits_on, between = tracker.waits_on(), here.state == AFTER
+            own = detector.OwnState(self.rank, self.size, step, here.idle, waits_on, tracker.failed, working, between)
+            found = detector.find_stall(peers, own, self.timeout, time.monotonic(), state_of, self.patience)
+            if found is not None and found.suspects and not own.failed and not self._confirmed(found.suspects):
                 return None
         if found is None and self.rank in working:
             self._warn_that_it_takes_long(here)

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from megatron_pp.comm.at_exit import call_at_exit
+from megatron_pp.faults.peers import Peers
 from megatron_pp.faults.records import AFTER, DONE, Entry, Failure, FaultStore, Progress, RecordError
-from megatron_pp.faults.stall_detector import Peers
 from megatron_pp.faults.tracker import Tracker
 
 # Seconds.

@@ -26,7 +26,7 @@ ROOMS = {
     ),
     "common": "module_attributes object_table",
     "config": "checks conversions kinds layout microbatch_counts model_config parallel_grid rules settings",
-    "faults": "attach consistency guard heartbeat liveness places records stall_detector tracker watchdog",
+    "faults": "attach consistency guard heartbeat liveness peers places records stall_detector tracker watchdog",
     "integrations": (
         "gpt_models known_steps megatron_call megatron_core megatron_reads megatron_release megatron_scope "
         "megatron_steps megatron_versions named_objects settings"

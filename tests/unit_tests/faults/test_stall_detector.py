@@ -23,8 +23,9 @@ from megatron_pp.faults.diagnosis import (
 )
 from megatron_pp.faults.heartbeat import Pace
 from megatron_pp.faults.liveness import ALIVE, DEAD, STOPPED, UNKNOWN, state_of, this_process
+from megatron_pp.faults.peers import Peers
 from megatron_pp.faults.records import DONE, ENTERING, IN_STEP, Process, Progress
-from megatron_pp.faults.stall_detector import OwnState, Peers, find_stall
+from megatron_pp.faults.stall_detector import OwnState, find_stall
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.instruction import Instruction
 from megatron_pp.plan.ir.placement import LOOP, V_SHAPE, Placement
