@@ -66,8 +66,8 @@ def guarded(
 
 
 def instruction_marks(communicator: P2PCore, settings: StepSettings) -> InstructionMarks | None:
-    """For the engine's observers: marks by which the guard knows what the device has completed. None where the host
-    waits for transfers, and where there is no guard."""
+    """An observer of the engine, by which the guard knows what the device has completed. None where the host waits for
+    transfers, and where there is no guard."""
     guard = _guard_of(communicator.transport, settings)
     return None if guard is None else guard.marks
 

@@ -5,10 +5,12 @@
 ``weight_activation``, and their ratio is the weight share of ``megatron_pp.plan.costs.activations``.
 """
 
+from __future__ import annotations
+
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,9 @@ from megatron_pp.plan.ir.instruction import BACKWARD_OPS, FORWARD, FREE_F, INPUT
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.weight_grad.deferred import tensors_in
 from megatron_pp.weight_grad.store import WeightGradStore
+
+if TYPE_CHECKING:
+    from megatron_pp.runtime.executor import PlanExecutor
 
 
 @dataclass(frozen=True)
@@ -119,20 +124,6 @@ def _gradients(chunks: Sequence[nn.Module]) -> Iterable[Tensor]:
 Forward = tuple[int, int]  # its stage and microbatch
 
 
-class Engine(Protocol):
-    """What is read of the engine: tensors by (stage, microbatch, slice), and sends that are finished later than the
-    plan says, with their tasks."""
-
-    @property
-    def inputs(self) -> Mapping[Any, Any]: ...
-
-    @property
-    def outputs(self) -> Mapping[Any, Any]: ...
-
-    @property
-    def deferred(self) -> Iterable[tuple[Any, Any]]: ...
-
-
 class KeptBytes:
     """An observer of one step of ``plan`` on ``rank``. ``saved_tensors_hooks`` around two forwards see what their
     graphs save, and give it back as it is, so no number changes. What both have saved is the model's, not a
@@ -149,7 +140,7 @@ class KeptBytes:
     ``engine`` is set before the step, and left alone after it."""
 
     def __init__(self, plan: Plan, rank: int, chunks: Sequence[Any], weights: WeightGradStore | None) -> None:
-        self.engine: Engine | None = None
+        self.engine: PlanExecutor | None = None
         self.forward: dict[int, int] = {}
         self.weight: dict[int, int] = {}
         self.received: dict[int, int] = {}

@@ -35,9 +35,7 @@ _OBSERVED = ("trace_dir", "measure", "pipeline_replan")
 
 def executor_for(communicator: P2PCore) -> type[PlanExecutor]:
     """The engine for a communicator: with a watch on memory where ``config.p2p_debug`` was set when it was made."""
-    if communicator.wire is None:
-        return PlanExecutor
-    return load("p2p_debug").WatchedExecutor
+    return PlanExecutor if communicator.wire is None else load("p2p_debug").WatchedExecutor
 
 
 class StepCall:
@@ -78,14 +76,13 @@ class StepCall:
         if self.weights is not None and not inputs.forward_only:
             load("weight_grad").check_wrappers(self.weights, inputs.chunks)
         fields = plan_choice.spec_fields(inputs, settings, size, self.weights is not None, self.joins_pairs)
+        self.messages = messages(inputs, settings, size, self.tensor_shapes)
+        self.shapes: tuple[Shapes, ...] = (self.messages.shapes,)
         self.slices: tuple[int, ...] = ()  # their lengths in tokens, where sequences are cut
         if settings.sequence_slices > 1:
-            self.slices = load("slice_lengths").slices_of(inputs, settings, self.tp_size, self.cp_size)
-        self.messages = messages(inputs, settings, size, self.tensor_shapes)
+            cut = load("slice_lengths").cut(inputs, settings, self.tp_size, self.cp_size, self.messages.shapes)
+            self.slices, self.shapes = cut
         self.check_output_layer(fields["schedule"])
-        self.shapes: tuple[Shapes, ...] = (self.messages.shapes,)
-        if self.slices:
-            self.shapes = load("slice_lengths").shapes_of_slices(self.messages.shapes, self.slices)
         if fields["skip_tensors"]:
             load("skip_tensors").check_skip_tensors(fields["skip_tensors"], inputs, settings)
         if settings.cuda_graph_impl == TE_GRAPHS:
@@ -103,18 +100,16 @@ class StepCall:
         self.begin()
         plan = self._plan()
         steps = self.make_steps(plan)
-        sent, received = (
-            message_bytes(of, self.communicator.dtype) for of in (self.shapes[0].send, self.shapes[0].receive)
-        )
+        first, dtype = self.shapes[0], self.communicator.dtype
+        sent, received = message_bytes(first.send, dtype), message_bytes(first.receive, dtype)
         watching = [one for observer in self.observers for one in observer.observers(self, plan, sent)]
         executor = self._executor(plan, steps, watching, max(sent, received))
         for observer in self.observers:
             observer.watch(executor)
         recordings = [one for one in watching if isinstance(one, Recording)]
+        edges, policy, collectives = plan.placement.rank_edges, self.spec.policy, plan.placement.barriers > 0
         with self._guarded(executor, plan) as guard:
-            collectives = plan.placement.barriers > 0
-            edges, batched = plan.placement.rank_edges, self.spec.policy == BATCHED
-            self.communicator.prepare(edges, received, sent, batched=batched, collectives=collectives)
+            self.communicator.prepare(edges, received, sent, batched=policy == BATCHED, collectives=collectives)
             for recording in recordings:
                 recording.start()
             executor.run()
@@ -181,9 +176,7 @@ class StepCall:
 
     def weight_store(self) -> WeightGradStore | None:
         """The store of this rank's chunks, None where they are not converted."""
-        if not is_loaded("weight_grad"):
-            return None
-        return load("weight_grad").store_of(self.inputs.chunks)
+        return load("weight_grad").store_of(self.inputs.chunks) if is_loaded("weight_grad") else None
 
     def tensor_shapes(self) -> list[Any]:
         """Shapes of the tensors between stages, one per tensor, before ``adjust_tensor_shapes_fn``."""

@@ -30,7 +30,6 @@ from megatron_pp.comm.at_exit import call_if_alive
 from megatron_pp.comm.events import EventPool
 from megatron_pp.comm.transport import Transport
 from megatron_pp.common.object_table import ObjectTable
-from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.plan.ir.instruction import Instruction
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
@@ -66,33 +65,24 @@ def chosen_steps(text: str) -> list[range]:
     return ranges
 
 
-@dataclass(frozen=True)
 class _Traced(StepObserver):
-    """The step's recording, if it is one of the chosen steps."""
+    """The recording of a training step, if it is a chosen one. Steps are counted per model."""
 
     def observers(self, step: Any, plan: Plan, size: float) -> Sequence[Observer]:
-        found = step_recording(step.inputs.chunks[0], step.settings, plan, step.communicator.transport, size)
-        return [] if found is None else [found]
+        if plan.spec.forward_only:
+            return []
+        model, settings = step.inputs.chunks[0], step.settings
+        tracer = _TRACERS.get(model)
+        if tracer is None or tracer.folder != settings.trace_dir:
+            steps, transport = chosen_steps(settings.traced_steps), step.communicator.transport
+            tracer = _TRACERS[model] = Tracer(settings.trace_dir, steps, transport, settings.trace_first_step)
+        recording = tracer.next_step(plan, size)
+        return [] if recording is None else [recording]
 
 
 def step_observer(step: Any) -> StepObserver:
     """What traces ``step``, a StepCall."""
     return _Traced()
-
-
-def step_recording(
-    model: Any, settings: StepSettings, plan: Plan, transport: Transport, size: float
-) -> Recording | None:
-    """The recording of the training step that starts now; None if it is not chosen. ``model`` (steps are counted per
-    model) is this rank's first chunk; ``size``: bytes of an activation."""
-    folder = settings.trace_dir
-    if not folder or plan.spec.forward_only:
-        return None
-    tracer = _TRACERS.get(model)
-    if tracer is None or tracer.folder != folder:
-        steps = chosen_steps(settings.traced_steps)
-        tracer = _TRACERS[model] = Tracer(folder, steps, transport, settings.trace_first_step)
-    return tracer.next_step(plan, size)
 
 
 class Keeper:

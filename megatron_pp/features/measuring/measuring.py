@@ -37,7 +37,8 @@ from megatron_pp.plan.costs.stage_costs import Link, StageCosts
 from megatron_pp.plan.ir.instruction import WEIGHT_GRAD
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import Plan
-from megatron_pp.runtime.footprint import Engine, KeptBytes
+from megatron_pp.runtime.executor import PlanExecutor
+from megatron_pp.runtime.footprint import KeptBytes
 from megatron_pp.tracing.analysis import TIMED, StageTimes, stage_costs
 from megatron_pp.tracing.files import StepRecord
 from megatron_pp.tracing.observers import Observer, StepObserver
@@ -163,7 +164,7 @@ class Measuring(StepObserver):
         self.counted = self.keeper.counting = KeptBytes(plan, transport.rank, step.inputs.chunks, step.weights)
         return [recording, self.counted]
 
-    def watch(self, engine: Engine) -> None:
+    def watch(self, engine: PlanExecutor) -> None:
         if self.counted is not None:
             self.counted.engine = engine
 

@@ -5,30 +5,25 @@ It finds schedules and custom communicators that send or receive out of order, w
 on the wrong microbatch. It costs a small message per tensor, and receives wait for it, so less is overlapped.
 """
 
+from __future__ import annotations
+
 import zlib
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from megatron_pp.errors import WireMismatchError
 from megatron_pp.plan.ir.dataflow import message_of
-from megatron_pp.plan.ir.instruction import FORWARD, NONE, TRANSFER_OPS, Instruction
-from megatron_pp.plan.ir.placement import Placement
+from megatron_pp.plan.ir.instruction import FORWARD, NONE, TRANSFER_OPS
+
+if TYPE_CHECKING:
+    from megatron_pp.runtime.executor import PlanExecutor
 
 STAMP_LENGTH = 6  # dtype, activation or gradient, boundary, microbatch, slice, tensor; int64 each
 
 _UNKNOWN = -1
 _ACTIVATION, _GRADIENT = 1, 2
 _KINDS = {_ACTIVATION: "activation", _GRADIENT: "gradient", _UNKNOWN: "message"}
-
-
-class Source(Protocol):
-    """What is being executed: the engine's ``PlanExecutor``."""
-
-    placement: Placement
-
-    @property
-    def instruction(self) -> Instruction: ...
 
 
 class Stamp(NamedTuple):
@@ -51,7 +46,7 @@ class WireCheck:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.source: Source | None = None
+        self.source: PlanExecutor | None = None
 
     def stamp(self, dtype: torch.dtype, member: int = 0) -> Stamp:
         """The stamp of what the current instruction sends or expects; ``member`` counts within a batch."""

@@ -1,7 +1,5 @@
 """How long the slices of a sequence are, and the messages of each."""
 
-from collections.abc import Sequence
-
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import PlanError, ScheduleInputError
 from megatron_pp.plan.costs.slice_costs import attention_share, slice_lengths
@@ -9,9 +7,12 @@ from megatron_pp.runtime.arguments import StepInputs, whole_argument
 from megatron_pp.runtime.message_shapes import Shapes
 
 
-def slices_of(inputs: StepInputs, settings: StepSettings, tp_size: int, cp_size: int) -> tuple[int, ...]:
-    """Lengths in tokens of the slices that ``config.sequence_slices`` cuts sequences into. Raises
-    ScheduleInputError for lengths that cannot be, and for options that do not go with slices."""
+def cut(
+    inputs: StepInputs, settings: StepSettings, tp_size: int, cp_size: int, shapes: Shapes
+) -> tuple[tuple[int, ...], tuple[Shapes, ...]]:
+    """Lengths in tokens of the slices that ``config.sequence_slices`` cuts sequences into, and the shapes of each
+    slice's messages; ``shapes``: those of whole sequences, whose first dimension is tokens (of one tensor parallel
+    rank). Raises ScheduleInputError for lengths that cannot be, and for options that do not go with slices."""
     slices = settings.sequence_slices
     for given, name, why in (
         (settings.shapes_vary, "variable_seq_lengths", "a microbatch's length is not known when it is cut"),
@@ -32,14 +33,8 @@ def slices_of(inputs: StepInputs, settings: StepSettings, tp_size: int, cp_size:
         hidden = whole_argument("config.hidden_size", settings.hidden_size, hint="it says what attention costs")
         attention = attention_share(length, hidden, settings.ffn_hidden_size or 4 * hidden)
     try:
-        return slice_lengths(length, slices, attention, tp_size if settings.sequence_parallel else 1)
+        lengths = slice_lengths(length, slices, attention, tp_size if settings.sequence_parallel else 1)
     except PlanError as error:
         raise ScheduleInputError(f"config.sequence_slices: {error}") from error
-
-
-def shapes_of_slices(shapes: Shapes, lengths: Sequence[int]) -> tuple[Shapes, ...]:
-    """Shapes of each slice's messages, given those of whole sequences, whose first dimension is tokens (of one tensor
-    parallel rank)."""
-    whole = sum(lengths)
-    cut = [[None if s is None else (s[0] * length // whole, *s[1:]) for s in shapes] for length in lengths]
-    return tuple(Shapes(*one) for one in cut)
+    cut = [[None if s is None else (s[0] * tokens // length, *s[1:]) for s in shapes] for tokens in lengths]
+    return lengths, tuple(Shapes(*one) for one in cut)

@@ -113,9 +113,10 @@ def test_steps_are_counted_on_after_a_resume(tmp_path):
     config = SimpleNamespace(trace_dir=str(tmp_path), trace_steps="11", trace_first_step=10)
     settings = StepSettings.from_config(config)
     plan, transport = build_plan(PlanSpec("gpipe", 1, 1, 1)), MemoryNetwork(1).transport(0)
-    model = torch.nn.Linear(1, 1)
-    assert trace.step_recording(model, settings, plan, transport, 0.0) is None
-    recording = trace.step_recording(model, settings, plan, transport, 0.0)
+    chunks = SimpleNamespace(chunks=[torch.nn.Linear(1, 1)])
+    step = SimpleNamespace(inputs=chunks, settings=settings, communicator=SimpleNamespace(transport=transport))
+    assert not trace.step_observer(step).observers(step, plan, 0.0)
+    (recording,) = trace.step_observer(step).observers(step, plan, 0.0)
     recording.start()
     for at in plan.programs[0]:
         recording.begin(at)
