@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import copy
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 WIDTH, MICROBATCHES = 6, 3
+VOCAB, WIDE = 11, 8
 
 
 class Habit(nn.Module):
@@ -376,6 +378,68 @@ class ChannelsLast(Habit):
     def forward(self, x: Tensor) -> Tensor:
         wide = x[..., None].expand(4, 3, WIDTH, 2)
         return super().forward(self.convolution(wide)[..., 0].repeat(1, 1, 2)[..., :WIDTH])
+
+
+class _Square(torch.autograd.Function):
+    """A custom autograd function with a parameter of its own: x * w^2."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x * w * w
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return grad * w * w, (2 * grad * x * w).sum((0, 1))
+
+
+class _Custom(abc.ABC, nn.Module):  # an abstract base: its class has another layout
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, WIDE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Square.apply(x, self.weight)
+
+
+class Everything(Habit):
+    """Tied embedding and head, norms, attention that uses its child's weight, a convolution, a custom function, a bare
+    parameter, a frozen layer, a layer used twice, and one with a parametrized weight.
+    """
+
+    inputs_need_gradients = False
+    exact_under_autocast = False
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.embedding = nn.Embedding(VOCAB, WIDE, padding_idx=0)
+        self.up = nn.Linear(WIDE, 2 * WIDE)
+        self.norm = nn.LayerNorm(2 * WIDE)
+        self.down = nn.Linear(2 * WIDE, WIDE, bias=False)
+        self.attention = nn.MultiheadAttention(WIDE, 2)
+        self.scale = nn.Parameter(torch.ones(WIDE))
+        self.convolution = nn.Conv1d(WIDE, WIDE, 3, padding=1)
+        self.custom = _Custom()
+        self.frozen = nn.Linear(WIDE, WIDE).requires_grad_(False)
+        self.bias_only = nn.Linear(WIDE, WIDE)
+        self.bias_only.weight.requires_grad_(False)
+        self.twice = nn.Linear(WIDE, WIDE)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(WIDE, WIDE))
+        self.head = nn.Linear(WIDE, VOCAB, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        x = x + self.down(F.gelu(self.norm(self.up(x)))) * self.scale
+        x = x + self.attention(x, x, x)[0]
+        x = x + self.convolution(x.permute(1, 2, 0)).permute(2, 0, 1)
+        x = self.bias_only(self.frozen(self.custom(x)))
+        x = x + self.twice(torch.tanh(self.twice(x)))
+        return self.head(self.normed(x))
+
+    def batch(self, mb: int) -> Tensor:
+        return torch.randint(0, VOCAB, (5, 2), generator=torch.Generator().manual_seed(mb))
 
 
 def _subclasses(kind: type[Habit]) -> Iterator[type[Habit]]:

@@ -12,11 +12,12 @@ from torch import nn
 
 from megatron_pp.errors import WeightGradSplitError
 from megatron_pp.weight_grad import split_weight_grad, store_of, unsplit_weight_grad
-from tests.unit_tests.weight_grad.net import Net, new_net, step_on_ones
+from tests.unit_tests.weight_grad.habits import Everything
+from tests.unit_tests.weight_grad.steps import new, step_on_ones
 
 
 def test_what_becomes_of_each_layer_is_reported() -> None:
-    report = split_weight_grad(new_net()).report
+    report = split_weight_grad(new(Everything)).report
     # embedding, up, down, out_proj, frozen, bias_only, twice, head
     assert (report.split, report.delayed) == (8, 0)
     assert "8 layers defer their weight gradients" in str(report)
@@ -36,7 +37,7 @@ def test_torchscript_is_refused() -> None:
 
 
 def test_undoing_the_conversion() -> None:
-    model = new_net()
+    model = new(Everything)
     classes = [type(layer) for layer in model.modules()]
     split_weight_grad(model)
     assert [type(layer) for layer in model.modules()] != classes
@@ -46,11 +47,11 @@ def test_undoing_the_conversion() -> None:
 
 
 def test_copies_and_pickles_are_not_converted() -> None:
-    model = new_net()
+    model = new(Everything)
     store = split_weight_grad(model)
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(_plain()))):
         assert store_of([again]) is None
-        assert type(again.up if isinstance(again, Net) else again[0]) is nn.Linear
+        assert type(again.up if isinstance(again, Everything) else again[0]) is nn.Linear
     assert store_of([model]) is store
     buffer = io.BytesIO()
     torch.save(model.state_dict(), buffer)

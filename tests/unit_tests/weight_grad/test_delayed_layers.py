@@ -22,7 +22,7 @@ from megatron_pp.weight_grad import check_wrappers, split_weight_grad, store, tr
 from megatron_pp.weight_grad.transformer_engine import delays_weight_grad
 from tests.harness.sweeps import EXHAUSTIVE
 from tests.harness.transformer_engine_python import on_cpu
-from tests.unit_tests.weight_grad.net import run_split
+from tests.unit_tests.weight_grad.steps import run_split
 
 # Importing it takes seconds: on one worker.
 pytestmark = pytest.mark.xdist_group("transformer_engine")

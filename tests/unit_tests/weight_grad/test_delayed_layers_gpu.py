@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from megatron_pp.weight_grad import split_weight_grad
-from tests.unit_tests.weight_grad.net import run_split
+from tests.unit_tests.weight_grad.steps import run_split
 
 
 @pytest.mark.gpu

@@ -14,67 +14,9 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from megatron_pp.errors import WeightGradError
-from megatron_pp.weight_grad import WeightGradStore, split_weight_grad
-from tests.unit_tests.weight_grad.habits import HABITS, MICROBATCHES, Complex, Forces, FunctionalCallAlone, Habit, Vmap
-
-Run = tuple[list[Tensor], list[Tensor | None], dict[str, Tensor | None], dict[str, Tensor], list[tuple[str, Tensor]]]
-Regions = Callable[[], Any]
-
-
-def new(kind: type[Habit]) -> Habit:
-    torch.manual_seed(7)
-    return kind()
-
-
-def note_hooks(model: nn.Module, calls: list[tuple[str, Tensor]]) -> None:
-    """Tensor hooks which change the gradient, not in a linear way, and note it."""
-
-    def noted(name: str, grad: Tensor | None) -> Tensor | None:
-        if grad is None:
-            return None
-        calls.append((name, grad.clone()))
-        return grad if grad.is_sparse or grad.is_complex() else grad + grad.pow(2)
-
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            parameter.register_hook(lambda grad, name=name: noted(name, grad))
-
-
-def step(model: Habit, store: WeightGradStore | None, splits: list[bool], region: Regions, hooks: bool) -> Run:
-    """Two forwards ahead of the backwards, as on a middle stage of 1F1B; each W right after the next forward."""
-    calls: list[tuple[str, Tensor]] = []
-    if hooks:
-        note_hooks(model, calls)
-    inputs, losses, outputs = [], [], []
-    waiting: list[int] = []
-    with nullcontext() if store is None else store.step({0: MICROBATCHES - 1}):
-        for slot in range(MICROBATCHES + 1):
-            if slot < MICROBATCHES:
-                x = model.batch(slot).requires_grad_(model.inputs_need_gradients)
-                with region():
-                    y = model(x)
-                inputs.append(x)
-                outputs.append(y.detach().clone())
-                losses.append((y.float() * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum())
-            while store is not None and waiting:
-                store.run(0, waiting.pop())
-            if slot:
-                _backward(losses[slot - 1], slot - 1, store, splits[slot - 1], waiting)
-        while store is not None and waiting:
-            store.run(0, waiting.pop())
-    grads = {name: p.grad for name, p in model.named_parameters()}
-    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    return outputs, [x.grad for x in inputs], grads, weights, calls
-
-
-def _backward(loss: Tensor, mb: int, store: WeightGradStore | None, split: bool, waiting: list[int]) -> None:
-    if store is None:
-        loss.backward()
-        return
-    with store.backward(0, mb, split=split):
-        loss.backward()
-    if split:
-        waiting.append(mb)
+from megatron_pp.weight_grad import split_weight_grad
+from tests.unit_tests.weight_grad.habits import HABITS, Complex, Forces, FunctionalCallAlone, Habit, Vmap
+from tests.unit_tests.weight_grad.steps import Regions, Run, new, step
 
 
 def same_bits(one: Any, other: Any) -> bool:
@@ -182,7 +124,7 @@ def test_a_layer_that_stays_whole_is_named_once(
     kind: type[Habit], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = new(kind)
-    step(model, split_weight_grad(model), [True] * 3, nullcontext, hooks=False)
+    step(model, split_weight_grad(model))
     said = [record.getMessage() for record in caplog.records]
     line = f"layer one computes its weight gradient in B, not in W: {reason} ("
     assert sum(text.startswith(line) and "% of the weight gradients' FLOPs)" in text for text in said) == 1
@@ -190,7 +132,7 @@ def test_a_layer_that_stays_whole_is_named_once(
 
 def test_an_ordinary_model_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
     model = new(Habit)
-    step(model, split_weight_grad(model), [True] * 3, nullcontext, hooks=False)
+    step(model, split_weight_grad(model))
     assert caplog.records == []
 
 
@@ -257,5 +199,5 @@ def test_parameters_that_are_changed_before_or_after_the_conversion(
         change(model)
         if converted and first:
             store = split_weight_grad(model)
-        runs.append([step(model, store, [True] * MICROBATCHES, nullcontext, False) for _ in range(2)][-1])
+        runs.append([step(model, store) for _ in range(2)][-1])
     assert differences(*runs) == []

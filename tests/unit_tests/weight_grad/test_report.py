@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatron_pp.weight_grad import split_weight_grad
 from megatron_pp.weight_grad.report import weight_work
 from megatron_pp.weight_grad.split_forward import why_left_to_megatron
-from tests.unit_tests.weight_grad.net import run_split
+from tests.unit_tests.weight_grad.steps import run_split
 
 
 class OwnForward(nn.Linear):

@@ -8,66 +8,31 @@ import weakref
 import pytest
 import torch
 import torch.utils.checkpoint
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from megatron_pp.errors import WeightGradError
 from megatron_pp.weight_grad import split_weight_grad
-from tests.unit_tests.weight_grad.net import (
-    MICROBATCHES,
-    assert_same,
-    count_hooks,
-    gradients,
-    loss_of,
-    new_net,
-    plain_step,
-    run_split,
-    split_step,
-    step_on_ones,
-)
+from tests.unit_tests.weight_grad.habits import MICROBATCHES, Everything
+from tests.unit_tests.weight_grad.steps import assert_same, count_hooks, gradients, new, run_split, step, step_on_ones
 
-# -- the same numbers -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("delay", [0, 1, 3])
-def test_split_gradients_are_those_of_autograd_to_the_last_bit(delay: int) -> None:
-    expected, model = new_net(), new_net()
-    plain_step(expected)
-    split_step(model, split_weight_grad(model), delay=delay)
-    assert_same(gradients(expected), gradients(model))
-
-
-@pytest.mark.slow
-@settings(max_examples=20, deadline=None)
-@given(splits=st.lists(st.booleans(), min_size=1, max_size=6), delay=st.integers(0, 3))
-def test_any_mixture_of_whole_and_split_backwards(splits: list[bool], delay: int) -> None:
-    expected, model = new_net().double(), new_net().double()
-    plain_step(expected, len(splits))
-    split_step(model, split_weight_grad(model), splits.__getitem__, delay, len(splits))
-    # Layers used twice in a whole backward are added one by one, where autograd adds their gradients first: equal but
-    # for rounding, which in float64 is far from what a gradient more or less would make.
-    for name, grad in gradients(expected).items():
-        torch.testing.assert_close(gradients(model)[name], grad, rtol=1e-6, atol=1e-8)
-    once = {n: g for n, g in gradients(expected).items() if not n.startswith("twice")}
-    assert_same(once, {n: g for n, g in gradients(model).items() if not n.startswith("twice")})
+# -- the same numbers; ``test_habits.py`` has those of one step --------------------------------------------------------
 
 
 def test_two_steps_without_zero_grad_give_twice_the_gradient() -> None:
-    expected, model = new_net(), new_net()
+    expected, model = new(Everything), new(Everything)
     store = split_weight_grad(model)
     for _ in range(2):
-        plain_step(expected)
-        split_step(model, store)
+        step(expected, None)
+        step(model, store)
     assert_same(gradients(expected), gradients(model))
 
 
 def test_outside_of_a_step_nothing_is_different() -> None:
-    expected, model = new_net(), new_net()
+    expected, model = new(Everything), new(Everything)
     split_weight_grad(model)
     fired = count_hooks(model)
-    plain_step(expected)
-    plain_step(model)
+    step(expected, None)
+    step(model, None)
     assert_same(gradients(expected), gradients(model))
     assert set(fired.values()) == {MICROBATCHES}
     assert isinstance(model.up, nn.Linear)
@@ -77,10 +42,10 @@ def test_outside_of_a_step_nothing_is_different() -> None:
 
 
 def test_evaluation_touches_no_gradient() -> None:
-    model = new_net()
+    model = new(Everything)
     store = split_weight_grad(model)
     with torch.no_grad(), store.step({0: 0}):
-        assert not loss_of(model, 0).requires_grad
+        assert not model(model.batch(0)).requires_grad
     assert gradients(model) == {}
 
 
