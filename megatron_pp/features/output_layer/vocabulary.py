@@ -11,15 +11,14 @@ backward. Simulated with the output layer costing 0.05 to 1 of a forward and bac
 balanced stages, to 1% where a collective takes a fifth of a forward.
 """
 
-from collections import defaultdict
 from functools import partial
-from heapq import heappop, heappush
 
 from megatron_pp.features.output_layer.output_instructions import OUTPUT_S, OUTPUT_T, collected_inputs
-from megatron_pp.plan.ir.dataflow import RESULT_OF, Result, inputs_of
-from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD, instruction
+from megatron_pp.plan.ir.dataflow import inputs_of
+from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD, NONE, Instruction, instruction
 from megatron_pp.plan.ir.placement import LOOP, Placement
 from megatron_pp.plan.orders.family import Family, Order, Shape, every_microbatch
+from megatron_pp.plan.orders.free_ranks import FreeRanks
 
 VOCAB_1F1B = "vocab_1f1b"
 VOCAB_1F1B_ALG1 = "vocab_1f1b_alg1"
@@ -29,50 +28,34 @@ _COLLECTIVE = 2
 
 def vocab_1f1b(shape: Shape, barriers: int) -> list[Order]:
     """1F1B with S and T, and ``barriers`` between S and the last stage's backward."""
-    return _Clock(Placement(LOOP, shape.pipeline_size, 1, barriers), shape.num_microbatches).run()
+    return _Ranks(Placement(LOOP, shape.pipeline_size, 1, barriers), shape.num_microbatches).run()
 
 
-class _Clock:
-    """All ranks in nominal time. ``ends[result]``: when it is there, of each microbatch so far."""
-
+class _Ranks(FreeRanks):
     def __init__(self, placement: Placement, microbatches: int) -> None:
-        self.placement = placement
+        super().__init__(placement, _TIMES, _COLLECTIVE)
         self.microbatches = microbatches
         ranks = range(placement.pipeline_size)
         self.needs = [
             {op: inputs_of(op, r, len(ranks)) + collected_inputs(op, r, placement) for op in _TIMES} for r in ranks
         ]
-        self.orders: list[Order] = [[] for _ in ranks]
         self.next = [dict.fromkeys(_TIMES, 0) for _ in ranks]
-        self.free = [0] * placement.pipeline_size
-        self.ends: defaultdict[Result, list[int]] = defaultdict(list)
-        self.agenda = [(0, rank) for rank in ranks]
 
-    def run(self) -> list[Order]:
-        while self.agenda:
-            now, rank = heappop(self.agenda)
-            op = self._choose(rank, now) if self.free[rank] <= now else None
-            if op is None:
-                continue
-            self.orders[rank].append(instruction(op, 0, self.next[rank][op]))
-            self.next[rank][op] += 1
-            self.free[rank] = end = now + _TIMES[op]
-            self.ends[(RESULT_OF.get(op, op), rank)].append(end)
-            for other in range(len(self.free)):  # one of them may have waited for it
-                heappush(self.agenda, (end, other))
-                heappush(self.agenda, (end + _COLLECTIVE, other))
-        return self.orders
+    def choose(self, rank: int, now: int) -> Instruction | None:
+        for op in _TIMES:
+            if self._is_ready(rank, op, now):
+                mb = self.next[rank][op]
+                self.next[rank][op] += 1
+                return instruction(op, 0, mb)
+        return None
 
-    def _choose(self, rank: int, now: int) -> str | None:
-        return next((op for op in _TIMES if self._ready(rank, op, now)), None)
-
-    def _ready(self, rank: int, op: str, now: int) -> bool:
+    def _is_ready(self, rank: int, op: str, now: int) -> bool:
         mb, last = self.next[rank][op], self.placement.pipeline_size - 1
         in_flight = mb - self.next[rank][BACKWARD]
         if mb == self.microbatches or (op == FORWARD and in_flight > last - rank + self.placement.barriers):
             return False
-        collective = _COLLECTIVE if op == OUTPUT_T or (op == BACKWARD and rank == last) else 0
-        return all(mb < len(self.ends[of]) and self.ends[of][mb] + collective <= now for of in self.needs[rank][op])
+        since = now - _COLLECTIVE if op == OUTPUT_T or (op == BACKWARD and rank == last) else now
+        return self.are_there(self.needs[rank][op], mb, NONE, since)
 
 
 FAMILIES = (

@@ -1,5 +1,5 @@
 """The logical clock of a compute order: when each operation would end if every one took one slot and transfers took
-none.
+none, or as long as ``advise`` estimates.
 
 Lowering hangs communication on this clock. Since every operation takes whole slots, all ranks' boundaries fall on whole
 numbers, and the end of the producing operation is a number (the message's *round*) that both ends of a transfer know.
@@ -7,15 +7,18 @@ Exchanges that every rank works off in the order of rounds cannot deadlock: the 
 no other.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from megatron_pp.errors import PlanError
+from megatron_pp.plan.ir.agenda import Agenda
 from megatron_pp.plan.ir.dataflow import RESULT_OF, Result, collected_inputs, source_of
 from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD, OUTPUT_OPS, Instruction
 from megatron_pp.plan.ir.placement import Placement
 
-Ends = dict[Result, dict[tuple[int, int], int]]  # result -> (microbatch, slice) -> slot
+Time = Any  # an int, of slots, or what ``took`` counts in
+Took = Callable[[str, int, int, int], Time]
+Ends = dict[Result, dict[tuple[int, int], Time]]  # result -> (microbatch, slice) -> when it is there
 
 
 class Clocked(NamedTuple):
@@ -25,104 +28,124 @@ class Clocked(NamedTuple):
     """
 
     orders: list[list[Instruction]]
-    ends: list[list[int]]
+    ends: list[list[Time]]
     result_ends: Ends
 
 
-def run_clock(orders: Sequence[Sequence[Instruction]], placement: Placement) -> Clocked:
-    """Put placed orders on the clock.
+def _one_slot(op: str, stage: int, mb: int, part: int) -> Time:
+    return 1
 
-    A PAIR takes two slots, and both halves end with it. A pair that would wait in a circle, which its halves alone do
-    not, is taken apart. Raises PlanError where an operation waits for one that never comes before it, naming both.
+
+def run_clock(
+    orders: Sequence[Sequence[Instruction]], placement: Placement, took: Took = _one_slot, transfer: Time = 0
+) -> Clocked:
+    """Put orders on the clock.
+
+    ``took``: the time of an operation, by its op, stage, microbatch and slice; ``transfer``: that of a message from one
+    rank to another, which never waits for its link. A PAIR takes the time of both halves, which end with it. A pair
+    that would wait in a circle, which its halves alone do not, is taken apart. Raises PlanError where an operation
+    waits for one that never comes before it, naming both.
     """
-    return _Clock(orders, placement).run()
+    return _Clock(orders, placement, took, transfer).run()
+
+
+# The stage of an operation, the results that it needs of other stages with the time that each travels, and the one that
+# it leaves.
+_Site = tuple[int, tuple[tuple[Result, Time], ...], Result | None]
 
 
 class _Clock:
-    """Runs all ranks' orders against each other, one slot per operation."""
+    """All ranks' orders, run against each other."""
 
-    def __init__(self, orders: Sequence[Sequence[Instruction]], placement: Placement) -> None:
+    def __init__(
+        self, orders: Sequence[Sequence[Instruction]], placement: Placement, took: Took, transfer: Time
+    ) -> None:
         self.orders = [list(order) for order in orders]
         self.placement = placement
-        self.num_stages = placement.num_stages
-        self.ends: list[list[int]] = [[] for _ in orders]
-        self.result_ends: Ends = {(op, s): {} for op in (FORWARD, BACKWARD) for s in range(self.num_stages)}
+        self.took = took
+        self.transfer = transfer
+        self.ends: list[list[Time]] = [[] for _ in orders]
+        stages = range(placement.num_stages)
+        self.result_ends: Ends = {(op, s): {} for op in (FORWARD, BACKWARD) for s in stages}
         self.result_ends |= {(op, s): {} for op in OUTPUT_OPS for s in placement.output_stages}
         # By result: the microbatch and slice that ranks wait for -> those ranks.
         self.waiters: dict[Result, dict[tuple[int, int], list[int]]] = {result: {} for result in self.result_ends}
-        # By op and stage: the results that it needs of other operations of other stages, and leaves.
-        self.sites: dict[tuple[str, int], tuple[tuple[Result, ...], Result | None]] = {}
+        self.sites: list[dict[tuple[str, int], _Site]] = [{} for _ in orders]  # by op and chunk
+        self.agenda = Agenda(range(len(orders)))
 
     def run(self) -> Clocked:
-        ready = list(range(len(self.orders)))
-        while ready:
-            self._advance(ready.pop(), ready)
-            if not ready:
-                ready = self._take_apart_pairs()
+        self.agenda.run(self._advance)
+        while self._take_apart_pairs():
+            self.agenda.run(self._advance)
         for rank, order in enumerate(self.orders):
             if len(self.ends[rank]) < len(order):
                 raise PlanError(self._why_stuck(rank))
         return Clocked(self.orders, self.ends, self.result_ends)
 
-    def _advance(self, rank: int, ready: list[int]) -> None:
+    def _advance(self, rank: int, _: float) -> None:
         """Run ``rank`` until it has to wait for another one; wake whoever waited for what it made."""
-        order, ends = self.orders[rank], self.ends[rank]
+        order, ends, sites = self.orders[rank], self.ends[rank], self.sites[rank]
+        result_ends, waiters, took = self.result_ends, self.waiters, self.took
         now = ends[-1] if ends else 0
-        result_ends, waiters, sites = self.result_ends, self.waiters, self.sites
         for k in range(len(ends), len(order)):
             entry = order[k]
-            together = entry.members or (entry,)
+            duration = 0
             made: list[tuple[Result, tuple[int, int]]] = []
-            for at in together:
-                op, stage, mb, _, _, part, _, _ = at
-                needed, left = sites.get((op, stage)) or self._site(at)
-                for result in needed:
-                    end = result_ends[result].get((mb, part))
+            for op, _stage, mb, _peer, chunk, part, _tensor, _members in entry.members or (entry,):
+                stage, needed, left = sites.get((op, chunk)) or self._site(rank, op, chunk)
+                of = mb, part
+                for result, travels in needed:
+                    end = result_ends[result].get(of)
                     if end is None:
-                        waiters[result].setdefault((mb, part), []).append(rank)
+                        waiters[result].setdefault(of, []).append(rank)
                         return
-                    if end > now:
-                        now = end
+                    if end + travels > now:
+                        now = end + travels
+                duration += took(op, stage, mb, part)
                 if left is not None:
-                    made.append((left, (mb, part)))
-            now += len(together)
+                    made.append((left, of))
+            now += duration
             ends.append(now)
             for left, of in made:
                 result_ends[left][of] = now
-                if waiters[left] and of in waiters[left]:
-                    ready += waiters[left].pop(of)
+                for other in waiters[left].pop(of, ()):
+                    self.agenda.plan(other, 0)
 
-    def _site(self, at: Instruction) -> tuple[tuple[Result, ...], Result | None]:
-        left = (RESULT_OF.get(at.op, at.op), at.stage)
-        site = self.sites[(at.op, at.stage)] = self._needed(at), left if left in self.result_ends else None
-        return site
+    def _site(self, rank: int, op: str, chunk: int) -> _Site:
+        stage, homes = self.placement.stages[rank][chunk], self.placement.homes
+        needed = self._needed(op, stage)
+        travels = [0 if homes[source][0] == rank else self.transfer for _, source in needed]
+        left = (RESULT_OF.get(op, op), stage)
+        known = left if left in self.result_ends else None
+        return self.sites[rank].setdefault((op, chunk), (stage, tuple(zip(needed, travels, strict=True)), known))
 
-    def _needed(self, at: Instruction) -> tuple[Result, ...]:
-        """The results of other stages that ``at`` needs, by a message or a collective."""
-        source = source_of(at.op, at.stage, self.num_stages)
-        sent = () if source is None else ((RESULT_OF[at.op], source),)
-        return (*sent, *collected_inputs(at.op, at.stage, self.placement))
+    def _needed(self, op: str, stage: int) -> tuple[Result, ...]:
+        """The results of other stages that an operation needs, by a message or a collective."""
+        source = source_of(op, stage, self.placement.num_stages)
+        sent = () if source is None else ((RESULT_OF[op], source),)
+        return (*sent, *collected_inputs(op, stage, self.placement))
 
-    def _lacks(self, at: Instruction) -> Result | None:
+    def _lacks(self, rank: int, at: Instruction) -> Result | None:
         """The first of them that is not there yet."""
-        return next((one for one in self._needed(at) if (at.mb, at.slice) not in self.result_ends[one]), None)
+        needed = self._needed(at.op, self.placement.stages[rank][at.chunk])
+        return next((one for one in needed if (at.mb, at.slice) not in self.result_ends[one]), None)
 
-    def _take_apart_pairs(self) -> list[int]:
-        """All ranks wait or are done: take apart the pairs whose forward could run by itself; returns their ranks."""
-        freed = []
+    def _take_apart_pairs(self) -> bool:
+        """All ranks wait or are done: take apart the pairs whose forward could run by itself. Returns whether any."""
+        found = False
         for rank, order in enumerate(self.orders):
-            at = order[len(self.ends[rank])] if len(self.ends[rank]) < len(order) else None
-            if at is None or not at.members:
-                continue
-            if self._lacks(at.members[0]) is None:
-                order[len(self.ends[rank]) : len(self.ends[rank]) + 1] = at.members
-                freed.append(rank)
-        return freed
+            done = len(self.ends[rank])
+            at = order[done] if done < len(order) else None
+            if at is not None and at.members and self._lacks(rank, at.members[0]) is None:
+                order[done : done + 1] = at.members
+                self.agenda.plan(rank, 0)
+                found = True
+        return found
 
     def _why_stuck(self, rank: int) -> str:
         entry = self.orders[rank][len(self.ends[rank])]
         blocked, (kind, source) = next(
-            (at, needed) for at in entry.members or (entry,) if (needed := self._lacks(at)) is not None
+            (at, needed) for at in entry.members or (entry,) if (needed := self._lacks(rank, at)) is not None
         )
         peer, chunk = self.placement.homes[source]
         done = len(self.ends[peer])

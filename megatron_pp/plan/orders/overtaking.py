@@ -1,9 +1,10 @@
 """Orders in which a backward overtakes a forward that cannot run yet."""
 
-from megatron_pp.plan.ir.dataflow import RESULT_OF, inputs_of
+from megatron_pp.plan.ir.dataflow import inputs_of
 from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD, Instruction
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.orders.family import Order
+from megatron_pp.plan.orders.free_ranks import FreeRanks
 
 
 def let_backwards_overtake(orders: list[Order], placement: Placement) -> list[Order]:
@@ -13,43 +14,26 @@ def let_backwards_overtake(orders: list[Order], placement: Placement) -> list[Or
     With a last group shorter than P, a strict alternation can wait in a circle: a rank holds back its next backward for
     a forward whose input is behind that very backward on another rank.
     """
-    return _SlotBySlot(orders, placement).run()
+    ranks = _SlotBySlot(orders, placement)
+    # What is left waits in a circle of another kind; the clock names what is wrong.
+    return [ran + left[::-1] for ran, left in zip(ranks.run(), ranks.todo, strict=True)]
 
 
-class _SlotBySlot:
+class _SlotBySlot(FreeRanks):
     def __init__(self, orders: list[Order], placement: Placement) -> None:
-        self.stages = placement.stages
-        self.num_stages = placement.num_stages
-        self.todo = [list(reversed(order)) for order in orders]  # next operation last
-        self.done: set[tuple[str, int, int, int]] = set()  # FORWARD or BACKWARD, stage, microbatch, slice
-        self.result: list[Order] = [[] for _ in orders]
+        super().__init__(placement, {FORWARD: 1, BACKWARD: 1})
+        self.todo = [order[::-1] for order in orders]  # next operation last
 
-    def run(self) -> list[Order]:
-        while any(self.todo):
-            chosen = {rank: self._choose(rank) for rank in range(len(self.todo))}
-            ran = [(rank, self.todo[rank].pop(at)) for rank, at in chosen.items() if at is not None]
-            if not ran:  # the circle is not of this kind: hand on what is left; the clock names what is wrong
-                return [done + todo[::-1] for done, todo in zip(self.result, self.todo, strict=True)]
-            for rank, at in ran:
-                self.result[rank].append(at)
-                self.done.add((RESULT_OF[at.op], self.stages[rank][at.chunk], at.mb, at.slice))
-        return self.result
-
-    def _choose(self, rank: int) -> int | None:
-        """Where in ``todo[rank]`` the operation of this slot stands; None where the rank has to idle."""
+    def choose(self, rank: int, now: int) -> Instruction | None:
         todo = self.todo[rank]
-        if not todo:
-            return None
-        if self._ready(rank, todo[-1]):
-            return -1
-        if todo[-1].op != FORWARD:
-            return None
-        backward = next((i for i in range(-1, -len(todo) - 1, -1) if todo[i].op == BACKWARD), None)
-        return backward if backward is not None and self._ready(rank, todo[backward]) else None
+        if not todo or self._is_ready(rank, todo[-1], now):
+            return todo.pop() if todo else None
+        if todo[-1].op == FORWARD:
+            for i in range(len(todo) - 1, -1, -1):
+                if todo[i].op == BACKWARD:
+                    return todo.pop(i) if self._is_ready(rank, todo[i], now) else None
+        return None
 
-    def _ready(self, rank: int, at: Instruction) -> bool:
-        op, _, mb, _, chunk, part, _, _ = at
-        for kind, stage in inputs_of(op, self.stages[rank][chunk], self.num_stages):
-            if (kind, stage, mb, part) not in self.done:
-                return False
-        return True
+    def _is_ready(self, rank: int, at: Instruction, now: int) -> bool:
+        inputs = inputs_of(at.op, self.placement.stages[rank][at.chunk], self.placement.num_stages)
+        return self.are_there(inputs, at.mb, at.slice, now)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from operator import le
 
 from megatron_pp.plan.costs.stage_costs import StageCosts
-from megatron_pp.plan.ir.dataflow import RESULT_OF, source_of
 from megatron_pp.plan.ir.instruction import Instruction, without_pairs
 from megatron_pp.plan.ir.ledger import IN_FLIGHT, WEIGHT_BACKLOG
 from megatron_pp.plan.ir.placement import Placement
+from megatron_pp.plan.lower.clock import run_clock
 
 Kept = tuple[tuple[int, ...], tuple[int, ...]]  # per chunk: forwards before their backward, waiting weight gradients
 
@@ -17,37 +17,16 @@ Kept = tuple[tuple[int, ...], tuple[int, ...]]  # per chunk: forwards before the
 def order_time(
     orders: Sequence[Sequence[Instruction]], placement: Placement, costs: StageCosts, transfer: float, slices: int = 1
 ) -> float:
-    """When the last operation ends. Orders must be possible (``order_check.py``)."""
+    """When the last operation ends, if every message takes ``transfer``; in the unit of ``costs``. Raises PlanError for
+    orders that cannot run.
+    """
     shares, of_mb = costs.of_slices(slices), costs.microbatches
-    ends: dict[tuple[str, int, int, int], float] = {}
-    waiting: dict[tuple[str, int, int, int], int] = {}
-    clocks, at, ready = [0.0] * len(orders), [0] * len(orders), list(range(len(orders)))
-    lines = [list(without_pairs(order)) for order in orders]
-    while ready:
-        rank = ready.pop()
-        line, stages, now, k = lines[rank], placement.stages[rank], clocks[rank], at[rank]
-        while k < len(line):
-            op, _, mb, _, chunk, part, _, _ = line[k]
-            stage = stages[chunk]
-            source = source_of(op, stage, placement.num_stages)
-            if source is not None:
-                key = RESULT_OF[op], source, mb, part
-                there = ends.get(key)
-                if there is None:
-                    waiting[key] = rank
-                    break
-                if placement.homes[source][0] != rank:
-                    there += transfer
-                now = max(now, there)
-            now += costs.of(op, stage) * shares[part] * (of_mb[mb] if of_mb else 1.0)
-            k += 1
-            if op in RESULT_OF:
-                left = RESULT_OF[op], stage, mb, part
-                ends[left] = now
-                if left in waiting:
-                    ready.append(waiting.pop(left))
-        clocks[rank], at[rank] = now, k
-    return max(clocks)
+
+    def took(op: str, stage: int, mb: int, part: int) -> float:
+        return costs.of(op, stage) * shares[part] * (of_mb[mb] if of_mb else 1.0)
+
+    ends = run_clock([list(without_pairs(order)) for order in orders], placement, took, transfer).ends
+    return max(line[-1] for line in ends if line)
 
 
 def kept_states(order: Sequence[Instruction], num_chunks: int) -> tuple[Kept, ...]:

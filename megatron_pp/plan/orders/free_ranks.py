@@ -1,0 +1,49 @@
+"""Orders that ranks choose as they run: a rank that is free looks at what is there, and takes what goes first."""
+
+from collections.abc import Mapping
+
+from megatron_pp.plan.ir.agenda import Agenda
+from megatron_pp.plan.ir.dataflow import RESULT_OF, Result
+from megatron_pp.plan.ir.instruction import Instruction
+from megatron_pp.plan.ir.placement import Placement
+from megatron_pp.plan.orders.family import Order
+
+
+class FreeRanks:
+    """All ranks in nominal time. A subclass has ``choose(rank, now)``: what a free rank runs, None where it idles.
+
+    ``times``: of each op. ``collective``: how long results take where they come by one. ``orders``: what each rank has
+    run so far. ``ends``: when a result is there, by microbatch and slice.
+    """
+
+    def __init__(self, placement: Placement, times: Mapping[str, int], collective: int = 0) -> None:
+        self.placement = placement
+        self.times = times
+        self.collective = collective
+        self.orders: list[Order] = [[] for _ in range(placement.pipeline_size)]
+        self.ends: dict[tuple[Result, int, int], int] = {}
+        self._free = [0] * placement.pipeline_size
+        self._agenda = Agenda([0])  # the times at which something may be there that was not before
+        self._planned = {0}
+
+    def choose(self, rank: int, now: int) -> Instruction | None:
+        raise NotImplementedError
+
+    def run(self) -> list[Order]:
+        self._agenda.run(self._ask)
+        return self.orders
+
+    def _ask(self, now: int, _: float) -> None:
+        for rank, free in enumerate(self._free):
+            at = self.choose(rank, now) if free <= now else None
+            if at is not None:
+                self.orders[rank].append(at)
+                self._free[rank] = end = now + self.times[at.op]
+                result = RESULT_OF.get(at.op, at.op), self.placement.stages[rank][at.chunk]
+                self.ends[result, at.mb, at.slice] = end
+                for when in {end, end + self.collective} - self._planned:
+                    self._planned.add(when)
+                    self._agenda.plan(when, when)
+
+    def are_there(self, results: tuple[Result, ...], mb: int, part: int, now: int) -> bool:
+        return all(self.ends.get((result, mb, part), now + 1) <= now for result in results)
