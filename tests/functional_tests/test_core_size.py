@@ -33,10 +33,10 @@ ROOMS = {
     ),
     "plan": "bounded_cache builder gc_pause names",
     "plan.costs": "activations transports",
-    "plan.ir": "certificate dataflow feature instruction ledger placement repeated rules spec tasks",
+    "plan.ir": "agenda certificate dataflow feature instruction ledger placement repeated rules spec tasks",
     "plan.lower": "boundaries clock lowering order_check repetition syncs",
-    "plan.orders": "family interleaved one_chunk overtaking",
-    "plan.verify": "lifetime queues rendezvous sync_check verifier",
+    "plan.orders": "family free_ranks interleaved one_chunk overtaking",
+    "plan.verify": "device_ranks lifetime queues rendezvous sync_check verifier",
     "runtime": (
         "arguments communicators compute deallocate executor gradient_hooks log_once message_shapes plan_choice step"
     ),

@@ -1,17 +1,14 @@
 """Put a plan on the clock: compute takes what its stage takes, transfers what their link takes, all else is free.
 
-Transfers follow the rules of ``rendezvous.py`` (``network_model.py`` has them with time): a WAIT or FREE holds its rank
-until the transfer is over, while what was posted before goes on; a hand-off between chunks of one rank costs nothing.
-Copies between device and host take turns on an engine for each direction and rank.
-The rules of the device, where any are given, hold a rank in other instructions too, as in ``rendezvous.py``.
+Transfers and the rules of the device are those of ``device_ranks.py``, the network's times those of
+``network_model.py``; a hand-off between chunks of one rank costs nothing. Copies between device and host take turns on
+an engine for each direction and rank.
 Events are worked off in the order of time, so the cost grows with the number of instructions, times the logarithm of
 the number of ranks.
 """
 
 from array import array
-from collections.abc import Collection
-from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from collections.abc import Collection, Iterator
 from operator import itemgetter
 
 from megatron_pp.errors import PlanError
@@ -23,6 +20,7 @@ from megatron_pp.plan.ir.instruction import POST_OF, Instruction, halves
 from megatron_pp.plan.ir.spec import DEVICE_SYNC, ONE_QUEUE, Plan, checked_device
 from megatron_pp.plan.simulate.network_model import Arrival, TimedQueues
 from megatron_pp.plan.simulate.simulation import Event, Simulation, TransferLog, Waits
+from megatron_pp.plan.verify.device_ranks import DeviceRanks
 from megatron_pp.plan.verify.queues import End, Entry, Meeting
 from megatron_pp.plan.verify.rendezvous import check_rendezvous
 
@@ -72,109 +70,50 @@ class _CopyEngines:
         return max(self._free_at.values(), default=0.0)
 
 
-@dataclass(slots=True)
-class _PairRest:
-    """Of a pair that runs: the sends in it that have not gone out (when each does, and its index in the rank's times),
-    the index of its backward, and when it is over.
-    """
-
-    sends: list[tuple[float, int, Instruction]] = field(default_factory=list)
-    backward: int = 0
-    end: float = 0.0
-    held_since: float = 0.0
-
-    def delay(self, time: float) -> None:
-        self.sends = [(when + time, index, at) for when, index, at in self.sends]
-        self.end += time
-
-
 class _Rank:
-    """One rank on the clock: how far it is, and what it waits for."""
+    """What is recorded of one rank, and what it has posted."""
 
-    def __init__(self, plan: Plan, rank: int, copies: _CopyEngines) -> None:
-        self.number = rank
-        self.program = plan.programs[rank]
+    def __init__(self, number: int, copies: _CopyEngines) -> None:
+        self.number = number
         self.copies = copies
-        self.next = 0
         self.starts = array("d")
         self.ends = array("d")
         self.busy = 0.0
         self.waits = Waits()
         self.posted: dict[Message, Entry] = {}
-        self.awaited: Entry | None = None
-        self.open: list[Entry] = []  # posted, and unfinished when last looked at
-        self.is_syncing = False  # its operation is over, and it waits for all that is open
-        self.pair: _PairRest | None = None  # a pair with sends in it, while it runs
-
-    @property
-    def is_done(self) -> bool:
-        return self.next == len(self.program) and not self.is_syncing and self.pair is None
 
     def note(self, start: float, end: float) -> None:
         self.starts.append(start)
         self.ends.append(end)
 
-    def end_wait(self, entry: Entry, now: float) -> None:
-        """The rank waited until ``now`` for ``entry``; put the time down to its cause."""
-        if self.pair is not None:
-            held = now - self.pair.held_since
-            self.pair.delay(held)
-            self.ends[self.pair.backward] += held
-            self.waits.queued += held
-            return
-        if self.is_syncing:
-            since, self.ends[-1] = self.ends[-1], now
-            op = ins.FREE_F if entry.at.op in ins.SEND_OPS else ins.WAIT_F
-        else:
-            since, op = self.starts[-1], self.program[self.next].op
-            self.ends.append(now)
-            self.next += 1
+    def add_wait(self, op: str, since: float, now: float, entry: Entry) -> None:
+        """The rank waited in a ``op`` until ``now`` for ``entry``; put the time down to its cause."""
         if op in ins.FREE_OPS:
             self.waits.release += now - since
-        elif op not in ins.WAIT_OPS | ins.COLLECTIVE_WAITS:  # a post, held back by what is in front of it
-            self.waits.queued += now - since
         elif entry.last is not None:
             self.waits.add_receive(since, now, entry.last)
 
-    def unfinished(self) -> Entry | None:
-        """The oldest transfer that is not over."""
-        self.open = [entry for entry in self.open if entry.left]
-        return next(iter(self.open), None)
 
+class _Run(DeviceRanks):
+    """With time: a rank is busy while it computes, and a transfer is over when it is there."""
 
-class _Run:
-    """The event loop: a rank runs until it computes or has to wait; a transfer until it is there."""
+    queues: TimedQueues
 
     def __init__(self, plan: Plan, costs: StageCosts, network: Network, rules: Collection[str]) -> None:
-        self.plan = plan
+        super().__init__(plan, TimedQueues(plan, network), rules)
         self.costs = costs
         self.shares = costs.of_slices(plan.spec.slices)  # of a whole sequence there is one, at the index NONE
         self.of_mb = costs.of_microbatches(plan.spec.num_microbatches)
-        self.rules = rules
-        self.one_queue = ONE_QUEUE in rules
-        self.device_sync = DEVICE_SYNC in rules
-        self.queues = TimedQueues(plan, network)
-        self.late_receives = plan.spec.variable_shapes  # as in rendezvous.py: its WAIT posts such a receive in full
         self.posts = {ins.BATCH} | ins.SEND_OPS | ins.COLLECTIVE_POSTS
-        self.posts |= set() if self.late_receives else ins.RECV_OPS
-        self.ranks = [_Rank(plan, r, _CopyEngines(costs, self.shares)) for r in range(len(plan.programs))]
+        self.posts |= set() if self.late_receives else ins.RECV_OPS  # the WAIT posts a late receive
+        self.ranks = [_Rank(r, _CopyEngines(costs, self.shares)) for r in range(len(plan.programs))]
         self.log = TransferLog()
-        self.agenda: list[tuple[float, int, _Rank | Arrival | End]] = []
-        self.planned = 0  # breaks ties: of two events at one time, the one planned first happens first
 
     def run(self) -> Simulation:
-        for rank in self.ranks:
-            self._plan_event(0.0, rank)
-        while self.agenda:
-            now, _, what = heappop(self.agenda)
-            if isinstance(what, _Rank):
-                self._advance(what, now)
-            elif isinstance(what, Arrival):
-                self._arrive(now, what)
-            else:
-                self.queues.announce(what, now)
-                self._plan_network_events()
-        if not all(rank.is_done for rank in self.ranks):
+        for rank in range(len(self.ranks)):
+            self.agenda.plan(rank, 0.0)
+        self.agenda.run(self._happen)
+        if self.blocked:
             check_rendezvous(self.plan, self.rules)  # names the cycle
             raise PlanError("the plan comes to a stop before its end")
         return Simulation(
@@ -187,131 +126,124 @@ class _Run:
             tuple(tuple(rank.copies.made) for rank in self.ranks),
         )
 
-    def _plan_event(self, when: float, what: _Rank | Arrival | End) -> None:
-        self.planned += 1
-        heappush(self.agenda, (when, self.planned, what))
-
-    def _advance(self, rank: _Rank, now: float) -> None:
-        """Run ``rank`` until it computes (it comes back when that is over) or has to wait."""
-        if rank.pair is not None and not self._go_on(rank, rank.pair, now):
+    def _happen(self, what: int | Arrival | End, now: float) -> None:
+        if isinstance(what, int):
+            self.resume(what, now)
             return
-        if rank.is_syncing:
-            rank.awaited = rank.unfinished()
-            if rank.awaited is not None or self._syncs_with_copies(rank, now):
-                return
-            rank.is_syncing = False
-        program = rank.program
-        while rank.next < len(program):
-            at = program[rank.next]
+        if isinstance(what, Arrival):
+            for entry in self.queues.arrive(what, now):
+                self.complete(entry, now)
+        else:
+            self.queues.announce(what, now)
+        self._plan_network_events()
+
+    def program(self, rank: int) -> Iterator[Entry | float]:
+        me, now = self.ranks[rank], 0.0
+        for at in self.plan.programs[rank]:
             op = at.op
             if op in ins.COMPUTE_OPS:
-                self._compute(rank, at, now)
-                return
+                yield from self._compute(me, at)
+                now = self.now
+                continue
+            me.starts.append(now)
             if op in POST_OF:
-                entry = self._awaited(rank, at, now)
+                entry = self._awaited(me, at)
                 if entry.left:
-                    rank.starts.append(now)
-                    rank.awaited = entry
-                    return
+                    yield entry
+                    me.add_wait(op, now, self.now, entry)
+                    now = self.now
             elif op in self.posts:
-                entry = self._post(rank, at, now)
-                if self.one_queue and entry.queue[0] is not entry:
-                    rank.starts.append(now)
-                    rank.awaited = entry.queue[-2]
-                    return
-            elif op in ins.COPY_OPS and (until := self._copy(rank, at, now)) > now:
-                rank.note(now, until)
-                rank.next += 1
-                self._plan_event(until, rank)
-                return
-            rank.note(now, now)
-            rank.next += 1
+                held = self.in_front_of(self._post(me, at))
+                if held is not None:
+                    yield held
+                    me.waits.queued += self.now - now
+                    now = self.now
+            elif op in ins.COPY_OPS and (until := self._copy(me, at)) > now:
+                yield until
+                now = until
+            me.ends.append(now)
 
-    def _copy(self, rank: _Rank, at: Instruction, now: float) -> float:
-        """Post a copy, or wait for one. Returns until when that holds the rank."""
-        if at.op in ins.COPY_POST_OPS:
-            begun = rank.copies.post(at, now).start
-            until = begun if self.one_queue else now
-            rank.waits.queued += until - now
-        else:
-            until = max(now, rank.copies.end_of(at))
-            rank.waits.copy += until - now
-        return until
-
-    def _syncs_with_copies(self, rank: _Rank, now: float) -> bool:
-        """Whether a rank that synchronises the device waits for its copies; then until they are over."""
-        until = rank.copies.idle_from
-        if until <= now:
-            return False
-        rank.ends[-1] = until
-        rank.waits.copy += until - now
-        self._plan_event(until, rank)
-        return True
-
-    def _compute(self, rank: _Rank, at: Instruction, now: float) -> None:
-        rank.next += 1
+    def _compute(self, me: _Rank, at: Instruction) -> Iterator[Entry | float]:
         if len(at.members) > 2:
-            self._start_pair(rank, at, now)
+            yield from self._pair(me, at)
+        else:
+            end = self.now
+            for one in at.members or (at,):
+                took = self.costs.of(one.op, one.stage) * self.shares[one.slice] * self.of_mb[one.mb]
+                me.note(end, end + took)
+                me.busy += took
+                end += took
+            yield end
+        if not self.device_sync:
             return
-        for one in at.members or (at,):
-            took = self.costs.of(one.op, one.stage) * self.shares[one.slice] * self.of_mb[one.mb]
-            rank.note(now, now + took)
-            rank.busy += took
-            now += took
-        rank.is_syncing = self.device_sync
-        self._plan_event(now, rank)
+        while unfinished := self.unfinished(me.number):
+            entry, since = unfinished[0], me.ends[-1]
+            yield entry
+            me.add_wait(ins.FREE_F if entry.at.op in ins.SEND_OPS else ins.WAIT_F, since, self.now, entry)
+            me.ends[-1] = self.now
+        idle_from = me.copies.idle_from
+        if idle_from > self.now:
+            me.waits.copy += idle_from - self.now
+            me.ends[-1] = idle_from
+            yield idle_from
 
-    def _start_pair(self, rank: _Rank, at: Instruction, now: float) -> None:
+    def _pair(self, me: _Rank, at: Instruction) -> Iterator[Entry | float]:
         """A pair with sends in it: its halves take what both take, and each send has its share of that time."""
         whole = sum(self.costs.of(half.op, half.stage) * self.of_mb[half.mb] for half in halves(at))
-        pair, begun = _PairRest(), now
+        begun = now = self.now
+        sends: list[tuple[float, int, Instruction]] = []  # when each goes out, and its index in the rank's times
+        backward = 0  # its index
         for one in at.members:
             if one.op in ins.SEND_OPS:
-                share = self.costs.pair_sends[one.op == ins.SEND_B]
-                pair.sends.append((begun + share * whole, len(rank.starts), one))
-                rank.note(now, now)
+                sends.append((begun + self.costs.pair_sends[one.op == ins.SEND_B] * whole, len(me.starts), one))
+                me.note(now, now)
                 continue
             took = self.costs.of(one.op, one.stage) * self.of_mb[one.mb]
-            pair.backward = len(rank.starts)
-            rank.note(now, now + took)
+            backward = len(me.starts)
+            me.note(now, now + took)
             now += took
-        rank.busy += whole
-        pair.end = begun + whole
-        pair.sends.sort(key=itemgetter(0))
-        rank.pair = pair
-        self._go_on(rank, pair, begun)
+        me.busy += whole
+        delay = 0.0
+        for due, index, one in sorted(sends, key=itemgetter(0)):
+            if due + delay > self.now:
+                yield due + delay
+            me.starts[index] = me.ends[index] = since = self.now
+            held = self.in_front_of(self._post(me, one))
+            if held is not None:
+                yield held
+                delay += self.now - since
+                me.ends[backward] += self.now - since
+                me.waits.queued += self.now - since
+        if begun + whole + delay > self.now:
+            yield begun + whole + delay
 
-    def _go_on(self, rank: _Rank, pair: _PairRest, now: float) -> bool:
-        """Send what is due of a pair. Returns whether the pair is over."""
-        while pair.sends and pair.sends[0][0] <= now:
-            _, index, at = pair.sends.pop(0)
-            entry = self._post(rank, at, now)
-            rank.starts[index] = rank.ends[index] = now
-            if self.one_queue and entry.queue[0] is not entry:
-                rank.awaited, pair.held_since = entry.queue[-2], now
-                return False
-        if pair.sends or now < pair.end:
-            self._plan_event(pair.sends[0][0] if pair.sends else pair.end, rank)
-            return False
-        rank.pair, rank.is_syncing = None, self.device_sync
-        return True
+    def _copy(self, me: _Rank, at: Instruction) -> float:
+        """Post a copy, or wait for one. Returns until when that holds the rank."""
+        now = self.now
+        if at.op in ins.COPY_POST_OPS:
+            begun = me.copies.post(at, now).start
+            until = begun if self.one_queue else now
+            me.waits.queued += until - now
+        else:
+            until = max(now, me.copies.end_of(at))
+            me.waits.copy += until - now
+        return until
 
-    def _awaited(self, rank: _Rank, at: Instruction, now: float) -> Entry:
+    def _awaited(self, me: _Rank, at: Instruction) -> Entry:
         """What a WAIT or FREE waits for."""
         message = message_of(at)
-        if self.late_receives and at.op in ins.WAIT_OPS and message not in rank.posted:
-            self._post(rank, at._replace(op=POST_OF[at.op]), now)
-        entry = rank.posted.pop(message, None)
+        if self.late_receives and at.op in ins.WAIT_OPS and message not in me.posted:
+            self._post(me, at._replace(op=POST_OF[at.op]))
+        entry = me.posted.pop(message, None)
         if entry is None:
-            raise PlanError(f"rank {rank.number}: {at} ({at.name}) waits for what was never posted")
+            raise PlanError(f"rank {me.number}: {at} ({at.name}) waits for what was never posted")
         return entry
 
-    def _post(self, rank: _Rank, at: Instruction, now: float) -> Entry:
-        entry = self.queues.send_off(rank.number, at, now)
+    def _post(self, me: _Rank, at: Instruction) -> Entry:
+        entry = self.queues.send_off(me.number, at, self.now)
         for end in entry.ends:
-            rank.posted[end.message] = entry
-        if self.device_sync:
-            rank.open.append(entry)
+            me.posted[end.message] = entry
+        self.opened(me.number, entry)
         self._plan_network_events()
         return entry
 
@@ -320,18 +252,8 @@ class _Run:
         for arrival in self.queues.started:
             if isinstance(arrival.meeting, Meeting):  # collectives go over no link of their own
                 self.log.append(arrival.transfer)
-            self._plan_event(arrival.transfer.end, arrival)
+            self.agenda.plan(arrival, arrival.transfer.end)
         self.queues.started.clear()
         for when, receive in self.queues.announced:
-            self._plan_event(when, receive)
+            self.agenda.plan(receive, when)
         self.queues.announced.clear()
-
-    def _arrive(self, now: float, arrival: Arrival) -> None:
-        """A transfer is over: wake the ranks that waited for it."""
-        for entry in self.queues.arrive(arrival, now):
-            rank = self.ranks[entry.rank]
-            if rank.awaited is entry:
-                rank.awaited = None
-                rank.end_wait(entry, now)
-                self._plan_event(now, rank)
-        self._plan_network_events()

@@ -21,7 +21,7 @@ def cycle_in_words(run: Any, rank: int) -> str:
             break
         head = _head_in_front_of(entry)
         other = "collective" if head.is_collective else "receive" if head.is_send else "send"
-        peer = run.machine.missing_peer(head)
+        peer = run.queues.missing_peer(head)
         lines.append(
             f"rank {current} waits at {_held_at(run, current)} for rank {peer} to post the {other} that "
             f"matches {head.at}{_queued(run, current, entry, head)}"
