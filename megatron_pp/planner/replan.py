@@ -76,7 +76,7 @@ class Proposal:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {**vars(self), "spec": dict(spec_values(self.spec))}
+        return {**vars(self), "spec": spec_values(self.spec)}
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> Proposal:

@@ -99,7 +99,7 @@ def header_line(header: RunHeader) -> str:
 
 
 def plan_line(plan: Plan, rank: int, message_bytes: float) -> str:
-    spec, program = dict(spec_values(plan.spec)), format_program(plan.programs[rank])
+    spec, program = spec_values(plan.spec), format_program(plan.programs[rank])
     of_plan = {"spec": spec, "placement": plan.placement.kind, "program": program, "message_bytes": message_bytes}
     if plan.certificate is not None:
         of_plan["certificate"] = plan.certificate.to_dict()

@@ -25,22 +25,20 @@ GB = {"GB": 1.0, "bytes": 1e-9}
 
 @dataclass(frozen=True)
 class Measured:
-    """Times and memory of one microbatch, per stage in model order (not per rank). One number stands for the same on
-    every stage.
+    """Times and memory of one microbatch, per stage in model order (not per rank); one number is for every stage.
 
-    forward, backward_input, weight  times of F, B and W, in any one unit
-    backward           time of an unsplit backward; B + W where not given
+    forward, backward_input, weight  times of F, I and W, in any one unit
+    backward           time of an unsplit backward; I + W where not given
     transfer           time of one activation or gradient between two ranks, in the same unit
     memory_limit       per rank (or one number), in the unit of ``activation``; none where not given
     activation         memory that a forward keeps until its backward
-    weight_activation  what a split backward keeps of it until its weight gradient; where not given, the share that a
-                       transformer layer has (``costs.WEIGHT_SHARE``). ``measure_footprint`` measures
-                       both
+    weight_activation  what a split backward keeps of it until its weight gradient; where not given, the share of a
+                       transformer layer (``WEIGHT_SHARE``). ``measure_footprint`` measures both
     offload            copy of what a forward keeps, one way between device and host; without it nothing is offloaded
-    links              (source rank, target rank, time) of links that take another time than ``transfer``
+    links              (source rank, target rank, time) of links that differ from ``transfer``
     microbatches       what each microbatch takes of the times; without it all take the same
 
-    Raises PlanError for negative or non-finite times, and lists of a wrong length where they meet a pipeline.
+    Raises PlanError for negative or non-finite times, and for lists whose length is not that of the pipeline.
     """
 
     forward: float | tuple[float, ...] = 1.0
@@ -81,13 +79,10 @@ class Measured:
     def costs(self, num_stages: int) -> StageCosts:
         """Times per stage."""
         backward = None if self.backward is None else self._each("backward", num_stages)
-        forward, backward_input, weight = (
-            self._each(name, num_stages) for name in ("forward", "backward_input", "weight")
-        )
-        costs = StageCosts.per_stage(forward, backward_input, weight, backward)
-        if self.microbatches is not None:
-            costs = replace(costs, microbatches=self.microbatches)
-        return costs if self.offload is None else replace(costs, offload=self._each("offload", num_stages))
+        forward, inputs, weight = (self._each(name, num_stages) for name in ("forward", "backward_input", "weight"))
+        offload = () if self.offload is None else self._each("offload", num_stages)
+        costs = StageCosts.per_stage(forward, inputs, weight, backward)
+        return replace(costs, microbatches=self.microbatches or (), offload=offload)
 
     def network(self) -> Network:
         """A link takes ``transfer``, or as ``links`` says, and any number of transfers at a time."""
@@ -100,7 +95,7 @@ class Measured:
         return {(source, target): time for source, target, time in self.links or ()}
 
     def memory(self, placement: Placement) -> MemoryModel:
-        """Memory per stage, and the limit per rank."""
+        """Memory per stage, and the limits per rank."""
         stages, ranks = placement.num_stages, placement.pipeline_size
         limits = (math.inf,) * ranks if self.memory_limit is None else self._each("memory_limit", ranks, "ranks")
         activation = self._each("activation", stages)
@@ -119,7 +114,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Units:
-    """Of all numbers in a file: a key of MS, and one of GB. Raises PlanError for others."""
+    """The units of a file's numbers: a key of MS, and one of GB. Raises PlanError for others."""
 
     time: str = "ms"
     memory: str = "GB"
@@ -134,10 +129,10 @@ class Units:
 class TransferTimes:
     """Transfers between ranks, one at a time on a link.
 
-    message    size of what a stage sends to the next one, the largest
-    latency, bandwidth  time = latency + size / bandwidth, over all links; bandwidth None: the same for all sizes
-    transfers  [size, time], the median over all links
-    links      [source, target, latency, bandwidth] of two ranks; one number for both directions, unless both are listed
+    message             size of the largest message between stages
+    latency, bandwidth  time = latency + size / bandwidth, over all links; bandwidth None: all sizes take the same time
+    transfers           [size, time], the median over all links
+    links               [source, target, latency, bandwidth]; for both directions, unless both are listed
     """
 
     message: float = 0.0
@@ -165,7 +160,7 @@ class TransferTimes:
 
 @dataclass(frozen=True)
 class CopyRates:
-    """Memory per time that a copy moves. ``between``: in words, what is copied from and to."""
+    """Memory per time of copies. ``between``: what is copied from and to, in words."""
 
     between: str = ""
     to_host: float = 0.0
@@ -178,7 +173,7 @@ class CopyRates:
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """What ran when it was measured. ``steps``: over how many training steps times are medians."""
+    """What ran when it was measured. Times are medians over ``steps`` training steps."""
 
     steps: int = 0
     schedule: str = ""
@@ -200,8 +195,7 @@ class MeasuredStep:
 
 @dataclass(frozen=True)
 class MeasuredFile:
-    """What ``config.measure`` writes: the fields of a Measured, and beside them these sections, each of which may be
-    missing.
+    """What ``config.measure`` writes: the fields of a Measured, and sections that may be missing.
 
     units    of all numbers; without them times are in any one unit, and ``advise`` takes ms and GB
     network  transfers by size
@@ -224,20 +218,18 @@ class MeasuredFile:
         return cls(Measured.from_dict({name: content[name] for name in own if name in content}), **sections)
 
     def to_dict(self) -> dict[str, Any]:
-        """For a JSON file. What was not measured is left out."""
+        """For a JSON file, without what was not measured."""
         sections = {name: asdict(part) for name in _SECTIONS if (part := getattr(self, name)) is not None}
         units = {"units": sections.pop("units")} if self.units else {}
-        values = ((field, getattr(self.values, field.name)) for field in fields(Measured))
-        return {**units, **{field.name: value for field, value in values if value != field.default}, **sections}
+        known = {f.name: value for f in fields(Measured) if (value := getattr(self.values, f.name)) != f.default}
+        return {**units, **known, **sections}
 
 
 _SECTIONS: dict[str, type] = {"units": Units, "network": TransferTimes, "copies": CopyRates, "run": MeasuredStep}
 
 
 def fitted_link(samples: Sequence[tuple[float, float]]) -> Link:
-    """The link on which transfers of these (size, time above 0) take latency + size / bandwidth, as near as can be: by
-    least squares of relative errors.
-    """
+    """The link that fits these (size, time above 0) best: least squares of relative errors."""
     rows = [(1 / time**2, size, time) for size, time in samples]
     total = sum(w for w, _, _ in rows)
     size = sum(w * x for w, x, _ in rows) / total
@@ -280,10 +272,8 @@ def _check_names(what: str, given: Mapping[str, Any], known: Sequence[str]) -> N
 
 
 def measured_values(given: Measured | Mapping[str, Any] | str | None) -> Measured | None:
-    """A Measured, a dict of its fields (or of all that a MeasuredFile holds), or the path of a JSON file that holds
-    such a dict (read once per process).
-
-    Raises PlanError; FileFormatError (one too) for a file that cannot be read.
+    """``given``: a Measured, a dict of its fields (or of all that a MeasuredFile holds), or the path of a JSON file
+    with such a dict, read once per process. Raises PlanError, FileFormatError for a file that cannot be read.
     """
     if isinstance(given, str):
         return _from_file(given)

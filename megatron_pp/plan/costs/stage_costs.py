@@ -28,13 +28,13 @@ class StageCosts:
     backward        B: input and weight gradients together
     backward_input  I: input gradients only
     weight          W
-    pair_sends      of the time that both halves of a pair take, the shares after which its output and its input
-                    gradient are there, where they are sent within it; (1, 1): when it is over
-    attention       share of causal attention in all of them, where sequences are cut into slices of equal length
+    pair_sends      shares of a pair's time after which its output and its input gradient are there, where they are sent
+                    within it; (1, 1): at its end
+    attention       share of causal attention, where sequences are cut into slices of equal length
                     (``slice_costs.py``); at 0 all slices cost the same
-    output_layer    forward, input gradient and weight gradient of the whole output layer with its loss, which no
-                    stage's times contain: on the last stage, or split evenly over the ranks (``placed``)
-    passes          S and T of each rank, where the output layer is split: what ``placed`` makes of it, or as measured
+    output_layer    forward, input gradient and weight gradient of the whole output layer with its loss, without which
+                    the stages' times are: on the last stage, or split evenly over the ranks (``placed``)
+    passes          S and T of each rank, where the output layer is split: from ``placed``, or measured
     microbatches    what each microbatch costs of these times, in the order in which they run; empty: all cost the same
     offload         copy of what a forward keeps, one way between device and host; empty where copies take no time
 
@@ -84,9 +84,8 @@ class StageCosts:
         weight: float = 1.0,
         backward: float | None = None,
     ) -> StageCosts:
-        """The same times for every stage; an unsplit backward costs ``backward_input + weight`` unless given.
-
-        The defaults are the field's unit costs: F = B = W = 1, so that an unsplit backward costs 2.
+        """The same times for every stage, by default the field's unit costs, F = I = W = 1; an unsplit backward costs
+        ``backward_input + weight`` unless given.
         """
         whole = backward_input + weight if backward is None else backward
         n = num_stages
@@ -105,8 +104,8 @@ class StageCosts:
         return cls(tuple(forward), tuple(whole), tuple(backward_input), tuple(weight))
 
     def regrouped(self, count: int) -> StageCosts:
-        """The costs of ``count`` equal stages of the same model, added up or divided evenly. Raises PlanError where
-        neither is possible.
+        """The costs of ``count`` equal stages of the same model. Raises PlanError unless it is a multiple or a
+        divisor.
         """
         n = self.num_stages
         if n % count and count % n:
@@ -115,7 +114,7 @@ class StageCosts:
         return replace(self, **lists)
 
     def placed(self, placement: Placement) -> StageCosts:
-        """The costs where the output layer is as in ``placement``: added to the last stage's, or as passes S and T.
+        """The costs with the output layer as in ``placement``: added to the last stage's, or as passes S and T.
 
         With one barrier S has the forward and the input gradient and T the weight gradient; with two S has the forward.
         """
@@ -125,12 +124,13 @@ class StageCosts:
             return self
         if placement.barriers:
             early = backward_input if placement.barriers == 1 else 0.0
-            times = forward + early, backward_input - early + weight
-            s, t = (time / placement.pipeline_size for time in times)
-            return replace(self, output_layer=none, passes=(s, t))
-        added = forward, backward_input + weight, backward_input, weight
-        lists = {name: (getattr(self, name), more) for name, more in zip(_TIMES, added, strict=True)}
-        grown: dict[str, Any] = {name: (*times[:-1], times[-1] + more) for name, (times, more) in lists.items()}
+            s, t = forward + early, backward_input - early + weight
+            size = placement.pipeline_size
+            return replace(self, output_layer=none, passes=(s / size, t / size))
+        grown: dict[str, Any] = {}
+        for name, more in zip(_TIMES, (forward, backward_input + weight, backward_input, weight), strict=True):
+            times = getattr(self, name)
+            grown[name] = (*times[:-1], times[-1] + more)
         return replace(self, **grown, output_layer=none)
 
     def of(self, op: str, stage: int) -> float:
@@ -138,7 +138,7 @@ class StageCosts:
         return self._by_op[op][stage]
 
     def of_slices(self, slices: int) -> tuple[float, ...]:
-        """The shares of the slices in these times, where sequences are cut into so many. Raises PlanError."""
+        """The share of each slice in these times. Raises PlanError for an impossible share of attention."""
         return slice_shares((1,) * slices, self.attention)
 
     def of_microbatches(self, count: int) -> tuple[float, ...]:
@@ -192,11 +192,8 @@ class MemoryModel:
 
 @dataclass(frozen=True)
 class Link:
-    """One direction between two ranks: a transfer occupies the wire for ``bytes / bandwidth`` and is there ``latency``
-    after it left the wire. Transfers on one link take turns, in the order in which they became ready.
-
-    latency    in units of time
-    bandwidth  in bytes per unit of time; infinite by default
+    """One direction between two ranks: a transfer is on the wire for bytes / ``bandwidth`` (bytes per unit of time) and
+    arrives ``latency`` later. Transfers take turns, in the order in which they became ready.
     """
 
     latency: float = 0.0
@@ -216,15 +213,12 @@ class Link:
 class Network:
     """What a transfer between two ranks costs.
 
-    activation_bytes, gradient_bytes  size of one message of a whole sequence (gradients have the activation's size
-                                      unless given)
-    link                              every directed link that ``links`` does not name
-    links                             (source rank, destination rank) -> its own Link
-    gloo                              transfers as gloo makes them: a send starts once its receive is announced, and the
-                                      announcement travels behind the data of the other direction, since two ranks
-                                      have one connection; from GLOO_DETACHED_BYTES on, one-way channels have a
-                                      connection each and announcements take no time. Nothing else delays a message
-                                      that is posted at both ends
+    activation_bytes, gradient_bytes  size of a message of a whole sequence; a gradient's by default the activation's
+    link    every directed link that ``links`` does not name
+    links   (source rank, destination rank) -> its own Link
+    gloo    transfers as gloo makes them: a send starts once its receive is announced, and the announcement travels
+            behind the data of the other direction, as two ranks have one connection; from GLOO_DETACHED_BYTES on,
+            one-way channels have a connection each and announcements take no time
     """
 
     activation_bytes: float = 0.0
@@ -245,8 +239,8 @@ class Network:
         return self.activation_bytes
 
     def collective_time(self, kind: str | None, ranks: int) -> float:
-        """Time of a collective of so many ranks: along a tree of ``link``, in pieces that follow each other. ``kind``:
-        of the message that it moves, None where that has no size.
+        """Time of a collective of ``ranks`` ranks, along a tree of ``link`` in pieces. ``kind``: of the message that it
+        moves; None: no size.
         """
         hops = math.ceil(math.log2(ranks)) if ranks > 1 else 0
         size = 0.0 if kind is None else self.message_bytes(kind)

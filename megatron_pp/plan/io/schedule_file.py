@@ -1,8 +1,8 @@
-"""A user's own schedule: a file, named where the name of a schedule is expected.
+"""A user's own schedule: a file, named where the name of a schedule is expected, in a format that ``serialize.py``
+reads.
 
-Any format that ``serialize.py`` reads will do. What counts is its compute order, to which lowering adds communication
-as the run's config says; a whole plan that was lowered for just such a run is taken as it stands. Either is verified
-before it runs, as every plan is.
+What counts is its compute order, to which lowering adds communication as the run's config says; a whole plan that was
+lowered for just such a run is taken as it is. Either is verified before it runs.
 """
 
 import hashlib
@@ -21,24 +21,24 @@ from megatron_pp.plan.orders.family import Family, Order, Shape
 
 @lru_cache(maxsize=16)
 def family_of_file(path: str) -> Family:
-    """The family that the file at ``path`` is: of one pipeline size, number of chunks and of microbatches.
-
-    Read once per process: a file that changes while a run is on changes nothing. Raises FileFormatError, PlanError.
+    """The family of the file at ``path``, of one pipeline size, number of chunks and of microbatches. The file is read
+    once per process. Raises FileFormatError, PlanError.
     """
     text = read_text(path)
-    given = _FilePlan(path, load_plan(path))
+    plan = load_plan(path)
+    given, spec = _FilePlan(path, plan), plan.spec
     return Family(
         path,
         given.orders,
         source=f"the file {path}",
-        summary=given.plan.spec.describe(),
-        placement=given.plan.placement.kind,
-        chunks=given.plan.spec.num_chunks,
-        splits_weight=any(at.op == WEIGHT_GRAD for order in given.plan.orders for at in order),
+        summary=spec.describe(),
+        placement=plan.placement.kind,
+        chunks=spec.num_chunks,
+        splits_weight=any(at.op == WEIGHT_GRAD for order in plan.orders for at in order),
         programs=given.programs,
         digest=hashlib.sha256(text.encode()).hexdigest()[:16],
-        shape=given.plan.spec.shape,
-        sliced=given.plan.spec.slices > 1,
+        shape=spec.shape,
+        sliced=spec.slices > 1,
         offloads=given.offloads,
     )
 

@@ -3,11 +3,11 @@
 
 The JSON is one object: ``format``, ``version`` (2), ``spec`` (the fields of PlanSpec), ``placement``, ``remark``, and
 ``programs``, a list per rank of objects with the keys ``op``, ``stage``, ``chunk`` and ``mb`` (null where they do not
-apply) and, where they apply, ``peer``, ``slice``, ``tensor`` and ``members``. ``orders`` is there where the compute
-order is not simply the compute of the programs.
+apply) and, where they apply, ``peer``, ``slice``, ``tensor`` and ``members``; also ``orders`` where the compute order
+is not that of the programs.
 
-Nothing in a file is ever executed: words are matched against the instruction set, and numbers are checked before
-anything of their size is made.
+Nothing in a file is executed: words are matched against the instruction set, and numbers are checked before anything of
+their size is made.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _MOST = 10**9  # no stage, chunk, microbatch or rank of a real plan is as large
 
 
 def format_plan(plan: Plan, form: str, certified: bool = False) -> str:
-    """The plan as text of one of FORMATS. Raises FileFormatError for another one. ``certified``: JSON has its
-    certificate too, where it has one; nothing reads it back, as what a file claims is no proof.
+    """The plan as text of one of FORMATS. Raises FileFormatError for others. ``certified``: JSON has its certificate
+    too, if there is one; nothing reads it back, as what a file claims is no proof.
     """
     if form == JSON:
         return _to_json(plan, certified)
@@ -56,11 +56,9 @@ def format_plan(plan: Plan, form: str, certified: bool = False) -> str:
 
 
 def load_plan(path: str | os.PathLike[str], **lowering: Any) -> Plan:
-    """Read a plan of any of FORMATS. Not verified yet: what its instructions do together is ``verify``'s question.
-
-    ``lowering`` are fields of PlanSpec (policy, channels, ...) for PyTorch's compute-only CSV.
-    Raises FileFormatError for a file that holds no plan, PlanError for a plan that is incomplete or cannot run, naming
-    the file, the place and what is wrong.
+    """Read a plan of any of FORMATS, unverified. ``lowering``: fields of PlanSpec (policy, channels, ...) for PyTorch's
+    compute-only CSV. Raises FileFormatError for a file that holds no plan, PlanError for a plan that is incomplete or
+    cannot run, naming the file, the place and what is wrong.
     """
     text = read_text(path)
     try:
@@ -91,7 +89,7 @@ def _to_json(plan: Plan, certified: bool) -> str:
     content: dict[str, Any] = {
         "format": _HEAD,
         "version": _VERSION,
-        "spec": dict(spec_values(plan.spec)),
+        "spec": spec_values(plan.spec),
         "placement": plan.placement.kind,
         **({"barriers": plan.placement.barriers} if plan.placement.barriers else {}),
         "remark": plan.remark,
@@ -108,12 +106,8 @@ def _to_json(plan: Plan, certified: bool) -> str:
 
 def _node(at: Instruction) -> dict[str, Any]:
     grouped = bool(at.members)
-    node: dict[str, Any] = {
-        "op": at.op,
-        "stage": None if grouped else at.stage,
-        "chunk": None if grouped else at.chunk,
-        "mb": None if at.mb == NONE else at.mb,
-    }
+    stage, chunk = (None, None) if grouped else (at.stage, at.chunk)
+    node: dict[str, Any] = {"op": at.op, "stage": stage, "chunk": chunk, "mb": None if at.mb == NONE else at.mb}
     if at.peer != NONE:
         node["peer"] = at.peer
     if at.slice != NONE:
@@ -138,8 +132,8 @@ def _from_json(text: str) -> Plan:
         raise FileFormatError("'spec' is missing or no object")
     try:
         spec = spec_from_values(content["spec"])
-        sizes = spec.pipeline_size, spec.num_chunks, content.get("barriers", 0)
-        placement = Placement(content.get("placement", "(missing)"), *sizes)
+        kind, barriers = content.get("placement", "(missing)"), content.get("barriers", 0)
+        placement = Placement(kind, spec.pipeline_size, spec.num_chunks, barriers)
     except ValueError as error:  # PlanError is one
         raise FileFormatError(str(error)) from error
     programs = _ranks(content, "programs", spec)
@@ -188,9 +182,9 @@ def _instruction(node: Any, where: str) -> Instruction:
         inside = [_instruction(member, where) for member in members]
         if op == ins.BATCH:
             return batch(inside)
-        two = sum(member.op in ins.SINGLE_COMPUTE_OPS for member in inside)
-        if two != 2:
-            raise InstructionError(f"{where}: a PAIR has two members, not {two}")
+        halves = sum(member.op in ins.SINGLE_COMPUTE_OPS for member in inside)
+        if halves != 2:
+            raise InstructionError(f"{where}: a PAIR has two members, not {halves}")
         return pair(*inside)
     tensor = node.get("tensor", "")
     if not isinstance(tensor, str):
@@ -231,13 +225,14 @@ def _skip_tensor(value: Any) -> SkipTensor:
     return load("skip_routes").SkipTensor(**{**value, **lists})
 
 
-def spec_values(spec: PlanSpec) -> list[tuple[str, Any]]:
+def spec_values(spec: PlanSpec) -> dict[str, Any]:
     """The fields of the spec, as JSON takes them."""
-    values = [(f.name, getattr(spec, f.name)) for f in fields(PlanSpec)]
-    values = [(name, asdict(value) if isinstance(value, Measured) else value) for name, value in values]
+    values = {f.name: getattr(spec, f.name) for f in fields(PlanSpec)}
+    values["measured"] = None if spec.measured is None else asdict(spec.measured)
+    values["skip_tensors"] = [one._asdict() for one in spec.skip_tensors]
     if not spec.skip_tensors:
-        return [(name, value) for name, value in values if name not in ("skip_tensors", "skip_cache")]
-    return [(k, [one._asdict() for one in value] if k == "skip_tensors" else value) for k, value in values]
+        del values["skip_tensors"], values["skip_cache"]
+    return values
 
 
 def spec_from_values(values: dict[str, Any]) -> PlanSpec:

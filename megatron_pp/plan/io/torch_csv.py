@@ -50,11 +50,9 @@ _Row = list[Instruction]  # with stages and microbatches; chunks are not known y
 
 
 def read_torch_csv(text: str, **lowering: Any) -> Plan:
-    """The plan of PyTorch's order in ``text``: its communication where it has any, else lowered as ``lowering`` (fields
-    of PlanSpec) asks. Not verified.
-
-    Raises FileFormatError for unknown actions and stages that no placement has, PlanError for missing or repeated
-    actions and an order that cannot run.
+    """The plan of PyTorch's order in ``text``, unverified: with its own communication if it has any, else lowered as
+    ``lowering`` (fields of PlanSpec) asks. Raises FileFormatError for unknown actions and stages that no placement has,
+    PlanError for missing or repeated actions and an order that cannot run.
     """
     rows = _actions(text)
     placement = _placement(rows)
@@ -74,11 +72,10 @@ def read_torch_csv(text: str, **lowering: Any) -> Plan:
 
 
 def write_torch_csv(plan: Plan, comms: bool = False, waits: bool = False) -> str:
-    """The plan as PyTorch writes it. ``comms``: with sends and receives, and with ``waits`` the waits of sends, which
-    PyTorch 2.15 asks for and those before it misread; without, the compute order, an empty cell for each idle slot of
-    the logical clock. Raises PlanError for an order that cannot run, FileFormatError for slices and for messages of
-    named tensors.
-    Copies to host memory are left out: PyTorch runs the same order with all activations on the device.
+    """The plan as PyTorch writes it, without copies to host memory: the compute order, an empty cell for each idle slot
+    of the logical clock. ``comms``: with sends and receives in place of idle slots; ``waits``: also with the waits of
+    sends, which PyTorch 2.15 asks for and older ones misread. Raises PlanError for an order that cannot run,
+    FileFormatError for slices, passes of a split output layer and messages of named tensors.
     """
     if plan.spec.slices > 1:
         raise FileFormatError(f"PyTorch's CSV has no slices of sequences; this plan has {plan.spec.slices}: write json")
@@ -87,10 +84,10 @@ def write_torch_csv(plan: Plan, comms: bool = False, waits: bool = False) -> str
     if comms and plan.spec.skip_tensors:
         raise FileFormatError("PyTorch's CSV has no named tensors, and this plan sends some: write json")
     check_orders(plan.orders, plan.placement, plan.spec.num_microbatches, plan.spec.forward_only)
-    flat = [[one for at in program for one in _with_posts(at)] for program in plan.programs] if comms else []
     shown = ins.COMPUTE_OPS | POST_OPS | (FREE_OPS if waits else frozenset())
-    with_posts = [[_cell(at) for at in row if at.op in shown] for row in flat]
-    rows = with_posts if comms else _compute_rows(plan)
+    rows = [] if comms else _compute_rows(plan)
+    for program in plan.programs if comms else ():
+        rows.append([_cell(one) for at in program for one in _with_posts(at) if one.op in shown])
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows(rows)
     return out.getvalue()
@@ -123,9 +120,9 @@ def _cell(at: Instruction) -> str:
 
 
 def _completed(spec: PlanSpec, placement: Placement, rank: int, program: Sequence[Instruction]) -> list[Instruction]:
-    """A rank's compute, sends and receives, with what goes without saying in PyTorch's rows: each WAIT and hand-off
-    right before its use, each FREE ``release_after`` operations after its send and before its own backward, or where
-    the row waits for the send if that is earlier, and syncs.
+    """A rank's compute, sends and receives with what PyTorch's rows imply: each WAIT and hand-off right before its use,
+    each FREE ``release_after`` operations after its send and before its own backward, or where the row waits for the
+    send if that is earlier, and syncs.
     """
     compute = [at for at in program if at.op not in TRANSFER_OPS]
     before, after = syncs_of(spec, rank, compute)
@@ -174,17 +171,16 @@ def _actions(text: str) -> list[_Row]:
         cells = list(csv.reader(io.StringIO(text), strict=True))
     except csv.Error as error:
         raise FileFormatError(f"not a CSV file: {error}") from error
-    rows = [
-        [at for column, cell in enumerate(row) for at in _parse(cell.strip(), rank, column)]
-        for rank, row in enumerate(cells)
-    ]
+    rows: list[_Row] = []
+    for rank, row in enumerate(cells):
+        rows.append([at for column, cell in enumerate(row) for at in _parse(cell.strip(), rank, column)])
     while rows and not rows[-1]:
         rows.pop()
     if not rows:
         raise FileFormatError("there is no action in it")
-    empty = next((rank for rank, row in enumerate(rows) if not row), None)
-    if empty is not None:
-        raise FileFormatError(f"row {empty + 1}: rank {empty} has nothing to do")
+    for rank, actions in enumerate(rows):
+        if not actions:
+            raise FileFormatError(f"row {rank + 1}: rank {rank} has nothing to do")
     return rows
 
 
@@ -223,9 +219,8 @@ def _placement(rows: list[_Row]) -> Placement:
 
 
 def _renumbered(row: _Row) -> _Row:
-    """The row with the forwards of each stage counted from 0.
-
-    PyTorch's own table of 1F1B (2.13) counts them from 1 on the last stage, while its backwards count from 0.
+    """The row with the forwards of each stage counted from 0: PyTorch's own table of 1F1B (2.13) counts those of the
+    last stage from 1, and their backwards from 0.
     """
     forwards: dict[int, list[int]] = defaultdict(list)
     for at in _compute(row):
@@ -249,9 +244,7 @@ def _renumbered(row: _Row) -> _Row:
 
 
 def _check_complete(rows: list[_Row], placement: Placement) -> int:
-    """Every stage must run every microbatch forward once, and backward once, whole or in halves; how many there are.
-    Raises PlanError where one does not.
-    """
+    """The number of microbatches. Raises PlanError unless every stage runs each of them forward and backward once."""
     seen: dict[str, set[tuple[int, int]]] = {op: set() for op in ins.SINGLE_COMPUTE_OPS}
     for rank, row in enumerate(rows):
         for at in _compute(row):
@@ -277,7 +270,7 @@ def _check_complete(rows: list[_Row], placement: Placement) -> int:
 
 
 def _on_rank(at: Instruction, placement: Placement, rank: int) -> Instruction:
-    """``at`` of a row, by its chunk. Raises FileFormatError where ``rank`` does not hold its stage."""
+    """``at`` with its chunk in place of its stage. Raises FileFormatError where ``rank`` does not hold the stage."""
     if at.members:
         if len(at.members) != 2:
             raise FileFormatError(f"row {rank + 1}: {_cell(at)}: a pair is of two actions, a forward and a backward")

@@ -1,4 +1,4 @@
-"""What the proof of an accepted plan covers: which rules, on which device, of which spec, and for which programs."""
+"""What the proof of an accepted plan covers: its rules, device, spec and programs."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class Certificate:
 
     @classmethod
     def of(cls, rules: Sequence[str], device: Sequence[str], spec: Any, programs: Sequence[Line]) -> Certificate:
-        """That ``rules`` are proven of the plan of ``spec`` with these programs, on a device with its rules."""
+        """For the plan of ``spec`` with these programs."""
         values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(spec).items()}
         return cls(tuple(rules), tuple(device), values, programs)
 
     @cached_property
     def digest(self) -> str:
-        """``sha256:`` and the SHA-256 of the programs as ``megatron-pp plan`` prints them below its first line. It
-        walks all ranks' programs.
+        """``sha256:`` and the SHA-256 of all ranks' programs, as ``megatron-pp plan`` prints them below its
+        first line.
         """
         found = hashlib.sha256()
         for rank, program in enumerate(self.programs):
@@ -65,9 +65,9 @@ class Certificate:
         return f"sha256:{found.hexdigest()}"
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: ``rules``, ``device``, ``spec`` (the fields of PlanSpec) and ``digest``."""
-        rules, device = list(self.rules), list(self.device)
-        return {"rules": rules, "device": device, "spec": dict(self.spec), "digest": self.digest}
+        """For JSON."""
+        lists = {"rules": list(self.rules), "device": list(self.device)}
+        return {**lists, "spec": dict(self.spec), "digest": self.digest}
 
     def __str__(self) -> str:
         return f"certificate: {', '.join(self.rules)}; programs {self.digest}"

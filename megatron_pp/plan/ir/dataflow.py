@@ -1,5 +1,5 @@
-"""What an operation depends on, and which message an instruction moves on which channel. Everything that follows a plan
-(lowering, clock, lifetime, rendezvous, simulator, search, drawings) asks here.
+"""What an operation depends on, and which message an instruction moves on which channel, for all that follows a plan:
+lowering, clock, lifetime, rendezvous, simulator, search, drawings.
 """
 
 from functools import lru_cache
@@ -41,10 +41,9 @@ _TO_RECEIVER = {op: 0 if op in _AT_RECEIVER else TOWARDS[kind] for op, kind in K
 
 @lru_cache(maxsize=1 << 16)
 def inputs_of(op: str, stage: int, num_stages: int) -> tuple[Result, ...]:
-    """The results, of the same microbatch (and slice), that a compute operation of ``stage`` needs before it runs.
-
-    A forward needs the output of the stage before; a backward, whole or of inputs only, its own forward and the input
-    gradient of the stage after; a weight gradient its own input gradient; a pass none.
+    """The results, of the same microbatch (and slice), that a compute operation of ``stage`` needs: a forward the
+    output of the stage before; a backward (B or I) its own forward and the input gradient of the stage after; a weight
+    gradient its own input gradient; a pass none.
     """
     if op == WEIGHT_GRAD:
         return ((BACKWARD, stage),)
@@ -68,7 +67,7 @@ class OutputLayer(Protocol):
 
 
 def collected_inputs(op: str, stage: int, layer: OutputLayer) -> tuple[Result, ...]:
-    """What an operation needs that collectives bring, where the output layer is split over all ranks."""
+    """What collectives bring an operation, where the output layer is split over all ranks."""
     if not layer.barriers:
         return ()
     found: tuple[Result, ...] = load("output_instructions").collected_inputs(op, stage, layer)
@@ -98,11 +97,9 @@ CAUSAL = {
 
 
 def slice_before(op: str, part: int, slices: int) -> int | None:
-    """The slice of the same stage and microbatch whose forward (for a forward) or backward (for a backward) has to come
-    before that of slice ``part``; None where there is none.
-
-    Causal attention reads the keys and values of all slices before its own, and gives them gradients: forwards run from
-    the first slice to the last, backwards from the last to the first (arXiv 2406.03488).
+    """The slice of the same stage and microbatch whose forward (or backward) comes right before that of slice ``part``;
+    None where there is none. Causal attention reads the keys and values of all earlier slices and gives them gradients:
+    forwards run from the first slice to the last, backwards from the last to the first (arXiv 2406.03488).
     """
     if op == WEIGHT_GRAD or part == ins.NONE:
         return None
@@ -138,7 +135,7 @@ def message_of(at: Instruction) -> Message:
     if op in ins.COLLECTIVE_OPS:  # one of all ranks
         return Message(ins.POST_OF.get(op, op), ins.NONE, at.mb, at.slice, at.tensor)
     fields = (KIND_OF[op], at.stage + _TO_RECEIVER[op], at.mb, at.slice, at.tensor)
-    return tuple.__new__(Message, fields)  # in a third of the time of Message(...), and it is asked for all the time
+    return tuple.__new__(Message, fields)  # in a third of the time of Message(...): this is a hot path
 
 
 def channel_of(at: Instruction, rank: int) -> Channel:

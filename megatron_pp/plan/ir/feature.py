@@ -1,5 +1,5 @@
-"""What a feature adds to plans: its instructions, here by name and kind, and rows for the core's tables, which are in a
-module of the feature's folder and load with the first of its instructions (docs/adding_an_instruction.md).
+"""What a feature adds to plans: its instructions, listed here by name and kind, and rows for the core's tables in a
+module of its folder, which loads with the first of its instructions (docs/adding_an_instruction.md).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megatron_pp.plan.ir.ledger import Memory, Site
     from megatron_pp.plan.ir.rules import Rule
 
-# What the core has to know of an instruction to carry it through verification, simulation and drawings.
+# Kinds: what verification, simulation and drawings have to know of an instruction.
 PASS = "pass"  # compute of every rank, whose inputs collectives bring
 COLLECTIVE = "collective"  # posts one of all ranks; never blocks
 COLLECTIVE_WAIT = "collective wait"
@@ -52,13 +52,13 @@ FEATURE_OPS = {
 
 @dataclass(frozen=True)
 class PlanFeature:
-    """The rows of a feature, by op unless it says otherwise.
+    """The rows of a feature, by op.
 
     names     in words, for error messages
     rules     what is valid
-    facts     by fact (a bit that no other feature has): in words
+    facts     in words, by fact: a bit that no other feature has
     changes   of memory, in all stages or by site
-    in_order  what the loss stage's rank runs in the order of microbatches: its name in words, and why
+    in_order  of what the loss stage's rank runs in the order of microbatches: name and reason in words
     ends_use  the posts whose tensor nothing reads any more behind the op
     """
 

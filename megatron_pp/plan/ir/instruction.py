@@ -1,22 +1,23 @@
 """The instruction set of a pipeline plan: every instruction prints as it parses.
 
 ``F0.3`` is the forward of chunk 0, microbatch 3; ``SEND_F0.3`` the send of its output; ``GRAD_SYNC1`` the gradient sync
-of chunk 1 (no microbatch); ``[SEND_F0.3 RECV_B0.2]`` a batch of sends and receives that go out as one grouped call;
-``(F0.3 B1.2)`` a forward and the full backward of another microbatch that run as one, and ``(F0.3 SEND_F0.3 B1.2
-SEND_B1.2)`` the same with their sends, which go out before the pair is over. A slice of a sequence and a named tensor,
-where there are any, follow the microbatch: ``F0.3s1``, ``SEND_F0.3:skip``, ``DROP0.3:skip``.
+of chunk 1 (no microbatch); ``[SEND_F0.3 RECV_B0.2]`` a batch, whose sends and receives go out as one grouped call;
+``(F0.3 B1.2)`` a pair, a forward and the full backward of another microbatch that run as one, and ``(F0.3 SEND_F0.3
+B1.2 SEND_B1.2)`` the same with sends that go out within it. A slice of a sequence or a named tensor follows the
+microbatch: ``F0.3s1``, ``SEND_F0.3:skip``, ``DROP0.3:skip``.
 
-A text names the chunk on its rank (Megatron's ``vp_stage``). An instruction also holds what follows from it and its
-rank: the stage, and the peer of a communication. ``Placement.place`` writes them into a whole program.
+A text names the chunk on its rank (Megatron's ``vp_stage``). ``Placement.place`` adds what follows from the rank: the
+stage, and the peer of a communication.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
-from megatron_pp.errors import InstructionError
+from megatron_pp.errors import InstructionError, PlanError
 from megatron_pp.on_demand import load
 from megatron_pp.plan.ir import feature
 
@@ -143,9 +144,14 @@ class Instruction(NamedTuple):
         return load("instruction_text").where_of(self)
 
 
+def refusal(rank: int, at: Instruction, why: str) -> PlanError:
+    """The error about ``at`` of ``rank``."""
+    return PlanError(f"rank {rank}: {at} ({at.name}): {why}")
+
+
 @lru_cache(maxsize=1 << 18)
 def instruction(op: str, chunk: int, mb: int = NONE, part: int = NONE) -> Instruction:
-    """``op`` of (chunk, mb), or of its slice ``part``, not placed yet; equal ones are one object."""
+    """``op`` of (chunk, mb), or of its slice ``part``, not placed; equal ones are one object."""
     return Instruction(op, mb=mb, chunk=chunk, slice=part)
 
 
@@ -178,20 +184,16 @@ def pair(*members: Instruction) -> Instruction:
     another microbatch, each with nothing behind it or with the send of what it has made.
     """
     two = [at for at in members if at.op in SINGLE_COMPUTE_OPS]
-    in_place = members[:1] == tuple(two[:1]) and all(map(_may_follow, members[1:], members))
-    if not in_place or len(two) != 2 or not may_pair(*two):
+    fits = members[:1] == tuple(two[:1]) and len(two) == 2 and may_pair(*two)
+    for before, at in pairwise(members):
+        is_its_send = at.op == SENT_BY.get(before.op) and at[1:3] == before[1:3] and at.chunk == before.chunk
+        fits = fits and (at.op in SINGLE_COMPUTE_OPS or is_its_send)
+    if not fits:
         raise InstructionError(
             f"({' '.join(map(str, members))}) is no pair; it holds a forward and the full backward (B) of another "
             "microbatch, each with at most its own send behind it"
         )
     return Instruction(PAIR, members=members)
-
-
-def _may_follow(at: Instruction, before: Instruction) -> bool:
-    """Whether ``at`` may stand right behind ``before`` in a pair: a send behind what has made the tensor."""
-    return at.op in SINGLE_COMPUTE_OPS or (
-        at.op == SENT_BY.get(before.op) and (at.stage, at.chunk, at.mb) == (before.stage, before.chunk, before.mb)
-    )
 
 
 def halves(at: Instruction) -> tuple[Instruction, ...]:
@@ -208,10 +210,8 @@ def pair_up(
     order: Iterable[Instruction], joins: Callable[[Instruction, Instruction], bool] = may_pair
 ) -> list[Instruction]:
     """The order with two operations in a row joined to one entry where ``joins`` says so; by default every forward
-    that stands right before a full backward of another microbatch, to run as one (``overlapped_forward_backward``): the
-    all-to-alls of one half hide behind the other's compute.
-
-    Backwards that leave their weight gradient for later are short already and stay alone.
+    right before a full backward of another microbatch (``overlapped_forward_backward``): the all-to-alls of one half
+    hide behind the other's compute. Backwards without their weight gradient are short and stay alone.
     """
     paired: list[Instruction] = []
     for at in order:

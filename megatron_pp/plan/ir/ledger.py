@@ -1,5 +1,5 @@
-"""The ledger of memory: what each instruction adds to what a rank keeps. One table, which every count reads:
-verification, activations, the simulator, searches and ``advise``.
+"""The ledger of memory: what each instruction adds to what a rank keeps, for all who count it: verification, the
+simulator, searches, ``advise`` and drawings.
 """
 
 from collections.abc import Callable, Mapping
@@ -59,7 +59,7 @@ VIEWS = KINDS["pending_sends"]  # the first that counts no more tensors
 
 
 class Site(NamedTuple):
-    """What the changes of a stage depend on; by default a stage in the middle, its neighbours on other ranks.
+    """What the changes of a stage depend on; by default a middle stage with its neighbours on other ranks.
 
     has_input   whether a stage before it makes its input
     has_output  whether a stage behind it, or a split output layer, uses its output
@@ -125,9 +125,7 @@ def change_of(op: str, site: Site) -> Memory:
 
 
 class _Column(dict[str, int]):
-    """By op, what it adds to one kind of memory in a plan that trains; filled as ops are asked for, as searches ask all
-    the time.
-    """
+    """By op, what it adds to one kind of memory in a plan that trains; kept, as searches ask all the time."""
 
     def __init__(self, name: str) -> None:
         self.kind = KINDS[name]

@@ -91,15 +91,13 @@ class Placement:
 
     @cached_property
     def rank_edges(self) -> tuple[tuple[int, int], ...]:
-        """Ordered (source, destination) rank pairs along which activations travel; gradients go the other way.
-        Sorted, each once.
-        """
+        """(source, destination) ranks between which activations travel, sorted; gradients go the other way."""
         edges = {(self.homes[s][0], self.homes[s + 1][0]) for s in range(self.num_stages - 1) if self.crosses_ranks(s)}
         return tuple(sorted(edges))
 
     def place(self, rank: int, program: Iterable[Instruction]) -> tuple[Instruction, ...]:
-        """``program`` of ``rank`` with stages and peers written into it. A chunk or neighbour that does not exist
-        leaves NONE, which ``verify`` refuses.
+        """``program`` of ``rank`` with stages and peers; NONE where there is no such chunk or neighbour, which
+        ``verify`` refuses.
         """
         sites: dict[tuple[str, int], tuple[int, int]] = {}  # (op, chunk) -> (stage, peer)
         result = []

@@ -32,7 +32,7 @@ class Block(NamedTuple):
 
 
 class Lines(Sequence[Line]):
-    """One line of instructions per rank, made when it is asked for, and kept. Equal to a tuple of the same lines."""
+    """One line of instructions per rank, made and kept when it is asked for. Equal to a tuple of the same lines."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
@@ -43,7 +43,7 @@ class Lines(Sequence[Line]):
         """The line of ``rank``."""
 
     def forget(self) -> None:
-        """Keep none of those made so far."""
+        """Drop the lines made so far."""
         self._made.clear()
 
     def __len__(self) -> int:
@@ -69,7 +69,7 @@ class Lines(Sequence[Line]):
 
 
 class Repeating(NamedTuple):
-    """Programs with a block of theirs, and the tasks made of them: by rank and number of the copy."""
+    """Programs with one of their blocks, and their tasks by rank and number of the copy."""
 
     programs: Sequence[Line]
     block: Block
@@ -104,7 +104,8 @@ class Repeated(Lines):
         programs, block, _ = self.repeating
         program, (start, end), step = programs[rank], block.of(rank), block.microbatches
         copies = [later(at, step * k) for k in range(1, self.times + 1) for at in program[start:end]]
-        return (*program[:end], *copies, *(later(at, step * self.times) for at in program[end:]))
+        rest = [later(at, step * self.times) for at in program[end:]]
+        return (*program[:end], *copies, *rest)
 
 
 def _tasks(part: Iterable[Instruction], microbatches: int) -> tuple[Task, ...]:

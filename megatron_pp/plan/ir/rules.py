@@ -1,9 +1,8 @@
-"""When an instruction is valid in a rank's program: one rule per op, with what must be true of its *cell* before it and
-what is true afterwards.
+"""When an instruction is valid in a rank's program: one rule per op.
 
-A cell is one (stage, microbatch) on its rank, or a named tensor of it; its facts are bits. An instruction needs facts,
-must not find its own fact there already, nor one that bars it, and adds it. ``facts_at_end`` are what a finished
-program leaves of each cell: that every handle is waited exactly once and that nothing stays alive come to just that.
+A *cell* is one (stage, microbatch) on its rank, or a named tensor of it; its facts are bits. An instruction needs
+facts, must find neither its own fact there nor one that bars it, and adds its own. ``facts_at_end`` are the facts of
+each cell of a finished program: with them every handle is waited exactly once, and nothing stays alive.
 """
 
 from collections.abc import Iterator
@@ -35,9 +34,9 @@ _WORDS = {
 
 
 class Rule(NamedTuple):
-    """The facts that an instruction needs, those it adds, and those that bar it.
+    """The facts that an instruction needs, adds, and is barred by.
 
-    may   of those it adds: facts of some cells of a plan that trains, and not of others
+    may   added facts that only some cells of a plan that trains have
     then  operations that need other facts once it has run, and these facts
     """
 
@@ -73,8 +72,8 @@ def rule_of(op: str) -> Rule | None:
 
 
 def needs_at(op: str, needs: int, stage: int, placement: Placement) -> int:
-    """Of the facts that a rule needs, those that an instruction of ``stage`` does: the first stage waits for no input,
-    the last one for no gradient; but a split output layer sends it one.
+    """Of a rule's ``needs`` those at ``stage``: the first stage waits for no input, and the last one for a gradient
+    only from a split output layer.
     """
     last = placement.num_stages - 1
     needs &= ~(F_HERE if stage == 0 else 0) & ~(B_HERE if stage == last else 0)
@@ -84,7 +83,7 @@ def needs_at(op: str, needs: int, stage: int, placement: Placement) -> int:
 
 
 def facts_at_end(placement: Placement, stage: int, forward_only: bool) -> int:
-    """What must be true of every cell of ``stage`` after the step; weight gradients that were left must run besides."""
+    """What must be true of every cell of ``stage`` after the step; weight gradients that were left must run too."""
     facts = F_RAN
     if stage > 0:
         remote = placement.crosses_ranks(stage - 1)

@@ -1,4 +1,4 @@
-"""What identifies a plan: the spec that is built, verified and cached once, and the plan itself."""
+"""What identifies a plan, the spec, and the plan itself."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ DEVICE_RULES = (RENDEZVOUS, ONE_QUEUE, DEVICE_SYNC, STATIC_BUFFERS)
 NO_CACHE = "none"
 RECEIVED = "received"
 ALL = "all"
-CACHES = (NO_CACHE, RECEIVED, ALL)  # what ranks keep of named tensors; see ``skip_tensors.py``
+CACHES = (NO_CACHE, RECEIVED, ALL)  # what ranks keep of named tensors (``features/skip_tensors/routes.py``)
 
-MOST_TASKS = 10**8  # stages times microbatches times slices: a plan of more fits into no host's memory
+MOST_TASKS = 10**8  # stages times microbatches times slices: larger plans fit into no host's memory
 
 HOOKS = "hooks"  # data-parallel hooks fire in the last backward of a chunk, outside no_sync
 EXPLICIT = "explicit"  # config.grad_sync_func is called, staggered by rank as Megatron does
@@ -72,27 +72,24 @@ class PlanSpec:
     num_chunks        V, model chunks per rank
     num_microbatches  M >= 1
     group_size        microbatches per group of an interleaved order (Megatron's microbatch_group_size_per_vp_stage);
-                      ignored by families without groups
+                      families without groups ignore it
     policy            overlap, batched or plain
     channels          one_way or shared
     forward_only      evaluation: forwards alone
     variable_shapes   shapes travel before the tensors
     release_after     compute slots between posting a send and its release under ``overlap`` (>= 1)
-    lookahead         slots by which a receive is posted ahead of its use, under ``overlap`` with one_way
-                      channels (>= 0)
+    lookahead         slots by which a receive is posted ahead of its use, under ``overlap`` on one_way channels (>= 0)
     grad_sync         hooks or explicit
     param_sync        whether PARAM_SYNC marks are wanted
-    measured          times and memory that the schedules "auto" and "auto_v" plan for; see ``measured.py``
-    overlap_pairs     a forward right before a full backward of another microbatch is a pair, to be run as one
+    overlap_pairs     a forward right before a full backward of another microbatch is a pair that runs as one
+    measured          times and memory that "auto" and "auto_v" plan for (``measured.py``)
     digest            of the schedule file's content; empty for a named family
     split_backward    whether the model can put weight gradients off; where not, the plan has no W
-    device            which of DEVICE_RULES hold where the plan runs: it is lowered for them and verified under them
-    slices            slices that every sequence is cut into; operations and messages are of one slice where there are
-                      several
-    skip_tensors      named tensors that stages send to later ones, or their declaration as text (``skip_tensors.py``)
+    device            which of DEVICE_RULES hold where the plan runs: it is lowered and verified for them
+    slices            of every sequence; where there are several, operations and messages are of one slice
+    skip_tensors      named tensors that stages send to later ones, or their declaration as text
     skip_cache        what ranks keep of them, so that it is not sent again: one of CACHES
-    offload_chunks    chunks of every rank, from its first, whose forwards are offloaded; None: as many as the schedule
-                      offloads
+    offload_chunks    chunks of every rank, from its first, whose forwards are offloaded; None: the schedule's own
     offload_slots     compute slots for which a copy between device and host is placed (>= 1)
     """
 
@@ -153,7 +150,7 @@ class PlanSpec:
 
     @property
     def effective_group_size(self) -> int:
-        """Microbatches per group: when unset, as few as have P slices, so P where sequences are whole; at most M."""
+        """Microbatches per group, at most M; when unset, as few as have P slices."""
         return min(self.group_size or -(-self.pipeline_size // self.slices), self.num_microbatches)
 
     @property
@@ -175,9 +172,11 @@ class PlanSpec:
 
 @dataclass(frozen=True)
 class Plan:
-    """A lowered plan: one program per rank. ``orders`` keeps the compute order it came from; ``remark`` is a sentence
-    for the log where another order stands in for the schedule's own, else empty. ``proof`` is what ``verify`` has
-    proven of these programs.
+    """A lowered plan: one program per rank.
+
+    orders  the compute orders that it came from
+    remark  a sentence for the log where another order is used in place of the schedule's own; empty otherwise
+    proof   what ``verify`` has proven of these programs
     """
 
     spec: PlanSpec
@@ -191,7 +190,7 @@ class Plan:
 
     @property
     def certificate(self) -> Certificate | None:
-        """What is proven of this plan; None for one that is not verified, and for a copy with other programs."""
+        """What is proven of this plan; None for an unverified plan, and for a copy with other programs."""
         return self.proof if self.proof is not None and self.proof.programs is self.programs else None
 
     @collector_paused()
@@ -205,11 +204,9 @@ class Plan:
 
     @property
     def routes(self) -> Routes | None:
-        """Of the named tensors; None where there are none."""
-        spec = self.spec
-        if not spec.skip_tensors:
-            return None
-        return load("skip_routes").routes_of(spec.skip_tensors, spec.skip_cache, self.placement)
+        """The routes of named tensors; None where there are none."""
+        tensors, cache = self.spec.skip_tensors, self.spec.skip_cache
+        return load("skip_routes").routes_of(tensors, cache, self.placement) if tensors else None
 
     @cached_property
     def offloads(self) -> bool:
@@ -232,8 +229,8 @@ class Plan:
 
 
 def checked_device(rules: Collection[str]) -> tuple[str, ...]:
-    """``rules`` in the order of DEVICE_RULES, each once, without RENDEZVOUS, which always holds. Raises PlanError for
-    one that is not known.
+    """``rules`` in the order of DEVICE_RULES, without RENDEZVOUS, which always holds. Raises PlanError for
+    other names.
     """
     if isinstance(rules, str):
         rules = rules.split(",")

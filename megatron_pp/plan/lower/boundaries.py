@@ -13,7 +13,7 @@ _new = tuple.__new__  # in a third of the time of Post(...) and Instruction(...)
 
 
 class Post(NamedTuple):
-    """One end of one message. Sorted, posts stand in the order in which both ends agree: round, activations first,
+    """One end of one message. Sorted, posts are in the order in which both ends agree: round, activations first,
     receiving stage, microbatch.
     """
 
@@ -34,9 +34,8 @@ class Post(NamedTuple):
 
 
 class Way(NamedTuple):
-    """How a result goes to stage ``to``: by way of ``post`` and ``finish``, to or from rank ``peer``, and with it the
-    tensors ``names``; ``ends``, by microbatch and slice: of the operation that produces what comes, or that uses what
-    is sent.
+    """How a result goes to stage ``to``: by ``post`` and ``finish``, to or from rank ``peer``, with the named tensors
+    ``names``. ``ends``, by microbatch and slice: of the operation at the other end.
     """
 
     peer: int
@@ -49,13 +48,13 @@ class Way(NamedTuple):
 
 
 def named_posts(way: Way, of: Post) -> Iterable[Post]:
-    """Those of the named tensors that go with the message ``of``."""
+    """The posts of the named tensors that go with the message ``of``."""
     named = ((place, of.post._replace(tensor=name)) for place, name in enumerate(way.names, 1))
     return (of._replace(post=at, finish=at._replace(op=way.finish), place=place) for place, at in named)
 
 
 def post_of(way: Way, due: int, at: Instruction, use: int, slack: int = 0) -> Post:
-    """This rank's end of the message that ``at``, of its entry ``use``, needs or makes; ``due``: its round."""
+    """This rank's end of the message that ``at``, in its entry ``use``, needs or makes; ``due``: its round."""
     peer, to, towards, post, finish, _, _ = way
     _, stage, mb, _, chunk, part, _, _ = at
     first = _new(Instruction, (post, stage, mb, peer, chunk, part, "", ()))
@@ -77,7 +76,7 @@ def releases_of(posts: list[Post]) -> list[Instruction]:
 
 
 class Exchanges:
-    """How a rank posts what falls on one of its boundaries. ``named``: whether named tensors may be among it."""
+    """How a rank posts the messages of a boundary. ``named``: whether named tensors may be among them."""
 
     def __init__(self, spec: PlanSpec, looks_ahead: bool, named: bool) -> None:
         self.spec = spec
@@ -85,7 +84,7 @@ class Exchanges:
         self.named = named
 
     def emit(self, posts: list[Post], program: list[Instruction]) -> None:
-        """Append those of one boundary to ``program``, with the waits that stand there."""
+        """Append those of one boundary to ``program``, with their waits there."""
         if self.spec.policy == BATCHED:
             for together in map(receives_first, self._batches(posts)):
                 program.append(batch(p.post for p in together))
@@ -104,16 +103,14 @@ class Exchanges:
             program += releases_of(posts)
 
     def _batches(self, posts: list[Post]) -> Iterable[list[Post]]:
-        """All messages of a boundary in one batch; where shapes travel ahead as a batch of their own, a batch per
-        round, which the peers' batches match one to one.
-        """
+        """All messages of a boundary in one batch; where shapes travel ahead, one per round, as their peers have."""
         if not self.spec.variable_shapes:
             return [posts]
         return [list(same) for _, same in groupby(posts, key=lambda p: p.round)]
 
     def _completed_in_turn(self, posts: list[Post]) -> list[list[Post]]:
-        """All messages of a boundary; where shapes travel ahead, receives of a round before the last send's come first:
-        its shape holds a hardware queue back, which their rest then stands behind.
+        """All messages of a boundary; where shapes travel ahead, those of rounds before the last send's come first, as
+        the send's shape holds a hardware queue back.
         """
         if not self.spec.variable_shapes:
             return [posts]
@@ -122,8 +119,8 @@ class Exchanges:
         return [early, posts[len(early) :]] if any(p.post.op in RECV_OPS for p in early) else [posts]
 
     def _emit_one_way(self, posts: list[Post], program: list[Instruction]) -> None:
-        """Receives, sends, then the waits that stand here; behind a wait, the next receive of its channel."""
-        if self.looks_ahead:  # those behind others stand there already
+        """Receives, sends, then waits; behind a wait, the next receive of its channel."""
+        if self.looks_ahead:  # receives behind others have their places already
             program += [p.post for p in receives_first(posts)]
             return
         receives = [p for p in posts if p.post.op in RECV_OPS]
@@ -136,8 +133,8 @@ class Exchanges:
             program += (p.finish,) if first[p.channel] is p else (p.post, p.finish)
 
     def _emit_named(self, posts: list[Post], program: list[Instruction]) -> None:
-        """The same where named tensors are among them. On one hardware queue one waits for that before it on its
-        channel, so within a round they go out by their places, which both ends and all ranks agree on.
+        """The same with named tensors. On one hardware queue one waits for that before it on its channel, so within a
+        round they go out by their places, on which all ranks agree.
         """
         first: dict[tuple[str, int], Post] = {}
         for p in posts:

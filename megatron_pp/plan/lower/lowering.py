@@ -1,9 +1,8 @@
 """Lowering: from a compute order to a full plan with communication.
 
-Between two entries of a rank's order lies a *boundary*; boundary i is before entry i. At a boundary stand, in this
-order: posts (sends and receives), releases, gradient syncs, copies to host memory and back (``offload.py``), waits and
-hand-offs for the entry that follows (in order of rounds), other syncs. Each message has a *round*, the logical slot at
-whose end it is produced (``clock.py``).
+*Boundary* i of a rank's order is before its entry i. It has, in this order: posts (sends and receives), releases,
+gradient syncs, copies between device and host memory, waits and hand-offs for the entry (in order of rounds), other
+syncs. A message's *round* is the logical slot at whose end it is produced (``clock.py``).
 
 ``overlap``  A send is posted right after its operation and released ``release_after`` entries later. A receive is
              posted when its message is due, or ``lookahead`` slots ahead of its use if that is earlier, and waited
@@ -13,32 +12,31 @@ whose end it is produced (``clock.py``).
 ``plain``    The same messages, singly, waited together.
 
 On a one-way channel the next receive is posted once the one before has been waited for: with one hardware queue it
-would hold back compute until then. Under ``overlap`` a receive that is due while the one before is not used for long
-is posted all the same, as late as its sender has no need of it: what then holds the queue back has an earlier round, so
-nothing hangs.
+would hold back compute until then. Under ``overlap`` a receive that is due long before the use of the one before is
+posted all the same, as late as its sender allows: what then holds the queue back has an earlier round, so nothing
+hangs.
 
 At one boundary receives are posted before sends wherever that is free (one-way channels, and within a batch): gloo
 announces a receive in the data of the other direction, behind a message that is already on its way.
 
-With ``overlap_pairs``, a pair is one entry: what its halves wait for comes before it, what they send after it. Where
-receives are posted ahead and no device is synchronised, sends go out within it, each when its half has made the tensor.
-Both rounds stay the pair's end: in whole slots no other rank can begin with either before.
+With ``overlap_pairs`` a pair is one entry: waits for its halves come before it, their sends after it. Where receives
+are posted ahead and no device is synchronised, sends go out within it, each when its half has made the tensor. Both
+rounds stay the pair's end: in whole slots no other rank can begin with either before.
 
 Where exchanges block, each boundary makes neighbours meet. In an interleaved order one of them runs a forward while the
-other runs a backward, so that meeting after each would make every slot as long as the longer of the two. With
-``joint``, a forward and the backward behind it have one exchange, at the end of both, as in Megatron's interleaved
-schedule without overlap; a message whose round falls within them waits for it. That cannot hang: of all ranks that
-wait, the one at the earliest boundary waits for messages of that round or the one before, and their other ends lie at
-most one slot later, behind an entry that begins before it.
+other runs a backward, and meeting after each would make every slot as long as the longer one. With ``joint``, a forward
+and the backward behind it have one exchange, at the end of both, as in Megatron's interleaved schedule without overlap;
+a message whose round falls within them waits for it. That cannot hang: of all ranks that wait, the one at the earliest
+boundary waits for messages of that round or the one before, and their other ends lie at most one slot later, behind an
+entry that begins before it.
 
-With ``shared`` channels, both ends must post in one order: posts then stand in the order of rounds, no receive ahead of
-its round. With ``variable_shapes`` a receive is complete only once its shape has come, so it is waited at its round's
-boundary: a sender is never held up by a receiver that is in no hurry, and what is posted later on the channel cannot
-overtake it.
+With ``shared`` channels both ends must post in one order: the order of rounds, no receive ahead of its round. With
+``variable_shapes`` a receive is complete only once its shape has come, so it is waited at its round's boundary: no
+sender is held up by a receiver in no hurry, and nothing that is posted later on the channel overtakes it.
 
-The named tensors of a message follow it on its channel, where on one hardware queue each waits for the one before it.
-So all ranks post them in one order too, by round and by place in the message: at their round's boundary, behind the
-other posts, and before what waits for that round.
+The named tensors of a message follow it on its channel, where on one hardware queue each waits for the one before. So
+all ranks post them in one order too, by round and place in the message: at their round's boundary, behind the other
+posts, and before what waits for that round.
 
 Where compute synchronises the device (DEVICE_SYNC) no receive is posted ahead of its round: compute would wait for what
 may depend on it. With STATIC_BUFFERS a gradient is released before the operation after the next backward.
@@ -105,11 +103,11 @@ def lowered(
     offloaded: int | None = None,
     joint: bool = False,
 ) -> Plan:
-    """The plan of ``orders``, which need not be placed; each rank's program is laid out when it is asked for. Not
-    verified. ``offloaded``: how many chunks of every rank are; by default as many as ``spec`` says. ``joint``: whether
-    a forward and the backward behind it have one exchange where exchanges block.
+    """The plan of ``orders``, placed or not, unverified; each rank's program is laid out when it is asked for.
 
-    Raises PlanError where the orders are not complete or cannot run.
+    ``offloaded``: how many chunks of every rank are, by default as ``spec`` says. ``joint``: whether a forward and the
+    backward behind it have one exchange where exchanges block. Raises PlanError for orders that are not complete or
+    cannot run.
     """
     check_orders(orders, placement, spec.num_microbatches, spec.forward_only, spec.slices)
     lines = [placement.place(rank, order) for rank, order in enumerate(orders)]
@@ -119,8 +117,9 @@ def lowered(
     if paired or joint:
         run = [pair_up(order, _is_joint if joint else may_pair) for order in run]
     clocked = run_clock(run, placement)
-    if joint:
-        clocked = _apart(clocked)
+    if joint:  # the halves by themselves, both with the end of the two
+        ends = [[end[i] for i, _ in numbered(order)] for order, end in zip(clocked.orders, clocked.ends, strict=True)]
+        clocked = clocked._replace(orders=[list(each(order)) for order in clocked.orders], ends=ends)
     offloaded = spec.offload_chunks or 0 if offloaded is None else offloaded
     if offloaded and spec.overlap_pairs:
         raise PlanError("pairs (overlap_pairs) do not go with offloading: what each half saves cannot be known")
@@ -132,16 +131,7 @@ def _is_joint(first: Instruction, second: Instruction) -> bool:
     return first.op == FORWARD and second.op in BACKWARD_OPS
 
 
-def _apart(clocked: Clocked) -> Clocked:
-    """The halves of each pair by themselves, both with its end."""
-    both = zip(clocked.orders, clocked.ends, strict=True)
-    ends = [[ends[i] for i, _ in numbered(order)] for order, ends in both]
-    return clocked._replace(orders=[list(each(order)) for order in clocked.orders], ends=ends)
-
-
 class _Programs(Lines):
-    """Each rank's program, laid out when it is asked for."""
-
     def __init__(self, spec: PlanSpec, placement: Placement, clocked: Clocked, offloaded: int) -> None:
         super().__init__(spec.pipeline_size)
         self.spec = spec
@@ -178,8 +168,9 @@ class _RankLowering:
             self.routes = load("skip_routes").routes_of(spec.skip_tensors, spec.skip_cache, placement)
         self.exchanges = Exchanges(spec, self.looks_ahead, self.routes is not None)
         self.within: dict[tuple[int, str], Instruction] = {}  # by entry of a pair and op: its sends
+        # By boundary:
         self.posts: dict[int, list[Post]] = defaultdict(list)
-        self.receives: dict[int, list[Post]] = defaultdict(list)  # those that stand before all posts of their boundary
+        self.receives: dict[int, list[Post]] = defaultdict(list)  # those before all other posts
         self.releases: dict[int, list[Instruction]] = defaultdict(list)
         self.collectives: dict[int, list[tuple[int, Instruction]]] = defaultdict(list)  # round and post of each
         # Hand-offs, waits, and receives behind others, each with the round of what it may have to wait for.
@@ -203,8 +194,8 @@ class _RankLowering:
             self._place_releases(sends)
         if self.spec.policy == OVERLAP and not self.spec.variable_shapes:
             inputs = self.inputs
-            for due, _, _, _, _, finish, use, _, place in self._with_named(receives):
-                inputs[use].append(((due, _WAITS, place), finish))
+            for one in self._with_named(receives):
+                inputs[one.use].append(((one.round, _WAITS, one.place), one.finish))
         if self.looks_ahead:
             self._place_ahead(receives)
         else:
@@ -215,9 +206,7 @@ class _RankLowering:
         return self._emit()
 
     def _messages(self) -> tuple[list[Post], list[Post]]:
-        """This rank's ends of all messages, sends and receives, in the order of rounds; hand-offs within the rank go to
-        their place at once.
-        """
+        """This rank's sends and receives, in the order of rounds; its hand-offs are placed at once."""
         sends: list[Post] = []
         receives: list[Post] = []
         sites, ends, inputs, backwards = self._sites, self.ends, self.inputs, self.backwards
@@ -261,30 +250,28 @@ class _RankLowering:
 
     def _place_releases(self, sends: list[Post]) -> None:
         """Under ``overlap``, some entries after the send; with several chunks a rank up to P / 2 more, where the
-        message is there too early.
-
-        Where a backward takes longer than a forward, which the clock does not know, two ranks come to a round up to so
-        many operations apart, and the receive of such a message is posted so much later. (Simulated: a step of
+        message arrives too early.  Where a backward takes longer than a forward, which the clock does not know, two
+        ranks come to a round up to P / 2 operations apart, and the receive is posted that much later. (Simulated:
         interleaved 1F1B with P=16 V=4 M=64, groups of 32 and backwards of two forwards would take 9.5% longer.)
 
         An output is released before its own backward at the latest: the gradient that comes back shows that the send is
-        done, and what is released then needs no memory in the backward.
+        done, and the backward needs no memory for it.
         """
         backwards = self.backwards
         turns = sorted(set(backwards.values())) if STATIC_BUFFERS in self.spec.device else []
         last, after, releases = len(self.order), self.spec.release_after, self.releases
         apart = self.spec.pipeline_size // 2 if self.several_chunks else 0
-        for _, _, _, _, _, finish, use, slack, place in sends:
-            boundary = self._behind(use) + after + (slack if slack < apart else apart)
-            op, stage, mb, _, _, part, _, _ = finish
-            if op == FREE_F:
-                latest = backwards.get((stage, mb, part), last)
+        for send in sends:
+            finish, use = send.finish, send.use
+            boundary = self._behind(use) + after + (send.slack if send.slack < apart else apart)
+            if finish.op == FREE_F:
+                latest = backwards.get((finish.stage, finish.mb, finish.slice), last)
             else:
                 following = bisect_right(turns, use)
                 latest = turns[following] + 1 if following < len(turns) else last
             boundary = min(boundary, latest, last)
             if boundary == use + 1 < last:  # right before its backward: behind the gradient
-                self.inputs[boundary].append(((self.ends[boundary], _POSTS, place), finish))
+                self.inputs[boundary].append(((self.ends[boundary], _POSTS, send.place), finish))
             else:
                 releases[boundary].append(finish)
 
@@ -303,10 +290,10 @@ class _RankLowering:
     def _ahead(self, use: int) -> int:
         """The boundary ``lookahead`` slots before the entry ``use`` starts.
 
-        With one chunk a slot in which the rank idles counts: a buffer that is there before the bubble is early enough,
-        and the bubble before a backward of the cooldown is the last rank's forward, as long as a transfer that can be
-        hidden at all. With several the clock's bubbles are shorter than transfers may be (simulated: interleaved 1F1B
-        on four ranks would take 1.4% longer where a transfer takes as long as a forward).
+        With one chunk idle slots count: a buffer before the bubble is early enough, as the bubble before a backward of
+        the cooldown is the last rank's forward, as long as any transfer that can be hidden. With several chunks the
+        clock's bubbles may be shorter than transfers (simulated: interleaved 1F1B on four ranks would take 1.4% longer
+        where a transfer takes as long as a forward).
         """
         if self.several_chunks:
             return max(0, use - self.lookahead)
@@ -328,8 +315,8 @@ class _RankLowering:
         return use + (2 if self.ends[use + 1 : use + 2] == [self.ends[use]] else 1)
 
     def _place_ahead(self, receives: list[Post]) -> None:
-        """Post each receive when it is due, or by look-ahead earlier, but behind the wait of the one before it on its
-        channel; where that comes too late, when it is due or as late as the sender does not have to wait for it.
+        """Post each receive when it is due, or by look-ahead earlier, but behind the wait of the one before on its
+        channel; where that is too late, when it is due or as late as the sender allows.
         """
         lines: dict[tuple[str, int], list[Post]] = defaultdict(list)
         ends, inputs, ahead = self.ends, self.inputs, self._ahead
@@ -351,9 +338,9 @@ class _RankLowering:
                     self.inputs[boundary].append(((receive.round, _POSTS, named.place), named.post))
 
     def _latest(self, receive: Post, after: Post | None) -> int:
-        """The last boundary at which nothing waits for the receive yet: one slot after its round, as its sender runs
-        another operation before the release or the channel's next send; at its round where that operation is the next
-        send's own, or synchronises the device, or where named tensors are sent behind the message.
+        """The last boundary at which nothing waits for the receive: one slot after its round, while its sender runs
+        another operation; at its round where that operation is the channel's next send's own or synchronises the
+        device, or where named tensors follow the message.
         """
         at_once = DEVICE_SYNC in self.spec.device or (after is not None and after.round == receive.round + 1)
         at_once = at_once or receive.post in self.behind

@@ -6,7 +6,7 @@ from itertools import product, zip_longest
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.dataflow import CAUSAL, RESULT_OF, slice_before
-from megatron_pp.plan.ir.instruction import NONE, Instruction, instruction, without_pairs
+from megatron_pp.plan.ir.instruction import NONE, Instruction, instruction, refusal, without_pairs
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 
@@ -26,10 +26,9 @@ def check_orders(
     forward_only: bool,
     slices: int = 1,
 ) -> None:
-    """Every rank runs F of each (chunk, microbatch), or of each slice of it, once and after it B, or I and then W;
-    where ``forward_only``, forwards alone will do. With a split output layer, it runs S and T of each microbatch
-    besides (S alone where forwards alone). Slices run in causal order (``slice_before``). Raises PlanError with
-    the rank, the operation, and what would be right.
+    """Raises PlanError unless every rank runs F of each (chunk, microbatch) or slice once and behind it B, or I and
+    then W, and with a split output layer S and T of each microbatch; where ``forward_only``, forwards (and S) will do.
+    Slices run in causal order (``slice_before``).
     """
     if len(orders) != placement.pipeline_size:
         raise PlanError(f"there are orders of {len(orders)} ranks; the pipeline has {placement.pipeline_size}")
@@ -49,28 +48,28 @@ def _check_order(
     for at in without_pairs(order):
         op, _, mb, _, chunk, part, _, _ = at
         if op not in ins.SINGLE_COMPUTE_OPS:
-            raise _error(rank, at, "an order holds compute alone: F, B, I and W, and S and T of a split output layer")
+            raise refusal(rank, at, "an order holds compute alone: F, B, I and W, and S and T of a split output layer")
         if op in ins.OUTPUT_OPS and (chunk or op not in passes):
-            raise _error(rank, at, "S and T are passes of chunk 0, in a schedule that splits the output layer")
+            raise refusal(rank, at, "S and T are passes of chunk 0, in a schedule that splits the output layer")
         cell = (chunk, mb, part)
         ops = ran.get(cell)
         if ops is None:
             of = f", slices 0..{slices - 1}" if slices > 1 else ", sequences whole" if part != NONE else ""
-            raise _error(rank, at, f"chunks are 0..{chunks - 1}, microbatches 0..{microbatches - 1}{of}")
+            raise refusal(rank, at, f"chunks are 0..{chunks - 1}, microbatches 0..{microbatches - 1}{of}")
         if op in ops:
-            raise _error(rank, at, "it stands twice in the order")
+            raise refusal(rank, at, "it stands twice in the order")
         before = _AFTER.get(op)
         if before is not None and before not in ops:
-            raise _error(rank, at, f"{at._replace(op=before)} has to come before it")
+            raise refusal(rank, at, f"{at._replace(op=before)} has to come before it")
         first = None if part == NONE else slice_before(op, part, slices)
         if first is not None and RESULT_OF[op] not in map(RESULT_OF.get, ran[(chunk, mb, first)]):
-            raise _error(rank, at, f"{at._replace(slice=first)} has to come before it: {CAUSAL[RESULT_OF[op]]}")
+            raise refusal(rank, at, f"{at._replace(slice=first)} has to come before it: {CAUSAL[RESULT_OF[op]]}")
         ran[cell] = ops + op
     complete = ("FB", "FIW") if trains else ("F",)
     for cell, ops in ran.items():
-        lacking = next((op for op in passes if op not in ops and not cell[0]), None) if passes else None
-        if lacking is not None:
-            raise _error(rank, instruction(lacking, *cell), "the order lacks it")
+        for op in passes if not cell[0] else "":
+            if op not in ops:
+                raise refusal(rank, instruction(op, *cell), "the order lacks it")
         if ops not in complete and "".join(op for op in ops if op not in ins.OUTPUT_OPS) not in complete:
             raise _incomplete(rank, ops, cell, trains)
 
@@ -79,10 +78,10 @@ def _incomplete(rank: int, ops: str, cell: tuple[int, int, int], trains: bool) -
     """What is wrong with an order that runs ``ops`` of ``cell`` (chunk, microbatch, slice)."""
     if ins.INPUT_GRAD in ops and ins.BACKWARD in ops:
         other = instruction(ins.INPUT_GRAD, *cell)
-        return _error(rank, instruction(ins.BACKWARD, *cell), f"{other} is there too: a backward is whole or split")
+        return refusal(rank, instruction(ins.BACKWARD, *cell), f"{other} is there too: a backward is whole or split")
     backward = (ins.INPUT_GRAD, ins.WEIGHT_GRAD) if ins.INPUT_GRAD in ops else (ins.BACKWARD,)
     missing = next(op for op in (ins.FORWARD, *(backward if trains else ())) if op not in ops)
-    return _error(rank, instruction(missing, *cell), "the order lacks it")
+    return refusal(rank, instruction(missing, *cell), "the order lacks it")
 
 
 def check_programs(plan: Plan, programs: Iterable[Iterable[Instruction]]) -> None:
@@ -92,12 +91,13 @@ def check_programs(plan: Plan, programs: Iterable[Iterable[Instruction]]) -> Non
     if not plan.orders:
         return
     spec = plan.spec
-    runs = ((run_of(o, spec), _compute_of(p)) for o, p in zip_longest(plan.orders, programs, fillvalue=()))
-    differs = next(((rank, *run) for rank, run in enumerate(runs) if run[0] != run[1]), None)
-    if differs or spec.forward_only:  # an evaluation does not run all of its order
+    if spec.forward_only:  # an evaluation does not run all of its order
         check_orders(plan.orders, plan.placement, spec.num_microbatches, spec.forward_only, spec.slices)
-    if differs:
-        rank, wanted, found = differs
+    for rank, (order, program) in enumerate(zip_longest(plan.orders, programs, fillvalue=())):
+        wanted, found = run_of(order, spec), _compute_of(program)
+        if wanted == found:
+            continue
+        check_orders(plan.orders, plan.placement, spec.num_microbatches, spec.forward_only, spec.slices)
         one, other = next((a, b) for a, b in zip_longest(wanted, found, fillvalue="nothing more") if a != b)
         raise PlanError(f"rank {rank}: the plan's order has {one} where its program runs {other}")
 
@@ -111,7 +111,3 @@ def run_of(order: Iterable[Instruction], spec: PlanSpec) -> list[Instruction]:
 def _compute_of(program: Iterable[Instruction]) -> list[Instruction]:
     run = (at for at in program if at.op in ins.COMPUTE_OPS)
     return [half for at in run for half in (ins.halves(at) if at.members else (at,))]
-
-
-def _error(rank: int, at: Instruction, why: str) -> PlanError:
-    return PlanError(f"rank {rank}: {at} ({at.name}): {why}")

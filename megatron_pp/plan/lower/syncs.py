@@ -1,8 +1,7 @@
-"""Where Megatron's data-parallel hooks are called: parameter and gradient syncs, staggered so that all ranks start them
-together.
+"""Where Megatron's data-parallel hooks are called: parameter and gradient syncs.
 
-Collectives slow compute down, so Megatron starts them in the same slot on every pipeline rank: rank r is r slots
-behind rank 0 in the forward direction and ahead in the backward one (Megatron's interleaved schedule; apex#1611).
+Collectives slow compute down, so Megatron starts them in the same slot on every pipeline rank: rank r is r slots behind
+rank 0 in the forward direction and ahead in the backward one (Megatron's interleaved schedule; apex#1611).
 """
 
 from collections import defaultdict
@@ -69,8 +68,8 @@ def _sync(op: str, chunk: int, stages: dict[int, int]) -> Instruction:
 
 
 def _enable_at(spec: PlanSpec, order: Sequence[Instruction], completing: int) -> int:
-    """Right before the completing entry; without a pipeline before the forward of the last backward, where it stands
-    right before that, so that wrappers which prepare in forward see it (``prepares_in_forward``).
+    """Right before the completing entry; without a pipeline before the forward right before that, if there is one, for
+    wrappers that prepare in forward (``prepares_in_forward``).
     """
     alone = spec.pipeline_size == 1 and spec.num_chunks == 1
     if alone and completing > 0 and order[completing - 1].op == ins.FORWARD:
@@ -79,8 +78,8 @@ def _enable_at(spec: PlanSpec, order: Sequence[Instruction], completing: int) ->
 
 
 def prepares_in_forward(plan: Plan, rank: int) -> bool:
-    """Whether wrappers that prepare for a reduction in forward do so in the right one: without a pipeline, where the
-    sync is enabled before the last forward.
+    """Whether wrappers that prepare for a reduction in forward may do so: without a pipeline, where the sync is enabled
+    before the last forward.
     """
     if plan.spec.pipeline_size > 1 or plan.spec.num_chunks > 1:
         return False
@@ -94,8 +93,8 @@ def prepares_in_forward(plan: Plan, rank: int) -> bool:
 
 
 def last_reentry(plan: Plan, rank: int) -> int:
-    """The position of ``rank``'s program from which on no_sync, once left, is not entered again: that of the last
-    gradients. Megatron's interleaved schedule enters it after every backward, the last one among them.
+    """The position in ``rank``'s program behind which no_sync is not entered again: that of the last gradients; behind
+    all in Megatron's interleaved schedule, which enters it after every backward.
     """
     program, spec = plan.programs[rank], plan.spec
     if spec.num_chunks > 1 and (spec.grad_sync == HOOKS or rank == 0):

@@ -1,7 +1,8 @@
 """The schedule families. Each gives compute order only; ``megatron_pp.plan.lower`` adds the communication."""
 
 import importlib
-from collections.abc import Callable, Iterator, MutableMapping
+from collections import UserDict
+from collections.abc import Callable
 
 from megatron_pp.errors import PlanError
 from megatron_pp.on_demand import load
@@ -39,31 +40,22 @@ _MODULES = {
 """Name -> the module here, or elsewhere, whose FAMILIES have it. It is loaded when the family is asked for."""
 
 
-class Families(MutableMapping[str, Family]):
+class Families(UserDict[str, Family]):
     """Families by name. Those of the package are loaded when they are asked for; their names are known before."""
 
+    data: dict[str, Family | None]  # type: ignore[assignment]
+
     def __init__(self) -> None:
-        self._found: dict[str, Family | None] = dict.fromkeys(_MODULES)
+        super().__init__()
+        self.data = dict.fromkeys(_MODULES)
 
     def __getitem__(self, name: str) -> Family:
-        family = self._found[name]
+        family = self.data[name]
         if family is None:
             module = _MODULES[name]
             found = importlib.import_module(module if "." in module else f"{__name__}.{module}")
-            self._found[name] = family = next(one for one in found.FAMILIES if one.name == name)
+            self.data[name] = family = next(one for one in found.FAMILIES if one.name == name)
         return family
-
-    def __setitem__(self, name: str, family: Family) -> None:
-        self._found[name] = family
-
-    def __delitem__(self, name: str) -> None:
-        del self._found[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._found)
-
-    def __len__(self) -> int:
-        return len(self._found)
 
 
 ENDINGS = (".csv", ".json")  # of schedules that are files
@@ -94,10 +86,9 @@ def choices() -> str:
 
 
 def find_family(schedule: str) -> Family:
-    """The registered family of this name, or that of the file at this path.
+    """The registered family of this name, or of the file at this path.
 
-    Raises PlanError for a name that is neither and for a file whose plan cannot run, FileFormatError (one too) for
-    a file that holds none.
+    Raises PlanError for other names and for a file whose plan cannot run, FileFormatError for a file without one.
     """
     if isinstance(schedule, str):
         if schedule in SCHEDULES:
@@ -115,9 +106,8 @@ def placement_kind(schedule: str | None) -> str:
 
 
 def register(family: Family) -> Family:
-    """Make a family of the program's own known by its name, for this process: every rank does so before its first step.
-
-    Returns the family. Raises PlanError for a name that is taken, as plans are kept by name.
+    """Make the program's own family known by its name in this process, on every rank before its first step. Returns it.
+    Raises PlanError for a name that is taken, as plans are kept by name.
     """
     if family.name in SCHEDULES:
         raise PlanError(f"a schedule {family.name!r} exists already; register this one under another name")

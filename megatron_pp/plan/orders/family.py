@@ -22,22 +22,12 @@ Order = list[Instruction]
 Announce = Callable[[str], None]  # takes a sentence for the log
 
 
-def no_remark(shape: Shape) -> str:
-    return ""
-
-
 def no_offloads(shape: Shape) -> int:
     return 0
 
 
-def never(shape: Shape) -> bool:
-    return False
-
-
 class Repeats(NamedTuple):
-    """After ``period`` microbatches the steady state of an order is the same, but of later microbatches: with
-    ``period`` microbatches more it lasts so much longer, from ``least`` microbatches on.
-    """
+    """The steady state of an order repeats after ``period`` microbatches, in orders of at least ``least``."""
 
     period: int
     least: int = 1
@@ -57,21 +47,20 @@ class Family:
 
     name           what ``config.pipeline_schedule`` says
     orders         Shape -> one compute order per rank
-    placement      which rank and chunk holds which stage
-    chunks         the number of chunks a rank must have: None for any, else exactly that many
-    splits_weight  whether the orders have I and W (backward split into input and weight gradients)
     source         where the rule comes from
     summary        one line for people who choose
-    search         for families that search: PlanSpec -> its plan, for its measured times and memory, announced where it
-                   takes long, among those for which a function of plans is true; ``orders`` is then the search with
-                   default values
-    remark         Shape -> a sentence where the orders are not the family's own but a substitute; empty otherwise
-    programs       for families from files: PlanSpec -> the file's whole programs, None where they are lowered otherwise
+    placement      which rank and chunk holds which stage
+    chunks         the number of chunks that a rank must have; None for any
+    splits_weight  whether the orders have I and W (backward split into input and weight gradients)
+    search         of families that search: (PlanSpec, announce, allowed) -> its plan for its measured times and memory,
+                   announced where that takes long, among plans for which ``allowed`` is true
+    remark         Shape -> a sentence where other orders are used in place of the family's; empty otherwise
+    programs       of files: PlanSpec -> the file's whole programs, None where they are lowered otherwise
     digest         of the file that the orders come from; empty where they come from a rule
-    shape          for families from files: the one shape that they have
+    shape          of files: the one shape that they have
     grouped        whether the orders depend on the group size
     small_groups   whether groups of fewer microbatches than ranks are of use
-    repeats        for families whose orders have a steady state: Shape -> Repeats
+    repeats        of families whose orders have a steady state: Shape -> Repeats
     sliced         whether the orders may be of slices of sequences
     offloads       Shape -> the chunks of every rank, from its first, that are offloaded unless the spec says how many
     joint          Shape -> whether a forward and the backward behind it have one exchange where exchanges block
@@ -86,7 +75,7 @@ class Family:
     chunks: int | None = None
     splits_weight: bool = False
     search: Callable[..., Plan] | None = None
-    remark: Callable[[Shape], str] = no_remark
+    remark: Callable[[Shape], str] = lambda shape: ""
     programs: Callable[[PlanSpec], Sequence[Line] | None] | None = None
     digest: str = ""
     shape: Shape | None = None
@@ -95,7 +84,7 @@ class Family:
     repeats: Callable[[Shape], Repeats] | None = None
     sliced: bool = False
     offloads: Callable[[Shape], int] = no_offloads
-    joint: Callable[[Shape], bool] = never
+    joint: Callable[[Shape], bool] = lambda shape: False
     barriers: int = 0
 
     @property

@@ -1,10 +1,10 @@
 """Memory in bytes: what a transformer keeps per microbatch and layer, and what that makes of a plan on every rank.
 
-Activations of a layer are counted as in arXiv 2205.05198 (section 4, in bytes for 16-bit activations:
-s b h (34 + 5 a s / h), less with tensor parallelism and recomputation); what the weight gradients still need after a
-split backward as in arXiv 2401.10241 (appendix: 32 s b h; where a layer is recomputed that is more than its forward
-kept). Parameters, gradients and optimizer states are those of Megatron's mixed-precision optimizer. What the allocator
-keeps back of messages is counted as on NCCL (``record_stream.py``). Workspace of kernels and fragmentation are not.
+Activations of a layer are those of arXiv 2205.05198 (section 4, in bytes for 16-bit activations:
+s b h (34 + 5 a s / h), less with tensor parallelism and recomputation); what weight gradients need after a split
+backward is that of arXiv 2401.10241 (appendix: 32 s b h, more than the forward of a recomputed layer kept). Parameters,
+gradients and optimizer states are those of Megatron's mixed-precision optimizer. Messages that the allocator keeps back
+are counted as on NCCL (``record_stream.py``); workspace of kernels and fragmentation are not.
 """
 
 from array import array
@@ -29,7 +29,7 @@ RECOMPUTE = (NONE, SELECTIVE, FULL)
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A transformer as far as its memory goes. Sizes are of the whole model, before any parallel split.
+    """What decides a transformer's memory. Sizes are of the whole model, before any parallel split.
 
     num_layers, hidden_size, num_attention_heads, ffn_hidden_size (None: 4 h), vocab_size (0: no embedding and head)
     seq_length, micro_batch_size
@@ -94,8 +94,8 @@ class ModelShape:
 
     @property
     def layer_weight_grad_bytes(self) -> float:
-        """What a layer still holds of a microbatch after its input gradients, for its weight gradients: inputs and
-        output gradients of its four linear maps (two of each are whole on every tensor-parallel rank).
+        """What a layer holds of a microbatch between input and weight gradients: inputs and output gradients of its
+        four linear maps (two of each are whole on every tensor-parallel rank).
         """
         unit = self.tokens * self.hidden_size * self.element_bytes / 2
         outside = self.tensor_parallel if self.sequence_parallel else 1
@@ -124,7 +124,7 @@ class ModelShape:
         return layers
 
     def kept_bytes(self, stage: int, num_stages: int) -> float:
-        """What a stage keeps of one microbatch between forward and backward, besides its input (a pipeline tensor)."""
+        """What a stage keeps of one microbatch between forward and backward, without its input (a pipeline tensor)."""
         kept = self.layers_per_stage(num_stages) * self.layer_bytes
         if stage > 0:
             kept = max(0.0, kept - self.message_bytes)
@@ -150,8 +150,8 @@ class ModelShape:
         return 4 * self.tokens * self.vocab_size / self.tensor_parallel
 
     def static_bytes(self, stages: Sequence[int], num_stages: int, output_share: float | None = None) -> float:
-        """Parameters, gradients and optimizer states of a rank that holds ``stages``. ``output_share``: of the output
-        layer's rows, where that is not whole on the last stage.
+        """Parameters, gradients and optimizer states of a rank that holds ``stages``. ``output_share``: its share of a
+        split output layer.
         """
         parameters = self.layers_per_stage(num_stages) * self.layer_parameters * len(stages)
         table = self.vocab_size * self.hidden_size / self.tensor_parallel
@@ -162,7 +162,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one rank: ``static`` all the time; right after ``plan.timed(rank)[i]``, ``after[i]`` in activations and
+    """Bytes of one rank: ``static``, and right after ``plan.timed(rank)[i]`` ``after[i]`` on the device and
     ``on_host[i]`` in host memory.
     """
 
@@ -172,6 +172,7 @@ class RankMemory:
 
     @property
     def peak(self) -> float:
+        """Static part included."""
         return self.static + max(self.after, default=0.0)
 
     @property
@@ -186,7 +187,7 @@ def rank_memory(plan: Plan, rank: int, shape: ModelShape) -> RankMemory:
     static, logits = shape.static_bytes(stages, total, share), shape.logits_bytes * (share or 0.0)
     shape = shape if share is None else replace(shape, vocab_size=0)  # the output layer is no stage's
     key_values = shape.layers_per_stage(total) * shape.layer_key_value_bytes
-    shared = key_values if slices > 1 and shape.recompute != FULL else 0.0  # by slices, and so counted by itself
+    shared = key_values if slices > 1 and shape.recompute != FULL else 0.0  # of slices: counted by itself
     kept = [0.0 if plan.spec.forward_only else (shape.kept_bytes(s, total) - shared) / slices for s in range(total)]
     late = [shape.kept_for_weights(s, total) / slices for s in range(total)]
     inside = kept_timeline(plan.programs[rank], stages, kept, late)  # the chunks' own activations

@@ -2,8 +2,8 @@
 
 A pair that met takes its turn on the directed link between its ranks; when the transfer is over, both entries lose an
 end. On gloo (``Network.gloo``) there are no queues, but a receive becomes active only when its announcement reaches the
-sender: once what was on the wire towards the sender, when the receive was posted, has left. Large messages have
-connections of their own, and their announcements take no time.
+sender, behind what is on the wire towards it. Large messages have connections of their own, and their announcements
+take no time.
 """
 
 from collections import Counter
@@ -28,9 +28,8 @@ class Arrival(NamedTuple):
 class TimedQueues(QueueMachine):
     """All queues, channels and links of a pipeline, with time.
 
-    ``started`` collects arrivals that are certain, ``announced`` receives whose announcement is on its way to the
-    sender, with the time when it is there, until the caller takes them and gives each back then, to ``arrive`` or
-    ``announce``.
+    ``started`` collects arrivals that are certain, ``announced`` (arrival of the announcement, receive), until the
+    caller takes them; it gives each back to ``arrive`` or ``announce`` at its time.
     """
 
     def __init__(self, plan: Plan, network: Network) -> None:
@@ -53,7 +52,7 @@ class TimedQueues(QueueMachine):
         return entry
 
     def arrive(self, arrival: Arrival, now: float) -> list[Entry]:
-        """The transfer is over. Returns the entries that it completed; what stood behind them may have started."""
+        """The transfer is over. Returns the entries that it completed; those behind them may have started."""
         complete = []
         for end in arrival.meeting:
             if self.finish(end, now):
@@ -69,7 +68,7 @@ class TimedQueues(QueueMachine):
         self._start_met(now)
 
     def activate(self, entry: Entry, now: float) -> None:
-        """As for every queue machine; on gloo receives are announced first, in order."""
+        """As in every queue machine; on gloo receives are announced first, in order."""
         for end in entry.ends:
             if end.is_send or not self.announces_late:
                 self.meet(end)
@@ -89,7 +88,7 @@ class TimedQueues(QueueMachine):
             self.started.append(Arrival(transfer, one))
 
     def _collective(self, ends: Gathering, now: float) -> Transfer:
-        """A collective: a transfer of no link, from the root or to it, that is under way as soon as all are there."""
+        """A collective: a transfer on no link, from the root or to it, that starts when all are there."""
         op, mb, placement = ends[0].at.op, ends[0].at.mb, self.placement
         moved = load("output_instructions").moved_by(op, placement.barriers)
         taken = self.network.collective_time(moved, placement.pipeline_size)

@@ -3,7 +3,6 @@
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from typing import NamedTuple
 
 from megatron_pp.plan.costs.activations import WEIGHT_SHARE, Shares, host_timeline, peak_activations
@@ -46,13 +45,13 @@ class Transfer(NamedTuple):
 
 @dataclass
 class Waits:
-    """Time that a rank stood waiting, by cause.
+    """Time that a rank waited, by cause.
 
     peer_late  the other side had not posted its end: it was still computing, or waiting itself
-    queued     both ends were posted, but stood behind other messages of their channel or link
+    queued     both ends were posted, behind other messages of their channel or link
     transfer   the message was on its way
-    release    the rank waited for its own send to finish before giving the buffer back
-    copy       the rank waited for a copy between device and host
+    release    its own send was not over, whose buffer it gives back
+    copy       a copy between device and host
     """
 
     peer_late: float = 0.0
@@ -66,7 +65,7 @@ class Waits:
         return self.peer_late + self.queued + self.transfer + self.release + self.copy
 
     def add_receive(self, since: float, until: float, transfer: Transfer) -> None:
-        """The rank stood from ``since`` to ``until`` in the WAIT on ``transfer``."""
+        """The rank was in the WAIT on ``transfer`` from ``since`` to ``until``."""
         posted = max(transfer.send_posted, transfer.receive_posted)
         self.peer_late += max(0.0, min(until, posted) - since)
         self.queued += max(0.0, min(until, transfer.start) - max(since, posted))
@@ -143,21 +142,20 @@ class Simulation:
         return dict(sorted(sums.items()))
 
     def peak_activations(self, weight_share: Shares = WEIGHT_SHARE) -> tuple[float, ...]:
-        """Per rank, the most that chunks keep, in units of one chunk's forward, where a waiting weight gradient counts
-        ``weight_share`` (one number or one per stage).
+        """Per rank, the most that chunks keep, in units of one chunk's forward. ``weight_share``: what a waiting weight
+        gradient counts (one number or one per stage).
         """
         return peak_activations(self.plan, weight_share)
 
     def peak_on_host(self) -> tuple[float, ...]:
         """Per rank, the most that is offloaded at once, in units of one chunk's forward."""
-        plan = self.plan
-        timelines = map(host_timeline, plan.programs, plan.placement.stages, repeat((1,) * plan.placement.num_stages))
-        return tuple(max(timeline, default=0) / plan.spec.slices for timeline in timelines)
+        plan, ones = self.plan, (1,) * self.plan.placement.num_stages
+        lines = zip(plan.programs, plan.placement.stages, strict=True)
+        return tuple(max(host_timeline(line, row, ones), default=0) / plan.spec.slices for line, row in lines)
 
     def peak_in_flight(self) -> tuple[int, ...]:
-        """Per rank, the most (chunk, microbatch) pairs, or slices of them, on the device that are past their forward
-        with gradients to come: the papers' count, to which a waiting weight gradient is a whole pair. An evaluation has
-        none.
+        """Per rank, the most (chunk, microbatch) pairs, or slices of them, on the device between forward and weight
+        gradient, as papers count. An evaluation has none.
         """
         slices = self.plan.spec.slices
         return tuple(round(slices * peak) for peak in peak_activations(self.plan, 1.0))

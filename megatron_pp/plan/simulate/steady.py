@@ -2,9 +2,9 @@
 
 An optimizer that synchronises the ranks of a pipeline (the norm of all gradients, a check for infinities) makes them
 begin each step together, and a step takes its makespan. Where that is bypassed (arXiv 2401.10241, section 4), a rank
-begins its next step when its own part of the last one is over. The ranks then stay shifted against each other, and what
-one waits for at the start and another at the end of a step is waited for once. The papers' bubbles of ZB-H2 and ZB-V,
-whose ranks have no gap within their own part, count on it; other schedules gain nothing.
+begins its next step when its own part of the last one is over: the ranks stay shifted against each other, and waits at
+the start of a step overlap those at the end. The papers' bubbles of ZB-H2 and ZB-V, whose ranks have no gap within
+their own part, count on it; other schedules gain nothing.
 """
 
 from collections.abc import Collection
@@ -13,6 +13,7 @@ from itertools import pairwise
 
 from megatron_pp.plan.costs.stage_costs import FREE, Network, StageCosts
 from megatron_pp.plan.ir.instruction import COMPUTE_OPS, later
+from megatron_pp.plan.ir.repeated import Line
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.plan.simulate.simulation import Simulation
 from megatron_pp.plan.simulate.simulator import simulate
@@ -46,10 +47,11 @@ def steady_step(plan: Plan, costs: StageCosts, network: Network = FREE, device: 
     for steps in _STEPS:
         each = replace(costs, microbatches=steps * costs.microbatches)
         result = simulate(in_a_row(plan, steps), each, network, device)
-        ends = [
-            times[len(times) // steps - 1 :: len(times) // steps] for times in result.ends
-        ]  # of each step, per rank
-        periods = [late - early for rank in ends for early, late in pairwise(rank[steps // 2 - 1 :])]
+        periods = []
+        for times in result.ends:
+            count = len(times) // steps
+            ends = times[count - 1 :: count]  # of each step
+            periods += [late - early for early, late in pairwise(ends[steps // 2 - 1 :])]
         if max(periods) - min(periods) <= _CLOSE * result.makespan:
             break
     return SteadyStep(sum(periods) / len(periods), tuple(busy / steps for busy in result.busy))
@@ -58,21 +60,21 @@ def steady_step(plan: Plan, costs: StageCosts, network: Network = FREE, device: 
 def in_a_row(plan: Plan, steps: int) -> Plan:
     """``plan`` with that many steps as one: the microbatches of step k are numbered from k M."""
     count = plan.spec.num_microbatches
-    programs, orders = (
-        tuple(tuple(later(at, step * count) for step in range(steps) for at in line) for line in lines)
-        for lines in (plan.programs, plan.orders)
-    )
-    spec = replace(plan.spec, num_microbatches=steps * count)
-    return replace(plan, spec=spec, programs=programs, orders=orders)
+
+    def repeated(line: Line) -> Line:
+        return tuple(later(at, step * count) for step in range(steps) for at in line)
+
+    programs, orders = tuple(map(repeated, plan.programs)), tuple(map(repeated, plan.orders))
+    return replace(plan, spec=replace(plan.spec, num_microbatches=steps * count), programs=programs, orders=orders)
 
 
 def longest_span(result: Simulation) -> float:
     """The longest time of a rank from the start of its first operation to the end of its last one."""
-    of_ranks = (
-        [event for event in result.events(rank) if event.instruction.op in COMPUTE_OPS]
-        for rank in range(len(result.ends))
-    )
-    return max(compute[-1].end - compute[0].start if compute else 0.0 for compute in of_ranks)
+    spans = []
+    for rank in range(len(result.ends)):
+        compute = [event for event in result.events(rank) if event.instruction.op in COMPUTE_OPS]
+        spans.append(compute[-1].end - compute[0].start if compute else 0.0)
+    return max(spans)
 
 
 def counts_on_bypass(result: Simulation) -> bool:

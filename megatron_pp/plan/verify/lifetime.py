@@ -1,6 +1,4 @@
-"""The half of ``verify`` that looks at one rank at a time, instruction by instruction: the rules of ``rules.py``,
-syncs, and memory.
-"""
+"""The part of ``verify`` that checks each rank by itself: the rules of ``rules.py``, syncs, and memory."""
 
 from __future__ import annotations
 
@@ -18,28 +16,20 @@ from megatron_pp.plan.ir.ledger import KINDS, VIEWS, Memory, Site, change_of
 from megatron_pp.plan.ir.repeated import Block, RepetitionError
 from megatron_pp.plan.ir.rules import B_RAN, F_FREED, F_RAN, W_LEFT, W_RAN, facts_at_end, needs_at, rule_of, words_of
 from megatron_pp.plan.ir.spec import Plan
-from megatron_pp.plan.verify.sync_check import check_syncs
+from megatron_pp.plan.verify.sync_check import SyncCheck
 
 if TYPE_CHECKING:
     from megatron_pp.features.skip_tensors.skip_lifetime import NamedWalk
 
 
 def check_rank(plan: Plan, rank: int, deallocate: bool = True, block: Block | None = None) -> RankPeaks:
-    """Check ``rank``'s program; returns the peaks of its memory. Raises PlanError naming the rank, the instruction and
-    what is missing.
+    """The peaks of memory of ``rank``'s program. Raises PlanError naming the rank, the instruction and what is missing.
 
-    ``deallocate`` says whether FREE_F gives the output's data back (config.deallocate_pipeline_outputs) or it
-    stays until the backward. With ``block``, raises RepetitionError unless the block leaves the rank as it found it.
+    ``deallocate``: whether FREE_F gives the output's data back (config.deallocate_pipeline_outputs) or the backward
+    does. With ``block``, raises RepetitionError unless the block leaves the rank as it found it.
     """
-    peaks = _walked(Walk(plan, rank, deallocate), plan, block)
-    _check_groups(plan, rank)
-    check_syncs(plan, rank)
-    return peaks
-
-
-def _walked(walk: Walk, plan: Plan, block: Block | None) -> RankPeaks:
-    """What ``check_rank`` returns, found instruction by instruction."""
-    rank, timeline, together = walk.rank, walk.tensors(), 0
+    walk = Walk(plan, rank, deallocate)
+    timeline, together = walk.tensors(), 0
     if block is not None:
         program, (start, end) = plan.programs[rank], block.of(rank)
         if any(at.op in ins.SYNC_OPS for at in program[start:end]):
@@ -50,11 +40,13 @@ def _walked(walk: Walk, plan: Plan, block: Block | None) -> RankPeaks:
         if walk.state(block.microbatches) != before:
             raise RepetitionError(f"rank {rank}: tensors or microbatches differ between both ends of the block")
     together = max(together, max(timeline, default=0))
+    _check_groups(plan, rank)
+    SyncCheck(plan, rank).run()
     return RankPeaks(Memory(*walk.peaks), together)
 
 
 def _check_groups(plan: Plan, rank: int) -> None:
-    """Members of a pair that are in their order one by one may still not belong there."""
+    """Groups hold what they may: members in a right order, one by one, may still be no pair."""
     for at in plan.programs[rank]:
         if at.members and at.op not in ins.GROUP_OPS:
             raise PlanError(f"rank {rank}: {at.op} has members, {list(at.members)}: only batches and pairs do")
@@ -99,9 +91,7 @@ class Step(NamedTuple):
 
 
 class Walk:
-    """What is true of every cell of a rank, and alive on it, as its program runs. Raises PlanError naming the rank,
-    the instruction and what is missing.
-    """
+    """What is true of every cell of a rank, and alive on it, as its program runs."""
 
     def __init__(self, plan: Plan, rank: int, deallocate: bool = True) -> None:
         spec = plan.spec
@@ -134,7 +124,7 @@ class Walk:
             self.named = load("skip_lifetime").NamedWalk(plan, rank, self.facts, self._error)
 
     def tensors(self) -> Iterator[int]:
-        """Run the program; after each instruction, the tensors alive together."""
+        """Run the program; yields the tensors alive after each instruction."""
         now, peaks, facts, known, named, alive = self.now, self.peaks, self.facts, self.known, self.named, 0
         checked = self.checked
         for at in self.plan.timed(self.rank):
@@ -247,14 +237,12 @@ class Walk:
         )
 
     def _check_turn(self, at: Instruction) -> None:
-        """Check what depends on other cells."""
+        """A hand-off comes after its neighbour stage; forwards come in the order of their data and losses."""
         if at.op in ins.HAND_OPS:
-            self._check_hand(at)
-        elif at.op in self.in_order:
-            self._check_order(at)
-
-    def _check_order(self, at: Instruction) -> None:
-        """Every chunk draws its data from an iterator, and its losses are reported in the order of its forwards."""
+            source, fact = neighbour_of(at.op, at.stage), F_RAN if at.op == ins.HAND_F else B_RAN
+            if not self.facts.get((source, at.mb, at.slice), 0) & fact:
+                raise self._error(at, f"stage {source} has not produced it yet on this rank")
+            return
         mb, part = expected = self.next[at.op, at.chunk]
         if (at.mb, at.slice) != expected:
             of, (what, why) = f", slice {part}" if part >= 0 else "", self.in_order[at.op]
@@ -262,7 +250,7 @@ class Walk:
         self.next[at.op, at.chunk] = (mb, part + 1) if 0 <= part < self.slices - 1 else (mb + 1, min(part, 0))
 
     def _follow_slice(self, at: Instruction) -> None:
-        """Check that backwards are in causal order, as forwards are (``_check_order``); count keys and values."""
+        """Backwards are in causal order, as forwards are (``_check_turn``). Counts keys and values."""
         if at.op in ins.BACKWARD_OPS:
             before = slice_before(at.op, at.slice, self.slices)
             if before is not None and not self.facts[(at.stage, at.mb, before)] & B_RAN:
@@ -270,15 +258,9 @@ class Walk:
         kept = self.key_values_change(at.op, at.slice, self.slices, self.forward_only)
         self._count([("key_values", kept)])
 
-    def _check_hand(self, at: Instruction) -> None:
-        """A hand-off needs the neighbour stage of this rank to have produced."""
-        source, fact = neighbour_of(at.op, at.stage), F_RAN if at.op == ins.HAND_F else B_RAN
-        if not self.facts.get((source, at.mb, at.slice), 0) & fact:
-            raise self._error(at, f"stage {source} has not produced it yet on this rank")
-
     def state(self, since: int) -> Any:
-        """All that the rest of the walk depends on, microbatches counted from ``since``. Cells that are not listed are
-        complete before their chunk's next forward, which all before it need, and untouched from there on.
+        """All that the rest of the walk depends on, microbatches counted from ``since``: of cells those that are begun
+        and not complete, as nothing touches the others between complete ones and their chunk's next forward.
         """
         begun = {
             (stage, mb - since, part): facts
@@ -289,7 +271,7 @@ class Walk:
         return begun, [(mb - since, part) for mb, part in self.next.values()], list(self.now), named
 
     def missing(self, stage: int, facts: int) -> int:
-        """What a finished program must have made true of a cell besides."""
+        """The facts that a finished program must still add to a cell."""
         return (self.required[stage] | (W_RAN if facts & W_LEFT else 0)) & ~facts
 
     def _check_end(self) -> None:
@@ -307,4 +289,4 @@ class Walk:
         return f"rank {self.rank}: at the end of the plan, of {where}"
 
     def _error(self, at: Instruction, why: str) -> PlanError:
-        return PlanError(f"rank {self.rank}: {at} ({at.name}): {why}")
+        return ins.refusal(self.rank, at, why)

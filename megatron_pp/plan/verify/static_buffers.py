@@ -9,19 +9,18 @@ _Cell = tuple[int, int, int]  # stage, microbatch, slice
 
 
 def check_static_buffers(plan: Plan, block: Block | None = None) -> None:
-    """The rule of layers in CUDA graphs: whoever reads an input gradient, its send or the backward of the stage before
-    on the same rank, does so before the operation after the next backward. Transformer Engine gives its buffer to the
-    graphs that were captured after that backward (``_reuse_graph_input_output_buffers``), and autograd hands it out as
-    it is.
+    """The rule of layers in CUDA graphs: an input gradient is read (sent, or used by the stage before on the same rank)
+    before the operation after the next backward. Transformer Engine gives its buffer to the graphs that were captured
+    after that backward (``_reuse_graph_input_output_buffers``), and autograd hands it out as it is.
 
     Raises PlanError, naming rank, operation and gradient. With ``block``, raises RepetitionError unless the block
-    leaves the same gradients that it found.
+    leaves the gradients as it found them.
     """
     for rank in range(len(plan.programs)):
-        _check_static_buffers(plan, rank, block)
+        _check_rank(plan, rank, block)
 
 
-def _check_static_buffers(plan: Plan, rank: int, block: Block | None) -> None:
+def _check_rank(plan: Plan, rank: int, block: Block | None) -> None:
     newest: dict[_Cell, Instruction] = {}  # gradients of the last backward that are not settled, and that backward
     exposed: dict[_Cell, Instruction] = {}  # of backwards before it: the next operation may overwrite them
     ends = {} if block is None else dict(zip(block.of(rank), (0, block.microbatches), strict=True))
@@ -33,21 +32,21 @@ def _check_static_buffers(plan: Plan, rank: int, block: Block | None) -> None:
             backward = one.op in BACKWARD_OPS
             if backward or one.op == FREE_B:  # a backward copies the gradient that it uses before it overwrites any
                 read = one.stage + backward, one.mb, one.slice
-                newest.pop(read, None), exposed.pop(read, None)
+                newest.pop(read, None)
+                exposed.pop(read, None)
             if one.op not in SINGLE_COMPUTE_OPS:
                 continue
             if exposed:
-                raise PlanError(_overwritten(plan, rank, one, next(iter(exposed.values()))))
+                raise _overwritten(plan, rank, one, next(iter(exposed.values())))
             if backward:
                 exposed, newest = newest, {(one.stage, one.mb, one.slice): one} if one.stage > 0 else {}
     if block is not None and states[0] != states[1]:
         raise RepetitionError(f"rank {rank}: input gradients differ between both ends of the block")
 
 
-def _overwritten(plan: Plan, rank: int, at: Instruction, made: Instruction) -> str:
-    sent = plan.placement.crosses_ranks(made.stage - 1)
-    return (
-        f"rank {rank}: {at} ({at.name}) may overwrite the input gradient of {made}, which "
-        f"{'is still being sent' if sent else 'is not used yet'}: under {STATIC_BUFFERS} its buffer is reused "
-        "after the next backward"
+def _overwritten(plan: Plan, rank: int, at: Instruction, made: Instruction) -> PlanError:
+    state = "is still being sent" if plan.placement.crosses_ranks(made.stage - 1) else "is not used yet"
+    return PlanError(
+        f"rank {rank}: {at} ({at.name}) may overwrite the input gradient of {made}, which {state}: under "
+        f"{STATIC_BUFFERS} its buffer is reused after the next backward"
     )

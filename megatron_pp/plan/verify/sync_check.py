@@ -1,64 +1,60 @@
-"""Whether gradient and parameter syncs stand where nothing is lost or reduced too early."""
+"""Whether gradient and parameter syncs are where nothing is lost or reduced too early."""
 
 from bisect import bisect_right
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.ir import instruction as ins
-from megatron_pp.plan.ir.instruction import NONE, Instruction
+from megatron_pp.plan.ir.instruction import NONE, Instruction, refusal
 from megatron_pp.plan.ir.spec import EXPLICIT, Plan
 
 _NOTED = ins.COMPUTE_OPS | ins.SYNC_OPS
 _BACKWARDS = ins.BACKWARD_OPS | ins.LAST_PASS | {ins.WEIGHT_GRAD}
 
 
-def check_syncs(plan: Plan, rank: int) -> None:
-    """Gradient and parameter syncs stand once per chunk, where nothing that they cover comes after (gradients) or
-    before (parameters). Raises PlanError.
-    """
-    _Check(plan, rank).run()
+class SyncCheck:
+    """Whether syncs are there once per chunk, gradient syncs behind all that they cover, parameter syncs before it."""
 
-
-class _Check:
     def __init__(self, plan: Plan, rank: int) -> None:
         self.rank = rank
         self.spec = plan.spec
         self.program = plan.programs[rank]
-        noted = [(k, at) for k, at in enumerate(self.program) if at.op in _NOTED]
+        noted = [(k, entry) for k, entry in enumerate(self.program) if entry.op in _NOTED]
         self.syncs = [(k, entry) for k, entry in noted if entry.op in ins.SYNC_OPS]
-        ran = [(k, at) for k, entry in noted for at in ins.each([entry])]
+        ran = [(k, at) for k, entry in noted for at in entry.members or (entry,)]
         backwards = [(k, at) for k, at in ran if at.op in _BACKWARDS]
         self.backwards = [k for k, _ in backwards]
-        # Chunk -> index of the compute operation after which its gradients are complete; the same for layers that do
-        # all of their backward in B; the same for a split output layer; index of its first forward.
+        # Chunk -> index of the operation that completes its gradients, those of layers that do not split their
+        # backward, those of a split output layer; and index of its first forward.
         self.last = {at.chunk: k for k, at in backwards if at.op not in ins.LAST_PASS}
         self.last_backward = {at.chunk: k for k, at in backwards if at.op in ins.BACKWARD_OPS}
         self.last_pass = {at.chunk: k for k, at in backwards if at.op in ins.LAST_PASS}
         self.first = {at.chunk: k for k, at in reversed(ran) if at.op == ins.FORWARD}
 
     def run(self) -> None:
+        """Raises PlanError."""
         seen: dict[str, set[int]] = {op: set() for op in ins.SYNC_OPS}
         early: set[int] = set()  # chunks whose sync is enabled for their last backward too, before their last WEIGHT
         passes: set[int] = set()  # chunks whose sync is enabled for the last T
         for k, at in self.syncs:
             done = passes if self._is_for_pass(k, at) else early if self._is_early(k, at) else seen[at.op]
             if at.chunk in done or not 0 <= at.chunk < self.spec.num_chunks:
-                raise self._error(at, "it stands twice, or names no chunk of this rank")
+                raise refusal(self.rank, at, "it stands twice, or names no chunk of this rank")
             done.add(at.chunk)
             self._check_place(k, at)
         self._check_kinds(seen[ins.ENABLE_GRAD_SYNC] | passes, seen[ins.GRAD_SYNC], early)
         for chunk in sorted(set() if seen[ins.GRAD_SYNC] else self.last_pass.keys() - passes):
             last = self.program[self.last_pass[chunk]]
             why = f"no ENABLE_GRAD_SYNC{chunk} stands before it: it completes the output layer's gradient"
-            raise self._error(last, why)
+            raise refusal(self.rank, last, why)
+        wanted = []
         if not self.spec.forward_only:
-            self._check_all("gradients", seen[ins.ENABLE_GRAD_SYNC] | seen[ins.GRAD_SYNC])
+            wanted.append(("gradients", seen[ins.ENABLE_GRAD_SYNC] | seen[ins.GRAD_SYNC]))
         if self.spec.param_sync and self.spec.num_chunks > 1:
-            self._check_all("parameters", seen[ins.PARAM_SYNC])
-
-    def _check_all(self, what: str, synced: set[int]) -> None:
-        lost = sorted(set(range(self.spec.num_chunks)) - synced)
-        if lost:
-            raise PlanError(f"rank {self.rank}: the {what} of chunk(s) {lost} are never synchronised")
+            wanted.append(("parameters", seen[ins.PARAM_SYNC]))
+        for what, synced in wanted:
+            lost = sorted(set(range(self.spec.num_chunks)) - synced)
+            if lost:
+                raise PlanError(f"rank {self.rank}: the {what} of chunk(s) {lost} are never synchronised")
 
     def _check_kinds(self, enabled: set[int], explicit: set[int], early: set[int]) -> None:
         """One kind of gradient sync a rank, and hooks in both places where gradients become complete."""
@@ -70,10 +66,8 @@ class _Check:
         for chunk in sorted(enabled - early):
             if self.last_backward.get(chunk) != self.last.get(chunk):
                 last = self.program[self.last_backward[chunk]]
-                raise PlanError(
-                    f"rank {self.rank}: {last} ({last.name}): no ENABLE_GRAD_SYNC{chunk} stands before it: it is the "
-                    "chunk's last backward, which completes the gradients of layers that do not split theirs"
-                )
+                why = f"no ENABLE_GRAD_SYNC{chunk} stands before it: it is the chunk's last backward, which completes"
+                raise refusal(self.rank, last, f"{why} the gradients of layers that do not split theirs")
 
     def _following(self, k: int) -> int | None:
         """The backward or WEIGHT that comes next after instruction ``k``."""
@@ -92,19 +86,19 @@ class _Check:
     def _check_place(self, k: int, at: Instruction) -> None:
         if at.op == ins.PARAM_SYNC:
             if k > self.first.get(at.chunk, k):
-                raise self._error(at, "it comes after the chunk's first forward")
+                raise refusal(self.rank, at, "it comes after the chunk's first forward")
             return
         if self.spec.forward_only:
-            raise self._error(at, "a forward-only plan has no gradients")
+            raise refusal(self.rank, at, "a forward-only plan has no gradients")
         done = self.last.get(at.chunk, len(self.program))
         if at.op == ins.GRAD_SYNC:
             if self.spec.grad_sync != EXPLICIT or k < max(done, self.last_pass.get(at.chunk, done)):
-                raise self._error(
-                    at, "it comes before the chunk's last gradient, or this plan has no explicit gradient sync"
+                raise refusal(
+                    self.rank,
+                    at,
+                    "it comes before the chunk's last gradient, or this plan has no explicit gradient sync",
                 )
             return
         if self._following(k) != done and not self._is_early(k, at) and not self._is_for_pass(k, at):
-            raise self._error(at, "the backward that follows is not the one that completes the chunk's gradients")
-
-    def _error(self, at: Instruction, why: str) -> PlanError:
-        return PlanError(f"rank {self.rank}: {at} ({at.name}): {why}")
+            why = "the backward that follows is not the one that completes the chunk's gradients"
+            raise refusal(self.rank, at, why)
