@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_pp.errors import MegatronPPError
 
@@ -79,18 +79,15 @@ def run_processes(
                 _reap(process)
 
 
-class _Setup:
+class _Setup(NamedTuple):
     """The set-up of a rank, before ``rank_main``."""
 
-    def __init__(
-        self, rank: int, size: int, backend: str | None, store: str, group_timeout: float, environment: dict[str, str]
-    ) -> None:
-        self.rank = rank
-        self.size = size
-        self.backend = backend
-        self.store = store
-        self.group_timeout = group_timeout
-        self.environment = environment
+    rank: int
+    size: int
+    backend: str | None
+    store: str
+    group_timeout: float
+    environment: dict[str, str]
 
 
 def _rank_process(pipe: Connection, setup: _Setup, rank_main: Callable[..., Any], args: tuple[Any, ...]) -> None:
