@@ -1,16 +1,10 @@
 """``scripts/train.py`` with one fault: torchrun ... faulty_train.py WHAT RANK NUMBER FOLDER <flags of train.py>.
 
-The fault is put into WHAT, of rank RANK, at its NUMBERth call (from 1), and only once for a FOLDER, in which it leaves
-its mark:
+The fault strikes rank RANK at its NUMBERth call (from 1) of WHAT, and only once for a FOLDER, in which it leaves its
+mark:
 
-    data             reading a training microbatch raises OSError
-    data-killed      the process is killed there
-    data-stopped     the process is stopped there, as by SIGSTOP
-    validation       reading a validation microbatch raises OSError
-    optimizer        the optimizer's step raises OSError
-    optimizer-signalled   the process gets SIGTERM there
-    save-killed      the process is killed at that file operation in the run's checkpoints
-    save             an OSError there
+    data-killed   reading a training microbatch: the process is killed
+    validation    reading a validation microbatch: OSError
 """
 
 from __future__ import annotations
@@ -24,39 +18,28 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from examples.gpt.checkpoint import CheckpointWriter
 from examples.gpt.data import SampleOrder
 from examples.gpt.optimizer import NamedAdamW
 from examples.gpt.process import end_process
 from examples.gpt.program import VALIDATION_SEED, main
 
-FILE_EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
-
 
 class Fault:
-    """Counts calls, and strikes once."""
+    """Counts calls, and strikes once: by ``number``, or by an OSError without one."""
 
-    def __init__(self, what: str, number: int, folder: Path) -> None:
-        self.kind = what.rpartition("-")[2]
+    def __init__(self, call: int, folder: Path, number: signal.Signals | None = None) -> None:
+        self.number = number
         self.mark = folder / "struck"
-        self.left = number
+        self.left = call
 
     def call(self) -> None:
         """One call of what the fault is in."""
         self.left -= 1
         if self.left == 0 and not self.mark.exists():
             self.mark.touch()
-            self.strike()
-
-    def strike(self) -> None:
-        if self.kind == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif self.kind == "stopped":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        elif self.kind == "signalled":
-            os.kill(os.getpid(), signal.SIGTERM)
-        else:
-            raise OSError(5, "the disk has gone away")
+            if self.number is None:
+                raise OSError(5, "the disk has gone away")
+            os.kill(os.getpid(), self.number)
 
 
 def put_into_data(fault: Fault, validation: bool) -> None:
@@ -82,34 +65,9 @@ def put_into_optimizer(fault: Fault) -> None:
     NamedAdamW.step = stepping  # type: ignore[method-assign]
 
 
-def put_into_saving(fault: Fault) -> None:
-    """Into the file operations of the checkpoint writer's folder."""
-    folders: list[str] = []
-    save: Callable[..., Any] = CheckpointWriter.save
-
-    def saving(self: CheckpointWriter, *args: Any) -> Any:
-        folders.append(str(self.folder))
-        try:
-            return save(self, *args)
-        finally:
-            folders.clear()
-
-    def on_event(event: str, args: tuple[Any, ...]) -> None:
-        if folders and event in FILE_EVENTS and str(args[0]).startswith(folders[0]):
-            fault.call()
-
-    CheckpointWriter.save = saving  # type: ignore[method-assign]
-    sys.addaudithook(on_event)
-
-
 if __name__ == "__main__":
-    what, rank, number, folder, *flags = sys.argv[1:]
+    what, rank, call, folder, *flags = sys.argv[1:]
     if os.environ["RANK"] == rank:
-        fault = Fault(what, int(number), Path(folder))
-        if what.startswith("save"):
-            put_into_saving(fault)
-        elif what.startswith("optimizer"):
-            put_into_optimizer(fault)
-        else:
-            put_into_data(fault, what.startswith("validation"))
+        number = signal.SIGKILL if what == "data-killed" else None
+        put_into_data(Fault(int(call), Path(folder), number), what == "validation")
     end_process(main(flags))

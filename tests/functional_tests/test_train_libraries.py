@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.functional_tests.test_train_script import TEXT
+from tests.functional_tests.test_train_script import ROOT, TEXT, losses
 from tests.harness.standin_libraries import write
 from tests.harness.train_flags import SMALL_MODEL
 
@@ -46,20 +46,17 @@ class Writer(checkpoint._Writer):
         self.per_thread_copy_ahead = 0  # it copies by streams of a GPU
 checkpoint._Writer = Writer
 
-def run(name, flags, calls):
-    code = program.main(flags)
-    folder = Path(flags[flags.index("--resume") + 1]).parents[1] if "--resume" in flags else Path(flags[-1])
-    path = folder / "metrics.jsonl"
-    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    losses = [record["loss"] for record in records if "loss" in record]
-    print("result", json.dumps({"name": name, "code": code, "calls": calls, "losses": losses}), flush=True)
-    calls.clear()
-
 with transformer_engine_for_training() as noted:
     from transformer_engine.common import recipe
     del recipe.MXFP8BlockScaling  # as before 2.1
     for name, flags in runs.items():
-        run(name, flags, noted.calls)
+        code = program.main(flags)
+        metrics = Path(name if name != "resumed" else "whole", "metrics.jsonl")  # at this moment
+        records = [json.loads(line) for line in metrics.read_text().splitlines()] if code == 0 else []
+        losses = [record["loss"] for record in records if "loss" in record]
+        result = {"name": name, "code": code, "calls": noted.calls, "losses": losses}
+        print("result", json.dumps(result), flush=True)
+        noted.calls.clear()
 """
 
 SIZES = [*SMALL_MODEL, "--num-layers", "2", "--num-microbatches", "3", "--train-steps", "2", "--warmup-steps", "1"]
@@ -88,13 +85,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     runs["resumed"] = ["--resume", str(folder / "whole" / "checkpoints" / "step-00000002")]
     write(folder / "path")
     program = f"import sys; sys.path.insert(0, {str(folder / 'path')!r})\n{PROGRAM}"
-    process = subprocess.run(
-        [sys.executable, "-c", program, json.dumps(runs)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    command = [sys.executable, "-c", program, json.dumps(runs)]
+    process = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
     assert process.returncode == 0, process.stdout + process.stderr
     found: dict[str, Any] = {"errors": process.stderr}
     said: list[str] = []
@@ -182,12 +174,11 @@ REAL = {
 def test_the_real_libraries_take_nearly_the_steps_of_torchs_own(name: str, tmp_path: Path) -> None:
     library, flags = REAL[name]
     pytest.importorskip(library)
-    losses = {}
+    found = {}
     for label, more in {"torch": RUNS["torch"], "fused": flags}.items():
         sizes = [*SIZES, "--precision", "bf16", "--device", "cuda", "--run-dir", str(tmp_path / label)]
-        command = [sys.executable, str(Path(__file__).resolve().parents[2] / "scripts" / "train.py"), *sizes, *more]
+        command = [sys.executable, str(ROOT / "scripts" / "train.py"), *sizes, *more]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
-        records = [json.loads(line) for line in (tmp_path / label / "metrics.jsonl").read_text().splitlines()]
-        losses[label] = [record["loss"] for record in records if "loss" in record]
-    assert losses["fused"] == pytest.approx(losses["torch"], rel=0.05)
+        found[label] = losses(tmp_path / label)
+    assert found["fused"] == pytest.approx(found["torch"], rel=0.05)

@@ -258,7 +258,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path: Path) -> N
 
 def signalled(rank: int, size: int, folder: Path) -> str:
     if rank == 1:
-        put_into_optimizer(Fault("optimizer-signalled", 3, folder))
+        put_into_optimizer(Fault(3, folder, signal.SIGTERM))
     return train_rank(rank, size, folder, [[*ENDLESS, *ON_TEXT, "--run-dir", "run"]])
 
 
@@ -301,11 +301,9 @@ def test_a_run_is_alone_in_its_folder_and_ends_with_its_launcher(tmp_path: Path)
 def wait_for_end(processes: Sequence[int]) -> None:
     """Until the processes have ended; they are waited for by whoever is their parent then."""
     deadline = time.monotonic() + 60
-    left = list(processes)
-    while left:
+    while left := [pid for pid in processes if state_of(process_of(pid)) in (ALIVE, STOPPED)]:
         assert time.monotonic() < deadline, f"processes {left} train on without their launcher"
         time.sleep(0.05)
-        left = [pid for pid in left if state_of(process_of(pid)) in (ALIVE, STOPPED)]
 
 
 def test_a_run_of_which_a_rank_was_killed_starts_again_and_repeats_the_undisturbed_one(trained: Path) -> None:
@@ -347,7 +345,7 @@ def test_an_error_in_the_optimizer_of_one_rank_reaches_the_other(tmp_path: Path)
 
 def faulty_optimizer(rank: int, size: int, folder: Path) -> None:
     if rank == 1:
-        put_into_optimizer(Fault("optimizer", 6, folder))
+        put_into_optimizer(Fault(6, folder))
     train_rank(rank, size, folder, [FAULTY_RUN])
 
 
