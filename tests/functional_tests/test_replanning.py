@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 import os
 import signal
 import time
-from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,67 +15,63 @@ from megatron_pp.errors import PipelineError
 from megatron_pp.features.replanning import replan_thread
 from megatron_pp.features.replanning.replan_thread import ReplanThread
 from megatron_pp.features.replanning.replanning import Replanning
-from megatron_pp.runtime.communicators import close_communicators, communicator_for
-from megatron_pp.testing.pipeline import placement_of, toy_step
-from megatron_pp.testing.toy import ToyData, toy_chunks, toy_config
+from megatron_pp.runtime.communicators import close_communicators
+from tests.harness.process_ranks import pipeline
+from tests.harness.processes import RankFailedError
 from tests.harness.proposals import to
+from tests.harness.step_runs import Rank
 
 SIZE = 3
-LEADER, CHANGE, READ = "before it publishes the decision", "as it changes", "as it reads the plan"
 
 
 def _die(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def rank_main(rank: int, folder: str, victim: int, where: str) -> None:
-    store = dist.FileStore(f"{folder}/store", SIZE)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE)
+def _dies_as_it_changes(self: Replanning, *arguments: Any) -> None:
+    _CHANGE(self, *arguments)
+    if self.plans:
+        _die()
+
+
+_CHANGE = Replanning._change
+# The rank, and what it does as it dies.
+DEATHS: dict[str, tuple[int, Any, str, Any]] = {
+    "as it changes": (1, Replanning, "_change", _dies_as_it_changes),
+    "before it publishes the decision": (0, replan_thread._Leader, "_publish", _die),
+    "as it reads the plan": (2, ReplanThread, "_made", _die),
+}
+
+
+def train(one: Rank, death: str) -> tuple[str, float]:
+    """The error, and the seconds that its step took."""
     replan_thread.searched = to("gpipe")
-    if rank == victim:
-        if where == READ:
-            mock.patch.object(ReplanThread, "_made", _die).start()
-        elif where == LEADER:
-            mock.patch.object(replan_thread._Leader, "_publish", _die).start()
-        else:
-            change = Replanning._change
-
-            def dies(self: Replanning, *arguments: object) -> None:
-                change(self, *arguments)  # type: ignore[arg-type]
-                if self.plans:
-                    _die()
-
-            mock.patch.object(Replanning, "_change", dies).start()
-    config = toy_config(pipeline_replan="every:2", p2p_timeout=20.0)
-    communicator = communicator_for(dist.group.WORLD, config)
-    chunks = toy_chunks(placement_of(config, SIZE, 1), rank, config)
+    victim, place, name, dies = DEATHS[death]
+    if one.rank == victim:
+        mock.patch.object(place, name, dies).start()
+    model = one.model()
     began = time.monotonic()
     try:
         for _ in range(200):
             began = time.monotonic()
             time.sleep(0.03)
-            toy_step(chunks, ToyData(4), communicator)
+            one.step(model)
         found = "no error"
     except PipelineError as error:
         found = f"{type(error).__name__}: {error}"
-    Path(folder, f"rank{rank}").write_text(json.dumps([found, time.monotonic() - began]))
+    seconds = time.monotonic() - began
     close_communicators()
+    dist.destroy_process_group()  # else its members take leave of each other
+    return found, seconds
 
 
-@pytest.mark.parametrize(("victim", "where"), [(1, CHANGE), (0, LEADER), (2, READ)])
-def test_a_rank_that_dies_amid_a_change_is_the_error_of_all(tmp_path: Path, victim: int, where: str) -> None:
-    context = multiprocessing.get_context("forkserver")
-    ranks = [context.Process(target=rank_main, args=(rank, str(tmp_path), victim, where)) for rank in range(SIZE)]
-    try:
-        for one in ranks:
-            one.start()
-        for one in ranks:
-            one.join(60.0)
-    finally:
-        for one in ranks:
-            one.kill()
-    assert ranks[victim].exitcode == -signal.SIGKILL
-    for rank in set(range(SIZE)) - {victim}:
-        found, seconds = json.loads((tmp_path / f"rank{rank}").read_text())
+@pytest.mark.parametrize("death", DEATHS)
+def test_a_rank_that_dies_amid_a_change_is_the_error_of_all(death: str) -> None:
+    victim = DEATHS[death][0]
+    with pytest.raises(RankFailedError) as failed:
+        pipeline(SIZE, 1, 4, train, death, patience=40.0, pipeline_replan="every:2", p2p_timeout=20.0)
+    assert failed.value.errors == {victim: ("ProcessDied", "the process ended without a result")}
+    assert failed.value.results.keys() == set(range(SIZE)) - {victim}
+    for found, seconds in failed.value.results.values():
         assert f"rank {victim}" in found, found
         assert seconds < 15.0

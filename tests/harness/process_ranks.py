@@ -31,26 +31,17 @@ def pipeline(
     *args: Any,
     data: ToyData | None = None,
     timeout: float = 60.0,
+    patience: float = 5.0,
     **fields: Any,
 ) -> list[Any]:
-    """What ``body(rank, *args)``, a function of a module, returns in each process. Raises RankFailedError where one
-    raises, RanksTimedOutError after ``timeout`` seconds; no process outlives the call.
-    """
+    """What ``body(rank, *args)``, a function of a module, returns in each process. Raises as ``run_processes``."""
     job = body, num_chunks, microbatches, data, fields, args
-    return run_processes(_rank_main, size, job, timeout=timeout, start_method="forkserver")
+    return run_processes(_rank_main, size, job, timeout=timeout, patience=patience, start_method="forkserver")
 
 
-def _rank_main(
-    rank: int,
-    size: int,
-    body: Callable[..., Any],
-    num_chunks: int,
-    microbatches: int,
-    data: Any,
-    fields: Any,
-    args: Any,
-) -> Any:
+def _rank_main(rank: int, size: int, body: Callable[..., Any], chunks: int, count: int, *given: Any) -> Any:
+    data, fields, args = given
     try:
-        return body(rank_of(num_chunks, microbatches, data=data, **fields), *args)
+        return body(rank_of(chunks, count, data=data, **fields), *args)
     finally:
         close_communicators()

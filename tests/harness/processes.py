@@ -26,12 +26,12 @@ _JOIN_SECONDS = 5.0
 
 class RankFailedError(MegatronPPError, RuntimeError):
     """A rank raised; the message has its traceback. ``errors`` maps every rank that failed to its exception's (type
-    name, text).
+    name, text), ``results`` those that had returned to what they gave.
     """
 
-    def __init__(self, message: str, errors: dict[int, tuple[str, str]]) -> None:
+    def __init__(self, message: str, errors: dict[int, tuple[str, str]], results: dict[int, Any]) -> None:
         super().__init__(message)
-        self.errors = errors
+        self.errors, self.results = errors, results
 
 
 class RanksTimedOutError(MegatronPPError, RuntimeError):
@@ -48,6 +48,7 @@ def run_processes(
     environment: dict[str, str] | None = None,
     group_timeout: float = 120.0,
     start_method: str = "spawn",
+    patience: float = _JOIN_SECONDS,
 ) -> list[Any]:
     """Run ``rank_main(rank, size, *args)`` in ``size`` processes and return the results (picklable) in rank order.
 
@@ -55,9 +56,8 @@ def run_processes(
     every rank as a launcher does; "forkserver", after ``multiprocessing.set_forkserver_preload(["torch"])``, in a
     twentieth of the time, but then all ranks share one hash seed (no dependence on the order of a set shows), and
     ``environment`` comes too late for the interpreter. "mixed" spawns the last rank and forks the others: sets have
-    one order there and another here. Raises RankFailedError as soon as a rank has
-    raised (after a moment for reports of the others), RanksTimedOutError at the deadline; no process outlives the
-    call.
+    one order there and another here. Raises RankFailedError as soon as a rank has raised (``patience`` seconds later,
+    for what the others give), RanksTimedOutError at the deadline; no process outlives the call.
     """
     fork_or_spawn = ["forkserver"] * (size - 1) + ["spawn"] if start_method == "mixed" else [start_method] * size
     with tempfile.TemporaryDirectory(prefix="megatron_pp_ranks_") as folder:
@@ -73,7 +73,7 @@ def run_processes(
             processes.append(process)
             pipes.append(here)
         try:
-            return _collect(pipes, timeout)
+            return _collect(pipes, timeout, patience)
         finally:
             for process in processes:
                 _reap(process)
@@ -123,7 +123,7 @@ def _rank_process(pipe: Connection, setup: _Setup, rank_main: Callable[..., Any]
         os._exit(1)  # a broken process group may hang in its destructors
 
 
-def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
+def _collect(pipes: list[Connection], timeout: float, patience: float) -> list[Any]:
     results: dict[int, Any] = {}
     errors: dict[int, tuple[str, str, str]] = {}
     open_pipes = dict(zip(pipes, range(len(pipes)), strict=True))
@@ -131,7 +131,7 @@ def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
     while open_pipes:
         left = deadline - time.monotonic()
         if errors:
-            left = min(left, _JOIN_SECONDS)
+            left = min(left, patience)
         ready = wait(list(open_pipes), max(0.0, left))
         if not ready:
             break
@@ -146,9 +146,8 @@ def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
     if errors:
         first = min(errors)
         text = "\n".join(f"rank {rank}: {name}: {why}" for rank, (name, why, _) in sorted(errors.items()))
-        raise RankFailedError(
-            f"{text}\n\nof rank {first}:\n{errors[first][2]}", {r: (n, w) for r, (n, w, _) in errors.items()}
-        )
+        said = {rank: (name, why) for rank, (name, why, _) in errors.items()}
+        raise RankFailedError(f"{text}\n\nof rank {first}:\n{errors[first][2]}", said, results)
     if open_pipes:
         raise RanksTimedOutError(
             f"rank(s) {sorted(open_pipes.values())} were still running after {timeout} s and were killed"
