@@ -9,7 +9,7 @@ from typing import Any
 from megatron_pp.parity.comparison import DIFFERENT, EQUAL, ROUNDING, Comparison, Difference
 from megatron_pp.parity.diagnosis import Smallest, ratio_in_words, ratios
 from megatron_pp.parity.layout import Layout
-from megatron_pp.parity.recorder import GRADIENT, NORM, PARAMETER, Record
+from megatron_pp.parity.recorder import GRADIENT, NORM, PARAMETER
 
 _SENTENCES = {
     EQUAL: "equal to the last bit",
@@ -28,7 +28,6 @@ class Answer:
     layout: Layout
     changed: list[str]
     compared: dict[str, Comparison]
-    records: list[Record]
     smallest: Smallest | None = None
     engine: str = ""  # of the smallest layout
     notes: list[str] = field(default_factory=list)
@@ -111,6 +110,7 @@ class Answer:
             "whose": self.whose,
             "repeat": self.repeat,
             "engines": {engine: one.verdict for engine, one in self.compared.items()},
+            "exact": self.comparison.exact_kinds(),
             "layout": self.layout.label(),
             "smallest": self.smallest.layout.label() if self.smallest else None,
             "missing": self.comparison.missing,
@@ -122,7 +122,7 @@ class Answer:
     def lines(self) -> list[str]:
         """The verdict first."""
         lines = [f"{_SENTENCES[self.verdict]}: {self.layout.label() or 'one process'}"]
-        lines += [f"  schedule of {engine}: {_SENTENCES[one.verdict]}" for engine, one in self.compared.items()]
+        lines += [f"  {_of(engine)} schedule: {_about(one)}" for engine, one in self.compared.items()]
         if self.verdict == DIFFERENT:
             lines += self._diagnosis()
         lines += [f"note: {note}" for note in self.notes]
@@ -144,6 +144,15 @@ class Answer:
         lines += grouped(self.parameters())
         lines += self.comparison.missing[:_SHOWN]
         return lines + ([f"repeat: {self.repeat}"] if self.repeat else [])
+
+
+def _of(engine: str) -> str:
+    return "this engine's" if engine == "ours" else "Megatron's"
+
+
+def _about(comparison: Comparison) -> str:
+    exact = comparison.exact_kinds() if comparison.verdict == ROUNDING else []
+    return _SENTENCES[comparison.verdict] + (f"; to the last bit: {', '.join(exact)}" if exact else "")
 
 
 def grouped(parameters: dict[str, dict[str, Any]]) -> list[str]:

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_pp.parity.answer import Answer
-from megatron_pp.parity.comparison import DIFFERENT, Comparison, compare_records
+from megatron_pp.parity.comparison import DIFFERENT, EQUAL, FLOAT64, Comparison, compare_records
 from megatron_pp.parity.diagnosis import smallest
 from megatron_pp.parity.flags import Flags
 from megatron_pp.parity.layout import Layout, fewest_processes
 from megatron_pp.parity.processes import RunError
-from megatron_pp.parity.runs import MEGATRON, OURS, Program, Runs, prepare
+from megatron_pp.parity.runs import MEGATRON, OURS, Program, Runs, has_training_loop, prepare
 from megatron_pp.parity.shrink import for_parity
 
 ENGINES = {"both": (MEGATRON, OURS), "megatron": (MEGATRON,), "ours": (OURS,)}
@@ -42,27 +42,39 @@ def answer(options: Options, load: Any, plugin: Callable[[], None], say: Callabl
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     layout = asked_for(options)
     gpu = _has_gpu()
-    layout, changed = for_parity(layout, options.steps, options.shrink, gpu)
     program = Program(options.script, options.module, options.steps, options.deadline, gpu, load, plugin)
     say("importing")
     prepare(program)
+    layout, changed = for_parity(layout, options.steps, options.shrink, gpu, not has_training_loop())
     with tempfile.TemporaryDirectory() as folder:
         runs = Runs(program, Path(folder))
         engines = ENGINES[options.engine]
         compared = {engine: compare(runs, layout, engine, say) for engine in engines}
-        result = Answer(_script(options), layout, changed, compared, runs.layout(layout, engines[0]))
+        result = Answer(_script(options), layout, changed, compared)
         result.engine = next((engine for engine in engines if compared[engine].verdict == DIFFERENT), engines[0])
         if result.verdict == DIFFERENT and options.diagnose:
             engine = result.engine
-            result.smallest = smallest(layout, compared[engine], lambda other: compare(runs, other, engine, say))
-            result.records = runs.layout(result.smallest.layout, engine)
+            result.smallest = smallest(
+                layout, compared[engine], lambda other: compare_exactly(runs, other, engine, say)
+            )
         return result
 
 
 def compare(runs: Runs, layout: Layout, engine: str, say: Callable[[str], None]) -> Comparison:
-    say(f"{layout.label() or 'one process'}, schedule of {engine}")
-    alone, exact = runs.alone(layout)
-    return compare_records(runs.layout(layout, engine), alone, exact)
+    """In float32; where that is not equal to the bit, a fault is told from rounding in float64."""
+    say(f"{layout.label() or 'one process'}, schedule: {engine}")
+    alone, exact = (runs.alone(layout, dtype) for dtype in ("float32", "float64"))
+    found = compare_records(runs.layout(layout, engine, "float32"), alone, exact)
+    if found.verdict == EQUAL:
+        return found
+    precise = compare_exactly(runs, layout, engine, say)
+    return precise if precise.verdict == DIFFERENT else found
+
+
+def compare_exactly(runs: Runs, layout: Layout, engine: str, say: Callable[[str], None]) -> Comparison:
+    say(f"{layout.label() or 'one process'}, schedule: {engine}, float64")
+    exact = runs.alone(layout, "float64")
+    return compare_records(runs.layout(layout, engine, "float64"), exact, exact, FLOAT64)
 
 
 def asked_for(options: Options) -> Layout:

@@ -7,6 +7,7 @@ Megatron where it reduces those of Transformer Engine's, attention is Megatron's
 | -------------------- | --------------------- | -------------------------------------------------------- |
 | `WrappedTorchNorm`   | sequence parallelism  | its parameters have the attribute `sequence_parallel`    |
 | `DotProductAttention`| context parallelism   | keys and values of all ranks are gathered and put in order |
+|                      | values of other sizes | the widths that multi-latent attention gives are taken   |
 """
 
 from __future__ import annotations
@@ -58,9 +59,11 @@ def _with_marked_parameters(original: Any) -> Any:
 
 def _with_context_parallelism(original: Any) -> Any:
     @functools.wraps(original)
-    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+    def init(self: Any, config: Any, *args: Any, k_channels: Any = None, v_channels: Any = None, **kwargs: Any) -> None:
         original(self, _without(config, context_parallel_size=1), *args, **kwargs)
         self.config = config
+        if v_channels is not None:
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
     return init
 

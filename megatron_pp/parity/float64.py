@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -29,3 +31,13 @@ def compute_in_float64() -> None:
     module.float32 = module.float = float64
     module.FloatTensor = torch.DoubleTensor
     torch.set_default_dtype(float64)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
+        for value in list(vars(sys.modules[name]).values()):
+            function = vars(value).get("__init__") if isinstance(value, type) else value
+            _replace_default(function, float32, float64)
+
+
+def _replace_default(function: Any, old: object, new: object) -> None:
+    """In the signature of a function that was imported before."""
+    if isinstance(function, FunctionType) and any(value is old for value in function.__defaults__ or ()):
+        function.__defaults__ = tuple(new if value is old else value for value in function.__defaults__ or ())

@@ -91,7 +91,7 @@ class Layout:
         if part == "MTP" and "m" in flags.text(LAYOUT):
             flags = flags.set(LAYOUT, flags.text(LAYOUT).replace("m", ""))
         if part == "TP":
-            flags = flags.set(VOCABULARY, self.flags.number(VOCABULARY, 128) * self.size("TP"))
+            flags = _same_vocabulary(flags, self.size("TP"))
         dp = 1 if part == "DP" else self.size("DP")
         return _resized(replace(self, flags=flags), dp)
 
@@ -104,7 +104,7 @@ class Layout:
             return _resized(self, size // 2)
         flags = self.flags.set(_SIZES[part], size // 2)
         if part == "TP":
-            flags = flags.set(VOCABULARY, flags.number(VOCABULARY, 128) * 2)
+            flags = _same_vocabulary(flags, 2)
         return _resized(replace(self, flags=flags), self.size("DP"))
 
     def alone(self) -> Layout:
@@ -113,7 +113,7 @@ class Layout:
         for part in ("CP", "PP", "EP", "ETP", "distributed optimizer", "overlapped reduction", "recomputation"):
             layout = replace(layout, flags=layout.flags.without(*SWITCHES[part]))
         flags = layout.flags.without(*_SHARED_EXPERTS, *SWITCHES["TP"])
-        return Layout(flags.set(VOCABULARY, flags.number(VOCABULARY, 128) * self.size("TP")), 1, self.uneven_masks)
+        return Layout(_same_vocabulary(flags, self.size("TP")), 1, self.uneven_masks)
 
     def label(self) -> str:
         """Such as "TP 2, DP 2, MTP"."""
@@ -136,6 +136,11 @@ def fewest_processes(flags: Flags) -> int:
     world = math.lcm(dense, experts)
     shared = flags.having((*_OF_OPTIMIZERS, *_OVERLAPPED))
     return world * 2 if shared and world == dense else world
+
+
+def _same_vocabulary(flags: Flags, factor: int) -> Flags:
+    """Megatron pads the vocabulary to a multiple of this flag times the tensor-parallel ranks."""
+    return flags.set(VOCABULARY, flags.number(VOCABULARY, 128) * factor) if VOCABULARY in flags else flags
 
 
 def _resized(layout: Layout, dp: int) -> Layout:

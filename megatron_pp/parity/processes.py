@@ -64,6 +64,7 @@ def _rank(body: Callable[[int], None], rank: int, world: int, port: int, folder:
     output = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(output, stream)
+    sys.stdout = sys.stderr = os.fdopen(output, "w", buffering=1)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GROUP_RANK="0",

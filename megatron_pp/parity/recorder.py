@@ -79,7 +79,7 @@ class Recorder:
         self.chunks: list[Any] = []
         self.optimizers: list[Any] = []
         self.depth = 0
-        self.microbatches = 1
+        self.microbatches = self.sequence = 1
         self.whole: dict[str, np.ndarray] = {}
 
     def install(self) -> None:
@@ -89,9 +89,8 @@ class Recorder:
 
         from megatron_pp.integrations.named_objects import replace_names
 
-        names = [name for name in vars(schedules) if name.startswith("forward_backward_")]
-        originals = [getattr(schedules, name) for name in names]
-        replace_names([(original, self._around_schedule(original)) for original in originals])
+        chosen = schedules.get_forward_backward_func
+        replace_names([(chosen, self._around_choice(chosen))])
         for kind in _subclasses(optimizers.MegatronOptimizer):
             if "step" in vars(kind):
                 kind.step = self._around_step(kind.step)
@@ -107,6 +106,13 @@ class Recorder:
 
         return init
 
+    def _around_choice(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
+            return self._around_schedule(original(*args, **kwargs))
+
+        return get_forward_backward_func
+
     def _around_schedule(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def schedule(*args: Any, **kwargs: Any) -> Any:
@@ -114,7 +120,7 @@ class Recorder:
                 return original(*args, **kwargs)
             model = kwargs["model"]
             self._begin(list(model) if isinstance(model, (list, tuple)) else [model])
-            self.microbatches = kwargs["num_microbatches"]
+            self.microbatches, self.sequence = kwargs["num_microbatches"], kwargs["seq_length"]
             kwargs["forward_step_func"] = self._around_forward(kwargs["forward_step_func"])
             return original(**kwargs)
 
@@ -197,9 +203,11 @@ class Recorder:
 
     def _hook(self, model: Any) -> None:
         modules = dict(model.named_modules())
+        watched = ["self_attention", "mlp"]
+        watched += ["embedding"] if getattr(model, "pre_process", True) else []  # elsewhere, that of further tokens
         for path, module in modules.items():
             last = path.rpartition(".")[2]
-            if (last.isdigit() and hasattr(module, "layer_number")) or last in ("self_attention", "mlp", "embedding"):
+            if (last.isdigit() and hasattr(module, "layer_number")) or last in watched:
                 name = global_name(path, modules, self.place)
                 module.register_forward_hook(functools.partial(self._output, name))
 
@@ -225,19 +233,12 @@ class Recorder:
         place, length = self.place, tensor.shape[dim]
         positions = torch.arange(length)
         if not self.alone:
-            whole = self.sequence
-            positions = positions_of(whole, place.rank["CP"], place.size["CP"])
+            positions = positions_of(self.sequence, place.rank["CP"], place.size["CP"])
             if length * place.size["TP"] == len(positions):
                 positions = positions.chunk(place.size["TP"])[place.rank["TP"]]
             if length != len(positions):
                 return
         self._put(kind, name, microbatch, Value(_array(tensor), {dim: positions.numpy()} if not self.alone else {}))
-
-    @property
-    def sequence(self) -> int:
-        from megatron.training import get_args
-
-        return int(get_args().seq_length)
 
     def _put(self, kind: str, name: str, microbatch: int, value: Value) -> None:
         self.record.values.setdefault(Key(self.step, kind, name, microbatch), value)

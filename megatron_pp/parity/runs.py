@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib
+import importlib.util
 import os
 import pickle
 import sys
@@ -43,16 +44,14 @@ class Runs:
     folder: Path
     done: dict[Any, list[Record]] = field(default_factory=dict)
 
-    def layout(self, layout: Layout, engine: str) -> list[Record]:
-        """The record of each rank. Raises RunError."""
-        self.alone(layout)
-        return self._run(layout, engine, "float32", self._weights(layout))
+    def layout(self, layout: Layout, engine: str, dtype: str) -> list[Record]:
+        """The record of each rank, in "float32" or "float64". Raises RunError."""
+        self.alone(layout, dtype)
+        return self._run(layout, engine, dtype, self._weights(layout))
 
-    def alone(self, layout: Layout) -> tuple[Record, Record]:
-        """Of one process that computes the same as ``layout``: in float32 and in float64."""
-        single = layout.alone()
-        weights = self._weights(layout)
-        return tuple(self._run(single, None, dtype, weights)[0] for dtype in ("float32", "float64"))  # type: ignore[return-value]
+    def alone(self, layout: Layout, dtype: str) -> Record:
+        """Of one process that computes the same as ``layout``."""
+        return self._run(layout.alone(), None, dtype, self._weights(layout))[0]
 
     def _weights(self, layout: Layout) -> str:
         return str(self.folder / f"weights{abs(hash(layout.alone()))}.pickle")
@@ -85,7 +84,7 @@ def _train(program: Program, layout: Layout, engine: str | None, dtype: str, wei
         program.plugin()
     recorder = Recorder(program.steps, weights, alone=engine is None)
     recorder.install()
-    with contextlib.suppress(ImportError):
+    if has_training_loop():
         batches.install(layout.uneven_masks)
     with contextlib.suppress(SystemExit):
         program.load(program.script, layout.flags.words())()
@@ -109,6 +108,12 @@ def prepare(program: Program) -> None:
         _import_all(program)
 
 
+def has_training_loop() -> bool:
+    """Whether the program, which has been prepared, trains by Megatron's own loop, with its flags; not one of its own
+    on Megatron-core alone."""
+    return "megatron.training.training" in sys.modules
+
+
 def _for_older_python() -> None:
     """Megatron's main branch is written for Python 3.12."""
     if not hasattr(typing, "override"):
@@ -117,9 +122,13 @@ def _for_older_python() -> None:
 
 def _import_all(program: Program) -> None:
     names = ["megatron.core", "megatron.core.pipeline_parallel.schedules", "megatron.core.optimizer"]
-    names += ["megatron.training", "megatron_pp.integrations.megatron_core"]
-    if not program.module:
-        tree = ast.parse(Path(program.script).read_text(encoding="utf-8"))
+    names += ["megatron_pp.integrations.megatron_core"]
+    path = program.script
+    if program.module:
+        spec = importlib.util.find_spec(program.script)
+        path = (spec and spec.origin) or ""
+    if path:
+        tree = ast.parse(Path(path).read_text(encoding="utf-8"))
         for node in tree.body:
             if isinstance(node, ast.Import):
                 names += [alias.name for alias in node.names]

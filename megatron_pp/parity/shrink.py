@@ -48,8 +48,10 @@ ON_CPU = {
 _MLA = {"--q-lora-rank": 8, "--kv-lora-rank": 8, "--qk-head-dim": 8, "--qk-pos-emb-head-dim": 4, "--v-head-dim": 8}
 
 
-def for_parity(layout: Layout, steps: int, shrunk: bool, gpu: bool) -> tuple[Layout, list[str]]:
-    """The layout with data, steps and precision as a comparison needs them, and what has been changed, in words."""
+def for_parity(layout: Layout, steps: int, shrunk: bool, gpu: bool, own_loop: bool = False) -> tuple[Layout, list[str]]:
+    """The layout with data, steps and precision as a comparison needs them, and what has been changed, in words.
+    ``own_loop``: the script has a parser of its own, which may know no other flags than those that are given.
+    """
     flags = layout.flags.without(*DROPPED, *([] if gpu else NEEDS_GPU))
     flags = flags.without(*_PRECISION)
     if flags.text("--moe-token-dispatcher-type") == "flex":
@@ -65,6 +67,8 @@ def for_parity(layout: Layout, steps: int, shrunk: bool, gpu: bool) -> tuple[Lay
         flags = flags.set(name, value)
     if shrunk:
         flags = shrink(Layout(flags, layout.world))
+    if own_loop:
+        flags = Flags(tuple(item for item in flags.items if item[0] in layout.flags))
     changed = Layout(flags, layout.world, layout.uneven_masks)
     return changed, _words(layout.flags, flags)
 

@@ -1,0 +1,168 @@
+"""Records of ranks beside one process: verdicts, the first difference, ratios, sums over ranks, and the diagnosis."""
+
+from __future__ import annotations
+
+import json
+from xml.etree import ElementTree as Xml
+
+import numpy as np
+import pytest
+
+from megatron_pp.parity import junit, page
+from megatron_pp.parity.answer import Answer
+from megatron_pp.parity.comparison import DIFFERENT, EQUAL, ROUNDING, Comparison, compare_records
+from megatron_pp.parity.diagnosis import smallest
+from megatron_pp.parity.flags import Flags
+from megatron_pp.parity.layout import Layout
+from megatron_pp.parity.parameters import Place, indices_of, made_values
+from megatron_pp.parity.processes import RunError
+from megatron_pp.parity.recorder import FORWARD, GRADIENT, LOSS, PARAMETER, Key, Record, Value
+
+RANKS = {"TP": 0, "PP": 0, "CP": 0, "DP": 0, "EP": 0, "ETP": 0}
+LOSS_KEY, GRAD = Key(0, LOSS, "loss", 0), Key(0, GRADIENT, "layers.0.weight")
+OUTPUT, AFTER = Key(0, FORWARD, "layers.0", 0), Key(0, PARAMETER, "layers.0.weight")
+TRUTH = {OUTPUT: (4,), LOSS_KEY: (), GRAD: (4, 6), AFTER: (4, 6)}
+
+
+def values(key: Key) -> np.ndarray:
+    return np.random.default_rng(hash(key.kind) % 1000).standard_normal(TRUTH[key])
+
+
+def alone(dtype: type) -> Record:
+    return Record(
+        Place(RANKS, dict.fromkeys(RANKS, 1)), values={key: Value(np.array(values(key), dtype)) for key in TRUTH}
+    )
+
+
+def rank_of(number: int, size: int, dim: str, **changed: np.ndarray) -> Record:
+    """A rank that has all of every tensor, but for what is ``changed``, by kind."""
+    own = {key: np.array(changed.get(key.kind, values(key)), np.float32) for key in TRUTH}
+    place = Place({**RANKS, dim: number}, {**dict.fromkeys(RANKS, 1), dim: size})
+    return Record(place, values={key: Value(data) for key, data in own.items()})
+
+
+def compared(*records: Record) -> Comparison:
+    return compare_records(list(records), alone(np.float32), alone(np.float64))
+
+
+def test_equal_and_rounding():
+    assert compared(rank_of(0, 1, "TP")).verdict == EQUAL
+    nearly = values(GRAD) * (1 + 1e-6)
+    found = compared(rank_of(0, 1, "TP", gradient=nearly))
+    assert found.verdict == ROUNDING
+    assert found.exact_kinds() == [FORWARD, LOSS, PARAMETER]
+
+
+def test_the_first_difference_is_the_first_in_time_and_its_ratio_is_told():
+    found = compared(rank_of(0, 2, "TP"), rank_of(1, 2, "TP", gradient=2 * values(GRAD), parameter=values(AFTER) + 1))
+    assert found.verdict == DIFFERENT
+    assert (found.first.key, found.first.rank) == (GRAD, 1)
+    assert found.first.ratio == pytest.approx(2)
+    assert found.wrong()[1].ratio is None
+
+
+def test_not_a_number_is_a_difference():
+    assert compared(rank_of(0, 1, "TP", loss=np.array(np.nan))).first.key == LOSS_KEY
+
+
+def test_partial_sums_over_the_ranks_of_a_group():
+    part = np.random.default_rng(5).standard_normal((4, 6))
+    ranks = [rank_of(number, 2, "CP", gradient=grad) for number, grad in enumerate((part, values(GRAD) - part))]
+    assert compared(*ranks).partial_sums == {GRAD.name: "CP"}
+
+
+def test_shards_are_compared_with_their_part_and_a_gap_is_found():
+    halves = [rank_of(number, 2, "DP") for number in range(2)]
+    for number, record in enumerate(halves):
+        record.values[GRAD].valid = (12 * number, 12 * number + 12)
+        record.values[GRAD].data.reshape(-1)[12 * (1 - number) : 12 * (1 - number) + 12] = 7  # of another rank's shard
+    assert compared(*halves).verdict == EQUAL
+    halves[1].values[GRAD].valid = (13, 24)
+    assert compared(*halves).missing == ["1 elements of the gradient of layers.0.weight are on no rank"]
+
+
+def test_sums_over_the_tokens_of_context_parallel_ranks():
+    halves = [rank_of(number, 2, "CP", loss=values(LOSS_KEY) / 2) for number in range(2)]
+    for record in halves:
+        record.values[LOSS_KEY].sum_over_context = True
+    for _ in range(2):
+        assert compared(*halves).verdict in (EQUAL, ROUNDING)
+
+
+def test_what_no_rank_has_is_missing():
+    record = rank_of(0, 1, "TP")
+    del record.values[LOSS_KEY]
+    assert compared(record).missing == ["no rank has the loss of loss, microbatch 0"]
+    assert compared(record).verdict == DIFFERENT
+
+
+def test_which_part_of_a_parameter_a_rank_has():
+    place = Place({**RANKS, "TP": 1}, {**dict.fromkeys(RANKS, 1), "TP": 2})
+    assert indices_of("qkv.weight", (4, 6), (8, 6), False, place)[0].tolist() == [4, 5, 6, 7]
+    assert indices_of("linear_fc1.weight", (4, 6), (8, 6), True, place)[0].tolist() == [2, 3, 6, 7]
+    assert indices_of("norm.weight", (8,), (8,), False, place) == {}
+    with pytest.raises(ValueError, match=r"\(5, 6\) here and \(8, 6\) in one process"):
+        indices_of("qkv.weight", (5, 6), (8, 6), False, place)
+    assert np.array_equal(made_values("a", (3, 4)), made_values("a", (3, 4)))
+
+
+LAYOUT = Layout(
+    Flags.read(["--tensor-model-parallel-size", "4", "--pipeline-model-parallel-size", "4", "--mtp-num-layers", "1"]),
+    16,
+)
+WRONG = compared(rank_of(0, 2, "TP", gradient=2 * values(GRAD)))
+
+
+@pytest.mark.parametrize(
+    ("needed", "label", "dimension"),
+    [
+        ({"TP"}, "TP 2", "TP"),
+        ({"PP", "MTP"}, "PP 2, MTP", "PP + MTP"),
+        (set(), "", ""),
+    ],
+)
+def test_the_smallest_layout_that_differs(needed, label, dimension):
+    tried = []
+
+    def compare(layout: Layout) -> Comparison:
+        tried.append(layout)
+        if len(tried) == 2:
+            raise RunError("a layout that cannot run")
+        return WRONG if needed <= set(layout.parts()) else compared(rank_of(0, 1, "TP"))
+
+    found = smallest(LAYOUT, WRONG, compare)
+    assert (found.layout.label(), found.dimension) == (label, dimension)
+    assert len(tried) < 20
+
+
+def answer() -> Answer:
+    layout = Layout(Flags.read(["--tensor-model-parallel-size", "2"]), 2, uneven_masks=False)
+    right = compared(rank_of(0, 1, "TP"))
+    found = smallest(layout, WRONG, lambda other: WRONG if "TP" in other.parts() else right)
+    return Answer(["train.py"], layout, [], {"megatron": WRONG, "ours": right}, found, "megatron")
+
+
+def test_the_answer_as_an_object_and_as_files():
+    said = json.loads(json.dumps(answer().to_json()))
+    assert (said["verdict"], said["dimension"], said["whose"]) == ("different", "TP", "megatron")
+    assert said["parameters"][GRAD.name]["ratio"] == pytest.approx(2)
+    assert said["parameters"][GRAD.name]["ratio_in_words"] == "x 2 = size of TP"
+    assert said["first"]["operation"] == "gradient after finalize_model_grads of layers.0.weight"
+    assert said["repeat"].split() == [
+        *("megatron-pp", "parity", "--shrink", "none", "--nproc", "2", "--engine", "megatron", "--masks", "full"),
+        *("train.py", "--tensor-model-parallel-size", "2"),
+    ]
+    suite = Xml.fromstring(junit.text_of(answer()))
+    assert (suite.get("tests"), suite.get("failures")) == ("2", "1")
+    picture = Xml.fromstring(page.picture_of(answer()))
+    cells = picture.findall("{*}rect")
+    assert [cell.get("fill") == "#b7e1c0" for cell in cells] == [False, True]
+    assert "DIFFERENT: TP 2" in page.text_of(answer())
+
+
+@pytest.mark.parametrize(("differing", "whose"), [(("ours",), "ours"), (("ours", "megatron"), "model"), ((), None)])
+def test_whose_it_is(differing, whose):
+    right = compared(rank_of(0, 1, "TP"))
+    both = {engine: WRONG if engine in differing else right for engine in ("megatron", "ours")}
+    assert Answer([], LAYOUT, [], both).whose == whose
+    assert Answer([], LAYOUT, [], {"ours": WRONG}).whose is None
