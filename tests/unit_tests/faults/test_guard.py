@@ -122,18 +122,6 @@ def test_ranks_that_disagree_from_the_start() -> None:
         assert "rank 2 has 4" in str(error)
 
 
-def test_ranks_that_disagree_later() -> None:
-    """Rank 0 changes its plan in step 2; the others go on with theirs and wait for its activations."""
-    raised = _train(None, microbatches=lambda rank, step: 4 if (rank, step) == (0, 2) else 6)
-    for error in raised.values():
-        assert isinstance(error, PipelineMismatchError)
-        assert error.values[0] == "4"
-
-
-def test_ranks_that_agree_on_a_new_plan_go_on() -> None:
-    assert set(_train(None, steps=6, microbatches=lambda rank, step: 4 + 2 * (step % 2)).values()) == {None}
-
-
 @pytest.mark.slow
 def test_a_rank_that_never_enters_is_named() -> None:
     raised = _train(None, absent=(1,), p2p_timeout=1.5)
@@ -187,11 +175,6 @@ def test_ranks_that_wait_for_each_other_are_given_up_after_p2p_timeout(guard_of:
     for error in raised_by(2, wait):
         assert isinstance(error, PipelineStallError)
         assert "no rank has made progress for" in str(error)
-
-
-@pytest.mark.slow
-def test_a_slow_rank_is_no_error() -> None:
-    assert set(_train(Fault(DELAY, 1, 2, 0, 3, seconds=1.5), p2p_timeout=4.0).values()) == {None}
 
 
 @pytest.mark.parametrize(("grace", "timeout"), [(0.3, 30.0), (6.0, 0.5)], ids=["rank-gives-up", "watch-gives-up"])
@@ -288,25 +271,17 @@ def test_the_end_of_a_process_does_not_overtake_what_it_has_published(
         raise P2PTransferError("connection closed by peer")
 
 
-def test_an_interrupt_is_an_exception_like_any_other(guard_of: Any) -> None:
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, ValueError])
+def test_after_a_failure_the_guard_is_closed(guard_of: Any, kind: type[BaseException]) -> None:
+    """An interrupt is an exception like any other."""
     store = dist.HashStore()
     one, source = guard_of(0, store)
     two, other_source = guard_of(1, store)
-    with pytest.raises(KeyboardInterrupt), one.step(source):
-        raise KeyboardInterrupt
-    with pytest.raises(PipelinePeerError, match="KeyboardInterrupt"), two.step(other_source):
-        wait_until_aborted(other_source)
-
-
-def test_after_a_failure_the_guard_is_closed(guard_of: Any) -> None:
-    store = dist.HashStore()
-    one, source = guard_of(0, store)
-    two, other_source = guard_of(1, store)
-    with pytest.raises(ValueError, match="first"), one.step(source):
-        raise ValueError("first")
+    with pytest.raises(kind), one.step(source):
+        raise kind("first")
     with pytest.raises(CommunicatorClosedError, match="cannot be used any more"), one.step(source):
         pass
-    with pytest.raises(PipelinePeerError), two.step(other_source):
+    with pytest.raises(PipelinePeerError, match=kind.__name__), two.step(other_source):
         wait_until_aborted(other_source)
 
 

@@ -58,8 +58,10 @@ class Job:
         self.hosts_are_through = threading.Barrier(SIZE)
         self.seconds: dict[int, float] = {}
 
-    def run(self, main: Callable[[int, P2PCommunicator], None]) -> Raised:
-        """What ``main(rank, communicator)`` raises on each rank, and how many seconds after the hosts were through."""
+    def run(self, main: Callable[[int, P2PCommunicator], None], steps: int = 0) -> Raised:
+        """What ``main(rank, communicator)`` raises on each rank once all hosts are through ``steps`` steps;
+        ``seconds``: how long after that.
+        """
         raised: Raised = dict.fromkeys(range(SIZE))
         store = dist.HashStore()
 
@@ -67,6 +69,10 @@ class Job:
             with self.network.running(rank), process_group(self.network, rank, store) as group:
                 communicator = P2PCommunicator(group, self.config)
                 try:
+                    for step in range(1, steps + 1):
+                        self.step(communicator, step)
+                    if steps:
+                        self.all_hosts_through(rank)
                     main(rank, communicator)
                 except Exception as error:
                     raised[rank] = error
@@ -144,9 +150,6 @@ def test_a_rank_that_dies_behind_its_host_is_named_in_seconds(
     job = Job(stops=(1, 2, 2))
 
     def main(rank: int, communicator: P2PCommunicator) -> None:
-        for step in (1, 2):
-            job.step(communicator, step)
-        job.all_hosts_through(rank)
         guard = communicator.transport.guard
         if rank == 1:
             kill(guard, gone)
@@ -155,7 +158,7 @@ def test_a_rank_that_dies_behind_its_host_is_named_in_seconds(
             torch.cuda.synchronize()
         job.step(communicator, 3)
 
-    raised = job.run(main)
+    raised = job.run(main, steps=2)
     assert raised[1] is None
     for rank in (0, 2):
         error = raised[rank]
@@ -175,14 +178,12 @@ def test_a_device_that_hangs_is_named_and_where(caplog: pytest.LogCaptureFixture
     job = Job(stops=(1, 1, 2), p2p_timeout=0.8, compute_timeout=2.0)
 
     def main(rank: int, communicator: P2PCommunicator) -> None:
-        job.step(communicator, 1)
-        job.all_hosts_through(rank)
         with communicator.transport.guard.watch("the loss"):
             if rank == 1:
                 threading.Timer(6.0, job.release).start()
             torch.cuda.synchronize()
 
-    for rank, error in job.run(main).items():
+    for rank, error in job.run(main, steps=1).items():
         assert isinstance(error, PipelineStallError), rank
         assert error.suspects == (1,)
         assert "held up by rank 1" in str(error)
@@ -195,9 +196,6 @@ def test_a_slow_device_is_not_accused_and_the_position_is_that_of_the_device() -
     seen: dict[int, str] = {}
 
     def main(rank: int, communicator: P2PCommunicator) -> None:
-        for step in (1, 2):
-            job.step(communicator, step)
-        job.all_hosts_through(rank)
         time.sleep(2.0)
         here = communicator.transport.guard._tracker.observe()
         seen[rank] = "" if here is None else f"{here.step} {here.state} {here.text}"
@@ -206,7 +204,7 @@ def test_a_slow_device_is_not_accused_and_the_position_is_that_of_the_device() -
         torch.cuda.synchronize()
         job.step(communicator, 3)
 
-    assert set(job.run(main).values()) == {None}
+    assert set(job.run(main, steps=2).values()) == {None}
     assert seen == {0: "2 in_step WAIT_B0.1", 1: "2 in_step F0.2", 2: "2 in_step WAIT_F0.2"}
 
 
@@ -216,14 +214,12 @@ def test_a_step_is_over_when_the_device_is_done() -> None:
     states: dict[int, list[str]] = {rank: [] for rank in range(SIZE)}
 
     def main(rank: int, communicator: P2PCommunicator) -> None:
-        job.step(communicator, 1)
         guard = communicator.transport.guard
         key = guard._heartbeat.store._own("Progress", rank)
 
         def published() -> str:
             return decode(Progress, guard._heartbeat.store.store.get(key)).state
 
-        job.all_hosts_through(rank)
         time.sleep(1.0)
         states[rank].append(published())
         if job.hosts_are_through.wait(30.0) == 0:
@@ -231,7 +227,7 @@ def test_a_step_is_over_when_the_device_is_done() -> None:
         _eventually(lambda: published() == DONE)
         states[rank].append(published())
 
-    assert set(job.run(main).values()) == {None}
+    assert set(job.run(main, steps=1).values()) == {None}
     assert set(map(tuple, states.values())) == {(IN_STEP, DONE)}
 
 
