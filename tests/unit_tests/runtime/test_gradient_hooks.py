@@ -6,6 +6,7 @@ Megatron-core's own schedules, for more sizes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +18,14 @@ from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import build_plan
+from megatron_pp.plan.ir.placement import LOOP, V_SHAPE, Placement
 from megatron_pp.plan.ir.spec import PlanSpec
-from megatron_pp.runtime.gradient_hooks import SyncHooks, finalize_gradients
+from megatron_pp.runtime.gradient_hooks import SyncHooks, finalize_gradients, unsynchronised
 from megatron_pp.runtime.stage import PipelineStage
 from megatron_pp.schedules import get_forward_backward_func
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import ThreadGroup, run_ranks
+from megatron_pp.testing.toy import ToyBlock, toy_config
 from tests.harness.hook_log import SHAPE, HookLog, logged_config, logged_forward_step, step_arguments
 
 # -- ours -------------------------------------------------------------------------------------------------------------
@@ -33,21 +36,23 @@ def settings_of(**fields: Any) -> StepSettings:
 
 
 def run_logged(
-    size: int, chunks: int, num_microbatches: int, forward_only: bool = False, **fields: Any
+    size: int,
+    chunks: int,
+    num_microbatches: int,
+    fields_of: Callable[[int, HookLog], dict[str, Any]] = lambda rank, log: {},
+    arguments: dict[str, Any] | None = None,
+    **fields: Any,
 ) -> list[HookLog]:
-    """One step; what each rank wrote down."""
-    network = MemoryNetwork(size)
+    """One step with further ``arguments``; what each rank wrote down. ``fields_of(rank, log)`` are more of a config."""
+    network, arguments = MemoryNetwork(size), arguments or {}
 
     def rank_main(rank: int) -> HookLog:
         log = HookLog()
-        config = logged_config(log, chunks, **fields)
+        config = logged_config(log, chunks, **fields, **fields_of(rank, log))
         communicator = P2PCommunicator(ThreadGroup(rank, size), config, network.transport(rank))
-        before = dict(vars(config))
-        get_forward_backward_func(size, chunks if chunks > 1 else None)(
-            **step_arguments(log.make_stages(config, chunks), num_microbatches),
-            forward_only=forward_only,
-            p2p_communicator=communicator,
-        )
+        before, stages = dict(vars(config)), log.make_stages(config, chunks)
+        function = get_forward_backward_func(size, chunks if chunks > 1 else None)
+        function(**{**step_arguments(stages, num_microbatches), "p2p_communicator": communicator, **arguments})
         assert log.inside == 0, "no_sync was left open"
         assert vars(config) == before, "Megatron replaces a single function by a list of them in the user's config"
         return log
@@ -114,11 +119,12 @@ def test_by_hand(sizes: tuple[int, int, int], fields: dict[str, Any], expected: 
 def test_without_a_pipeline_the_last_forward_is_outside_no_sync() -> None:
     """Wrappers such as torch's DistributedDataParallel prepare the reduction in the forward."""
     inside = []
-    log = HookLog()
-    config = logged_config(log, 1)
-    stages = log.make_stages(config, 1)
-    stages[0].inner.linear.register_forward_hook(lambda *_: inside.append(log.inside))
-    get_forward_backward_func(1)(**step_arguments(stages, 3))
+
+    def looking(data_iterator: Any, model: Any) -> Any:
+        inside.append(model.inner.log.inside)
+        return logged_forward_step(data_iterator, model)
+
+    run_logged(1, 1, 3, arguments={"forward_step_func": looking})
     assert inside == [1, 1, 0]
 
 
@@ -147,7 +153,7 @@ def test_with_split_backwards_the_sync_opens_for_the_last_backward_and_for_the_l
 def test_evaluation_fires_nothing(chunks: int) -> None:
     finalized: list[Any] = []
     hooks = {"explicit": True, "param_sync": True, "finalize_model_grads_func": lambda *of: finalized.append(of)}
-    for log in run_logged(2, chunks, 3, forward_only=True, **hooks):
+    for log in run_logged(2, chunks, 3, arguments={"forward_only": True}, **hooks):
         assert all(line.startswith("F") for line in log.lines)
         assert log.entered == 0
     assert not finalized
@@ -213,15 +219,11 @@ def test_a_step_that_fails_leaves_no_sync() -> None:
 
 def test_finalisation_comes_once_after_the_last_backward_and_before_the_timer_stops() -> None:
     groups = SimpleNamespace(tp=ThreadGroup(0, 1), cp=ThreadGroup(0, 1))
-    network = MemoryNetwork(2)
 
-    def rank_main(rank: int) -> list[str]:
-        log = HookLog()
-
+    def fields_of(rank: int, log: HookLog) -> dict[str, Any]:
         def timers(name: str, log_level: int | None = None) -> Any:
-            ignored = SimpleNamespace(start=lambda **_: None, stop=lambda: None)
-            watched = SimpleNamespace(start=lambda **_: log.write("start"), stop=lambda: log.write("stop"))
-            return watched if name == "forward-backward" else ignored
+            write = log.write if name == "forward-backward" else lambda text: None
+            return SimpleNamespace(start=lambda **_: write("start"), stop=lambda: write("stop"))
 
         def finalize(model: Any, num_tokens: Any, pg_collection: Any = None, force_all_reduce: bool = False) -> None:
             assert model == log.stages
@@ -230,47 +232,31 @@ def test_finalisation_comes_once_after_the_last_backward_and_before_the_timer_st
             assert log.inside == 0
             log.write(f"finalize {num_tokens} {force_all_reduce}")
 
-        config = logged_config(log, 2, timers=timers, finalize_model_grads_func=finalize)
-        get_forward_backward_func(2, 2)(
-            **step_arguments(log.make_stages(config, 2), 2),
-            p2p_communicator=P2PCommunicator(ThreadGroup(rank, 2), config, network.transport(rank)),
-            pg_collection=groups,
-            force_all_reduce=True,
-        )
-        return log.lines
+        return {"timers": timers, "finalize_model_grads_func": finalize}
 
-    for log_lines in run_ranks(2, rank_main, network.abort):
-        assert log_lines[0] == "start"
-        assert log_lines[-3:] == ["B0.1+", "finalize None True", "stop"]
-        assert len(log_lines) == 2 * 2 * 2 + 3
+    for log in run_logged(2, 2, 2, fields_of, {"pg_collection": groups, "force_all_reduce": True}):
+        assert log.lines[0] == "start"
+        assert log.lines[-3:] == ["B0.1+", "finalize None True", "stop"]
+        assert len(log.lines) == 2 * 2 * 2 + 3
 
 
 @pytest.mark.parametrize("per_token", [False, True])
 def test_finalisation_gets_the_tokens_of_the_step(per_token: bool) -> None:
     """An int tensor on every rank: the sum over microbatches on the last stage, 0 elsewhere; None unless asked for."""
-    counts: list[Any] = [None, None]
-    network = MemoryNetwork(2)
+    counts: dict[int, Any] = {}
 
     def forward_step(data_iterator: Any, model: Any) -> Any:
         return model(torch.ones(SHAPE)), lambda output: (output.sum(), torch.tensor(5), {})
 
-    def rank_main(rank: int) -> None:
-        log = HookLog()
+    def fields_of(rank: int, log: HookLog) -> dict[str, Any]:
+        return {"finalize_model_grads_func": lambda model, num_tokens: counts.update({rank: num_tokens})}
 
-        def finalize(model: Any, num_tokens: Any) -> None:
-            counts[rank] = num_tokens
-
-        config = logged_config(log, 1, calculate_per_token_loss=per_token, finalize_model_grads_func=finalize)
-        arguments = {**step_arguments(log.make_stages(config, 1), 3), "forward_step_func": forward_step}
-        communicator = P2PCommunicator(ThreadGroup(rank, 2), config, network.transport(rank))
-        get_forward_backward_func(2)(**arguments, p2p_communicator=communicator)
-
-    run_ranks(2, rank_main, network.abort)
+    run_logged(2, 1, 3, fields_of, {"forward_step_func": forward_step}, calculate_per_token_loss=per_token)
     if not per_token:
-        assert counts == [None, None]
+        assert counts == {0: None, 1: None}
         return
-    assert [int(tokens) for tokens in counts] == [0, 15]
-    assert all(tokens.dtype == torch.int32 and tokens.dim() == 0 for tokens in counts)
+    assert {rank: int(tokens) for rank, tokens in counts.items()} == {0: 0, 1: 15}
+    assert all(tokens.dtype == torch.int32 and tokens.dim() == 0 for tokens in counts.values())
 
 
 def test_finalisation_is_called_as_its_signature_allows() -> None:
@@ -323,3 +309,84 @@ def test_deferral_without_anything_to_finish_is_refused() -> None:
         ScheduleInputError, match=r"no model chunk of the last stage has finish_embedding_wgrad_compute"
     ):
         finalize_gradients(settings, [Plain(torch.nn.Linear(1, 1), settings)], 0, torch.device("cpu"), None, False)
+
+
+# -- replicas and tied embeddings that nothing synchronises, where that can be seen ------------------------------------
+
+
+class _Wrapper(torch.nn.Module):
+    """As DistributedDataParallel holds what it wraps."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def no_sync(self) -> None: ...
+
+
+def _hook(*given: Any) -> None: ...
+
+
+def _stage() -> PipelineStage:
+    return PipelineStage(ToyBlock(0), toy_config())
+
+
+def _tied_by_parameter() -> PipelineStage:
+    stage = _stage()
+    stage.inner.linear.weight.shared_embedding = True
+    return stage
+
+
+def _tied_by_module() -> PipelineStage:
+    stage = _stage()
+    stage.inner.share_embeddings_and_output_weights = True
+    return stage
+
+
+def _sentences(
+    chunk: torch.nn.Module, replicas: int = 1, pipeline_size: int = 2, kind: str = LOOP, **fields: Any
+) -> list[str]:
+    chunks = [chunk] if kind == LOOP else [chunk, _stage()]
+    groups = SimpleNamespace(dp=ThreadGroup(0, replicas))
+    settings = StepSettings.from_config(toy_config(**fields))
+    placement = Placement(kind, pipeline_size, len(chunks))
+    return list(unsynchronised(settings, chunks, placement, ThreadGroup(0, pipeline_size), groups))
+
+
+def test_replicas_that_nothing_averages() -> None:
+    [sentence] = _sentences(_stage(), replicas=4)
+    assert "the 4 data-parallel replicas" in sentence
+    assert "finalize_model_grads_func" in sentence
+
+
+@pytest.mark.parametrize("tied", [_tied_by_parameter, _tied_by_module])
+def test_tied_embeddings_that_nothing_sums(tied: Callable[[], PipelineStage]) -> None:
+    [sentence] = _sentences(tied(), pipeline_size=3, grad_sync_func=_hook)
+    assert "pipeline ranks 0 and 2 share" in sentence
+
+
+def test_each_model_is_looked_at_once() -> None:
+    stage = _stage()
+    assert len(_sentences(stage, replicas=2)) == 1
+    assert _sentences(stage, replicas=2) == []
+
+
+def _wrapped_inside() -> PipelineStage:
+    return PipelineStage(_Wrapper(ToyBlock(0)), toy_config())
+
+
+@pytest.mark.parametrize(
+    ("chunk", "case"),
+    [
+        (_stage, {}),
+        (lambda: _Wrapper(_stage()), {"replicas": 2}),
+        (_wrapped_inside, {"replicas": 2}),
+        (_stage, {"replicas": 2, "grad_sync_func": _hook}),
+        (_tied_by_module, {"replicas": 2, "finalize_model_grads_func": _hook}),
+        (_tied_by_module, {"pipeline_size": 1}),
+        (_tied_by_module, {"kind": V_SHAPE}),
+    ],
+    ids=["one_replica", "wrapped", "wrapped_inside", "grad_sync", "finalize", "one_rank", "both_ends_on_one_rank"],
+)
+def test_no_false_alarm(chunk: Callable[[], torch.nn.Module], case: dict[str, Any]) -> None:
+    assert _sentences(chunk(), **case) == []
