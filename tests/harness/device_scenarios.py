@@ -43,7 +43,7 @@ from tests.harness.train_flags import SMALL_MODEL
 from tests.harness.training_ranks import train_here
 from tests.harness.virtual_ranks import run_on_virtual_devices, virtual_machine
 from tests.unit_tests.faults.test_hosts_that_run_ahead import Runtime
-from tests.unit_tests.testing import test_streams_joint_pairs
+from tests.unit_tests.testing import test_streams_steps
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -92,7 +92,7 @@ def a_split_output_layer(folder: Path) -> None:
 
 def pairs_by_schedule_plans(folder: Path) -> None:
     """Outputs that are made and sent on the stream of all-to-alls."""
-    test_streams_joint_pairs.test_outputs_of_the_other_stream_are_not_reused_before_they_are_sent()
+    test_streams_steps.test_outputs_of_the_other_stream_are_not_reused_before_they_are_sent()
 
 
 def times_of_events(folder: Path) -> None:

@@ -116,6 +116,7 @@ BAD = [
     ({"defer_embedding_wgrad_compute": True}, "defer_embedding_wgrad_compute is True"),
     ({"num_microbatches_with_partial_activation_checkpoints": -1}, "partial_activation_checkpoints is -1"),
     ({"grad_scale_func": 2.0}, "grad_scale_func is 2.0"),
+    ({"overlapped_forward_backward": "in_turn"}, "overlapped_forward_backward is 'in_turn'; it must be a callable"),
     ({"no_sync_func": [None]}, r"no_sync_func is \[None\].*one per chunk"),
     ({**PIPELINE, "pipeline_schedule": "2f2b"}, "'2f2b'; it must be one of gpipe, 1f1b"),
     ({**TWO_CHUNKS, "pipeline_schedule": "gpipe"}, "'gpipe' needs 1 .*breadth_first"),

@@ -142,16 +142,6 @@ def test_a_picture_is_dark_where_its_reader_prefers_that():
     assert "!important" not in draw.svg([timeline_of("interleaved_1f1b")], dark=True)
 
 
-def test_summary_has_step_bubble_peak_and_transfers():
-    (timeline,) = compared("1f1b", p=4, m=4)
-    assert summary(timeline) == [
-        "step 21 slots",
-        "bubble 42.9%",
-        "peak 4 microbatches on rank 0",
-        "24 transfers",
-    ]
-
-
 @pytest.mark.slow
 def test_a_stand_in_order_says_so():
     notes = [

@@ -34,6 +34,7 @@ def check_orders(plan: Plan) -> None:
     and of slices: forwards ascending, backwards descending.
     """
     for order, program in zip(plan.orders, plan.programs, strict=True):
+        assert SCHEDULES[plan.spec.schedule].splits_weight or not any(at.op in "IW" for at in order)
         computed = [at for at in each(program) if at.op in COMPUTE_OPS]
         assert computed == [at for at in each(order) if at.op in "FS" or not plan.spec.forward_only]
         for chunk, op in product(range(plan.spec.num_chunks), "FB"):
@@ -47,12 +48,16 @@ def check_orders(plan: Plan) -> None:
 def check_memory(plan: Plan, verdict: Verdict) -> None:
     """``verify``, the simulator and the timelines count alike, and nothing is left at the end."""
     ones = (1.0,) * plan.placement.num_stages
-    assert verdict.activations == peak_activations(plan)
+    result = simulate(plan, StageCosts.uniform(plan.placement.num_stages))
+    assert verdict.activations == peak_activations(plan) == result.peak_activations()
+    slices = plan.spec.slices
+    assert peak_activations(plan, 0.0) == pytest.approx([peaks.each.in_flight / slices for peaks in verdict.ranks])
+    if not plan.offloads:
+        assert peak_activations(plan, 1.0) == pytest.approx([count / slices for count in result.peak_in_flight()])
     for rank, (program, stages) in enumerate(zip(plan.programs, plan.placement.stages, strict=True)):
         assert list(activations_timeline(plan, rank))[-1] == pytest.approx(0)
         on_host = list(host_timeline(program, stages, ones))
         assert (on_host[-1], min(on_host)) == (0, 0)
-    assert simulate(plan, StageCosts.uniform(plan.placement.num_stages)).peak_activations() == verdict.activations
 
 
 def check_forms(plan: Plan) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_pp.errors import InstructionError, PlanError
+from megatron_pp.errors import PlanError
 from megatron_pp.features.offload.offload_instructions import FREE_OFFLOAD, LOAD, OFFLOAD, WAIT_LOAD
 from megatron_pp.plan.builder import build_plan, verified_plan
 from megatron_pp.plan.costs.activations import activations_timeline, host_timeline
@@ -21,7 +21,7 @@ from megatron_pp.plan.ir.instruction import (
     Instruction,
     format_program,
 )
-from megatron_pp.plan.ir.instruction_text import parse_instruction, parse_program
+from megatron_pp.plan.ir.instruction_text import parse_program
 from megatron_pp.plan.ir.placement import LOOP, Placement
 from megatron_pp.plan.ir.spec import DEVICE_SYNC, ONE_QUEUE, Plan, PlanSpec
 from megatron_pp.plan.simulate.memory import ModelShape, peak_bytes, peak_host_bytes
@@ -66,18 +66,9 @@ def test_peaks_of_pipe_offload(size: int, chunks: int, offloaded: int | None, pe
 
 @pytest.mark.slow
 def test_table_1_of_pipe_offload() -> None:
-    """At P=8, V=4, M=32, F = B: chunks on the first rank, and the bubble, which offloading does not change."""
-    numbers = {}
-    for name in ("interleaved_1f1b", "gis", "gis_h", "pipe_offload"):
-        step = simulated(PlanSpec(name, 8, 4, 32))
-        numbers[name] = max(step.peak_activations()), step.makespan - 32 * 4 * 2
-    assert numbers == {
-        "interleaved_1f1b": (39, 14),
-        "gis": (32, 14),
-        "gis_h": (20, 38),
-        "pipe_offload": (8, 56),
-    }
-    assert simulated(PlanSpec("pipe_offload", 8, 4, 32, offload_chunks=0)).makespan == 56 + 32 * 4 * 2
+    """At P=8, V=4, M=32, F = B: the bubble, which offloading does not change."""
+    for chunks in (None, 0):
+        assert simulated(PlanSpec("pipe_offload", 8, 4, 32, offload_chunks=chunks)).makespan == 56 + 32 * 4 * 2
 
 
 def test_copies_stand_where_they_belong() -> None:
@@ -131,18 +122,6 @@ def test_what_is_not_kept_any_more_cannot_be_offloaded() -> None:
     offload = PLAN.programs[0][place_of(OFFLOAD)]
     assert "it comes after its backward ran" in refusal([*program[: backward + 1], offload, *program[backward + 1 :]])
     verify(replace(PLAN, programs=(tuple(program), *PLAN.programs[1:])))  # without any it stands
-
-
-def test_they_print_as_they_parse() -> None:
-    line = "OFFLOAD0.3 FREE_OFFLOAD0.3s1 LOAD1.2 WAIT_LOAD1.2"
-    assert format_program(parse_program(line)) == line
-    assert [at.name for at in parse_program(line)][:2] == [
-        "offload of chunk 0, microbatch 3",
-        "release after the offload of chunk 0, microbatch 3, slice 1",
-    ]
-    for wrong in ("OFFLOAD0", "LOAD0.1:skip", "OFFLOADS0.1"):
-        with pytest.raises(InstructionError):
-            parse_instruction(wrong)
 
 
 @pytest.mark.parametrize(

@@ -50,21 +50,7 @@ def test_it_finds_and_proves_the_optimum(case, step):
     assert all(peak_memory(order, stages, case.memory) <= limit for order, stages, limit in rows)
 
 
-def test_its_orders_run_as_fast_as_it_says_and_no_bound_is_above():
-    rng = random.Random(4)
-    for _ in range(3):
-        kind, chunks = rng.choice([(LOOP, 1), (V_SHAPE, 2)])
-        costs = StageCosts.per_stage(*([rng.randint(5, 15) / 10 for _ in range(2 * chunks)] for _ in range(3)))
-        case = problem(kind, 2, chunks, 3, rng.choice([2.0, 3.0]), costs)
-        found = solve(case, 99.0)
-        plan = lowered(PlanSpec("auto", 2, chunks, 3), case.placement, found.orders)
-        verify(plan)
-        assert found.is_proven
-        assert simulate(plan, costs).makespan == pytest.approx(found.step)
-        assert lower_bound(case.placement, 3, costs, memory=case.memory).step <= found.step * (1 + 1e-9)
-
-
-def test_no_optimum_is_below_the_bound():
+def test_no_optimum_is_below_the_bound_and_its_orders_run_as_fast_as_it_says():
     rng, proven = random.Random(7), 0
     for _ in range(24):
         kind, size, chunks = rng.choice([(LOOP, 1, 2), (LOOP, 2, 1), (LOOP, 3, 1), (V_SHAPE, 2, 2), (LOOP, 2, 2)])
@@ -80,6 +66,10 @@ def test_no_optimum_is_below_the_bound():
         bound = lower_bound(placement, case.num_microbatches, costs, network, case.memory)
         assert bound.step <= found.step * (1 + 1e-9), (case, bound)
         proven += found.is_proven
+        if not case.transfer and found.orders:
+            plan = lowered(PlanSpec("auto", size, chunks, case.num_microbatches), placement, found.orders)
+            verify(plan)
+            assert simulate(plan, costs).makespan == pytest.approx(found.step)
     assert proven
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -151,26 +149,6 @@ def test_orders_of_a_bare_shape_use_equal_times() -> None:
     orders = SCHEDULES["auto"].orders(Shape(4, 1, 8, 4))
     memory = MemoryModel.in_chunks(Placement("loop", 4, 1), 4.0)
     assert [peak_memory(order, [rank], memory) for rank, order in enumerate(orders)] <= [4.0] * 4
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"forward": -1.0}, "forward is -1.0"),
-        ({"weight": math.nan}, "weight is nan"),
-        ({"backward_input": True}, "backward_input is True"),
-        ({"transfer": None}, "transfer is None"),
-        ({"speed": 1.0}, "speed are not known"),
-    ],
-)
-def test_impossible_measurements_are_refused(values: dict[str, object], message: str) -> None:
-    with pytest.raises(PlanError, match=message):
-        Measured.from_dict(values)
-
-
-def test_measurements_of_another_pipeline_are_refused() -> None:
-    with pytest.raises(PlanError, match="forward is given for 3 stages; there are 4"):
-        search("auto", 4, 1, 8, Measured.from_dict({"forward": [1, 1, 1]}))
 
 
 def test_the_scheduler_reports_what_cannot_be_done() -> None:

@@ -131,12 +131,6 @@ def test_unequal_microbatches_are_planned_for_what_each_costs() -> None:
     assert sums(found.plan()) == sums(running)
 
 
-@pytest.mark.parametrize("links", [((0, 1),), ((0, 1, -1.0),), 3, ((0, 1, float("nan")),)])
-def test_links_that_cannot_be(links: object) -> None:
-    with pytest.raises(PlanError, match="measured links"):
-        Measured(links=links)  # type: ignore[arg-type]
-
-
 def test_the_searchers_clock_knows_links_and_microbatches() -> None:
     """The greedy scheduler, local search and the simulator agree on the time of an order."""
     plan = build_plan(PlanSpec("gpipe", 2, 1, 3))

@@ -1,8 +1,13 @@
-"""Every schedule, policy and mode of the engine on virtual devices: no stream race, and the numbers of one process."""
+"""Steps on virtual devices: pairs, a user's own streams, the transport for NCCL with its channels, guard and tracing.
+No stream race, and the numbers of one process.
+"""
 
 from __future__ import annotations
 
+import logging
 import threading
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,13 +15,18 @@ import torch
 
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
 from megatron_pp.errors import PipelineError
+from megatron_pp.features.pairs.joint_steps import BackwardHalf, ForwardHalf, Ready
 from megatron_pp.features.pairs.pair_runner import HalfCall, on_two_streams
+from megatron_pp.integrations.combined import CombinedSteps
 from megatron_pp.plan.ir.placement import Placement
+from megatron_pp.plan.ir.spec import PlanSpec
+from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.testing.pipeline import placement_of, toy_step
 from megatron_pp.testing.streams import check_streams
-from megatron_pp.testing.toy import ToyBlock, ToyData, toy_chunks, toy_config, toy_loss
+from megatron_pp.testing.toy import ToyBlock, ToyData, reference_run, toy_chunks, toy_config, toy_loss
 from megatron_pp.weight_grad import split_weight_grad
-from tests.harness.stream_runs import POLICIES, toy_step_on_streams
+from tests.harness.nccl_runs import FailingBlock, step_on_nccl
+from tests.harness.stream_runs import POLICIES, plan_on_streams, toy_step_on_streams
 
 OVERLAP = POLICIES["overlap"]
 
@@ -173,3 +183,117 @@ class SynchronizingBlock(ToyBlock):
 def test_a_device_synchronisation_with_receives_posted_ahead_hangs_and_is_named() -> None:
     with pytest.raises((RuntimeError, PipelineError), match=r"the device of rank \d hangs at"):
         toy_step_on_streams("interleaved_1f1b", 2, ToyData(4), block=SynchronizingBlock, **OVERLAP)
+
+
+@pytest.fixture(autouse=True)
+def nccl_settings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    caplog.set_level(logging.WARNING, logger="megatron_pp")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *POLICIES.values(),
+        {"p2p_channels": "shared"},
+        {"overlap_p2p_comm": True, "p2p_debug": True},
+        {"overlap_p2p_comm": True, "pipeline_schedule": "dualpipe_v", "overlapped_forward_backward": on_two_streams},
+    ],
+    ids=[*POLICIES, "shared channels", "debug mode", "pairs on two streams"],
+)
+def test_steps(fields: dict[str, Any]) -> None:
+    data = ToyData(4)
+    report, result = step_on_nccl(2, 2, data, **fields)
+    assert not report.races, str(report)
+    assert result.difference(reference_run(4, data)) == 0.0
+
+
+def test_variable_shapes_on_three_ranks() -> None:
+    data = ToyData(4, variable=True)
+    report, result = step_on_nccl(3, 1, data, overlap_p2p_comm=True)
+    assert not report.races, str(report)
+    assert result.difference(reference_run(3, data)) == 0.0
+
+
+def test_tracing_with_events(tmp_path: Path) -> None:
+    report, _ = step_on_nccl(2, 1, ToyData(4), overlap_p2p_comm=True, trace_dir=str(tmp_path), trace_steps="1")
+    assert not report.races, str(report)
+    assert len(list(tmp_path.glob("trace-*.jsonl"))) == 2
+
+
+def test_a_failure_reaches_the_rank_whose_device_waits() -> None:
+    """The guard aborts communicators: the device of rank 0 goes on, and the guard has the last word."""
+    errors: dict[int, str] = {}
+    step_on_nccl(2, 1, ToyData(4), overlap_p2p_comm=True, block=FailingBlock, errors=errors)
+    assert errors[1] == "ValueError: this stage fails"
+    assert errors[0].startswith("PipelinePeerError")
+    assert "this stage fails" in errors[0]
+
+
+SPEC = PlanSpec("combined_1f1b", 3, 1, 8, overlap_pairs=True)
+
+
+def deallocate(tensor: torch.Tensor, wanted: bool) -> None:
+    tensor.data = torch.empty((1,), device=tensor.device, dtype=tensor.dtype)
+
+
+class Steps:
+    """Of the toy model, with a second stream as in a schedule plan."""
+
+    schedules = SimpleNamespace(deallocate_output_tensor=deallocate)
+
+    def __init__(self, steps: Any) -> None:
+        self.steps = steps
+        self.side = torch.cuda.Stream()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.steps, name)
+
+    def forward_and_backward(
+        self, forward: ForwardHalf, backward: BackwardHalf, on_output: Ready, on_input_grad: Ready
+    ) -> Any:
+        current = torch.cuda.current_stream()
+        with torch.cuda.stream(self.side):  # an all-to-all that does not wait for what the other stream has waited for
+            torch.ones_like(forward.input_tensor if forward.input_tensor is not None else backward.output_grad)
+        layers = self.steps.forward(*forward)
+        self.side.wait_stream(current)
+        with torch.cuda.stream(self.side):
+            output = layers * 1.0
+            if self.steps.options.is_last_stage[
+                forward.chunk
+            ]:  # it is not sent; its backward reads it, as do Megatron's
+                output.record_stream(current)
+            layers.record_stream(self.side)  # as Megatron's nodes do with what came from the other stream
+            on_output(output)
+        grad = self.steps.backward(*backward)
+        on_input_grad(grad)
+        current.wait_stream(self.side)
+        return output, grad
+
+    def backward_root(self, output: Any) -> Any:
+        return CombinedSteps.backward_root(self, output)  # type: ignore[arg-type]
+
+
+class Unrecorded(Steps):
+    def backward_root(self, output: Any) -> Any:
+        deallocate(output, True)
+        return output
+
+
+def executor_with(kind: type[Steps]) -> type[PlanExecutor]:
+    class Executor(PlanExecutor):
+        def __post_init__(self) -> None:
+            self.steps = kind(self.steps)
+            super().__post_init__()
+
+    return Executor
+
+
+def test_outputs_of_the_other_stream_are_not_reused_before_they_are_sent() -> None:
+    report = plan_on_streams(SPEC, executor_with(Steps))
+    assert not report.races, str(report)
+    assert report.reused > 0
+
+
+def test_without_recording_the_stream_they_would_be() -> None:
+    assert plan_on_streams(SPEC, executor_with(Unrecorded)).races

@@ -3,7 +3,7 @@ built on their order."""
 
 from __future__ import annotations
 
-import re
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.verify.verifier import verify
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import ToyData
+from tests.harness.mutation import mutated_json, mutated_text
 from tests.harness.plan_text import placed
 from tests.harness.sweeps import EXHAUSTIVE
 
@@ -33,38 +34,6 @@ COMMANDS = (
     ("draw", "--style", "grid", "--import"),
     ("plan", "--format", "torch-csv", "--import"),
 )
-_SEPARATOR = re.compile(r"([ ,\n\"\[\]])")
-_NUMBERS = ("0", "1", "2", "9", "99999999", "1" + "0" * 30, "-5", "1.9", "true", "null", "NaN", "1e400", "{}", "[]")
-
-
-@st.composite
-def damaged(draw: st.DrawFn, text: str) -> str:
-    """``text`` with one or two of its words gone, doubled, exchanged, renumbered, of another kind, or cut off."""
-    for _ in range(draw(st.integers(1, 2))):
-        words = _SEPARATOR.split(text)
-        places = [k for k, word in enumerate(words) if word and not _SEPARATOR.fullmatch(word)]
-        k, other = draw(st.sampled_from(places)), draw(st.sampled_from(places))
-        how = draw(st.sampled_from(["drop", "double", "swap", "number", "value", "letters", "cut"]))
-        if how == "drop":
-            words[k] = ""
-        elif how == "double":
-            words[k] += (" " if text.startswith("{") else ",") + words[k]
-        elif how == "swap":
-            words[k], words[other] = words[other], words[k]
-        elif how == "number":
-            words[k] = re.sub(r"\d+", draw(st.sampled_from(_NUMBERS[:6])), words[k])
-        elif how == "value":
-            words[k] = draw(st.sampled_from(_NUMBERS))
-        elif how == "letters":
-            words[k] = re.sub(
-                r"^[A-Z]+",
-                draw(st.sampled_from(["F", "B", "W", "SEND_F", "ENABLE_GRAD_SYNC", "GRAD_SYNC", "HAND_F"])),
-                words[k],
-            )
-        else:
-            words = words[: k + 1]
-        text = "".join(words)
-    return text
 
 
 def exit_code(command: tuple[str, ...], path: Path, plan: Plan) -> int:
@@ -87,7 +56,9 @@ def exit_code(command: tuple[str, ...], path: Path, plan: Plan) -> int:
 def test_every_command_ends_with_an_answer(form: str, data: st.DataObject, tmp_path: Path) -> None:
     plan = data.draw(st.sampled_from(PLANS))
     path = tmp_path / ("plan.json" if form == "json" else "plan.csv")
-    path.write_text(data.draw(damaged(format_plan(plan, form))))
+    text = format_plan(plan, form)
+    faults = [mutated_text(text), *([mutated_json(json.loads(text))] if form == "json" else [])]
+    path.write_text(data.draw(st.one_of(faults)), encoding="utf-8", errors="surrogatepass")
     assert exit_code(data.draw(st.sampled_from(COMMANDS)), path, plan) in (0, 1, 2)
 
 

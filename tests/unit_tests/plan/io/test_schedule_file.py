@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -132,6 +133,13 @@ def test_measurements_are_a_dict_a_file_or_an_object(tmp_path: Path) -> None:
         ({"weight": -1}, "measured weight is '?-1"),
         ({"colour": 1}, "measured values colour are not known"),
         ({"forward": [1.0] * 3}, "measured forward is given for 3 stages; there are 2"),
+        ({"weight": math.nan}, "weight is nan"),
+        ({"backward_input": True}, "backward_input is True"),
+        ({"transfer": None}, "transfer is None"),
+        ({"links": 3}, "measured links"),
+        ({"links": ((0, 1),)}, "measured links"),
+        ({"links": ((0, 1, -1.0),)}, "measured links"),
+        ({"links": ((0, 1, math.nan),)}, "measured links"),
         ({"memory_limit": [1.0] * 3}, "measured memory_limit is given for 3 ranks; there are 2"),
         (7, "7 is no Measured, no dict of its fields and no path"),
         ("none.json", "none.json: cannot be read"),
@@ -153,12 +161,6 @@ def test_a_file_without_measurements_is_refused(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ScheduleError, match=str(path)):
             ModelParallelConfig(pipeline_measured=str(path))
-
-
-def test_the_function_for_pairs_must_be_callable() -> None:
-    assert ModelParallelConfig(overlapped_forward_backward=print).overlapped_forward_backward is print
-    with pytest.raises(ValueError, match="overlapped_forward_backward is 'in_turn'; it must be a callable"):
-        ModelParallelConfig(overlapped_forward_backward="in_turn")  # type: ignore[arg-type]
 
 
 def test_ranks_compare_the_content_of_their_files(tmp_path: Path) -> None:

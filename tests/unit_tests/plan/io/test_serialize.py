@@ -144,15 +144,6 @@ def test_bad_json_is_refused_in_one_line(text, message):
     assert "\n" not in str(caught.value)
 
 
-def test_bad_measured_values_are_refused():
-    with pytest.raises(PlanError, match="measured values colour are not known"):
-        parse_plan(edited(measured={"colour": 1}))
-    with pytest.raises(PlanError, match="measured forward is"):
-        parse_plan(edited(measured={"forward": "fast"}))
-    with pytest.raises(PlanError, match="'measured' must be an object"):
-        parse_plan(edited(measured=3))
-
-
 def test_unknown_and_missing_fields_are_named():
     content = json.loads(format_plan(small_plan(), "json"))
     content["spec"]["colour"] = "red"

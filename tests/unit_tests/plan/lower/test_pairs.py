@@ -1,8 +1,9 @@
-"""Overlapped forward-backward pairs: which operations pair, and that nothing stands between them."""
+"""Overlapped forward-backward pairs: which operations pair, that nothing stands between them, and what is refused."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,15 +19,16 @@ from megatron_pp.plan.ir.instruction import (
     each,
     format_program,
     halves,
+    instruction,
     pair_up,
 )
 from megatron_pp.plan.ir.instruction_text import parse_program
 from megatron_pp.plan.ir.placement import Placement
-from megatron_pp.plan.ir.spec import Plan, PlanSpec
+from megatron_pp.plan.ir.spec import EXPLICIT, Plan, PlanSpec
 from megatron_pp.plan.lower.clock import run_clock
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.verify.verifier import verify
-from tests.harness.plan_text import placed
+from tests.harness.plan_text import placed, refusal, rows
 
 
 def pairs_in(program: Sequence[Instruction]) -> int:
@@ -159,3 +161,86 @@ def test_a_send_of_a_pair_that_is_held_back_holds_back_its_rest() -> None:
     assert held.waits[0].queued == pytest.approx(
         pair[1]["B0.0"].end - pair[1]["F0.2"].start - 3 + other.end - other.start
     )
+
+
+Members = tuple[Instruction, ...]
+
+
+def combined(**fields: object) -> Plan:
+    return build_plan(PlanSpec("combined_1f1b", 2, 2, 6, overlap_pairs=True, **fields))  # type: ignore[arg-type]
+
+
+def with_members(plan: Plan, change: Callable[[Members], Members], behind: Members = ()) -> Plan:
+    """Rank 0's first pair with two sends has other members; ``behind``: what then follows it."""
+    program = plan.programs[0]
+    k = next(i for i, at in enumerate(program) if at.op == PAIR and len(at.members) == 4)
+    changed = program[k]._replace(members=change(program[k].members))
+    return replace(plan, programs=((*program[:k], changed, *behind, *program[k + 1 :]), *plan.programs[1:]))
+
+
+# The members of a pair F SEND_F B SEND_B, by number; "op=" and "mb+1" change the one before.
+WRONG_PAIRS = """
+1 0 2 3 | its forward ran
+0 1 3 2 | its backward ran
+0 2 1 3 | at most its own send behind it
+2 3 0 1 | is no pair
+0 2 3 | its output was sent
+0 1 2 | its input gradient was sent
+0 1 1 2 3 | it stands twice
+0 1 mb+1 2 3 | its forward ran
+0 1 1 op=FREE_F 2 3 | it stands twice
+2 op=WAIT_B peer=1 0 1 2 3 | already: it stands twice
+0 1 | its input gradient was sent
+0 1 0 op=B | its output gradient is there
+"""
+
+
+@pytest.mark.parametrize(("wanted", "words"), rows(WRONG_PAIRS))
+def test_a_wrong_pair_is_refused(wanted: str, words: str) -> None:
+    def change(members: Members) -> Members:
+        found: list[Instruction] = []
+        for word in wanted.split():
+            field, _, value = word.partition("=")
+            if word.isdigit():
+                found.append(members[int(word)])
+            elif value:
+                found[-1] = found[-1]._replace(**{field: int(value) if value.isdigit() else value})
+            else:
+                found[-1] = found[-1]._replace(mb=found[-1].mb + 1)
+        return tuple(found)
+
+    assert re.search(f"rank 0.*{words}", refusal(with_members(combined(), change)))
+
+
+def test_a_gradient_sync_before_the_last_weight_gradient_of_a_pair_is_refused() -> None:
+    sync = instruction("GRAD_SYNC", 1)._replace(stage=2)
+    assert "needs the pair's last weight gradient" in refusal(with_members(combined(), lambda m: (*m, sync)))
+
+
+def test_a_send_within_and_behind_the_pair_is_refused() -> None:
+    plan = combined()
+    members = next(at.members for at in plan.programs[0] if at.op == PAIR and len(at.members) == 4)
+    assert "it stands twice" in refusal(with_members(plan, lambda m: m, behind=(members[1],)))
+
+
+def moved(plan: Plan, rank: int, op: str) -> Plan:
+    """The last ``op`` of ``rank`` stands in front of the pair that comes before it."""
+    program = list(plan.programs[rank])
+    at = max(i for i, entry in enumerate(program) if entry.op == op)
+    before = max(i for i, entry in enumerate(program[:at]) if entry.op == PAIR)
+    program.insert(before, program.pop(at))
+    return replace(plan, programs=tuple(tuple(program) if r == rank else p for r, p in enumerate(plan.programs)))
+
+
+def test_syncs_in_front_of_a_pair_that_has_the_last_gradients_are_refused() -> None:
+    explicit = moved(combined(grad_sync=EXPLICIT), 1, "GRAD_SYNC")
+    assert "it comes before the chunk's last gradient" in refusal(explicit)
+    assert "the backward that follows is not the one" in refusal(moved(combined(), 0, "ENABLE_GRAD_SYNC"))
+
+
+def test_sends_within_pairs_hang_where_compute_synchronises_the_device() -> None:
+    """Both ranks wait in a pair for the other to post a receive behind its own pair; lowered for it, none is within."""
+    plan = combined(lookahead=0)
+    verify(plan)
+    assert re.search("deadlock under device_sync.*, which synchronises the device", refusal(plan, "device_sync"))
+    verify(combined(device=("device_sync",)))

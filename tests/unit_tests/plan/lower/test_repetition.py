@@ -35,17 +35,6 @@ def _no_plans_are_known() -> Iterator[None]:
     forget_plans()
 
 
-@pytest.mark.parametrize("chunks", [2, 3])
-def test_a_shorter_last_group_is_repeated_too(chunks: int) -> None:
-    """Once its effects, far ahead of it, have an end within the plan."""
-    for count in (10, 28, 31, 40):
-        spec = PlanSpec("interleaved_1f1b", 3, chunks, count)
-        plan, found = verified_plan(spec)
-        assert isinstance(plan.programs, Repeated) == (count > 10)
-        direct = lowered_plan(spec)
-        assert (plan.programs, found) == (direct.programs, verify(direct))
-
-
 def test_tasks_are_those_of_the_program_and_shared_between_numbers_of_microbatches() -> None:
     plans = [build_plan(PlanSpec("interleaved_1f1b", 2, 2, count, policy="batched")) for count in (30, 40)]
     for plan in plans:

@@ -11,17 +11,15 @@ from examples.gpt.gpt import GPTStage, build_gpt_chunks
 from megatron_pp.config.model_config import TransformerConfig
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.builder import build_plan, verified_plan
+from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs.activations import WEIGHT_SHARE, activations_timeline, kept_timeline, peak_activations
 from megatron_pp.plan.costs.measured import Measured
-from megatron_pp.plan.costs.stage_costs import MemoryModel, StageCosts
+from megatron_pp.plan.costs.stage_costs import MemoryModel
 from megatron_pp.plan.io.serialize import parse_plan
 from megatron_pp.plan.ir.instruction import SINGLE_COMPUTE_OPS
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import PlanSpec
-from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.simulate.memory import FULL, ModelShape
-from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.verify.verifier import verify
 from megatron_pp.planner.plan_search import peak_memory
 from megatron_pp.runtime.communicators import lone_communicator
@@ -37,17 +35,6 @@ SEQUENCE, BATCH, WIDTH, VOCAB, LAYERS = 24, 2, 16, 64, 2
 
 
 # -- the plan's count --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", [name for name, family in SCHEDULES.items() if family.search is None])
-def test_a_whole_share_is_the_papers_count_and_none_counts_forwards_alone(name: str) -> None:
-    plan, verdict = verified_plan(PlanSpec(name, 4, SCHEDULES[name].chunks or 2, 9))
-    result = simulate(plan, StageCosts.uniform(plan.placement.num_stages))
-    assert peak_activations(plan, 1.0) == result.peak_in_flight()
-    assert peak_activations(plan, 0.0) == tuple(peaks.each.in_flight for peaks in verdict.ranks)
-    assert verdict.activations == result.peak_activations() == peak_activations(plan, WEIGHT_SHARE)
-    if not SCHEDULES[name].splits_weight:
-        assert peak_activations(plan, 0.5) == result.peak_in_flight()
 
 
 def test_every_stage_has_a_share_of_its_own_and_it_may_be_more_than_all() -> None:

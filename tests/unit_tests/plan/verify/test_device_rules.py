@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import pytest
 
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.builder import build_plan, lowered_plan
+from megatron_pp.plan.builder import lowered_plan
 from megatron_pp.plan.costs.stage_costs import Link, Network, StageCosts
-from megatron_pp.plan.ir.dataflow import KIND_OF, RESULT_OF, inputs_of
+from megatron_pp.plan.ir.dataflow import RESULT_OF, inputs_of
 from megatron_pp.plan.ir.instruction import (
     BACKWARD,
     COMPUTE_OPS,
     FORWARD,
     INPUT_GRAD,
     PAIR,
-    RECV_OPS,
-    WAIT_OPS,
     WEIGHT_GRAD,
-    Instruction,
     instruction,
 )
 from megatron_pp.plan.ir.placement import PLACEMENTS, Placement
@@ -197,39 +193,6 @@ def test_any_order_that_can_run_passes(seed: int) -> None:
             verify(lowered(spec, placement, orders))
 
 
-# -- where each receive stands ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("lookahead", [1, 4])
-def test_a_second_receive_of_a_channel_is_outstanding_only_once_it_is_due(lookahead: int) -> None:
-    """Else it stands behind the wait of the one before. Without look-ahead each stands where it is due."""
-    outstanding = 0
-    for schedule, p, v, m in [("interleaved_1f1b", 2, 2, 6), ("interleaved_1f1b", 4, 3, 8), ("gpipe", 3, 1, 5)]:
-        spec = PlanSpec(schedule, p, v, m)
-        plan = lowered_plan(replace(spec, lookahead=lookahead))
-        for program, at_once in zip(plan.programs, lowered_plan(replace(spec, lookahead=0)).programs, strict=True):
-            due = {at: entry for entry, at in by_entry(at_once)}
-            waiting: set[tuple[str, int]] = set()
-            for entry, at in by_entry(program):
-                channel = (KIND_OF.get(at.op, ""), at.peer)
-                if at.op in WAIT_OPS:
-                    waiting.discard(channel)
-                elif at.op in RECV_OPS and channel in waiting:
-                    assert entry == due[at], at
-                    outstanding += 1
-                elif at.op in RECV_OPS:
-                    waiting.add(channel)
-    assert outstanding  # interleaved 1F1B has gradients that wait for their turn
-
-
-def by_entry(program: Iterable[Instruction]) -> Iterator[tuple[int, Instruction]]:
-    """Each instruction, with the number of compute operations before it."""
-    entry = 0
-    for at in program:
-        yield entry, at
-        entry += at.op in COMPUTE_OPS
-
-
 # -- specs and files --------------------------------------------------------------------------------------------------
 
 
@@ -241,12 +204,6 @@ def test_rules_of_a_spec_have_one_form() -> None:
         PlanSpec("1f1b", 2, 1, 4, device=("two_queues",))
     known = f"(did you mean one_queue?); it is one of {', '.join(DEVICE_RULES)}"
     assert str(caught.value) == f"device rule 'two_queues' is not known {known}"
-
-
-def test_the_verdict_names_the_rules() -> None:
-    plan = build_plan(PlanSpec("1f1b", 2, 1, 4, device=(ONE_QUEUE, DEVICE_SYNC)))
-    assert str(verify(plan)).startswith("deadlock-free under one_queue and device_sync, every send waited before ")
-    assert str(verify(plan, device=())).startswith("deadlock-free, every send waited before ")
 
 
 # -- simulated --------------------------------------------------------------------------------------------------------
@@ -297,10 +254,3 @@ def test_without_waiting_the_rules_change_no_time() -> None:
     costs = StageCosts.uniform(8)
     times = [simulate(plan, costs, SLOW_LINK, rules).makespan for rules in ((), [ONE_QUEUE], [ONE_QUEUE, DEVICE_SYNC])]
     assert times[0] == times[1] == times[2]
-
-
-def test_gloo_has_no_device_whose_rules_could_hold() -> None:
-    plan = lowered_plan(PlanSpec("1f1b", 2, 1, 4))
-    with pytest.raises(PlanError) as caught:
-        simulate(plan, StageCosts.uniform(2), Network(gloo=True), [ONE_QUEUE])
-    assert str(caught.value) == "one_queue: gloo's transfers wait for no device; leave the rule or gloo out"
