@@ -11,8 +11,9 @@ import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -83,9 +84,6 @@ class Rank:
         if until_overwritten:
             self._store.wait([self._signal])
 
-    def wrong_share(self, got: torch.Tensor) -> float:
-        return float((got != GOOD).sum().item()) / got.numel()
-
     def send_forward(self, output: torch.Tensor) -> dict[str, Any]:
         """As the interleaved schedule does: post, do not wait."""
         _, handles = self.communicator.send_forward_recv_forward(
@@ -93,82 +91,69 @@ class Rank:
         )
         return handles
 
-    def recv_plainly_late(self) -> float:
+    def recv_plainly_late(self) -> torch.Tensor:
         """By torch.distributed alone."""
         self.late()
         buffer = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         dist.recv(buffer, 0)
-        return self.wrong_share(buffer)
+        return buffer
 
-    def recv_forward_late(self, until_overwritten: bool = True) -> float:
+    def recv_forward_late(self, until_overwritten: bool = True) -> torch.Tensor:
         self.late(until_overwritten)
-        return self.wrong_share(self.communicator.recv_forward(self.shape, is_first_stage=False))
+        return self.communicator.recv_forward(self.shape, is_first_stage=False)
+
+    def recv_backward_late(self) -> torch.Tensor:
+        self.late()
+        return self.communicator.recv_backward(self.shape, is_last_stage=False)
 
 
-def plain_isend(me: Rank) -> float:
-    """a. torch.distributed alone: isend, deallocate, allocate, overwrite. On NCCL torch calls ``record_stream`` for
+def plain_isend(me: Rank) -> None:
+    """torch.distributed alone: isend, deallocate, allocate, overwrite. On NCCL torch calls ``record_stream`` for
     every point-to-point tensor, so that the stock allocator does not reuse its memory before the send is done."""
-    if me.rank == 0:
-        output = me.tensor()
-        work = dist.isend(output, 1)
-        deallocate_output_tensor(output, True)
-        me.overwrite()
-        work.wait()
-        return 0.0
-    return me.recv_plainly_late()
+    output = me.tensor()
+    work = dist.isend(output, 1)
+    deallocate_output_tensor(output, True)
+    me.overwrite()
+    work.wait()
 
 
-def deallocate_without_waiting(me: Rank) -> float:
-    """b. The handle owns the bytes."""
-    if me.rank != 0:
-        return me.recv_forward_late()
+def deallocate_without_waiting(me: Rank) -> None:
+    """The handle owns the bytes."""
     output = me.tensor()
     handles = me.send_forward(output)
     deallocate_output_tensor(output, True)
     me.overwrite()
     handles["send_next"].wait()
     handles["send_next"].wait()  # a no-op
-    return 0.0
 
 
-def wait_then_deallocate(me: Rank) -> float:
-    """c. What the schedules do."""
-    if me.rank != 0:
-        return me.recv_forward_late(until_overwritten=False)
+def wait_then_deallocate(me: Rank) -> None:
+    """What the schedules do."""
     output = me.tensor()
     me.send_forward(output)["send_next"].wait()
     deallocate_output_tensor(output, True)
     me.overwrite()
-    return 0.0
 
 
-def no_deallocation(me: Rank) -> float:
-    """d. deallocate_pipeline_outputs=False."""
-    if me.rank != 0:
-        return me.recv_forward_late()
+def no_deallocation(me: Rank) -> None:
+    """deallocate_pipeline_outputs=False."""
     output = me.tensor()
     handles = me.send_forward(output)
     deallocate_output_tensor(output, False)
     me.overwrite()
     handles["send_next"].wait()
-    return float(output.shape != me.shape)
+    assert output.shape == me.shape
 
 
-def handle_dropped(me: Rank) -> float:
-    """e. Nobody keeps the handle, nobody waits."""
-    if me.rank != 0:
-        return me.recv_forward_late()
+def handle_dropped(me: Rank) -> None:
+    """Nobody keeps the handle, nobody waits."""
     me.send_forward(me.tensor())
     gc.collect()
     me.overwrite()
-    return 0.0
 
 
-def gradient_dropped(me: Rank) -> float:
-    """f. An input gradient sent backward, its last reference dropped; here rank 1 sends and rank 0 receives."""
-    if me.rank == 0:
-        me.late()
-        return me.wrong_share(me.communicator.recv_backward(me.shape, is_last_stage=False))
+def gradient_dropped(me: Rank) -> None:
+    """An input gradient sent backward, its last reference dropped."""
     gradient = me.tensor()
     _, handles = me.communicator.send_backward_recv_backward(
         gradient, recv_next=False, tensor_shape=me.shape, overlap_p2p_comm=True
@@ -177,31 +162,44 @@ def gradient_dropped(me: Rank) -> float:
     gc.collect()
     me.overwrite()
     handles["send_prev"].wait()
-    return 0.0
 
 
-def write_after_send(me: Rank) -> float:
-    """h. torch.distributed alone: isend, then write into what is being sent. No allocator, and nobody who keeps the
+def write_after_send(me: Rank) -> None:
+    """torch.distributed alone: isend, then write into what is being sent. No allocator, and nobody who keeps the
     memory, protects from this."""
-    if me.rank == 0:
-        output = me.tensor()
-        work = dist.isend(output, 1)
-        output.fill_(BAD)
-        me.announce()
-        work.wait()
-        return 0.0
-    return me.recv_plainly_late()
+    output = me.tensor()
+    work = dist.isend(output, 1)
+    output.fill_(BAD)
+    me.announce()
+    work.wait()
 
 
-CASES: dict[str, Callable[[Rank], float]] = {
-    "a": plain_isend,
-    "b": deallocate_without_waiting,
-    "c": wait_then_deallocate,
-    "d": no_deallocation,
-    "e": handle_dropped,
-    "f": gradient_dropped,
-    "h": write_after_send,
+class Case(NamedTuple):
+    """What the rank ``sender`` does, and the other one."""
+
+    send: Callable[[Rank], None]
+    receive: Callable[[Rank], torch.Tensor] = Rank.recv_forward_late
+    sender: int = 0
+
+
+CASES = {
+    "a": Case(plain_isend, Rank.recv_plainly_late),
+    "b": Case(deallocate_without_waiting),
+    "c": Case(wait_then_deallocate, partial(Rank.recv_forward_late, until_overwritten=False)),
+    "d": Case(no_deallocation),
+    "e": Case(handle_dropped),
+    "f": Case(gradient_dropped, Rank.recv_backward_late, sender=1),
+    "h": Case(write_after_send, Rank.recv_plainly_late),
 }
+
+
+def wrong_share(me: Rank, case: Case) -> float:
+    """Of the elements that this rank has received; the sender reports 0."""
+    if me.rank == case.sender:
+        case.send(me)
+        return 0.0
+    got = case.receive(me)
+    return float((got != GOOD).sum().item()) / got.numel()
 
 
 def run_cases(
@@ -218,7 +216,7 @@ def run_cases(
         for letter, case in CASES.items():
             for _ in range(times):
                 me.together()
-                shares.setdefault(f"{letter} {name}", []).append(case(me))
+                shares.setdefault(f"{letter} {name}", []).append(wrong_share(me, case))
         me.together()
         for handle in list(me.communicator.pending):
             handle.wait()

@@ -9,10 +9,7 @@ import torch
 
 from examples.gpt.gpt import EMBEDDING, OUTPUT, CausalSelfAttention, GPTStage, RotaryEmbedding, build_gpt_chunks
 from examples.gpt.optimizer import sum_tied_gradients
-from examples.gpt.trainer import forward_step
 from megatron_pp.config.model_config import TransformerConfig
-from megatron_pp.testing.toy import ToyData
-from tests.harness.step_runs import Rank, pipeline
 
 VOCAB, SEQ, BATCH, LAYERS, HIDDEN = 29, 12, 3, 5, 16
 
@@ -171,28 +168,3 @@ def test_chunks_of_a_rank_know_what_they_are() -> None:
     chunks = build_gpt_chunks(make_config(), stages=[0, 3], layers_of_stage=cut, **sizes)
     found = [(c.vp_stage, c.pre_process, c.post_process, list(c.layers)) for c in chunks]
     assert found == [(0, True, False, ["0"]), (1, False, True, ["4"])]
-
-
-@pytest.mark.parametrize("schedule", ["vocab_1f1b", "vocab_1f1b_alg1"])
-def test_a_split_output_layer_has_the_losses_and_gradients_of_the_whole_one(schedule: str) -> None:
-    """In float64 to 1e-12, over three ranks; the rows of all ranks are the whole projection's."""
-    cut, microbatches = [[0, 1], [2, 3], [4]], 4
-    config = make_config(pipeline_dtype=torch.float64, pipeline_schedule=schedule)
-    untied = {"share_embeddings_and_output_weights": False}
-    ranks = [make_stages(cut, config, output_split=(rank, 3), **untied)[rank].double() for rank in range(3)]
-
-    def step(rank: Rank) -> list[Any]:
-        batches = ((number, *make_batch(number)) for number in range(microbatches))
-        return rank.step([ranks[rank.rank]], forward_step_func=forward_step, iterators=[batches])
-
-    data = ToyData(microbatches, SEQ, BATCH)
-    reports = pipeline(3, 1, microbatches, step, data=data, **vars(config))[-1]
-    (whole,) = (stage.double() for stage in make_stages(WHOLE, config, **untied))
-    for number, report in enumerate(reports):
-        loss = whole(*make_batch(number)).mean()
-        (loss / microbatches).backward()
-        assert float(report["loss"]) == pytest.approx(loss.item(), rel=1e-12)
-    expected, found = gradients_of([whole]), gradients_of(ranks)
-    rows = [found.pop(f"output_rows.{rank}.weight") for rank in range(3)]
-    torch.testing.assert_close(torch.cat(rows), expected.pop(OUTPUT), rtol=1e-12, atol=1e-15)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
