@@ -12,15 +12,13 @@ import torch.distributed as dist
 
 from megatron_pp.cli.command_line import main
 from megatron_pp.errors import PipelinePeerError
-from megatron_pp.faults.attach import close_guard
 from megatron_pp.features.measuring import measuring
-from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.costs.measured import MeasuredFile
-from megatron_pp.plan.ir.placement import Placement
-from megatron_pp.testing.pipeline import toy_step
-from megatron_pp.testing.toy import ToyBlock, ToyData, toy_chunks, toy_config
+from megatron_pp.runtime.communicators import close_communicators
+from megatron_pp.testing.toy import ToyBlock
 from megatron_pp.tracing.analysis import analyse
 from megatron_pp.tracing.run import load_run
+from tests.harness.process_ranks import rank_of
 from tests.harness.processes import RankFailedError, run_processes
 
 SECONDS = 0.005
@@ -38,31 +36,44 @@ class SleepingBlock(ToyBlock):
         return super().forward(x)
 
 
-def train_rank(rank, size, folder, pipelines, policy, traced_ranks, measured_ranks=()):
+def train_rank(rank, size, folder, pipelines=1, policy="overlap", traced=(), measured=()):
     """A few steps of the toy model; ranks form ``pipelines`` pipelines, interleaved as data parallelism does it."""
-    length = size // pipelines
     groups = [dist.new_group(list(range(k, size, pipelines))) for k in range(pipelines)]
-    group = groups[rank % pipelines]
-    config = toy_config(
-        trace_dir=folder if rank in traced_ranks else None,
+    one = rank_of(
+        1,
+        6,
+        group=groups[rank % pipelines],
+        trace_dir=str(folder) if rank in traced else None,
         trace_steps="2-3",
         overlap_p2p_comm=policy == "overlap",
         batch_p2p_comm=policy == "batched",
-        measure=1 if rank in measured_ranks else 0,
+        measure=1 if rank in measured else 0,
         measure_out=f"{folder}/of-pipeline-{rank % pipelines}.json",
     )
-    communicator = P2PCommunicator(group, config)
-    chunks = toy_chunks(Placement("loop", length, 1), group.rank(), config, SleepingBlock)
-    data = ToyData(6)
+    model = one.model(SleepingBlock)
     for _ in range(3):
-        toy_step(chunks, data, communicator)
-    close_guard(communicator)
+        one.step(model)
+    close_communicators()
 
 
-@pytest.mark.parametrize("policy", ["overlap", "batched", "plain"])
-def test_ranks_of_a_job_write_one_run(tmp_path, policy, capsys):
-    run_processes(train_rank, 3, (str(tmp_path), 1, policy, range(3)), timeout=120, start_method="forkserver")
-    run = load_run(tmp_path)
+POLICIES = ["overlap", "batched", "plain"]
+
+
+def train_under_each_policy(rank, size, folder):
+    for policy in POLICIES:
+        train_rank(rank, size, folder / policy, policy=policy, traced=range(size))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("policies")
+    run_processes(train_under_each_policy, 3, (folder,), timeout=120, start_method="forkserver")
+    return folder
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_ranks_of_a_job_write_one_run(folder, policy, capsys):
+    run = load_run(folder / policy)
     assert run.steps == (2, 3)
     assert [t.header.pipeline for t in run.ranks] == [(0, 1, 2)] * 3
     found = analyse(run)
@@ -74,12 +85,12 @@ def test_ranks_of_a_job_write_one_run(tmp_path, policy, capsys):
         first = next(e for e in found.measured.events(rank) if str(e.instruction) == "F0.0")
         before = next(e for e in found.measured.events(rank - 1) if str(e.instruction) == "F0.0")
         assert first.start >= before.end
-    assert main(["report", str(tmp_path)]) == 0
+    assert main(["report", str(folder / policy)]) == 0
     assert "slowest rank" in capsys.readouterr().out
 
 
 def test_pipelines_of_a_job_share_the_run_number(tmp_path):
-    arguments = (str(tmp_path), 2, "overlap", range(4), range(4))
+    arguments = (tmp_path, 2, "overlap", range(4), range(4))
     run_processes(train_rank, 4, arguments, timeout=120, start_method="forkserver")
     assert [path.name for path in tmp_path.glob("*.json")] == ["of-pipeline-0.json"], "the first rank's alone"
     measured = MeasuredFile.from_dict(json.loads((tmp_path / "of-pipeline-0.json").read_text()))
@@ -96,7 +107,7 @@ def test_pipelines_of_a_job_share_the_run_number(tmp_path):
 
 @pytest.mark.parametrize(("traced", "measured", "what"), [([0], [], "tracing"), ([], [1], "measure")])
 def test_tracing_or_measuring_on_some_ranks_alone_is_an_error_not_a_hang(tmp_path, traced, measured, what):
-    arguments = (str(tmp_path), 1, "overlap", traced, measured)
+    arguments = (tmp_path, 1, "overlap", traced, measured)
     with pytest.raises(RankFailedError, match=what):
         run_processes(train_rank, 2, arguments, timeout=120, start_method="forkserver")
 
@@ -106,9 +117,9 @@ def fail_while_links_are_timed(rank, size, folder):
     fault = mock.patch.object(measuring, "measure_links", side_effect=ValueError("no link"))
     raised = ValueError if rank == 1 else PipelinePeerError
     with fault if rank == 1 else contextlib.nullcontext(), pytest.raises(raised, match="no link"):
-        train_rank(rank, size, folder, 1, "overlap", [], range(size))
+        train_rank(rank, size, folder, measured=range(size))
 
 
 def test_a_rank_that_fails_while_links_are_timed_is_every_ranks_error(tmp_path):
-    run_processes(fail_while_links_are_timed, 3, (str(tmp_path),), timeout=60, start_method="forkserver")
+    run_processes(fail_while_links_are_timed, 3, (tmp_path,), timeout=60, start_method="forkserver")
     assert not list(tmp_path.glob("*.json"))
