@@ -217,9 +217,7 @@ def test_a_dropped_handle_loses_nothing() -> None:
 
 def test_waiting_without_a_peer_ends_at_the_timeout() -> None:
     communicator = P2PCommunicator(ThreadGroup(0, 2), config_of(p2p_timeout=0.05), MemoryNetwork(2).transport(0))
-    with pytest.raises(
-        P2PTimeoutError, match=r"pipeline rank 0, send on channel A, with rank 1: not done after 0\.05 s"
-    ):
+    with pytest.raises(P2PTimeoutError, match=r"rank 0, send on channel A, with rank 1: not done after 0\.05 s"):
         communicator.send_forward(filled(1), False)
 
 
@@ -252,33 +250,33 @@ class Timers:
 
 def test_timers_have_megatrons_names() -> None:
     timers = [Timers(), Timers()]
+    names = {
+        "forward-send": lambda c, x: c.send_forward(x, False),
+        "backward-recv": lambda c, x: c.recv_backward(SHAPE, False),
+        "forward-send-backward-recv": lambda c, x: c.send_forward_recv_backward(x, SHAPE, False),
+        "forward-recv": lambda c, x: c.recv_forward(SHAPE, False),
+        "backward-send": lambda c, x: c.send_backward(x, False),
+        "backward-send-forward-recv": lambda c, x: c.send_backward_recv_forward(x, SHAPE, False),
+    }
+    ring = {
+        "forward-send-forward-recv": lambda c, x: c.send_forward_recv_forward(x, True, SHAPE),
+        "backward-send-backward-recv": lambda c, x: c.send_backward_recv_backward(x, True, SHAPE),
+        "forward-backward-send-forward-backward-recv": lambda c, x: c.send_forward_backward_recv_forward_backward(
+            x, x, True, True, SHAPE
+        ),
+    }
+    expected = [[*list(names)[:3], *ring], [*list(names)[3:], *ring]]
 
     def body(communicator: P2PCommunicator) -> None:
-        rank = communicator.rank
-        communicator.config.timers = timers[rank]
-        tensor = filled(rank)
-        if rank == 0:
-            communicator.send_forward(tensor, False)
-            communicator.recv_backward(SHAPE, False)
-            communicator.send_forward_recv_backward(tensor, SHAPE, False)
-        else:
-            communicator.recv_forward(SHAPE, False)
-            communicator.send_backward(tensor, False)
-            communicator.send_backward_recv_forward(tensor, SHAPE, False)
-        communicator.send_forward_recv_forward(tensor, True, SHAPE)
-        communicator.send_backward_recv_backward(tensor, True, SHAPE)
-        communicator.send_forward_backward_recv_forward_backward(tensor, tensor, True, True, SHAPE)
+        communicator.config.timers = timers[communicator.rank]
+        for name in expected[communicator.rank]:
+            {**names, **ring}[name](communicator, filled(1))
         communicator.recv_forward(SHAPE, True)  # no neighbour there, no timer
 
     on_ranks(2, body)
-    ring = ["forward-send-forward-recv", "backward-send-backward-recv", "forward-backward-send-forward-backward-recv"]
-    names = [
-        ["forward-send", "backward-recv", "forward-send-backward-recv", *ring],
-        ["forward-recv", "backward-send", "backward-send-forward-recv", *ring],
-    ]
-    for mine, expected in zip(timers, names, strict=True):
-        assert mine.calls == [(name, what) for name in expected for what in ("start", "stop")]
-        assert mine.levels == dict.fromkeys(expected, 2)
+    for mine, called in zip(timers, expected, strict=True):
+        assert mine.calls == [(name, what) for name in called for what in ("start", "stop")]
+        assert mine.levels == dict.fromkeys(called, 2)
 
 
 def test_a_timer_stops_when_the_exchange_fails() -> None:

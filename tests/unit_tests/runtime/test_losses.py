@@ -14,6 +14,7 @@ from megatron_pp.runtime.compute import LossRecord, StepOptions, scaled_loss
 from megatron_pp.runtime.context_parallel_loss import WholeSequence
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import HIDDEN, ToyBlock, reference_run
+from tests.harness.blocks import of_stage
 from tests.harness.step_runs import DATA, alone, assert_same_gradients, forward_with, in_pipeline, loss_of, reference
 
 # -- the loss ---------------------------------------------------------------------------------------------------------
@@ -29,53 +30,32 @@ def scale(
     return scaled_loss(output, loss_func, settings, options, record), record
 
 
-@pytest.mark.parametrize("per_token", [False, True])
-def test_a_pair_is_a_mean_over_the_microbatch(per_token: bool) -> None:
-    loss, record = scale(lambda output: (output * 2, {"a": 1}), calculate_per_token_loss=per_token)
-    assert loss == 24.0 / 4
-    assert record.data == [{"a": 1}]
-    assert record.num_tokens == 0
+TOKENS = (3, torch.tensor(3), torch.tensor(3, dtype=torch.int32))
+SCALED: list[tuple[Any, dict[str, Any], float, int]] = [  # of a loss of 12 in a step of four microbatches
+    (lambda output: (output * 2, "report"), {}, 24 / 4, 0),
+    (lambda output: (output * 2, "report"), {"calculate_per_token_loss": True}, 24 / 4, 0),
+    (lambda output: (output, "report"), {"cp_size": 2}, 12 * 2 / 4, 0),
+    (lambda output: (output, torch.tensor(3), "report"), {"cp_size": 2}, 12 / 3 / 4, 3),  # not by that size
+    *((lambda output, n=tokens: (output, n, "report"), {}, 12 / 3 / 4, 3) for tokens in TOKENS),
+    # Every token masked: a loss of 0, not a NaN.
+    *((lambda output, n=tokens: (output * 0, n, "report"), {}, 0.0, 0) for tokens in (0, torch.tensor(0))),
+    # Left to the finalisation of gradients.
+    (lambda output: (output, torch.tensor(3), "report"), {"calculate_per_token_loss": True}, 12.0, 3),
+]
 
 
-def test_a_pair_is_multiplied_by_the_context_parallel_size_and_a_triple_is_not() -> None:
-    assert scale(lambda output: (output, {}), cp_size=2)[0] == 12.0 * 2 / 4
-    assert scale(lambda output: (output, torch.tensor(3), {}), cp_size=2)[0] == 12.0 / 3 / 4
+@pytest.mark.parametrize(("loss_func", "fields", "expected", "tokens"), SCALED)
+def test_a_pair_is_a_mean_and_a_triple_a_sum_over_tokens(
+    loss_func: Any, fields: dict[str, Any], expected: float, tokens: int
+) -> None:
+    loss, record = scale(loss_func, **fields)
+    assert (loss, record.num_tokens, record.data) == (expected, tokens, ["report"])
 
 
 def test_tokens_of_shards_need_the_group_of_their_ranks() -> None:
     """A triple with a context-parallel size that the config names, and no group to count the other shards' tokens."""
     with pytest.raises(ScheduleInputError, match="context-parallel group is not known; give the schedule a pg_coll"):
         scale(lambda output: (output, 3, {}), whole_sequence=WholeSequence(None, 2))
-
-
-@pytest.mark.parametrize("tokens", [3, torch.tensor(3), torch.tensor(3, dtype=torch.int32)])
-def test_a_triple_is_a_sum_over_tokens(tokens: Any) -> None:
-    loss, record = scale(lambda output: (output, tokens, "report"))
-    assert loss == 12.0 / 3 / 4
-    assert record.num_tokens == 3
-    assert record.data == ["report"]
-
-
-@pytest.mark.parametrize("tokens", [0, torch.tensor(0)])
-def test_no_tokens_at_all_divide_by_one(tokens: Any) -> None:
-    """Every token masked: a loss of 0, not a NaN."""
-    loss, record = scale(lambda output: (output * 0, tokens, {}))
-    assert loss == 0.0
-    assert record.num_tokens == 0
-
-
-def test_per_token_losses_are_left_to_finalisation() -> None:
-    loss, record = scale(lambda output: (output, torch.tensor(3), {}), calculate_per_token_loss=True)
-    assert loss == 12.0
-    assert record.num_tokens == 3
-
-
-def test_tokens_add_up_over_the_step() -> None:
-    record = LossRecord()
-    settings, options = StepSettings.from_config(None), StepOptions(3, [True])
-    for tokens in (3, 0, 5):
-        scaled_loss(torch.ones(()), lambda o, n=tokens: (o, torch.tensor(n), {}), settings, options, record)
-    assert record.num_tokens == 8
 
 
 def test_without_a_loss_function_the_output_is_reported() -> None:
@@ -96,18 +76,14 @@ def test_the_loss_function_may_change_its_argument_only_by_returning() -> None:
     ("returned", "kind"), [(torch.ones(3), "Tensor"), ((torch.ones(()),), "tuple"), ({}, "dict"), (None, "NoneType")]
 )
 def test_what_a_loss_function_must_return(returned: Any, kind: str) -> None:
-    with pytest.raises(
-        ScheduleInputError, match=rf"the loss function returned {kind}; it must return \(loss, report\)"
-    ):
+    with pytest.raises(ScheduleInputError, match=rf"loss function returned {kind}; it must return \(loss, report\)"):
         scale(lambda output: returned)
 
 
 @pytest.mark.parametrize("returned", [torch.ones(2, 3), None, (torch.ones(1),), (1, 2, 3)])
 def test_what_a_forward_step_function_must_return(returned: Any) -> None:
     """A tensor whose first dimension happens to be 2 could be unpacked."""
-    with pytest.raises(
-        ScheduleInputError, match=r"forward_step_func returned a \w+; it must return \(output, loss funct"
-    ):
+    with pytest.raises(ScheduleInputError, match=r"forward_step_func returned a \w+; it must return \(output, loss f"):
         alone(lambda data, model: returned)
 
 
@@ -162,14 +138,9 @@ def test_training_without_a_loss_function_takes_the_output_for_the_loss() -> Non
     def step(data_iterator: Any, model: Any) -> Any:
         x, target = next(data_iterator)
         output = model(x)
-        return (loss_of(target, output) if model.inner.last else output), None
+        return (loss_of(target, output) if model.inner.stage == 1 else output), None
 
-    def block(stage: int) -> ToyBlock:
-        made = ToyBlock(stage)
-        made.last = stage == 1
-        return made
-
-    reports, blocks = in_pipeline(2, step, block=block)
+    reports, blocks = in_pipeline(2, step, block=of_stage(lambda stage, x, block: block(x)))
     assert [loss.item() for loss in reports[1]] == reference_run(2, DATA).losses
     assert_same_gradients(blocks, reference(2, sum))
 

@@ -59,21 +59,6 @@ class MaxNormConvolution(Habit):
         return super().forward(self.convolution(x))
 
 
-class DataUnderNoGrad(Habit):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            for layer in (self.one, self.norm):
-                layer.weight.data = layer.weight.data * 0.75
-        return super().forward(x)
-
-
-class DataAfterUse(Habit):
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        self.two.weight.data = self.two.weight.data * 0.75
-        return y
-
-
 class ConstraintUnderNoGrad(Habit):
     """Allowed where no input gradient needs the weight: in the first layer of the first stage."""
 

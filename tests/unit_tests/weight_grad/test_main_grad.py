@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -220,19 +221,13 @@ def test_fused_accumulation_gives_the_same_gradients(from_config: bool) -> None:
     assert len(hook.ready) == 1
 
 
-def test_apex_is_used_only_where_there_is_a_device_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeKernels()
-    monkeypatch.setitem(sys.modules, "fused_weight_gradient_mlp_cuda", fake)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert fused_kernels() is fake
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert fused_kernels() is None
-
-
-def test_without_apex_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "fused_weight_gradient_mlp_cuda", None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert fused_kernels() is None
+@pytest.mark.parametrize(("apex", "is_there"), [(FakeKernels(), True), (FakeKernels(), False), (None, True)])
+def test_apex_is_used_only_where_it_is_and_there_is_a_device_for_it(
+    apex: Any, is_there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "fused_weight_gradient_mlp_cuda", apex)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: is_there)
+    assert fused_kernels() is (apex if is_there else None)
 
 
 class _FusesItself(torch.autograd.Function):
@@ -241,15 +236,15 @@ class _FusesItself(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: object, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)  # type: ignore[attr-defined]
-        ctx.main_grad = weight.main_grad  # type: ignore[attr-defined]
+    def forward(ctx: Any, x: Tensor, weight: Any) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.main_grad = weight.main_grad
         return x * weight
 
     @staticmethod
-    def backward(ctx: object, grad: Tensor) -> tuple[Tensor, None]:
-        x, weight = ctx.saved_tensors  # type: ignore[attr-defined]
-        ctx.main_grad += (grad * x).sum(0)  # type: ignore[attr-defined]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        x, weight = ctx.saved_tensors
+        ctx.main_grad += (grad * x).sum(0)
         return grad * weight, None
 
 
@@ -257,7 +252,7 @@ class _FusedScale(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(3))
-        self.weight.main_grad = torch.zeros(3)  # type: ignore[attr-defined]
+        self.weight.main_grad = torch.zeros(3)
 
     def forward(self, x: Tensor) -> Tensor:
         return _FusesItself.apply(x, self.weight)

@@ -19,12 +19,14 @@ from tests.unit_tests.weight_grad.test_delayed_layers import (
     MICROBATCHES,
     MODES,
     WIDTH,
+    differing,
     gradients,
     harm,
     loss_of,
     new_model,
     split_step,
     whole_gradients,
+    whole_step,
     with_main_grads,
     with_megatrons_hooks,
 )
@@ -58,11 +60,10 @@ def test_weight_gradients_wait_for_their_w(te: Any) -> None:
 
 
 def test_outside_of_a_step_the_layers_compute_as_they_were_built(te: Any) -> None:
-    model, expected = new_model(te, delay=False), whole_gradients(te)
+    model = new_model(te, delay=False)
     split_weight_grad(model)
-    for mb in range(MICROBATCHES):
-        loss_of(model, mb).backward()
-    assert all(torch.equal(grad, expected[name]) for name, grad in gradients(model).items())
+    whole_step(model)
+    assert differing(whole_gradients(te), gradients(model), exact=True) == []
 
 
 def test_a_step_that_fails_leaves_nothing_in_the_queues(te: Any) -> None:
@@ -76,10 +77,8 @@ def test_a_step_that_fails_leaves_nothing_in_the_queues(te: Any) -> None:
         store.end_step()
     assert [layer.wgrad_store.context.qsize() for layer in model[:3]] == [0, 0, 0]
     model.zero_grad()
-    for mb in range(MICROBATCHES):
-        loss_of(model, mb).backward()
-    expected = whole_gradients(te)
-    assert all(torch.equal(grad, expected[name]) for name, grad in gradients(model).items())
+    whole_step(model)
+    assert differing(whole_gradients(te), gradients(model), exact=True) == []
 
 
 def test_undone_and_copied_layers_have_the_queue_that_they_were_built_with(te: Any) -> None:
@@ -120,18 +119,15 @@ def test_torchs_distributed_data_parallel_is_taken_around_such_layers(te: Any) -
 
 def test_a_loss_that_uses_a_weight_beside_its_layer(te: Any) -> None:
     """The gradient that autograd has for the weight is real then, and is added."""
-    losses = [new_model(te, delay=False) for _ in range(2)]
-    expected, model = losses
-    store = split_weight_grad(model)
+    expected, model = (new_model(te, delay=False) for _ in range(2))
 
     def loss(of: nn.Module, mb: int) -> Tensor:
         return loss_of(of, mb) + of[0].weight.square().sum()  # type: ignore[index, union-attr]
 
     for mb in range(MICROBATCHES):
         loss(expected, mb).backward()
-    run_split(store, lambda mb: loss(model, mb), MICROBATCHES)
-    for name, grad in gradients(expected).items():
-        torch.testing.assert_close(gradients(model)[name], grad, msg=name)
+    run_split(split_weight_grad(model), lambda mb: loss(model, mb), MICROBATCHES)
+    assert differing(gradients(expected), gradients(model), exact=False) == []
 
 
 # -- Megatron's wrappers -----------------------------------------------------------------------------------------------
@@ -152,8 +148,7 @@ def test_megatrons_guard_does_not_stop_it(te: Any) -> None:
     guarded.load_state_dict(model[0].state_dict())
     model[0] = guarded
     split_step(model, (0, 1, 2), built=False)
-    expected = whole_gradients(te)
-    assert all(torch.allclose(grad, expected[name]) for name, grad in gradients(model).items())
+    assert differing(whole_gradients(te), gradients(model), exact=False) == []
 
 
 class Grouped(nn.Module):
@@ -195,8 +190,7 @@ def test_grouped_layers(te: Any, mode: str, bias: bool) -> None:
     store = split_weight_grad(model)
     assert (store.report.switched, store.report.whole) == (1, 0)
     run_split(store, lambda mb: _grouped_loss(model, mb), MICROBATCHES)
-    for name, grad in gradients(expected).items():
-        torch.testing.assert_close(gradients(model)[name], grad, msg=name)
+    assert differing(gradients(expected), gradients(model), exact=False) == []
     if fired is not None:
         assert [fired[parameter] for parameter in model.parameters()] == [1] * len(list(model.parameters()))
 
