@@ -65,6 +65,10 @@ class Answer:
     def parameters(self) -> dict[str, dict[str, Any]]:
         """Name -> what is wrong with it in the first step where a parameter is: its gradient or, where all gradients
         are right, its value after the step. What follows is wrong because of these."""
+        start = self.comparison.first
+        if start is not None and start.key.kind == NORM:
+            about = {"what": NORM, "ranks": [start.rank], "error": start.error, "allowed": start.allowed}
+            return {name: dict(about) for name in self.comparison.of_norm}
         wrong = [one for one in self.comparison.wrong() if one.key.kind in (GRADIENT, PARAMETER)]
         if not wrong:
             return {}

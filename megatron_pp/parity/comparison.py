@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from megatron_pp.parity import norms
 from megatron_pp.parity.parameters import part_of
 from megatron_pp.parity.recorder import BACKWARD, GRADIENT, NORM, PARAMETER, Key, Record, Value
 
@@ -47,6 +48,7 @@ class Comparison:
     differences: list[Difference] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     partial_sums: dict[str, str] = field(default_factory=dict)  # parameter -> the ranks whose gradients add up to it
+    of_norm: list[str] = field(default_factory=list)  # parameters that a norm, the first difference, has wrongly
 
     @property
     def verdict(self) -> str:
@@ -85,6 +87,10 @@ def compare_records(records: list[Record], alone: Record, exact: Record, unit: f
             result.missing += _not_covered(key, [value for _, value in parts], truth.shape)
             if any(one.found for one in result.differences[-len(parts) :]):
                 _find_partial_sums(result, key, parts, records, truth, allowed)
+    first = result.first
+    if first is not None and first.key.kind == NORM:
+        reported = float(records[first.rank].values[first.key].data)
+        result.of_norm = norms.concerned(first.key, reported, records, exact)
     result.missing += [f"{name} is a parameter of no layer in one process" for one in records for name in one.unknown]
     return result
 

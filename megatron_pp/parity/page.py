@@ -7,7 +7,8 @@ from html import escape
 from math import log10
 
 from megatron_pp.parity.answer import Answer
-from megatron_pp.parity.comparison import Difference
+from megatron_pp.parity.comparison import Comparison, Difference
+from megatron_pp.parity.recorder import PARAMETER
 
 _CELL, _LEFT, _TOP = 34, 210, 46
 _PAGE = """<!DOCTYPE html>
@@ -27,7 +28,7 @@ def text_of(answer: Answer) -> str:
 
 def picture_of(answer: Answer) -> str:
     """The map as SVG. A cell is as red as the error of its layer on its rank is beyond rounding; green: within."""
-    worst = _worst(answer.comparison.differences)
+    worst = _worst(_causes(answer.comparison))
     layers = list(dict.fromkeys(layer for layer, _ in worst))
     ranks = range(max((rank for _, rank in worst), default=-1) + 1)
     width, height = _LEFT + _CELL * max(len(ranks), 4) + 20, _TOP + 20 * len(layers) + 40
@@ -45,6 +46,13 @@ def picture_of(answer: Answer) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{max(width, 520)}" height="{height}" '
         f'font-family="system-ui, sans-serif" font-size="12">\n{body}\n</svg>'
     )
+
+
+def _causes(comparison: Comparison) -> list[Difference]:
+    """The first step that differs; values after it only where nothing before them is wrong."""
+    first = comparison.first
+    step, after = (first.key.step, first.key.kind == PARAMETER) if first else (0, False)
+    return [one for one in comparison.differences if one.key.step == step and (after or one.key.kind != PARAMETER)]
 
 
 def _worst(differences: list[Difference]) -> dict[tuple[str, int], float]:

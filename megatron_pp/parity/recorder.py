@@ -216,6 +216,8 @@ class Recorder:
             output = output[0]
         if self.current is None or not isinstance(output, torch.Tensor) or not output.is_floating_point():
             return
+        if Key(self.step, FORWARD, name, self.current) in self.record.values:
+            return  # another call of the same module, as of the embedding for further tokens
         self._note(FORWARD, name, self.current, output, 0)
         self._watch(output, name, self.current, 0)
 

@@ -16,7 +16,7 @@ from megatron_pp.parity.flags import Flags
 from megatron_pp.parity.layout import Layout
 from megatron_pp.parity.parameters import Place, indices_of, made_values
 from megatron_pp.parity.processes import RunError
-from megatron_pp.parity.recorder import FORWARD, GRADIENT, LOSS, PARAMETER, Key, Record, Value
+from megatron_pp.parity.recorder import FORWARD, GRADIENT, LOSS, NORM, PARAMETER, Key, Record, Value
 
 RANKS = {"TP": 0, "PP": 0, "CP": 0, "DP": 0, "EP": 0, "ETP": 0}
 LOSS_KEY, GRAD = Key(0, LOSS, "loss", 0), Key(0, GRADIENT, "layers.0.weight")
@@ -166,3 +166,25 @@ def test_whose_it_is(differing, whose):
     both = {engine: WRONG if engine in differing else right for engine in ("megatron", "ours")}
     assert Answer([], LAYOUT, [], both).whose == whose
     assert Answer([], LAYOUT, [], {"ours": WRONG}).whose is None
+
+
+@pytest.mark.parametrize(("counted", "names"), [((0,), ["layers.0.sink", "layers.1.sink"]), ((0, 1), [])])
+def test_parameters_that_a_norm_leaves_out(counted, names):
+    """``counted``: the halves of the sinks whose squares are in the norm that the ranks report."""
+    sizes = {"layers.0.sink": 4, "layers.1.sink": 4, "layers.0.weight": 4}
+    whole = {
+        name: np.random.default_rng(size + n).standard_normal(size) for n, (name, size) in enumerate(sizes.items())
+    }
+    norm, keys = Key(0, NORM, "gradient norm"), {name: Key(0, GRADIENT, name) for name in whole}
+    right = float(np.sqrt(sum(np.sum(grad**2) for grad in whole.values())))
+    left = sum(np.sum(whole[name][2:] ** 2) for name in list(whole)[:2]) if counted == (0,) else 1e-3
+    exact = Record(Place(RANKS, dict.fromkeys(RANKS, 1)), values={keys[name]: Value(whole[name]) for name in whole})
+    exact.values[norm] = Value(np.asarray(right))
+    ranks = []
+    for rank in range(2):
+        own = {name: np.arange(2 * rank, 2 * rank + 2) for name in whole}
+        shards = {keys[name]: Value(whole[name][part], {0: part}) for name, part in own.items()}
+        place = Place({**RANKS, "TP": rank}, {**dict.fromkeys(RANKS, 1), "TP": 2})
+        ranks.append(Record(place, values={**shards, norm: Value(np.asarray((right**2 - left) ** 0.5))}))
+    found = compare_records(ranks, exact, exact, 1e-11)
+    assert (found.first.key, found.of_norm) == (norm, names)
