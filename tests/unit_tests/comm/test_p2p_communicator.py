@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +23,7 @@ from tests.harness.p2p_ranks import (
     on_ranks,
     same,
 )
+from tests.harness.timers import Timers
 
 # -- exchanges: what a rank gets, and what it should get ---------------------------------------------------------------
 
@@ -233,21 +233,6 @@ def test_attributes() -> None:
     assert lonely().virtual_pipeline_model_parallel_size is None
 
 
-class Timers:
-    """Megatron's timers, as far as a communicator uses them."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, str]] = []
-        self.levels: dict[str, Any] = {}
-
-    def __call__(self, name: str, log_level: int | None = None) -> Any:
-        if log_level is not None:
-            self.levels[name] = log_level
-        return SimpleNamespace(
-            start=lambda: self.calls.append((name, "start")), stop=lambda: self.calls.append((name, "stop"))
-        )
-
-
 def test_timers_have_megatrons_names() -> None:
     timers = [Timers(), Timers()]
     names = {
@@ -275,7 +260,7 @@ def test_timers_have_megatrons_names() -> None:
 
     on_ranks(2, body)
     for mine, called in zip(timers, expected, strict=True):
-        assert mine.calls == [(name, what) for name in called for what in ("start", "stop")]
+        assert mine.lines == [f"{name} {what}" for name in called for what in ("start", "stop")]
         assert mine.levels == dict.fromkeys(called, 2)
 
 
@@ -283,4 +268,4 @@ def test_a_timer_stops_when_the_exchange_fails() -> None:
     timers = Timers()
     with pytest.raises(P2PTypeError):
         lonely(timers=timers).send_forward(filled(1).double(), False)
-    assert timers.calls == [("forward-send", "start"), ("forward-send", "stop")]
+    assert timers.lines == ["forward-send start", "forward-send stop"]

@@ -88,14 +88,7 @@ def test_without_the_option_forward_step_functions_take_two_arguments() -> None:
 
 
 def test_without_a_pipeline_there_is_no_third_argument() -> None:
-    given = []
-
-    def step(data_iterator: Any, model: Any, *flag: Any) -> Any:
-        given.append(flag)
-        return model(next(data_iterator)[0]), lambda output: (output.mean(), {})
-
-    alone(step, toy_config(num_microbatches_with_partial_activation_checkpoints=1))
-    assert given == [()] * DATA.num_microbatches
+    assert checkpoint_flags_of(1, 1, 4, 1) == [["none"] * 4]
 
 
 # -- the first microbatch ---------------------------------------------------------------------------------------------
@@ -160,15 +153,6 @@ class Wrapper(torch.nn.Module):
         return self.module(*args)
 
 
-def test_wrapped_models_are_looked_through() -> None:
-    stage = PipelineStage(ToyBlock(0), toy_config())
-    wrapped = Wrapper(Wrapper(stage))
-    assert wrapped_attribute(wrapped, "config") is stage.config
-    assert wrapped_attribute(wrapped, "set_input_tensor") == stage.set_input_tensor
-    assert wrapped_attribute(wrapped, "no_such_thing", 7) == 7
-    assert wrapped_attributes(wrapped, ("config", "no_such_thing", "block")) == [stage.config, None, None]
-
-
 class Forwarding(Wrapper):
     """A wrapper that gives its model's attributes as its own."""
 
@@ -194,6 +178,11 @@ def test_an_attribute_is_found_wherever_a_module_keeps_it() -> None:
     assert wrapped_attribute(outer, "config") == "outer"
     assert wrapped_attribute(Forwarding(inner), "config") == "inner"
     assert wrapped_attribute(None, "config", 3) == 3
+    stage = PipelineStage(ToyBlock(0), toy_config())
+    twice = Wrapper(Wrapper(stage))
+    assert wrapped_attribute(twice, "set_input_tensor") == stage.set_input_tensor
+    assert wrapped_attribute(twice, "no_such_thing", 7) == 7
+    assert wrapped_attributes(twice, ("config", "no_such_thing", "block")) == [stage.config, None, None]
 
 
 @pytest.mark.parametrize("chunks", [1, 2])

@@ -25,6 +25,7 @@ from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import ToyData, reference_run, toy_config
 from tests.harness.plan_text import edited, save_plan
 from tests.harness.race_support import exact_data, network_for, run_plan
+from tests.harness.timers import Timers
 
 
 class DeviceNetwork(MemoryNetwork):
@@ -34,20 +35,6 @@ class DeviceNetwork(MemoryNetwork):
         transport = super().transport(rank)
         transport.backend, transport.pollable = "nccl", True
         return transport
-
-
-class Timers:
-    """Megatron's timers, at one of its log levels."""
-
-    def __init__(self, log_level: int) -> None:
-        self._log_level = log_level
-
-    def __call__(self, name: str, log_level: int | None = None) -> Timers:
-        return self
-
-    def start(self, barrier: bool = False) -> None: ...
-
-    def stop(self, barrier: bool = False) -> None: ...
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from megatron_pp.config.settings import TE_GRAPHS
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.runtime.graph_order import captured_order, check_graph_order
-from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import ToyData
+from tests.harness.p2p_ranks import NothingMayPass
 
 
 @pytest.mark.slow
@@ -58,20 +58,13 @@ def test_another_order_is_refused(schedule: str, chunks: int, microbatches: int)
     check_graph_order(PlanSpec(schedule, 4, chunks, microbatches, forward_only=True), interleaved=chunks > 1)
 
 
-class _Silent(MemoryNetwork):
-    """A network on which nothing may be posted."""
-
-    def post(self, *args: Any) -> Any:
-        raise AssertionError("a transfer was posted")
-
-
 @pytest.mark.parametrize("policy", ["overlap_p2p_comm", "batch_p2p_comm"])
 def test_a_step_is_refused_before_anything_is_sent(policy: str) -> None:
-    graphed: dict[str, Any] = {policy: True, "cuda_graph_impl": TE_GRAPHS}
-    with pytest.raises(ScheduleInputError, match="cuda_graph_impl is 'transformer_engine'"):
-        run_in_threads(2, 1, ToyData(4), network=_Silent(2), pipeline_schedule="gpipe", **graphed)
-    with pytest.raises(AssertionError, match="a transfer was posted"):
-        run_in_threads(2, 1, ToyData(4), network=_Silent(2), pipeline_schedule="1f1b", **graphed)
-    local: dict[str, Any] = {policy: True, "cuda_graph_impl": "local"}
-    with pytest.raises(AssertionError, match="a transfer was posted"):
-        run_in_threads(2, 1, ToyData(4), network=_Silent(2), pipeline_schedule="gpipe", **local)
+    for schedule, graphs, error, words in (
+        ("gpipe", TE_GRAPHS, ScheduleInputError, "cuda_graph_impl is 'transformer_engine'"),
+        ("1f1b", TE_GRAPHS, AssertionError, "was posted"),
+        ("gpipe", "local", AssertionError, "was posted"),
+    ):
+        fields: dict[str, Any] = {policy: True, "cuda_graph_impl": graphs, "pipeline_schedule": schedule}
+        with pytest.raises(error, match=words):
+            run_in_threads(2, 1, ToyData(4), network=NothingMayPass(2), **fields)

@@ -24,32 +24,20 @@ from megatron_pp.schedules import (
     forward_backward_pipelining_without_interleaving,
     get_forward_backward_func,
 )
-from megatron_pp.testing.memory_transport import MemoryNetwork, MemoryTransport
+from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import ThreadGroup
 from megatron_pp.testing.toy import ToyBlock, ToyData, toy_config, toy_forward_step
+from tests.harness.p2p_ranks import NothingMayPass
 from tests.harness.step_runs import Rank, pipeline
 
 DATA = ToyData(4)
-
-
-class SilentTransport(MemoryTransport):
-    """Any sign of life on the network is a failure of the test."""
-
-    def isend(self, *args: Any) -> Any:
-        raise AssertionError("a send was posted")
-
-    def irecv(self, *args: Any) -> Any:
-        raise AssertionError("a receive was posted")
-
-    def batch(self, *args: Any) -> Any:
-        raise AssertionError("a batch was posted")
 
 
 def call(chunks: int, rank: int = 0, size: int = 2, config: dict[str, Any] | None = None, **changes: Any) -> Any:
     """One call on ``rank`` of ``size`` with a model that would do, but for ``config`` fields and ``changes``."""
     fields = {"virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None, **(config or {})}
     settings = toy_config(**fields)
-    communicator = P2PCommunicator(ThreadGroup(rank, size), settings, SilentTransport(MemoryNetwork(size), rank))
+    communicator = P2PCommunicator(ThreadGroup(rank, size), settings, NothingMayPass(size).transport(rank))
     model = [PipelineStage(ToyBlock(c), settings, c) for c in range(chunks)]
     arguments = {
         "forward_step_func": toy_forward_step,
@@ -206,7 +194,7 @@ def test_numpy_whole_numbers_are_whole_numbers() -> None:
 def test_a_communicator_made_for_other_shapes_is_refused(varies: bool) -> None:
     """It would send shapes ahead of tensors where the plan expects none, or the other way round."""
     other = toy_config(variable_seq_lengths=not varies)
-    communicator = P2PCommunicator(ThreadGroup(0, 2), other, SilentTransport(MemoryNetwork(2), 0))
+    communicator = P2PCommunicator(ThreadGroup(0, 2), other, NothingMayPass(2).transport(0))
     with pytest.raises(ScheduleInputError, match=rf"made with variable_seq_lengths={not varies}, .* has .*={varies};"):
         call(1, config={"variable_seq_lengths": varies}, p2p_communicator=communicator)
 
@@ -257,7 +245,7 @@ def test_no_pipelining_in_a_pipeline_is_refused() -> None:
             data_iterator=DATA.iterator(),
             model=PipelineStage(ToyBlock(0), config),
             num_microbatches=4,
-            p2p_communicator=P2PCommunicator(ThreadGroup(0, 2), config, SilentTransport(MemoryNetwork(2), 0)),
+            p2p_communicator=P2PCommunicator(ThreadGroup(0, 2), config, NothingMayPass(2).transport(0)),
         )
 
 

@@ -14,7 +14,8 @@ from megatron_pp.testing.threads import ThreadGroup
 from megatron_pp.testing.toy import HIDDEN, ToyData
 from megatron_pp.tracing.observers import ranges_if_profiling
 from tests.harness.blocks import of_stage
-from tests.harness.step_runs import Rank, forward_with, in_pipeline, pipeline
+from tests.harness.step_runs import Rank, in_pipeline, pipeline
+from tests.harness.timers import Timers
 
 MICROBATCHES = 4
 DATA = ToyData(MICROBATCHES)
@@ -48,47 +49,7 @@ def test_shapes_between_stages(tp: int, cp: int, sequence_parallel: bool, length
     assert set(seen) == {(stage, (length, DATA.micro_batch_size, HIDDEN)) for stage in range(2)}
 
 
-class Halves(ToyData):
-    """What one of two context-parallel ranks has of each sequence."""
-
-    def microbatch(self, mb: int) -> tuple[torch.Tensor, torch.Tensor]:
-        x, target = super().microbatch(mb)
-        return x[: self.seq_length // 2], target[: self.seq_length // 2]
-
-
-def test_context_parallel_size_scales_a_mean_loss_and_not_a_sum() -> None:
-    def gradient(of_sums: bool) -> torch.Tensor:
-        def loss_func(loss: torch.Tensor) -> Any:
-            return (loss, torch.tensor(5), {}) if of_sums else (loss, {})
-
-        groups = SimpleNamespace(pp=ThreadGroup(0, 2), cp=ThreadGroup(0, 2), tp=ThreadGroup(0, 1))
-        _, blocks = in_pipeline(
-            2, forward_with(loss_func), data=Halves(4, seq_length=6), more={"pg_collection": groups}
-        )
-        return blocks[0].linear.weight.grad
-
-    torch.testing.assert_close(gradient(of_sums=False), gradient(of_sums=True) * 2 * 5)  # cp size, tokens
-
-
 # -- timers and profiler ranges ---------------------------------------------------------------------------
-
-
-class Timers:
-    """Megatron's timers as the schedules use them."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.name = ""
-
-    def __call__(self, name: str, log_level: int | None = None) -> Timers:
-        self.name = name if log_level is None else f"{name}/{log_level}"
-        return self
-
-    def start(self, barrier: bool = False) -> None:
-        self.lines.append(f"{self.name} start{' barrier' if barrier else ''}")
-
-    def stop(self) -> None:
-        self.lines.append(f"{self.name} stop")
 
 
 def profiled() -> Any:
@@ -99,11 +60,11 @@ def test_megatrons_timers_run() -> None:
     timers = [Timers(), Timers()]
     fields: dict[str, Any] = {"fields_of": lambda rank: {"timers": timers[rank]}, "barrier_with_L1_time": False}
     pipeline(2, 1, MICROBATCHES, lambda rank: rank.step(rank.model()), **fields)
-    for lines in (each.lines for each in timers):
-        assert lines[0] == "forward-backward/1 start"
-        assert lines[-1] == "forward-backward stop"
-        assert lines.count("forward-compute/2 start") == lines.count("forward-compute stop") == MICROBATCHES
-        assert lines.count("backward-compute/2 start") == lines.count("backward-compute stop") == MICROBATCHES
+    compute = {"forward-compute", "backward-compute"}
+    for each in timers:
+        assert (each.lines[0], each.lines[-1]) == ("forward-backward start", "forward-backward stop")
+        assert (each.levels["forward-backward"], {each.levels[name] for name in compute}) == (1, {2})
+        assert {each.lines.count(f"{name} {what}") for name in compute for what in ("start", "stop")} == {MICROBATCHES}
 
 
 def test_a_profile_names_every_instruction() -> None:
