@@ -13,7 +13,7 @@ class FreeRanks:
     """All ranks in nominal time. A subclass has ``choose(rank, now)``: what a free rank runs, None where it idles.
 
     ``times``: of each op. ``collective``: how long results take where they come by one. ``orders``: what each rank has
-    run so far. ``ends``: when a result is there, by microbatch and slice.
+    run so far. ``ends``: when a result is there, by what it is, stage, microbatch and slice.
     """
 
     def __init__(self, placement: Placement, times: Mapping[str, int], collective: int = 0) -> None:
@@ -21,7 +21,7 @@ class FreeRanks:
         self.times = times
         self.collective = collective
         self.orders: list[Order] = [[] for _ in range(placement.pipeline_size)]
-        self.ends: dict[tuple[Result, int, int], int] = {}
+        self.ends: dict[tuple[str, int, int, int], int] = {}
         self._free = [0] * placement.pipeline_size
         self._agenda = Agenda([0])  # the times at which something may be there that was not before
         self._planned = {0}
@@ -34,16 +34,26 @@ class FreeRanks:
         return self.orders
 
     def _ask(self, now: int, _: float) -> None:
+        stages = self.placement.stages
         for rank, free in enumerate(self._free):
             at = self.choose(rank, now) if free <= now else None
-            if at is not None:
-                self.orders[rank].append(at)
-                self._free[rank] = end = now + self.times[at.op]
-                result = RESULT_OF.get(at.op, at.op), self.placement.stages[rank][at.chunk]
-                self.ends[result, at.mb, at.slice] = end
-                for when in {end, end + self.collective} - self._planned:
-                    self._planned.add(when)
-                    self._agenda.plan(when, when)
+            if at is None:
+                continue
+            op, _stage, mb, _peer, chunk, part, _tensor, _members = at
+            self.orders[rank].append(at)
+            self._free[rank] = end = now + self.times[op]
+            self.ends[RESULT_OF.get(op, op), stages[rank][chunk], mb, part] = end
+            self._plan(end)
+            self._plan(end + self.collective)
+
+    def _plan(self, when: int) -> None:
+        if when not in self._planned:
+            self._planned.add(when)
+            self._agenda.plan(when, when)
 
     def are_there(self, results: tuple[Result, ...], mb: int, part: int, now: int) -> bool:
-        return all(self.ends.get((result, mb, part), now + 1) <= now for result in results)
+        for op, stage in results:
+            there = self.ends.get((op, stage, mb, part))
+            if there is None or there > now:
+                return False
+        return True

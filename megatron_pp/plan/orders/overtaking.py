@@ -35,5 +35,6 @@ class _SlotBySlot(FreeRanks):
         return None
 
     def _is_ready(self, rank: int, at: Instruction, now: int) -> bool:
-        inputs = inputs_of(at.op, self.placement.stages[rank][at.chunk], self.placement.num_stages)
-        return self.are_there(inputs, at.mb, at.slice, now)
+        op, _stage, mb, _peer, chunk, part, _tensor, _members = at
+        inputs = inputs_of(op, self.placement.stages[rank][chunk], self.placement.num_stages)
+        return self.are_there(inputs, mb, part, now)
