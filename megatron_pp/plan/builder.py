@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import count
 from typing import NamedTuple
 
 from megatron_pp.errors import PlanError
@@ -36,7 +35,7 @@ _BUILDING = threading.RLock()  # ranks that are threads of one process build a p
 _TEMPLATES: BoundedCache[PlanSpec, tuple[_Template | None]] = BoundedCache(256 << 20, least=2)
 _INSTRUCTION = 136  # bytes of an instruction and the pointer to it
 _TASK = 400  # bytes of a task and its instruction
-_PLACES: dict[PlanSpec, int | None] = {}  # of plans that were tried as templates
+_PLACES: dict[PlanSpec, int | None] = {}  # of a block, in plans that were tried as templates
 _TRIALS = 3  # sizes that are tried for a template
 
 
@@ -71,7 +70,7 @@ def verified_plan(spec: PlanSpec, announce: Announce | None = None) -> tuple[Pla
 
 
 class _Template(NamedTuple):
-    """A plan that stands, with what ``verify`` found, for all with whole periods of microbatches more."""
+    """A verified plan from which plans of whole periods of microbatches more are made, with what ``verify`` found."""
 
     plan: Plan
     verdict: Verdict
@@ -79,8 +78,8 @@ class _Template(NamedTuple):
 
 
 def _template(spec: PlanSpec) -> _Template | None:
-    """That of ``spec``, made with its first plan; None where a plan has to be made by itself: its family or its few
-    microbatches have no steady state, or not one that is proven to repeat.
+    """The template of ``spec``, made with its first plan. None where a plan has to be made by itself: its family or its
+    few microbatches have no steady state, or not one that is proven to repeat.
     """
     family = family_of(spec)
     if family.repeats is None:
@@ -89,38 +88,51 @@ def _template(spec: PlanSpec) -> _Template | None:
     key = replace(spec, num_microbatches=period + spec.num_microbatches % period)
     known = _TEMPLATES.get(key)
     if known is None:
-        orders = family.orders(spec.shape)
-        fewest = max(least, fewest_microbatches(orders, spec.num_chunks * spec.slices, period))
-        fewest += (spec.num_microbatches - fewest) % period
-        step = period if spec.num_microbatches % period else -(-fewest // (2 * period)) * period
-        sizes, found, tried = range(fewest, spec.num_microbatches + 1, step), None, 0
-        for trial in (replace(spec, num_microbatches=size) for size in sizes):
-            place = _steady_place(trial, period)
-            if place is not None:
-                found, tried = _proven(trial, period, place), tried + 1
-                if found is None:
-                    _PLACES[trial] = None  # not to be tried again
-            if found is not None or tried == _TRIALS:
-                break
-        else:
+        fewest = fewest_microbatches(family.orders(spec.shape), spec.num_chunks * spec.slices, period)
+        known = _first_template(spec, period, max(least, fewest))
+        if known is None:
             return None
-        known = _TEMPLATES.put(key, (found,), 0 if found is None else 2 * _size(found.plan.orders))
+        template = known[0]
+        known = _TEMPLATES.put(key, known, 0 if template is None else 2 * _size(template.plan.orders))
     template = known[0]
     return template if template and template.plan.spec.num_microbatches <= spec.num_microbatches else None
 
 
+def _first_template(spec: PlanSpec, period: int, fewest: int) -> tuple[_Template | None] | None:
+    """The smallest template from ``fewest`` microbatches on, with None in its place where ``_TRIALS`` have failed; None
+    where only plans of more microbatches than ``spec`` may have one.
+    """
+    fewest += (spec.num_microbatches - fewest) % period
+    step = period if spec.num_microbatches % period else -(-fewest // (2 * period)) * period
+    tried = 0
+    for size in range(fewest, spec.num_microbatches + 1, step):
+        trial = replace(spec, num_microbatches=size)
+        place = _steady_place(trial, period)
+        if place is None:
+            continue
+        template = _proven(trial, period, place)
+        if template is not None:
+            return (template,)
+        _PLACES[trial] = None  # not to be tried again
+        tried += 1
+        if tried == _TRIALS:
+            return (None,)
+    return None
+
+
 def _steady_place(spec: PlanSpec, period: int) -> int | None:
-    """That of a block in what the ranks run, if there is one; looked for once."""
+    """``steady_place`` of what the ranks run; looked for once."""
     if spec not in _PLACES:
         more = replace(spec, num_microbatches=spec.num_microbatches + period)
-        runs, longer = ([run_of(order, spec) for order in _orders(of)] for of in (spec, more))
+        runs = [run_of(order, spec) for order in _orders(spec)]
+        longer = [run_of(order, spec) for order in _orders(more)]
         _PLACES[spec] = steady_place(spec, period, runs, longer)
     return _PLACES[spec]
 
 
 @collector_paused()
 def _proven(spec: PlanSpec, period: int, place: int) -> _Template | None:
-    """The template that the plan of ``spec`` is, if it is one."""
+    """The plan of ``spec`` as a template; None where that is not proven."""
     try:
         plan = lowered_plan(spec)
         programs = Repeating(plan.programs, block_at(place, spec, period, plan.programs), {})
@@ -137,7 +149,7 @@ def _proven(spec: PlanSpec, period: int, place: int) -> _Template | None:
 
 
 def _enlarged(template: _Template, spec: PlanSpec) -> Plan:
-    """The plan of ``spec``, which is the template's but for whole periods."""
+    """The plan of ``spec``: the template's with its block repeated."""
     more = spec.num_microbatches - template.plan.spec.num_microbatches
     programs = Repeated(template.programs, more // template.programs.block.microbatches)
     placement = template.plan.placement
@@ -155,7 +167,8 @@ class _Orders(Lines):
         self.placement = placement
 
     def _make(self, rank: int) -> Line:
-        self._made.update(enumerate(map(self.placement.place, count(), _orders(self.spec))))
+        for one, order in enumerate(_orders(self.spec)):
+            self._made[one] = self.placement.place(one, order)
         return self._made[rank]
 
 
@@ -190,7 +203,8 @@ def lowered_plan(spec: PlanSpec, announce: Announce | None = None) -> Plan:
     orders = _orders(spec)
     programs = family.programs(spec) if family.programs is not None else None
     if programs is not None:
-        return Plan(spec, placement, programs, tuple(map(placement.place, count(), orders)), remark)
+        placed = tuple(placement.place(rank, order) for rank, order in enumerate(orders))
+        return Plan(spec, placement, programs, placed, remark)
     try:
         joint = family.joint(spec.shape)
         return lowered(spec, placement, orders, remark, offloaded_chunks(spec), joint)

@@ -1,9 +1,7 @@
-"""Where the steady state of a schedule stands: how many microbatches show it, and which block of a plan it repeats."""
+"""The steady state of a schedule: how many microbatches show it, and which block of a plan it repeats."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from itertools import compress, count
-from operator import eq, itemgetter, ne, sub
 
 from megatron_pp.plan.ir.instruction import BACKWARD_OPS, FORWARD, INPUT_GRAD, PAIR, WEIGHT_GRAD, Instruction, later
 from megatron_pp.plan.ir.repeated import Block
@@ -11,47 +9,57 @@ from megatron_pp.plan.ir.spec import PlanSpec
 
 _MARGIN = 4  # operations of a rank between its steady state and the block, on either side
 _Line = Sequence[Instruction]
-_OP = itemgetter(Instruction._fields.index("op"))
 
 
 def fewest_microbatches(orders: Iterable[_Line], forwards: int, period: int) -> int:
-    """How many a plan has at least whose ``orders``, on ranks that run ``forwards`` of each microbatch, one of a chunk
-    and slice, stay in their steady state for ``period`` microbatches.
+    """Smallest M whose orders show ``period`` microbatches of steady state. ``forwards``: of each microbatch on a rank,
+    one for each chunk and slice.
     """
     return -(-(sum(_edges(orders)) + 2 * _MARGIN) // forwards) + period
 
 
 def steady_place(spec: PlanSpec, period: int, runs: Sequence[_Line], longer: Sequence[_Line]) -> int | None:
-    """How many backwards (forwards where the plan has no others) each rank has behind it at the start of a block of
-    ``period`` microbatches with which once more ``runs``, what the ranks run, are ``longer``, wherever those are
-    placed: in the middle of all such places. None where there is none with a margin.
+    """Where to cut a repeatable block of ``period`` microbatches, counted in backwards (forwards where the plan has no
+    others); the middle candidate. None where candidates are too few for a margin.
+
+    ``runs``: what the ranks run; ``longer``: the same for ``period`` microbatches more. A block is repeatable where
+    ``runs`` with the block twice are ``longer``.
     """
     first, last = 1, _operations(spec, spec.num_microbatches)
     for run, wanted in zip(runs, longer, strict=True):
-        ends, moved = _ends(run, spec), (later(at, period) for at in reversed(run))
-        first = max(first, bisect_left(ends, len(run) - _alike(moved, reversed(wanted), len(run))) + 1)
-        last = min(last, bisect_right(ends, _alike(run, wanted, len(run))) - _operations(spec, period))
+        ends = _ends(run, spec)
+        moved = (later(at, period) for at in reversed(run))
+        same_behind = _same(moved, reversed(wanted), len(run))
+        same_before = _same(run, wanted, len(run))
+        first = max(first, bisect_left(ends, len(run) - same_behind) + 1)
+        last = min(last, bisect_right(ends, same_before) - _operations(spec, period))
     # A shorter last group delays operations far ahead of it: found by trials, for all sizes that were tried.
     margin = 3 * spec.pipeline_size if spec.num_microbatches % period else _MARGIN
     if last - first < margin:
         return None
     place = (first + last) // 2
-    lengths = map(sub, *block_at(place, spec, period, runs)[1::-1])
-    longer_by = (len(wanted) - len(run) for run, wanted in zip(runs, longer, strict=True))
-    return place if all(map(eq, lengths, longer_by)) else None
+    block = block_at(place, spec, period, runs)
+    for run, wanted, start, end in zip(runs, longer, block.starts, block.ends, strict=True):
+        if len(wanted) - len(run) != end - start:
+            return None
+    return place
 
 
-def _alike(ran: Iterable[Instruction], goal: Iterable[Instruction], length: int) -> int:
-    """How many of ``ran``, of that length, are the same as in ``goal``, which is longer, before one differs."""
-    return next(compress(count(), map(ne, ran, goal)), length)
+def _same(run: Iterable[Instruction], wanted: Iterable[Instruction], length: int) -> int:
+    """How many operations of ``run``, of that length, are those of ``wanted``, which is longer, before one differs."""
+    for same, (one, other) in enumerate(zip(run, wanted, strict=False)):
+        if one != other:
+            return same
+    return length
 
 
 def block_at(place: int, spec: PlanSpec, period: int, lines: Iterable[_Line]) -> Block:
-    """``period`` microbatches from that place on: a block that ``verify`` may find to be repeatable; of programs, or of
-    orders in which the ranks run the same compute.
+    """The block of ``period`` microbatches from ``place`` on, in programs, or in orders in which the ranks run the same
+    compute. ``verify`` finds whether it may be repeated.
     """
-    found, behind = [_ends(line, spec) for line in lines], place + _operations(spec, period)
-    return Block(tuple(ends[place - 1] for ends in found), tuple(ends[behind - 1] for ends in found), period)
+    behind = place + _operations(spec, period)
+    ends = [_ends(line, spec) for line in lines]
+    return Block(tuple(one[place - 1] for one in ends), tuple(one[behind - 1] for one in ends), period)
 
 
 def _operations(spec: PlanSpec, microbatches: int) -> int:
@@ -60,9 +68,9 @@ def _operations(spec: PlanSpec, microbatches: int) -> int:
 
 
 def _ends(line: _Line, spec: PlanSpec) -> list[int]:
-    """Right behind each of them, or the pair that it is in."""
+    """The positions right behind each of them, or behind the pair that it is in."""
     ops = {FORWARD} if spec.forward_only else {*BACKWARD_OPS, PAIR}
-    return [k for k, op in enumerate(map(_OP, line), 1) if op in ops]
+    return [k for k, at in enumerate(line, 1) if at.op in ops]
 
 
 def _edges(orders: Iterable[_Line]) -> tuple[int, int]:
