@@ -37,7 +37,7 @@ def _held_at(run: Any, rank: int) -> str:
 
 
 def _queued(run: Any, rank: int, entry: Entry, head: End) -> str:
-    """Which instruction of the rank stands behind ``head`` in its queue, where it is another one."""
+    """Which instruction of the rank is behind ``head`` in its queue, where it is another one."""
     at = run.plan.programs[rank][run.at[rank]]
     if at.op in ins.POST_OPS or at.op in ins.GROUP_OPS:
         return "" if head.entry.at is at else f" (its {at} is queued behind it, and all that follows behind that)"
@@ -45,5 +45,5 @@ def _queued(run: Any, rank: int, entry: Entry, head: End) -> str:
 
 
 def _head_in_front_of(entry: Entry) -> End:
-    """The end without a partner at the head of the queue that ``entry`` stands in."""
+    """The end without a partner at the head of the queue of ``entry``."""
     return next(e for e in entry.queue[0].ends if not e.done)

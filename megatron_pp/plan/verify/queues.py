@@ -5,7 +5,7 @@ A rank posts *entries*, one end of a message or a batch of ends, on its queues. 
 active. Active ends meet in the order of their channel; when the transfer of a pair that met is over, both entries lose
 an end. An entry without ends left leaves its queue, and the next one becomes active.
 
-The ends of a collective, one of each rank, meet when it stands at the head of every rank's queue: all ranks post their
+The ends of a collective, one of each rank, meet when it is at the head of every rank's queue: all ranks post their
 collectives on one communicator, and so in one order.
 
 One-way channels are a queue each; with shared channels everything between two ranks is one queue; batches go over the
@@ -92,7 +92,7 @@ Gathering = tuple[End, ...]
 class QueueMachine:
     """All queues and channels of a pipeline. ``met`` collects meetings until the caller takes them.
 
-    ``ordered``: whether a rank's queues hold back what stands behind their head, as NCCL's streams do and gloo's
+    ``ordered``: whether a rank's queues hold back what is behind their head, as NCCL's streams do and gloo's
     connections do not; collectives always do.
     """
 
@@ -138,7 +138,7 @@ class QueueMachine:
         return True
 
     def state(self, since: int) -> Any:
-        """All that stands in queues or waits for its partner, in order; microbatches counted from ``since``."""
+        """All that is in queues or waits for its partner, in order; microbatches counted from ``since``."""
         queues = {key: [entry.state(since) for entry in queue] for key, queue in self.queues.items() if queue}
         waiting = [
             {way: [(later(end.at, -since), end.content) for end in ends] for way, ends in by_direction.items() if ends}

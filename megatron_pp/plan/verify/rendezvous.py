@@ -21,7 +21,7 @@ _POSTS = ins.POST_OPS | ins.COLLECTIVE_POSTS | {ins.BATCH}
 
 def check_rendezvous(plan: Plan, device: Collection[str] = (), block: Block | None = None) -> None:
     """Raises PlanError where the plan can hang or a receive would get another message than it is meant for, with the
-    cycle in words. ``device``: rules that hold besides rendezvous; others than ONE_QUEUE and DEVICE_SYNC say nothing
+    cycle in words. ``device``: further rules that hold; those other than ONE_QUEUE and DEVICE_SYNC are not checked
     here. With ``block``, raises RepetitionError unless ranks that run to its ends come to a standstill as ranks that
     run to its starts do.
     """
