@@ -5,15 +5,18 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_pp.errors import WeightGradSplitError
 from megatron_pp.weight_grad import split_weight_grad, store_of, unsplit_weight_grad
+from megatron_pp.weight_grad.report import weight_work
+from megatron_pp.weight_grad.split_forward import why_left_to_megatron
 from tests.unit_tests.weight_grad.habits import Everything
-from tests.unit_tests.weight_grad.steps import new, step_on_ones
+from tests.unit_tests.weight_grad.steps import new, run_split, step_on_ones
 
 
 def test_what_becomes_of_each_layer_is_reported() -> None:
@@ -85,3 +88,84 @@ def test_a_parameter_that_is_replaced_is_found() -> None:
     model.register_parameter("bias", None)
     step_on_ones(model, store)
     assert torch.equal(model.weight.grad, torch.ones(2, 2))
+
+
+# -- what is said of layers that stay whole: their names, reasons, and share of the compute ---------------------------
+
+
+class OwnForward(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 6, bias=False)  # 24 of 60
+        self.norm = nn.LayerNorm(6)
+        self.down = OwnForward(6, 4, bias=False)  # 24
+        self.gate = nn.Bilinear(2, 2, 3, bias=False)  # 12
+        self.rows = nn.Embedding(100, 4, max_norm=1.0)  # a look-up multiplies nothing
+
+
+def test_each_whole_layer_is_named_with_its_class_its_reason_and_its_share(caplog: pytest.LogCaptureFixture) -> None:
+    store = split_weight_grad([nn.ModuleDict({"first": Block(), "second": Block()}), Block()])
+    said = [record.getMessage() for record in caplog.records]
+    line = "layer {} computes its weight gradient in B, not in W: {}% of the weight gradients' FLOPs)"
+    own, none = "its class has a forward of its own (OwnForward, ", "its class is none that can be split (Bilinear, "
+    assert said == [
+        line.format("first.down", own + "13.3"), line.format("first.gate", none + "6.7"),
+        line.format("second.down", own + "13.3"), line.format("second.gate", none + "6.7"),
+        line.format("down", own + "13.3"), line.format("gate", none + "6.7"),
+    ]  # fmt: skip
+    assert (store.report.split, store.report.whole) == (3, 12)
+    assert store.report.deferred_share == pytest.approx(0.4)
+
+
+def test_layers_whose_names_differ_in_numbers_share_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    store = split_weight_grad(nn.Sequential(*(OwnForward(4, 4) for _ in range(3)), nn.Linear(4, 4)))
+    (record,) = caplog.records
+    assert record.getMessage().startswith("layer * (3 layers) computes its weight gradient in B")
+    assert "OwnForward, 75.0%" in record.getMessage()
+    assert [layer.name for layer in store.report.whole_layers] == ["0", "1", "2"]
+
+
+def test_a_frozen_matrix_has_no_share(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(OwnForward(4, 4), nn.Linear(4, 4))
+    model[0].weight.requires_grad_(False)
+    assert split_weight_grad(model).report.whole_layers == ()
+    assert caplog.records == []
+
+
+def test_an_expert_counts_with_its_share_of_the_tokens() -> None:
+    layer = nn.Linear(4, 4)
+    layer.config = SimpleNamespace(num_moe_experts=8, moe_router_topk=2, expert_model_parallel_size=2)  # type: ignore[assignment]
+    assert weight_work(layer, "mlp.experts.local_experts.0.linear_fc1") == 16 * 2 * 2 / 8
+    assert weight_work(layer, "mlp.shared_experts.linear_fc1") == 16
+
+
+def test_a_reason_found_in_a_step_comes_with_the_share(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 12))
+
+    def loss_of(mb: int) -> Tensor:
+        x = torch.ones(2, 4, requires_grad=True)
+        (force,) = torch.autograd.grad(model[0](x).sum(), x, create_graph=True)
+        return force.square().sum()
+
+    run_split(split_weight_grad(model), loss_of)
+    assert [record.getMessage().rpartition(" (")[2] for record in caplog.records] == [
+        "Linear, 25.0% of the weight gradients' FLOPs)"
+    ]
+
+
+def test_calls_that_only_megatron_can_run_are_left_to_it() -> None:
+    """``gtp_remat_size`` and ``output_dtype`` are arguments of Megatron's main branch."""
+    call = {"bias": torch.ones(2), "allreduce_dgrad": True, "sequence_parallel": False, "tp_group": object()}
+    call |= {"gradient_accumulation_fusion": True, "grad_output_buffer": None, "wgrad_deferral_limit": 0}
+    x = torch.ones(1)
+    assert why_left_to_megatron(x, call) == ""
+    assert why_left_to_megatron(x, {**call, "gtp_remat_size": 1, "output_dtype": None}) == ""
+    assert why_left_to_megatron(x, {**call, "gtp_remat_size": 2}) == "its weight is sharded (gtp_remat_size)"
+    assert why_left_to_megatron(x, {**call, "output_dtype": torch.float32}) == "it is called with output_dtype"
+    with torch.autocast("cpu", torch.bfloat16):
+        assert why_left_to_megatron(x, call) == "it is called under autocast"
