@@ -65,6 +65,7 @@ MODULES = {
     "deadlock_report": "megatron_pp.plan.verify.deadlock_report",
     "stall_detector": "megatron_pp.faults.stall_detector",
     "diagnosis": "megatron_pp.faults.diagnosis",
+    "abort": "megatron_pp.comm.abort",
 }
 """Name -> module."""
 

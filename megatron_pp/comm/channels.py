@@ -42,10 +42,10 @@ class Channel(NamedTuple):
 
 
 def in_rounds(keys: Iterable[Key]) -> list[list[Key]]:
-    """``keys`` in rounds, in none of which a rank is an end twice: a colouring of the edges by first fit.
+    """``keys`` in rounds; a rank is an end once in a round: a colouring of the edges by first fit.
 
-    Ranks that make their channels in this order wait for each other along a chain of as many steps as rounds, not along
-    the pipeline. Neighbours in a loop need 4 rounds (6 where their number is odd), in a V 8."""
+    Ranks that make their channels in this order wait for each other along a chain of one step a round, not along the
+    pipeline. Neighbours in a loop need 4 rounds (6 where their number is odd), in a V 8."""
     rounds: list[list[Key]] = []
     busy: defaultdict[int, set[int]] = defaultdict(set)  # rank -> its rounds
     for key in keys:

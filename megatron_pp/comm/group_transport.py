@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from megatron_pp.comm.abort import abort_groups
 from megatron_pp.comm.channels import SHAPES, Channel, ChannelGroups, Key, in_rounds, pipeline_name
 from megatron_pp.comm.transport import ACT, GRAD, Edge, Preparation, Transport
 from megatron_pp.errors import P2PTransferError
@@ -137,7 +136,7 @@ class GroupTransport(Transport):
         if self._groups is not None:
             self._groups.aborted = True
         collective = () if self._collectives is None else (self._collectives.group,)
-        abort_groups((self.group, *(channel.group for channel in self._channels.values()), *collective))
+        load("abort").abort_groups((self.group, *(channel.group for channel in self._channels.values()), *collective))
 
     def close(self) -> None:
         if self._groups is not None:

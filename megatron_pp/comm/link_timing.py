@@ -2,7 +2,7 @@
 how long transfers of several sizes take on its links, and copies to host memory.
 
 Both ends of a link send a message of each size to and fro; half of a round trip is a transfer. Links are measured in
-rounds, in none of which a rank is an end twice, in one order on all ranks. The first trip warms up; after that both
+rounds, in one order on all ranks; a rank is an end once in a round. The first trip warms up; after that both
 ends go on until they have made _TRIPS, or _SECONDS are over: before each trip the rank that keeps time says so.
 """
 
@@ -37,8 +37,8 @@ def receive_numbers(
 
 
 def gather_numbers(transport: Transport, mine: Sequence[float]) -> list[list[float]]:
-    """The numbers of every rank, by rank, on every rank; as many of each. They go up the chain of neighbours to the
-    first rank, and all of them down again. Collective over the pipeline."""
+    """The numbers of every rank, by rank, on every rank; all have the same count. They go up the chain of neighbours to
+    the first rank, and all of them down again. Collective over the pipeline."""
     rank, size, each = transport.rank, transport.size, len(mine)
     known = [float(number) for number in mine]
     if rank < size - 1:

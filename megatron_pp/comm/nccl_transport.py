@@ -158,8 +158,8 @@ class NcclChannels(ChannelGroups):
 def channel_options(pipeline: Any, max_ctas: int | None) -> Any:
     """``ProcessGroupNCCL.Options`` of a channel: the NCCL settings that the pipeline group was made with (``pipeline``,
     its options), on a stream of high priority: neither ``torch.cuda.Stream()`` nor the communicators of other groups
-    take theirs from that pool by default. A kernel that waits for its peer occupies as many thread blocks (CTAs, of 640
-    threads) as its communicator may use, and receives are posted ahead: so their number is limited, far below NCCL's
+    take theirs from that pool by default. A kernel that waits for its peer occupies all thread blocks (CTAs, of 640
+    threads) that its communicator may use, and receives are posted ahead: so their number is limited, far below NCCL's
     default (32 on Hopper).
 
     ``max_ctas``: the most thread blocks for each transfer; None: what the pipeline group has, or else 8."""

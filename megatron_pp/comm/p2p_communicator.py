@@ -26,7 +26,7 @@ __all__ = ["P2PCommunicator", "WaitHandle", "is_single_shape"]
 Handles = dict[str, WaitHandle]
 
 # The order of posting. Two ranks that are each other's next and previous on one channel meet only if one of them sends
-# where the other receives; activations stand before gradients on both.
+# where the other receives; both post activations before gradients.
 _SENDS_FIRST = ("send_next", "recv_prev", "send_prev", "recv_next")
 _RECEIVES_FIRST = ("recv_prev", "send_next", "recv_next", "send_prev")
 _ACTIVATIONS = ("send_next", "recv_prev")
@@ -194,7 +194,7 @@ def _operations(shape: Shape, recv_prev: bool = False, recv_next: bool = False, 
 
 
 def _nothing(shapes: Any) -> Any:
-    """What a receive returns where there is no neighbour: None, or a list of as many."""
+    """What a receive returns where there is no neighbour: None, or a list with one for each shape."""
     return None if shapes is None or is_single_shape(shapes) else [None] * len(shapes)
 
 

@@ -127,7 +127,7 @@ class ShapedReceive(WaitHandle):
 
 
 def _is_one(shapes: Any) -> bool:
-    """Whether one tensor is meant, not a list of them; with variable shapes None stands for one."""
+    """Whether one tensor is meant, not a list of them; with variable shapes None is one, too."""
     return shapes is None or is_single_shape(shapes)
 
 

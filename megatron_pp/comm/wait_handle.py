@@ -153,7 +153,7 @@ def version_of(sent: torch.Tensor | Sequence[torch.Tensor]) -> int:
 
 
 def is_whole(sent: torch.Tensor | Sequence[torch.Tensor]) -> bool:
-    """Whether ``sent`` is all of its memory: else a write that was counted may have been beside it."""
+    """Whether ``sent`` is all of its memory: else a write that was counted may have gone elsewhere."""
     tensors = (sent,) if isinstance(sent, torch.Tensor) else sent
     return all(one.untyped_storage().nbytes() == one.numel() * one.element_size() for one in tensors)
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_pp.comm.abort import abort_all_groups
 from megatron_pp.comm.at_exit import call_if_alive
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.comm.transport import Transport
@@ -131,7 +130,7 @@ def _make_guard(transport: Transport, timeout: float) -> FaultGuard:
         transport.size,
         timeout,
         lambda: call_if_alive(abort),
-        escalate=abort_all_groups if transport.backend else None,
+        escalate=(lambda: load("abort").abort_all_groups()) if transport.backend else None,
         is_gone=lambda: (known := kept()) is None or known.is_gone(),
         completed=None if transport.blocks_host else CompletedWork(transport.device),
         global_rank=transport.global_rank(transport.rank),

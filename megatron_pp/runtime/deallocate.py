@@ -6,7 +6,7 @@ user holds it. Megatron-LM's deallocate_pipeline_outputs swaps the data under th
 as well: gradients are silently wrong.
 
 Freeing an output while a send still reads it is the race of Megatron-LM#4047; the engine releases only after it has
-waited on the send's handle, and the handle owns the bytes besides.
+waited on the send's handle, which owns the bytes.
 """
 
 from collections.abc import Sequence
@@ -59,14 +59,14 @@ def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool = False
 
 @lru_cache(maxsize=64)
 def _one_element(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """What stands in for deallocated data; never read, so all outputs of a kind share it."""
+    """In place of deallocated data; never read, so all outputs of a kind share it."""
     return torch.empty((1,), device=device, dtype=dtype)
 
 
 def custom_backward(output: torch.Tensor, grad_output: torch.Tensor | None) -> None:
     """Megatron's function of this name: ``run_backward`` of one output, which may have been deallocated.
 
-    ``grad_output`` has the shape that ``output`` had; None stands for 1 and needs an output of one element."""
+    ``grad_output`` has the shape that ``output`` had; None means 1 and needs an output of one element."""
     run_backward([output], [grad_output])
 
 

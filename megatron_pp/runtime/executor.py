@@ -210,7 +210,7 @@ class PlanExecutor:
             return self.steps.backward(at.chunk, at.mb, given, output, output_grad)
 
     def _filled(self, grad: Activation, given: Activation, at: Task) -> Activation:
-        """Input gradients of which some are None. This rank's chunks pass None on, as in one process; another rank has
+        """Input gradients, some of them None. This rank's chunks pass None on, as in one process; another rank has
         posted a receive, and gets zeros."""
         if not self.placement.crosses_ranks(at.stage - 1):
             return grad

@@ -32,9 +32,9 @@ def queue_advice(streams: int, needs_one: bool, environ: Mapping[str, str] = os.
     elif queues == 1 and not needs_one:
         why = "a transfer that waits for its peer can hold compute back, and nothing in this run needs one queue"
     elif 1 < queues < streams:
-        why = f"the pipeline uses {streams} streams, of which some share a queue and wait for each other"
+        why = f"the pipeline uses {streams} streams: some share a queue and wait for each other"
     elif not text:
-        why = f"enough for the pipeline's {streams} streams, but not for data parallel communication beside them"
+        why = f"enough for the pipeline's {streams} streams, but not for data parallel communication as well"
     else:
         return None
     return f"{QUEUES_VARIABLE} is {text or f'not set, which means {_DEFAULT_QUEUES} hardware queues'}: {why}; {advice}"

@@ -28,7 +28,7 @@ from megatron_pp.plan.ir.placement import PLACEMENTS, Placement
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 
 RUN_RANDOM_BITS = 12
-"""A run's name is hexadecimal: microseconds since 1970, then so many random bits."""
+"""A run's name is hexadecimal: microseconds since 1970, then this number of random bits."""
 
 _FORMAT = "megatron_pp.trace"
 _VERSION = 2

@@ -51,7 +51,7 @@ class StepObserver:
         """Gradients are finalised; ``guard`` is the fault guard of the step, or None."""
 
     def description(self, plan: Plan, splits: bool) -> dict[str, str]:
-        """What ranks have to agree on besides, as text by name. ``splits``: whether the model splits its backward."""
+        """What else ranks have to agree on, as text by name. ``splits``: whether the model splits its backward."""
         return {}
 
 

@@ -15,7 +15,7 @@ from megatron_pp.tracing.run import TracedRun, load_run, run_names
 
 
 def report_tables(found: Findings) -> list[Table]:
-    """Measured beside predicted: the step, its ranks, its links."""
+    """Measured and predicted: the step, its ranks, its links."""
     return [_summary(found), _ranks(found), _links(found)]
 
 
@@ -129,7 +129,7 @@ def _links(found: Findings) -> Table:
 
 
 def report_sentences(found: Findings) -> list[str]:
-    """The step beside its prediction, the slowest rank, how much of the transfers was hidden, and how far the plan is
+    """The step and its prediction, the slowest rank, how much of the transfers was hidden, and how far the plan is
     from the best possible one."""
     rank, excess = found.slowest_rank, found.slowest_excess
     busy = short(found.measured.busy[rank])

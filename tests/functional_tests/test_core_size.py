@@ -21,7 +21,7 @@ INSTALLED_LINES = 13_500
 ROOMS = {
     "": "errors on_demand parallel_state schedules",
     "comm": (
-        "abort at_exit channels communicator events gloo gloo_transport group_transport p2p_communicator "
+        "at_exit channels communicator events gloo gloo_transport group_transport p2p_communicator "
         "process_groups stores transport wait_handle"
     ),
     "common": "module_attributes object_table",

@@ -21,7 +21,7 @@ Copies = dict[int, list[Instruction]]  # boundary -> the copies to post or to wa
 
 
 def copies_of(order: Sequence[Instruction], ends: Sequence[int], chunks: int, slots: int) -> tuple[Copies, Copies]:
-    """(at, waits): what stands at each boundary of a rank's ``order``, and right before the entry behind it, where the
+    """(at, waits): what is at each boundary of a rank's ``order``, and right before the entry behind it, where the
     first ``chunks`` are offloaded. ``ends``: the slot in which each entry ends."""
     forwards = {_cell(at): i for i, at in enumerate(order) if at.op == FORWARD and at.chunk < chunks}
     backwards = [(i, at) for i, at in enumerate(order) if at.op in BACKWARD_OPS and at.chunk < chunks]

@@ -210,8 +210,8 @@ class Offloads:
 
 
 def stand_in(tensor: Any) -> None:
-    """Take the data from a leaf (or a list of them), of which only the gradient is asked for from here on: one element
-    stands for all. Views of it keep the data."""
+    """Take the data from a leaf (or a list of them): from here on only its gradient is asked for. One element is left,
+    expanded to its shape. Views of it keep the data."""
     for one in tensor if isinstance(tensor, (list, tuple)) else (tensor,):
         if isinstance(one, Tensor):
             one.data = one.new_empty(()).expand(one.shape)

@@ -10,7 +10,7 @@ from megatron_pp.plan.orders.overtaking import let_backwards_overtake
 
 def pipe_offload(shape: Shape) -> list[Order]:
     """`gis_h` with the chunks of a group in turn, not one after the other: of V forwards in a row each is of another
-    chunk, so that copies of offloaded chunks are spread evenly, and as many of them are on their way at any time.
+    chunk, so that copies of offloaded chunks are spread evenly over the step.
 
     A microbatch comes to its next chunk G turns later, or as few more as make V chunks take turns; a turn is a forward
     and a backward. While the first and the last microbatches fill some turns in part, the others move up."""

@@ -2,7 +2,7 @@
 waits for it. ``output_instructions.py`` says what each is for.
 
 All ranks post them on one communicator, in the order of their rounds (``clock.py``), those of one round in the order in
-which they stand here from last to first. None is over before all ranks have posted it.
+which they are listed here from last to first. None is over before all ranks have posted it.
 """
 
 from bisect import bisect_right

@@ -27,8 +27,7 @@ class BackwardHalf(NamedTuple):
 
 
 class JointSteps(Protocol):
-    """What ``Steps`` have besides that can run a forward and another microbatch's backward as one, operation by
-    operation."""
+    """Of ``Steps`` that can run a forward and another microbatch's backward as one, operation by operation."""
 
     def forward_and_backward(
         self, forward: ForwardHalf, backward: BackwardHalf, on_output: Ready | None, on_input_grad: Ready | None

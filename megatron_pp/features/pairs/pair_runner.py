@@ -29,7 +29,7 @@ RunJointly = Callable[..., tuple[Activation, Activation]]  # JointSteps.forward_
 @dataclass(eq=False)
 class JointPair:
     """One PAIR that the engine has come to, which the model runs in one call, operation by operation (``JointSteps``),
-    as Megatron's schedule plans do. While it runs, this object stands for the engine's ``steps``: the engine's own
+    as Megatron's schedule plans do. While it runs, this object replaces the engine's ``steps``: the engine's own
     handlers of the two halves take what they give, and find in place of a computation what the one call has made.
 
     handlers    the engine's, which observers see
@@ -138,7 +138,7 @@ def in_turn(forward_call: HalfCall, backward_call: HalfCall) -> None:
 
 
 def on_two_streams(forward_call: HalfCall, backward_call: HalfCall) -> None:
-    """The halves on the current CUDA stream and another one beside it; in turn without a CUDA device. A backward runs
+    """The halves on the current CUDA stream and another one; in turn without a CUDA device. A backward runs
     where its forward ran, so this forward takes the stream that the backward's own forward did not have.
 
     Both streams wait for each other before and after, so that memory can go from one to the other. The other stream is
@@ -205,7 +205,7 @@ class PairRunner:
             _run(handlers, pair.members)
 
     def _noting_sends(self, handlers: Mapping[str, Handler]) -> dict[str, Handler]:
-        """``handlers``, of which those that send note it in the engine."""
+        """``handlers``; those that send note it in the engine."""
         sends: dict[str, Handler] = {op: partial(self._send, handlers[op]) for op in ins.SEND_OPS}
         return {**handlers, **sends}
 

@@ -198,7 +198,7 @@ class ReplanThread:
 
 
 class _Leader:
-    """What the job's first rank does besides. ``window``: the last one that it has reported."""
+    """What the job's first rank does in addition. ``window``: the last one that it has reported."""
 
     def __init__(self, thread: ReplanThread) -> None:
         self.thread = thread

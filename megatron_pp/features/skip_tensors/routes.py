@@ -1,5 +1,4 @@
-"""Tensors that later stages use besides what the stage before gives them: named, sent on from stage to stage, and
-kept per rank.
+"""Tensors that later stages use in addition to their input: named, sent on from stage to stage, and kept per rank.
 
 A named tensor goes the way of the activations, a hop at a time: over the edge from stage s to s + 1 behind the stage's
 own output, and its gradient over the same edges in the other direction. Which hops it takes is a question of what a
@@ -8,7 +7,7 @@ rank keeps (``CACHES``):
 ``none``      nothing: every hop up to the last user moves it.
 ``received``  what the rank has received: no hop brings a tensor that came to the rank before (arXiv 2603.15031, section
               4.1). Its own tensors come back once, where a later chunk of the rank uses them.
-``all``       what it has made besides: the fewest hops.
+``all``       also what it has made: the fewest hops.
 
 A rank's chunks share one copy (``Held``), and the rank's gradient of it is one sum, which goes back over the hop that
 brought the tensor. Additions are in one order whatever the schedule: from the last stage to the first, at each stage

@@ -152,7 +152,7 @@ class NamedWalk:
         return facts, {((s, mb - since, part), name) for (s, mb, part), name in self.summed}
 
     def _missing(self) -> Iterator[tuple[_Cell, int]]:
-        """Of what has begun, what a finished program must have made true besides."""
+        """Of what has begun, what a finished program must still make true."""
         for (cell, name), facts in self.facts.items():
             if facts:
                 yield cell, self.required[cell[0]][name] & ~facts

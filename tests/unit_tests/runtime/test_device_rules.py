@@ -133,7 +133,7 @@ def test_the_streams_of_the_pipeline_are_counted(
         run_in_threads(3, chunks, ToyData(4), network=network, **fields)
         said = [record.message for record in caplog.records if QUEUES_VARIABLE in record.message]
         assert len(said) == warnings
-        assert all(f"is {queues}: the pipeline uses {streams} streams, of which some share a queue" in s for s in said)
+        assert all(f"is {queues}: the pipeline uses {streams} streams: some share a queue" in s for s in said)
 
 
 def test_tensor_parallel_layers_need_one_queue_before_blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +159,7 @@ def test_tensor_parallel_layers_need_one_queue_before_blackwell(monkeypatch: pyt
         (None, 9, False, "is not set, which means 8 hardware queues: the pipeline uses 9 streams, of which some"),
         (None, 5, True, "before Blackwell, tensor and context parallel layers overlap as intended only in the order"),
         ("1", 5, False, "is 1: a transfer that waits for its peer can hold compute back, and nothing in this run ne"),
-        ("8", 9, False, "is 8: the pipeline uses 9 streams, of which some share a queue and wait for each other"),
+        ("8", 9, False, "is 8: the pipeline uses 9 streams: some share a queue and wait for each other"),
         ("8", 9, True, "is 8: before Blackwell, tensor and context parallel layers overlap as intended only"),
         ("none", 2, False, "is none: no number of hardware queues; it must be a whole number from 1 to 32"),
         ("64", 2, True, "is 64: no number of hardware queues; it must be a whole number from 1 to 32"),
