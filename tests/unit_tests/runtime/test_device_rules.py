@@ -156,7 +156,7 @@ def test_tensor_parallel_layers_need_one_queue_before_blackwell(monkeypatch: pyt
     ("value", "streams", "needs_one", "words"),
     [
         (None, 5, False, "is not set, which means 8 hardware queues: enough for the pipeline's 5 streams, but"),
-        (None, 9, False, "is not set, which means 8 hardware queues: the pipeline uses 9 streams, of which some"),
+        (None, 9, False, "is not set, which means 8 hardware queues: the pipeline uses 9 streams: some"),
         (None, 5, True, "before Blackwell, tensor and context parallel layers overlap as intended only in the order"),
         ("1", 5, False, "is 1: a transfer that waits for its peer can hold compute back, and nothing in this run ne"),
         ("8", 9, False, "is 8: the pipeline uses 9 streams: some share a queue and wait for each other"),
