@@ -89,14 +89,18 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if best is None:
         raise _nothing_found(findings)
     if not args.json:
-        _show(findings, best, order, measured, console)
+        for line in _recommended(findings, best, order, measured):
+            print_line(console, line)
+        _show_others(findings, best, console)
     if args.measured_out and best.spec is not None and best.spec.measured is not None:
         write_whole(args.measured_out, json.dumps(asdict(best.spec.measured), indent=1) + "\n")
     elif args.measured_out:
         warnings.warn(f"{args.measured_out} is not written: {best.candidate.schedule} is no search", stacklevel=1)
     if args.plot:
-        names = ((one, f"{one.candidate.schedule} V={one.candidate.num_chunks}") for one in findings.fitting)
-        points = [Point(one.peak, one.step, name, one in findings.front) for one, name in names]
+        points = []
+        for one in findings.fitting:
+            name = f"{one.candidate.schedule} V={one.candidate.num_chunks}"
+            points.append(Point(one.peak, one.step, name, one in findings.front))
         picture = draw.front(points, question.memory, as_png=ending == ".png")
         if args.json:
             write_whole(args.plot, picture)
@@ -168,32 +172,35 @@ def _nothing_found(findings: Findings) -> MegatronPPError:
     )
 
 
-def _show(findings: Findings, best: Outcome, order: MicrobatchOrder | None, measured: str, console: Console) -> None:
-    question = findings.question
-    left, all_of_them = len(findings.not_looked_at), len({one.candidate for one in findings.outcomes})
-    cut = f"; search cut short: {left} of {left + all_of_them} candidates were not built" if left else ""
-    print_line(console, f"run {answer.in_one_line(question, best)}{cut}")
+def _recommended(findings: Findings, best: Outcome, order: MicrobatchOrder | None, measured: str) -> Iterator[str]:
+    """The answer, line by line: what to run, why, and how."""
+    question, left = findings.question, len(findings.not_looked_at)
+    of_all = left + len({one.candidate for one in findings.outcomes})
+    cut = f"; search cut short: {left} of {of_all} candidates were not built" if left else ""
+    yield f"run {answer.in_one_line(question, best)}{cut}"
     for sentence in answer.sentences(question, best):
-        print_line(console, f"    {sentence}")
+        yield f"    {sentence}"
     if order is not None:
         listed, numbers = ",".join(map(str, order.order)), f"{order.step:.4g} ms; {order.step_as_given:.4g} ms as given"
-        print_line(console, f"    microbatches, which are unequal, in the order {listed}: {numbers}")
+        yield f"    microbatches, which are unequal, in the order {listed}: {numbers}"
     certificate = best.certificate or {}
-    rules = ", ".join(certificate.get("rules", ()))
-    print_line(console, f"    verified: {rules}; {certificate.get('digest', '')}")
-    print_line(console, "")
+    yield f"    verified: {', '.join(certificate.get('rules', ()))}; {certificate.get('digest', '')}"
+    yield ""
     if answer.megatron_models_run(best):
         flags = [*answer.our_flags(best, measured), "pretrain_gpt.py", *answer.megatron_flags(question, best)]
-        print_line(console, f"megatron-pp run {shlex.join(flags)} ...")
+        yield f"megatron-pp run {shlex.join(flags)} ..."
     else:
         settings = ", ".join(f"{name}={value!r}" for name, value in answer.our_settings(best, measured).items())
-        print_line(console, f"TransformerConfig({settings}, ...)")
-        print_line(console, "    in a training loop of your own: Megatron's models cannot run it")
+        yield f"TransformerConfig({settings}, ...)"
+        yield "    in a training loop of your own: Megatron's models cannot run it"
     if best.candidate.searches and not Path(measured).exists():
-        print_line(console, f"    {measured}: --measured-out {measured} writes it")
+        yield f"    {measured}: --measured-out {measured} writes it"
     if answer.megatron_models_run(best) and not answer.runs_in_megatron(best):
-        print_line(console, "    Megatron without megatron_pp has no such schedule")
-    print_line(console, "")
+        yield "    Megatron without megatron_pp has no such schedule"
+    yield ""
+
+
+def _show_others(findings: Findings, best: Outcome, console: Console) -> None:
     names = ["pipeline", "step ms", "bubble", "GB", "over the bound"]
     rows = []
     for one in findings.front:
@@ -210,6 +217,7 @@ def _show(findings: Findings, best: Outcome, order: MicrobatchOrder | None, meas
     print_table(console, "Why not another", ["schedule", "step ms", "GB", "why"], rows)
     if findings.not_looked_at:
         ended = f"{'interrupted ' if findings.interrupted else ''}after {short(findings.seconds)} s"
+        left = len(findings.not_looked_at)
         print_line(console, f"{ended}, {left} of the candidates were not built; --budget-s gives more")
 
 

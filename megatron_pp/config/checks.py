@@ -82,8 +82,3 @@ def nearest_multiples(value: int, of: int) -> str:
     """The closest multiples of ``of`` around ``value``, which is none, in words: ``28 or 32``."""
     below = value // of * of
     return f"{below} or {below + of}" if below > 0 else str(below + of)
-
-
-def nearest_text(value: int, works: Callable[[int], bool]) -> str:
-    """As nearest, in words: ``28 or 32``."""
-    return " or ".join(map(str, nearest(value, works)))

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
 
-from megatron_pp.config.checks import nearest_multiples, nearest_text, whole_number
+from megatron_pp.config.checks import nearest, nearest_multiples, whole_number
 from megatron_pp.config.layout import chunks_text
 from megatron_pp.errors import LayoutError
 from megatron_pp.plan.ir.placement import Placement
@@ -200,4 +200,5 @@ def refuse_division(num_layers: int, place: Placement, works: Callable[[int], bo
     if place.num_stages <= min(num_layers, _EXAMPLE_STAGES):
         example = balanced_layout(num_layers, place.num_stages)
         hint = f"; or place them yourself: pipeline_model_parallel_layout={example}"
-    raise LayoutError(f"{problem}; nearest num_layers: {nearest_text(num_layers, works)}{hint}")
+    fitting = " or ".join(map(str, nearest(num_layers, works)))
+    raise LayoutError(f"{problem}; nearest num_layers: {fitting}{hint}")
