@@ -160,6 +160,7 @@ class PathFinder:
         return [[wait for wait in self.waits if wait.until == s] for s in range(len(self.times.forward))]
 
     def tails(self, least: Paths | None = None) -> Paths:
+        """Lower bounds on the time from each start to the end of the step, at least ``least``."""
         least = least or self.nothing
         times, last = self.times, len(self.times.forward) - 1
         forward: Table = [[]] * self.rounds

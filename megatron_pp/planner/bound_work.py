@@ -203,7 +203,7 @@ class RankWork:
                 row[stage] = curve.time_for(sum(time * (k + 1 - lag) for time, lag in before if k >= lag))
 
     def tails(self, curve: Curve, least: Paths) -> None:
-        """Write into ``least`` the least time from each start to the end of the step, given the work behind it."""
+        """Fill ``least`` with lower bounds on the time to the end of the step, from the work behind each start."""
         for at, (rows, stage) in self._targets(least):
             behind = list(zip(self._each, self._lags[at], strict=True))
             for k, row in enumerate(reversed(rows)):

@@ -62,7 +62,7 @@ class _Trips:
         self.homes = problem.placement.homes
         self.ranks = [_Rank(limit * (1 + ROUNDING)) for limit in problem.memory.limits]
         stages = range(len(self.homes))
-        self.path: list[tuple[float, str, int]] = []  # of a microbatch: when what of which stage starts
+        self.path: list[tuple[float, str, int]] = []  # of a microbatch: start, op and stage of each operation
         now, before = 0.0, self.homes[0][0]
         for op, stage in [*((FORWARD, s) for s in stages), *((INPUT_GRAD, s) for s in reversed(stages))]:
             rank = self.homes[stage][0]

@@ -80,7 +80,7 @@ def _draw_random_numbers(settings: StepSettings, chunks: Sequence[torch.nn.Modul
 
 
 class Replanning(StepObserver):
-    """Of one model on one rank."""
+    """Changes the plans of one model on one rank, at boundaries that all ranks agree on."""
 
     def __init__(self, settings: StepSettings, chunks: Sequence[torch.nn.Module]) -> None:
         self.every = replan_steps("pipeline_replan", settings.pipeline_replan)

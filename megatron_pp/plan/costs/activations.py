@@ -56,8 +56,8 @@ def activations_timeline(
 ) -> Iterator[float]:
     """Memory right after each instruction of ``rank``'s program, where each chunk's forward counts 1, and that of one
     slice its share, all equal; an evaluation keeps nothing. Keys and values that slices keep for each other are part of
-    it until the backward of their own slice (``features/slices/key_values.py``: how long they are kept). ``run``: what
-    the rank runs besides communication, where it is known.
+    it until the backward of their own slice (``features/slices/key_values.py``: how long they are kept). ``run``: the
+    rank's program without communication, where it is known.
 
     Raises PlanError for shares that are not one number, or one per stage, of at least 0.
     """

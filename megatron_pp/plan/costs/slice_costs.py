@@ -1,6 +1,6 @@
 """What the slices of a sequence cost under causal attention, and where to cut it so that all cost the same.
 
-A token's linear layers cost the same wherever it stands; its attention reads all tokens before it. With ``attention``
+A token's linear layers cost the same at every position; its attention reads all tokens before it. With ``attention``
 the share that attention has in the time of a whole sequence, its first part, a fraction x of the tokens, costs
 (1 - attention) x + attention x^2 of it.
 """

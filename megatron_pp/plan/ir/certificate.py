@@ -37,7 +37,7 @@ class Certificate:
     """What ``verify`` has proven of a plan.
 
     rules    keys of ``PROOFS``, in its order
-    device   the rules of the device among them, besides rendezvous
+    device   the rules of the device among them, without rendezvous
     spec     the fields of the plan's PlanSpec, as JSON takes them
     """
 

@@ -28,7 +28,7 @@ class Placement:
     """Stage <-> (rank, chunk), for P ranks with V chunks each.
 
     ``barriers``: 0 where the last stage has the whole output layer. Else each rank, of one chunk, has a share of its
-    rows, with so many collectives of all ranks, one or two, between its pass S and the last stage's backward.
+    rows, and this is the number of collectives (1 or 2) between its pass S and the last stage's backward.
 
     Raises ValueError for a kind that is not in PLACEMENTS or sizes below 1.
     """

@@ -177,10 +177,10 @@ def _zb_v_phases(size: int, microbatches: int, rank: int) -> list[tuple[int, str
 def dualpipe_v(shape: Shape) -> list[Order]:
     """DeepSeek-V3's DualPipe, folded onto the V placement ("cut-in-half", as its authors call it).
 
-    In the fourth and fifth of its phases a forward stands next to the full backward of another microbatch, made for
-    running the two together (``overlapped_forward_backward``), so that one's communication hides behind the other's
+    In the fourth and fifth of its phases a forward is next to the full backward of another microbatch, so that the
+    two can run together (``overlapped_forward_backward``), and one's communication hides behind the other's
     compute. Weight gradients are split off only where they fill bubbles. 2P + 1 chunks are in memory. The phases need M
-    >= 2P; below, ZB-V's order stands in.
+    >= 2P; with fewer, ZB-V's order is used.
     """
     size, microbatches = shape.pipeline_size, shape.num_microbatches
     if microbatches < 2 * size:
@@ -204,7 +204,7 @@ def _dualpipe_phases(size: int, microbatches: int, rank: int) -> list[tuple[int,
 
 
 def _dualpipe_remark(shape: Shape) -> str:
-    """Says so where the phases do not fit and another order stands in; empty where they do."""
+    """Says so where the phases do not fit and another order is used; empty where they do."""
     least = 2 * shape.pipeline_size
     if shape.num_microbatches >= least:
         return ""
@@ -215,7 +215,7 @@ def _dualpipe_remark(shape: Shape) -> str:
 
 
 def _from_twice_the_ranks(shape: Shape) -> Repeats:
-    """Below, other orders stand in."""
+    """With fewer microbatches, other orders are used."""
     return Repeats(1, 2 * shape.pipeline_size)
 
 

@@ -65,6 +65,6 @@ class _Walk:
             self.waiting.append((stream, self.posted[stream]))
 
     def _stream(self, at: Instruction) -> Hashable:
-        """The communicator, each of which has a stream: the group's for batches, a pair's, or a channel's."""
+        """The communicator, which has a stream of its own: the group's for batches, a pair's, or a channel's."""
         spec = self.plan.spec
         return None if spec.policy == BATCHED else (at.peer, at.op) if spec.channels == ONE_WAY else at.peer

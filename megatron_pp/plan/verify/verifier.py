@@ -1,7 +1,7 @@
-"""Accept or refuse a plan: completeness, buffer lifetime, memory (``lifetime.py``), deadlock and crossing messages
-(``rendezvous.py``) and buffers that are reused under the rules of the device, and whether it
-runs its own compute order (``order_check.py``). What is refused is refused with the rank, the instruction and the cycle
-or the missing piece."""
+"""Accept or refuse a plan: completeness, buffer lifetime and memory (``lifetime.py``), deadlock and crossing messages
+(``rendezvous.py``), buffers that are reused under the rules of the device (``static_buffers.py``), and its own compute
+order (``order_check.py``). A refusal names the rank, the instruction, and the cycle or the missing piece.
+"""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -11,10 +11,7 @@ from megatron_pp.on_demand import load
 from megatron_pp.plan.costs.activations import WEIGHT_SHARE, Shares, peak_activations
 from megatron_pp.plan.gc_pause import collector_paused
 from megatron_pp.plan.ir import certificate as cert
-from megatron_pp.plan.ir.instruction import (
-    COMPUTE_OPS,
-    COPY_OPS,
-)
+from megatron_pp.plan.ir.instruction import COMPUTE_OPS, COPY_OPS
 from megatron_pp.plan.ir.repeated import Block
 from megatron_pp.plan.ir.spec import STATIC_BUFFERS, Plan, checked_device
 from megatron_pp.plan.lower.order_check import check_programs
@@ -31,8 +28,8 @@ class Verdict:
     ranks        peaks of live pipeline tensors
     activations  peak of what the chunks themselves keep, in units of one chunk's forward; a waiting weight gradient
                  counts its share (``activations.py``)
-    certificate  what was proven, of which programs
-    device       the rules of the device that it was verified under, besides rendezvous
+    certificate  what was proven, and the programs that it was proven for
+    device       further rules than rendezvous that it was verified under
     on_host      peak of what is offloaded, in the same units
     num_chunks   of a rank
     """
@@ -75,8 +72,8 @@ def verify(
 
     ``weight_share``: what a split backward keeps until its W, of a forward's memory; one number or one per stage.
     ``device``: which of DEVICE_RULES hold together where the plan runs; by default those it was lowered for. Rendezvous
-    always does. ``block``: raises RepetitionError besides, unless the plan with this block any number of times more,
-    each of later microbatches, is verified with it (docs/design.md, "A new number of microbatches").
+    always does. ``block``: raises RepetitionError unless the plan with further copies of this block, each of later
+    microbatches, is verified with it (docs/proofs.md, "A new number of microbatches").
     """
     rules = plan.spec.device if device is None else checked_device(device)
     if len(plan.programs) != plan.spec.pipeline_size:

@@ -33,7 +33,7 @@ _LOOK = 0.1  # seconds between two looks at the time
 # In forwards of a step, of all stages; some 10,000 of them are built, verified and simulated in a second.
 _PLANS = 400_000  # of all plans that are built without a budget
 _SEARCHES = 200_000  # of all searches
-_ESTIMATES = 2_000_000  # of all estimates, each of which takes a fifth of that
+_ESTIMATES = 2_000_000  # of all estimates; an estimate takes a fifth of that
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ def order_time(
 
 
 def kept_states(order: Sequence[Instruction], num_chunks: int) -> tuple[Kept, ...]:
-    """What a rank keeps at the moments when no other moment has as much of everything. A program has the copies to host
-    memory besides what an order has.
+    """What a rank keeps at the moments when no other moment has as much of everything. ``order`` may be a program with
+    its copies to host memory.
     """
     flight, late = [0] * num_chunks, [0] * num_chunks
     states: set[tuple[int, ...]] = set()
@@ -40,7 +40,7 @@ def kept_states(order: Sequence[Instruction], num_chunks: int) -> tuple[Kept, ..
         change, left, chunk = IN_FLIGHT[at.op], WEIGHT_BACKLOG[at.op], at.chunk
         if not change and not left:
             continue
-        if change <= 0 and grew:  # only what stands before something is given back can be a most
+        if change <= 0 and grew:  # only a state before something is given back can be a peak
             states.add((*flight, *late))
         grew = change > 0 or left > 0
         flight[chunk] += change
