@@ -67,7 +67,8 @@ class Answer:
         are right, its value after the step. What follows is wrong because of these."""
         start = self.comparison.first
         if start is not None and start.key.kind == NORM:
-            about = {"what": NORM, "ranks": [start.rank], "error": start.error, "allowed": start.allowed}
+            ranks = [one.rank for one in self.comparison.wrong() if one.key == start.key]
+            about = {"what": NORM, "ranks": ranks, "error": start.error, "allowed": start.allowed}
             return {name: dict(about) for name in self.comparison.of_norm}
         wrong = [one for one in self.comparison.wrong() if one.key.kind in (GRADIENT, PARAMETER)]
         if not wrong:

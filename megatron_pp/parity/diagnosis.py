@@ -95,7 +95,7 @@ def ratio_in_words(ratio: float, layout: Layout) -> str:
         for value, words in ((size, f"size of {name}"), (1 / size, f"1 / size of {name}")):
             if size > 1 and abs(ratio - value) < 1e-3 * value:
                 return f"x {ratio:.4g} = {words}"
-    return f"x {ratio:.4g}"
+    return f"x {ratio:.4g}" if abs(ratio - 1) > 1e-3 else f"x {ratio:.9g}"
 
 
 def ratios(differences: list[Difference]) -> float | None:

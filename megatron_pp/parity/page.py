@@ -10,6 +10,7 @@ from megatron_pp.parity.answer import Answer
 from megatron_pp.parity.comparison import Comparison, Difference
 from megatron_pp.parity.recorder import PARAMETER
 
+_REDS = ((244, 192), (184, 32), (168, 14))  # red, green, blue: of a small error, and of a large one
 _CELL, _LEFT, _TOP = 34, 210, 46
 _PAGE = """<!DOCTYPE html>
 <html lang="en"><meta charset="utf-8"><title>megatron-pp parity</title>
@@ -44,7 +45,7 @@ def picture_of(answer: Answer) -> str:
     body = "\n".join(parts)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{max(width, 520)}" height="{height}" '
-        f'font-family="system-ui, sans-serif" font-size="12">\n{body}\n</svg>'
+        f'font-family="system-ui, sans-serif" font-size="12" style="background:#fff">\n{body}\n</svg>'
     )
 
 
@@ -72,7 +73,11 @@ def _layer(name: str) -> str:
 
 def _cell(rank: int, row: int, layer: str, error: float) -> str:
     bad = min(1.0, log10(min(max(error, 1.0), 1e6)) / 6)
-    colour = "#b7e1c0" if error <= 1 else f"hsl(8 85% {75 - 40 * bad:.0f}%)"
+    colour = (
+        "#b7e1c0"
+        if error <= 1
+        else "#" + "".join(f"{round(light + bad * (dark - light)):02x}" for light, dark in _REDS)
+    )
     place = f'x="{_LEFT + rank * _CELL}" y="{_TOP + 20 * row}" width="{_CELL - 3}" height="17"'
     return f'<rect {place} fill="{colour}"><title>{escape(layer)}, rank {rank}: {error:.3g}</title></rect>'
 
