@@ -117,7 +117,7 @@ def test_hooks_of_the_rows_fire_once_a_microbatch() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_what_verify_accepts_of_mutants_gives_the_same_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On hostile networks; `test_output_layer.py` of the plans counts what it refuses."""
+    """On hostile networks; `features/output_layer/` counts what plans refuse."""
     case, rng = Case(name, 2, 4), random.Random(3)
     plan = build_plan(PlanSpec(name, case.size, 1, case.microbatches))
     accepted = [mutant for what, mutant in mutants(plan, rng, 4) if is_of_output_layer(what) and is_accepted(mutant)]

@@ -251,5 +251,5 @@ def test_the_picture_of_the_hops_is_that_of_the_routes():
     for one in blocks:
         marks = (" .nr*"[1 + sum(one.name in found.sent[hop] for found in routes)] for hop in range(7))
         lines.append(f"    {one.name}     " + "    ".join(marks))
-    page = Path(__file__).parents[3] / "docs" / "skip_tensors.md"
+    page = Path(__file__).parents[4] / "docs" / "skip_tensors.md"
     assert "\n".join(lines) in page.read_text()
