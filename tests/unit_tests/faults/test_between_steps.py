@@ -23,15 +23,15 @@ from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.runtime.communicators import _KEPT, communicator_for
 from megatron_pp.runtime.step import StepCall
 from megatron_pp.testing.memory_transport import MemoryNetwork
-from megatron_pp.testing.pipeline import run_rank
-from megatron_pp.testing.threads import ThreadGroup, run_ranks
-from megatron_pp.testing.toy import ToyData, toy_config
+from megatron_pp.testing.threads import ThreadGroup
+from megatron_pp.testing.toy import toy_config
+from tests.harness.step_runs import Rank, pipeline
 
 WORK = "the optimizer"
 SECONDS = 10.0
 
 
-class Rank:
+class First:
     """A guard of rank 0 of two, which has run a step and is after it; rank 1 is a record in the store."""
 
     def __init__(self, timeout: float = 600.0) -> None:
@@ -62,7 +62,7 @@ class Rank:
 @pytest.mark.slow
 def test_a_rank_that_dies_after_its_step_is_found_in_seconds(gone: Process, caplog: pytest.LogCaptureFixture) -> None:
     """The groups that the program may be blocked in are aborted, the log says who it was, and the next step raises."""
-    rank = Rank()
+    rank = First()
     rank.other_is(AFTER, gone)
     assert rank.aborted.wait(SECONDS)
     assert rank.escalated.wait(SECONDS)
@@ -79,7 +79,7 @@ def test_a_rank_that_dies_after_its_step_is_found_in_seconds(gone: Process, capl
 
 @pytest.mark.slow
 def test_a_failure_elsewhere_is_found_after_the_step() -> None:
-    rank = Rank()
+    rank = First()
     rank.other.publish_failure(Failure(EXCEPTION, "p", 1, 1, "F0.0", "FORWARD", "ValueError", "bad"))
     assert rank.escalated.wait(SECONDS)
     with pytest.raises(PipelinePeerError, match="ValueError"):
@@ -89,7 +89,7 @@ def test_a_failure_elsewhere_is_found_after_the_step() -> None:
 
 def test_a_step_that_raises_the_failure_does_not_log_it_too(caplog: pytest.LogCaptureFixture) -> None:
     """The abort makes the step fail at once: it is over before the watchdog goes on."""
-    rank = Rank()
+    rank = First()
     aborted, over, acted = threading.Event(), threading.Event(), threading.Event()
 
     def abort() -> None:
@@ -110,7 +110,7 @@ def test_a_step_that_raises_the_failure_does_not_log_it_too(caplog: pytest.LogCa
 @pytest.mark.slow
 def test_a_rank_that_has_ended_in_order_is_not_accused(gone: Process) -> None:
     """Its process is gone before the next read shows that it was done."""
-    rank = Rank()
+    rank = First()
     rank.other_is(AFTER, this_process())
     time.sleep(1.5)
     peers = rank.guard._heartbeat.peers
@@ -126,7 +126,7 @@ def test_a_rank_that_has_ended_in_order_is_not_accused(gone: Process) -> None:
 
 @pytest.mark.slow
 def test_what_follows_a_step_may_take_any_time() -> None:
-    rank = Rank(timeout=0.5)
+    rank = First(timeout=0.5)
     rank.other_is(AFTER, this_process())
     assert not rank.aborted.wait(1.5)
     seen = rank.seen()
@@ -138,7 +138,7 @@ def test_what_follows_a_step_may_take_any_time() -> None:
 
 @pytest.mark.slow
 def test_the_watch_ends_with_the_guard_and_with_its_group(gone: Process) -> None:
-    closed, exiting, destroyed = Rank(), Rank(), Rank()
+    closed, exiting, destroyed = First(), Rank(), Rank()
     time.sleep(1.0)
     closed.guard.close()
     exiting.guard._heartbeat.close()
@@ -156,7 +156,7 @@ def test_the_watch_ends_with_the_guard_and_with_its_group(gone: Process) -> None
 
 def test_the_watch_ends_with_the_store() -> None:
     """Its process may have ended in order, after training."""
-    rank = Rank()
+    rank = First()
 
     def publish(record: Any) -> None:
         raise dist.DistNetworkError("connection reset")
@@ -175,7 +175,7 @@ def test_the_watch_ends_with_the_store() -> None:
 @pytest.mark.slow
 def test_what_was_found_between_steps_is_raised_where_the_communicator_is_asked_for(gone: Process) -> None:
     """Its group is aborted by then."""
-    rank, group, config = Rank(), ThreadGroup(0, 2), toy_config()
+    rank, group, config = First(), ThreadGroup(0, 2), toy_config()
     transport = MemoryNetwork(2).transport(0)
     transport.guard = rank.guard
     _KEPT[group] = {("any",): P2PCommunicator(group, config, transport)}
@@ -193,21 +193,18 @@ def test_steps_of_a_plug_in_are_followed_by_a_watch(monkeypatch: pytest.MonkeyPa
     """Megatron's name what follows; others' end with the step."""
     assert MegatronCall.followed_by
     assert not StepCall.followed_by
-    network = MemoryNetwork(2, store=dist.HashStore())
-    config = toy_config()
+    both = threading.Barrier(2)
 
-    def rank_main(rank: int) -> list[str]:
-        communicator = P2PCommunicator(ThreadGroup(rank, 2), config, network.transport(rank))
-        states = []
+    def states(rank: Rank) -> list[str]:
+        found, model = [], rank.model()
         for _ in range(2):
-            run_rank(rank, 2, 1, ToyData(4), config, communicator)
-            here = communicator.transport.guard._tracker.observe()
-            states.append("" if here is None else f"{here.state}: {here.text}")
+            rank.step(model)
+            here = rank.communicator.transport.guard._tracker.observe()
+            found.append("" if here is None else f"{here.state}: {here.text}")
             if both.wait(20.0) == 0:
                 monkeypatch.setattr(StepCall, "followed_by", WORK)
             both.wait(20.0)
-        close_guard(communicator)
-        return states
+        close_guard(rank.communicator)
+        return found
 
-    both = threading.Barrier(2)
-    assert run_ranks(2, rank_main, network.abort) == [["", f"{AFTER}: {WORK}"]] * 2
+    assert pipeline(2, 1, 4, states, guarded=True) == [["", f"{AFTER}: {WORK}"]] * 2

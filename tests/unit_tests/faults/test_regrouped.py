@@ -53,11 +53,10 @@ def _together(*calls: Callable[[], None]) -> list[BaseException | None]:
 
 def _step(store: Any, ranks: tuple[int, ...]) -> list[BaseException | None]:
     members = [Member(store, ranks, me) for me in ranks]
-    try:
-        return _together(*(member.step for member in members))
-    finally:
-        for member in members:
-            member.close()
+    raised = _together(*(member.step for member in members))
+    for member in members:
+        member.close()
+    return raised
 
 
 def test_a_rank_that_has_been_in_another_pipeline_is_found() -> None:

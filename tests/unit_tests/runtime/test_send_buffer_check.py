@@ -138,23 +138,18 @@ def test_released_memory_is_poisoned_before_it_goes() -> None:
     assert all(there.isnan().all() for there, _ in aliases)
 
 
-def test_off_there_is_no_trace_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MEGATRON_PP_P2P_DEBUG", raising=False)
-    for config in (SimpleNamespace(), ModelParallelConfig()):
-        communicator = P2PCore(MemoryTransport(LastMomentNetwork(1), 0), config)
-        assert communicator.wire is None
-        assert executor_for(communicator) is PlanExecutor
-
-
-def test_the_environment_variable_turns_it_on_for_any_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEGATRON_PP_P2P_DEBUG", "1")
-    # The first stands for Megatron's own config, which has no such field.
-    for config, expected in (
-        (SimpleNamespace(), WatchedExecutor),
-        (ModelParallelConfig(), WatchedExecutor),
-        (SimpleNamespace(p2p_debug=False), PlanExecutor),
-    ):
-        assert executor_for(P2PCore(MemoryTransport(LastMomentNetwork(1), 0), config)) is expected
+# The first config stands for Megatron's own, which has no such field.
+@pytest.mark.parametrize("config", [SimpleNamespace(), ModelParallelConfig(), SimpleNamespace(p2p_debug=False)])
+@pytest.mark.parametrize("variable", ["", "1"])
+def test_the_environment_turns_it_on_for_any_config_that_does_not_turn_it_off(
+    config: Any, variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Off there is no trace of it."""
+    monkeypatch.setenv("MEGATRON_PP_P2P_DEBUG", variable)
+    is_on = variable == "1" and getattr(config, "p2p_debug", None) is not False
+    communicator = P2PCore(MemoryTransport(LastMomentNetwork(1), 0), config)
+    assert (communicator.wire is not None) == is_on
+    assert executor_for(communicator) is (WatchedExecutor if is_on else PlanExecutor)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8])

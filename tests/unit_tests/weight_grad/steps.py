@@ -117,3 +117,11 @@ def count_hooks(model: nn.Module) -> dict[str, int]:
             fired[name] = 0
             parameter.register_post_accumulate_grad_hook(lambda p, name=name: fired.update({name: fired[name] + 1}))
     return fired
+
+
+def with_main_grads(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """As Megatron's DistributedDataParallel holds them."""
+    for parameter in model.parameters():
+        parameter.main_grad = torch.zeros(parameter.shape, dtype=dtype)
+        parameter.grad_added_to_main_grad = False
+    return model

@@ -22,7 +22,7 @@ from megatron_pp.weight_grad import check_wrappers, split_weight_grad, store, tr
 from megatron_pp.weight_grad.transformer_engine import delays_weight_grad
 from tests.harness.sweeps import EXHAUSTIVE
 from tests.harness.transformer_engine_python import on_cpu
-from tests.unit_tests.weight_grad.steps import run_split
+from tests.unit_tests.weight_grad.steps import run_split, with_main_grads
 
 # Importing it takes seconds: on one worker.
 pytestmark = pytest.mark.xdist_group("transformer_engine")
@@ -45,13 +45,6 @@ def new_model(te: Any, delay: bool = True, fuse: bool = False, bias: bool = True
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) / 2)
-    return model
-
-
-def with_main_grads(model: nn.Module) -> nn.Module:
-    for parameter in model.parameters():
-        parameter.main_grad = torch.zeros(parameter.shape)  # type: ignore[attr-defined]
-        parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
     return model
 
 

@@ -15,18 +15,14 @@ from megatron_pp.errors import FusedWeightGradError
 from megatron_pp.weight_grad import WeightGradStore, fused_kernels, linear, split_weight_grad
 from megatron_pp.weight_grad.linear import add_weight_grad
 from tests.harness.transformer_engine_python import on_cpu as transformer_engine_on_cpu
-from tests.unit_tests.weight_grad.steps import run_split
+from tests.unit_tests.weight_grad.steps import run_split, with_main_grads
 
 MICROBATCHES = 3
 
 
-def new_model(dtype: torch.dtype = torch.float32, main_dtype: torch.dtype = torch.float32) -> nn.Module:
+def new_model(dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 4, bias=False)).to(dtype)
-    for parameter in model.parameters():
-        parameter.main_grad = torch.zeros(parameter.shape, dtype=main_dtype)  # type: ignore[attr-defined]
-        parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-    return model
+    return with_main_grads(nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 4, bias=False)).to(dtype))
 
 
 def batch(mb: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron_pp.errors import WeightGradError
 from megatron_pp.weight_grad import check_wrappers, split_weight_grad, transformer_engine, unsplit_weight_grad
 from tests.harness.transformer_engine_python import on_cpu
-from tests.unit_tests.weight_grad.steps import run_split
+from tests.unit_tests.weight_grad.steps import run_split, with_main_grads
 from tests.unit_tests.weight_grad.test_delayed_layers import (
     MICROBATCHES,
     MODES,
@@ -27,7 +27,6 @@ from tests.unit_tests.weight_grad.test_delayed_layers import (
     split_step,
     whole_gradients,
     whole_step,
-    with_main_grads,
     with_megatrons_hooks,
 )
 
