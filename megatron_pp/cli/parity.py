@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megatron_pp.cli import run
-from megatron_pp.cli.errors import BAD_INPUT, OK, REFUSED, UsageError
-from megatron_pp.cli.parser import Parser
+from megatron_pp.cli.errors import BAD_INPUT, OK, REFUSED
 from megatron_pp.integrations.settings import read_settings
 
 NAME = "parity"
@@ -34,8 +33,6 @@ examples:
 def main(argv: Sequence[str]) -> int:
     """Compare, print the answer, and return the exit code. Raises MegatronPPError for arguments that do not fit."""
     args = _parse(argv)
-    if not args.module and not os.path.isfile(args.script):
-        raise UsageError(f"{args.script}: there is no such file")
     settings = read_settings(args.settings, **run.given_settings(args))
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: ranks share the cores
     command: Any = importlib.import_module("megatron_pp.parity.command")
@@ -100,15 +97,7 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(
-        prog=f"megatron-pp {NAME}",
-        usage="%(prog)s [options] [-m] SCRIPT [its arguments]",
-        description=SUMMARY[0].upper() + SUMMARY[1:] + ".",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
+    parser = run.script_parser(NAME, "options", SUMMARY, _EXAMPLES)
     parser.add_argument("--nproc", type=_count, default=None, help="processes; default: what the layout needs")
     parser.add_argument("--shrink", choices=("auto", "none"), default="auto", help="make sizes small; default: auto")
     parser.add_argument("--engine", choices=("ours", "megatron", "both"), default="both", help="default: both")

@@ -46,9 +46,9 @@ def prepare(argv: Sequence[str]) -> Callable[[], None]:
     Raises MegatronPPError for a wrong setting, ImportError where the plug-in misses a package; exits where arguments
     are not understood.
     """
-    args = _parse(argv)
-    if not args.module and not os.path.isfile(args.script):
-        raise UsageError(f"{args.script}: there is no such file")
+    parser = script_parser(NAME, "settings", SUMMARY, _EXAMPLES)
+    add_settings(parser)
+    args = parsed(parser, argv)
     plugin: Any = importlib.import_module("megatron_pp.integrations.on_import")
     plugin.install_on_import(read_settings(args.settings, **given_settings(args)))
     return partial(_run, load_module if args.module else load_script, args.script, args.arguments)
@@ -64,18 +64,17 @@ def _run(load: Callable[[str, Sequence[str]], Callable[[], None]], script: str, 
             print(f"megatron-pp run: {script} has not imported Megatron-core's schedules", file=sys.stderr)
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(
-        prog=f"megatron-pp {NAME}",
-        usage="%(prog)s [settings] [-m] SCRIPT [its arguments]",
-        description=SUMMARY[0].upper() + SUMMARY[1:] + ".",
-        epilog=_EXAMPLES,
+def script_parser(name: str, options: str, summary: str, examples: str) -> Parser:
+    """For a command that takes ``options``, a script, and the script's own arguments."""
+    return Parser(
+        prog=f"megatron-pp {name}",
+        usage=f"%(prog)s [{options}] [-m] SCRIPT [its arguments]",
+        description=summary[0].upper() + summary[1:] + ".",
+        epilog=examples,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    add_settings(parser)
-    return parsed(parser, argv)
 
 
 def given_settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -89,15 +88,16 @@ def add_settings(parser: Parser) -> None:
     """An option for each setting of the plug-in, and one for a file of them."""
     parser.add_argument("--settings", metavar="FILE", default=None, help="a TOML file with settings")
     for name, setting in TABLE.items():
-        how: dict[str, Any] = (
-            {"action": argparse.BooleanOptionalAction} if setting.kind is SWITCH else {"metavar": "VALUE"}
-        )
-        if not setting.kind.only_keyword:
-            parser.add_argument(_flag(name), help=setting.help.replace("%", "%%"), **how)
+        if setting.kind.only_keyword:
+            continue
+        is_switch = setting.kind is SWITCH
+        how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if is_switch else {"metavar": "VALUE"}
+        parser.add_argument(_flag(name), help=setting.help.replace("%", "%%"), **how)
 
 
 def parsed(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
-    """The parser's options, then the script and its own arguments. Exits where they are not understood."""
+    """The parser's options, then the script and its own arguments. Exits where they are not understood, raises
+    UsageError where there is no such script."""
     parser.add_argument("-m", dest="module", action="store_true", default=False, help="SCRIPT is a module")
     parser.add_argument("script", metavar="SCRIPT", help="the script, whose arguments follow it")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=argparse.SUPPRESS)
@@ -105,6 +105,8 @@ def parsed(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
     if rest:
         name = rest[0].partition("=")[0]
         parser.error(f"option {name} is not known{did_you_mean(name, parser.options)}")
+    if not args.module and not os.path.isfile(args.script):
+        raise UsageError(f"{args.script}: there is no such file")
     return args
 
 
