@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from megatron_pp.plan.ir.spec import CACHES, POLICIES, PlanSpec
 from megatron_pp.plan.verify.lifetime import Walk
 from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.testing.memory_transport import MemoryNetwork
-from megatron_pp.testing.toy import ToyBlock, ToyData
+from megatron_pp.testing.toy import TOY_SCHEDULES, ToyBlock, ToyData
 from tests.harness.blocks import EndsInTanh
 from tests.harness.race_support import run_plan
 from tests.harness.skip_block import SkipBlock
@@ -79,24 +80,25 @@ def run_counted(
     return [counted[rank] for rank in range(spec.pipeline_size)]
 
 
+DEFAULT = {"1f1b": [(2, 1, 5), (4, 1, 8)], "interleaved_1f1b": [(2, 2, 4), (3, 2, 7), (4, 2, 16), (1, 2, 3)]}
+# Of offloaded inputs other tensors stand in (``test_offload.py``).
+PLANS = [(name, *sizes) for name in DEFAULT for sizes in DEFAULT[name]] + [
+    (name, 3, family.chunks or 2, 7)
+    for name, family in TOY_SCHEDULES.items()
+    if name not in DEFAULT and name != "pipe_offload" and family.search is None
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("forward_only", [False, True])
-@pytest.mark.parametrize("deallocate", [True, False])
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("sizes", [(2, 1, 5), (4, 1, 8), (2, 2, 4), (3, 2, 7), (4, 2, 16), (1, 2, 3)])
-def test_live_storages_are_those_predicted(
-    sizes: tuple[int, int, int], policy: str, deallocate: bool, forward_only: bool
-) -> None:
-    pipeline_size, num_chunks, num_microbatches = sizes
-    schedule = "1f1b" if num_chunks == 1 else "interleaved_1f1b"
-    spec = PlanSpec(schedule, pipeline_size, num_chunks, num_microbatches, policy=policy, forward_only=forward_only)
-    plan, verdict = verified_plan(spec)
-    for rank, census in enumerate(run_counted(spec, deallocate)):
-        predicted = list(Walk(plan, rank, deallocate).tensors())
-        assert census.counted == predicted
-        if deallocate:
-            assert max(census.counted) == verdict.ranks[rank].tensors
-        assert census.counted[-1] == 0
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: "{} P{}V{}M{}".format(*plan))
+def test_live_storages_are_those_predicted(plan: tuple[str, int, int, int], policy: str) -> None:
+    for deallocate, forward_only in product((True, False), (False, True)):
+        made, verdict = verified_plan(spec := PlanSpec(*plan, policy=policy, forward_only=forward_only))
+        for rank, census in enumerate(run_counted(spec, deallocate)):
+            assert census.counted == list(Walk(made, rank, deallocate).tensors())
+            assert max(census.counted) == verdict.ranks[rank].tensors or not deallocate
+            assert census.counted[-1] == 0
 
 
 @pytest.mark.parametrize("forward_only", [False, True])
