@@ -114,13 +114,12 @@ def lower_bound(
     if costs.microbatches:
         raise PlanError("a bound is for microbatches that cost the same; leave StageCosts.microbatches out")
     costs = costs.placed(placement)
-    limited = memory if memory is not None and slices == 1 and not forward_only else None
     times = StageTimes.of(placement, costs, network, split, forward_only, slices)
     rounds = num_microbatches if slices == 1 else 1
     problem = _Problem(placement, num_microbatches, costs, network, times, split, forward_only, slices)
     terms = list(problem.terms(PathFinder(times, rounds, forward_only=forward_only)))
-    if limited is not None:
-        terms += problem.memory_terms(PathFinder(times, rounds, waits_of(placement, limited, times)), limited)
+    if memory is not None and slices == 1 and not forward_only:
+        terms += problem.memory_terms(PathFinder(times, rounds, waits_of(placement, memory, times)), memory)
     reason, step = max(terms, key=lambda term: term[1])
     return Bound(step, reason, tuple(terms))
 
@@ -129,19 +128,9 @@ def bound_of(plan: Plan, costs: StageCosts, network: Network = FREE, memory: Mem
     """The bound of all plans with the placement and microbatches of ``plan``, backwards split where the model can split
     them; without memory terms where it offloads. Raises PlanError as ``lower_bound`` does.
     """
-    spec = plan.spec
-    if plan.offloads:
-        memory = None
-    return lower_bound(
-        plan.placement,
-        spec.num_microbatches,
-        costs,
-        network,
-        memory,
-        split=spec.split_backward,
-        forward_only=spec.forward_only,
-        slices=spec.slices,
-    )
+    spec, memory = plan.spec, None if plan.offloads else memory
+    kind = {"split": spec.split_backward, "forward_only": spec.forward_only}
+    return lower_bound(plan.placement, spec.num_microbatches, costs, network, memory, slices=spec.slices, **kind)
 
 
 @dataclass(frozen=True)
@@ -164,10 +153,10 @@ class _Problem:
             yield f"link {source} to {target}", least_end(jobs)
 
     def memory_terms(self, finder: PathFinder, memory: MemoryModel) -> Iterator[tuple[str, float]]:
-        ranks = [
-            RankWork(row, self.num_microbatches, self.times, memory, limit, [w for w in finder.waits if w.stage in row])
-            for row, limit in zip(self.placement.stages, memory.limits, strict=True)
-        ]
+        ranks = []
+        for row, limit in zip(self.placement.stages, memory.limits, strict=True):
+            waits = [wait for wait in finder.waits if wait.stage in row]
+            ranks.append(RankWork(row, self.num_microbatches, self.times, memory, limit, waits))
         heads, tails, before, behind = finder.heads(), finder.tails(), finder.nothing, finder.nothing
         for rank in ranks:
             rank.heads(rank.from_start(heads), before)
@@ -191,8 +180,8 @@ class _Problem:
         first, last = (stages[-1] + 1 if alone is None else stages[alone]), stages[-1]
         for stage in stages:
             f, b, rest = self._full(stage)
-            for head, tail in zip(heads.forward, tails.forward, strict=True) if stage < first else ():
-                yield Job(head[stage], each * f, max(0.0, tail[stage] - times.forward[stage]))
+            for k in range(len(heads.forward) if stage < first else 0):
+                yield Job(heads.forward[k][stage], each * f, max(0.0, tails.forward[k][stage] - times.forward[stage]))
             for k in range(0 if self.forward_only else len(heads.backward)):
                 left = max(0.0, tails.backward[k][stage] - times.backward[stage] - times.early[stage])
                 if alone is None or stage < last:
@@ -215,10 +204,11 @@ class _Problem:
     def _messages(self, heads: Paths, tails: Paths) -> dict[tuple[int, int], list[Job]]:
         """The messages of each directed link, as jobs of its wire."""
         found: dict[tuple[int, int], list[Job]] = {}
-        homes, each, last = self.placement.homes, self.num_microbatches / len(heads.forward), len(self.placement.homes)
-        outputs = [(FORWARD, stage, stage + 1, heads.forward, tails.forward) for stage in range(last - 1)]
-        gradients = [(BACKWARD, stage, stage - 1, heads.backward, tails.backward) for stage in range(1, last)]
-        for kind, one, other, before, after in [*outputs, *([] if self.forward_only else gradients)]:
+        homes, each = self.placement.homes, self.num_microbatches / len(heads.forward)
+        moved = [(FORWARD, stage, stage + 1, heads.forward, tails.forward) for stage in range(len(homes) - 1)]
+        if not self.forward_only:
+            moved += [(BACKWARD, stage, stage - 1, heads.backward, tails.backward) for stage in range(1, len(homes))]
+        for kind, one, other, before, after in moved:
             source, target = homes[one][0], homes[other][0]
             link = self.network.between(source, target)
             wire = link.wire_time(self.network.message_bytes(kind))

@@ -48,9 +48,9 @@ class StageTimes:
         whole = [part * time for time in costs.backward]
         backward, rest = whole, [0.0] * count
         if split:
-            halves = [(part * i, part * w) for i, w in zip(costs.backward_input, costs.weight, strict=True)]
-            backward = [min(b, i) for b, (i, _) in zip(whole, halves, strict=True)]
-            rest = [min(b, i + w) - least for b, (i, w), least in zip(whole, halves, backward, strict=True)]
+            inputs, weights = [part * time for time in costs.backward_input], [part * time for time in costs.weight]
+            backward = [min(whole[s], inputs[s]) for s in range(count)]
+            rest = [min(whole[s], inputs[s] + weights[s]) - backward[s] for s in range(count)]
         if forward_only:
             whole = backward = rest = [0.0] * count
         early, shares = [0.0] * count, costs.pair_sends
@@ -62,8 +62,10 @@ class StageTimes:
                 back[stage] = min(back[stage], shares[1] * (whole[stage] + min(forward[s] for s in partners)))
                 early[stage] = whole[stage] - backward[stage] + max(forward[s] for s in partners)
         for stage in range(count - 1):
-            out[stage] += _hop(placement, network, FORWARD, stage, slices)
-            back[stage + 1] += _hop(placement, network, BACKWARD, stage, slices)
+            source, target = placement.homes[stage][0], placement.homes[stage + 1][0]
+            if source != target:
+                out[stage] += network.message_time(FORWARD, source, target, slices)
+                back[stage + 1] += network.message_time(BACKWARD, target, source, slices)
         return cls(forward, tuple(backward), tuple(rest), tuple(out), tuple(back), tuple(early))
 
     @cached_property
@@ -75,15 +77,6 @@ class StageTimes:
             trips.append(before + self.backward[stage])
             there = before + self.gradient[stage]
         return tuple(reversed(trips))
-
-
-def _hop(placement: Placement, network: Network, kind: str, stage: int, slices: int) -> float:
-    """Time of a message between ``stage`` and the next one."""
-    source, target = placement.homes[stage][0], placement.homes[stage + 1][0]
-    if source == target:
-        return 0.0
-    link = network.between(source, target) if kind == FORWARD else network.between(target, source)
-    return link.latency + link.wire_time(network.message_bytes(kind) / slices)
 
 
 @dataclass(frozen=True)
@@ -121,6 +114,7 @@ class PathFinder:
         least = least or self.nothing
         times, last = self.times, len(self.times.forward) - 1
         found = Paths([], [])
+        waits = [[wait for wait in self.waits if wait.stage == s] for s in range(last + 1)]
         for k in range(self.rounds):
             row: list[float] = []
             for s in range(last + 1):
@@ -129,7 +123,7 @@ class PathFinder:
                     start = max(start, row[s - 1] + times.output[s - 1])
                 if k:
                     start = max(start, found.forward[k - 1][s] + times.forward[s])
-                for wait in self._of_stage[s]:
+                for wait in waits[s]:
                     if k >= wait.most:
                         start = max(start, found.backward[k - wait.most][wait.until] + wait.time)
                 row.append(start)
@@ -149,15 +143,8 @@ class PathFinder:
     def nothing(self) -> Paths:
         """Zeros."""
         stages = len(self.times.forward)
-        return Paths(*([[0.0] * stages for _ in range(self.rounds)] for _ in range(2)))
-
-    @cached_property
-    def _of_stage(self) -> list[list[Wait]]:
-        return [[wait for wait in self.waits if wait.stage == s] for s in range(len(self.times.forward))]
-
-    @cached_property
-    def _until(self) -> list[list[Wait]]:
-        return [[wait for wait in self.waits if wait.until == s] for s in range(len(self.times.forward))]
+        forward, backward = ([[0.0] * stages for _ in range(self.rounds)] for _ in range(2))
+        return Paths(forward, backward)
 
     def tails(self, least: Paths | None = None) -> Paths:
         """Lower bounds on the time from each start to the end of the step, at least ``least``."""
@@ -165,6 +152,7 @@ class PathFinder:
         times, last = self.times, len(self.times.forward) - 1
         forward: Table = [[]] * self.rounds
         backward: Table = [[]] * self.rounds
+        waits = [[wait for wait in self.waits if wait.until == s] for s in range(last + 1)]
         for k in range(self.rounds - 1, -1, -1):
             row: list[float] = []
             for s in range(last + 1):
@@ -173,7 +161,7 @@ class PathFinder:
                     left = max(left, times.gradient[s] + row[s - 1])
                 if k + 1 < self.rounds:
                     left = max(left, times.backward[s] + backward[k + 1][s])
-                for wait in self._until[s]:
+                for wait in waits[s]:
                     if k + wait.most < self.rounds:
                         left = max(left, wait.time + forward[k + wait.most][wait.stage])
                 row.append(left)

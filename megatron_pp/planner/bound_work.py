@@ -137,10 +137,6 @@ class RankWork:
     limit: float
     waits: Sequence[Wait]
 
-    @property
-    def total(self) -> float:
-        return self.count * sum(self._each)
-
     @cached_property
     def _each(self) -> list[float]:
         """Times of F, B and the rest of B's work (W) of each chunk."""
@@ -154,12 +150,12 @@ class RankWork:
     def from_start(self, heads: Paths) -> Curve:
         items, starts = list[_Item](), list[tuple[float, int]]()
         for stage in self.stages:
-            first, (kept, late), b = len(items), self._kept(stage), self.times.backward[stage]
-            memory = kept, late - kept, -late
-            items += map(_Item, self._each[first : first + 3], memory)
+            first, (kept, late) = len(items), self._kept(stage)
+            f, b, w = self._each[first : first + 3]
+            items += [_Item(f, kept), _Item(b, late - kept), _Item(w, -late)]
             for forward, backward in zip(heads.forward, heads.backward, strict=True):
-                after = backward[stage] + b
-                starts += [(forward[stage], first + _F), (backward[stage], first + _B), (after, first + _W)]
+                starts += [(forward[stage], first + _F), (backward[stage], first + _B)]
+                starts.append((backward[stage] + b, first + _W))
         return Curve.of(items, [0] * len(items), starts, self.limit * (1 + ROUNDING))
 
     def from_end(self, tails: Paths) -> Curve:
@@ -197,30 +193,30 @@ class RankWork:
 
     def heads(self, curve: Curve, least: Paths) -> None:
         """Write into ``least`` the earliest start of each operation, given this rank's work before it."""
-        for at, (rows, stage) in self._targets(least):
+        for at, rows, stage in self._targets(least):
             before = [(time, lags[at]) for time, lags in zip(self._each, self._lags, strict=True)]
             for k, row in enumerate(rows):
                 row[stage] = curve.time_for(sum(time * (k + 1 - lag) for time, lag in before if k >= lag))
 
     def tails(self, curve: Curve, least: Paths) -> None:
-        """Fill ``least`` with lower bounds on the time to the end of the step, from the work behind each start."""
-        for at, (rows, stage) in self._targets(least):
+        """Write into ``least`` the least time from each start to the end of the step, given the work behind it."""
+        for at, rows, stage in self._targets(least):
             behind = list(zip(self._each, self._lags[at], strict=True))
             for k, row in enumerate(reversed(rows)):
-                row[stage] = self._each[at] + curve.time_for(
-                    sum(time * (k + 1 - lag) for time, lag in behind if k >= lag)
-                )
+                work = sum(time * (k + 1 - lag) for time, lag in behind if k >= lag)
+                row[stage] = self._each[at] + curve.time_for(work)
 
-    def _targets(self, least: Paths) -> Iterator[tuple[int, tuple[Table, int]]]:
+    def _targets(self, least: Paths) -> Iterator[tuple[int, Table, int]]:
         for chunk, stage in enumerate(self.stages):
-            yield 3 * chunk + _F, (least.forward, stage)
-            yield 3 * chunk + _B, (least.backward, stage)
+            yield 3 * chunk + _F, least.forward, stage
+            yield 3 * chunk + _B, least.backward, stage
 
     def end(self, heads: Paths, tails: Paths, known: float) -> float:
         """The earliest end of the step: this rank's work and its idle time at both ends. In a step of ``known`` (a
         lower bound) or more these do not overlap.
         """
-        start, end = self.from_start(heads), self.from_end(tails)
-        idles = zip(start.times, start.idles, strict=True)
-        both = (idle + end.idle_by(known - time) for time, idle in idles if time <= known)
-        return self.total + max(both, default=0.0)
+        start, end, most = self.from_start(heads), self.from_end(tails), 0.0
+        for time, idle in zip(start.times, start.idles, strict=True):
+            if time <= known:
+                most = max(most, idle + end.idle_by(known - time))
+        return self.count * sum(self._each) + most

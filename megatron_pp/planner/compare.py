@@ -64,7 +64,7 @@ def compare(
     if memory_limit is not None and shape is None:
         raise PlanError("a memory limit needs the shape of the model")
     found = [_compared(spec, costs, network, shape, memory_limit, optimizer_bypass) for spec in specs]
-    return sorted(found, key=lambda c: (bool(c.refused), c.per_microbatch, c.peak_bytes or 0.0))
+    return sorted(found, key=lambda one: (bool(one.refused), one.per_microbatch, one.peak_bytes or 0.0))
 
 
 def _compared(
@@ -109,11 +109,9 @@ def fitted(spec: PlanSpec, costs: StageCosts, network: Network, memory: MemoryMo
         return spec
     placement = Placement(family.placement, spec.pipeline_size, spec.num_chunks)
     costs = costs.regrouped(placement.num_stages)
-    times = [
-        (link := network.between(*edge)).latency + link.wire_time(network.message_bytes(kind))
-        for source, target in placement.rank_edges
-        for kind, edge in ((FORWARD, (source, target)), (BACKWARD, (target, source)))
-    ]
+    times = []
+    for source, target in placement.rank_edges:
+        times += [network.message_time(FORWARD, source, target), network.message_time(BACKWARD, target, source)]
     transfer = sum(times) / len(times) if times else 0.0
     if memory is None and not transfer and len({*costs.forward, *costs.backward_input, *costs.weight}) == 1:
         return spec  # without a limit nothing is offloaded
@@ -137,8 +135,11 @@ def _plan(spec: PlanSpec, costs: StageCosts, network: Network, shape: ModelShape
         over = [max(0.0, peak - limit) for peak in peak_bytes(plan, shape)]
         if not any(over):
             break
-        kept = [peak_memory(plan.programs[r], plan.placement.stages[r], memory) for r in range(len(over))]
-        limits = [m if not o else max(0.0, k - o) for m, o, k in zip(memory.limits, over, kept, strict=True)]
+        limits = list(memory.limits)
+        for rank, excess in enumerate(over):
+            if excess:
+                kept = peak_memory(plan.programs[rank], plan.placement.stages[rank], memory)
+                limits[rank] = max(0.0, kept - excess)
         memory = replace(memory, limits=tuple(limits))
     return plan
 

@@ -71,8 +71,10 @@ def optimum(problem: Problem, most: float, least: float = 0.0, effort: float = 1
 
 def _scale(times: list[float], most: float) -> float:
     """Ticks per unit of time: as many as make all times whole."""
-    whole = (parts for parts in _PARTS if all(abs(t * parts - round(t * parts)) <= 1e-6 for t in times))
-    return next(whole, _TICKS / most)
+    for parts in _PARTS:
+        if all(abs(time * parts - round(time * parts)) <= 1e-6 for time in times):
+            return parts
+    return _TICKS / most
 
 
 class _Model:
@@ -116,11 +118,10 @@ class _Model:
                 self.turns[rank].append(model.new_fixed_size_interval_var(start, took, ""))
                 if k:
                     model.add(start >= self.ends[(op, stage, k - 1)])
-            forward, backward, weight = (self.starts[(op, stage, k)] for op in (FORWARD, INPUT_GRAD, WEIGHT_GRAD))
             after = self.ends[(INPUT_GRAD, stage, k)]
-            model.add(backward >= self.ends[(FORWARD, stage, k)])
-            model.add(weight >= after)
-            self._keep(rank, forward, after, problem.memory.forward[stage])
+            model.add(self.starts[(INPUT_GRAD, stage, k)] >= self.ends[(FORWARD, stage, k)])
+            model.add(self.starts[(WEIGHT_GRAD, stage, k)] >= after)
+            self._keep(rank, self.starts[(FORWARD, stage, k)], after, problem.memory.forward[stage])
             self._keep(rank, after, self.ends[(WEIGHT_GRAD, stage, k)], problem.memory.weight[stage])
 
     def _keep(self, rank: int, start: Any, end: Any, memory: float) -> None:

@@ -65,19 +65,16 @@ class _Shop:
         self.needs, self.users = [-1] * len(self.times), [-1] * len(self.times)
         self.channels = [-1] * len(self.times)  # of the message that carries its result; none on the same rank
         self.transfers = [0.0] * len(self.times)  # what that message takes
-        homes = problem.placement.homes
         for s in range(stages):
-            before = (s - 1, _F) if s else None
-            after = (s + 1, _B) if s + 1 < stages else (s, _F)
-            for kind, source in ((_F, before), (_B, after)):
-                if source is not None:
-                    self._connect(source, (s, kind), homes[source[0]][0], homes[s][0], problem)
+            if s:
+                self._connect((s - 1, _F), (s, _F), problem)
+            self._connect((s + 1, _B) if s + 1 < stages else (s, _F), (s, _B), problem)
         self.bases = [[(3 * s + kind) * self.count for s in row for kind in range(3)] for row in self.placement.stages]
 
-    def _connect(
-        self, source: tuple[int, int], target: tuple[int, int], rank: int, other: int, problem: Problem
-    ) -> None:
+    def _connect(self, source: tuple[int, int], target: tuple[int, int], problem: Problem) -> None:
+        """``target`` needs the result of ``source``: (stage, kind) each."""
         one, two = (self.count * (3 * stage + kind) for stage, kind in (source, target))
+        rank, other = (self.placement.homes[stage][0] for stage, _ in (source, target))
         ranks = self.placement.pipeline_size
         for k in range(self.count):
             self.needs[two + k], self.users[one + k] = one + k, two + k
@@ -234,10 +231,9 @@ class _Search:
 
     def _step(self, rows: Rows, timing: _Timing) -> tuple[Rows, _Timing] | None:
         """The best move to rows not seen before; of equals the first."""
-        moves = [
-            (self._judged(rank, row, low, high, timing), i, rank, row)
-            for i, (rank, row, low, high) in enumerate(self._moves(rows, timing))
-        ]
+        moves = []
+        for i, (rank, row, low, high) in enumerate(self._moves(rows, timing)):
+            moves.append((self._judged(rank, row, low, high, timing), i, rank, row))
         for _, _, rank, row in sorted(moves):
             new = (*rows[:rank], row, *rows[rank + 1 :])
             mark = hash(new)
@@ -280,11 +276,10 @@ class _Search:
         """
         for rank, low, high in self._blocks(timing):
             row = rows[rank]
-            firsts = {token: i for i, token in reversed(list(enumerate(row[low : high + 1], low)))}
             lasts = {token: i for i, token in enumerate(row[low : high + 1], low)}
+            firsts = {row[i]: i for i in range(high, low - 1, -1)}
             moves = {(i, low) for i in firsts.values()} | {(i, high) for i in lasts.values()}
-            moves |= {(high, i) for i in (*firsts.values(), *lasts.values())}
-            moves |= {(low, i) for i in (*firsts.values(), *lasts.values())}
+            moves |= {(end, i) for i in (*firsts.values(), *lasts.values()) for end in (low, high)}
             for source, target in sorted(moves):
                 if source == target or row[source] == row[target]:
                     continue

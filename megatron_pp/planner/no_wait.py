@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
+from itertools import product
 
 from megatron_pp.plan.ir.instruction import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Instruction, instruction
 from megatron_pp.plan.orders.list_scheduler import ROUNDING, Problem, Scheduled
@@ -62,9 +63,9 @@ class _Trips:
         self.homes = problem.placement.homes
         self.ranks = [_Rank(limit * (1 + ROUNDING)) for limit in problem.memory.limits]
         stages = range(len(self.homes))
-        self.path: list[tuple[float, str, int]] = []  # of a microbatch: start, op and stage of each operation
+        self.path: list[tuple[float, str, int]] = []  # of a microbatch: start, operation, stage
         now, before = 0.0, self.homes[0][0]
-        for op, stage in [*((FORWARD, s) for s in stages), *((INPUT_GRAD, s) for s in reversed(stages))]:
+        for op, stage in [*product((FORWARD,), stages), *product((INPUT_GRAD,), reversed(stages))]:
             rank = self.homes[stage][0]
             now += problem.transfer_time(before, rank) if rank != before else 0.0
             self.path.append((now, op, stage))
@@ -93,8 +94,10 @@ class _Trips:
 
     def _blocked(self, start: float) -> float:
         """How much later a microbatch can start, as its ranks are busy."""
-        times = ((start + time, self.ranks[self.homes[s][0]], self.costs.of(op, s)) for time, op, s in self.path)
-        later = max(rank.free_from(time, took) - time for time, rank, took in times)
+        later = 0.0
+        for time, op, stage in self.path:
+            rank = self.ranks[self.homes[stage][0]]
+            later = max(later, rank.free_from(start + time, self.costs.of(op, stage)) - (start + time))
         return later if later > _CLOSE else 0.0
 
     def _started(self, mb: int, start: float) -> float:

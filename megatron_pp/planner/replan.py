@@ -137,7 +137,8 @@ def proposed(
     before = [_sums(order, draws) for order in plan.orders]
 
     def adds_up_alike(other: Plan) -> bool:
-        return [_sums(order, draws) for order in (other if splits else with_whole_backwards(other)).orders] == before
+        orders = other.orders if splits else with_whole_backwards(other).orders
+        return [_sums(order, draws) for order in orders] == before
 
     kind = plan.placement.kind
     spec = replace(plan.spec, schedule=_SEARCHING[kind], measured=measured, split_backward=splits, offload_chunks=0)
@@ -155,8 +156,7 @@ def proposed(
     steps = f"from {plan.spec.describe()}, predicted step {old:.4g} ms, to {spec.schedule}, {new:.4g} ms"
     sentence = f"{steps}: shorter by {gain:.1%}{beside}"
     programs = tuple(map(ins.format_program, found.programs))
-    proof = certificate.rules, certificate.device, certificate.digest
-    return Proposal(spec, kind, programs, *proof, sentence)
+    return Proposal(spec, kind, programs, certificate.rules, certificate.device, certificate.digest, sentence)
 
 
 def _found(plan: Plan, spec: PlanSpec, measured: Measured, allowed: Callable[[Plan], bool]) -> Iterator[Plan]:
@@ -196,15 +196,10 @@ def _measured(plan: Plan, costs: StageCosts, network: Network) -> Measured:
         memory = free.memory(plan.placement)
         rows = zip(plan.orders, plan.placement.stages, strict=True)
         measured = replace(free, memory_limit=tuple(peak_memory(order, stages, memory) for order, stages in rows))
-    size = network.activation_bytes
-    times = {edge: link.latency + link.wire_time(size) for edge, link in network.links.items()}
-    return measured.taking(
-        costs,
-        transfer=network.link.latency + network.link.wire_time(size),
-        links=tuple((*edge, time) for edge, time in sorted(times.items())),
-        microbatches=costs.microbatches or None,
-        offload=None,
-    )
+    transfer = network.link.latency + network.link.wire_time(network.activation_bytes)
+    links = tuple((*edge, network.message_time(ins.FORWARD, *edge)) for edge in sorted(network.links))
+    mbs = costs.microbatches or None
+    return measured.taking(costs, transfer=transfer, links=links, microbatches=mbs, offload=None)
 
 
 def _whole(costs: StageCosts) -> StageCosts:

@@ -1,11 +1,10 @@
-"""Activation memory of a compute order: what autograd keeps between a forward and its backward, and what a split
-backward leaves until its weight gradients.
+"""Activation memory of a compute order.
 
-A forward keeps what its backward needs. A split backward frees it, but for the inputs of linear layers, and adds
-gradients of their outputs; both stay until W. That is the *weight share* of a forward's memory. In a transformer layer
-with flash attention and half-precision activations a forward keeps 34 s b h bytes (arXiv 2205.05198, section 4.1,
-without the attention scores) and weight gradients need 32 s b h (arXiv 2401.10241, appendix): four inputs of 14 s b h,
-four output gradients of 18 s b h. ``megatron_pp.measure_footprint`` measures a stage's own share.
+A forward keeps what its backward needs. A split backward frees all but the inputs of linear layers and adds gradients
+of their outputs; both stay until W: the *weight share* of a forward's memory. In a transformer layer with flash
+attention and half-precision activations a forward keeps 34 s b h bytes (arXiv 2205.05198, section 4.1, without the
+attention scores) and weight gradients need 32 s b h (arXiv 2401.10241, appendix): four inputs of 14 s b h, four output
+gradients of 18 s b h. ``megatron_pp.measure_footprint`` measures a stage's own share.
 """
 
 import math
@@ -26,15 +25,16 @@ Shares = float | Sequence[float]  # one for all stages, or one per stage in mode
 def kept_timeline(
     order: Sequence[Instruction], stages: Sequence[int], forward: Sequence[float], weight: Sequence[float]
 ) -> Iterator[float]:
-    """Memory right after each instruction of one rank's order or program, the halves of a PAIR by themselves.
-
-    ``stages`` are the rank's, in chunk order; per stage of the model, ``forward`` is what a forward keeps until its
-    backward and ``weight`` what a split backward keeps until its W, in any unit.
+    """Memory after each instruction of one rank's order or program, the halves of a PAIR by themselves. ``stages`` are
+    the rank's, by chunk; per stage of the model, a forward keeps ``forward`` until its backward and a split backward
+    ``weight`` until its W, in any unit.
     """
     in_flight, waiting = [0] * len(stages), [0] * len(stages)  # counts, so that sums of shares do not drift
     kept, now = [0.0] * len(stages), 0.0  # of each chunk, and of all
-    for op, _, _, _, chunk, _, _, _ in without_pairs(order):
+    for at in without_pairs(order):
+        op = at.op
         if IN_FLIGHT[op] or WEIGHT_BACKLOG[op]:
+            chunk = at.chunk
             stage = stages[chunk]
             in_flight[chunk] += IN_FLIGHT[op]
             waiting[chunk] += WEIGHT_BACKLOG[op]
@@ -44,7 +44,7 @@ def kept_timeline(
 
 
 def host_timeline(order: Sequence[Instruction], stages: Sequence[int], forward: Sequence[float]) -> Iterator[float]:
-    """Host memory right after each instruction, of what is offloaded; arguments and unit as ``kept_timeline``."""
+    """Host memory of what is offloaded, after each instruction; arguments and unit as of ``kept_timeline``."""
     now = 0.0
     for at in without_pairs(order):
         now += ON_HOST[at.op] * forward[stages[at.chunk]]
@@ -54,10 +54,10 @@ def host_timeline(order: Sequence[Instruction], stages: Sequence[int], forward: 
 def activations_timeline(
     plan: Plan, rank: int, weight_share: Shares = WEIGHT_SHARE, run: Sequence[Instruction] | None = None
 ) -> Iterator[float]:
-    """Memory right after each instruction of ``rank``'s program, where each chunk's forward counts 1, and that of one
-    slice its share, all equal; an evaluation keeps nothing. Keys and values that slices keep for each other are part of
-    it until the backward of their own slice (``features/slices/key_values.py``: how long they are kept). ``run``: the
-    rank's program without communication, where it is known.
+    """Memory after each instruction of ``rank``'s program, in units of one chunk's forward. Slices have equal
+    shares; an evaluation keeps nothing. Keys and values count until the backward of their own slice
+    (``features/slices/key_values.py``: how long they are kept). ``run``: the program without communication, where
+    known.
 
     Raises PlanError for shares that are not one number, or one per stage, of at least 0.
     """
@@ -70,8 +70,8 @@ def activations_timeline(
 def peak_activations(
     plan: Plan, weight_share: Shares = WEIGHT_SHARE, programs: _Programs | None = None
 ) -> tuple[float, ...]:
-    """The most that each rank keeps at once, in units of one chunk's forward; ``programs``: every rank's ``run``.
-    Raises PlanError, see activations_timeline.
+    """The most that each rank keeps at once; ``programs``: every rank's ``run``, the rest as
+    ``activations_timeline``.
     """
     lines = enumerate(programs or plan.programs)
     return tuple(max(activations_timeline(plan, rank, weight_share, run), default=0.0) for rank, run in lines)

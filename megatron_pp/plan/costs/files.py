@@ -27,14 +27,14 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Raises FileFormatError where ``write_whole`` would, for who works long before that, as far as it is known now."""
+    """Raises FileFormatError where ``write_whole`` would, as far as that is known before long work."""
     why = why_unwritable(path)
     if why:
         raise FileFormatError(f"{path}: cannot be written ({why})")
 
 
 def why_unwritable(path: str | os.PathLike[str]) -> str:
-    """Why a file of this name cannot be written; empty where it can, as far as that is known before."""
+    """Why a file of this name cannot be written; empty where nothing is known against it."""
     try:
         target = os.path.realpath(path)
     except ValueError as error:  # no name that a file can have
@@ -49,15 +49,14 @@ def why_unwritable(path: str | os.PathLike[str]) -> str:
 
 
 def is_special(path: str | os.PathLike[str]) -> bool:
-    """Whether it is no file (a device, a pipe), and must not be replaced by one."""
+    """Whether it is a device or a pipe, which no file may replace."""
     other = os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
     return other or os.fspath(path).startswith("/dev/")
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Write a file so that others see the old one or all of the new one, never a part. Raises FileFormatError.
-
-    What is no file (/dev/stdout, a pipe) is written to; a link stays one.
+    """Write a file so that others see the old one or all of the new one; links stay, and devices and pipes are written
+    to. Raises FileFormatError.
     """
     target = Path(os.path.realpath(path))
     data = content.encode("utf-8") if isinstance(content, str) else content

@@ -1,6 +1,6 @@
 """What the slices of a sequence cost under causal attention, and where to cut it so that all cost the same.
 
-A token's linear layers cost the same at every position; its attention reads all tokens before it. With ``attention``
+A token's linear layers cost the same everywhere; its attention reads all tokens before it. With ``attention``
 the share that attention has in the time of a whole sequence, its first part, a fraction x of the tokens, costs
 (1 - attention) x + attention x^2 of it.
 """
@@ -13,18 +13,16 @@ from megatron_pp.errors import PlanError
 
 
 def attention_share(seq_length: int, hidden_size: int, ffn_hidden_size: int) -> float:
-    """The share of causal attention in the floating point operations of a transformer layer: per token, 2 s h of them
-    (two products with s / 2 keys and values on average) beside 8 h^2 + 4 h f of its linear layers.
+    """The share of causal attention in a transformer layer's operations: per token 2 s h (two products with s / 2 keys
+    and values on average), beside 8 h^2 + 4 h f of linear layers.
     """
     attention = 2 * seq_length * hidden_size
     return attention / (attention + 8 * hidden_size**2 + 4 * hidden_size * ffn_hidden_size)
 
 
 def slice_lengths(seq_length: int, slices: int, attention: float = 0.0, multiple: int = 1) -> tuple[int, ...]:
-    """Lengths in tokens of ``slices`` that cost the same, as far as multiples of ``multiple`` allow, in order.
-
-    ``attention``: as above; without it the lengths are equal. Raises PlanError where there are too few tokens, or where
-    lengths without attention are not whole.
+    """Lengths in tokens of ``slices`` that cost the same, as far as multiples of ``multiple`` allow; equal ones without
+    ``attention``. Raises PlanError for too few tokens, and for equal lengths that are not whole.
     """
     _check_share(attention)
     units, left = divmod(seq_length, multiple)

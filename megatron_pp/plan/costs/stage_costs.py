@@ -238,6 +238,11 @@ class Network:
             return self.gradient_bytes
         return self.activation_bytes
 
+    def message_time(self, kind: str, source: int, target: int, slices: int = 1) -> float:
+        """Time of a message of ``kind``, or of one of its slices, from rank ``source`` to ``target``."""
+        link = self.between(source, target)
+        return link.latency + link.wire_time(self.message_bytes(kind) / slices)
+
     def collective_time(self, kind: str | None, ranks: int) -> float:
         """Time of a collective of ``ranks`` ranks, along a tree of ``link`` in pieces. ``kind``: of the message that it
         moves; None: no size.

@@ -21,18 +21,7 @@ from typing import Any
 from megatron_pp.errors import FileFormatError, InstructionError, PlanError
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.dataflow import KIND_OF, MOVES, RESULT_OF, source_of
-from megatron_pp.plan.ir.instruction import (
-    BACKWARD_OPS,
-    FORWARD,
-    FREE_OPS,
-    PAIR,
-    POST_OPS,
-    TRANSFER_OPS,
-    Instruction,
-    each,
-    instruction,
-    pair,
-)
+from megatron_pp.plan.ir.instruction import FORWARD, PAIR, POST_OPS, Instruction, each, instruction, pair
 from megatron_pp.plan.ir.placement import PLACEMENTS, Placement
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.lower.clock import run_clock
@@ -59,7 +48,7 @@ def read_torch_csv(text: str, **lowering: Any) -> Plan:
     rows = [_renumbered(row) for row in rows]
     num_microbatches = _check_complete(rows, placement)
     programs = [placement.place(rank, [_on_rank(at, placement, rank) for at in row]) for rank, row in enumerate(rows)]
-    orders = tuple(tuple(at for at in program if at.op not in TRANSFER_OPS) for program in programs)
+    orders = tuple(tuple(at for at in program if at.op not in ins.TRANSFER_OPS) for program in programs)
     lowering.setdefault("forward_only", all(at.op == FORWARD for order in orders for at in order))
     spec = PlanSpec(IMPORTED, placement.pipeline_size, placement.num_chunks, num_microbatches, **lowering)
     if all(len(order) == len(program) for order, program in zip(orders, programs, strict=True)):
@@ -84,7 +73,7 @@ def write_torch_csv(plan: Plan, comms: bool = False, waits: bool = False) -> str
     if comms and plan.spec.skip_tensors:
         raise FileFormatError("PyTorch's CSV has no named tensors, and this plan sends some: write json")
     check_orders(plan.orders, plan.placement, plan.spec.num_microbatches, plan.spec.forward_only)
-    shown = ins.COMPUTE_OPS | POST_OPS | (FREE_OPS if waits else frozenset())
+    shown = ins.COMPUTE_OPS | POST_OPS | (ins.FREE_OPS if waits else frozenset())
     rows = [] if comms else _compute_rows(plan)
     for program in plan.programs if comms else ():
         rows.append([_cell(one) for at in program for one in _with_posts(at) if one.op in shown])
@@ -124,17 +113,17 @@ def _completed(spec: PlanSpec, placement: Placement, rank: int, program: Sequenc
     each FREE ``release_after`` operations after its send and before its own backward, or where the row waits for the
     send if that is earlier, and syncs.
     """
-    compute = [at for at in program if at.op not in TRANSFER_OPS]
+    compute = [at for at in program if at.op not in ins.TRANSFER_OPS]
     before, after = syncs_of(spec, rank, compute)
     backwards = {
-        (at.stage, at.mb): i for i, entry in enumerate(compute) for at in each([entry]) if at.op in BACKWARD_OPS
+        (at.stage, at.mb): i for i, entry in enumerate(compute) for at in each([entry]) if at.op in ins.BACKWARD_OPS
     }
     due: dict[Instruction, int] = {}  # each FREE that is to come: before which operation
     sent: set[Instruction] = set()
     completed: list[Instruction] = []
     index = 0
     for at in program:
-        if at.op in FREE_OPS:
+        if at.op in ins.FREE_OPS:
             if at not in sent:
                 raise PlanError(f"row {rank + 1}: {_cell(at)} has no send before it")
             completed += [at] if due.pop(at, None) is not None else []
@@ -226,7 +215,7 @@ def _renumbered(row: _Row) -> _Row:
     for at in _compute(row):
         if at.op == FORWARD:
             forwards[at.stage].append(at.mb)
-    backwards = {(at.stage, at.mb) for at in _compute(row) if at.op in BACKWARD_OPS}
+    backwards = {(at.stage, at.mb) for at in _compute(row) if at.op in ins.BACKWARD_OPS}
     shifted = {
         stage
         for stage, mbs in forwards.items()

@@ -228,7 +228,7 @@ def each(program: Iterable[Instruction]) -> Iterator[Instruction]:
 
 
 def numbered(program: Iterable[Instruction]) -> Iterator[tuple[int, Instruction]]:
-    """As ``each``, with the index of each one's entry."""
+    """As ``each``, with the index of the entry that holds it."""
     return ((i, one) for i, at in enumerate(program) for one in at.members or (at,))
 
 

@@ -4,29 +4,8 @@ import re
 
 from megatron_pp.errors import InstructionError
 from megatron_pp.plan.ir import feature
-from megatron_pp.plan.ir.instruction import (
-    BACKWARD,
-    BATCH,
-    BRACKETS,
-    COPY_OPS,
-    ENABLE_GRAD_SYNC,
-    FORWARD,
-    GRAD_SYNC,
-    INPUT_GRAD,
-    NONE,
-    OUTPUT_LAYER_OPS,
-    PAIR,
-    PARAM_SYNC,
-    RELEASE_OPS,
-    SINGLE_COMPUTE_OPS,
-    SINGLE_OPS,
-    SYNC_OPS,
-    WEIGHT_GRAD,
-    Instruction,
-    batch,
-    instruction,
-    pair,
-)
+from megatron_pp.plan.ir import instruction as ins
+from megatron_pp.plan.ir.instruction import BATCH, NONE, SYNC_OPS, Instruction, batch, instruction, pair
 
 _TOKEN = re.compile(r"([A-Z_]{1,16})(\d{1,9})(?:\.(\d{1,9}))?(?:s(\d{1,9}))?(?::([A-Za-z_]\w{0,63}))?\Z", re.ASCII)
 _ENTRY = re.compile(r"\[[^\]]*\]?|\([^)]*\)?|[^\s\[(]+")
@@ -35,12 +14,12 @@ _ENTRY = re.compile(r"\[[^\]]*\]?|\([^)]*\)?|[^\s\[(]+")
 def parse_instruction(text: str) -> Instruction:
     """Read what ``str(instruction)`` prints; the result is not placed. Raises InstructionError."""
     text = text.strip()
-    for op, (opening, closing) in BRACKETS.items():
+    for op, (opening, closing) in ins.BRACKETS.items():
         if text.startswith(opening) and text.endswith(closing):
             members = [parse_instruction(part) for part in text[1:-1].split()]
             return batch(members) if op == BATCH else pair(*members)
     found = _TOKEN.match(text)
-    if found is None or found.group(1) not in SINGLE_OPS:
+    if found is None or found.group(1) not in ins.SINGLE_OPS:
         raise InstructionError(
             f"{text[:40]!r} is not an instruction; it would look like F0.3, SEND_F1.2, GRAD_SYNC0 or "
             "[SEND_F0.3 RECV_B0.2]"
@@ -49,12 +28,12 @@ def parse_instruction(text: str) -> Instruction:
     if (mb is None) != (op in SYNC_OPS):
         need = "no microbatch (as in GRAD_SYNC0)" if op in SYNC_OPS else "a chunk and a microbatch (as in F0.3)"
         raise InstructionError(f"{text!r}: {op} takes {need}")
-    if op in RELEASE_OPS and tensor is None:
+    if op in ins.RELEASE_OPS and tensor is None:
         raise InstructionError(f"{text!r}: {op} takes a tensor (as in DROP0.3:skip)")
     if part is None and tensor is None:
         return instruction(op, int(chunk), NONE if mb is None else int(mb))
-    whole = op in SYNC_OPS | OUTPUT_LAYER_OPS
-    if whole or (tensor is not None and op in SINGLE_COMPUTE_OPS | COPY_OPS):
+    whole = op in SYNC_OPS | ins.OUTPUT_LAYER_OPS
+    if whole or (tensor is not None and op in ins.SINGLE_COMPUTE_OPS | ins.COPY_OPS):
         raise InstructionError(f"{text!r}: {op} takes no {'tensor' if tensor else 'slice'}")
     return Instruction(op, mb=int(mb), chunk=int(chunk), slice=NONE if part is None else int(part), tensor=tensor or "")
 
@@ -66,19 +45,19 @@ def parse_program(line: str) -> list[Instruction]:
 
 _VERBS = {"RECV": "receive of", "WAIT": "wait for", "SEND": "send of", "FREE": "release of", "HAND": "hand-off of"}
 _NAMES = {
-    FORWARD: "forward",
-    BACKWARD: "backward",
-    INPUT_GRAD: "input gradient",
-    WEIGHT_GRAD: "weight gradient",
-    PAIR: "overlapped pair",
+    ins.FORWARD: "forward",
+    ins.BACKWARD: "backward",
+    ins.INPUT_GRAD: "input gradient",
+    ins.WEIGHT_GRAD: "weight gradient",
+    ins.PAIR: "overlapped pair",
     **{
         f"{verb}_{kind}": f"{words} the {what}"
         for kind, what in (("F", "activation"), ("B", "gradient"))
         for verb, words in _VERBS.items()
     },
-    PARAM_SYNC: "parameter sync",
-    ENABLE_GRAD_SYNC: "start of gradient sync in the backward",
-    GRAD_SYNC: "gradient sync",
+    ins.PARAM_SYNC: "parameter sync",
+    ins.ENABLE_GRAD_SYNC: "start of gradient sync in the backward",
+    ins.GRAD_SYNC: "gradient sync",
     BATCH: "batch",
 }
 

@@ -4,9 +4,8 @@ wants next.
 A *pattern* (the "building block" of arXiv 2405.15362, section 3) gives the slot in which a rank would run the forward
 and backward of each chunk's first microbatch; every further microbatch is one period later. Where what the pattern
 wants cannot run yet, a rank takes, in this order: a backward that can, a forward that is not far behind and leaves
-memory for those in front of it, a weight gradient, nothing. Weight gradients so fill what would be bubbles, and memory
-stays under a limit. Microbatches of a chunk stay in ascending order throughout, forwards, backwards and weight
-gradients each.
+memory for those in front of it, a weight gradient, nothing. So weight gradients fill bubbles, and memory stays under a
+limit. Forwards, backwards and weight gradients of a chunk each keep the order of microbatches.
 """
 
 from __future__ import annotations
@@ -66,9 +65,8 @@ class Problem:
 class Rules:
     """How the scheduler decides.
 
-    ahead     slots by which a forward may be behind the pattern's next operation and still run before it, where that
-              one has to wait
-    reserve   memory that such a forward must leave free, if it is of a chunk that others follow on the rank
+    ahead     slots by which a forward may be behind the pattern's next operation and run before it, if that has to wait
+    reserve   memory that such a forward must leave free, unless its chunk is the rank's last
     split     whether backwards are split in two
     patience  a weight gradient is put off for an operation whose input comes within this share of its own time
     """
@@ -81,14 +79,14 @@ class Rules:
 
 @dataclass(frozen=True)
 class Scheduled:
-    """What came out: the orders, and when the last operation ends."""
+    """Orders, and when their last operation ends."""
 
     orders: list[Order]
     makespan: float
 
 
 def schedule(problem: Problem, slots: Slots, rules: Rules, most: float = UNKNOWN) -> Scheduled | None:
-    """Run the scheduler; None where the memory does not suffice or what is scheduled takes longer than ``most``."""
+    """Run the scheduler; None where memory does not suffice or the result takes longer than ``most``."""
     return _Clock(problem, slots, rules, most * (1 + ROUNDING)).run()
 
 
@@ -97,9 +95,7 @@ class _Clock:
 
     def __init__(self, problem: Problem, slots: Slots, rules: Rules, most: float) -> None:
         self.most = most
-        self.placement = problem.placement
-        self.costs = problem.costs
-        self.problem = problem
+        self.placement, self.costs, self.problem = problem.placement, problem.costs, problem
         self.arrivals = {
             (op, stage): [UNKNOWN] * problem.num_microbatches
             for op in (FORWARD, BACKWARD)
@@ -154,30 +150,24 @@ class _Rank:
         slots: Mapping[tuple[str, int, int], float],
         arrivals: Mapping[tuple[str, int], Sequence[float]],
     ) -> None:
-        placement = problem.placement
-        self.number = number
-        self.slots = slots
-        self.arrivals = arrivals
-        self.rules = rules
-        self.costs = problem.costs
-        self.memory = problem.memory
-        self.limit = problem.memory.limits[number]
+        self.number, self.slots, self.arrivals, self.rules = number, slots, arrivals, rules
+        self.costs, self.shares, self.memory = problem.costs, problem.shares, problem.memory
+        self.limit = problem.memory.limits[number] * (1 + ROUNDING)
         self.microbatches = problem.num_microbatches
-        self.stages = placement.stages[number]
+        self.stages, count = problem.placement.stages[number], problem.placement.num_stages
         self.next = {(op, chunk): 0 for op in (FORWARD, BACKWARD) for chunk in range(len(self.stages))}
-        self.needs = {(op, c): inputs_of(op, self.stages[c], placement.num_stages) for op, c in self.next}
+        self.needs = {(op, chunk): inputs_of(op, self.stages[chunk], count) for op, chunk in self.next}
         self.weights: deque[tuple[int, int]] = deque()
         self.forward_ends: dict[tuple[int, int], float] = {}
         self.order: Order = []
         ops = (FORWARD, INPUT_GRAD, WEIGHT_GRAD) if rules.split else (FORWARD, BACKWARD)
-        self.shares = problem.shares
         self.work_left = sum(self.shares) * sum(self.costs.of(op, stage) for op in ops for stage in self.stages)
         self.used = 0.0
         self.free_at = 0.0
         self.wake_at = 0.0
 
     def choose(self, now: float) -> Instruction | None:
-        """The operation to start now; None where the rank has to wait (until ``wake_at``, if it knows)."""
+        """The operation to start now; None where the rank has to wait, until ``wake_at`` if that is known."""
         self.wake_at = 0.0
         heads = sorted(
             (self.slots[(op, chunk, mb)], op, chunk, mb)
@@ -186,9 +176,7 @@ class _Rank:
         )
         for _, kind, chunk, mb in self._eligible(heads, now):
             return instruction(INPUT_GRAD if self.rules.split and kind == BACKWARD else kind, chunk, mb)
-        if not self.weights:
-            return None
-        if self.rules.patience and self._comes_soon(heads, now):
+        if not self.weights or (self.rules.patience and self._comes_soon(heads, now)):
             return None
         return instruction(WEIGHT_GRAD, *self.weights[0])
 
@@ -209,7 +197,7 @@ class _Rank:
         ]
 
     def _fits(self, chunk: int, reserve: float) -> bool:
-        return self.used + self.memory.forward[self.stages[chunk]] + reserve <= self.limit * (1 + ROUNDING)
+        return self.used + self.memory.forward[self.stages[chunk]] + reserve <= self.limit
 
     def _input_at(self, kind: str, chunk: int, mb: int) -> float:
         """When all inputs of the operation are there."""
@@ -222,16 +210,14 @@ class _Rank:
         return there
 
     def _comes_soon(self, heads: list[tuple[float, str, int, int]], now: float) -> bool:
-        """Whether an operation that is not held back by memory gets its input before the weight gradient would be
-        well under way.
-        """
+        """Whether an operation that memory does not hold back gets its input within the rules' patience."""
         chunk, mb = self.weights[0]
         until = now + self.rules.patience * self.costs.weight[self.stages[chunk]] * self.shares[mb]
-        coming = [
-            at
-            for _, op, c, mb in heads
-            if now < (at := self._input_at(op, c, mb)) < until and (op == BACKWARD or self._fits(c, 0.0))
-        ]
+        coming = []
+        for _, op, chunk, mb in heads:
+            at = self._input_at(op, chunk, mb)
+            if now < at < until and (op == BACKWARD or self._fits(chunk, 0.0)):
+                coming.append(at)
         self.wake_at = min(coming, default=0.0)
         return bool(coming)
 

@@ -17,17 +17,17 @@ def one_f_one_b(shape: Shape) -> list[Order]:
 def eager_1f1b(shape: Shape) -> list[Order]:
     """Rank r runs 2 (P-1-r) + 1 forwards before its first backward, where 1F1B runs P - r.
 
-    Plain 1F1B has just enough microbatches between two neighbouring ranks to keep them busy when transfers take no
-    time, so that each transfer of the steady state is waited for. Nearly twice as many hide transfers of up to half a
-    forward and backward; at most 2 (P-r) - 1 microbatches are in memory.
+    1F1B has just enough microbatches between neighbouring ranks to keep them busy when transfers take no time: each
+    transfer of the steady state is waited for. Nearly twice as many, at most 2 (P-r) - 1 in memory, hide transfers of
+    up to half a forward and backward.
     """
     return _one_chunk(shape, [2 * (shape.pipeline_size - 1 - rank) for rank in range(shape.pipeline_size)])
 
 
 def breadth_first(shape: Shape) -> list[Order]:
     """Every chunk runs all its microbatches before the next chunk starts, backwards likewise in reverse. Largest memory
-    (V M chunks), but each chunk's parameters and gradients are touched in one stretch, which suits sharded data
-    parallelism. With one chunk it is GPipe, whose paper's figure runs backwards in reverse.
+    (V M chunks), but each chunk's parameters and gradients are used in one stretch, which suits sharded data
+    parallelism. With one chunk it is GPipe.
     """
     chunks, mbs = range(shape.num_chunks), range(shape.num_microbatches)
     order = [f(c, m) for c in chunks for m in mbs] + [b(c, m) for c in reversed(chunks) for m in mbs]
@@ -49,9 +49,7 @@ def in_order(shape: Shape, table: list[tuple[int, int]]) -> tuple[Order, Order]:
 
 
 def warmup_then_steady(forwards: Order, backwards: Order, warmup: int) -> Order:
-    """``warmup`` forwards, then a forward and a backward in turn until the forwards are used up, then the remaining
-    backwards.
-    """
+    """``warmup`` forwards, then a forward and a backward in turn, then the remaining backwards."""
     warmup = min(warmup, len(forwards))
     order = forwards[:warmup]
     for forward, backward in zip(forwards[warmup:], backwards, strict=False):

@@ -1,7 +1,7 @@
 """Families on the V placement: two chunks a rank.
 
-Some repeat a pattern (arXiv 2405.15362, sections 3 and 4) with a period of 6 slots, the work of one microbatch on one
-rank: two forwards, two backwards, two weight gradients. The others are written down phase by phase.
+Some repeat a pattern (arXiv 2405.15362, sections 3 and 4) with a period of 6 slots, the work of a microbatch on a rank:
+two forwards, two backwards, two weight gradients. The others are written down phase by phase.
 """
 
 from collections import Counter
@@ -49,18 +49,13 @@ def _rank_squeezed(offsets: Offsets, microbatches: int, split: bool) -> Order:
                 while last % PERIOD in busy:
                     last += 1
                 weights.append((last, WEIGHT_GRAD, chunk, mb))
-    return [
-        instruction(INPUT_GRAD if split and op == BACKWARD else op, chunk, mb)
-        for _, op, chunk, mb in sorted(slots + weights)
-    ]
+    backward = INPUT_GRAD if split else BACKWARD
+    return [instruction(backward if op == BACKWARD else op, c, mb) for _, op, c, mb in sorted(slots + weights)]
 
 
 def _shortest(shape: Shape, offsets: OffsetsOf, chunks_in_memory: int, rules: Iterable[Rules]) -> list[Order]:
-    """The shortest of what the greedy scheduler makes of the pattern under ``rules``, in unit times and with at most
-    that many chunks in memory.
-
-    Warm-up and cool-down, where the pattern leaves slots empty, are so filled; the pattern's own order where every
-    rule gets stuck.
+    """The shortest order that the greedy scheduler makes of the pattern under ``rules``, in unit times; so warm-up and
+    cool-down, where the pattern leaves slots empty, are filled. The pattern's own order where every rule gets stuck.
     """
     size, microbatches = shape.pipeline_size, shape.num_microbatches
     placement = Placement(V_SHAPE, size, 2)
@@ -81,11 +76,11 @@ def v_half_offsets(size: int, rank: int) -> Offsets:
 
 
 def v_half(shape: Shape) -> list[Order]:
-    """Half of 1F1B's memory, half of its bubble.
+    """Half of 1F1B's memory, half of its bubble: floor((P+2)/2) microbatches in memory.
 
     Chunk 0 goes down the ranks at half speed and chunk 1 comes back at full speed, forwards and backwards, so that
-    ranks have slack where V-Min has none; floor((P+2)/2) microbatches are in memory. Warm-up and cool-down are filled
-    greedily (section 4.3's reordering), by the best of a few rules.
+    ranks have slack where V-Min has none. Warm-up and cool-down are filled greedily (section 4.3's reordering), by the
+    best of a few rules.
     """
     rules = [Rules(ahead=ahead, reserve=reserve) for ahead in (0, 2, 5) for reserve in (0, 1, 2)]
     return _shortest(shape, v_half_offsets, 2 * ((shape.pipeline_size + 2) // 2), rules)
@@ -97,11 +92,10 @@ def v_min_offsets(size: int, rank: int) -> Offsets:
 
 
 def v_min(shape: Shape) -> list[Order]:
-    """A third of 1F1B's memory, two thirds of its bubble.
+    """A third of 1F1B's memory, two thirds of its bubble: floor((P+4)/3) microbatches in memory.
 
-    Forwards and backwards follow each other without a pause over all 2P stages, the shortest life a microbatch can
-    have: floor((P+4)/3) of them are in memory. The pause of two slots at the turn where P is a multiple of 3 keeps the
-    repeated pattern from colliding with itself.
+    Forwards and backwards follow each other without a pause over all 2P stages, the shortest life of a microbatch. The
+    pause of two slots at the turn, where P is a multiple of 3, keeps the repeated pattern from colliding with itself.
     """
     return _squeezed(shape, v_min_offsets, split=True)
 
@@ -118,18 +112,17 @@ def _backward_slot(size: int, k: int) -> int:
 
 
 def one_f_one_b_v(shape: Shape) -> list[Order]:
-    """The V placement without splitting backwards: 1F1B's bubble for two thirds of its memory.
+    """1F1B's bubble for two thirds of its memory, backwards unsplit: floor((2P+3)/3) microbatches in memory.
 
     A backward takes two slots of the pattern. Forwards pass from stage to stage without a pause; backwards pause for
-    three slots after every third stage, which keeps the repeated pattern from colliding with itself. floor((2P+3)/3)
-    microbatches are in memory.
+    three slots after every third stage, which keeps the repeated pattern from colliding with itself.
     """
     return _squeezed(shape, one_f_one_b_v_offsets, split=False)
 
 
 def _in_phases(phases: Iterable[tuple[int, str]]) -> Order:
-    """An order as the papers describe it, in phases of (repetitions, operations): "F0" is the forward of the next
-    microbatch of chunk 0, "W" the oldest weight gradient that was left.
+    """An order in the papers' phases of (repetitions, operations): "F0" is the forward of chunk 0's next microbatch,
+    "W" the oldest weight gradient that was left.
     """
     order: Order = []
     done: Counter[tuple[str, int]] = Counter()
@@ -149,10 +142,8 @@ def _in_phases(phases: Iterable[tuple[int, str]]) -> Order:
 
 
 def zb_v(shape: Shape) -> list[Order]:
-    """No bubble within a rank's own span for 1F1B's memory, if F, B and W take the same time.
-
-    With M >= 2P, in phases; 2P chunks, that is P microbatches, are in memory on every rank. With fewer microbatches the
-    phases leave gaps, and the greedy scheduler fills them under the same memory.
+    """No bubble within a rank's own span for 1F1B's memory, if F, B and W take the same time: P microbatches in memory.
+    Below M = 2P the phases leave gaps, which the greedy scheduler fills under the same memory.
     """
     size, microbatches = shape.pipeline_size, shape.num_microbatches
     if microbatches >= 2 * size:
@@ -177,10 +168,9 @@ def _zb_v_phases(size: int, microbatches: int, rank: int) -> list[tuple[int, str
 def dualpipe_v(shape: Shape) -> list[Order]:
     """DeepSeek-V3's DualPipe, folded onto the V placement ("cut-in-half", as its authors call it).
 
-    In the fourth and fifth of its phases a forward is next to the full backward of another microbatch, so that the
-    two can run together (``overlapped_forward_backward``), and one's communication hides behind the other's
-    compute. Weight gradients are split off only where they fill bubbles. 2P + 1 chunks are in memory. The phases need M
-    >= 2P; with fewer, ZB-V's order is used.
+    In its fourth and fifth phases a forward is next to the full backward of another microbatch, to run the two together
+    (``overlapped_forward_backward``): one's communication hides behind the other's compute. Weight gradients are split
+    off only where they fill bubbles. 2P + 1 chunks are in memory. Below M = 2P ZB-V's order is used.
     """
     size, microbatches = shape.pipeline_size, shape.num_microbatches
     if microbatches < 2 * size:
@@ -204,7 +194,7 @@ def _dualpipe_phases(size: int, microbatches: int, rank: int) -> list[tuple[int,
 
 
 def _dualpipe_remark(shape: Shape) -> str:
-    """Says so where the phases do not fit and another order is used; empty where they do."""
+    """A sentence where the phases do not fit; empty where they do."""
     least = 2 * shape.pipeline_size
     if shape.num_microbatches >= least:
         return ""
@@ -215,7 +205,7 @@ def _dualpipe_remark(shape: Shape) -> str:
 
 
 def _from_twice_the_ranks(shape: Shape) -> Repeats:
-    """With fewer microbatches, other orders are used."""
+    """With fewer microbatches other orders are used."""
     return Repeats(1, 2 * shape.pipeline_size)
 
 

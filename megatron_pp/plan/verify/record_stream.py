@@ -1,9 +1,9 @@
 """Memory that PyTorch's allocator keeps back after a transfer over NCCL.
 
-torch calls ``record_stream`` for every tensor that is sent or received (``ProcessGroupNCCL::pointToPoint``). Memory
-that is freed can then be used again only when the stream of its communicator has done all that was posted to it until
-then, also receives that wait for their peers. So an input that was received on a channel stays after its backward until
-the receives that were posted ahead on that channel are there.
+torch calls ``record_stream`` for every tensor that is sent or received (``ProcessGroupNCCL::pointToPoint``). Freed
+memory can then be used again only when its communicator's stream has done all that was posted to it until then, also
+receives that wait for their peers. So a received input stays after its backward until the receives that were posted
+ahead on its channel are there.
 """
 
 from collections import Counter
@@ -19,12 +19,10 @@ _FINISHES = ins.WAIT_OPS | ins.FREE_OPS
 
 
 def recorded_timeline(plan: Plan, rank: int) -> Iterator[int]:
-    """Pipeline tensors of ``rank`` that are freed and cannot be used again yet, right after each instruction of
-    ``plan.timed(rank)``.
-    """
+    """Freed pipeline tensors of ``rank`` that cannot be used again yet, after each instruction of ``plan.timed``."""
     walk = _Walk(plan)
     for at in plan.timed(rank):
-        for one in ins.each([at]):
+        for one in at.members or (at,):
             walk.advance(one)
         yield len(walk.waiting)
 
@@ -59,12 +57,13 @@ class _Walk:
                 self._free(post, at)
 
     def _free(self, post: str, at: Instruction) -> None:
-        """The tensor that ``post`` moved is not used any more, if there is one."""
+        """The tensor that ``post`` moved, if there is one, is not used any more."""
         stream = self.stream_of.pop((post, at.stage, at.mb, at.slice, at.tensor), None)
         if stream is not None and self.finished[stream] < self.posted[stream]:
             self.waiting.append((stream, self.posted[stream]))
 
     def _stream(self, at: Instruction) -> Hashable:
-        """The communicator, which has a stream of its own: the group's for batches, a pair's, or a channel's."""
-        spec = self.plan.spec
-        return None if spec.policy == BATCHED else (at.peer, at.op) if spec.channels == ONE_WAY else at.peer
+        """The communicator's: the group's for batches, a pair's, or a channel's."""
+        if self.plan.spec.policy == BATCHED:
+            return None
+        return (at.peer, at.op) if self.plan.spec.channels == ONE_WAY else at.peer

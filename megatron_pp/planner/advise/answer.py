@@ -12,7 +12,7 @@ from megatron_pp.planner.advise.candidates import Candidate, Estimate
 from megatron_pp.planner.advise.evaluate import Outcome
 from megatron_pp.planner.advise.fit import layout_text
 from megatron_pp.planner.advise.microbatch_order import MicrobatchOrder
-from megatron_pp.planner.advise.model import PART, STEPS
+from megatron_pp.planner.advise.model import DECODER, EMBEDDING, LOSS, MTP, PART, STEPS
 from megatron_pp.planner.advise.pipeline_search import Findings
 from megatron_pp.planner.advise.question import Question
 
@@ -114,7 +114,8 @@ def in_one_line(question: Question, outcome: Outcome) -> str:
 def _layers(outcome: Outcome) -> str:
     stages = outcome.fit.stages if outcome.fit is not None else ()
     if layout_of(outcome):
-        return ",".join(str(sum(one.kind not in ("embedding", "loss") for one in layers)) for layers in stages)
+        counts = [sum(one.kind not in (EMBEDDING, LOSS) for one in layers) for layers in stages]
+        return ",".join(map(str, counts))
     works = {round(sum(one.work for one in layers), 9) for layers in stages}
     return "in equal shares" if len(works) <= 1 else "as given"
 
@@ -181,8 +182,9 @@ def why_not(outcome: Outcome, best: Outcome) -> str:
         return f"{slower:+.1%}, but {outcome.flagged / best.flagged - 1:+.1%} by Megatron's flags, which recompute more"
     if slower < 5e-4:
         return f"as fast, {outcome.peak:.3g} GB against {best.peak:.3g}"
-    shares = zip(_CAUSES, outcome.exposed, best.exposed, strict=True)
-    causes = [(mine * outcome.step - theirs * best.step, name) for name, mine, theirs in shares]
+    causes = []
+    for name, mine, theirs in zip(_CAUSES, outcome.exposed, best.exposed, strict=True):
+        causes.append((mine * outcome.step - theirs * best.step, name))
     causes.append((outcome.again * outcome.step - best.again * best.step, "recomputes"))
     causes.append((_work(outcome) - _work(best), "computes more on the busiest rank"))
     most = max(causes)
@@ -295,7 +297,7 @@ def _counts(stages: Iterable[Iterable[Any]]) -> list[int] | None:
     kinds = [[one.kind for one in layers] for layers in stages]
     if any(PART in row for row in kinds):
         return None
-    return [sum(kind in ("decoder", "mtp") for kind in row) for row in kinds]
+    return [sum(kind in (DECODER, MTP) for kind in row) for row in kinds]
 
 
 def _recomputed(one: Outcome) -> list[float]:

@@ -71,18 +71,15 @@ def evaluate(question: Question, candidate: Candidate, cut: Fitted | None = None
         cut = cut or cut_model(question, candidate, model)
         if not candidate.searches:
             return _run(question, candidate, model, cut)
-        found = _searched(question, candidate, model, with_recomputed(cut, (0,) * len(cut.stages)))
-        if found.refused and any(cut.recomputed):
-            found = _searched(question, candidate, model, cut)
     except PlanError as error:
         return Outcome(candidate, str(error))
-    return found
+    found = _searched(question, candidate, model, with_recomputed(cut, (0,) * len(cut.stages)))
+    return _searched(question, candidate, model, cut) if found.refused and any(cut.recomputed) else found
 
 
 def _searched(question: Question, candidate: Candidate, model: Model, cut: Fitted) -> Outcome:
     try:
-        measured = measured_of(question, candidate, model, cut)
-        return _run(question, candidate, model, cut, measured)
+        return _run(question, candidate, model, cut, measured_of(question, candidate, model, cut))
     except PlanError as error:
         return Outcome(candidate, str(error))
 
@@ -94,11 +91,10 @@ def measured_of(question: Question, candidate: Candidate, model: Model, cut: Fit
     if min(limits) <= 0:
         least = max(cut.static) + tensors
         raise PlanError(f"parameters and pipeline tensors alone need {least:.3g} GB; a device has {question.memory:g}")
-    costs = cut.costs
     return Measured(
-        costs.forward,
-        costs.backward_input,
-        costs.weight,
+        cut.costs.forward,
+        cut.costs.backward_input,
+        cut.costs.weight,
         transfer=question.transfer(model),
         memory_limit=tuple(limits),
         activation=cut.activation,
@@ -144,7 +140,8 @@ def _run(
     even = _evenly_recomputed(cut)
     flagged = result.makespan if even == cut.costs else simulate(plan, even, network, spec.device).makespan
     whole = result.makespan * len(result.busy)
-    waits = [sum(getattr(wait, name) for wait in result.waits) / whole for name in ("peer_late", "transfer", "queued")]
+    late, moving = sum(one.peer_late for one in result.waits), sum(one.transfer for one in result.waits)
+    exposed = late / whole, moving / whole, sum(one.queued for one in result.waits) / whole
     again = _recomputed_time(cut) * candidate.num_microbatches / whole
     limits = tuple(max(0.0, question.memory - a - b) for a, b in zip(cut.static, fixed, strict=True))
     memory = MemoryModel(limits, cut.activation, cut.late)
@@ -160,7 +157,7 @@ def _run(
     certificate = None if plan.certificate is None else plan.certificate.to_dict()
     hosts = zip(plan.programs, plan.placement.stages, strict=True)
     on_host = max(max(host_timeline(line, row, cut.activation), default=0.0) for line, row in hosts)
-    numbers = result.makespan, flagged, result.bubble_share, (waits[0], waits[1], waits[2]), on_host, again
+    numbers = result.makespan, flagged, result.bubble_share, exposed, on_host, again
     return Outcome(candidate, refused, spec, *numbers, cut, bound, certificate)
 
 
@@ -174,8 +171,7 @@ def _evenly_recomputed(cut: Fitted) -> StageCosts:
 
 def _peaks(cut: Fitted, room: Room) -> Fitted:
     """``cut`` with the peaks of this plan."""
-    ranks = range(room.placement.pipeline_size)
-    kept = (room.kept(rank, cut.activation, cut.late) for rank in ranks)
+    kept = [room.kept(rank, cut.activation, cut.late) for rank in range(len(cut.static))]
     return replace(cut, peaks=tuple(map(math.fsum, zip(cut.static, room.fixed, kept, strict=True))))
 
 

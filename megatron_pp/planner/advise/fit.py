@@ -265,7 +265,7 @@ def fitted(stages: Sequence[tuple[Layer, ...]], room: Room, model: Model, recomp
 
 
 def with_recomputed(cut: Fitted, counts: Sequence[int]) -> Fitted:
-    """The same stages with ``counts`` layers of each recomputed; the peaks are still those of ``cut``."""
+    """The same stages with ``counts`` layers recomputed; the peaks are still those of ``cut``."""
     chosen = tuple(min(count, len(_recomputable(layers))) for count, layers in zip(counts, cut.stages, strict=True))
     costs, activation, late = _stage_costs(cut.stages, chosen, cut.costs.attention)
     return replace(cut, recomputed=chosen, costs=costs, activation=activation, late=late)

@@ -22,18 +22,17 @@ from megatron_pp.planner.advise.question import Question
 Report = Callable[[int, int, str], None]
 """Takes how much of the work is done, of how much, and what is looked at."""
 
-_GAIN = 0.002  # a search whose bound is not this much below the best step is not worth its time
+_GAIN = 0.002  # a search is worth its time where its bound is below the best step by this share
 _AS_FAST = 1e-3  # of steps that differ by less, the one with less memory is better
-_EXTRA = 1.0  # of the budget, where nothing that fits was found within it
-_FIRST = 5.0  # seconds beyond a budget until which a first plan is waited for
+_EXTRA, _FIRST = 1.0, 5.0  # budgets, seconds (the longer): overtime until a first plan that fits
 _FIRST_LOOK = 2.0  # seconds for estimates, or half of the budget
-_CHUNK = 0.003  # for so much of the bound a search with one chunk more, which takes longer, comes later
-_POLL = 0.02  # seconds
-_LOOK = 0.1  # seconds between two looks at the time
+_CHUNK = 0.003  # share of its bound by which a search with one chunk more, which takes longer, must be better
+_POLL = 0.02  # seconds between two looks at other processes
+_LOOK = 0.1  # seconds between two looks at the budget
 # In forwards of a step, of all stages; some 10,000 of them are built, verified and simulated in a second.
 _PLANS = 400_000  # of all plans that are built without a budget
 _SEARCHES = 200_000  # of all searches
-_ESTIMATES = 2_000_000  # of all estimates; an estimate takes a fifth of that
+_ESTIMATES = 2_000_000  # of all estimates; one takes a fifth of that time
 
 
 @dataclass(frozen=True)
@@ -91,20 +90,19 @@ def search(question: Question, budget: float | None = None, jobs: int = 1, repor
 
     Raises PlanError where no candidate is possible whatever the memory.
     """
-    began, searched = time.monotonic(), _Queue(question, budget)
+    began, queue, say = time.monotonic(), _Queue(question, budget), report or (lambda done, of, what: None)
     interrupted = False
     try:
-        with _Evaluator(question, searched, jobs) as evaluator, _ended_in_time(searched):
-            _estimate(question, searched, evaluator, report or (lambda done, of, what: None))
+        with _Evaluator(question, queue, jobs) as evaluator, _ended_in_time(queue):
+            _estimate(question, queue, evaluator, say)
             for outcome in evaluator.outcomes():
-                searched.outcomes.append(outcome)
-                if report:
-                    report(*searched.progress, str(outcome.candidate))
+                queue.outcomes.append(outcome)
+                say(*queue.progress, str(outcome.candidate))
     except KeyboardInterrupt:  # Ctrl-C, or of _ended_in_time
-        interrupted = not searched.is_over()
-    seconds = time.monotonic() - began
-    known = tuple(searched.outcomes), tuple(searched.estimates)
-    return Findings(question, *known, searched.left(), tuple(searched.needless), seconds, interrupted)
+        interrupted = not queue.is_over()
+    seconds, left = time.monotonic() - began, queue.left()
+    looked_at = tuple(queue.outcomes), tuple(queue.estimates)
+    return Findings(question, *looked_at, left, tuple(queue.needless), seconds, interrupted)
 
 
 def _estimate(question: Question, queue: "_Queue", evaluator: "_Evaluator", say: Report) -> None:
@@ -175,14 +173,18 @@ class _Queue:
         """The fastest first; fitting ones before the others, and last those that cannot be recommended."""
         self.outcomes += [Outcome(one.candidate, one.refused) for one in self.estimates if one.refused]
         possible = [one for one in self.estimates if not one.refused]
-        memory, takes = self.question.memory, self.question.takes
+        memory = self.question.memory
         some_fit = any(one.peak <= memory for one in possible)
 
         def promise(one: Estimate) -> tuple[bool, bool, float]:
-            return not takes(one.candidate.schedule), one.peak > memory, one.step if some_fit else one.peak
+            refused = not self.question.takes(one.candidate.schedule)
+            return refused, one.peak > memory, one.step if some_fit else one.peak
+
+        def promise_of_search(one: Estimate) -> tuple[float, float]:
+            return one.bound * (1 + _CHUNK * one.candidate.num_chunks), one.peak
 
         named = sorted((one for one in possible if not one.candidate.searches), key=promise)
-        self.searches = sorted((one for one in possible if one.candidate.searches), key=_promise)
+        self.searches = sorted((one for one in possible if one.candidate.searches), key=promise_of_search)
         self.named = [one for k, one in enumerate(named) if self._affords(one.candidate) or k == 0]
 
     def _affords(self, candidate: Candidate) -> bool:
@@ -255,9 +257,9 @@ class _Queue:
 
     def must_build(self) -> bool:
         """Whether the budget's part for estimates is spent."""
-        return self.budget is not None and time.monotonic() >= self.until - self.budget + max(
-            _FIRST_LOOK, self.budget / 2
-        )
+        if self.budget is None:
+            return False
+        return time.monotonic() >= self.until - self.budget + max(_FIRST_LOOK, self.budget / 2)
 
     def is_over(self) -> bool:
         """Whether the budget is spent; where nothing fits so far, later."""
@@ -275,17 +277,13 @@ class _Queue:
 
 def _sizes(candidate: Candidate) -> tuple[Any, ...]:
     """Equal for candidates whose model is cut the same way."""
-    sizes = candidate.num_chunks, candidate.micro_batch, candidate.slices
-    return candidate.schedule, *sizes, candidate.offload_chunks
+    one = candidate
+    return one.schedule, one.num_chunks, one.micro_batch, one.slices, one.offload_chunks
 
 
 def _work(candidate: Candidate, size: int) -> int:
     """Forwards that are built, verified and simulated. A search looks at some 5 P plans."""
     return candidate.forwards(size) * (5 * size if candidate.searches else 1)
-
-
-def _promise(one: Estimate) -> tuple[float, float]:
-    return one.bound * (1 + _CHUNK * one.candidate.num_chunks), one.peak
 
 
 class _Evaluator:

@@ -88,7 +88,7 @@ class Transformer:
             raise PlanError(f"the efficiency is {efficiency:g}; it is the share of the peak that is reached, up to 1")
         shape = self.shape
         rate = _Rate(gpu.flops * efficiency, gpu.bandwidth)
-        is_moe = self.moe_layers or (1 if self.experts else 0,) * shape.num_layers
+        is_moe = self._is_moe
         if len(is_moe) != shape.num_layers:
             raise PlanError(f"MoE layers are given for {len(is_moe)} layers; the model has {shape.num_layers}")
         kinds = {moe: self._decoder(bool(moe), rate) for moe in set(is_moe)}
@@ -103,13 +103,16 @@ class Transformer:
 
     def flops(self) -> float:
         """Operations of a microbatch on one rank of each stage, forward and backward, nothing recomputed."""
-        shape = self.shape
-        is_moe = self.moe_layers or (1 if self.experts else 0,) * shape.num_layers
+        shape, is_moe = self.shape, self._is_moe
         forward = sum(2 * shape.tokens * self._active(bool(moe)) for moe in is_moe)
         forward += self.mtp_layers * 2 * shape.tokens * (self._active(bool(is_moe[-1])) + self._joined)
         attention = (shape.num_layers + self.mtp_layers) * self._attention
         head = (1 + self.mtp_layers) * self._head
         return 3 * (forward + attention + head)
+
+    @property
+    def _is_moe(self) -> tuple[int, ...]:
+        return self.moe_layers or (1 if self.experts else 0,) * self.shape.num_layers
 
     @property
     def _attention(self) -> float:
@@ -127,16 +130,13 @@ class Transformer:
         """Parameters of an MTP layer's product that joins two hidden states."""
         return 2 * self.shape.hidden_size**2 / self.shape.tensor_parallel
 
-    def _products(self) -> int:
-        return 3 if self.gated else 2
-
     def _attention_parameters(self) -> float:
         h, heads = self.shape.hidden_size, self.shape.num_attention_heads or 1
         groups = self.query_groups or heads
         return (2 * h * h + 2 * h * h * groups / heads) / self.shape.tensor_parallel
 
     def _dense(self, width: float) -> float:
-        return self._products() * self.shape.hidden_size * width / self.shape.tensor_parallel
+        return (3 if self.gated else 2) * self.shape.hidden_size * width / self.shape.tensor_parallel
 
     @property
     def _ffn(self) -> int:
@@ -171,14 +171,13 @@ class Transformer:
         forward = rate.time(linear + self._attention, times * held + 2 * kept)
         backward = rate.time(linear + 2 * self._attention, times * held + 2 * kept)
         weight = rate.time(linear, 8 * held + kept)  # fp32 gradients are read and written
-        can = shape.recompute != FULL
-        if not can:
+        late, recomputed = shape.layer_weight_grad_bytes + routed, None
+        if shape.recompute == FULL:
             backward += forward
-        late = shape.layer_weight_grad_bytes + routed
-        recomputed = replace(shape, recompute=FULL).layer_bytes if can else None
-        static = held * shape.bytes_per_parameter
-        memory = (kept / GB, late / GB, None if recomputed is None else recomputed / GB, static / GB)
-        return Layer(DECODER, forward, backward, weight, *memory)
+        else:
+            recomputed = replace(shape, recompute=FULL).layer_bytes / GB
+        static = held * shape.bytes_per_parameter / GB
+        return Layer(DECODER, forward, backward, weight, kept / GB, late / GB, recomputed, static)
 
     def _mtp(self, decoder: Layer, rate: _Rate) -> Layer:
         joined = rate.time(2 * self.shape.tokens * self._joined, self.shape.element_bytes * self._joined)
