@@ -15,7 +15,7 @@ from megatron_pp.plan.builder import offloaded_chunks
 from megatron_pp.plan.costs.activations import WEIGHT_SHARE, Shares
 from megatron_pp.plan.ir.instruction import COPIES_FROM_HOST, COPIES_TO_HOST, WEIGHT_GRAD
 from megatron_pp.plan.ir.spec import Plan
-from megatron_pp.plan.simulate.memory import ModelShape, peak_bytes, peak_host_bytes
+from megatron_pp.plan.simulate.memory import ModelShape, rank_memory
 from megatron_pp.plan.simulate.simulation import Simulation
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.simulate.steady import SteadyStep, counts_on_bypass, longest_span, steady_step
@@ -94,11 +94,12 @@ def _peaks(result: Simulation, shape: ModelShape | None, weight_shares: Shares) 
     """Of every rank: activations in units of one chunk's forward, and bytes (None without a model); the same of what is
     offloaded."""
     plan = result.plan
+    memory = [rank_memory(plan, rank, shape) for rank in range(plan.spec.pipeline_size)] if shape else None
     return {
         "peak_activations": list(result.peak_activations(weight_shares)),
-        "peak_bytes": list(peak_bytes(plan, shape)) if shape else None,
+        "peak_bytes": [one.peak for one in memory] if memory else None,
         "peak_host_activations": list(result.peak_on_host()),
-        "peak_host_bytes": list(peak_host_bytes(plan, shape)) if shape else None,
+        "peak_host_bytes": [one.host_peak for one in memory] if memory else None,
     }
 
 

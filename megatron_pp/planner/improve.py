@@ -208,10 +208,11 @@ class _Search:
             rank = self.random.randrange(len(rows))
             row = list(rows[rank])
             i = self.random.randrange(max(1, len(row) - 1))
-            row[i : i + 2] = row[i : i + 2][::-1]
+            two = row[i : i + 2]
+            row[i : i + 2] = reversed(two)
             new = (*rows[:rank], tuple(row), *rows[rank + 1 :])
             self.work += len(row)
-            if row[i : i + 2] == row[i : i + 2][::-1] or not self.shop.keeps_to_limits(rank, row):
+            if len(set(two)) < 2 or not self.shop.keeps_to_limits(rank, row):
                 continue
             after = self.shop.timed(new)
             self.work += 3 * self.size

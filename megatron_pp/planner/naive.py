@@ -8,11 +8,9 @@ NAIVE = "naive"
 def naive_orders(shape: Shape) -> list[Order]:
     """Each microbatch goes through all of a rank's chunks, forward and back: with one chunk, F0 B0 F1 B1 ..."""
     chunks = range(shape.num_chunks)
-    order = [
-        op
-        for m in range(shape.num_microbatches)
-        for op in (*(f(c, m) for c in chunks), *(b(c, m) for c in reversed(chunks)))
-    ]
+    order: Order = []
+    for m in range(shape.num_microbatches):
+        order += [f(c, m) for c in chunks] + [b(c, m) for c in reversed(chunks)]
     return [order] * shape.pipeline_size
 
 

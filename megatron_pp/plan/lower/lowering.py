@@ -47,6 +47,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -324,7 +325,8 @@ class _RankLowering:
         for receive in receives:
             lines[receive.channel].append(receive)
         for line in lines.values():
-            for before, receive, after in zip([None, *line], line, [*line[1:], None], strict=False):
+            before: Post | None = None
+            for receive, after in zip_longest(line, line[1:]):
                 boundary = due = bisect_right(ends, receive.round)
                 wanted = ahead(receive.use)
                 wanted = due if due < wanted else wanted
@@ -336,6 +338,7 @@ class _RankLowering:
                     posts[boundary].append(receive)
                 for named in self.behind.get(receive.post, ()) if self.behind else ():
                     self.inputs[boundary].append(((receive.round, _POSTS, named.place), named.post))
+                before = receive
 
     def _latest(self, receive: Post, after: Post | None) -> int:
         """The last boundary at which nothing waits for the receive: one slot after its round, while its sender runs

@@ -177,6 +177,7 @@ class RankMemory:
 
     @property
     def host_peak(self) -> float:
+        """The most that is offloaded at once."""
         return max(self.on_host, default=0.0)
 
 
@@ -205,8 +206,3 @@ def rank_memory(plan: Plan, rank: int, shape: ModelShape) -> RankMemory:
 def peak_bytes(plan: Plan, shape: ModelShape) -> tuple[float, ...]:
     """Peak of every rank, static part included."""
     return tuple(rank_memory(plan, r, shape).peak for r in range(len(plan.programs)))
-
-
-def peak_host_bytes(plan: Plan, shape: ModelShape) -> tuple[float, ...]:
-    """The most that every rank has offloaded at once."""
-    return tuple(rank_memory(plan, r, shape).host_peak for r in range(len(plan.programs)))

@@ -24,7 +24,7 @@ from megatron_pp.plan.ir.instruction import (
 from megatron_pp.plan.ir.instruction_text import parse_program
 from megatron_pp.plan.ir.placement import LOOP, Placement
 from megatron_pp.plan.ir.spec import DEVICE_SYNC, ONE_QUEUE, Plan, PlanSpec
-from megatron_pp.plan.simulate.memory import ModelShape, peak_bytes, peak_host_bytes
+from megatron_pp.plan.simulate.memory import ModelShape, peak_bytes, rank_memory
 from megatron_pp.plan.simulate.simulation import Simulation
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.verify.verifier import verify
@@ -167,8 +167,8 @@ def test_bytes_on_device_and_host() -> None:
     assert max(peak_bytes(plan, shape)) < max(peak_bytes(whole, shape))
     each = 2 * shape.layer_bytes  # what a chunk keeps, its input included
     peaks = simulated(spec).peak_on_host()
-    assert peak_host_bytes(plan, shape)[1] == pytest.approx(peaks[1] * each)
-    assert peak_host_bytes(whole, shape) == (0, 0)
+    assert rank_memory(plan, 1, shape).host_peak == pytest.approx(peaks[1] * each)
+    assert [rank_memory(whole, rank, shape).host_peak for rank in range(2)] == [0, 0]
 
 
 # -- time -------------------------------------------------------------------------------------------------------------
