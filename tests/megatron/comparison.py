@@ -1,4 +1,4 @@
-"""What a run left on this rank, compared with the files that another run has written."""
+"""What a run left on this rank, compared with the files that another run has written, by `megatron_pp.parity`."""
 
 from __future__ import annotations
 
@@ -6,62 +6,69 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_pp.parity.comparison import compare_records
+from megatron_pp.parity.parameters import Place
+from megatron_pp.parity.recorder import GRADIENT, LOSS, PARAMETER, Key, Record, Value
 from tests.megatron.cases import Case, Job
 
+NOTE = "note"  # of the training loop
+DIFFERENCES = {
+    "loss_difference": LOSS,
+    "grad_difference": GRADIENT,
+    "param_difference": PARAMETER,
+    "note_difference": NOTE,
+}
 
-def write_reference(snapshot: dict[str, Any], path: str) -> None:
-    """As arrays: torch's own files take twenty times as long."""
-    arrays = {
-        kind: [tensor.numpy() for tensor in of_kind]
-        if isinstance(of_kind, list)
-        else {name: tensor.numpy() for name, tensor in of_kind.items()}
-        for kind, of_kind in snapshot.items()
+
+def record_of(losses: list[torch.Tensor], notes: list[torch.Tensor], grads: Any, params: Any) -> Record:
+    """Copies, in the order in which a step makes them."""
+    kinds = {LOSS: _numbered(losses), NOTE: _numbered(notes), GRADIENT: grads, PARAMETER: params}
+    values = {
+        Key(0, kind, name): Value(np.array(tensor.detach().float().numpy()))
+        for kind, tensors in kinds.items()
+        for name, tensor in tensors.items()
     }
-    Path(path).write_bytes(pickle.dumps(arrays))
+    return Record(Place.here(), values=values)
 
 
-def read_reference(job: Job, rank: int) -> dict[str, Any]:
+def _numbered(tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {str(number): tensor for number, tensor in enumerate(tensors)}
+
+
+def write_reference(record: Record, path: str) -> None:
+    Path(path).write_bytes(pickle.dumps(record))
+
+
+def read_reference(job: Job, rank: int) -> Record:
     """What this rank is compared with: its own file, or those of all ranks of its pipeline together."""
     assert job.reference is not None
     ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
     paths = [job.reference.format(rank=other) for other in (ranks if job.other_cut else [rank])]
-    parts = [pickle.loads(Path(path).read_bytes()) for path in paths]
-    return {
-        "losses": list(map(torch.from_numpy, next((part["losses"] for part in parts if part["losses"]), []))),
-        "notes": list(map(torch.from_numpy, parts[0]["notes"])),
-        **{
-            kind: {name: torch.from_numpy(array) for part in parts for name, array in part[kind].items()}
-            for kind in ("grads", "params")
-        },
-    }
+    parts: list[Record] = [pickle.loads(Path(path).read_bytes()) for path in paths]
+    return Record(parts[0].place, values={key: value for part in reversed(parts) for key, value in part.values.items()})
 
 
-def compare(snapshot: dict[str, Any], reference: dict[str, Any], case: Case) -> dict[str, Any]:
-    """Largest differences of losses, gradients and parameters; a non-finite number counts as inf."""
-    result: dict[str, Any] = {"compared": len(snapshot["grads"])}
-    if snapshot["losses"]:
-        if len(snapshot["losses"]) != len(reference["losses"]):
-            raise AssertionError(f"{len(snapshot['losses'])} losses reported, {len(reference['losses'])} expected")
-        result["loss_difference"] = difference(torch.stack(snapshot["losses"]), torch.stack(reference["losses"]))
-    expected = (
-        {n: torch.full_like(g, 0.5) for n, g in snapshot["grads"].items()} if case.forward_only else reference["grads"]
-    )
-    result["grad_difference"] = max(difference(grad, expected[name]) for name, grad in snapshot["grads"].items())
-    pairs = zip(snapshot["notes"], reference["notes"], strict=True)
-    differences = [difference(ours.float(), theirs.float()) for ours, theirs in pairs]
-    result["note_difference"] = max(differences, default=None)
-    if snapshot["params"] and reference["params"]:
-        result["param_difference"] = max(
-            difference(value, reference["params"][name]) for name, value in snapshot["params"].items()
-        )
+def compare(record: Record, reference: Record, case: Case) -> dict[str, Any]:
+    """Largest differences of losses, gradients and parameters; a non-finite number counts as inf. The reference may
+    have more, of stages that are on other ranks."""
+    kinds = [LOSS, NOTE, GRADIENT, PARAMETER]
+    counts = {kind: [sum(key.kind == kind for key in one.values) for one in (record, reference)] for kind in kinds}
+    for kind in (LOSS, NOTE):
+        if counts[kind][0] != counts[kind][1] and (kind == NOTE or counts[kind][0]):
+            raise AssertionError(f"{counts[kind][0]} values of kind {kind}, {counts[kind][1]} expected")
+    expected = dict(reference.values)
+    if case.forward_only:
+        grads = {key: own for key, own in record.values.items() if key.kind == GRADIENT}
+        expected |= {key: Value(np.full_like(own.data, 0.5)) for key, own in grads.items()}
+    keys = [key for key in record.values if key.kind != PARAMETER or counts[PARAMETER][1]]
+    known = Record(reference.place, values={key: expected[key] for key in keys})
+    found = compare_records([record], known, known).differences
+    result: dict[str, Any] = {"compared": counts[GRADIENT][0]}
+    for name, kind in DIFFERENCES.items():
+        result[name] = max((one.error for one in found if one.key.kind == kind), default=None)
     return result
-
-
-def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    if not bool(torch.isfinite(ours).all()):
-        return float("inf")
-    return float((ours - theirs).abs().max())

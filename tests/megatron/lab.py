@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
-from megatron_pp.parity import cpu_stand_in
+from megatron_pp.parity import cpu_layers, cpu_stand_in
 
 warnings.simplefilter("ignore")  # no Apex, no Transformer Engine, names that torch deprecates: all known here
 cpu_stand_in.redirect()
@@ -40,16 +40,17 @@ with cpu_stand_in.triton_stand_in():
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.utils import get_model_config
 
     from tests.megatron import trace as megatron_trace
-    from tests.megatron.context_parallel import GatheredAttention, of_this_rank, sparse_attention
+    from tests.megatron.context_parallel import of_this_rank, sparse_attention
     from tests.megatron.loops import LOOPS
+
+    cpu_layers.complete_layers()
 from megatron_pp.plan.orders import find_family  # noqa: E402
 from megatron_pp.weight_grad import split_weight_grad, store_of  # noqa: E402
 from tests.megatron.cases import Case, Job, Model  # noqa: E402
-from tests.megatron.comparison import compare, read_reference, write_reference  # noqa: E402
+from tests.megatron.comparison import compare, read_reference, record_of, write_reference  # noqa: E402
 
 logging.getLogger("megatron").setLevel(logging.ERROR)
 Tensors = dict[str, torch.Tensor]
@@ -130,25 +131,11 @@ def make_config(case: Case) -> TransformerConfig:
     return config
 
 
-class SequenceParallelNorm(torch.nn.LayerNorm):
-    """A layer norm whose parameters Megatron sums over the tensor-parallel ranks; its own needs Transformer Engine."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
-        super().__init__(hidden_size, eps)
-        for parameter in self.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-
 def layer_spec(case: Case) -> Any:
     spec = get_gpt_layer_local_spec(num_experts=case.model.experts, moe_grouped_gemm=False)
     if "experimental_attention_variant" in dict(case.model.extra_config):
         spec.submodules.self_attention = sparse_attention()
-    elif case.cp > 1:
-        spec.submodules.self_attention.submodules.core_attention = GatheredAttention
-    if case.tp == 1:
-        return spec
-    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = SequenceParallelNorm
-    return TransformerBlockSubmodules(layer_specs=[spec] * _layers_of_a_chunk(case), layer_norm=SequenceParallelNorm)
+    return spec
 
 
 def mtp_spec(case: Case, config: TransformerConfig, vp_stage: int | None) -> Any:
@@ -156,10 +143,6 @@ def mtp_spec(case: Case, config: TransformerConfig, vp_stage: int | None) -> Any
     if config.mtp_num_layers is None:
         return None
     return get_gpt_mtp_block_spec(config, layer_spec(case), use_transformer_engine=False, vp_stage=vp_stage)
-
-
-def _layers_of_a_chunk(case: Case) -> int:
-    return case.model.layers // (case.pp * (case.vp or 1))
 
 
 def build_chunks(case: Case, config: TransformerConfig) -> list[torch.nn.Module]:
@@ -431,20 +414,16 @@ def run_job(job: Job) -> dict[str, Any]:
             run.check_conversion()
             if case.evaluate_between:
                 run.evaluate(step)
-    snapshot = {
-        "losses": run.losses,
-        "grads": {name: grad.clone() for name, grad in run.gradients().items()},
-        "params": {name: value.clone() for name, value in run.parameters().items()} if case.optimizer else {},
-        "notes": run.loop.notes,
-    }
+    gradients = run.gradients()
+    record = record_of(run.losses, run.loop.notes, gradients, run.parameters() if case.optimizer else {})
     rank = dist.get_rank()
     if job.save is not None:
-        write_reference(snapshot, job.save.format(rank=rank))
+        write_reference(record, job.save.format(rank=rank))
     report: dict[str, Any] = {
         "losses": [float(loss[0]) for loss in run.losses],
         "trace": lines,
-        "grad_size": max(float(grad.abs().max()) for grad in snapshot["grads"].values()),
+        "grad_size": max(float(grad.abs().max()) for grad in gradients.values()),
     }
     if job.reference is not None:
-        report.update(compare(snapshot, read_reference(job, rank), case))
+        report.update(compare(record, read_reference(job, rank), case))
     return report

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import functools
 import gc
 import importlib
@@ -31,12 +30,12 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from megatron_pp.parity.processes import end_with_parent
 from tests.megatron.cases import Case, Job, Outcome
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ENDED = "the list has ended"
 _END_SECONDS = 30.0
-_PR_SET_PDEATHSIG = 1
 
 
 class RankFailedError(Exception):
@@ -102,15 +101,8 @@ class Ranks:
         self._directory.cleanup()
 
 
-def _end_with_parent() -> None:
-    """Have the kernel (Linux) kill this process when the one that forked it has ended, however that was: gloo's threads
-    keep a core busy in ranks that nobody waits for."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
-    _end_with_parent()
+    end_with_parent()
     import torch
     import torch.distributed as dist
 
@@ -146,7 +138,7 @@ def serve() -> None:
         child = os.fork()
         if child == 0:
             os.setsid()
-            _end_with_parent()
+            end_with_parent()
             try:
                 serve_jobs(jobs)
             except BaseException:
