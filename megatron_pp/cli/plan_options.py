@@ -77,10 +77,8 @@ def add_plan_options(parser: argparse.ArgumentParser, several: bool = False) -> 
     group.add_argument("--release-after", type=count, metavar="N", help=release)
     ahead = f"slots that a receive is posted ahead; default {PlanSpec.lookahead}"
     group.add_argument("--lookahead", type=whole, metavar="N", help=ahead)
-    rules = (
-        f"rules that hold where it runs, {', '.join(DEVICE_RULES)} (or a list: a,b,c): the plan is lowered for them "
-    )
-    rules += "and verified under them together; default rendezvous, which always holds"
+    rules = f"rules that hold where it runs, {', '.join(DEVICE_RULES)} (or a list: a,b,c): the plan is lowered for "
+    rules += "them and verified under them together; default rendezvous, which always holds"
     group.add_argument("--device", action="extend", type=device_rules, default=[], metavar="RULE", help=rules)
     group.add_argument("--grad-sync", choices=(HOOKS, EXPLICIT), help=f"default {PlanSpec.grad_sync}")
     group.add_argument("--param-sync", action="store_true", help="with PARAM_SYNC marks")
