@@ -49,9 +49,11 @@ def run_clock(
     return _Clock(orders, placement, took, transfer).run()
 
 
-# The stage of an operation, the results that it needs of other stages with the time that each travels, and the one that
-# it leaves.
-_Site = tuple[int, tuple[tuple[Result, Time], ...], Result | None]
+_Waiters = dict[tuple[int, int], list[int]]  # (microbatch, slice) -> ranks that wait for it
+# The stage of an operation; of each result that it needs of other stages and of the one that it leaves: its ends and
+# those who wait for it, and the time that it travels.
+_Made = tuple[dict[tuple[int, int], Time], _Waiters]
+_Site = tuple[int, list[tuple[_Made, Time]], _Made | None]
 
 
 class _Clock:
@@ -68,8 +70,7 @@ class _Clock:
         stages = range(placement.num_stages)
         self.result_ends: Ends = {(op, s): {} for op in (FORWARD, BACKWARD) for s in stages}
         self.result_ends |= {(op, s): {} for op in OUTPUT_OPS for s in placement.output_stages}
-        # By result: the microbatch and slice that ranks wait for -> those ranks.
-        self.waiters: dict[Result, dict[tuple[int, int], list[int]]] = {result: {} for result in self.result_ends}
+        self.made: dict[Result, _Made] = {result: (ends, {}) for result, ends in self.result_ends.items()}
         self.sites: list[dict[tuple[str, int], _Site]] = [{} for _ in orders]  # by op and chunk
         self.agenda = Agenda(range(len(orders)))
 
@@ -85,19 +86,19 @@ class _Clock:
     def _advance(self, rank: int, _: float) -> None:
         """Run ``rank`` until it has to wait for another one; wake whoever waited for what it made."""
         order, ends, sites = self.orders[rank], self.ends[rank], self.sites[rank]
-        result_ends, waiters, took = self.result_ends, self.waiters, self.took
+        took = self.took
         now = ends[-1] if ends else 0
         for k in range(len(ends), len(order)):
             entry = order[k]
             duration = 0
-            made: list[tuple[Result, tuple[int, int]]] = []
+            made: list[tuple[_Made, tuple[int, int]]] = []
             for op, _stage, mb, _peer, chunk, part, _tensor, _members in entry.members or (entry,):
                 stage, needed, left = sites.get((op, chunk)) or self._site(rank, op, chunk)
                 of = mb, part
-                for result, travels in needed:
-                    end = result_ends[result].get(of)
+                for (result_ends, waiters), travels in needed:
+                    end = result_ends.get(of)
                     if end is None:
-                        waiters[result].setdefault(of, []).append(rank)
+                        waiters.setdefault(of, []).append(rank)
                         return
                     if end + travels > now:
                         now = end + travels
@@ -106,18 +107,20 @@ class _Clock:
                     made.append((left, of))
             now += duration
             ends.append(now)
-            for left, of in made:
-                result_ends[left][of] = now
-                for other in waiters[left].pop(of, ()):
-                    self.agenda.plan(other, 0)
+            for (result_ends, waiters), of in made:
+                result_ends[of] = now
+                if of in waiters:
+                    for other in waiters.pop(of):
+                        self.agenda.plan(other, 0)
 
     def _site(self, rank: int, op: str, chunk: int) -> _Site:
         stage, homes = self.placement.stages[rank][chunk], self.placement.homes
-        needed = self._needed(op, stage)
-        travels = [0 if homes[source][0] == rank else self.transfer for _, source in needed]
-        left = (RESULT_OF.get(op, op), stage)
-        known = left if left in self.result_ends else None
-        return self.sites[rank].setdefault((op, chunk), (stage, tuple(zip(needed, travels, strict=True)), known))
+        needed = [
+            (self.made[result], 0 if homes[result[1]][0] == rank else self.transfer)
+            for result in self._needed(op, stage)
+        ]
+        left = self.made.get((RESULT_OF.get(op, op), stage))
+        return self.sites[rank].setdefault((op, chunk), (stage, needed, left))
 
     def _needed(self, op: str, stage: int) -> tuple[Result, ...]:
         """The results of other stages that an operation needs, by a message or a collective."""

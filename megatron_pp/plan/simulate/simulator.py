@@ -138,11 +138,16 @@ class _Run(DeviceRanks):
         self._plan_network_events()
 
     def program(self, rank: int) -> Iterator[Entry | float]:
-        me, now = self.ranks[rank], 0.0
+        me, now, one_queue = self.ranks[rank], 0.0, self.one_queue
         for at in self.plan.programs[rank]:
             op = at.op
             if op in ins.COMPUTE_OPS:
-                yield from self._compute(me, at)
+                if len(at.members) > 2:
+                    yield from self._pair(me, at)
+                else:
+                    yield self._compute(me, at)
+                if self.device_sync:
+                    yield from self._synchronise(me)
                 now = self.now
                 continue
             me.starts.append(now)
@@ -153,8 +158,8 @@ class _Run(DeviceRanks):
                     me.add_wait(op, now, self.now, entry)
                     now = self.now
             elif op in self.posts:
-                held = self.in_front_of(self._post(me, at))
-                if held is not None:
+                entry = self._post(me, at)
+                if one_queue and (held := self.in_front_of(entry)) is not None:
                     yield held
                     me.waits.queued += self.now - now
                     now = self.now
@@ -163,19 +168,18 @@ class _Run(DeviceRanks):
                 now = until
             me.ends.append(now)
 
-    def _compute(self, me: _Rank, at: Instruction) -> Iterator[Entry | float]:
-        if len(at.members) > 2:
-            yield from self._pair(me, at)
-        else:
-            end = self.now
-            for one in at.members or (at,):
-                took = self.costs.of(one.op, one.stage) * self.shares[one.slice] * self.of_mb[one.mb]
-                me.note(end, end + took)
-                me.busy += took
-                end += took
-            yield end
-        if not self.device_sync:
-            return
+    def _compute(self, me: _Rank, at: Instruction) -> float:
+        """Returns when it is over."""
+        end = self.now
+        for one in at.members or (at,):
+            took = self.costs.of(one.op, one.stage) * self.shares[one.slice] * self.of_mb[one.mb]
+            me.note(end, end + took)
+            me.busy += took
+            end += took
+        return end
+
+    def _synchronise(self, me: _Rank) -> Iterator[Entry | float]:
+        """The operation that is over lasts until all that the rank has posted is over."""
         while unfinished := self.unfinished(me.number):
             entry, since = unfinished[0], me.ends[-1]
             yield entry
