@@ -329,16 +329,14 @@ def large_cases() -> list[tuple[str, str, type[MemoryNetwork]]]:
     """All of them, or a part: 1F1B of chunks under every policy and on every network, each second other one once, in
     turn.
     """
-    everything = list(
-        product((name for name in TOY_SCHEDULES if not name.startswith("auto")), POLICIES, HOSTILE_NETWORKS)
-    )
     if EXHAUSTIVE:
-        return everything
+        return list(
+            product((name for name in TOY_SCHEDULES if not name.startswith("auto")), POLICIES, HOSTILE_NETWORKS)
+        )
     pairs = list(product(POLICIES, HOSTILE_NETWORKS))
     others = [name for name in NAMED if name != CHUNKED][1::2]
-    kept = {(schedule, *pairs[turn % len(pairs)]) for turn, schedule in enumerate(others)}
-    kept |= {(CHUNKED, policy, kind) for policy, kind in zip(POLICIES, HOSTILE_NETWORKS, strict=True)}
-    return [case for case in everything if case in kept]
+    chunked = [(CHUNKED, policy, kind) for policy, kind in zip(POLICIES, HOSTILE_NETWORKS, strict=True)]
+    return chunked + [(schedule, *pairs[turn % len(pairs)]) for turn, schedule in enumerate(others)]
 
 
 @pytest.mark.slow

@@ -305,9 +305,7 @@ def test_deferral_without_anything_to_finish_is_refused() -> None:
         post_process = True
 
     settings = settings_of(defer_embedding_wgrad_compute=True)
-    with pytest.raises(
-        ScheduleInputError, match=r"no model chunk of the last stage has finish_embedding_wgrad_compute"
-    ):
+    with pytest.raises(ScheduleInputError, match="no model chunk of the last stage has finish_embedding_wgrad_compute"):
         finalize_gradients(settings, [Plain(torch.nn.Linear(1, 1), settings)], 0, torch.device("cpu"), None, False)
 
 

@@ -155,9 +155,8 @@ class Recorded:
 
         self.offloads.forward(run, self.at)
 
-    def away_and_back(self, shared: Any = ()) -> list[int]:
+    def away_and_back(self) -> list[int]:
         """Bytes of the blocks that were copied."""
-        self.shared = shared
         self.offloads.offload(self.at)
         sizes = sorted(block.stop - block.start for block in self.offloads.kept[self.at.key].blocks.values())
         self.back()
@@ -217,30 +216,27 @@ def test_what_the_user_holds_stays_whole() -> None:
     assert torch.equal(held[0], value)
 
 
-def test_what_changes_in_place_is_an_error_as_without_offloading() -> None:
-    for when in ("before", "while it is copied", "after"):
-        x = torch.randn(64, requires_grad=True)
-        middle = torch.tensor(())
-        step = Recorded()
+@pytest.mark.parametrize("when", ["before", "while it is copied", "after"])
+def test_what_changes_in_place_is_an_error_as_without_offloading(when: str) -> None:
+    """After it was copied: of what stays on the device."""
+    x, middle, step = torch.randn(64, requires_grad=True), torch.tensor(()), Recorded()
 
-        def function() -> torch.Tensor:
-            nonlocal middle
-            middle = x * 1.0  # noqa: B023
-            return (middle * middle).sum()
+    def function() -> torch.Tensor:
+        nonlocal middle
+        middle = x * 1.0
+        return (middle * middle).sum()
 
-        step.forward(function)
-        if when == "before":
-            with torch.no_grad():
-                middle.add_(1)
-            step.away_and_back()
-        else:  # of what stays on the device, with "after"
-            step.shared = [middle] if when == "after" else ()
-            step.offloads.offload(step.at)
-            with torch.no_grad():
-                middle.add_(1)
-            step.back()
-        with pytest.raises(RuntimeError, match=r"shape \[64\] .* was changed by an in-place operation"):
-            step.output.backward()
+    step.forward(function)
+    step.shared = [middle] if when == "after" else ()
+    if when != "before":
+        step.offloads.offload(step.at)
+    with torch.no_grad():
+        middle.add_(1)
+    if when == "before":
+        step.offloads.offload(step.at)
+    step.back()
+    with pytest.raises(RuntimeError, match=r"shape \[64\] .* was changed by an in-place operation"):
+        step.output.backward()
 
 
 def test_the_stage_of_an_input_still_sees_it() -> None:

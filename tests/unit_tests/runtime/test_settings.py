@@ -237,9 +237,7 @@ def test_without_a_group_the_error_says_how_to_make_one() -> None:
 
 def test_no_pipelining_in_a_pipeline_is_refused() -> None:
     config = toy_config()
-    with pytest.raises(
-        ScheduleInputError, match=r"was called in a pipeline of 2 ranks; call what get_forward_backward_f"
-    ):
+    with pytest.raises(ScheduleInputError, match="was called in a pipeline of 2 ranks; call what get_forward_backward"):
         forward_backward_no_pipelining(
             forward_step_func=toy_forward_step,
             data_iterator=DATA.iterator(),
