@@ -151,9 +151,9 @@ class OwnsNothing(P2PCore):
     owned the bytes. Shapes that travel ahead stay.
     """
 
-    def _alias(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-        super()._alias(tensor, dtype)
-        return tensor
+    def aliases(self, value: Tensors, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, ...]:
+        super().aliases(value, dtype)
+        return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
     def post_send(self, value: Tensors, peer: int, channel: str, dtype: torch.dtype | None = None) -> WaitHandle:
         if isinstance(value, torch.Tensor) and not self.variable_shapes:
