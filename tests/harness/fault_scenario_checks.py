@@ -146,9 +146,12 @@ def _wrongly_described(plan: Plan, fault: Fault, rank: int, line: str) -> Iterat
     partner = _partner(plan, rank, waits)
     if partner is None or partner[0] != fault.rank:
         return
+    _, done = partner
+    if fault.kind == KILL and done.op in (FREE_F, FREE_B):
+        return  # a connection that is reset loses what was sent and not yet read; that of a stopped rank is not
     program = list(plan.programs[fault.rank])
-    if program.index(partner[1]) < [str(one) for one in program].index(fault.instruction):
-        yield f"rank {rank}: at {waits}, whose partner did {partner[1]} before it failed in {fault.instruction}"
+    if program.index(done) < [str(one) for one in program].index(fault.instruction):
+        yield f"rank {rank}: at {waits}, whose partner did {done} before it failed in {fault.instruction}"
 
 
 def _spec_of(episode: Episode, size: int) -> PlanSpec:
