@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import glob
 import multiprocessing
 import os
 import signal
@@ -257,9 +258,17 @@ def measure_resources() -> Resources:
         files=len(os.listdir("/proc/self/fd")),
         handles=sum(number for kind, number in kinds.items() if issubclass(kind, WaitHandle)),
         tensors=sum(number for kind, number in kinds.items() if issubclass(kind, torch.Tensor)),
-        shared_memory=len(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else 0,
+        shared_memory=len(_shared_memory()),
         resident=resident_bytes(),
     )
+
+
+def _shared_memory() -> set[str]:
+    """The files in /dev/shm that this process has mapped, or that torch has left there in its name. The folder has
+    those of all processes of the machine."""
+    with open("/proc/self/maps") as maps:
+        mapped = {line.split(maxsplit=5)[5].strip() for line in maps if " /dev/shm/" in line}
+    return mapped | set(glob.glob(f"/dev/shm/torch_{os.getpid()}_*"))
 
 
 def resident_bytes() -> int:
