@@ -41,24 +41,22 @@ class NcclTransport(GroupTransport):
         self._collective_stream: Any = None
 
     def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> Work:
-        if not tensor.is_cuda:
-            return self._shape_transfer("send", tensor, peer, channel)
-        own = self._channels.get((self.rank, peer, channel)) if self._channels else None
-        group, end = (self.group, peer) if own is None else own
-        try:
-            return group.send([tensor], end, self._tags[channel])
-        except RuntimeError as error:
-            self._post_failed(error, f"send on channel {channel} to rank {peer}")
+        return self._post("send", (self.rank, peer, channel), tensor, peer)
 
     def irecv(self, tensor: torch.Tensor, peer: int, channel: str) -> Work:
+        return self._post("recv", (peer, self.rank, channel), tensor, peer)
+
+    def _post(self, method: str, key: Key, tensor: torch.Tensor, peer: int) -> Work:
+        channel = key[2]
         if not tensor.is_cuda:
-            return self._shape_transfer("recv", tensor, peer, channel)
-        own = self._channels.get((peer, self.rank, channel)) if self._channels else None
+            return self._post_shape(method, tensor, peer, channel)
+        own = self._channels.get(key) if self._channels else None
         group, end = (self.group, peer) if own is None else own
         try:
-            return group.recv([tensor], end, self._tags[channel])
+            return getattr(group, method)([tensor], end, self._tags[channel])
         except RuntimeError as error:
-            self._post_failed(error, f"receive on channel {channel} from rank {peer}")
+            what = "send on channel {} to" if method == "send" else "receive on channel {} from"
+            self._post_failed(error, f"{what.format(channel)} rank {peer}")
 
     def batch(self, requests: Sequence[P2PRequest]) -> Sequence[Work]:
         if not requests[0].tensor.is_cuda:  # shapes
@@ -72,7 +70,7 @@ class NcclTransport(GroupTransport):
         except RuntimeError as error:
             self._post_failed(error, f"batch of {len(ops)} sends and receives")
 
-    def _shape_transfer(self, method: str, tensor: torch.Tensor, peer: int, channel: str) -> ShapeTransfer:
+    def _post_shape(self, method: str, tensor: torch.Tensor, peer: int, channel: str) -> ShapeTransfer:
         own = self._channels.get((min(self.rank, peer), max(self.rank, peer), SHAPES))
         if own is None or self._groups is None:
             raise P2PError(f"pipeline rank {self.rank}: no channel for shapes was made with rank {peer}")

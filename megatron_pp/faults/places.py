@@ -30,10 +30,9 @@ def pending_peers(program: Sequence[Instruction], done: int, issued: int) -> set
     """Peers of the transfers that were posted up to position ``issued`` and may not be over on a device that is at
     ``done``. A FREE may leave its send pending, so the sends that were freed last count too."""
     earlier = list(ins.each(program[:done]))
-    over = {(ins.POST_OF[at.op], *at[1:]) for at in earlier if at.op in ins.POST_OF}
-    over -= {(ins.POST_OF[at.op], *at[1:]) for at in [at for at in earlier if at.op in ins.FREE_OPS][-_DEFERRED:]}
-    posted = (at for at in ins.each(program[: issued + 1]) if at.op in ins.POST_OPS)
-    return {at.peer for at in posted if at[:] not in over}
+    freed_last = [at for at in earlier if at.op in ins.FREE_OPS][-_DEFERRED:]
+    over = {at._replace(op=ins.POST_OF[at.op]) for at in earlier if at.op in ins.POST_OF and at not in freed_last}
+    return {at.peer for at in ins.each(program[: issued + 1]) if at.op in ins.POST_OPS and at not in over}
 
 
 def instruction_at(plan: Plan, rank: int, position: int) -> Instruction | None:

@@ -42,8 +42,9 @@ def messages(
     send = list(receive)
     if adjust is not None:
         receive, send = adjust(receive, send)
-    (received, sent), shapes = zip(*map(_names_and_shapes, (receive, send)), strict=True)
-    return Messages(Shapes(*shapes), received, sent)
+    received, shapes_received = _names_and_shapes(receive)
+    sent, shapes_sent = _names_and_shapes(send)
+    return Messages(Shapes(shapes_received, shapes_sent), received, sent)
 
 
 def _names_and_shapes(given: Any) -> tuple[Names, Any]:
