@@ -14,7 +14,7 @@ from megatron_pp.plan.ir.spec import Plan
 
 
 class Observer(Protocol):
-    """What watches a step: around its instructions (``Observer``), and around its phases (``StepObserver``)."""
+    """Around each instruction of a step."""
 
     def begin(self, at: Instruction) -> None: ...
 
