@@ -47,10 +47,12 @@ _IMPORTERS = {"megatron_pp.on_demand", "importlib", "importlib._bootstrap", "imp
 
 
 class Importers(MetaPathFinder):
-    """``by``: module of the package -> where it was first asked for."""
+    """``by``: module of the package -> where it was first asked for. ``parity``: those of ``megatron_pp.parity`` that
+    have started this rank."""
 
     def __init__(self) -> None:
         self.by: dict[str, str] = {}
+        self.parity = {name for name in sys.modules if name.startswith("megatron_pp.parity")}
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         if name.partition(".")[0] == "megatron_pp":
@@ -72,7 +74,7 @@ def loaded(importers: Importers) -> dict[str, tuple[int, str]]:
     """Module of the package -> its lines, and where it was first asked for."""
     found = {}
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == "megatron_pp":
+        if name.partition(".")[0] == "megatron_pp" and name not in importers.parity:
             lines = pathlib.Path(module.__file__ or "").read_text(encoding="utf-8").count("\n")
             found[name] = lines, importers.by.get(name, "the test")
     return found
