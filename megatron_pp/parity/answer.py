@@ -84,6 +84,7 @@ class Answer:
     def _parameter(self, name: str, found: list[Difference], layout: Layout) -> dict[str, Any]:
         about: dict[str, Any] = {
             "what": found[0].key.kind,
+            "stages": sorted({one.stage for one in found if one.stage is not None}),
             "ranks": sorted({one.rank for one in found}),
             "error": max(one.error for one in found),
             "allowed": max(one.allowed for one in found),
@@ -164,12 +165,17 @@ def grouped(parameters: dict[str, dict[str, Any]]) -> list[str]:
     """One line for the parameters that are wrong alike."""
     groups: dict[str, list[str]] = {}
     for name, about in parameters.items():
-        words = [f"{about['what']}", f"ranks {', '.join(map(str, about['ranks']))}"]
+        words = [about["what"], *([f"stages {_list(about['stages'])}"] if about.get("stages") else [])]
+        words.append(f"ranks {_list(about['ranks'])}")
         words += [about["ratio_in_words"]] if "ratio" in about else []
         if "partial_sums" in about:
             words.append(f"partial sums: those of the {about['partial_sums']} ranks add up to what is right")
         groups.setdefault("; ".join(words), []).append(name)
     return [f"{words}: {_some(names)}" for words, names in groups.items()]
+
+
+def _list(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def _some(names: list[str]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_pp.parity.answer import Answer
-from megatron_pp.parity.comparison import DIFFERENT, EQUAL, FLOAT64, Comparison, compare_records
+from megatron_pp.parity.comparison import DIFFERENT, EQUAL, FAR_OFF, FLOAT32, FLOAT64, Comparison, compare_records
 from megatron_pp.parity.diagnosis import smallest
 from megatron_pp.parity.flags import Flags
 from megatron_pp.parity.layout import Layout, fewest_processes
@@ -41,7 +41,8 @@ def answer(options: Options, load: Any, plugin: Callable[[], None], say: Callabl
     """``say`` is told what is run. Raises RunError where a run that is needed does not end, or cannot begin."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     layout = asked_for(options)
-    gpu = _has_gpu()
+    gpus = _gpus()
+    gpu = gpus >= layout.world
     program = Program(options.script, options.module, options.steps, options.deadline, gpu, load, plugin)
     say("importing")
     prepare(program)
@@ -50,7 +51,9 @@ def answer(options: Options, load: Any, plugin: Callable[[], None], say: Callabl
         runs = Runs(program, Path(folder))
         engines = ENGINES[options.engine]
         compared = {engine: compare(runs, layout, engine, say) for engine in engines}
-        result = Answer(_script(options), layout, changed, compared)
+        result = Answer(_script(options), layout, changed, compared, notes=list(runs.notes))
+        if 0 < gpus < layout.world:
+            result.notes.append(f"{gpus} GPUs for {layout.world} processes: all ran on the CPU")
         result.engine = next((engine for engine in engines if compared[engine].verdict == DIFFERENT), engines[0])
         if result.verdict == DIFFERENT and options.diagnose:
             engine = result.engine
@@ -61,20 +64,24 @@ def answer(options: Options, load: Any, plugin: Callable[[], None], say: Callabl
 
 
 def compare(runs: Runs, layout: Layout, engine: str, say: Callable[[str], None]) -> Comparison:
-    """In float32; where that is not equal to the bit, a fault is told from rounding in float64."""
+    """In float32; where that is not equal to the bit, a fault is told from rounding in float64. What is equal there is
+    a fault only where float32 is far off."""
     say(f"{layout.label() or 'one process'}, schedule: {engine}")
-    alone, exact = (runs.alone(layout, dtype) for dtype in ("float32", "float64"))
-    found = compare_records(runs.layout(layout, engine, "float32"), alone, exact)
-    if found.verdict == EQUAL:
+    alone, exact = runs.alone(layout, "float32"), runs.exact(layout)
+    records = runs.layout(layout, engine, "float32")
+    found = compare_records(records, alone, exact)
+    if found.verdict == EQUAL or runs.notes:
         return found
     precise = compare_exactly(runs, layout, engine, say)
-    return precise if precise.verdict == DIFFERENT else found
+    return precise if precise.verdict == DIFFERENT else compare_records(records, alone, exact, FAR_OFF)
 
 
 def compare_exactly(runs: Runs, layout: Layout, engine: str, say: Callable[[str], None]) -> Comparison:
-    say(f"{layout.label() or 'one process'}, schedule: {engine}, float64")
-    exact = runs.alone(layout, "float64")
-    return compare_records(runs.layout(layout, engine, "float64"), exact, exact, FLOAT64)
+    """In float64, or in float32 where the script cannot compute in float64."""
+    dtype = "float32" if runs.notes else "float64"
+    say(f"{layout.label() or 'one process'}, schedule: {engine}, {dtype}")
+    exact = runs.exact(layout)
+    return compare_records(runs.layout(layout, engine, dtype), exact, exact, FLOAT32 if runs.notes else FLOAT64)
 
 
 def asked_for(options: Options) -> Layout:
@@ -91,10 +98,12 @@ def asked_for(options: Options) -> Layout:
     return layout
 
 
-def _has_gpu() -> bool:
+def _gpus() -> int:
+    """Counted without CUDA, which ranks could not use after a fork if it had begun here."""
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     import torch
 
-    return torch.cuda.is_available()
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def _script(options: Options) -> list[str]:

@@ -19,6 +19,7 @@ from megatron_pp.parity.recorder import BACKWARD, GRADIENT, NORM, PARAMETER, Key
 EQUAL, ROUNDING, DIFFERENT = "equal", "rounding", "different"
 FACTOR = 32.0
 FLOAT32, FLOAT64 = 4 * float(np.finfo(np.float32).eps), 1e-11
+FAR_OFF = 1000 * FLOAT32
 _SAME_RATIO = 1e-3
 OF_A_STEP = (GRADIENT, NORM, PARAMETER)
 
@@ -35,6 +36,7 @@ class Difference:
     allowed: float
     ratio: float | None = None
     exact: bool = False
+    stage: int | None = None  # of the pipeline, in model order, that holds the parameter
 
     @property
     def found(self) -> bool:
@@ -82,7 +84,10 @@ def compare_records(records: list[Record], alone: Record, exact: Record, unit: f
         if not parts:
             result.missing.append(f"no rank has the {key.kind} of {key.name}{_of_microbatch(key)}")
             continue
-        result.differences += [_difference(key, rank, value, right.data, truth, allowed) for rank, value in parts]
+        for rank, value in parts:
+            found = _difference(key, rank, value, right.data, truth, allowed)
+            found.stage = _stage(records[rank], key.name)
+            result.differences.append(found)
         if key.kind == GRADIENT:
             result.missing += _not_covered(key, [value for _, value in parts], truth.shape)
             if any(one.found for one in result.differences[-len(parts) :]):
@@ -93,6 +98,12 @@ def compare_records(records: list[Record], alone: Record, exact: Record, unit: f
         result.of_norm = norms.concerned(first.key, reported, records, exact)
     result.missing += [f"{name} is a parameter of no layer in one process" for one in records for name in one.unknown]
     return result
+
+
+def _stage(record: Record, name: str) -> int | None:
+    """Chunks go round the ranks of a pipeline."""
+    chunk, place = record.stage.get(name), record.place
+    return None if chunk is None or place is None else chunk * place.size["PP"] + place.rank["PP"]
 
 
 def _noise(alone: Record, exact: Record, unit: float) -> dict[tuple[int, str, str], float]:

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_pp.parity import junit, page
 from megatron_pp.parity.answer import Answer
-from megatron_pp.parity.comparison import DIFFERENT, EQUAL, ROUNDING, Comparison, compare_records
+from megatron_pp.parity.comparison import DIFFERENT, EQUAL, FAR_OFF, ROUNDING, Comparison, compare_records
 from megatron_pp.parity.diagnosis import smallest
 from megatron_pp.parity.flags import Flags
 from megatron_pp.parity.layout import Layout
@@ -59,6 +59,19 @@ def test_the_first_difference_is_the_first_in_time_and_its_ratio_is_told():
     assert (found.first.key, found.first.rank) == (GRAD, 1)
     assert found.first.ratio == pytest.approx(2)
     assert found.wrong()[1].ratio is None
+
+
+def test_stages_are_told_in_model_order():
+    record = rank_of(1, 2, "PP", gradient=2 * values(GRAD))
+    record.stage[GRAD.name] = 1
+    found = compared(rank_of(0, 2, "PP"), record)
+    assert found.first.stage == 3, "chunk 1 of rank 1 of 2"
+
+
+@pytest.mark.parametrize(("factor", "verdict"), [(1.005, ROUNDING), (1.1, DIFFERENT)])
+def test_what_is_right_in_float64_is_a_fault_where_float32_is_far_off(factor, verdict):
+    record = rank_of(0, 1, "TP", gradient=factor * values(GRAD))
+    assert compare_records([record], alone(np.float32), alone(np.float64), FAR_OFF).verdict == verdict
 
 
 def test_not_a_number_is_a_difference():
