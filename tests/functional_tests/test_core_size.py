@@ -80,7 +80,14 @@ def loaded(importers: Importers) -> dict[str, tuple[int, str]]:
     return found
 
 
+def forget_what_the_tests_load() -> None:
+    """What the engine loads of it comes back."""
+    for name in [name for name in sys.modules if name.startswith("megatron_pp.parity")]:
+        del sys.modules[name]
+
+
 def own_steps(rank: int, size: int) -> dict[str, tuple[int, str]]:
+    forget_what_the_tests_load()
     sys.meta_path.insert(0, importers := Importers())
     import megatron_pp
     from megatron_pp import parallel_state
@@ -97,8 +104,7 @@ def installed_steps(rank: int, size: int) -> dict[str, tuple[int, str]]:
     with cpu_stand_in.triton_stand_in():
         from megatron.core import parallel_state, pipeline_parallel
         from megatron.core.transformer import TransformerConfig
-    for name in [name for name in sys.modules if name.startswith("megatron_pp.parity")]:
-        del sys.modules[name]  # it is this test's; what the engine loads comes back
+    forget_what_the_tests_load()
 
     from megatron_pp.integrations import megatron_core
 
