@@ -27,7 +27,7 @@ from megatron_pp.errors import CommunicatorClosedError, P2PTimeoutError, P2PTran
 
 _SLICE = timedelta(seconds=0.1)  # of a wait in the store, between looks at whether the channels were aborted
 
-Key = tuple[int, int, str]
+ChannelKey = tuple[int, int, str]
 """(source, target, kind of message), ranks of the pipeline."""
 
 SHAPES = "shapes"
@@ -41,12 +41,12 @@ class Channel(NamedTuple):
     peer: int
 
 
-def in_rounds(keys: Iterable[Key]) -> list[list[Key]]:
+def in_rounds(keys: Iterable[ChannelKey]) -> list[list[ChannelKey]]:
     """``keys`` in rounds; a rank is an end once in a round: a colouring of the edges by first fit.
 
     Ranks that make their channels in this order wait for each other along a chain of one step a round, not along the
     pipeline. Neighbours in a loop need 4 rounds (6 where their number is odd), in a V 8."""
-    rounds: list[list[Key]] = []
+    rounds: list[list[ChannelKey]] = []
     busy: defaultdict[int, set[int]] = defaultdict(set)  # rank -> its rounds
     for key in keys:
         first = next(n for n in count() if n not in busy[key[0]] and n not in busy[key[1]])
@@ -69,7 +69,7 @@ class ChannelGroups:
         self.store, self.name, self.rank, self.members, self.options = store, name, rank, members, options
         self.timeout: timedelta = options._timeout
         self.aborted = False
-        self.channels: dict[Key, Channel] = {}
+        self.channels: dict[ChannelKey, Channel] = {}
         self.collective: dist.ProcessGroup | None = None
 
     @cached_property
@@ -77,7 +77,7 @@ class ChannelGroups:
         """Other threads may make the channels of other pipelines at the same time."""
         return private_client(self.store)
 
-    def make(self, keys: Iterable[Key], patience: timedelta) -> list[Key]:
+    def make(self, keys: Iterable[ChannelKey], patience: timedelta) -> list[ChannelKey]:
         """Make those of ``keys`` that this rank is an end of and that are missing; returns them. Both ends call it, and
         wait for each other as long as ``patience``. ``keys`` must come in one order on all ranks (``in_rounds``)."""
         made = [key for key in keys if self.rank in key[:2] and key not in self.channels]

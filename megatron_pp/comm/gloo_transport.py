@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_pp.comm.at_exit import call_at_exit
-from megatron_pp.comm.channels import Key
+from megatron_pp.comm.channels import ChannelKey
 from megatron_pp.comm.gloo import LARGE_BYTES, SMALL_SENDS, ChannelThreads
 from megatron_pp.comm.group_transport import GroupTransport
 from megatron_pp.comm.transport import ACT, Preparation, Work
@@ -87,7 +87,7 @@ class GlooTransport(GroupTransport):
         has_channels = self.one_way and "gloo" in dist.get_backend(self.group)
         return size if has_channels and size >= GLOO_DETACHED_BYTES else 0
 
-    def _channels_for(self, needs: Preparation) -> list[Key]:
+    def _channels_for(self, needs: Preparation) -> list[ChannelKey]:
         keys = []
         for key in self._ways(needs.edges):
             # Both ends of an edge know the same size: one of what it sends, the other of what it receives.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from megatron_pp.comm.channels import SHAPES, Channel, ChannelGroups, Key, in_rounds, pipeline_name
+from megatron_pp.comm.channels import SHAPES, Channel, ChannelGroups, ChannelKey, in_rounds, pipeline_name
 from megatron_pp.comm.transport import ACT, GRAD, Edge, Preparation, Transport
 from megatron_pp.errors import P2PTransferError
 from megatron_pp.on_demand import load
@@ -59,7 +59,7 @@ class GroupTransport(Transport):
         self._agreement = 0
         self._prepared: set[Preparation] = set()
         self._groups: ChannelGroups | None = None
-        self._channels: dict[Key, Channel] = {}
+        self._channels: dict[ChannelKey, Channel] = {}
         self._collectives: GroupCollectives | None = None
 
     def prepare(self, needs: Preparation, timeout: timedelta) -> None:
@@ -80,14 +80,14 @@ class GroupTransport(Transport):
         """``needs`` without what makes no difference on this backend."""
         raise NotImplementedError
 
-    def _channels_for(self, needs: Preparation) -> list[Key]:
+    def _channels_for(self, needs: Preparation) -> list[ChannelKey]:
         """The channels that ``needs`` wants of this rank."""
         raise NotImplementedError
 
-    def _warm_up(self, needs: Preparation, made: list[Key]) -> None:
+    def _warm_up(self, needs: Preparation, made: list[ChannelKey]) -> None:
         """``made``: the new channels."""
 
-    def _ways(self, edges: Iterable[Edge], with_shapes: bool = False) -> list[Key]:
+    def _ways(self, edges: Iterable[Edge], with_shapes: bool = False) -> list[ChannelKey]:
         """What this rank is an end of, in an order that is the same on all ranks."""
         keys = [key for s, t in sorted(edges) for key in ((s, t, ACT), (t, s, GRAD))]
         if with_shapes:

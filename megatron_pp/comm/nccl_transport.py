@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from megatron_pp.comm.channels import SHAPES, ChannelGroups, Key, group_around
+from megatron_pp.comm.channels import SHAPES, ChannelGroups, ChannelKey, group_around
 from megatron_pp.comm.group_transport import GroupTransport
 from megatron_pp.comm.transport import P2PRequest, Preparation, Work
 from megatron_pp.errors import P2PError
@@ -93,11 +93,11 @@ class NcclTransport(GroupTransport):
         """All but sizes."""
         return needs._replace(received_bytes=0, sent_bytes=0)
 
-    def _channels_for(self, needs: Preparation) -> list[Key]:
+    def _channels_for(self, needs: Preparation) -> list[ChannelKey]:
         with_tensors = self.one_way and not needs.batched
         return [key for key in self._ways(needs.edges, needs.with_shapes) if with_tensors or key[2] == SHAPES]
 
-    def _warm_up(self, needs: Preparation, made: list[Key]) -> None:
+    def _warm_up(self, needs: Preparation, made: list[ChannelKey]) -> None:
         """Small messages: the communicators that ``needs`` uses exist before the first step. The first batch makes the
         group's communicator, which takes all ranks; they cannot wait for shapes then."""
         if not self.warm_up and not (needs.batched and needs.with_shapes):

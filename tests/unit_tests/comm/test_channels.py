@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_pp.comm.channels import ChannelGroups, Key, in_rounds
+from megatron_pp.comm.channels import ChannelGroups, ChannelKey, in_rounds
 from megatron_pp.comm.nccl_transport import channel_options
 from megatron_pp.comm.transport import ACT, GRAD
 from megatron_pp.errors import CommunicatorClosedError, P2PTimeoutError
@@ -26,11 +26,11 @@ LIMIT = timedelta(seconds=30)
 GLOBAL_RANKS = [7, 5, 3, 1]
 
 
-def keys_of(placement: Placement) -> list[Key]:
+def keys_of(placement: Placement) -> list[ChannelKey]:
     return [key for s, t in placement.rank_edges for key in ((s, t, ACT), (t, s, GRAD))]
 
 
-def longest_chain(keys: list[Key]) -> int:
+def longest_chain(keys: list[ChannelKey]) -> int:
     """Meetings one after the other until the last channel is made, where each rank makes its own in this order and a
     meeting takes 1."""
     free: Counter[int] = Counter()
@@ -81,7 +81,7 @@ def test_groups_of_a_loop() -> None:
     keys = [key for together in in_rounds(keys_of(Placement(LOOP, size, 2))) for key in together]
     names_before = dict(dist.distributed_c10d._world.pg_names)
 
-    def rank_main(rank: int) -> dict[Key, tuple[Any, ...]]:
+    def rank_main(rank: int) -> dict[ChannelKey, tuple[Any, ...]]:
         groups = groups_of(rank, store)
         assert groups.make(keys, PATIENCE) == [key for key in keys if rank in key[:2]]
         seen, works = {}, []
