@@ -46,7 +46,7 @@ class NcclTransport(GroupTransport):
     def irecv(self, tensor: torch.Tensor, peer: int, channel: str) -> Work:
         return self._post("recv", (peer, self.rank, channel), tensor, peer)
 
-    def _post(self, method: str, key: Key, tensor: torch.Tensor, peer: int) -> Work:
+    def _post(self, method: str, key: ChannelKey, tensor: torch.Tensor, peer: int) -> Work:
         channel = key[2]
         if not tensor.is_cuda:
             return self._post_shape(method, tensor, peer, channel)
