@@ -4,10 +4,10 @@ that its rank keeps to the memory limit.
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, groupby, pairwise, product
 from typing import NamedTuple
 
 from megatron_pp.errors import PlanError
@@ -42,30 +42,6 @@ def _greedy(work: Sequence[float], num_stages: int, most: float) -> Counts | Non
         counts[-1] += 1
         filled += one
     return tuple(counts) if len(counts) == num_stages else None
-
-
-def improved(
-    counts: Counts,
-    price: Callable[[Counts], tuple[float, ...]],
-    givers: Callable[[Counts], Iterable[int]],
-    is_allowed: Callable[[Counts], bool],
-) -> Counts:
-    """``counts`` after moves of one unit from a stage of ``givers`` to another, each the best one, while ``price``
-    falls.
-    """
-    best = price(counts)
-    for _ in range(_MOST_MOVES):
-        pairs = ((a, b) for a in givers(counts) if counts[a] > 1 for b in range(len(counts)) if a != b)
-        moves = [move for move in (_moved(counts, a, b) for a, b in pairs) if is_allowed(move)]
-        least = min(((price(move), move) for move in moves), default=(best, counts))
-        if least[0] >= best:
-            break
-        best, counts = least
-    return counts
-
-
-def _moved(counts: Counts, source: int, target: int) -> Counts:
-    return tuple(n - (k == source) + (k == target) for k, n in enumerate(counts))
 
 
 def stages_of(units: Units, counts: Counts) -> list[tuple[Layer, ...]]:
@@ -156,9 +132,7 @@ def best_counts(units: Units, room: Room, recompute: bool) -> Counts:
     """
     counts = _fastest(tuple(units), room.placement)
     cuts = _Cuts(units, room, recompute)
-    if len(units) == len(counts) or not cuts.is_short(counts):
-        return counts
-    return improved(counts, cuts.price, cuts.givers, cuts.is_buildable)
+    return cuts.improved(counts) if cuts.is_short(counts) else counts
 
 
 @lru_cache(maxsize=64)
@@ -168,7 +142,7 @@ def _fastest(units: tuple[tuple[Layer, ...], ...], placement: Placement) -> Coun
     cuts, counts = _Cuts(units, room, False), balanced(units, placement.num_stages)
     if not cuts.is_buildable(counts):
         raise PlanError("Megatron builds no layers for multi-token prediction where this layout has them")
-    return counts if len(units) == len(counts) else improved(counts, cuts.price, cuts.givers, cuts.is_buildable)
+    return cuts.improved(counts)
 
 
 class _OfRank(NamedTuple):
@@ -198,6 +172,21 @@ class _Cuts:
         self._has_mtp = any(one.kind == MTP for unit in units for one in unit)
         self._kinds = tuple(numbers[one] for one in totals)  # equal units have one number
         self._found: dict[tuple[int, tuple[tuple[int, ...], ...]], _OfRank] = {}
+
+    def improved(self, counts: Counts) -> Counts:
+        """``counts`` after moves of one unit to another stage, each the best one, while the price falls."""
+        best, stages = self.price(counts), range(len(counts))
+        for _ in range(_MOST_MOVES):
+            found = [(best, counts)]
+            for giver, taker in product(self.givers(counts), stages):
+                moved = tuple(n - (k == giver) + (k == taker) for k, n in enumerate(counts))
+                if giver != taker and counts[giver] > 1 and self.is_buildable(moved):
+                    found.append((self.price(moved), moved))
+            least, moved = min(found)
+            if least >= best:
+                break
+            best, counts = least, moved
+        return counts
 
     def _ranks(self, counts: Counts) -> list[_OfRank]:
         ends = accumulate(counts, initial=0)
