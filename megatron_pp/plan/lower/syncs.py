@@ -53,9 +53,12 @@ def _grad_syncs(spec: PlanSpec, rank: int, order: Sequence[Instruction], before:
         # A split output layer's are complete in the last T.
         last_backward = {at.chunk: i for i, at in singles if at.op in ins.BACKWARD_OPS}
         last_pass = {at.chunk: i for i, at in singles if at.op in ins.LAST_PASS}
+        alone = spec.pipeline_size == 1 and spec.num_chunks == 1
         for chunk, k in last.items():
             for entry in sorted({completing[k][0], last_backward[chunk], last_pass.get(chunk, completing[k][0])}):
-                before[_enable_at(spec, order, entry)].append(_sync(ins.ENABLE_GRAD_SYNC, chunk, stages))
+                # Without a pipeline before a forward right in front, for wrappers that prepare in forward.
+                early = alone and entry > 0 and order[entry - 1].op == ins.FORWARD
+                before[entry - early].append(_sync(ins.ENABLE_GRAD_SYNC, chunk, stages))
         return
     for chunk, k in sorted(last.items()):
         late = k + rank >= len(completing) or (spec.num_chunks == 1 and rank > 0)
@@ -65,16 +68,6 @@ def _grad_syncs(spec: PlanSpec, rank: int, order: Sequence[Instruction], before:
 
 def _sync(op: str, chunk: int, stages: dict[int, int]) -> Instruction:
     return Instruction(op, stages.get(chunk, NONE), chunk=chunk)
-
-
-def _enable_at(spec: PlanSpec, order: Sequence[Instruction], completing: int) -> int:
-    """Right before the completing entry; without a pipeline before the forward right before that, if there is one, for
-    wrappers that prepare in forward (``prepares_in_forward``).
-    """
-    alone = spec.pipeline_size == 1 and spec.num_chunks == 1
-    if alone and completing > 0 and order[completing - 1].op == ins.FORWARD:
-        return completing - 1
-    return completing
 
 
 def prepares_in_forward(plan: Plan, rank: int) -> bool:

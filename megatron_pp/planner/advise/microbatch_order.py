@@ -10,6 +10,7 @@ from megatron_pp.plan.costs.stage_costs import StageCosts
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.planner.advise.evaluate import Outcome
+from megatron_pp.planner.advise.model import Model
 from megatron_pp.planner.advise.question import Question
 from megatron_pp.planner.advise.timing import order_time
 
@@ -37,14 +38,14 @@ def best_order(question: Question, outcome: Outcome, seconds: float) -> Microbat
     if outcome.spec is None or outcome.fit is None or len(given) != outcome.candidate.num_microbatches:
         return None
     plan = build_plan(outcome.spec)
-    problem = _Problem(question, plan, outcome.fit.costs, outcome.candidate.micro_batch)
+    problem = _Problem(question, plan, outcome.fit.costs, question.model(outcome.candidate.micro_batch))
     starts = sorted(_first_orders(given), key=problem.estimate)
     until, each = time.monotonic(), seconds / len(starts)
     order = min((problem.improved(one, until + k * each) for k, one in enumerate(starts, 1)), key=problem.estimate)
-    as_given = problem.step(tuple(range(len(given))))
-    step = problem.step(order)
+    in_turn = tuple(range(len(given)))
+    as_given, step = problem.step(in_turn), problem.step(order)
     if step >= as_given:
-        order, step = tuple(range(len(given))), as_given
+        order, step = in_turn, as_given
     return MicrobatchOrder(order, step, as_given)
 
 
@@ -60,17 +61,17 @@ class _Problem:
     question: Question
     plan: Plan
     costs: StageCosts
-    micro_batch: int
+    model: Model
 
     def _of(self, order: Sequence[int]) -> StageCosts:
         return replace(self.costs, microbatches=tuple(self.question.microbatch_costs[k] for k in order))
 
     def estimate(self, order: Sequence[int]) -> float:
-        plan, transfer = self.plan, self.question.transfer(self.question.model(self.micro_batch))
+        plan, transfer = self.plan, self.question.transfer(self.model)
         return order_time(plan.orders, plan.placement, self._of(order), transfer, plan.spec.slices)
 
     def step(self, order: Sequence[int]) -> float:
-        network = self.question.network(self.question.model(self.micro_batch))
+        network = self.question.network(self.model)
         return simulate(self.plan, self._of(order), network, self.plan.spec.device).makespan
 
     def improved(self, order: tuple[int, ...], until: float) -> tuple[int, ...]:
