@@ -70,7 +70,7 @@ class SyncCheck:
                 raise refusal(self.rank, last, f"{why} the gradients of layers that do not split theirs")
 
     def _following(self, k: int) -> int | None:
-        """The backward or WEIGHT that comes next after instruction ``k``."""
+        """The index of the backward or W that comes next after instruction ``k``."""
         following = bisect_right(self.backwards, k)
         return self.backwards[following] if following < len(self.backwards) else None
 
