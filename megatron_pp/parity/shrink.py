@@ -50,7 +50,8 @@ _MLA = {"--q-lora-rank": 8, "--kv-lora-rank": 8, "--qk-head-dim": 8, "--qk-pos-e
 
 def for_parity(layout: Layout, steps: int, shrunk: bool, gpu: bool, own_loop: bool = False) -> tuple[Layout, list[str]]:
     """The layout with data, steps and precision as a comparison needs them, and what has been changed, in words.
-    ``own_loop``: the script has a parser of its own, which may know no other flags than those that are given.
+    ``own_loop``: the script has a parser of its own, which may know no other flags than those that are given, and data
+    of its own.
     """
     flags = layout.flags.without(*DROPPED, *([] if gpu else NEEDS_GPU))
     flags = flags.without(*_PRECISION)
@@ -69,7 +70,7 @@ def for_parity(layout: Layout, steps: int, shrunk: bool, gpu: bool, own_loop: bo
         flags = shrink(Layout(flags, layout.world))
     if own_loop:
         flags = Flags(tuple(item for item in flags.items if item[0] in layout.flags))
-    changed = Layout(flags, layout.world, layout.uneven_masks)
+    changed = Layout(flags, layout.world, layout.uneven_masks and not own_loop)
     return changed, _words(layout.flags, flags)
 
 

@@ -101,6 +101,7 @@ def test_changes_are_said():
     assert "--load" not in changed.flags
     own, _ = for_parity(flags, 2, True, False, own_loop=True)
     assert {name for name, _ in own.flags.items} <= {name for name, _ in flags.flags.items}
+    assert (changed.uneven_masks, own.uneven_masks) == (True, False)
 
 
 def test_one_process_computes_the_same():
