@@ -13,7 +13,7 @@ from megatron_pp.plan.ir.placement import LOOP, Placement
 from megatron_pp.plan.lower.clock import run_clock
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.orders.family import Shape
-from megatron_pp.plan.orders.interleaved import has_short_group
+from megatron_pp.plan.orders.interleaved import has_short_group, warmup_forwards
 
 Order = list[Instruction]
 
@@ -55,6 +55,18 @@ BY_HAND = {
 @pytest.mark.parametrize("case", BY_HAND, ids=str)
 def test_orders_by_hand(case: tuple[str, int, int, int, int]) -> None:
     assert [format_program(order) for order in orders(*case)] == BY_HAND[case]
+
+
+@pytest.mark.parametrize(
+    ("shape", "warmups"),
+    [
+        (Shape(4, 2, 8, 4), [10, 8, 6, 4]),  # 2 (P-1-r) + (V-1) G
+        (Shape(4, 2, 12, 6), [12, 10, 8, 6]),  # a group larger than P adds to every rank
+        (Shape(4, 2, 4, 4), [8, 8, 6, 4]),  # never more than there are: V M = 8
+    ],
+)
+def test_warmup_numbers(shape: Shape, warmups: list[int]) -> None:
+    assert [warmup_forwards(shape, rank) for rank in range(shape.pipeline_size)] == warmups
 
 
 def megatrons_order(shape: Shape, rank: int) -> Order:
