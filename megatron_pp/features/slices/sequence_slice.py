@@ -120,7 +120,7 @@ class SequenceSlice:
                 )
             if grown.whole is not None and self.of(grown.whole, dim).shape != tensor.shape:  # copies would broadcast
                 raise ScheduleInputError(
-                    f"a tensor of shape {list(tensor.shape)} follows those of slices before, whose whole has "
+                    f"a tensor of shape {list(tensor.shape)} follows those of slices before; the whole has "
                     f"shape {list(grown.whole.shape)}: they may differ in dimension {dim} alone"
                 )
             extended.append(_Extended.apply(tensor, grown, self, dim % tensor.dim()))
