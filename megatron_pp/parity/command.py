@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +71,22 @@ def compare(runs: Runs, layout: Layout, engine: str, say: Callable[[str], None])
     records = runs.layout(layout, engine, "float32")
     found = compare_records(records, alone, exact)
     if found.verdict == EQUAL or runs.notes:
-        return found
+        return check_recomputation(runs, layout, engine, found)
     precise = compare_exactly(runs, layout, engine, say)
     return precise if precise.verdict == DIFFERENT else compare_records(records, alone, exact, FAR_OFF)
+
+
+def with_dropout(layout: Layout) -> Layout:
+    return replace(layout, flags=layout.flags.with_values(attention_dropout=0.1, hidden_dropout=0.1))
+
+
+def check_recomputation(runs: Runs, layout: Layout, engine: str, found: Comparison) -> Comparison:
+    """With dropout, a recomputation that draws other random numbers than its forward is a fault."""
+    if found.verdict != DIFFERENT and "recomputation" in layout.parts() and has_training_loop():
+        records = runs.layout(with_dropout(layout), engine, "float32")
+        names = sorted({name for record in records for name in record.unrepeated})
+        found.missing += [f"the recomputation of {name} does not repeat its forward, with dropout" for name in names]
+    return found
 
 
 def compare_exactly(runs: Runs, layout: Layout, engine: str, say: Callable[[str], None]) -> Comparison:
@@ -81,7 +94,9 @@ def compare_exactly(runs: Runs, layout: Layout, engine: str, say: Callable[[str]
     dtype = "float32" if runs.notes else "float64"
     say(f"{layout.label() or 'one process'}, schedule: {engine}, {dtype}")
     exact = runs.exact(layout)
-    return compare_records(runs.layout(layout, engine, dtype), exact, exact, FLOAT32 if runs.notes else FLOAT64)
+    unit = FLOAT32 if runs.notes else FLOAT64
+    found = compare_records(runs.layout(layout, engine, dtype), exact, exact, unit)
+    return check_recomputation(runs, layout, engine, found)
 
 
 def asked_for(options: Options) -> Layout:

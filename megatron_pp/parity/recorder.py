@@ -63,6 +63,7 @@ class Record:
     stage: dict[str, int] = field(default_factory=dict)
     values: dict[Key, Value] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
+    unrepeated: set[str] = field(default_factory=set)  # modules whose recomputation is not their forward
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
@@ -79,6 +80,7 @@ class Recorder:
         self.chunks: list[Any] = []
         self.optimizers: list[Any] = []
         self.depth = 0
+        self.forwards: dict[str, list[np.ndarray]] = {}  # of this step, by module
         self.microbatches = self.sequence = 1
         self.whole: dict[str, np.ndarray] = {}
 
@@ -135,6 +137,7 @@ class Recorder:
             for chunk in chunks:
                 self._hook(unwrapped(chunk))
         self.counts.clear()
+        self.forwards.clear()
 
     def _load(self) -> None:
         """Give the parameters their values, and tell the optimizers."""
@@ -207,19 +210,36 @@ class Recorder:
         watched += ["embedding"] if getattr(model, "pre_process", True) else []  # elsewhere, that of further tokens
         for path, module in modules.items():
             last = path.rpartition(".")[2]
-            if (last.isdigit() and hasattr(module, "layer_number")) or last in watched:
-                name = global_name(path, modules, self.place)
+            layer = last.isdigit() and hasattr(module, "layer_number")
+            name = global_name(path, modules, self.place)
+            if layer or last in watched:
                 module.register_forward_hook(functools.partial(self._output, name))
+            if layer or last in ("core_attention", "mlp"):
+                module.register_forward_hook(functools.partial(self._repetition, name))
 
     def _output(self, name: str, module: Any, inputs: Any, output: Any) -> None:
         while isinstance(output, (tuple, list)) and output:
             output = output[0]
-        if self.current is None or not isinstance(output, torch.Tensor) or not output.is_floating_point():
+        if not isinstance(output, torch.Tensor) or not output.is_floating_point():
             return
-        if Key(self.step, FORWARD, name, self.current) in self.record.values:
+        if self.current is None or Key(self.step, FORWARD, name, self.current) in self.record.values:
             return  # another call of the same module, as of the embedding for further tokens
         self._note(FORWARD, name, self.current, output, 0)
         self._watch(output, name, self.current, 0)
+
+    def _repetition(self, name: str, module: Any, inputs: Any, output: Any) -> None:
+        """A forward within a backward is a recomputation: it repeats one of this step's, random numbers included."""
+        while isinstance(output, (tuple, list)) and output:
+            output = output[0]
+        if not isinstance(output, torch.Tensor):
+            return
+        forwards = self.forwards.setdefault(name, [])
+        if self.current is not None:
+            forwards.append(_array(output))
+        elif torch.is_grad_enabled() and forwards:
+            again = _array(output)
+            if not any(np.array_equal(again, before) for before in forwards):
+                self.record.unrepeated.add(name)
 
     def _watch(self, output: torch.Tensor, name: str, microbatch: int, dim: int) -> None:
         """Note the gradient by ``output``, as one process has it: the mean over microbatches is not yet taken apart."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from xml.etree import ElementTree as Xml
 
 import numpy as np
 import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
 
 from megatron_pp.parity import junit, page
 from megatron_pp.parity.answer import Answer
@@ -16,7 +19,7 @@ from megatron_pp.parity.flags import Flags
 from megatron_pp.parity.layout import Layout
 from megatron_pp.parity.parameters import Place, indices_of, made_values
 from megatron_pp.parity.processes import RunError
-from megatron_pp.parity.recorder import FORWARD, GRADIENT, LOSS, NORM, PARAMETER, Key, Record, Value
+from megatron_pp.parity.recorder import FORWARD, GRADIENT, LOSS, NORM, PARAMETER, Key, Record, Recorder, Value
 
 RANKS = {"TP": 0, "PP": 0, "CP": 0, "DP": 0, "EP": 0, "ETP": 0}
 LOSS_KEY, GRAD = Key(0, LOSS, "loss", 0), Key(0, GRADIENT, "layers.0.weight")
@@ -201,3 +204,19 @@ def test_parameters_that_a_norm_leaves_out(counted, names):
         ranks.append(Record(place, values={**shards, norm: Value(np.asarray((right**2 - left) ** 0.5))}))
     found = compare_records(ranks, exact, exact, 1e-11)
     assert (found.first.key, found.of_norm) == (norm, names)
+
+
+def test_a_recomputation_repeats_its_forward():
+    """A checkpoint whose random numbers are not put back draws others in the backward."""
+    layer = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5))
+    for preserved in (True, False):
+        recorder = Recorder(1, "", alone=True)
+        handle = layer.register_forward_hook(functools.partial(recorder._repetition, "layers.0"))
+        recorder.current = 0
+        output = checkpoint(
+            layer, torch.ones(4, 8, requires_grad=True), use_reentrant=True, preserve_rng_state=preserved
+        )
+        recorder.current = None
+        output.sum().backward()
+        handle.remove()
+        assert recorder.record.unrepeated == (set() if preserved else {"layers.0"})
