@@ -8,7 +8,6 @@ def test_my_model():
 
 from __future__ import annotations
 
-import pickle
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -66,12 +65,10 @@ def compare(
         def run(pipeline: Pipeline, dtype: torch.dtype) -> list[Record]:
             here = Path(tempfile.mkdtemp(dir=folder))
 
-            def body(rank: int) -> None:
-                record = _step(make_model, batch, pipeline, loss, dtype, rank)
-                (here / f"{rank}.record").write_bytes(pickle.dumps(record))
+            def body(rank: int) -> Record:
+                return _step(make_model, batch, pipeline, loss, dtype, rank)
 
-            run_ranks(body, pipeline.pp, here, deadline)
-            return [pickle.loads((here / f"{rank}.record").read_bytes()) for rank in range(pipeline.pp)]
+            return run_ranks(body, pipeline.pp, here, deadline)
 
         alone, exact = (_whole(run(reference, dtype)) for dtype in (torch.float32, torch.float64))
         found = compare_records(run(layout, torch.float32), alone, exact)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from multiprocessing import get_context
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import TypeVar
 
 from megatron_pp.errors import MegatronPPError
 
@@ -25,9 +27,13 @@ class RunError(MegatronPPError, RuntimeError):
     """A run that a comparison needs did not end: a rank raised, died, or missed the deadline."""
 
 
-def run_ranks(body: Callable[[int], None], world: int, folder: Path, deadline: float) -> None:
-    """Call ``body(rank)`` in ``world`` processes that torch.distributed can join. Their output goes to files in
-    ``folder``. Raises RunError with the error of the first rank that failed; no process is left.
+Result = TypeVar("Result")
+
+
+def run_ranks(body: Callable[[int], Result], world: int, folder: Path, deadline: float) -> list[Result]:
+    """Call ``body(rank)`` in ``world`` processes that torch.distributed can join, and return what the calls returned.
+    Output and results go through files in ``folder``, which is this process's own. Raises RunError with the error of
+    the first rank that failed; no process is left.
     """
     context = get_context("fork")
     port = _free_port()
@@ -57,9 +63,10 @@ def run_ranks(body: Callable[[int], None], world: int, folder: Path, deadline: f
         for process in processes:
             if process.pid is not None:
                 process.join()
+    return [pickle.loads((folder / f"rank{rank}.result").read_bytes()) for rank in range(world)]
 
 
-def _rank(body: Callable[[int], None], rank: int, world: int, port: int, folder: Path) -> None:
+def _rank(body: Callable[[int], object], rank: int, world: int, port: int, folder: Path) -> None:
     end_with_parent()
     output = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
@@ -73,7 +80,7 @@ def _rank(body: Callable[[int], None], rank: int, world: int, port: int, folder:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron asks for it
     code = 1
     try:
-        body(rank)
+        (folder / f"rank{rank}.result").write_bytes(pickle.dumps(body(rank)))
         code = 0
     except SystemExit as ended:
         traceback.print_exc()

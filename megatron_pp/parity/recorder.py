@@ -7,10 +7,8 @@ the optimizer's step begins, its gradient norm, and the parameters after the las
 from __future__ import annotations
 
 import functools
-import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -143,7 +141,8 @@ class Recorder:
         """Give the parameters their values, and tell the optimizers."""
         gated = bool(getattr(self.config, "gated_linear_unit", False))
         if not self.alone:
-            self.whole = pickle.loads(Path(self.weights).read_bytes())
+            with np.load(self.weights) as whole:
+                self.whole = dict(whole)
         self.parts: dict[str, Indices] = {}
         with torch.no_grad():
             for index, chunk in enumerate(self.chunks):
@@ -161,16 +160,16 @@ class Recorder:
         for optimizer in self.optimizers:
             optimizer.reload_model_params()
 
-    def write(self, path: str) -> None:
-        """The record, when all ranks have theirs, and the weights of a run that is alone. Raises RunError where the
+    def finished(self) -> Record:
+        """The record, when all ranks have theirs; writes the weights of a run that is alone. Raises RunError where the
         script has made too few steps."""
         if self.step < self.steps:
             raise RunError(f"the script ended after {self.step} training steps of {self.steps}")
         if dist.is_initialized():
             dist.barrier()
-        Path(path).write_bytes(pickle.dumps(self.record))
         if self.alone:
-            Path(self.weights).write_bytes(pickle.dumps(self.whole))
+            np.savez(self.weights, **self.whole)  # type: ignore[arg-type]
+        return self.record
 
     def _around_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -7,7 +7,6 @@ import contextlib
 import importlib
 import importlib.util
 import os
-import pickle
 import sys
 import tempfile
 import typing
@@ -65,24 +64,21 @@ class Runs:
         return self.alone(layout, "float32")
 
     def _weights(self, layout: Layout) -> str:
-        return str(self.folder / f"weights{abs(hash(layout.alone()))}.pickle")
+        return str(self.folder / f"weights{abs(hash(layout.alone()))}.npz")
 
     def _run(self, layout: Layout, engine: str | None, dtype: str, weights: str) -> list[Record]:
         key = (layout, engine, dtype)
         if key not in self.done:
             folder = Path(tempfile.mkdtemp(dir=self.folder))
 
-            def body(rank: int) -> None:
-                _train(self.program, layout, engine, dtype, weights, str(folder / f"rank{rank}.record"))
+            def body(rank: int) -> Record:
+                return _train(self.program, layout, engine, dtype, weights)
 
-            run_ranks(body, layout.world, folder, self.program.deadline)
-            self.done[key] = [
-                pickle.loads((folder / f"rank{rank}.record").read_bytes()) for rank in range(layout.world)
-            ]
+            self.done[key] = run_ranks(body, layout.world, folder, self.program.deadline)
         return self.done[key]
 
 
-def _train(program: Program, layout: Layout, engine: str | None, dtype: str, weights: str, path: str) -> None:
+def _train(program: Program, layout: Layout, engine: str | None, dtype: str, weights: str) -> Record:
     """The body of a rank."""
     import torch
 
@@ -99,7 +95,7 @@ def _train(program: Program, layout: Layout, engine: str | None, dtype: str, wei
         batches.install(layout.uneven_masks)
     with contextlib.suppress(SystemExit):
         program.load(program.script, layout.flags.words())()
-    recorder.write(path)
+    return recorder.finished()
 
 
 def prepare(program: Program) -> None:
