@@ -123,8 +123,7 @@ def has_training_loop() -> bool:
 
 def _for_older_python() -> None:
     """Megatron's main branch is written for Python 3.12."""
-    if not hasattr(typing, "override"):
-        typing.override = lambda function: function  # type: ignore[attr-defined]
+    vars(typing).setdefault("override", lambda function: function)
 
 
 def _import_all(program: Program) -> None:

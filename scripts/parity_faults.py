@@ -1,0 +1,221 @@
+"""Faults planted in Megatron-LM and in this engine, faults that are Megatron's own, and what `megatron-pp parity` says.
+
+    python scripts/parity_faults.py --megatron DIR [--only TEXT ...] [--jobs N] [--csv FILE]
+    python scripts/parity_faults.py --megatron DIR --layouts 100      drawn layouts, in which nothing may differ
+
+DIR is a checkout of Megatron-LM. parity_faults.toml has the faults: edits of a module's text, made as it is imported. A
+row is right where the verdict is "different", and the dimension and the parameters are those of the fault. Where the
+fault is Megatron's own, the edit mends it: parity must say "different" without it, and "equal" or "rounding" with it.
+Exit status 1 where a row is not right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from megatron_pp.integrations.settings import parse_toml  # noqa: E402
+
+MODEL = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 1 --global-batch-size 16 --lr 1e-3 --train-iters 10 --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 128 --position-embedding-type rope"
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A row of the file. ``flags``: of parity's own those up to ``--nproc N``, the script's after them.
+
+    dimension   parity names at least one of these parts
+    parameters  a pattern that a parameter which parity names matches; "": none need be named
+    engine      whose schedule runs
+    own         the fault is Megatron's own, and the edit mends it
+    """
+
+    name: str
+    module: str
+    old: str
+    new: str
+    flags: str
+    dimension: list[str]
+    parameters: str = ""
+    engine: str = "megatron"
+    own: bool = False
+
+
+_SIZE = "--{}-model-parallel-size"
+_EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type {} --moe-aux-loss-coeff 0.01"
+_SWITCHES = (
+    *("--use-distributed-optimizer", "--overlap-grad-reduce", "--untie-embeddings-and-output-weights", "--swiglu"),
+    *("--normalization RMSNorm", "--group-query-attention --num-query-groups 4", "--disable-bias-linear"),
+    *("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "--qk-layernorm"),
+    *("--calculate-per-token-loss", "--overlap-p2p-communication-warmup-flush"),
+)
+# A sitecustomize module of the ranks.
+SITE = """
+import importlib.machinery, json, os, sys
+
+EDITS = json.loads(os.environ["PARITY_FAULT"])  # module, old, new
+
+
+class Edited(importlib.machinery.SourceFileLoader):
+    def get_code(self, fullname):
+        path = self.get_filename(fullname)
+        text = self.get_data(path).decode()
+        module, old, new = EDITS
+        if old not in text:
+            raise ImportError(f"{path} has no {old!r}")
+        return compile(text.replace(old, new), path, "exec", dont_inherit=True)
+
+
+class Finder(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, fullname, path=None, target=None):
+        if fullname != EDITS[0]:
+            return None
+        spec = super().find_spec(fullname, path, target)
+        spec.loader = Edited(fullname, spec.origin)
+        return spec
+
+
+sys.meta_path.insert(0, Finder)
+"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What parity said of a fault; ``mended``: its verdict with the mend, of a fault of Megatron's own."""
+
+    fault: Fault
+    said: dict[str, Any]
+    mended: str = ""
+
+    @property
+    def right(self) -> bool:
+        dimension = str(self.said.get("dimension") or "")
+        named = any(re.search(self.fault.parameters, name) for name in self.said.get("parameters") or {})
+        return (
+            self.said.get("verdict") == "different"
+            and any(part in dimension for part in self.fault.dimension)
+            and (named or not self.fault.parameters)
+            and (not self.fault.own or self.mended in ("equal", "rounding"))
+        )
+
+    def row(self) -> dict[str, str]:
+        return {
+            "fault": self.fault.name,
+            "flags": self.fault.flags,
+            "verdict": str(self.said.get("verdict") or self.said.get("error")),
+            "dimension": str(self.said.get("dimension") or ""),
+            "whose": str(self.said.get("whose") or ""),
+            "parameters": str(len(self.said.get("parameters") or {})),
+            "right": "yes" if self.right else "no",
+        }
+
+
+def said_of(fault: Fault, edited: bool, megatron: Path) -> dict[str, Any]:
+    """The object that ``megatron-pp parity --json`` prints."""
+    flags = fault.flags.split()
+    split = 4 if "--masks" in flags else 2 if "--nproc" in flags else 0
+    command = [sys.executable, "-m", "megatron_pp", "parity", *flags[:split], "--json", "--engine", fault.engine]
+    command += [str(megatron / "pretrain_gpt.py"), *MODEL.split(), *flags[split:]]
+    with tempfile.TemporaryDirectory() as folder:
+        path = [str(ROOT), str(megatron)]
+        environment = dict(os.environ)
+        if edited:
+            (Path(folder) / "sitecustomize.py").write_text(SITE)
+            environment["PARITY_FAULT"] = json.dumps([fault.module, fault.old, fault.new])
+            path.insert(0, folder)
+        environment["PYTHONPATH"] = os.pathsep.join(path)
+        ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800, check=False)
+    try:
+        found: dict[str, Any] = json.loads(ran.stdout.strip().splitlines()[-1])
+        return found
+    except (IndexError, ValueError):
+        return {"verdict": None, "error": ran.stderr[-2000:]}
+
+
+def outcome_of(fault: Fault, megatron: Path) -> Outcome:
+    if not fault.own:
+        return Outcome(fault, said_of(fault, True, megatron))
+    return Outcome(fault, said_of(fault, False, megatron), str(said_of(fault, True, megatron).get("verdict")))
+
+
+def drawn_layouts(count: int, seed: int) -> list[Fault]:
+    """Layouts of at most four ranks without a fault, as rows without an edit. What Megatron-LM gets wrong is left out:
+    uneven masks and multi-token prediction under context parallelism."""
+    draw = random.Random(seed)
+    rows: list[Fault] = []
+    while len(rows) < count:
+        tp, pp, cp = draw.choice((1, 1, 2)), draw.choice((1, 2, 2, 4)), draw.choice((1, 1, 2))
+        if tp * pp * cp > 4 or tp * pp * cp == 1:
+            continue
+        dp = draw.choice([size for size in (1, 2) if tp * pp * cp * size <= 4])
+        flags = [f"--nproc {tp * pp * cp * dp}", "--masks full" if cp > 1 else "", f"{_SIZE.format('tensor')} {tp}"]
+        flags += [f"{_SIZE.format('pipeline')} {pp}", f"--context-parallel-size {cp}"]
+        flags += ["--num-layers-per-virtual-pipeline-stage 1"] if pp in (2, 4) and draw.random() < 0.5 else []
+        experts = draw.random() < 0.3
+        flags += [_EXPERTS.format(draw.choice(("aux_loss", "seq_aux_loss", "none")))] if experts else []
+        flags += ["--expert-model-parallel-size 2"] if experts and dp * cp > 1 and tp == 1 else []
+        flags += ["--sequence-parallel"] if tp > 1 and (experts or draw.random() < 0.5) else []
+        flags += ["--mtp-num-layers 1"] if cp == 1 and draw.random() < 0.2 else []
+        flags += [flag for flag in _SWITCHES if draw.random() < 0.25]
+        rows.append(Fault("", "", "", "", " ".join(filter(None, flags)), []))
+    return rows
+
+
+def false_alarms(rows: list[Fault], megatron: Path, jobs: int) -> int:
+    """Prints the verdict of each; returns how many are neither "equal" nor "rounding"."""
+    alarms = 0
+    with ThreadPoolExecutor(jobs) as pool:
+        for row, said in zip(rows, pool.map(partial(said_of, edited=False, megatron=megatron), rows), strict=True):
+            alarms += said.get("verdict") not in ("equal", "rounding")
+            print(said.get("verdict"), row.flags, str(said.get("error") or "")[-300:], sep=" | ", flush=True)
+    print(f"{alarms} of {len(rows)} are not right")
+    return alarms
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megatron", type=Path, required=True, metavar="DIR", help="a checkout of Megatron-LM")
+    parser.add_argument("--only", nargs="*", default=None, metavar="TEXT", help="faults whose names have one of these")
+    parser.add_argument("--jobs", type=int, default=1, help="at a time; default: 1")
+    parser.add_argument("--csv", type=Path, default=None, metavar="FILE", help="write the table")
+    parser.add_argument("--layouts", type=int, default=0, metavar="N", help="draw N layouts, and run these alone")
+    parser.add_argument("--seed", type=int, default=0, help="of the layouts; default: 0")
+    args = parser.parse_args()
+    if args.layouts:
+        return min(1, false_alarms(drawn_layouts(args.layouts, args.seed), args.megatron.resolve(), args.jobs))
+    faults = [Fault(**row) for row in parse_toml((ROOT / "scripts" / "parity_faults.toml").read_text())["fault"]]
+    chosen = [fault for fault in faults if args.only is None or any(text in fault.name for text in args.only)]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        outcomes = []
+        for outcome in pool.map(partial(outcome_of, megatron=args.megatron.resolve()), chosen):
+            outcomes.append(outcome)
+            print(" | ".join(outcome.row().values()), flush=True)
+    if args.csv is not None:
+        with args.csv.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(outcomes[0].row()), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(outcome.row() for outcome in outcomes)
+    return 0 if all(outcome.right for outcome in outcomes) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
