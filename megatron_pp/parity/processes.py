@@ -77,7 +77,7 @@ def _rank(body: Callable[[int], object], rank: int, world: int, port: int, folde
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GROUP_RANK="0",
     )  # fmt: skip
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron asks for it
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # for Megatron
     code = 1
     try:
         (folder / f"rank{rank}.result").write_bytes(pickle.dumps(body(rank)))

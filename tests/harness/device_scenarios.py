@@ -22,12 +22,14 @@ from examples.gpt import program as training
 from examples.gpt.errors import ArgumentError
 from examples.gpt.settings import parse
 from megatron_pp.comm import abort
+from megatron_pp.comm.channels import SHAPES
 from megatron_pp.comm.group_transport import group_transport
 from megatron_pp.comm.transport import P2PRequest, Preparation
-from megatron_pp.errors import P2PTransferError
+from megatron_pp.errors import P2PError, P2PTransferError
 from megatron_pp.faults.device_events import EventQueries
 from megatron_pp.faults.tracker import CompletedWork
 from megatron_pp.features.pairs.pair_runner import on_two_streams
+from megatron_pp.parity import command
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.runtime.communicators import SoloTransport
@@ -75,7 +77,7 @@ def steps(folder: Path) -> None:
     for fields in (
         {"overlap_p2p_comm": True, "trace_dir": str(folder), "trace_steps": "1"},
         {"batch_p2p_comm": True, "batch_p2p_sync": True},
-        {"overlap_p2p_comm": True, "p2p_debug": True},
+        {"overlap_p2p_comm": True, "p2p_debug": True, "warm_up_p2p": False},
         {"overlap_p2p_comm": True, "pipeline_schedule": "pipe_offload"},
         {"overlap_p2p_comm": True, "pipeline_schedule": "dualpipe_v", "overlapped_forward_backward": on_two_streams},
     ):
@@ -142,6 +144,16 @@ def what_the_library_raises(folder: Path) -> None:
         whole()
         with pytest.raises(P2PTransferError, match=r"batch of 1 .* cannot be posted: NCCL communicator was aborted"):
             transport.batch([P2PRequest(True, torch.zeros(1), 1 - transport.rank, "A")])
+        for post, what in ((transport.isend, "send on channel A to"), (transport.irecv, "receive on channel A from")):
+            with pytest.raises(P2PTransferError, match=f"{what} rank .* was aborted"):
+                post(torch.zeros(1), 1 - transport.rank, "A")
+        shape = SimpleNamespace(is_cuda=False)
+        with pytest.raises(P2PError, match="no channel for shapes was made with rank"):
+            transport.isend(shape, 1 - transport.rank, "A")
+        transport._groups = SimpleNamespace(timeout=patience)
+        transport._channels[0, 1, SHAPES] = SimpleNamespace(group=SimpleNamespace(send=_raises), peer=0)
+        with pytest.raises(P2PTransferError, match="shape on channel A, with rank"):
+            transport.isend(shape, 1 - transport.rank, "A")
 
     with replaced([(abort, "_NCCL_PATIENCE", 0.1)]):
         on_ranks(2, program)
@@ -175,6 +187,11 @@ def the_wait_before_an_optimizer(folder: Path) -> None:
 
 def _raises(*_: Any) -> None:
     raise RuntimeError("NCCL says no")
+
+
+def parity_counts_gpus(folder: Path) -> None:
+    with virtual_machine():
+        assert command._gpus() == torch.cuda.device_count()
 
 
 def kernels(folder: Path) -> None:
@@ -257,6 +274,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     what_the_library_raises,
     events_asked_of_the_runtime,
     the_wait_before_an_optimizer,
+    parity_counts_gpus,
     kernels,
     the_gpu_check,
     the_trainer_s_parts,

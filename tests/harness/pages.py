@@ -8,10 +8,11 @@ import logging
 import os
 import re
 import runpy
-import socket
 import sys
 from pathlib import Path
 from typing import NamedTuple
+
+import torch.distributed as dist
 
 from megatron_pp import parallel_state
 from tests.harness.processes import run_processes
@@ -42,7 +43,9 @@ def run_page(
     """
     for name, code in files.items():
         (folder / name).write_text(code)
-    args = str(folder), scripts, [_free_port() for _ in scripts]
+    # As torchrun's agent has it: ranks meet at a store that is here already, at a port that nobody else can take.
+    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in scripts]
+    args = str(folder), scripts, [store.port for store in stores]
     options = {"timeout": timeout, "backend": None, "start_method": "forkserver"}
     results = run_processes(_rank_main, ranks, args, **options)
     return {script: [of_rank[place] for of_rank in results] for place, script in enumerate(scripts)}
@@ -52,6 +55,7 @@ def _rank_main(rank: int, size: int, folder: str, scripts: list[str], ports: lis
     os.chdir(folder)
     sys.path.insert(0, folder)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1")
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     return [_run(script, port) for script, port in zip(scripts, ports, strict=True)]
 
 
@@ -67,9 +71,3 @@ def _run(script: str, port: int) -> PageOutput:
         logging.getLogger("megatron_pp").removeHandler(handler)
         parallel_state.destroy_model_parallel()  # which a program that ends may leave
     return PageOutput(printed.getvalue(), warnings.getvalue())
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]

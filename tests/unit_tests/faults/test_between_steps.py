@@ -138,7 +138,7 @@ def test_what_follows_a_step_may_take_any_time() -> None:
 
 @pytest.mark.slow
 def test_the_watch_ends_with_the_guard_and_with_its_group(gone: Process) -> None:
-    closed, exiting, destroyed = First(), Rank(), Rank()
+    closed, exiting, destroyed = First(), First(), First()
     time.sleep(1.0)
     closed.guard.close()
     exiting.guard._heartbeat.close()

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_pp.comm import abort
 from megatron_pp.errors import CommunicatorClosedError, PipelinePeerError, PipelineStallError
-from megatron_pp.faults import attach
 from megatron_pp.faults.attach import close_guard
 from megatron_pp.faults.guard import FaultGuard
 from megatron_pp.faults.records import EXCEPTION, Failure, FaultStore
@@ -81,7 +81,7 @@ def test_no_parameter_changes_on_any_rank(monkeypatch: pytest.MonkeyPatch) -> No
     together = threading.Barrier(4)
     raised: dict[int, Exception] = {}
     ranks: dict[int, Trained] = {}
-    monkeypatch.setattr(attach, "abort_all_groups", lambda: [one.replicas.abort() for one in ranks.values()])
+    monkeypatch.setattr(abort, "abort_all_groups", lambda: [one.replicas.abort() for one in ranks.values()])
 
     def rank_main(rank: int) -> None:
         with network.running(rank), process_group(network, rank, store):

@@ -18,6 +18,10 @@ _ONLY_WITHOUT_A_GPU = "part of what replaces torch.zeros on machines that have n
 EXEMPT = {
     ("benchmarks/engine_megatron.py", 'if kwargs.get("device") == "cuda":'): _ONLY_WITHOUT_A_GPU,
     ("benchmarks/engine_megatron.py", 'kwargs["device"] = "cpu"'): _ONLY_WITHOUT_A_GPU,
+    (
+        "megatron_pp/parity/processes.py",
+        'os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # for Megatron',
+    ): ("in ranks that are forked"),
     ("scripts/megatron_own_tests.py", "if not torch.cuda.is_available():"): "in processes of Megatron's tests",
     ("scripts/megatron_pretrain_gpt.py", "if not torch.cuda.is_available():"): "needs a checkout of Megatron-LM",
 }
