@@ -6,7 +6,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from datetime import timedelta
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -52,9 +51,6 @@ class GroupTransport(Transport):
         self.device = device_of(self.backend)
         # Here, as construction is the one place that all members reach together.
         self.name = pipeline_name(group, self.backend, self.device)
-        ranks = dist.get_process_group_ranks(group)
-        earlier = takewhile(lambda other: other is not group, dist.distributed_c10d._world.pg_map)
-        self.ordinal = sum(dist.get_process_group_ranks(other) == ranks for other in earlier)
         self._tags = self._base_tags = _TAGS
         self._agreement = 0
         self._prepared: set[Preparation] = set()

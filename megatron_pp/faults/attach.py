@@ -136,5 +136,4 @@ def _make_guard(transport: Transport, timeout: float) -> FaultGuard:
         global_rank=transport.global_rank(transport.rank),
         world_size=dist.get_world_size() if dist.is_initialized() else transport.size,
         members=[transport.global_rank(rank) for rank in range(transport.size)],
-        ordinal=transport.ordinal,
     )

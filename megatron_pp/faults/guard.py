@@ -72,7 +72,6 @@ class FaultGuard:
                  engine
     global_rank, world_size, members   in the whole job; ``members``: the global ranks of the pipeline. By default the
                  pipeline is the job
-    ordinal      which it is of this process's groups over these ranks (``Transport.ordinal``)
 
     ``agreement`` is the number of what the ranks have agreed on for the current step: it distinguishes one plan's
     messages from another's."""
@@ -90,14 +89,13 @@ class FaultGuard:
     global_rank: int | None = None
     world_size: int | None = None
     members: Sequence[int] = ()
-    ordinal: int = 0
 
     def __post_init__(self) -> None:
         self.patience = self.timeout
         self._global_rank = self.rank if self.global_rank is None else self.global_rank
         self._tracker = Tracker(self.rank, self.size, self.completed)
         self.marks = None if self.completed is None else InstructionMarks(self._tracker)
-        whose = self.pipeline, self.rank, self.size, self._global_rank, self.members, self.ordinal
+        whose = self.pipeline, self.rank, self.size, self._global_rank, self.members
         connect = partial(FaultStore, self.store, *whose, began=time.monotonic())
         self._heartbeat = Heartbeat(connect, Pace.of(self.timeout, self.world_size or self.size), self._tracker)
         self._watchdog = Watchdog(self._tracker, self._heartbeat, self._act, self.escalate, self._show_stack)

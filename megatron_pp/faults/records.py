@@ -154,14 +154,12 @@ class FaultStore:
     rank, size    within the pipeline group
     global_rank   this rank in the whole job
     members       the pipeline's ranks, as global ranks
-    ordinal       which it is of the process groups over these ranks
     began         when this rank began the pipeline's first step, by its monotonic clock
 
     Failures are visible in the whole job: tensor- and data-parallel peers of a failed pipeline would hang as well. The
-    epoch hides keys from before a re-initialisation. It counts the objects made over these ranks with this ordinal: by
-    each member, as it may be in more pipelines than its peers, one after the other; the first member to make one sets
-    its epoch. Pipelines over the same ranks have ordinals of their own, whatever the order in which threads come
-    here."""
+    epoch hides keys from before a re-initialisation. It counts the objects made over these ranks, as a rank may be in
+    more pipelines than its peers, one after the other. Threads may make those of several pipelines over the same ranks
+    in different orders, so the first member to make one sets its epoch."""
 
     store: Any
     pipeline: str
@@ -169,17 +167,16 @@ class FaultStore:
     size: int
     global_rank: int
     members: Sequence[int] = ()
-    ordinal: int = 0
     began: float = 0.0
 
     def __post_init__(self) -> None:
         self.store = private_client(self.store)
         self._batched = bool(getattr(self.store, "has_extended_api", bool)())
         ranks = "-".join(map(str, self.members)) or self.pipeline
-        made = self.store.add(f"{_ROOT}/made over {ranks}/{self.ordinal}/{self.global_rank}", 1)
+        made = self.store.add(f"{_ROOT}/made over {ranks}/{self.global_rank}", 1)
         nth = self.store.add(f"{_ROOT}/made {self.pipeline}/{self.global_rank}", 1)
         self._life = f"{_ROOT}/life {nth} of {self.pipeline}"
-        self.epoch = self.store.compare_set(f"{self._life}/epoch", "", f"{self.ordinal}.{made}").decode()
+        self.epoch = int(self.store.compare_set(f"{self._life}/epoch", "", str(made)))
         self._before = self.store.add(self._job("tickets"), 0)
         self.store.set(self._own("began", self.rank), str(self.began))
         self._known: dict[str, set[int]] = {}
