@@ -38,6 +38,7 @@ class Window:
         self._stride = tensor.stride()
         self.shape = tensor.shape
         self.dtype = tensor.dtype
+        self.nbytes = tensor.nbytes
         self.held_by_others = self._holders() > 1
 
     def look(self) -> torch.Tensor | None:

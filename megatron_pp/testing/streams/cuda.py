@@ -66,7 +66,7 @@ class Stream:
     def query(self) -> bool:
         if self.lane.unfinished():
             return False
-        self.lane.host.learn(self.lane.now())
+        self.lane.host.learn(self.lane.now(), self.lane.record())
         return True
 
     def is_capturing(self) -> bool:
@@ -94,27 +94,28 @@ class Event:
         self._device = _here()
         self._clock: Clock = {}
         self._pending: set[Transfer] = set()
+        self._number = 0
         self._time = 0.0
 
     def record(self, stream: Stream | None = None) -> None:
         lane = self._device.stream if stream is None else stream.lane
-        self._clock, self._pending = dict(lane.now()), set(lane.unfinished())
+        self._clock, self._pending, self._number = dict(lane.now()), set(lane.unfinished()), lane.record()
         self._time = 1e-3 * self._device.operations + self._device.slept
 
     def wait(self, stream: Stream | None = None) -> None:
         lane = self._device.stream if stream is None else stream.lane
-        lane.wait_for(self._clock, self._pending)
+        lane.wait_for(self._clock, self._pending, self._number)
 
     def query(self) -> bool:
         if not all(work.finished for work in self._pending):
             return False
         if current_device() is self._device:  # not for another thread, such as the fault guard's
-            self._device.host.learn(self._clock)
+            self._device.host.learn(self._clock, self._number)
         return True
 
     def synchronize(self) -> None:
         self._device.block(lambda: all(work.finished for work in self._pending), "an event's synchronize")
-        self._device.host.learn(self._clock)
+        self._device.host.learn(self._clock, self._number)
 
     def elapsed_time(self, other: Event) -> float:
         """Milliseconds, as torch's."""
@@ -141,7 +142,7 @@ def _on_stream(chosen: Stream | None) -> AbstractContextManager[Any]:
 def _sleep(cycles: int) -> None:
     """At one gigahertz."""
     here = _here()
-    here.stream_step()
+    here.stream_step("_sleep")
     here.slept += 1e-6 * cycles
 
 
@@ -155,6 +156,7 @@ def _range_push(message: str) -> int:
     here = current_device()
     if here is not None:
         here.ranges.append(message)
+        here.log.begin(here.rank, message)
     return 0
 
 
@@ -162,6 +164,7 @@ def _range_pop() -> int:
     here = current_device()
     if here is not None and here.ranges:
         here.ranges.pop()
+        here.log.end(here.rank)
     return 0
 
 

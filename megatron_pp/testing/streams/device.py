@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import torch
 
 from megatron_pp.testing.streams.autograd_streams import NodeStreams
-from megatron_pp.testing.streams.memory import FREE, Access, Block, CachingAllocator, StreamRace
+from megatron_pp.testing.streams.call_log import CallLog
+from megatron_pp.testing.streams.memory import FREE, WRITE, Access, Block, CachingAllocator, StreamRace
 from megatron_pp.testing.streams.timelines import Host, Lane, Timeline, join
 
 _POOLED = 32  # streams that torch makes per priority; then they come round
@@ -54,9 +55,10 @@ def is_quiet() -> bool:
 
 
 class Network(Protocol):
-    """What connects the devices. ``timelines`` numbers those of all devices."""
+    """What connects the devices. ``timelines`` numbers those of all devices; ``log`` takes what hosts ask of them."""
 
     timelines: Iterator[int]
+    log: CallLog
 
     def block(self, rank: int, ready: Callable[[], bool], what: str) -> None: ...
 
@@ -65,8 +67,8 @@ class VirtualDevice:
     """The device of ``rank``, on ``network``."""
 
     def __init__(self, rank: int, network: Network) -> None:
-        self.rank, self.network = rank, network
-        self.host = Host(next(network.timelines), "host")
+        self.rank, self.network, self.log = rank, network, network.log
+        self.host = Host(next(network.timelines), rank, network.log)
         self.default = Lane(next(network.timelines), "default stream", self.host)
         self.nodes = NodeStreams(self.default)
         self.tensors: AbstractContextManager[Any] | None = None  # the mode in which this rank's thread runs
@@ -103,16 +105,18 @@ class VirtualDevice:
         """The host waits until ``ready()``."""
         self.network.block(self.rank, ready, what)
 
-    def stream_step(self) -> Timeline:
+    def stream_step(self, what: str) -> Timeline:
         """The host issues an operation to the current stream."""
         stream = self.stream
         stream.issue()
+        self.log.launch(self.rank, stream.number, what)
         self.operations += 1
         return stream
 
-    def host_step(self) -> Timeline:
+    def host_step(self, what: str) -> Timeline:
         """The host works on its own memory."""
         self.host.work()
+        self.log.launch(self.rank, self.host.number, what)
         return self.host
 
     def synchronize(self, lanes: list[Lane], what: str) -> None:
@@ -122,7 +126,7 @@ class VirtualDevice:
         for lane in lanes:
             for work in pending:
                 join(lane.clock, work.end)
-            self.host.learn(lane.clock)
+            self.host.learn(lane.clock, lane.record())
 
     # -- memory --------------------------------------------------------------------------------------------------
 
@@ -134,7 +138,8 @@ class VirtualDevice:
         key = storage._cdata
         if key not in self._blocks and key not in self._host_blocks:
             self._host_blocks.add(key)
-            self._blocks[key] = Block(0, storage.nbytes(), self.host)
+            block = self._blocks[key] = Block(0, storage.nbytes(), self.host)
+            self.log.allocate(self.rank, block, storage.nbytes(), self.host.number)
             weakref.finalize(storage, self._forget_host, key).atexit = False
 
     def block_of(self, storage: Any) -> Block:
@@ -144,6 +149,7 @@ class VirtualDevice:
         if block is None:
             stream = self.stream
             block = self._blocks[key] = self.allocator.allocate(storage.nbytes(), stream, stream.now)
+            self.log.allocate(self.rank, block, storage.nbytes(), stream.number)
             weakref.finalize(storage, self._free, key).atexit = False
         return block
 
@@ -157,7 +163,9 @@ class VirtualDevice:
             count = tensor.numel()
         else:
             count = 1 + sum(int((n - 1) * stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        for race in block.use(self._step(kind, what, lane, block), first * size, (first + count) * size, lane.clock):
+        start, stop = first * size, (first + count) * size
+        self.log.access(self.rank, block, start, stop, kind == WRITE)
+        for race in block.use(self._step(kind, what, lane, block), start, stop, lane.clock):
             key = (race.kind, race.first.what, race.first.instruction, race.second.what, race.second.instruction)
             self.races.setdefault(key, race)
 
@@ -172,18 +180,19 @@ class VirtualDevice:
         """The storage at ``key`` is gone; called in the thread that dropped it."""
         block = self._blocks.pop(key)
         lanes = [lane for lane in self.lanes if lane in block.recorded]
-        clocks = [dict(lane.now()) for lane in lanes]
+        clocks = [(dict(lane.now()), lane.record()) for lane in lanes]
         pending = set().union(*(lane.unfinished() for lane in lanes))
+        self.log.free(self.rank, block)
 
         def done() -> bool:
             if not all(work.finished for work in pending):
                 return False
-            for clock in [*clocks, *(work.end for work in pending)]:
-                self.host.learn(clock)
+            for clock, event in [*clocks, *((work.end, 0) for work in pending)]:
+                self.host.learn(clock, event)
             return True
 
         self.allocator.free(block, self._step(FREE, "the host", self.host, block), done)
 
     def _forget_host(self, key: int) -> None:
         self._host_blocks.discard(key)
-        self._blocks.pop(key, None)
+        self.log.free(self.rank, self._blocks.pop(key))

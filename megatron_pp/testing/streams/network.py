@@ -22,6 +22,7 @@ import torch
 
 from megatron_pp.testing.adversarial_transports import WindowNetwork
 from megatron_pp.testing.memory_transport import End, MemoryTransport, MemoryWork, Queue
+from megatron_pp.testing.streams.call_log import CallLog
 from megatron_pp.testing.streams.device import VirtualDevice, running_on, unrecorded
 from megatron_pp.testing.streams.memory import READ, WRITE
 from megatron_pp.testing.streams.recorder import recording
@@ -44,6 +45,7 @@ class StreamWork(MemoryWork):
         current = device.stream
         join(lane.clock, current.now())
         lane.issue()
+        self.event = network.log.post(device.rank, lane.number, current.number, self.what, len(ends))
         self.end: Clock = dict(lane.clock)
         self.needs: set[Transfer] = current.unfinished() | lane.unfinished()
         self.partners: list[StreamWork] = []
@@ -64,6 +66,7 @@ class StreamNetwork(WindowNetwork):
     run_ahead       the host never waits for a transfer: data that has not arrived is NaN. Races are not looked for
     held            asked whether a transfer that could finish on the device does not; call ``progress`` when that
                     changes
+    log             takes what the ranks ask of their devices
     """
 
     def __init__(
@@ -75,8 +78,10 @@ class StreamNetwork(WindowNetwork):
         record_streams: bool = False,
         run_ahead: bool = False,
         store: Any = None,
+        log: CallLog | None = None,
     ) -> None:
         super().__init__(size, one_way, store, seed)
+        self.log = CallLog(keeps=False) if log is None else log
         self.run_ahead = run_ahead
         self.held: Callable[[StreamWork], bool] = lambda work: False
         self.haste = _HASTE[(seed or 0) % len(_HASTE)]
@@ -125,9 +130,9 @@ class StreamNetwork(WindowNetwork):
             device.block(lambda: work.left == 0 or work.finished, work.what)
         if timeout is not None:  # ProcessGroupNCCL polls on the host then
             device.block(lambda: work.finished, work.what)
-            device.host.learn(work.end)
+            device.host.learn(work.end, work.event)
         with self.changed:
-            device.stream.wait_for(work.end, {work})
+            device.stream.wait_for(work.end, {work}, work.event)
 
     def is_completed(self, work: StreamWork) -> bool:
         """Whether the device is done. It may be slow: where the host cannot know better, the seed decides."""
@@ -137,7 +142,7 @@ class StreamNetwork(WindowNetwork):
             return False
         if not work.device.host.knows(work.end) and self.rng.random() >= self.haste:
             return False
-        work.device.host.learn(work.end)
+        work.device.host.learn(work.end, work.event)
         return True
 
     def abort_communicator(self, name: str, rank: int) -> None:
@@ -191,6 +196,8 @@ class StreamNetwork(WindowNetwork):
         join(second.end, first.end)
         first.partners.append(second)
         second.partners.append(first)
+        size = self.windows[send].nbytes
+        self.log.match(first.event, second.event, send.direction[0], send.direction[1], size)
         with unrecorded():
             self.deliver(send, receive)
         self.complete_end(send)

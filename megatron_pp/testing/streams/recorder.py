@@ -99,7 +99,7 @@ class _Recorder(PassingMode):
         for tensor in new if placed_on_host else ():
             device.keep_on_host(tensor.untyped_storage())
         on_host = all(device.is_host_memory(t) for t in (*(t for _, t in given), *new))
-        lane = device.host_step() if on_host else device.stream_step()
+        lane = (device.host_step if on_host else device.stream_step)(effects.name)
         for at, tensor in given:
             if at in effects.written:
                 device.access(tensor, WRITE, lane, effects.name)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
+from megatron_pp.testing.streams.call_log import CallLog
+
 Clock = dict[int, int]
 """Timeline number -> how many of its steps have happened before."""
 
@@ -39,17 +41,25 @@ class Transfer(Protocol):
 
 
 class Host(Timeline):
-    """The host of a device. ``steps`` counts the changes of its clock."""
+    """The host of the device of ``rank``. ``steps`` counts the changes of its clock."""
 
     steps = 0
+
+    def __init__(self, number: int, rank: int, log: CallLog) -> None:
+        super().__init__(number, "host")
+        self.rank, self.log = rank, log
+        log.stream(rank, number, self.name, host=True)
 
     def work(self) -> None:
         """The host does something with its own memory."""
         self.advance()
         self.steps += 1
 
-    def learn(self, clock: Mapping[int, int]) -> None:
-        """The host has seen that the steps of ``clock`` are over; all that it issues from now on comes after them."""
+    def learn(self, clock: Mapping[int, int], event: int = 0) -> None:
+        """The host has seen that the steps of ``clock`` are over; all that it issues from now on comes after them.
+        ``event``: the same in the log."""
+        if event:
+            self.log.wait(self.rank, self.number, event)
         join(self.clock, clock)
         self.steps += 1
 
@@ -65,6 +75,7 @@ class Lane(Timeline):
         self.host = host
         self.pending: set[Transfer] = set()
         self._seen = -1
+        host.log.stream(host.rank, number, name)
 
     def now(self) -> Clock:
         """What has happened before the next operation that the host issues here."""
@@ -77,8 +88,14 @@ class Lane(Timeline):
         self.now()
         self.advance()
 
-    def wait_for(self, clock: Mapping[int, int], pending: Iterable[Transfer]) -> None:
-        """What is issued from now on comes after what ``clock`` and ``pending`` say."""
+    def record(self) -> int:
+        """The number, in the log, of an event behind what was issued so far."""
+        return self.host.log.record(self.host.rank, self.number)
+
+    def wait_for(self, clock: Mapping[int, int], pending: Iterable[Transfer], event: int = 0) -> None:
+        """What is issued from now on comes after what ``clock`` and ``pending`` say; ``event``: the same in the log."""
+        if event:
+            self.host.log.wait(self.host.rank, self.number, event)
         join(self.clock, clock)
         self.pending |= {transfer for transfer in pending if not transfer.finished}
 
@@ -87,4 +104,4 @@ class Lane(Timeline):
         return self.pending
 
     def wait_for_lane(self, other: Lane) -> None:
-        self.wait_for(other.now(), other.unfinished())
+        self.wait_for(other.now(), other.unfinished(), other.record())
