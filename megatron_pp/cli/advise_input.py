@@ -10,6 +10,7 @@ from megatron_pp.cli import cost_options
 from megatron_pp.cli.advise_costs import FileCosts, layer_of, read_costs
 from megatron_pp.cli.cost_options import add_from_trace_option, number, times, traced_findings
 from megatron_pp.cli.errors import UsageError
+from megatron_pp.cli.memory_table import add_outside_options, outside_of
 from megatron_pp.cli.parser import given, option, refuse
 from megatron_pp.cli.plan_options import count, counts, device_rules, schedule_names, whole
 from megatron_pp.plan.costs.stage_costs import Link
@@ -51,6 +52,7 @@ def _add_pipeline_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("-P", "--pipeline-size", type=count, metavar="P", help="ranks of the pipeline")
     group.add_argument("--global-batch", type=count, metavar="N", help="sequences of a step, of all replicas")
     group.add_argument("--memory-gb", type=number, metavar="GB", help="memory of a device; default the GPU's")
+    add_outside_options(group)
     most = f"V is tried up to this; default {Question.max_chunks}"
     group.add_argument("--max-chunks", type=count, metavar="V", help=most)
     group.add_argument("--schedules", metavar="A,B", help="try these only; default all")
@@ -143,6 +145,7 @@ def question_of(args: argparse.Namespace) -> Question:
         microbatch_costs=_relative(args.microbatch_costs or ()),
         seq_length=args.seq_length or (file and file.seq_length) or whole_argument(megatron, "seq_length", 0) or None,
         peak_flops=gpu.flops if gpu is not None else None,
+        outside=outside_of(args, args.gloo or (traced is not None and traced.network.gloo)),
         **given(args, ("data_parallel", "max_chunks", "gloo")),
     )
     if traced is not None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_pp.cli import cost_options, plan_options
 from megatron_pp.cli.errors import OK, REFUSED, UsageError
+from megatron_pp.cli.memory_table import OPTIONS, add_outside_options, memory_facts, outside_of, show_memory
 from megatron_pp.cli.parser import given, refuse
 from megatron_pp.cli.terminal import print_json, print_line, print_table
 from megatron_pp.draw.facts import percent, short, size_label
@@ -15,7 +16,8 @@ from megatron_pp.plan.builder import offloaded_chunks
 from megatron_pp.plan.costs.activations import WEIGHT_SHARE, Shares
 from megatron_pp.plan.ir.instruction import COPIES_FROM_HOST, COPIES_TO_HOST, WEIGHT_GRAD
 from megatron_pp.plan.ir.spec import Plan
-from megatron_pp.plan.simulate.memory import ModelShape, rank_memory
+from megatron_pp.plan.simulate.device_memory import device_memory
+from megatron_pp.plan.simulate.memory import ModelShape, RankMemory, rank_memory
 from megatron_pp.plan.simulate.simulation import Simulation
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.simulate.steady import SteadyStep, counts_on_bypass, longest_span, steady_step
@@ -31,6 +33,7 @@ EXAMPLES = """examples:
   megatron-pp simulate -s zb_v -P 8 -M 32 --forward-ms 10 --backward-ms 10 --weight-ms 10 \\
       --bandwidth 25 --layers 32 --hidden-size 4096 --seq-length 4096 --vocab-size 32000 --tensor-parallel 8
   megatron-pp simulate -s interleaved_1f1b -P 4 -V 2 -M 16 --p2p-ms 0.1 --device one_queue
+  megatron-pp simulate -s 1f1b -P 4 -M 16 --memory --layers 32 --hidden-size 4096 --seq-length 4096
   megatron-pp simulate --compare all -P 4 -V 1,2 -M 8,16 --forward-ms 10 --backward-ms 20 \\
       --layers 32 --hidden-size 4096 --seq-length 4096 --memory-limit 40
   megatron-pp simulate -s zb_h2 -P 8 -M 32 --optimizer-bypass
@@ -38,6 +41,7 @@ EXAMPLES = """examples:
 
 exit codes: 0 done, 1 the plan is refused or nothing fits, 2 wrong arguments
 """
+_NEEDS_SHAPE = "needs the shape of the model: --layers, --hidden-size, --seq-length"
 _WAITS = ("peer late", "queued", "transfer", "release")
 
 
@@ -50,6 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compare", metavar="A,B,C", help="rank these schedules (all: every one), per microbatch")
     too_large = "leave out what needs more on any rank"
     parser.add_argument("--memory-limit", type=cost_options.number, metavar="GIB", help=too_large)
+    table = "all that each rank's GPU holds, communicators and CUDA context too; needs the shape of the model"
+    parser.add_argument("--memory", action="store_true", help=table)
+    add_outside_options(parser)
+    kept = "outputs are not deallocated after their send, or a stage saves them for its backward"
+    parser.add_argument("--keep-outputs", action="store_true", help=kept)
     share = "memory of a waiting weight gradient, as a share of its forward's; by default a transformer layer's, by "
     share += "the model options where they are given"
     parser.add_argument("--weight-share", type=cost_options.number, metavar="SHARE", help=share)
@@ -64,6 +73,10 @@ def run(args: argparse.Namespace, console: Console) -> int:
         return _compare(args, console)
     refuse(args, ["memory_limit"], "is for --compare")
     traced, shape = cost_options.traced_findings(args), cost_options.model_shape(args)
+    if shape is None:
+        refuse(args, ["memory", "keep_outputs"], _NEEDS_SHAPE)
+    if not args.memory:
+        refuse(args, OPTIONS, "is for --memory, or --memory-limit")
     if traced is not None and not given(args, ("source", *plan_options.NAMING)):
         refuse(args, plan_options.LOWERING, "changes nothing of the plan that was traced; name a plan with -s")
         plan = traced.measured.plan
@@ -76,25 +89,30 @@ def run(args: argparse.Namespace, console: Console) -> int:
     result = simulate(plan, costs, network, args.device)
     steady = steady_step(plan, costs, network, args.device) if args.optimizer_bypass else None
     unit = cost_options.MILLISECONDS if traced else cost_options.cost_unit(args)
-    peaks = _peaks(result, shape, _weight_shares(args, plan, shape))
+    ranks = range(plan.spec.pipeline_size)
+    memory = [rank_memory(plan, rank, shape, not args.keep_outputs) for rank in ranks] if shape else None
+    peaks = _peaks(result, memory, _weight_shares(args, plan, shape))
+    outside = outside_of(args, network.gloo) if args.memory else None
+    held = [device_memory(plan, rank, memory[rank], outside) for rank in ranks] if memory and args.memory else None
     measured = plan.spec.measured
     bound = bound_of(plan, costs, network, measured.memory(plan.placement) if measured else None)
     if args.json:
-        print_json(console, _facts(result, steady, peaks, unit) | {"bound": _bound_facts(bound, result.makespan)})
+        facts = _facts(result, steady, peaks, unit) | {"bound": _bound_facts(bound, result.makespan)}
+        print_json(console, facts | ({"memory": [memory_facts(one) for one in held]} if held else {}))
     else:
         print_line(console, plan.spec.describe())
         for sentence in _sentences(result, steady, unit):
             print_line(console, sentence)
         print_line(console, bound.beside(result.makespan, unit))
         _show(result, peaks, unit, console)
+        if held:
+            show_memory(held, console)
     return OK
 
 
-def _peaks(result: Simulation, shape: ModelShape | None, weight_shares: Shares) -> dict[str, Any]:
+def _peaks(result: Simulation, memory: Sequence[RankMemory] | None, weight_shares: Shares) -> dict[str, Any]:
     """Of every rank: activations in units of one chunk's forward, and bytes (None without a model); the same of what is
     offloaded."""
-    plan = result.plan
-    memory = [rank_memory(plan, rank, shape) for rank in range(plan.spec.pipeline_size)] if shape else None
     return {
         "peak_activations": list(result.peak_activations(weight_shares)),
         "peak_bytes": [one.peak for one in memory] if memory else None,
@@ -192,13 +210,16 @@ def _bound_facts(bound: Bound, step: float) -> dict[str, Any]:
 
 def _compare(args: argparse.Namespace, console: Console) -> int:
     refuse(args, ["source", "schedule"], "does not go with --compare, which names the schedules itself")
-    refuse(args, ["weight_share"], "is for a single plan, not for --compare, which shows no activations")
+    single = ["weight_share", "memory", "keep_outputs"]
+    refuse(args, single, "is for a single plan, not for --compare, which shows no activations")
     names = plan_options.schedule_names(args.compare)
     specs, size = list(plan_options.listed_specs(args, names)), plan_options.pipeline_size(args, names)
     cost_options.refuse_copies(args, names[0], any(map(offloaded_chunks, specs)))
     shape = cost_options.model_shape(args)
     if args.memory_limit is not None and shape is None:
-        raise UsageError("--memory-limit needs the shape of the model: --layers, --hidden-size, --seq-length")
+        raise UsageError(f"--memory-limit {_NEEDS_SHAPE}")
+    if args.memory_limit is None:
+        refuse(args, OPTIONS, "is for --memory, or --memory-limit")
     limit = None if args.memory_limit is None else args.memory_limit * 2**30
     traced = cost_options.traced_findings(args)
     if traced is not None:
@@ -206,7 +227,8 @@ def _compare(args: argparse.Namespace, console: Console) -> int:
     else:  # without costs, the whole model takes P slots for each of F, B and W, whatever V is
         costs = cost_options.cost_profile(args, shape, size, 1, max(spec.slices for spec in specs))
         network = cost_options.network(args, shape, size)
-    found = compare(specs, costs, network, shape, limit, args.optimizer_bypass)
+    outside = None if limit is None else outside_of(args, network.gloo)
+    found = compare(specs, costs, network, shape, limit, args.optimizer_bypass, outside)
     if args.json:
         print_json(console, [_schedule_facts(c) for c in found])
     else:

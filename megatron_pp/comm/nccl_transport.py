@@ -20,12 +20,12 @@ from megatron_pp.comm.group_transport import GroupTransport
 from megatron_pp.comm.transport import P2PRequest, Preparation, Work
 from megatron_pp.errors import P2PError
 from megatron_pp.on_demand import load
+from megatron_pp.plan.costs.communicators import MAX_CTAS
 
 if TYPE_CHECKING:
     from megatron_pp.comm.collectives import Collective
 
 logger = logging.getLogger("megatron_pp")
-_MAX_CTAS = 8  # two receives that wait then hold 12% of the 132 multiprocessors of an H100
 
 
 class NcclTransport(GroupTransport):
@@ -170,7 +170,7 @@ def channel_options(pipeline: Any, max_ctas: int | None) -> Any:
             setattr(options.config, name, value)
     if max_ctas is None and given.max_ctas == unset.max_ctas:
         # NCCL refuses a maximum below the minimum.
-        max_ctas = _MAX_CTAS if given.min_ctas == unset.min_ctas else max(_MAX_CTAS, given.min_ctas)
+        max_ctas = MAX_CTAS if given.min_ctas == unset.min_ctas else max(MAX_CTAS, given.min_ctas)
     if max_ctas is not None:
         options.config.max_ctas = max_ctas
     return options

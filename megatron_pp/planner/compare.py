@@ -1,11 +1,12 @@
 """Which schedule, how many chunks and microbatches: simulates plans and ranks those that fit into memory."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.builder import build_plan, family_of, verified_plan
+from megatron_pp.plan.costs.communicators import Outside
 from megatron_pp.plan.costs.measured import Measured
 from megatron_pp.plan.costs.stage_costs import MemoryModel, Network, StageCosts
 from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD
@@ -54,16 +55,17 @@ def compare(
     shape: ModelShape | None = None,
     memory_limit: float | None = None,
     optimizer_bypass: bool = False,
+    outside: Outside | None = None,
 ) -> list[ComparedSchedule]:
     """Every spec simulated: possible ones first, fastest per microbatch first, then the refused ones.
 
     ``costs`` are of the whole model in any number of equal parts. ``memory_limit`` is in bytes per rank, and needs
-    ``shape``. Schedules that search plan for these costs and this limit. With ``optimizer_bypass`` makespan and bubble
-    are those of one step among many (``steady.py``).
+    ``shape``; ``outside`` takes its part of it. Schedules that search plan for these costs and this limit. With
+    ``optimizer_bypass`` makespan and bubble are those of one step among many (``steady.py``).
     """
     if memory_limit is not None and shape is None:
         raise PlanError("a memory limit needs the shape of the model")
-    found = [_compared(spec, costs, network, shape, memory_limit, optimizer_bypass) for spec in specs]
+    found = [_compared(spec, costs, network, shape, memory_limit, optimizer_bypass, outside) for spec in specs]
     return sorted(found, key=lambda one: (bool(one.refused), one.per_microbatch, one.peak_bytes or 0.0))
 
 
@@ -74,15 +76,19 @@ def _compared(
     shape: ModelShape | None,
     memory_limit: float | None,
     optimizer_bypass: bool,
+    outside: Outside | None,
 ) -> ComparedSchedule:
     try:
-        plan = _plan(spec, costs, network, shape, memory_limit)
+        plan = _plan(spec, costs, network, shape, memory_limit, outside)
         conditions = (costs.regrouped(plan.placement.num_stages), network, spec.device)
         result = simulate(plan, *conditions)
         steady = steady_step(plan, *conditions) if optimizer_bypass else None
-        peak = max(peak_bytes(plan, shape)) if shape else None
-        too_large = peak is not None and memory_limit is not None and peak > memory_limit
-        memory = _memory(plan.placement, shape, memory_limit) if shape and memory_limit and not too_large else None
+        peaks = peak_bytes(plan, shape) if shape else ()
+        memory, over = None, 0.0
+        if shape is not None and memory_limit is not None:
+            limits = _limits(plan.placement, spec, memory_limit, outside)
+            over = max(peak - most for peak, most in zip(peaks, limits, strict=True))
+            memory = _memory(plan.placement, shape, limits) if memory_limit and over <= 0 else None
         bound = None if optimizer_bypass else bound_of(plan, *conditions[:2], memory)
     except PlanError as error:
         return ComparedSchedule(spec, refused=str(error))
@@ -92,10 +98,10 @@ def _compared(
         makespan=result.makespan if steady is None else steady.period,
         bubble_share=result.bubble_share if steady is None else steady.bubble_share,
         peak_in_flight=max(result.peak_in_flight()) / spec.slices,
-        peak_bytes=peak,
+        peak_bytes=max(peaks, default=None),
         messages=sum(messages for messages, _ in volume),
         sent_bytes=sum(size for _, size in volume),
-        refused=f"needs {(peak or 0.0) / 2**30:.1f} GiB" if too_large else "",
+        refused=f"needs {((memory_limit or 0.0) + over) / 2**30:.1f} GiB" if over > 0 else "",
         bound=bound,
     )
 
@@ -122,34 +128,51 @@ def fitted(spec: PlanSpec, costs: StageCosts, network: Network, memory: MemoryMo
     return replace(spec, measured=limits.taking(costs, transfer=transfer, offload=offload))
 
 
-def _plan(spec: PlanSpec, costs: StageCosts, network: Network, shape: ModelShape | None, limit: float | None) -> Plan:
+def _limits(placement: Placement, spec: PlanSpec, limit: float, outside: Outside | None) -> tuple[float, ...]:
+    """What torch may allocate on each rank."""
+    if outside is None:
+        return (limit,) * spec.pipeline_size
+    return tuple(limit - nbytes for nbytes in outside.nbytes(placement, spec.policy, spec.channels))
+
+
+def _plan(
+    spec: PlanSpec,
+    costs: StageCosts,
+    network: Network,
+    shape: ModelShape | None,
+    limit: float | None,
+    outside: Outside | None,
+) -> Plan:
     """The verified plan. A search counts activations without the plan's messages; where both exceed the limit, the
     search is repeated with less.
     """
     family = family_of(spec)
     if family.search is None or shape is None or limit is None:
         return verified_plan(fitted(spec, costs, network))[0]
-    memory = _memory(Placement(family.placement, spec.pipeline_size, spec.num_chunks), shape, limit)
+    placement = Placement(family.placement, spec.pipeline_size, spec.num_chunks)
+    limits = _limits(placement, spec, limit, outside)
+    memory = _memory(placement, shape, limits)
     for _ in range(_FITS):
         plan = verified_plan(fitted(spec, costs, network, memory))[0]
-        over = [max(0.0, peak - limit) for peak in peak_bytes(plan, shape)]
+        over = [max(0.0, peak - most) for peak, most in zip(peak_bytes(plan, shape), limits, strict=True)]
         if not any(over):
             break
-        limits = list(memory.limits)
+        left = list(memory.limits)
         for rank, excess in enumerate(over):
             if excess:
                 kept = peak_memory(plan.programs[rank], plan.placement.stages[rank], memory)
-                limits[rank] = max(0.0, kept - excess)
-        memory = replace(memory, limits=tuple(limits))
+                left[rank] = max(0.0, kept - excess)
+        memory = replace(memory, limits=tuple(left))
     return plan
 
 
-def _memory(placement: Placement, shape: ModelShape, limit: float) -> MemoryModel:
-    """What microbatches keep, and what parameters leave of ``limit``, in bytes."""
+def _memory(placement: Placement, shape: ModelShape, limits: Sequence[float]) -> MemoryModel:
+    """What microbatches keep, and what parameters leave of each rank's limit, in bytes."""
     count = placement.num_stages
     forward = tuple(shape.kept_bytes(stage, count) for stage in range(count))
     weight = tuple(shape.kept_for_weights(stage, count) for stage in range(count))
-    left = tuple(max(0.0, limit - shape.static_bytes(stages, count)) for stages in placement.stages)
+    static = (shape.static_bytes(stages, count) for stages in placement.stages)
+    left = tuple(max(0.0, limit - nbytes) for limit, nbytes in zip(limits, static, strict=True))
     return MemoryModel(left, forward, weight)
 
 

@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
+from typing import NamedTuple
 
 from megatron_pp.errors import PlanError
 from megatron_pp.on_demand import load
@@ -160,15 +161,31 @@ class ModelShape:
         return parameters * self.bytes_per_parameter
 
 
+class Parts(NamedTuple):
+    """Bytes that a rank holds at one time beside its static part.
+
+    activations  what layers keep for their backwards, and for weight gradients that wait
+    outputs      of stages: until they are sent or, where they stay, until their backwards
+    messages     inputs of stages, gradients between stages, and buffers of posted receives
+    kept_back    freed messages that the allocator keeps back (``record_stream.py``)
+    """
+
+    activations: float = 0.0
+    outputs: float = 0.0
+    messages: float = 0.0
+    kept_back: float = 0.0
+
+
 @dataclass(frozen=True)
 class RankMemory:
     """Bytes of one rank: ``static``, and right after ``plan.timed(rank)[i]`` ``after[i]`` on the device and
-    ``on_host[i]`` in host memory.
+    ``on_host[i]`` in host memory. ``parts``: of the largest of ``after``.
     """
 
     static: float
     after: Sequence[float]
     on_host: Sequence[float]
+    parts: Parts
 
     @property
     def peak(self) -> float:
@@ -181,8 +198,10 @@ class RankMemory:
         return max(self.on_host, default=0.0)
 
 
-def rank_memory(plan: Plan, rank: int, shape: ModelShape) -> RankMemory:
-    """Bytes of ``rank`` along its program. Raises PlanError where the layers do not divide over the stages."""
+def rank_memory(plan: Plan, rank: int, shape: ModelShape, deallocate: bool = True) -> RankMemory:
+    """Bytes of ``rank`` along its program. ``deallocate``: whether an output goes when it was sent. Raises PlanError
+    where the layers do not divide over the stages.
+    """
     stages, total, slices = plan.placement.stages[rank], plan.placement.num_stages, plan.spec.slices
     share = 1 / plan.placement.pipeline_size if plan.placement.barriers else None
     static, logits = shape.static_bytes(stages, total, share), shape.logits_bytes * (share or 0.0)
@@ -193,14 +212,19 @@ def rank_memory(plan: Plan, rank: int, shape: ModelShape) -> RankMemory:
     late = [shape.kept_for_weights(s, total) / slices for s in range(total)]
     inside = kept_timeline(plan.programs[rank], stages, kept, late)  # the chunks' own activations
     pairs_of = load("key_values").key_values_timeline(plan, rank) if slices > 1 else repeat(0.0, len(plan.timed(rank)))
-    walk, message, after = Walk(plan, rank), shape.message_bytes / slices, array("d")
-    timelines = inside, walk.tensors(), recorded_timeline(plan, rank), pairs_of
+    walk, message, after = Walk(plan, rank, deallocate), shape.message_bytes / slices, array("d")
+    most, parts = 0.0, Parts()
+    timelines = inside, walk.tensors(), recorded_timeline(plan, rank, deallocate), pairs_of
     for kept_here, alive, recorded, pairs in zip(*timelines, strict=True):
         passes = walk.now[KINDS["logits"]] * logits
         after.append(kept_here + passes + (alive + recorded) * message + pairs * key_values)
+        if after[-1] > most:
+            outputs = walk.now[KINDS["outputs"]]
+            tensors = (count * message for count in (outputs, alive - outputs, recorded))
+            most, parts = after[-1], Parts(kept_here + passes + pairs * key_values, *tensors)
     copied = [kept[s] + (message if s > 0 else 0.0) for s in range(total)]  # a stage's input is offloaded too
     on_host = array("d", host_timeline(plan.programs[rank], stages, copied))
-    return RankMemory(static, after, on_host)
+    return RankMemory(static, after, on_host, parts)
 
 
 def peak_bytes(plan: Plan, shape: ModelShape) -> tuple[float, ...]:

@@ -18,9 +18,11 @@ from megatron_pp.plan.ir.tasks import MessageKey
 _FINISHES = ins.WAIT_OPS | ins.FREE_OPS
 
 
-def recorded_timeline(plan: Plan, rank: int) -> Iterator[int]:
-    """Freed pipeline tensors of ``rank`` that cannot be used again yet, after each instruction of ``plan.timed``."""
-    walk = _Walk(plan)
+def recorded_timeline(plan: Plan, rank: int, deallocate: bool = True) -> Iterator[int]:
+    """Freed pipeline tensors of ``rank`` that cannot be used again yet, after each instruction of ``plan.timed``.
+    ``deallocate``: whether an output is freed when it was sent, and not with its backward.
+    """
+    walk = _Walk(plan, deallocate or plan.spec.forward_only)
     for at in plan.timed(rank):
         for one in at.members or (at,):
             walk.advance(one)
@@ -28,8 +30,8 @@ def recorded_timeline(plan: Plan, rank: int) -> Iterator[int]:
 
 
 class _Walk:
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, plan: Plan, gives_back: bool) -> None:
+        self.plan, self.gives_back = plan, gives_back
         self.posted: Counter[Hashable] = Counter()
         self.finished: Counter[Hashable] = Counter()
         self.stream_of: dict[MessageKey, Hashable] = {}  # what was posted -> its stream
@@ -44,7 +46,7 @@ class _Walk:
             stream = self.stream_of[(ins.POST_OF[at.op], at.stage, at.mb, at.slice, at.tensor)]
             self.finished[stream] += 1
             self.waiting = [(s, count) for s, count in self.waiting if self.finished[s] < count]
-            if at.op == ins.FREE_B or (at.op == ins.FREE_F and not at.tensor):
+            if at.op == ins.FREE_B or (at.op == ins.FREE_F and self.gives_back and not at.tensor):
                 self._free(ins.POST_OF[at.op], at)
         elif at.op in self.uses:
             if self.plan.routes is not None:
@@ -52,6 +54,7 @@ class _Walk:
                     self._free(ins.RECV_B, at._replace(tensor=name))
             self._free(ins.RECV_F, at)
             self._free(ins.RECV_B, at)
+            self._free(ins.SEND_F, at)  # of an output that was kept
         elif (feature := feature_of(at.op)) is not None:
             for post in feature.ends_use.get(at.op, ()):
                 self._free(post, at)

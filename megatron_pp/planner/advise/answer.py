@@ -140,7 +140,9 @@ def sentences(question: Question, outcome: Outcome) -> list[str]:
         memory = ", ".join(f"{peak:.3g}" for peak in fit.peaks)
         host = f"; {outcome.on_host:.3g} GB of host memory" if outcome.on_host else ""
         bare = "" if any(fit.static) else "; parameters, gradients and optimizer states not counted (--static-gb)"
-        lines.append(f"memory of each rank {memory} GB, of {question.memory:g}{host}{bare}")
+        taken = max(_taken(question, outcome))
+        outside = f", {taken:.2g} of it for communicators and the CUDA context" if taken else ""
+        lines.append(f"memory of each rank {memory} GB, of {question.memory:g}{outside}{host}{bare}")
         lines += _recomputed_by_megatron(outcome)
     rates = throughput(question, outcome)
     words = {"tokens_per_second": "tokens/s", "sequences_per_second": "sequences/s"}
@@ -148,6 +150,11 @@ def sentences(question: Question, outcome: Outcome) -> list[str]:
     if rates.get("mfu") is not None:
         said.append(f"MFU {rates['mfu']:.1%}")
     return [*lines, ", ".join(said)]
+
+
+def _taken(question: Question, outcome: Outcome) -> tuple[float, ...]:
+    """GB of each rank for communicators and the CUDA context."""
+    return question.taken(outcome.candidate.placement(question.pipeline_size), outcome.candidate.policy)
 
 
 def _recomputed_by_megatron(outcome: Outcome) -> list[str]:
@@ -280,6 +287,7 @@ def _facts(question: Question, one: Outcome, measured: str) -> dict[str, Any]:
         facts |= {"bound_ms": one.bound.step, "bound_reason": one.bound.reason, "excess_over_bound": one.excess}
     facts |= {
         "memory_gb": list(one.fit.peaks),
+        "communicators_and_context_gb": list(_taken(question, one)),
         "host_memory_gb": one.on_host,
         "layout": layout_of(one) or None,
         "layers_per_stage": _counts(one.fit.stages),

@@ -22,7 +22,7 @@ from megatron_pp.planner.bound import lower_bound
 
 _PILOTS = (2, 4)  # estimates are of these multiples of P microbatches; the steady state goes on
 _LOGITS = 2  # microbatches between S and T, until a plan is known
-_TENSORS = 4  # pipeline tensors of a rank beside its stages' inputs, until a plan is known
+TENSORS = 4  # pipeline tensors of a rank beside its stages' inputs, until a plan is known
 _ROOM = 1.5  # P microbatches: with more memory a search rarely finds a shorter step
 _SEEDS = {LOOP: ("1f1b", "interleaved_1f1b"), "v": ("v_half", "v_half")}  # of one chunk, of several
 
@@ -115,9 +115,10 @@ def candidates(question: Question) -> Iterator[Candidate]:
             continue
         slices_tried = [slices for slices in question.slices if slices > 1] if family.sliced else [1]
         for (size, count), chunks in product(question.microbatches(), _chunks(family, question.max_chunks)):
-            share = _memory_share(question, question.model(size)) if family.search is not None else 1.0
             for slices in slices_tried:
-                one = Candidate(name, chunks, size, count, policy, slices=slices, memory_share=share)
+                one = Candidate(name, chunks, size, count, policy, slices=slices)
+                if one.searches:
+                    one = replace(one, memory_share=_memory_share(question, one))
                 yield from _with_offloads(question, one)
 
 
@@ -150,12 +151,13 @@ def _with_offloads(question: Question, one: Candidate) -> Iterator[Candidate]:
         yield replace(one, offload_chunks=count, offload_slots=slots)
 
 
-def _memory_share(question: Question, model: Model) -> float:
+def _memory_share(question: Question, candidate: Candidate) -> float:
     """The share of a device's memory for a search."""
-    ranks = question.pipeline_size
+    model, ranks = question.model(candidate.micro_batch), question.pipeline_size
     activation = sum(one.activation for one in model.layers) / ranks
     static = 2 * sum(one.static for one in model.layers) / ranks  # of an unequal rank
     needed = static + _ROOM * ranks * activation + 8 * question.max_chunks * model.message
+    needed += max(question.taken(candidate.placement(ranks), candidate.policy))
     return min(1.0, needed / question.memory) if activation else 1.0
 
 
@@ -199,13 +201,17 @@ def _order_time(question: Question, candidate: Candidate, cut: Fitted, transfer:
     return long + (long - short) / (many - few) * (candidate.num_microbatches - many)
 
 
-def fixed_memory(model: Model, tensors: Sequence[int], slices: int, logits: int = _LOGITS) -> tuple[float, ...]:
-    """GB of each rank for its pipeline tensors and for its share of a split output layer: parameters, and the logits
-    of ``logits`` microbatches.
+def fixed_memory(
+    question: Question, candidate: Candidate, model: Model, tensors: Sequence[int], logits: int = _LOGITS
+) -> tuple[float, ...]:
+    """GB of each rank for communicators, CUDA context, its pipeline tensors and its share of a split output layer:
+    parameters, and the logits of ``logits`` microbatches.
     """
-    output = model.output
-    share = 0.0 if output is None else (output.static + logits * output.activation) / len(tensors)
-    return tuple(count * model.message / slices + share for count in tensors)
+    output, ranks = model.output, len(tensors)
+    share = 0.0 if output is None else (output.static + logits * output.activation) / ranks
+    taken = question.taken(candidate.placement(ranks), candidate.policy)
+    each = model.message / candidate.slices
+    return tuple(gb + count * each + share for gb, count in zip(taken, tensors, strict=True))
 
 
 def cut_model(question: Question, candidate: Candidate, model: Model) -> Fitted:
@@ -214,7 +220,7 @@ def cut_model(question: Question, candidate: Candidate, model: Model) -> Fitted:
     """
     size = question.pipeline_size
     placement = candidate.placement(size)
-    fixed = fixed_memory(model, (_TENSORS * candidate.num_chunks,) * size, candidate.slices)
+    fixed = fixed_memory(question, candidate, model, (TENSORS * candidate.num_chunks,) * size)
     room = Room(placement, states_of(candidate, size), candidate.slices, question.memory, fixed)
     units = model.units(placement.num_stages)
     try:

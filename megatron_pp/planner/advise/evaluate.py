@@ -12,7 +12,7 @@ from megatron_pp.plan.costs.stage_costs import MemoryModel, StageCosts
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.verify.verifier import Verdict
-from megatron_pp.planner.advise.candidates import Candidate, cut_model, fixed_memory
+from megatron_pp.planner.advise.candidates import TENSORS, Candidate, cut_model, fixed_memory
 from megatron_pp.planner.advise.fit import Fitted, Room, fitted, with_recomputed
 from megatron_pp.planner.advise.model import PART, Model
 from megatron_pp.planner.advise.question import Question
@@ -86,11 +86,12 @@ def _searched(question: Question, candidate: Candidate, model: Model, cut: Fitte
 
 def measured_of(question: Question, candidate: Candidate, model: Model, cut: Fitted) -> Measured:
     """What the search plans for. Raises PlanError where parameters alone fill the memory."""
-    tensors = 4 * candidate.num_chunks * model.message
-    limits = [question.memory * candidate.memory_share - static - tensors for static in cut.static]
+    fixed = fixed_memory(question, candidate, model, (TENSORS * candidate.num_chunks,) * len(cut.static))
+    needed = list(map(math.fsum, zip(cut.static, fixed, strict=True)))
+    limits = [question.memory * candidate.memory_share - gb for gb in needed]
     if min(limits) <= 0:
-        least = max(cut.static) + tensors
-        raise PlanError(f"parameters and pipeline tensors alone need {least:.3g} GB; a device has {question.memory:g}")
+        alone = "parameters, pipeline tensors, communicators and CUDA context alone need"
+        raise PlanError(f"{alone} {max(needed):.3g} GB; a device has {question.memory:g}")
     return Measured(
         cut.costs.forward,
         cut.costs.backward_input,
@@ -126,7 +127,7 @@ def _run(
     spec = spec_of(question, candidate, measured)
     plan, verdict = verified_plan(spec)
     logits = max(one.each.logits for one in verdict.ranks)
-    fixed = fixed_memory(model, tensors_of(verdict), candidate.slices, logits)
+    fixed = fixed_memory(question, candidate, model, tensors_of(verdict), logits)
     lines = plan.programs if candidate.offload_chunks else plan.orders
     states = [kept_states(line, candidate.num_chunks) for line in lines]
     room = Room(plan.placement, states, candidate.slices, question.memory, fixed)

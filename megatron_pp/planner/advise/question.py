@@ -5,11 +5,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_pp.errors import PlanError
+from megatron_pp.plan.costs.communicators import Outside
 from megatron_pp.plan.costs.stage_costs import Link, Network
+from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import BATCHED, OVERLAP, checked_device
 from megatron_pp.plan.names import unknown
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.planner.advise.model import Model
+from megatron_pp.planner.advise.transformer import GB
 
 _LIKE_OTHERS = ("combined_1f1b",)  # interleaved_1f1b but for Megatron's all-to-all overlap, which costs do not show
 _MOST_CHUNKS = 1000  # of a rank: more stages than any model has layers
@@ -39,6 +42,7 @@ class Question:
     microbatch_costs  what each microbatch of a step costs of the times, in the order given; empty: all cost the same
     seq_length        tokens of a sequence; None where not known
     peak_flops        of a device, per second; None where not known
+    outside           what communicators and a CUDA context take of a device's memory; None where they are not counted
     """
 
     pipeline_size: int
@@ -61,6 +65,7 @@ class Question:
     microbatch_costs: tuple[float, ...] = ()
     seq_length: int | None = None
     peak_flops: float | None = None
+    outside: Outside | None = None
 
     def __post_init__(self) -> None:
         for name in ("pipeline_size", "global_batch", "data_parallel", "max_chunks"):
@@ -109,6 +114,12 @@ class Question:
     def network(self, model: Model) -> Network:
         """Messages in GB."""
         return Network(model.message, link=Link(self.latency, self.bandwidth), links=dict(self.links), gloo=self.gloo)
+
+    def taken(self, placement: Placement, policy: str) -> tuple[float, ...]:
+        """GB of each rank's device for communicators and the CUDA context."""
+        if self.outside is None:
+            return (0.0,) * self.pipeline_size
+        return tuple(nbytes / GB for nbytes in self.outside.nbytes(placement, policy))
 
     def offload_slots(self, model: Model) -> int:
         """Compute operations that hide one copy of a stage's activations."""

@@ -43,7 +43,7 @@ def test_the_answer_comes_first(command, tmp_path):
     assert lines[0].startswith("run zb_v: V=2 (v placement), M=8 microbatches of 1, overlap, layers in equal shares")
     assert "step 26.8 ms" in lines[1]
     assert "of the bound" in lines[1]
-    assert lines[2].strip().startswith("memory of each rank 8, ")
+    assert lines[2].strip().startswith("memory of each rank 8.76, 8.96, 8.96, 8.76 GB, of 80, 0.96 of it for")
     assert "verified: complete, lifetime, rendezvous, order" in lines[4]
     flags = "--pipeline-schedule zb_v --overlap-p2p-comm pretrain_gpt.py --pipeline-model-parallel-size 4"
     assert f"megatron-pp run {flags} --num-virtual-stages-per-pipeline-rank 2 --micro-batch-size 1" in out
@@ -202,7 +202,9 @@ def test_a_file_of_layers(command, tmp_path):
     best = json.loads(out)["recommended"]
     assert best["layout"] == "Et*4|t*2L"
     # 4 layers with 2 GB of parameters and 1 of activations for each of 2 microbatches, and pipeline tensors.
-    assert best["memory_gb"][0] == pytest.approx(4 * 2 + 2 * 4, abs=0.05)
+    taken = (534 + 8 * (10 + 2)) * 2**20 / 1e9  # a CUDA context, and channels with one neighbour
+    assert best["communicators_and_context_gb"] == [pytest.approx(taken)] * 2
+    assert best["memory_gb"][0] == pytest.approx(4 * 2 + 2 * 4 + taken, abs=0.05)
     assert_refused(command(*SMALL, "--costs", path, "--static-gb", 1), 2, "--static-gb is in --costs FILE")
 
 
@@ -238,7 +240,7 @@ def test_what_was_measured_of_stages_counts_with_its_transfers_and_the_memory_th
     values = {"forward": [1, 1], "backward_input": [1, 1], "weight": [1, 1], "activation": [2, 2], "transfer": 0.5}
     path.write_text(json.dumps(values))
     words = ("--global-batch", 1, "--memory-gb", 80, "--schedules", "1f1b", "--jobs", 1, "--costs", path)
-    _, out, _ = command("advise", "-P", 2, *words, "--static-gb", "3,5")
+    _, out, _ = command("advise", "-P", 2, *words, "--static-gb", "3,5", "--gloo")
     assert "step 7 ms" in out  # 6 of compute, a message there and one back
     assert "memory of each rank 5, 7 GB, of 80\n" in out
     _, out, _ = command("advise", "-P", 2, *words)
@@ -263,7 +265,27 @@ def test_memory_that_is_too_small_says_what_would_do(command):
     words = ("--memory-gb", 0.1, "--no-recompute", *FEW)
     code, out, err = command(*SMALL[:5], *SMALL[7:], *COSTS, *words)
     assert (code, out) == (1, "")
-    assert "nothing fits into 0.1 GB; the least that was found is 8 GB" in err
+    assert "nothing fits into 0.1 GB; the least that was found is 8.66 GB" in err
+
+
+def test_a_plan_that_fits_without_communicators_and_context_only_is_refused(command):
+    """Between two ranks 1F1B's channels take 0.1 GB, and ZB-V's 0.2; a context takes 0.56."""
+    words = ("-P", 4, "--global-batch", 8, "--jobs", 1, *COSTS[:6], "--activation-gb", 2, "--no-recompute", "--json")
+
+    def found(memory, schedules, *more):
+        code, out, _ = command("advise", *words, "--memory-gb", memory, "--schedules", schedules, *more)
+        return code, json.loads(out)
+
+    assert found(8.5, "1f1b", "--gloo")[0] == 0
+    code, facts = found(8.5, "1f1b")
+    assert (code, facts["recommended"]) == (1, None)
+    assert facts["alternatives"][0]["refused"] == "needs 8.66 GB on rank 0"
+    # What is faster needs more communicators: it is refused where only the slower one's fit.
+    _, both = found(8.9, "1f1b,zb_v")
+    assert both["recommended"]["schedule"] == "1f1b"
+    assert [one["refused"] for one in both["alternatives"] if one["schedule"] == "zb_v"] == ["needs 8.96 GB on rank 1"]
+    assert found(8.97, "1f1b,zb_v")[1]["recommended"]["schedule"] == "zb_v"
+    assert found(8.9, "1f1b,zb_v", "--max-ctas", 2)[1]["recommended"]["schedule"] == "zb_v"
 
 
 def test_the_costs_of_a_run(command, tmp_path):

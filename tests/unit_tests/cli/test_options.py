@@ -29,6 +29,7 @@ VALUES = {  # a switch has none
     "--memory-limit": "0", "--weight-share": "0.3", "--style": "grid", "--width": "400",
     "--skip-tensors": "a=0>1", "--skip-cache": "all",
     "--sequence-slices": "2", "--attention-share": "0.5", "--output-ms": "1.5",
+    "--max-ctas": "3", "--context-mb": "100",
     "--offload-chunks": "1", "--offload-slots": "2", "--offload-ms": "4", "--offload-bandwidth": "1",
 }  # fmt: skip
 PLANS = (
@@ -49,6 +50,7 @@ SIMULATIONS = (
     f"simulate -s seq_1f1b -P 2 -M 4 --sequence-slices 2 {TIMES} {SIZES} --json",
     f"simulate -s interleaved_1f1b -P 2 -V 2 -M 8 {TIMES} {SIZES} --json",
     f"simulate -s zb_h1 -P 2 -M 4 {TIMES} {SIZES} --json",
+    f"simulate -s gpipe -P 2 -M 4 {TIMES} {SIZES} --memory --json",
     f"simulate -s pipe_offload -P 2 -V 2 -M 4 {TIMES} {SIZES} --json",
     f"simulate --compare interleaved_1f1b,zb_h1 -P 2 -V 2 -M 8 {TIMES} {SIZES} --json",
 )
@@ -94,8 +96,10 @@ def test_options_of_a_simulation(command, line):
     """Those that ``plan`` has are tested there: not each of them shows in a simulation's numbers."""
     before = printed_by(command, line)
     for dest, option in options_of("simulate").items():
-        announced = "interleaved" in line  # --gloo: only there do both directions of a link meet
-        if dest not in options_of("plan") and dest != "json" and (dest != "gloo" or announced):
+        # --gloo: only there do both directions of a link meet. --keep-outputs: only there are they many at the peak.
+        changes = {"gloo": "interleaved" in line, "keep_outputs": "gpipe" in line}
+        changes |= {"memory": "--memory" not in line, "json": False}
+        if dest not in options_of("plan") and changes.get(dest, True):
             assert_not_ignored(command, line, option, before)
 
 
@@ -103,6 +107,7 @@ def test_options_of_a_simulation(command, line):
 def test_every_option_has_a_value_to_try(name):
     switches = {
         *("--forward-only", "--variable-shapes", "--param-sync", "--compute-only", "--list", "--keep-outputs"),
+        "--memory",
         *("--gloo", "--sequence-parallel", "--optimizer-bypass", "--json", "--dark"),
     }
     assert set(options_of(name).values()) <= switches | set(VALUES)

@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from megatron_pp.draw.facts import size_label
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs.measured import Measured
 from megatron_pp.plan.costs.stage_costs import FREE, StageCosts
@@ -14,6 +15,8 @@ from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.planner.compare import fitted
 from tests.unit_tests.cli.conftest import MODEL, assert_refused
+
+OUTSIDE = (534 + 8 * 2 * (10 + 2)) * 2**20  # a CUDA context, and channels with two neighbours
 
 
 def test_simulate_under_the_rules_of_a_device(command):
@@ -87,13 +90,57 @@ def test_compare_ranks_under_a_memory_limit(command):
     assert [c["per_microbatch"] for c in free] == sorted(c["per_microbatch"] for c in free)
     assert all(c["refused"] is None for c in free)
     limit = sorted(c["peak_bytes"] for c in free)[2] / 2**30 + 0.01
-    limited = json.loads(command(*arguments, "--memory-limit", limit)[1])
-    fits = [c for c in limited if c["refused"] is None]
-    assert len(fits) >= 2
-    assert limited[: len(fits)] == fits
-    assert all(c["peak_bytes"] <= limit * 2**30 for c in fits)
-    assert "GiB" in limited[-1]["refused"]
+    for outside, words in ((0.0, ["--gloo"]), (OUTSIDE / 2**30, [])):
+        limited = json.loads(command(*arguments, "--memory-limit", limit + outside, *words)[1])
+        fits = [c for c in limited if c["refused"] is None]
+        assert len(fits) >= 2
+        assert limited[: len(fits)] == fits
+        assert all(c["peak_bytes"] <= limit * 2**30 for c in fits)
+        assert "GiB" in limited[-1]["refused"]
     assert command(*arguments, "--memory-limit", 0.001)[0] == 1
+
+
+def test_a_limit_of_memory_is_one_of_communicators_and_context_too(command):
+    """1F1B of two ranks: each receives from one peer and sends to it, in 8 of NCCL's channels."""
+    arguments = ["simulate", "--compare", "1f1b", "-P", 2, "-M", 4, *MODEL, "--json"]
+    peak, taken = json.loads(command(*arguments)[1])[0]["peak_bytes"], (534 + 8 * (10 + 2)) * 2**20
+
+    def refused(nbytes, *words):
+        code, out, _ = command(*arguments, "--memory-limit", nbytes / 2**30, *words)
+        assert code == (json.loads(out)[0]["refused"] is not None)
+        return json.loads(out)[0]["refused"]
+
+    assert refused(peak + taken + 1) is None
+    assert refused(peak + taken - 1) == f"needs {(peak + taken) / 2**30:.1f} GiB"
+    assert refused(peak + taken - 6 * 12 * 2**20 + 1, "--max-ctas", 2) is None
+    assert refused(peak + 1, "--gloo") is None
+
+
+def test_all_that_a_gpu_holds_is_one_table(command):
+    """ZB-V of four ranks: the inner ones have twice the neighbours of those at the turns."""
+    line = ("simulate", "-s", "zb_v", "-P", 4, "-M", 8, "--layers", 16, *MODEL[2:], "--memory")
+    facts = json.loads(command(*line, "--json")[1])
+    memory = facts["memory"]
+    parts = ("parameters", "activations", "outputs", "messages", "kept_back", "communicators", "context")
+    for rank, one in enumerate(memory):
+        assert sum(one[part] for part in parts) == pytest.approx(one["total"])
+        allocated = one["total"] - one["communicators"] - one["context"]
+        assert allocated == pytest.approx(facts["peak_bytes"][rank])
+    assert [one["communicators"] / 2**20 for one in memory] == [192, 384, 384, 192]
+    assert {one["context"] for one in memory} == {534 * 2**20}
+    _, out, _ = command(*line)
+    table = out[out.index("Memory of each rank's GPU when it holds most") :].splitlines()
+    rows = [line for line in table if re.match(r" +[0-3] ", line)]
+    assert len(rows) == 4
+    for row, one in zip(rows, memory, strict=True):
+        assert row.split()[-1] == one["at"]
+        assert f" {size_label(one['total'])} " in row
+        assert f" {size_label(one['communicators'])}  534 MiB " in row
+    assert re.search(r"one-way channels +8 +4 to 8 +2 to 4 +2 to 4", out)
+    without = json.loads(command(*line, "--json", "--gloo")[1])["memory"]
+    assert {(one["communicators"], one["context"]) for one in without} == {(0, 0)}
+    assert_refused(command(*line[:7], "--memory"), 2, "--memory needs the shape of the model")
+    assert_refused(command(*line, "--gloo", "--max-ctas", 2), 2, "--max-ctas is of GPUs")
 
 
 @pytest.mark.slow
@@ -135,8 +182,8 @@ def test_auto_is_searched_under_the_memory_limit(command):
     """Where 1F1B does not fit, ``auto`` does: its search knows the limit, and what messages take off it."""
     arguments = ["simulate", "--compare", "auto,1f1b", "-P", 2, "-V", 1, "-M", 4, *COSTS, *MODEL[:6], "--json"]
     rows = {c["schedule"]: c for c in json.loads(command(*arguments)[1])}
-    limit = rows["1f1b"]["peak_bytes"] - 2**20
-    rows = {c["schedule"]: c for c in json.loads(command(*arguments, "--memory-limit", limit / 2**30)[1])}
+    limit, taken = rows["1f1b"]["peak_bytes"] - 2**20, (534 + 8 * (10 + 2)) * 2**20
+    rows = {c["schedule"]: c for c in json.loads(command(*arguments, "--memory-limit", (limit + taken) / 2**30)[1])}
     assert rows["1f1b"]["refused"]
     assert rows["auto"]["refused"] is None
     assert rows["auto"]["peak_bytes"] <= limit

@@ -1,0 +1,80 @@
+"""All that each rank's GPU holds, as a table: ``simulate --memory``. And what of it torch does not allocate, by options
+of ``simulate`` and ``advise``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from megatron_pp.cli.cost_options import number
+from megatron_pp.cli.parser import refuse
+from megatron_pp.cli.plan_options import count
+from megatron_pp.cli.terminal import print_table
+from megatron_pp.draw.facts import size_label
+from megatron_pp.plan.costs.communicators import CONTEXT, MAX_CTAS, Outside
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from megatron_pp.plan.simulate.device_memory import DeviceMemory
+
+OPTIONS = ("max_ctas", "context_mb")
+_COLUMNS = ("parameters", "activations", "outputs", "messages", "kept back", "communicators", "context")
+
+
+def add_outside_options(parser: argparse._ActionsContainer) -> None:
+    limit = "NCCL's channels in a communicator at most: p2p_max_ctas, and max_ctas of the pipeline group; default "
+    limit += f"{MAX_CTAS} for one-way channels, NCCL's 32 for the group"
+    parser.add_argument("--max-ctas", type=count, metavar="N", help=limit)
+    context = f"memory of a CUDA context; default {CONTEXT / 1e6:.0f}, an H100's"
+    parser.add_argument("--context-mb", type=number, metavar="MB", help=context)
+
+
+def outside_of(args: argparse.Namespace, gloo: bool) -> Outside | None:
+    """None on gloo, which takes none of a GPU."""
+    if gloo:
+        refuse(args, OPTIONS, "is of GPUs; transfers are gloo's here")
+        return None
+    return Outside(CONTEXT if args.context_mb is None else args.context_mb * 1e6, args.max_ctas)
+
+
+def show_memory(found: Sequence[DeviceMemory], console: Console) -> None:
+    """Columns of zeros are left out."""
+    numbers = [[one.parameters, *one.allocated, one.of_communicators, one.context] for one in found]
+    shown = [k for k in range(len(_COLUMNS)) if any(row[k] for row in numbers)]
+    names = ["rank", *(_COLUMNS[k] for k in shown), "together", "at"]
+    rows = []
+    for rank, (one, row) in enumerate(zip(found, numbers, strict=True)):
+        rows.append([str(rank), *(size_label(row[k]) for k in shown), size_label(one.total), one.at])
+    if any(one.host for one in found):
+        names.append("on host")
+        rows = [[*row, size_label(one.host)] for row, one in zip(rows, found, strict=True)]
+    print_table(console, "Memory of each rank's GPU when it holds most", names, rows)
+    kinds = list(dict.fromkeys((one.kind, one.channels) for rank in found for one in rank.communicators))
+    rows = [[kind, str(channels), *_of_kind(found, kind)] for kind, channels in kinds]
+    names = ["communicators", "NCCL channels in each", "of a rank", "receiving ends", "sending ends"]
+    print_table(console, "Communicators", names, rows)
+
+
+def _of_kind(found: Sequence[DeviceMemory], kind: str) -> list[str]:
+    """``2 to 4`` where ranks differ."""
+    made = [one for rank in found for one in rank.communicators if one.kind == kind]
+    numbers = ([getattr(one, field) for one in made] for field in ("count", "receiving", "sending"))
+    return [" to ".join(map(str, dict.fromkeys((min(each), max(each))))) for each in numbers]
+
+
+def memory_facts(one: DeviceMemory) -> dict[str, Any]:
+    made = [{**asdict(of_kind), "bytes": of_kind.nbytes} for of_kind in one.communicators]
+    return {
+        "parameters": one.parameters,
+        **one.allocated._asdict(),
+        "communicators": one.of_communicators,
+        "context": one.context,
+        "total": one.total,
+        "at": one.at,
+        "host": one.host,
+        "host_pinned_at_most": 2 * one.host,
+        "communicators_made": made,
+    }

@@ -1,0 +1,71 @@
+"""What a process takes of its GPU's memory beside what torch allocates: NCCL's communicators and the CUDA context.
+
+Sizes are of NVLink; the page "Inside" says where they are from and how to lower them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_pp.plan.ir.placement import Placement
+from megatron_pp.plan.ir.spec import BATCHED, ONE_WAY
+
+MIB = 2**20
+CONTEXT = 534 * MIB  # of a process on an H100 (meta-pytorch/torchcomms#777)
+RECEIVING, SENDING = 10 * MIB, 2 * MIB  # of a peer in each of NCCL's channels (NVIDIA/nccl#1685)
+MAX_CTAS = 8
+"""NCCL's channels, and so thread blocks, that a communicator of ours has at most where no option says so: two receives
+that wait then hold 12% of the 132 multiprocessors of an H100."""
+_UNLIMITED = 32  # the pipeline group's then (NVIDIA/nccl#1685)
+
+
+@dataclass(frozen=True)
+class Communicators:
+    """Those of one kind that a rank is a member of.
+
+    count      of them
+    receiving  peers that the rank receives from, over all of them
+    sending    peers that it sends to
+    channels   NCCL's channels in each, at most
+    """
+
+    kind: str
+    count: int
+    receiving: int
+    sending: int
+    channels: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.channels * (self.receiving * RECEIVING + self.sending * SENDING)
+
+
+class Outside(NamedTuple):
+    """Beside what torch allocates.
+
+    context   bytes of the CUDA context
+    max_ctas  of ``p2p_max_ctas`` and of the pipeline group's options; None: neither is set
+    """
+
+    context: float = CONTEXT
+    max_ctas: int | None = None
+
+    def communicators(self, placement: Placement, rank: int, policy: str, channels: str) -> Iterator[Communicators]:
+        """Of ``rank``, as the transport for NCCL makes them. ``policy``, ``channels``: as in PlanSpec."""
+        edges = [edge for edge in placement.rank_edges if rank in edge]
+        ours = self.max_ctas or MAX_CTAS
+        if edges and channels == ONE_WAY and policy != BATCHED:
+            yield Communicators("one-way channels", 2 * len(edges), len(edges), len(edges), ours)
+        elif edges:
+            # torch makes one of the group for batches, and one of each pair for single operations.
+            peers = len({*sum(edges, ())} - {rank})
+            count = 1 if policy == BATCHED else peers
+            yield Communicators("pipeline group", count, peers, peers, self.max_ctas or _UNLIMITED)
+        if placement.barriers and placement.pipeline_size > 1:
+            yield Communicators("split output layer", 1, 1, 1, ours)  # a ring
+
+    def nbytes(self, placement: Placement, policy: str, channels: str = ONE_WAY) -> tuple[float, ...]:
+        """Of each rank."""
+        ranks = range(placement.pipeline_size)
+        made = (self.communicators(placement, rank, policy, channels) for rank in ranks)
+        return tuple(self.context + sum(one.nbytes for one in each) for each in made)

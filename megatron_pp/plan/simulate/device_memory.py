@@ -1,0 +1,48 @@
+"""All that a rank's GPU holds when torch has allocated most: that, and what torch does not allocate."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from megatron_pp.plan.costs.communicators import Communicators, Outside
+from megatron_pp.plan.ir.spec import Plan
+from megatron_pp.plan.simulate.memory import Parts, RankMemory
+
+
+class DeviceMemory(NamedTuple):
+    """Bytes of one rank.
+
+    parameters     with gradients and optimizer states
+    allocated      the parts of the rest that torch allocates
+    communicators  of NCCL
+    context        of CUDA
+    at             the instruction after which ``allocated`` is most
+    host           offloaded at once at most, pinned: in buffers of powers of two, so up to twice as much
+    """
+
+    parameters: float
+    allocated: Parts
+    communicators: tuple[Communicators, ...]
+    context: float
+    at: str
+    host: float
+
+    @property
+    def of_communicators(self) -> int:
+        return sum(one.nbytes for one in self.communicators)
+
+    @property
+    def total(self) -> float:
+        """Without host memory."""
+        return self.parameters + sum(self.allocated) + self.of_communicators + self.context
+
+
+def device_memory(plan: Plan, rank: int, memory: RankMemory, outside: Outside | None) -> DeviceMemory:
+    """``memory``: of ``rank`` along its program; ``outside``: None where there is no GPU."""
+    spec, context = plan.spec, 0.0
+    made: Iterable[Communicators] = ()
+    if outside is not None:
+        made = outside.communicators(plan.placement, rank, spec.policy, spec.channels)
+        context = outside.context
+    at = max(range(len(memory.after)), key=memory.after.__getitem__)
+    name = str(plan.timed(rank)[at])
+    return DeviceMemory(memory.static, memory.parts, tuple(made), context, name, memory.host_peak)

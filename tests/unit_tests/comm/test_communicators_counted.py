@@ -1,0 +1,111 @@
+"""The communicators that ``simulate --memory`` counts are those that the engine makes on virtual devices."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_pp.comm.p2p_communicator import P2PCommunicator
+from megatron_pp.faults.attach import close_guard
+from megatron_pp.plan.costs.communicators import Communicators, Outside
+from megatron_pp.plan.ir.placement import LOOP, Placement
+from megatron_pp.plan.ir.spec import BATCHED, OVERLAP, PLAIN
+from megatron_pp.testing.pipeline import placement_of, run_rank
+from megatron_pp.testing.streams import StreamNetwork, virtual_cuda
+from megatron_pp.testing.threads import run_ranks
+from megatron_pp.testing.toy import ToyData, toy_config
+from tests.harness.virtual_groups import VirtualNCCL, process_group, virtual_distributed
+
+POLICIES: dict[str, dict[str, Any]] = {
+    OVERLAP: {"overlap_p2p_comm": True},
+    BATCHED: {"batch_p2p_comm": True},
+    PLAIN: {"overlap_p2p_comm": False, "batch_p2p_comm": False},
+}
+SHAPES = [("1f1b", 1), ("interleaved_1f1b", 2), ("zb_v", 2)]
+Ends = dict[int, dict[VirtualNCCL, set[tuple[bool, int]]]]
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> Ends:
+    """By rank and communicator: which peers it has sent to (True) and received from."""
+    ends: Ends = defaultdict(lambda: defaultdict(set))
+    post = VirtualNCCL.post
+
+    def noted(backend: VirtualNCCL, requests: Sequence[tuple[bool, torch.Tensor, int]]) -> Any:
+        ends[backend.device.rank][backend] |= {(is_send, peer) for is_send, _, peer in requests}
+        return post(backend, requests)
+
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    monkeypatch.setattr(VirtualNCCL, "post", noted)
+    return ends
+
+
+def _run(size: int, steps: Any, **fields: Any) -> None:
+    network, store = StreamNetwork(size, seed=None), dist.HashStore()
+
+    def rank_main(rank: int) -> None:
+        with network.running(rank), process_group(network, rank, store) as group:
+            communicator = P2PCommunicator(group, toy_config(**fields))
+            try:
+                steps(communicator, rank)
+            finally:
+                close_guard(communicator)
+                communicator.transport.close()
+
+    with virtual_cuda(), virtual_distributed():
+        run_ranks(size, rank_main, network.abort)
+
+
+def _numbers(ends: dict[VirtualNCCL, set[tuple[bool, int]]]) -> tuple[int, int]:
+    """Peers received from and sent to."""
+    everyone = [is_send for one in ends.values() for is_send, _ in one]
+    return everyone.count(False), everyone.count(True)
+
+
+def _compare(used: Ends, placement: Placement, policy: str, channels: str, limit: int) -> None:
+    for rank in range(placement.pipeline_size):
+        counted = list(Outside().communicators(placement, rank, policy, channels))
+        assert _numbers(used[rank]) == (sum(c.receiving for c in counted), sum(c.sending for c in counted))
+        if channels == "one_way" or policy == BATCHED:  # a virtual group has one for all pairs
+            assert len(used[rank]) == sum(one.count for one in counted)
+        if channels == "one_way" and policy != BATCHED:
+            assert {one.options.config.max_ctas for one in used[rank]} == {limit} == {c.channels for c in counted}
+
+
+@pytest.mark.parametrize("channels", ["one_way", "shared"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("name", "chunks"), SHAPES)
+def test_a_step_makes_what_is_counted(
+    name: str, chunks: int, size: int, policy: str, channels: str, used: Ends
+) -> None:
+    """Also where evaluation, other numbers of microbatches and shapes that vary follow."""
+    fields = {"pipeline_schedule": name, "p2p_channels": channels, **POLICIES[policy]}
+    fields["virtual_pipeline_model_parallel_size"] = chunks if chunks > 1 else None
+
+    def steps(communicator: P2PCommunicator, rank: int) -> None:
+        for count, forward_only in ((2 * size, False), (2 * size, True), (3 * size, False)):
+            run_rank(rank, size, chunks, ToyData(count), communicator.config, communicator, forward_only=forward_only)
+
+    _run(size, steps, **fields)
+    placement = placement_of(toy_config(**fields), size, chunks)
+    _compare(used, placement, policy, channels, 8)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_split_output_layer_has_one_more(size: int, used: Ends) -> None:
+    placement = Placement(LOOP, size, 1, barriers=1)
+
+    def steps(communicator: P2PCommunicator, rank: int) -> None:
+        communicator.prepare(placement.rank_edges, 0, 0, batched=False, collectives=True)
+
+    _run(size, steps, overlap_p2p_comm=True)
+    for rank in range(size):
+        counted: list[Communicators] = list(Outside().communicators(placement, rank, OVERLAP, "one_way"))
+        assert len(used[rank]) == sum(one.count for one in counted) == 2 * (1 + (0 < rank < size - 1)) + 1
+        assert {one.options.config.max_ctas for one in used[rank]} == {one.channels for one in counted} == {8}
