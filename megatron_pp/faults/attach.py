@@ -16,7 +16,7 @@ from megatron_pp.config.settings import StepSettings
 from megatron_pp.faults.consistency import RECEIVES, SENDS
 from megatron_pp.faults.guard import FaultGuard
 from megatron_pp.faults.places import Source
-from megatron_pp.faults.tracker import CompletedWork, InstructionMarks
+from megatron_pp.faults.tracker import InstructionMarks
 from megatron_pp.on_demand import load
 from megatron_pp.plan.ir.spec import PlanSpec
 
@@ -132,7 +132,7 @@ def _make_guard(transport: Transport, timeout: float) -> FaultGuard:
         lambda: call_if_alive(abort),
         escalate=(lambda: load("abort").abort_all_groups()) if transport.backend else None,
         is_gone=lambda: (known := kept()) is None or known.is_gone(),
-        completed=None if transport.blocks_host else CompletedWork(transport.device),
+        completed=None if transport.blocks_host else load("device_events").CompletedWork(transport.device),
         global_rank=transport.global_rank(transport.rank),
         world_size=dist.get_world_size() if dist.is_initialized() else transport.size,
         members=[transport.global_rank(rank) for rank in range(transport.size)],

@@ -1,21 +1,35 @@
-"""Whether an event of the device is over, asked from a thread of the guard's.
+"""What the device has done, asked from a thread of its own.
 
 ``torch.cuda.Event.query`` keeps Python's interpreter lock, and a query may block as long as another thread synchronises
-the device (pytorch#130844): heartbeats and aborts would wait with it. ctypes gives the lock back around each call. A
-new thread is on device 0, where a call would make a context of half a GiB, and fails while a CUDA graph is captured.
+the device (pytorch#130844): where that waits for a dead peer, until an abort. So another thread asks than the one that
+aborts, and ctypes gives the lock back around each call. A new thread is on device 0, where a call would make a context
+of half a GiB (torchcomms#777), and fails while a CUDA graph is captured.
 """
+
+from __future__ import annotations
 
 import ctypes
 import logging
-from typing import Any
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from megatron_pp.comm.events import EventPool
+
+if TYPE_CHECKING:
+    from megatron_pp.faults.tracker import Place
 
 logger = logging.getLogger("megatron_pp")
 
 # cudaError_t and cudaStreamCaptureMode.
 _SUCCESS, _NOT_READY = 0, 600
 _RELAXED = 2
+
+# Seconds.
+_ANSWER = 0.05  # that an answer is waited for; it takes microseconds where no query blocks
+_JOIN = 1.0
 
 
 class EventQueries:
@@ -56,3 +70,78 @@ class EventQueries:
         elif code != _SUCCESS:
             raise RuntimeError(f"cudaEventQuery returned {code}")
         return bool(code == _SUCCESS)
+
+
+class CompletedWork:
+    """Marks on the streams of one rank, over all steps. The main thread adds them; a thread of their own, which the
+    watchdog ``ask``s, removes those that are over."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._marks: deque[tuple[Place, Any]] = deque()
+        self.queries = EventQueries(device)
+        self.events = EventPool()
+        self._thread: threading.Thread | None = None
+        self._asked, self._answered = threading.Event(), threading.Event()
+        self._closed = False
+
+    def mark(self, place: Place) -> None:
+        """``place`` is over when all that was issued to the current stream is."""
+        self._marks.append((place, self.events.record()))
+
+    def ask(self) -> None:
+        """For the watchdog: have the marks removed that are over. Where a query blocks, return a moment later; the
+        marks stay as they are until it returns."""
+        if not self._marks or self._closed:
+            return
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, daemon=True, name="megatron_pp events")
+            thread.start()
+            self._thread = thread  # ``close`` joins it
+        self._answered.clear()
+        self._asked.set()
+        self._answered.wait(_ANSWER)
+
+    def close(self) -> None:
+        """End the thread; one that is stuck in a query stays until that returns, or the process ends."""
+        self._closed = True
+        self._asked.set()
+        if self._thread is not None:
+            self._thread.join(_JOIN)
+
+    def _run(self) -> None:
+        self.queries.begin()
+        while self._asked.wait() and not self._closed:
+            self._asked.clear()
+            self.poll()
+            self._answered.set()
+
+    def poll(self) -> None:
+        marks = self._marks
+        try:
+            while self.queries.is_over(marks[0][1]):
+                self.events.give_back(marks.popleft()[1])
+        except IndexError:  # all are over, or forgotten by the main thread
+            return
+        except RuntimeError as error:  # of an earlier kernel; the main thread gets it too
+            logger.debug("the device cannot be asked any more: %s", error)
+            marks.clear()
+
+    def synchronize(self) -> None:
+        """The host waits for all that was issued to the current stream, unless a graph is captured on it."""
+        if torch.cuda.is_current_stream_capturing():
+            return
+        event = self.events.record()
+        event.synchronize()
+        self.events.give_back(event)
+
+    def clear(self) -> None:
+        """The first of them may be asked for just now: none of their events is used again."""
+        self._marks = deque()
+
+    @property
+    def oldest(self) -> Place | None:
+        """The first mark that is not over; None if all are."""
+        try:
+            return self._marks[0][0]
+        except IndexError:  # another thread may have removed it just now
+            return None

@@ -22,7 +22,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -34,9 +34,12 @@ from megatron_pp.faults.heartbeat import Heartbeat, Pace
 from megatron_pp.faults.liveness import state_of
 from megatron_pp.faults.places import Source
 from megatron_pp.faults.records import AFTER, EXCEPTION, IN_STEP, MISMATCH, STALL, Entry, Failure, FaultStore, Progress
-from megatron_pp.faults.tracker import CompletedWork, InstructionMarks, Outside, Tracker
+from megatron_pp.faults.tracker import InstructionMarks, Outside, Tracker
 from megatron_pp.faults.watchdog import Watchdog
 from megatron_pp.on_demand import load
+
+if TYPE_CHECKING:
+    from megatron_pp.faults.device_events import CompletedWork
 
 logger = logging.getLogger("megatron_pp")
 

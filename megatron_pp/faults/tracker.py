@@ -3,14 +3,11 @@
 Where the host runs ahead of the device, the rank is where the device is.
 """
 
-import logging
+from __future__ import annotations
+
 import time
-from collections import deque
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
-from megatron_pp.comm.events import EventPool
 from megatron_pp.faults.consistency import changed
 from megatron_pp.faults.liveness import this_process
 from megatron_pp.faults.places import Source, instruction_at, pending_peers, waits_on
@@ -20,7 +17,8 @@ from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import Instruction
 from megatron_pp.plan.ir.spec import Plan
 
-logger = logging.getLogger("megatron_pp")
+if TYPE_CHECKING:
+    from megatron_pp.faults.device_events import CompletedWork
 
 
 class Place(NamedTuple):
@@ -30,51 +28,6 @@ class Place(NamedTuple):
     plan: Plan | None
     position: int
     phase: str
-
-
-class CompletedWork:
-    """Marks on the streams of one rank, over all steps. The main thread adds them; the watchdog alone asks and removes,
-    as a query may block while another thread synchronises the device."""
-
-    def __init__(self, device: torch.device | None = None) -> None:
-        self._marks: deque[tuple[Place, Any]] = deque()
-        self.queries = load("device_events").EventQueries(device)
-        self.events = EventPool()
-
-    def mark(self, place: Place) -> None:
-        """``place`` is over when all that was issued to the current stream is."""
-        self._marks.append((place, self.events.record()))
-
-    def poll(self) -> None:
-        marks = self._marks
-        try:
-            while self.queries.is_over(marks[0][1]):
-                self.events.give_back(marks.popleft()[1])
-        except IndexError:  # all are over, or forgotten by the main thread
-            return
-        except RuntimeError as error:  # of an earlier kernel; the main thread gets it too
-            logger.debug("the device cannot be asked any more: %s", error)
-            marks.clear()
-
-    def synchronize(self) -> None:
-        """The host waits for all that was issued to the current stream, unless a graph is captured on it."""
-        if torch.cuda.is_current_stream_capturing():
-            return
-        event = self.events.record()
-        event.synchronize()
-        self.events.give_back(event)
-
-    def clear(self) -> None:
-        """The watchdog may be asking for the first of them just now: none of their events is used again."""
-        self._marks = deque()
-
-    @property
-    def oldest(self) -> Place | None:
-        """The first mark that is not over; None if all are."""
-        try:
-            return self._marks[0][0]
-        except IndexError:  # another thread may have removed it just now
-            return None
 
 
 _NOT_ON_A_STREAM = ins.POST_OPS | ins.HAND_OPS | {ins.BATCH}

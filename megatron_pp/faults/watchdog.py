@@ -19,7 +19,7 @@ _JOIN = 5.0  # longer than it takes to report a failure and to abort the communi
 @dataclass(eq=False)
 class Watchdog:
     """Polls ``act``, which acts on a failure and returns whether there is one; while this rank does not leave its step
-    after that, ``escalate`` and then ``show_stack``. Sleeps outside steps; never calls the store."""
+    after that, ``escalate`` and then ``show_stack``. Sleeps outside steps; never calls the store, nor the device."""
 
     tracker: Tracker
     heartbeat: Heartbeat
@@ -45,6 +45,8 @@ class Watchdog:
     def close(self) -> None:
         self._closed = True
         self._wake.set()
+        if self.tracker.completed is not None:
+            self.tracker.completed.close()
         with self.heartbeat.lock:
             self.heartbeat.lock.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -52,8 +54,6 @@ class Watchdog:
 
     def _run(self) -> None:
         lock = self.heartbeat.lock
-        if self.tracker.completed is not None:
-            self.tracker.completed.queries.begin()
         while not self._closed:
             if not self._is_active():
                 self._wake.clear()
@@ -86,5 +86,5 @@ class Watchdog:
     def _is_active(self) -> bool:
         """Whether the host or the device is in what is watched."""
         if self.tracker.completed is not None:
-            self.tracker.completed.poll()
+            self.tracker.completed.ask()
         return self.tracker.where() is not None

@@ -26,8 +26,7 @@ from megatron_pp.comm.channels import SHAPES
 from megatron_pp.comm.group_transport import group_transport
 from megatron_pp.comm.transport import P2PRequest, Preparation
 from megatron_pp.errors import P2PError, P2PTransferError
-from megatron_pp.faults.device_events import EventQueries
-from megatron_pp.faults.tracker import CompletedWork
+from megatron_pp.faults.device_events import CompletedWork, EventQueries
 from megatron_pp.features.pairs.pair_runner import on_two_streams
 from megatron_pp.parity import command
 from megatron_pp.plan.builder import build_plan

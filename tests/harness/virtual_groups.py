@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from megatron_pp.testing.memory_transport import End
 from megatron_pp.testing.streams.cuda import replaced
-from megatron_pp.testing.streams.cuda_tensors import CPU, CUDA
+from megatron_pp.testing.streams.cuda_tensors import CPU
 from megatron_pp.testing.streams.device import current_device
 from megatron_pp.testing.streams.network import StreamNetwork, StreamWork
 
@@ -151,13 +151,13 @@ class VirtualGroup(dist.ProcessGroup):
 
     @property
     def backend(self) -> VirtualNCCL:
-        return self._get_backend(CUDA)
+        return self._get_backend(torch.device("cuda"))
 
     def _is_for_gloo(self, tensor: torch.Tensor) -> bool:
         """``Tensor.is_cuda`` is the real one inside of torch's own functions."""
         if CPU.type not in self._backends:
             return False
-        return CUDA.type not in self._backends or self.backend.device.is_host_memory(tensor)
+        return "cuda" not in self._backends or self.backend.device.is_host_memory(tensor)
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
         if self._is_for_gloo(tensors[0]):

@@ -25,7 +25,7 @@ def run_on_virtual_devices(
 ) -> list[Any]:
     """As ``run_processes``, within ``virtual_machine``: ``rank_main(rank, size, *args)`` makes the process group."""
     assert backend is None
-    network = StreamNetwork(size, seed=None, record_streams=True)
+    network = StreamNetwork(size, seed=None, record_streams=True, one_device=True)
 
     def run(rank: int) -> Any:
         with network.running(rank):

@@ -1,11 +1,13 @@
 """``torch.cuda`` for ranks that are threads: streams, events and queries of a virtual device.
 
 ``virtual_cuda`` replaces names in ``torch.cuda`` for as long as it is open. In the threads of ranks they answer for the
-rank's device; in all other threads, such as the fault guard's, for one that is always idle.
+rank's device; in all other threads, such as the fault guard's, for one that is always idle. Those that a rank started
+belong to its process (``host_process.py``).
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import threading
@@ -18,13 +20,15 @@ from unittest.mock import patch
 import torch
 from torch.autograd.graph import _engine_run_backward
 
-from megatron_pp.testing.streams.cuda_tensors import CUDA
 from megatron_pp.testing.streams.device import VirtualDevice, current_device
+from megatron_pp.testing.streams.host_process import calls_cuda, chosen_device, start_thread, this_process
 from megatron_pp.testing.streams.recorder import PassingMode
+from megatron_pp.testing.streams.runtime_library import EVENTS, VERSION, Library
 from megatron_pp.testing.streams.timelines import Clock, Lane, Transfer
 
 _OPEN = threading.Lock()  # torch.cuda is one for the process
 _NVTX = "MEGATRON_PP_NVTX"
+_MOST_DEVICES = 64
 
 
 def _here() -> VirtualDevice:
@@ -37,10 +41,11 @@ def _here() -> VirtualDevice:
 class Stream:
     """``torch.cuda.Stream``."""
 
-    device = CUDA
-
     def __init__(self, device: Any = None, priority: int = 0, *, lane: Lane | None = None, **more: Any) -> None:
-        self.lane = _here().pooled_stream(priority < 0) if lane is None else lane
+        calls_cuda("a stream", device)
+        here = _here()
+        self.device = here.place
+        self.lane = here.pooled_stream(priority < 0) if lane is None else lane
         self.priority = priority
 
     @property
@@ -96,6 +101,8 @@ class Event:
         self._pending: set[Transfer] = set()
         self._number = 0
         self._time = 0.0
+        self.cuda_event = id(self)
+        EVENTS[self.cuda_event] = self
 
     def record(self, stream: Stream | None = None) -> None:
         lane = self._device.stream if stream is None else stream.lane
@@ -106,7 +113,11 @@ class Event:
         lane = self._device.stream if stream is None else stream.lane
         lane.wait_for(self._clock, self._pending, self._number)
 
-    def query(self) -> bool:
+    def query(self, keeps_lock: bool = True) -> bool:
+        """``keeps_lock``: Python's interpreter lock, as torch's does."""
+        process = this_process()
+        if process is not None:
+            process.queries(keeps_lock)
         if not all(work.finished for work in self._pending):
             return False
         if current_device() is self._device:  # not for another thread, such as the fault guard's
@@ -146,7 +157,20 @@ def _sleep(cycles: int) -> None:
     here.slept += 1e-6 * cycles
 
 
+def _set_device(device: Any) -> None:
+    process = this_process()
+    index = device if isinstance(device, int) else torch.device(device).index
+    if process is not None and index is not None and index >= 0:
+        process.choose(index, current_device() is not None)
+
+
+def _device_count() -> int:
+    here = current_device()
+    return 1 if here is None else here.network.num_devices
+
+
 def _synchronize(device: Any = None) -> None:
+    calls_cuda("torch.cuda.synchronize", device)
     here = current_device()
     if here is not None:
         here.synchronize(here.lanes, "torch.cuda.synchronize")
@@ -191,10 +215,12 @@ def _record_stream(tensor: torch.Tensor, stream: Stream) -> None:
 
 _REPLACED: dict[str, Any] = {
     **dict.fromkeys(("is_available", "is_initialized"), _constant(True)),
-    **dict.fromkeys(("set_device", "_lazy_init", "init", "empty_cache", "reset_peak_memory_stats"), _nothing),
-    **dict.fromkeys(("current_device", "memory_allocated", "max_memory_allocated"), _constant(0)),
+    **dict.fromkeys(("_lazy_init", "init", "empty_cache", "reset_peak_memory_stats"), _nothing),
+    **dict.fromkeys(("memory_allocated", "max_memory_allocated"), _constant(0)),
     **dict.fromkeys(("memory_reserved", "max_memory_reserved"), _constant(0)),
-    "device_count": _constant(1),
+    "set_device": _set_device,
+    "current_device": chosen_device,
+    "device_count": _device_count,
     "get_device_name": _constant("virtual device"),
     "get_device_capability": _constant((9, 0)),
     "is_current_stream_capturing": _constant(False),
@@ -207,7 +233,7 @@ _REPLACED: dict[str, Any] = {
     "default_stream": default_stream,
     "synchronize": _synchronize,
     "_sleep": _sleep,
-    "default_generators": (torch.default_generator,),
+    "default_generators": (torch.default_generator,) * _MOST_DEVICES,
 }
 _OF_ANY_ACCELERATOR = {  # torch.accelerator, by what torch.cuda calls the same
     **{name: name for name in ("is_available", "device_count", "current_stream", "set_stream", "synchronize")},
@@ -237,7 +263,8 @@ def virtual_cuda() -> Iterator[None]:
     places += [(torch.accelerator, "current_accelerator", _constant(torch.device("cuda")))]
     places += [(torch.cuda.nvtx, "_nvtx", _REPLACED_NVTX)]
     places += [(torch, "set_default_device", _nothing)]  # all new tensors lie on the device as it is
-    places += [(torch.cuda.nccl, "version", _constant((0, 0, 0))), (torch.version, "cuda", None)]
+    places += [(torch.cuda.nccl, "version", _constant((0, 0, 0))), (torch.version, "cuda", VERSION)]
+    places += [(ctypes, "CDLL", Library), (threading.Thread, "start", start_thread)]
     places += [(torch.cuda.random, name, _REPLACED[name]) for name in ("current_device", "device_count")]
     places += [(torch.autograd, "_engine_run_backward", _run_backward), (torch.Tensor, "record_stream", _record_stream)]
     importlib.import_module("torch._dynamo")  # torch imports it late, and it wants the real torch.cuda then

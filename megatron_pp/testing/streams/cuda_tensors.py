@@ -11,10 +11,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from megatron_pp.testing.streams.device import VirtualDevice
+from megatron_pp.testing.streams.host_process import calls_cuda
 
-CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+CPU = torch.device("cpu")
 
-_GETTERS = {"device": lambda host: CPU if host else CUDA, "is_cuda": lambda host: not host, "is_cpu": bool}
+_GETTERS = {"is_cuda": lambda host: not host, "is_cpu": bool}
 _TO_HOST = {"tolist", "numpy"}  # need the values
 
 
@@ -32,7 +33,10 @@ class CudaTensors(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name == "__get__":
-            answer = _GETTERS.get(getattr(func.__self__, "__name__", ""))
+            asked = getattr(func.__self__, "__name__", "")
+            if asked == "device":
+                return CPU if self.device.is_host_memory(args[0]) else self.device.place
+            answer = _GETTERS.get(asked)
             return func(*args, **kwargs) if answer is None else answer(self.device.is_host_memory(args[0]))
         special = self._special.get(name)
         if special is not None:
@@ -81,7 +85,7 @@ class CudaTensors(TorchFunctionMode):
         return self._move(tensor, "cpu", False)
 
     def _get_device(self, func: Any, tensor: torch.Tensor) -> int:
-        return -1 if self.device.is_host_memory(tensor) else 0
+        return -1 if self.device.is_host_memory(tensor) else self.device.process.index
 
     def _type(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         said = func(tensor, *args, **kwargs)
@@ -115,5 +119,8 @@ class CudaTensors(TorchFunctionMode):
 
 
 def _kind(device: Any) -> str:
-    """``cuda`` or ``cpu``; a number counts CUDA devices."""
-    return "cuda" if isinstance(device, int) else torch.device(device).type
+    """``cuda`` or ``cpu``; a number counts CUDA devices. That a tensor is put there is a call of CUDA."""
+    kind = "cuda" if isinstance(device, int) else torch.device(device).type
+    if kind == "cuda":
+        calls_cuda("a tensor", device)
+    return kind

@@ -16,6 +16,7 @@ import torch
 
 from megatron_pp.testing.streams.autograd_streams import NodeStreams
 from megatron_pp.testing.streams.call_log import CallLog
+from megatron_pp.testing.streams.host_process import HostProcess
 from megatron_pp.testing.streams.memory import FREE, WRITE, Access, Block, CachingAllocator, StreamRace
 from megatron_pp.testing.streams.timelines import Host, Lane, Timeline, join
 
@@ -34,7 +35,8 @@ def running_on(device: VirtualDevice) -> Iterator[None]:
     """This thread is the host of ``device``."""
     _here.device = device
     try:
-        yield
+        with device.process.main_thread():
+            yield
     finally:
         _here.device = None
 
@@ -55,19 +57,21 @@ def is_quiet() -> bool:
 
 
 class Network(Protocol):
-    """What connects the devices. ``timelines`` numbers those of all devices; ``log`` takes what hosts ask of them."""
+    """What connects the devices. ``timelines`` numbers those of all devices; ``log`` takes what hosts ask of them;
+    ``num_devices`` are in the machine."""
 
     timelines: Iterator[int]
     log: CallLog
+    num_devices: int
 
     def block(self, rank: int, ready: Callable[[], bool], what: str) -> None: ...
 
 
 class VirtualDevice:
-    """The device of ``rank``, on ``network``."""
+    """The device of ``rank``, on ``network``; ``process`` has its index."""
 
-    def __init__(self, rank: int, network: Network) -> None:
-        self.rank, self.network, self.log = rank, network, network.log
+    def __init__(self, rank: int, network: Network, process: HostProcess) -> None:
+        self.rank, self.network, self.process, self.log = rank, network, process, network.log
         self.host = Host(next(network.timelines), rank, network.log)
         self.default = Lane(next(network.timelines), "default stream", self.host)
         self.nodes = NodeStreams(self.default)
@@ -81,6 +85,10 @@ class VirtualDevice:
         self._turns = {False: itertools.count(), True: itertools.count()}
         self._blocks: dict[int, Block] = {}  # by address of the storage
         self._host_blocks: set[int] = set()
+
+    @property
+    def place(self) -> torch.device:
+        return torch.device("cuda", self.process.index)
 
     # -- streams -------------------------------------------------------------------------------------------------
 
@@ -103,7 +111,8 @@ class VirtualDevice:
 
     def block(self, ready: Callable[[], bool], what: str) -> None:
         """The host waits until ``ready()``."""
-        self.network.block(self.rank, ready, what)
+        with self.process.waits_for_device():
+            self.network.block(self.rank, ready, what)
 
     def stream_step(self, what: str) -> Timeline:
         """The host issues an operation to the current stream."""

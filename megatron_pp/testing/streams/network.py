@@ -18,12 +18,11 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-import torch
-
 from megatron_pp.testing.adversarial_transports import WindowNetwork
 from megatron_pp.testing.memory_transport import End, MemoryTransport, MemoryWork, Queue
 from megatron_pp.testing.streams.call_log import CallLog
 from megatron_pp.testing.streams.device import VirtualDevice, running_on, unrecorded
+from megatron_pp.testing.streams.host_process import HostProcess
 from megatron_pp.testing.streams.memory import READ, WRITE
 from megatron_pp.testing.streams.recorder import recording
 from megatron_pp.testing.streams.timelines import Clock, Lane, Transfer, join
@@ -64,6 +63,8 @@ class StreamNetwork(WindowNetwork):
                     fault guard and its store
     record_streams  posting calls ``record_stream`` on what it sends or receives, as ProcessGroupNCCL does
     run_ahead       the host never waits for a transfer: data that has not arrived is NaN. Races are not looked for
+    one_device      the ranks share cuda:0; else each has a device of its own, rank r cuda:r
+    queries_block   an event's query blocks while another thread of the rank's process waits for the device
     held            asked whether a transfer that could finish on the device does not; call ``progress`` when that
                     changes
     log             takes what the ranks ask of their devices
@@ -77,6 +78,8 @@ class StreamNetwork(WindowNetwork):
         seed: int | None = 0,
         record_streams: bool = False,
         run_ahead: bool = False,
+        one_device: bool = False,
+        queries_block: bool = False,
         store: Any = None,
         log: CallLog | None = None,
     ) -> None:
@@ -87,7 +90,9 @@ class StreamNetwork(WindowNetwork):
         self.haste = _HASTE[(seed or 0) % len(_HASTE)]
         self.record_streams = record_streams
         self.timelines: Iterator[int] = itertools.count()
-        self.devices = [VirtualDevice(rank, self) for rank in range(size)]
+        self.num_devices = 1 if one_device else size
+        processes = [HostProcess(rank % self.num_devices, queries_block) for rank in range(size)]
+        self.devices = [VirtualDevice(rank, self, process) for rank, process in enumerate(processes)]
         self._lanes: dict[Queue, Lane] = {}
         self._done: dict[Queue, Clock] = {}
         self._unfinished: list[StreamWork] = []
@@ -127,9 +132,9 @@ class StreamNetwork(WindowNetwork):
     def wait(self, work: Any, timeout: timedelta | None) -> None:
         device = work.device
         if not self.run_ahead:
-            device.block(lambda: work.left == 0 or work.finished, work.what)
+            self.block(device.rank, lambda: work.left == 0 or work.finished, work.what)
         if timeout is not None:  # ProcessGroupNCCL polls on the host then
-            device.block(lambda: work.finished, work.what)
+            self.block(device.rank, lambda: work.finished, work.what)
             device.host.learn(work.end, work.event)
         with self.changed:
             device.stream.wait_for(work.end, {work}, work.event)
@@ -219,7 +224,7 @@ class StreamTransport(MemoryTransport):
 
     def __init__(self, network: StreamNetwork, rank: int) -> None:
         super().__init__(network, rank)
-        self.device = torch.device("cuda", 0)
+        self.device = network.devices[rank].place
 
 
 def _words(end: End) -> str:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from megatron_pp.comm import collectives, events
-from megatron_pp.faults.tracker import CompletedWork, Place
+from megatron_pp.faults.device_events import CompletedWork
+from megatron_pp.faults.tracker import Place
 from megatron_pp.features.offload import host_copies
 from megatron_pp.features.pairs.pair_runner import on_two_streams
 from megatron_pp.plan.ir.spec import PlanSpec

@@ -35,3 +35,9 @@ def guard_of() -> Iterator[Callable[..., tuple[Any, Any]]]:
     yield make
     for guard, _ in made:
         guard.close()
+
+
+@pytest.fixture
+def nccl_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those under which the guard has nothing to warn of."""
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")

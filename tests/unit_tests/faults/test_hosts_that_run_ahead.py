@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from megatron_pp.errors import PipelinePeerError, PipelineStallError
 from megatron_pp.faults.attach import close_guard
-from megatron_pp.faults.device_events import EventQueries
+from megatron_pp.faults.device_events import CompletedWork, EventQueries
 from megatron_pp.faults.guard import FaultGuard
 from megatron_pp.faults.places import pending_peers
 from megatron_pp.faults.records import DONE, IN_STEP, Process, Progress, decode
-from megatron_pp.faults.tracker import CompletedWork, Place, Tracker
+from megatron_pp.faults.tracker import Place, Tracker
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import PlanSpec
@@ -33,6 +33,7 @@ from megatron_pp.testing.threads import run_ranks
 from megatron_pp.testing.toy import ToyBlock, ToyData, toy_chunks, toy_config
 from tests.harness.virtual_groups import process_group, virtual_distributed
 
+pytestmark = pytest.mark.usefixtures("nccl_settings")
 SIZE = 3
 SECONDS = 10.0  # "within seconds", on a loaded machine; p2p_timeout is far longer where this counts
 Raised = dict[int, BaseException | None]
@@ -119,11 +120,6 @@ class StoppingBlock(ToyBlock):
         return super().forward(x)
 
 
-@pytest.fixture(autouse=True)
-def nccl_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-
-
 def kill(guard: FaultGuard, gone: Process) -> None:
     """What the others see of this rank is the record of a process that is gone."""
     guard._tracker.process = gone
@@ -131,7 +127,7 @@ def kill(guard: FaultGuard, gone: Process) -> None:
     guard._heartbeat.store.publish = lambda record: None  # type: ignore[method-assign]
 
 
-def _eventually(is_so: Callable[[], bool]) -> bool:
+def eventually(is_so: Callable[[], bool]) -> bool:
     until = time.monotonic() + SECONDS
     while not is_so() and time.monotonic() < until:
         time.sleep(0.05)
@@ -224,7 +220,7 @@ def test_a_step_is_over_when_the_device_is_done() -> None:
         states[rank].append(published())
         if job.hosts_are_through.wait(30.0) == 0:
             job.release()
-        _eventually(lambda: published() == DONE)
+        eventually(lambda: published() == DONE)
         states[rank].append(published())
 
     assert set(job.run(main, steps=1).values()) == {None}
@@ -239,14 +235,14 @@ def test_what_is_watched_outside_steps_is_over_when_the_device_is_done() -> None
         job.step(communicator, 1)
         tracker = communicator.transport.guard._tracker
         torch.cuda.synchronize()
-        assert _eventually(lambda: tracker.where() is None)
+        assert eventually(lambda: tracker.where() is None)
         with communicator.transport.guard.watch("the optimizer step"):
             job.network.devices[rank].stream.wait_for({}, {job.kernel})
         time.sleep(0.5)
         assert tracker.where().phase == "the optimizer step"
         job.all_hosts_through(rank)
         job.release()
-        assert _eventually(lambda: tracker.where() is None)
+        assert eventually(lambda: tracker.where() is None)
 
     assert set(job.run(main).values()) == {None}
 
@@ -388,8 +384,14 @@ def test_the_watchdog_chooses_the_device_of_its_transport(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(EventQueries, "begin", noted)
     job = Job(stops=(-1, -1, -1))
-    assert set(job.run(lambda rank, communicator: job.step(communicator, 1)).values()) == {None}
-    assert sorted(begun) == [(f"megatron_pp watchdog {rank}", torch.device("cuda", 0)) for rank in range(SIZE)]
+
+    def main(rank: int, communicator: P2PCommunicator) -> None:
+        job.step(communicator, 1)
+        assert eventually(lambda: len(begun) == SIZE)
+
+    assert set(job.run(main).values()) == {None}
+    assert sorted(begun, key=str) == [("megatron_pp events", torch.device("cuda", rank)) for rank in range(SIZE)]
+    assert not [device.process.contexts for device in job.network.devices if device.process.contexts]
 
 
 def test_a_device_that_fails_has_no_marks_left() -> None:

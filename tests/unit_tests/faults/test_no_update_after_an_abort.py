@@ -17,9 +17,9 @@ import torch.distributed as dist
 from megatron_pp.comm import abort
 from megatron_pp.errors import CommunicatorClosedError, PipelinePeerError, PipelineStallError
 from megatron_pp.faults.attach import close_guard
+from megatron_pp.faults.device_events import CompletedWork
 from megatron_pp.faults.guard import FaultGuard
 from megatron_pp.faults.records import EXCEPTION, Failure, FaultStore
-from megatron_pp.faults.tracker import CompletedWork
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import PlanSpec

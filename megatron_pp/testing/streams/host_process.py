@@ -1,0 +1,131 @@
+"""The Python process of a rank: its threads, the device that each has chosen, and the interpreter lock they share.
+
+A thread that has chosen no device is on device 0, whatever its process computes on, and any CUDA call there makes a
+context: 534 MiB on an H100 (torchcomms#777, torchcomms#4105). A query of an event can block as long as another thread
+of the process waits for the device (pytorch#130844); ``torch.cuda.Event.query`` keeps the interpreter lock meanwhile
+(torch/csrc/cuda/Event.cpp), so all Python threads of the process stop, and a call through ctypes does not.
+
+A thread belongs to the process of the thread that starts it.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+
+_PACKAGE, _SIMULATION = "megatron_pp.", "megatron_pp.testing."
+_start_of_threading = threading.Thread.start
+
+_here = threading.local()  # process: that this thread belongs to; chosen: index of its current device
+
+
+def this_process() -> HostProcess | None:
+    return getattr(_here, "process", None)
+
+
+def chosen_device() -> int:
+    """The index of this thread's current device, as ``cudaGetDevice``."""
+    return getattr(_here, "chosen", 0)
+
+
+class HostProcess:
+    """``index``: of the device that its main thread has chosen. ``queries_block``: whether a query of an event blocks
+    while a thread of the process waits for the device."""
+
+    def __init__(self, index: int, queries_block: bool = False) -> None:
+        self.index = index
+        self.queries_block = queries_block
+        self.contexts: dict[int, str] = {}  # on other devices, by index: what made it
+        self._gate = threading.Condition()
+        self._waiting = 0  # threads that wait for the device
+        self._keeper: int | None = None  # the thread that waits in a call that keeps the interpreter lock
+
+    @contextmanager
+    def main_thread(self) -> Iterator[None]:
+        """This thread is the process's main one, and has chosen its device."""
+        _here.process, _here.chosen = self, self.index
+        try:
+            yield
+        finally:
+            _here.process, _here.chosen = None, 0
+
+    def choose(self, index: int, is_main: bool) -> None:
+        """``cudaSetDevice`` in this thread; makes a context from CUDA 12 on."""
+        if is_main:
+            self.index = index
+        _here.chosen = index
+        self.calls("cudaSetDevice")
+
+    def calls(self, what: str, index: int | None = None) -> None:
+        """This thread calls CUDA: on its current device, or on the one of this ``index``."""
+        on = chosen_device() if index is None else index
+        if on != self.index and on not in self.contexts:
+            self.contexts[on] = (
+                f"{what} in thread {threading.current_thread().name!r} makes a context on cuda:{on}, where the process "
+                f"uses cuda:{self.index}"
+            )
+
+    # -- who waits for whom ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def waits_for_device(self) -> Iterator[None]:
+        with self._gate:
+            self._waiting += 1
+        try:
+            yield
+        finally:
+            with self._gate:
+                self._waiting -= 1
+                self._gate.notify_all()
+
+    def queries(self, keeps_lock: bool) -> None:
+        """This thread asks the device for an event: returns when the driver answers."""
+        self.calls("cudaEventQuery")
+        if not self.queries_block:
+            return
+        with self._gate:
+            if self._waiting and keeps_lock:
+                self._keeper = threading.get_ident()
+            self._gate.wait_for(lambda: not self._waiting)
+            self._keeper = None
+            self._gate.notify_all()
+
+    def _run_until_stopped(self, frame: FrameType, event: str, argument: Any) -> None:
+        """A trace function of the process's threads: at a call in the package, wait for the interpreter lock."""
+        name = frame.f_globals.get("__name__", "")
+        if self._keeper is None or not name.startswith(_PACKAGE) or name.startswith(_SIMULATION):
+            return
+        with self._gate:
+            self._gate.wait_for(lambda: self._keeper in (None, threading.get_ident()))
+
+    def run_thread(self, run: Callable[[], object]) -> None:
+        """``run`` in a thread of this process."""
+        _here.process = self
+        if self.queries_block:
+            sys.settrace(self._run_until_stopped)
+        try:
+            run()
+        finally:
+            _here.process = None
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """``Thread.start``: the new thread belongs to the process of this one."""
+    process = this_process()
+    if process is not None:
+        run = thread.run
+        thread.run = lambda: process.run_thread(run)  # type: ignore[method-assign]
+    _start_of_threading(thread)
+
+
+def calls_cuda(what: str, device: Any = None) -> None:
+    """This thread calls CUDA for ``device``: a torch.device, its name or index; None or without index: the current."""
+    process = this_process()
+    if process is not None:
+        process.calls(what, device if device is None or isinstance(device, int) else torch.device(device).index)

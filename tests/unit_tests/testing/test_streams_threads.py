@@ -1,0 +1,144 @@
+"""Threads of a rank on a virtual device: which device they are on, and who holds whom up."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from megatron_pp.faults.places import instruction_at
+from megatron_pp.plan.builder import build_plan
+from megatron_pp.plan.ir.spec import PlanSpec
+from megatron_pp.testing.streams import StreamNetwork, StreamReport, virtual_cuda
+from megatron_pp.testing.threads import run_ranks
+from tests.unit_tests.faults.test_hosts_that_run_ahead import Kernel
+
+
+def in_a_thread(program: Callable[[], object]) -> None:
+    thread = threading.Thread(target=program, name="a thread")
+    thread.start()
+    thread.join()
+
+
+def contexts(program: Callable[[torch.cuda.Event], object], one_device: bool = False) -> list[str]:
+    """What ``program(event)`` makes in a thread of each of two ranks."""
+    network = StreamNetwork(2, seed=None, one_device=one_device)
+
+    def run(rank: int) -> None:
+        with network.running(rank):
+            event = torch.cuda.Event()
+            event.record()
+            in_a_thread(lambda: program(event))
+
+    with virtual_cuda():
+        return StreamReport.of(network, run_ranks(2, run)).contexts
+
+
+def query_of_the_runtime(event: torch.cuda.Event) -> int:
+    library = ctypes.CDLL("libcudart.so.13")
+    return int(library.cudaEventQuery(event.cuda_event))
+
+
+def query_of_torch(event: torch.cuda.Event) -> bool:
+    return event.query()
+
+
+ASKS: list[Callable[[torch.cuda.Event], object]] = [
+    query_of_torch,
+    query_of_the_runtime,
+    lambda event: torch.cuda.synchronize(),
+    lambda event: torch.cuda.set_device(0),
+]
+
+
+@pytest.mark.parametrize("asks", ASKS)
+def test_a_thread_that_has_not_chosen_its_device_makes_a_context_on_device_0(
+    asks: Callable[[torch.cuda.Event], object],
+) -> None:
+    (found,) = contexts(asks)
+    assert found.startswith("rank 1: ")
+    assert "in thread 'a thread' makes a context on cuda:0, where the process uses cuda:1" in found
+    assert contexts(asks, one_device=True) == []
+
+
+@pytest.mark.parametrize("asks", ASKS[:3])
+def test_one_that_has_chosen_it_does_not(asks: Callable[[torch.cuda.Event], object]) -> None:
+    def program(event: torch.cuda.Event) -> None:
+        torch.cuda.set_device(event._device.place)
+        assert torch.cuda.current_device() == event._device.rank
+        asks(event)
+
+    assert contexts(program) == []
+
+
+def test_a_tensor_on_a_device_by_its_number_makes_one_where_that_is_another_ranks() -> None:
+    network = StreamNetwork(2)
+
+    def run(rank: int) -> list[str]:
+        with network.running(rank):
+            devices = [torch.zeros(1, device="cuda").device, torch.zeros(1).cuda().device]
+            assert torch.cuda.device_count() == 2
+            torch.zeros(1, device="cuda:1")
+            return list(map(str, devices))
+
+    with virtual_cuda():
+        report = StreamReport.of(network, run_ranks(2, run, network.abort))
+    assert report.results == [["cuda:0"] * 2, ["cuda:1"] * 2]
+    (found,) = report.contexts
+    assert found.startswith("rank 0: a tensor in thread 'rank 0' makes a context on cuda:1")
+    assert found in str(report)
+
+
+@pytest.mark.parametrize("query", [query_of_torch, query_of_the_runtime])
+def test_a_query_blocks_while_a_thread_waits_for_the_device(query: Callable[[torch.cuda.Event], object]) -> None:
+    """``Event.query`` stops the other threads of the process too, at their next call in the package."""
+    network = StreamNetwork(1, seed=None, run_ahead=True, queries_block=True)
+    process = network.devices[0].process
+    kernel = Kernel()
+    asks, answered, moved = threading.Event(), threading.Event(), threading.Event()
+    seen: list[bool] = []
+
+    def ask(event: torch.cuda.Event) -> None:
+        while not process._waiting:
+            time.sleep(0.01)
+        asks.set()
+        query(event)
+        answered.set()
+
+    def other() -> None:
+        asks.wait(10.0)
+        time.sleep(0.2)
+        instruction_at(build_plan(PlanSpec("1f1b", 1, 1, 1)), 0, 0)
+        moved.set()
+
+    def finish() -> None:
+        asks.wait(10.0)
+        time.sleep(1.0)
+        seen.extend([answered.is_set(), moved.is_set()])
+        kernel.finished = True
+        network.progress()
+
+    def run(rank: int) -> None:
+        with network.running(rank):
+            event = torch.cuda.Event()
+            event.record()
+            network.devices[0].stream.wait_for({}, [kernel])
+            threads = [threading.Thread(target=ask, args=(event,)), threading.Thread(target=other)]
+            for thread in threads:
+                thread.start()
+            torch.cuda.synchronize()
+            for thread in threads:
+                thread.join()
+
+    release = threading.Thread(target=finish)
+    release.start()
+    with virtual_cuda():
+        run_ranks(1, run, network.abort)
+    release.join()
+    assert seen == [False, query is query_of_the_runtime]
+    assert answered.is_set()
+    assert moved.is_set()
