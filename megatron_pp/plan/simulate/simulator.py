@@ -172,11 +172,14 @@ class _Run(DeviceRanks):
         """Returns when it is over."""
         end = self.now
         for one in at.members or (at,):
-            took = self.costs.of(one.op, one.stage) * self.shares[one.slice] * self.of_mb[one.mb]
+            took = self._time(one)
             me.note(end, end + took)
             me.busy += took
             end += took
         return end
+
+    def _time(self, one: Instruction) -> float:
+        return self.costs.of(one.op, one.stage) * self.shares[one.slice] * self.of_mb[one.mb]
 
     def _synchronise(self, me: _Rank) -> Iterator[Entry | float]:
         """The operation that is over lasts until all that the rank has posted is over."""
@@ -193,7 +196,7 @@ class _Run(DeviceRanks):
 
     def _pair(self, me: _Rank, at: Instruction) -> Iterator[Entry | float]:
         """A pair with sends in it: its halves take what both take, and each send has its share of that time."""
-        whole = sum(self.costs.of(half.op, half.stage) * self.of_mb[half.mb] for half in halves(at))
+        whole = sum(map(self._time, halves(at)))
         begun = now = self.now
         sends: list[tuple[float, int, Instruction]] = []  # when each goes out, and its index in the rank's times
         backward = 0  # its index
@@ -202,7 +205,7 @@ class _Run(DeviceRanks):
                 sends.append((begun + self.costs.pair_sends[one.op == ins.SEND_B] * whole, len(me.starts), one))
                 me.note(now, now)
                 continue
-            took = self.costs.of(one.op, one.stage) * self.of_mb[one.mb]
+            took = self._time(one)
             backward = len(me.starts)
             me.note(now, now + took)
             now += took

@@ -139,6 +139,18 @@ def test_the_two_messages_of_a_pair_have_times_of_their_own() -> None:
     assert hidden.makespan < simulate(plan, StageCosts.uniform(4), slow).makespan
 
 
+def test_a_pair_of_slices_takes_what_its_slices_take() -> None:
+    """Whether its sends go out within it or behind it."""
+    within, behind = (
+        build_plan(PlanSpec("seq_1f1b", 2, 1, 8, slices=2, overlap_pairs=True, policy=policy))
+        for policy in ("overlap", "batched")
+    )
+    costs = StageCosts.uniform(2)
+    assert any(map(sends_of, within.programs[0]))
+    assert simulate(within, costs).makespan == simulate(behind, costs).makespan
+    assert simulate(within, costs).busy == simulate(behind, costs).busy == (24.0, 24.0)
+
+
 def test_a_send_of_a_pair_that_is_held_back_holds_back_its_rest() -> None:
     """On one hardware queue: rank 1 posts its receive of F.1 late, and rank 0 sends F.2 behind it, in a pair."""
     placement = Placement("loop", 2, 1)
