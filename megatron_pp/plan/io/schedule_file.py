@@ -13,7 +13,7 @@ from functools import lru_cache
 from megatron_pp.errors import FileFormatError
 from megatron_pp.plan.costs.files import read_text
 from megatron_pp.plan.io.serialize import load_plan
-from megatron_pp.plan.ir.instruction import COPIES_TO_HOST, WEIGHT_GRAD
+from megatron_pp.plan.ir.instruction import COPIES_TO_HOST, WEIGHT_GRAD, each, without_pairs
 from megatron_pp.plan.ir.repeated import Line
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.orders.family import Family, Order, Shape
@@ -34,7 +34,7 @@ def family_of_file(path: str) -> Family:
         summary=spec.describe(),
         placement=plan.placement.kind,
         chunks=spec.num_chunks,
-        splits_weight=any(at.op == WEIGHT_GRAD for order in plan.orders for at in order),
+        splits_weight=any(at.op == WEIGHT_GRAD for order in plan.orders for at in each(order)),
         programs=given.programs,
         digest=hashlib.sha256(text.encode()).hexdigest()[:16],
         shape=spec.shape,
@@ -59,7 +59,7 @@ class _FilePlan:
             raise FileFormatError(
                 f"{self.path} is a schedule of {spec.slices} slice(s) a sequence; this step has {shape.slices}"
             )
-        return [list(order) for order in self.plan.orders]
+        return [list(without_pairs(order)) for order in self.plan.orders]  # lowering pairs up where it is to
 
     def offloads(self, shape: Shape) -> int:
         """Chunks of a rank whose forwards the file's programs offload, any of them."""

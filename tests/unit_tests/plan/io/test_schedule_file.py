@@ -16,6 +16,7 @@ from megatron_pp.faults.attach import describe_step
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs.measured import Measured
 from megatron_pp.plan.io.schedule_file import family_of_file
+from megatron_pp.plan.ir.instruction import PAIR
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.orders import find_family, placement_kind
 from megatron_pp.runtime.executor import Shapes
@@ -65,6 +66,16 @@ def test_a_whole_plan_for_just_this_run_is_taken_as_it_stands_and_another_one_lo
     plain = replace(here, policy="plain", lookahead=1)
     assert build_plan(plain).programs == build_plan(PlanSpec("1f1b", 2, 1, 4, policy="plain")).programs
     assert build_plan(plain).programs != build_plan(here).programs
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_pairs_of_a_file_run_as_one_only_where_the_run_asks_for_pairs(form: str, tmp_path: Path) -> None:
+    spec = PlanSpec("dualpipe_v", 2, 2, 6, overlap_pairs=True)
+    path = written(tmp_path, spec, form)
+    joint = replace(spec, schedule=path, digest=family_of_file(path).digest)
+    for pairs in (True, False):
+        plan = build_plan(replace(joint, overlap_pairs=pairs))
+        assert any(at.op == PAIR for program in plan.programs for at in program) == pairs
 
 
 def test_a_plan_that_cannot_run_is_refused(tmp_path: Path) -> None:
