@@ -39,8 +39,7 @@ class StepInputs:
     ``data_iterator``, and the ``config`` found on the model.
 
     ``chunked``: the schedule takes lists of model chunks and data iterators. Raises ScheduleInputError for a missing
-    list, chunks and iterators that differ in number, a microbatch count below 1, or training where gradients are
-    disabled."""
+    list, chunks and iterators that differ in number, a microbatch count below 1, or training without gradients."""
 
     chunked: bool
     forward_step_func: Callable[..., Any]
@@ -57,12 +56,13 @@ class StepInputs:
     p2p_communicator: Any = None
     pg_collection: Any = None
     force_all_reduce: bool = False
+    config: Any = None  # by default the model's
 
     def __post_init__(self) -> None:
         self.chunks = self._listed(self.model, "model chunks, one per virtual stage")
         self.data_iterators: Sequence[Any] = self._listed(self.data_iterator, "data iterators, one per model chunk")
         self._check_numbers()
-        self.config = wrapped_attribute(self.chunks[0], "config")
+        self.config = self.config or wrapped_attribute(self.chunks[0], "config")
         if self.config is None:
             raise ScheduleInputError(
                 f"model chunk {type(self.chunks[0]).__name__} has no attribute config; set it to a TransformerConfig"

@@ -20,7 +20,11 @@ from torch.autograd.graph import Node, get_gradient_edge
 def add_silently(parameter: Tensor, grad: Tensor) -> None:
     """Add ``grad`` to ``main_grad`` or ``.grad``. Tensor hooks run, and may change the gradient; accumulation hooks
     do not. Nothing else holds ``grad``, so that it may become ``.grad`` itself."""
-    grad = through_tensor_hooks(parameter, grad)
+    add_hooked(parameter, through_tensor_hooks(parameter, grad))
+
+
+def add_hooked(parameter: Tensor, grad: Tensor) -> None:
+    """``add_silently`` of a gradient on which the tensor hooks have run, as on those of ``autograd.grad``."""
     main_grad = getattr(parameter, "main_grad", None)
     if main_grad is not None:
         main_grad.add_(grad)

@@ -1,0 +1,5 @@
+"""torch's pipeline stages (``torch.distributed.pipelining``) run by this engine."""
+
+from megatron_pp.integrations.torch_pipelining.schedule import PlanSchedule
+
+__all__ = ["PlanSchedule"]

@@ -1,0 +1,155 @@
+"""What two stages give each other for one microbatch: any number of tensors, each of its own shape and dtype.
+
+The engine moves one value per (stage, microbatch); here it is a ``Hop``, which the engine does not look into.
+``HopRunner`` runs the instructions that move hops: one message per tensor, in the order of the tensors, on the channel
+of the plan's instruction.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_pp.comm.communicator import Receive, Send
+from megatron_pp.comm.transport import ACT, GRAD
+from megatron_pp.errors import P2PShapeError
+from megatron_pp.plan.ir import instruction as ins
+from megatron_pp.plan.ir.tasks import Task
+from megatron_pp.runtime.executor import Handler, PlanExecutor
+
+
+class TensorMeta(NamedTuple):
+    """A tensor between two stages. ``requires_grad``: its gradient comes back."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+Edge = tuple[TensorMeta, ...]  # what a stage gives the next one
+
+
+class Hop:
+    """Tensors of one microbatch between two stages, gradients of them (None where there is none), or the places in the
+    graph that are left of them."""
+
+    __slots__ = ("tensors",)
+
+    def __init__(self, tensors: Sequence[Any]) -> None:
+        self.tensors = tensors
+
+
+class Transfers:
+    """The handles of a hop's messages, in the place of one handle."""
+
+    __slots__ = ("handles",)
+
+    def __init__(self, handles: Sequence[Any]) -> None:
+        self.handles = handles
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [handle.tensor for handle in self.handles]
+
+    def wait(self) -> None:
+        for handle in self.handles:
+            handle.wait()
+
+    def check(self) -> None:
+        for handle in self.handles:
+            handle.check()
+
+    def is_completed(self) -> bool:
+        return all(handle.is_completed() for handle in self.handles)
+
+
+class HopRunner:
+    """``edges``: of all stages but the last. ``trains``: whether gradients come back."""
+
+    tables: Mapping[str, Mapping[Any, Any]] = {}
+
+    def __init__(self, edges: Sequence[Edge], trains: bool) -> None:
+        self.edges = edges
+        self.trains = trains
+
+    def attach(self, engine: PlanExecutor, handlers: dict[str, Handler]) -> None:
+        self.engine: PlanExecutor = weakref.proxy(engine)
+        handlers |= dict.fromkeys(ins.POST_OPS, self._post)
+        handlers |= {
+            ins.BATCH: self._batch,
+            ins.WAIT_F: self._wait_f,
+            ins.WAIT_B: self._wait_b,
+            ins.HAND_F: self._hand_f,
+            ins.HAND_B: self._hand_b,
+        }
+
+    def requests(self, at: Task) -> list[Send | Receive]:
+        """What ``at`` posts: one request per tensor, or per tensor that has a gradient."""
+        engine, forward = self.engine, at.op in (ins.SEND_F, ins.RECV_F)
+        edge = self.edges[at.stage if at.op in (ins.SEND_F, ins.RECV_B) else at.stage - 1]
+        moved = range(len(edge)) if forward else [k for k, meta in enumerate(edge) if meta.requires_grad]
+        channel = ACT if forward else GRAD
+        if at.op in ins.RECV_OPS:
+            leaf, metas = forward and self.trains, [edge[k] for k in moved]
+            return [Receive(m.shape, at.peer, channel, leaf and m.requires_grad, m.dtype) for m in metas]
+        tensors = (engine.outputs if forward else engine.input_grads)[at.key].tensors
+        return [Send(tensors[k], at.peer, channel, edge[k].dtype) for k in moved]
+
+    def _post(self, at: Task) -> None:
+        engine, handles = self.engine, []
+        for request in self.requests(at):
+            engine.post(at, request)
+            handles.append(engine.handles.pop(at.message))
+        engine.handles[at.message] = Transfers(handles)  # type: ignore[assignment]
+
+    def _batch(self, at: Task) -> None:
+        requests = [self.requests(one) for one in at.members]
+        handles = iter(self.engine.communicator.post_batch([one for several in requests for one in several]))
+        for one, several in zip(at.members, requests, strict=True):
+            self.engine.handles[one.message] = Transfers([next(handles) for _ in several])  # type: ignore[assignment]
+
+    def _arrived(self, at: Task) -> list[Tensor]:
+        transfers: Any = self.engine.handles.pop(at.message)
+        transfers.wait()
+        return transfers.tensors
+
+    def _wait_f(self, at: Task) -> None:
+        self.engine.inputs[at.key] = Hop(self._arrived(at))
+
+    def _wait_b(self, at: Task) -> None:
+        arrived = iter(self._arrived(at))
+        self.engine.output_grads[at.key] = Hop(
+            [next(arrived) if meta.requires_grad else None for meta in self.edges[at.stage]]
+        )
+
+    def _hand_f(self, at: Task) -> None:
+        source = (at.stage - 1, at.mb, at.slice)
+        given = zip(self.engine.outputs[source].tensors, self.edges[at.stage - 1], strict=True)
+        self.engine.inputs[at.key] = Hop(
+            [tensor.detach().requires_grad_(self.trains and meta.requires_grad) for tensor, meta in given]
+        )
+        self.engine.drop_data(source)
+
+    def _hand_b(self, at: Task) -> None:
+        self.engine.output_grads[at.key] = self.engine.input_grads.pop((at.stage + 1, at.mb, at.slice))
+
+
+def checked_hop(tensors: Sequence[Any], edge: Edge, stage: int, mb: int) -> Hop:
+    """What ``stage`` gives the next one. Raises P2PShapeError where it is not what was found in the first step, for
+    which the next stage has its buffers."""
+    found = [(tuple(t.shape), t.dtype) if isinstance(t, Tensor) else type(t).__name__ for t in tensors]
+    wanted = [(meta.shape, meta.dtype) for meta in edge]
+    if found != wanted:
+        raise P2PShapeError(
+            f"stage {stage} gives {_shown(found)} for microbatch {mb}, and in the first step it gave {_shown(wanted)}, "
+            "for which the next stage has its buffers; microbatches of one PlanSchedule have one shape"
+        )
+    return Hop(tensors)
+
+
+def _shown(found: Sequence[Any]) -> str:
+    return ", ".join(f"{list(one[0])} {one[1]}" if isinstance(one, tuple) else f"a {one}" for one in found) or "nothing"

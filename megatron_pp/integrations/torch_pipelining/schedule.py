@@ -1,0 +1,200 @@
+"""``PlanSchedule``: torch's pipeline stages run by our engine under any of our plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._dynamo import OptimizedModule
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining.microbatch import merge_chunks
+
+from megatron_pp.config.checks import whole_number
+from megatron_pp.config.model_config import ModelParallelConfig
+from megatron_pp.errors import ScheduleInputError
+from megatron_pp.integrations.torch_pipelining.batch import Batch, ChunkSpecs, given_batch, split_batch
+from megatron_pp.integrations.torch_pipelining.edges import find_edges
+from megatron_pp.integrations.torch_pipelining.hops import Edge
+from megatron_pp.integrations.torch_pipelining.names import OUR_NAME
+from megatron_pp.integrations.torch_pipelining.stage_calls import stage_call
+from megatron_pp.integrations.torch_pipelining.step_call import TorchCall
+from megatron_pp.plan.builder import stage_numbers
+from megatron_pp.plan.ir.placement import V_SHAPE, Placement
+from megatron_pp.plan.orders import find_family
+
+
+class PlanSchedule:
+    """In the place of one of torch's schedules: its arguments, and its ``step`` and ``eval``.
+
+    stages              this rank's stages, torch's, made by hand or by ``pipeline()``: a list, or one alone
+    n_microbatches      M >= 1
+    loss_fn             (output, target) -> the loss of a microbatch, a tensor of one element; None: forwards only
+    schedule            any name of ours (docs/schedules.md), one of torch's, or the path of a schedule file
+    scale_grads         divide the gradients of a step by M at its end, for losses that are means
+    args_chunk_spec, kwargs_chunk_spec, output_merge_spec    torch's: how a batch is cut, and outputs are put together
+    backward_requires_autograd    torch's: False where stages with a ``dw_builder`` run backward without autograd
+    config              further settings of ours; its schedule and sizes are set here
+
+    Raises ScheduleInputError before any communication for stages that are not those that the schedule places on this
+    rank, PlanError for an unknown schedule."""
+
+    def __init__(
+        self,
+        stages: Any,
+        n_microbatches: int,
+        loss_fn: Callable[..., Any] | None = None,
+        args_chunk_spec: tuple[Any, ...] | None = None,
+        kwargs_chunk_spec: dict[str, Any] | None = None,
+        output_merge_spec: Any = None,
+        *,
+        schedule: str = "1f1b",
+        scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
+        config: ModelParallelConfig | None = None,
+    ) -> None:
+        given = list(stages) if isinstance(stages, (list, tuple)) else [stages]
+        if not given:
+            raise ScheduleInputError("stages is an empty list; it must hold this rank's stages")
+        self.n_microbatches = whole_number("n_microbatches", n_microbatches, error=ScheduleInputError)
+        self.loss_fn = loss_fn
+        self.schedule = OUR_NAME.get(schedule.lower().removeprefix("schedule"), schedule)
+        self.scale_grads = scale_grads
+        group: Any = given[0].group or dist.group.WORLD
+        self.group = group
+        self.placement = Placement(find_family(self.schedule).placement, self.group.size(), len(given))
+        self.calls = [stage_call(stage) for stage in _in_order(given, self.schedule, self.placement, self.group.rank())]
+        self.config = self._config_of(config)
+        self._specs = ChunkSpecs(args_chunk_spec, kwargs_chunk_spec)
+        self._merge_spec = output_merge_spec
+        self._backward_requires_autograd = backward_requires_autograd
+        self._edges: dict[bool, list[Edge]] = {}  # for training, and for evaluation
+
+    def _config_of(self, given: ModelParallelConfig | None) -> ModelParallelConfig:
+        size, chunks = self.placement.pipeline_size, self.placement.num_chunks
+        config = given or ModelParallelConfig(overlap_p2p_comm=True)
+        return config.replace(
+            pipeline_schedule=self.schedule,
+            pipeline_model_parallel_size=size,
+            virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+            pipeline_dtype=config.pipeline_dtype or torch.float32,  # tensors between stages say theirs themselves
+        )
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        arg_mbs: list[tuple[Any, ...]] | None = None,
+        kwarg_mbs: list[dict[str, Any]] | None = None,
+        target_mbs: list[Any] | None = None,
+        finalize_gradients: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """Train on one batch: whole, which is cut in M along the first dimension, or already cut (``arg_mbs``,
+        ``kwarg_mbs``, ``target_mbs``: M entries each). ``args`` are for the first stage, ``kwargs`` for the stages of
+        the rank that gives them, ``target`` for the loss. Called by all ranks of the pipeline together.
+
+        ``losses`` is filled with the loss of each microbatch on the rank of the last stage; returned are its outputs,
+        put together, unless ``return_outputs`` is False; None on other ranks. ``finalize_gradients`` is for sharded
+        parameters alone. Raises RuntimeError under ``torch.no_grad()``, ScheduleInputError and TypeError for inputs
+        that are no batch of M."""
+        batch = self._batch(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, loss_kwargs)
+        return self._run(batch, losses, return_outputs, forward_only=self.loss_fn is None)
+
+    def eval(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        arg_mbs: list[tuple[Any, ...]] | None = None,
+        kwarg_mbs: list[dict[str, Any]] | None = None,
+        target_mbs: list[Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The forwards of ``step`` alone; gradients are not touched. Without a target, no loss is computed."""
+        batch = self._batch(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, loss_kwargs)
+        return self._run(batch, losses, return_outputs, forward_only=True)
+
+    def _batch(
+        self, args: Any, kwargs: Any, target: Any, arg_mbs: Any, kwarg_mbs: Any, target_mbs: Any, loss_kwargs: Any
+    ) -> Batch:
+        count = self.n_microbatches
+        if arg_mbs is None and kwarg_mbs is None and target_mbs is None:
+            batch = split_batch(count, args, kwargs, target, self._specs)
+        else:
+            whole = {"a positional argument": args or None, "target": target, **kwargs}
+            batch = given_batch(count, arg_mbs, kwarg_mbs, target_mbs, whole)
+        batch.loss_kwargs = loss_kwargs or {}
+        return batch
+
+    def _run(self, batch: Batch, losses: list[Any] | None, return_outputs: bool, forward_only: bool) -> Any:
+        if losses is not None and not isinstance(losses, list):
+            raise TypeError(f"losses must be a list but got a {type(losses)}")
+        if not forward_only:
+            self._check_training(batch)
+        call = TorchCall(self, batch, self._edges_of(batch, not forward_only), forward_only, return_outputs)
+        scales = self.scale_grads and not forward_only
+        for grad in self._gradients() if scales else ():  # of an earlier step, which are not to be divided again
+            grad.mul_(self.n_microbatches)
+        found = call.run()
+        for grad in self._gradients() if scales else ():
+            grad.div_(self.n_microbatches)
+        if not any(one.is_last for one in self.calls):
+            return None
+        if losses is not None:
+            losses[:] = found
+        return merge_chunks(call.outputs, self._merge_spec) if return_outputs else None
+
+    def _edges_of(self, batch: Batch, trains: bool) -> list[Edge]:
+        if trains not in self._edges:
+            calls = {call.index: call for call in self.calls}
+            first = batch.args[0], batch.kwargs[0]
+            self._edges[trains] = find_edges(calls, self.placement, self.group, *first, trains)
+        return self._edges[trains]
+
+    def _gradients(self) -> Iterator[Tensor]:
+        parameters = {parameter: None for call in self.calls for parameter in call.stage.submod.parameters()}
+        return (parameter.grad for parameter in parameters if parameter.grad is not None)
+
+    def _check_training(self, batch: Batch) -> None:
+        if self._backward_requires_autograd and not torch.is_grad_enabled():
+            raise RuntimeError("step() was called under torch.no_grad(), where no gradient is computed; call eval()")
+        if batch.targets is None and any(call.is_last for call in self.calls):
+            raise ScheduleInputError("this rank has the last stage, and step() was given no target for the loss")
+        if not find_family(self.schedule).splits_weight:
+            return
+        modules = [module for call in self.calls for module in call.stage.submod.modules()]
+        for kind, what in ((FSDPModule, "fully_shard"), (OptimizedModule, "torch.compile")):
+            if any(isinstance(module, kind) for module in modules):
+                raise ScheduleInputError(
+                    f"schedule {self.schedule} splits backwards, which a stage in {what} cannot do; choose a schedule "
+                    "with whole backwards, such as 1f1b or interleaved_1f1b"
+                )
+
+
+def _in_order(stages: Sequence[Any], schedule: str, placement: Placement, rank: int) -> list[Any]:
+    """The stages by chunk. Raises ScheduleInputError where they are not those of ``rank``."""
+    size, chunks, count = placement.pipeline_size, placement.num_chunks, stages[0].num_stages
+    here = f"{schedule} on {size} ranks with {chunks} stage(s) each"
+    if count != placement.num_stages:
+        raise ScheduleInputError(
+            f"rank {rank} has {chunks} of {count} stages; {here} has {placement.num_stages}: every rank holds as many "
+            "stages as any other"
+        )
+    wanted = stage_numbers(schedule, size, chunks)[rank]
+    by_index = {stage.stage_index: stage for stage in stages}
+    if sorted(by_index) != sorted(wanted) or len(by_index) != len(stages):
+        given = ", ".join(str(stage.stage_index) for stage in stages)
+        kind = "in a V" if placement.kind == V_SHAPE else "in a loop"
+        raise ScheduleInputError(
+            f"rank {rank} has the stages {given}; {here} places stages {kind}, here {', '.join(map(str, wanted))} "
+            f"(megatron_pp.stage_numbers({schedule!r}, {size}, {chunks})[rank])"
+        )
+    return [by_index[index] for index in wanted]

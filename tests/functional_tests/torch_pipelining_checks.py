@@ -1,0 +1,241 @@
+"""Stages of torch's, and the same steps by torch's own runtime and by PlanSchedule; for real processes."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.nn.parallel import DistributedDataParallel
+
+from megatron_pp.integrations.torch_pipelining import PlanSchedule
+from megatron_pp.plan.builder import stage_numbers
+
+HIDDEN, SAMPLES = 16, 3
+CPU = torch.device("cpu")
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+SPLITTING = ("InterleavedZeroBubble", *V_SHAPED)
+CHUNKS = {"1F1B": 1, "GPipe": 1, "Interleaved1F1B": 2, "LoopedBFS": 2, **dict.fromkeys(SPLITTING, 2)}
+
+
+class Block(nn.Module):
+    """Layers of several kinds, and a parameter of no layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(HIDDEN, HIDDEN), nn.LayerNorm(HIDDEN)
+        self.convolution = nn.Conv1d(1, 1, 3, padding=1)
+        self.shift = nn.Parameter(0.1 * torch.randn(SAMPLES, HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(torch.tanh(self.linear(x)))
+        return x + self.convolution(y.unsqueeze(1)).squeeze(1) + self.shift
+
+
+class Mixed(nn.Module):
+    """Takes and gives float32 and bfloat16 tensors, integers, and a tensor without gradient."""
+
+    def __init__(self, first: bool, last: bool) -> None:
+        super().__init__()
+        self.block, self.low = Block(), nn.Linear(HIDDEN, HIDDEN, dtype=torch.bfloat16)
+        self.first, self.last = first, last
+
+    def forward(self, x: Tensor, half: Any = None, order: Any = None, scale: Any = None) -> Any:
+        if self.first:
+            half, order, scale = x.bfloat16(), torch.arange(HIDDEN - 1, -1, -1), torch.full((HIDDEN,), 0.5)
+        x, half = self.block(x * scale + order % 3), torch.relu(self.low(half))
+        return x + half.float() if self.last else (x, half, order, scale)
+
+
+class Tied(nn.Module):
+    """One weight used twice, and a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.frozen = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(self.frozen(self.linear(x))))
+
+
+class Layout(NamedTuple):
+    """This process's pipeline of ``size`` ranks, and the replicas of its stages."""
+
+    size: int
+    rank: int
+    group: Any
+    replica: int
+    replicas: Any
+
+
+def layouts(world: int) -> dict[str, Layout]:
+    """The pipeline over all processes, and replicas of pipelines of two; made by all processes together."""
+    rank = dist.get_rank()
+    whole = dist.new_group(list(range(world)))
+    pairs = [dist.new_group([r, r + 1]) for r in range(0, world, 2)]
+    across = [dist.new_group(list(range(r, world, 2))) for r in range(2)]
+    return {
+        "whole": Layout(world, rank, whole, 0, None),
+        "replicas": Layout(2, rank % 2, pairs[rank // 2], rank // 2, across[rank % 2]),
+    }
+
+
+Maker = Callable[[int, int], nn.Module]
+
+
+def modules_of(layout: Layout, numbers: tuple[int, ...], count: int, make: Maker) -> list[nn.Module]:
+    made = []
+    for number in numbers:
+        torch.manual_seed(number)
+        made.append(make(number, count))
+    return made
+
+
+def block(number: int, count: int) -> nn.Module:
+    return Block()
+
+
+def mixed(number: int, count: int) -> nn.Module:
+    return Mixed(number == 0, number == count - 1)
+
+
+def tied(number: int, count: int) -> nn.Module:
+    return Tied()
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output, target)
+
+
+def stages_of(
+    layout: Layout, numbers: tuple[int, ...], modules: list[nn.Module], static: bool = False
+) -> list[PipelineStage]:
+    """``static``: shapes are given; else torch's runtime finds them by a forward and a backward, which
+    DistributedDataParallel takes for a step."""
+    count, like = layout.size * len(numbers), torch.zeros(SAMPLES, HIDDEN)
+    stages = []
+    for number, module in zip(numbers, modules, strict=True):
+        shapes = {"input_args": like.clone().requires_grad_(number > 0), "output_args": like.clone().requires_grad_()}
+        stages.append(PipelineStage(module, number, count, CPU, group=layout.group, **shapes if static else {}))
+    return stages
+
+
+def theirs(name: str, stages: list[PipelineStage], count: int, **more: Any) -> Any:
+    return getattr(schedules, f"Schedule{name}")(
+        stages if len(stages) > 1 else stages[0], count, loss_fn=loss_fn, **more
+    )
+
+
+def batch(step: int, count: int, replica: int = 0) -> list[Tensor]:
+    """Input and target."""
+    generator = torch.Generator().manual_seed(100 * replica + step)
+    return [torch.randn(count * SAMPLES, HIDDEN, generator=generator) for _ in range(2)]
+
+
+def train(schedule: Any, stages: list[Any], modules: list[nn.Module], count: int, replica: int = 0) -> list[Tensor]:
+    """Losses, outputs and gradients of two steps."""
+    found: list[Tensor] = []
+    for step in range(2):
+        for module in modules:
+            module.zero_grad()
+        x, target = batch(step, count, replica)
+        losses: list[Tensor] = []
+        given = (x,) if any(stage.is_first for stage in stages) else ()
+        more = {"target": target, "losses": losses} if any(stage.is_last for stage in stages) else {}
+        output = schedule.step(*given, **more)
+        found += [loss.detach().clone() for loss in losses]
+        found += [] if output is None else [output.detach()]
+        found += [p.grad.clone() for module in modules for p in module.parameters() if p.grad is not None]
+    return found
+
+
+def evaluate(schedule: Any, stages: list[Any], count: int) -> list[Tensor]:
+    x, target = batch(9, count)
+    losses: list[Tensor] = []
+    given = (x,) if any(stage.is_first for stage in stages) else ()
+    more = {"target": target, "losses": losses} if any(stage.is_last for stage in stages) else {}
+    output = schedule.eval(*given, **more)
+    return [] if output is None else [output, *losses]
+
+
+@contextmanager
+def table_of(schedule: Any, layout: Layout) -> Iterator[str]:
+    """The path of torch's own table of ``schedule``, with its communication."""
+    paths: list[Any] = [None]
+    with tempfile.TemporaryDirectory() as folder:
+        if layout.rank == 0:
+            paths = [str(Path(folder) / "table.csv")]
+            schedule._dump_csv(paths[0])
+        dist.broadcast_object_list(paths, dist.get_global_rank(layout.group, 0), layout.group)
+        yield paths[0]
+        dist.barrier(layout.group)
+
+
+def largest_difference(found: list[Tensor], expected: list[Tensor]) -> float:
+    assert len(found) == len(expected), f"{len(found)} tensors, not {len(expected)}"
+    assert found
+    assert [t.dtype for t in found] == [t.dtype for t in expected]
+    return max((a.float() - b.float()).abs().max().item() for a, b in zip(found, expected, strict=True))
+
+
+def compare(layout: Layout, name: str, make: Maker = block, count: int = 0, table: bool = False) -> float:
+    """The largest difference between torch's runtime and ours in two training steps and, where torch can, an
+    evaluation. ``table``: ours runs torch's own table; so it does for LoopedBFS, whose backwards are from the last
+    microbatch to the first."""
+    count, chunks = count or 3 * layout.size, CHUNKS[name]
+    numbers = stage_numbers(_shape_of(name), layout.size, chunks)[layout.rank]
+    expected, found = [], []
+    modules = modules_of(layout, numbers, layout.size * chunks, make)
+    stages = stages_of(layout, numbers, modules)
+    schedule = theirs(name, stages, count)
+    expected += train(schedule, stages, modules, count)
+    evaluates = name not in V_SHAPED  # torch's V schedules raise
+    expected += evaluate(schedule, stages, count) if evaluates else []
+    modules = modules_of(layout, numbers, layout.size * chunks, make)
+    stages = stages_of(layout, numbers, modules)
+    if table or name == "LoopedBFS":
+        with table_of(schedule, layout) as path:
+            ours = PlanSchedule(stages, count, loss_fn, schedule=path)
+            found += train(ours, stages, modules, count)
+    else:
+        ours = PlanSchedule(stages if chunks > 1 else stages[0], count, loss_fn, schedule=name)
+        found += train(ours, stages, modules, count)
+    found += evaluate(ours, stages, count) if evaluates else []
+    return largest_difference(found, expected)
+
+
+def _shape_of(name: str) -> str:
+    return "zb_v" if name in V_SHAPED else "breadth_first" if CHUNKS[name] > 1 else "1f1b"
+
+
+def compare_replicas(layout: Layout, name: str) -> float:
+    """With DistributedDataParallel around our stages: beside torch's runtime with it or, where that is wrong (it leaves
+    out what a W computes), torch's runtime without it and gradients averaged by hand."""
+    count, chunks = 6, CHUNKS[name]
+    numbers = stage_numbers(_shape_of(name), 2, chunks)[layout.rank]
+    both: list[list[Tensor]] = []
+    schedule: Any = None
+    for ours in (False, True):
+        modules = modules_of(layout, numbers, 2 * chunks, block)
+        wraps = ours or name not in SPLITTING
+        wrapped: list[Any] = modules
+        if wraps:
+            wrapped = [DistributedDataParallel(m, process_group=layout.replicas) for m in modules]
+        stages = stages_of(layout, numbers, wrapped, static=wraps)
+        with table_of(schedule, layout) if ours and name == "LoopedBFS" else nullcontext(name) as named:
+            if ours:
+                schedule = PlanSchedule(stages, count, loss_fn, schedule=named, scale_grads=False)
+            else:
+                schedule = theirs(name, stages, count, scale_grads=False)
+            train(schedule, stages, modules, count, layout.replica)
+        grads = [p.grad for module in modules for p in module.parameters() if p.grad is not None]
+        for grad in () if wraps else grads:
+            dist.all_reduce(grad.div_(2), group=layout.replicas)
+        both.append(grads)
+    return largest_difference(both[1], both[0])
