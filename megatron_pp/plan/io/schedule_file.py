@@ -13,7 +13,7 @@ from functools import lru_cache
 from megatron_pp.errors import FileFormatError
 from megatron_pp.plan.costs.files import read_text
 from megatron_pp.plan.io.serialize import load_plan
-from megatron_pp.plan.ir.instruction import COPIES_TO_HOST, WEIGHT_GRAD, each, without_pairs
+from megatron_pp.plan.ir.instruction import COPIES_TO_HOST, PAIR, WEIGHT_GRAD, each, without_pairs
 from megatron_pp.plan.ir.repeated import Line
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.orders.family import Family, Order, Shape
@@ -70,4 +70,5 @@ class _FilePlan:
         """The file's own programs, where they were lowered for ``spec``."""
         of_the_run = ("schedule", "measured", "digest", "group_size", "split_backward", "device")
         mine = replace(self.plan.spec, **{name: getattr(spec, name) for name in of_the_run})
-        return self.plan.programs if mine == spec else None
+        pairs = any(at.op == PAIR for program in self.plan.programs for at in program)
+        return self.plan.programs if mine == spec and (spec.overlap_pairs or not pairs) else None

@@ -50,8 +50,6 @@ def read_torch_csv(text: str, **lowering: Any) -> Plan:
     programs = [placement.place(rank, [_on_rank(at, placement, rank) for at in row]) for rank, row in enumerate(rows)]
     orders = tuple(tuple(at for at in program if at.op not in ins.TRANSFER_OPS) for program in programs)
     lowering.setdefault("forward_only", all(at.op == FORWARD for order in orders for at in order))
-    if any(at.op in POST_OPS for program in programs for at in program):  # pairs, too, run as they stand there
-        lowering.setdefault("overlap_pairs", any(at.op == PAIR for order in orders for at in order))
     spec = PlanSpec(IMPORTED, placement.pipeline_size, placement.num_chunks, num_microbatches, **lowering)
     if all(len(order) == len(program) for order, program in zip(orders, programs, strict=True)):
         return lowered(spec, placement, orders)
