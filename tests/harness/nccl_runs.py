@@ -12,7 +12,8 @@ from megatron_pp.comm.nccl_transport import NcclTransport
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
 from megatron_pp.faults.attach import close_guard
 from megatron_pp.testing.pipeline import run_rank
-from megatron_pp.testing.streams import StreamNetwork, StreamReport, virtual_cuda
+from megatron_pp.testing.streams import DeviceRules, StreamNetwork, StreamReport, virtual_cuda
+from megatron_pp.testing.streams.network import NO_MORE_RULES
 from megatron_pp.testing.threads import run_ranks
 from megatron_pp.testing.toy import ToyBlock, ToyData, ToyResult, merged, toy_config
 from tests.harness.virtual_groups import process_group, virtual_distributed
@@ -25,10 +26,13 @@ def step_on_nccl(
     *,
     block: Callable[[int], torch.nn.Module] = ToyBlock,
     errors: dict[int, str] | None = None,
+    rules: DeviceRules = NO_MORE_RULES,
+    timeout: float = 60.0,
     **fields: Any,
 ) -> tuple[StreamReport, ToyResult]:
-    """A step over process groups; ``errors`` takes what ranks raise, which is raised where it is None."""
-    network, store = StreamNetwork(size, seed=None), dist.HashStore()
+    """A step over process groups; ``errors`` takes what ranks raise, which is raised where it is None. ``timeout``: of
+    each rank, in seconds."""
+    network, store = StreamNetwork(size, seed=None, rules=rules), dist.HashStore()
 
     def rank_main(rank: int) -> ToyResult:
         config = toy_config(
@@ -52,7 +56,7 @@ def step_on_nccl(
                 communicator.transport.close()
 
     with virtual_cuda(), virtual_distributed():
-        results = run_ranks(size, rank_main, network.abort)
+        results = run_ranks(size, rank_main, network.abort, timeout)
     return StreamReport.of(network, results), merged(results)
 
 

@@ -10,7 +10,8 @@ from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import ONE_WAY, PlanSpec
 from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.testing.pipeline import run_in_threads
-from megatron_pp.testing.streams import StreamNetwork, StreamReport, check_streams, virtual_cuda
+from megatron_pp.testing.streams import DeviceRules, StreamNetwork, StreamReport, check_streams, virtual_cuda
+from megatron_pp.testing.streams.network import NO_MORE_RULES
 from megatron_pp.testing.threads import run_ranks
 from megatron_pp.testing.toy import TOY_SCHEDULES, ToyData, ToyResult, reference_run
 from megatron_pp.tracing.observers import ranges_if_profiling
@@ -24,11 +25,18 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 
 def toy_step_on_streams(
-    schedule: str, size: int, data: ToyData, *, forward_only: bool = False, seed: int = 0, **more: Any
+    schedule: str,
+    size: int,
+    data: ToyData,
+    *,
+    forward_only: bool = False,
+    seed: int = 0,
+    rules: DeviceRules = NO_MORE_RULES,
+    **more: Any,
 ) -> tuple[StreamReport, float]:
     """A step of the toy model; its report, and how far losses and gradients are from those of one process."""
     chunks = TOY_SCHEDULES[schedule].chunks or (1 if schedule in ("1f1b", "gpipe") else 2)
-    network = StreamNetwork(size, more.get("p2p_channels", ONE_WAY) == ONE_WAY, seed=seed)
+    network = StreamNetwork(size, more.get("p2p_channels", ONE_WAY) == ONE_WAY, seed=seed, rules=rules)
     with virtual_cuda():
         result: ToyResult = run_in_threads(
             size, chunks, data, forward_only=forward_only, network=network, pipeline_schedule=schedule, **more
@@ -41,9 +49,12 @@ def plan_on_streams(
     executor: type[PlanExecutor] = PlanExecutor,
     core: type[P2PCore] = P2PCore,
     record_streams: bool = False,
+    seed: int = 0,
+    rules: DeviceRules = NO_MORE_RULES,
 ) -> StreamReport:
     """A step of ``spec``'s plan by ``executor``, on the model of ``race_support``."""
-    network = StreamNetwork(spec.pipeline_size, spec.channels == ONE_WAY, record_streams=record_streams)
+    one_way = spec.channels == ONE_WAY
+    network = StreamNetwork(spec.pipeline_size, one_way, record_streams=record_streams, seed=seed, rules=rules)
 
     def observed(*args: Any, **more: Any) -> PlanExecutor:  # with ranges of its own on each rank
         return executor(*args, observer=ranges_if_profiling(), **more)

@@ -26,6 +26,7 @@ from megatron_pp.testing.streams.device import current_device
 from megatron_pp.testing.streams.network import StreamNetwork, StreamWork
 
 _IDS = itertools.count()
+_THREAD_BLOCKS = 32  # of a communicator that does not say, as NCCL's on Hopper
 _REDUCTIONS: dict[Any, Any] = {
     dist.ReduceOp.SUM: torch.add,
     dist.ReduceOp.MAX: torch.maximum,
@@ -80,9 +81,9 @@ class VirtualNCCL:
         for is_send, tensor, peer in requests:
             mine, other = self._members[self.rank], self._members[peer]
             ends.append(End(tensor, (mine, other, self._id) if is_send else (other, mine, self._id), is_send))
-        return self.network.post(
-            self.device.rank, (self._id, self.device.rank), ends, self.options.is_high_priority_stream
-        )
+        blocks = self.options.config.max_ctas or _THREAD_BLOCKS
+        queue, priority = (self._id, self.device.rank), self.options.is_high_priority_stream
+        return self.network.post(self.device.rank, queue, ends, priority, blocks)
 
     def _connect(self) -> None:
         """Collective, as ncclCommInitRank is."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from megatron_pp.testing.streams import StreamNetwork, virtual_cuda
+from megatron_pp.testing.streams import DeviceRules, StreamNetwork, virtual_cuda
 from megatron_pp.testing.streams.cuda import replaced
 from megatron_pp.testing.threads import run_ranks
 from tests.harness.virtual_groups import virtual_distributed
@@ -25,7 +25,7 @@ def run_on_virtual_devices(
 ) -> list[Any]:
     """As ``run_processes``, within ``virtual_machine``: ``rank_main(rank, size, *args)`` makes the process group."""
     assert backend is None
-    network = StreamNetwork(size, seed=None, record_streams=True, one_device=True)
+    network = StreamNetwork(size, seed=None, record_streams=True, rules=DeviceRules(one_device=True))
 
     def run(rank: int) -> Any:
         with network.running(rank):

@@ -9,5 +9,6 @@ from megatron_pp.testing.streams.check import StreamReport, check_streams
 from megatron_pp.testing.streams.cuda import virtual_cuda
 from megatron_pp.testing.streams.memory import StreamRace
 from megatron_pp.testing.streams.network import StreamNetwork
+from megatron_pp.testing.streams.rules import DeviceRules
 
-__all__ = ["StreamNetwork", "StreamRace", "StreamReport", "check_streams", "virtual_cuda"]
+__all__ = ["DeviceRules", "StreamNetwork", "StreamRace", "StreamReport", "check_streams", "virtual_cuda"]

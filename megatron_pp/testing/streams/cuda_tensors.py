@@ -20,14 +20,16 @@ _TO_HOST = {"tolist", "numpy"}  # need the values
 
 
 class CudaTensors(TorchFunctionMode):
-    """``target``: where the call that runs puts its result, "cpu" or "cuda"; empty where it was not said."""
+    """``target``: where the call that runs puts its result, "cpu" or "cuda"; empty where it was not said. ``pins``:
+    whether it makes pinned memory."""
 
     def __init__(self, device: VirtualDevice) -> None:
         super().__init__()
         self.device = device
         self.target = ""
+        self.pins = False
         self._special = {name: getattr(self, f"_{name}") for name in ("to", "cuda", "cpu", "get_device", "type")}
-        self._special["pin_memory"] = self._cpu
+        self._special["pin_memory"] = self._pinned
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -50,7 +52,8 @@ class CudaTensors(TorchFunctionMode):
         if not kwargs:
             return func(*args)
         before, given = self.target, kwargs.get("device")
-        if kwargs.pop("pin_memory", False):
+        self.pins = kwargs.pop("pin_memory", False)
+        if self.pins:
             self.target = "cpu"
         elif given is not None:
             self.target = _kind(given)
@@ -62,7 +65,7 @@ class CudaTensors(TorchFunctionMode):
                 self.device.keep_on_host(result.untyped_storage())
             return result
         finally:
-            self.target = before
+            self.target, self.pins = before, False
 
     # -- functions of their own kind ----------------------------------------------------------------------------------
 
@@ -83,6 +86,13 @@ class CudaTensors(TorchFunctionMode):
 
     def _cpu(self, func: Any, tensor: torch.Tensor, *args: Any, **_: Any) -> Any:
         return self._move(tensor, "cpu", False)
+
+    def _pinned(self, func: Any, tensor: torch.Tensor, *args: Any, **_: Any) -> torch.Tensor:
+        self.pins = True
+        try:
+            return self._move(tensor, "cpu", False)
+        finally:
+            self.pins = False
 
     def _get_device(self, func: Any, tensor: torch.Tensor) -> int:
         return -1 if self.device.is_host_memory(tensor) else self.device.process.index

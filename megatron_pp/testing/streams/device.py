@@ -16,8 +16,10 @@ import torch
 
 from megatron_pp.testing.streams.autograd_streams import NodeStreams
 from megatron_pp.testing.streams.call_log import CallLog
+from megatron_pp.testing.streams.hardware import HardwareQueues
 from megatron_pp.testing.streams.host_process import HostProcess
 from megatron_pp.testing.streams.memory import FREE, WRITE, Access, Block, CachingAllocator, StreamRace
+from megatron_pp.testing.streams.rules import DeviceRules
 from megatron_pp.testing.streams.timelines import Host, Lane, Timeline, join
 
 _POOLED = 32  # streams that torch makes per priority; then they come round
@@ -63,6 +65,9 @@ class Network(Protocol):
     timelines: Iterator[int]
     log: CallLog
     num_devices: int
+    rules: DeviceRules
+
+    def launch(self, device: VirtualDevice, lane: Lane) -> None: ...
 
     def block(self, rank: int, ready: Callable[[], bool], what: str) -> None: ...
 
@@ -70,9 +75,11 @@ class Network(Protocol):
 class VirtualDevice:
     """The device of ``rank``, on ``network``; ``process`` has its index."""
 
-    def __init__(self, rank: int, network: Network, process: HostProcess) -> None:
-        self.rank, self.network, self.process, self.log = rank, network, process, network.log
+    def __init__(self, rank: int, network: Network, queues: HardwareQueues) -> None:
+        self.rank, self.network, self.log = rank, network, network.log
+        self.process = HostProcess(rank % network.num_devices, network.rules.queries_block)
         self.host = Host(next(network.timelines), rank, network.log)
+        self.host.before_command = queues.issue
         self.default = Lane(next(network.timelines), "default stream", self.host)
         self.nodes = NodeStreams(self.default)
         self.tensors: AbstractContextManager[Any] | None = None  # the mode in which this rank's thread runs
@@ -118,6 +125,7 @@ class VirtualDevice:
         """The host issues an operation to the current stream."""
         stream = self.stream
         stream.issue()
+        self.network.launch(self, stream)
         self.log.launch(self.rank, stream.number, what)
         self.operations += 1
         return stream
@@ -142,12 +150,14 @@ class VirtualDevice:
     def is_host_memory(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._host_blocks
 
-    def keep_on_host(self, storage: Any) -> None:
+    def keep_on_host(self, storage: Any, pinned: bool = False) -> None:
         """``storage`` is new and lies in host memory."""
         key = storage._cdata
         if key not in self._blocks and key not in self._host_blocks:
             self._host_blocks.add(key)
             block = self._blocks[key] = Block(0, storage.nbytes(), self.host)
+            if pinned:
+                self._allocated("pinned memory")
             self.log.allocate(self.rank, block, storage.nbytes(), self.host.number)
             weakref.finalize(storage, self._forget_host, key).atexit = False
 
@@ -158,9 +168,17 @@ class VirtualDevice:
         if block is None:
             stream = self.stream
             block = self._blocks[key] = self.allocator.allocate(storage.nbytes(), stream, stream.now)
+            if block.owner == 0:
+                self._allocated("memory")
             self.log.allocate(self.rank, block, storage.nbytes(), stream.number)
             weakref.finalize(storage, self._free, key).atexit = False
         return block
+
+    def _allocated(self, what: str) -> None:
+        """No freed memory has served an allocation."""
+        if self.network.rules.allocation_waits and not is_quiet():
+            pending = set().union(*(lane.unfinished() for lane in self.lanes))
+            self.block(lambda: all(work.finished for work in pending), f"an allocation of {what}")
 
     def access(self, tensor: torch.Tensor, kind: str, lane: Timeline, what: str) -> None:
         """The operation that was just issued on ``lane`` reads or writes ``tensor``."""

@@ -22,11 +22,13 @@ from megatron_pp.testing.adversarial_transports import WindowNetwork
 from megatron_pp.testing.memory_transport import End, MemoryTransport, MemoryWork, Queue
 from megatron_pp.testing.streams.call_log import CallLog
 from megatron_pp.testing.streams.device import VirtualDevice, running_on, unrecorded
-from megatron_pp.testing.streams.host_process import HostProcess
+from megatron_pp.testing.streams.hardware import HardwareQueues, Kernel, begin
 from megatron_pp.testing.streams.memory import READ, WRITE
 from megatron_pp.testing.streams.recorder import recording
+from megatron_pp.testing.streams.rules import DeviceRules
 from megatron_pp.testing.streams.timelines import Clock, Lane, Transfer, join
 
+NO_MORE_RULES = DeviceRules()
 _HASTE = (0.0, 0.5, 1.0)  # how likely polling finds what the host does not know yet, by seed
 
 
@@ -42,13 +44,14 @@ class StreamWork(MemoryWork):
         self.device = device
         self.what = " and ".join(map(_words, ends))
         current = device.stream
-        join(lane.clock, current.now())
+        lane.wait_for(current.now(), current.unfinished())
         lane.issue()
         self.event = network.log.post(device.rank, lane.number, current.number, self.what, len(ends))
         self.end: Clock = dict(lane.clock)
-        self.needs: set[Transfer] = current.unfinished() | lane.unfinished()
+        self.needs: set[Transfer] = set(lane.unfinished())
         self.partners: list[StreamWork] = []
-        self.finished = False
+        self.thread_blocks = 0
+        self.has_begun = self.finished = False
         lane.pending.add(self)
 
     def is_completed(self) -> bool:
@@ -63,8 +66,7 @@ class StreamNetwork(WindowNetwork):
                     fault guard and its store
     record_streams  posting calls ``record_stream`` on what it sends or receives, as ProcessGroupNCCL does
     run_ahead       the host never waits for a transfer: data that has not arrived is NaN. Races are not looked for
-    one_device      the ranks share cuda:0; else each has a device of its own, rank r cuda:r
-    queries_block   an event's query blocks while another thread of the rank's process waits for the device
+    rules           further ones of the devices
     held            asked whether a transfer that could finish on the device does not; call ``progress`` when that
                     changes
     log             takes what the ranks ask of their devices
@@ -78,8 +80,7 @@ class StreamNetwork(WindowNetwork):
         seed: int | None = 0,
         record_streams: bool = False,
         run_ahead: bool = False,
-        one_device: bool = False,
-        queries_block: bool = False,
+        rules: DeviceRules = NO_MORE_RULES,
         store: Any = None,
         log: CallLog | None = None,
     ) -> None:
@@ -90,12 +91,13 @@ class StreamNetwork(WindowNetwork):
         self.haste = _HASTE[(seed or 0) % len(_HASTE)]
         self.record_streams = record_streams
         self.timelines: Iterator[int] = itertools.count()
-        self.num_devices = 1 if one_device else size
-        processes = [HostProcess(rank % self.num_devices, queries_block) for rank in range(size)]
-        self.devices = [VirtualDevice(rank, self, process) for rank, process in enumerate(processes)]
+        self.rules = rules
+        self.num_devices = 1 if rules.one_device else size
+        queues = [HardwareQueues(rules.hardware_queues, seed or 0) for _ in range(size)]
+        self.devices = [VirtualDevice(rank, self, queues[rank]) for rank in range(size)]
         self._lanes: dict[Queue, Lane] = {}
         self._done: dict[Queue, Clock] = {}
-        self._unfinished: list[StreamWork] = []
+        self._unfinished: list[Any] = []  # in the order of issue: transfers, and kernels where room is limited
 
     @contextmanager
     def running(self, rank: int) -> Iterator[None]:
@@ -103,16 +105,22 @@ class StreamNetwork(WindowNetwork):
         device = self.devices[rank]
         with running_on(device), recording(device, checks=not self.run_ahead), super().running(rank):
             yield
+            if self.rules.may_hang:
+                device.synchronize(device.lanes, "the end of its program")
 
     # -- what a transport calls ------------------------------------------------------------------------------------
 
-    def post(self, rank: int, queue: Queue, ends: list[End], high_priority: bool = False) -> StreamWork:
+    def post(
+        self, rank: int, queue: Queue, ends: list[End], high_priority: bool = False, thread_blocks: int = 0
+    ) -> StreamWork:
+        """``thread_blocks``: what it takes of the device; 0: as the rules say."""
         with self.changed, unrecorded():
             device = self.devices[rank]
             if queue not in self._lanes:
                 self._lanes[queue] = device.pooled_stream(high_priority)
             lane = self._lanes[queue]
             work = StreamWork(self, device, queue, ends, lane)
+            work.thread_blocks = thread_blocks or self.rules.thread_blocks
             for end in ends:
                 if self.run_ahead and not end.is_send and end.tensor.is_floating_point():
                     end.tensor.detach().fill_(math.nan)
@@ -175,18 +183,38 @@ class StreamNetwork(WindowNetwork):
         with self.changed:
             moved = True
             while moved:
+                moved = self._begin()
                 ready = [work for work in self._unfinished if self._can_finish(work)]
                 for work in ready:
                     work.finished = True
                     work.needs = set()
                 self._unfinished = [work for work in self._unfinished if not work.finished]
-                moved = bool(ready)
+                moved = moved or bool(ready)
             self.changed.notify_all()
+
+    def launch(self, device: VirtualDevice, lane: Lane) -> None:
+        """An operation that is no transfer was issued to ``lane``."""
+        if self.rules.multiprocessors:
+            kernel = Kernel(device, lane)
+            self._unfinished.append(kernel)
+            self.progress()
+            if not kernel.finished:
+                lane.pending.add(kernel)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _can_finish(self, work: StreamWork) -> bool:
+    def _begin(self) -> bool:
+        """Where room is limited: whether any operation has begun."""
+        room = self.rules.multiprocessors
+        if not room:
+            return False
+        begun = [begin([work for work in self._unfinished if work.device is one], room) for one in self.devices]
+        return any(begun)
+
+    def _can_finish(self, work: Any) -> bool:
         if work.left or self.held(work):
+            return False
+        if self.rules.multiprocessors and not all(one.has_begun for one in (work, *work.partners)):
             return False
         return all(need.finished for one in (work, *work.partners) for need in one.needs)
 

@@ -97,7 +97,7 @@ class _Recorder(PassingMode):
             return  # a view
         placed_on_host = self.tensors.puts_on_host([t for _, t in given])
         for tensor in new if placed_on_host else ():
-            device.keep_on_host(tensor.untyped_storage())
+            device.keep_on_host(tensor.untyped_storage(), self.tensors.pins)
         on_host = all(device.is_host_memory(t) for t in (*(t for _, t in given), *new))
         lane = (device.host_step if on_host else device.stream_step)(effects.name)
         for at, tensor in given:

@@ -6,7 +6,7 @@ much of that one has happened before what it does next.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from megatron_pp.testing.streams.call_log import CallLog
@@ -48,6 +48,7 @@ class Host(Timeline):
     def __init__(self, number: int, rank: int, log: CallLog) -> None:
         super().__init__(number, "host")
         self.rank, self.log = rank, log
+        self.before_command: Callable[[Lane], None] = lambda lane: None  # that it issues to a stream
         log.stream(rank, number, self.name, host=True)
 
     def work(self) -> None:
@@ -85,6 +86,7 @@ class Lane(Timeline):
         return self.clock
 
     def issue(self) -> None:
+        self.host.before_command(self)
         self.now()
         self.advance()
 
@@ -98,6 +100,7 @@ class Lane(Timeline):
             self.host.log.wait(self.host.rank, self.number, event)
         join(self.clock, clock)
         self.pending |= {transfer for transfer in pending if not transfer.finished}
+        self.host.before_command(self)
 
     def unfinished(self) -> set[Transfer]:
         self.pending = {transfer for transfer in self.pending if not transfer.finished}

@@ -13,7 +13,7 @@ from megatron_pp.errors import PipelineStallError
 from megatron_pp.faults import device_events
 from megatron_pp.faults.records import Process
 from megatron_pp.p2p_communication import P2PCommunicator
-from megatron_pp.testing.streams import StreamNetwork
+from megatron_pp.testing.streams import DeviceRules, StreamNetwork
 from tests.harness.guard_mutants import InWatchdog, OnDeviceZero, WithInterpreterLock
 from tests.unit_tests.faults.test_hosts_that_run_ahead import SECONDS, SIZE, Job, eventually, kill
 
@@ -24,7 +24,7 @@ MUTANTS = {"InWatchdog": ("CompletedWork", InWatchdog), "WithInterpreterLock": (
 def contexts(one_device: bool) -> list[str]:
     """Those that a step with its guard makes on devices of other ranks."""
     job = Job(stops=(-1, -1, -1))
-    job.network = StreamNetwork(SIZE, seed=None, run_ahead=True, one_device=one_device)
+    job.network = StreamNetwork(SIZE, seed=None, run_ahead=True, rules=DeviceRules(one_device=one_device))
 
     def main(rank: int, communicator: P2PCommunicator) -> None:
         job.step(communicator, 1)
@@ -49,7 +49,7 @@ def test_a_thread_that_asks_without_choosing_its_device_makes_one(monkeypatch: p
 def woken(gone: Process, queries_block: bool) -> set[int]:
     """Rank 1 dies in step 2, while the hosts of the others wait for their devices: which of these find that out."""
     job = Job(stops=(1, 2, 2))
-    job.network = StreamNetwork(SIZE, seed=None, run_ahead=True, queries_block=queries_block)
+    job.network = StreamNetwork(SIZE, seed=None, run_ahead=True, rules=DeviceRules(queries_block=queries_block))
 
     def main(rank: int, communicator: P2PCommunicator) -> None:
         guard = communicator.transport.guard

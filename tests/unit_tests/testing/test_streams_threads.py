@@ -13,7 +13,7 @@ import torch
 from megatron_pp.faults.places import instruction_at
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import PlanSpec
-from megatron_pp.testing.streams import StreamNetwork, StreamReport, virtual_cuda
+from megatron_pp.testing.streams import DeviceRules, StreamNetwork, StreamReport, virtual_cuda
 from megatron_pp.testing.threads import run_ranks
 from tests.unit_tests.faults.test_hosts_that_run_ahead import Kernel
 
@@ -26,7 +26,7 @@ def in_a_thread(program: Callable[[], object]) -> None:
 
 def contexts(program: Callable[[torch.cuda.Event], object], one_device: bool = False) -> list[str]:
     """What ``program(event)`` makes in a thread of each of two ranks."""
-    network = StreamNetwork(2, seed=None, one_device=one_device)
+    network = StreamNetwork(2, seed=None, rules=DeviceRules(one_device=one_device))
 
     def run(rank: int) -> None:
         with network.running(rank):
@@ -96,7 +96,7 @@ def test_a_tensor_on_a_device_by_its_number_makes_one_where_that_is_another_rank
 @pytest.mark.parametrize("query", [query_of_torch, query_of_the_runtime])
 def test_a_query_blocks_while_a_thread_waits_for_the_device(query: Callable[[torch.cuda.Event], object]) -> None:
     """``Event.query`` stops the other threads of the process too, at their next call in the package."""
-    network = StreamNetwork(1, seed=None, run_ahead=True, queries_block=True)
+    network = StreamNetwork(1, seed=None, run_ahead=True, rules=DeviceRules(queries_block=True))
     process = network.devices[0].process
     kernel = Kernel()
     asks, answered, moved = threading.Event(), threading.Event(), threading.Event()

@@ -1,0 +1,35 @@
+"""Rules of devices that a run may be under, beside those of streams and memory, which always hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_pp.plan.costs.communicators import MAX_CTAS
+
+
+@dataclass(frozen=True)
+class DeviceRules:
+    """By default none holds.
+
+    hardware_queues   streams share so many of each device (``hardware.py``); 0: each has one of its own
+    multiprocessors   of each device (``hardware.py``), for kernels that wait for peers and for compute; 0: without end
+    thread_blocks     that a transfer takes of these, where its communicator does not say
+    allocation_waits  an allocation that no freed memory serves, of the device or of pinned memory, waits for the
+                      device, as any call of CUDA may (NCCL user guide, "Using multiple NCCL communicators
+                      concurrently"; CUDA C++ programming guide, "Implicit Synchronization")
+    one_device        the ranks share cuda:0; else each has a device of its own, rank r cuda:r
+    queries_block     an event's query blocks while another thread of the rank's process waits for the device
+                      (``host_process.py``)
+    """
+
+    hardware_queues: int = 0
+    multiprocessors: int = 0
+    thread_blocks: int = MAX_CTAS
+    allocation_waits: bool = False
+    one_device: bool = False
+    queries_block: bool = False
+
+    @property
+    def may_hang(self) -> bool:
+        """Whether what was issued may wait forever though every transfer has met its peer's end."""
+        return bool(self.hardware_queues or self.multiprocessors)
