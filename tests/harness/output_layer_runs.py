@@ -15,6 +15,7 @@ from megatron_pp.faults.attach import close_guard
 from megatron_pp.schedules import get_forward_backward_func
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.streams import StreamNetwork, StreamReport, virtual_cuda
+from megatron_pp.testing.streams.call_log import CallLog
 from megatron_pp.testing.threads import run_ranks
 from megatron_pp.testing.toy import HIDDEN, ToyBlock
 from tests.harness.step_runs import P2PCommunicator, ThreadGroup, toy_config
@@ -102,9 +103,11 @@ def step(
     return run_ranks(case.size, rank_main, network.abort, 60.0), stages
 
 
-def step_on_nccl(case: Case) -> tuple[StreamReport, list[list[Any]], list[Stage]]:
+def step_on_nccl(
+    case: Case, log: CallLog | None = None, **more: Any
+) -> tuple[StreamReport, list[list[Any]], list[Stage]]:
     """As ``step``, over the transport for NCCL, on virtual devices."""
-    network, store = StreamNetwork(case.size, seed=None), dist.HashStore()
+    network, store = StreamNetwork(case.size, seed=None, log=log), dist.HashStore()
     with virtual_cuda(), virtual_distributed():
-        reports, stages = step(case, network, group_of=lambda rank: process_group(network, rank, store))
+        reports, stages = step(case, network, group_of=lambda rank: process_group(network, rank, store), **more)
     return StreamReport.of(network, []), reports, stages

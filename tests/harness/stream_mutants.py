@@ -1,7 +1,9 @@
 """Engines with a fault that only streams show: what ``megatron_pp.testing.streams`` has to catch beside the faults of
-``executor_mutants``."""
+``executor_mutants``; and engines that lose time, and nothing else."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -10,6 +12,9 @@ from megatron_pp.features.skip_tensors.skip_runner import SkipRunner
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.tasks import Task
 from megatron_pp.runtime.executor import PlanExecutor
+from megatron_pp.testing.memory_transport import End, Queue
+from megatron_pp.testing.streams import StreamNetwork
+from megatron_pp.testing.streams.network import StreamWork
 
 
 class _AfterPosting(PlanExecutor):
@@ -82,3 +87,28 @@ class FreesPostedReceive(_AfterPosting):
             buffer = self.handles[at.message].tensor
             assert isinstance(buffer, torch.Tensor)
             buffer.data = buffer.data.new_zeros(buffer.shape)
+
+
+class WaitsAtOnce(_AfterPosting):
+    """The compute stream waits for each send right after it was posted."""
+
+    def posted(self, at: Task) -> None:
+        if at.op in ins.SEND_OPS:
+            self.handles[at.message].wait()
+
+
+class TransfersOnComputeStream(StreamNetwork):
+    """A communicator has no stream of its own."""
+
+    sends_only = False
+
+    def post(self, rank: int, queue: Queue, ends: list[End], *more: Any) -> StreamWork:
+        if not self.sends_only or all(end.is_send for end in ends):
+            self._lanes[queue] = self.devices[rank].stream
+        return super().post(rank, queue, ends, *more)
+
+
+class SendsOnComputeStream(TransfersOnComputeStream):
+    """The same for those that send."""
+
+    sends_only = True

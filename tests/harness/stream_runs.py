@@ -46,15 +46,14 @@ def toy_step_on_streams(
 
 def plan_on_streams(
     spec: PlanSpec,
-    executor: type[PlanExecutor] = PlanExecutor,
+    executor: Callable[..., PlanExecutor] = PlanExecutor,
     core: type[P2PCore] = P2PCore,
-    record_streams: bool = False,
-    seed: int = 0,
-    rules: DeviceRules = NO_MORE_RULES,
+    kind: type[StreamNetwork] = StreamNetwork,
+    **more: Any,
 ) -> StreamReport:
-    """A step of ``spec``'s plan by ``executor``, on the model of ``race_support``."""
-    one_way = spec.channels == ONE_WAY
-    network = StreamNetwork(spec.pipeline_size, one_way, record_streams=record_streams, seed=seed, rules=rules)
+    """A step of ``spec``'s plan by ``executor``, on the model of ``race_support`` and a network of ``kind`` with
+    ``more``."""
+    network = kind(spec.pipeline_size, spec.channels == ONE_WAY, **more)
 
     def observed(*args: Any, **more: Any) -> PlanExecutor:  # with ranges of its own on each rank
         return executor(*args, observer=ranges_if_profiling(), **more)
@@ -65,9 +64,9 @@ def plan_on_streams(
     return StreamReport.of(network, [])
 
 
-def on_one_device(program: Callable[[], Any]) -> StreamReport:
+def on_one_device(program: Callable[[], Any], **more: Any) -> StreamReport:
     """``program`` on a device of its own."""
-    network = StreamNetwork(1)
+    network = StreamNetwork(1, **more)
 
     def main(rank: int) -> Any:
         with network.running(rank):

@@ -5,7 +5,6 @@ No stream race, and the numbers of one process.
 from __future__ import annotations
 
 import logging
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,54 +28,6 @@ from tests.harness.nccl_runs import FailingBlock, step_on_nccl
 from tests.harness.stream_runs import POLICIES, plan_on_streams, toy_step_on_streams
 
 OVERLAP = POLICIES["overlap"]
-
-
-def assert_sound(schedule: str, size: int, data: ToyData, **more: Any) -> None:
-    report, difference = toy_step_on_streams(schedule, size, data, **more)
-    assert not report.races, str(report)
-    assert report.reused > 0, "memory that nobody reuses shows no early free"
-    assert difference == 0.0
-
-
-class Lanes:
-    """``on_two_streams``, noting on which streams each half of each pair computes."""
-
-    def __init__(self) -> None:
-        self.pairs: list[dict[str, set[int]]] = []
-        self.here = threading.local()  # open: the pair that a rank's thread is in
-
-    def __call__(self, forward_call: HalfCall, backward_call: HalfCall) -> None:
-        self.here.open = {"forward": set(), "backward": set()}
-        self.pairs.append(self.here.open)
-        on_two_streams(forward_call, backward_call)
-        self.here.open = None
-
-    def note(self, half: str) -> None:
-        if getattr(self.here, "open", None) is not None:
-            self.here.open[half].add(torch.cuda.current_stream().cuda_stream)
-
-    def block(self, stage: int) -> ToyBlock:
-        block = ToyBlock(stage)
-        block.register_forward_hook(lambda module, given, output: self.noted(output))
-        return block
-
-    def noted(self, output: torch.Tensor) -> None:
-        self.note("forward")
-        output.register_hook(lambda grad: self.note("backward"))
-
-
-@pytest.mark.parametrize(
-    ("schedule", "size", "microbatches"), [("dualpipe_v", 2, 12), ("combined_1f1b", 3, 12), ("interleaved_1f1b", 2, 8)]
-)
-def test_the_halves_of_a_pair_do_not_share_a_stream(schedule: str, size: int, microbatches: int) -> None:
-    """A backward runs on the stream of its forward, which was a pair's, too."""
-    lanes = Lanes()
-    more = {"overlapped_forward_backward": lanes, "prepare": split_weight_grad, "block": lanes.block, **OVERLAP}
-    assert_sound(schedule, size, ToyData(microbatches), **more)
-    assert len(lanes.pairs) >= microbatches
-    assert all(len(pair["forward"]) == len(pair["backward"]) == 1 for pair in lanes.pairs)
-    shared = [pair for pair in lanes.pairs if pair["forward"] & pair["backward"]]
-    assert not shared, f"{len(shared)} of {len(lanes.pairs)} pairs"
 
 
 # -- a user's own forward_step, and streams of its own -----------------------------------------------------------------
