@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining import PipelineStage, pipe_split, pipeline, schedules
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_pp.integrations.torch_pipelining import PlanSchedule
+from megatron_pp.integrations.torch_pipelining import PlanSchedule, get_schedule_class
 from megatron_pp.plan.builder import stage_numbers
+from megatron_pp.weight_grad import split_weight_grad
 
 HIDDEN, SAMPLES = 16, 3
 CPU = torch.device("cpu")
@@ -239,3 +240,165 @@ def compare_replicas(layout: Layout, name: str) -> float:
             dist.all_reduce(grad.div_(2), group=layout.replicas)
         both.append(grads)
     return largest_difference(both[1], both[0])
+
+
+class Skipping(nn.Module):
+    """For ``pipeline()``: four stages, of which the last uses an output of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.layers[0](x)
+        skip = torch.relu(first)
+        pipe_split()
+        second = self.layers[1](first)
+        pipe_split()
+        third = self.layers[2](second)
+        pipe_split()
+        return self.layers[3](third + skip)
+
+
+def compare_traced(layout: Layout, name: str = "GPipe") -> float:
+    """Stages that ``pipeline()`` makes, one of whose outputs skips two stages; torch runs such under its schedules of
+    one stage a rank."""
+    count, both = 6, []
+    for ours in (False, True):
+        torch.manual_seed(0)
+        pipe = pipeline(Skipping(), (torch.zeros(SAMPLES, HIDDEN),))
+        assert pipe.num_stages == layout.size
+        stage = pipe.build_stage(layout.rank, CPU, layout.group)
+        schedule = PlanSchedule(stage, count, loss_fn, schedule=name) if ours else theirs(name, [stage], count)
+        both.append(train(schedule, [stage], [stage.submod], count) + evaluate(schedule, [stage], count))
+    return largest_difference(*both)
+
+
+class Delayed(torch.autograd.Function):
+    """A linear layer whose backward leaves the weight gradient to ``QUEUE``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Linear) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return x @ layer.weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        QUEUE.append((ctx.layer.weight, ctx.saved_tensors[0], grad))
+        return grad @ ctx.layer.weight, None
+
+
+QUEUE: list[Any] = []
+
+
+class WithBuilder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(HIDDEN, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(Delayed.apply(x.requires_grad_() if x.is_leaf else x, self.layer))  # type: ignore[no-untyped-call]
+
+    def dw_builder(self) -> Callable[[], None]:
+        left = list(QUEUE)
+        QUEUE.clear()
+
+        def run() -> None:
+            for weight, x, grad in left:
+                product = grad.t() @ x
+                weight.grad = product if weight.grad is None else weight.grad + product
+
+        return run
+
+
+def compare_builders(layout: Layout, name: str) -> float:
+    """Stages with torch's ``dw_builder``."""
+    count, chunks, both = 6, CHUNKS[name], []
+    numbers = stage_numbers(_shape_of(name), layout.size, chunks)[layout.rank]
+    for ours in (False, True):
+        modules = modules_of(layout, numbers, layout.size * chunks, lambda number, count: WithBuilder())
+        stages = stages_of(layout, numbers, modules, static=True)  # else torch's runtime queues a backward of its own
+        for stage in stages:
+            stage.dw_builder = stage.submod.dw_builder
+        QUEUE.clear()
+        schedule = PlanSchedule(stages, count, loss_fn, schedule=name) if ours else theirs(name, stages, count)
+        both.append(train(schedule, stages, modules, count))
+    return largest_difference(*both)
+
+
+def compare_store(layout: Layout) -> float:
+    """Split by ``split_weight_grad`` beside split by autograd's graph."""
+    count, both = 6, []
+    numbers = stage_numbers("zb_v", layout.size, 2)[layout.rank]
+    for store in (False, True):
+        modules = modules_of(layout, numbers, layout.size * 2, block)
+        if store:
+            split_weight_grad(modules)
+        stages = stages_of(layout, numbers, modules)
+        both.append(train(PlanSchedule(stages, count, loss_fn, schedule="zb_v"), stages, modules, count))
+    return largest_difference(*both)
+
+
+def compare_given(layout: Layout) -> float:
+    """Microbatches that the caller has cut, keyword arguments, and a second step on top of the gradients of the first,
+    beside the whole model in one process."""
+    count, size = 4, layout.size
+    numbers, every = stage_numbers("1f1b", size, 1)[layout.rank], tuple(range(size))
+    modules, whole = modules_of(layout, numbers, size, block), modules_of(layout, every, size, block)
+    stages = stages_of(layout, numbers, modules)
+    schedule = get_schedule_class("1F1B")(stages[0], n_microbatches=count, loss_fn=loss_fn)
+    losses: list[Tensor] = []
+    first, last = layout.rank == 0, layout.rank == size - 1
+    expected = []
+    for step in range(2):
+        xs, targets = (tensor.chunk(count) for tensor in batch(step, count))
+        more: dict[str, Any] = {"arg_mbs": [(x,) for x in xs]} if first else {}
+        more |= {"target_mbs": list(targets), "losses": losses, "return_outputs": False} if last else {}
+        assert schedule.step(**more) is None
+        for x, target in zip(xs, targets, strict=True):
+            output = x
+            for module in whole:
+                output = module(output)
+            expected.append(loss_fn(output, target))
+            (expected[-1] / count).backward()
+    found = [*losses] if last else []
+    found += [p.grad for module in modules for p in module.parameters() if p.grad is not None]
+    mine = [p.grad for p in whole[layout.rank].parameters() if p.grad is not None]
+    return largest_difference(found, [*[loss.detach() for loss in expected[count:] if last], *mine])
+
+
+def refusals(layout: Layout) -> dict[str, str]:
+    """What each misuse says, on this rank, before anything is sent."""
+    size, rank = layout.size, layout.rank
+
+    def made(numbers: tuple[int, ...], schedule: str, microbatches: int = 4, count: int = 0) -> PlanSchedule:
+        given = [PipelineStage(Block(), n, count or size * len(numbers), CPU, group=layout.group) for n in numbers]
+        return PlanSchedule(given, microbatches, loss_fn, schedule=schedule)
+
+    one = made((rank,), "1f1b")
+    x, target = batch(0, 4)
+    misuses: dict[str, Callable[[], Any]] = {
+        "a loop for a V": lambda: made((rank, rank + size), "zb_v"),
+        "a V for a loop": lambda: made((rank, 2 * size - 1 - rank), "interleaved_1f1b"),
+        "one stage twice": lambda: made((rank, rank), "interleaved_1f1b"),
+        "a stage is missing": lambda: made((rank,), "1f1b", count=2 * size),
+        "one chunk for a V": lambda: made((rank,), "zb_v"),
+        "no stages": lambda: PlanSchedule([], 4, loss_fn),
+        "no microbatches": lambda: made((rank,), "1f1b", 0),
+        "unknown schedule": lambda: made((rank,), "1f2b"),
+        "arg_mbs of 3": lambda: one.step(arg_mbs=[(x,)] * 3),
+        "arg_mbs of tensors": lambda: one.step(arg_mbs=[x] * 4),
+        "both": lambda: one.step(x, target_mbs=[target] * 4),
+        "a batch of 3": lambda: one.step(x[:3]),
+        "losses": lambda: one.step(x, target=target, losses=()),
+        "no gradients": torch.no_grad()(lambda: one.step(x, target=target)),
+        "no target": lambda: one.step(x) if rank == size - 1 else one.step(x[:3]),
+    }
+    said = {}
+    for name, misuse in misuses.items():
+        try:
+            misuse()
+        except Exception as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    return said

@@ -18,12 +18,27 @@ from megatron_pp.errors import ScheduleInputError
 from megatron_pp.integrations.torch_pipelining.batch import Batch, ChunkSpecs, given_batch, split_batch
 from megatron_pp.integrations.torch_pipelining.edges import find_edges
 from megatron_pp.integrations.torch_pipelining.hops import Edge
-from megatron_pp.integrations.torch_pipelining.names import OUR_NAME
 from megatron_pp.integrations.torch_pipelining.stage_calls import stage_call
 from megatron_pp.integrations.torch_pipelining.step_call import TorchCall
 from megatron_pp.plan.builder import stage_numbers
 from megatron_pp.plan.ir.placement import V_SHAPE, Placement
 from megatron_pp.plan.orders import find_family
+
+OUR_NAME = {
+    "gpipe": "gpipe",
+    "1f1b": "1f1b",
+    "interleaved1f1b": "interleaved_1f1b",
+    "loopedbfs": "breadth_first",
+    "interleavedzerobubble": "interleaved_zb",
+    "zbvzerobubble": "zb_v",
+    "dualpipev": "dualpipe_v",
+}
+"""By torch's name in lower case, without "Schedule" at its front."""
+
+
+def our_name(schedule: str) -> str:
+    """Ours for a name of torch's; any other as it is."""
+    return OUR_NAME.get(schedule.lower().removeprefix("schedule"), schedule)
 
 
 class PlanSchedule:
@@ -32,7 +47,7 @@ class PlanSchedule:
     stages              this rank's stages, torch's, made by hand or by ``pipeline()``: a list, or one alone
     n_microbatches      M >= 1
     loss_fn             (output, target) -> the loss of a microbatch, a tensor of one element; None: forwards only
-    schedule            any name of ours (docs/schedules.md), one of torch's, or the path of a schedule file
+    schedule            any name of ours (docs/schedules.md), one of torch's, or the path of a schedule file; 1f1b
     scale_grads         divide the gradients of a step by M at its end, for losses that are means
     args_chunk_spec, kwargs_chunk_spec, output_merge_spec    torch's: how a batch is cut, and outputs are put together
     backward_requires_autograd    torch's: False where stages with a ``dw_builder`` run backward without autograd
@@ -40,6 +55,8 @@ class PlanSchedule:
 
     Raises ScheduleInputError before any communication for stages that are not those that the schedule places on this
     rank, PlanError for an unknown schedule."""
+
+    default_schedule = "1f1b"
 
     def __init__(
         self,
@@ -50,7 +67,7 @@ class PlanSchedule:
         kwargs_chunk_spec: dict[str, Any] | None = None,
         output_merge_spec: Any = None,
         *,
-        schedule: str = "1f1b",
+        schedule: str | None = None,
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
         config: ModelParallelConfig | None = None,
@@ -60,7 +77,7 @@ class PlanSchedule:
             raise ScheduleInputError("stages is an empty list; it must hold this rank's stages")
         self.n_microbatches = whole_number("n_microbatches", n_microbatches, error=ScheduleInputError)
         self.loss_fn = loss_fn
-        self.schedule = OUR_NAME.get(schedule.lower().removeprefix("schedule"), schedule)
+        self.schedule = our_name(schedule or self.default_schedule)
         self.scale_grads = scale_grads
         group: Any = given[0].group or dist.group.WORLD
         self.group = group

@@ -1,0 +1,100 @@
+"""torch's own PipelineStages under any of our schedules, and beside them the whole model in one process.
+
+    torchrun --standalone --nproc-per-node 2 examples/torch_pipelining.py --schedule zb_v
+
+The model is that of llama_stages.py: torchtitan's Llama 3 where torchtitan 0.2 can be imported, else its own. Every
+rank also trains the whole model, and prints the largest difference of a loss or a gradient. See docs/torch_modules.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that the package need not be installed
+
+from examples.llama_stages import LAYERS, MICROBATCHES, batches, build_model, cut
+from megatron_pp import stage_numbers
+from megatron_pp.integrations.torch_pipelining import PlanSchedule
+from megatron_pp.plan.orders import find_family
+
+
+def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def make_stages(model: nn.Module, schedule: str, virtual: int) -> list[PipelineStage]:
+    """This rank's stages, where the schedule wants them."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    count = size * virtual
+    assert count <= LAYERS, f"{LAYERS} layers make no {count} stages"
+    numbers = stage_numbers(schedule, size, virtual)[rank]
+    return [PipelineStage(cut(model, number, count), number, count, torch.device("cpu")) for number in numbers]
+
+
+def whole_step(model: nn.Module, tokens: Tensor, targets: Tensor) -> list[Tensor]:
+    """The same step in one process: the losses of the microbatches, and gradients that are scaled at the end."""
+    pairs = zip(tokens.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True)
+    losses = [loss_fn(model(x), y) for x, y in pairs]
+    for loss in losses:
+        loss.backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.div_(MICROBATCHES)
+    return losses
+
+
+def largest_difference(
+    losses: list[Tensor], expected: list[Tensor], stages: list[PipelineStage], model: nn.Module
+) -> float:
+    found = [(mine - whole).abs() for mine, whole in zip(losses, expected, strict=True)] if losses else []
+    for stage in stages:
+        for name, parameter in stage.submod.named_parameters():
+            ours, theirs = parameter.grad, model.get_parameter(name).grad
+            assert ours is not None
+            assert theirs is not None
+            found.append((ours - theirs).abs().max())
+    return max(difference.item() for difference in found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schedule", default="1f1b", help="default: %(default)s")
+    parser.add_argument("--steps", type=int, default=3, help="default: %(default)s")
+    args = parser.parse_args()
+    dist.init_process_group("gloo")
+    model = build_model()
+    stages = make_stages(model, args.schedule, find_family(args.schedule).chunks or 2)
+    schedule = PlanSchedule(stages, MICROBATCHES, loss_fn, schedule=args.schedule)
+    mine = torch.optim.SGD([p for stage in stages for p in stage.submod.parameters()], lr=0.5)
+    whole = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(1, args.steps + 1):
+        tokens, targets = (torch.cat(parts) for parts in zip(*batches(step), strict=True))
+        mine.zero_grad()
+        whole.zero_grad()
+        inputs = (tokens,) if any(stage.is_first for stage in stages) else ()
+        losses: list[Tensor] = []
+        if any(stage.is_last for stage in stages):
+            schedule.step(*inputs, target=targets, losses=losses)
+        else:
+            schedule.step(*inputs)
+        expected = whole_step(model, tokens, targets)
+        difference = largest_difference(losses, expected, stages, model)
+        mean = sum(loss.item() for loss in expected) / MICROBATCHES
+        mine.step()
+        whole.step()
+        rank = dist.get_rank()
+        print(
+            f"step {step} rank {rank}: {args.schedule}, loss {mean:.4f}, largest difference {difference:g}", flush=True
+        )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
