@@ -15,12 +15,17 @@ from typing import Any
 from megatron_pp.cli import run
 from megatron_pp.cli.errors import BAD_INPUT, OK, REFUSED
 from megatron_pp.integrations.settings import read_settings
+from megatron_pp.parity.layout import CHECKPOINTS
 
 NAME = "parity"
 SUMMARY = "compare a parallel configuration of a Megatron script with one process, on small sizes"
 _EXAMPLES = """\
 The script and its flags are those of training. Sizes are made small, data is made up, dropout is off; without a GPU
 everything runs on the CPU. Settings of this engine, as for `megatron-pp run`, come before the script too.
+
+With --checkpoint, training goes on from a checkpoint, and is compared with one process that was not interrupted.
+restore: one process saves it and the layout restores it; save: the layout saves it and one process restores it;
+resume: the layout does both; all: the three in turn.
 
 exit codes: 0 equal (to the bit, or within rounding), 1 different, 2 cannot run
 
@@ -46,6 +51,7 @@ def main(argv: Sequence[str]) -> int:
         steps=args.steps,
         uneven_masks=args.masks == "uneven",
         deadline=args.deadline,
+        checkpoints=CHECKPOINTS if args.checkpoint == "all" else tuple(args.checkpoint.split()),
     )
     with _standard_output() as output, _progress() as say:
         answer = command.answer(options, run.load_module if args.module else run.load_script, _plugin(settings), say)
@@ -103,6 +109,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--engine", choices=("ours", "megatron", "both"), default="both", help="default: both")
     parser.add_argument("--steps", type=_count, default=2, help="training steps; default: 2")
     parser.add_argument("--masks", choices=("uneven", "full"), default="uneven", help="of the loss; default: uneven")
+    parser.add_argument("--checkpoint", choices=(*CHECKPOINTS, "all"), default="", help="resume from one")
     parser.add_argument("--deadline", type=float, default=120.0, help="seconds for each run; default: 120")
     parser.add_argument("--json", action="store_true", default=False, help="print one JSON object")
     parser.add_argument("--junit", metavar="FILE", default=None, help="write a JUnit file")

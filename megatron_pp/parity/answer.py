@@ -9,7 +9,7 @@ from typing import Any
 from megatron_pp.parity.comparison import DIFFERENT, EQUAL, ROUNDING, Comparison, Difference
 from megatron_pp.parity.diagnosis import Smallest, ratio_in_words, ratios
 from megatron_pp.parity.layout import Layout
-from megatron_pp.parity.recorder import GRADIENT, NORM, PARAMETER
+from megatron_pp.parity.recorder import GRADIENT, NORM, PARAMETER, RESTORED
 
 _SENTENCES = {
     EQUAL: "equal to the last bit",
@@ -17,7 +17,8 @@ _SENTENCES = {
     DIFFERENT: "DIFFERENT",
 }
 _SHOWN = 12
-_ORDER = (EQUAL, ROUNDING, DIFFERENT)
+_OF_PARAMETERS = (RESTORED, GRADIENT, PARAMETER)  # in the order of time
+ORDER = (EQUAL, ROUNDING, DIFFERENT)
 
 
 @dataclass
@@ -31,17 +32,18 @@ class Answer:
     smallest: Smallest | None = None
     engine: str = ""  # of the smallest layout
     notes: list[str] = field(default_factory=list)
+    checkpoints: dict[str, str] = field(default_factory=dict)  # what was done with them -> the verdict
 
     @property
     def verdict(self) -> str:
-        return max((one.verdict for one in self.compared.values()), key=_ORDER.index)
+        return max((one.verdict for one in self.compared.values()), key=ORDER.index)
 
     @property
     def comparison(self) -> Comparison:
         """The one that is told about: of the smallest layout, else the worst."""
         if self.smallest is not None:
             return self.smallest.comparison
-        return max(self.compared.values(), key=lambda one: _ORDER.index(one.verdict))
+        return max(self.compared.values(), key=lambda one: ORDER.index(one.verdict))
 
     @property
     def whose(self) -> str | None:
@@ -60,6 +62,7 @@ class Answer:
         layout = self.smallest.layout
         options = ["--shrink", "none", "--nproc", str(layout.world), "--engine", self.engine]
         options += [] if layout.uneven_masks else ["--masks", "full"]
+        options += ["--checkpoint", layout.checkpoint] if layout.checkpoint else []
         return shlex.join(["megatron-pp", "parity", *options, *self.script, *layout.flags.words()])
 
     def parameters(self) -> dict[str, dict[str, Any]]:
@@ -70,13 +73,13 @@ class Answer:
             ranks = [one.rank for one in self.comparison.wrong() if one.key == start.key]
             about = {"what": NORM, "ranks": ranks, "error": start.error, "allowed": start.allowed}
             return {name: dict(about) for name in self.comparison.of_norm}
-        wrong = [one for one in self.comparison.wrong() if one.key.kind in (GRADIENT, PARAMETER)]
+        wrong = [one for one in self.comparison.wrong() if one.key.kind in _OF_PARAMETERS]
         if not wrong:
             return {}
-        first = min((one.key.step, one.key.kind == PARAMETER) for one in wrong)
+        first = min((one.key.step, _OF_PARAMETERS.index(one.key.kind)) for one in wrong)
         named: dict[str, list[Difference]] = {}
         for one in wrong:
-            if (one.key.step, one.key.kind == PARAMETER) == first:
+            if (one.key.step, _OF_PARAMETERS.index(one.key.kind)) == first:
                 named.setdefault(one.key.name, []).append(one)
         layout = self.smallest.layout if self.smallest else self.layout
         return {name: self._parameter(name, found, layout) for name, found in named.items()}
@@ -102,6 +105,7 @@ class Answer:
             return {"operation": self.comparison.missing[0]} if self.comparison.missing else None
         key = one.key
         words = {GRADIENT: "gradient after finalize_model_grads", PARAMETER: "parameter after the optimizer step"}
+        words[RESTORED] = "restored value"
         operation = key.name if key.kind == NORM else f"{words.get(key.kind, key.kind)} of {key.name}"
         about = {"operation": operation, "kind": key.kind, "name": key.name, "rank": one.rank, "step": key.step}
         about |= {"microbatch": key.microbatch} if key.microbatch >= 0 else {}
@@ -119,6 +123,7 @@ class Answer:
             "exact": self.comparison.exact_kinds(),
             "layout": self.layout.label(),
             "smallest": self.smallest.layout.label() if self.smallest else None,
+            "checkpoints": self.checkpoints,
             "missing": self.comparison.missing,
             "compared": sum(len(one.differences) for one in self.compared.values()),
             "shrunk": self.changed,
@@ -131,6 +136,7 @@ class Answer:
         lines += [f"  {_of(engine)} schedule: {_about(one)}" for engine, one in self.compared.items()]
         if self.verdict == DIFFERENT:
             lines += self._diagnosis()
+        lines += [f"checkpoint, {what}: {_SENTENCES[verdict]}" for what, verdict in self.checkpoints.items()]
         lines += [f"note: {note}" for note in self.notes]
         return [*lines, f"changed: {', '.join(self.changed)}"]
 

@@ -30,9 +30,9 @@ def install(uneven_masks: bool) -> None:
 
 def batches(args: Any, rank: int, size: int, uneven_masks: bool) -> Iterator[dict[str, torch.Tensor]]:
     """The microbatches of data-parallel rank ``rank`` of ``size``: number n of the rank has the samples of number
-    n x size + rank of a single rank.
+    n x size + rank of a single rank. After a checkpoint they go on where that was.
     """
-    number = rank
+    number = rank + getattr(args, "consumed_train_samples", 0) // args.micro_batch_size
     while True:
         first = number * args.micro_batch_size
         samples = [

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_pp.parity.answer import Answer
+from megatron_pp.parity.answer import ORDER, Answer
 from megatron_pp.parity.comparison import DIFFERENT, EQUAL, FAR_OFF, FLOAT32, FLOAT64, Comparison, compare_records
 from megatron_pp.parity.diagnosis import smallest
 from megatron_pp.parity.flags import Flags
@@ -35,6 +35,7 @@ class Options:
     uneven_masks: bool = True
     deadline: float = 120.0
     diagnose: bool = True
+    checkpoints: tuple[str, ...] = ()  # of layout.CHECKPOINTS
 
 
 def answer(options: Options, load: Any, plugin: Callable[[], None], say: Callable[[str], None]) -> Answer:
@@ -46,19 +47,26 @@ def answer(options: Options, load: Any, plugin: Callable[[], None], say: Callabl
     program = Program(options.script, options.module, options.steps, options.deadline, gpu, load, plugin)
     say("importing")
     prepare(program)
-    layout, changed = for_parity(layout, options.steps, options.shrink, gpu, not has_training_loop())
+    if options.checkpoints and not has_training_loop():
+        raise RunError("checkpoints are compared with Megatron's own training loop only")
+    engines = ENGINES[options.engine]
+    answers = []
     with tempfile.TemporaryDirectory() as folder:
         runs = Runs(program, Path(folder))
-        engines = ENGINES[options.engine]
-        compared = {engine: compare(runs, layout, engine, say) for engine in engines}
-        result = Answer(_script(options), layout, changed, compared, notes=list(runs.notes))
+        for checkpoint in options.checkpoints or ("",):
+            asked = replace(layout, checkpoint=checkpoint)
+            asked, changed = for_parity(asked, options.steps, options.shrink, gpu, not has_training_loop())
+            compared = {engine: compare(runs, asked, engine, say) for engine in engines}
+            answers.append(Answer(_script(options), asked, changed, compared, notes=list(runs.notes)))
+        result = max(answers, key=lambda one: ORDER.index(one.verdict))
+        result.checkpoints = {one.layout.checkpoint: one.verdict for one in answers if one.layout.checkpoint}
         if 0 < gpus < layout.world:
             result.notes.append(f"{gpus} GPUs for {layout.world} processes: all ran on the CPU")
-        result.engine = next((engine for engine in engines if compared[engine].verdict == DIFFERENT), engines[0])
+        result.engine = next((one for one in engines if result.compared[one].verdict == DIFFERENT), engines[0])
         if result.verdict == DIFFERENT and options.diagnose:
             engine = result.engine
             result.smallest = smallest(
-                layout, compared[engine], lambda other: compare_exactly(runs, other, engine, say)
+                result.layout, result.compared[engine], lambda other: compare_exactly(runs, other, engine, say)
             )
         return result
 
@@ -82,7 +90,8 @@ def with_dropout(layout: Layout) -> Layout:
 
 def check_recomputation(runs: Runs, layout: Layout, engine: str, found: Comparison) -> Comparison:
     """With dropout, a recomputation that draws other random numbers than its forward is a fault."""
-    if found.verdict != DIFFERENT and "recomputation" in layout.parts() and has_training_loop():
+    recomputed = "recomputation" in layout.parts() and not layout.checkpoint
+    if found.verdict != DIFFERENT and recomputed and has_training_loop():
         records = runs.layout(with_dropout(layout), engine, "float32")
         names = sorted({name for record in records for name in record.unrepeated})
         found.missing += [f"the recomputation of {name} does not repeat its forward, with dropout" for name in names]

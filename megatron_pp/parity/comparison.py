@@ -76,11 +76,12 @@ def compare_records(records: list[Record], alone: Record, exact: Record, unit: f
     result = Comparison()
     noise = _noise(alone, exact, unit)
     held = _held(records)
+    last = max((key.step for key in alone.values), default=0)
     for key, right in alone.values.items():
         parts = held.pop(key, [])
         allowed, truth = noise[key.step, key.kind, key.name], exact.values[key].data
-        if not parts and key.kind == BACKWARD:
-            continue  # recomputed outputs have no gradient that a hook sees
+        if not parts and (key.kind == BACKWARD or (key.kind == PARAMETER and key.step < last)):
+            continue  # recomputed outputs have no gradient that a hook sees; parameters may not be gathered yet
         if not parts:
             result.missing.append(f"no rank has the {key.kind} of {key.name}{_of_microbatch(key)}")
             continue

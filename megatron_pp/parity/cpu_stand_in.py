@@ -26,6 +26,7 @@ What is redirected, and why Megatron needs it:
 | `torch.distributed`'s coalescing                        | one by one              | DDP's and optimizer's buckets   |
 | `ReduceOp.AVG`                                          | SUM, then division      | DDP, finalisation               |
 | sizes given to `all_to_all_single` as tensors           | lists                   | MoE's all-to-all dispatcher     |
+| state of a `DistributedOptimizer` that restores | zeros         | without TE, Megatron asks Adam for its step |
 | `moe_utils.te_general_gemm`                             | None                    | 0.16's router without TE        |
 | `inference_layers.Inference…ColumnParallelLinear`       | a class                 | MTP without TE (main branch)    |
 | `import triton` (Megatron's main branch only)           | a stand-in, never run   | kernels defined on import       |
@@ -155,6 +156,7 @@ def redirect() -> None:
         _redirect_rng_tracker()
         _complete_moe_utils()
         _complete_inference_layers()
+        _complete_sharded_optimizer()
 
 
 def _redirect_cuda_module() -> None:
@@ -382,6 +384,44 @@ def _complete_inference_layers() -> None:
         for name in ("InferenceColumnParallelLinear", "InferenceLayerNormColumnParallelLinear"):
             if not isinstance(getattr(module, name, None), type):
                 setattr(module, name, type(name, (), {}))
+
+
+def _complete_sharded_optimizer() -> None:
+    """Megatron's restores a checkpoint for Adam of Transformer Engine or Apex. The state of torch's is empty before the
+    first step, and has a step for each parameter, of which Megatron makes one; parameters in float32 require gradients.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    kind: Any = DistributedOptimizer
+    original = kind.sharded_state_dict
+
+    @functools.wraps(original)
+    def sharded_state_dict(self: Any, model: Any, is_loading: bool = False, *args: Any, **kwargs: Any) -> Any:
+        if is_loading and self.optimizer is not None and not self.optimizer.state:
+            for parameter in (each for group in self.optimizer.param_groups for each in group["params"]):
+                zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                self.optimizer.state[parameter] = {"step": torch.zeros(()), **zeros}
+        return original(self, model, is_loading, *args, **kwargs)
+
+    plain_set = kind._set_main_param_and_optimizer_states
+
+    @torch.no_grad()
+    def set_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+        group, index = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][index]]
+        plain_set(self, model_param, tensors | {name: state[name] for name in ("step",) if name in state})
+
+    plain_load = kind.load_state_dict
+
+    @functools.wraps(plain_load)
+    def load_state_dict(self: Any, state_dict: Any) -> None:
+        plain_load(self, state_dict)
+        for state in self.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].clone()
+
+    kind.sharded_state_dict, kind._set_main_param_and_optimizer_states = sharded_state_dict, set_states
+    kind.load_state_dict = load_state_dict
 
 
 def allow_no_gpu() -> None:

@@ -15,6 +15,7 @@ def compute_in_float64() -> None:
     module: Any = torch
     tensor: Any = torch.Tensor
     float32, float64 = torch.float32, torch.float64
+    module.storage._storage_type_to_dtype_map()  # it keeps what it has made: files are read and written by it
     plain_to, plain_type = tensor.to, tensor.type
 
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -13,6 +13,7 @@ EP, ETP = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
 STAGE_LAYERS, CHUNKS = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
 LAYOUT, VOCABULARY = "--pipeline-model-parallel-layout", "--make-vocab-size-divisible-by"
 FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
+SHARDED_OPTIMIZER = "--use-distributed-optimizer"
 _OF_PIPELINES = (
     *(PP, STAGE_LAYERS, CHUNKS, LAYOUT, FIRST, LAST, "--microbatch-group-size-per-virtual-pipeline-stage"),
     *("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"),
@@ -21,7 +22,7 @@ _OF_PIPELINES = (
 )
 _OF_CONTEXT = (CP, "--cp-comm-type", "--hierarchical-context-parallel-sizes")
 _OF_OPTIMIZERS = (
-    *("--use-distributed-optimizer", "--overlap-param-gather", "--overlap-param-gather-with-optimizer-step"),
+    *(SHARDED_OPTIMIZER, "--overlap-param-gather", "--overlap-param-gather-with-optimizer-step"),
     *("--num-distributed-optimizer-instances", "--no-align-param-gather", "--ddp-num-buckets", "--ddp-bucket-size"),
 )
 _OF_RECOMPUTATION = (
@@ -48,19 +49,26 @@ SWITCHES: dict[str, tuple[str, ...]] = {
     "per-token loss": ("--calculate-per-token-loss",),
     "experts": (),
     "uneven masks": (),
+    "checkpoint": (),
 }
-"""Part of a layout -> its flags. The last four change the model or the loss, so their reference changes too."""
+"""Part of a layout -> its flags. The last five change the model, the loss or how it begins, so their reference changes
+too."""
+RESTORE, SAVE, RESUME = CHECKPOINTS = ("restore", "save", "resume")
+"""One process saves and the layout restores, the layout saves and one process restores, the layout does both."""
+NO_OPTIMIZER = ("--no-load-optim", "--no-save-optim")
 
 _SIZES = {"CP": CP, "TP": TP, "PP": PP, "EP": EP, "ETP": ETP}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A run to be compared with one process: the script's flags, the number of processes, the masks of its data."""
+    """A run to be compared with one process: the script's flags, the number of processes, the masks of its data, and
+    one of CHECKPOINTS where training is resumed from one."""
 
     flags: Flags
     world: int
     uneven_masks: bool = True
+    checkpoint: str = ""
 
     def size(self, name: str) -> int:
         """Ranks of "TP", "PP", "CP", "EP", "ETP" or "DP", or model chunks per rank ("VPP")."""
@@ -77,6 +85,7 @@ class Layout:
         rest = [name for name, own in SWITCHES.items() if name not in (*_SIZES, "VPP", "DP") and self.flags.having(own)]
         rest += ["uneven masks"] if self.uneven_masks else []
         rest += ["experts"] if "--num-experts" in self.flags else []
+        rest += ["checkpoint"] if self.checkpoint else []
         return sizes + rest
 
     def without(self, part: str) -> Layout:
@@ -84,6 +93,8 @@ class Layout:
         flags = self.flags.without(*SWITCHES[part])
         if part == "uneven masks":
             return replace(self, uneven_masks=False)
+        if part == "checkpoint":
+            return replace(self, checkpoint="")
         if part == "experts":
             flags = Flags(tuple(item for item in flags.items if not _of_experts(item[0])))
         if part == "VPP":
@@ -108,17 +119,23 @@ class Layout:
         return _resized(replace(self, flags=flags), self.size("DP"))
 
     def alone(self) -> Layout:
-        """One process that computes the same."""
+        """One process that computes the same; it saves a checkpoint where this layout has one."""
         layout = self
         for part in ("CP", "PP", "EP", "ETP", "distributed optimizer", "overlapped reduction", "recomputation"):
             layout = replace(layout, flags=layout.flags.without(*SWITCHES[part]))
         flags = layout.flags.without(*_SHARED_EXPERTS, *SWITCHES["TP"])
-        return Layout(_same_vocabulary(flags, self.size("TP")), 1, self.uneven_masks)
+        if self.checkpoint and SHARDED_OPTIMIZER in self.flags:  # its checkpoints are unlike those of others
+            flags = flags.set(SHARDED_OPTIMIZER, True)
+        written = SAVE if self.checkpoint else ""
+        return Layout(_same_vocabulary(flags, self.size("TP")), 1, self.uneven_masks, written)
 
     def label(self) -> str:
         """Such as "TP 2, DP 2, MTP"."""
         sized = (*_SIZES, "VPP", "DP")
-        return ", ".join(f"{part} {self.size(part)}" if part in sized else part for part in self.parts())
+        words = {part: f"{part} {self.size(part)}" for part in sized} | {
+            "checkpoint": f"checkpoint ({self.checkpoint})"
+        }
+        return ", ".join(words.get(part, part) for part in self.parts())
 
 
 def stages_of(text: str) -> list[str]:

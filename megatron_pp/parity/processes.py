@@ -37,9 +37,7 @@ def run_ranks(body: Callable[[int], Result], world: int, folder: Path, deadline:
     """
     context = get_context("fork")
     port = _free_port()
-    processes = [
-        context.Process(target=_rank, args=(body, rank, world, port, folder), daemon=True) for rank in range(world)
-    ]
+    processes = [context.Process(target=_rank, args=(body, rank, world, port, folder)) for rank in range(world)]
     end = time.monotonic() + deadline
     try:
         for process in processes:
@@ -68,6 +66,7 @@ def run_ranks(body: Callable[[int], Result], world: int, folder: Path, deadline:
 
 def _rank(body: Callable[[int], object], rank: int, world: int, port: int, folder: Path) -> None:
     end_with_parent()
+    os.register_at_fork(after_in_child=end_with_parent)  # of processes that save checkpoints
     output = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(output, stream)

@@ -30,6 +30,7 @@ from megatron_pp.parity.parameters import (
 from megatron_pp.parity.processes import RunError
 
 FORWARD, LOSS, BACKWARD, GRADIENT, NORM, PARAMETER = "forward", "loss", "backward", "gradient", "norm", "parameter"
+RESTORED = "restored"
 
 
 @dataclass(frozen=True)
@@ -66,13 +67,14 @@ class Record:
 
 
 class Recorder:
-    """Records one script in this process. ``weights``: the file of the whole model's parameters, written by the run
-    that is alone, read by the others."""
+    """Records one script in this process, up to training step ``steps``. ``weights``: the file of the whole model's
+    parameters, written by the run that is alone, read by the others. ``first``: the step that a checkpoint has been
+    restored before; 0: none. ``saved``: the step that a checkpoint is saved before."""
 
-    def __init__(self, steps: int, weights: str, alone: bool) -> None:
-        self.steps, self.weights, self.alone = steps, weights, alone
+    def __init__(self, steps: int, weights: str, alone: bool, first: int = 0, saved: int = 0) -> None:
+        self.steps, self.weights, self.alone, self.saved = steps, weights, alone, saved
         self.record = Record()
-        self.step = 0
+        self.step = self.first = first
         self.current: int | None = None
         self.counts: dict[int, int] = {}
         self.chunks: list[Any] = []
@@ -134,6 +136,8 @@ class Recorder:
             self._load()
             for chunk in chunks:
                 self._hook(unwrapped(chunk))
+        if self.saved and self.step == self.saved:
+            self._parameters(RESTORED)
         self.counts.clear()
         self.forwards.clear()
 
@@ -156,15 +160,17 @@ class Recorder:
                         continue
                     whole = self.whole[name]
                     self.parts[name] = indices_of(name, tuple(parameter.shape), whole.shape, gated, self.place)
-                    parameter.copy_(torch.from_numpy(part_of(whole, self.parts[name])))
-        for optimizer in self.optimizers:
+                    if not self.first:
+                        parameter.copy_(torch.from_numpy(part_of(whole, self.parts[name])))
+        for optimizer in [] if self.first else self.optimizers:
             optimizer.reload_model_params()
 
     def finished(self) -> Record:
         """The record, when all ranks have theirs; writes the weights of a run that is alone. Raises RunError where the
         script has made too few steps."""
         if self.step < self.steps:
-            raise RunError(f"the script ended after {self.step} training steps of {self.steps}")
+            ended = f"the script ended after {self.step - self.first} training steps of {self.steps - self.first}"
+            raise RunError(ended)
         if dist.is_initialized():
             dist.barrier()
         if self.alone:
@@ -191,7 +197,7 @@ class Recorder:
             return original
 
         def loss_func(output: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(output, torch.Tensor):
+            if isinstance(output, torch.Tensor) and output.dim() < 3:  # no logits
                 self._note(LOSS, "loss of each token", microbatch, output, 1)
                 self._watch(output, "loss of each token", microbatch, 1)
             result = original(output, *args, **kwargs)
@@ -278,8 +284,8 @@ class Recorder:
             if isinstance(result, tuple) and len(result) > 1 and result[1] is not None:
                 self._put(NORM, "gradient norm", -1, Value(np.asarray(float(result[1]))))
             self.step += 1
+            self._parameters(PARAMETER)
             if self.step == self.steps:
-                self._parameters()
                 raise SystemExit(0)  # the script need not go on
             return result
 
@@ -292,15 +298,18 @@ class Recorder:
                 if grad is not None and name in self.parts:
                     self._put(GRADIENT, name, -1, Value(_array(grad), self.parts[name], own_range(chunk, parameter)))
 
-    def _parameters(self) -> None:
+    def _parameters(self, kind: str) -> None:
+        """As they are after a step, or, restored, before the next one."""
+        step = self.step - (kind == PARAMETER)
         for chunk in self.chunks:
-            if getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False):
+            if kind == PARAMETER and getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False):
+                if self.step < self.steps:
+                    return  # they are gathered in the next step's forward
                 chunk.start_param_sync(force_sync=True)
             for name, parameter in named_parameters(chunk, self.place):
                 if name in self.parts:
-                    self.record.values.setdefault(
-                        Key(self.steps - 1, PARAMETER, name), Value(_array(parameter.data), self.parts[name])
-                    )
+                    value = Value(_array(parameter.data), self.parts[name])
+                    self.record.values.setdefault(Key(step, kind, name), value)
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from megatron_pp.parity import layout as of
 from megatron_pp.parity.flags import Flags
@@ -10,7 +11,8 @@ from megatron_pp.parity.layout import Layout, stages_of
 
 _HEAD, _SEQUENCE, _VOCABULARY = 8, 16, 160
 
-DROPPED = (
+_OF_CHECKPOINTS = ("--ckpt-format", "--dist-ckpt-strictness")
+_DROPPED = (
     *("--load", "--save", "--save-interval", "--pretrained-checkpoint", "--data-path", "--data-args-path"),
     *("--train-data-path", "--valid-data-path", "--test-data-path", "--per-split-data-args-path", "--split"),
     *("--data-cache-path", "--tokenizer-model", "--vocab-file", "--merge-file", "--tiktoken-pattern"),
@@ -18,7 +20,7 @@ DROPPED = (
     *("--eval-interval", "--eval-iters", "--full-validation", "--log-interval", "--rampup-batch-size"),
     *("--lr-warmup-iters", "--lr-warmup-samples", "--lr-warmup-fraction", "--lr-decay-iters", "--lr-decay-samples"),
     *("--lr-wsd-decay-iters", "--lr-wsd-decay-style", "--exit-interval", "--exit-duration-in-mins"),
-    *("--num-workers", "--use-checkpoint-args", "--async-save", "--ckpt-format", "--dist-ckpt-strictness"),
+    *("--num-workers", "--use-checkpoint-args", "--async-save", "--ckpt-step"),
     *("--enable-ft-package", "--log-throughput", "--log-progress", "--timing-log-level", "--manual-gc"),
     *("--recompute-loss-function", "--optimizer-cpu-offload", "--dataloader-type", "--auto-detect-ckpt-format"),
 )
@@ -53,12 +55,12 @@ def for_parity(layout: Layout, steps: int, shrunk: bool, gpu: bool, own_loop: bo
     ``own_loop``: the script has a parser of its own, which may know no other flags than those that are given, and data
     of its own.
     """
-    flags = layout.flags.without(*DROPPED, *([] if gpu else NEEDS_GPU))
-    flags = flags.without(*_PRECISION)
+    flags = layout.flags.without(*_DROPPED, *_PRECISION)
+    flags = flags.without(*([] if gpu else NEEDS_GPU), *([] if layout.checkpoint else _OF_CHECKPOINTS))
     if flags.text("--moe-token-dispatcher-type") == "flex":
         flags = flags.set("--moe-token-dispatcher-type", "alltoall")
     flags = flags.with_values(
-        mock_data=True, tokenizer_type="NullTokenizer", train_iters=steps, eval_iters=0, eval_interval=1000,
+        mock_data=True, tokenizer_type="NullTokenizer", train_iters=2 * steps, eval_iters=0, eval_interval=1000,
         attention_dropout=0, hidden_dropout=0, lr="0.001", min_lr="0.001", lr_decay_style="constant", num_workers=0,
         log_interval=1,
     )  # fmt: skip
@@ -70,7 +72,7 @@ def for_parity(layout: Layout, steps: int, shrunk: bool, gpu: bool, own_loop: bo
         flags = shrink(Layout(flags, layout.world))
     if own_loop:
         flags = Flags(tuple(item for item in flags.items if item[0] in layout.flags))
-    changed = Layout(flags, layout.world, layout.uneven_masks and not own_loop)
+    changed = replace(layout, flags=flags, uneven_masks=layout.uneven_masks and not own_loop)
     return changed, _words(layout.flags, flags)
 
 

@@ -58,6 +58,12 @@ def test_tensor_parallelism_and_sharded_optimizers_are_right_within_rounding() -
     assert (code, said["verdict"], said["parameters"]) == (0, "rounding", {})
 
 
+def test_a_loop_of_its_own_has_no_checkpoints_that_parity_knows() -> None:
+    code, said = parity(str(SCRIPTS / "pretrain_gpt_megatron.py"), *FLAGS.split()[2:], options="--checkpoint all")
+    assert (code, said["verdict"]) == (2, None)
+    assert "Megatron's own training loop only" in said["error"]
+
+
 def test_a_tied_embedding_that_is_not_synchronised(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(UNSYNCHRONISED.format(script=str(SCRIPTS / "pretrain_gpt_megatron.py")))
     flags = f"{FLAGS} {CHUNKS} --calculate-per-token-loss"

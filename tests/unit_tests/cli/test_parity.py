@@ -23,6 +23,7 @@ def script(tmp_path):
         ("", "--tensor-model-parallel-size two", "a size among the script's flags is not a number"),
         ("--engine their", "", "engine 'their' is not known"),
         ("--nproc 0", "", "argument --nproc: must be at least 1"),
+        ("--checkpoint often", "", "'often'"),
         ("--p2p-timeout soon", "", "p2p-timeout"),
     ],
 )

@@ -14,12 +14,12 @@ from torch.utils.checkpoint import checkpoint
 from megatron_pp.parity import junit, page
 from megatron_pp.parity.answer import Answer
 from megatron_pp.parity.comparison import DIFFERENT, EQUAL, FAR_OFF, ROUNDING, Comparison, compare_records
-from megatron_pp.parity.diagnosis import smallest
+from megatron_pp.parity.diagnosis import Smallest, smallest
 from megatron_pp.parity.flags import Flags
 from megatron_pp.parity.layout import Layout
 from megatron_pp.parity.parameters import Place, indices_of, made_values
 from megatron_pp.parity.processes import RunError
-from megatron_pp.parity.recorder import FORWARD, GRADIENT, LOSS, NORM, PARAMETER, Key, Record, Recorder, Value
+from megatron_pp.parity.recorder import FORWARD, GRADIENT, LOSS, NORM, PARAMETER, RESTORED, Key, Record, Recorder, Value
 
 RANKS = {"TP": 0, "PP": 0, "CP": 0, "DP": 0, "EP": 0, "ETP": 0}
 LOSS_KEY, GRAD = Key(0, LOSS, "loss", 0), Key(0, GRADIENT, "layers.0.weight")
@@ -174,6 +174,18 @@ def test_the_answer_as_an_object_and_as_files():
     cells = picture.findall("{*}rect")
     assert [cell.get("fill") == "#b7e1c0" for cell in cells] == [False, True]
     assert "DIFFERENT: TP 2" in page.text_of(answer())
+
+
+def test_a_parameter_that_is_restored_wrongly_comes_first():
+    keys = [Key(2, kind, GRAD.name) for kind in (RESTORED, GRADIENT, PARAMETER)]
+    place = Place(RANKS, dict.fromkeys(RANKS, 1))
+    exact, wrong = (Record(place, values={key: Value(factor * values(GRAD)) for key in keys}) for factor in (1, 2))
+    found = compare_records([wrong], exact, exact, 1e-11)
+    layout = Layout(Flags(), 1, uneven_masks=False, checkpoint="save")
+    said = Answer(["train.py"], layout, [], {"ours": found}, Smallest(layout, ["checkpoint"], found), "ours").to_json()
+    assert said["first"]["operation"] == f"restored value of {GRAD.name}"
+    assert said["parameters"][GRAD.name]["what"] == RESTORED
+    assert "--checkpoint save train.py" in said["repeat"]
 
 
 @pytest.mark.parametrize(("differing", "whose"), [(("ours",), "ours"), (("ours", "megatron"), "model"), ((), None)])

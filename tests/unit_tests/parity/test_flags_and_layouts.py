@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megatron_pp.parity.flags import Flags
@@ -127,6 +129,20 @@ def test_a_part_is_switched_off(text, part, left, world):
     full = Layout(layout(text).flags, layout(text).world, uneven_masks=False)
     got = full.without(part)
     assert (got.label(), got.world) == (left, world)
+
+
+def test_a_checkpoint_is_a_part():
+    """It keeps its flags, and the optimizer that it is of, in one process too."""
+    asked = replace(layout(f"{PP2} --use-distributed-optimizer --ckpt-format torch", 4), checkpoint="restore")
+    assert asked.label() == "PP 2, DP 2, distributed optimizer, uneven masks, checkpoint (restore)"
+    small, _ = for_parity(asked, 2, True, False)
+    assert (small.flags.text("--ckpt-format"), small.flags.text("--train-iters")) == ("torch", "4")
+    assert small.alone() == replace(small, checkpoint="resume").alone()
+    assert small.alone().label() == "distributed optimizer, uneven masks, checkpoint (save)"
+    without = asked.without("checkpoint")
+    assert without == replace(asked, checkpoint="")
+    assert "--ckpt-format" not in for_parity(without, 2, True, False)[0].flags
+    assert without.alone().label() == "uneven masks"
 
 
 def test_a_size_is_halved():
