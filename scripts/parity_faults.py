@@ -40,12 +40,13 @@ MODEL = (
 
 @dataclass(frozen=True)
 class Fault:
-    """A row of the file. ``flags``: of parity's own those up to ``--nproc N``, the script's after them.
+    """A row of the file. ``flags``: first those of parity (OPTIONS), then the script's.
 
     dimension   parity names at least one of these parts
     parameters  a pattern that a parameter which parity names matches; "": none need be named
     engine      whose schedule runs
     own         the fault is Megatron's own, and the edit mends it
+    script      of DIR, or of this folder
     """
 
     name: str
@@ -57,15 +58,18 @@ class Fault:
     parameters: str = ""
     engine: str = "megatron"
     own: bool = False
+    script: str = "pretrain_gpt.py"
 
 
+OPTIONS = ("--nproc", "--masks", "--checkpoint")
 _SIZE = "--{}-model-parallel-size"
 _EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type {} --moe-aux-loss-coeff 0.01"
+_WITH_CHUNKS = "--overlap-p2p-communication-warmup-flush"
 _SWITCHES = (
     *("--use-distributed-optimizer", "--overlap-grad-reduce", "--untie-embeddings-and-output-weights", "--swiglu"),
     *("--normalization RMSNorm", "--group-query-attention --num-query-groups 4", "--disable-bias-linear"),
     *("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "--qk-layernorm"),
-    *("--calculate-per-token-loss", "--overlap-p2p-communication-warmup-flush"),
+    *("--calculate-per-token-loss", _WITH_CHUNKS),
 )
 # A sitecustomize module of the ranks.
 SITE = """
@@ -132,9 +136,12 @@ class Outcome:
 def said_of(fault: Fault, edited: bool, megatron: Path) -> dict[str, Any]:
     """The object that ``megatron-pp parity --json`` prints."""
     flags = fault.flags.split()
-    split = 4 if "--masks" in flags else 2 if "--nproc" in flags else 0
+    split = 0
+    while flags[split : split + 1] and flags[split] in OPTIONS:
+        split += 2
     command = [sys.executable, "-m", "megatron_pp", "parity", *flags[:split], "--json", "--engine", fault.engine]
-    command += [str(megatron / "pretrain_gpt.py"), *MODEL.split(), *flags[split:]]
+    script = next(path for path in (megatron / fault.script, ROOT / "scripts" / fault.script) if path.exists())
+    command += [str(script), *MODEL.split(), *flags[split:]]
     with tempfile.TemporaryDirectory() as folder:
         path = [str(ROOT), str(megatron)]
         environment = dict(os.environ)
@@ -169,13 +176,15 @@ def drawn_layouts(count: int, seed: int) -> list[Fault]:
         dp = draw.choice([size for size in (1, 2) if tp * pp * cp * size <= 4])
         flags = [f"--nproc {tp * pp * cp * dp}", "--masks full" if cp > 1 else "", f"{_SIZE.format('tensor')} {tp}"]
         flags += [f"{_SIZE.format('pipeline')} {pp}", f"--context-parallel-size {cp}"]
-        flags += ["--num-layers-per-virtual-pipeline-stage 1"] if pp in (2, 4) and draw.random() < 0.5 else []
+        chunks = ["--num-layers-per-virtual-pipeline-stage 1"] if pp in (2, 4) and draw.random() < 0.5 else []
+        flags += chunks
         experts = draw.random() < 0.3
         flags += [_EXPERTS.format(draw.choice(("aux_loss", "seq_aux_loss", "none")))] if experts else []
         flags += ["--expert-model-parallel-size 2"] if experts and dp * cp > 1 and tp == 1 else []
         flags += ["--sequence-parallel"] if tp > 1 and (experts or draw.random() < 0.5) else []
         flags += ["--mtp-num-layers 1"] if cp == 1 and draw.random() < 0.2 else []
-        flags += [flag for flag in _SWITCHES if draw.random() < 0.25]
+        switches = [flag for flag in _SWITCHES if draw.random() < 0.25]
+        flags += switches if chunks else [flag for flag in switches if flag != _WITH_CHUNKS]
         rows.append(Fault("", "", "", "", " ".join(filter(None, flags)), []))
     return rows
 
