@@ -11,6 +11,7 @@ it. Nothing else is in order but for events. ``do`` says what a line is:
 ``end``       ``rank`` leaves the range that it entered last
 ``allocate``  ``rank`` has ``bytes`` at ``address`` for what runs on ``stream`` next. Each rank has addresses of its own
 ``free``      ``rank`` gives the memory at ``address`` back: the next allocation for the same stream may have it at once
+``record_stream``  once ``rank`` gives the memory at ``address`` back, it stays until what is on ``stream`` then is over
 ``launch``    an operation on ``stream``. ``what``: its name in ATen; ``reads``, ``writes``: lists of [address, bytes]
 ``record``    ``event`` is over when all that is on ``stream`` so far is
 ``wait``      what comes on ``stream`` next waits for ``event``
@@ -38,18 +39,11 @@ class CallLog:
 
     def __init__(self, keeps: bool = True) -> None:
         self.keeps = keeps
-        self._records: list[dict[str, Any]] = [{"do": "format", "name": FORMAT, "version": VERSION}]
-        self._last: dict[int, dict[str, Any]] = {}  # by rank: its last launch or post, whose accesses are to come
-        self._held: set[int] = set()  # ranks whose ``_last`` is no record yet: what it allocates comes before it
+        self.records: list[dict[str, Any]] = [{"do": "format", "name": FORMAT, "version": VERSION}]
+        self._open: dict[int, dict[str, Any]] = {}  # by rank: a launch or post, before which it may still allocate
         self._addresses: dict[Any, int] = {}
         self._used: defaultdict[int, int] = defaultdict(lambda: _ALIGNED)  # by rank: the first address that is new
         self._events: Iterator[int] = itertools.count(1)
-
-    @property
-    def records(self) -> list[dict[str, Any]]:
-        for rank in list(self._held):
-            self._release(rank)
-        return self._records
 
     def write(self, path: Path) -> None:
         """To the file ``path``; see above."""
@@ -59,13 +53,13 @@ class CallLog:
     # -- what devices call -----------------------------------------------------------------------------------------
 
     def stream(self, rank: int, number: int, name: str, host: bool = False) -> None:
-        self._add(rank, do="stream", rank=rank, stream=number, name=name, host=host)
+        self._add(do="stream", rank=rank, stream=number, name=name, host=host)
 
     def begin(self, rank: int, name: str) -> None:
-        self._add(rank, do="begin", rank=rank, name=name)
+        self._add(do="begin", rank=rank, name=name)
 
     def end(self, rank: int) -> None:
-        self._add(rank, do="end", rank=rank)
+        self._add(do="end", rank=rank)
 
     def allocate(self, rank: int, block: Any, nbytes: int, stream: int) -> None:
         """``block``: the memory, one object for as long as it keeps its address."""
@@ -73,55 +67,50 @@ class CallLog:
             if block not in self._addresses:
                 self._addresses[block] = self._used[rank]
                 self._used[rank] += -(-max(nbytes, block.nbytes) // _ALIGNED) * _ALIGNED
-            record = {"do": "allocate", "rank": rank, "address": self._addresses[block], "bytes": nbytes}
-            self._records.append({**record, "stream": stream})
+            address = self._addresses[block]
+            self._add(do="allocate", rank=rank, address=address, bytes=nbytes, stream=stream)
 
     def free(self, rank: int, block: Any) -> None:
         if self.keeps:
-            self._add(rank, do="free", rank=rank, address=self._addresses[block])
+            self._add(do="free", rank=rank, address=self._addresses[block])
+
+    def record_stream(self, rank: int, block: Any, stream: int) -> None:
+        if self.keeps:
+            self._add(do="record_stream", rank=rank, address=self._addresses[block], stream=stream)
 
     def launch(self, rank: int, stream: int, what: str) -> None:
-        self._hold(rank, do="launch", stream=stream, what=what)
+        """Until ``issued``: ``access`` says what it uses, and what is added meanwhile comes before it."""
+        self._open[rank] = {"do": "launch", "stream": stream, "what": what, "reads": [], "writes": []}
 
     def access(self, rank: int, block: Any, start: int, stop: int, writes: bool) -> None:
-        """What ``rank`` launched or posted last uses the bytes ``start`` to ``stop`` of ``block``."""
+        """What ``rank`` launches or posts uses the bytes ``start`` to ``stop`` of ``block``."""
         if self.keeps:
             place = [self._addresses[block] + start, stop - start]
-            self._last[rank]["writes" if writes else "reads"].append(place)
+            self._open[rank]["writes" if writes else "reads"].append(place)
 
-    def record(self, rank: int, stream: int) -> int:
+    def issued(self, rank: int) -> None:
+        """What ``rank`` launches or posts is on its stream."""
+        self._add(**self._open.pop(rank))
+
+    def record(self, stream: int) -> int:
         """The number of the event."""
         event = next(self._events)
-        self._add(rank, do="record", stream=stream, event=event)
+        self._add(do="record", stream=stream, event=event)
         return event
 
-    def wait(self, rank: int, stream: int, event: int) -> None:
-        self._add(rank, do="wait", stream=stream, event=event)
+    def wait(self, stream: int, event: int) -> None:
+        self._add(do="wait", stream=stream, event=event)
 
     def post(self, rank: int, stream: int, after: int, what: str, ends: int) -> int:
-        """The number of the event."""
+        """As ``launch``. Returns the number of the event."""
+        self.launch(rank, stream, what)
         event = next(self._events)
-        self._hold(rank, do="post", stream=stream, after=after, event=event, ends=ends, what=what)
+        self._open[rank] |= {"do": "post", "after": after, "event": event, "ends": ends}
         return event
 
     def match(self, send: int, receive: int, source: int, target: int, nbytes: int) -> None:
-        self._release(target)
-        self._add(source, do="match", send=send, receive=receive, source=source, target=target, bytes=nbytes)
+        self._add(do="match", send=send, receive=receive, source=source, target=target, bytes=nbytes)
 
-    # -- inside ----------------------------------------------------------------------------------------------------
-
-    def _hold(self, rank: int, **record: Any) -> None:
+    def _add(self, **record: Any) -> None:
         if self.keeps:
-            self._release(rank)
-            self._last[rank] = {**record, "reads": [], "writes": []}
-            self._held.add(rank)
-
-    def _release(self, rank: int) -> None:
-        if rank in self._held:
-            self._held.discard(rank)
-            self._records.append(self._last[rank])
-
-    def _add(self, rank: int, /, **record: Any) -> None:
-        if self.keeps:
-            self._release(rank)
-            self._records.append(record)
+            self.records.append(record)

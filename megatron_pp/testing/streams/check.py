@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
 from megatron_pp.config.settings import StepSettings
+from megatron_pp.testing.streams.call_log import CallLog
 from megatron_pp.testing.streams.cuda import virtual_cuda
 from megatron_pp.testing.streams.memory import StreamRace
 from megatron_pp.testing.streams.network import NO_MORE_RULES, StreamNetwork
@@ -57,16 +58,17 @@ def check_streams(
     seed: int = 0,
     record_streams: bool = False,
     rules: DeviceRules = NO_MORE_RULES,
+    log: CallLog | None = None,
     timeout: float = 60.0,
 ) -> StreamReport:
     """Run ``rank_main(communicator)`` in a thread per rank, each the host of a virtual CUDA device, and look for races.
 
     ``rank_main`` builds the model chunks of ``communicator.rank`` and calls the schedule function with
     ``p2p_communicator=communicator``. ``config``: with Megatron's field names; the communicators are made from it.
-    ``seed``, ``record_streams`` and ``rules``: see ``StreamNetwork``. Raises the first exception of any rank, and
+    ``seed``, ``record_streams``, ``rules``, ``log``: see ``StreamNetwork``. Raises the first exception of any rank, and
     RuntimeError where the devices wait for each other forever, or are not done after ``timeout`` seconds."""
     one_way = StepSettings.from_config(config).one_way
-    network = StreamNetwork(pipeline_size, one_way, seed=seed, record_streams=record_streams, rules=rules)
+    network = StreamNetwork(pipeline_size, one_way, seed=seed, record_streams=record_streams, rules=rules, log=log)
 
     def run(rank: int) -> Any:
         with network.running(rank):

@@ -154,6 +154,7 @@ def _sleep(cycles: int) -> None:
     """At one gigahertz."""
     here = _here()
     here.stream_step("_sleep")
+    here.log.issued(here.rank)
     here.slept += 1e-6 * cycles
 
 

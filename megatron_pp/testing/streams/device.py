@@ -197,7 +197,9 @@ class VirtualDevice:
             self.races.setdefault(key, race)
 
     def record_stream(self, tensor: torch.Tensor, lane: Lane) -> None:
-        self.block_of(tensor.untyped_storage()).recorded.add(lane)
+        block = self.block_of(tensor.untyped_storage())
+        block.recorded.add(lane)
+        self.log.record_stream(self.rank, block, lane.number)
 
     def _step(self, kind: str, what: str, lane: Timeline, block: Block) -> Access:
         instruction = self.ranges[-1] if self.ranges else ""

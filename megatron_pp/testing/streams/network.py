@@ -128,6 +128,7 @@ class StreamNetwork(WindowNetwork):
                 if self.record_streams:
                     device.record_stream(end.tensor, lane)
                 self.keep_address(end)
+            self.log.issued(rank)
             self._unfinished.append(work)
             self.enqueue(work)
             self.progress()

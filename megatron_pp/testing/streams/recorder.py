@@ -110,5 +110,6 @@ class _Recorder(PassingMode):
                 device.access(tensor, WRITE, lane, effects.name)
             else:
                 device.block_of(tensor.untyped_storage())
+        device.log.issued(device.rank)
         if effects.synchronizes or self.tensors.is_blocking_copy(effects.name, args, kwargs):
             device.synchronize([device.stream], effects.name)

@@ -60,7 +60,7 @@ class Host(Timeline):
         """The host has seen that the steps of ``clock`` are over; all that it issues from now on comes after them.
         ``event``: the same in the log."""
         if event:
-            self.log.wait(self.rank, self.number, event)
+            self.log.wait(self.number, event)
         join(self.clock, clock)
         self.steps += 1
 
@@ -92,12 +92,12 @@ class Lane(Timeline):
 
     def record(self) -> int:
         """The number, in the log, of an event behind what was issued so far."""
-        return self.host.log.record(self.host.rank, self.number)
+        return self.host.log.record(self.number)
 
     def wait_for(self, clock: Mapping[int, int], pending: Iterable[Transfer], event: int = 0) -> None:
         """What is issued from now on comes after what ``clock`` and ``pending`` say; ``event``: the same in the log."""
         if event:
-            self.host.log.wait(self.host.rank, self.number, event)
+            self.host.log.wait(self.number, event)
         join(self.clock, clock)
         self.pending |= {transfer for transfer in pending if not transfer.finished}
         self.host.before_command(self)

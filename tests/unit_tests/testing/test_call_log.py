@@ -33,6 +33,7 @@ def exchange(rank: int, transport: Any) -> None:
     with torch.cuda.nvtx.range("sum"), torch.cuda.stream(side):
         side.wait_stream(torch.cuda.default_stream())
         total = tensor[1:] + 1
+    tensor.record_stream(side)
     event.record(side)
     event.wait()
     work = transport.isend(total, 1, "A") if rank == 0 else transport.irecv(tensor[1:], 0, "A")
