@@ -1,10 +1,16 @@
-"""What a fault guard may do wrong when it asks the device: faults that only rules on threads show."""
+"""What a fault guard may do wrong: faults in how it asks the device, which only rules on threads show, and in what it
+does before an update or an abort, which only updates made from undelivered data show.
+"""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_pp.faults.device_events import CompletedWork, EventQueries
+from megatron_pp.faults.guard import FaultGuard
+from megatron_pp.faults.tracker import Outside
 
 
 class OnDeviceZero(EventQueries):
@@ -32,3 +38,45 @@ class InWatchdog(CompletedWork):
             self.begun = True
             self.queries.begin()
         self.poll()
+
+
+def _nothing(guard: FaultGuard) -> None:
+    """Hosts go on to the optimizer."""
+
+
+def _device_alone(guard: FaultGuard) -> None:
+    """No look at failures of other ranks."""
+    if guard.completed is None or threading.get_ident() != guard._main:
+        return
+    with guard.step(Outside(), phase="the wait for transfers", after=guard._tracker.after):
+        guard.completed.synchronize()
+
+
+def _look_alone(guard: FaultGuard) -> None:
+    """No wait for the device."""
+    heartbeat = guard._heartbeat
+    if threading.get_ident() != guard._main:
+        return
+    with guard.step(Outside(), phase="a look at failures", after=guard._tracker.after), heartbeat.lock:
+        heartbeat.lock.wait_for(lambda: guard.failure is not None or heartbeat.is_fresh())
+
+
+def _at_once(guard: FaultGuard) -> None:
+    """No lease between a failure's publication and the abort."""
+    guard.abort()
+
+
+def _other_groups_too(guard: FaultGuard) -> None:
+    guard.abort()
+    assert guard._watchdog.escalate is not None
+    guard._watchdog.escalate()
+
+
+BEFORE_UPDATES: Mapping[str, Mapping[str, Callable[[FaultGuard], None]]] = {
+    "hosts go on": {"before_update": _nothing},
+    "no look": {"before_update": _device_alone},
+    "no wait for the device": {"before_update": _look_alone},
+    "no lease": {"_abort": _at_once},
+    "other groups are aborted instead": {"before_update": _nothing, "_abort": _other_groups_too},
+}
+"""Methods of FaultGuard that are replaced."""

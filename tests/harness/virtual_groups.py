@@ -186,6 +186,12 @@ class VirtualGroup(dist.ProcessGroup):
         """What the other ranks have afterwards is undefined."""
         return self.allreduce(tensors)
 
+    def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
+        mine = tensor.clone()
+        self.allreduce([mine])
+        output.copy_(mine.view(-1).chunk(self.size())[self.rank()].view_as(output))
+        return _Done()
+
     def allgather(self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], opts: Any = None) -> Any:
         everyone = self._exchange(tensors[0])
         everyone.insert(self.rank(), tensors[0])
