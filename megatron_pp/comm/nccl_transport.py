@@ -98,11 +98,13 @@ class NcclTransport(GroupTransport):
         return [key for key in self._ways(needs.edges, needs.with_shapes) if with_tensors or key[2] == SHAPES]
 
     def _warm_up(self, needs: Preparation, made: list[ChannelKey]) -> None:
-        """Small messages: the communicators that ``needs`` uses exist before the first step. The first batch makes the
-        group's communicator, which takes all ranks; they cannot wait for shapes then."""
-        if not self.warm_up and not (needs.batched and needs.with_shapes):
-            return
+        """Small messages: the communicators that ``needs`` uses exist before the first step. The first operation on one
+        makes it, for which the host waits for the other end: that of a channel may come only after what a receive is
+        posted ahead of. The first batch makes the group's communicator, which takes all ranks; they cannot wait for
+        shapes then."""
         on_channels = self.one_way and not needs.batched
+        if not self.warm_up and not on_channels and not (needs.batched and needs.with_shapes):
+            return
         keys = [key for key in made if key[2] != SHAPES] if on_channels else self._ways(needs.edges)
         tokens = [self._token(*key) for key in keys]
         if not tokens:  # a pipeline of one rank, or no new channel

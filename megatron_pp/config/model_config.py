@@ -207,7 +207,7 @@ class ModelParallelConfig:
         cli=False,
     )
     warm_up_p2p: bool = setting(
-        True, "connect neighbours when the communicator is made, not within the first step", kinds.SWITCH
+        True, "connect neighbours before the first step, not within it; NCCL's channels always do", kinds.SWITCH
     )
     device_sync: bool | None = setting(
         None,

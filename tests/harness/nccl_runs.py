@@ -27,11 +27,12 @@ def step_on_nccl(
     block: Callable[[int], torch.nn.Module] = ToyBlock,
     errors: dict[int, str] | None = None,
     rules: DeviceRules = NO_MORE_RULES,
+    device_id: bool = False,
     timeout: float = 60.0,
     **fields: Any,
 ) -> tuple[StreamReport, ToyResult]:
-    """A step over process groups; ``errors`` takes what ranks raise, which is raised where it is None. ``timeout``: of
-    each rank, in seconds."""
+    """A step over process groups; ``errors`` takes what ranks raise, which is raised where it is None. ``device_id``:
+    whether the job's group is made for a device; ``timeout``: of each rank, in seconds."""
     network, store = StreamNetwork(size, seed=None, rules=rules), dist.HashStore()
 
     def rank_main(rank: int) -> ToyResult:
@@ -40,7 +41,8 @@ def step_on_nccl(
             variable_seq_lengths=data.variable,
             **fields,
         )
-        with network.running(rank), process_group(network, rank, store) as group:
+        place = network.devices[rank].place if device_id else None
+        with network.running(rank), process_group(network, rank, store, place) as group:
             communicator = P2PCommunicator(group, config)
             assert isinstance(communicator.transport, NcclTransport)
             assert (communicator.transport.backend, communicator.device.type) == ("nccl", "cuda")

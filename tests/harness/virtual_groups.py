@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,8 +39,9 @@ _batch_of_torch = dist.batch_isend_irecv
 class _Options(SimpleNamespace):
     """``ProcessGroupNCCL.Options``."""
 
-    def __init__(self, is_high_priority_stream: bool = False) -> None:
+    def __init__(self, is_high_priority_stream: bool = False, for_device: bool = False) -> None:
         super().__init__(
+            for_device=for_device,
             is_high_priority_stream=is_high_priority_stream,
             _timeout=timedelta(minutes=10),
             group_name="",
@@ -48,8 +50,15 @@ class _Options(SimpleNamespace):
         )
 
 
+class _Communicator(NamedTuple):
+    """``members``: rank in the group -> in the job."""
+
+    name: str
+    members: dict[int, int]
+
+
 class VirtualNCCL:
-    """``ProcessGroupNCCL``: one end of a communicator, that of the rank which makes it."""
+    """``ProcessGroupNCCL``: one end of each of its communicators, that of the rank which makes it."""
 
     Options = _Options
     supports_coalescing = True
@@ -65,37 +74,55 @@ class VirtualNCCL:
         self.size = size
         self.options = options or _Options()
         self.is_aborted = False
-        self._members: list[int] = []
-        self._id = ""
+        self._communicators: dict[tuple[int, ...], _Communicator] = {}  # by ranks in the group
 
     def name(self) -> str:
         return "nccl"
 
     def post(self, requests: Sequence[tuple[bool, torch.Tensor, int]]) -> StreamWork:
-        """(is it a send, tensor, peer's rank in the group) each; several are one operation."""
+        """(is it a send, tensor, peer's rank in the group) each; several are one operation, of the whole group."""
+        return self._post(requests, tuple(range(self.size)))
+
+    def post_alone(self, is_send: bool, tensor: torch.Tensor, peer: int) -> StreamWork:
+        """A send or receive that is not in a batch: the two ranks have a communicator of their own for these, unless
+        the group was made for a device (``device_id``; pytorch#154132)."""
+        pair = (min(self.rank, peer), max(self.rank, peer))
+        return self._post([(is_send, tensor, peer)], tuple(range(self.size)) if self.options.for_device else pair)
+
+    def _post(self, requests: Sequence[tuple[bool, torch.Tensor, int]], ranks: tuple[int, ...]) -> StreamWork:
         if self.is_aborted:
             raise dist.DistBackendError("NCCL communicator was aborted")
-        if not self._id:
-            self._connect()
+        if ranks not in self._communicators:
+            self._communicators[ranks] = self._connect(ranks)
+        name, members = self._communicators[ranks]
         ends = []
         for is_send, tensor, peer in requests:
-            mine, other = self._members[self.rank], self._members[peer]
-            ends.append(End(tensor, (mine, other, self._id) if is_send else (other, mine, self._id), is_send))
+            mine, other = members[self.rank], members[peer]
+            ends.append(End(tensor, (mine, other, name) if is_send else (other, mine, name), is_send))
         blocks = self.options.config.max_ctas or _THREAD_BLOCKS
-        queue, priority = (self._id, self.device.rank), self.options.is_high_priority_stream
+        queue, priority = (name, self.device.rank), self.options.is_high_priority_stream
         return self.network.post(self.device.rank, queue, ends, priority, blocks)
 
-    def _connect(self) -> None:
-        """Collective, as ncclCommInitRank is."""
-        self.store.set(f"member {self.rank}", str(self.device.rank))
-        if self.rank == 0:
-            self.store.set("id", f"{self.options.group_name or 'communicator'} {next(_IDS)}")
-        self._members = [int(self.store.get(f"member {rank}")) for rank in range(self.size)]
-        self._id = self.store.get("id").decode()
+    def _connect(self, ranks: tuple[int, ...]) -> _Communicator:
+        """Collective, as ncclCommInitRank is: the host waits for all of ``ranks``."""
+        where = "-".join(map(str, ranks))
+        self.store.set(f"{where}: member {self.rank}", str(self.device.rank))
+        if self.rank == ranks[0]:
+            self.store.set(f"{where}: id", f"{self.options.group_name or 'communicator'} {next(_IDS)}")
+        members = {rank: int(self._get(f"{where}: member {rank}")) for rank in ranks}
+        return _Communicator(self._get(f"{where}: id"), members)
+
+    def _get(self, key: str) -> str:
+        while not self.store.check([key]):
+            if self.is_aborted or self.network.failure is not None:
+                raise dist.DistBackendError("NCCL communicator was aborted while it was made")
+            time.sleep(0.002)
+        return self.store.get(key).decode()
 
     def abort(self) -> None:
         self.is_aborted = True
-        self.network.abort_communicator(self._id, self.device.rank)
+        for name, _ in self._communicators.values():
+            self.network.abort_communicator(name, self.device.rank)
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         self.options._timeout = timeout
@@ -163,12 +190,12 @@ class VirtualGroup(dist.ProcessGroup):
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
         if self._is_for_gloo(tensors[0]):
             return self._backends["cpu"].send(tensors, peer, tag)
-        return self.backend.post([(True, tensors[0], peer)])
+        return self.backend.post_alone(True, tensors[0], peer)
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
         if self._is_for_gloo(tensors[0]):
             return self._backends["cpu"].recv(tensors, peer, tag)
-        return self.backend.post([(False, tensors[0], peer)])
+        return self.backend.post_alone(False, tensors[0], peer)
 
     # Collectives exchange all members' tensors, which is more than NCCL sends, and the same to streams.
 
@@ -296,9 +323,11 @@ def virtual_distributed() -> Iterator[None]:
 
 
 @contextmanager
-def process_group(network: StreamNetwork, rank: int, store: Any) -> Iterator[dist.ProcessGroup]:
+def process_group(
+    network: StreamNetwork, rank: int, store: Any, device_id: torch.device | None = None
+) -> Iterator[dist.ProcessGroup]:
     """In the thread of ``rank``: the job's default group, with ``store`` (one ``HashStore`` for all ranks)."""
-    _init_process_group("nccl", store=store, rank=rank, world_size=network.size)
+    _init_process_group("nccl", store=store, rank=rank, world_size=network.size, device_id=device_id)
     try:
         yield c10d._get_default_group()
     finally:
@@ -306,12 +335,12 @@ def process_group(network: StreamNetwork, rank: int, store: Any) -> Iterator[dis
 
 
 def _init_process_group(
-    backend: str, *, store: Any = None, rank: int = 0, world_size: int = 1, timeout: Any = None
+    backend: str, *, store: Any = None, rank: int = 0, world_size: int = 1, timeout: Any = None, device_id: Any = None
 ) -> None:
     """``torch.distributed.init_process_group`` in the thread of a rank."""
     assert backend == "nccl", "a virtual device has no other"
     store = dist.HashStore() if store is None and world_size == 1 else store
-    c10d._world.default_pg = _join(range(world_size), rank, store)
+    c10d._world.default_pg = _join(range(world_size), rank, store, _Options(for_device=device_id is not None))
 
 
 def _new_group(ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -320,17 +349,17 @@ def _new_group(ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) ->
     store, mine = world.pg_map[world.default_pg][1], world.default_pg.rank()
     members = range(world.default_pg.size()) if ranks is None else sorted(ranks)
     if mine in members:
-        return _join(members, mine, store)
+        return _join(members, mine, store, _Options(for_device=world.default_pg.backend.options.for_device))
     world.made.append(None)
     return dist.GroupMember.NON_GROUP_MEMBER
 
 
-def _join(members: Sequence[int], rank: int, store: Any) -> VirtualGroup:
+def _join(members: Sequence[int], rank: int, store: Any, options: _Options) -> VirtualGroup:
     """``members``: the ranks in the job."""
     world: Any = c10d._world
     name, place = str(len(world.made)), members.index(rank)
     group = VirtualGroup(store, place, len(members))
-    backend = VirtualNCCL(dist.PrefixStore(f"group {name}", store), place, len(members))
+    backend = VirtualNCCL(dist.PrefixStore(f"group {name}", store), place, len(members), options)
     group._register_backend(torch.device("cuda"), None, backend)
     group._set_group_name(name)
     world.made.append(group)

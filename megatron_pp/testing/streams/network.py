@@ -18,10 +18,11 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-from megatron_pp.testing.adversarial_transports import WindowNetwork
+from megatron_pp.testing.adversarial_transports import Window, WindowNetwork
 from megatron_pp.testing.memory_transport import End, MemoryTransport, MemoryWork, Queue
 from megatron_pp.testing.streams.call_log import CallLog
 from megatron_pp.testing.streams.device import VirtualDevice, running_on, unrecorded
+from megatron_pp.testing.streams.eager import SLOTS, Buffered, buffered
 from megatron_pp.testing.streams.hardware import HardwareQueues, Kernel, begin
 from megatron_pp.testing.streams.memory import READ, WRITE
 from megatron_pp.testing.streams.recorder import recording
@@ -160,8 +161,14 @@ class StreamNetwork(WindowNetwork):
         return True
 
     def abort_communicator(self, name: str, rank: int) -> None:
-        """As ncclCommAbort on ``rank``: the streams go on, although the bytes are not there."""
+        """As ncclCommAbort on ``rank``: the streams go on, although the bytes are not there. What waits in buffers is
+        lost."""
         with self.changed:
+            for (_, direction), ends in self._open.items():
+                if direction[0] == rank and direction[2] == name:
+                    lost = [end for end in ends if isinstance(end, Buffered)]
+                    for end in lost:
+                        ends.remove(end)
             for work in self._unfinished:
                 work.finished = work.finished or work.queue == (name, rank)
             self.progress()
@@ -221,20 +228,45 @@ class StreamNetwork(WindowNetwork):
 
     def _activate(self, work: Any) -> None:
         join(work.end, self._done.get(work.queue, {}))
-        super()._activate(work)
+        if self._is_eager(work):
+            self._buffer(work.ends[0])
+        else:
+            super()._activate(work)
+
+    def _is_eager(self, work: StreamWork) -> bool:
+        end = work.ends[0]
+        if not self.rules.eager_bytes or len(work.ends) > 1 or not end.is_send:
+            return False
+        is_small = self.windows[end].nbytes <= self.rules.eager_bytes
+        waiting = sum(isinstance(one, Buffered) for one in self._open[True, end.direction])
+        return is_small and waiting < SLOTS and (self._turns is None or self.rng.random() < 0.5)
+
+    def _buffer(self, send: End) -> None:
+        """``send`` ends, though its receive may not be posted yet."""
+        with unrecorded():
+            message = buffered(send, self.windows.pop(send))
+            self.windows[message] = Window(message.tensor)
+        receives = self._open[False, send.direction]
+        if receives:
+            self.meet(message, receives.popleft())
+        else:
+            self._open[True, send.direction].append(message)
+        self.complete_end(send)
 
     def meet(self, send: End, receive: End) -> None:
         first: Any = send.work
         second: Any = receive.work
-        join(first.end, second.end)
         join(second.end, first.end)
-        first.partners.append(second)
         second.partners.append(first)
+        if not isinstance(send, Buffered):
+            join(first.end, second.end)
+            first.partners.append(second)
         size = self.windows[send].nbytes
         self.log.match(first.event, second.event, send.direction[0], send.direction[1], size)
         with unrecorded():
             self.deliver(send, receive)
-        self.complete_end(send)
+        if not isinstance(send, Buffered):
+            self.complete_end(send)
         self.complete_end(receive)
 
     def _complete(self, work: Any) -> None:

@@ -17,6 +17,8 @@ class DeviceRules:
     allocation_waits  an allocation that no freed memory serves, of the device or of pinned memory, waits for the
                       device, as any call of CUDA may (NCCL user guide, "Using multiple NCCL communicators
                       concurrently"; CUDA C++ programming guide, "Implicit Synchronization")
+    eager_bytes       a send of so many bytes or fewer, not in a batch, may end before its receive is posted
+                      (``eager.py``). The seed chooses which do; without a seed all
     one_device        the ranks share cuda:0; else each has a device of its own, rank r cuda:r
     queries_block     an event's query blocks while another thread of the rank's process waits for the device
                       (``host_process.py``)
@@ -26,6 +28,7 @@ class DeviceRules:
     multiprocessors: int = 0
     thread_blocks: int = MAX_CTAS
     allocation_waits: bool = False
+    eager_bytes: int = 0
     one_device: bool = False
     queries_block: bool = False
 

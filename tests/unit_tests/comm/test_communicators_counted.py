@@ -27,21 +27,22 @@ POLICIES: dict[str, dict[str, Any]] = {
     PLAIN: {"overlap_p2p_comm": False, "batch_p2p_comm": False},
 }
 SHAPES = [("1f1b", 1), ("interleaved_1f1b", 2), ("zb_v", 2)]
-Ends = dict[int, dict[VirtualNCCL, set[tuple[bool, int]]]]
+Communicator = tuple[VirtualNCCL, tuple[int, ...]]
+Ends = dict[int, dict[Communicator, set[tuple[bool, int]]]]
 
 
 @pytest.fixture
 def used(monkeypatch: pytest.MonkeyPatch) -> Ends:
     """By rank and communicator: which peers it has sent to (True) and received from."""
     ends: Ends = defaultdict(lambda: defaultdict(set))
-    post = VirtualNCCL.post
+    post = VirtualNCCL._post
 
-    def noted(backend: VirtualNCCL, requests: Sequence[tuple[bool, torch.Tensor, int]]) -> Any:
-        ends[backend.device.rank][backend] |= {(is_send, peer) for is_send, _, peer in requests}
-        return post(backend, requests)
+    def noted(backend: VirtualNCCL, requests: Sequence[tuple[bool, torch.Tensor, int]], ranks: tuple[int, ...]) -> Any:
+        ends[backend.device.rank][backend, ranks] |= {(is_send, peer) for is_send, _, peer in requests}
+        return post(backend, requests, ranks)
 
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    monkeypatch.setattr(VirtualNCCL, "post", noted)
+    monkeypatch.setattr(VirtualNCCL, "_post", noted)
     return ends
 
 
@@ -61,7 +62,7 @@ def _run(size: int, steps: Any, **fields: Any) -> None:
         run_ranks(size, rank_main, network.abort)
 
 
-def _numbers(ends: dict[VirtualNCCL, set[tuple[bool, int]]]) -> tuple[int, int]:
+def _numbers(ends: dict[Communicator, set[tuple[bool, int]]]) -> tuple[int, int]:
     """Peers received from and sent to."""
     everyone = [is_send for one in ends.values() for is_send, _ in one]
     return everyone.count(False), everyone.count(True)
@@ -71,10 +72,13 @@ def _compare(used: Ends, placement: Placement, policy: str, channels: str, limit
     for rank in range(placement.pipeline_size):
         counted = list(Outside().communicators(placement, rank, policy, channels))
         assert _numbers(used[rank]) == (sum(c.receiving for c in counted), sum(c.sending for c in counted))
-        if channels == "one_way" or policy == BATCHED:  # a virtual group has one for all pairs
-            assert len(used[rank]) == sum(one.count for one in counted)
+        assert len(used[rank]) == sum(one.count for one in counted)
         if channels == "one_way" and policy != BATCHED:
-            assert {one.options.config.max_ctas for one in used[rank]} == {limit} == {c.channels for c in counted}
+            assert (
+                {backend.options.config.max_ctas for backend, _ in used[rank]}
+                == {limit}
+                == {c.channels for c in counted}
+            )
 
 
 @pytest.mark.parametrize("channels", ["one_way", "shared"])
@@ -108,4 +112,6 @@ def test_a_split_output_layer_has_one_more(size: int, used: Ends) -> None:
     for rank in range(size):
         counted: list[Communicators] = list(Outside().communicators(placement, rank, OVERLAP, "one_way"))
         assert len(used[rank]) == sum(one.count for one in counted) == 2 * (1 + (0 < rank < size - 1)) + 1
-        assert {one.options.config.max_ctas for one in used[rank]} == {one.channels for one in counted} == {8}
+        assert (
+            {backend.options.config.max_ctas for backend, _ in used[rank]} == {one.channels for one in counted} == {8}
+        )

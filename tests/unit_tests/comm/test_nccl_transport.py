@@ -65,7 +65,7 @@ def step(communicator: P2PCommunicator, rank: int, **data: Any) -> None:
 @pytest.mark.parametrize("warm_up", [True, False])
 def test_batched_plans_have_no_channels_and_a_warm_group(warm_up: bool) -> None:
     def look(communicator: P2PCommunicator, rank: int) -> tuple[bool, int]:
-        is_connected = bool(communicator.pp_group.backend._id)
+        is_connected = bool(communicator.pp_group.backend._communicators)
         step(communicator, rank)
         return is_connected, len(channels_of(communicator))
 
@@ -74,11 +74,11 @@ def test_batched_plans_have_no_channels_and_a_warm_group(warm_up: bool) -> None:
 
 def test_other_plans_have_warm_channels_with_options_of_their_own() -> None:
     def look(communicator: P2PCommunicator, rank: int) -> list[tuple[Any, ...]]:
-        assert not communicator.pp_group.backend._id
+        assert not communicator.pp_group.backend._communicators
         seen = []
         for (source, target, _), channel in channels_of(communicator).items():
             options = backend_of(channel).options
-            assert backend_of(channel)._id
+            assert backend_of(channel)._communicators
             assert (options.group_name, options.global_ranks_in_group) == (channel.group.group_name, [source, target])
             seen.append((options.is_high_priority_stream, options.config.max_ctas))
         return seen

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_pp.comm import nccl_transport
+from megatron_pp.comm.p2p_communicator import P2PCommunicator
+from megatron_pp.comm.transport import ACT
 from megatron_pp.plan.ir.spec import DEVICE_SYNC, ONE_QUEUE, PlanSpec
 from megatron_pp.runtime.executor import PlanExecutor
-from megatron_pp.testing.streams import DeviceRules, StreamNetwork, virtual_cuda
+from megatron_pp.testing.streams import DeviceRules, StreamNetwork, StreamReport, virtual_cuda
 from megatron_pp.testing.threads import run_ranks
-from megatron_pp.testing.toy import ToyData
-from tests.harness.device_mutants import PostsFirstGradientAtOnce, PostsReceivesTwoAhead
+from megatron_pp.testing.toy import ToyData, toy_config
+from tests.harness.device_mutants import (
+    AbortsToClose,
+    PostsFirstGradientAtOnce,
+    PostsReceivesTwoAhead,
+    WaitsForTheLast,
+    WarmsNothingUp,
+)
 from tests.harness.nccl_runs import step_on_nccl
 from tests.harness.stream_runs import plan_on_streams
+from tests.harness.virtual_groups import process_group, virtual_distributed
 from tests.unit_tests.testing.test_streams_mutants import SPECS
 
 HANGS = "the device of rank . hangs at"
@@ -77,9 +88,9 @@ def test_it_hangs_where_there_is_room_for_one() -> None:
 L4 = DeviceRules(multiprocessors=58)
 
 
-def step_on_channels(rules: DeviceRules) -> None:
+def step_on_channels(rules: DeviceRules, timeout: float = 60.0) -> None:
     fields: dict[str, Any] = {"overlap_p2p_comm": True, "p2p_timeout": 600.0}
-    report, _ = step_on_nccl(3, 1, ToyData(6), rules=rules, timeout=4.0, **fields)
+    report, _ = step_on_nccl(3, 1, ToyData(6), rules=rules, timeout=timeout, **fields)
     assert not report.races, report
 
 
@@ -92,7 +103,7 @@ def test_channels_with_as_many_thread_blocks_as_nccl_takes_fill_a_small_device(m
     monkeypatch.setattr(nccl_transport, "MAX_CTAS", 32)
     step_on_channels(DeviceRules())
     with pytest.raises(TimeoutError):
-        step_on_channels(L4)
+        step_on_channels(L4, timeout=4.0)
 
 
 # -- allocations ---------------------------------------------------------------------------------------------------
@@ -139,3 +150,106 @@ def test_a_receive_posted_before_compute_hangs_at_an_allocation_alone() -> None:
     runs(spec, DeviceRules(), PostsFirstGradientAtOnce)
     with pytest.raises(RuntimeError, match=HANGS):
         runs(spec, WAITS, PostsFirstGradientAtOnce)
+
+
+# -- small sends -----------------------------------------------------------------------------------------------------
+
+EAGER = DeviceRules(eager_bytes=1 << 20)
+
+
+@each_plan
+def test_small_sends_may_end_before_they_are_received(spec: PlanSpec) -> None:
+    for seed in range(3):
+        runs(spec, EAGER, seed=seed)
+
+
+@pytest.mark.parametrize("rules", [DeviceRules(), EAGER])
+def test_who_has_waited_for_a_small_send_knows_nothing_of_the_receiver(rules: DeviceRules) -> None:
+    """Rank 1 posts the second receive after the first has arrived; rank 0 waits for the second send alone."""
+    found = set()
+    for seed in range(4):
+        network = StreamNetwork(2, rules=rules, seed=seed)
+
+        def run(rank: int, network: StreamNetwork = network) -> None:
+            with network.running(rank):
+                first, second = torch.ones(4), torch.ones(4)
+                transport = network.transport(rank)
+                if rank == 0:
+                    transport.isend(first, 1, "A")
+                    transport.isend(second, 1, "G").wait()
+                    first.add_(1)
+                else:
+                    transport.irecv(first, 0, "A").wait()
+                    transport.irecv(second, 0, "G").wait()
+
+        with virtual_cuda():
+            report = StreamReport.of(network, run_ranks(2, run, network.abort))
+        found |= {race.kind for race in report.races}
+    assert found == ({"read/write"} if rules is EAGER else set())
+
+
+def evaluate_and_close(rules: DeviceRules, timeout: float = 60.0) -> None:
+    """Rank 1 begins when rank 0 has closed its transport, or does not within a second."""
+    network, store, closed = StreamNetwork(2, seed=None, rules=rules), dist.HashStore(), threading.Event()
+
+    def rank_main(rank: int) -> None:
+        config = toy_config(overlap_p2p_comm=True)
+        with network.running(rank), process_group(network, rank, store) as group:
+            communicator = P2PCommunicator(group, config)
+            communicator.prepare([(0, 1)])
+            if rank == 0:
+                communicator.post_send(torch.ones(4), 1, ACT).wait()
+                torch.cuda.synchronize()
+            else:
+                closed.wait(1.0)
+                handle = communicator.post_recv((4,), 0, ACT, False)
+                handle.wait()
+                assert handle.tensor.tolist() == [1.0] * 4
+            communicator.transport.close()
+            closed.set()
+
+    with virtual_cuda(), virtual_distributed():
+        run_ranks(2, rank_main, network.abort, timeout)
+
+
+@pytest.mark.slow
+def test_closing_a_transport_loses_no_small_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluate_and_close(EAGER)
+    monkeypatch.setattr(nccl_transport, "NcclChannels", AbortsToClose)
+    evaluate_and_close(DeviceRules())
+    with pytest.raises(TimeoutError):
+        evaluate_and_close(EAGER, timeout=4.0)
+
+
+# -- communicators of pairs --------------------------------------------------------------------------------------------
+
+
+def shared_step(device_id: bool) -> StreamReport:
+    """What is not in a batch goes over the given group."""
+    return step_on_nccl(3, 1, ToyData(6), device_id=device_id, p2p_channels="shared", p2p_timeout=600.0)[0]
+
+
+@pytest.mark.parametrize("device_id", [False, True])
+def test_a_pair_may_have_a_communicator_of_its_own(device_id: bool) -> None:
+    report = shared_step(device_id)
+    assert not report.races, report
+
+
+def test_transfers_of_two_pairs_have_no_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl_transport, "NcclTransport", WaitsForTheLast)
+    assert not shared_step(device_id=True).races, "they are on one communicator (pytorch#154132)"
+    assert "write/read" in {race.kind for race in shared_step(device_id=False).races}
+
+
+@pytest.mark.parametrize("warm_up", [True, False])
+def test_channels_exist_before_the_first_step(warm_up: bool) -> None:
+    """A receive that is posted ahead would else keep the host waiting for the other end."""
+    report, _ = step_on_nccl(2, 2, ToyData(4), overlap_p2p_comm=True, warm_up_p2p=warm_up)
+    assert not report.races, report
+
+
+@pytest.mark.slow
+def test_channels_that_a_step_makes_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl_transport, "NcclTransport", WarmsNothingUp)
+    with pytest.raises(TimeoutError):
+        step_on_nccl(2, 2, ToyData(4), timeout=4.0, overlap_p2p_comm=True, p2p_timeout=600.0)
