@@ -41,6 +41,7 @@ SLOW: Cases = {
         f"table of {name}": ("replicas", partial(checks.compare, name=name, table=True))
         for name in ("Interleaved1F1B", *checks.SPLITTING)
     },
+    **{f"our {name} in torch": ("replicas", partial(checks.compare_plan, name=name)) for name in ("v_half", "1f1b_v")},
     "mixed dtypes, 1F1B": ("whole", partial(checks.compare, name="1F1B", make=checks.mixed)),
     "stages of pipeline()": ("whole", checks.compare_traced),
 }

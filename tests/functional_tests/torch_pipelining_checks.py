@@ -15,7 +15,10 @@ from torch.distributed.pipelining import PipelineStage, pipe_split, pipeline, sc
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_pp.integrations.torch_pipelining import PlanSchedule, get_schedule_class
-from megatron_pp.plan.builder import stage_numbers
+from megatron_pp.plan.builder import build_plan, stage_numbers
+from megatron_pp.plan.io.serialize import format_plan
+from megatron_pp.plan.ir.spec import PlanSpec
+from megatron_pp.plan.orders import find_family
 from megatron_pp.weight_grad import split_weight_grad
 
 HIDDEN, SAMPLES = 16, 3
@@ -240,6 +243,27 @@ def compare_replicas(layout: Layout, name: str) -> float:
             dist.all_reduce(grad.div_(2), group=layout.replicas)
         both.append(grads)
     return largest_difference(both[1], both[0])
+
+
+def compare_plan(layout: Layout, name: str) -> float:
+    """Our plan, written for torch, run by torch's runtime and by our engine."""
+    chunks, count, both = find_family(name).chunks or 2, 6, []
+    waits = hasattr(schedules, "WAIT_SEND_F")  # since torch 2.15
+    plan = build_plan(PlanSpec(name, layout.size, chunks, count, channels="shared"))
+    numbers = stage_numbers(name, layout.size, chunks)[layout.rank]
+    for ours in (False, True):
+        modules = modules_of(layout, numbers, layout.size * chunks, block)
+        stages = stages_of(layout, numbers, modules)
+        if ours:
+            schedule: Any = PlanSchedule(stages, count, loss_fn, schedule=name, scale_grads=False)
+        else:
+            schedule = schedules._PipelineScheduleRuntime(stages, count, loss_fn=loss_fn, scale_grads=False)
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder, "plan.csv")
+                path.write_text(format_plan(plan, "torch-csv-waits" if waits else "torch-csv-comms"))
+                schedule._load_csv(str(path), format="compute_comms")
+        both.append(train(schedule, stages, modules, count))
+    return largest_difference(*both)
 
 
 class Skipping(nn.Module):

@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron_pp.errors import FileFormatError, InstructionError, PlanError
 from megatron_pp.plan.ir import instruction as ins
-from megatron_pp.plan.ir.dataflow import KIND_OF, MOVES, RESULT_OF, source_of
+from megatron_pp.plan.ir.dataflow import KIND_OF, MOVES, RESULT_OF, Message, channel_of, message_of, source_of
 from megatron_pp.plan.ir.instruction import FORWARD, PAIR, POST_OPS, Instruction, each, instruction, pair
 from megatron_pp.plan.ir.placement import PLACEMENTS, Placement
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
@@ -64,7 +64,8 @@ def write_torch_csv(plan: Plan, comms: bool = False, waits: bool = False) -> str
     """The plan as PyTorch writes it, without copies to host memory: the compute order, an empty cell for each idle slot
     of the logical clock. ``comms``: with sends and receives in place of idle slots; ``waits``: also with the waits of
     sends, which PyTorch 2.15 asks for and older ones misread. Raises PlanError for an order that cannot run,
-    FileFormatError for slices, passes of a split output layer and messages of named tensors.
+    FileFormatError for slices, passes of a split output layer, messages of named tensors and, with communication, a
+    plan whose messages PyTorch would receive in each other's place.
     """
     if plan.spec.slices > 1:
         raise FileFormatError(f"PyTorch's CSV has no slices of sequences; this plan has {plan.spec.slices}: write json")
@@ -73,6 +74,8 @@ def write_torch_csv(plan: Plan, comms: bool = False, waits: bool = False) -> str
     if comms and plan.spec.skip_tensors:
         raise FileFormatError("PyTorch's CSV has no named tensors, and this plan sends some: write json")
     check_orders(plan.orders, plan.placement, plan.spec.num_microbatches, plan.spec.forward_only)
+    if comms:
+        _check_one_queue(plan)
     shown = ins.COMPUTE_OPS | POST_OPS | (ins.FREE_OPS if waits else frozenset())
     rows = [] if comms else _compute_rows(plan)
     for program in plan.programs if comms else ():
@@ -80,6 +83,22 @@ def write_torch_csv(plan: Plan, comms: bool = False, waits: bool = False) -> str
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows(rows)
     return out.getvalue()
+
+
+def _check_one_queue(plan: Plan) -> None:
+    """Raises FileFormatError where two ranks post the messages of one direction in different orders: PyTorch has one
+    queue for activations and gradients, and would hand them over as each other."""
+    posted: dict[bool, dict[tuple[int, int], list[Message]]] = {True: defaultdict(list), False: defaultdict(list)}
+    for rank, program in enumerate(plan.programs):
+        for at in (one for entry in program for one in _with_posts(entry) if one.op in POST_OPS):
+            channel = channel_of(at, rank)
+            posted[at.op in ins.SEND_OPS][channel.source, channel.target].append(message_of(at))
+    for (source, target), sent in posted[True].items():
+        if sent != posted[False][source, target]:
+            raise FileFormatError(
+                f"ranks {source} and {target} post activations and gradients in different orders, and PyTorch has one "
+                "queue for both: make the plan with --channels shared"
+            )
 
 
 def _with_posts(at: Instruction) -> Sequence[Instruction]:

@@ -210,7 +210,7 @@ def test_pytorch_reads_what_is_written(name, options, form):
     """Every cell is what PyTorch prints for the action that it reads in it, and the plan comes back."""
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     actions, comms = schedules._Action, form != "torch-csv"
-    plan = small_plan(name, 4, SCHEDULES[name].chunks or 2, 8, **options)
+    plan = small_plan(name, 4, SCHEDULES[name].chunks or 2, 8, channels="shared", **options)
     text = format_plan(plan, form)
     check_waits(text, form, schedules)
     text = text if hasattr(schedules, "WAIT_SEND_F") else re.sub(r"\d+WAIT_SEND_.\d+,?", "", text)
@@ -228,6 +228,15 @@ def test_pytorch_reads_what_is_written(name, options, form):
     back = parse_plan(text, **options)
     assert [list(each(order)) for order in back.orders] == [list(order) for order in plan.orders]
     assert [posts_of(program) for program in back.programs if comms] == [posts_of(p) for p in plan.programs if comms]
+
+
+def test_messages_that_pytorch_would_take_for_each_other_are_refused():
+    """Its runtime (2.15, gloo) trained such a plan with wrong gradients, without a word."""
+    plan = small_plan("1f1b_v", 2, 2, 6)
+    with pytest.raises(FileFormatError, match="PyTorch has one queue for both: make the plan with --channels shared"):
+        format_plan(plan, "torch-csv-waits")
+    assert "0F0" in format_plan(plan, "torch-csv")
+    assert "0SEND_F0" in format_plan(small_plan("1f1b_v", 2, 2, 6, channels="shared"), "torch-csv-waits")
 
 
 def check_waits(text, form, schedules):
