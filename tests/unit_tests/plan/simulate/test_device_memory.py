@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
+
 import pytest
 
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs.communicators import Outside
 from megatron_pp.plan.ir.spec import BATCHED, OVERLAP, PLAIN, PlanSpec
+from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.simulate.device_memory import DeviceMemory, device_memory
-from megatron_pp.plan.simulate.memory import FULL, ModelShape, Parts, rank_memory
+from megatron_pp.plan.simulate.memory import FULL, SELECTIVE, ModelShape, Parts, rank_memory
 
 MIB = 2**20
 SHAPE = ModelShape(num_layers=4, hidden_size=8, seq_length=16, recompute=FULL)
@@ -48,6 +52,21 @@ def test_host_memory_is_what_is_offloaded() -> None:
     for one in memory_of(PlanSpec("gpipe", 2, 1, 8, offload_chunks=1)):
         assert one.host > 0
         assert one.total == one.parameters + sum(one.allocated) + (96 + 534) * MIB
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+@pytest.mark.parametrize("name", [name for name, family in SCHEDULES.items() if family.search is None])
+def test_the_parts_are_all_of_the_peak(name: str, forward_only: bool) -> None:
+    family = SCHEDULES[name]
+    slices = 2 if family.sliced else 1
+    chunks = family.chunks or (2 if "interleaved" in name else 1)
+    plan = build_plan(PlanSpec(name, 2, chunks, 8, forward_only=forward_only, slices=slices))
+    shape = replace(SHAPE, recompute=SELECTIVE, vocab_size=32)
+    for rank, deallocate in product(range(2), (True, False)):
+        memory = rank_memory(plan, rank, shape, deallocate)
+        held = device_memory(plan, rank, memory, None)
+        assert held.total == pytest.approx(memory.peak)
+        assert min(held.allocated) >= 0
 
 
 # By rank: communicators, peers received from, and peers sent to, over all of them.
