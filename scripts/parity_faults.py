@@ -63,7 +63,10 @@ class Fault:
 
 OPTIONS = ("--nproc", "--masks", "--checkpoint")
 _SIZE = "--{}-model-parallel-size"
-_EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type {} --moe-aux-loss-coeff 0.01"
+_EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type {} --moe-aux-loss-coeff 0.01 "
+    "--disable-bias-linear"  # Megatron's plain experts add a bias in the place of a view, which autograd refuses
+)
 _WITH_CHUNKS = "--overlap-p2p-communication-warmup-flush"
 _SWITCHES = (
     *("--use-distributed-optimizer", "--overlap-grad-reduce", "--untie-embeddings-and-output-weights", "--swiglu"),
