@@ -47,6 +47,7 @@ with cpu_stand_in.triton_stand_in():
     from tests.megatron.loops import LOOPS
 
     cpu_layers.complete_layers()
+from megatron_pp.parity.parameters import Place, global_name, unwrapped  # noqa: E402
 from megatron_pp.plan.orders import find_family  # noqa: E402
 from megatron_pp.weight_grad import split_weight_grad, store_of  # noqa: E402
 from tests.megatron.cases import Case, Job, Model  # noqa: E402
@@ -172,26 +173,13 @@ def global_names(chunk: torch.nn.Module, tied: bool) -> Iterator[tuple[str, torc
     """(name in the whole model, parameter) of one chunk. Tied embeddings have one name, also on the last stage, unless
     that has a copy of the embedding itself, to predict further tokens.
     """
-    while not isinstance(chunk, GPTModel):
-        chunk = chunk.module
-    for name, parameter in chunk.named_parameters():
-        if name.startswith("decoder.layers."):
-            _, _, local, rest = name.split(".", 3)
-            number = chunk.decoder.layers[int(local)].layer_number
-            name = f"decoder.layers.{number}.{_global_expert(chunk.config, rest)}"
-        if tied and name == "output_layer.weight" and not (chunk.config.mtp_num_layers and hasattr(chunk, "embedding")):
+    model, place = unwrapped(chunk), Place.here()
+    modules = dict(model.named_modules())
+    for path, parameter in model.named_parameters():
+        name = global_name(path, modules, place)
+        if tied and name == "output_layer.weight" and not (model.config.mtp_num_layers and hasattr(model, "embedding")):
             name = "embedding.word_embeddings.weight"
         yield name, parameter
-
-
-def _global_expert(config: TransformerConfig, name: str) -> str:
-    """The name of a layer's parameter with the expert's number among all of the layer's."""
-    before, found, after = name.partition("local_experts.")
-    if not found:
-        return name
-    local, rest = after.split(".", 1)
-    here = config.num_moe_experts // config.expert_model_parallel_size
-    return f"{before}{found}{int(local) + here * parallel_state.get_expert_model_parallel_rank()}.{rest}"
 
 
 def fill_weights(chunk: torch.nn.Module, model: Model) -> None:
