@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,7 @@ from megatron_pp.plan.ir.placement import Placement
 from tests.functional_tests.megatron_support import assert_equal, needs_megatron
 from tests.harness.sweeps import EXHAUSTIVE
 
-from tests.megatron.cases import Case, Job, Model, Outcome  # isort: skip
+from tests.megatron.cases import Case, Job, Model, Outcome, compared  # isort: skip
 from tests.megatron.runner import parity_jobs, run_jobs  # isort: skip
 
 pytestmark = [needs_megatron, pytest.mark.slow]
@@ -84,13 +83,7 @@ def loop_of(case: Case) -> Case:
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Outcome]:
     folder = tmp_path_factory.mktemp("references")
     jobs = parity_jobs(ALONE, folder)
-    saved: dict[Case, str] = {}
-    for case in sorted([*TRAINED, *VARIED.values()], key=lambda case: case.world):
-        reference = loop_of(case)
-        if reference not in saved:
-            saved[reference] = str(Path(folder) / f"loop{len(saved)}-{{rank}}.pt")
-            jobs.append(Job(reference, save=saved[reference]))
-        jobs.append(Job(case, reference=saved[reference], other_cut=True))
+    jobs += compared([*TRAINED, *VARIED.values()], loop_of, f"{folder}/loop{{n}}-{{rank}}.pt", other_cut=True)
     return {job.case: outcome for job, outcome in zip(jobs, run_jobs(jobs, deadline=400), strict=True)}
 
 

@@ -6,6 +6,7 @@ Plain dataclasses without torch, so that a test or a script can list cases and r
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -121,6 +122,23 @@ class Job:
         model = dict(case.pop("model"))
         model["extra_config"] = tuple((k, v) for k, v in model["extra_config"])
         return Job(case=Case(model=Model(**model), **case), **raw)
+
+
+def compared(
+    cases: Iterable[Case], reference_of: Callable[[Case], Case], file: str, other_cut: bool = False
+) -> list[Job]:
+    """Each case as a job that is compared with its reference, which comes before it, once; by number of ranks. "{n}" in
+    the reference's ``file`` becomes a number.
+    """
+    jobs: list[Job] = []
+    saved: dict[Case, str] = {}
+    for case in sorted(cases, key=lambda case: case.world):
+        reference = reference_of(case)
+        if reference not in saved:
+            saved[reference] = file.replace("{n}", str(len(saved)))
+            jobs.append(Job(reference, save=saved[reference]))
+        jobs.append(Job(case, reference=saved[reference], other_cut=other_cut))
+    return jobs
 
 
 @dataclass

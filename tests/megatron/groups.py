@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from tests.megatron.cases import Case, Job, Model
+from tests.megatron.cases import Case, Job, Model, compared
 
 POLICIES = ("plain", "batched", "overlap")
 
@@ -205,13 +205,4 @@ def reference_case(case: Case) -> Case:
 
 
 def compared_with_megatron(cases: list[Case], folder: str) -> list[Job]:
-    """Each case as a job that is compared with its reference, which comes before it, once; by number of ranks."""
-    jobs: list[Job] = []
-    saved: dict[Case, str] = {}
-    for case in sorted(cases, key=lambda case: case.world):
-        reference = reference_case(case)
-        if reference not in saved:
-            saved[reference] = f"{folder}/reference{len(saved)}-{{rank}}.pt"
-            jobs.append(Job(reference, save=saved[reference]))
-        jobs.append(Job(case, reference=saved[reference]))
-    return jobs
+    return compared(cases, reference_case, f"{folder}/reference{{n}}-{{rank}}.pt")

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_pp.parity.processes import end_with_parent
-from tests.megatron.cases import Case, Job, Outcome
+from tests.megatron.cases import Case, Job, Outcome, compared
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ENDED = "the list has ended"
@@ -272,16 +272,8 @@ def _kill_session(leader: int) -> None:
 
 
 def parity_jobs(cases: list[Case], directory: str | Path) -> list[Job]:
-    """The cases as jobs compared with PP=1 of the same model, each reference first and only once."""
-    directory = Path(directory)
-    jobs: list[Job] = []
-    references: dict[Case, str] = {}
-    for case in cases:
-        reference = reference_case(case)
-        if reference not in references:
-            references[reference] = str(directory / f"reference{len(references)}.pt")
-            jobs.append(Job(reference, save=references[reference]))
-    return jobs + [Job(case, reference=references[reference_case(case)]) for case in cases]
+    """The cases as jobs compared with PP=1 of the same model."""
+    return compared(cases, reference_case, f"{directory}/reference{{n}}.pt")
 
 
 def reference_case(case: Case) -> Case:
