@@ -21,7 +21,7 @@ REPLICATED = ["ddp.py", "all_reduce.py", "overlapped.py"]
 PIPELINED = ["tied.py", "clip.py", "evaluate.py", "checkpoint.py"]
 SYNCHRONISED = {"tied.py": "sum_tied_gradients", "all_reduce.py": "average_gradients"}  # by this function
 LLAMA = {"interleaved_1f1b.py": "interleaved_1f1b", "zb_v.py": "zb_v"}
-_LLAMA_STEP = r"step \d rank \d: (torchtitan|own Llama), loss [\d.]+, largest difference (\S+)"
+_LLAMA_STEP = r"step \d rank \d: (torchtitan|own Llama|zb_v), loss [\d.]+, largest difference (\S+)"
 
 Outputs = dict[str, list[PageOutput]]
 
@@ -34,6 +34,17 @@ def _quick_start() -> dict[str, str]:
     other = re.sub(r'SCHEDULE = "\w+"', named[1], example)
     assert other != example
     return {"example.py": example, "other.py": other}
+
+
+def _from_torch() -> dict[str, str]:
+    """The program of the page, and as the two lines change it."""
+    page = "docs/migrating/from_torch.md"
+    before = after = code_blocks(page)["before.py"]
+    lines = code_blocks(page, "diff")["after.diff"].splitlines()
+    for old, new in zip(lines[::2], lines[1::2], strict=True):
+        assert (old[0], new[0], f"\n{old[1:]}\n" in after) == ("-", "+", True), old
+        after = after.replace(old[1:], new[1:])
+    return {"before.py": before, "after.py": after}
 
 
 def _without_synchronisation(recipe: str, code: str) -> str:
@@ -53,11 +64,12 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Outputs:
     library = code_blocks(LIBRARY)
     assert set(library) == {"common.py", *REPLICATED, *PIPELINED}, "each recipe of the page is run here"
     library |= {f"broken_{name}": _without_synchronisation(name, library[name]) for name in SYNCHRONISED}
-    migrating = {**code_blocks("docs/migrating/from_torch.md"), **code_blocks("docs/migrating/from_deepspeed.md")}
+    migrating = {**_from_torch(), **code_blocks("docs/migrating/from_deepspeed.md")}
     assert set(migrating) == set(MIGRATING)
     examples = {
         name: _example("llama_stages.py", "--schedule", schedule, "--steps", "1") for name, schedule in LLAMA.items()
     }
+    examples["stages.py"] = _example("torch_pipelining.py", "--schedule", "zb_v", "--steps", "1")
     examples["residuals.py"] = _example("attention_residuals.py", "--chunks", "2", "--steps", "1")
     start = _quick_start()
     files = {**library, **migrating, **examples, **start}
@@ -107,7 +119,7 @@ def test_without_synchronisation_they_differ_and_the_engine_warns(outputs: Outpu
     assert LIBRARY in broken[0].warnings
 
 
-@pytest.mark.parametrize("name", LLAMA)
+@pytest.mark.parametrize("name", [*LLAMA, "stages.py"])
 def test_a_llama_has_the_numbers_of_one_process(outputs: Outputs, name: str) -> None:
     for printed in _printed(outputs, name):
         steps = re.findall(_LLAMA_STEP, printed)
