@@ -45,6 +45,8 @@ def _set_environment() -> None:
 
 _set_environment()
 
+from tests.harness import autograd_draw  # noqa: E402  # of the path that was just set
+
 # No test depends on time, or on chance.
 hypothesis.settings.register_profile("project", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("project")
@@ -68,6 +70,20 @@ def place_of(item: pytest.Item) -> tuple[int, bool]:
     """What comes first has less."""
     name = item.path.name
     return LONG.index(name) if name in LONG else len(LONG), "functional_tests" not in item.path.parts
+
+
+def pytest_report_header() -> str:
+    return f"{autograd_draw.NAME}={autograd_draw.said()}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    """A drawn test, with its fixtures, runs its backwards in a thread of autograd, and says so where it fails."""
+    drawn = autograd_draw.is_drawn(item.nodeid) and item.get_closest_marker("callers_thread") is None
+    if drawn:
+        item.add_report_section("setup", "autograd", f"in a thread: {autograd_draw.NAME}=all repeats it")
+    with autograd_draw.backwards(drawn):
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -23,7 +23,7 @@ OTHER_VARIABLES = frozenset(
     PREFIX + name
     for name in (
         *("SETTINGS", "NVTX", "PYTHON", "VENV", "TORCH", "URL", "LAUNCHER", "BENCHMARK_MEGATRON_SOURCE"),
-        *("NEWEST_TORCH", "TEST_JOBS", "EXHAUSTIVE", "FUZZ", "RACE_REPEATS", "SCREENSHOTS"),
+        *("NEWEST_TORCH", "TEST_JOBS", "TEST_AUTOGRAD_THREAD", "EXHAUSTIVE", "FUZZ", "RACE_REPEATS", "SCREENSHOTS"),
     )
 )
 """Variables of this project that are no settings: of its scripts, build, benchmarks and tests."""

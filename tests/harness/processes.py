@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 from megatron_pp.errors import MegatronPPError
+from tests.harness.autograd_draw import follow, for_processes
 
 _JOIN_SECONDS = 5.0
 
@@ -66,7 +67,7 @@ def run_processes(
         for rank, method in enumerate(fork_or_spawn):
             context: Any = multiprocessing.get_context(method)
             here, there = context.Pipe(duplex=False)
-            setup = _Setup(rank, size, backend, store, group_timeout, environment or {})
+            setup = _Setup(rank, size, backend, store, group_timeout, {**for_processes(), **(environment or {})})
             process = context.Process(target=_rank_process, args=(there, setup, rank_main, tuple(args)), daemon=True)
             process.start()
             there.close()
@@ -97,6 +98,7 @@ def _rank_process(pipe: Connection, setup: _Setup, rank_main: Callable[..., Any]
         import torch.distributed as dist
 
         torch.set_num_threads(1)
+        follow()
         if setup.backend is not None:
             store = dist.FileStore(setup.store, setup.size)
             dist.init_process_group(

@@ -8,13 +8,15 @@ from typing import Any
 import torch
 
 from megatron_pp.comm.communicator import Receive, Send
+from megatron_pp.features.pairs.pair_runner import PairRunner
 from megatron_pp.features.skip_tensors.skip_runner import SkipRunner
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.tasks import Task
-from megatron_pp.runtime.executor import PlanExecutor
+from megatron_pp.runtime.executor import Handler, PlanExecutor
 from megatron_pp.testing.memory_transport import End, Queue
 from megatron_pp.testing.streams import StreamNetwork
 from megatron_pp.testing.streams.network import StreamWork
+from megatron_pp.testing.toy import ToyBlock
 
 
 class _AfterPosting(PlanExecutor):
@@ -112,3 +114,48 @@ class SendsOnComputeStream(TransfersOnComputeStream):
     """The same for those that send."""
 
     sends_only = True
+
+
+class ReadsWhatABackwardLeft(PairRunner):
+    """Weight gradients of a backward outside of pairs are computed on the caller's stream, without waiting for that of
+    the forward: stage 0 has no input gradient that autograd would make it wait for."""
+
+    def _alone(self, handler: Handler, at: Task) -> None:
+        handler(at)
+
+
+class MainGradBlock(ToyBlock):
+    """A hook copies the weight's gradient to ``main_grad`` on a stream of its own, which waits for the one that
+    AccumulateGrad runs on."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__(stage)
+        self.copies, self.of_backward = torch.cuda.Stream(), torch.cuda.current_stream()
+        weight = self.linear.weight
+        weight.grad, self.main_grad = torch.zeros_like(weight), torch.zeros_like(weight)
+        weight.register_post_accumulate_grad_hook(self._copy)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = super().forward(x)
+        output.register_hook(self._note)
+        return output
+
+    def _note(self, grad: torch.Tensor) -> None:
+        self.of_backward = torch.cuda.current_stream()
+
+    def written_on(self) -> torch.cuda.Stream:
+        """The stream on which the gradient was added to the weight's."""
+        return torch.cuda.current_stream()
+
+    def _copy(self, weight: torch.Tensor) -> None:
+        self.copies.wait_stream(self.written_on())
+        with torch.cuda.stream(self.copies):
+            self.main_grad.copy_(weight.grad)
+        torch.cuda.current_stream().wait_stream(self.copies)
+
+
+class ReadsOnTheStreamOfTheForward(MainGradBlock):
+    """The copy waits for the stream that the layer's backward runs on."""
+
+    def written_on(self) -> torch.cuda.Stream:
+        return self.of_backward

@@ -189,6 +189,8 @@ class PairRunner:
     def attach(self, engine: PlanExecutor, handlers: dict[str, Handler]) -> None:
         """Both halves of a pair run as one."""
         self.engine: PlanExecutor = weakref.proxy(engine)
+        for op in ins.BACKWARD_OPS:
+            handlers[op] = partial(self._alone, handlers[op])
         self.unobserved = self._noting_sends(handlers)
         handlers[ins.PAIR] = self.run
 
@@ -203,6 +205,21 @@ class PairRunner:
             JointPair(self.engine, handlers, self.unobserved, pair, jointly).run()
         else:
             _run(handlers, pair.members)
+
+    def _alone(self, handler: Handler, at: Task) -> None:
+        """A backward outside of a pair, on the stream of its forward, where autograd runs it: its weight gradients are
+        computed there, too, or later. For a node that leaves them, and gives no input gradient, autograd makes no
+        stream wait."""
+        stream = self.streams.pop(at.key, None)
+        current = None if stream is None else torch.cuda.current_stream()
+        if current is None or stream == current:
+            handler(at)
+            return
+        events = _side_stream(current.device)[1]
+        events.order(current, stream)
+        with torch.cuda.stream(stream):
+            handler(at)
+        events.order(stream, current)
 
     def _noting_sends(self, handlers: Mapping[str, Handler]) -> dict[str, Handler]:
         """``handlers``; those that send note it in the engine."""

@@ -1,81 +1,213 @@
-"""On which stream autograd runs: the backward of an operation on the stream that was current in its forward.
+"""On which streams autograd runs, and what it waits for, as torch's engine has it (``engine.cpp`` and
+``input_buffer.cpp`` in ``torch/csrc/autograd``); a CPU does nothing of this.
 
-PyTorch makes the stream of a node wait for the streams of the nodes before it, that of the first node for the caller's
-stream, and at the end the caller's stream for all. (Here a node waits for all nodes that ran before it, and
-AccumulateGrad runs where the node before it ran.) A CPU does nothing of this, so it is done here when the running node
-changes. A node knows no stream, but it has a sequence number, which counts up in each thread: the numbers at which the
-current stream changed tell the stream of a forward.
+The backward of an operation runs on the stream that was current in its forward. AccumulateGrad, which a parameter has
+for as long as a graph holds it, runs where the first of these graphs was made (pytorch#137483). A node waits for what
+gave it a gradient, the caller's stream among it, and for nothing else; gradients are added up on the stream of who
+takes them. At the end the caller's stream waits for that of each leaf, and of no other node.
 """
 
-from bisect import bisect_right
-from dataclasses import dataclass
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron_pp.testing.streams.timelines import Lane
+from megatron_pp.testing.streams.timelines import Clock, Lane, Transfer
 
-_NO_FORWARD = 1 << 62  # sequence numbers from here on are of nodes that no forward made: AccumulateGrad
+Gradient = torch.Tensor | None
+_STREAM = "megatron_pp: stream"  # key of a node's ``metadata``, which lasts as long as the node
+
+
+class _Event(NamedTuple):
+    """Recorded on ``lane``; ``clock`` is None where who waits for it is on that stream, too."""
+
+    lane: Lane
+    clock: Clock | None = None
+    pending: Iterable[Transfer] = ()
+
+    @classmethod
+    def on(cls, lane: Lane, for_whom: Lane) -> _Event:
+        return cls(lane) if lane is for_whom else cls(lane, dict(lane.now()), set(lane.unfinished()))
+
+    def hold_back(self, lane: Lane) -> None:
+        if self.clock is not None:
+            lane.wait_for(self.clock, self.pending)
+
+
+class _Sum(NamedTuple):
+    """The engine adds up two gradients on ``lane`` next."""
+
+    lane: Lane
+    operands: tuple[_Event, _Event]
+
+    def begin(self) -> None:
+        for operand in self.operands:
+            operand.hold_back(self.lane)
 
 
 @dataclass
 class _Task:
-    """A run of the autograd engine. ``node``: the sequence number of the node that runs."""
+    """A run of the engine. ``lanes``: of its nodes; ``ready``: when their gradients are, by place; ``node``: the one
+    that runs; ``leaves``: streams of nodes that gave no gradient further."""
 
-    number: int
     caller: Lane
-    node: int
-    used: dict[Lane, None]
+    lanes: dict[Any, Lane]
+    ready: dict[Any, dict[int, _Event]] = field(default_factory=dict)
+    node: Any = None
+    has_begun: bool = False
+    sums: deque[_Sum] = field(default_factory=deque)
+    leaves: dict[Lane, None] = field(default_factory=dict)
 
 
 class NodeStreams:
-    """The current stream of one thread, in and out of backwards."""
+    """The current stream of a rank, in and out of backwards. ``record``: ``Tensor.record_stream``; ``is_on_host``:
+    whether a tensor is no concern of streams."""
 
-    def __init__(self, default: Lane) -> None:
+    def __init__(
+        self,
+        default: Lane,
+        record: Callable[[torch.Tensor, Lane], None],
+        is_on_host: Callable[[torch.Tensor], bool],
+    ) -> None:
         self._current = default
-        self._since = [-1]  # sequence numbers at which the current stream changed
-        self._streams = [default]
+        self._record, self._is_on_host = record, is_on_host
         self._tasks: list[_Task] = []
 
     def current(self) -> Lane:
-        number = torch._C._current_graph_task_id()
-        if number != -1 or self._tasks:
-            self._follow(number)
+        if self._tasks:
+            self._follow(self._tasks[-1])
         return self._current
 
     def set(self, stream: Lane) -> None:
         self.current()
-        self._switch(stream)
-
-    def _switch(self, stream: Lane) -> None:
-        """The nodes that the thread makes from now on belong to ``stream``."""
         self._current = stream
-        if stream is not self._streams[-1]:
-            self._since.append(torch._C._autograd._get_sequence_nr())
-            self._streams.append(stream)
 
-    def _follow(self, number: int) -> None:
-        """The task ``number`` runs now; those that it is not nested in are over."""
-        running = [task.number for task in self._tasks]
-        if number not in running and number != -1:
-            self._tasks.append(_Task(number, self._current, -1, {}))
-        while self._tasks and self._tasks[-1].number != number:
-            task = self._tasks.pop()
-            for stream in task.used:
-                task.caller.wait_for_lane(stream)
-            self._switch(task.caller)
-        if self._tasks:
-            self._enter_node(self._tasks[-1])
+    def of_next_operation(self) -> Lane:
+        """Where the operation goes that is about to be issued."""
+        stream = self.current()
+        if self._tasks and self._tasks[-1].sums:
+            following = self._tasks[-1].sums.popleft()
+            following.begin()
+            self._current = stream = following.lane
+        return stream
 
-    def _enter_node(self, task: _Task) -> None:
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def made(self, results: Iterable[torch.Tensor]) -> None:
+        """An operation has returned ``results``: the nodes that it made belong to the current stream."""
+        for result in results:
+            node: Any = result.grad_fn
+            if node is not None and _STREAM not in node.metadata:
+                self._claim(node, self.current())
+
+    def _claim(self, node: Any, stream: Lane) -> None:
+        unclaimed = [node]
+        while unclaimed:
+            node = unclaimed.pop()
+            if _STREAM not in node.metadata:
+                node.metadata[_STREAM] = stream
+                unclaimed += [following for following, _ in node.next_functions if following is not None]
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def backward(self, roots: Sequence[Any], grads: Sequence[Gradient], inputs: Sequence[Any]) -> Iterator[None]:
+        """The engine runs from ``roots`` with ``grads``, for the gradients of ``inputs`` or, without, of all leaves."""
+        edges, wanted = [*map(_edge, roots)], [*map(_edge, inputs)]
+        task = _Task(self.current(), {})
+        for edge in edges:
+            self._claim(edge.node, task.caller)
+        with ExitStack() as hooks:
+            for node in _reachable(edges):
+                task.lanes[node] = node.metadata[_STREAM]
+                hooks.callback(node.register_hook(partial(self._ran, task, node)).remove)
+            self._tasks.append(task)
+            try:
+                for edge, grad in zip(edges, grads, strict=True):
+                    self._pass_on(task, grad, task.caller, edge.node, edge.output_nr)
+                yield
+            finally:
+                self._capture(task, [edge.node for edge in wanted])
+                self._end(task)
+                self._tasks.remove(task)
+
+    def _follow(self, task: _Task) -> None:
         node = torch._C._current_autograd_node()
-        number = task.node if node is None else node._sequence_nr()
-        if number == task.node:
+        if node is task.node:
             return
-        task.node = number
-        made = bisect_right(self._since, number) - 1
-        stream = self._current if number >= _NO_FORWARD else self._streams[made]
-        for source in (task.caller, *task.used):
-            if source is not stream:
-                stream.wait_for_lane(source)
-        task.used[stream] = None
-        self._switch(stream)
+        if node in task.lanes:
+            self._enter(task, node)
+        elif task.has_begun:  # callbacks, after the last node
+            self._end(task)
+
+    def _enter(self, task: _Task, node: Any) -> None:
+        self._sum_up(task)
+        task.node, task.has_begun = node, True
+        self._current = task.lanes[node]
+        for event in task.ready.pop(node, {}).values():
+            event.hold_back(self._current)
+
+    def _ran(self, task: _Task, node: Any, given: Sequence[Gradient], taken: Sequence[Gradient]) -> None:
+        """The node has turned the gradients ``taken`` into ``given``."""
+        if task.node is not node:
+            self._enter(task, node)
+        stream = task.lanes[node]
+        if not given:
+            task.leaves[stream] = None
+        for grad, (following, place) in zip(given, node.next_functions, strict=False):
+            if following is not None:
+                self._pass_on(task, grad, stream, following, place)
+
+    def _pass_on(self, task: _Task, grad: Gradient, stream: Lane, to: Any, place: int) -> None:
+        """``grad``, from ``stream``, is for ``to``."""
+        if grad is None or self._is_on_host(grad):
+            return
+        target, ready = task.lanes[to], task.ready.setdefault(to, {})
+        if target is not stream:
+            self._record(grad, target)
+        event = _Event.on(stream, target)
+        if place in ready:
+            task.sums.append(_Sum(target, (event, ready[place])))
+            event = _Event(target)
+        ready[place] = event
+
+    def _sum_up(self, task: _Task) -> None:
+        while task.sums:
+            task.sums.popleft().begin()
+
+    def _capture(self, task: _Task, wanted: Sequence[Any]) -> None:
+        for node in wanted:
+            if node in task.lanes:
+                if node in task.ready:  # it did not run
+                    self._enter(task, node)
+                task.leaves[task.lanes[node]] = None
+
+    def _end(self, task: _Task) -> None:
+        self._sum_up(task)
+        for leaf in task.leaves:
+            if leaf is not task.caller:
+                task.caller.wait_for_lane(leaf)
+        self._current = task.caller
+
+
+def _edge(of: torch.Tensor | GradientEdge) -> GradientEdge:
+    return of if isinstance(of, GradientEdge) else get_gradient_edge(of)
+
+
+def _reachable(edges: Sequence[GradientEdge]) -> Iterator[Any]:
+    seen = {edge.node: None for edge in edges}
+    unknown = list(seen)
+    while unknown:
+        node = unknown.pop()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen[following] = None
+                unknown.append(following)

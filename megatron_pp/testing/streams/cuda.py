@@ -18,17 +18,19 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.autograd.graph import _engine_run_backward
+from torch.autograd.variable import Variable
 
 from megatron_pp.testing.streams.device import VirtualDevice, current_device
 from megatron_pp.testing.streams.host_process import calls_cuda, chosen_device, start_thread, this_process
 from megatron_pp.testing.streams.recorder import PassingMode
 from megatron_pp.testing.streams.runtime_library import EVENTS, VERSION, Library
 from megatron_pp.testing.streams.timelines import Clock, Lane, Transfer
+from megatron_pp.weight_grad.deferred import tensors_in
 
 _OPEN = threading.Lock()  # torch.cuda is one for the process
 _NVTX = "MEGATRON_PP_NVTX"
 _MOST_DEVICES = 64
+_applied = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 
 
 def _here() -> VirtualDevice:
@@ -201,13 +203,34 @@ def _constant(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
 
 
-def _run_backward(*args: Any, **kwargs: Any) -> Any:
-    """torch leaves its function modes while it handles a call, ``backward`` too: what runs inside is back in it."""
+class _Engine:
+    """``torch.autograd``'s, whose backwards keep to the streams of their rank's device."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def run_backward(self, roots: Any, grads: Any, *args: Any, **more: Any) -> Any:
+        """torch leaves its function modes while it handles a call, ``backward`` too: what runs inside is back in it."""
+        here, (_, _, inputs, *_) = current_device(), args
+        if here is None:
+            return self.engine.run_backward(roots, grads, *args, **more)
+        mode = nullcontext() if torch._C._len_torch_function_stack() else here.tensors
+        assert mode is not None
+        with mode, here.nodes.backward(roots, grads, inputs):
+            return self.engine.run_backward(roots, grads, *args, **more)
+
+
+@classmethod  # type: ignore[misc]
+def _apply_function(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """``torch.autograd.Function.apply``, which no mode sees."""
+    result = _applied(cls, *args, **kwargs)
     here = current_device()
-    if here is None or torch._C._len_torch_function_stack():
-        return _engine_run_backward(*args, **kwargs)
-    with here.tensors:  # type: ignore[union-attr]
-        return _engine_run_backward(*args, **kwargs)
+    if here is not None:
+        here.nodes.made(tensors_in(result))
+    return result
 
 
 def _record_stream(tensor: torch.Tensor, stream: Stream) -> None:
@@ -267,7 +290,8 @@ def virtual_cuda() -> Iterator[None]:
     places += [(torch.cuda.nccl, "version", _constant((0, 0, 0))), (torch.version, "cuda", VERSION)]
     places += [(ctypes, "CDLL", Library), (threading.Thread, "start", start_thread)]
     places += [(torch.cuda.random, name, _REPLACED[name]) for name in ("current_device", "device_count")]
-    places += [(torch.autograd, "_engine_run_backward", _run_backward), (torch.Tensor, "record_stream", _record_stream)]
+    places += [(torch.Tensor, "record_stream", _record_stream), (torch.autograd.Function, "apply", _apply_function)]
+    places += [(Variable, "_execution_engine", _Engine(Variable._execution_engine))]
     importlib.import_module("torch._dynamo")  # torch imports it late, and it wants the real torch.cuda then
     with _OPEN, replaced(places), patch.dict(os.environ, {_NVTX: "1"}), PassingMode():
         yield

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_pp.testing.streams.device import VirtualDevice
 from megatron_pp.testing.streams.host_process import calls_cuda
+from megatron_pp.weight_grad.deferred import tensors_in
 
 CPU = torch.device("cpu")
 
@@ -32,7 +33,12 @@ class CudaTensors(TorchFunctionMode):
         self._special["pin_memory"] = self._pinned
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        result = self._handle(func, args, kwargs or {})
+        if isinstance(result, (torch.Tensor, tuple, list)):
+            self.device.nodes.made(tensors_in(result))
+        return result
+
+    def _handle(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = getattr(func, "__name__", "")
         if name == "__get__":
             asked = getattr(func.__self__, "__name__", "")

@@ -9,11 +9,13 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
+from megatron_pp.testing.autograd_thread import carry
 from megatron_pp.testing.streams.autograd_streams import NodeStreams
 from megatron_pp.testing.streams.call_log import CallLog
 from megatron_pp.testing.streams.hardware import HardwareQueues
@@ -41,6 +43,15 @@ def running_on(device: VirtualDevice) -> Iterator[None]:
             yield
     finally:
         _here.device = None
+
+
+def _captured() -> Callable[[], AbstractContextManager[None]]:
+    """torch's device threads have chosen their device."""
+    device = current_device()
+    return nullcontext if device is None else partial(running_on, device)
+
+
+carry(_captured)
 
 
 @contextmanager
@@ -81,7 +92,7 @@ class VirtualDevice:
         self.host = Host(next(network.timelines), rank, network.log)
         self.host.before_command = queues.issue
         self.default = Lane(next(network.timelines), "default stream", self.host)
-        self.nodes = NodeStreams(self.default)
+        self.nodes = NodeStreams(self.default, self.record_stream, self.is_host_memory)
         self.tensors: AbstractContextManager[Any] | None = None  # the mode in which this rank's thread runs
         self.allocator = CachingAllocator()
         self.ranges: list[str] = []  # open NVTX ranges: the engine's instruction is one
@@ -113,7 +124,7 @@ class VirtualDevice:
 
     @property
     def stream(self) -> Lane:
-        """The current one; within a backward, that on which the node's forward ran."""
+        """The current one; within a backward, that of the node."""
         return self.nodes.current()
 
     def block(self, ready: Callable[[], bool], what: str) -> None:
@@ -123,7 +134,7 @@ class VirtualDevice:
 
     def stream_step(self, what: str) -> Timeline:
         """The host issues an operation to the current stream."""
-        stream = self.stream
+        stream = self.nodes.of_next_operation()
         stream.issue()
         self.network.launch(self, stream)
         self.log.launch(self.rank, stream.number, what)

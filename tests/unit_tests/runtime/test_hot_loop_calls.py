@@ -26,6 +26,7 @@ from megatron_pp.runtime.stage import PipelineStage
 from megatron_pp.schedules import get_forward_backward_func
 from megatron_pp.testing.threads import ThreadGroup
 
+pytestmark = pytest.mark.callers_thread
 PACKAGE = str(Path(megatron_pp.__file__).parent)
 SHAPE = (1, 1, 8)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,9 @@ from megatron_pp import get_forward_backward_func, sequence_slice, split_weight_
 from megatron_pp.config.model_config import TransformerConfig
 from megatron_pp.errors import ConfigError, ScheduleError, ScheduleInputError
 from megatron_pp.features.slices import lengths as slice_lengths
+from megatron_pp.features.slices import sequence_slice as slices_of_sequences
 from megatron_pp.plan.ir.placement import LOOP, Placement
+from megatron_pp.testing.autograd_thread import autograd_thread
 from megatron_pp.testing.toy import ToyBlock, ToyResult, toy_forward_step
 from tests.harness.step_runs import Rank, in_pipeline, pipeline, result_of
 
@@ -259,26 +261,10 @@ def summed(slices: int = 3, size: int = 1, block: Any = Summing, **options: Any)
     return ToyResult(losses, found.grads)
 
 
-class DeviceThread:
-    """Autograd's engine, whose backwards run in another thread than the one that calls, as with CUDA tensors."""
-
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.engine, name)
-
-    def run_backward(self, *args: Any, **options: Any) -> Any:
-        if torch._C._current_graph_task_id() != -1:  # within a backward
-            return self.engine.run_backward(*args, **options)
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(self.engine.run_backward, *args, **options).result()
-
-
 @pytest.fixture
-def device_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = DeviceThread(torch.autograd.Variable._execution_engine)
-    monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", engine)
+def device_thread() -> Iterator[None]:
+    with autograd_thread():
+        yield
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -286,6 +272,23 @@ def test_layers_that_are_recomputed_in_a_thread_of_autograd_see_the_slice(reentr
     found = summed(uses=2, reentrant=reentrant)
     assert found.difference(summed(uses=2)) < 1e-6
     assert found.difference(summed(1, uses=2)) < 1e-5
+
+
+class Forgetful(dict[Any, Any]):
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Nothing is kept: what remains is the caller's thread-local."""
+
+    def __delitem__(self, key: Any) -> None:
+        """It is not there."""
+
+
+@pytest.mark.callers_thread
+@pytest.mark.parametrize("where", [nullcontext, autograd_thread])
+def test_a_slice_that_the_callers_thread_alone_knows_is_lost_in_a_thread_of_autograd(where, monkeypatch):
+    monkeypatch.setattr(slices_of_sequences, "_RUNNING", Forgetful())
+    with where():
+        found = summed(uses=2, reentrant=False)
+    assert (found.difference(summed(uses=2)) < 1e-6) == (where is nullcontext)
 
 
 def test_ranks_that_share_a_thread_of_autograd_are_refused(device_thread):

@@ -18,7 +18,7 @@ from megatron_pp.features.pairs.joint_steps import BackwardHalf, ForwardHalf, Re
 from megatron_pp.features.pairs.pair_runner import HalfCall, on_two_streams
 from megatron_pp.integrations.combined import CombinedSteps
 from megatron_pp.plan.ir.placement import Placement
-from megatron_pp.plan.ir.spec import PlanSpec
+from megatron_pp.plan.ir.spec import PLAIN, PlanSpec
 from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.testing.pipeline import placement_of, toy_step
 from megatron_pp.testing.streams import check_streams
@@ -181,7 +181,7 @@ def test_a_failure_reaches_the_rank_whose_device_waits() -> None:
     assert "this stage fails" in errors[0]
 
 
-SPEC = PlanSpec("combined_1f1b", 3, 1, 8, overlap_pairs=True)
+SPEC = PlanSpec("combined_1f1b", 3, 1, 12, overlap_pairs=True, policy=PLAIN)
 
 
 def deallocate(tensor: torch.Tensor, wanted: bool) -> None:
@@ -247,4 +247,5 @@ def test_outputs_of_the_other_stream_are_not_reused_before_they_are_sent() -> No
 
 
 def test_without_recording_the_stream_they_would_be() -> None:
-    assert plan_on_streams(SPEC, executor_with(Unrecorded)).races
+    races = plan_on_streams(SPEC, executor_with(Unrecorded)).races
+    assert {(race.first.what.split()[0], race.kind) for race in races} == {("send", "read/reuse")}
