@@ -26,30 +26,27 @@ _STREAM = "megatron_pp: stream"  # key of a node's ``metadata``, which lasts as 
 
 
 class _Event(NamedTuple):
-    """Recorded on ``lane``; ``clock`` is None where who waits for it is on that stream, too."""
+    """What a stream waits for: ``number`` is that of the log."""
 
-    lane: Lane
-    clock: Clock | None = None
-    pending: Iterable[Transfer] = ()
+    clock: Clock
+    pending: Iterable[Transfer]
+    number: int
 
     @classmethod
-    def on(cls, lane: Lane, for_whom: Lane) -> _Event:
-        return cls(lane) if lane is for_whom else cls(lane, dict(lane.now()), set(lane.unfinished()))
-
-    def hold_back(self, lane: Lane) -> None:
-        if self.clock is not None:
-            lane.wait_for(self.clock, self.pending)
+    def on(cls, lane: Lane) -> _Event:
+        return cls(dict(lane.now()), set(lane.unfinished()), lane.record())
 
 
 class _Sum(NamedTuple):
     """The engine adds up two gradients on ``lane`` next."""
 
     lane: Lane
-    operands: tuple[_Event, _Event]
+    operands: tuple[_Event | None, _Event | None]  # None: of the same stream
 
     def begin(self) -> None:
         for operand in self.operands:
-            operand.hold_back(self.lane)
+            if operand is not None:
+                self.lane.wait_for(*operand)
 
 
 @dataclass
@@ -59,7 +56,7 @@ class _Task:
 
     caller: Lane
     lanes: dict[Any, Lane]
-    ready: dict[Any, dict[int, _Event]] = field(default_factory=dict)
+    ready: dict[Any, dict[int, _Event | None]] = field(default_factory=dict)
     node: Any = None
     has_begun: bool = False
     sums: deque[_Sum] = field(default_factory=deque)
@@ -152,7 +149,8 @@ class NodeStreams:
         task.node, task.has_begun = node, True
         self._current = task.lanes[node]
         for event in task.ready.pop(node, {}).values():
-            event.hold_back(self._current)
+            if event is not None:
+                self._current.wait_for(*event)
 
     def _ran(self, task: _Task, node: Any, given: Sequence[Gradient], taken: Sequence[Gradient]) -> None:
         """The node has turned the gradients ``taken`` into ``given``."""
@@ -170,12 +168,13 @@ class NodeStreams:
         if grad is None or self._is_on_host(grad):
             return
         target, ready = task.lanes[to], task.ready.setdefault(to, {})
+        event = None
         if target is not stream:
             self._record(grad, target)
-        event = _Event.on(stream, target)
+            event = _Event.on(stream)
         if place in ready:
             task.sums.append(_Sum(target, (event, ready[place])))
-            event = _Event(target)
+            event = None
         ready[place] = event
 
     def _sum_up(self, task: _Task) -> None:
