@@ -20,6 +20,13 @@ Root = torch.Tensor | GradientEdge
 _CustomFunction = torch._C._FunctionBase
 
 
+class _OwningEdge(GradientEdge):
+    """Keeps the graph alive by a node that backwards do not pass: it is of the stream where the data was dropped, for
+    which the stream of the forward would wait."""
+
+    owner: Any
+
+
 def backward_root(output: Any) -> Any:
     """Where the backward of ``output`` starts, without its data: a GradientEdge, None where it needs no gradient, a
     list for a list; a GradientEdge is returned as it is. Gradients must be enabled."""
@@ -30,10 +37,15 @@ def backward_root(output: Any) -> Any:
     if not output.requires_grad:
         return None
     node: Any = output.grad_fn
-    if node is None or isinstance(node, _CustomFunction):
-        # Of a leaf and of a custom Function, the Python object does not keep the graph alive; a view's node does.
-        return GradientEdge(output.view_as(output).grad_fn, 0)  # type: ignore[arg-type]
-    return GradientEdge(node, output.output_nr)
+    if node is not None and not isinstance(node, _CustomFunction):
+        return GradientEdge(node, output.output_nr)
+    # Of a leaf and of a custom Function, the Python object does not keep the graph alive; a view's node does.
+    view: Any = output.view_as(output).grad_fn
+    if node is None:
+        return GradientEdge(view, 0)
+    edge = _OwningEdge(node, output.output_nr)  # type: ignore[arg-type]
+    edge.owner = view
+    return edge
 
 
 def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool = False) -> None:

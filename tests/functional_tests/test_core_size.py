@@ -14,6 +14,7 @@ import pytest
 from tests.functional_tests.megatron_support import needs_megatron
 from tests.harness.processes import run_processes
 
+pytestmark = pytest.mark.callers_thread
 OWN_LINES = 11_400
 INSTALLED_LINES = 12_600
 

@@ -7,13 +7,17 @@ Processes that a drawn test starts do the same.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 NAME = "MEGATRON_PP_TEST_AUTOGRAD_THREAD"
+_MODULE = "megatron_pp.testing.autograd_thread"
 _EVERY = 3  # one test in so many is drawn
 _SITE = str(Path(__file__).parent / "site")  # whose sitecustomize.py every interpreter loads
 
@@ -47,14 +51,16 @@ def backwards(in_thread: bool) -> Iterator[None]:
 
 def follow(environment: Mapping[str, str] = os.environ) -> None:
     """This process does from now on what ``environment`` says, whatever the one that it was forked from did."""
+    wanted = environment.get(NAME) == "all"
+    if not wanted and _MODULE not in sys.modules:
+        return
     from torch.autograd.variable import Variable
 
-    from megatron_pp.testing.autograd_thread import AutogradThreads
-
-    engine = Variable._execution_engine
-    if isinstance(engine, AutogradThreads):
+    kind: Any = importlib.import_module(_MODULE).AutogradThreads
+    engine: Any = Variable._execution_engine
+    if isinstance(engine, kind):
         engine = engine.engine
-    Variable._execution_engine = AutogradThreads(engine) if environment.get(NAME) == "all" else engine
+    Variable._execution_engine = kind(engine) if wanted else engine
 
 
 def for_processes() -> dict[str, str]:

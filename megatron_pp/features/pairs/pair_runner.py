@@ -10,9 +10,10 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from megatron_pp.comm.events import EventPool
 from megatron_pp.errors import ScheduleInputError
@@ -108,8 +109,8 @@ class HalfCall:
 
     chunk, microbatch  which it is; ``chunk`` counts this rank's model chunks
     model              the model chunk, wrapped as it was given
-    stream             the CUDA stream on which the function ran the forward: it sets it at a forward, and finds it at
-                       the backward of that forward, which autograd runs there; None where it was not set"""
+    stream             the CUDA stream of the forward: the current one when it is called, unless the function has set
+                       it before; found at the backward of that forward, which autograd runs there"""
 
     chunk: int
     microbatch: int
@@ -125,6 +126,8 @@ class HalfCall:
                 "called once"
             )
         self.called = True
+        if self.stream is None and torch.cuda.is_initialized():
+            self.stream = torch.cuda.current_stream()
         self.run()
 
 
@@ -147,7 +150,7 @@ def on_two_streams(forward_call: HalfCall, backward_call: HalfCall) -> None:
         in_turn(forward_call, backward_call)
         return
     current = torch.cuda.current_stream()
-    side, events = _side_stream(current.device)
+    side, events, _ = _streams(current.device)
     of_backward, forward_call.stream = (side, current) if backward_call.stream == side else (current, side)
     events.order(current, side)
     with torch.cuda.stream(forward_call.stream):
@@ -161,14 +164,34 @@ PAIR_FUNCTIONS: dict[str, OverlappedForwardBackward] = {"in_turn": in_turn, "on_
 """By the name that a flag or a file has for them."""
 
 
-_SIDE_STREAMS = threading.local()  # a thread has its own, by device, as it has a current stream of its own
+class _Streams(NamedTuple):
+    side: torch.cuda.Stream
+    events: EventPool
+    of_leaves: torch.cuda.Stream
 
 
-def _side_stream(device: torch.device) -> tuple[torch.cuda.Stream, EventPool]:
-    streams: dict[str, tuple[torch.cuda.Stream, EventPool]] = vars(_SIDE_STREAMS)
+_STREAMS = threading.local()  # a thread has its own, by device, as it has a current stream of its own
+
+
+def _streams(device: torch.device) -> _Streams:
+    streams: dict[str, _Streams] = vars(_STREAMS)
     if str(device) not in streams:
-        streams[str(device)] = torch.cuda.Stream(device), EventPool()
+        streams[str(device)] = _Streams(torch.cuda.Stream(device), EventPool(), torch.cuda.Stream(device))
     return streams[str(device)]
+
+
+def _leaves_on_their_own_stream(models: Sequence[Any]) -> list[Any]:
+    """The nodes that add gradients to ``models``' parameters, for the caller to keep. autograd runs such a node on the
+    stream where it was made (pytorch#137483): on that of a forward, backwards of the other stream would wait for it."""
+    if not torch.cuda.is_initialized():
+        return []
+    with torch.cuda.stream(_streams(torch.cuda.current_stream().device).of_leaves):
+        return [
+            get_gradient_edge(parameter).node
+            for model in models
+            for parameter in model.parameters()
+            if parameter.requires_grad
+        ]
 
 
 def _run(handlers: Mapping[str, Callable[[Task], None]], half: Sequence[Task]) -> None:
@@ -189,6 +212,7 @@ class PairRunner:
     def attach(self, engine: PlanExecutor, handlers: dict[str, Handler]) -> None:
         """Both halves of a pair run as one."""
         self.engine: PlanExecutor = weakref.proxy(engine)
+        self.leaves = [] if self.function is None else _leaves_on_their_own_stream(self.models)
         for op in ins.BACKWARD_OPS:
             handlers[op] = partial(self._alone, handlers[op])
         self.unobserved = self._noting_sends(handlers)
@@ -215,7 +239,7 @@ class PairRunner:
         if current is None or stream == current:
             handler(at)
             return
-        events = _side_stream(current.device)[1]
+        events = _streams(current.device).events
         events.order(current, stream)
         with torch.cuda.stream(stream):
             handler(at)
