@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from megatron_pp.parity.parameters import Place
+
 
 def install(uneven_masks: bool) -> None:
     """Let Megatron's training loop read from `batches`."""
@@ -16,14 +18,13 @@ def install(uneven_masks: bool) -> None:
     utils.compile_helpers = lambda: None  # of the data sets that are replaced
 
     def iterators(provider: Any) -> tuple[Any, None, None]:
-        from megatron.core import parallel_state
         from megatron.core.rerun_state_machine import RerunDataIterator
         from megatron.training import get_args
 
         args = get_args()
         args.do_train, args.do_valid, args.do_test = True, False, False
-        rank, size = (getattr(parallel_state, f"get_data_parallel_{what}")() for what in ("rank", "world_size"))
-        return RerunDataIterator(batches(args, rank, size, uneven_masks)), None, None
+        place = Place.here()
+        return RerunDataIterator(batches(args, place.rank["DP"], place.size["DP"], uneven_masks)), None, None
 
     training.build_train_valid_test_data_iterators = iterators
 

@@ -16,7 +16,7 @@ from megatron_pp.parity.flags import Flags
 from megatron_pp.parity.layout import Layout, fewest_processes
 from megatron_pp.parity.processes import RunError
 from megatron_pp.parity.runs import MEGATRON, OURS, Program, Runs, has_training_loop, prepare
-from megatron_pp.parity.shrink import for_parity
+from megatron_pp.parity.shrink import PRECISION, for_parity
 
 ENGINES = {"both": (MEGATRON, OURS), "megatron": (MEGATRON,), "ours": (OURS,)}
 
@@ -60,6 +60,7 @@ def answer(options: Options, load: Any, plugin: Callable[[], None], say: Callabl
             answers.append(Answer(_script(options), asked, changed, compared, notes=list(runs.notes)))
         result = max(answers, key=lambda one: ORDER.index(one.verdict))
         result.checkpoints = {one.layout.checkpoint: one.verdict for one in answers if one.layout.checkpoint}
+        result.notes += [f"{name}: compared in float32" for name in layout.flags.having(PRECISION)]
         if 0 < gpus < layout.world:
             result.notes.append(f"{gpus} GPUs for {layout.world} processes: all ran on the CPU")
         result.engine = next((one for one in engines if result.compared[one].verdict == DIFFERENT), engines[0])

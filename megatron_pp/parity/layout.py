@@ -104,7 +104,7 @@ class Layout:
         if part == "TP":
             flags = _same_vocabulary(flags, self.size("TP"))
         dp = 1 if part == "DP" else self.size("DP")
-        return _resized(replace(self, flags=flags), dp)
+        return replace(self, flags=flags).resized(dp)
 
     def halved(self, part: str) -> Layout | None:
         """The same with half of the ranks of this part, where it has more than two."""
@@ -112,11 +112,17 @@ class Layout:
         if size < 4 or size % 2 or (part == "PP" and (LAYOUT in self.flags or STAGE_LAYERS in self.flags)):
             return None
         if part == "DP":
-            return _resized(self, size // 2)
+            return self.resized(size // 2)
         flags = self.flags.set(_SIZES[part], size // 2)
         if part == "TP":
             flags = _same_vocabulary(flags, 2)
-        return _resized(replace(self, flags=flags), self.size("DP"))
+        return replace(self, flags=flags).resized(self.size("DP"))
+
+    def resized(self, dp: int) -> Layout:
+        """With the fewest processes that have ``dp`` data-parallel ranks, more where experts need them."""
+        dense = self.size("TP") * self.size("PP") * self.size("CP") * dp
+        experts = self.size("EP") * self.size("ETP") * self.size("PP") if "--num-experts" in self.flags else 1
+        return replace(self, world=math.lcm(dense, experts))
 
     def alone(self) -> Layout:
         """One process that computes the same; it saves a checkpoint where this layout has one."""
@@ -147,25 +153,14 @@ def stages_of(text: str) -> list[str]:
 
 def fewest_processes(flags: Flags) -> int:
     """What the layout needs: two data-parallel ranks where a flag is about them."""
-    sizes = Layout(flags, 1)
-    dense = sizes.size("TP") * sizes.size("PP") * sizes.size("CP")
-    experts = sizes.size("EP") * sizes.size("ETP") * sizes.size("PP") if "--num-experts" in flags else 1
-    world = math.lcm(dense, experts)
+    whole = Layout(flags, 1).resized(1)
     shared = flags.having((*_OF_OPTIMIZERS, *_OVERLAPPED))
-    return world * 2 if shared and world == dense else world
+    return whole.world * 2 if shared and whole.size("DP") == 1 else whole.world
 
 
 def _same_vocabulary(flags: Flags, factor: int) -> Flags:
     """Megatron pads the vocabulary to a multiple of this flag times the tensor-parallel ranks."""
     return flags.set(VOCABULARY, flags.number(VOCABULARY, 128) * factor) if VOCABULARY in flags else flags
-
-
-def _resized(layout: Layout, dp: int) -> Layout:
-    """With the fewest processes that have ``dp`` data-parallel ranks, more where experts need them."""
-    alone = Layout(layout.flags, 1)
-    dense = alone.size("TP") * alone.size("PP") * alone.size("CP") * dp
-    experts = alone.size("EP") * alone.size("ETP") * alone.size("PP") if "--num-experts" in layout.flags else 1
-    return replace(layout, world=math.lcm(dense, experts))
 
 
 def _chunks(flags: Flags) -> int:

@@ -34,7 +34,7 @@ NEEDS_GPU = (
     *("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "--use-nccl-ub", "--moe-enable-deepep"),
     *("--moe-use-legacy-grouped-gemm", "--apply-layernorm-1p", "--distributed-timeout-minutes", "--nccl-ub"),
 )
-_PRECISION = ("--bf16", "--fp16", "--main-grads-dtype", "--main-params-dtype", "--grad-reduce-in-bf16")
+PRECISION = ("--bf16", "--fp16", "--main-grads-dtype", "--main-params-dtype", "--grad-reduce-in-bf16")
 ON_CPU = {
     "--transformer-impl": "local",
     "--distributed-backend": "gloo",
@@ -55,7 +55,7 @@ def for_parity(layout: Layout, steps: int, shrunk: bool, gpu: bool, own_loop: bo
     ``own_loop``: the script has a parser of its own, which may know no other flags than those that are given, and data
     of its own.
     """
-    flags = layout.flags.without(*_DROPPED, *_PRECISION)
+    flags = layout.flags.without(*_DROPPED, *PRECISION)
     flags = flags.without(*([] if gpu else NEEDS_GPU), *([] if layout.checkpoint else _OF_CHECKPOINTS))
     if flags.text("--moe-token-dispatcher-type") == "flex":
         flags = flags.set("--moe-token-dispatcher-type", "alltoall")

@@ -53,9 +53,10 @@ def test_a_pipeline_with_chunks_is_right_under_both_schedules() -> None:
 
 
 def test_tensor_parallelism_and_sharded_optimizers_are_right_within_rounding() -> None:
-    flags = f"{FLAGS} --tensor-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce"
+    flags = f"{FLAGS} --tensor-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce --bf16"
     code, said = parity(str(SCRIPTS / "pretrain_gpt_megatron.py"), *flags.split(), options="--engine ours")
     assert (code, said["verdict"], said["parameters"]) == (0, "rounding", {})
+    assert said["notes"] == ["--bf16: compared in float32"]
 
 
 def test_a_loop_of_its_own_has_no_checkpoints_that_parity_knows() -> None:
