@@ -11,6 +11,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -143,11 +144,14 @@ class Replica:
     """One rank of ``REPLICAS`` pipelines of ``size`` ranks, whose replicas reduce on groups of their own.
 
     ``distributed``: with a distributed optimizer. Each chunk's gradients are reduced and scattered beside the pipeline,
-    on another stream, as soon as they are complete; each replica updates its shard; parameters are gathered."""
+    on another stream, as soon as they are complete; each replica updates its shard; parameters are gathered.
+    ``outside``: the program reduces after the step, and nothing watches what follows the step."""
 
-    def __init__(self, network: TracedNetwork, rank: int, size: int, chunks: int, distributed: bool) -> None:
+    def __init__(
+        self, network: TracedNetwork, rank: int, size: int, chunks: int, distributed: bool, outside: bool
+    ) -> None:
         everyone = range(REPLICAS * size)
-        self.network, self.rank, self.distributed = network, rank, distributed
+        self.network, self.rank, self.distributed, self.outside = network, rank, distributed, outside
         pipelines = [dist.new_group(list(everyone[at : at + size])) for at in everyone[::size]]
         replicas = [dist.new_group(list(everyone[at::size])) for at in range(size)]
         self.pipeline, self.replicas = pipelines[rank // size], replicas[rank % size]
@@ -158,7 +162,7 @@ class Replica:
             p2p_timeout=600.0,
             virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
             pipeline_schedule="interleaved_1f1b" if chunks > 1 else "1f1b",
-            finalize_model_grads_func=self._finalize,
+            finalize_model_grads_func=None if outside else self._finalize,
             grad_sync_func=self._reduce_beside if distributed else None,
         )
         self.communicator = P2PCommunicator(self.pipeline, self.config)
@@ -178,8 +182,11 @@ class Replica:
             chunk.inner.counts = {FORWARD: 0, BACKWARD: 0}
         for parameter in (*self.parameters, *self.shards):
             parameter.grad = None
-        with watched(self.communicator, self.config, "the iteration"):
+        self.before = self.values()
+        with nullcontext() if self.outside else watched(self.communicator, self.config, "the iteration"):
             toy_step(self.chunks, ToyData(self.microbatches), self.communicator)
+            if self.outside:
+                self._finalize()
             self._strike(BEFORE_THE_OPTIMIZER)
             assert all(updated.grad is not None for updated in self.optimizer.param_groups[0]["params"])
             self.optimizer.step()
@@ -220,7 +227,7 @@ class Replica:
                 self.replicas._reduce_scatter_base(mine, parameter.grad.reshape(-1))
                 self._strike(REDUCTION)
 
-    def _finalize(self, chunks: Any, tokens: Any) -> None:
+    def _finalize(self, *chunks_and_tokens: Any) -> None:
         self._strike(PAST_THE_PLAN)
         if self.distributed:
             # As in Megatron, hooks of the last backward have it for the first rank, and not grad_sync_func.
@@ -247,7 +254,8 @@ class Replica:
 @dataclass
 class Job:
     """``REPLICAS`` pipelines of ``size`` ranks with ``chunks`` chunks each: a step in which nothing happens, then up to
-    ``steps`` more with ``fault``. ``raised``, ``seconds``: of each rank, what it raised and how long after the fault.
+    ``steps`` more with ``fault``, then ``after``. ``raised``, ``seconds``: of each rank, what it raised and how long
+    after the fault. Other fields are those of ``Replica``.
     """
 
     size: int
@@ -255,6 +263,8 @@ class Job:
     distributed: bool
     fault: Fault
     steps: int = 3
+    outside: bool = False
+    after: Callable[[Replica], None] = lambda one: None
     raised: dict[int, Exception] = field(default_factory=dict)
     seconds: dict[int, float] = field(default_factory=dict)
 
@@ -269,11 +279,10 @@ class Job:
     def _rank_main(self, rank: int) -> None:
         network = self.network
         with network.running(rank), process_group(network, rank, self.store):
-            one = Replica(network, rank, self.size, self.chunks, self.distributed)
-            start = one.values()
+            one = Replica(network, rank, self.size, self.chunks, self.distributed, self.outside)
             one.step()  # bytes are looked at
             assert all(value.isfinite().all() for value in one.values())
-            assert not any(map(torch.equal, start, one.values()))
+            assert not any(map(torch.equal, one.before, one.values()))
             torch.cuda.synchronize()
             self._prepare(one)
             self.together.wait(30.0)
@@ -287,6 +296,7 @@ class Job:
             self.together.wait(30.0)
             network.held = lambda work: False
             network.progress()
+            self.after(one)
             close_guard(one.communicator)
             one.communicator.transport.close()
 
@@ -299,8 +309,8 @@ class Job:
             read = guard._heartbeat.store.read_failure
             guard._heartbeat.store.read_failure = lambda: read() if not fault.at or fault.seen.wait(30.0) else None
         elif one.rank == fault.rank and fault.stuck:
-            of_replicas = one.replicas.backend._id
+            of_replicas = {name for name, _ in one.replicas.backend._communicators.values()}
             known = set(self.network._past)
             self.network.held = lambda work: (
-                work.rank == fault.rank and work.queue[0] != of_replicas and work not in known
+                work.rank == fault.rank and work.queue[0] not in of_replicas and work not in known
             )

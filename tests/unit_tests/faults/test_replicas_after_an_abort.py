@@ -6,9 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
-from megatron_pp.errors import PipelinePeerError
+from megatron_pp.errors import CommunicatorClosedError, PipelinePeerError
 from megatron_pp.faults import watchdog
+from megatron_pp.faults.attach import close_guard
 from megatron_pp.faults.guard import FaultGuard
 from megatron_pp.faults.heartbeat import Pace
 from megatron_pp.testing.streams import virtual_cuda
@@ -23,6 +25,7 @@ from tests.harness.replicas import (
     Fault,
     InjectedError,
     Job,
+    Replica,
 )
 from tests.harness.virtual_groups import virtual_distributed
 
@@ -51,6 +54,21 @@ def check(size: int, chunks: int, distributed: bool, fault: Fault) -> None:
 
 def test_a_rank_fails_in_the_steady_state() -> None:
     check(2, 1, False, Fault(1, STEADY, True, BLIND))
+
+
+def test_a_program_that_reduces_after_the_step_has_no_update_and_makes_its_groups_anew() -> None:
+    """Rank 0 is past the step and reduces with rank 2, whose own pipeline is in order."""
+
+    def after(one: Replica) -> None:
+        assert all(map(torch.equal, one.before, one.values()))
+        with pytest.raises(CommunicatorClosedError):
+            one.optimizer.step()
+        close_guard(one.communicator)
+        one.optimizer.step()
+
+    job = Job(2, 1, False, Fault(1, STEADY, False, BLIND), outside=True, after=after)
+    job.run()
+    assert [type(job.raised[rank]) for rank in range(4)] == [PipelinePeerError, InjectedError, *[PipelinePeerError] * 2]
 
 
 # The optimizer waits for the device, so whoever is past it is not stuck.
