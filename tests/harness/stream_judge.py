@@ -51,6 +51,7 @@ class Judge:
         self.host_of: dict[int, int] = {}  # by rank
         self.events: dict[int, int] = {}  # by event: the node that ends it
         self.begun: dict[int, int] = {}  # by event of a post: the node that begins it
+        self.read: dict[int, int] = {}  # by event of a post that is alone: the node by which a send has read its bytes
         self.missing: dict[int, int] = {}  # by event of a post: matches to come
         self.ranges: defaultdict[int, list[str]] = defaultdict(list)  # by rank
         self.live: dict[Place, tuple[int, int]] = {}  # end of the memory, stream that it was allocated for
@@ -106,7 +107,8 @@ class Judge:
     def _where(self, rank: int) -> str:
         return f" in {self.ranges[rank][-1]}" if self.ranges[rank] else ""
 
-    def _use(self, record: Record, first: int, last: int) -> None:
+    def _use(self, record: Record, first: int, read: int, last: int) -> None:
+        """``first``, ``last``: the nodes between which it is; by ``read`` it has read what it reads."""
         rank = self.rank_of[record["stream"]]
         words = f"{record['what']}{self._where(rank)} ({self.name_of[record['stream']]})"
         for writes, places in enumerate((record["reads"], record["writes"])):
@@ -116,7 +118,8 @@ class Judge:
                 if at < 0 or start + size > self.live[place][0]:
                     self.faults.append(f"rank {rank}: {words} uses {size} bytes at {start}, which it does not have")
                 else:
-                    self.uses[place].append(Access(start, start + size, bool(writes), first, last, words))
+                    over = last if writes else read
+                    self.uses[place].append(Access(start, start + size, bool(writes), first, over, words))
 
     def _compare(self, rank: int, uses: list[Access], reached: list[int]) -> None:
         """``uses`` are those of one place, in the order of issue."""
@@ -181,7 +184,7 @@ class Judge:
 
     def _launch(self, record: Record) -> None:
         node = self._issue(record["stream"])
-        self._use(record, node, node)
+        self._use(record, node, node, node)
 
     def _record(self, record: Record) -> None:
         self.events[record["event"]] = self._issue(record["stream"])
@@ -194,15 +197,19 @@ class Judge:
     def _post(self, record: Record) -> None:
         event = record["event"]
         self.begun[event] = self._issue(record["stream"], self.last.get(record["after"]))
-        self.events[event] = self._issue(record["stream"])
+        if record["ends"] == 1:
+            self.read[event] = self._node(self.begun[event])
+        self.events[event] = over = self._issue(record["stream"], self.read.get(event))
         self.missing[event] = record["ends"]
-        self._use(record, self.begun[event], self.events[event])
+        self._use(record, self.begun[event], self.read.get(event, over), over)
 
     def _match(self, record: Record) -> None:
-        both = record["send"], record["receive"]
-        for event in both:
-            self.before[self.events[event]] += [self.begun[other] for other in both]
+        send, receive = record["send"], record["receive"]
+        for event in (send, receive):
             self.missing[event] -= 1
+        if not record["buffered"]:
+            self.before[self.read.get(send, self.events[send])].append(self.begun[receive])
+        self.before[self.events[receive]].append(self.read.get(send, self.begun[send]))
 
 
 def faults_in(path: Path) -> list[str]:

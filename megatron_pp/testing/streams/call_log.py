@@ -18,7 +18,8 @@ it. Nothing else is in order but for events. ``do`` says what a line is:
 ``post``      sends or receives that are one operation: it runs on ``stream``, after what is on stream ``after`` so far.
               ``event`` is over when it is; ``ends``: how many sends and receives; ``what``, ``reads``, ``writes``
 ``match``     a send of the post with event ``send`` meets a receive of that with event ``receive``. ``source``,
-              ``target``: ranks; ``bytes``. Each of the two posts is over when both have begun and all their matches are
+              ``target``: ranks; ``bytes``. A post is over when it has begun and the posts that its ends meet; with
+              ``buffered`` the send does not wait for the receive
 """
 
 from __future__ import annotations
@@ -108,8 +109,11 @@ class CallLog:
         self._open[rank] |= {"do": "post", "after": after, "event": event, "ends": ends}
         return event
 
-    def match(self, send: int, receive: int, source: int, target: int, nbytes: int) -> None:
-        self._add(do="match", send=send, receive=receive, source=source, target=target, bytes=nbytes)
+    def match(self, send: int, receive: int, ranks: tuple[int, int], nbytes: int, buffered: bool) -> None:
+        """``ranks``: source and target."""
+        source, target = ranks
+        ends = {"send": send, "receive": receive, "source": source, "target": target}
+        self._add(do="match", **ends, bytes=nbytes, buffered=buffered)
 
     def _add(self, **record: Any) -> None:
         if self.keeps:

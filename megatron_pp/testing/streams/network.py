@@ -256,16 +256,17 @@ class StreamNetwork(WindowNetwork):
     def meet(self, send: End, receive: End) -> None:
         first: Any = send.work
         second: Any = receive.work
+        is_buffered = isinstance(send, Buffered)
         join(second.end, first.end)
         second.partners.append(first)
-        if not isinstance(send, Buffered):
+        if not is_buffered:
             join(first.end, second.end)
             first.partners.append(second)
         size = self.windows[send].nbytes
-        self.log.match(first.event, second.event, send.direction[0], send.direction[1], size)
+        self.log.match(first.event, second.event, send.direction[:2], size, is_buffered)
         with unrecorded():
             self.deliver(send, receive)
-        if not isinstance(send, Buffered):
+        if not is_buffered:
             self.complete_end(send)
         self.complete_end(receive)
 

@@ -201,7 +201,10 @@ class _Graph:
         node = self._node(*(self.begun[event] for event in ends))
         self.moved[node] = record["source"], record["target"], record["bytes"]
         for event in ends:
-            self.after[node].append(self.events[event])  # counted when it was posted
+            if record["buffered"] and event == record["send"]:
+                self.before[self.events[event]] -= 1
+            else:
+                self.after[node].append(self.events[event])  # counted when it was posted
 
 
 def _start(one: Operation | Moved) -> float:

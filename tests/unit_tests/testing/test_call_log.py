@@ -66,7 +66,7 @@ def test_a_launch_has_the_bytes_that_it_uses_and_a_transfer_its_match() -> None:
     (send,) = (r for r in records if r["do"] == "post" and r["stream"] in on_rank_0)
     (match,) = (r for r in records if r["do"] == "match")
     assert (send["reads"], send["writes"], send["ends"]) == ([[into, 12]], [], 1)
-    assert match.items() >= {"send": send["event"], "source": 0, "target": 1, "bytes": 12}.items()
+    assert match.items() >= {"send": send["event"], "source": 0, "target": 1, "bytes": 12, "buffered": False}.items()
 
 
 def test_what_waits_names_the_event() -> None:

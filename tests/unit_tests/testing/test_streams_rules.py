@@ -16,7 +16,7 @@ from megatron_pp.comm.p2p_communicator import P2PCommunicator
 from megatron_pp.comm.transport import ACT
 from megatron_pp.plan.ir.spec import DEVICE_SYNC, ONE_QUEUE, PlanSpec
 from megatron_pp.runtime.executor import PlanExecutor
-from megatron_pp.testing.streams import DeviceRules, StreamNetwork, StreamReport, virtual_cuda
+from megatron_pp.testing.streams import CallLog, DeviceRules, StreamNetwork, StreamReport, virtual_cuda
 from megatron_pp.testing.threads import run_ranks
 from megatron_pp.testing.toy import ToyData, toy_config
 from tests.harness.device_mutants import (
@@ -27,6 +27,7 @@ from tests.harness.device_mutants import (
     WarmsNothingUp,
 )
 from tests.harness.nccl_runs import step_on_nccl
+from tests.harness.stream_judge import Judge
 from tests.harness.stream_runs import plan_on_streams
 from tests.harness.virtual_groups import process_group, virtual_distributed
 from tests.unit_tests.testing.test_streams_mutants import SPECS
@@ -168,7 +169,7 @@ def test_who_has_waited_for_a_small_send_knows_nothing_of_the_receiver(rules: De
     """Rank 1 posts the second receive after the first has arrived; rank 0 waits for the second send alone."""
     found = set()
     for seed in range(4):
-        network = StreamNetwork(2, rules=rules, seed=seed)
+        network = StreamNetwork(2, rules=rules, seed=seed, log=CallLog())
 
         def run(rank: int, network: StreamNetwork = network) -> None:
             with network.running(rank):
@@ -185,6 +186,7 @@ def test_who_has_waited_for_a_small_send_knows_nothing_of_the_receiver(rules: De
         with virtual_cuda():
             report = StreamReport.of(network, run_ranks(2, run, network.abort))
         found |= {race.kind for race in report.races}
+        assert bool(Judge().judge(network.log.records)) == bool(report.races), "the judge says so too"
     assert found == ({"read/write"} if rules is EAGER else set())
 
 
