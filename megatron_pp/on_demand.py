@@ -53,6 +53,13 @@ MODULES = {
     "output_layer": "megatron_pp.features.output_layer.output_runner",
     "output_layer_lowering": "megatron_pp.features.output_layer.output_lowering",
     "pairs": "megatron_pp.features.pairs.pair_runner",
+    "fsdp_instructions": "megatron_pp.features.fsdp.fsdp_instructions",
+    "fsdp_lowering": "megatron_pp.features.fsdp.fsdp_lowering",
+    "fsdp_by_cost": "megatron_pp.features.fsdp.by_cost",
+    "fsdp_replicas": "megatron_pp.features.fsdp.replicas",
+    "shard_lifetime": "megatron_pp.features.fsdp.shard_lifetime",
+    "shard_memory": "megatron_pp.features.fsdp.shard_memory",
+    "fsdp": "megatron_pp.features.fsdp.fsdp_runner",
     # Steps of Megatron-core's.
     "megatron_losses": "megatron_pp.integrations.megatron_losses",
     "combined": "megatron_pp.integrations.combined",

@@ -17,7 +17,19 @@ from megatron_pp.tracing.run import load_run
 _GB = 1e9
 _TIMES = ("forward_ms", "backward_ms", "weight_ms")
 COPIES = ("offload_ms", "offload_bandwidth")
-COSTS = (*_TIMES, "output_ms", *COPIES, "attention_share", "p2p_ms", "bandwidth", "activation_mb", "gloo", "link")
+COLLECTIVES = ("unshard_ms", "reduce_grad_ms")
+COSTS = (
+    *_TIMES,
+    "output_ms",
+    *COPIES,
+    *COLLECTIVES,
+    "attention_share",
+    "p2p_ms",
+    "bandwidth",
+    "activation_mb",
+    "gloo",
+    "link",
+)
 MODEL = tuple(field.name for field in dataclasses.fields(ModelShape) if field.name != "element_bytes")
 _NEEDED = ("num_layers", "hidden_size", "seq_length")
 RUN = ("run_name", "rank", "step")
@@ -45,6 +57,10 @@ def add_cost_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--offload-ms", type=times, metavar="MS", help=f"{copies}; default 0")
     by_size = "of a copy to host memory, and of one back, for the model's activations; default infinite"
     group.add_argument("--offload-bandwidth", type=number, metavar="GB/S", help=by_size)
+    unshard = "all-gather of the parameters over data-parallel replicas; default 0"
+    group.add_argument("--unshard-ms", type=times, metavar="MS", help=unshard)
+    reduction = "reduce-scatter of the gradients; default that of an unshard"
+    group.add_argument("--reduce-grad-ms", type=times, metavar="MS", help=reduction)
     group.add_argument("--p2p-ms", type=number, metavar="MS", help="latency of a transfer; default 0")
     group.add_argument("--bandwidth", type=number, metavar="GB/S", help="of each directed link; default infinite")
     group.add_argument("--activation-mb", type=number, metavar="MB", help="size of one message; default the model's")
@@ -103,7 +119,7 @@ def link(text: str) -> tuple[tuple[int, int], Link]:
 
 def cost_unit(args: argparse.Namespace) -> str:
     """What times are in: milliseconds, or slots where no cost was given."""
-    times_given = given(args, (*_TIMES, "output_ms", *COPIES, "p2p_ms", "bandwidth", "link"))
+    times_given = given(args, (*_TIMES, "output_ms", *COPIES, *COLLECTIVES, "p2p_ms", "bandwidth", "link"))
     return MILLISECONDS if any(times_given.values()) else SLOTS
 
 
@@ -121,7 +137,16 @@ def cost_profile(
         costs = costs.regrouped(len(copies))
     output, attention = (args.output_ms or 0.0,) * 3, args.attention_share or 0.0
     copied = regrouped(copies, costs.num_stages)
-    return replace(costs, attention=attention, output_layer=output, offload=copied)
+    unshard = _collective_along(args.unshard_ms, costs.num_stages, pipeline_size)
+    reduced = _collective_along(args.reduce_grad_ms or args.unshard_ms, costs.num_stages, pipeline_size)
+    costs = replace(costs, attention=attention, output_layer=output, offload=copied)
+    return replace(costs, unshard=unshard, reduce_grad=reduced)
+
+
+def _collective_along(given_times: tuple[float, ...] | None, num_stages: int, pipeline_size: int) -> tuple[float, ...]:
+    """Per stage. A single number is the time of one rank's share of the model, as that of compute."""
+    times_of = given_times or (0.0,)
+    return regrouped(times_of if len(times_of) > 1 else (pipeline_size * times_of[0],), num_stages)
 
 
 def _copies_along(args: argparse.Namespace, shape: ModelShape | None, pipeline_size: int) -> tuple[float, ...]:
@@ -192,10 +217,12 @@ def model_shape(args: argparse.Namespace) -> ModelShape | None:
     return ModelShape(**parts)
 
 
-def refuse_copies(args: argparse.Namespace, schedule: str, offloads: bool) -> None:
-    """Raises UsageError where the time of copies is given, and the schedule makes none."""
+def refuse_copies(args: argparse.Namespace, schedule: str, offloads: bool, shards: bool = False) -> None:
+    """Raises UsageError where the time of copies or collectives is given, and the schedule makes none."""
     if not offloads:
         refuse(args, COPIES, f"is of copies to host memory; {schedule} has none here")
+    if not shards:
+        refuse(args, COLLECTIVES, "is of collectives of replicas; there are some with --fsdp-collectives")
 
 
 def costs_of(

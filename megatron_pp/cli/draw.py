@@ -114,7 +114,9 @@ def _timelines(args: argparse.Namespace) -> list[Timeline]:
     shape = cost_options.model_shape(args)
     plans = _plans(args)
     if len(plans) == 1:
-        cost_options.refuse_copies(args, plans[0].spec.schedule, plans[0].offloads)
+        cost_options.refuse_copies(
+            args, plans[0].spec.schedule, plans[0].offloads, bool(plans[0].spec.fsdp_collectives)
+        )
     steps = _simulated(args, plans, of_one_model=len(plans) > 1)
     return [simulated_timeline(step, cost_options.cost_unit(args), shape) for step in steps]
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megatron_pp.plan.simulate.device_memory import DeviceMemory
 
 OPTIONS = ("max_ctas", "context_mb")
-_COLUMNS = ("parameters", "activations", "outputs", "messages", "kept back", "communicators", "context")
+_COLUMNS = ("parameters", "activations", "outputs", "messages", "kept back", "whole stages", "communicators", "context")
 
 
 def add_outside_options(parser: argparse._ActionsContainer) -> None:

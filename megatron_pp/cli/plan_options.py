@@ -24,6 +24,7 @@ from megatron_pp.plan.ir.spec import (
     DEVICE_RULES,
     DEVICE_SYNC,
     EXPLICIT,
+    FSDP_COLLECTIVES,
     HOOKS,
     ONE_WAY,
     OVERLAP,
@@ -42,7 +43,8 @@ from megatron_pp.planner.naive import NAIVE, NAIVE_FAMILY, naive_orders
 _DEFAULT_RANKS = 4
 NAMING = ("schedule", "pipeline_size", "num_chunks", "num_microbatches", "group_size", "slices", "offload_chunks")
 _LOWERING = ("policy", "channels", "forward_only", "variable_shapes", "release_after", "lookahead", "grad_sync")
-LOWERING = (*_LOWERING, "param_sync", "device", "offload_slots", "skip_tensors", "skip_cache")
+_FSDP = ("fsdp_collectives", "fsdp_max_active_stages")
+LOWERING = (*_LOWERING, "param_sync", "device", "offload_slots", "skip_tensors", "skip_cache", *_FSDP)
 PLAN_OPTIONS = (*NAMING, *LOWERING, "source")
 # What ranks keep of named tensors.
 _CACHE_WORDS = {
@@ -69,6 +71,9 @@ def add_plan_options(parser: argparse.ArgumentParser, several: bool = False) -> 
     group.add_argument("--sequence-slices", dest="slices", type=count, metavar="N", help=help_of("sequence_slices"))
     group.add_argument("--offload-chunks", type=whole, metavar="N", help=help_of("offload_chunks"))
     group.add_argument("--offload-slots", type=count, metavar="N", help=help_of("offload_slots"))
+    collectives = help_of("fsdp_collectives")
+    group.add_argument("--fsdp-collectives", choices=FSDP_COLLECTIVES, help=collectives)
+    group.add_argument("--fsdp-max-active-stages", type=count, metavar="N", help=help_of("fsdp_max_active_stages"))
     group.add_argument("--policy", choices=POLICIES, help=f"how transfers go out; default {PlanSpec.policy}")
     group.add_argument("--channels", choices=CHANNELS, help=help_of("p2p_channels"))
     group.add_argument("--forward-only", action="store_true", help="evaluation: forwards alone")
@@ -258,6 +263,10 @@ def _check_lowering(args: argparse.Namespace, families: Sequence[Family]) -> Non
         refuse(args, ["offload_chunks"], "does not go with --forward-only, which keeps nothing for a backward")
     if not args.offload_chunks and not any(map(_offloads, families)):
         refuse(args, ["offload_slots"], f"is for schedules that offload; {families[0].name} does with --offload-chunks")
+    if args.fsdp_collectives is None:
+        refuse(args, ["fsdp_max_active_stages"], "limits the stages of --fsdp-collectives, and there are none")
+    elif NAIVE_FAMILY in families:
+        refuse(args, ["fsdp_collectives"], f"is for other schedules than {NAIVE}")
     if args.policy not in (None, OVERLAP):
         refuse(args, ["release_after", "lookahead"], f"is for --policy overlap, not {args.policy}")
     if args.channels not in (None, ONE_WAY):

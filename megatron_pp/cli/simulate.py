@@ -14,7 +14,7 @@ from megatron_pp.cli.terminal import print_json, print_line, print_table
 from megatron_pp.draw.facts import percent, short, size_label
 from megatron_pp.plan.builder import offloaded_chunks
 from megatron_pp.plan.costs.activations import WEIGHT_SHARE, Shares
-from megatron_pp.plan.ir.instruction import COPIES_FROM_HOST, COPIES_TO_HOST, WEIGHT_GRAD
+from megatron_pp.plan.ir.instruction import COPIES_FROM_HOST, COPIES_TO_HOST, GATHERS, SCATTERS, WEIGHT_GRAD
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.plan.simulate.device_memory import device_memory
 from megatron_pp.plan.simulate.memory import ModelShape, RankMemory, rank_memory
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         plan = plan_options.verified_single_plan(
             args, lambda spec: fitted(spec, *cost_options.costs_of(args, spec, traced, shape))
         )
-    cost_options.refuse_copies(args, plan.spec.schedule, plan.offloads)
+    cost_options.refuse_copies(args, plan.spec.schedule, plan.offloads, bool(plan.spec.fsdp_collectives))
     costs, network = cost_options.costs_of(args, plan.spec, traced, shape)
     result = simulate(plan, costs, network, args.device)
     steady = steady_step(plan, costs, network, args.device) if args.optimizer_bypass else None
@@ -193,12 +193,15 @@ def _facts(result: Simulation, steady: SteadyStep | None, peaks: dict[str, Any],
 
 
 def _copies(result: Simulation) -> list[dict[str, float]]:
-    """Of every rank: how long its copies to the host and back take, and how long it waits for them."""
+    """Of every rank: how long its copies to the host and back take, and how long it waits for them; how long the
+    all-gathers and reduce-scatters of its data-parallel replicas take."""
     return [
         {
             "offload": sum(copy.end - copy.start for copy in made if copy.instruction.op in COPIES_TO_HOST),
             "load": sum(copy.end - copy.start for copy in made if copy.instruction.op in COPIES_FROM_HOST),
             "waited": waits.copy,
+            "unshard": sum(copy.end - copy.start for copy in made if copy.instruction.op in GATHERS),
+            "reduce": sum(copy.end - copy.start for copy in made if copy.instruction.op in SCATTERS),
         }
         for made, waits in zip(result.copies, result.waits, strict=True)
     ]
@@ -214,7 +217,8 @@ def _compare(args: argparse.Namespace, console: Console) -> int:
     refuse(args, single, "is for a single plan, not for --compare, which shows no activations")
     names = plan_options.schedule_names(args.compare)
     specs, size = list(plan_options.listed_specs(args, names)), plan_options.pipeline_size(args, names)
-    cost_options.refuse_copies(args, names[0], any(map(offloaded_chunks, specs)))
+    shards = any(spec.fsdp_collectives for spec in specs)
+    cost_options.refuse_copies(args, names[0], any(map(offloaded_chunks, specs)), shards)
     shape = cost_options.model_shape(args)
     if args.memory_limit is not None and shape is None:
         raise UsageError(f"--memory-limit {_NEEDS_SHAPE}")

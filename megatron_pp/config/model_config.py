@@ -17,7 +17,7 @@ from megatron_pp.config.kinds import Kind, variable_of
 from megatron_pp.config.microbatch_counts import MicrobatchCount, explain_microbatch_count
 from megatron_pp.on_demand import load
 from megatron_pp.plan.ir.placement import PLACEMENTS
-from megatron_pp.plan.ir.spec import CACHES, CHANNELS
+from megatron_pp.plan.ir.spec import CACHES, CHANNELS, FSDP_COLLECTIVES
 from megatron_pp.plan.names import did_you_mean
 from megatron_pp.plan.orders.family import Family
 
@@ -157,6 +157,17 @@ class ModelParallelConfig:
     )
     offload_slots: int = setting(
         1, "compute operations for which a copy to host memory or back is placed in the schedule", kinds.count()
+    )
+    fsdp_collectives: str | None = setting(
+        None,
+        "where the schedule gathers parameters and reduces gradients of stages that fully_shard (FSDP2) shards: "
+        "per_step, per_run, zero2, zero3 (presets) or by_cost; None: FSDP2's own hooks do",
+        kinds.choice(FSDP_COLLECTIVES, checked=kinds.EVERY_STEP),
+    )
+    fsdp_max_active_stages: int | None = setting(
+        None,
+        "stages of a rank whose parameters may be whole at a time, with fsdp_collectives; None: all",
+        kinds.count(hint="None for all"),
     )
     skip_tensors: Any = setting(
         None,

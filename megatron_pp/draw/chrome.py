@@ -1,8 +1,8 @@
 """A timeline in Chrome's trace event format, which https://ui.perfetto.dev and chrome://tracing open.
 
 One process per rank, with a thread for compute, one for waits, four for transfers sent and received, joined by arrows,
-and two for copies to host memory and back where there are any; memory is a counter, in bytes or microbatches. Several
-steps of one run follow each other, with a thread for their names.
+and where there are any two for copies to host memory and back, and two for collectives of replicas; memory is a
+counter, in bytes or microbatches. Several steps of one run follow each other, with a thread for their names.
 """
 
 import json
@@ -11,12 +11,17 @@ from itertools import chain
 from typing import Any
 
 from megatron_pp.draw.palette import NAMES
-from megatron_pp.draw.timeline import Lane, Timeline
-from megatron_pp.plan.ir.instruction import BACKWARD, COPIES_FROM_HOST, COPIES_TO_HOST
+from megatron_pp.draw.timeline import COLLECTIVES, COPIES, Lane, Timeline
+from megatron_pp.plan.ir.instruction import BACKWARD
 
 _COMPUTE, _WAITS, _SENT_ACT, _SENT_GRAD, _GOT_ACT, _GOT_GRAD = range(6)
-_STEPS, _OFFLOADS, _LOADS = 6, 7, 8
-_COPIES = {_OFFLOADS: "copies to host memory", _LOADS: "copies back"}
+_STEPS = 6
+_STRIPS = {  # by thread: its name, what it has, and the pair of kinds that it belongs to
+    7: ("copies to host memory", COPIES[0], COPIES),
+    8: ("copies back", COPIES[1], COPIES),
+    9: ("unshards", COLLECTIVES[0], COLLECTIVES),
+    10: ("gradient reductions", COLLECTIVES[1], COLLECTIVES),
+}
 _THREADS = "compute", "waits", "activations sent", "gradients sent", "activations received", "gradients received"
 _MICROS = 1e3  # microseconds in a millisecond; a slot is shown as one
 
@@ -74,7 +79,8 @@ def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
     for rank, lane in enumerate(timeline.lanes):
         yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": lane.name}}
         yield {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}}
-        for thread, name in (*enumerate(_THREADS), *(_COPIES.items() if timeline.has_copies else ())):
+        found = [(thread, name) for thread, (name, _, pair) in _STRIPS.items() if timeline.has_copies(*pair)]
+        for thread, name in (*enumerate(_THREADS), *found):
             yield from _thread(rank, thread, name, thread)
 
 
@@ -85,11 +91,11 @@ def _thread(rank: int, thread: int, name: str, position: int) -> Iterator[dict[s
 
 
 def _spans(rank: int, lane: Lane, began: float) -> Iterator[dict[str, Any]]:
-    copies = (_OFFLOADS, lane.copied(COPIES_TO_HOST)), (_LOADS, lane.copied(COPIES_FROM_HOST))
-    for thread, events in ((_COMPUTE, lane.compute), (_WAITS, lane.waits), *copies):
+    strips = [(thread, name, lane.copied(ops)) for thread, (name, ops, _) in _STRIPS.items()]
+    for thread, name, events in ((_COMPUTE, "", lane.compute), (_WAITS, "wait", lane.waits), *strips):
         for event in events:
             at = event.instruction
-            kind = NAMES.get(at.op, _COPIES.get(thread, "wait"))
+            kind = NAMES.get(at.op, name)
             span = {"ph": "X", "pid": rank, "tid": thread, "name": str(at), "cat": kind}
             start, length = (began + event.start) * _MICROS, (event.end - event.start) * _MICROS
             args = {"chunk": at.chunk, "microbatch": at.mb, "stage": at.stage}

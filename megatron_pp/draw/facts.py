@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_pp.draw.palette import NAMES, OPERATIONS, Colour, block_colour
-from megatron_pp.draw.timeline import Timeline
+from megatron_pp.draw.timeline import COLLECTIVES, COPIES, Timeline
 
 SHADES, IDLE, WAIT, ACTIVATION, GRADIENT, MEMORY = "shades", "idle", "wait", "activation", "gradient", "memory"
-OFFLOADING, LOADING = "offload", "load"
+OFFLOADING, LOADING, GATHERING, REDUCING = "offload", "load", "gather", "scatter"
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
@@ -40,8 +40,10 @@ def legend_entries(timelines: Sequence[Timeline]) -> list[LegendEntry]:
         entries.append(LegendEntry(WAIT, "waiting"))
     if any(t.has_transfers for t in timelines):
         entries += [LegendEntry(ACTIVATION, "activation in transfer"), LegendEntry(GRADIENT, "gradient in transfer")]
-    if any(t.has_copies for t in timelines):
+    if any(t.has_copies(*COPIES) for t in timelines):
         entries += [LegendEntry(OFFLOADING, "copy to host memory"), LegendEntry(LOADING, "copy back")]
+    if any(t.has_copies(*COLLECTIVES) for t in timelines):
+        entries += [LegendEntry(GATHERING, "all-gather (FSDP)"), LegendEntry(REDUCING, "reduce-scatter")]
     if any(t.most_memory for t in timelines):
         name = "memory" if timelines[0].memory_in_bytes else "activations kept, in microbatches"
         entries.append(LegendEntry(MEMORY, f"{name} (first rank to last)"))

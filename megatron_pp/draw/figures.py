@@ -25,7 +25,7 @@ from matplotlib.textpath import TextToPath
 
 from megatron_pp.draw import facts
 from megatron_pp.draw.palette import DARK, LIGHT, OPERATIONS, Colour, Theme, block_colour, block_name, ink_on
-from megatron_pp.draw.timeline import Lane, Timeline, pieces, thinned
+from megatron_pp.draw.timeline import COLLECTIVES, COPIES, Lane, Timeline, pieces, thinned
 from megatron_pp.errors import PlanError
 
 _DOTS = 2  # of a PNG, per pixel
@@ -270,7 +270,8 @@ class _Picture:
         labels = choose_labels(timeline, self.scale)
         theme = self.theme
         colours = [theme.activation, theme.gradient] if timeline.has_transfers else []
-        colours += [theme.offload, theme.load] if timeline.has_copies else []
+        colours += [theme.offload, theme.load] if timeline.has_copies(*COPIES) else []
+        colours += [theme.gather, theme.scatter] if timeline.has_copies(*COLLECTIVES) else []
         pitch = _ROW + len(colours) * (_STRIP + 1) + _ROW_GAP
         for rank, (lane, strips) in enumerate(zip(timeline.lanes, timeline.strips(), strict=True)):
             top = y + rank * pitch

@@ -16,14 +16,19 @@ from typing import Any
 from megatron_pp.draw import facts
 from megatron_pp.draw.facts import value_ticks
 from megatron_pp.draw.palette import DARK, LIGHT, NAMES, OPERATIONS, block_colour, ink_on
-from megatron_pp.draw.timeline import Lane, Timeline, thinned
+from megatron_pp.draw.timeline import COLLECTIVES, COPIES, Lane, Timeline, thinned
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.ir.instruction import COPIES_FROM_HOST, COPIES_TO_HOST, COPY_OF, POST_OF, Instruction
+from megatron_pp.plan.ir.instruction import COPY_OF, POST_OF, SHARD_OPS, Instruction
 from megatron_pp.plan.simulate.simulation import Event, Transfer
 
 _TICKS = 2**31
-# The page's numbers of operations, waits and waits for copies.
-_COMPUTE, _WAITS, _COPY_WAITS = ({op: k for k, op in enumerate(ops)} for ops in (OPERATIONS, POST_OF, COPY_OF))
+_OF_SHARDS = [op for op in POST_OF if op in SHARD_OPS]
+# The page's numbers of operations, waits, and waits for copies and collectives of replicas: at most 8 each.
+_COMPUTE, _WAITS, _COPY_WAITS = (
+    {op: k for k, op in enumerate(ops)}
+    for ops in (OPERATIONS, [op for op in POST_OF if op not in SHARD_OPS], [*COPY_OF, *_OF_SHARDS])
+)
+_STRIPS = dict(zip(("offloads", "loads", "gathers", "scatters"), (*COPIES, *COLLECTIVES), strict=True))
 _MOST_CHUNKS, _MOST_MICROBATCHES = 2**9, 2**20
 _MOST_MEMORY_STEPS = 4000, 48_000  # per lane, and of all lanes; more are thinned, peaks kept
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # heading, column names, rows
@@ -124,8 +129,7 @@ class _Columns:
             "compute": self._events(lane.compute, _COMPUTE),
             "waits": self._events(lane.waits, _WAITS),
             "copyWaits": self._events(lane.waits, _COPY_WAITS),
-            "offloads": self._events(lane.copies, dict.fromkeys(COPIES_TO_HOST, 0)),
-            "loads": self._events(lane.copies, dict.fromkeys(COPIES_FROM_HOST, 1)),
+            **{name: self._events(lane.copies, dict.fromkeys(ops, 0)) for name, ops in _STRIPS.items()},
             "activations": self._transfers(sent[0]),
             "gradients": self._transfers(sent[1]),
             "memory": {
@@ -149,7 +153,7 @@ class _Columns:
 
     def _slice_number(self, at: Instruction | Transfer) -> int:
         """The number of a slice, counted through all microbatches; of a microbatch where sequences are whole."""
-        return at.mb * self.slices + max(at.slice, 0)
+        return max(at.mb, 0) * self.slices + max(at.slice, 0)
 
     def _spans(self, spans: Sequence[Event] | Sequence[Transfer], codes: list[int]) -> dict[str, list[int]]:
         return {
@@ -187,7 +191,8 @@ def _described(timeline: Timeline, data: bytearray) -> dict[str, Any]:
         "shortBlock": timeline.short_block,
         "lanes": [{**columns.lane(lane, sent, most), "stages": list(stages)} for lane, sent, stages in each],
         "hasTransfers": timeline.has_transfers,
-        "hasCopies": timeline.has_copies,
+        "hasCopies": timeline.has_copies(*COPIES),
+        "hasCollectives": timeline.has_copies(*COLLECTIVES),
         "inBytes": timeline.memory_in_bytes,
         "shades": [[colour.hex for colour in row] for row in shades],
         "inks": [[ink_on(colour).hex for colour in row] for row in shades],

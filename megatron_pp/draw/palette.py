@@ -73,6 +73,8 @@ class Theme(NamedTuple):
     gradient: Colour
     offload: Colour  # copies to host memory, and back
     load: Colour
+    gather: Colour  # collectives of data-parallel replicas
+    scatter: Colour
     memory: Colour  # the curve; where all ranks share a chart, from ``memory`` to ``memory_last``
     memory_last: Colour
 
@@ -88,6 +90,8 @@ _THEMES = {  # on light and on dark paper
     "gradient": (Colour(213, 94, 0), Colour(255, 138, 61)),  # vermillion
     "offload": (Colour(0, 90, 70), Colour(0, 158, 115)),  # their bluish green, darker and lighter
     "load": (Colour(0, 158, 115), Colour(110, 225, 190)),
+    "gather": (Colour(0, 90, 70), Colour(0, 158, 115)),  # as copies, beside which they are not drawn
+    "scatter": (Colour(0, 158, 115), Colour(110, 225, 190)),
     "memory": (Colour(80, 15, 70), Colour(250, 215, 235)),  # their reddish purple, darker and lighter
     "memory_last": (Colour(236, 150, 200), Colour(165, 60, 125)),
 }

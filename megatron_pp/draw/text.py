@@ -20,14 +20,15 @@ from rich.text import Text
 
 from megatron_pp.draw.facts import legend_entries, summary, tick_label, tick_step
 from megatron_pp.draw.palette import NAMES, OPERATIONS, block_colour, block_name, colour_style
-from megatron_pp.draw.timeline import Lane, Timeline
-from megatron_pp.plan.ir.instruction import COPIES_FROM_HOST, FORWARD, Instruction, without_pairs
+from megatron_pp.draw.timeline import COLLECTIVES, COPIES, STRIPS, Lane, Timeline
+from megatron_pp.plan.ir.instruction import FORWARD, Instruction, without_pairs
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.plan.lower.clock import run_clock
 from megatron_pp.plan.simulate.simulation import Event, Transfer
 
 _FILL = dict(zip(OPERATIONS, "-=+~:;", strict=True))
 _IDLE = "."
+_STRIP_MARKS = " olc", " urm"
 _MAX_PANELS = 6
 
 
@@ -70,9 +71,10 @@ def _panels(timeline: Timeline, scale: Scale, margin: int, few_colours: bool) ->
     rows: list[tuple[str, Text]] = []
     for rank, lane in enumerate(timeline.lanes):
         rows.append((lane.name, _lane_row(lane, timeline, scale, few_colours)))
-        if lane.copies:
-            copies = [(copy, copy.instruction.op in COPIES_FROM_HOST) for copy in lane.copies]
-            rows.append(("", Text(_marks(copies, scale, " olc"), style="dim")))
+        for kinds, marks in zip(STRIPS, _STRIP_MARKS, strict=True):
+            copies = [(copy, bool(which)) for which, ops in enumerate(kinds) for copy in lane.copied(ops)]
+            if copies:
+                rows.append(("", Text(_marks(copies, scale, marks), style="dim")))
         if rank in transfers:
             rows.append(("", Text(transfers[rank], style="dim")))
     lines: list[Text] = []
@@ -117,8 +119,10 @@ def _legend(timelines: Sequence[Timeline], width: int, few_colours: bool) -> lis
     entries.append(Text(f"{_IDLE} idle"))
     if any(t.has_transfers for t in timelines):
         entries.append(Text("v ^ x transfers down, up, both"))
-    if any(t.has_copies for t in timelines):
+    if any(t.has_copies(*COPIES) for t in timelines):
         entries.append(Text("o l c copies to host memory, back, both"))
+    if any(t.has_copies(*COLLECTIVES) for t in timelines):
+        entries.append(Text("u r m unshards, gradient reductions, both"))
     lines = [Text()]
     for entry in entries:
         if len(lines[-1]) and len(lines[-1]) + len(entry) > width:

@@ -14,10 +14,23 @@ from typing import NamedTuple
 
 from megatron_pp.draw.palette import OPERATIONS
 from megatron_pp.plan.costs.activations import activations_timeline
-from megatron_pp.plan.ir.instruction import BACKWARD, COMPUTE_OPS, COPIES_FROM_HOST, COPIES_TO_HOST, COPY_OF, POST_OF
+from megatron_pp.plan.ir.instruction import (
+    BACKWARD,
+    COMPUTE_OPS,
+    COPIES_FROM_HOST,
+    COPIES_TO_HOST,
+    COPY_OF,
+    GATHERS,
+    POST_OF,
+    SCATTERS,
+)
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.simulate.memory import ModelShape, rank_memory
 from megatron_pp.plan.simulate.simulation import Event, Simulation, Transfer
+
+COPIES, COLLECTIVES = (COPIES_TO_HOST, COPIES_FROM_HOST), (GATHERS, SCATTERS)
+STRIPS = COPIES, COLLECTIVES
+"""What is drawn in pairs of thin bars below a rank's blocks."""
 
 
 @dataclass
@@ -26,7 +39,7 @@ class Lane:
 
     compute  forwards, backwards and weight gradients, in order of time, without overlap
     waits    WAIT and FREE instructions that took time
-    copies   between device and host, under what posted them; those that took time
+    copies   between device and host, and collectives of replicas, under what posted them; those that took time
     memory   (time, value) steps: the value holds from its time to the next one's; see Timeline for what it is
     """
 
@@ -37,7 +50,7 @@ class Lane:
     memory: list[tuple[float, float]] = field(default_factory=list)
 
     def copied(self, ops: frozenset[str]) -> list[Event]:
-        """The copies of one direction."""
+        """The copies, or collectives, of one kind."""
         return [copy for copy in self.copies if copy.instruction.op in ops]
 
     @property
@@ -122,19 +135,19 @@ class Timeline:
         """Whether any transfer takes time."""
         return self.traffic.longest > 0
 
-    @property
-    def has_copies(self) -> bool:
-        """Whether any copy between device and host takes time."""
-        return any(lane.copies for lane in self.lanes)
+    def has_copies(self, *kinds: frozenset[str]) -> bool:
+        """Whether any copy between device and host (or collective of replicas), of one of ``kinds``, takes time."""
+        return any(lane.copied(ops) for lane in self.lanes for ops in kinds)
 
     def strips(self) -> list[list[Sequence[Event] | Sequence[Transfer]]]:
         """Per rank, what is drawn below its blocks: activations and gradients that it sends, copies to the host and
-        back; where no schedule has any of a kind, without it.
+        back, all-gathers and reduce-scatters; where no schedule has any of a kind, without it.
         """
         found: list[list[Sequence[Event] | Sequence[Transfer]]] = []
         for lane, sent in zip(self.lanes, self.sent(), strict=True):
             found.append([*sent] if self.has_transfers else [])
-            found[-1] += [lane.copied(COPIES_TO_HOST), lane.copied(COPIES_FROM_HOST)] if self.has_copies else []
+            for kinds in STRIPS:
+                found[-1] += [lane.copied(ops) for ops in kinds] if self.has_copies(*kinds) else []
         return found
 
     @property
@@ -185,6 +198,7 @@ def short_title(spec: PlanSpec) -> str:
     extra += [f"group={spec.group_size}"] if spec.effective_group_size != usual.effective_group_size else []
     extra += [f"{value}" for value in (spec.policy, spec.channels) if value not in (usual.policy, usual.channels)]
     extra += [f"offload={spec.offload_chunks}"] if spec.offload_chunks is not None else []
+    extra += [f"fsdp={spec.fsdp_collectives}"] if spec.fsdp_collectives else []
     extra += ["forward only"] if spec.forward_only else []
     return " ".join([spec.schedule, f"P={sizes[0]} V={sizes[1]} M={sizes[2]}", *extra])
 

@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from megatron_pp.errors import PlanError
+from megatron_pp.on_demand import load
 from megatron_pp.plan.bounded_cache import BoundedCache
 from megatron_pp.plan.gc_pause import collector_paused
 from megatron_pp.plan.ir.certificate import REPETITION, Certificate
@@ -193,6 +194,8 @@ def _size(lines: Iterable[Line]) -> int:
 @collector_paused()
 def lowered_plan(spec: PlanSpec, announce: Announce | None = None) -> Plan:
     """The plan of ``spec`` before it is verified."""
+    if spec.fsdp_collectives:
+        return load("fsdp_lowering").sharded_plan(spec, lambda plain: lowered_plan(plain, announce))
     if not spec.split_backward:
         return with_whole_backwards(lowered_plan(replace(spec, split_backward=True), announce))
     family = family_of(spec)

@@ -11,7 +11,7 @@ from megatron_pp.plan.costs.measured import Measured
 from megatron_pp.plan.costs.stage_costs import MemoryModel, Network, StageCosts
 from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD
 from megatron_pp.plan.ir.placement import Placement
-from megatron_pp.plan.ir.spec import Plan, PlanSpec
+from megatron_pp.plan.ir.spec import BY_COST, Plan, PlanSpec
 from megatron_pp.plan.simulate.memory import ModelShape, peak_bytes
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.simulate.steady import steady_step
@@ -107,11 +107,11 @@ def _compared(
 
 
 def fitted(spec: PlanSpec, costs: StageCosts, network: Network, memory: MemoryModel | None = None) -> PlanSpec:
-    """``spec`` with measured values for its search, where its schedule searches and has none: these costs, the mean
+    """``spec`` with measured values for its search or its collectives by cost, where it has none: these costs, the mean
     message time, and ``memory`` (None: 1F1B's).
     """
-    family = family_of(spec)
-    if family.search is None or spec.measured is not None:
+    family, by_cost = family_of(spec), spec.fsdp_collectives == BY_COST
+    if (family.search is None and not by_cost) or spec.measured is not None:
         return spec
     placement = Placement(family.placement, spec.pipeline_size, spec.num_chunks)
     costs = costs.regrouped(placement.num_stages)
@@ -119,13 +119,18 @@ def fitted(spec: PlanSpec, costs: StageCosts, network: Network, memory: MemoryMo
     for source, target in placement.rank_edges:
         times += [network.message_time(FORWARD, source, target), network.message_time(BACKWARD, target, source)]
     transfer = sum(times) / len(times) if times else 0.0
-    if memory is None and not transfer and len({*costs.forward, *costs.backward_input, *costs.weight}) == 1:
+    if (
+        memory is None
+        and not transfer
+        and not by_cost
+        and len({*costs.forward, *costs.backward_input, *costs.weight}) == 1
+    ):
         return spec  # without a limit nothing is offloaded
     limits = default_measured(placement)
     if memory is not None:
         limits = Measured(memory_limit=memory.limits, activation=memory.forward, weight_activation=memory.weight)
-    offload = costs.offload if any(costs.offload) else None
-    return replace(spec, measured=limits.taking(costs, transfer=transfer, offload=offload))
+    others = {name: times for name in ("offload", "unshard", "reduce_grad") if any(times := getattr(costs, name))}
+    return replace(spec, measured=limits.taking(costs, transfer=transfer, **others))
 
 
 def _limits(placement: Placement, spec: PlanSpec, limit: float, outside: Outside | None) -> tuple[float, ...]:

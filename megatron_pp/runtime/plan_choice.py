@@ -8,9 +8,10 @@ from megatron_pp.config import rules
 from megatron_pp.config.microbatch_counts import check_group_size, explain_microbatch_count
 from megatron_pp.config.settings import LAYER_GRAPHS, StepSettings, checked
 from megatron_pp.errors import ScheduleInputError
+from megatron_pp.on_demand import load
 from megatron_pp.plan.builder import offloaded_chunks
 from megatron_pp.plan.ir.placement import Placement
-from megatron_pp.plan.ir.spec import EXPLICIT, HOOKS, Plan, PlanSpec
+from megatron_pp.plan.ir.spec import BY_COST, EXPLICIT, HOOKS, Plan, PlanSpec
 from megatron_pp.plan.orders import find_family
 from megatron_pp.plan.orders.family import Family
 from megatron_pp.runtime.arguments import StepInputs
@@ -30,6 +31,7 @@ def spec_fields(
     group_size = settings.microbatch_group_size_per_vp_stage
     checked(rules.check_offload, settings.offload_chunks, num_chunks)
     placement = Placement(family.placement, pipeline_size, num_chunks)
+    by_cost = settings.fsdp_collectives == BY_COST
     fields = {
         "schedule": family.name,
         "pipeline_size": pipeline_size,
@@ -42,15 +44,19 @@ def spec_fields(
         "grad_sync": HOOKS if settings.grad_sync_func is None else EXPLICIT,
         "param_sync": training and settings.param_sync_func is not None,
         "overlap_pairs": training and (joins_pairs or settings.overlapped_forward_backward is not None),
-        "measured": checked(rules.measured_of, settings) if family.search is not None else None,
+        "measured": checked(rules.measured_of, settings) if family.search is not None or by_cost else None,
         "digest": family.digest,
         "slices": slices,
         "offload_chunks": settings.offload_chunks if training else None,
         "offload_slots": settings.offload_slots,
+        "fsdp_collectives": settings.fsdp_collectives or "",
+        "fsdp_max_active_stages": settings.fsdp_max_active_stages or 0,
         "skip_tensors": checked(rules.checked_skip_tensors, settings.skip_tensors, settings.skip_cache, placement),
         "skip_cache": settings.skip_cache,
         "split_backward": is_converted or inputs.forward_only or not family.splits_weight,
     }
+    if settings.fsdp_collectives or settings.fsdp_max_active_stages:
+        load("fsdp").check_fsdp(fields, inputs, settings)
     if training and offloaded_chunks(PlanSpec(**fields)):
         _check_offloading(settings, fields["overlap_pairs"])
     return fields

@@ -284,6 +284,8 @@ class StepCall:
         if plan.placement.barriers:
             runner = load("output_layer").OutputLayerRunner
             found.append(runner(plan.placement, communicator, steps, spec.forward_only))
+        if spec.fsdp_collectives:
+            found.append(load("fsdp").FsdpRunner(plan, communicator.rank, chunks))
         if spec.overlap_pairs:
             found.append(load("pairs").PairRunner(self.settings.overlapped_forward_backward, chunks))
         return found

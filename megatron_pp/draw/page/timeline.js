@@ -5,7 +5,8 @@
 const OPS = ["F", "B", "I", "W", "S", "T"];
 const WAITS = ["wait for an activation", "wait for a gradient", "release an output (own send)", "release a gradient (own send)",
   "wait for the broadcast", "wait for the all-reduce", "wait for the reduction"];
-const COPY_WAITS = ["release what was offloaded (its copy)", "wait for what is loaded"];
+const COPY_WAITS = ["release what was offloaded (its copy)", "wait for what is loaded", "wait for whole parameters", "wait for reduced gradients"];
+const OF_STAGES = { gather: "all-gather of the parameters", scatter: "reduce-scatter of the gradients" };
 const ROW = { block: 22, strip: 3, gap: 5 };
 const CURVES = 70; // height of the chart of memory
 const AXIS = 22;
@@ -37,7 +38,9 @@ function laneHeight(chart) {
 // What is drawn below a lane's blocks: (columns of the lane, colour) each.
 function stripsOf(chart) {
   const sent = chart.hasTransfers ? [["activations", "activation"], ["gradients", "gradient"]] : [];
-  return chart.hasCopies ? [...sent, ["offloads", "offload"], ["loads", "load"]] : sent;
+  if (chart.hasCopies) sent.push(["offloads", "offload"], ["loads", "load"]);
+  if (chart.hasCollectives) sent.push(["gathers", "gather"], ["scatters", "scatter"]);
+  return sent;
 }
 
 function lanesEnd(chart) {
@@ -60,7 +63,7 @@ function timeAt(chart, px) {
 
 function readColours() {
   const style = getComputedStyle(document.documentElement);
-  for (const name of ["paper", "ink", "soft", "rule", "idle", "wait", "memory", "memory_last", "activation", "gradient", "offload", "load"]) {
+  for (const name of ["paper", "ink", "soft", "rule", "idle", "wait", "memory", "memory_last", "activation", "gradient", "offload", "load", "gather", "scatter"]) {
     colours[name] = style.getPropertyValue("--" + name).trim();
   }
 }
@@ -326,6 +329,11 @@ function ofChunk(chart, columns, i) {
   return `chunk ${(code >>> 20) & 1023}, microbatch ${microbatch(chart, code)}${sliceName(chart, code, ", slice ")}\n${span(chart, columns, i)}`;
 }
 
+function ofStage(lane, columns, i, what) {
+  const chunk = (columns.codes[i] >>> 20) & 511;
+  return { mb: -1, text: `${lane.name}: ${what}\nof chunk ${chunk} (stage ${lane.stages[chunk]})` };
+}
+
 function describe(chart, px, py) {
   const k = Math.floor((py - AXIS) / laneHeight(chart));
   const lane = chart.lanes[k], tick = timeAt(chart, px) / chart.tick;
@@ -341,6 +349,7 @@ function describe(chart, px, py) {
     }
     for (const [waits, what] of [[lane.waits, WAITS], [lane.copyWaits, COPY_WAITS]]) {
       const w = at(waits, tick);
+      if (w >= 0 && what === COPY_WAITS && waits.codes[w] >>> 29 > 1) return ofStage(lane, waits, w, what[waits.codes[w] >>> 29]);
       if (w >= 0) return { mb: microbatch(chart, waits.codes[w]), text: `${lane.name}: ${what[waits.codes[w] >>> 29]}\n${ofChunk(chart, waits, w)}` };
     }
     return { mb: -1, text: `${lane.name}: idle` };
@@ -351,6 +360,7 @@ function describe(chart, px, py) {
     let i = at(columns, tick);
     if (i < 0) i = at(columns, tick + slack);
     if (i < 0) return null;
+    if (OF_STAGES[kind]) return ofStage(lane, columns, i, OF_STAGES[kind]);
     if (!columns.where) return { mb: microbatch(chart, columns.codes[i]), text: `${lane.name}: copy ${kind === "load" ? "back from" : "to"} host memory\n${ofChunk(chart, columns, i)}` };
     const where = columns.where[i], code = columns.codes[i], mb = microbatch(chart, code);
     return { mb, text: `${kind} of microbatch ${mb}${sliceName(chart, code, ", slice ")}, ${lane.name} to rank ${where >>> 20} (for stage ${where & 0xfffff})\n${span(chart, columns, i)}` };
@@ -472,7 +482,7 @@ function laneOf(buffer, lane) {
     name: lane.name,
     stages: lane.stages,
     compute: columnsOf(buffer, lane.compute),
-    ...Object.fromEntries(["waits", "copyWaits", "activations", "gradients", "offloads", "loads"].map((name) => [name, columnsOf(buffer, lane[name])])),
+    ...Object.fromEntries(["waits", "copyWaits", "activations", "gradients", "offloads", "loads", "gathers", "scatters"].map((name) => [name, columnsOf(buffer, lane[name])])),
     memory: { times: column(buffer, lane.memory.times, Uint32Array), values, peak: lane.memory.peak },
   };
 }

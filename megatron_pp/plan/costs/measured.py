@@ -35,6 +35,8 @@ class Measured:
     weight_activation  what a split backward keeps of it until its weight gradient; where not given, the share of a
                        transformer layer (``WEIGHT_SHARE``). ``measure_footprint`` measures both
     offload            copy of what a forward keeps, one way between device and host; without it nothing is offloaded
+    unshard            all-gather of a sharded stage's parameters over its data-parallel replicas
+    reduce_grad        reduce-scatter of its gradients
     links              (source rank, target rank, time) of links that differ from ``transfer``
     microbatches       what each microbatch takes of the times; without it all take the same
 
@@ -50,6 +52,8 @@ class Measured:
     activation: float | tuple[float, ...] = 1.0
     weight_activation: float | tuple[float, ...] | None = None
     offload: float | tuple[float, ...] | None = None
+    unshard: float | tuple[float, ...] | None = None
+    reduce_grad: float | tuple[float, ...] | None = None
     links: tuple[tuple[int, int, float], ...] | None = None
     microbatches: tuple[float, ...] | None = None
 
@@ -80,9 +84,10 @@ class Measured:
         """Times per stage."""
         backward = None if self.backward is None else self._each("backward", num_stages)
         forward, inputs, weight = (self._each(name, num_stages) for name in ("forward", "backward_input", "weight"))
-        offload = () if self.offload is None else self._each("offload", num_stages)
         costs = StageCosts.per_stage(forward, inputs, weight, backward)
-        return replace(costs, microbatches=self.microbatches or (), offload=offload)
+        given = [name for name in ("offload", "unshard", "reduce_grad") if getattr(self, name) is not None]
+        others: dict[str, Any] = {name: self._each(name, num_stages) for name in given}
+        return replace(costs, microbatches=self.microbatches or (), **others)
 
     def network(self) -> Network:
         """A link takes ``transfer``, or as ``links`` says, and any number of transfers at a time."""

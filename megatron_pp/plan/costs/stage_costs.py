@@ -18,6 +18,7 @@ from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD
 from megatron_pp.plan.ir.placement import Placement
 
 _TIMES = ("forward", "backward", "backward_input", "weight")
+_MAY_BE_FREE = ("offload", "unshard", "reduce_grad")
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class StageCosts:
     passes          S and T of each rank, where the output layer is split: from ``placed``, or measured
     microbatches    what each microbatch costs of these times, in the order in which they run; empty: all cost the same
     offload         copy of what a forward keeps, one way between device and host; empty where copies take no time
+    unshard         all-gather of a stage's parameters over data-parallel replicas; empty where it takes no time
+    reduce_grad     reduce-scatter of its gradients; likewise
 
     Raises PlanError for lists of different lengths, and for times that are negative or not finite.
     """
@@ -51,15 +54,18 @@ class StageCosts:
     passes: tuple[float, ...] = (0.0, 0.0)
     microbatches: tuple[float, ...] = ()
     offload: tuple[float, ...] = ()
+    unshard: tuple[float, ...] = ()
+    reduce_grad: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.offload:
-            object.__setattr__(self, "offload", (0.0,) * len(self.forward))
+        for name in _MAY_BE_FREE:
+            if not getattr(self, name):
+                object.__setattr__(self, name, (0.0,) * len(self.forward))
         if not all(math.isfinite(time) and time >= 0 for time in (*self.output_layer, *self.passes)):
             raise PlanError(f"an output layer's times are {self.output_layer}, {self.passes}; they must be at least 0")
         if len(self.pair_sends) != 2 or not all(0 <= share <= 1 for share in self.pair_sends):
             raise PlanError(f"pair_sends is {self.pair_sends!r}; it must be two shares of a pair's time, from 0 to 1")
-        for name in ("backward", "backward_input", "weight", "offload"):
+        for name in (*_TIMES[1:], *_MAY_BE_FREE):
             if len(getattr(self, name)) != len(self.forward):
                 given = len(getattr(self, name))
                 raise PlanError(f"costs of {name} are given for {given} stages, of forward for {len(self.forward)}")
@@ -110,7 +116,7 @@ class StageCosts:
         n = self.num_stages
         if n % count and count % n:
             raise PlanError(f"times of {n} stages cannot be regrouped into {count}; give a multiple or a divisor of it")
-        lists: dict[str, Any] = {name: regrouped(getattr(self, name), count) for name in (*_TIMES, "offload")}
+        lists: dict[str, Any] = {name: regrouped(getattr(self, name), count) for name in (*_TIMES, *_MAY_BE_FREE)}
         return replace(self, **lists)
 
     def placed(self, placement: Placement) -> StageCosts:
@@ -134,7 +140,7 @@ class StageCosts:
         return replace(self, **grown, output_layer=none)
 
     def of(self, op: str, stage: int) -> float:
-        """Time of a single compute operation or copy of ``stage``, of a whole sequence."""
+        """Time of a single compute operation, copy or collective of ``stage``, of a whole sequence."""
         return self._by_op[op][stage]
 
     def of_slices(self, slices: int) -> tuple[float, ...]:
@@ -158,6 +164,8 @@ class StageCosts:
             ins.WEIGHT_GRAD: self.weight,
             **{op: (time,) * self.num_stages for op, time in zip(ins.OUTPUT_PASSES, self.passes, strict=False)},
             **dict.fromkeys(ins.COPY_POST_OPS, self.offload),
+            **dict.fromkeys(ins.GATHERS, self.unshard),
+            **dict.fromkeys(ins.SCATTERS, self.reduce_grad),
         }
 
 

@@ -192,7 +192,7 @@ def _instruction(node: Any, where: str) -> Instruction:
     at = Instruction(
         op,
         _number(node, "stage", where),
-        NONE if op in ins.SYNC_OPS else _number(node, "mb", where),
+        NONE if op in ins.CHUNK_OPS else _number(node, "mb", where),
         _number(node, "peer", where) if op in ins.TRANSFER_OPS else NONE,
         _number(node, "chunk", where),
         _number(node, "slice", where) if "slice" in node else NONE,

@@ -34,7 +34,7 @@ _ACTION = re.compile(r"(\d{1,9})(F|I|B|W|SEND_F|RECV_F|SEND_B|RECV_B|WAIT_SEND_F
 _WAITS = {"WAIT_SEND_F": ins.FREE_F, "WAIT_SEND_B": ins.FREE_B}
 _PYTORCHS = {free: wait for wait, free in _WAITS.items()}
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B\Z")
-_FSDP = re.compile(r"\d+(UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD)\d*\Z")  # lowering sets syncs of its own
+_FSDP = re.compile(rf"\d+({'|'.join(ins.SHARD_OPS)})\d*\Z")  # lowering sets its own
 _Row = list[Instruction]  # with stages and microbatches; chunks are not known yet
 
 

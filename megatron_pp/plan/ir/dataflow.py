@@ -132,8 +132,9 @@ class Channel(NamedTuple):
 def message_of(at: Instruction) -> Message:
     """The message that a send, receive, WAIT, FREE or hand-off is about, or the collective."""
     op = at.op
-    if op in ins.COLLECTIVE_OPS:  # one of all ranks
-        return Message(ins.POST_OF.get(op, op), ins.NONE, at.mb, at.slice, at.tensor)
+    if op in ins.COLLECTIVE_OPS:  # one of all ranks, or of the replicas of one
+        stage = at.stage if op in ins.SHARD_OPS else ins.NONE
+        return Message(ins.POST_OF.get(op, op), stage, at.mb, at.slice, at.tensor)
     fields = (KIND_OF[op], at.stage + _TO_RECEIVER[op], at.mb, at.slice, at.tensor)
     return tuple.__new__(Message, fields)  # in a third of the time of Message(...): this is a hot path
 

@@ -22,6 +22,10 @@ TO_HOST = "copy to host"  # posts a copy from device to host memory; never block
 FROM_HOST = "copy from host"
 COPY_WAIT = "copy wait"
 RELEASE = "release"  # of a named tensor
+GATHER = "gather"  # posts a collective of the rank's data-parallel replicas; never blocks; of a stage, no microbatch
+SCATTER = "scatter"  # likewise
+REPLICA_WAIT = "wait for replicas"
+RESHARDING = "reshard"
 
 
 class FeatureOp(NamedTuple):
@@ -46,6 +50,11 @@ FEATURE_OPS = {
     "LOAD": FeatureOp("offload_instructions", FROM_HOST),
     "WAIT_LOAD": FeatureOp("offload_instructions", COPY_WAIT, "LOAD"),
     "DROP": FeatureOp("skip_instructions", RELEASE),
+    "UNSHARD": FeatureOp("fsdp_instructions", GATHER),
+    "WAIT_UNSHARD": FeatureOp("fsdp_instructions", REPLICA_WAIT, "UNSHARD"),
+    "RESHARD": FeatureOp("fsdp_instructions", RESHARDING),
+    "REDUCE_GRAD": FeatureOp("fsdp_instructions", SCATTER),
+    "WAIT_REDUCE_GRAD": FeatureOp("fsdp_instructions", REPLICA_WAIT, "REDUCE_GRAD"),
 }
 """Every instruction of a feature."""
 

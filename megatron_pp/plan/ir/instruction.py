@@ -58,11 +58,16 @@ RECV_OPS = frozenset({RECV_F, RECV_B})
 WAIT_OPS = frozenset({WAIT_F, WAIT_B})
 FREE_OPS = frozenset({FREE_F, FREE_B})
 HAND_OPS = frozenset({HAND_F, HAND_B})
-COLLECTIVE_POSTS = feature.of_kind(feature.COLLECTIVE)
-COLLECTIVE_WAITS = feature.of_kind(feature.COLLECTIVE_WAIT)
+GATHERS = feature.of_kind(feature.GATHER)
+SCATTERS = feature.of_kind(feature.SCATTER)
+REPLICA_POSTS = GATHERS | SCATTERS
+SHARD_OPS = REPLICA_POSTS | feature.of_kind(feature.REPLICA_WAIT, feature.RESHARDING)
+OUTPUT_LAYER_OPS = OUTPUT_OPS | feature.of_kind(feature.COLLECTIVE, feature.COLLECTIVE_WAIT)
+COLLECTIVE_POSTS = feature.of_kind(feature.COLLECTIVE) | REPLICA_POSTS
+COLLECTIVE_WAITS = feature.of_kind(feature.COLLECTIVE_WAIT, feature.REPLICA_WAIT)
 COLLECTIVE_OPS = COLLECTIVE_POSTS | COLLECTIVE_WAITS
-OUTPUT_LAYER_OPS = OUTPUT_OPS | COLLECTIVE_OPS
 SYNC_OPS = frozenset({PARAM_SYNC, ENABLE_GRAD_SYNC, GRAD_SYNC})
+CHUNK_OPS = SYNC_OPS | SHARD_OPS  # have no microbatch
 COPIES_TO_HOST = feature.of_kind(feature.TO_HOST)
 COPIES_FROM_HOST = feature.of_kind(feature.FROM_HOST)
 COPY_POST_OPS = COPIES_TO_HOST | COPIES_FROM_HOST
@@ -71,7 +76,7 @@ RELEASE_OPS = feature.of_kind(feature.RELEASE)
 POST_OPS = SEND_OPS | RECV_OPS
 TRANSFER_OPS = POST_OPS | WAIT_OPS | FREE_OPS
 GROUP_OPS = frozenset({PAIR, BATCH})
-SINGLE_OPS = SINGLE_COMPUTE_OPS | TRANSFER_OPS | HAND_OPS | COLLECTIVE_OPS | SYNC_OPS | COPY_OPS | RELEASE_OPS
+SINGLE_OPS = SINGLE_COMPUTE_OPS | TRANSFER_OPS | HAND_OPS | COLLECTIVE_OPS | CHUNK_OPS | COPY_OPS | RELEASE_OPS
 ALL_OPS = SINGLE_OPS | GROUP_OPS
 
 POST_OF = {
@@ -79,7 +84,7 @@ POST_OF = {
     WAIT_B: RECV_B,
     FREE_F: SEND_F,
     FREE_B: SEND_B,
-    **{op: row.post for op, row in feature.FEATURE_OPS.items() if row.kind == feature.COLLECTIVE_WAIT},
+    **{op: row.post for op, row in feature.FEATURE_OPS.items() if op in COLLECTIVE_WAITS},
 }
 """What a WAIT or FREE of a message or a collective waits for."""
 
@@ -102,7 +107,7 @@ class Instruction(NamedTuple):
 
     op       one of ALL_OPS
     stage    global stage, from 0; NONE until the instruction is placed
-    mb       microbatch; NONE for SYNC_OPS and groups
+    mb       microbatch; NONE for CHUNK_OPS and groups
     peer     for TRANSFER_OPS the pipeline rank at the other end; else NONE
     chunk    model chunk on its rank
     slice    slice of the sequence; NONE where sequences are whole

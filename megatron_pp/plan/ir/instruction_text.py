@@ -5,7 +5,7 @@ import re
 from megatron_pp.errors import InstructionError
 from megatron_pp.plan.ir import feature
 from megatron_pp.plan.ir import instruction as ins
-from megatron_pp.plan.ir.instruction import BATCH, NONE, SYNC_OPS, Instruction, batch, instruction, pair
+from megatron_pp.plan.ir.instruction import BATCH, CHUNK_OPS, NONE, Instruction, batch, instruction, pair
 
 _TOKEN = re.compile(r"([A-Z_]{1,16})(\d{1,9})(?:\.(\d{1,9}))?(?:s(\d{1,9}))?(?::([A-Za-z_]\w{0,63}))?\Z", re.ASCII)
 _ENTRY = re.compile(r"\[[^\]]*\]?|\([^)]*\)?|[^\s\[(]+")
@@ -25,14 +25,14 @@ def parse_instruction(text: str) -> Instruction:
             "[SEND_F0.3 RECV_B0.2]"
         )
     op, chunk, mb, part, tensor = found.groups()
-    if (mb is None) != (op in SYNC_OPS):
-        need = "no microbatch (as in GRAD_SYNC0)" if op in SYNC_OPS else "a chunk and a microbatch (as in F0.3)"
+    if (mb is None) != (op in CHUNK_OPS):
+        need = "no microbatch (as in GRAD_SYNC0)" if op in CHUNK_OPS else "a chunk and a microbatch (as in F0.3)"
         raise InstructionError(f"{text!r}: {op} takes {need}")
     if op in ins.RELEASE_OPS and tensor is None:
         raise InstructionError(f"{text!r}: {op} takes a tensor (as in DROP0.3:skip)")
     if part is None and tensor is None:
         return instruction(op, int(chunk), NONE if mb is None else int(mb))
-    whole = op in SYNC_OPS | ins.OUTPUT_LAYER_OPS
+    whole = op in CHUNK_OPS | ins.OUTPUT_LAYER_OPS
     if whole or (tensor is not None and op in ins.SINGLE_COMPUTE_OPS | ins.COPY_OPS):
         raise InstructionError(f"{text!r}: {op} takes no {'tensor' if tensor else 'slice'}")
     return Instruction(op, mb=int(mb), chunk=int(chunk), slice=NONE if part is None else int(part), tensor=tensor or "")

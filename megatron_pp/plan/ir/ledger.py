@@ -26,6 +26,8 @@ class Memory(NamedTuple):
     pending_sends  sends posted and not released (their tensors are among outputs and input_grads)
     in_flight      (chunk, microbatch) pairs, or slices of them, between their forward and their backward: what autograd
                    keeps on the device
+    unsharded      stages whose parameters are whole, or on their way, on a rank that shards them (FSDP2)
+    unreduced      stages with whole gradients: from the first one until the reduction is over
     on_host        those with a buffer in host memory: offloaded, and not back
     weight_backlog pairs between an input-gradient backward and its W
     logits         microbatches between S and T of a split output layer: their softmax is kept, of the rank's rows
@@ -46,6 +48,8 @@ class Memory(NamedTuple):
     weight_backlog: int = 0
     key_values: int = 0
     logits: int = 0
+    unsharded: int = 0
+    unreduced: int = 0
     on_host: int = 0
 
     @property

@@ -41,6 +41,9 @@ RECEIVED = "received"
 ALL = "all"
 CACHES = (NO_CACHE, RECEIVED, ALL)  # what ranks keep of named tensors (``features/skip_tensors/routes.py``)
 
+PER_STEP, PER_RUN, ZERO2, ZERO3, BY_COST = "per_step", "per_run", "zero2", "zero3", "by_cost"
+FSDP_COLLECTIVES = (PER_STEP, PER_RUN, ZERO2, ZERO3, BY_COST)  # presets, and by cost (``features/fsdp``)
+
 MOST_TASKS = 10**8  # stages times microbatches times slices: larger plans fit into no host's memory
 
 HOOKS = "hooks"  # data-parallel hooks fire in the last backward of a chunk, outside no_sync
@@ -91,6 +94,9 @@ class PlanSpec:
     skip_cache        what ranks keep of them, so that it is not sent again: one of CACHES
     offload_chunks    chunks of every rank, from its first, whose forwards are offloaded; None: the schedule's own
     offload_slots     compute slots for which a copy between device and host is placed (>= 1)
+    fsdp_collectives  how stages' parameters are gathered and their gradients reduced over data-parallel replicas
+                      (``features/fsdp``); empty: the plan does neither
+    fsdp_max_active_stages  of a rank, whose parameters may be whole at a time; 0: all
     """
 
     schedule: str
@@ -116,6 +122,8 @@ class PlanSpec:
     skip_cache: str = RECEIVED
     offload_chunks: int | None = None
     offload_slots: int = 1
+    fsdp_collectives: str = ""
+    fsdp_max_active_stages: int = 0
 
     def __post_init__(self) -> None:
         _one_of("lowering policy", self.policy, POLICIES)
@@ -132,6 +140,7 @@ class PlanSpec:
             ("number of slices", self.slices, 1),
             ("number of offloaded chunks", 0 if self.offload_chunks is None else self.offload_chunks, 0),
             ("offload_slots", self.offload_slots, 1),
+            ("fsdp_max_active_stages", self.fsdp_max_active_stages, 0),
         ):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise PlanError(f"{name} is {value!r}; it must be a whole number of at least {least}")
@@ -144,6 +153,8 @@ class PlanSpec:
         if self.offload_chunks is not None and self.offload_chunks > self.num_chunks:
             raise PlanError(f"{self.offload_chunks} chunks of every rank are to be offloaded; it has {self.num_chunks}")
         _one_of("cache of skip tensors", self.skip_cache, CACHES)
+        if self.fsdp_collectives or self.fsdp_max_active_stages:
+            load("fsdp_lowering").check_spec(self)
         if self.skip_tensors:
             tensors = load("skip_routes").skip_tensors(self.skip_tensors, self.pipeline_size * self.num_chunks)
             object.__setattr__(self, "skip_tensors", tensors)

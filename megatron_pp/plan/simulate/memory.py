@@ -3,12 +3,13 @@
 Activations of a layer are those of arXiv 2205.05198 (section 4, in bytes for 16-bit activations:
 s b h (34 + 5 a s / h), less with tensor parallelism and recomputation); what weight gradients need after a split
 backward is that of arXiv 2401.10241 (appendix: 32 s b h, more than the forward of a recomputed layer kept). Parameters,
-gradients and optimizer states are those of Megatron's mixed-precision optimizer. Messages that the allocator keeps back
-are counted as on NCCL (``record_stream.py``); workspace of kernels and fragmentation are not.
+gradients and optimizer states are those of Megatron's mixed-precision optimizer; with ``fsdp_collectives`` all of them
+are split. Messages that the allocator keeps back are counted as on NCCL (``record_stream.py``); workspace of kernels
+and fragmentation are not.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import NamedTuple
@@ -150,15 +151,16 @@ class ModelShape:
         """Logits of one microbatch, in fp32."""
         return 4 * self.tokens * self.vocab_size / self.tensor_parallel
 
-    def static_bytes(self, stages: Sequence[int], num_stages: int, output_share: float | None = None) -> float:
-        """Parameters, gradients and optimizer states of a rank that holds ``stages``. ``output_share``: its share of a
-        split output layer.
-        """
+    def parameters(self, stages: Sequence[int], num_stages: int, output_share: float | None = None) -> float:
+        """Their number on a rank that holds ``stages``. ``output_share``: its share of a split output layer."""
         parameters = self.layers_per_stage(num_stages) * self.layer_parameters * len(stages)
         table = self.vocab_size * self.hidden_size / self.tensor_parallel
         share = (num_stages - 1 in stages) if output_share is None else output_share
-        parameters += table * ((0 in stages) + share)
-        return parameters * self.bytes_per_parameter
+        return parameters + table * ((0 in stages) + share)
+
+    def static_bytes(self, stages: Sequence[int], num_stages: int, output_share: float | None = None) -> float:
+        """Parameters, gradients and optimizer states of a rank; arguments as of ``parameters``."""
+        return self.parameters(stages, num_stages, output_share) * self.bytes_per_parameter
 
 
 class Parts(NamedTuple):
@@ -168,12 +170,14 @@ class Parts(NamedTuple):
     outputs      of stages: until they are sent or, where they stay, until their backwards
     messages     inputs of stages, gradients between stages, and buffers of posted receives
     kept_back    freed messages that the allocator keeps back (``record_stream.py``)
+    whole        parameters and gradients of sharded stages while they are whole (``features/fsdp``)
     """
 
     activations: float = 0.0
     outputs: float = 0.0
     messages: float = 0.0
     kept_back: float = 0.0
+    whole: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -205,6 +209,12 @@ def rank_memory(plan: Plan, rank: int, shape: ModelShape, deallocate: bool = Tru
     stages, total, slices = plan.placement.stages[rank], plan.placement.num_stages, plan.spec.slices
     share = 1 / plan.placement.pipeline_size if plan.placement.barriers else None
     static, logits = shape.static_bytes(stages, total, share), shape.logits_bytes * (share or 0.0)
+    sharded: Iterable[float] = repeat(0.0, len(plan.timed(rank)))
+    if plan.spec.fsdp_collectives:  # of what is whole only for a time, the gradients are fp32
+        static = shape.parameters(stages, total) * (shape.element_bytes + 4 + 12) / shape.data_parallel
+        of_each = [shape.parameters([stage], total) for stage in range(total)]
+        whole = [shape.element_bytes * count for count in of_each]
+        sharded = load("shard_memory").sharded_timeline(plan, rank, whole, [4 * count for count in of_each])
     shape = shape if share is None else replace(shape, vocab_size=0)  # the output layer is no stage's
     key_values = shape.layers_per_stage(total) * shape.layer_key_value_bytes
     shared = key_values if slices > 1 and shape.recompute != FULL else 0.0  # of slices: counted by itself
@@ -214,14 +224,14 @@ def rank_memory(plan: Plan, rank: int, shape: ModelShape, deallocate: bool = Tru
     pairs_of = load("key_values").key_values_timeline(plan, rank) if slices > 1 else repeat(0.0, len(plan.timed(rank)))
     walk, message, after = Walk(plan, rank, deallocate), shape.message_bytes / slices, array("d")
     most, parts = 0.0, Parts()
-    timelines = inside, walk.tensors(), recorded_timeline(plan, rank, deallocate), pairs_of
-    for kept_here, alive, recorded, pairs in zip(*timelines, strict=True):
+    timelines = inside, walk.tensors(), recorded_timeline(plan, rank, deallocate), pairs_of, sharded
+    for kept_here, alive, recorded, pairs, whole_here in zip(*timelines, strict=True):
         passes = walk.now[KINDS["logits"]] * logits
-        after.append(kept_here + passes + (alive + recorded) * message + pairs * key_values)
+        after.append(kept_here + passes + (alive + recorded) * message + pairs * key_values + whole_here)
         if after[-1] > most:
             outputs = walk.now[KINDS["outputs"]]
-            tensors = (count * message for count in (outputs, alive - outputs, recorded))
-            most, parts = after[-1], Parts(kept_here + passes + pairs * key_values, *tensors)
+            tensors = outputs * message, (alive - outputs) * message, recorded * message
+            most, parts = after[-1], Parts(kept_here + passes + pairs * key_values, *tensors, whole_here)
     copied = [kept[s] + (message if s > 0 else 0.0) for s in range(total)]  # a stage's input is offloaded too
     on_host = array("d", host_timeline(plan.programs[rank], stages, copied))
     return RankMemory(static, after, on_host, parts)

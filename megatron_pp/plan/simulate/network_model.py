@@ -10,9 +10,9 @@ from collections import Counter
 from typing import NamedTuple
 
 from megatron_pp.on_demand import load
-from megatron_pp.plan.costs.stage_costs import Network
+from megatron_pp.plan.costs.stage_costs import Network, StageCosts
 from megatron_pp.plan.costs.transports import GLOO_DETACHED_BYTES
-from megatron_pp.plan.ir.instruction import NONE, Instruction
+from megatron_pp.plan.ir.instruction import NONE, REPLICA_POSTS, Instruction
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.plan.simulate.simulation import Transfer
 from megatron_pp.plan.verify.queues import Direction, End, Entry, Gathering, Meeting, QueueMachine
@@ -32,9 +32,10 @@ class TimedQueues(QueueMachine):
     caller takes them; it gives each back to ``arrive`` or ``announce`` at its time.
     """
 
-    def __init__(self, plan: Plan, network: Network) -> None:
+    def __init__(self, plan: Plan, network: Network, costs: StageCosts) -> None:
         super().__init__(plan, ordered=not network.gloo)
         self.network = network
+        self.costs = costs
         self.slices = plan.spec.slices
         self.placement = plan.placement
         size = network.activation_bytes / self.slices
@@ -90,6 +91,10 @@ class TimedQueues(QueueMachine):
     def _collective(self, ends: Gathering, now: float) -> Transfer:
         """A collective: a transfer on no link, from the root or to it, that starts when all are there."""
         op, mb, placement = ends[0].at.op, ends[0].at.mb, self.placement
+        if op in REPLICA_POSTS:  # on a link of their own
+            end, stage = ends[0], ends[0].at.stage
+            rank, since = end.entry.rank, end.entry.posted
+            return Transfer(rank, rank, op, stage, mb, 0.0, since, since, now, now, now + self.costs.of(op, stage))
         moved = load("output_instructions").moved_by(op, placement.barriers)
         taken = self.network.collective_time(moved, placement.pipeline_size)
         posted = sorted(end.entry.posted for end in ends)

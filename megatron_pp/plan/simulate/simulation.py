@@ -102,7 +102,8 @@ class Simulation:
     """A plan on the clock.
 
     starts, ends  ``[rank][i]`` belong to ``plan.timed(rank)[i]``
-    copies        per rank, when each copy between device and host began and ended, under what posted it
+    copies        per rank, when each copy between device and host, or collective of replicas, began and ended, under
+                  what posted it
     """
 
     plan: Plan

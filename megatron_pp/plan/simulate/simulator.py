@@ -100,7 +100,7 @@ class _Run(DeviceRanks):
     queues: TimedQueues
 
     def __init__(self, plan: Plan, costs: StageCosts, network: Network, rules: Collection[str]) -> None:
-        super().__init__(plan, TimedQueues(plan, network), rules)
+        super().__init__(plan, TimedQueues(plan, network, costs), rules)
         self.costs = costs
         self.shares = costs.of_slices(plan.spec.slices)  # of a whole sequence there is one, at the index NONE
         self.of_mb = costs.of_microbatches(plan.spec.num_microbatches)
@@ -257,8 +257,11 @@ class _Run(DeviceRanks):
     def _plan_network_events(self) -> None:
         """What the network will do of itself because of what was just posted or has just ended."""
         for arrival in self.queues.started:
-            if isinstance(arrival.meeting, Meeting):  # collectives go over no link of their own
-                self.log.append(arrival.transfer)
+            moved, first = arrival.transfer, next(iter(arrival.meeting))
+            if isinstance(arrival.meeting, Meeting):
+                self.log.append(moved)
+            elif first.at.op in ins.REPLICA_POSTS:  # other collectives go over no link of their own
+                self.ranks[moved.source].copies.made.append(Event(first.at, moved.start, moved.end))
             self.agenda.plan(arrival, arrival.transfer.end)
         self.queues.started.clear()
         for when, receive in self.queues.announced:

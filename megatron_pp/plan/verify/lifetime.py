@@ -19,6 +19,7 @@ from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.plan.verify.sync_check import SyncCheck
 
 if TYPE_CHECKING:
+    from megatron_pp.features.fsdp.shard_lifetime import ShardWalk
     from megatron_pp.features.skip_tensors.skip_lifetime import NamedWalk
 
 
@@ -122,10 +123,14 @@ class Walk:
         self.named: NamedWalk | None = None
         if spec.skip_tensors:
             self.named = load("skip_lifetime").NamedWalk(plan, rank, self.facts, self._error)
+        self.sharded: ShardWalk | None = None
+        if spec.fsdp_collectives:
+            self.sharded = load("shard_lifetime").ShardWalk(plan, rank, self._error)
+        self.followers = [one for one in (self.named, self.sharded) if one is not None]
 
     def tensors(self) -> Iterator[int]:
         """Run the program; yields the tensors alive after each instruction."""
-        now, peaks, facts, known, named, alive = self.now, self.peaks, self.facts, self.known, self.named, 0
+        now, peaks, facts, known, followers, alive = self.now, self.peaks, self.facts, self.known, self.followers, 0
         checked = self.checked
         for at in self.plan.timed(self.rank):
             for one in at.members or (at,):
@@ -137,9 +142,11 @@ class Walk:
                 cell = stage, mb, part
                 before = facts.get(cell)
                 if before is None:
-                    if op in ins.SYNC_OPS:
-                        continue
-                    raise self._no_such_cell(one)
+                    if op in ins.SHARD_OPS and self.sharded is not None:
+                        self._count(self.sharded.moved(one))
+                    elif op not in ins.SYNC_OPS:
+                        raise self._no_such_cell(one)
+                    continue
                 facts[cell], changes, more = step.moves.get(before) or self._move(one, step, before)
                 if op in checked:
                     self._check_turn(one)
@@ -150,8 +157,8 @@ class Walk:
                     if now[kind] > peaks[kind]:
                         peaks[kind] = now[kind]
                 alive += more
-                if named is not None and op in ins.SINGLE_COMPUTE_OPS:
-                    alive += self._count(named.computed(one))
+                if followers and op in ins.SINGLE_COMPUTE_OPS:
+                    alive += sum(self._count(follower.computed(one)) for follower in followers)
             yield alive
         self._check_end()
 
@@ -201,7 +208,7 @@ class Walk:
                 f"({NONE}: none)",
             )
         rule, needs, adds, bars = rule_of(at.op), 0, 0, 0
-        if at.op not in ins.SYNC_OPS and not at.tensor:
+        if at.op not in ins.CHUNK_OPS and not at.tensor:
             if rule is None or (at.stage, at.mb, at.slice) not in self.facts:
                 raise self._no_such_cell(at)
             adds, bars = rule.adds, rule.bars
@@ -229,6 +236,8 @@ class Walk:
         )
 
     def _no_such_cell(self, at: Instruction) -> PlanError:
+        if at.op in ins.SHARD_OPS:
+            return self._error(at, "the plan's spec has no fsdp_collectives")
         slices = f", slices 0..{self.slices - 1}" if self.slices > 1 else ", sequences whole" if at.slice >= 0 else ""
         return self._error(
             at,
@@ -267,8 +276,8 @@ class Walk:
             for (stage, mb, part), facts in self.facts.items()
             if facts and self.missing(stage, facts)
         }
-        named = None if self.named is None else self.named.state(since)
-        return begun, [(mb - since, part) for mb, part in self.next.values()], list(self.now), named
+        followed = [follower.state(since) for follower in self.followers]
+        return begun, [(mb - since, part) for mb, part in self.next.values()], list(self.now), followed
 
     def missing(self, stage: int, facts: int) -> int:
         """The facts that a finished program must still add to a cell."""
@@ -280,8 +289,8 @@ class Walk:
             if missing:
                 words = " nor that ".join(words_of(missing))
                 raise PlanError(f"{self._at_end((stage, mb, part))} it is not true that {words}")
-        if self.named is not None:
-            self.named.check_end(self._at_end)
+        for follower in self.followers:
+            follower.check_end(self._at_end)
 
     def _at_end(self, cell: tuple[int, int, int]) -> str:
         stage, mb, part = cell

@@ -6,7 +6,8 @@ active. Active ends meet in the order of their channel; when the transfer of a p
 an end. An entry without ends left leaves its queue, and the next one becomes active.
 
 The ends of a collective, one of each rank, meet when it is at the head of every rank's queue: all ranks post their
-collectives on one communicator, and so in one order.
+collectives on one communicator, and so in one order. So do those of a rank and its data-parallel replicas on theirs.
+Replicas that run one plan run in step, so that one of them stands for all (docs/proofs.md).
 
 One-way channels are a queue each; with shared channels everything between two ranks is one queue; batches go over the
 pipeline group's one communicator, whatever is in them.
@@ -28,6 +29,7 @@ DATA = "data"
 SHAPE = "shape"  # where shapes vary, a message's shape goes ahead of it on the same channel
 _GROUP = "group"
 _COLLECTIVES = (NONE, NONE, "collectives")
+_REPLICAS = "replicas"
 
 Direction = tuple[int, int, str]  # source rank, target rank, and what orders messages between them
 
@@ -93,15 +95,17 @@ class QueueMachine:
     """All queues and channels of a pipeline. ``met`` collects meetings until the caller takes them.
 
     ``ordered``: whether a rank's queues hold back what is behind their head, as NCCL's streams do and gloo's
-    connections do not; collectives always do.
+    connections do not; collectives always do. ``replicas``: of the pipeline, whose ranks follow each other in the plan.
     """
 
-    def __init__(self, plan: Plan, ordered: bool = True) -> None:
+    def __init__(self, plan: Plan, ordered: bool = True, replicas: int = 1) -> None:
         self.one_way = plan.spec.channels == ONE_WAY
         self.ordered = ordered
         self.met: list[Meeting | Gathering] = []
-        self.gathered: dict[int, End] = {}  # by rank, of the collective that some ranks have come to
+        # By what orders them, and rank: the ends of the collective that some ranks have come to.
+        self.gathered: dict[Direction, dict[int, End]] = {}
         self._size = len(plan.programs)
+        self._pipeline = self._size // replicas
         self.queues: dict[tuple[Any, ...], deque[Entry]] = {}
         self._sites: dict[tuple[int, str, int, bool], tuple[Direction, deque[Entry]]] = {}
         self._open_sends: dict[Direction, deque[End]] = {}
@@ -144,7 +148,8 @@ class QueueMachine:
             {way: [(later(end.at, -since), end.content) for end in ends] for way, ends in by_direction.items() if ends}
             for by_direction in (self._open_sends, self._open_receives)
         ]
-        return queues, waiting, {rank: later(end.at, -since) for rank, end in sorted(self.gathered.items())}
+        gathered = {way: {r: later(end.at, -since) for r, end in ends.items()} for way, ends in self.gathered.items()}
+        return queues, waiting, gathered
 
     def activate(self, entry: Entry, now: float) -> None:
         """The entry has come to the head of its queue: its ends meet their partners, or wait for them."""
@@ -177,27 +182,35 @@ class QueueMachine:
 
     def _gather(self, end: End) -> None:
         """A rank has come to a collective; with the last of them it is met."""
-        first = next(iter(self.gathered.values()), end)
+        gathered = self.gathered.setdefault(end.direction, {})
+        first = next(iter(gathered.values()), end)
         if first.message != end.message:
             raise PlanError(
                 f"rank {end.entry.rank}: {end.at} ({end.at.name}) would be one collective with {first.at} of rank "
                 f"{first.entry.rank}: all ranks post their collectives in one order"
             )
-        self.gathered[end.entry.rank] = end
-        if len(self.gathered) == self._size:
-            self.met.append(tuple(self.gathered.values()))
-            self.gathered = {}
+        gathered[end.entry.rank] = end
+        if len(gathered) == len(self._members(end)):
+            self.met.append(tuple(gathered.values()))
+            del self.gathered[end.direction]
+
+    def _members(self, end: End) -> range:
+        """The ranks of a collective."""
+        source, _, _ = end.direction
+        return range(self._size) if source == NONE else range(source, self._size, self._pipeline)
 
     def missing_peer(self, end: End) -> int:
         """The rank that ``end`` waits for, the first of several."""
         if not end.is_collective:
             return end.peer
-        return next(rank for rank in range(self._size) if rank not in self.gathered)
+        return next(rank for rank in self._members(end) if rank not in self.gathered[end.direction])
 
     def _site(self, rank: int, at: Instruction, grouped: bool) -> tuple[Direction, deque[Entry]]:
         """The direction of the message of ``at``, and the queue of ``rank`` on which it is posted."""
         if at.op in ins.COLLECTIVE_POSTS:
-            return _COLLECTIVES, self.queues.setdefault((rank, *_COLLECTIVES), deque())
+            member = rank % self._pipeline
+            way = (member, member, _REPLICAS) if at.op in ins.SHARD_OPS else _COLLECTIVES
+            return way, self.queues.setdefault((rank, *way), deque())
         if at.peer == NONE:
             raise PlanError(f"rank {rank}: {at} ({at.name}): stage {at.stage} has no neighbour on that side")
         source, target, kind = channel_of(at, rank)

@@ -19,13 +19,13 @@ from megatron_pp.plan.verify.queues import DATA, SHAPE, Entry, QueueMachine
 _POSTS = ins.POST_OPS | ins.COLLECTIVE_POSTS | {ins.BATCH}
 
 
-def check_rendezvous(plan: Plan, device: Collection[str] = (), block: Block | None = None) -> None:
+def check_rendezvous(plan: Plan, device: Collection[str] = (), block: Block | None = None, replicas: int = 1) -> None:
     """Raises PlanError where the plan can hang or a receive would get another message than it is meant for, with the
     cycle in words. ``device``: further rules that hold; those other than ONE_QUEUE and DEVICE_SYNC are not checked
-    here. With ``block``, raises RepetitionError unless ranks that run to its ends come to a standstill as ranks that
-    run to its starts do.
+    here. ``replicas``: of the pipeline, whose ranks follow each other in the plan's programs. With ``block``, raises
+    RepetitionError unless ranks that run to its ends come to a standstill as ranks that run to its starts do.
     """
-    run = _Run(plan, [rule for rule in (ONE_QUEUE, DEVICE_SYNC) if rule in device])
+    run = _Run(plan, [rule for rule in (ONE_QUEUE, DEVICE_SYNC) if rule in device], replicas)
     if block is not None:
         run.upto(block.starts)
         before = run.state(block.starts, 0)
@@ -39,8 +39,8 @@ def check_rendezvous(plan: Plan, device: Collection[str] = (), block: Block | No
 class _Run(DeviceRanks):
     """Without time: what has met is over."""
 
-    def __init__(self, plan: Plan, rules: list[str]) -> None:
-        super().__init__(plan, QueueMachine(plan), rules)
+    def __init__(self, plan: Plan, rules: list[str], replicas: int) -> None:
+        super().__init__(plan, QueueMachine(plan, replicas=replicas), rules)
         self.at = [0] * len(plan.programs)
         self.limits: Sequence[int] = self.at
         # By op, what follows it in an instruction, and content.
@@ -66,7 +66,7 @@ class _Run(DeviceRanks):
         blocked = {rank: entry.state(since) for rank, entry in self.blocked.items()}
         posted = [
             {
-                (op, of[0], of[1] - since, *of[2:], content): entry.state(since)
+                (op, of[0], of[1] if of[1] < 0 else of[1] - since, *of[2:], content): entry.state(since)
                 for (op, of, content), entry in known.items()
             }
             for known in self.posted

@@ -83,6 +83,8 @@ def verify(
         peaks.append(check_rank(plan, rank, deallocate, block))
         runs.append([at for at in program if at.op in _RUN])
     check_rendezvous(plan, rules, block)
+    if plan.spec.fsdp_collectives:
+        load("fsdp_replicas").check_replicas([plan, plan], rules)
     if STATIC_BUFFERS in rules:
         load("static_buffers").check_static_buffers(plan, block)
     check_programs(plan, runs)

@@ -30,6 +30,7 @@ VALUES = {  # a switch has none
     "--skip-tensors": "a=0>1", "--skip-cache": "all",
     "--sequence-slices": "2", "--attention-share": "0.5", "--output-ms": "1.5",
     "--max-ctas": "3", "--context-mb": "100",
+    "--fsdp-collectives": "zero3", "--fsdp-max-active-stages": "2", "--unshard-ms": "1", "--reduce-grad-ms": "2",
     "--offload-chunks": "1", "--offload-slots": "2", "--offload-ms": "4", "--offload-bandwidth": "1",
 }  # fmt: skip
 PLANS = (

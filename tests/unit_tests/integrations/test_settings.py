@@ -34,6 +34,8 @@ EXAMPLES: dict[str, tuple[str, str, Any]] = {
     "pipeline_dtype": ("bfloat16", '"torch.bfloat16"', torch.bfloat16),
     "offload_chunks": ("1", "1", 1),
     "offload_slots": ("2", "2", 2),
+    "fsdp_collectives": ("by_cost", '"by_cost"', "by_cost"),
+    "fsdp_max_active_stages": ("2", "2", 2),
     "p2p_channels": ("shared", '"shared"', "shared"),
     "p2p_max_ctas": ("2", "2", 2),
     "max_pending_sends": ("0", "0", 0),

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from megatron_pp.errors import InstructionError
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import (
+    CHUNK_OPS,
     POST_OPS,
-    SYNC_OPS,
     Instruction,
     batch,
     format_program,
@@ -22,9 +22,9 @@ from megatron_pp.plan.ir.instruction import (
 from megatron_pp.plan.ir.instruction_text import op_name, parse_instruction, parse_program
 
 indices = st.integers(min_value=0, max_value=999_999_999)
-CELL_OPS = sorted(ins.SINGLE_OPS - SYNC_OPS - ins.RELEASE_OPS)
+CELL_OPS = sorted(ins.SINGLE_OPS - CHUNK_OPS - ins.RELEASE_OPS)
 cells = st.builds(instruction, st.sampled_from(CELL_OPS), indices, indices)
-marks = st.builds(instruction, st.sampled_from(sorted(SYNC_OPS)), indices)
+marks = st.builds(instruction, st.sampled_from(sorted(CHUNK_OPS)), indices)
 batchable = st.builds(instruction, st.sampled_from(sorted(POST_OPS)), indices, indices)
 batches = st.builds(batch, st.lists(batchable, min_size=1, max_size=6))
 names = st.from_regex(r"[A-Za-z_]\w{0,63}", fullmatch=True).filter(str.isascii)

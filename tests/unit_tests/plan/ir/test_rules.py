@@ -10,6 +10,7 @@ import pytest
 
 import megatron_pp
 from megatron_pp.errors import PlanError
+from megatron_pp.features.fsdp.fsdp_instructions import GRADIENTS, USED
 from megatron_pp.on_demand import MODULES
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir import instruction as ins
@@ -20,14 +21,16 @@ from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.verify.verifier import verify
 
 # Between them they have every op: transfers, a hand-off at the turn of the V, whole and split backwards, a tensor that
-# skips a stage, copies to the host and back; and the passes of a split output layer with their collectives.
+# skips a stage, copies to the host and back; the passes of a split output layer with their collectives; and those of
+# sharded stages.
 V_PLAN = build_plan(PlanSpec("dualpipe_v", 2, 2, 6, skip_tensors="x=0>2", offload_chunks=2))
 SPLIT_OUTPUT = build_plan(PlanSpec("vocab_1f1b_alg1", 3, 1, 6))
+SHARDED = build_plan(PlanSpec("interleaved_1f1b", 2, 2, 4, fsdp_collectives="per_step"))
 RULES = {op: rule for op in ins.SINGLE_OPS if (rule := rule_of(op)) is not None}
 
 
 def plan_with(op: str) -> Plan:
-    return SPLIT_OUTPUT if op in ins.OUTPUT_LAYER_OPS else V_PLAN
+    return SPLIT_OUTPUT if op in ins.OUTPUT_LAYER_OPS else SHARDED if op in ins.SHARD_OPS else V_PLAN
 
 
 def site_of(op: str) -> tuple[Plan, int, int]:
@@ -37,7 +40,7 @@ def site_of(op: str) -> tuple[Plan, int, int]:
         (plan, rank, i)
         for rank, program in enumerate(plan.programs)
         for i, at in enumerate(program)
-        if at.op == op and at.mb > 0 and 0 < at.stage < plan.placement.num_stages - 1
+        if at.op == op and (at.mb > 0 or op in ins.SHARD_OPS) and 0 < at.stage < plan.placement.num_stages - 1
     )
 
 
@@ -82,7 +85,7 @@ def test_the_core_names_instructions_of_features_where_they_are_registered_alone
 
 
 def test_what_a_rule_needs_another_one_adds() -> None:
-    added = 0
+    added = GRADIENTS | USED  # by compute (``ShardWalk``)
     for rule in RULES.values():
         added |= rule.adds
     assert all(rule.needs & ~added == 0 for rule in RULES.values())

@@ -1,0 +1,231 @@
+"""Runs a plan's collectives on stages that ``torch.distributed.fsdp.fully_shard`` (FSDP2) has sharded, by the public
+calls of ``FSDPModule``.
+
+While a step runs, FSDP2's own hooks neither gather nor reduce: parameters are whole from WAIT_UNSHARD to RESHARD, and
+gradients add up in the whole parameters until REDUCE_GRAD. FSDP2 reduces in the backward of a forward that it has seen.
+So that it does where the plan says, each root module has one more forward method, which passes a scalar on. Its
+backward reduces what the stage's own backwards have left, or waits for that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, UnshardHandle, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from megatron_pp.common.object_table import ObjectTable
+from megatron_pp.config.settings import LAYER_GRAPHS, StepSettings
+from megatron_pp.errors import PlanError, ScheduleInputError
+from megatron_pp.features.fsdp.fsdp_instructions import (
+    REDUCE_GRAD,
+    RESHARD,
+    UNSHARD,
+    WAIT_REDUCE_GRAD,
+    WAIT_UNSHARD,
+)
+from megatron_pp.plan.builder import offloaded_chunks
+from megatron_pp.plan.ir.instruction import format_program
+from megatron_pp.plan.ir.spec import Plan, PlanSpec
+from megatron_pp.plan.ir.tasks import Task
+from megatron_pp.runtime.arguments import StepInputs
+from megatron_pp.runtime.executor import Handler, PlanExecutor
+
+_METHOD = "_megatron_pp_pass_on"
+_LAST = {RESHARD, WAIT_REDUCE_GRAD}  # the last collective of a chunk is one of them
+_AGREED: ObjectTable[set[str]] = ObjectTable()  # root module -> programs that its replicas run too
+_INTERRUPTED: ObjectTable[bool] = ObjectTable()  # root module -> whether its step has not come to its end
+
+
+def check_fsdp(fields: Mapping[str, Any], inputs: StepInputs, settings: StepSettings) -> None:
+    """Raises ScheduleInputError where a chunk is not sharded, or the step asks for what collectives do not go with."""
+    try:
+        spec = PlanSpec(**fields)
+    except PlanError as error:
+        raise ScheduleInputError(f"config: {error}") from error
+    for number, chunk in enumerate(inputs.chunks):
+        if not _sharded(chunk):
+            raise ScheduleInputError(f"model chunk {number} ({type(chunk).__name__}) {_why_not(chunk)}")
+    for asked, what in (
+        (spec.overlap_pairs and spec.fsdp_max_active_stages == 1, "pairs, which may use two stages at a time"),
+        (offloaded_chunks(spec), "offloading (offload_chunks), which would take whole parameters for activations"),
+        (settings.cuda_graph_impl in LAYER_GRAPHS, "CUDA graphs of layers, whose parameters stay where they are"),
+        (settings.pipeline_replan, "pipeline_replan, by which replicas may come to different plans"),
+    ):
+        if asked:
+            raise ScheduleInputError(f"config.fsdp_collectives does not go with {what}; leave one of them out")
+
+
+def _why_not(chunk: Any) -> str:
+    modules = chunk.modules() if isinstance(chunk, torch.nn.Module) else ()
+    if any(hasattr(module, "_replace_param_with_raw_if_needed") for module in modules):
+        return (
+            "is sharded by Megatron-FSDP, which gathers and reduces layer by layer in hooks of its own and cannot be "
+            "told when a stage is whole; leave config.fsdp_collectives out, or shard the stages with fully_shard"
+        )
+    return (
+        "has no module that torch.distributed.fsdp.fully_shard (FSDP2) shards, and config.fsdp_collectives is for such "
+        "stages; shard it, or leave the setting out"
+    )
+
+
+def _sharded(chunk: Any) -> list[FSDPModule]:
+    """Its sharded modules, an outer one before those within it."""
+    modules = chunk.modules() if isinstance(chunk, torch.nn.Module) else ()
+    return [module for module in modules if isinstance(module, FSDPModule)]
+
+
+class _Stage:
+    """The sharded modules of one chunk. ``mark`` is what the roots pass on, from the first unshard of a step on."""
+
+    def __init__(self, chunk: Any) -> None:
+        self.modules = _sharded(chunk)
+        inner = {id(one) for outer in self.modules for one in _sharded(outer) if one is not outer}
+        self.roots = [module for module in self.modules if id(module) not in inner]
+        self.marks: list[Tensor] = []
+
+    def begin(self, trains: bool) -> None:
+        """Turn FSDP2's own gathers and reductions off."""
+        for root in self.roots:
+            if _INTERRUPTED.get(root):
+                root.reset_iter_state()
+            _INTERRUPTED[root] = True
+            root.set_reshard_after_forward(False)
+        for module in self.modules:
+            module.reshard()
+        if trains:
+            self._give_hooks(False)
+
+    def end(self) -> None:
+        """Turn them on again."""
+        self.marks.clear()
+        self._give_hooks(True)
+        for root in self.roots:
+            _INTERRUPTED[root] = False
+
+    def _give_hooks(self, on: bool) -> None:
+        for root in self.roots:
+            root.set_is_last_backward(on)
+            root.set_reshard_after_backward(on)
+            root.set_requires_gradient_sync(on)
+        for module in self.modules:
+            module.set_unshard_in_backward(on)
+            # With one named, FSDP2 does not look for others; itself is whole already.
+            module.set_modules_to_backward_prefetch([] if on else [module])
+
+    def make_marks(self) -> None:
+        """While the stage is whole, as a forward method makes it so."""
+        for root in self.roots:
+            module = cast(torch.nn.Module, root)
+            if not hasattr(module, _METHOD):
+                setattr(module, _METHOD, _pass_on)
+                register_fsdp_forward_method(module, _METHOD)
+            device = next(module.parameters()).device
+            self.marks.append(getattr(module, _METHOD)(torch.zeros((), device=device, requires_grad=True)))
+
+    def backward(self) -> None:
+        """FSDP2's hooks around a backward, without one."""
+        for mark in self.marks:
+            torch.autograd.backward((mark,), (torch.zeros_like(mark),), retain_graph=True)
+
+
+def _pass_on(scalar: Tensor) -> Tensor:
+    return scalar.clone()
+
+
+class FsdpRunner:
+    """The collectives of ``rank``'s ``chunks``. Raises ScheduleInputError where a replica runs another program."""
+
+    def __init__(self, plan: Plan, rank: int, chunks: Sequence[Any]) -> None:
+        self.trains = not plan.spec.forward_only
+        self.stages = [_Stage(chunk) for chunk in chunks]
+        self.unshards: dict[int, list[UnshardHandle]] = {}  # by chunk
+        self.reductions: dict[int, bool] = {}
+        self.program = plan.programs[rank]
+        self.left = {task.chunk: position for position, task in enumerate(plan.tasks(rank)) if task.op in _LAST}
+        self._agree()
+
+    @property
+    def tables(self) -> Mapping[str, Mapping[Any, Any]]:
+        return {"unshards": self.unshards, "gradient reductions": self.reductions}
+
+    def attach(self, engine: PlanExecutor, handlers: dict[str, Handler]) -> None:
+        """The step begins with all stages resharded."""
+        for stage in self.stages:
+            stage.begin(self.trains)
+        self.engine = engine
+        handlers |= {
+            UNSHARD: self._unshard,
+            WAIT_UNSHARD: self._wait_unshard,
+            RESHARD: self._reshard,
+            REDUCE_GRAD: self._reduce_grad,
+            WAIT_REDUCE_GRAD: self._wait_reduce_grad,
+        }
+
+    def _unshard(self, at: Task) -> None:
+        handles = [module.unshard(async_op=True) for module in self.stages[at.chunk].modules]
+        self.unshards[at.chunk] = [handle for handle in handles if handle is not None]
+
+    def _wait_unshard(self, at: Task) -> None:
+        for handle in self.unshards.pop(at.chunk):
+            handle.wait()
+        if self.trains and not self.stages[at.chunk].marks:
+            self.stages[at.chunk].make_marks()
+
+    def _reshard(self, at: Task) -> None:
+        for module in self.stages[at.chunk].modules:
+            module.reshard()
+        self._end(at)
+
+    def _reduce_grad(self, at: Task) -> None:
+        stage = self.stages[at.chunk]
+        for root in stage.roots:
+            root.set_requires_gradient_sync(True)
+        stage.backward()
+        for root in stage.roots:
+            root.set_requires_gradient_sync(False)
+        self.reductions[at.chunk] = True
+
+    def _wait_reduce_grad(self, at: Task) -> None:
+        stage = self.stages[at.chunk]
+        for root in stage.roots:
+            root.set_is_last_backward(True)
+        stage.backward()
+        for root in stage.roots:
+            root.set_is_last_backward(False)
+        del self.reductions[at.chunk]
+        self._end(at)
+
+    def _end(self, at: Task) -> None:
+        """Behind the last of a chunk."""
+        if self.engine.position == self.left[at.chunk]:
+            self.stages[at.chunk].end()
+
+    def _agree(self) -> None:
+        """Once per program and model. Raises ScheduleInputError where a data-parallel replica runs another one."""
+        digest = hashlib.sha256(format_program(self.program).encode()).hexdigest()
+        for root in (root for stage in self.stages for root in stage.roots):
+            root.reshard()  # then its parameters tell their mesh
+            if digest in (_AGREED.get(root) or ()):
+                continue
+            for group in _groups(cast(torch.nn.Module, root).parameters()):
+                found: list[Any] = [None] * group.size()
+                dist.all_gather_object(found, digest, group=group)
+                if any(one != digest for one in found):
+                    raise ScheduleInputError(
+                        "data-parallel replicas run different plans, whose collectives would not match; give all the "
+                        "same schedule, sizes, fsdp_collectives and fsdp_max_active_stages"
+                    )
+            _AGREED[root] = {*(_AGREED.get(root) or ()), digest}
+
+
+def _groups(parameters: Iterable[Any]) -> list[Any]:
+    """The data-parallel groups of sharded parameters, one for each dimension of their mesh."""
+    meshes = (parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor))
+    mesh = next(meshes, None)
+    return [] if mesh is None else [group for group in mesh.get_all_groups() if group.size() > 1]
