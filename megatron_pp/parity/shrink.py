@@ -11,7 +11,6 @@ from megatron_pp.parity.layout import Layout, stages_of
 
 _HEAD, _SEQUENCE, _VOCABULARY = 8, 16, 160
 
-_OF_CHECKPOINTS = ("--ckpt-format", "--dist-ckpt-strictness")
 _DROPPED = (
     *("--load", "--save", "--save-interval", "--pretrained-checkpoint", "--data-path", "--data-args-path"),
     *("--train-data-path", "--valid-data-path", "--test-data-path", "--per-split-data-args-path", "--split"),
@@ -55,8 +54,7 @@ def for_parity(layout: Layout, steps: int, shrunk: bool, gpu: bool, own_loop: bo
     ``own_loop``: the script has a parser of its own, which may know no other flags than those that are given, and data
     of its own.
     """
-    flags = layout.flags.without(*_DROPPED, *PRECISION)
-    flags = flags.without(*([] if gpu else NEEDS_GPU), *([] if layout.checkpoint else _OF_CHECKPOINTS))
+    flags = layout.flags.without(*_DROPPED, *PRECISION, *([] if gpu else NEEDS_GPU))
     if flags.text("--moe-token-dispatcher-type") == "flex":
         flags = flags.set("--moe-token-dispatcher-type", "alltoall")
     flags = flags.with_values(

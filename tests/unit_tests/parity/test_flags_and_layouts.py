@@ -141,7 +141,6 @@ def test_a_checkpoint_is_a_part():
     assert small.alone().label() == "distributed optimizer, uneven masks, checkpoint (save)"
     without = asked.without("checkpoint")
     assert without == replace(asked, checkpoint="")
-    assert "--ckpt-format" not in for_parity(without, 2, True, False)[0].flags
     assert without.alone().label() == "uneven masks"
 
 
