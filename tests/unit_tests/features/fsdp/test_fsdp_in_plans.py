@@ -7,18 +7,21 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from megatron_pp.config.settings import StepSettings
 from megatron_pp.draw.chrome import render_chrome_trace
 from megatron_pp.draw.facts import GATHERING, REDUCING, legend_entries
 from megatron_pp.draw.figures import as_svg, figure
 from megatron_pp.draw.html import render_html
 from megatron_pp.draw.text import render_text
 from megatron_pp.draw.timeline import simulated_timeline
-from megatron_pp.errors import PlanError
+from megatron_pp.errors import PlanError, ScheduleInputError
 from megatron_pp.features.fsdp.fsdp_instructions import (
     REDUCE_GRAD,
     RESHARD,
@@ -26,6 +29,7 @@ from megatron_pp.features.fsdp.fsdp_instructions import (
     WAIT_REDUCE_GRAD,
     WAIT_UNSHARD,
 )
+from megatron_pp.features.fsdp.fsdp_runner import check_fsdp
 from megatron_pp.features.fsdp.replicas import check_replicas
 from megatron_pp.features.fsdp.shard_memory import whole_stages
 from megatron_pp.plan.builder import build_plan, verified_plan
@@ -142,6 +146,16 @@ def test_what_cannot_be_is_refused(fields: dict[str, object], why: str) -> None:
     with pytest.raises(PlanError) as caught:
         PlanSpec("interleaved_1f1b", 2, 2, 4, **fields)
     assert why in str(caught.value)
+
+
+def test_megatron_fsdp_is_refused_with_the_reason() -> None:
+    """Its modules have this method."""
+    chunk = torch.nn.Linear(2, 2)
+    chunk._replace_param_with_raw_if_needed = lambda: None
+    inputs = SimpleNamespace(chunks=[chunk])
+    fields = asdict(sharded("1f1b", 2, 1, 2))
+    with pytest.raises(ScheduleInputError, match=r"chunk 0 \(Linear\) is sharded by Megatron-FSDP, which gathers"):
+        check_fsdp(fields, inputs, StepSettings.from_config(SimpleNamespace()))
 
 
 def test_a_split_output_layer_is_refused() -> None:
