@@ -40,6 +40,14 @@ class NcclTransport(GroupTransport):
         self.warm_up, self.max_ctas = warm_up, max_ctas
         self._collective_stream: Any = None
 
+    def prepare(self, needs: Preparation, timeout: timedelta) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise P2PError(
+                "a pipeline step cannot be captured in a CUDA graph as a whole, as it asks which transfers are done: "
+                "capture layers"
+            )
+        super().prepare(needs, timeout)
+
     def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> Work:
         return self._post("send", (self.rank, peer, channel), tensor, peer)
 

@@ -75,7 +75,7 @@ def steps(folder: Path) -> None:
     """
     for fields in (
         {"overlap_p2p_comm": True, "trace_dir": str(folder), "trace_steps": "1"},
-        {"batch_p2p_comm": True, "batch_p2p_sync": True},
+        {"batch_p2p_comm": True, "batch_p2p_sync": True, "warm_up_p2p": False},
         {"overlap_p2p_comm": True, "p2p_debug": True, "warm_up_p2p": False},
         {"overlap_p2p_comm": True, "pipeline_schedule": "pipe_offload"},
         {"overlap_p2p_comm": True, "pipeline_schedule": "dualpipe_v", "overlapped_forward_backward": on_two_streams},
@@ -122,7 +122,9 @@ def a_failure(folder: Path) -> None:
 
 
 def what_the_library_raises(folder: Path) -> None:
-    """A batch on an aborted communicator; an abort that raises, one that does not return; a close that raises."""
+    """A step in a capture; a batch on an aborted communicator; an abort that raises, one that does not return; a close
+    that raises.
+    """
     released = threading.Event()
 
     def program(group: dist.ProcessGroup) -> None:
@@ -131,6 +133,11 @@ def what_the_library_raises(folder: Path) -> None:
         transport.prepare(needs, patience)
         group._get_backend(transport.device)._set_default_timeout(patience)  # as Megatron's update_pg_timeout
         transport.prepare(needs, patience)
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin()
+        with pytest.raises(P2PError, match="cannot be captured in a CUDA graph as a whole"):
+            transport.prepare(needs, patience)
+        graph.capture_end()
         for channel in transport._channels.values():
             channel.group.shutdown = _raises  # type: ignore[method-assign]
         transport.close()

@@ -20,6 +20,7 @@ from unittest.mock import patch
 import torch
 from torch.autograd.variable import Variable
 
+from megatron_pp.testing.streams.capture import CUDAGraph, is_capturing
 from megatron_pp.testing.streams.device import VirtualDevice, current_device
 from megatron_pp.testing.streams.host_process import calls_cuda, chosen_device, start_thread, this_process
 from megatron_pp.testing.streams.recorder import PassingMode
@@ -77,7 +78,7 @@ class Stream:
         return True
 
     def is_capturing(self) -> bool:
-        return False
+        return is_capturing() and self.lane is _here().stream
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stream) and other.lane is self.lane
@@ -103,12 +104,14 @@ class Event:
         self._pending: set[Transfer] = set()
         self._number = 0
         self._time = 0.0
+        self._was_captured = False
         self.cuda_event = id(self)
         EVENTS[self.cuda_event] = self
 
     def record(self, stream: Stream | None = None) -> None:
         lane = self._device.stream if stream is None else stream.lane
         self._clock, self._pending, self._number = dict(lane.now()), set(lane.unfinished()), lane.record()
+        self._was_captured = self._device.process.is_capturing()
         self._time = 1e-3 * self._device.operations + self._device.slept
 
     def wait(self, stream: Stream | None = None) -> None:
@@ -119,7 +122,7 @@ class Event:
         """``keeps_lock``: Python's interpreter lock, as torch's does."""
         process = this_process()
         if process is not None:
-            process.queries(keeps_lock)
+            process.queries(keeps_lock, self._was_captured)
         if not all(work.finished for work in self._pending):
             return False
         if current_device() is self._device:  # not for another thread, such as the fault guard's
@@ -247,7 +250,8 @@ _REPLACED: dict[str, Any] = {
     "device_count": _device_count,
     "get_device_name": _constant("virtual device"),
     "get_device_capability": _constant((9, 0)),
-    "is_current_stream_capturing": _constant(False),
+    "is_current_stream_capturing": is_capturing,
+    "CUDAGraph": CUDAGraph,
     "device": _constant(nullcontext()),
     "Stream": Stream,
     "Event": Event,

@@ -129,6 +129,7 @@ class VirtualDevice:
 
     def block(self, ready: Callable[[], bool], what: str) -> None:
         """The host waits until ``ready()``."""
+        self.process.asks(what)
         with self.process.waits_for_device():
             self.network.block(self.rank, ready, what)
 

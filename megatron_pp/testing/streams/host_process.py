@@ -34,6 +34,21 @@ def chosen_device() -> int:
     return getattr(_here, "chosen", 0)
 
 
+class Capture:
+    """Of a stream, by this thread; ``mode``: "global", "thread_local" or "relaxed"."""
+
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+        self.thread = threading.get_ident()
+        self.broken_by = ""
+
+    def forbids(self) -> bool:
+        """Whether this thread may not ask the device, nor wait for it."""
+        if self.thread == threading.get_ident():
+            return self.mode != "relaxed"
+        return self.mode == "global" and not getattr(_here, "relaxed", False)
+
+
 class HostProcess:
     """``index``: of the device that its main thread has chosen. ``queries_block``: whether a query of an event blocks
     while a thread of the process waits for the device."""
@@ -41,6 +56,7 @@ class HostProcess:
     def __init__(self, index: int, queries_block: bool = False) -> None:
         self.index = index
         self.queries_block = queries_block
+        self.capture: Capture | None = None
         self.contexts: dict[int, str] = {}  # on other devices, by index: what made it
         self._gate = threading.Condition()
         self._waiting = 0  # threads that wait for the device
@@ -71,6 +87,19 @@ class HostProcess:
                 f"uses cuda:{self.index}"
             )
 
+    def is_capturing(self) -> bool:
+        """Whether this thread captures a stream."""
+        return self.capture is not None and self.capture.thread == threading.get_ident()
+
+    def asks(self, what: str, was_captured: bool = False) -> None:
+        """This thread asks the device, or waits for it; ``was_captured``: for an event that was recorded in a capture.
+        Raises RuntimeError where that is not allowed, and ends the capture."""
+        capture = self.capture
+        if was_captured or (capture is not None and capture.forbids()):
+            if capture is not None:
+                capture.broken_by = capture.broken_by or f"{what} in thread {threading.current_thread().name!r}"
+            raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({what})")
+
     # -- who waits for whom ----------------------------------------------------------------------------------------
 
     @contextmanager
@@ -84,9 +113,10 @@ class HostProcess:
                 self._waiting -= 1
                 self._gate.notify_all()
 
-    def queries(self, keeps_lock: bool) -> None:
+    def queries(self, keeps_lock: bool, was_captured: bool) -> None:
         """This thread asks the device for an event: returns when the driver answers."""
         self.calls("cudaEventQuery")
+        self.asks("cudaEventQuery", was_captured)
         if not self.queries_block:
             return
         with self._gate:
@@ -107,12 +137,19 @@ class HostProcess:
     def run_thread(self, run: Callable[[], object]) -> None:
         """``run`` in a thread of this process."""
         _here.process = self
+        _here.relaxed = False
         if self.queries_block:
             sys.settrace(self._run_until_stopped)
         try:
             run()
         finally:
             _here.process = None
+
+
+def relax(is_relaxed: bool) -> None:
+    """``cudaThreadExchangeStreamCaptureMode`` in this thread."""
+    calls_cuda("cudaThreadExchangeStreamCaptureMode")
+    _here.relaxed = is_relaxed
 
 
 def start_thread(thread: threading.Thread) -> None:

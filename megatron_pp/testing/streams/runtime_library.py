@@ -7,12 +7,13 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakValueDictionary
 
-from megatron_pp.testing.streams.host_process import calls_cuda
+from megatron_pp.testing.streams.host_process import relax
 
 VERSION = "13.0"
 """``torch.version.cuda``."""
 
-SUCCESS, NOT_READY = 0, 600
+SUCCESS, NOT_READY, CAPTURE_UNSUPPORTED = 0, 600, 900
+_RELAXED = 2  # cudaStreamCaptureMode
 EVENTS: WeakValueDictionary[int, Any] = WeakValueDictionary()
 """Events of virtual devices, by their handle."""
 
@@ -23,7 +24,7 @@ class _Runtime:
     """What ``ctypes.CDLL`` returns: functions, which take ``argtypes``."""
 
     def __init__(self) -> None:
-        self.cudaEventQuery = _function(lambda handle: SUCCESS if EVENTS[handle].query(False) else NOT_READY)
+        self.cudaEventQuery = _function(_query)
         self.cudaGetLastError = _function(lambda: SUCCESS)
         self.cudaThreadExchangeStreamCaptureMode = _function(_exchange_capture_mode)
 
@@ -32,8 +33,15 @@ def _function(body: Callable[..., int]) -> Any:
     return lambda *arguments: body(*arguments)
 
 
+def _query(handle: int) -> int:
+    try:
+        return SUCCESS if EVENTS[handle].query(False) else NOT_READY
+    except RuntimeError:
+        return CAPTURE_UNSUPPORTED
+
+
 def _exchange_capture_mode(mode: Any) -> int:
-    calls_cuda("cudaThreadExchangeStreamCaptureMode")
+    relax(mode._obj.value == _RELAXED)
     return SUCCESS
 
 

@@ -4,6 +4,7 @@ another device, and a query that blocks keeps nobody from finding out who died, 
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from megatron_pp.errors import PipelineStallError
 from megatron_pp.faults import device_events
 from megatron_pp.faults.records import Process
 from megatron_pp.p2p_communication import P2PCommunicator
+from megatron_pp.testing.pipeline import placement_of, toy_step
 from megatron_pp.testing.streams import DeviceRules, StreamNetwork
+from megatron_pp.testing.toy import ToyBlock, ToyData, toy_chunks
 from tests.harness.guard_mutants import InWatchdog, OnDeviceZero, WithInterpreterLock
-from tests.unit_tests.faults.test_hosts_that_run_ahead import SECONDS, SIZE, Job, eventually, kill
+from tests.unit_tests.faults.test_hosts_that_run_ahead import SECONDS, SIZE, Job, Raised, eventually, kill
 
 pytestmark = pytest.mark.usefixtures("nccl_settings")
 MUTANTS = {"InWatchdog": ("CompletedWork", InWatchdog), "WithInterpreterLock": ("EventQueries", WithInterpreterLock)}
@@ -79,3 +82,74 @@ def test_a_guard_that_a_query_blocks_does_not_abort(
     monkeypatch.setattr(device_events, *MUTANTS[mutant])
     assert woken(gone, queries_block=False) == {0, 2}
     assert woken(gone, queries_block=True) == set()
+
+
+# -- CUDA graphs -------------------------------------------------------------------------------------------------------
+
+
+class CapturingBlock(ToyBlock):
+    """Its first forward captures a graph, while the guard asks for what was issued before."""
+
+    captures = True
+    mode = "global"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.captures:
+            self.captures = False
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(capture_error_mode=self.mode)
+            torch.ones(1).add_(1)
+            time.sleep(0.6)  # the guard asks every quarter of a second
+            graph.capture_end()
+            graph.replay()
+        return super().forward(x)
+
+
+def errors_of_capture(mode: str) -> Raised:
+    job = Job(stops=(0, 1, 0))
+
+    class Block(CapturingBlock):
+        pass
+
+    Block.mode = mode
+
+    def main(rank: int, communicator: P2PCommunicator) -> None:
+        job.step(communicator, 1)
+        job.network.devices[rank].stream.wait_for({}, {job.kernel})
+        with communicator.transport.guard.watch("what is not over"):
+            torch.ones(1).add_(1)
+        chunks = toy_chunks(placement_of(job.config, SIZE, 1), rank, job.config, Block)
+        try:
+            toy_step(chunks, ToyData(2 * SIZE), communicator)
+        finally:
+            job.release()
+
+    return job.run(main)
+
+
+@pytest.mark.parametrize("mode", ["global", "thread_local"])
+def test_the_guard_may_ask_while_a_layer_is_captured(mode: str) -> None:
+    assert set(errors_of_capture(mode).values()) == {None}
+
+
+def test_a_guard_that_is_not_relaxed_ends_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_events, "_RELAXED", 0)
+    assert set(errors_of_capture("thread_local").values()) == {None}
+    raised = [str(error) for error in errors_of_capture("global").values() if type(error) is RuntimeError]
+    assert raised
+    assert all("previous error during capture (cudaEventQuery in thread 'megatron_pp events')" in one for one in raised)
+
+
+def test_a_whole_step_is_not_captured() -> None:
+    job = Job(stops=(-1, -1, -1))
+
+    def main(rank: int, communicator: P2PCommunicator) -> None:
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin()
+        try:
+            job.step(communicator, 1)
+        finally:
+            graph.capture_end()
+
+    raised = job.run(main)
+    assert all("cannot be captured in a CUDA graph as a whole" in str(error) for error in raised.values()), raised

@@ -15,6 +15,7 @@ from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.testing.streams import DeviceRules, StreamNetwork, StreamReport, virtual_cuda
 from megatron_pp.testing.threads import run_ranks
+from tests.harness.stream_runs import on_one_device
 from tests.unit_tests.faults.test_hosts_that_run_ahead import Kernel
 
 
@@ -142,3 +143,41 @@ def test_a_query_blocks_while_a_thread_waits_for_the_device(query: Callable[[tor
     assert seen == [False, query is query_of_the_runtime]
     assert answered.is_set()
     assert moved.is_set()
+
+
+WAITS: list[Callable[[torch.cuda.Event], object]] = [
+    query_of_torch,
+    lambda event: event.synchronize(),
+    lambda event: torch.cuda.synchronize(),
+    lambda event: torch.ones(1).item(),
+]
+
+
+@pytest.mark.parametrize("waits", WAITS)
+def test_asking_the_device_ends_a_capture(waits: Callable[[torch.cuda.Event], object]) -> None:
+    def program() -> bool:
+        event, graph = torch.cuda.Event(), torch.cuda.CUDAGraph()
+        event.record()
+        graph.capture_begin()
+        assert torch.cuda.is_current_stream_capturing()
+        with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+            waits(event)
+        with pytest.raises(RuntimeError, match="previous error during capture"):
+            graph.capture_end()
+        waits(event)
+        return torch.cuda.is_current_stream_capturing()
+
+    assert on_one_device(program).results == [False]
+
+
+def test_an_event_of_a_capture_is_never_asked_for() -> None:
+    def program() -> None:
+        event, graph = torch.cuda.Event(), torch.cuda.CUDAGraph()
+        graph.capture_begin()
+        event.record()
+        graph.capture_end()
+        with pytest.raises(RuntimeError, match="not permitted"):
+            query_of_torch(event)
+        assert query_of_the_runtime(event) == 900
+
+    on_one_device(program)
