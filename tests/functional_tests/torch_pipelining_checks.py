@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, pipe_split, pipeline, schedules
 from torch.nn.parallel import DistributedDataParallel
 
+from megatron_pp.config.model_config import ModelParallelConfig
 from megatron_pp.integrations.torch_pipelining import PlanSchedule, get_schedule_class
 from megatron_pp.plan.builder import build_plan, stage_numbers
 from megatron_pp.plan.io.serialize import format_plan
@@ -362,6 +363,27 @@ def compare_store(layout: Layout) -> float:
         stages = stages_of(layout, numbers, modules)
         both.append(train(PlanSchedule(stages, count, loss_fn, schedule="zb_v"), stages, modules, count))
     return largest_difference(*both)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "batched": {"overlap_p2p_comm": False},
+    "p2p_debug": {"overlap_p2p_comm": True, "p2p_debug": True},
+    "offload": {"overlap_p2p_comm": True, "offload_chunks": 1},
+    "variable": {"overlap_p2p_comm": True, "variable_seq_lengths": True},
+}
+
+
+def compare_settings(layout: Layout) -> float:
+    """Further settings of ours beside none, with several tensors between stages."""
+    count, found = 6, []
+    numbers = stage_numbers("zb_v", layout.size, 2)[layout.rank]
+    for fields in ({}, *SETTINGS.values()):
+        modules = modules_of(layout, numbers, layout.size * 2, mixed)
+        stages = stages_of(layout, numbers, modules)
+        config = ModelParallelConfig(**fields) if fields else None
+        schedule = PlanSchedule(stages, count, loss_fn, schedule="zb_v", config=config)
+        found.append(train(schedule, stages, modules, count))
+    return max(largest_difference(one, found[0]) for one in found[1:])
 
 
 def compare_given(layout: Layout) -> float:

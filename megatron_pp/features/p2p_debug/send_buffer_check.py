@@ -68,13 +68,13 @@ class WatchedExecutor(PlanExecutor):
         self._post(super()._send_b, at)
 
     def post(self, at: Task, request: Send | Receive) -> None:
-        if at.op in ins.SEND_OPS:
-            self._post(partial(super().post, request=request), at)
+        if isinstance(request, Send):
+            self._post(partial(super().post, request=request), at, request)
         else:
             super().post(at, request)
 
-    def _post(self, handler: Handler, at: Task) -> None:
-        sends = self._noted(at)
+    def _post(self, handler: Handler, at: Task, request: Send | None = None) -> None:
+        sends = self._noted(at, request)
         handler(at)
         self._watch_posted(at, sends)
 
@@ -85,9 +85,9 @@ class WatchedExecutor(PlanExecutor):
         for one, sends in zip(posts, noted, strict=True):
             self._watch_posted(one, sends)
 
-    def _noted(self, at: Task) -> list[_PendingSend]:
-        """What ``at`` is about to send."""
-        request = self.request(at)
+    def _noted(self, at: Task, given: Send | None = None) -> list[_PendingSend]:
+        """What ``at`` is about to send: ``given``, or what the engine makes of it."""
+        request = given or self.request(at)
         assert isinstance(request, Send)
         value = request.value
         tensors = value if isinstance(value, (list, tuple)) else [value]

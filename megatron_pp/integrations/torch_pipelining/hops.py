@@ -8,7 +8,8 @@ of the plan's instruction.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -44,12 +45,14 @@ class Hop:
 
 
 class Transfers:
-    """The handles of a hop's messages, in the place of one handle."""
+    """The handles of a hop's messages, in the place of one handle. ``later``: what is received behind them and posts
+    itself, where the shape of a tensor travels ahead of it: a shape that is waited for before its tensor is posted."""
 
-    __slots__ = ("handles",)
+    __slots__ = ("handles", "later")
 
-    def __init__(self, handles: Sequence[Any]) -> None:
+    def __init__(self, handles: list[Any], later: Sequence[Callable[[], Any]] = ()) -> None:
         self.handles = handles
+        self.later = later
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -58,6 +61,10 @@ class Transfers:
     def wait(self) -> None:
         for handle in self.handles:
             handle.wait()
+        later, self.later = self.later, ()
+        for post in later:
+            self.handles.append(post())
+            self.handles[-1].wait()
 
     def check(self) -> None:
         for handle in self.handles:
@@ -100,11 +107,16 @@ class HopRunner:
         return [Send(tensors[k], at.peer, channel, edge[k].dtype) for k in moved]
 
     def _post(self, at: Task) -> None:
-        engine, handles = self.engine, []
-        for request in self.requests(at):
-            engine.post(at, request)
-            handles.append(engine.handles.pop(at.message))
-        engine.handles[at.message] = Transfers(handles)  # type: ignore[assignment]
+        requests = self.requests(at)
+        one_by_one = at.op in ins.RECV_OPS and self.engine.communicator.variable_shapes
+        now, later = (requests[:1], requests[1:]) if one_by_one else (requests, [])
+        handles = [self._posted(at, request) for request in now]
+        waits = [partial(self.engine.communicator.post_recv, *request) for request in later]
+        self.engine.handles[at.message] = Transfers(handles, waits)  # type: ignore[assignment]
+
+    def _posted(self, at: Task, request: Send | Receive) -> Any:
+        self.engine.post(at, request)
+        return self.engine.handles.pop(at.message)
 
     def _batch(self, at: Task) -> None:
         requests = [self.requests(one) for one in at.members]
@@ -138,15 +150,15 @@ class HopRunner:
         self.engine.output_grads[at.key] = self.engine.input_grads.pop((at.stage + 1, at.mb, at.slice))
 
 
-def checked_hop(tensors: Sequence[Any], edge: Edge, stage: int, mb: int) -> Hop:
+def checked_hop(tensors: Sequence[Any], edge: Edge, stage: int, mb: int, vary: bool) -> Hop:
     """What ``stage`` gives the next one. Raises P2PShapeError where it is not what was found in the first step, for
-    which the next stage has its buffers."""
+    which the next stage has its buffers. ``vary``: shapes may differ."""
     found = [(tuple(t.shape), t.dtype) if isinstance(t, Tensor) else type(t).__name__ for t in tensors]
     wanted = [(meta.shape, meta.dtype) for meta in edge]
-    if found != wanted:
+    if [one[1:] for one in found] != [one[1:] for one in wanted] if vary else found != wanted:
         raise P2PShapeError(
             f"stage {stage} gives {_shown(found)} for microbatch {mb}, and in the first step it gave {_shown(wanted)}, "
-            "for which the next stage has its buffers; microbatches of one PlanSchedule have one shape"
+            "for which the next stage has its buffers; where shapes vary, set variable_seq_lengths in its config"
         )
     return Hop(tensors)
 

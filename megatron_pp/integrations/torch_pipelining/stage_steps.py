@@ -34,6 +34,7 @@ class StageSteps:
     loss_fn: Callable[..., Any] | None
     split: AutogradSplit | None
     keeps_outputs: bool
+    shapes_vary: bool
     record: LossRecord = field(default_factory=LossRecord)
     outputs: list[Any] = field(default_factory=list)
 
@@ -42,7 +43,7 @@ class StageSteps:
         given = batch.args[mb] if input_tensor is None else input_tensor.tensors
         output = call(given, batch.kwargs[mb])
         if not call.is_last:
-            return checked_hop(output, self.edges[call.index], call.index, mb)
+            return checked_hop(output, self.edges[call.index], call.index, mb, self.shapes_vary)
         if self.keeps_outputs:
             self.outputs.append(tree_map_only(Tensor, Tensor.detach, output))
         if self.loss_fn is None or batch.targets is None:

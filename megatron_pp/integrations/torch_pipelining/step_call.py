@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_pp.errors import ScheduleInputError
 from megatron_pp.integrations.torch_pipelining.autograd_split import AutogradSplit
 from megatron_pp.integrations.torch_pipelining.batch import Batch
 from megatron_pp.integrations.torch_pipelining.hops import Edge, HopRunner
@@ -58,12 +59,18 @@ class TorchCall(StepCall):
         schedule = self.schedule
         builders = [call.stage.dw_builder for call in schedule.calls]
         if find_family(schedule.schedule).splits_weight or any(builders):
+            if self.settings.measure:
+                raise ScheduleInputError(
+                    "config.measure counts what a W keeps, which is not known where autograd's graph or a dw_builder "
+                    "keeps it; call megatron_pp.split_weight_grad with the modules of this rank's stages"
+                )
             self.split = AutogradSplit(self.inputs.chunks, builders)
         return self.split
 
     def make_steps(self, plan: Plan) -> StageSteps:
         schedule = self.schedule
-        return StageSteps(schedule.calls, self.edges, self.batch, schedule.loss_fn, self.split, self.keeps_outputs)
+        kept = self.keeps_outputs, self.settings.shapes_vary
+        return StageSteps(schedule.calls, self.edges, self.batch, schedule.loss_fn, self.split, *kept)
 
     def describe(self, plan: Plan) -> dict[str, str]:
         return {**super().describe(plan), "tensors between stages": str(self.edges)}
