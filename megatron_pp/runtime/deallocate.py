@@ -99,5 +99,5 @@ def accumulate(roots: tuple[Root, ...], grads: tuple[torch.Tensor, ...]) -> None
     """Backward from ``roots`` (outputs, deallocated or not, or edges) with ``grads``, accumulating into leaves.
 
     Calls what ``torch.autograd.backward`` calls, which insists that an output and its gradient have one shape; a
-    deallocated output has not. The context variables of this thread go to autograd's with it."""
+    deallocated output has not."""
     _engine_run_backward(roots, grads, False, False, (), allow_unreachable=True, accumulate_grad=True)

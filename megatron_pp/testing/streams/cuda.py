@@ -215,15 +215,25 @@ class _Engine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
 
-    def run_backward(self, roots: Any, grads: Any, *args: Any, **more: Any) -> Any:
+    def run_backward(
+        self,
+        tensors: Any,
+        grad_tensors: Any,
+        keep_graph: bool,
+        create_graph: bool,
+        inputs: Any = (),
+        allow_unreachable: bool = False,
+        accumulate_grad: bool = False,
+    ) -> Any:
         """torch leaves its function modes while it handles a call, ``backward`` too: what runs inside is back in it."""
-        here, (_, _, inputs, *_) = current_device(), args
+        here = current_device()
+        args = tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
         if here is None:
-            return self.engine.run_backward(roots, grads, *args, **more)
+            return self.engine.run_backward(*args)
         mode = nullcontext() if torch._C._len_torch_function_stack() else here.tensors
         assert mode is not None
-        with mode, here.nodes.backward(roots, grads, inputs):
-            return self.engine.run_backward(roots, grads, *args, **more)
+        with mode, here.nodes.backward(tensors, grad_tensors, inputs):
+            return self.engine.run_backward(*args)
 
 
 @classmethod  # type: ignore[misc]

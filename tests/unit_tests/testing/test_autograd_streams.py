@@ -159,6 +159,26 @@ def test_gradients_that_are_asked_for_are_there_afterwards() -> None:
     assert not report.races, str(report)
 
 
+def test_the_engine_is_called_by_keywords_too() -> None:
+    """As Megatron's ``custom_backward`` does."""
+
+    def program() -> float:
+        x = torch.ones(4, requires_grad=True)
+        torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
+            tensors=((x * 2).sum(),),
+            grad_tensors=(torch.ones(()),),
+            keep_graph=False,
+            create_graph=False,
+            inputs=(),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
+        assert x.grad is not None
+        return float(x.grad.sum())
+
+    assert on_one_device(program).results == [8.0]
+
+
 def test_callbacks_run_on_the_callers_stream_when_its_leaves_are_done() -> None:
     def program() -> bool:
         (current, side), seen = streams(), []
