@@ -19,13 +19,15 @@ import functools
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 warnings.simplefilter("ignore", FutureWarning)  # names of torch that Megatron still uses
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that the package need not be installed
+# So that the package need not be installed, and what is beside this file is found.
+sys.path[:0] = map(str, Path(__file__).resolve().parents[:2])
 
+import layer_graphs  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
@@ -54,7 +56,7 @@ from examples.gpt.data import VOCAB_SIZE, SampleOrder, read_text, split_text  # 
 from megatron_pp.integrations import megatron_core  # noqa: E402
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     model = parser.add_argument_group("model")
     model.add_argument("--num-layers", type=int, default=8)
@@ -67,6 +69,7 @@ def parse_arguments() -> argparse.Namespace:
     model.add_argument("--num-experts", type=int, default=None, help="a mixture of local experts in every layer")
     model.add_argument("--transformer-impl", choices=("local", "transformer_engine"), default="local")
     model.add_argument("--bf16", action="store_true")
+    layer_graphs.add_arguments(model)
 
     training = parser.add_argument_group("training")
     training.add_argument("--micro-batch-size", type=int, default=2)
@@ -106,7 +109,7 @@ def parse_arguments() -> argparse.Namespace:
         help="let Megatron's copy send and free outputs as configured, even where its released schedules corrupt them; "
         "by default it keeps its outputs, and does not batch where P=2 has virtual stages",
     )
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     check_arguments(parser, args)
     return args
 
@@ -126,6 +129,7 @@ def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -
         parser.error("--overlap-param-gather needs --use-distributed-optimizer")
     if args.overlap_param_gather and not args.overlap_grad_reduce:
         parser.error("--overlap-param-gather needs --overlap-grad-reduce")
+    layer_graphs.check_arguments(parser, args)
 
 
 def transformer_config(args: argparse.Namespace) -> TransformerConfig:
@@ -155,6 +159,7 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
         batch_p2p_comm=not overlap,
         overlap_p2p_comm_warmup_flush=overlap and args.overlap_p2p_communication_warmup_flush,
         deallocate_pipeline_outputs=True,
+        **layer_graphs.config_fields(args),
     )
 
 
@@ -225,13 +230,14 @@ class Trainer:
 
     def __init__(self, args: argparse.Namespace, data: Data, engine: str) -> None:
         self.args, self.data, self.engine = args, data, engine
-        tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
+        tensor_parallel.model_parallel_cuda_manual_seed(args.seed, **layer_graphs.seed_options(args))
         torch.manual_seed(args.seed)
         self.config = transformer_config(args)
         if engine == "megatron" and not args.compare_as_configured:
             avoid_known_faults(self.config)
         self.chunks = self._chunks()
         self.optimizer = self._optimizer()
+        self.graphs = layer_graphs.made(args, self.chunks, self.config, self.optimizer)
         self._set_hooks()
         self._random = RandomState.now()
 
@@ -375,6 +381,17 @@ def largest_difference(ours: Trainer, theirs: Trainer) -> float:
 
 
 def start(args: argparse.Namespace) -> None:
+    if not dist.is_initialized():
+        join()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=args.num_virtual_stages_per_pipeline_rank,
+    )
+
+
+def join() -> None:
+    """Join the process group, as torchrun or nobody has said."""
     if "RANK" not in os.environ:  # started without torchrun: one process
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     if ON_GPU:
@@ -383,34 +400,38 @@ def start(args: argparse.Namespace) -> None:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("nccl" if ON_GPU else "gloo")
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=args.tensor_model_parallel_size,
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=args.num_virtual_stages_per_pipeline_rank,
-    )
 
 
-def train(args: argparse.Namespace) -> None:
+def train(args: argparse.Namespace) -> dict[str, Any]:
+    """The losses of all steps; with --compare Megatron's, too, and the largest difference of a gradient."""
     data = Data(args)
     ours = Trainer(args, data, args.engine)
     theirs = Trainer(args, data, "megatron") if args.compare else None
     say = print if dist.get_rank() == 0 else (lambda *parts: None)
     worst = 0.0
+    losses: list[float] = []
+    their_losses: list[float] = []
     for step in range(args.train_iters):
         loss = ours.forward_backward(step)
+        losses.append(loss)
         line = f"step {step + 1:4d}  lm loss {loss:.6f}"
         if theirs is not None:
             their_loss = theirs.forward_backward(step)
+            their_losses.append(their_loss)
             difference = largest_difference(ours, theirs)
             worst = max(worst, difference)
             line += f"  megatron's {their_loss:.6f}  largest gradient difference {difference:.3g}"
             theirs.update()
         line += f"  grad norm {ours.update():.4f}"
         say(line)
+        if ours.graphs is not None:
+            ours.graphs.capture()
         if args.eval_interval and (step + 1) % args.eval_interval == 0:
             say(f"step {step + 1:4d}  validation loss {ours.evaluate(step):.6f}")
     if theirs is not None:
         say(f"largest gradient difference over {args.train_iters} steps: {worst:.3g}")
+        return {"losses": losses, "theirs": their_losses, "difference": worst}
+    return {"losses": losses}
 
 
 def main() -> None:

@@ -1,0 +1,73 @@
+"""CUDA graphs of layers in a training loop of Megatron-core's; the fields of its config are named as its flags."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+LOCAL, TRANSFORMER_ENGINE = KINDS = ("local", "transformer_engine")
+
+
+def add_arguments(group: Any) -> None:
+    group.add_argument("--fp8-format", choices=("e4m3", "hybrid"), default=None)
+    help = "CUDA graphs of layers: Megatron's own, or Transformer Engine's, captured after the first step"
+    group.add_argument("--cuda-graph-impl", choices=("none", *KINDS), default="none", help=help)
+
+
+def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    of_engine = args.fp8_format or args.cuda_graph_impl == TRANSFORMER_ENGINE
+    if of_engine and args.transformer_impl != "transformer_engine":
+        parser.error("--fp8-format and --cuda-graph-impl transformer_engine need --transformer-impl transformer_engine")
+    if args.compare and captures(args):
+        parser.error("--compare: both engines would capture their graphs into Megatron's one record; run each alone")
+
+
+def captures(args: argparse.Namespace) -> bool:
+    return args.cuda_graph_impl in KINDS
+
+
+def config_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """Of FP8 and graphs, where they are asked for: older releases lack them."""
+    fields: dict[str, Any] = {"fp8": args.fp8_format} if args.fp8_format else {}
+    if captures(args):
+        fields |= {"cuda_graph_impl": args.cuda_graph_impl, "cuda_graph_warmup_steps": 1}
+    return fields
+
+
+def seed_options(args: argparse.Namespace) -> dict[str, bool]:
+    """Of ``model_parallel_cuda_manual_seed``: graphs draw their random numbers anew at each replay."""
+    return {"use_cudagraphable_rng": True} if captures(args) else {}
+
+
+def made(args: argparse.Namespace, chunks: list[Any], config: Any, optimizer: Any) -> TransformerEngineGraphs | None:
+    """What captures graphs between steps; None where nothing does, as Megatron's own are captured within a step."""
+    if args.cuda_graph_impl != TRANSFORMER_ENGINE:
+        return None
+    return TransformerEngineGraphs(args, chunks, config, optimizer)
+
+
+class TransformerEngineGraphs:
+    """Graphs that Transformer Engine captures."""
+
+    def __init__(self, args: argparse.Namespace, chunks: list[Any], config: Any, optimizer: Any) -> None:
+        import torch.distributed as dist
+        from megatron.core import parallel_state
+        from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+        from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+
+        sizes = args.global_batch_size, args.micro_batch_size, parallel_state.get_data_parallel_world_size()
+        init_num_microbatches_calculator(dist.get_rank(), None, *sizes)
+        self.chunks = chunks if args.overlap_param_gather else []  # those with hooks that gather parameters
+        self.helper = TECudaGraphHelper(chunks, config, args.seq_length, args.micro_batch_size, [optimizer])
+
+    def capture(self) -> None:
+        """As Megatron's training loop, after its first step: what gathers parameters is no part of a graph."""
+        if self.helper.graphs_created():
+            return
+        for chunk in self.chunks:
+            chunk.disable_forward_pre_hook(param_sync=False)
+        self.helper.create_cudagraphs()
+        for chunk in self.chunks:
+            chunk.enable_forward_pre_hook()
+        if self.chunks:
+            self.helper.cuda_graph_set_manual_hooks()
