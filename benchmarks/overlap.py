@@ -234,7 +234,7 @@ class ReleaseTimer:
 def _rows(setting: Setting, per_rank: list[dict[str, Any]]) -> list[Row]:
     work, sweep = setting.work, setting.sweep
     transfer = per_rank[0]["transfer"]
-    bound, ideal = bound_seconds(work, sweep, transfer), _without_transfers(setting)
+    bound, ideal = bound_seconds(work, sweep, transfer), seconds_without_transfers(setting)
     seconds = slowest_rank([rank["seconds"] for rank in per_rank])
     floor = summary(seconds[FREE_AT_ONCE], 1e3)["median"]
     rows: list[Row] = []
@@ -260,7 +260,7 @@ def _rows(setting: Setting, per_rank: list[dict[str, Any]]) -> list[Row]:
     return rows
 
 
-def _without_transfers(setting: Setting) -> float:
+def seconds_without_transfers(setting: Setting) -> float:
     """Seconds of the step if transfers take no time."""
     costs = setting.sweep.costs(setting.work)
     return simulate(build_plan(setting.work.spec()), costs, Network(0, link=Link(bandwidth=1e15))).makespan

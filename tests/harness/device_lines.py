@@ -5,7 +5,8 @@ A line is one of the device's where it
 * names CUDA, NCCL or NVTX (strings and attributes count; docstrings, imports and annotations do not);
 * stands in the branch of a condition on the device (``backend == "nccl"``, ``is_cuda``, ``on_gpu``, ...), also after an
   ``if`` for other devices that returns;
-* stands in a function or class that is named after the device, or that calls ``torch.cuda`` whatever comes.
+* stands in a function or class that is named after the device, or that calls ``torch.cuda`` whatever comes;
+* is of ``scripts/gpu_day``, which is there for a first day on GPUs.
 
 Lines outside functions run wherever a module is imported; the branch of a condition that only other devices get to is
 not the device's.
@@ -27,12 +28,14 @@ from types import CodeType, ModuleType
 
 ROOT = Path(__file__).resolve().parents[2]
 _FOLDERS = ("megatron_pp", "scripts", "examples", "benchmarks")
+_ON_THE_FIRST_DAY = ROOT / "scripts" / "gpu_day"  # nothing of it runs for the first time on a GPU
 # The virtual device itself, and what answers for a device where there is none.
 _STAND_INS = (ROOT / "megatron_pp" / "testing" / "streams", ROOT / "megatron_pp" / "parity" / "cpu_stand_in.py")
 
 _DEVICE = re.compile(r"cuda(?![_ ]?graph)|nccl|nvtx", re.IGNORECASE)  # Megatron's options on CUDA graphs are no device
-_CONDITION = re.compile(rf"{_DEVICE.pattern}|\bon_gpu\b", re.IGNORECASE)
+_CONDITION = re.compile(rf"{_DEVICE.pattern}|\b(on|has)_gpus?\b", re.IGNORECASE)
 _QUESTIONS = {"is_available", "device_count"}  # answered without a device, too
+_ELSEWHERE = ("outside.py", "runner.py")  # the seam there, and what tests of its own run
 _LEAVES = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 _MARK = "_device_line_runs"
 _Function = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -51,7 +54,8 @@ def project_files() -> list[Path]:
 def device_lines(path: Path) -> dict[int, int]:
     """First line of each statement of the device -> its last one (of a compound statement's head)."""
     found: dict[int, int] = {}
-    _Finder(found).functions(ast.parse(path.read_text()).body, None)
+    on_device = True if path.is_relative_to(_ON_THE_FIRST_DAY) and path.name not in _ELSEWHERE else None
+    _Finder(found).functions(ast.parse(path.read_text()).body, on_device)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import math
 import sys
@@ -12,11 +13,13 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks import gpu as gpu_benchmark
 from examples.gpt import libraries, metrics, process
 from examples.gpt import program as training
 from examples.gpt.errors import ArgumentError
@@ -34,10 +37,9 @@ from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.runtime.communicators import SoloTransport
 from megatron_pp.testing.streams import StreamNetwork
 from megatron_pp.testing.streams.cuda import replaced
-from megatron_pp.testing.toy import TOY_SCHEDULES, ToyData
+from megatron_pp.testing.toy import ToyData
 from megatron_pp.tracing.recorder import Tracer, chosen_steps
 from megatron_pp.weight_grad.linear import add_weight_grad, fused_kernels
-from tests.functional_tests import race_cases
 from tests.harness import output_layer_runs, processes
 from tests.harness.nccl_runs import FailingBlock, step_on_nccl
 from tests.harness.train_flags import SMALL_MODEL
@@ -49,8 +51,12 @@ from tests.unit_tests.testing import test_streams_steps
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import gpu_check
-import gpu_ranks
 import soak
+from gpu_day import outside, table
+from gpu_day.parts import links as gpu_links
+from gpu_day.parts import megatron as gpu_megatron
+
+from tests.harness import first_day
 
 Scenario = Callable[[Path], None]
 
@@ -216,22 +222,56 @@ def kernels(folder: Path) -> None:
     on_ranks(1, program)
 
 
-def the_gpu_check(folder: Path) -> None:
-    """scripts/gpu_check.py with all its sections, and the engines of benchmarks/gpu.py."""
-    few = {"1f1b": TOY_SCHEDULES["1f1b"]}
-    places = [
-        *((module, "run_processes", run_on_virtual_devices) for module in (gpu_check, processes)),
-        *((module, "LATE", 0.05) for module in (gpu_ranks, race_cases)),
-        (gpu_ranks, "TOY_SCHEDULES", few),
-        (gpu_check, "STARTING", 60.0),
-    ]
-    out = folder / "results.md"
-    with virtual_machine(*places):
-        code = gpu_check.main(["--repeats", "1", "--megabytes", "1", "--seconds", "300", "--out", str(out)])
-    assert "All checks passed." in out.read_text(), out.read_text()
-    assert code == 0
-    with virtual_machine((torch.cuda, "device_count", lambda: 2)):
-        assert list(gpu_check._places_of_gpus()) == ["two GPUs", "two ranks on one GPU"]
+def the_first_day(folder: Path) -> None:
+    """scripts/gpu_check.py: every part, on eight GPUs and on one; the second call has nothing left to do."""
+    page = folder / "results.md"
+    with first_day.machine(8, *first_day.NO_FAULTS):
+        for _ in range(2):
+            assert gpu_check.main(["--out", str(page)]) == 0
+    assert page.read_text().count("| pass |") == len(table.PARTS) - 1
+    for links in (first_day.links, first_day.no_links):
+        with first_day.machine(1, (outside, "links_of", links), (gpu_links, "SHAPED", (0.0, math.inf))):
+            alone = ["--out", str(folder / "alone.md"), "--only", "shaped_link", "links", "contexts", "exposed"]
+            assert gpu_check.main(alone) == 0
+
+
+def what_fails_on_the_first_day(folder: Path) -> None:
+    """Bytes that change on their way, ranks that hang, FP8 that a GPU lacks, other results in the JSON's place."""
+    out = ["--out", str(folder / "results.md")]
+    for fault, parts in (
+        ("bytes change on their way", ["facts", "links", "steps"]),
+        ("ranks hang after a fault", ["faults"]),
+        ("processes have other ids outside", ["contexts"]),
+        ("the GPUs have no FP8", ["megatron_fp8"]),
+    ):
+        with first_day.machine(2, *first_day.FAULTS[fault].places):
+            assert gpu_check.main([*out, "--only", *parts]) == 1, "what has failed stays"
+    with first_day.machine(8):
+        assert gpu_check.main(out) == 2
+    (folder / "data" / "results.json").write_text("{}")
+    with first_day.machine(2):
+        assert gpu_check.main(out) == 2
+
+
+def what_a_machine_answers(folder: Path) -> None:
+    def program(group: dist.ProcessGroup) -> None:
+        assert outside.contexts() == [0]
+        assert outside.peer_access(0, 0)
+        assert outside.peak_mib(torch.device("cuda", 0), list) == 0.0
+        with replaced([(torch.cuda, "get_device_capability", lambda device: (8, 0))]):
+            assert gpu_megatron.train(0, 1, torch.device("cuda", 0), ["--fp8-format"]) == {"not run": mock.ANY}
+
+    reads = (torch.cuda, "can_device_access_peer", lambda one, other: True)
+    with replaced([(torch._C, "_cuda_hasPrimaryContext", lambda index: True), reads]):
+        on_ranks(1, program)
+    assert outside.gpu_count() == torch.cuda.device_count()
+
+
+def the_engines_on_a_gpu(folder: Path) -> None:
+    """`scripts/benchmark.py gpu`."""
+    sizes = argparse.Namespace(mib=[0.1], forward_ms=1.0, microbatches=2, rounds=1, timeout=60.0)
+    with virtual_machine((processes, "run_processes", run_on_virtual_devices)):
+        assert {row["engine"] for row in gpu_benchmark.run(sizes).rows} >= {"ours"}
 
 
 def the_trainer_s_parts(folder: Path) -> None:
@@ -282,7 +322,10 @@ SCENARIOS: tuple[Scenario, ...] = (
     the_wait_before_an_optimizer,
     parity_counts_gpus,
     kernels,
-    the_gpu_check,
+    the_first_day,
+    what_fails_on_the_first_day,
+    what_a_machine_answers,
+    the_engines_on_a_gpu,
     the_trainer_s_parts,
     the_training_program,
     the_soak_on_nccl,

@@ -232,6 +232,18 @@ class VirtualGroup(dist.ProcessGroup):
 
     _allgather_base = all_gather_single
 
+    def all_to_all_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, to: list[int], of: list[int], opts: Any = None
+    ) -> Any:
+        """Of equal parts; ``alltoall_base`` in other releases of torch."""
+        everyone = self._exchange(tensor)
+        everyone.insert(self.rank(), tensor)
+        for mine, theirs in zip(output.chunk(self.size()), everyone, strict=True):
+            mine.copy_(theirs.chunk(self.size())[self.rank()])
+        return _Done()
+
+    alltoall_base = all_to_all_single
+
     def gather(self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], opts: Any) -> Any:
         if self.rank() == opts.rootRank:
             return self.allgather(outputs, tensors)

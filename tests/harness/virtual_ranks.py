@@ -22,6 +22,7 @@ def run_on_virtual_devices(
     timeout: float = 60.0,
     backend: str | None = None,
     environment: dict[str, str] | None = None,
+    start_method: str = "",
 ) -> list[Any]:
     """As ``run_processes``, within ``virtual_machine``: ``rank_main(rank, size, *args)`` makes the process group."""
     assert backend is None

@@ -1,9 +1,17 @@
-"""What scripts/gpu_check.py says before it begins; what it does is tried by ``--cpu``, which takes minutes."""
+"""How scripts/gpu_check.py runs its parts: deadlines, what is kept, what is refused. The parts are tried in
+``tests/functional_tests/test_first_day.py``.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,20 +19,240 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
 
 import gpu_check
+from gpu_day import outside, runner, table
+from gpu_day.bench import FAIL, NOT_RUN, NUMBERS, PASS, TINY, Bench, Machine, NotRun, Result, Sizes
+from gpu_day.page import page
+from gpu_day.runner import NOT_YET, OtherRunError, Run
+from gpu_day.table import PARTS, Part
+
+CPU = Machine("gloo", 2)
 
 
-@pytest.mark.parametrize("out", [".", "no/such/folder/results.md"])
-def test_a_report_that_could_not_be_written_is_refused_at_once(
-    out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def good(bench: Bench) -> None:
+    bench.check(True, "it holds")
+
+
+def bad(bench: Bench) -> None:
+    bench.check(True, "this holds")
+    bench.check(False, "this does not | at all")
+
+
+def counted(bench: Bench) -> None:
+    bench.table(["what", "GB/s"], [["one", 1.5], ["two", 1234.5]])
+
+
+def raises(bench: Bench) -> None:
+    bench.check(True, "it began")
+    raise ValueError("the part's own")
+
+
+def cannot(bench: Bench) -> None:
+    raise NotRun("no such kernel")
+
+
+def dies(bench: Bench) -> None:
+    bench.check(True, "it began")
+    os._exit(3)
+
+
+def hangs(bench: Bench) -> None:
+    """With a process of its own, which it leaves behind."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    bench.text(f"process {child.pid}")
+    time.sleep(60.0)
+
+
+def one(work: Callable[[Bench], None], **fields: Any) -> Part:
+    return Part("race", "A part", fields.pop("deadline", 30.0), work, **fields)
+
+
+def ran(part: Part, machine: Machine = CPU, seconds: float = 60.0, path: Path | None = None) -> Result | None:
+    run = Run(machine, TINY, path)
+    runner.run_parts(run, [part], seconds, lambda part, result: None)
+    return run.results.get(part.name)
+
+
+@pytest.mark.parametrize(
+    ("work", "verdict", "failures"),
+    [
+        (good, PASS, []),
+        (bad, FAIL, ["this does not | at all"]),
+        (counted, NUMBERS, []),
+        (raises, FAIL, ["ValueError: the part's own"]),
+        (dies, FAIL, ["its process ended before it was through"]),
+        (cannot, NOT_RUN, []),
+    ],
+)
+def test_a_part_has_a_verdict(work: Callable[[Bench], None], verdict: str, failures: list[str]) -> None:
+    result = ran(one(work))
+    assert result is not None
+    assert (result.verdict, result.failures) == (verdict, failures)
+    assert verdict != NOT_RUN or result.why == "no such kernel"
+
+
+def test_a_part_that_hangs_is_ended_with_all_that_it_started() -> None:
+    began = time.monotonic()
+    result = ran(one(hangs, deadline=1.0))
+    assert result is not None
+    assert time.monotonic() - began < 30.0
+    assert (result.verdict, result.failures) == (FAIL, ["not done within its 1 s"])
+    assert not is_running(int(str(result.blocks[0]).split()[1]))
+
+
+def is_running(pid: int) -> bool:
+    """A killed process may still have to be reaped, by whoever adopted it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_what_the_end_of_the_time_cuts_short_is_still_to_come() -> None:
+    assert ran(one(hangs), seconds=1.0) is None
+    assert ran(one(good), seconds=0.0) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "machine", "reason"),
+    [
+        ({"gpus": 8}, Machine("nccl", 4), "needs 8 GPUs, and there are 4"),
+        ({"gpus": 2}, Machine("nccl", 1), "needs 2 GPUs, and there is 1"),
+        ({"most": 1}, Machine("nccl", 2), "for a machine with 1 GPU; this one has 2"),
+        ({"cuda": True}, CPU, "needs a GPU: on a CPU there is nothing of it"),
+        ({"packages": ("no_such.package", "torch")}, CPU, "needs no_such.package, which is not installed"),
+    ],
+)
+def test_a_part_that_cannot_run_says_why_and_does_not_pass(
+    fields: dict[str, Any], machine: Machine, reason: str
 ) -> None:
-    monkeypatch.setattr(gpu_check.Check, "run", lambda check: pytest.fail("it began"))
+    assert ran(one(good, **fields), machine) == Result(NOT_RUN, reason)
+
+
+# -- what is kept -----------------------------------------------------------------------------------------------------
+
+
+def test_the_next_run_goes_on_where_the_last_one_was(tmp_path: Path) -> None:
+    path = tmp_path / "data" / "results.json"
+    first = Run(CPU, TINY, path)
+    runner.run_parts(first, [one(counted), Part("steps", "Steps", 30.0, cannot)], 60.0, lambda part, result: None)
+    again = Run(CPU, TINY, path)
+    again.go_on()
+    assert again.results.keys() == {"race", "steps"}
+    assert again.results["race"].blocks == [[["what", "GB/s"], ["one", "1.5"], ["two", "1234"]]]
+    done = {part.name for part in PARTS if again.is_done(part)}
+    assert done == {"race"}, "what could not run is asked again"
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("run", "what"),
+    [(Run(Machine("gloo", 8), TINY, None), "machine"), (Run(CPU, Sizes(), None), "sizes")],
+    ids=["machine", "sizes"],
+)
+def test_results_of_another_run_are_refused(run: Run, what: str, tmp_path: Path) -> None:
+    run.path = tmp_path / "results.json"
+    Run(CPU, TINY, run.path).save()
+    with pytest.raises(OtherRunError, match=f"holds results with {what} .* --fresh begins anew"):
+        run.go_on()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1, "parts": {"race": {"no": 1}}}'])
+def test_a_file_of_something_else_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    path.write_text(text)
+    with pytest.raises(OtherRunError, match="holds no results of this script"):
+        Run(CPU, TINY, path).go_on()
+
+
+def test_the_page_is_made_from_the_json_alone(tmp_path: Path) -> None:
+    run = Run(Machine("nccl", 2), TINY, tmp_path / "data" / "results.json")
+    results = {"facts": good, "race": bad, "overlap": counted, "exposed": cannot}
+    parts = [Part(name, name, 30.0, work) for name, work in results.items()]
+    runner.run_parts(run, parts, 60.0, lambda part, result: None)
+    text = page(run, tmp_path / "results.md")
+    assert "Measured on 2 GPU(s)" in text
+    assert "| The deallocation race | **fail** | 0 | this does not / at all |" in text
+    assert "- **NO**: this does not / at all\n" in text
+    assert "- this holds" in text
+    assert "| Exposed communication | not run | 0 | no such kernel |" in text
+    assert f"| Offloaded activations | not run | 0 | {NOT_YET} |" in text
+    assert "| two | 1234 |" in text
+    again = Run(run.machine, run.sizes, run.path)
+    again.go_on()
+    assert page(again, tmp_path / "results.md") == text
+
+
+# -- the command line --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--out", "."], "must be a file FILE.md in a folder that exists"),
+        (["--out", "no/such/folder/results.md"], "must be a file FILE.md in a folder that exists"),
+        (["--out", "results.txt"], "must be a file FILE.md in a folder that exists"),
+        (["--seconds", "0"], "--seconds 0: must be above 0"),
+        (["--seconds", "nan"], "--seconds nan: must be above 0"),
+        (["--only", "rice"], "invalid choice: 'rice'"),
+    ],
+)
+def test_wrong_values_are_refused_before_anything_runs(
+    flags: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(gpu_check, "run_parts", lambda *_: pytest.fail("it began"))
     with pytest.raises(SystemExit) as ended:
-        gpu_check.main(["--cpu", "--out", str(tmp_path / out)])
+        gpu_check.main(["--cpu", *flags])
     assert ended.value.code == 2
-    assert f"--out {tmp_path / out}: must be a file" in capsys.readouterr().err
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_check.main([]) == 2
-    assert "torch finds no CUDA device here; --cpu tries the script" in capsys.readouterr().err
+    assert "torch finds no GPU here; --cpu tries the script" in capsys.readouterr().err
+
+
+def test_parts_done_are_run_again_where_they_are_named_or_all_is_fresh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    began: list[str] = []
+    monkeypatch.setattr(table, "PARTS", (one(good), Part("steps", "Steps", 30.0, bad)))
+
+    def run_parts(run: Run, parts: list[Part], *rest: Any) -> None:
+        began.append(" ".join(part.name for part in parts))
+        runner.run_parts(run, parts, *rest)
+
+    monkeypatch.setattr(gpu_check, "run_parts", run_parts)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    out = ["--cpu", "--out", str(tmp_path / "results.md")]
+    codes = [gpu_check.main([*out, *more]) for more in ([], [], ["--only", "race"], ["--fresh", "--only", "race"])]
+    assert began == ["race steps", "", "race", "race"]
+    assert codes == [1, 1, 1, 0], "the failure stays until it is forgotten"
+    assert "FAILED: steps: this does not | at all" in capsys.readouterr().out
+    saved = json.loads((tmp_path / "data" / "results.json").read_text())
+    assert list(saved["parts"]) == ["race"]
+    assert gpu_check.main(["--list"]) == 0
+
+
+def test_ctrl_c_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = (one(good), Part("steps", "Steps", 30.0, good))
+    monkeypatch.setattr(table, "PARTS", parts)
+    monkeypatch.setattr(runner, "PARTS", parts)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+
+    def interrupted(part: Part, result: Result) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu_check, "say", interrupted)
+    out = tmp_path / "results.md"
+    assert gpu_check.main(["--cpu", "--out", str(out)]) == 1
+    assert list(json.loads((tmp_path / "data" / "results.json").read_text())["parts"]) == ["race"]
+    assert "| The deallocation race | pass |" in out.read_text()
+
+
+@pytest.mark.parametrize("gpus", range(1, 9))
+def test_all_deadlines_together_are_below_twenty_minutes(gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outside, "is_installed", lambda package: True)
+    machine = Machine("nccl", gpus)
+    assert sum(part.deadline for part in PARTS if not part.reason_not_to_run(machine)) <= gpu_check.SECONDS < 1200.0

@@ -1,0 +1,155 @@
+"""What a part gets to work with, and what it leaves: checks, texts and tables, as JSON."""
+
+from __future__ import annotations
+
+import importlib
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from gpu_day import outside, ranks
+from tests.functional_tests.race_cases import ONE_GPU_ENVIRONMENT
+
+PASS, FAIL, NUMBERS, NOT_RUN = "pass", "fail", "numbers", "not run"
+RESERVE = 2.0  # seconds: ranks end that much before the part, so that it can say which were late
+
+
+class NotRun(Exception):  # noqa: N818  (a verdict)
+    """The part cannot run here; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is run. ``megabytes``: of a tensor; ``forward_ms``: of a chunk that spins; ``late``: seconds;
+    ``schedules``: of steps, empty for all."""
+
+    repeats: int = 5
+    megabytes: float = 64.0
+    forward_ms: float = 20.0
+    rounds: int = 4
+    seq_length: int = 1024
+    hidden: int = 256
+    late: float = 1.0
+    schedules: tuple[str, ...] = ()
+
+
+TINY = Sizes(1, 0.25, 2.0, 1, 8, 16, 0.3, ("1f1b", "zb_v"))
+"""For trying the script without a GPU."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where the parts run. ``backend``: "nccl", or "gloo" for a machine without GPUs that stands for one with
+    ``gpus``."""
+
+    backend: str
+    gpus: int
+
+    @property
+    def has_gpus(self) -> bool:
+        return self.backend == "nccl"
+
+
+@dataclass
+class Result:
+    """What a part has left. ``blocks``: texts, and tables as lists of rows, the head first. ``why``: of a part that
+    was not run, or that ended badly."""
+
+    verdict: str
+    why: str = ""
+    seconds: float = 0.0
+    date: str = ""
+    commit: str = ""
+    checks: list[tuple[str, bool]] = field(default_factory=list)
+    blocks: list[str | list[list[str]]] = field(default_factory=list)
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def failures(self) -> list[str]:
+        return [what for what, good in self.checks if not good] + [self.why] * (self.verdict == FAIL and bool(self.why))
+
+    def judged(self) -> Result:
+        """With the verdict that its checks give."""
+        bad = any(not good for _, good in self.checks)
+        self.verdict = FAIL if bad else PASS if self.checks else NUMBERS
+        return self
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass
+class Bench:
+    """``ends``: on the monotonic clock, the part's deadline; ``one_gpu``: whether its ranks share the first GPU;
+    ``report``: called with the result so far after each change."""
+
+    machine: Machine
+    sizes: Sizes
+    ends: float
+    one_gpu: bool = False
+    report: Callable[[Result], None] = lambda result: None
+    result: Result = field(default_factory=lambda: Result(NUMBERS))
+
+    # -- what a part leaves --------------------------------------------------------------------------------------------
+
+    def check(self, good: bool, what: str) -> None:
+        """``what`` has to hold, and does or does not."""
+        self.result.checks.append((what, bool(good)))
+        self.report(self.result.judged())
+
+    def text(self, text: str) -> None:
+        self.result.blocks.append(text)
+        self.report(self.result.judged())
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        self.result.blocks.append([list(columns), *([_cell(value) for value in row] for row in rows)])
+        self.report(self.result.judged())
+
+    def numbers(self, **numbers: Any) -> None:
+        """For the JSON alone."""
+        self.result.numbers |= numbers
+
+    # -- ranks ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def shares(self) -> bool:
+        """Whether two ranks have one GPU."""
+        return self.one_gpu or self.machine.gpus == 1
+
+    @property
+    def left(self) -> float:
+        """Seconds for ranks."""
+        return max(0.1, self.ends - time.monotonic() - RESERVE)
+
+    @property
+    def start(self) -> str:
+        return "spawn" if self.machine.has_gpus else "fork"
+
+    def preload(self, module: str) -> None:
+        """Import what takes long before ranks are forked from this process."""
+        if not self.machine.has_gpus:
+            importlib.import_module(module)
+
+    def devices(self, size: int) -> tuple[str, ...]:
+        """Of the ranks: a GPU for each, where there are as many."""
+        if not self.machine.has_gpus:
+            return ("cpu",) * size
+        return tuple(f"cuda:{0 if self.one_gpu else rank % self.machine.gpus}" for rank in range(size))
+
+    def ranks(
+        self, work: Callable[..., Any], *args: Any, size: int = 2, environment: dict[str, str] | None = None
+    ) -> list[Any]:
+        """``work(rank, size, device, *args)`` on ranks that are joined by a process group; their results."""
+        with tempfile.TemporaryDirectory() as folder:
+            place = ranks.Place(self.machine.backend, self.devices(size), f"{folder}/store")
+            connections = ONE_GPU_ENVIRONMENT if place.shared and self.machine.has_gpus else {}
+            surroundings = {"GLOO_SOCKET_IFNAME": "lo", **connections, **(environment or {})}
+            return outside.run_ranks(ranks.enter, size, (place, work, args), self.left, surroundings, self.start)
+
+
+def _cell(value: Any) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"

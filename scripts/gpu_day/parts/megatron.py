@@ -1,0 +1,106 @@
+"""Interleaved steps of Megatron-core's GPT with the distributed optimizer and overlapped collectives, TP 2, under both
+engines: with its own layers, Transformer Engine's, FP8, and CUDA graphs of layers."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from gpu_day.bench import Bench, NotRun
+
+CONNECTIONS = ("1", "8")  # CUDA_DEVICE_MAX_CONNECTIONS
+SCRIPT = "pretrain_gpt_megatron"
+PP, VP, TP = 2, 2, 2
+STEPS = 3
+FP8_SINCE = (8, 9)  # compute capability
+# So that two runs can be equal: https://docs.nvidia.com/cuda/cublas/#results-reproducibility
+_REPEATABLE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NCCL_ALGO": "Ring"}
+
+
+class Variant(NamedTuple):
+    """``tolerance``: of losses, relative to Megatron's. ``apart``: each engine trains in processes of its own, since
+    both would capture graphs into Megatron's one record."""
+
+    flags: str
+    tolerance: float = 0.0
+    apart: bool = False
+
+
+_ENGINE = "--transformer-impl transformer_engine --bf16"
+VARIANTS = {
+    "its own layers": Variant(""),
+    "Transformer Engine": Variant(_ENGINE, 1e-3),
+    "FP8": Variant(f"{_ENGINE} --fp8-format hybrid", 2e-2),
+    "local graphs": Variant("--cuda-graph-impl local", 1e-3, apart=True),
+    "graphs of Transformer Engine": Variant(f"{_ENGINE} --cuda-graph-impl transformer_engine", 1e-3, apart=True),
+}
+
+
+def part(variant: str) -> Any:
+    return partial(run, variant=variant)
+
+
+def run(bench: Bench, variant: str) -> None:
+    flags, tolerance, apart = VARIANTS[variant]
+    size = PP * TP * (2 if bench.machine.gpus >= 2 * PP * TP else 1)
+    replicas = size // (PP * TP)
+    arguments = [*_flags(bench, replicas), *flags.split()]
+    bench.preload(SCRIPT)
+    theirs: list[float] = []
+    for connections in CONNECTIONS:
+        one = _trained(bench, size, connections, [*arguments, *([] if apart else ["--compare"])])
+        if not apart:
+            theirs = one["theirs"]
+        elif not theirs:
+            theirs = _trained(bench, size, connections, [*arguments, "--engine", "megatron"])["losses"]
+        losses = {"ours": one["losses"], "theirs": theirs}
+        bench.numbers(**{connections: {**losses, "gradient difference": one.get("difference")}})
+        what, worst = f"CUDA_DEVICE_MAX_CONNECTIONS={connections}", _relative(one["losses"], theirs)
+        bench.check(worst <= tolerance, f"{what}: losses are Megatron's, to {tolerance:g} (difference {worst:.3g})")
+        if not (apart or tolerance):
+            equal = one["difference"] == 0.0
+            bench.check(equal, f"{what}: gradients are Megatron's to the last bit (difference {one['difference']:.3g})")
+    bench.text(f"PP {PP}, V {VP}, TP {TP}, DP {replicas}, {STEPS} steps.")
+
+
+def _flags(bench: Bench, replicas: int) -> list[str]:
+    return [
+        *("--num-layers", str(2 * PP * VP), "--hidden-size", str(max(32, bench.sizes.hidden))),
+        *("--num-attention-heads", "4", "--seq-length", str(max(16, bench.sizes.seq_length // 4))),
+        *("--pipeline-model-parallel-size", str(PP), "--num-virtual-stages-per-pipeline-rank", str(VP)),
+        *("--tensor-model-parallel-size", str(TP), "--use-distributed-optimizer", "--overlap-grad-reduce"),
+        *("--overlap-param-gather", "--micro-batch-size", "1", "--global-batch-size", str(4 * replicas)),
+        *("--train-iters", str(STEPS), "--max-data-bytes", "100000", "--strict"),
+    ]
+
+
+def _trained(bench: Bench, size: int, connections: str, arguments: list[str]) -> dict[str, Any]:
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": connections, **_REPEATABLE}
+    found = bench.ranks(train, arguments, size=size, environment=environment)
+    if "not run" in found[0]:
+        raise NotRun(found[0]["not run"])
+    return dict(found[0])
+
+
+def train(rank: int, size: int, device: torch.device, arguments: list[str]) -> dict[str, Any]:
+    """Losses of all steps, and with ``--compare`` those of Megatron's engine and the largest gradient difference."""
+    if "--fp8-format" in arguments and torch.cuda.get_device_capability(device) < FP8_SINCE:
+        return {"not run": "FP8 needs a GPU of compute capability 8.9 or newer"}
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(device.index or 0))
+    script: Any = importlib.import_module(SCRIPT)
+    args = script.parse_arguments(arguments)
+    script.start(args)
+    try:
+        return dict(script.train(args))
+    finally:
+        script.parallel_state.destroy_model_parallel()
+
+
+def _relative(ours: list[float], theirs: list[float]) -> float:
+    """The largest difference of a loss; infinite where one is no number."""
+    worst = max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
+    return worst if worst == worst else float("inf")

@@ -1,0 +1,37 @@
+"""Steps of the toy model: the gradients of one process, to the last bit, whatever the schedule and the policy."""
+
+from __future__ import annotations
+
+from gpu_day import ranks
+from gpu_day.bench import Bench
+
+EIGHT = 8
+VARIABLE = {"1f1b": 1, "interleaved_1f1b": 2, "zb_v": 2}  # schedules, and their chunks on a rank
+
+
+def run(bench: Bench) -> None:
+    """Also at four ranks: there each rank has channels that its neighbours know nothing of."""
+    for size, debug in ((2, False), (2, True), (4, False)):
+        mode = "in debug mode" if debug else "without debug mode"
+        _compared(bench, ranks.steps_of(bench.sizes.schedules, tuple(ranks.POLICIES), 4, p2p_debug=debug), size, mode)
+
+
+def eight(bench: Bench) -> None:
+    """Messages overlap at eight ranks with every schedule."""
+    _compared(bench, ranks.steps_of(bench.sizes.schedules, ("overlap",), EIGHT), EIGHT, "a GPU for each rank")
+
+
+def variable(bench: Bench) -> None:
+    """Lengths of sequences differ from microbatch to microbatch, so that shapes are exchanged."""
+    steps = {
+        f"{schedule}, {policy}": ranks.Step(schedule, chunks, fields=fields, variable=True)
+        for schedule, chunks in VARIABLE.items()
+        for policy, fields in ranks.POLICIES.items()
+    }
+    _compared(bench, steps, 2, "lengths that vary")
+
+
+def _compared(bench: Bench, steps: dict[str, ranks.Step], size: int, how: str) -> None:
+    wrong = ranks.wrong(bench.ranks(ranks.differences, steps, size=size))
+    differ = f"; these differ: {wrong}" if wrong else ""
+    bench.check(not wrong, f"P={size}, {how}: the gradients of {len(steps)} steps are one process's{differ}")

@@ -1,0 +1,96 @@
+"""The parts, in the order in which they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from gpu_day import outside
+from gpu_day.bench import Bench, Machine
+from gpu_day.parts import (
+    contexts,
+    exposed,
+    facts,
+    faults,
+    links,
+    megatron,
+    offload,
+    output_layer,
+    overlap,
+    pairs,
+    race,
+    release,
+    slices,
+    steps,
+)
+
+
+class Part(NamedTuple):
+    """``deadline``: in seconds, after which it is ended; ``gpus``: how many it needs, ``most`` how many there may be;
+    ``cuda``: whether it means nothing on a CPU; ``one_gpu``: whether its ranks share the first GPU."""
+
+    name: str
+    title: str
+    deadline: float
+    work: Callable[[Bench], None]
+    gpus: int = 1
+    most: int | None = None
+    cuda: bool = False
+    one_gpu: bool = False
+    packages: tuple[str, ...] = ()
+
+    def reason_not_to_run(self, machine: Machine) -> str:
+        """Why it cannot run here; "" where it can."""
+        if machine.gpus < self.gpus:
+            return f"needs {self.gpus} GPUs, and there {'is' if machine.gpus == 1 else 'are'} {machine.gpus}"
+        if self.most is not None and machine.gpus > self.most:
+            return f"for a machine with {self.most} GPU; this one has {machine.gpus}"
+        if self.cuda and not machine.has_gpus:
+            return "needs a GPU: on a CPU there is nothing of it"
+        missing = [package for package in self.packages if not outside.is_installed(package)]
+        return f"needs {', '.join(missing)}, which is not installed" if missing else ""
+
+
+_MEGATRON = ("megatron.core",)
+_ENGINE = (*_MEGATRON, "transformer_engine")
+_OF_MEGATRON = {
+    "megatron": ("its own layers", 75.0, False, _MEGATRON),
+    "megatron_te": ("Transformer Engine", 65.0, True, _ENGINE),
+    "megatron_fp8": ("FP8", 65.0, True, _ENGINE),
+    "megatron_graphs": ("local graphs", 80.0, True, _MEGATRON),
+    "megatron_te_graphs": ("graphs of Transformer Engine", 80.0, True, _ENGINE),
+}
+
+PARTS: tuple[Part, ...] = (
+    Part("facts", "The machine", 30.0, facts.run),
+    Part("links", "Links between pairs of GPUs", 40.0, links.pairs, gpus=2),
+    Part("shaped_link", "A shaped link between two ranks on one GPU", 30.0, links.shaped, most=1),
+    Part("race", "The deallocation race", 50.0, race.run),
+    Part("release", "Releases and the compute stream", 25.0, release.run, cuda=True),
+    Part("steps", "Steps of every schedule and policy", 60.0, steps.run),
+    Part("eight", "Steps at P=8", 50.0, steps.eight, gpus=8),
+    *(
+        Part(name, f"Megatron GPT: {variant}", deadline, megatron.part(variant), cuda=cuda, packages=packages)
+        for name, (variant, deadline, cuda, packages) in _OF_MEGATRON.items()
+    ),
+    Part("pairs", "Pairs of a mixture of experts", 30.0, pairs.run, gpus=2, cuda=True),
+    Part("slices", "Slices of sequences, recomputed", 25.0, slices.run),
+    Part("offload", "Offloaded activations", 25.0, offload.run),
+    Part("output_layer", "A split output layer", 25.0, output_layer.run),
+    Part("shapes", "Shapes that vary", 25.0, steps.variable),
+    Part("faults", "Each rank raises, each is killed", 110.0, faults.run),
+    Part("contexts", "Memory and contexts of processes", 25.0, contexts.run, cuda=True),
+    Part("overlap", "What safety costs", 40.0, overlap.run),
+    Part("exposed", "Exposed communication", 70.0, exposed.run, cuda=True),
+    # Sockets are slow enough that what overlap hides can be seen, and on one GPU contexts take turns.
+    Part("one_gpu_race", "The deallocation race, two ranks on one GPU", 45.0, race.run, 2, cuda=True, one_gpu=True),
+    Part("one_gpu_release", "Releases, two ranks on one GPU", 25.0, release.run, 2, cuda=True, one_gpu=True),
+    Part("one_gpu_steps", "Steps, two ranks on one GPU", 50.0, steps.run, 2, cuda=True, one_gpu=True),
+    Part("one_gpu_overlap", "What safety costs, two ranks on one GPU", 40.0, overlap.run, 2, cuda=True, one_gpu=True),
+)
+
+
+def chosen(names: Iterable[str]) -> list[Part]:
+    """The parts of these names, in the table's order; all where none is named."""
+    wanted = set(names)
+    return [part for part in PARTS if not wanted or part.name in wanted]

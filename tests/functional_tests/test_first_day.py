@@ -1,0 +1,103 @@
+"""The parts of scripts/gpu_check.py: all pass over gloo, in real processes, and each fails with a fault.
+
+``tests/harness/device_scenarios.py`` runs them on virtual devices, every line of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+import gpu_check
+from gpu_day import table
+from gpu_day.bench import FAIL
+
+from tests.functional_tests.megatron_support import SCRIPTS, needs_megatron
+from tests.harness import first_day
+
+QUICK = ("facts", "links", "race", "offload", "output_layer", "faults", "overlap")
+
+
+def started(out: Path, *flags: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [str(SCRIPTS / "gpu_check.sh"), "--cpu", "--out", str(out), *flags],
+        env={**os.environ, "MEGATRON_PP_PYTHON": sys.executable},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+def results(out: Path) -> dict[str, str]:
+    """The verdicts that were saved."""
+    saved = json.loads((out.parent / "data" / f"{out.stem}.json").read_text())
+    return {name: result["verdict"] for name, result in saved["parts"].items()}
+
+
+@pytest.mark.slow
+def test_parts_pass_over_gloo(tmp_path: Path) -> None:
+    out = tmp_path / "results.md"
+    run = started(out, "--only", *QUICK)
+    printed, _ = run.communicate(timeout=400.0)
+    assert (run.returncode, results(out)) == (0, dict.fromkeys(QUICK, "pass")), printed
+
+
+@pytest.mark.slow
+@needs_megatron
+def test_a_step_of_megatrons_gpt_passes_over_gloo(tmp_path: Path) -> None:
+    """PP 2, V 2 and TP 2, distributed optimizer, overlapped collectives: both engines' bits."""
+    out = tmp_path / "results.md"
+    run = started(out, "--only", "megatron")
+    printed, _ = run.communicate(timeout=400.0)
+    assert (run.returncode, results(out)) == (0, {"megatron": "pass"}), printed
+    assert "PP 2, V 2, TP 2, DP 1, 3 steps" in out.read_text()
+
+
+@pytest.mark.slow
+def test_a_run_that_is_ended_goes_on(tmp_path: Path) -> None:
+    out = tmp_path / "results.md"
+    run = started(out, "--seconds", "400")
+    saved = tmp_path / "data" / "results.json"
+    until = time.monotonic() + 240.0
+    while not saved.exists() and time.monotonic() < until:  # after the first part
+        time.sleep(0.1)
+    run.send_signal(signal.SIGTERM)
+    printed, _ = run.communicate(timeout=60.0)
+    first = results(out)
+    assert run.returncode == 1
+    assert first["facts"] == "pass"
+    assert "TO COME: " in printed
+    assert "| Offloaded activations | not run | 0 | not yet: the next call goes on with it |" in out.read_text()
+    again = started(out, "--seconds", "1")  # in which nothing is done, and nothing lost
+    printed, _ = again.communicate(timeout=240.0)
+    assert results(out).items() >= first.items()
+    assert "facts " not in printed.partition("TO COME")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [name for name, planted in first_day.FAULTS.items() if planted.parts])
+def test_a_fault_is_seen(fault: str, tmp_path: Path) -> None:
+    """On virtual devices: eight GPUs, one where the part is for one."""
+    places, parts = first_day.FAULTS[fault]
+    out = tmp_path / "results.md"
+    with first_day.machine(1 if "shaped_link" in parts else 8, *places):
+        assert gpu_check.main(["--out", str(out), "--only", *parts]) == 1
+    assert results(out) == dict.fromkeys(sorted(parts, key=_place), FAIL)
+
+
+def _place(name: str) -> int:
+    return [part.name for part in table.PARTS].index(name)
+
+
+def test_every_part_has_a_fault_that_it_fails_with() -> None:
+    failing = {name for planted in first_day.FAULTS.values() for name in planted.parts}
+    assert failing == {part.name for part in table.PARTS}
