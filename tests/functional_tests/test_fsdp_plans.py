@@ -24,7 +24,8 @@ from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.runtime.executor import Handler, PlanExecutor
 from megatron_pp.runtime.stage import PipelineStage
-from megatron_pp.testing.toy import HIDDEN, ToyBlock, ToyData, reference_run, toy_loss
+from megatron_pp.schedules import get_forward_backward_func
+from megatron_pp.testing.toy import HIDDEN, ToyBlock, ToyData, reference_run, toy_config, toy_loss
 from tests.harness.process_ranks import rank_of
 from tests.harness.processes import run_processes
 
@@ -320,3 +321,35 @@ def test_wrong_settings_and_models_are_errors_on_every_rank() -> None:
     for words in run_processes(_wrong, PIPELINE * REPLICAS, timeout=120, start_method="forkserver"):
         for found, wanted in zip(words, expected, strict=True):
             assert wanted in found
+
+
+def _after_a_failure(rank: int, size: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Without a pipeline: the gradients of a step, and those of one after a step that a microbatch has ended."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
+    data, found = ToyData(4, first=100 * rank), []
+    for fails in (False, True):
+        stage = PipelineStage(ToyBlock(0), toy_config(pipeline_schedule="1f1b", fsdp_collectives="per_step"))
+        fully_shard(stage.inner, mesh=mesh["dp"])
+        broken = [fails]
+
+        def forward_step(batches: Any, model: Any, broken: list[bool] = broken) -> Any:
+            x, target = next(batches)
+            if broken[0] and torch.equal(x, data.microbatch(2)[0]):
+                raise ZeroDivisionError
+            return model(x), lambda output: toy_loss(target, output)
+
+        step = {"forward_step_func": forward_step, "model": stage, "num_microbatches": 4}
+        if fails:
+            with pytest.raises(ZeroDivisionError):
+                get_forward_backward_func(1)(data_iterator=data.iterator(), **step)
+            broken[0] = False
+            stage.state_dict()  # as a checkpoint does, which reshards
+            stage.zero_grad()
+        get_forward_backward_func(1)(data_iterator=data.iterator(), **step)
+        found.append(_full_gradients({0: stage.inner}))
+    return found[0], found[1]
+
+
+def test_a_step_after_one_that_failed_has_gradients_of_its_own_alone() -> None:
+    for whole, after in run_processes(_after_a_failure, REPLICAS, timeout=100, start_method="forkserver"):
+        torch.testing.assert_close(after, whole, rtol=0, atol=0)

@@ -39,7 +39,7 @@ from megatron_pp.runtime.executor import Handler, PlanExecutor
 _METHOD = "_megatron_pp_pass_on"
 _LAST = {RESHARD, WAIT_REDUCE_GRAD}  # the last collective of a chunk is one of them
 _AGREED: ObjectTable[set[str]] = ObjectTable()  # root module -> programs that its replicas run too
-_INTERRUPTED: ObjectTable[bool] = ObjectTable()  # root module -> whether its step has not come to its end
+_RUNNING: ObjectTable[list[torch.nn.Parameter]] = ObjectTable()  # root module in a step -> its whole parameters
 
 
 def check_fsdp(fields: Mapping[str, Any], inputs: StepInputs, settings: StepSettings) -> None:
@@ -92,9 +92,12 @@ class _Stage:
     def begin(self, trains: bool) -> None:
         """Turn FSDP2's own gathers and reductions off."""
         for root in self.roots:
-            if _INTERRUPTED.get(root):
+            left = _RUNNING.get(root)
+            if left is not None:  # by a step that failed
                 root.reset_iter_state()
-            _INTERRUPTED[root] = True
+                for parameter in left:
+                    parameter.grad = None
+            _RUNNING[root] = []
             root.set_reshard_after_forward(False)
         for module in self.modules:
             module.reshard()
@@ -106,7 +109,7 @@ class _Stage:
         self.marks.clear()
         self._give_hooks(True)
         for root in self.roots:
-            _INTERRUPTED[root] = False
+            _RUNNING.pop(root)
 
     def _give_hooks(self, on: bool) -> None:
         for root in self.roots:
@@ -125,8 +128,8 @@ class _Stage:
             if not hasattr(module, _METHOD):
                 setattr(module, _METHOD, _pass_on)
                 register_fsdp_forward_method(module, _METHOD)
-            device = next(module.parameters()).device
-            self.marks.append(getattr(module, _METHOD)(torch.zeros((), device=device, requires_grad=True)))
+            _RUNNING[root] = whole = list(module.parameters())
+            self.marks.append(getattr(module, _METHOD)(torch.zeros((), device=whole[0].device, requires_grad=True)))
 
     def backward(self) -> None:
         """FSDP2's hooks around a backward, without one."""
