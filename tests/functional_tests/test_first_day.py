@@ -51,6 +51,26 @@ def test_parts_pass_over_gloo(tmp_path: Path) -> None:
     assert (run.returncode, results(out)) == (0, dict.fromkeys(QUICK, "pass")), printed
 
 
+SPAWNING = """
+import sys
+import gpu_check
+from gpu_day.bench import Bench
+
+if __name__ == "__main__":
+    Bench.start = property(lambda bench: "spawn")
+    sys.exit(gpu_check.main(["--cpu", "--only", "facts"]))
+"""
+
+
+@pytest.mark.slow
+def test_ranks_can_be_spawned_as_they_are_on_gpus(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(SPAWNING)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SCRIPTS.parent), str(SCRIPTS)])}
+    run = subprocess.run([sys.executable, str(program)], env=environment, capture_output=True, text=True, timeout=240.0)
+    assert (run.returncode, run.stdout.split()[:2]) == (0, ["facts", "pass"]), run.stderr[-2000:]
+
+
 @pytest.mark.slow
 @needs_megatron
 def test_a_step_of_megatrons_gpt_passes_over_gloo(tmp_path: Path) -> None:
