@@ -31,6 +31,7 @@ QUICK: Cases = {
     "dw_builder": ("whole", partial(checks.compare_builders, name="ZBVZeroBubble")),
     "dw_builder, whole backwards": ("whole", partial(checks.compare_builders, name="Interleaved1F1B")),
     "split_weight_grad": ("whole", checks.compare_store),
+    "one gradient for two, and none": ("whole", checks.compare_split),
     "further settings": ("whole", checks.compare_settings),
     "microbatches given, two steps": ("whole", checks.compare_given),
 }

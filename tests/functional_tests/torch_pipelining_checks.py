@@ -69,6 +69,19 @@ class Tied(nn.Module):
         return x + torch.tanh(self.linear(self.frozen(self.linear(x))))
 
 
+class Shifted(nn.Module):
+    """Two parameters with one gradient, which autograd passes on as one tensor; and an output that nobody uses."""
+
+    def __init__(self, last: bool) -> None:
+        super().__init__()
+        self.linear, self.last = nn.Linear(HIDDEN, HIDDEN), last
+        self.one, self.other = (nn.Parameter(torch.randn(SAMPLES, HIDDEN)) for _ in range(2))
+
+    def forward(self, x: Tensor, unused: Any = None) -> Any:
+        x = torch.tanh(self.linear(x)) + self.one + self.other
+        return x if self.last else (x, 2 * x)
+
+
 class Layout(NamedTuple):
     """This process's pipeline of ``size`` ranks, and the replicas of its stages."""
 
@@ -349,6 +362,17 @@ def compare_builders(layout: Layout, name: str) -> float:
         QUEUE.clear()
         schedule = PlanSchedule(stages, count, loss_fn, schedule=name) if ours else theirs(name, stages, count)
         both.append(train(schedule, stages, modules, count))
+    return largest_difference(*both)
+
+
+def compare_split(layout: Layout) -> float:
+    """Backwards split by autograd's graph beside whole ones."""
+    count, both = 6, []
+    numbers = stage_numbers("zb_v", layout.size, 2)[layout.rank]
+    for name in ("zb_v", "1f1b_v"):
+        modules = modules_of(layout, numbers, layout.size * 2, lambda number, count: Shifted(number == count - 1))
+        stages = stages_of(layout, numbers, modules)
+        both.append(train(PlanSchedule(stages, count, loss_fn, schedule=name), stages, modules, count))
     return largest_difference(*both)
 
 

@@ -50,7 +50,7 @@ class PlanSchedule:
     schedule            any name of ours (docs/schedules.md), one of torch's, or the path of a schedule file; 1f1b
     scale_grads         divide the gradients of a step by M at its end, for losses that are means
     args_chunk_spec, kwargs_chunk_spec, output_merge_spec    torch's: how a batch is cut, and outputs are put together
-    backward_requires_autograd    torch's: False where stages with a ``dw_builder`` run backward without autograd
+    backward_requires_autograd    torch's, and without effect: a training step always wants gradients enabled
     config              further settings of ours; its schedule and sizes are set here
 
     Raises ScheduleInputError before any communication for stages that are not those that the schedule places on this
@@ -86,7 +86,6 @@ class PlanSchedule:
         self.config = self._config_of(config)
         self._specs = ChunkSpecs(args_chunk_spec, kwargs_chunk_spec)
         self._merge_spec = output_merge_spec
-        self._backward_requires_autograd = backward_requires_autograd
         self._edges: dict[bool, list[Edge]] = {}  # for training, and for evaluation
 
     def _config_of(self, given: ModelParallelConfig | None) -> ModelParallelConfig:
@@ -181,7 +180,7 @@ class PlanSchedule:
         return (parameter.grad for parameter in parameters if parameter.grad is not None)
 
     def _check_training(self, batch: Batch) -> None:
-        if self._backward_requires_autograd and not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             raise RuntimeError("step() was called under torch.no_grad(), where no gradient is computed; call eval()")
         if batch.targets is None and any(call.is_last for call in self.calls):
             raise ScheduleInputError("this rank has the last stage, and step() was given no target for the loss")
