@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, pipe_split, pipeline, schedules
+from torch.distributed.pipelining import PipelineStage, pipeline, schedules
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_pp.config.model_config import ModelParallelConfig
@@ -21,65 +21,22 @@ from megatron_pp.plan.io.serialize import format_plan
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.orders import find_family
 from megatron_pp.weight_grad import split_weight_grad
+from tests.functional_tests.torch_pipelining_models import (
+    HIDDEN,
+    QUEUE,
+    SAMPLES,
+    Block,
+    Mixed,
+    Shifted,
+    Skipping,
+    Tied,
+    WithBuilder,
+)
 
-HIDDEN, SAMPLES = 16, 3
 CPU = torch.device("cpu")
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 SPLITTING = ("InterleavedZeroBubble", *V_SHAPED)
 CHUNKS = {"1F1B": 1, "GPipe": 1, "Interleaved1F1B": 2, "LoopedBFS": 2, **dict.fromkeys(SPLITTING, 2)}
-
-
-class Block(nn.Module):
-    """Layers of several kinds, and a parameter of no layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(HIDDEN, HIDDEN), nn.LayerNorm(HIDDEN)
-        self.convolution = nn.Conv1d(1, 1, 3, padding=1)
-        self.shift = nn.Parameter(0.1 * torch.randn(SAMPLES, HIDDEN))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(torch.tanh(self.linear(x)))
-        return x + self.convolution(y.unsqueeze(1)).squeeze(1) + self.shift
-
-
-class Mixed(nn.Module):
-    """Takes and gives float32 and bfloat16 tensors, integers, and a tensor without gradient."""
-
-    def __init__(self, first: bool, last: bool) -> None:
-        super().__init__()
-        self.block, self.low = Block(), nn.Linear(HIDDEN, HIDDEN, dtype=torch.bfloat16)
-        self.first, self.last = first, last
-
-    def forward(self, x: Tensor, half: Any = None, order: Any = None, scale: Any = None) -> Any:
-        if self.first:
-            half, order, scale = x.bfloat16(), torch.arange(HIDDEN - 1, -1, -1), torch.full((HIDDEN,), 0.5)
-        x, half = self.block(x * scale + order % 3), torch.relu(self.low(half))
-        return x + half.float() if self.last else (x, half, order, scale)
-
-
-class Tied(nn.Module):
-    """One weight used twice, and a frozen layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.frozen = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN).requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.linear(self.frozen(self.linear(x))))
-
-
-class Shifted(nn.Module):
-    """Two parameters with one gradient, which autograd passes on as one tensor; and an output that nobody uses."""
-
-    def __init__(self, last: bool) -> None:
-        super().__init__()
-        self.linear, self.last = nn.Linear(HIDDEN, HIDDEN), last
-        self.one, self.other = (nn.Parameter(torch.randn(SAMPLES, HIDDEN)) for _ in range(2))
-
-    def forward(self, x: Tensor, unused: Any = None) -> Any:
-        x = torch.tanh(self.linear(x)) + self.one + self.other
-        return x if self.last else (x, 2 * x)
 
 
 class Layout(NamedTuple):
@@ -280,24 +237,6 @@ def compare_plan(layout: Layout, name: str) -> float:
     return largest_difference(*both)
 
 
-class Skipping(nn.Module):
-    """For ``pipeline()``: four stages, of which the last uses an output of the first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = self.layers[0](x)
-        skip = torch.relu(first)
-        pipe_split()
-        second = self.layers[1](first)
-        pipe_split()
-        third = self.layers[2](second)
-        pipe_split()
-        return self.layers[3](third + skip)
-
-
 def compare_traced(layout: Layout, name: str = "GPipe") -> float:
     """Stages that ``pipeline()`` makes, one of whose outputs skips two stages; torch runs such under its schedules of
     one stage a rank."""
@@ -310,44 +249,6 @@ def compare_traced(layout: Layout, name: str = "GPipe") -> float:
         schedule = PlanSchedule(stage, count, loss_fn, schedule=name) if ours else theirs(name, [stage], count)
         both.append(train(schedule, [stage], [stage.submod], count) + evaluate(schedule, [stage], count))
     return largest_difference(*both)
-
-
-class Delayed(torch.autograd.Function):
-    """A linear layer whose backward leaves the weight gradient to ``QUEUE``."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: nn.Linear) -> Tensor:
-        ctx.layer = layer
-        ctx.save_for_backward(x)
-        return x @ layer.weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        QUEUE.append((ctx.layer.weight, ctx.saved_tensors[0], grad))
-        return grad @ ctx.layer.weight, None
-
-
-QUEUE: list[Any] = []
-
-
-class WithBuilder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(HIDDEN, HIDDEN, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(Delayed.apply(x.requires_grad_() if x.is_leaf else x, self.layer))  # type: ignore[no-untyped-call]
-
-    def dw_builder(self) -> Callable[[], None]:
-        left = list(QUEUE)
-        QUEUE.clear()
-
-        def run() -> None:
-            for weight, x, grad in left:
-                product = grad.t() @ x
-                weight.grad = product if weight.grad is None else weight.grad + product
-
-        return run
 
 
 def compare_builders(layout: Layout, name: str) -> float:

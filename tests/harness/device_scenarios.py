@@ -24,6 +24,7 @@ from examples.gpt import libraries, metrics, process
 from examples.gpt import program as training
 from examples.gpt.errors import ArgumentError
 from examples.gpt.settings import parse
+from megatron_pp.cli import main
 from megatron_pp.comm import abort
 from megatron_pp.comm.channels import SHAPES
 from megatron_pp.comm.group_transport import group_transport
@@ -311,6 +312,15 @@ def the_soak_on_nccl(folder: Path) -> None:
     assert soak._other_backend("nccl") == ""
 
 
+def what_a_gpu_holds(folder: Path) -> None:
+    """The memory of GPUs on the command line: counted, within a limit, and beyond it."""
+    model = ["--layers", "8", "--hidden-size", "64", "--seq-length", "64"]
+    assert main(["simulate", "-s", "1f1b", "-P", "2", "-M", "4", "--memory", *model]) == 0
+    question = ["advise", "-P", "2", "--global-batch", "4", "--forward-ms", "1", "--backward-ms", "2", "--jobs", "1"]
+    for limit, status in (("80", 0), ("0.1", 1)):
+        assert main([*question, "--activation-gb", "0.01", "--memory-gb", limit]) == status
+
+
 SCENARIOS: tuple[Scenario, ...] = (
     steps,
     a_split_output_layer,
@@ -329,4 +339,5 @@ SCENARIOS: tuple[Scenario, ...] = (
     the_trainer_s_parts,
     the_training_program,
     the_soak_on_nccl,
+    what_a_gpu_holds,
 )

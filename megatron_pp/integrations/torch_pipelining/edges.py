@@ -68,7 +68,7 @@ def _outputs(call: StageCall, args: Sequence[Any], kwargs: Mapping[str, Any], tr
     devices = [] if device.type == "cpu" else [device]
     args, kwargs = tree_map_only(Tensor, _alone, (args, kwargs))
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    forked = torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
+    forked = torch.random.fork_rng(devices, device_type=device.type)
     with forked, torch.enable_grad() if trains else nullcontext():
         outputs = call(args, kwargs, module)
     with torch.no_grad():
