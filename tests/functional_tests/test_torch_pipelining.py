@@ -93,7 +93,8 @@ REFUSALS = {
     "a batch of 3": "the batch has samples for 3 microbatches, and the schedule has 4",
     "losses": "TypeError: losses must be a list",
     "no gradients": r"RuntimeError: .*call eval\(\)",
-    "no target": "no target for the loss|samples for 3",
+    "a batch of 3 on one rank": r"^ScheduleInputError: (pipeline rank 0 cannot .*: )?the batch has samples",
+    "no target": r"^ScheduleInputError: (pipeline rank \d cannot begin the step: .*)?this rank has the last stage",
 }
 
 

@@ -361,10 +361,11 @@ def refusals(layout: Layout) -> dict[str, str]:
         "arg_mbs of 3": lambda: one.step(arg_mbs=[(x,)] * 3),
         "arg_mbs of tensors": lambda: one.step(arg_mbs=[x] * 4),
         "both": lambda: one.step(x, target_mbs=[target] * 4),
-        "a batch of 3": lambda: one.step(x[:3]),
+        "a batch of 3": lambda: one.step(x[:3], target=target),
+        "a batch of 3 on one rank": lambda: one.step(x if rank else x[:3], target=target),
         "losses": lambda: one.step(x, target=target, losses=()),
         "no gradients": torch.no_grad()(lambda: one.step(x, target=target)),
-        "no target": lambda: one.step(x) if rank == size - 1 else one.step(x[:3]),
+        "no target": lambda: one.step(x),
     }
     said = {}
     for name, misuse in misuses.items():

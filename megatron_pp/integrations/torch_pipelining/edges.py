@@ -35,6 +35,7 @@ def find_edges(
 
     Raises what a stage's forward raises, and on the other ranks ScheduleInputError."""
     edges: list[Edge] = []
+    device = next(iter(calls.values())).stage.device
     for stage in range(placement.num_stages - 1):
         found: list[Any] = [None]
         error: Exception | None = None
@@ -46,14 +47,34 @@ def find_edges(
                 error, found = raised, [f"{type(raised).__name__}: {raised}"]
         rank = placement.homes[stage][0]
         if placement.pipeline_size > 1:
-            device = None if dist.get_backend(group) == "gloo" else next(iter(calls.values())).stage.device
-            dist.broadcast_object_list(found, dist.get_global_rank(group, rank), group, device)
+            _share(found, rank, group, device)
         if error is not None:
             raise error
         if isinstance(found[0], str):
             raise ScheduleInputError(f"stage {stage}, on pipeline rank {rank}, failed in its first forward: {found[0]}")
         edges.append(found[0])
     return edges
+
+
+def agree_to_begin(problem: Exception | None, size: int, group: Any, device: Any) -> None:
+    """Called by all ranks together: raises ``problem``, what this rank's input is refused for; ScheduleInputError where
+    it is another's that is refused."""
+    refused: list[Any] = [None] * size
+    for rank in range(size if size > 1 else 0):
+        said = [None if problem is None else f"{type(problem).__name__}: {problem}"]
+        _share(said, rank, group, device)
+        refused[rank] = said[0]
+    if problem is not None:
+        raise problem
+    for rank, why in enumerate(refused):
+        if why is not None:
+            raise ScheduleInputError(f"pipeline rank {rank} cannot begin the step: {why}")
+
+
+def _share(objects: list[Any], rank: int, group: Any, device: Any) -> None:
+    """``objects`` of rank ``rank`` of the group, on all ranks."""
+    where = None if dist.get_backend(group) == "gloo" else device
+    dist.broadcast_object_list(objects, dist.get_global_rank(group, rank), group, where)
 
 
 def _zeros(meta: TensorMeta, device: Any) -> Tensor:

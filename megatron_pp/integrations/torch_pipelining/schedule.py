@@ -16,7 +16,7 @@ from megatron_pp.config.checks import whole_number
 from megatron_pp.config.model_config import ModelParallelConfig
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.integrations.torch_pipelining.batch import Batch, ChunkSpecs, given_batch, split_batch
-from megatron_pp.integrations.torch_pipelining.edges import find_edges
+from megatron_pp.integrations.torch_pipelining.edges import agree_to_begin, find_edges
 from megatron_pp.integrations.torch_pipelining.hops import Edge
 from megatron_pp.integrations.torch_pipelining.stage_calls import stage_call
 from megatron_pp.integrations.torch_pipelining.step_call import TorchCall
@@ -119,8 +119,8 @@ class PlanSchedule:
         put together, unless ``return_outputs`` is False; None on other ranks. ``finalize_gradients`` is for sharded
         parameters alone. Raises RuntimeError under ``torch.no_grad()``, ScheduleInputError and TypeError for inputs
         that are no batch of M."""
-        batch = self._batch(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, loss_kwargs)
-        return self._run(batch, losses, return_outputs, forward_only=self.loss_fn is None)
+        given = args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, loss_kwargs
+        return self._run(given, losses, return_outputs, forward_only=self.loss_fn is None)
 
     def eval(
         self,
@@ -135,8 +135,8 @@ class PlanSchedule:
         **kwargs: Any,
     ) -> Any:
         """The forwards of ``step`` alone; gradients are not touched. Without a target, no loss is computed."""
-        batch = self._batch(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, loss_kwargs)
-        return self._run(batch, losses, return_outputs, forward_only=True)
+        given = args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, loss_kwargs
+        return self._run(given, losses, return_outputs, forward_only=True)
 
     def _batch(
         self, args: Any, kwargs: Any, target: Any, arg_mbs: Any, kwarg_mbs: Any, target_mbs: Any, loss_kwargs: Any
@@ -150,11 +150,8 @@ class PlanSchedule:
         batch.loss_kwargs = loss_kwargs or {}
         return batch
 
-    def _run(self, batch: Batch, losses: list[Any] | None, return_outputs: bool, forward_only: bool) -> Any:
-        if losses is not None and not isinstance(losses, list):
-            raise TypeError(f"losses must be a list but got a {type(losses)}")
-        if not forward_only:
-            self._check_training(batch)
+    def _run(self, given: tuple[Any, ...], losses: list[Any] | None, return_outputs: bool, forward_only: bool) -> Any:
+        batch = self._checked(given, losses, not forward_only)
         call = TorchCall(self, batch, self._edges_of(batch, not forward_only), forward_only, return_outputs)
         scales = self.scale_grads and not forward_only
         for grad in self._gradients() if scales else ():  # of an earlier step, which are not to be divided again
@@ -167,6 +164,23 @@ class PlanSchedule:
         if losses is not None:
             losses[:] = found
         return merge_chunks(call.outputs, self._merge_spec) if return_outputs else None
+
+    def _checked(self, given: tuple[Any, ...], losses: list[Any] | None, trains: bool) -> Batch:
+        """The batch. What a rank refuses in the first step is raised on all: they wait for each other's shapes next."""
+        problem: Exception | None = None
+        try:
+            if losses is not None and not isinstance(losses, list):
+                raise TypeError(f"losses must be a list but got a {type(losses)}")
+            batch = self._batch(*given)
+            if trains:
+                self._check_training(batch)
+        except Exception as error:
+            problem = error
+        if trains not in self._edges:
+            agree_to_begin(problem, self.placement.pipeline_size, self.group, self.calls[0].stage.device)
+        if problem is not None:
+            raise problem
+        return batch
 
     def _edges_of(self, batch: Batch, trains: bool) -> list[Edge]:
         if trains not in self._edges:
