@@ -12,7 +12,7 @@ for python in "${MEGATRON_PP_PYTHON:-python3}" "${MEGATRON_PP_VENV:-$root/.venv}
     if (cd / && "$python" -c 'import torch') 2>/dev/null; then
         export OMP_NUM_THREADS=1
         export PYTHONPATH="$root:$root/scripts${PYTHONPATH:+:$PYTHONPATH}"
-        exec timeout --kill-after=10 1190 "$python" "$root/scripts/gpu_check.py" "$@"
+        exec timeout --kill-after=20 1180 "$python" "$root/scripts/gpu_check.py" "$@"
     fi
     [[ -z "${MEGATRON_PP_PYTHON:-}" ]] || break
 done
