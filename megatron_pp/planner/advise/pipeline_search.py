@@ -8,9 +8,11 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from multiprocessing.pool import AsyncResult
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from megatron_pp.errors import PlanError
@@ -29,6 +31,7 @@ _FIRST_LOOK = 2.0  # seconds for estimates, or half of the budget
 _CHUNK = 0.003  # share of its bound by which a search with one chunk more, which takes longer, must be better
 _POLL = 0.02  # seconds between two looks at other processes
 _LOOK = 0.1  # seconds between two looks at the budget
+_AGAIN = 1.0  # seconds to the next KeyboardInterrupt: one that arrives in a callback of the garbage collector is lost
 # In forwards of a step, of all stages; some 10,000 of them are built, verified and simulated in a second.
 _PLANS = 400_000  # of all plans that are built without a budget
 _SEARCHES = 200_000  # of all searches
@@ -88,7 +91,7 @@ def search(question: Question, budget: float | None = None, jobs: int = 1, repor
     """The best pipelines for ``question`` that ``jobs`` processes find, until a KeyboardInterrupt, or for ``budget``
     seconds. Without a budget a fixed number of operations is looked at, and the answer is the same on every machine.
 
-    Raises PlanError where no candidate is possible whatever the memory.
+    Raises PlanError where no candidate is possible whatever the memory, or a process of ``jobs`` ends.
     """
     began, queue, say = time.monotonic(), _Queue(question, budget), report or (lambda done, of, what: None)
     interrupted = False
@@ -100,6 +103,11 @@ def search(question: Question, budget: float | None = None, jobs: int = 1, repor
                 say(*queue.progress, str(outcome.candidate))
     except KeyboardInterrupt:  # Ctrl-C, or of _ended_in_time
         interrupted = not queue.is_over()
+    except BrokenProcessPool as error:
+        raise PlanError(
+            f"a process of the search ended ({error}). With jobs={jobs} processes start that import the program's main"
+            ' module: call this under `if __name__ == "__main__":` in a file, or with jobs=1'
+        ) from error
     seconds, left = time.monotonic() - began, queue.left()
     looked_at = tuple(queue.outcomes), tuple(queue.estimates)
     return Findings(question, *looked_at, left, tuple(queue.needless), seconds, interrupted)
@@ -134,9 +142,10 @@ def _ended_in_time(queue: "_Queue") -> Iterator[None]:
         return
 
     def look(*_: object) -> None:
-        if queue.is_over():
+        over = queue.is_over()
+        signal.setitimer(signal.ITIMER_REAL, _AGAIN if over else _LOOK)
+        if over:
             raise KeyboardInterrupt
-        signal.setitimer(signal.ITIMER_REAL, _LOOK)
 
     before, began = signal.signal(signal.SIGALRM, look), time.monotonic()
     left, every = signal.setitimer(signal.ITIMER_REAL, _LOOK)
@@ -295,22 +304,28 @@ class _Evaluator:
         self.question = question
         self.queue = queue
         self.jobs = jobs
-        self.running: dict[Candidate, AsyncResult[Outcome]] = {}
+        self.running: dict[Candidate, Future[Outcome]] = {}
+        self.processes: set[BaseProcess] = set()
 
     def __enter__(self) -> "_Evaluator":
         if self.jobs > 1:  # Ctrl-C reaches the whole group of processes: only this one has an answer to give
-            ignore = (signal.SIGINT, signal.SIG_IGN)
-            self.pool = multiprocessing.get_context("spawn").Pool(self.jobs, signal.signal, ignore)
+            spawn, ignore = multiprocessing.get_context("spawn"), (signal.SIGINT, signal.SIG_IGN)
+            self.pool = ProcessPoolExecutor(self.jobs, spawn, signal.signal, ignore)
         return self
 
     def __exit__(self, *error: object) -> None:
+        for process in self.processes:
+            process.terminate()
         if self.jobs > 1:
-            self.pool.terminate()
-            self.pool.join()
+            self.pool.shutdown(cancel_futures=True)
 
     def start(self, candidate: Candidate) -> None:
         work = self.question, candidate, self.queue.cut_of(candidate)
-        self.running[candidate] = self.pool.apply_async(evaluate, work)
+        before = multiprocessing.active_children()
+        try:
+            self.running[candidate] = self.pool.submit(evaluate, *work)
+        finally:
+            self.processes.update({*multiprocessing.active_children()} - {*before})
 
     def outcomes(self) -> Iterator[Outcome]:
         queue, running = self.queue, self.running
@@ -324,8 +339,8 @@ class _Evaluator:
                         return
             if not running:
                 return
-            done = [candidate for candidate, result in running.items() if result.ready()]
+            done = [candidate for candidate, result in running.items() if result.done()]
             for candidate in done:
-                yield running.pop(candidate).get()
+                yield running.pop(candidate).result()
             if not done:
                 time.sleep(_POLL)

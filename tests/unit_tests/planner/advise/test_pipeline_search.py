@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -231,6 +234,36 @@ def test_a_budget_is_kept_whatever_the_sizes(monkeypatch, sizes, jobs):
 def test_a_budget_that_is_too_short_for_one_plan_builds_one():
     asked = question(schedules=("1f1b",), max_chunks=1)
     assert search(asked, budget=0.0, jobs=2).best is not None
+
+
+def test_a_budget_is_kept_where_an_interrupt_is_lost(monkeypatch):
+    """As in a callback of the garbage collector, which prints it."""
+    monkeypatch.setattr(search_module, "_AGAIN", 0.1)
+    lost = []
+
+    def report(done, of, what):
+        while not lost:
+            try:
+                time.sleep(5.0)
+            except KeyboardInterrupt:
+                lost.append(what)
+
+    began = time.monotonic()
+    found = search(question(pipeline_size=8, global_batch=9999), budget=0.0, report=report)
+    assert (len(lost), found.interrupted) == (1, False)
+    assert time.monotonic() - began < 10
+
+
+def test_processes_that_cannot_start_are_an_error_and_not_waited_for(tmp_path):
+    """A script that has no guard starts itself in each process, where Python refuses to start more."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import sys\nsys.path[:0] = {[str(Path(__file__).parent)]}\n"
+        "from test_pipeline_search import question, search\nsearch(question(), budget=1.0, jobs=2)\n"
+    )
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert "PlanError: a process of the search ended" in ended.stderr
 
 
 def test_an_interrupted_search_has_the_best_so_far():
