@@ -1,0 +1,1 @@
+"""Pipelines of several modules: encoders and a language model, each on its own grid of ranks."""

@@ -1,0 +1,212 @@
+"""Plans of pipelines of several modules: their edges, orders, and what ``verify_modules`` accepts and refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from itertools import product
+
+import pytest
+
+from megatron_pp import draw
+from megatron_pp.errors import PlanError
+from megatron_pp.features.modules.graph import ModuleGraph, module_graphs
+from megatron_pp.features.modules.modules_plan import ModulesSpec, lowered_modules, modules_plan, modules_spec
+from megatron_pp.features.modules.modules_verify import verify_modules
+from megatron_pp.plan.costs.stage_costs import StageCosts
+from megatron_pp.plan.ir.instruction import BACKWARD, COMPUTE_OPS, FORWARD, SYNC_OPS
+from megatron_pp.plan.ir.spec import DEVICE_SYNC, ONE_QUEUE, STATIC_BUFFERS, Plan
+from megatron_pp.plan.simulate.simulator import simulate
+from tests.harness.module_grids import encoders_before, module_on
+
+TWO = encoders_before(module_on("llm", 1), module_on("vision"))[0]
+BOTH_ON_ONE = encoders_before(module_on("llm", 1), module_on("vision"), module_on("audio"))[0]
+LINES = encoders_before(module_on("llm", 4, pp=3), module_on("vision", pp=3), module_on("audio", 3))[0]
+FAN_IN = encoders_before(module_on("llm", 4, pp=2), module_on("vision", pp=2, dp=2))[0]
+FAN_OUT = encoders_before(module_on("llm", 1, pp=2, dp=3), module_on("vision"))[0]
+TENSOR = encoders_before(module_on("llm", 4, pp=2, dp=2, tp=2), module_on("vision", pp=2, tp=2))[0]
+BRANCHES = module_graphs(
+    [module_on("vision"), module_on("llm", 1, pp=2), module_on("images", 3)],
+    {"vision": ["llm", "images"], "llm": ["images"]},
+)[0]
+GRAPHS = {
+    "two": TWO,
+    "both_on_one": BOTH_ON_ONE,
+    "lines": LINES,
+    "fan_in": FAN_IN,
+    "fan_out": FAN_OUT,
+    "tensor": TENSOR,
+    "branches": BRANCHES,
+}
+
+
+@pytest.fixture(params=GRAPHS)
+def graph(request: pytest.FixtureRequest) -> ModuleGraph:
+    return GRAPHS[request.param]
+
+
+small = pytest.mark.parametrize(
+    "graph", [TWO, BOTH_ON_ONE, *(pytest.param(GRAPHS[name], marks=pytest.mark.slow) for name in [*GRAPHS][2:])]
+)
+
+
+def edges_in_words(graph: ModuleGraph) -> list[str]:
+    return [f"{e.module} {e.source}>{e.target} {e.part} {e.place}" for e in graph.activations if e.bridge]
+
+
+def test_a_bridge_between_unequal_grids_cuts_and_joins_the_batch() -> None:
+    assert edges_in_words(FAN_IN) == ["vision 1>4 (0, 1) (0, 2)", "vision 3>4 (0, 1) (1, 2)"]
+    assert edges_in_words(FAN_OUT) == [f"vision 0>{1 + 2 * k} ({k}, 3) (0, 1)" for k in range(3)]
+    back = [(e.source, e.target, e.part, e.place) for e in FAN_IN.gradients if e.bridge]
+    assert back == [(4, 1, (0, 2), (0, 1)), (4, 3, (1, 2), (0, 1))]
+
+
+def test_leaders_send_to_every_rank_of_a_tensor_parallel_group() -> None:
+    assert [(e.source, e.target) for e in TENSOR.activations if e.bridge] == [(3, 4), (3, 5), (3, 8), (3, 9)]
+    assert [(e.source, e.target) for e in TENSOR.gradients if e.bridge] == [(4, 2), (4, 3), (8, 2), (8, 3)]
+
+
+def test_replicas_that_exchange_nothing_have_graphs_of_their_own() -> None:
+    graphs = encoders_before(module_on("llm", 4, pp=2, dp=2), module_on("vision", dp=4))
+    assert [graph.members for graph in graphs] == [(0, 1, 4, 5), (2, 3, 6, 7)]
+    assert [graph.stages for graph in graphs] == [3, 3]
+
+
+def test_depths_are_those_of_the_longest_way() -> None:
+    assert LINES.stages == 6
+    assert LINES.depths == (0, 1, 2, 0, 3, 4, 5)
+    assert LINES.leading == (True, False, False, True, True, False, False)
+    assert BRANCHES.depths == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("modules", "topology", "why"),
+    [
+        ([module_on("vision"), module_on("llm", 1)], {"vision": ["lm"]}, "names a module 'lm'"),
+        ([module_on("vision"), module_on("llm", 1)], {"vision": ["llm"], "llm": ["vision"]}, "in a circle"),
+        ([module_on("vision", dp=2), module_on("llm", 2, dp=3)], {"vision": ["llm"]}, "2 data-parallel replicas"),
+        ([module_on("vision"), module_on("llm")], {"vision": ["llm"]}, "rank 0 has the last stage of vision"),
+        ([module_on("a"), module_on("b", 1), module_on("a_b", pp=2)], {"a": ["b"]}, "two are equal"),
+    ],
+)
+def test_impossible_topologies_are_refused(modules: list, topology: dict, why: str) -> None:
+    with pytest.raises(PlanError, match=why):
+        module_graphs(modules, topology)
+
+
+def test_modules_that_wait_for_each_other_on_shared_ranks_are_refused() -> None:
+    """Both ranks have a stage of both modules, and one forward for both."""
+    graph = encoders_before(module_on("llm", pp=2), module_on("vision", pp=2))[0]
+    with pytest.raises(PlanError, match=r"rank 0 waits for F0.0 of rank 1, which never comes.*in a circle"):
+        modules_plan(modules_spec(graph, 2))
+
+
+FIELDS = [{}, {"release_after": 3}, {"forward_only": True}, {"variable_shapes": True}]
+DEVICES = [(), (ONE_QUEUE,), (ONE_QUEUE, DEVICE_SYNC)]
+
+
+def specs(graph: ModuleGraph) -> list[ModulesSpec]:
+    choices = product(FIELDS, DEVICES, (1, 3, 7))
+    return [modules_spec(graph, count, device=device, **fields) for fields, device, count in choices]
+
+
+def test_every_plan_is_proven(graph: ModuleGraph) -> None:
+    for spec in specs(graph):
+        plan = modules_plan(spec)
+        assert plan.certificate is not None
+        assert set(spec.device) < set(plan.certificate.rules)
+
+
+def test_the_order_is_one_forward_one_backward_behind_a_warm_up_by_depth() -> None:
+    plan = modules_plan(modules_spec(LINES, 8))
+    for rank, order in enumerate(plan.orders):
+        ahead = LINES.stages - LINES.depths[rank] - 1
+        ops = "".join(at.op for at in order)
+        assert ops == "F" * ahead + "FB" * (8 - ahead) + "B" * ahead
+
+
+def test_the_simulator_finds_the_bubble_of_the_longest_way() -> None:
+    """(stages - 1) warm-up slots of a forward and a backward, as in one pipeline of as many ranks."""
+    plan = modules_plan(modules_spec(LINES, 8))
+    step = simulate(plan, StageCosts.uniform(LINES.size, 1, 1, 1))
+    timeline = draw.simulated_timeline(step, title="vision and audio before llm")
+    assert timeline.end == (8 + LINES.stages - 1) * 3
+    assert [len(lane.compute) for lane in timeline.lanes] == [16] * LINES.size
+    encoder_slower = simulate(plan, StageCosts.per_stage([2] * 4 + [1] * 3, [1] * 7, [1] * 7))
+    assert draw.simulated_timeline(encoder_slower).end > timeline.end
+
+
+def without(plan: Plan, rank: int, k: int) -> Plan:
+    program = plan.programs[rank]
+    return with_program(plan, rank, (*program[:k], *program[k + 1 :]))
+
+
+def with_program(plan: Plan, rank: int, program: tuple) -> Plan:
+    programs = list(plan.programs)
+    programs[rank] = program
+    return dataclasses.replace(plan, programs=tuple(programs))
+
+
+@small
+@pytest.mark.parametrize("fields", [{}, {"variable_shapes": True}, {"forward_only": True}])
+def test_every_instruction_is_needed_once(graph: ModuleGraph, fields: dict) -> None:
+    plan = lowered_modules(modules_spec(graph, 3, **fields))
+    for rank, program in enumerate(plan.programs):
+        for k, at in enumerate(program):
+            with pytest.raises(PlanError):
+                verify_modules(without(plan, rank, k))
+            if at.op not in SYNC_OPS:
+                with pytest.raises(PlanError):
+                    verify_modules(with_program(plan, rank, (*program[: k + 1], at, *program[k + 1 :])))
+
+
+@small
+def test_transfers_of_another_peer_edge_or_microbatch_are_refused(graph: ModuleGraph) -> None:
+    plan = lowered_modules(modules_spec(graph, 3))
+    for rank, program in enumerate(plan.programs):
+        for k, at in enumerate(program):
+            changes = [{"mb": at.mb + 1}, {"chunk": 1}, {"slice": 0}, {"stage": at.stage + 5}]
+            if at.op not in COMPUTE_OPS | SYNC_OPS:
+                changes += [{"peer": at.peer + 1}, {"tensor": at.tensor + "x"}]
+            for change in [] if at.op in SYNC_OPS else changes:
+                changed = (*program[:k], at._replace(**change), *program[k + 1 :])
+                with pytest.raises(PlanError):
+                    verify_modules(with_program(plan, rank, changed))
+
+
+def test_sends_that_meet_other_sends_are_a_deadlock_across_modules() -> None:
+    """The language model waits for its gradient's release before it receives; the encoder sends first."""
+    plan = lowered_modules(modules_spec(TWO, 2))
+    program = list(plan.programs[1])
+    receive = next(at for at in program if str(at).startswith("WAIT_F0.1"))
+    free = next(at for at in program if str(at).startswith("FREE_B0.0"))
+    post = next(at for at in program if str(at).startswith("RECV_F0.1"))
+    for at in (receive, post, free):
+        program.remove(at)
+    sent = next(k for k, at in enumerate(program) if str(at).startswith("SEND_B0.0"))
+    program[sent + 1 : sent + 1] = [free, post, receive]
+    verify_modules(with_program(plan, 1, tuple(program)))
+    first = list(plan.programs[0])
+    released = next(at for at in first if str(at).startswith("FREE_F0.1"))
+    received = next(at for at in first if str(at).startswith("RECV_B0.0"))
+    for at in (released, received):
+        first.remove(at)
+    wait = next(k for k, at in enumerate(first) if str(at).startswith("WAIT_B0.0"))
+    first[wait:wait] = [released, received]
+    harmed = with_program(with_program(plan, 1, tuple(program)), 0, tuple(first))
+    with pytest.raises(PlanError, match=r"deadlock under rendezvous: rank 0 waits at FREE_F0.1.*rank 1 waits"):
+        verify_modules(harmed)
+
+
+def test_memory_counts_the_messages_of_every_edge() -> None:
+    verdict = verify_modules(modules_plan(modules_spec(BOTH_ON_ONE, 4)))
+    alone = verify_modules(modules_plan(modules_spec(TWO, 4)))
+    assert verdict.ranks[0].each.outputs == 2 * alone.ranks[0].each.outputs
+    assert verdict.ranks[1].each.inputs == 2 * alone.ranks[1].each.inputs
+    ends = Counter(at.op for program in modules_plan(modules_spec(TWO, 4)).programs for at in program)
+    assert ends[FORWARD] == ends[BACKWARD] == 8
+
+
+def test_static_buffers_are_not_claimed() -> None:
+    with pytest.raises(PlanError, match="static_buffers is not checked"):
+        modules_plan(modules_spec(TWO, 4, device=(STATIC_BUFFERS,)))
