@@ -1,18 +1,105 @@
-"""The order in which Megatron captures Transformer Engine's CUDA graphs, against that of a plan.
+"""The order in which Megatron captures CUDA graphs of layers, against that of a plan.
 
-``make_graphed_callables(_order=...)`` gives the graphs of one microbatch the buffers of another that is over by then in
-the order of capture; replayed in another order, they overwrite what is still needed. Megatron captures in the order of
-its own schedules (``get_schedule_table``, ``convert_schedule_table_to_order``), whatever runs afterwards.
+The graphs of one microbatch have memory of another that is over by then in the order of capture; replayed in another
+order, they overwrite what is still needed. Transformer Engine's (``make_graphed_callables(_order=...)``) are captured
+in the order of Megatron's own schedules (``get_schedule_table``, ``convert_schedule_table_to_order``), whatever runs
+afterwards; Megatron's own in that of the first training step (``_CudagraphGlobalRecord``).
 """
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from itertools import chain
+from typing import Any
 
+import torch
+
+from megatron_pp.common.object_table import ObjectTable
 from megatron_pp.config.settings import TE_GRAPHS
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.ir.instruction import BACKWARD_OPS, FORWARD, without_pairs
+from megatron_pp.plan.ir.instruction import BACKWARD_OPS, FORWARD, Instruction, without_pairs
 from megatron_pp.plan.ir.spec import PlanSpec
+from megatron_pp.plan.orders import find_family
+from megatron_pp.tracing.observers import StepObserver
+
+
+def step_observer(step: Any) -> StepObserver | None:
+    """What keeps the graphs of a StepCall's model in order; None where nothing has to. Raises ScheduleInputError, on
+    all ranks alike, where they would not be."""
+    spec, settings = PlanSpec(**step.fields), step.settings
+    if spec.pipeline_size == 1 or step.joins_pairs:  # whose layers run in parts, outside of graphs
+        return None
+    if step.weights is not None and not spec.forward_only and find_family(spec.schedule).splits_weight:
+        raise ScheduleInputError(
+            f"config.cuda_graph_impl is {settings.cuda_graph_impl!r}, whose graphs run backwards whole, and schedule "
+            f"{spec.schedule} splits them; choose a schedule that does not, or leave the graphs out"
+        )
+    if settings.cuda_graph_impl == TE_GRAPHS:
+        check_graph_order(spec, settings.virtual_pipeline_model_parallel_size is not None)
+        return None
+    graphs = _LOCAL_GRAPHS.setdefault(step.inputs.chunks[0], LocalGraphs())
+    graphs.check(spec)
+    return graphs
+
+
+class LocalGraphs(StepObserver):
+    """Those that Megatron captures of one model. Each microbatch has its own, which take turns."""
+
+    def __init__(self) -> None:
+        self.captured: PlanSpec | None = None  # in its order
+
+    def check(self, spec: PlanSpec) -> None:
+        """Raises ScheduleInputError where a step of ``spec`` would replay graphs in another order."""
+        theirs, why = self.captured, None
+        if spec.overlap_pairs:
+            why = "the two halves of a pair (overlapped_forward_backward) run at once"
+        elif theirs is None:
+            return
+        elif spec.forward_only and spec.num_microbatches % theirs.num_microbatches:
+            why = f"an evaluation of {spec.num_microbatches} microbatches leaves them out of turn"
+        elif not spec.forward_only and spec != theirs and _runs(spec) != _runs(theirs):
+            why = "this step has another order of forwards and backwards"
+        if why is not None:
+            order = (
+                "" if theirs is None else f" of {theirs.num_microbatches} microbatches in schedule {theirs.schedule}"
+            )
+            raise ScheduleInputError(
+                f"config.cuda_graph_impl is 'local', and {why}: replayed in another order than that of the first "
+                f"training step{order}, graphs overwrite each other's buffers. Keep schedule and number of "
+                "microbatches (of an evaluation a multiple), or leave the graphs out"
+            )
+
+    def watch(self, engine: Any) -> None:
+        """In an evaluation no backward keeps the graphs that come next from overwriting an output that is sent."""
+        if self.captured is not None and engine.plan.spec.forward_only:
+            engine.run_forward = partial(_copy_of_forward, engine.run_forward or engine.call_forward)
+
+    def after_step(self, step: Any, plan: Any, guard: Any) -> None:
+        if self.captured is None and not plan.spec.forward_only:
+            self.captured = plan.spec
+
+
+# One belongs to a model, and goes with it.
+_LOCAL_GRAPHS: ObjectTable[LocalGraphs] = ObjectTable()
+
+
+def _copy_of_forward(call: Callable[..., Any], at: Any, given: Any) -> Any:
+    return _copied(call(at, given))
+
+
+def _copied(output: Any) -> Any:
+    if isinstance(output, torch.Tensor):
+        return output.clone()
+    return [_copied(one) for one in output] if isinstance(output, (list, tuple)) else output
+
+
+def _runs(spec: PlanSpec) -> list[list[Instruction]]:
+    """Forwards and backwards, by rank."""
+    return [_of_order(order) for order in build_plan(spec).orders]
+
+
+def _of_order(order: Any) -> list[Instruction]:
+    return [at for at in without_pairs(order) if at.op == FORWARD or at.op in BACKWARD_OPS]
 
 
 def check_graph_order(spec: PlanSpec, interleaved: bool) -> None:
@@ -30,11 +117,7 @@ def check_graph_order(spec: PlanSpec, interleaved: bool) -> None:
 @lru_cache(maxsize=64)
 def _difference(spec: PlanSpec, interleaved: bool) -> str | None:
     for rank, order in enumerate(build_plan(spec).orders):
-        runs = [
-            at.chunk + 1 if at.op == FORWARD else -at.chunk - 1
-            for at in without_pairs(order)
-            if at.op == FORWARD or at.op in BACKWARD_OPS
-        ]
+        runs = [at.chunk + 1 if at.op == FORWARD else -at.chunk - 1 for at in _of_order(order)]
         captured = captured_order(
             spec.pipeline_size, rank, spec.num_chunks, spec.num_microbatches, spec.group_size, interleaved
         )

@@ -8,12 +8,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_pp.comm.communicator import P2PCore
-from megatron_pp.config.settings import TE_GRAPHS, StepSettings
+from megatron_pp.config.settings import LAYER_GRAPHS, StepSettings
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.faults.attach import describe_step, guarded, instruction_marks
 from megatron_pp.on_demand import is_loaded, load
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.ir.spec import BATCHED, Plan, PlanSpec
+from megatron_pp.plan.ir.spec import BATCHED, Plan
 from megatron_pp.plan.lower.syncs import last_reentry, prepares_in_forward
 from megatron_pp.plan.orders import find_family
 from megatron_pp.runtime import plan_choice
@@ -85,9 +85,6 @@ class StepCall:
         self.check_output_layer(fields["schedule"])
         if fields["skip_tensors"]:
             load("skip_tensors").check_skip_tensors(fields["skip_tensors"], inputs, settings)
-        if settings.cuda_graph_impl == TE_GRAPHS:
-            interleaved = settings.virtual_pipeline_model_parallel_size is not None
-            load("cuda_graphs").check_graph_order(PlanSpec(**fields), interleaved)
         self.fields = fields
         self.observers = self._observers()
         self.microbatch_costs = settings.given_microbatch_costs(inputs.num_microbatches)
@@ -124,8 +121,11 @@ class StepCall:
 
     def _observers(self) -> list[StepObserver]:
         """Of the settings that ask for one."""
-        asked = (load(name).step_observer(self) for name in _OBSERVED if getattr(self.settings, name))
-        return [one for one in asked if one is not None]
+        asked = [name for name in _OBSERVED if getattr(self.settings, name)]
+        if self.settings.cuda_graph_impl in LAYER_GRAPHS:
+            asked.append("cuda_graphs")
+        found = (load(name).step_observer(self) for name in asked)
+        return [one for one in found if one is not None]
 
     def _plan(self) -> Plan:
         """The verified plan that the step runs; what there is to say of it is logged once."""

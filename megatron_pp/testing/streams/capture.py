@@ -4,27 +4,49 @@ While a stream is captured, calls that ask the device or wait for it are errors,
 captures, in others too where the mode is ``global`` (torch's default), unless these have said that they are relaxed;
 for events that were recorded in the capture, in every thread (cudaStreamBeginCapture and
 cudaThreadExchangeStreamCaptureMode in the reference of CUDA's runtime).
+
+What a capture allocates comes from the pool of its graph. A replay uses these addresses again, whatever has been given
+them since: memory goes from one graph to the graphs that are captured later, so those of one pool have to be replayed
+in the order of capture (torch.cuda.graph; Megatron's ``_CudagraphGlobalRecord``).
 """
 
 from __future__ import annotations
 
+import itertools
+from contextlib import ExitStack
 from typing import Any
 
-from megatron_pp.testing.streams.device import current_device
+import torch
+
+from megatron_pp.testing.streams.device import VirtualDevice, current_device
 from megatron_pp.testing.streams.host_process import Capture, HostProcess, this_process
+from megatron_pp.testing.streams.memory import Use
+
+_pools = itertools.count(1)
+
+
+def graph_pool_handle() -> tuple[int, int]:
+    """``torch.cuda.graph_pool_handle``."""
+    return 0, next(_pools)
 
 
 class CUDAGraph:
     """``torch.cuda.CUDAGraph``."""
 
     def __init__(self, keep_graph: bool = False) -> None:
-        """Nothing is captured yet."""
+        self._uses: list[Use] = []
+        self._ends = ExitStack()
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
         _process().capture = Capture(capture_error_mode)
+        device = _device()
+        self._ends.enter_context(device.allocating(graph_pool_handle() if pool is None else pool))
+        device.captured = self._uses
 
     def capture_end(self) -> None:
         """Raises RuntimeError where a call in between was not allowed."""
+        _device().captured = None
+        self._ends.close()
         process = _process()
         capture, process.capture = process.capture, None
         if capture is not None and capture.broken_by:
@@ -33,9 +55,23 @@ class CUDAGraph:
             )
 
     def replay(self) -> None:
-        device = current_device()
-        assert device is not None
-        device.stream_step("a graph")
+        device = _device()
+        lane = device.stream_step("a graph")
+        for use in self._uses:
+            device.use(use, lane, "a graph")
+        device.log.issued(device.rank)
+
+
+def give_back(tensor: torch.Tensor) -> None:
+    """Graphs that are captured later may have the memory of ``tensor``, though those that know its address go on to use
+    it, as with Transformer Engine's ``make_weak_ref``."""
+    _device().give_back(tensor)
+
+
+def _device() -> VirtualDevice:
+    device = current_device()
+    assert device is not None, "graphs belong to the threads of ranks"
+    return device
 
 
 def _process() -> HostProcess:

@@ -10,7 +10,7 @@ from megatron_pp.comm.p2p_communicator import P2PCommunicator
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.testing.streams.call_log import CallLog
 from megatron_pp.testing.streams.cuda import virtual_cuda
-from megatron_pp.testing.streams.memory import StreamRace
+from megatron_pp.testing.streams.memory import Overwritten, StreamRace
 from megatron_pp.testing.streams.network import NO_MORE_RULES, StreamNetwork
 from megatron_pp.testing.streams.rules import DeviceRules
 from megatron_pp.testing.threads import ThreadGroup, run_ranks
@@ -21,6 +21,7 @@ class StreamReport:
     """What the ranks did.
 
     races       rank by rank, in the order in which they were met; one for each pair of places
+    overwritten what graphs that share memory took from each other
     operations  that the hosts issued to streams
     reused      allocations that got memory of an earlier tensor
     results     what ``rank_main`` returned, by rank
@@ -32,6 +33,7 @@ class StreamReport:
     reused: int
     results: list[Any]
     contexts: list[str]
+    overwritten: list[Overwritten]
 
     @classmethod
     def of(cls, network: StreamNetwork, results: list[Any]) -> StreamReport:
@@ -42,12 +44,13 @@ class StreamReport:
             sum(device.allocator.reused for device in devices),
             results,
             [f"rank {device.rank}: {why}" for device in devices for why in device.process.contexts.values()],
+            [found for device in devices for found in device.overwritten.values()],
         )
 
     def __str__(self) -> str:
         found = f"{len(self.races)} race{'' if len(self.races) == 1 else 's'}"
         head = f"{found} in {self.operations} operations; {self.reused} allocations reused memory"
-        return "\n".join([head, *map(str, self.races), *self.contexts])
+        return "\n".join([head, *map(str, (*self.races, *self.overwritten)), *self.contexts])
 
 
 def check_streams(

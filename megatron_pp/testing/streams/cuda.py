@@ -20,7 +20,7 @@ from unittest.mock import patch
 import torch
 from torch.autograd.variable import Variable
 
-from megatron_pp.testing.streams.capture import CUDAGraph, is_capturing
+from megatron_pp.testing.streams.capture import CUDAGraph, graph_pool_handle, is_capturing
 from megatron_pp.testing.streams.device import VirtualDevice, current_device
 from megatron_pp.testing.streams.host_process import calls_cuda, chosen_device, start_thread, this_process
 from megatron_pp.testing.streams.recorder import PassingMode
@@ -262,6 +262,7 @@ _REPLACED: dict[str, Any] = {
     "get_device_capability": _constant((9, 0)),
     "is_current_stream_capturing": is_capturing,
     "CUDAGraph": CUDAGraph,
+    "graph_pool_handle": graph_pool_handle,
     "device": _constant(nullcontext()),
     "Stream": Stream,
     "Event": Event,

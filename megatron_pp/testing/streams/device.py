@@ -20,7 +20,16 @@ from megatron_pp.testing.streams.autograd_streams import NodeStreams
 from megatron_pp.testing.streams.call_log import CallLog
 from megatron_pp.testing.streams.hardware import HardwareQueues
 from megatron_pp.testing.streams.host_process import HostProcess
-from megatron_pp.testing.streams.memory import FREE, WRITE, Access, Block, CachingAllocator, StreamRace
+from megatron_pp.testing.streams.memory import (
+    FREE,
+    WRITE,
+    Access,
+    Block,
+    CachingAllocator,
+    Overwritten,
+    StreamRace,
+    Use,
+)
 from megatron_pp.testing.streams.rules import DeviceRules
 from megatron_pp.testing.streams.timelines import Host, Lane, Timeline, join
 
@@ -97,11 +106,16 @@ class VirtualDevice:
         self.allocator = CachingAllocator()
         self.ranges: list[str] = []  # open NVTX ranges: the engine's instruction is one
         self.races: dict[tuple[str, ...], StreamRace] = {}
+        self.overwritten: dict[tuple[str, ...], Overwritten] = {}
+        self.captured: list[Use] | None = None  # by the graph that is being captured
         self.operations = 0
         self.slept = 0.0  # milliseconds in ``torch.cuda._sleep``
         self._pools: dict[bool, list[Lane]] = {False: [], True: []}
         self._turns = {False: itertools.count(), True: itertools.count()}
         self._blocks: dict[int, Block] = {}  # by address of the storage
+        self._given_back: dict[int, int] = {}  # the same of graphs' tensors that have no memory of their own: the owner
+        self._graph_pools: dict[Any, CachingAllocator] = {}
+        self._pool = self.allocator  # that serves an allocation
         self._host_blocks: set[int] = set()
 
     @property
@@ -178,11 +192,13 @@ class VirtualDevice:
         key = storage._cdata
         block = self._blocks.get(key)
         if block is None:
-            stream = self.stream
-            block = self._blocks[key] = self.allocator.allocate(storage.nbytes(), stream, stream.now)
-            if block.owner == 0:
+            stream, pool = self.stream, self._pool
+            block = self._blocks[key] = pool.allocate(storage.nbytes(), stream, stream.now)
+            if block.owner == 0 and self.captured is None:
                 self._allocated("memory")
-            self.log.allocate(self.rank, block, storage.nbytes(), stream.number)
+            if block.owner == 0 or not pool.of_graphs:
+                nbytes = block.nbytes if pool.of_graphs else storage.nbytes()
+                self.log.allocate(self.rank, block, nbytes, stream.number)
             weakref.finalize(storage, self._free, key).atexit = False
         return block
 
@@ -202,24 +218,62 @@ class VirtualDevice:
             count = tensor.numel()
         else:
             count = 1 + sum(int((n - 1) * stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        start, stop = first * size, (first + count) * size
+        owner = self._given_back.get(tensor.untyped_storage()._cdata, block.owner)
+        use = Use(block, owner, kind, first * size, (first + count) * size)
+        if self.captured is None:
+            self.use(use, lane, what)
+        else:
+            self.captured.append(use)
+
+    def use(self, use: Use, lane: Timeline, what: str) -> None:
+        """The operation that was just issued on ``lane`` does ``use``."""
+        block, owner, kind, start, stop = use
         self.log.access(self.rank, block, start, stop, kind == WRITE)
-        for race in block.use(self._step(kind, what, lane, block), start, stop, lane.clock):
+        access = self._step(kind, what, lane, owner)
+        for race in block.use(access, start, stop, lane.clock):
             key = (race.kind, race.first.what, race.first.instruction, race.second.what, race.second.instruction)
             self.races.setdefault(key, race)
+        found = block.follow(access) if block.of_graphs else None
+        if found is not None:
+            places = (what, access.instruction, found.write.what, found.write.instruction)
+            self.overwritten.setdefault(places, found)
 
     def record_stream(self, tensor: torch.Tensor, lane: Lane) -> None:
         block = self.block_of(tensor.untyped_storage())
         block.recorded.add(lane)
         self.log.record_stream(self.rank, block, lane.number)
 
-    def _step(self, kind: str, what: str, lane: Timeline, block: Block) -> Access:
+    def _step(self, kind: str, what: str, lane: Timeline, owner: int) -> Access:
         instruction = self.ranges[-1] if self.ranges else ""
-        return Access(kind, what, self.rank, instruction, lane, lane.clock[lane.number], block.owner)
+        return Access(kind, what, self.rank, instruction, lane, lane.clock[lane.number], owner)
+
+    # -- memory of graphs ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def allocating(self, pool: Any) -> Iterator[None]:
+        """Memory comes from the ``pool`` of graphs."""
+        before, self._pool = self._pool, self._graph_pools.setdefault(pool, CachingAllocator(of_graphs=True))
+        try:
+            yield
+        finally:
+            self._pool = before
+
+    def give_back(self, tensor: torch.Tensor) -> None:
+        """The pool may give the memory of ``tensor`` to graphs that are captured next; the tensor keeps its address."""
+        key = tensor.untyped_storage()._cdata
+        block = self._blocks[key]
+        self._given_back[key] = block.owner
+        assert block.pool is not None
+        block.pool.free(block, self._step(FREE, "the host", self.host, block.owner), lambda: True)
 
     def _free(self, key: int) -> None:
         """The storage at ``key`` is gone; called in the thread that dropped it."""
         block = self._blocks.pop(key)
+        assert block.pool is not None
+        if block.of_graphs:
+            if self._given_back.pop(key, None) is None:
+                block.pool.free(block, self._step(FREE, "the host", self.host, block.owner), lambda: True)
+            return
         lanes = [lane for lane in self.lanes if lane in block.recorded]
         clocks = [(dict(lane.now()), lane.record()) for lane in lanes]
         pending = set().union(*(lane.unfinished() for lane in lanes))
@@ -232,7 +286,7 @@ class VirtualDevice:
                 self.host.learn(clock, event)
             return True
 
-        self.allocator.free(block, self._step(FREE, "the host", self.host, block), done)
+        block.pool.free(block, self._step(FREE, "the host", self.host, block.owner), done)
 
     def _forget_host(self, key: int) -> None:
         self._host_blocks.discard(key)

@@ -63,6 +63,17 @@ class StreamRace(NamedTuple):
         return f"{self.kind} race over {self.nbytes} bytes: {self.first}; then, not ordered, {self.second}{reuse}"
 
 
+class Overwritten(NamedTuple):
+    """A tensor in the memory of CUDA graphs is read after another one was written there: graphs that share a pool were
+    replayed in another order than they were captured in."""
+
+    write: Access
+    read: Access
+
+    def __str__(self) -> str:
+        return f"{self.read}, of what is overwritten by then: {self.write}, of another graph with the same memory"
+
+
 @dataclass
 class _Span:
     """The last accesses to bytes ``start`` to ``stop``."""
@@ -82,13 +93,18 @@ class _Span:
 class Block:
     """Memory of ``nbytes`` that was allocated on stream ``home``."""
 
-    def __init__(self, number: int, nbytes: int, home: Timeline) -> None:
-        self.number, self.nbytes, self.home = number, nbytes, home
+    def __init__(self, number: int, nbytes: int, home: Timeline, pool: "CachingAllocator | None" = None) -> None:
+        self.number, self.nbytes, self.home, self.pool = number, nbytes, home, pool
         self.owner = 0
+        self.content: Access | None = None  # of graphs' memory: the last write
         self.freed: Access | None = None  # the last time
         self.recorded: set[Timeline] = set()  # streams named by record_stream
         self.is_shared = False  # whether another timeline than ``home`` has used it since it was last in order
         self._spans: list[_Span] = []
+
+    @property
+    def of_graphs(self) -> bool:
+        return self.pool is not None and self.pool.of_graphs
 
     def unordered(self, clock: Clock) -> list[Access]:
         """The accesses so far that have not happened before ``clock``."""
@@ -121,8 +137,26 @@ class Block:
         self.is_shared = self.is_shared or access.timeline is not self.home
         return races
 
+    def follow(self, access: Access) -> Overwritten | None:
+        """Of graphs' memory, whose tensors have it again at each replay: what ``access`` finds in place of its own."""
+        if access.kind == WRITE:
+            self.content = access
+        elif self.content is not None and self.content.owner != access.owner:
+            return Overwritten(self.content, access)
+        return None
+
     def _race(self, first: Access, second: Access) -> StreamRace:
         return StreamRace(first, second, self.freed if first.owner != second.owner else None, self.nbytes)
+
+
+class Use(NamedTuple):
+    """Of bytes ``start`` to ``stop`` of a block, by the tensor that is its ``owner``-th."""
+
+    block: Block
+    owner: int
+    kind: str
+    start: int
+    stop: int
 
 
 _UNIT = 512  # bytes; sizes are rounded up to it
@@ -135,9 +169,12 @@ class CachingAllocator:
     Freed memory returns at once to the pool of the stream that it was allocated on, though that stream and others may
     not have come so far; a later allocation on that stream gets it without waiting. Streams named by ``record_stream``
     are the exception: the block returns when the allocator, at an allocation, finds that their work is done. Of all
-    blocks that PyTorch's might give (it splits larger ones), this one gives the most dangerous."""
+    blocks that PyTorch's might give (it splits larger ones), this one gives the most dangerous.
 
-    def __init__(self) -> None:
+    ``of_graphs``: a pool of CUDA graphs, whose replays use the addresses of the capture for ever."""
+
+    def __init__(self, of_graphs: bool = False) -> None:
+        self.of_graphs = of_graphs
         self.reused = 0
         self._pools: defaultdict[Timeline, list[Block]] = defaultdict(list)
         # Freed blocks that wait for streams named by record_stream; whether their work is done, as of then.
@@ -152,7 +189,7 @@ class CachingAllocator:
         fitting = [block for block in pool if block.nbytes >= size]
         if not fitting:
             self._made += 1
-            return Block(self._made, size, stream)
+            return Block(self._made, size, stream, self)
         now = clock()
         chosen = next((block for block in fitting if block.unordered(now)), None)
         if chosen is None:
