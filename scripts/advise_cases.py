@@ -22,10 +22,11 @@ from megatron_pp.planner.advise.answer import layout_of  # noqa: E402
 from megatron_pp.planner.advise.candidates import Candidate, cut_model, states_of  # noqa: E402
 from megatron_pp.planner.advise.evaluate import Outcome, evaluate  # noqa: E402
 from megatron_pp.planner.advise.fit import Room, fitted  # noqa: E402
+from megatron_pp.planner.advise.gpus import GPUS, Gpu  # noqa: E402
 from megatron_pp.planner.advise.model import LETTERS, PART, Layer, Model, layer  # noqa: E402
 from megatron_pp.planner.advise.pipeline_search import search  # noqa: E402
 from megatron_pp.planner.advise.question import Question  # noqa: E402
-from megatron_pp.planner.advise.transformer import GPUS, Gpu, Transformer  # noqa: E402
+from megatron_pp.planner.advise.transformer import Transformer  # noqa: E402
 
 PAGE = ROOT / "docs" / "advise.md"
 NAMED = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zb", "zb_v", "v_half", "v_min")

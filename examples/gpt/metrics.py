@@ -17,7 +17,7 @@ import torch
 from examples.gpt.errors import CheckpointError
 from examples.gpt.files import open_plain, write_atomically
 from examples.gpt.settings import Settings
-from megatron_pp.planner.advise.transformer import GPUS
+from megatron_pp.planner.advise.gpus import GPUS
 
 METRICS, TENSORBOARD, PLOT = "metrics.jsonl", "tensorboard", "loss.png"
 

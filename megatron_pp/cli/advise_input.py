@@ -16,11 +16,12 @@ from megatron_pp.cli.plan_options import count, counts, device_rules, schedule_n
 from megatron_pp.plan.costs.stage_costs import Link
 from megatron_pp.plan.ir.spec import POLICIES
 from megatron_pp.plan.simulate.memory import ModelShape
+from megatron_pp.planner.advise.gpus import EFFICIENCY, GB, GPUS, Gpu, gpu_named
 from megatron_pp.planner.advise.megatron_args import read_megatron_args, transformer_of
 from megatron_pp.planner.advise.megatron_args import whole as whole_argument
 from megatron_pp.planner.advise.model import DECODER, EMBEDDING, LOSS, MTP, PART, Layer, Model, layer
 from megatron_pp.planner.advise.question import Question
-from megatron_pp.planner.advise.transformer import EFFICIENCY, GB, GPUS, Gpu, Transformer, gpu_named
+from megatron_pp.planner.advise.transformer import Transformer
 from megatron_pp.tracing.analysis import Findings
 
 _TIMES = ("forward_ms", "backward_ms", "weight_ms")
@@ -33,7 +34,9 @@ _OF_SHAPE = (
     *("hidden_size", "num_attention_heads", "ffn_hidden_size", "vocab_size"),
     *("tensor_parallel", "context_parallel", "sequence_parallel", "recompute"),
 )
-_OF_TRANSFORMER = (*_MOE, "gated", "query_groups")
+_ENCODER = ("encoder_layers", "encoder_hidden_size", "encoder_seq_length")
+_OF_TRANSFORMER = (*_MOE, *_ENCODER, "gated", "query_groups")
+_OF_GPU = ("gpu_bandwidth", "gpu_efficiency", "gpu_link", "gpu_network", "gpus_per_node")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,10 +90,15 @@ def _add_layer_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_transformer_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("GPU", "where nothing was measured: times from sizes and rates, a first guess")
+    of_links = "per direction; default as in data sheets, for --gpu-tflops infinite"
     group.add_argument("--gpu", metavar="NAME", help=f"{', '.join(GPUS)}")
     group.add_argument("--gpu-tflops", type=number, metavar="N", help="dense 16-bit peak of another GPU")
     group.add_argument("--gpu-bandwidth", type=number, metavar="TB/S", help="of its memory; default 2")
-    reached = f"share of the peak that matrix products reach; default {EFFICIENCY:g}"
+    group.add_argument("--gpu-link", type=number, metavar="GB/S", help=f"to GPUs of its node, {of_links}")
+    group.add_argument("--gpu-network", type=number, metavar="GB/S", help=f"to others, {of_links}")
+    near = "GPUs that have these links to each other; default 8, 72 of GB200 and GB300"
+    group.add_argument("--gpus-per-node", type=count, metavar="N", help=near)
+    reached = f"share of the peak that matrix products reach; default {EFFICIENCY:g}, less on AMD's"
     group.add_argument("--gpu-efficiency", type=number, metavar="SHARE", help=reached)
     group.add_argument("--gated", action="store_true", help="SwiGLU: three products in the feed-forward part")
     group.add_argument("--query-groups", type=whole, metavar="N", help="heads of keys and values")
@@ -101,6 +109,9 @@ def _add_transformer_options(parser: argparse.ArgumentParser) -> None:
     freq = "which layers have experts, as Megatron's option: N, or ([0]*3+[1]*58); default 1, all"
     group.add_argument("--moe-layer-freq", metavar="FREQ", help=freq)
     group.add_argument("--expert-parallel", type=whole, metavar="N", help="ranks that share the experts; default 1")
+    group.add_argument("--encoder-layers", type=whole, metavar="N", help="of an encoder on the first stage")
+    group.add_argument("--encoder-hidden-size", type=whole, metavar="H", help="its attention is not causal")
+    group.add_argument("--encoder-seq-length", type=whole, metavar="S", help="its tokens for one sequence")
 
 
 def question_of(args: argparse.Namespace) -> Question:
@@ -133,7 +144,7 @@ def question_of(args: argparse.Namespace) -> Question:
         memory=memory,
         models=models,
         latency=args.p2p_ms or 0.0,
-        bandwidth=math.inf if args.bandwidth is None else args.bandwidth / 1e3,
+        bandwidth=_bandwidth(args, gpu),
         links=tuple((pair, _in_gb(link)) for pair, link in args.link),
         host_bandwidth=_host_bandwidth(args),
         slices=tuple(args.slices or Question.slices),
@@ -171,7 +182,7 @@ def _check_sources(args: argparse.Namespace, megatron: dict[str, Any]) -> None:
         refuse(args, own, f"does not go with {found[0]}")
     else:
         why = "is for --gpu, which works out times from sizes"
-        refuse(args, (*_OF_TRANSFORMER, *_OF_SHAPE, "gpu_bandwidth", "gpu_efficiency"), why)
+        refuse(args, (*_OF_TRANSFORMER, *_OF_SHAPE, *_OF_GPU), why)
     refuse(args, ["output_ms"], "is not for advise; --loss-ms is the output layer with the loss")
     if max(args.slices or (1,)) == 1:
         refuse(args, ["attention_share"], "weighs the slices of a sequence; --sequence-slices says how many")
@@ -189,14 +200,30 @@ def _check_sources(args: argparse.Namespace, megatron: dict[str, Any]) -> None:
 def _gpu(args: argparse.Namespace) -> Gpu | None:
     if args.gpu is not None:
         refuse(args, ["gpu_bandwidth"], "goes with --gpu-tflops; that of --gpu is known")
-        return gpu_named(args.gpu)
-    if args.gpu_tflops is None:
+        found = gpu_named(args.gpu)
+    elif args.gpu_tflops is None:
         return None
-    if not args.gpu_tflops or args.memory_gb is None:
-        raise UsageError("--gpu-tflops must be above 0, and goes with --memory-gb")
-    if args.gpu_bandwidth == 0:
-        raise UsageError("--gpu-bandwidth must be above 0")
-    return Gpu(1e12 * args.gpu_tflops, args.memory_gb, 1e12 * (args.gpu_bandwidth or 2.0), 0.0)
+    else:
+        if not args.gpu_tflops or args.memory_gb is None:
+            raise UsageError("--gpu-tflops must be above 0, and goes with --memory-gb")
+        if args.gpu_bandwidth == 0:
+            raise UsageError("--gpu-bandwidth must be above 0")
+        bandwidth = 1e12 * (args.gpu_bandwidth or 2.0)
+        found = Gpu(1e12 * args.gpu_tflops, args.memory_gb, bandwidth, math.inf, network=math.inf)
+    rates = {"link": args.gpu_link, "network": args.gpu_network}
+    for name, rate in rates.items():
+        if rate == 0:
+            raise UsageError(f"{option(args, f'gpu_{name}')} must be above 0")
+    given_rates = {name: rate * GB for name, rate in rates.items() if rate is not None}
+    return found._replace(domain=args.gpus_per_node or found.domain, **given_rates)
+
+
+def _bandwidth(args: argparse.Namespace, gpu: Gpu | None) -> float:
+    """GB per millisecond of a link between stages; without a word of it, what a GPU has of the network."""
+    if args.bandwidth is not None:
+        return float(args.bandwidth) / 1e3
+    silent = args.p2p_ms is None and not args.link and not args.gloo
+    return math.inf if gpu is None or not silent else gpu.network / GB / 1e3
 
 
 def _host_bandwidth(args: argparse.Namespace) -> float | None:
@@ -246,8 +273,7 @@ class _Models:
     def of(self, size: int, first: int) -> Model:
         """With ``size`` sequences in a microbatch; what was given is for ``first``. Raises UsageError, PlanError."""
         if self.gpu is not None:
-            reached = self.args.gpu_efficiency
-            model = self._transformer(size).model(self.gpu, EFFICIENCY if reached is None else reached)
+            model = self._transformer(size).model(self.gpu, self.args.gpu_efficiency)
         else:
             model = self._measured(first)
             model = model.times(size / first) if size != first else model
@@ -272,7 +298,19 @@ class _Models:
         own = given(args, ["recompute"])
         if not self.megatron:
             own |= {"element_bytes": ModelShape.element_bytes, **given(args, ["data_parallel"])}
-        return replace(found, shape=replace(found.shape, **own), spread_mtp=args.spread_mtp)
+        shape = replace(found.shape, **own)
+        return replace(found, shape=shape, spread_mtp=args.spread_mtp, encoder=self._encoder(shape))
+
+    def _encoder(self, shape: ModelShape) -> Transformer | None:
+        """In the parallel groups of the language model."""
+        sizes = [getattr(self.args, name) for name in _ENCODER]
+        if not any(sizes):
+            return None
+        if not all(sizes):
+            raise UsageError(f"{', '.join(option(self.args, name) for name in _ENCODER)} go together, each above 0")
+        layers, hidden, tokens = sizes
+        shape = replace(shape, num_layers=layers, hidden_size=hidden, seq_length=tokens, vocab_size=0)
+        return Transformer(replace(shape, num_attention_heads=0, ffn_hidden_size=None), causal=False)
 
     def _traced(self, traced: Findings) -> Model:
         """Times of the trace; memory, which is in no trace, of the options, in equal shares."""

@@ -12,7 +12,7 @@ from megatron_pp.planner.advise.candidates import Candidate, Estimate
 from megatron_pp.planner.advise.evaluate import Outcome
 from megatron_pp.planner.advise.fit import layout_text
 from megatron_pp.planner.advise.microbatch_order import MicrobatchOrder
-from megatron_pp.planner.advise.model import DECODER, EMBEDDING, LOSS, MTP, PART, STEPS
+from megatron_pp.planner.advise.model import EMBEDDING, LOSS, PART, STEPS, is_hybrid
 from megatron_pp.planner.advise.pipeline_search import Findings
 from megatron_pp.planner.advise.question import Question
 
@@ -61,7 +61,9 @@ def megatron_flags(question: Question, outcome: Outcome) -> list[str]:
     chosen, fit = outcome.candidate, outcome.fit
     flags = ["--pipeline-model-parallel-size", str(question.pipeline_size)]
     layout = layout_of(outcome)
-    if layout:
+    if layout and fit is not None and any(is_hybrid(layers) for layers in fit.stages):
+        flags += ["--hybrid-layer-pattern", layout + question.model(chosen.micro_batch).mtp_pattern]
+    elif layout:
         flags += ["--pipeline-model-parallel-layout", layout]
     elif chosen.num_chunks > 1:
         flags += ["--num-virtual-stages-per-pipeline-rank", str(chosen.num_chunks)]
@@ -305,7 +307,7 @@ def _counts(stages: Iterable[Iterable[Any]]) -> list[int] | None:
     kinds = [[one.kind for one in layers] for layers in stages]
     if any(PART in row for row in kinds):
         return None
-    return [sum(kind in (DECODER, MTP) for kind in row) for row in kinds]
+    return [sum(kind not in (EMBEDDING, LOSS) for kind in row) for row in kinds]
 
 
 def _recomputed(one: Outcome) -> list[float]:

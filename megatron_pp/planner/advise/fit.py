@@ -13,7 +13,7 @@ from typing import NamedTuple
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.costs.stage_costs import StageCosts
 from megatron_pp.plan.ir.placement import LOOP, Placement
-from megatron_pp.planner.advise.model import LETTERS, MTP, Layer, Model, spreads_mtp, total
+from megatron_pp.planner.advise.model import LETTERS, MTP, PATTERN, Layer, Model, is_hybrid, spreads_mtp, total
 from megatron_pp.planner.advise.timing import Kept
 
 Units = Sequence[tuple[Layer, ...]]
@@ -60,7 +60,12 @@ def is_buildable(stages: Sequence[Sequence[Layer]], placement: Placement) -> boo
 
 
 def layout_text(stages: Sequence[Sequence[Layer]]) -> str:
-    """Megatron's ``pipeline_model_parallel_layout``: ``Et*3|(t*4|)*6t*3L``."""
+    """Megatron's ``pipeline_model_parallel_layout``: ``Et*3|(t*4|)*6t*3L``; of a hybrid model the layers of its
+    ``--hybrid-layer-pattern``: ``M-M*|M-M-``.
+    """
+    if any(is_hybrid(layers) for layers in stages):
+        letters = {kind: letter for letter, kind in PATTERN.items()}
+        return "|".join("".join(letters.get(one.kind, "") for one in layers) for layers in stages)
     texts = [_letters("".join(LETTERS[one.kind] for one in layers)) for layers in stages]
     parts = []
     for text, run in groupby(texts[:-1]):

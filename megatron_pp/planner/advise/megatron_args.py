@@ -9,7 +9,8 @@ from typing import Any
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.costs.files import read_text
 from megatron_pp.plan.simulate.memory import FULL, NONE, SELECTIVE, ModelShape
-from megatron_pp.planner.advise.transformer import Transformer
+from megatron_pp.planner.advise.parts import MIXERS
+from megatron_pp.planner.advise.transformer import Latent, Mamba, Transformer
 
 _FLAG = re.compile(r"--([A-Za-z][\w-]*)(?:=(.*))?\Z", re.DOTALL)
 _OLD_NAMES = {"model_parallel_size": "tensor_model_parallel_size", "num_layers_per_virtual_pipeline_stage": "_chunk"}
@@ -40,7 +41,13 @@ def read_megatron_args(text: str) -> dict[str, Any]:
             found[key] = word if found[key] is True else f"{found[key]} {word}"
     if not found:
         raise PlanError(f"{text[:60]!r} holds no argument of Megatron's; it would look like --num-layers 32")
-    return found
+    return _with_layers(found)
+
+
+def _with_layers(found: dict[str, Any]) -> dict[str, Any]:
+    """The layers of a hybrid model are in its pattern."""
+    main, mtp = _hybrid(found)
+    return {**found, "num_layers": len(main), "mtp_num_layers": len(mtp)} if main else found
 
 
 def _from_yaml(text: str) -> dict[str, Any]:
@@ -55,11 +62,12 @@ def _from_yaml(text: str) -> dict[str, Any]:
             found[name] = True if value.lower() == "true" else value
     if not found:
         raise PlanError("the YAML file holds no lines such as num_layers: 32")
-    return found
+    return _with_layers(found)
 
 
 def transformer_of(args: Mapping[str, Any], data_parallel: int = 1) -> Transformer:
     """The model of the arguments. Raises PlanError for sizes that are missing or no numbers."""
+    main, mtp = _hybrid(args)
     missing = [name for name in _NEEDED if name not in args]
     if missing:
         raise PlanError(f"Megatron's arguments lack {', '.join('--' + name.replace('_', '-') for name in missing)}")
@@ -78,19 +86,88 @@ def transformer_of(args: Mapping[str, Any], data_parallel: int = 1) -> Transform
         recompute=_recompute(args),
         element_bytes=2 if {"bf16", "fp16"} & set(args) else 4,
     )
-    experts = whole(args, "num_experts", 0)
+    experts, flex = whole(args, "num_experts", 0), str(args.get("moe_token_dispatcher_type")) == "flex"
     return Transformer(
         shape,
         gated="swiglu" in args,
         query_groups=whole(args, "num_query_groups", 0) or None,
+        kv_channels=whole(args, "kv_channels", 0) or None,
+        latent=_latent(args) if "multi_latent_attention" in args or "+" in main else None,
+        mamba=Mamba(**{name: whole(args, f"mamba_{named}", default) for name, named, default in _MAMBA}),
         experts=experts,
         top_k=whole(args, "moe_router_topk", 2),
         expert_hidden=whole(args, "moe_ffn_hidden_size", 0) or None,
         shared_hidden=whole(args, "moe_shared_expert_intermediate_size", 0),
-        moe_layers=_moe_layers(str(args.get("moe_layer_freq", "1")), shape.num_layers) if experts else (),
+        moe_latent=whole(args, "moe_latent_size", 0),
+        moe_layers=_moe_layers(str(args.get("moe_layer_freq", "1")), shape.num_layers) if experts and not main else (),
         expert_parallel=whole(args, "expert_model_parallel_size", 1),
+        expert_split=whole(args, "expert_tensor_parallel_size", 0) or None,
+        groups=(whole(args, "moe_router_group_topk", 0), whole(args, "moe_router_num_groups", 0)),
+        once=flex or "moe_enable_deepep" in args,
+        hides=("overlap_moe_expert_parallel_comm" in args, "tp_comm_overlap" in args),
+        context_comm=_context_comm(args),
+        modules=_modules(args),
+        fp8="fp8_format" in args or "fp8" in args,
+        pattern=main,
+        mtp_pattern=mtp[0] if mtp else "",
         mtp_layers=whole(args, "mtp_num_layers", 0),
     )
+
+
+_MAMBA = (
+    ("state_dim", "state_dim", 128),
+    ("head_dim", "head_dim", 64),
+    ("groups", "num_groups", 8),
+    ("heads", "num_heads", 0),
+)
+_LATENT = {
+    "q_rank": "q_lora_rank",
+    "kv_rank": "kv_lora_rank",
+    "qk_head_dim": "qk_head_dim",
+    "rotary_dim": "qk_pos_emb_head_dim",
+    "v_head_dim": "v_head_dim",
+}
+_MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
+_CONTEXT = ("p2p", "all_gather", "a2a")
+
+
+def _latent(args: Mapping[str, Any]) -> Latent:
+    """A rank of queries that is not given is none, as in Megatron's arguments."""
+    given = {name: whole(args, named) for name, named in _LATENT.items() if named in args}
+    return Latent(**{"q_rank": 0, **given})
+
+
+def _hybrid(args: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """Letters of the layers of ``--hybrid-layer-pattern``, and of each MTP layer; pipeline stages are the advisor's."""
+    text = str(args.get("hybrid_layer_pattern", args.get("hybrid_override_pattern", ""))).strip("'\"")
+    main, *mtp = text.replace("|", "").split("/")
+    unknown_ones = sorted({*main, *"".join(mtp)} - {*MIXERS})
+    if unknown_ones or len({*mtp}) > 1 or "" in mtp:
+        known = " ".join(MIXERS)
+        raise PlanError(
+            f"Megatron's --hybrid-layer-pattern is {text!r}; it has the letters {known}, and equal parts behind /"
+        )
+    if "E" in text and "num_experts" not in args:
+        raise PlanError("Megatron's --hybrid-layer-pattern has layers of experts (E), and --num-experts is missing")
+    return main, mtp
+
+
+def _context_comm(args: Mapping[str, Any]) -> str:
+    found = str(args.get("cp_comm_type", "p2p")).replace("allgather", "all_gather")
+    if found not in _CONTEXT:
+        raise PlanError(f"Megatron's --cp-comm-type is {found!r}; {', '.join(_CONTEXT)} of all layers are known")
+    return found
+
+
+def _modules(args: Mapping[str, Any]) -> frozenset[str]:
+    """What selective recomputation computes again, attention's softmax aside, which fused kernels never store."""
+    if args.get("recompute_granularity") != SELECTIVE:
+        return frozenset()
+    found = str(args.get("recompute_modules", "core_attn")).split()
+    wrong = [name for name in found if name not in _MODULES]
+    if wrong:
+        raise PlanError(f"Megatron's --recompute-modules has {wrong[0]}; {', '.join(_MODULES)} are known")
+    return frozenset(found)
 
 
 def whole(args: Mapping[str, Any], name: str, default: int | None = None) -> int:

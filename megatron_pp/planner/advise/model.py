@@ -13,6 +13,9 @@ EMBEDDING, DECODER, MTP, LOSS, PART = "embedding", "decoder", "mtp", "loss", "pa
 LETTERS = {EMBEDDING: "E", DECODER: "t", MTP: "m", LOSS: "L"}
 """How Megatron's ``pipeline_model_parallel_layout`` writes them."""
 
+PATTERN = {"M": "mamba", "*": "attention", "+": "latent attention", "-": "feed-forward", "E": "experts"}
+"""Kinds of a hybrid model's layers, by the letters of Megatron's ``--hybrid-layer-pattern``."""
+
 RECOMPUTED_SHARE = 2 / 34
 """Of a transformer layer's activations, its input: what is kept where the layer is recomputed (arXiv 2205.05198)."""
 
@@ -24,7 +27,7 @@ STEPS = 4
 class Layer:
     """What one layer costs for one microbatch.
 
-    kind         a key of LETTERS, or PART: a share of a model whose layers are not known
+    kind         a key of LETTERS, a kind of PATTERN, or PART: a share of a model whose layers are not known
     forward, backward_input, weight  milliseconds of F, I and W
     activation   GB that a forward keeps until its backward
     late         GB of it that a split backward keeps until its weight gradients
@@ -89,6 +92,7 @@ class Model:
     attention   share of causal attention in the times, by which slices of a sequence differ
     flops       floating point operations of a whole microbatch (forward and backward); None where not known
     output      the output layer with its loss where it is split over all ranks, and so no layer of a stage
+    mtp_pattern how a hybrid model's pattern ends: ``/*E/*E`` for two MTP layers
     """
 
     layers: tuple[Layer, ...]
@@ -96,6 +100,7 @@ class Model:
     attention: float = 0.0
     flops: float | None = None
     output: Layer | None = None
+    mtp_pattern: str = ""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -153,6 +158,11 @@ def _regrouped(parts: Sequence[Layer], count: int) -> list[Layer]:
         raise PlanError(f"costs of {len(parts)} parts cannot be joined to {count} stages; a divisor of it can")
     size = len(parts) // count
     return [total(parts[i : i + size]) for i in range(0, len(parts), size)]
+
+
+def is_hybrid(layers: Iterable[Layer]) -> bool:
+    """Whether some are of a hybrid model, whose mixers are layers of their own."""
+    return any(one.kind in PATTERN.values() for one in layers)
 
 
 def spreads_mtp(layers: Iterable[Layer]) -> bool:

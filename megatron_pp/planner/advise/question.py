@@ -11,8 +11,8 @@ from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import BATCHED, OVERLAP, checked_device
 from megatron_pp.plan.names import unknown
 from megatron_pp.plan.orders import SCHEDULES
+from megatron_pp.planner.advise.gpus import GB
 from megatron_pp.planner.advise.model import Model
-from megatron_pp.planner.advise.transformer import GB
 
 _LIKE_OTHERS = ("combined_1f1b",)  # interleaved_1f1b but for Megatron's all-to-all overlap, which costs do not show
 _MOST_CHUNKS = 1000  # of a rank: more stages than any model has layers

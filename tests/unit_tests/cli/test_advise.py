@@ -180,6 +180,35 @@ def test_sizes_and_rates(command):
     assert command("advise", *given, *words)[1] == out
 
 
+def test_a_hybrid_model_gets_the_stages_of_its_pattern(command):
+    sizes = (
+        "--hybrid-layer-pattern M-M-*-|M-M-*-/M- --hidden-size 1024 --seq-length 2048 --num-attention-heads 16 --bf16"
+    )
+    words = ("--gpu", "h100", "--max-chunks", 1, "--schedules", "1f1b", "--json")
+    found = json.loads(command(*SMALL, "--megatron-args", sizes, *words)[1])["recommended"]
+    flags = found["flags"]["megatron"]
+    pattern = flags[flags.index("--hybrid-layer-pattern") + 1]
+    assert pattern.replace("|", "") == "M-M-*-M-M-*-/M-"
+    assert pattern.count("|") == 3
+    assert sum(found["layers_per_stage"]) == 13
+
+
+@pytest.mark.parametrize("slower", [("--gpu-network", 1), ("--gpu-link", 1, "--gpus-per-node", 72)])
+def test_links_of_experts_are_of_the_gpu_or_given(command, slower):
+    sizes = ("--layers", 8, "--hidden-size", 1024, "--seq-length", 2048, "--experts", 32, "--expert-parallel", 32)
+    words = (*SMALL, "--gpu", "h100", *sizes, "--max-chunks", 1, "--schedules", "1f1b", "--p2p-ms", 0, "--json")
+    fast, slow = (json.loads(command(*words, *more)[1])["recommended"]["step_ms"] for more in ((), slower))
+    assert slow > 3 * fast
+
+
+def test_an_encoder_moves_layers_away_from_its_stage(command):
+    sizes = ("--layers", 16, "--hidden-size", 1024, "--seq-length", 2048, "--vocab-size", 1000)
+    encoder = ("--encoder-layers", 4, "--encoder-hidden-size", 1024, "--encoder-seq-length", 2048)
+    words = (*SMALL, "--gpu", "h100", *sizes, "--max-chunks", 1, "--schedules", "1f1b", "--json")
+    found = json.loads(command(*words, *encoder)[1])["recommended"]
+    assert found["layers_per_stage"][0] < min(found["layers_per_stage"][1:])
+
+
 def test_sizes_beside_times_say_what_a_message_is(command):
     sizes = "--num-layers 8 --hidden-size 1000 --seq-length 1000 --bf16 --mtp-num-layers 1"
     words = (*COSTS[:-2], "--megatron-args", sizes, "--max-chunks", 1, "--schedules", "1f1b", "--json")

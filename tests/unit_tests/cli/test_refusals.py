@@ -137,6 +137,10 @@ advise $SIZES --gpu h100 --gpu-bandwidth 1 | --gpu-bandwidth goes with --gpu-tfl
 advise $SIZES --gpu h100 --gpu-efficiency 0 | the efficiency is 0
 advise $SIZES --gpu h100 --attention-share 0.1 --sequence-slices 2 | does not go with --gpu
 advise $SIZES --gpu-tflops 100 --gpu-bandwidth 0 | --gpu-bandwidth must be above 0
+advise $SIZES --gpu h100 --gpu-link 0 | --gpu-link must be above 0
+advise $SIZES --gpu h100 --gpu-network 0 | --gpu-network must be above 0
+advise $SIZES --gpu h100 --encoder-layers 2 | --encoder-layers, --encoder-hidden-size, --encoder-seq-length go together
+advise $COSTS --gpus-per-node 4 | is for --gpu
 """
 ADVISE = "-P 4 --global-batch 8 --memory-gb 80 --jobs 1"
 SHORT = {
