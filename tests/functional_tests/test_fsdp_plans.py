@@ -15,6 +15,7 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import share_comm_ctx
+from torch.distributed.tensor import DTensor
 
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.features.fsdp.fsdp_instructions import REDUCES_EACH, WAIT_UNSHARD
@@ -353,3 +354,52 @@ def _after_a_failure(rank: int, size: int) -> tuple[dict[str, torch.Tensor], dic
 def test_a_step_after_one_that_failed_has_gradients_of_its_own_alone() -> None:
     for whole, after in run_processes(_after_a_failure, REPLICAS, timeout=100, start_method="forkserver"):
         torch.testing.assert_close(after, whole, rtol=0, atol=0)
+
+
+# -- FSDP2's own settings ---------------------------------------------------------------------------------------------
+
+# What a program sets of a stage, and whether the outer module and the inner ones are whole after a forward then.
+KEPT: dict[str, tuple[Callable[[FSDPModule], None], bool, bool]] = {
+    "nothing": (lambda root: None, True, False),
+    "stays whole": (lambda root: root.set_reshard_after_forward(False), True, True),
+    "resharded": (lambda root: root.set_reshard_after_forward(True), False, False),
+}
+
+
+def _settings_after_steps(rank: int, size: int) -> dict[str, Any]:
+    """Without a pipeline: after a step, and after one that failed and another."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
+    x, found = torch.ones(2, HIDDEN), {}
+    alone = [dist.new_group([k]) for k in range(size)][rank]
+    for name, (set_it, _, _) in KEPT.items():
+        one = rank_of(1, MICROBATCHES, group=alone, pipeline_schedule="1f1b", fsdp_collectives="zero3")
+        stage = PipelineStage(_Nested(0), one.config)
+        for module in (*stage.inner.blocks, stage.inner):
+            fully_shard(module, mesh=mesh)
+        set_it(stage.inner)
+        for fails in (False, True):
+            if fails:
+                handle = stage.inner.blocks[1].register_forward_hook(_fail)
+                with pytest.raises(ZeroDivisionError):
+                    one.step([stage])
+                handle.remove()
+            one.step([stage])
+            stage.inner(x)
+            whole = [not isinstance(p, DTensor) for p in (stage.inner.scale, *stage.inner.blocks[0].parameters())]
+            found[f"{name}, {fails}"] = whole[0], whole[1]
+    stage.inner.set_requires_gradient_sync(False)
+    one.step([stage])
+    stage.zero_grad()
+    stage.inner(x).sum().backward()
+    found["not reduced"] = all(p.grad is None for p in stage.inner.parameters() if isinstance(p, DTensor))
+    return found
+
+
+def _fail(*_: Any) -> None:
+    raise ZeroDivisionError
+
+
+def test_what_a_program_has_set_of_fsdp2_is_so_after_a_step() -> None:
+    for found in run_processes(_settings_after_steps, REPLICAS, timeout=100, start_method="forkserver"):
+        assert found.pop("not reduced")
+        assert found == {f"{name}, {fails}": kept[1:] for name, kept in KEPT.items() for fails in (False, True)}

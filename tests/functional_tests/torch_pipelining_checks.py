@@ -164,7 +164,7 @@ def compare(layout: Layout, name: str, make: Maker = block, count: int = 0, tabl
     evaluation. ``table``: ours runs torch's own table; so it does for LoopedBFS, whose backwards are from the last
     microbatch to the first."""
     count, chunks = count or 3 * layout.size, CHUNKS[name]
-    numbers = stage_numbers(_shape_of(name), layout.size, chunks)[layout.rank]
+    numbers = stage_numbers(shape_of(name), layout.size, chunks)[layout.rank]
     expected, found = [], []
     modules = modules_of(layout, numbers, layout.size * chunks, make)
     stages = stages_of(layout, numbers, modules)
@@ -185,7 +185,7 @@ def compare(layout: Layout, name: str, make: Maker = block, count: int = 0, tabl
     return largest_difference(found, expected)
 
 
-def _shape_of(name: str) -> str:
+def shape_of(name: str) -> str:
     return "zb_v" if name in V_SHAPED else "breadth_first" if CHUNKS[name] > 1 else "1f1b"
 
 
@@ -193,7 +193,7 @@ def compare_replicas(layout: Layout, name: str) -> float:
     """With DistributedDataParallel around our stages: beside torch's runtime with it or, where that is wrong (it leaves
     out what a W computes), torch's runtime without it and gradients averaged by hand."""
     count, chunks = 6, CHUNKS[name]
-    numbers = stage_numbers(_shape_of(name), 2, chunks)[layout.rank]
+    numbers = stage_numbers(shape_of(name), 2, chunks)[layout.rank]
     both: list[list[Tensor]] = []
     schedule: Any = None
     for ours in (False, True):
@@ -254,7 +254,7 @@ def compare_traced(layout: Layout, name: str = "GPipe") -> float:
 def compare_builders(layout: Layout, name: str) -> float:
     """Stages with torch's ``dw_builder``."""
     count, chunks, both = 6, CHUNKS[name], []
-    numbers = stage_numbers(_shape_of(name), layout.size, chunks)[layout.rank]
+    numbers = stage_numbers(shape_of(name), layout.size, chunks)[layout.rank]
     for ours in (False, True):
         modules = modules_of(layout, numbers, layout.size * chunks, lambda number, count: WithBuilder())
         stages = stages_of(layout, numbers, modules, static=True)  # else torch's runtime queues a backward of its own

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from megatron_pp.features.fsdp.fsdp_instructions import (
     WAIT_REDUCE_GRAD,
     WAIT_UNSHARD,
 )
+from megatron_pp.features.fsdp.hook_settings import HookSettings
 from megatron_pp.plan.builder import offloaded_chunks
 from megatron_pp.plan.ir.instruction import format_program
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
@@ -39,7 +40,16 @@ from megatron_pp.runtime.executor import Handler, PlanExecutor
 _METHOD = "_megatron_pp_pass_on"
 _LAST = {RESHARD, WAIT_REDUCE_GRAD}  # the last collective of a chunk is one of them
 _AGREED: ObjectTable[set[str]] = ObjectTable()  # root module -> programs that its replicas run too
-_RUNNING: ObjectTable[list[torch.nn.Parameter]] = ObjectTable()  # root module in a step -> its whole parameters
+
+
+class _Running(NamedTuple):
+    """A root module in a step."""
+
+    settings: HookSettings
+    whole: list[torch.nn.Parameter]  # once they are
+
+
+_RUNNING: ObjectTable[_Running] = ObjectTable()
 
 
 def check_fsdp(fields: Mapping[str, Any], inputs: StepInputs, settings: StepSettings) -> None:
@@ -95,31 +105,31 @@ class _Stage:
             left = _RUNNING.get(root)
             if left is not None:  # by a step that failed
                 root.reset_iter_state()
-                for parameter in left:
+                for parameter in left.whole:
                     parameter.grad = None
-            _RUNNING[root] = []
+            _RUNNING[root] = _Running(HookSettings(_sharded(root)) if left is None else left.settings, [])
             root.set_reshard_after_forward(False)
         for module in self.modules:
             module.reshard()
         if trains:
-            self._give_hooks(False)
+            self._take_hooks()
 
     def end(self) -> None:
-        """Turn them on again."""
+        """Give them back as they were."""
         self.marks.clear()
-        self._give_hooks(True)
         for root in self.roots:
-            _RUNNING.pop(root)
+            root.set_is_last_backward(True)
+            _RUNNING.pop(root).settings.give_back()
 
-    def _give_hooks(self, on: bool) -> None:
+    def _take_hooks(self) -> None:
         for root in self.roots:
-            root.set_is_last_backward(on)
-            root.set_reshard_after_backward(on)
-            root.set_requires_gradient_sync(on)
+            root.set_is_last_backward(False)
+            root.set_reshard_after_backward(False)
+            root.set_requires_gradient_sync(False)
         for module in self.modules:
-            module.set_unshard_in_backward(on)
+            module.set_unshard_in_backward(False)
             # With one named, FSDP2 does not look for others; itself is whole already.
-            module.set_modules_to_backward_prefetch([] if on else [module])
+            module.set_modules_to_backward_prefetch([module])
 
     def make_marks(self) -> None:
         """While the stage is whole, as a forward method makes it so."""
@@ -128,7 +138,8 @@ class _Stage:
             if not hasattr(module, _METHOD):
                 setattr(module, _METHOD, _pass_on)
                 register_fsdp_forward_method(module, _METHOD)
-            _RUNNING[root] = whole = list(module.parameters())
+            whole = list(module.parameters())
+            cast(_Running, _RUNNING.get(root)).whole[:] = whole
             self.marks.append(getattr(module, _METHOD)(torch.zeros((), device=whole[0].device, requires_grad=True)))
 
     def backward(self) -> None:

@@ -22,6 +22,7 @@ from megatron_pp.integrations.torch_pipelining.stage_calls import stage_call
 from megatron_pp.integrations.torch_pipelining.step_call import TorchCall
 from megatron_pp.plan.builder import stage_numbers
 from megatron_pp.plan.ir.placement import V_SHAPE, Placement
+from megatron_pp.plan.ir.spec import BY_COST
 from megatron_pp.plan.orders import find_family
 
 OUR_NAME = {
@@ -34,6 +35,7 @@ OUR_NAME = {
     "dualpipev": "dualpipe_v",
 }
 """By torch's name in lower case, without "Schedule" at its front."""
+TORCHS_WHOLE_STAGES = 3
 
 
 def our_name(schedule: str) -> str:
@@ -190,6 +192,8 @@ class PlanSchedule:
         return self._edges[trains]
 
     def _gradients(self) -> Iterator[Tensor]:
+        for module in self._modules(FSDPModule):
+            module.reshard()  # then its parameters have the gradients
         parameters = {parameter: None for call in self.calls for parameter in call.stage.submod.parameters()}
         return (parameter.grad for parameter in parameters if parameter.grad is not None)
 
@@ -200,13 +204,22 @@ class PlanSchedule:
             raise ScheduleInputError("this rank has the last stage, and step() was given no target for the loss")
         if not find_family(self.schedule).splits_weight:
             return
-        modules = [module for call in self.calls for module in call.stage.submod.modules()]
-        for kind, what in ((FSDPModule, "fully_shard"), (OptimizedModule, "torch.compile")):
-            if any(isinstance(module, kind) for module in modules):
-                raise ScheduleInputError(
-                    f"schedule {self.schedule} splits backwards, which a stage in {what} cannot do; choose a schedule "
-                    "with whole backwards, such as 1f1b or interleaved_1f1b"
-                )
+        if self._modules(OptimizedModule):
+            raise ScheduleInputError(
+                f"schedule {self.schedule} splits backwards, which a stage in torch.compile cannot do; choose a "
+                "schedule with whole backwards, such as 1f1b or interleaved_1f1b"
+            )
+
+    def _modules(self, kind: type) -> list[Any]:
+        return [one for call in self.calls for one in call.stage.submod.modules() if isinstance(one, kind)]
+
+    def config_of_step(self) -> ModelParallelConfig:
+        """``config``; where stages are sharded and it says nothing of their collectives, the plan has these: as few as
+        keep as many stages whole as torch's runtime does."""
+        if self.config.fsdp_collectives or not self._modules(FSDPModule):
+            return self.config
+        most = min(TORCHS_WHOLE_STAGES, self.placement.num_chunks)
+        return self.config.replace(fsdp_collectives=BY_COST, fsdp_max_active_stages=most)
 
 
 def _in_order(stages: Sequence[Any], schedule: str, placement: Placement, rank: int) -> list[Any]:

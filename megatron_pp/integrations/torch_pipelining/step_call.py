@@ -42,7 +42,7 @@ class TorchCall(StepCall):
             num_microbatches=schedule.n_microbatches,
             forward_only=forward_only,
             pg_collection=SimpleNamespace(pp=schedule.group),
-            config=schedule.config,
+            config=schedule.config_of_step(),
         )
 
     def tensor_shapes(self) -> list[Any]:

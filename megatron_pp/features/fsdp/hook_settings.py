@@ -1,0 +1,37 @@
+"""What a program has set of FSDP2's hooks (``set_reshard_after_forward`` and others), to give it back after a step.
+
+FSDP2 has public calls that set these, and none that tells them: they are read, and put back, where it keeps them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+_MESH = "post_forward_mesh_info"  # None: parameters stay whole after a forward
+_AUTO = "_auto_reshard_after_forward"  # what a root does is FSDP2's choice, made in its first forward: they stay whole
+_OF_MODULE = (_AUTO, "_states_to_backward_prefetch")
+_OF_GROUP = (_MESH, "reduce_grads", "all_reduce_grads", "reshard_after_backward", "unshard_in_backward")
+
+
+class HookSettings:
+    """Those of sharded ``modules``."""
+
+    def __init__(self, modules: Iterable[Any]) -> None:
+        self.states = [module._get_fsdp_state() for module in modules]
+        owners: list[tuple[Any, tuple[str, ...]]] = [(one, _OF_MODULE) for one in self.states]
+        owners += [(group, _OF_GROUP) for state in self.states for group in _groups(state)]
+        self.found = [(one, {name: getattr(one, name) for name in names}) for one, names in owners]
+
+    def give_back(self) -> None:
+        for owner, values in self.found:
+            for name, value in values.items():
+                setattr(owner, name, value)
+        for state in self.states:
+            for group in _groups(state) if state._is_root and getattr(state, _AUTO) else ():
+                setattr(group, _MESH, None)
+
+
+def _groups(state: Any) -> list[Any]:
+    several = getattr(state, "_fsdp_param_groups", None)
+    return [group for group in [state._fsdp_param_group] if group] if several is None else several
