@@ -1,0 +1,173 @@
+"""Runs the plan of a pipeline of several modules: forwards and backwards with a dict of tensors, one of each module
+that sends to this rank, and messages that are parts of them.
+"""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_pp.comm.communicator import Receive, Send
+from megatron_pp.comm.transport import ACT, GRAD
+from megatron_pp.errors import ScheduleInputError
+from megatron_pp.features.modules.graph import Edge, ModuleGraph
+from megatron_pp.plan.ir import instruction as ins
+from megatron_pp.plan.ir.dataflow import KIND_OF
+from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD
+from megatron_pp.plan.ir.spec import Plan
+from megatron_pp.plan.ir.tasks import Task
+from megatron_pp.runtime.executor import Handler, PlanExecutor
+
+_CHANNEL = {FORWARD: ACT, BACKWARD: GRAD}
+
+
+class Parts(Protocol):
+    """How a tensor that crosses a bridge is cut into parts and made of them."""
+
+    def cut(self, edge: Edge, tensor: Tensor, count: int) -> Sequence[Tensor]:
+        """``count`` contiguous parts."""
+        ...
+
+    def joined(self, edge: Edge, parts: Sequence[Tensor]) -> Tensor:
+        """The tensor of these parts, which no one else holds."""
+        ...
+
+
+class BatchParts:
+    """Equal parts along the batch dimension, of sizes that differ by one at most; ``dimensions``: by module."""
+
+    def __init__(self, dimensions: Mapping[str, int]) -> None:
+        self.dimensions = dimensions
+
+    def cut(self, edge: Edge, tensor: Tensor, count: int) -> Sequence[Tensor]:
+        parts = tensor.tensor_split(count, dim=self.dimensions[edge.module])
+        return [part.contiguous() for part in parts]
+
+    def joined(self, edge: Edge, parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat(tuple(parts), dim=self.dimensions[edge.module])
+
+
+class ModulesRunner:
+    """``graphs``: whether stages build autograd graphs; ``parts``: how tensors are cut at bridges."""
+
+    def __init__(self, plan: Plan, rank: int, parts: Parts, graphs: bool) -> None:
+        graph: ModuleGraph = plan.placement.graph  # type: ignore[attr-defined]
+        self.received = {kind: graph.edges[kind][rank].received for kind in (FORWARD, BACKWARD)}
+        self.sent = {kind: graph.edges[kind][rank].sent for kind in (FORWARD, BACKWARD)}
+        self.parts = parts
+        self.graphs = graphs
+        self.trains = not plan.spec.forward_only
+        self.arrived: dict[tuple[str, int], Tensor] = {}  # by message and microbatch
+        self.leaving: dict[tuple[str, int], Tensor] = {}
+        self.inputs: dict[int, dict[str, Tensor]] = {}  # by microbatch, and module
+        self.outputs: dict[int, Any] = {}
+        self.unsent: defaultdict[int, int] = defaultdict(int)  # messages of an output that are not released
+        self.tables: Mapping[str, Mapping[Any, Any]] = {
+            "received parts": self.arrived,
+            "parts to send": self.leaving,
+            "inputs of modules": self.inputs,
+            "outputs of modules": self.outputs,
+            "counts of unsent messages": self.unsent,
+        }
+
+    def attach(self, engine: PlanExecutor, handlers: dict[str, Handler]) -> None:
+        self.engine = weakref.proxy(engine)
+        handlers[FORWARD], handlers[BACKWARD] = self._forward, self._backward
+        handlers |= dict.fromkeys(ins.RECV_OPS, self._receive)
+        handlers |= dict.fromkeys(ins.SEND_OPS, self._send)
+        handlers |= dict.fromkeys(ins.WAIT_OPS, self._wait)
+        engine.named_release = self._released
+
+    def _receive(self, at: Task) -> None:
+        self.engine.post(at, Receive(None, at.peer, _CHANNEL[KIND_OF[at.op]], False))
+
+    def _wait(self, at: Task) -> None:
+        handle = self.engine.handles.pop(at.message)
+        handle.wait()
+        self.arrived[(at.tensor, at.mb)] = handle.tensor
+
+    def _send(self, at: Task) -> None:
+        part = self.leaving.pop((at.tensor, at.mb))
+        self.engine.post(at, Send(part, at.peer, _CHANNEL[KIND_OF[at.op]]))
+
+    def _forward(self, at: Task) -> None:
+        mb = at.mb
+        given = self._collected(FORWARD, mb)
+        for tensor in given.values():
+            tensor.requires_grad_(self.graphs)
+        output = self.engine.call_forward(at, given)
+        edges = self.sent[FORWARD]
+        if edges:
+            self._part_out(edges, mb, lambda edge: self._output_of(edge, output))
+            self.unsent[mb] = len(edges)
+        if self.trains:
+            self.inputs[mb], self.outputs[mb] = given, output
+            if not edges and isinstance(output, Mapping):  # the leader of its group sends
+                self._drop(mb)
+
+    def _output_of(self, edge: Edge, output: Any) -> Tensor:
+        found = output.get(edge.module) if isinstance(output, Mapping) else None
+        if not isinstance(found, Tensor):
+            gave = f"a dict of {', '.join(map(str, output))}" if isinstance(output, Mapping) else type(output).__name__
+            raise ScheduleInputError(
+                f"forward_step_func gave {gave}; on this rank it must give a dict with the output of module "
+                f"{edge.module}, a tensor, which goes to {edge.bridge or 'its next stage'}"
+            )
+        return found
+
+    def _backward(self, at: Task) -> None:
+        mb, engine = at.mb, self.engine
+        for handle, sent in engine.deferred:
+            if sent.mb == mb and sent.op == ins.FREE_F:  # a backward may write to what it has saved
+                handle.check()
+        given, output = self.inputs.pop(mb), self.outputs.pop(mb)
+        grads = engine.call_backward(at, given, output, self._collected(BACKWARD, mb))
+
+        def grad_of(edge: Edge) -> Tensor:
+            grad: Tensor | None = grads[edge.module]
+            return torch.zeros_like(given[edge.module]) if grad is None else grad
+
+        self._part_out(self.sent[BACKWARD], mb, grad_of)
+        engine.close_sync()
+
+    def _collected(self, kind: str, mb: int) -> dict[str, Tensor]:
+        """By module: its output, or the gradient of its output, of the parts that have come; gradients that come over
+        several bridges are summed."""
+        found: dict[str, Tensor] = {}
+        parts: list[Tensor] = []
+        for edge in self.received[kind]:
+            parts.append(self.arrived.pop((edge.name, mb)))
+            if len(parts) < edge.place[1]:
+                continue
+            whole = parts[0] if len(parts) == 1 else self.parts.joined(edge, parts)
+            found[edge.module] = found[edge.module] + whole if edge.module in found else whole
+            parts = []
+        return found
+
+    def _part_out(self, edges: Sequence[Edge], mb: int, tensor_of: Callable[[Edge], Tensor]) -> None:
+        """Put the parts of the tensors where the sends take them; ranks of one group get the same."""
+        cut: dict[tuple[str, str], Sequence[Tensor]] = {}
+        for edge in edges:
+            key = edge.module, edge.bridge
+            i, count = edge.part
+            if key not in cut:
+                whole = tensor_of(edge)
+                cut[key] = [whole] if count == 1 else self.parts.cut(edge, whole, count)
+            self.leaving[(edge.name, mb)] = cut[key][i].detach()
+
+    def _released(self, at: Task) -> None:
+        """A send is over. With the last one of an output its data go."""
+        if at.op == ins.FREE_F:
+            self.unsent[at.mb] -= 1
+            if not self.unsent[at.mb]:
+                del self.unsent[at.mb]
+                self._drop(at.mb)
+
+    def _drop(self, mb: int) -> None:
+        with suppress(KeyError):  # evaluation keeps none, and the backward may have used it up
+            if self.engine.deallocate:
+                self.outputs[mb] = self.engine.steps.backward_root(self.outputs[mb])

@@ -1,0 +1,183 @@
+"""A training step of a pipeline of several modules.
+
+    pipeline = ModulesPipeline([Module("vision", ...), Module("llm", ...)], {"vision": ["llm"]})
+    losses = forward_backward_modules(pipeline, forward_step_func=..., data_iterator=..., model=..., num_microbatches=8)
+
+The model of a rank holds its stages of all modules that the rank is in. Its ``set_input_tensor`` is given a list with a
+dict: by the name of a module, that module's tensor, of its stage before on the same replica or, on the first stage of
+another module, its output. ``forward_step_func`` returns a dict of the outputs of the rank's stages by module, or on
+the last stage what its loss function takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_pp.config.settings import StepSettings
+from megatron_pp.errors import ScheduleInputError
+from megatron_pp.features.modules.graph import Module, ModuleGraph, module_graphs
+from megatron_pp.features.modules.modules_plan import ModulesSpec, modules_plan, modules_spec
+from megatron_pp.features.modules.modules_runner import BatchParts, ModulesRunner, Parts
+from megatron_pp.plan.ir.spec import EXPLICIT, HOOKS, ONE_WAY, Plan
+from megatron_pp.runtime.arguments import StepInputs
+from megatron_pp.runtime.communicators import communicator_for
+from megatron_pp.runtime.compute import ModelSteps, timed_backward
+from megatron_pp.runtime.executor import Feature
+from megatron_pp.runtime.log_once import certify_once
+from megatron_pp.runtime.message_shapes import Messages, Shapes
+from megatron_pp.runtime.step import StepCall
+
+_ONE_F_ONE_B = "1f1b"
+
+
+class ModulesPipeline:
+    """The modules of a job, and of this rank its graph and a process group of the graph's ranks.
+
+    modules    with the ranks of each stage (``graph.py``); ``topology``: by module, those that its output goes to
+    batch_dim  the dimension along which outputs are cut between unequal grids, or by module
+
+    Made by all ranks of the job at once, in or outside of the modules, as process groups are. Raises PlanError on all.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[Module],
+        topology: Mapping[str, Sequence[str]],
+        batch_dim: int | Mapping[str, int] = 1,
+        parts: Parts | None = None,
+    ) -> None:
+        dimensions = batch_dim if isinstance(batch_dim, Mapping) else {module.name: batch_dim for module in modules}
+        self.parts = parts or BatchParts(dimensions)
+        self.graph: ModuleGraph | None = None
+        self.group: dist.ProcessGroup | None = None
+        rank = dist.get_rank()
+        for graph in module_graphs(modules, topology):
+            group = dist.new_group(list(graph.members))
+            if rank in graph.members:
+                self.graph, self.group = graph, group
+        ends = [module for module in modules if not topology.get(module.name)]
+        self.gives_loss = any(rank in replica[-1] for module in ends for replica in module.ranks)
+
+
+class OnModules(StepCall):
+    """What a step on ``pipeline`` does otherwise than one on a line of stages."""
+
+    pipeline: ModulesPipeline
+
+    def prepare_call(self, pipeline: ModulesPipeline, arguments: Mapping[str, Any]) -> None:
+        """In place of StepCall's own ``__init__``. Raises ScheduleInputError before any communication."""
+        self.pipeline, self.alone = pipeline, False
+        self.inputs = StepInputs(False, **arguments)
+        self.config = self.inputs.config
+        self.settings = self.read_settings()
+        check_settings(self.settings)
+        self.number = self.step_number()
+        self.tp_size = self.cp_size = 1
+        self.weights = self.weight_store()
+        self.shapes = (Shapes(None, None),)
+        self.messages = Messages(self.shapes[0], None, None)
+        self.slices = ()
+        self.observers = self._observers()
+        graph, inputs, settings = pipeline.graph, self.inputs, self.settings
+        if graph is None:
+            raise ScheduleInputError(f"rank {dist.get_rank()} is in no module of the pipeline; let it run no step")
+        # From here on there may be communication.
+        self.communicator = communicator_for(pipeline.group, settings)
+        transport = self.communicator.transport
+        self.spec: ModulesSpec = modules_spec(
+            graph,
+            inputs.num_microbatches,
+            forward_only=inputs.forward_only,
+            variable_shapes=True,
+            release_after=1 if transport.pollable else max(1, int(settings.max_pending_sends) - 1),
+            grad_sync=HOOKS if settings.grad_sync_func is None else EXPLICIT,
+            device=settings.device_rules if transport.backend == "nccl" else (),
+        )
+
+    def _plan(self) -> Plan:
+        plan = modules_plan(self.spec)
+        certify_once(plan)
+        return plan
+
+    def _features(self, plan: Plan, steps: Any) -> list[Feature]:
+        graphs = self.graph_in_evaluation or not plan.spec.forward_only
+        return [ModulesRunner(plan, self.communicator.rank, self.pipeline.parts, graphs)]
+
+    def _is_last_stage(self, plan: Plan) -> list[bool]:
+        return [self.pipeline.gives_loss]
+
+
+def unserved_setting(settings: StepSettings) -> str | None:
+    """What ``settings`` ask for and a pipeline of several modules does not have; None where there is nothing."""
+    for is_asked, what in (
+        (settings.pipeline_schedule not in (None, _ONE_F_ONE_B), f"pipeline_schedule {settings.pipeline_schedule!r}"),
+        (settings.p2p_channels != ONE_WAY, f"p2p_channels {settings.p2p_channels!r}"),
+        (settings.sequence_slices > 1, "sequence_slices"),
+        (bool(settings.skip_tensors), "skip_tensors"),
+        (bool(settings.offload_chunks), "offload_chunks"),
+        (bool(settings.fsdp_collectives), "fsdp_collectives"),
+        (settings.overlapped_forward_backward is not None, "overlapped_forward_backward"),
+        (bool(settings.pipeline_replan), "pipeline_replan"),
+        (bool(settings.measure), "measure"),
+        (bool(settings.trace_dir), "trace_dir"),
+        (settings.device_sync is True, "device_sync"),
+        ("static_buffers" in settings.device_rules, f"cuda_graph_impl {settings.cuda_graph_impl!r}"),
+    ):
+        if is_asked:
+            return what
+    return None
+
+
+def check_settings(settings: StepSettings) -> None:
+    """Raises ScheduleInputError for settings that do not go with several modules."""
+    if (what := unserved_setting(settings)) is not None:
+        raise ScheduleInputError(f"a pipeline of several modules has no {what}; leave it out")
+    if not settings.variable_seq_lengths:
+        raise ScheduleInputError(
+            "a pipeline of several modules needs config.variable_seq_lengths=True: tensors of different modules have "
+            "different shapes"
+        )
+    if settings.pipeline_dtype is None:
+        raise ScheduleInputError("config.pipeline_dtype is None; set it to the dtype of the tensors between stages")
+
+
+class ModuleSteps(ModelSteps):
+    """The steps of a model that takes and gives dicts of tensors."""
+
+    def backward(self, chunk: int, mb: int, input_tensor: Any, output: Any, output_grad: Any) -> Any:
+        grads: list[Any] | None = None
+        if isinstance(output, Mapping):
+            output, grads = [output[name] for name in output_grad], list(output_grad.values())
+        timed_backward(self.timers, None, output, grads, self.grad_scale_func)
+        return {name: tensor.grad for name, tensor in input_tensor.items()}
+
+    @staticmethod
+    def backward_root(output: Any) -> Any:
+        if isinstance(output, Mapping):
+            return {name: ModelSteps.backward_root(tensor) for name, tensor in output.items()}
+        return ModelSteps.backward_root(output)
+
+
+class ModulesCall(OnModules):
+    """One call of ``forward_backward_modules``."""
+
+    def __init__(self, pipeline: ModulesPipeline, arguments: Mapping[str, Any]) -> None:
+        self.prepare_call(pipeline, arguments)
+
+    def make_steps(self, plan: Plan) -> ModuleSteps:
+        inputs, options = self.inputs, self.step_options(plan)
+        return ModuleSteps(inputs.forward_step_func, inputs.data_iterators, inputs.chunks, self.settings, options)
+
+
+def forward_backward_modules(pipeline: ModulesPipeline, **arguments: Any) -> list[Any]:
+    """One step on ``pipeline``, called by all its ranks with the arguments of the schedule functions
+    (``megatron_pp.schedules.StepArguments``). Returns what the loss function reported on the ranks of a last stage, an
+    empty list elsewhere.
+
+    The config needs ``variable_seq_lengths=True`` and ``pipeline_dtype``, one for all modules. Raises
+    ScheduleInputError for impossible arguments before any communication, PlanError where modules wait for each other.
+    """
+    return ModulesCall(pipeline, arguments).run()

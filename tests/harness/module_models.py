@@ -1,0 +1,184 @@
+"""Toy modules on grids of ranks: each rank's stages, and one process with all stages of all replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_pp.features.modules.graph import Module
+from megatron_pp.testing.toy import toy_config
+
+HIDDEN = 4
+_BATCH = 12  # of all replicas of a module together
+Topology = Mapping[str, Sequence[str]]
+Place = tuple[str, int, int]  # module, replica, stage
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Modules, where their outputs go, and microbatches. Modules that nothing goes to read data."""
+
+    modules: tuple[Module, ...]
+    topology: Topology
+    microbatches: int = 4
+    forward_only: bool = False
+    steps: int = 2
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    def sources(self, name: str) -> list[str]:
+        return [one.name for one in self.modules if name in self.topology.get(one.name, ())]
+
+    def data(self, step: int, module: Module, mb: int) -> list[Tensor]:
+        """By replica: [sequence, batch, hidden]; the sequences of modules differ in length."""
+        number = self.modules.index(module)
+        generator = torch.Generator().manual_seed(1000 * step + 100 * number + mb)
+        whole = torch.randn(3 + 2 * number, _BATCH, HIDDEN, generator=generator)
+        return list(whole.chunk(len(module.ranks), dim=1))
+
+
+class Stage(torch.nn.Module):
+    """Of a module: the same weights on all replicas."""
+
+    def __init__(self, module: Module, number: int) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(HIDDEN, HIDDEN)
+        generator = torch.Generator().manual_seed(sum(map(ord, module.name)) + number)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+def gradients_of(stage: torch.nn.Module) -> list[Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in stage.parameters()]
+
+
+def loss_of(output: Tensor) -> tuple[Tensor, dict[str, float]]:
+    loss = output.square().mean()
+    return loss, {"loss": loss.item()}
+
+
+class RankModel(torch.nn.Module):
+    """The stages of one rank."""
+
+    def __init__(self, setup: Setup, rank: int) -> None:
+        super().__init__()
+        self.setup = setup
+        self.places = {place[0]: place for place in places_of(setup, rank)}
+        self.stages = torch.nn.ModuleDict(
+            {name: Stage(_named(setup, name), stage) for name, (_, _, stage) in self.places.items()}
+        )
+        self.given: dict[str, Any] = {}
+        self.config: Any = None
+
+    def set_input_tensor(self, tensors: list[dict[str, Any]]) -> None:
+        (self.given,) = tensors
+
+    def forward(self, data: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        made = {}
+        for name, stage in self.stages.items():
+            sources = self.setup.sources(name)
+            if self.places[name][2] > 0:
+                before = self.given[name]
+                x = before[0] if isinstance(before, list) else before
+            elif sources:
+                x = torch.cat([self.given[source] for source in sources])
+            else:
+                x = data[name]
+            made[name] = stage(x)
+        return made
+
+    def batches(self, step: int) -> Iterator[dict[str, Tensor]]:
+        for mb in range(self.setup.microbatches):
+            yield {
+                name: self.setup.data(step, _named(self.setup, name), mb)[replica]
+                for name, (_, replica, _) in self.places.items()
+            }
+
+    def gradients(self) -> dict[Place, list[Tensor | None]]:
+        return {place: gradients_of(self.stages[name]) for name, place in self.places.items()}
+
+
+def forward_step(sink: str | None) -> Any:
+    """``forward_step_func``; ``sink``: the module whose output the loss takes."""
+
+    def step(batches: Iterator[dict[str, Tensor]], model: RankModel) -> tuple[Any, Any]:
+        return model(next(batches)), lambda output: loss_of(output[sink])
+
+    return step
+
+
+def config_of(setup: Setup) -> Any:
+    return toy_config(variable_seq_lengths=True, **setup.config)
+
+
+def sink_of(setup: Setup) -> str:
+    (name,) = (module.name for module in setup.modules if not setup.topology.get(module.name))
+    return name
+
+
+def places_of(setup: Setup, rank: int) -> list[Place]:
+    return [
+        (module.name, replica, stage)
+        for module in setup.modules
+        for replica, stages in enumerate(module.ranks)
+        for stage, ranks in enumerate(stages)
+        if rank in ranks
+    ]
+
+
+def _named(setup: Setup, name: str) -> Module:
+    return next(module for module in setup.modules if module.name == name)
+
+
+@dataclass
+class Reference:
+    """One process. ``losses``: by replica of the last module, in the order of microbatches."""
+
+    losses: list[list[float]]
+    gradients: dict[Place, list[Tensor | None]]
+
+
+def in_one_process(setup: Setup) -> list[Reference]:
+    """Each step: every replica's stages, joined by cat and chunk, microbatch after microbatch."""
+    stages = {
+        (module.name, replica, k): Stage(module, k)
+        for module in setup.modules
+        for replica in range(len(module.ranks))
+        for k in range(module.stages)
+    }
+    return [_reference_step(setup, stages, step) for step in range(setup.steps)]
+
+
+def _reference_step(setup: Setup, stages: Mapping[Place, Stage], step: int) -> Reference:
+    sink = sink_of(setup)
+    losses: list[list[float]] = [[] for _ in _named(setup, sink).ranks]
+    for stage in stages.values():
+        stage.zero_grad()
+    for mb in range(setup.microbatches):
+        with torch.set_grad_enabled(not setup.forward_only):
+            made: dict[str, list[Tensor]] = {}
+            for module in setup.modules:  # in the order of the topology
+                xs = _inputs(setup, module, made) or setup.data(step, module, mb)
+                for k in range(module.stages):
+                    xs = [stages[(module.name, replica, k)](x) for replica, x in enumerate(xs)]
+                made[module.name] = xs
+            for replica, output in enumerate(made[sink]):
+                losses[replica].append(loss_of(output)[1]["loss"])
+            total = sum(loss_of(output)[0] / setup.microbatches for output in made[sink])
+        if not setup.forward_only:
+            total.backward()
+    return Reference(losses, {place: gradients_of(stage) for place, stage in stages.items()})
+
+
+def _inputs(setup: Setup, module: Module, made: Mapping[str, list[Tensor]]) -> list[Tensor]:
+    """By replica; empty where nothing goes to the module."""
+    count = len(module.ranks)
+    parts = [torch.cat(made[source], dim=1).chunk(count, dim=1) for source in setup.sources(module.name)]
+    return [torch.cat(of_replica) for of_replica in zip(*parts, strict=True)]
