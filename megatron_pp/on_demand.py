@@ -63,6 +63,7 @@ MODULES = {
     # Steps of Megatron-core's.
     "megatron_losses": "megatron_pp.integrations.megatron_losses",
     "combined": "megatron_pp.integrations.combined",
+    "megatron_modules": "megatron_pp.integrations.megatron_modules",
     "v_placement": "megatron_pp.integrations.v_placement",
     "v_step": "megatron_pp.integrations.v_step",
     "files": "megatron_pp.plan.costs.files",

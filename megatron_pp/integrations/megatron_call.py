@@ -209,7 +209,7 @@ class MegatronCall(StepCall):
         config, row = self.config, self.megatron.row
         if not self.alone:
             self.megatron.schedules.finish_embedding_wgrad_compute(
-                config, self.embedding, self._holds_last_stage(), self.inputs.pg_collection.tp
+                config, self.embedding, self._holds_last_stage(), getattr(self.inputs.pg_collection, "tp", None)
             )
         more = {"force_all_reduce": self.inputs.force_all_reduce} if row.force_all_reduce else {}
         counted = num_tokens if config.calculate_per_token_loss else None

@@ -24,10 +24,11 @@ from megatron_pp.errors import NotServedError, UnknownMegatronError
 from megatron_pp.integrations.gpt_models import place_models, restore_models
 from megatron_pp.integrations.megatron_call import MegatronCall
 from megatron_pp.integrations.megatron_release import Megatron, load_megatron
-from megatron_pp.integrations.megatron_scope import reason_not_served, without_defaults
+from megatron_pp.integrations.megatron_scope import has_modules, reason_not_served, without_defaults
 from megatron_pp.integrations.megatron_versions import ENTRIES
 from megatron_pp.integrations.named_objects import replace_names
 from megatron_pp.integrations.settings import InstallSettings, read_settings
+from megatron_pp.on_demand import load
 from megatron_pp.runtime.arguments import check_required
 
 __all__ = ["NotServedError", "UnknownMegatronError", "install", "installed", "is_installed", "uninstall"]
@@ -75,17 +76,19 @@ class Schedule:
         plugin = self.plugin
         if _HANDED_BACK.get():
             return self.theirs(**arguments)
-        arguments = without_defaults(self.theirs, plugin.megatron.row, arguments)
-        reason = reason_not_served(plugin.megatron, arguments)
+        name, megatron, settings = self.theirs.__name__, plugin.megatron, plugin.settings
+        arguments = without_defaults(self.theirs, megatron.row, arguments)
+        reason = reason_not_served(megatron, name, arguments, settings.overrides)
         if reason is not None:
             plugin.log_once(reason)
             return self._hand_back(arguments)
-        name = self.theirs.__name__
         check_required(name, arguments)
+        if has_modules(megatron, arguments):
+            return load("megatron_modules").ModulesMegatronCall(megatron, settings, **arguments).run()
         alone = name == "forward_backward_no_pipelining"
         chunked = name == "forward_backward_pipelining_with_interleaving"
-        call = MegatronCall(plugin.megatron, plugin.settings, alone=alone, chunked=chunked, **arguments)
-        if not plugin.settings.any_microbatch_count:
+        call = MegatronCall(megatron, settings, alone=alone, chunked=chunked, **arguments)
+        if not settings.any_microbatch_count:
             call.refuse_slow_count()
         return call.run()
 

@@ -9,6 +9,7 @@ from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.common.module_attributes import wrapped_attribute
 from megatron_pp.integrations.megatron_release import Megatron
 from megatron_pp.integrations.megatron_versions import Row, entry_keywords
+from megatron_pp.on_demand import load
 
 
 def without_defaults(theirs: Callable[..., Any], row: Row, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -23,13 +24,24 @@ def without_defaults(theirs: Callable[..., Any], row: Row, arguments: dict[str, 
     return {n: v for n, v in arguments.items() if n not in unknown or v is not signature.parameters[n].default}
 
 
-def reason_not_served(megatron: Megatron, arguments: Mapping[str, Any]) -> str | None:
-    """Why Megatron's own schedule runs a call with these keyword ``arguments``, as the object of "does not serve ...";
-    None where the engine runs it.
+def reason_not_served(
+    megatron: Megatron, schedule: str, arguments: Mapping[str, Any], overrides: Mapping[str, Any]
+) -> str | None:
+    """Why Megatron's own ``schedule`` runs a call with these keyword ``arguments``, as the object of "does not serve
+    ..."; None where the engine runs it. ``overrides``: fields of the config that `install()` sets.
     """
     if unknown := _unknown(megatron.row, arguments):
         return f"the keyword argument {unknown[0]!r} of this release's schedules, which it does not know"
-    return _unserved_groups(megatron, arguments) or _unserved_config(megatron, arguments)
+    if has_modules(megatron, arguments):
+        found: str | None = load("megatron_modules").reason_not_served(megatron, schedule, arguments, overrides)
+        return found or _unserved_config(megatron, arguments)
+    return _unserved_communicator(megatron, arguments) or _unserved_config(megatron, arguments)
+
+
+def has_modules(megatron: Megatron, arguments: Mapping[str, Any]) -> bool:
+    """Whether it is a call for a pipeline of several modules."""
+    given = arguments.get(megatron.row.groups_keyword), arguments.get("p2p_communicator")
+    return any(isinstance(one, megatron.multi_module) for one in given)
 
 
 def _unknown(row: Row, arguments: Mapping[str, Any]) -> list[str]:
@@ -42,10 +54,8 @@ def _known(row: Row) -> frozenset[str]:
     return frozenset({*entry_keywords(row), "p2p_communicator"})
 
 
-def _unserved_groups(megatron: Megatron, arguments: Mapping[str, Any]) -> str | None:
-    groups, communicator = arguments.get(megatron.row.groups_keyword), arguments.get("p2p_communicator")
-    if isinstance(groups, megatron.multi_module) or isinstance(communicator, megatron.multi_module):
-        return "pipelines of several modules (a multi-module process group collection or communicator was given)"
+def _unserved_communicator(megatron: Megatron, arguments: Mapping[str, Any]) -> str | None:
+    communicator = arguments.get("p2p_communicator")
     if communicator is None or isinstance(communicator, P2PCore):
         return None
     if own := _own_transfers(communicator, megatron.schedules.P2PCommunicator):

@@ -80,9 +80,7 @@ def _trained(schedule: Any, stages: list[Any], modules: list[nn.Module], count: 
     return [tensor.detach() for tensor in found]
 
 
-def _compare(
-    layout: Layout, mesh: DeviceMesh, name: str, make: Any = Block, table: bool = False, **more: Any
-) -> float:
+def _compare(layout: Layout, mesh: DeviceMesh, name: str, make: Any = Block, table: bool = False, **more: Any) -> float:
     """The largest difference between torch's runtime and ours. ``more``: for ``fully_shard``."""
     count, chunks = 3 * layout.size, checks.CHUNKS[name]
     numbers = stage_numbers(checks.shape_of(name), layout.size, chunks)[layout.rank]

@@ -45,7 +45,7 @@ def megatron(version: str, **functions: Any) -> Megatron:
 
 def reason(version: str, config: dict[str, Any], **arguments: Any) -> str | None:
     model = SimpleNamespace(module=SimpleNamespace(config=SimpleNamespace(**config)))  # wrapped, as by DDP
-    return reason_not_served(megatron(version), {**arguments, "model": [model]})
+    return reason_not_served(megatron(version), "the schedule", {**arguments, "model": [model]}, {})
 
 
 @pytest.mark.parametrize(
@@ -85,10 +85,10 @@ def test_combined_1f1b_is_left_to_a_release_that_is_not_known_and_to_fsdp() -> N
         (megatron("0.16.1"), SimpleNamespace(config=config), "as this release has it"),
         (known, SimpleNamespace(config=config, ddp_config=fsdp), "Megatron-FSDP"),
     ):
-        why = reason_not_served(release, {"model": chunk})
+        why = reason_not_served(release, "the schedule", {"model": chunk}, {})
         assert (why is None) == (named is None), why
         assert named is None or named in why
-        assert reason_not_served(release, {"model": chunk, "forward_only": True}) is None
+        assert reason_not_served(release, "the schedule", {"model": chunk, "forward_only": True}, {}) is None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,190 @@
+"""Steps of Megatron-core's pipelines of several modules (`MultiModulePipelineCommunicator`): which are served, and how
+they run on the engine's plan of a graph of ranks (`features/modules`).
+
+Megatron's `BridgeCommunicator` cuts and joins tensors between unequal grids; its functions do that here too. Where its
+leaders broadcast to the other ranks of their tensor-parallel group, the sending leader sends to each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_pp.common.module_attributes import wrapped_attribute
+from megatron_pp.common.object_table import ObjectTable
+from megatron_pp.config.settings import StepSettings
+from megatron_pp.errors import PlanError
+from megatron_pp.features.modules.graph import Edge, Module, module_graphs
+from megatron_pp.features.modules.modules_step import ModulesPipeline, OnModules, unserved_setting
+from megatron_pp.integrations.megatron_call import MegatronCall
+from megatron_pp.integrations.megatron_release import Megatron
+from megatron_pp.integrations.megatron_steps import MegatronSteps, freed_output
+from megatron_pp.integrations.settings import InstallSettings
+from megatron_pp.plan.ir.instruction import FORWARD
+from megatron_pp.plan.ir.spec import Plan
+
+_SCHEDULE = "forward_backward_pipelining_without_interleaving"
+_WHAT = "pipelines of several modules"
+
+
+def reason_not_served(
+    megatron: Megatron, schedule: str, arguments: Mapping[str, Any], overrides: Mapping[str, Any]
+) -> str | None:
+    """Why Megatron's own `schedule` runs this call, the same on all ranks; None where the engine does."""
+    groups: Any = arguments.get(megatron.row.groups_keyword)
+    communicator, model = arguments.get("p2p_communicator"), arguments.get("model")
+    config: Any = wrapped_attribute(model[0] if isinstance(model, (list, tuple)) and model else model, "config")
+    if not hasattr(megatron.schedules, "backward_step_multimodule"):
+        return f"{_WHAT} as this release has them"
+    if schedule != _SCHEDULE:
+        return f"{_WHAT} in {schedule}"
+    if [type(groups), type(communicator)] != list(megatron.multi_module):
+        return (
+            f"{_WHAT} without both a multi-module process group collection and communicator of Megatron's own classes"
+        )
+    settings = StepSettings.from_config(config, overrides)
+    if (setting := unserved_setting(settings)) is not None:
+        return f"{_WHAT} with {setting}"
+    for field in ("overlap_p2p_comm", "overlap_moe_expert_parallel_comm"):
+        if getattr(config, field, False):
+            return f"{_WHAT} with config.{field}"
+    if not config.variable_seq_lengths:
+        return f"{_WHAT} without config.variable_seq_lengths"
+    if groups.has_language_model() and groups.get_language_model_cp_size() > 1:
+        return f"{_WHAT} with context parallelism"
+    return _layout_of(communicator).unserved
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What a communicator of Megatron's is for, and why that is not served; None where it is."""
+
+    modules: tuple[Module, ...]
+    topology: tuple[tuple[str, tuple[str, ...]], ...]
+    batch_dims: tuple[int, ...]  # of the bridges
+    unserved: str | None
+
+
+# Process-wide, as process groups are. Programs may make a communicator for each step.
+_LAYOUTS: ObjectTable[_Layout] = ObjectTable()
+_PIPELINES: dict[_Layout, ModulesPipeline] = {}
+
+
+def _layout_of(communicator: Any) -> _Layout:
+    found = _LAYOUTS.get(communicator)
+    if found is None:
+        grids, bridges = communicator.module_to_grid_map, communicator.bridge_comms
+        modules = [_module_of(name, grid) for name, grid in grids.items()]
+        topology = tuple((name, tuple(targets)) for name, targets in communicator.topology.items())
+        known = tuple(module for module in modules if module is not None)
+        reason = _unserved_grids(communicator, modules)
+        found = _LAYOUTS[communicator] = _Layout(known, topology, tuple(one._batch_dim for one in bridges), reason)
+    return found
+
+
+def _pipeline_of(communicator: Any) -> ModulesPipeline:
+    """Kept from step to step; made by all ranks of the job in their first one."""
+    layout = _layout_of(communicator)
+    found = _PIPELINES.get(layout)
+    if found is None or found.group not in dist.distributed_c10d._world.pg_map:
+        found = ModulesPipeline(layout.modules, dict(layout.topology), parts=_BridgeParts(communicator))
+        _PIPELINES[layout] = found
+    return found
+
+
+def _unserved_grids(communicator: Any, modules: Sequence[Module | None]) -> str | None:
+    grids = communicator.module_to_grid_map
+    ranks = {rank for grid in grids.values() for rank in range(grid.rank_offset, grid.rank_offset + grid.size)}
+    if ranks != set(range(dist.get_world_size())):
+        return f"{_WHAT} in a job with ranks outside of all modules"
+    if any(module is None for module in modules):
+        return f"{_WHAT} on grids with dimensions beyond tp, cp, pp and dp of more than one rank"
+    found = [module for module in modules if module is not None]
+    by_name = {module.name: module for module in found}
+    for bridge in communicator.bridge_comms:
+        source, target = by_name[bridge.src_module_name], by_name[bridge.dest_module_name]
+        leaders = [replica[-1][-1] for replica in source.ranks], [replica[0][0] for replica in target.ranks]
+        if leaders != (list(bridge.src_tp_leaders), list(bridge.dest_tp_leaders)):
+            return f"{_WHAT} with bridges between other ranks than a stage's last and first"
+    try:
+        module_graphs(found, communicator.topology)
+    except PlanError as error:
+        return f"{_WHAT} of this topology ({error})"
+    return None
+
+
+def _module_of(name: str, grid: Any) -> Module | None:
+    """The module on `grid`, a `HyperCommGrid`; None where its ranks are not replicas of lines of stages."""
+    replicas = grid._gen_rank_enum([one for one in grid.dim_names if one not in ("dp", "gtp_remat")])
+    lines = grid._gen_rank_enum(["pp"])
+    stage_of = {rank: k for line in lines for k, rank in enumerate(line)}
+    ranks = tuple(
+        tuple(tuple(rank for rank in replica if stage_of[rank] == k) for k in range(len(lines[0])))
+        for replica in replicas
+    )
+    in_lines = sorted(list(line) for replica in ranks for line in zip(*replica, strict=True))
+    groups = sorted(map(list, grid._gen_rank_enum([one for one in grid.dim_names if one in ("tp", "cp")])))
+    known = in_lines == sorted(map(list, lines)) and groups == sorted(list(s) for replica in ranks for s in replica)
+    return Module(name, ranks) if known else None
+
+
+class _BridgeParts:
+    """Megatron's own cutting and joining, of the bridge that an edge is part of."""
+
+    def __init__(self, communicator: Any) -> None:
+        self.bridges = {(one.src_module_name, one.dest_module_name): one for one in communicator.bridge_comms}
+
+    def cut(self, edge: Edge, tensor: torch.Tensor, count: int) -> Sequence[torch.Tensor]:
+        parts: Sequence[torch.Tensor] = self.bridges[edge.module, edge.bridge]._split_tensor_at_batch_dim(tensor, count)
+        return parts
+
+    def joined(self, edge: Edge, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(tuple(parts), dim=self.bridges[edge.module, edge.bridge]._batch_dim)
+
+
+class ModulesMegatronCall(OnModules, MegatronCall):
+    """One call of Megatron's schedule with several modules: `arguments` are its keywords."""
+
+    def __init__(self, megatron: Megatron, installed: InstallSettings, **arguments: Any) -> None:
+        self.megatron, self.installed = megatron, installed
+        self.prepare_call(_pipeline_of(arguments["p2p_communicator"]), arguments)
+        self.embedding: Any = None
+        self.in_v = False
+
+    def make_steps(self, plan: Plan) -> ModuleMegatronSteps:
+        return ModuleMegatronSteps(self.megatron, self, self.overridden_config, self.step_options(plan))
+
+    def _holds_last_stage(self) -> bool:
+        return self.pipeline.gives_loss
+
+
+class ModuleMegatronSteps(MegatronSteps):
+    """With Megatron's backward of several modules. Tensors of the stage before in the same module come in lists."""
+
+    def __init__(self, megatron: Megatron, call: ModulesMegatronCall, *rest: Any) -> None:
+        super().__init__(megatron, call, *rest)
+        graph = call.pipeline.graph
+        assert graph is not None
+        received = graph.edges[FORWARD][call.communicator.rank].received
+        self.in_lists = {edge.module for edge in received if not edge.bridge}
+        self.language_model = call.inputs.pg_collection.language_model_module_name
+
+    def forward(self, chunk: int, mb: int, input_tensor: Any) -> Any:
+        given = {name: [tensor] if name in self.in_lists else tensor for name, tensor in input_tensor.items()}
+        return super().forward(chunk, mb, given)
+
+    def backward(self, chunk: int, mb: int, input_tensor: Any, output: Any, output_grad: Any) -> Any:
+        if isinstance(output, dict) and self.deallocates:
+            output = self.backward_root(output)
+        return self.schedules.backward_step_multimodule(
+            input_tensor, output, output_grad, self.overridden, language_model_module_name=self.language_model
+        )
+
+    def backward_root(self, output: Any) -> Any:
+        if isinstance(output, dict):
+            return {name: freed_output(tensor) for name, tensor in output.items()}
+        return freed_output(output)

@@ -1,0 +1,112 @@
+"""Megatron-core's pipelines of several modules under `install()`: equal to the last bit to its own schedule.
+
+For releases whose schedules have them, as the main branch: installed, or the checkout that the environment variable
+MEGATRON_CHECKOUT names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.functional_tests.megatron_module_checks import MegatronCase, handed_back, own_and_ours
+from tests.functional_tests.test_modules import SETUPS, assert_equal
+from tests.harness.module_grids import module_on
+from tests.harness.module_models import Setup, in_one_process
+from tests.harness.processes import run_processes
+
+CHECKOUT = os.environ.get("MEGATRON_CHECKOUT", "")
+
+
+def has_modules() -> bool:
+    """Whether the schedules of this Megatron run several modules; reads their source."""
+    found = importlib.util.find_spec("megatron")
+    roots = (
+        [CHECKOUT]
+        if CHECKOUT
+        else [str(Path(one).parent) for one in (found.submodule_search_locations if found else [])]
+    )
+    files = [Path(root, "megatron/core/pipeline_parallel/schedules.py") for root in roots]
+    return any(one.is_file() and "def backward_step_multimodule" in one.read_text(encoding="utf-8") for one in files)
+
+
+pytestmark = pytest.mark.skipif(not has_modules(), reason="no Megatron-core whose schedules run several modules")
+
+LINES = Setup(
+    (module_on("vision", pp=2), module_on("audio", pp=2), module_on("llm", 2, pp=2)),
+    {"vision": ["llm"], "audio": ["llm"]},
+    microbatches=5,
+)
+SERVED = (
+    "an encoder",
+    "two encoders on one rank",
+    "fan-in",
+    "fan-out",
+    "replicas apart, tensor-parallel",
+    "equal replicas",
+)
+CASES = {name: MegatronCase(SETUPS[name]) for name in SERVED} | {
+    "two encoders on a line": MegatronCase(LINES),
+    "tokens are counted": MegatronCase(LINES, per_token=True),
+    "a function syncs gradients": MegatronCase(LINES, grad_sync=True),
+    "outputs are freed": MegatronCase(dataclasses.replace(LINES, config={"deallocate_pipeline_outputs": True})),
+    "evaluation": MegatronCase(dataclasses.replace(LINES, forward_only=True)),
+    "few microbatches": MegatronCase(dataclasses.replace(LINES, microbatches=2)),
+    # The shorter encoder's warm-up sends more than the language model has received when it sends its first gradient:
+    # each waits for the other. Of an output that goes to two modules Megatron keeps the last gradient alone.
+    "pipelines of unequal length": MegatronCase(SETUPS["pipelines of unequal length"], hangs=True),
+    "one output for two modules": MegatronCase(SETUPS["one output for two modules"], hangs=True),
+}
+
+
+def size_of(case: MegatronCase) -> int:
+    ranks = [rank for module in case.setup.modules for stages in module.ranks for stage in stages for rank in stage]
+    return 1 + max(ranks)
+
+
+def with_tensors(steps: list[Any]) -> list[Any]:
+    """The steps of a rank, with tensors in place of arrays."""
+    return [
+        (losses, {at: [t if t is None else torch.from_numpy(t) for t in own] for at, own in gradients.items()}, events)
+        for losses, gradients, events in steps
+    ]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[Any]]:
+    """By case, of each rank: the steps of Megatron's schedule and of the engine."""
+    outcomes: dict[str, list[Any]] = {}
+    for size in sorted(set(map(size_of, CASES.values()))):
+        names = [name for name, case in CASES.items() if size_of(case) == size]
+        ranks = run_processes(own_and_ours, size, (CHECKOUT, [CASES[name] for name in names]), timeout=240)
+        outcomes |= {name: [tuple(map(with_tensors, rank[k])) for rank in ranks] for k, name in enumerate(names)}
+    return outcomes
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_gradients_and_hooks_are_those_of_megatrons_schedule(name: str, found: dict[str, list[Any]]) -> None:
+    case, ranks = CASES[name], found[name]
+    for own, ours in () if case.hangs else ranks:
+        for (losses, gradients, happened), (their_losses, theirs, their_events) in zip(ours, own, strict=True):
+            assert losses == their_losses
+            # In evaluation Megatron enters no_sync too, and does not leave it.
+            assert happened == their_events[their_events[0] == "no_sync" and case.setup.forward_only :]
+            for place, tensors in gradients.items():
+                for one, other in zip(tensors, theirs[place], strict=True):
+                    assert (one is None and other is None) or torch.equal(one, other), place
+    if not case.per_token:
+        assert_equal(case.setup, [[step[:2] for step in ours] for _, ours in ranks], in_one_process(case.setup))
+
+
+def test_what_is_not_served_is_handed_back_with_its_reason() -> None:
+    case = MegatronCase(SETUPS["an encoder"])
+    reasons, others = run_processes(handed_back, 2, (CHECKOUT, case), timeout=120)
+    assert reasons == others
+    assert "several modules with pipeline_schedule 'zb_h1'" in reasons[0]
+    assert "several modules with p2p_channels 'shared'" in reasons[1]
