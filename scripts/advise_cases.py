@@ -26,7 +26,7 @@ from megatron_pp.planner.advise.gpus import GPUS, Gpu  # noqa: E402
 from megatron_pp.planner.advise.model import LETTERS, PART, Layer, Model, layer  # noqa: E402
 from megatron_pp.planner.advise.pipeline_search import search  # noqa: E402
 from megatron_pp.planner.advise.question import Question  # noqa: E402
-from megatron_pp.planner.advise.transformer import Transformer  # noqa: E402
+from megatron_pp.planner.advise.transformer import Latent, Transformer  # noqa: E402
 
 PAGE = ROOT / "docs" / "advise.md"
 NAMED = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zb", "zb_v", "v_half", "v_min")
@@ -98,7 +98,8 @@ def deepseek(layers: int, mtp: int, spread: bool = False) -> Transformer:
     experts: dict[str, Any] = {"experts": 256, "top_k": 8, "expert_hidden": 2048, "shared_hidden": 2048}
     dense = min(3, layers) if layers > 10 else 0
     moe = tuple(chain(repeat(0, dense), repeat(1, layers - dense)))
-    return Transformer(shape, True, 8, moe_layers=moe, mtp_layers=mtp, spread_mtp=spread, expert_parallel=64, **experts)
+    experts |= {"expert_parallel": 64, "once": True, "groups": (4, 8), "moe_layers": moe, "latent": Latent(q_rank=1536)}
+    return Transformer(shape, True, mtp_layers=mtp, spread_mtp=spread, **experts)
 
 
 def unequal_layers() -> Iterator[list[str]]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
+import subprocess
+import sys
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from types import SimpleNamespace
@@ -199,6 +202,36 @@ def test_links_of_experts_are_of_the_gpu_or_given(command, slower):
     words = (*SMALL, "--gpu", "h100", *sizes, "--max-chunks", 1, "--schedules", "1f1b", "--p2p-ms", 0, "--json")
     fast, slow = (json.loads(command(*words, *more)[1])["recommended"]["step_ms"] for more in ((), slower))
     assert slow > 3 * fast
+
+
+BUSY = 4  # processes beside, more than this machine's cores or most of them
+DEEPSEEK = (
+    "--num-layers 61 --hidden-size 7168 --seq-length 4096 --ffn-hidden-size 18432 --num-attention-heads 128 --swiglu "
+    "--bf16 --multi-latent-attention --q-lora-rank 1536 --num-experts 256 --moe-router-topk 8 "
+    "--moe-ffn-hidden-size 2048 --moe-shared-expert-intermediate-size 2048 --moe-layer-freq ([0]*3+[1]*58) "
+    "--expert-tensor-parallel-size 1 --expert-model-parallel-size 64 --vocab-size 129280 --mtp-num-layers 1 "
+    "--use-distributed-optimizer --moe-token-dispatcher-type flex --global-batch-size 1024 "
+    "--pipeline-model-parallel-size 16"
+)
+
+
+@pytest.mark.slow
+def test_deepseek_on_16_ranks_is_answered_on_a_busy_machine():
+    """Its processor time is that of 20 s on two quiet cores, three times as much where caches are shared."""
+    command = [sys.executable, "-m", "megatron_pp", "advise", "--gpu", "h100", "--data-parallel", "16", "--json"]
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(BUSY)]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    try:
+        found = subprocess.run([*command, "--megatron-args", DEEPSEEK], capture_output=True, check=True, text=True)
+    finally:
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        for other in others:
+            other.kill()
+            other.wait()
+    answer = json.loads(found.stdout)
+    assert answer["recommended"]["layout"].count("m") == 1
+    assert max(answer["recommended"]["memory_gb"]) <= 80
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 3 * 2 * 20
 
 
 def test_an_encoder_moves_layers_away_from_its_stage(command):
