@@ -38,7 +38,8 @@ def reason_not_served(
     groups: Any = arguments.get(megatron.row.groups_keyword)
     communicator, model = arguments.get("p2p_communicator"), arguments.get("model")
     config: Any = wrapped_attribute(model[0] if isinstance(model, (list, tuple)) and model else model, "config")
-    if not hasattr(megatron.schedules, "backward_step_multimodule"):
+    known = hasattr(megatron.multi_module[-1], "is_module_pp_first_stage")  # where gradients are synchronised
+    if not known or not hasattr(megatron.schedules, "backward_step_multimodule"):
         return f"{_WHAT} as this release has them"
     if schedule != _SCHEDULE:
         return f"{_WHAT} in {schedule}"
