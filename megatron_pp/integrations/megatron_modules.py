@@ -53,6 +53,8 @@ def reason_not_served(
     for field in ("overlap_p2p_comm", "overlap_moe_expert_parallel_comm"):
         if getattr(config, field, False):
             return f"{_WHAT} with config.{field}"
+    if arguments.get("adjust_tensor_shapes_fn") is not None:
+        return f"{_WHAT} with adjust_tensor_shapes_fn"
     if not config.variable_seq_lengths:
         return f"{_WHAT} without config.variable_seq_lengths"
     if groups.has_language_model() and groups.get_language_model_cp_size() > 1:

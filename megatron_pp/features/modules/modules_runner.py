@@ -91,8 +91,7 @@ class ModulesRunner:
         self.arrived[(at.tensor, at.mb)] = handle.tensor
 
     def _send(self, at: Task) -> None:
-        part = self.leaving.pop((at.tensor, at.mb))
-        self.engine.post(at, Send(part, at.peer, _CHANNEL[KIND_OF[at.op]]))
+        self.engine.post(at, Send(self.leaving[(at.tensor, at.mb)], at.peer, _CHANNEL[KIND_OF[at.op]]))
 
     def _forward(self, at: Task) -> None:
         mb = at.mb
@@ -161,6 +160,7 @@ class ModulesRunner:
 
     def _released(self, at: Task) -> None:
         """A send is over. With the last one of an output its data go."""
+        del self.leaving[(at.tensor, at.mb)]
         if at.op == ins.FREE_F:
             self.unsent[at.mb] -= 1
             if not self.unsent[at.mb]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.features.modules.graph import Module, ModuleGraph, module_graphs
@@ -38,6 +39,9 @@ class ModulesPipeline:
 
     modules    with the ranks of each stage (``graph.py``); ``topology``: by module, those that its output goes to
     batch_dim  the dimension along which outputs are cut between unequal grids, or by module
+    parts      how they are cut, otherwise
+    rank       this rank in the job, where steps are given a ``P2PCommunicator`` of the graph's ranks (as those of ranks
+               that are threads); by default this process's, with a process group of its own
 
     Made by all ranks of the job at once, in or outside of the modules, as process groups are. Raises PlanError on all.
     """
@@ -48,18 +52,19 @@ class ModulesPipeline:
         topology: Mapping[str, Sequence[str]],
         batch_dim: int | Mapping[str, int] = 1,
         parts: Parts | None = None,
+        rank: int | None = None,
     ) -> None:
         dimensions = batch_dim if isinstance(batch_dim, Mapping) else {module.name: batch_dim for module in modules}
         self.parts = parts or BatchParts(dimensions)
         self.graph: ModuleGraph | None = None
         self.group: dist.ProcessGroup | None = None
-        rank = dist.get_rank()
+        self.rank = dist.get_rank() if rank is None else rank
         for graph in module_graphs(modules, topology):
-            group = dist.new_group(list(graph.members))
-            if rank in graph.members:
+            group = dist.new_group(list(graph.members)) if rank is None else None
+            if self.rank in graph.members:
                 self.graph, self.group = graph, group
         ends = [module for module in modules if not topology.get(module.name)]
-        self.gives_loss = any(rank in replica[-1] for module in ends for replica in module.ranks)
+        self.gives_loss = any(self.rank in replica[-1] for module in ends for replica in module.ranks)
 
 
 class OnModules(StepCall):
@@ -83,9 +88,10 @@ class OnModules(StepCall):
         self.observers = self._observers()
         graph, inputs, settings = pipeline.graph, self.inputs, self.settings
         if graph is None:
-            raise ScheduleInputError(f"rank {dist.get_rank()} is in no module of the pipeline; let it run no step")
+            raise ScheduleInputError(f"rank {pipeline.rank} is in no module of the pipeline; let it run no step")
         # From here on there may be communication.
-        self.communicator = communicator_for(pipeline.group, settings)
+        given = inputs.p2p_communicator
+        self.communicator = given if isinstance(given, P2PCore) else communicator_for(pipeline.group, settings)
         transport = self.communicator.transport
         self.spec: ModulesSpec = modules_spec(
             graph,
@@ -123,7 +129,6 @@ def unserved_setting(settings: StepSettings) -> str | None:
         (bool(settings.pipeline_replan), "pipeline_replan"),
         (bool(settings.measure), "measure"),
         (bool(settings.trace_dir), "trace_dir"),
-        (settings.device_sync is True, "device_sync"),
         ("static_buffers" in settings.device_rules, f"cuda_graph_impl {settings.cuda_graph_impl!r}"),
     ):
         if is_asked:

@@ -1,0 +1,97 @@
+"""Steps of several modules with ranks as threads, over networks that expose early releases and wrong orders."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from megatron_pp.comm.p2p_communicator import P2PCommunicator
+from megatron_pp.errors import ScheduleInputError
+from megatron_pp.features.modules.modules_runner import ModulesRunner
+from megatron_pp.features.modules.modules_step import ModulesPipeline, forward_backward_modules
+from megatron_pp.testing.adversarial_transports import LastMomentNetwork, PoisoningNetwork, ShuffledNetwork
+from megatron_pp.testing.memory_transport import MemoryNetwork
+from megatron_pp.testing.threads import ThreadGroup, run_ranks
+from tests.functional_tests.test_modules import SETUPS, assert_equal
+from tests.harness.module_models import RankModel, Setup, config_of, forward_step, in_one_process, sink_of
+
+JOINED = {name: setup for name, setup in SETUPS.items() if name != "equal replicas"}  # all ranks are in one graph
+NETWORKS = (LastMomentNetwork, PoisoningNetwork, ShuffledNetwork)
+
+
+def run(setup: Setup, network: MemoryNetwork) -> list[list[Any]]:
+    def rank_main(rank: int) -> list[Any]:
+        model = RankModel(setup, rank)
+        model.config = config_of(setup)
+        pipeline = ModulesPipeline(setup.modules, setup.topology, rank=rank)
+        communicator = P2PCommunicator(ThreadGroup(rank, network.size), model.config, network.transport(rank))
+        found = []
+        with network.running(rank):
+            for step in range(setup.steps):
+                model.zero_grad()
+                reports = forward_backward_modules(
+                    pipeline,
+                    forward_step_func=forward_step(sink_of(setup)),
+                    data_iterator=model.batches(step),
+                    model=model,
+                    num_microbatches=setup.microbatches,
+                    forward_only=setup.forward_only,
+                    p2p_communicator=communicator,
+                )
+                found.append(([report["loss"] for report in reports], model.gradients()))
+        return found
+
+    return run_ranks(network.size, rank_main, network.abort)
+
+
+def size_of(setup: Setup) -> int:
+    return 1 + max(rank for module in setup.modules for line in module.ranks for stage in line for rank in stage)
+
+
+@pytest.mark.parametrize("pollable", [False, True])
+@pytest.mark.parametrize("kind", NETWORKS)
+@pytest.mark.parametrize("name", JOINED)
+def test_numbers_hold_over_hostile_networks(name: str, kind: Any, pollable: bool) -> None:
+    setup = JOINED[name]
+    reference = in_one_process(setup)
+    for seed in (1, 2):
+        assert_equal(setup, run(setup, kind(size_of(setup), seed=seed, pollable=pollable)), reference)
+
+
+@pytest.mark.parametrize("fields", [{"p2p_debug": True}, {"max_pending_sends": 4}, {"batch_p2p_comm": True}])
+def test_settings_change_no_number(fields: dict[str, Any]) -> None:
+    setup = dataclasses.replace(SETUPS["fan-in"], config=fields)
+    assert_equal(setup, run(setup, MemoryNetwork(size_of(setup))), in_one_process(setup))
+
+
+def test_outputs_are_dropped_once_they_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every send of an output over, its data are gone before its backward."""
+    setup = dataclasses.replace(SETUPS["fan-out"], config={"deallocate_pipeline_outputs": True})
+    kept: list[Any] = []
+    backward = ModulesRunner._backward
+
+    def looks(runner: ModulesRunner, at: Any) -> None:
+        if runner.sent["F"]:
+            kept.append(runner.outputs[at.mb]["vision"])
+        backward(runner, at)
+
+    monkeypatch.setattr(ModulesRunner, "_backward", looks)
+    run(setup, MemoryNetwork(size_of(setup)))
+    assert len(kept) == setup.microbatches * setup.steps
+    assert not any(hasattr(one, "data") for one in kept), "edges of the graph, no tensors"
+
+
+def test_a_rank_of_no_module_is_told_so() -> None:
+    setup = SETUPS["an encoder"]
+    model = RankModel(setup, 0)
+    model.config = config_of(setup)
+    with pytest.raises(ScheduleInputError, match="rank 7 is in no module"):
+        forward_backward_modules(
+            ModulesPipeline(setup.modules, setup.topology, rank=7),
+            forward_step_func=forward_step("llm"),
+            data_iterator=model.batches(0),
+            model=model,
+            num_microbatches=1,
+        )
