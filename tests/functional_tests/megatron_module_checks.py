@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -18,12 +18,13 @@ from tests.harness.module_models import RankModel, Setup, loss_of, sink_of
 @dataclass(frozen=True)
 class MegatronCase:
     """``per_token``: the loss function gives numbers of tokens; ``grad_sync``: the config has a function for it;
-    ``hangs``: Megatron's own schedule does."""
+    ``hangs``: Megatron's own schedule does; ``ddp``: stages are in Megatron's DistributedDataParallel."""
 
     setup: Setup
     per_token: bool = False
     grad_sync: bool = False
     hangs: bool = False
+    ddp: bool = False
 
 
 def own_and_ours(rank: int, size: int, checkout: str, cases: list[MegatronCase]) -> list[tuple[Any, Any]]:
@@ -67,7 +68,9 @@ def _import_megatron(checkout: str) -> Any:
         import megatron.core.pipeline_parallel.schedules
         import megatron.core.process_groups_config as groups
         from megatron.core import ModelParallelConfig
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.hyper_comm_grid import HyperCommGrid
+        from megatron.core.transformer import TransformerConfig
 
     return SimpleNamespace(
         schedules=megatron.core.pipeline_parallel.schedules,
@@ -75,6 +78,9 @@ def _import_megatron(checkout: str) -> Any:
         groups=groups,
         config=ModelParallelConfig,
         grid=HyperCommGrid,
+        ddp=DistributedDataParallel,
+        ddp_config=DistributedDataParallelConfig,
+        layers_config=TransformerConfig,
     )
 
 
@@ -85,10 +91,11 @@ def _grids(megatron: Any, setup: Setup) -> dict[str, Any]:
     for module in setup.modules:
         if module in _GRIDS:
             continue
-        shape = [len(module.ranks[0][0]), 1, module.stages, len(module.ranks)]
-        grid = megatron.grid(shape, ["tp", "cp", "pp", "dp"], rank_offset=module.ranks[0][0][0], backend="nccl")
-        for dims in ("tp", "cp", "pp", "dp"):
-            grid.create_pg([dims])
+        shape = [len(module.ranks[0][0]), 1, module.stages, len(module.ranks), 1, 1]
+        names = ["tp", "cp", "pp", "dp", "ep", "expt_dp"]
+        grid = megatron.grid(shape, names, rank_offset=module.ranks[0][0][0], backend="nccl")
+        for dims in (*([one] for one in names), ["dp", "cp"]):
+            grid.create_pg(dims)
         _GRIDS[module] = grid
     return {module.name: _GRIDS[module] for module in setup.modules}
 
@@ -104,7 +111,16 @@ def _steps(megatron: Any, rank: int, case: MegatronCase) -> list[Any]:
     collections = {}
     for name in model.places:
         collections[name] = one = megatron.groups.ProcessGroupCollection()
-        one.tp, one.cp, one.pp = (grids[name].get_pg(dim) for dim in ("tp", "cp", "pp"))
+        for dims in ("tp", "cp", "pp", "dp", "ep", "expt_dp"):
+            setattr(one, dims, grids[name].get_pg(dims))
+        one.dp_cp = grids[name].get_pg(["dp", "cp"])
+        if case.ddp:
+            model.stages[name] = megatron.ddp(
+                config=megatron.layers_config(num_layers=1, hidden_size=4, num_attention_heads=1),
+                ddp_config=megatron.ddp_config(overlap_grad_reduce=True, bucket_size=8),
+                module=model.stages[name],
+                pg_collection=one,
+            )
     language = sink if sink in collections else None
     collection = megatron.groups.MultiModuleProcessGroupCollection(collections, language)
 
@@ -123,7 +139,8 @@ def _steps(megatron: Any, rank: int, case: MegatronCase) -> list[Any]:
 
     found = []
     for step in range(setup.steps):
-        model.zero_grad()
+        for stage in model.stages.values():
+            stage.zero_grad_buffer() if case.ddp else stage.zero_grad()
         happened.clear()
         reports = megatron.schedules.forward_backward_pipelining_without_interleaving(
             forward_step_func=step_function,
@@ -137,9 +154,14 @@ def _steps(megatron: Any, rank: int, case: MegatronCase) -> list[Any]:
             pg_collection=collection,
         )
         # As arrays: Megatron's main branch pickles tensors by a function that others do not have.
-        gradients = {place: [t if t is None else t.numpy() for t in own] for place, own in model.gradients().items()}
+        made = main_gradients(model) if case.ddp else model.gradients()
+        gradients = {place: [t if t is None else t.numpy() for t in own] for place, own in made.items()}
         found.append(([report["loss"] for report in reports], gradients, list(happened)))
     return found
+
+
+def main_gradients(model: RankModel) -> dict[Any, list[torch.Tensor | None]]:
+    return {at: [p.main_grad.clone() for p in model.stages[name].parameters()] for name, at in model.places.items()}
 
 
 def _config(megatron: Any, case: MegatronCase, model: RankModel, happened: list[str]) -> Any:
@@ -148,11 +170,16 @@ def _config(megatron: Any, case: MegatronCase, model: RankModel, happened: list[
     @contextmanager
     def no_sync() -> Any:
         happened.append("no_sync")
-        yield
+        with ExitStack() as stack:
+            for stage in model.stages.values() if case.ddp else ():
+                stack.enter_context(stage.no_sync())
+            yield
         happened.append("sync")
 
     def finalize(chunks: Any, tokens: Any, pg_collection: Any = None, force_all_reduce: Any = None) -> None:
         assert chunks == [model]
+        for stage in model.stages.values() if case.ddp else ():
+            stage.finish_grad_sync()
         happened.append(f"finalize {None if tokens is None else int(tokens)} {sorted(pg_collection.keys())}")
 
     config.variable_seq_lengths = True
