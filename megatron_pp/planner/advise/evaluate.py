@@ -17,7 +17,7 @@ from megatron_pp.planner.advise.fit import Fitted, Room, fitted, with_recomputed
 from megatron_pp.planner.advise.model import PART, Model
 from megatron_pp.planner.advise.question import Question
 from megatron_pp.planner.advise.timing import kept_states
-from megatron_pp.planner.bound import Bound, bound_of
+from megatron_pp.planner.bound import Bound, bound_of, lower_bound
 
 ROUNDING = 1e-9
 
@@ -64,7 +64,8 @@ class Outcome:
 
 def evaluate(question: Question, candidate: Candidate, cut: Fitted | None = None) -> Outcome:
     """The candidate with its numbers. ``cut``: the model on its stages, where known. A search plans for no
-    recomputation where that fits, else for what its estimate recomputes.
+    recomputation where that fits, unless its lower bound under the memory limit is above that of what its estimate
+    recomputes.
     """
     model = candidate.model(question)
     try:
@@ -73,8 +74,23 @@ def evaluate(question: Question, candidate: Candidate, cut: Fitted | None = None
             return _run(question, candidate, model, cut)
     except PlanError as error:
         return Outcome(candidate, str(error))
-    found = _searched(question, candidate, model, with_recomputed(cut, (0,) * len(cut.stages)))
-    return _searched(question, candidate, model, cut) if found.refused and any(cut.recomputed) else found
+    plain = with_recomputed(cut, (0,) * len(cut.stages))
+    if not any(cut.recomputed):
+        return _searched(question, candidate, model, plain)
+    both = sorted((plain, cut), key=lambda one: _least(question, candidate, model, one))
+    found = _searched(question, candidate, model, both[0])
+    return _searched(question, candidate, model, both[1]) if found.refused else found
+
+
+def _least(question: Question, candidate: Candidate, model: Model, cut: Fitted) -> float:
+    """Milliseconds that no plan falls below under the memory limit; infinity where nothing fits."""
+    placement = candidate.placement(question.pipeline_size)
+    try:
+        memory = MemoryModel(_limits(question, candidate, model, cut), cut.activation, cut.late)
+        conditions = candidate.num_microbatches, cut.costs, question.network(model), memory
+        return lower_bound(placement, *conditions, split=question.splits_backward, slices=candidate.slices).step
+    except PlanError:
+        return math.inf
 
 
 def _searched(question: Question, candidate: Candidate, model: Model, cut: Fitted) -> Outcome:
@@ -84,20 +100,25 @@ def _searched(question: Question, candidate: Candidate, model: Model, cut: Fitte
         return Outcome(candidate, str(error))
 
 
-def measured_of(question: Question, candidate: Candidate, model: Model, cut: Fitted) -> Measured:
-    """What the search plans for. Raises PlanError where parameters alone fill the memory."""
+def _limits(question: Question, candidate: Candidate, model: Model, cut: Fitted) -> tuple[float, ...]:
+    """GB of each rank for activations. Raises PlanError where parameters alone fill the memory."""
     fixed = fixed_memory(question, candidate, model, (TENSORS * candidate.num_chunks,) * len(cut.static))
     needed = list(map(math.fsum, zip(cut.static, fixed, strict=True)))
     limits = [question.memory * candidate.memory_share - gb for gb in needed]
     if min(limits) <= 0:
         alone = "parameters, pipeline tensors, communicators and CUDA context alone need"
         raise PlanError(f"{alone} {max(needed):.3g} GB; a device has {question.memory:g}")
+    return tuple(limits)
+
+
+def measured_of(question: Question, candidate: Candidate, model: Model, cut: Fitted) -> Measured:
+    """What the search plans for. Raises PlanError where parameters alone fill the memory."""
     return Measured(
         cut.costs.forward,
         cut.costs.backward_input,
         cut.costs.weight,
         transfer=question.transfer(model),
-        memory_limit=tuple(limits),
+        memory_limit=_limits(question, candidate, model, cut),
         activation=cut.activation,
         weight_activation=cut.late,
     )

@@ -210,7 +210,7 @@ DEEPSEEK = (
     "--bf16 --multi-latent-attention --q-lora-rank 1536 --num-experts 256 --moe-router-topk 8 "
     "--moe-ffn-hidden-size 2048 --moe-shared-expert-intermediate-size 2048 --moe-layer-freq ([0]*3+[1]*58) "
     "--expert-tensor-parallel-size 1 --expert-model-parallel-size 64 --vocab-size 129280 --mtp-num-layers 1 "
-    "--use-distributed-optimizer --moe-token-dispatcher-type flex --global-batch-size 1024 "
+    "--use-distributed-optimizer --moe-token-dispatcher-type flex --global-batch-size 512 "
     "--pipeline-model-parallel-size 16"
 )
 

@@ -206,6 +206,15 @@ def test_the_fastest_by_their_estimates_are_built_first_whatever_the_number_of_p
     assert first == sorted(first)
 
 
+@pytest.mark.parametrize(("memory", "recomputes"), [(3.5, True), (5.0, True), (6.0, False)])
+def test_a_search_recomputes_where_fewer_microbatches_in_flight_cost_more(memory, recomputes):
+    """A rank's share of a microbatch is 2 GB: nothing recomputed fits into 3.5 GB, one microbatch at a time."""
+    asked = question(global_batch=16, schedules=("auto", "1f1b"), max_chunks=1, memory=memory)
+    found = {one.schedule: evaluate(asked, one) for one in candidates(asked)}
+    assert any(found["auto"].fit.recomputed) == recomputes
+    assert found["auto"].step <= 1.001 * found["1f1b"].step
+
+
 def test_more_work_than_is_done_unasked_is_left(monkeypatch):
     asked = question(pipeline_size=2, global_batch=6, schedules=("1f1b", "zb_h1", "auto"), max_chunks=1, memory=20.0)
     monkeypatch.setattr(search_module, "_SEARCHES", 10)
