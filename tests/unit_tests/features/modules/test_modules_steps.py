@@ -13,6 +13,7 @@ from megatron_pp.features.modules.modules_runner import ModulesRunner
 from megatron_pp.features.modules.modules_step import ModulesPipeline, forward_backward_modules
 from megatron_pp.testing.adversarial_transports import LastMomentNetwork, PoisoningNetwork, ShuffledNetwork
 from megatron_pp.testing.memory_transport import MemoryNetwork
+from megatron_pp.testing.streams import StreamNetwork, StreamReport, virtual_cuda
 from megatron_pp.testing.threads import ThreadGroup, run_ranks
 from tests.functional_tests.test_modules import SETUPS, assert_equal
 from tests.harness.module_models import RankModel, Setup, config_of, forward_step, in_one_process, sink_of
@@ -58,6 +59,19 @@ def test_numbers_hold_over_hostile_networks(name: str, kind: Any, pollable: bool
     reference = in_one_process(setup)
     for seed in (1, 2):
         assert_equal(setup, run(setup, kind(size_of(setup), seed=seed, pollable=pollable)), reference)
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_no_stream_races_on_virtual_devices(name: str) -> None:
+    setup = JOINED[name]
+    reference = in_one_process(setup)
+    for seed in (0, 1):
+        network = StreamNetwork(size_of(setup), seed=seed)
+        with virtual_cuda():
+            found = run(setup, network)
+        report = StreamReport.of(network, [])
+        assert not report.races, str(report)
+        assert_equal(setup, found, reference)
 
 
 @pytest.mark.parametrize("fields", [{"p2p_debug": True}, {"max_pending_sends": 4}, {"batch_p2p_comm": True}])
