@@ -39,5 +39,5 @@ class ObjectTable(Generic[Value]):
             if key is not None:
                 found.append((key, entry[1]))
             elif self._entries.get(number) is entry:
-                del self._entries[number]
+                self._entries.pop(number, None)  # another thread may have been here
         return found

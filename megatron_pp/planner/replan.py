@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -98,6 +98,11 @@ class _Read(Lines):
         return self.placement.place(rank, parse_program(self.texts[rank]))
 
 
+def of_run(spec: PlanSpec) -> PlanSpec:
+    """What plans for the same steps have in common."""
+    return replace(spec, schedule="", measured=None, split_backward=True, offload_chunks=None)
+
+
 def why_not(spec: PlanSpec) -> str:
     """Why runs of ``spec`` cannot be planned anew, in words; empty where they can."""
     family, name = family_of(spec), f"schedule {spec.schedule}"
@@ -117,8 +122,18 @@ def why_not(spec: PlanSpec) -> str:
     return next((why for holds, why in reasons if holds), "")
 
 
+Finder = Callable[[Plan, PlanSpec, Measured, Callable[[Plan], bool]], Iterable[Plan]]
+"""(running plan, spec, measured, allowed) -> plans of the spec for what was measured, each of them allowed."""
+
+
 def proposed(
-    plan: Plan, splits: bool, draws: bool, costs: StageCosts, network: Network, shares: tuple[float, ...] = ()
+    plan: Plan,
+    splits: bool,
+    draws: bool,
+    costs: StageCosts,
+    network: Network,
+    shares: tuple[float, ...] = (),
+    finder: Finder | None = None,
 ) -> Proposal | str:
     """A plan that is predicted to be faster than the running ``plan`` by LEAST_GAIN at least; or a sentence why there
     is none.
@@ -126,6 +141,7 @@ def proposed(
     splits  whether the model can put weight gradients off
     draws   whether forwards draw random numbers, so that all forwards of a rank keep their order
     shares  each microbatch's share of the costs; empty: all equal
+    finder  by default what the search finds, and what local search makes of the running order
 
     Raises PlanError where no plan keeps to the memory of ``plan``.
     """
@@ -147,7 +163,10 @@ def proposed(
     def step_of(other: Plan) -> float:
         return simulate(other, costs, network, device).makespan
 
-    found, certificate = _best(list(_found(plan, spec, measured, adds_up_alike)), step_of)
+    plans = list((finder or _found)(plan, spec, measured, adds_up_alike))
+    if not plans:
+        return "no other order is found"
+    found, certificate = _best(plans, step_of)
     old, new = step_of(plan), step_of(found)
     gain = 1.0 - new / old if old else 0.0
     if gain < LEAST_GAIN:

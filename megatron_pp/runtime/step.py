@@ -87,7 +87,7 @@ class StepCall:
             load("skip_tensors").check_skip_tensors(fields["skip_tensors"], inputs, settings)
         self.fields = fields
         self.observers = self._observers()
-        self.microbatch_costs = settings.given_microbatch_costs(inputs.num_microbatches)
+        self.microbatch_costs = () if inputs.forward_only else settings.given_microbatch_costs(inputs.num_microbatches)
         # From here on there may be communication: on NCCL, a new communicator is made by all ranks together.
         self.communicator = self._communicator(group)
         self.spec = plan_choice.plan_spec(fields, settings, self.communicator)

@@ -14,7 +14,6 @@ import statistics
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,13 +22,16 @@ import torch.distributed as dist
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.comm.transport import Transport
 from megatron_pp.common.object_table import ObjectTable
+from megatron_pp.config import rules
 from megatron_pp.config.checks import replan_steps
-from megatron_pp.config.settings import LAYER_GRAPHS, StepSettings
+from megatron_pp.config.settings import LAYER_GRAPHS, StepSettings, checked
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.faults.attach import PRIVATE_FIELDS, watched
+from megatron_pp.features.packing.steps import PackedSteps
 from megatron_pp.features.replanning.replan_thread import Change, ReplanThread, Window
+from megatron_pp.plan.costs.measured import Measured
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
-from megatron_pp.planner.replan import why_not
+from megatron_pp.planner.replan import of_run, why_not
 from megatron_pp.tracing.observers import Observer, StepObserver
 
 logger = logging.getLogger("megatron_pp")
@@ -89,6 +91,7 @@ class Replanning(StepObserver):
         self.draws = len(chunks) > 1 and _draw_random_numbers(settings, chunks)
         self.thread: ReplanThread | None = None  # None before the first step
         self.window: Window | None = None
+        self.packed: PackedSteps | None = None  # whose steps are planned one by one
         self.holds = 0  # the answer that is in force
         self.plans: dict[tuple[PlanSpec | None, tuple[float, ...]], Change] = {}
         self.asked: Counter[tuple[float, ...]] = Counter()
@@ -103,12 +106,14 @@ class Replanning(StepObserver):
             why = f"config.cuda_graph_impl is {graphs!r}, whose graphs share memory in the order of their capture"
         if why:
             raise _refusal(settings, why)
-        self._spec, self._run = spec, _of_run(spec)
+        self._spec, self._run = spec, of_run(spec)
 
     def next_plan(self, step: Any, plan: Plan) -> Plan:
         """Raises what ends a step where a rank is gone."""
         communicator, settings, splits = step.communicator, step.settings, step.weights is not None
-        shares = in_steps(step.microbatch_costs) if step.microbatch_costs else ()
+        costs = settings.microbatch_costs
+        self.packed = packed = costs if isinstance(costs, PackedSteps) else None
+        shares = in_steps(step.microbatch_costs) if step.microbatch_costs and packed is None else ()
         if plan.spec is not self._spec:
             self.check(settings, plan.spec)
         if self.thread is None:
@@ -126,6 +131,9 @@ class Replanning(StepObserver):
         self.thread.stirred = True
         if shares and (self._run, shares) not in self.plans:
             self.asked[shares] += 1
+        if packed is not None:
+            packed.plan_ahead(plan.spec, measured=self._measured(settings), splits=splits, draws=self.draws)
+            return packed.plan(plan.spec) or plan
         if not self.plans:
             return plan
         found = self.plans.get((self._run, shares)) or self.plans.get((self._run, ()))
@@ -139,10 +147,19 @@ class Replanning(StepObserver):
         """As all run the plan of one of them."""
         options = {name: getattr(plan.spec, name) for name in sorted(PRIVATE_FIELDS)}
         text = ", ".join(f"{name}={value}" for name, value in options.items())
-        return {
+        packed = {}
+        if self.packed is not None:
+            packs, draws = self.packed.digest(), str(self.draws)
+            packed = {"packs of the microbatches, in their order": packs, "chunks draw random numbers": draws}
+        return packed | {
             "what a plan depends on, with pipeline_replan": f"split weight gradients={splits}, {text}",
             "plan": "" if plan.certificate is None else plan.certificate.digest,
         }
+
+    def _measured(self, settings: StepSettings) -> Measured | None:
+        """What the job has measured last, and agreed on; before, what its settings give."""
+        found = [change.plan.spec.measured for change in self.plans.values() if not change.shares]
+        return found[-1] if found else checked(rules.measured_of, settings)
 
     def _report(self, window: int, splits: bool) -> None:
         assert self.thread is not None
@@ -166,7 +183,7 @@ class Replanning(StepObserver):
         if any(not change.shares for change in changes):
             self.plans.clear()  # made for what stages and links took before
         for change in changes:
-            self.plans[_of_run(change.plan.spec), change.shares] = change
+            self.plans[of_run(change.plan.spec), change.shares] = change
             if thread.rank == 0:
                 logger.warning("pipeline_replan: from training step %d on, %s", self.step, change.sentence)
                 logger.info("%s: %s", change.plan.spec.describe(), change.plan.certificate)
@@ -178,11 +195,6 @@ def _thread_of(transport: Transport) -> ReplanThread:
     world = dist.get_world_size() if dist.is_initialized() else transport.size
     rank = transport.global_rank(transport.rank)
     return ReplanThread(transport.store, rank, world, transport.rank, _REPLANNINGS.items)
-
-
-def _of_run(spec: PlanSpec) -> PlanSpec:
-    """What plans for the same steps have in common."""
-    return replace(spec, schedule="", measured=None, split_backward=True, offload_chunks=None)
 
 
 def in_steps(costs: Sequence[float]) -> tuple[float, ...]:

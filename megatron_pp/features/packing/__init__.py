@@ -1,0 +1,1 @@
+"""Steps of packed sequences: microbatches of different lengths, token counts and context sizes."""

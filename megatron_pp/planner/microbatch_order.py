@@ -1,0 +1,48 @@
+"""In which order to run microbatches that cost different times."""
+
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+
+Order = tuple[int, ...]
+"""``order[k]``: the given microbatch that runs as the k-th."""
+
+
+def shortest_order(
+    given: Sequence[float],
+    estimate: Callable[[Order], float],
+    trials: int,
+    is_over: Callable[[float], bool] = lambda share: False,
+) -> Order:
+    """The order with the least ``estimate`` that is found for microbatches of the ``given`` costs.
+
+    Starts are as given, ascending, descending, and the short ones at both ends (they fill and drain the pipeline
+    quickly) or in the middle. ``trials`` swaps of two and moves of one of each follow, until ``is_over(share)``, with
+    the share of starts up to this one. Equal arguments give equal orders as long as it is never over.
+    """
+    starts = sorted(_first_orders(given), key=estimate)
+    found = [_improved(one, estimate, trials, partial(is_over, k / len(starts))) for k, one in enumerate(starts, 1)]
+    return min(found, key=estimate)
+
+
+def _first_orders(given: Sequence[float]) -> list[Order]:
+    up = sorted(range(len(given)), key=lambda k: given[k])
+    down = up[::-1]
+    ends, middle = up[::2] + up[1::2][::-1], down[::2] + down[1::2][::-1]
+    return [tuple(range(len(given))), tuple(up), tuple(down), tuple(ends), tuple(middle)]
+
+
+def _improved(order: Order, estimate: Callable[[Order], float], trials: int, is_over: Callable[[], bool]) -> Order:
+    """After swaps of two and moves of one that do not lengthen the estimate."""
+    chance, best = random.Random(0), estimate(order)
+    for _ in range(trials if len(order) > 1 else 0):
+        if is_over():
+            break
+        a, b = sorted(chance.sample(range(len(order)), 2))
+        between = order[a + 1 : b]
+        last = (order[b], *between, order[a]) if chance.random() < 0.5 else (*between, order[b], order[a])
+        changed = (*order[:a], *last, *order[b + 1 :])
+        found = estimate(changed)
+        if found <= best:
+            best, order = found, changed
+    return order

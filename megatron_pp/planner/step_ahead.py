@@ -1,0 +1,101 @@
+"""The plan of one step from the costs of its microbatches, fast enough to be found while the step before runs.
+
+First the order in which the microbatches run, then what each rank computes when. Equal arguments give equal answers on
+every machine: the work is counted, not timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from megatron_pp.errors import PlanError
+from megatron_pp.plan.builder import build_plan, with_whole_backwards
+from megatron_pp.plan.costs.measured import Measured
+from megatron_pp.plan.ir.spec import Plan, PlanSpec
+from megatron_pp.plan.lower.lowering import lowered
+from megatron_pp.plan.orders.list_scheduler import Problem, Rules, Scheduled, schedule
+from megatron_pp.planner.advise.timing import order_time
+from megatron_pp.planner.microbatch_order import Order, shortest_order
+from megatron_pp.planner.plan_search import default_measured, slots_of
+from megatron_pp.planner.replan import Proposal, proposed
+
+_TRIALS = 60  # of each order that is begun with, for a step of up to _FULL operations
+_FULL = 1000
+_SIMULATED = 3  # of the orders that the list scheduler makes
+_RULES = [Rules(ahead=ahead, patience=patience) for ahead, patience in product((0.0, 2.0, 4.0), (0.0, 0.5, 1.0))]
+
+
+@dataclass(frozen=True)
+class NextStep:
+    """A step that is to be planned.
+
+    spec      of the plan that its settings ask for
+    costs     of its microbatches as given, in any unit; each above 0
+    measured  times of the stages; None: all equal, with free transfers
+    splits    whether the model can put weight gradients off
+    draws     whether forwards draw random numbers, so that all forwards of a rank keep their order
+    """
+
+    spec: PlanSpec
+    costs: tuple[float, ...]
+    measured: Measured | None = None
+    splits: bool = False
+    draws: bool = False
+
+
+@dataclass(frozen=True)
+class StepAhead:
+    """``order[k]``: the given microbatch that runs as the k-th. ``proposal``: its plan; None: the settings' own plan
+    stays, for the reason in ``kept``."""
+
+    order: Order
+    proposal: Proposal | None = None
+    kept: str = ""
+
+
+def plan_ahead(step: NextStep) -> StepAhead:
+    """The order of the step's microbatches and its plan. Raises PlanError for costs that are not those of the spec's
+    microbatches, and where no plan of the spec can be made."""
+    if len(step.costs) != step.spec.num_microbatches:
+        raise PlanError(f"{len(step.costs)} costs are given for {step.spec.num_microbatches} microbatches")
+    plan = build_plan(step.spec)
+    measured = step.measured or default_measured(plan.placement)
+    if len(set(step.costs)) == 1:
+        return StepAhead(tuple(range(len(step.costs))), kept="all microbatches cost the same")
+    order = _order(plan, step.costs, measured)
+    shares = _shares(step.costs, order)
+    costs = replace(measured.costs(plan.placement.num_stages), microbatches=())
+    found = proposed(plan, step.splits, step.draws, costs, measured.network(), shares, _relisted)
+    return StepAhead(order, kept=found) if isinstance(found, str) else StepAhead(order, found)
+
+
+def _shares(costs: Sequence[float], order: Order) -> tuple[float, ...]:
+    mean = sum(costs) / len(costs)
+    return tuple(costs[k] / mean for k in order)
+
+
+def _order(plan: Plan, given: tuple[float, ...], measured: Measured) -> Order:
+    costs = measured.costs(plan.placement.num_stages)
+
+    def estimate(order: Order) -> float:
+        taken = replace(costs, microbatches=_shares(given, order))
+        return order_time(plan.orders, plan.placement, taken, measured.transfer, plan.spec.slices)
+
+    operations = sum(map(len, plan.orders))
+    return shortest_order(given, estimate, _TRIALS * _FULL // max(_FULL, operations))
+
+
+def _relisted(plan: Plan, spec: PlanSpec, measured: Measured, allowed: Callable[[Plan], bool]) -> Iterator[Plan]:
+    """The running order, run by the list scheduler with these costs: the shortest results of its rules."""
+    problem = Problem.of(plan.placement, spec.num_microbatches, measured)
+    slots, found = slots_of([list(order) for order in plan.orders]), dict[str, Scheduled]()
+    for rules in _RULES:
+        result = schedule(problem, slots, rules)
+        if result is not None:
+            found.setdefault(str(result.orders), result)
+    for one in sorted(found.values(), key=lambda one: one.makespan)[:_SIMULATED]:
+        made = lowered(replace(spec, split_backward=True), plan.placement, one.orders)
+        if allowed(made):
+            yield replace(made if spec.split_backward else with_whole_backwards(made), spec=spec)

@@ -1,0 +1,179 @@
+"""Microbatches of different lengths, token counts and context sizes in a step: numbers of one process, no hang."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from megatron_pp.errors import PipelineError, PipelineMismatchError, ScheduleInputError
+from megatron_pp.features.packing.packing import PackedStep, PackingRules, packed
+from megatron_pp.features.packing.steps import PackedSteps
+from megatron_pp.testing.toy import ToyResult, merged
+from megatron_pp.weight_grad import split_weight_grad
+from tests.harness import packings
+from tests.harness.packings import PackedRank, one_process, run_pipelines, summed
+from tests.harness.sweeps import EXHAUSTIVE
+
+SIZE = 4
+POLICIES: list[dict[str, Any]] = [{"overlap_p2p_comm": True}, {"batch_p2p_comm": True}, {}]
+SCHEDULES = {1: ("1f1b", "zb_h1", "gpipe"), 2: ("interleaved_1f1b", "interleaved_zb", "zb_v")}
+
+
+def drawn(chance: random.Random, pipelines: int) -> PackedStep:
+    """A step of up to 12 microbatches, with sequences of 1 token and such as take all ranks."""
+    rules = PackingRules(pipelines, chance.randint(4, 12), chance.choice([0.0, 0.1, 1.0]))
+    most = pipelines * rules.rank_tokens
+    lengths = [min(most, 1 + int(chance.expovariate(2 / rules.rank_tokens))) for _ in range(chance.randint(1, 12))]
+    if chance.random() < 0.5:
+        lengths.append(chance.randint(rules.rank_tokens, most))
+    step = packed(lengths, rules)
+    return step.ordered(chance.sample(range(len(step.slots)), len(step.slots)))
+
+
+def trained(pipelines: int, num_chunks: int, step: PackedStep, **fields: Any) -> list[ToyResult]:
+    """Each pipeline's losses and gradients after one step."""
+    ranks = run_pipelines(pipelines, SIZE, num_chunks, lambda rank: rank.step(rank.model(), step), **fields)
+    return [merged(one) for one in ranks]
+
+
+def expected(step: PackedStep, pipelines: int, stages: int) -> tuple[ToyResult, list[list[float]]]:
+    """Of one process that runs all packs, slot by slot; and the losses of each slot's packs."""
+    packs = [pack for slot in step.slots for pack in slot.packs]
+    found = one_process(packs, stages)
+    losses = iter(found.losses)
+    return found, [[next(losses) for _ in slot.packs] for slot in step.slots]
+
+
+def check(seed: int) -> None:
+    chance = random.Random(seed)
+    pipelines, num_chunks = chance.choice([1, 1, 2]), chance.choice([1, 2])
+    step = drawn(chance, pipelines)
+    fields = {**chance.choice(POLICIES), "pipeline_schedule": chance.choice(SCHEDULES[num_chunks])}
+    found = trained(pipelines, num_chunks, step, **fields)
+    alone, losses = expected(step, pipelines, SIZE * num_chunks)
+    if pipelines == 1:
+        assert found[0].difference(alone) == 0, (seed, fields)
+        return
+    total = summed(found)
+    assert total.losses == pytest.approx([sum(one) for one in losses], rel=1e-12), (seed, fields)
+    total.losses = alone.losses
+    largest = max(float(grad.abs().max()) for grad in alone.grads.values())
+    assert total.difference(alone) < 1e-12 * largest, (seed, fields)
+
+
+SAMPLE = 24
+CHUNK = 50
+
+
+@pytest.mark.parametrize("seed", range(SAMPLE))
+def test_random_packings_at_four_ranks_neither_hang_nor_change_a_number(seed: int) -> None:
+    check(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not EXHAUSTIVE, reason="a sample runs; all with MEGATRON_PP_EXHAUSTIVE=1")
+@pytest.mark.parametrize("first", range(SAMPLE, 1000, CHUNK))
+def test_a_thousand_random_packings(first: int) -> None:
+    for seed in range(first, min(first + CHUNK, 1000)):
+        check(seed)
+
+
+def test_pipelines_that_run_slots_in_other_orders_would_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the one order of all pipelines prevents."""
+    monkeypatch.setattr(packings, "_PATIENCE", 0.5)
+    step = packed([16, 16], PackingRules(2, 8))
+    assert [[pack.context for pack in slot.packs] for slot in step.slots] == [[2], [2]]
+
+    def body(rank: PackedRank) -> ToyResult:
+        return rank.step(rank.model(), step.ordered([1, 0]) if rank.pipeline else step)
+
+    with pytest.raises((TimeoutError, PipelineError, RuntimeError), match=r"waits for|aborted"):
+        run_pipelines(2, SIZE, 1, body)
+
+
+# --- steps that are planned while the one before runs
+
+RULES = PackingRules(1, 12, 0.5)
+LENGTHS = [[7, 12, 1, 1, 5, 9, 3, 12], [3, 3, 12, 12, 1, 11, 2, 6, 6], [12] * 4, [5, 12, 9, 9, 12, 1, 2, 10]]
+
+
+def train(rank: PackedRank, steps: PackedSteps, split: bool = False) -> tuple[ToyResult, list[PackedStep], list[str]]:
+    """All steps, whose gradients add up; the steps, and the schedule that was found for each, if any."""
+    rank.config.microbatch_costs = steps
+    chunks, taken = rank.model(), list[PackedStep]()
+    losses, ran = list[float](), list[str]()
+    if split:
+        split_weight_grad(chunks)
+    result = ToyResult()
+    while len(taken) < len(LENGTHS):
+        taken.append(steps.next())
+        result = rank.step(chunks, taken[-1])
+        losses += result.losses
+        ran.append("" if steps._plan is None else steps._plan.spec.schedule)
+    return ToyResult(losses, result.grads), taken, ran
+
+
+@pytest.mark.parametrize(("num_chunks", "split"), [(1, False), (1, True), (2, True)])
+def test_steps_are_planned_ahead_and_keep_the_numbers_of_one_process(num_chunks: int, split: bool) -> None:
+    fields = {"pipeline_replan": "every:50", "overlap_p2p_comm": True}
+
+    def body(rank: PackedRank) -> Any:
+        return train(rank, PackedSteps(iter(LENGTHS), RULES), split)
+
+    (ranks,) = run_pipelines(1, SIZE, num_chunks, body, store=HashStore, **fields)
+    orders = [[slot.packs[0].sequences for step in taken for slot in step.slots] for _, taken, _ in ranks]
+    assert all(one == orders[0] for one in orders)
+    given = [packed(lengths, RULES) for lengths in LENGTHS]
+    assert ranks[0][1][0] == given[0], "the first step is not searched"
+    assert ranks[0][1][1] != given[1]
+    assert sorted(map(repr, ranks[0][1][1].slots)) == sorted(map(repr, given[1].slots))
+    schedules = [ran for _, _, ran in ranks]
+    assert all(one == schedules[0] for one in schedules)
+    assert schedules[0][0] == ""
+    if split:
+        assert "auto" in schedules[0][1:]
+    packs = [pack for step in ranks[0][1] for slot in step.slots for pack in slot.packs]
+    found = merged([result for result, _, _ in ranks])
+    assert found.difference(one_process(packs, SIZE * num_chunks)) == 0
+
+
+def test_ranks_with_other_packs_are_told_apart() -> None:
+    def body(rank: PackedRank) -> Any:
+        lengths = [[12, 12, 3], [12, 12, 3]] if rank.rank else [[12, 12, 4], [12, 12, 4]]
+        return train(rank, PackedSteps(iter(lengths), RULES))
+
+    with pytest.raises(PipelineMismatchError, match="packs of the microbatches"):
+        run_pipelines(1, 2, 1, body, store=HashStore, pipeline_replan="every:50")
+
+
+def test_a_step_whose_microbatches_were_not_taken() -> None:
+    def body(rank: PackedRank) -> Any:
+        steps = PackedSteps(iter(LENGTHS), RULES)
+        rank.config.microbatch_costs = steps
+        chunks = rank.model()
+        step = steps.next()
+        rank.step(chunks, step)
+        rank.step(chunks, step)
+
+    with pytest.raises(ScheduleInputError, match=r"call next\(\) of the PackedSteps"):
+        run_pipelines(1, 2, 1, body, store=HashStore, pipeline_replan="every:50")
+
+
+def test_a_search_that_dies_is_an_error() -> None:
+    def body(rank: PackedRank) -> Any:
+        steps = PackedSteps(iter(LENGTHS), RULES)
+        rank.config.microbatch_costs = steps
+        chunks = rank.model()
+        rank.step(chunks, steps.next())
+        step, process = steps.next(), steps._planner._process
+        assert process is not None
+        process.kill()
+        process.wait()
+        rank.step(chunks, step)
+        steps.next()
+
+    with pytest.raises(PipelineError, match=r"plans the next step of packed sequences ended with code -9"):
+        run_pipelines(1, 2, 1, body, store=HashStore, pipeline_replan="every:50")
