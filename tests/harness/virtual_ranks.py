@@ -3,15 +3,40 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+from megatron_pp.features.slices import sequence_slice
 from megatron_pp.testing.streams import DeviceRules, StreamNetwork, virtual_cuda
 from megatron_pp.testing.streams.cuda import replaced
+from megatron_pp.testing.streams.device import VirtualDevice, current_device
 from megatron_pp.testing.threads import run_ranks
 from tests.harness.virtual_groups import virtual_distributed
+
+
+class _OfRank(MutableMapping[Any, Any]):
+    """A table that each process has, in all threads of the rank."""
+
+    def __init__(self) -> None:
+        self._tables: defaultdict[VirtualDevice | None, dict[Any, Any]] = defaultdict(dict)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._tables[current_device()][key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._tables[current_device()][key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._tables[current_device()][key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._tables[current_device()])
+
+    def __len__(self) -> int:
+        return len(self._tables[current_device()])
 
 
 def run_on_virtual_devices(
@@ -39,5 +64,6 @@ def run_on_virtual_devices(
 @contextmanager
 def virtual_machine(*places: tuple[Any, str, Any]) -> Iterator[None]:
     """``torch.cuda`` and ``torch.distributed`` are virtual, and so is what ``places`` says: (place, name, new) each."""
-    with virtual_cuda(), virtual_distributed(), patch.dict(os.environ), replaced(list(places)):
+    of_processes = (sequence_slice, "_RUNNING", _OfRank())
+    with virtual_cuda(), virtual_distributed(), patch.dict(os.environ), replaced([of_processes, *places]):
         yield
