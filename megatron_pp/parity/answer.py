@@ -23,7 +23,8 @@ ORDER = (EQUAL, ROUNDING, DIFFERENT)
 
 @dataclass
 class Answer:
-    """``compared``: engine -> how the layout asked for compares. ``smallest``: where it differs."""
+    """``compared``: engine -> how the layout asked for compares. ``smallest``: where it differs. ``same``: whether both
+    schedules computed the same bits; None where one ran."""
 
     script: list[str]
     layout: Layout
@@ -33,6 +34,7 @@ class Answer:
     engine: str = ""  # of the smallest layout
     notes: list[str] = field(default_factory=list)
     checkpoints: dict[str, str] = field(default_factory=dict)  # what was done with them -> the verdict
+    same: bool | None = None
 
     @property
     def verdict(self) -> str:
@@ -120,6 +122,7 @@ class Answer:
             "whose": self.whose,
             "repeat": self.repeat,
             "engines": {engine: one.verdict for engine, one in self.compared.items()},
+            "same": self.same,
             "exact": self.comparison.exact_kinds(),
             "layout": self.layout.label(),
             "smallest": self.smallest.layout.label() if self.smallest else None,
@@ -134,6 +137,8 @@ class Answer:
         """The verdict first."""
         lines = [f"{_SENTENCES[self.verdict]}: {self.layout.label() or 'one process'}"]
         lines += [f"  {_of(engine)} schedule: {_about(one)}" for engine, one in self.compared.items()]
+        if self.same is not None:
+            lines.append(f"  both schedules compute {'the same bits' if self.same else 'other bits'}")
         if self.verdict == DIFFERENT:
             lines += self._diagnosis()
         lines += [f"checkpoint, {what}: {_SENTENCES[verdict]}" for what, verdict in self.checkpoints.items()]

@@ -24,7 +24,11 @@ def install(uneven_masks: bool) -> None:
         args = get_args()
         args.do_train, args.do_valid, args.do_test = True, False, False
         place = Place.here()
-        return RerunDataIterator(batches(args, place.rank["DP"], place.size["DP"], uneven_masks)), None, None
+        found = batches(args, place.rank["DP"], place.size["DP"], uneven_masks)
+        chosen = getattr(provider, "func", provider)  # a partial for each model chunk
+        if "BERTMaskedWordPieceDataset" in getattr(chosen, "__globals__", {}):
+            found = map(for_bert, found)
+        return RerunDataIterator(found), None, None
 
     training.build_train_valid_test_data_iterators = iterators
 
@@ -58,3 +62,17 @@ def sample(number: int, length: int, vocabulary: int, uneven_masks: bool) -> dic
         start = int(torch.randint(length - masked, (1,), generator=generator))
         mask[start : start + masked] = 0
     return {"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": mask, "position_ids": torch.arange(length)}
+
+
+def for_bert(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The batch under the names that pretrain_bert.py asks for, all int64: two segments, whose order is the sample's."""
+    tokens = batch["tokens"]
+    second = torch.arange(tokens.shape[1]) >= tokens.shape[1] // 2
+    return {
+        "text": tokens,
+        "types": second.long().expand_as(tokens).contiguous(),
+        "labels": batch["labels"],
+        "is_random": tokens[:, 0] % 2,
+        "loss_mask": batch["loss_mask"].long(),
+        "padding_mask": torch.ones_like(tokens),
+    }

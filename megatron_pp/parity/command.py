@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from megatron_pp.parity.answer import ORDER, Answer
-from megatron_pp.parity.comparison import DIFFERENT, EQUAL, FAR_OFF, FLOAT32, FLOAT64, Comparison, compare_records
+from megatron_pp.parity.comparison import (
+    DIFFERENT,
+    EQUAL,
+    FAR_OFF,
+    FLOAT32,
+    FLOAT64,
+    Comparison,
+    compare_records,
+    same_bits,
+)
 from megatron_pp.parity.diagnosis import smallest
 from megatron_pp.parity.flags import Flags
 from megatron_pp.parity.layout import Layout, fewest_processes
@@ -57,7 +66,10 @@ def answer(options: Options, load: Any, plugin: Callable[[], None], say: Callabl
             asked = replace(layout, checkpoint=checkpoint)
             asked, changed = for_parity(asked, options.steps, options.shrink, gpu, not has_training_loop())
             compared = {engine: compare(runs, asked, engine, say) for engine in engines}
-            answers.append(Answer(_script(options), asked, changed, compared, notes=list(runs.notes)))
+            same = None
+            if len(engines) == 2:
+                same = same_bits(*(runs.layout(asked, engine, "float32") for engine in engines))
+            answers.append(Answer(_script(options), asked, changed, compared, notes=list(runs.notes), same=same))
         result = max(answers, key=lambda one: ORDER.index(one.verdict))
         result.checkpoints = {one.layout.checkpoint: one.verdict for one in answers if one.layout.checkpoint}
         result.notes += [f"{name}: compared in float32" for name in layout.flags.having(PRECISION)]

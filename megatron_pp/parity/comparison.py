@@ -101,6 +101,20 @@ def compare_records(records: list[Record], alone: Record, exact: Record, unit: f
     return result
 
 
+def same_bits(records: list[Record], others: list[Record]) -> bool:
+    """Whether two runs of one layout recorded the same tensors with the same bits on each rank."""
+
+    def bits(record: Record, key: Key) -> np.ndarray:
+        value = record.values[key]
+        return value.data if value.valid is None else value.data.reshape(-1)[slice(*value.valid)]
+
+    return all(
+        one.values.keys() == other.values.keys()
+        and all(np.array_equal(bits(one, key), bits(other, key), equal_nan=True) for key in one.values)
+        for one, other in zip(records, others, strict=True)
+    )
+
+
 def _stage(record: Record, name: str) -> int | None:
     """Chunks go round the ranks of a pipeline."""
     chunk, place = record.stage.get(name), record.place

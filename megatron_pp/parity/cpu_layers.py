@@ -12,6 +12,7 @@ Megatron where it reduces those of Transformer Engine's, attention is Megatron's
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from typing import Any
@@ -30,6 +31,15 @@ def complete_layers() -> None:
         attention: Any = dot_product_attention.DotProductAttention
         attention.__init__ = _with_context_parallelism(attention.__init__)
         attention.forward = _of_gathered_keys(attention.forward)
+    _name_berts_layers()
+
+
+def _name_berts_layers() -> None:
+    """Megatron's pretrain_bert.py imports the layers of Transformer Engine by name, which its module refuses."""
+    with contextlib.suppress(ImportError):
+        from megatron.core.models.bert import bert_layer_specs as specs
+
+        vars(specs).setdefault("bert_layer_with_transformer_engine_spec", specs.bert_layer_local_spec)
 
 
 def positions_of(length: int, rank: int, size: int) -> torch.Tensor:

@@ -21,6 +21,7 @@ _DROPPED = (
     *("--lr-wsd-decay-iters", "--lr-wsd-decay-style", "--exit-interval", "--exit-duration-in-mins"),
     *("--num-workers", "--use-checkpoint-args", "--async-save", "--ckpt-step"),
     *("--enable-ft-package", "--log-throughput", "--log-progress", "--timing-log-level", "--manual-gc"),
+    *("--step-batch-size-schedule", "--eval-global-batch-size", "--error-injection-rate", "--error-injection-type"),
     *("--recompute-loss-function", "--optimizer-cpu-offload", "--dataloader-type", "--auto-detect-ckpt-format"),
 )
 """Where data, checkpoints and logs are, and how long training lasts."""

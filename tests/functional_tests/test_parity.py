@@ -49,6 +49,7 @@ def test_a_pipeline_with_chunks_is_right_under_both_schedules() -> None:
     assert (said["first"], said["repeat"]) == (None, None)
     assert said["engines"] == {"megatron": "rounding", "ours": "rounding"}, "a norm adds up in the order of ranks"
     assert said["exact"] == ["forward", "loss", "backward", "gradient", "parameter"]
+    assert said["same"] is True
     assert "--num-layers: 16 -> 4" in said["shrunk"]
     assert said["compared"] > 100
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_pp.parity import junit, page
 from megatron_pp.parity.answer import Answer
-from megatron_pp.parity.comparison import DIFFERENT, EQUAL, FAR_OFF, ROUNDING, Comparison, compare_records
+from megatron_pp.parity.comparison import DIFFERENT, EQUAL, FAR_OFF, ROUNDING, Comparison, compare_records, same_bits
 from megatron_pp.parity.diagnosis import Smallest, smallest
 from megatron_pp.parity.flags import Flags
 from megatron_pp.parity.layout import Layout
@@ -54,6 +54,18 @@ def test_equal_and_rounding():
     found = compared(rank_of(0, 1, "TP", gradient=nearly))
     assert found.verdict == ROUNDING
     assert found.exact_kinds() == [FORWARD, LOSS, PARAMETER]
+
+
+def test_two_schedules_compute_the_same_bits_on_each_rank():
+    ranks = [rank_of(0, 2, "TP"), rank_of(1, 2, "TP")]
+    assert same_bits(ranks, [rank_of(0, 2, "TP"), rank_of(1, 2, "TP")])
+    nearly = np.nextafter(np.array(values(GRAD), np.float32), np.float32(9))
+    other = rank_of(1, 2, "TP", gradient=nearly)
+    assert not same_bits(ranks, [rank_of(0, 2, "TP"), other])
+    other.values[GRAD].valid = ranks[1].values[GRAD].valid = (0, 0)
+    assert same_bits(ranks, [rank_of(0, 2, "TP"), other]), "nothing of it is this rank's"
+    del other.values[GRAD]
+    assert not same_bits(ranks, [rank_of(0, 2, "TP"), other])
 
 
 def test_the_first_difference_is_the_first_in_time_and_its_ratio_is_told():

@@ -1,0 +1,84 @@
+"""scripts/megatron_recipes.py: which recipes it finds, which share a run, and whose a failure is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import PROJECT_ROOT
+
+sys.path.insert(0, str(PROJECT_ROOT / "scripts"))
+recipes = pytest.importorskip("megatron_recipes", reason="PyYAML is not installed")
+
+SIZES = "--num-layers: 8\n  --hidden-size: 64\n  --num-attention-heads: 4\n"
+STAGES = "--pipeline-model-parallel-size: "
+CASES = {
+    "gpt/two": SIZES + f"  {STAGES}2\n  --bf16: true\n  --swiglu: true\n  --mmap: false\n",
+    "gpt/two_resumed": SIZES + f"  {STAGES}2\n  --bf16: true\n  --swiglu: true\n  --save-interval: 50\n",
+    "gpt/one": SIZES + f"  {STAGES}1\n",
+    "gpt/inference_of_two": SIZES + f"  {STAGES}2\n",
+    "bert/four": SIZES + f'  {STAGES}4\n  --hierarchical-context-parallel-sizes: "[2 2]"\n',
+    "moe/large": SIZES + f"  {STAGES}4\n  --num-experts: 64\n  --expert-model-parallel-size: 16\n",
+}
+
+
+@pytest.fixture
+def megatron(tmp_path: Path) -> Path:
+    for name, text in CASES.items():
+        folder = tmp_path / recipes.CASES / name
+        folder.mkdir(parents=True)
+        (folder / "model_config.yaml").write_text(f"MODEL_ARGS:\n  {text}TEST_TYPE: regular\n")
+    return tmp_path
+
+
+def test_recipes_with_a_pipeline_are_read_as_megatron_reads_them(megatron: Path) -> None:
+    found = {one.name: one for one in recipes.recipes_of(megatron)}
+    assert set(found) == set(CASES) - {"gpt/one"}
+    two, bert = found["gpt/two"].flags, found["bert/four"]
+    assert "--swiglu" in two
+    assert two.text("--swiglu") == ""
+    assert "--mmap" not in two
+    assert (bert.script, bert.flags.text("--hierarchical-context-parallel-sizes")) == (
+        "examples/bert/pretrain_bert.py",
+        "2 2",
+    )
+    assert found["moe/large"].flags.number("--expert-model-parallel-size", 0) == 4, "16 processes, not 64"
+    assert [name for name, one in found.items() if not one.trains] == ["gpt/inference_of_two"]
+
+
+def test_recipes_that_are_the_same_once_they_are_small_share_a_run(megatron: Path) -> None:
+    found = {one.name: one.key() for one in recipes.recipes_of(megatron)}
+    assert found["gpt/two"] == found["gpt/two_resumed"]
+    assert len(set(found.values())) == 4
+
+
+@pytest.mark.parametrize(
+    ("both", "theirs", "result"),
+    [
+        ({"verdict": "equal", "same": True}, {}, recipes.SAME),
+        ({"verdict": "rounding", "same": False}, {}, recipes.OTHER_BITS),
+        ({"verdict": None, "error": "ours"}, {"verdict": "equal"}, recipes.OURS),
+        ({"verdict": None, "error": "ours"}, {"verdict": None, "error": "a\ntheirs"}, recipes.MEGATRON),
+    ],
+)
+def test_whose_a_failure_is(
+    megatron: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, both: Any, theirs: Any, result: str
+) -> None:
+    said = {"engines": {"megatron": "equal"}, "layout": "PP 2"}
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        answer = both if command[command.index("--engine") + 1] == "both" else theirs
+        return subprocess.CompletedProcess(command, 0, json.dumps({**said, **answer}), "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(sys, "argv", ["", "--megatron", str(megatron), "--only", "gpt/two"])
+    assert recipes.main() == int(result in (recipes.OTHER_BITS, recipes.OURS))
+    printed = capsys.readouterr().out
+    assert f"2 of 2: {result}" in printed
+    assert ("theirs" in printed) == (result == recipes.MEGATRON)
+    assert ("| ours" in printed) == (result == recipes.OURS)
