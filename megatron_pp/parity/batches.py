@@ -65,7 +65,7 @@ def sample(number: int, length: int, vocabulary: int, uneven_masks: bool) -> dic
 
 
 def for_bert(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The batch under the names that pretrain_bert.py asks for, all int64: two segments, whose order is the sample's."""
+    """The batch under the names of pretrain_bert.py, all int64: two segments, whose order is the sample's."""
     tokens = batch["tokens"]
     second = torch.arange(tokens.shape[1]) >= tokens.shape[1] // 2
     return {

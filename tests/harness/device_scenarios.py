@@ -36,7 +36,7 @@ from megatron_pp.parity import command
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.runtime.communicators import SoloTransport
-from megatron_pp.testing.streams import StreamNetwork
+from megatron_pp.testing.streams import StreamNetwork, virtual_cuda
 from megatron_pp.testing.streams.cuda import replaced
 from megatron_pp.testing.toy import ToyData
 from megatron_pp.tracing.recorder import Tracer, chosen_steps
@@ -47,6 +47,7 @@ from tests.harness.train_flags import SMALL_MODEL
 from tests.harness.training_ranks import train_here
 from tests.harness.virtual_ranks import run_on_virtual_devices, virtual_machine
 from tests.unit_tests.faults.test_hosts_that_run_ahead import Runtime
+from tests.unit_tests.features.modules import test_modules_steps
 from tests.unit_tests.testing import test_streams_steps
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
@@ -321,6 +322,12 @@ def what_a_gpu_holds(folder: Path) -> None:
         assert main([*question, "--activation-gb", "0.01", "--memory-gb", limit]) == status
 
 
+def several_modules(folder: Path) -> None:
+    setup = next(iter(test_modules_steps.JOINED.values()))
+    with virtual_cuda():
+        test_modules_steps.run(setup, StreamNetwork(test_modules_steps.size_of(setup)))
+
+
 SCENARIOS: tuple[Scenario, ...] = (
     steps,
     a_split_output_layer,
@@ -340,4 +347,5 @@ SCENARIOS: tuple[Scenario, ...] = (
     the_training_program,
     the_soak_on_nccl,
     what_a_gpu_holds,
+    several_modules,
 )
