@@ -29,6 +29,7 @@ from megatron_pp.planner.advise.candidates import candidates
 from megatron_pp.planner.advise.evaluate import Outcome
 from megatron_pp.planner.advise.model import PART, Model, layer
 from megatron_pp.planner.advise.question import Question
+from tests.harness.sweeps import EXHAUSTIVE
 from tests.unit_tests.cli.conftest import assert_refused
 from tests.unit_tests.tracing.test_report import write_traces
 
@@ -216,6 +217,7 @@ DEEPSEEK = (
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not EXHAUSTIVE, reason="takes minutes of all cores: MEGATRON_PP_EXHAUSTIVE=1 runs it")
 def test_deepseek_on_16_ranks_is_answered_on_a_busy_machine():
     """Its processor time is that of 20 s on two quiet cores, three times as much where caches are shared."""
     command = [sys.executable, "-m", "megatron_pp", "advise", "--gpu", "h100", "--data-parallel", "16", "--json"]
