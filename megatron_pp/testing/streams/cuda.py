@@ -31,7 +31,8 @@ from megatron_pp.weight_grad.deferred import tensors_in
 _OPEN = threading.Lock()  # torch.cuda is one for the process
 _NVTX = "MEGATRON_PP_NVTX"
 _MOST_DEVICES = 64
-_applied = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+_apply: Any = vars(torch.autograd.Function)["apply"]  # a classmethod; from torch 2.15 on one written in C
+_applied = getattr(_apply, "__func__", _apply)
 
 
 def _here() -> VirtualDevice:
