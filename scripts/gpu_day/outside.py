@@ -25,6 +25,7 @@ from tests.harness.fault_scenarios import Pool
 from tests.harness.processes import run_processes
 
 _SMI_SECONDS = 10.0
+_ENDINGS = (signal.SIGINT, signal.SIGTERM)
 
 links_of = shaped_network.shaped_network
 """Links of a chosen rate between the ranks of one machine; raises BenchmarkError where that is not allowed."""
@@ -64,10 +65,12 @@ def own_process(body: Callable[[Callable[[Any], None]], None], seconds: float, r
     """
     context = multiprocessing.get_context("fork")  # this program has no threads, and has not used CUDA
     here, there = context.Pipe(duplex=False)
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDINGS)  # one between the fork and `try` would leave it running
     process = context.Process(target=_session, args=(body, there))
     process.start()
-    there.close()
     try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+        there.close()
         return _received(here, seconds, receive)
     finally:
         process.join(0.2)
@@ -83,6 +86,7 @@ def _session(body: Callable[[Callable[[Any], None]], None], pipe: Connection) ->
     end_with_parent()
     os.dup2(2, 1)  # what libraries print does not go between the lines of the results
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDINGS)
     body(pipe.send)
     pipe.send(None)
 

@@ -134,7 +134,7 @@ def _transfer_wrongly(network: StreamNetwork, content: torch.Tensor, into: torch
 
 def _free_slowly(engine: PlanExecutor, at: Any) -> None:
     if at.op == FREE_F:
-        time.sleep(0.03)  # more than a loaded machine adds to the step that it is compared with
+        time.sleep(0.1)  # more than a loaded machine adds to the step that it is compared with
         torch.cuda._sleep(100_000_000)
     _FREE(engine, at)
 

@@ -25,6 +25,7 @@ from gpu_day.page import page
 from gpu_day.runner import NOT_YET, OtherRunError, Run
 from gpu_day.table import PARTS, Part
 
+SCRIPTS = Path(gpu_check.__file__).parent
 CPU = Machine("gloo", 2)
 
 
@@ -249,6 +250,44 @@ def test_ctrl_c_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert gpu_check.main(["--cpu", "--out", str(out)]) == 1
     assert list(json.loads((tmp_path / "data" / "results.json").read_text())["parts"]) == ["race"]
     assert "| The deallocation race | pass |" in out.read_text()
+
+
+ENDED = """
+import os
+import signal
+import time
+from multiprocessing.context import ForkProcess
+
+import gpu_check
+from gpu_day import outside
+
+start = ForkProcess.start
+
+
+def ended(process):
+    start(process)
+    print(process.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+ForkProcess.start = ended
+signal.signal(signal.SIGTERM, gpu_check._ended)
+outside.own_process(lambda send: time.sleep(60.0), 60.0, print)
+"""
+
+
+def test_a_signal_as_a_part_starts_ends_the_part() -> None:
+    """multiprocessing waits for all its processes at the end of a program."""
+    path = os.pathsep.join(map(str, (SCRIPTS.parent, SCRIPTS)))
+    run = subprocess.run(
+        [sys.executable, "-c", ENDED],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=40.0,
+    )
+    assert run.stderr.endswith("KeyboardInterrupt\n"), run.stderr
+    assert not is_running(int(run.stdout))
 
 
 @pytest.mark.parametrize("gpus", range(1, 9))
