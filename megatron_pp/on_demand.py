@@ -15,6 +15,7 @@ MODULES = {
     "p2p_debug": "megatron_pp.features.p2p_debug.send_buffer_check",
     "wire_check": "megatron_pp.features.p2p_debug.wire_check",
     "pipeline_measured": "megatron_pp.plan.costs.measured",
+    "schedule_file": "megatron_pp.plan.io.schedule_file",
     "torch": "torch",
     "prediction": "megatron_pp.planner.compare",
     "partial_checkpoints": "megatron_pp.runtime.partial_checkpoints",
@@ -35,8 +36,6 @@ MODULES = {
     "queue_advice": "megatron_pp.runtime.queue_advice",
     "device_events": "megatron_pp.faults.device_events",
     "nccl_settings": "megatron_pp.faults.nccl_settings",
-    # Schedules that are files.
-    "schedule_file": "megatron_pp.plan.io.schedule_file",
     # What a plan has instructions of.
     "slices": "megatron_pp.features.slices.sequence_slice",
     "key_values": "megatron_pp.features.slices.key_values",
@@ -64,9 +63,10 @@ MODULES = {
     "megatron_losses": "megatron_pp.integrations.megatron_losses",
     "combined": "megatron_pp.integrations.combined",
     "megatron_modules": "megatron_pp.integrations.megatron_modules",
+    "other_schedules": "megatron_pp.integrations.other_schedules",
     "v_placement": "megatron_pp.integrations.v_placement",
     "v_step": "megatron_pp.integrations.v_step",
-    "files": "megatron_pp.plan.costs.files",
+    "settings_file": "megatron_pp.integrations.settings_file",
     # Failures.
     "static_buffers": "megatron_pp.plan.verify.static_buffers",
     "instruction_text": "megatron_pp.plan.ir.instruction_text",

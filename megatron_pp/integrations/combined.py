@@ -5,12 +5,17 @@ Megatron's own `combined_forward_backward_step` and schedule plans run lone forw
 engine's plan says which, and when.
 """
 
+import importlib
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 
+from megatron_pp.common.module_attributes import wrapped_attribute
 from megatron_pp.features.pairs.joint_steps import BackwardHalf, ForwardHalf, Ready
 from megatron_pp.integrations.megatron_release import Megatron
 from megatron_pp.integrations.megatron_steps import MegatronSteps
@@ -22,6 +27,48 @@ NOTHING = ForwardHalf(0, 0, None)
 NO_BACKWARD = BackwardHalf(0, 0, None, None, None)
 
 
+# Parameters that its step has in all releases of `megatron_versions.TABLE`.
+STEP = (
+    "forward_step_func", "data_iterator", "f_model", "num_microbatches", "input_tensor", "forward_data_store",
+    "b_model", "b_input_tensor", "b_output_tensor", "b_output_tensor_grad", "config", "f_model_chunk_id",
+    "post_forward", "post_backward", "collect_non_loss_data", "checkpoint_activations_microbatch",
+    "is_first_microbatch", "current_microbatch",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Combined:
+    """What the installed release has for combined 1F1B: its step, and the function that makes its streams."""
+
+    step: Callable[..., Any]
+    set_streams: Callable[..., Any]
+    takes_priority: bool
+
+
+@lru_cache(maxsize=1)
+def of_release() -> Combined | None:
+    """None where it has nothing, or with another signature."""
+    try:
+        step = importlib.import_module("megatron.core.pipeline_parallel.combined_1f1b").combined_forward_backward_step
+        set_streams = importlib.import_module("megatron.core.pipeline_parallel.utils").set_streams
+    except (ImportError, AttributeError):
+        return None
+    parameters = inspect.signature(step).parameters
+    needed = {name for name, parameter in parameters.items() if parameter.default is parameter.empty}
+    if not needed <= set(STEP) <= set(parameters):
+        return None
+    return Combined(step, set_streams, "high_priority" in inspect.signature(set_streams).parameters)
+
+
+def reason(chunk: Any) -> str | None:
+    """Why such a step of this model chunk is not served, as the object of "does not serve ..."; None where it is."""
+    if of_release() is None:
+        return "the combined 1F1B as this release has it (config.overlap_moe_expert_parallel_comm)"
+    if getattr(wrapped_attribute(chunk, "ddp_config"), "use_megatron_fsdp", False):
+        return "the combined 1F1B with Megatron-FSDP (config.overlap_moe_expert_parallel_comm, --use-megatron-fsdp)"
+    return None
+
+
 class CombinedSteps(MegatronSteps):
     """Runs microbatches by their schedule plans. An output carries its plan from its forward to its backward."""
 
@@ -29,7 +76,7 @@ class CombinedSteps(MegatronSteps):
         self, megatron: Megatron, call: StepCall, overridden: Any, options: StepOptions, in_v: bool = False
     ) -> None:
         super().__init__(megatron, call, overridden, options)
-        combined = megatron.combined
+        combined = of_release()
         assert combined is not None, "megatron_scope hands such a step back"
         self.step = combined.step
         chunks = range(len(call.inputs.chunks))

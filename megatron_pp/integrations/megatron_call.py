@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import cached_property
@@ -163,10 +164,12 @@ class MegatronCall(StepCall):
         self.megatron.reset_paged_stash(config, self.inputs.forward_only)
 
     def tensor_shapes(self) -> list[Any]:
-        """By the release's own function. Its interleaved schedules make no use of `decoder_seq_length`."""
+        """By the release's own function. Its interleaved schedules make no use of `decoder_seq_length`, nor of what the
+        program has put around that function: it has to change their `seq_length`."""
         inputs, groups = self.inputs, self.inputs.pg_collection
         super().tensor_shapes()  # raises for what is missing
-        return self.megatron.schedules.get_tensor_shapes(
+        shapes_of = self.megatron.schedules.get_tensor_shapes
+        return (inspect.unwrap(shapes_of) if inputs.chunked else shapes_of)(
             seq_length=inputs.seq_length,
             micro_batch_size=inputs.micro_batch_size,
             decoder_seq_length=None if inputs.chunked else inputs.decoder_seq_length,

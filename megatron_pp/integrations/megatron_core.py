@@ -10,7 +10,9 @@ Megatron's. Megatron's own schedule runs what the engine does not serve, with on
 `install(strict=True)` raises NotServedError instead.
 """
 
+import atexit
 import functools
+import gc
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +20,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from os import PathLike
+from types import ModuleType
 from typing import Any
 
 from megatron_pp.errors import NotServedError, UnknownMegatronError
@@ -41,10 +44,11 @@ _HANDED_BACK: ContextVar[bool] = ContextVar("megatron_pp_handed_back", default=F
 
 @dataclass
 class Plugin:
-    """What the installed schedules share: the settings of `install()`, and the reasons that have been logged."""
+    """What the installed schedules share: the settings of `install()`, whether one was called, and what was logged."""
 
     megatron: Megatron
     settings: InstallSettings
+    called: bool = False
     logged: set[str] = field(default_factory=set)
 
     def log_once(self, reason: str) -> None:
@@ -60,13 +64,13 @@ class Plugin:
 
 class Schedule:
     """Stands for one of Megatron's schedule functions under its name: called with the same keywords, with the same
-    signature, and pickled by name.
+    signature, and pickled by name. Without a ``plugin``, for who has kept it after `uninstall()`, it is Megatron's.
     """
 
-    def __init__(self, theirs: Callable[..., Any], plugin: Plugin) -> None:
+    def __init__(self, theirs: Callable[..., Any]) -> None:
         functools.update_wrapper(self, theirs)
         self.theirs = theirs
-        self.plugin = plugin
+        self.plugin: Plugin | None = None
 
     def __call__(self, **arguments: Any) -> list[Any]:
         """Run one step. Returns the reports of the loss function on the last stage, an empty list elsewhere.
@@ -74,8 +78,9 @@ class Schedule:
         Raises ScheduleInputError before any communication for arguments or a config that cannot be run.
         """
         plugin = self.plugin
-        if _HANDED_BACK.get():
+        if plugin is None or _HANDED_BACK.get():
             return self.theirs(**arguments)
+        plugin.called = True
         name, megatron, settings = self.theirs.__name__, plugin.megatron, plugin.settings
         arguments = without_defaults(self.theirs, megatron.row, arguments)
         reason = reason_not_served(megatron, name, arguments, settings.overrides)
@@ -91,6 +96,10 @@ class Schedule:
         if not settings.any_microbatch_count:
             call.refuse_slow_count()
         return call.run()
+
+    def is_megatrons(self, schedules: ModuleType) -> bool:
+        """Whether it stands for a function of Megatron's, not for one that the program has put in its place."""
+        return getattr(self.theirs, "__globals__", None) is vars(schedules)
 
     def _hand_back(self, arguments: Mapping[str, Any]) -> Any:
         token = _HANDED_BACK.set(True)
@@ -118,7 +127,8 @@ def install(strict: bool | None = None, *, settings: str | PathLike[str] | None 
 
     Raises ConfigError for an unknown name or an impossible value. Raises UnknownMegatronError where megatron-core is
     missing, too old, or has an unknown signature; under `strict` also where its schedules read or call something
-    unknown. Nothing is changed then.
+    unknown. Raises NotServedError under `strict` where another function has the name of a schedule, or of
+    `get_forward_backward_func`, and does not lead there. Nothing is changed then.
     """
     install_with(read_settings(settings, strict=strict, **others))
 
@@ -136,11 +146,33 @@ def install_with(settings: InstallSettings) -> None:
         return
     if unknown is not None:
         logger.warning(unknown)
-    plugin = Plugin(megatron, settings)
-    theirs = [getattr(megatron.schedules, name) for name in ENTRIES]
-    entries = [(function, Schedule(function, plugin)) for function in theirs]
-    replace_names(entries)
+    module, plugin = megatron.schedules, Plugin(megatron, settings)
+    schedules = _stand_ins(module)
+    named = [one for name, one in zip(ENTRIES, schedules, strict=True) if getattr(module, name) is one.theirs]
+    in_place = [one for one in named if one.is_megatrons(module)]
+    if len(in_place) < len(schedules) or _names_differ(module):
+        load("other_schedules").check_names(module, schedules, settings.strict)
+    for one in schedules:
+        one.plugin = plugin
+    replace_names([(one.theirs, one) for one in in_place])
+    fetched = [one.theirs for one in in_place]
+    ours = {id(fetched), *(id(vars(one)) for one in in_place), *map(id, in_place)}
+    if holders := [holder for holder in gc.get_referrers(*fetched) if id(holder) not in ours]:
+        load("other_schedules").name_holders(fetched, holders)
     take_models()
+
+
+def _names_differ(schedules: ModuleType) -> bool:
+    """Whether Megatron's package has another `get_forward_backward_func` than its module."""
+    package = sys.modules["megatron.core.pipeline_parallel"]
+    return package.get_forward_backward_func is not schedules.get_forward_backward_func
+
+
+@atexit.register
+def _report_unused() -> None:
+    plugin = _current()
+    if plugin is not None and not plugin.called and _names_differ(plugin.megatron.schedules):
+        load("other_schedules").report_unused(plugin.megatron.schedules, _schedules())
 
 
 def take_models() -> None:
@@ -155,6 +187,8 @@ def uninstall() -> None:
     schedules = _schedules()
     if schedules:
         replace_names([(schedule, schedule.theirs) for schedule in schedules])
+        for schedule in schedules:
+            schedule.plugin = None
         restore_models()
 
 
@@ -179,10 +213,18 @@ def installed(strict: bool | None = None, **others: Any) -> Iterator[None]:
 
 
 def _current() -> Plugin | None:
-    """What is installed, read from Megatron's own module."""
+    """What is installed."""
     return next((schedule.plugin for schedule in _schedules()), None)
 
 
 def _schedules() -> list[Schedule]:
+    """Those that stand for Megatron's now, under its names or within what the program has put there."""
     module = sys.modules.get("megatron.core.pipeline_parallel.schedules")
-    return [s for name in ENTRIES if isinstance(s := getattr(module, name, None), Schedule)]
+    complete = module is not None and all(hasattr(module, name) for name in ENTRIES)
+    return [one for one in _stand_ins(module) if one.plugin is not None] if complete else []
+
+
+@functools.lru_cache(maxsize=1)
+def _stand_ins(schedules: ModuleType) -> list[Schedule]:
+    """One for each of Megatron's, for as long as the process runs: the program may hold it."""
+    return [Schedule(getattr(schedules, name)) for name in ENTRIES]

@@ -166,10 +166,11 @@ def _called(function: ast.AST, own: set[str]) -> str | None:
 
 def reads_of(schedules: ModuleType) -> dict[str, set[str]]:
     """Function of Megatron's schedules -> `names_read` of its source; of the communicator its config fields alone.
-
-    Raises OSError where there is no source.
+    Without those that the program has replaced. Raises OSError where there is no source.
     """
-    reads = {name: names_read(inspect.getsource(inspect.unwrap(getattr(schedules, name)))) for name in ENTRIES}
+    functions = {name: inspect.unwrap(getattr(schedules, name)) for name in ENTRIES}
+    own = {name: f for name, f in functions.items() if f.__globals__ is vars(schedules)}
+    reads = {name: names_read(inspect.getsource(function)) for name, function in own.items()}
     communicator = names_read(inspect.getsource(getattr(schedules, COMMUNICATOR)))
     return {**reads, COMMUNICATOR: {name for name in communicator if name.startswith("config.")}}
 

@@ -2,9 +2,8 @@
 
 import contextlib
 import importlib
-import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import CodeType, ModuleType
@@ -19,15 +18,6 @@ from megatron_pp.integrations.megatron_reads import unknown_reads
 
 
 @dataclass(frozen=True)
-class Combined:
-    """What the installed release has for combined 1F1B: its step, and the function that makes its streams."""
-
-    step: Callable[..., Any]
-    set_streams: Callable[..., Any]
-    takes_priority: bool
-
-
-@dataclass(frozen=True)
 class Megatron:
     """Megatron-core as it is installed.
 
@@ -35,7 +25,6 @@ class Megatron:
     row            its row of the table
     multi_module   the classes of pipelines of several modules
     unknown_reads  what its schedules make use of and is unknown here, in words; None where there is nothing
-    combined       what it has for combined 1F1B; None where it has nothing, or with another signature
     known_steps    the code of its functions for a microbatch; empty where one of them is unknown here
     """
 
@@ -45,7 +34,6 @@ class Megatron:
     parallel_state: ModuleType
     multi_module: tuple[type, ...] = ()
     unknown_reads: str | None = None
-    combined: Combined | None = None
     known_steps: Mapping[str, CodeType] = field(default_factory=dict)
 
     def has_known_steps(self) -> bool:
@@ -145,20 +133,7 @@ def load_megatron() -> Megatron:
     state = importlib.import_module("megatron.core.parallel_state")
     unknown = unknown_reads(schedules, versions.release_of(version), version)
     steps = versions.known_steps(schedules)
-    return Megatron(version, row, schedules, state, _multi_module_classes(), unknown, _combined(), steps)
-
-
-def _combined() -> Combined | None:
-    try:
-        step = importlib.import_module("megatron.core.pipeline_parallel.combined_1f1b").combined_forward_backward_step
-        set_streams = importlib.import_module("megatron.core.pipeline_parallel.utils").set_streams
-    except (ImportError, AttributeError):
-        return None
-    parameters, passed = inspect.signature(step).parameters, versions.COMBINED_STEP
-    needed = {name for name, parameter in parameters.items() if parameter.default is parameter.empty}
-    if not needed <= set(passed) <= set(parameters):
-        return None
-    return Combined(step, set_streams, "high_priority" in inspect.signature(set_streams).parameters)
+    return Megatron(version, row, schedules, state, _multi_module_classes(), unknown, steps)
 
 
 _MULTI_MODULE = (

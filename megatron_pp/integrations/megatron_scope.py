@@ -34,8 +34,8 @@ def reason_not_served(
         return f"the keyword argument {unknown[0]!r} of this release's schedules, which it does not know"
     if has_modules(megatron, arguments):
         found: str | None = load("megatron_modules").reason_not_served(megatron, schedule, arguments, overrides)
-        return found or _unserved_config(megatron, arguments)
-    return _unserved_communicator(megatron, arguments) or _unserved_config(megatron, arguments)
+        return found or _unserved_config(arguments)
+    return _unserved_communicator(megatron, arguments) or _unserved_config(arguments)
 
 
 def has_modules(megatron: Megatron, arguments: Mapping[str, Any]) -> bool:
@@ -70,12 +70,12 @@ def _own_transfers(communicator: Any, base: type) -> list[str]:
     return [name for name in names if name in own or getattr(kind, name, None) is not getattr(base, name)]
 
 
-def _unserved_config(megatron: Megatron, arguments: Mapping[str, Any]) -> str | None:
+def _unserved_config(arguments: Mapping[str, Any]) -> str | None:
     model = arguments.get("model")
     chunk = model[0] if isinstance(model, (list, tuple)) and model else model
     config = wrapped_attribute(chunk, "config")
-    if is_combined(config, arguments.get("forward_only", False)) and (reason := _reason_not_combined(megatron, chunk)):
-        return reason
+    if is_combined(config, arguments.get("forward_only", False)) and (reason := load("combined").reason(chunk)):
+        return str(reason)
     if getattr(config, "hybrid_context_parallel", False):
         return "hybrid context parallelism (config.hybrid_context_parallel)"
     if getattr(config, "use_ring_exchange_p2p", False):
@@ -88,15 +88,6 @@ def _unserved_config(megatron: Megatron, arguments: Mapping[str, Any]) -> str | 
 def is_combined(config: Any, forward_only: bool) -> bool:
     """Whether Megatron runs such a step by schedule plans: in training."""
     return bool(getattr(config, "overlap_moe_expert_parallel_comm", False)) and not forward_only
-
-
-def _reason_not_combined(megatron: Megatron, chunk: Any) -> str | None:
-    """Why such a step of this model chunk is not served, as the object of "does not serve ..."; None where it is."""
-    if megatron.combined is None:
-        return "the combined 1F1B as this release has it (config.overlap_moe_expert_parallel_comm)"
-    if getattr(wrapped_attribute(chunk, "ddp_config"), "use_megatron_fsdp", False):
-        return "the combined 1F1B with Megatron-FSDP (config.overlap_moe_expert_parallel_comm, --use-megatron-fsdp)"
-    return None
 
 
 def _captures_whole_step(config: Any) -> bool:

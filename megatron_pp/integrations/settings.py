@@ -5,7 +5,6 @@ to which nothing is ever written. `TABLE` has every setting; `megatron-pp run` m
 """
 
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 from megatron_pp.config import kinds, rules
 from megatron_pp.config.kinds import PREFIX, Kind, variable_of
 from megatron_pp.config.model_config import ModelParallelConfig, setting
-from megatron_pp.errors import ConfigError, FileFormatError
+from megatron_pp.errors import ConfigError
 from megatron_pp.on_demand import load
 from megatron_pp.plan.names import unknown
 
@@ -27,7 +26,6 @@ OTHER_VARIABLES = frozenset(
     )
 )
 """Variables of this project that are no settings: of its scripts, build, benchmarks and tests."""
-_LARGEST_TOML = 1 << 14
 
 
 class Setting(NamedTuple):
@@ -82,7 +80,11 @@ def read_settings(file: str | os.PathLike[str] | None = None, /, **keywords: Any
     """
     path = os.environ.get(FILE_VARIABLE) or None if file is None else file
     given: dict[str, Any] = {}
-    for layer in ({} if path is None else _from_file(path), _from_environment(), _accepted(keywords, "install()")):
+    layers = [_from_environment(), _accepted(keywords, "install()")]
+    if path is not None:
+        content = load("settings_file").read_toml(path)
+        layers.insert(0, _accepted(content, f"settings file {path}", as_keywords=False))
+    for layer in layers:
         given |= _with_policy(layer)
     if given.keys() >= {"overlap_p2p_comm", "batch_p2p_comm"}:
         rules.lowering_policy(SimpleNamespace(**given))
@@ -105,33 +107,6 @@ def _from_environment() -> dict[str, Any]:
             name = variable.removeprefix(PREFIX).lower()
             given[name] = value_of_text(name, text, f"environment variable {variable}")
     return given
-
-
-def _from_file(path: str | os.PathLike[str]) -> dict[str, Any]:
-    try:
-        content = parse_toml(load("files").read_text(path))
-    except FileFormatError as error:  # which names the file
-        raise ConfigError(f"settings file {error}") from error
-    except ValueError as error:
-        raise ConfigError(f"settings file {path}: {error}") from error
-    return _accepted(content, f"settings file {path}", as_keywords=False)
-
-
-def parse_toml(text: str) -> dict[str, Any]:
-    """Raises ValueError for what is no TOML, or too long, ConfigError where no parser is installed."""
-    if len(text) > _LARGEST_TOML:  # one key with this many parts takes the parser a second, a key of ten times, minutes
-        raise ValueError(f"it has {len(text):,} characters; settings have at most {_LARGEST_TOML:,}")
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        try:
-            import tomli as tomllib
-        except ImportError as error:
-            raise ConfigError("before Python 3.11, reading it takes the package tomli: pip install tomli") from error
-    try:
-        return tomllib.loads(text)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
 
 
 def _named(name: str, where: str, as_keyword: bool = False) -> Kind:

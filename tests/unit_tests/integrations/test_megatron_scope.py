@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megatron_pp.integrations import megatron_versions
-from megatron_pp.integrations.megatron_release import Combined, Megatron
+from megatron_pp.integrations import combined, megatron_versions
+from megatron_pp.integrations.megatron_release import Megatron
 from megatron_pp.integrations.megatron_scope import reason_not_served, without_defaults
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.testing.memory_transport import MemoryNetwork
@@ -75,16 +74,17 @@ def test_what_a_config_asks_for_and_the_engine_lacks(version: str, config: dict[
     assert named is None or named in why
 
 
-def test_combined_1f1b_is_left_to_a_release_that_is_not_known_and_to_fsdp() -> None:
+def test_combined_1f1b_is_left_to_a_release_that_is_not_known_and_to_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
     """In training; evaluation is not combined."""
     config = SimpleNamespace(overlap_moe_expert_parallel_comm=True)
-    known = dataclasses.replace(megatron("0.16.1"), combined=Combined(print, print, takes_priority=False))
-    fsdp = SimpleNamespace(use_megatron_fsdp=True)
-    for release, chunk, named in (
+    known = combined.Combined(print, print, takes_priority=False)
+    fsdp, release = SimpleNamespace(use_megatron_fsdp=True), megatron("0.16.1")
+    for has, chunk, named in (
         (known, SimpleNamespace(config=config), None),
-        (megatron("0.16.1"), SimpleNamespace(config=config), "as this release has it"),
+        (None, SimpleNamespace(config=config), "as this release has it"),
         (known, SimpleNamespace(config=config, ddp_config=fsdp), "Megatron-FSDP"),
     ):
+        monkeypatch.setattr(combined, "of_release", lambda has=has: has)
         why = reason_not_served(release, "the schedule", {"model": chunk}, {})
         assert (why is None) == (named is None), why
         assert named is None or named in why

@@ -1,0 +1,38 @@
+"""A TOML file of settings for `install()`."""
+
+import sys
+from os import PathLike
+from typing import Any
+
+from megatron_pp.errors import ConfigError, FileFormatError
+from megatron_pp.plan.costs.files import read_text
+
+_LARGEST = 1 << 14
+
+
+def read_toml(path: str | PathLike[str]) -> dict[str, Any]:
+    """Raises ConfigError, which names the file, for one that cannot be read, is no TOML or too long, and where no
+    parser is installed."""
+    try:
+        return parse_toml(read_text(path))
+    except FileFormatError as error:  # which names the file
+        raise ConfigError(f"settings file {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"settings file {path}: {error}") from error
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Raises ValueError for what is no TOML, or too long, ConfigError where no parser is installed."""
+    if len(text) > _LARGEST:  # one key with this many parts takes the parser a second, a key of ten times, minutes
+        raise ValueError(f"it has {len(text):,} characters; settings have at most {_LARGEST:,}")
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        try:
+            import tomli as tomllib
+        except ImportError as error:
+            raise ConfigError("before Python 3.11, reading it takes the package tomli: pip install tomli") from error
+    try:
+        return tomllib.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error

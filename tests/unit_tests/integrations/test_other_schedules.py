@@ -1,0 +1,292 @@
+"""Frameworks that replace, wrap or keep Megatron's schedules, installed before and after this engine.
+
+Each replacement is a stand-in of the place where a framework makes it: Primus (`schedule_patches`,
+`zero_bubble_patches`, `pp_dump_data_patches`, `odc_lb_mini_patches`, `deepseek_v4_pp_shape_patches`), Megatron-Bridge
+(`train.py`), and the wrappers of Megatron's training loop.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megatron_pp.errors import NotServedError, ScheduleInputError
+from megatron_pp.integrations import megatron_core, other_schedules
+from megatron_pp.integrations.megatron_versions import ENTRIES
+from tests.unit_tests.integrations.test_megatron_install import CALL, _fresh, stand_in
+
+__all__ = ["_fresh"]  # a fixture
+ALONE, ONE_CHUNK, CHUNKS = ENTRIES
+Patch = Callable[[types.ModuleType], Any]
+
+
+@pytest.fixture
+def schedules() -> types.ModuleType:
+    """Megatron's, and a training module that has imported `get_forward_backward_func`, as Megatron-LM's has."""
+    module = stand_in("0.20.0", "return 'theirs'")
+    training: Any = types.ModuleType("megatron.training.training")
+    training.get_forward_backward_func = module.get_forward_backward_func
+    sys.modules[training.__name__] = training
+    return module
+
+
+def runs(function: Callable[..., Any]) -> str:
+    """Whose schedule a call reaches. The engine asks for process groups, which there are none of."""
+    try:
+        return str(function(**CALL))
+    except ScheduleInputError as error:
+        return "ours" if "torch.distributed is not initialised" in str(error) else str(error)
+
+
+def module_of(name: str, source: str) -> Any:
+    module = types.ModuleType(name)
+    sys.modules[name] = module
+    exec(source, module.__dict__)
+    return module
+
+
+def set_getter(function: Any) -> None:
+    for name in ("megatron.core.pipeline_parallel", "megatron.training.training"):
+        sys.modules[name].get_forward_backward_func = function  # type: ignore[attr-defined]
+
+
+def training_step() -> str:
+    return runs(sys.modules["megatron.training.training"].get_forward_backward_func())  # type: ignore[attr-defined]
+
+
+def own_pipeline(schedules: types.ModuleType) -> Any:
+    """Primus's: a getter whose schedule is a method of its own launcher."""
+    primus = module_of(
+        "primus.schedules",
+        "class Launcher:\n    def run(self, **kwargs): return 'another'\n"
+        "def get_primus_pipeline_parallel_fwd_backward_func(): return Launcher().run\n",
+    )
+    set_getter(primus.get_primus_pipeline_parallel_fwd_backward_func)
+    return primus
+
+
+def choosing(schedules: types.ModuleType) -> Any:
+    """Primus's for zero bubble: it chooses among Megatron's, which its module has imported, where it has nothing."""
+    primus = module_of(
+        "primus.zbpp",
+        f"from {schedules.__name__} import {', '.join(ENTRIES)}\n"
+        f"def get_forward_backward_func_zbpp(size=1): return {ALONE} if size == 1 else {CHUNKS}\n",
+    )
+    set_getter(primus.get_forward_backward_func_zbpp)
+    return primus
+
+
+def dumping(schedules: types.ModuleType) -> Any:
+    """Primus's recording: a wrapper around what the getter of before returns."""
+    original = sys.modules["megatron.core.pipeline_parallel"].get_forward_backward_func  # type: ignore[attr-defined]
+
+    def wrapped_get() -> Any:
+        function = original()
+        return lambda **kwargs: function(**kwargs)
+
+    set_getter(wrapped_get)
+    return wrapped_get
+
+
+def balancing(schedules: Any) -> Any:
+    """Primus's load balancing: the schedule without a pipeline gets this rank's number of microbatches."""
+    original = getattr(schedules, ALONE)
+
+    def lb_mini_fb(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **{**kwargs, "num_microbatches": 2})
+
+    setattr(schedules, ALONE, lb_mini_fb)
+    return lb_mini_fb
+
+
+def importing(schedules: types.ModuleType) -> Any:
+    """Megatron-Bridge's: the getter by name, and a schedule of a pipeline by name."""
+    return module_of(
+        "megatron.bridge.training.train",
+        f"from {schedules.__name__} import {ALONE}, get_forward_backward_func\n"
+        "def step(**kwargs): return get_forward_backward_func(pp_size=1, vp_size=None)(**kwargs)\n"
+        f"def direct(**kwargs): return {ALONE}(**kwargs)\n",
+    )
+
+
+@pytest.mark.parametrize("patch", [choosing, dumping, balancing, importing])
+def test_wrappers_that_are_put_around_the_engine_reach_it(
+    patch: Patch, schedules: types.ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Until `uninstall()`, and again after another `install()`."""
+    megatron_core.install(strict=True)
+    kept = patch(schedules)
+    for _ in range(2):
+        assert training_step() == "ours"
+        assert megatron_core.is_installed()
+        megatron_core.install(strict=True)
+        assert training_step() == "ours"
+        megatron_core.uninstall()
+        assert not megatron_core.is_installed()
+        assert training_step() == "theirs"
+        megatron_core.install(strict=True)
+    assert training_step() == "ours"
+    if patch is importing:
+        assert [runs(kept.step), runs(kept.direct)] == ["ours", "ours"]
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("patch", [choosing, dumping, importing])
+def test_getters_that_call_megatrons_reach_an_engine_that_comes_later(
+    patch: Patch, schedules: types.ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = patch(schedules)
+    assert training_step() == "theirs"
+    with megatron_core.installed(strict=True):
+        assert training_step() == "ours"
+        if patch is importing:
+            assert [runs(kept.step), runs(kept.direct)] == ["ours", "ours"]
+    assert training_step() == "theirs"
+    assert caplog.messages == []
+
+
+def wire_shapes(schedules: Any) -> Any:
+    """Primus's for DeepSeek-V4: an interleaved schedule that says which it wraps, as `functools.wraps` does."""
+    original = getattr(schedules, CHUNKS)
+
+    @functools.wraps(original)
+    def patched_schedule(*args: Any, **kwargs: Any) -> Any:
+        kwargs["seq_length"] *= 4
+        return original(*args, **kwargs)
+
+    setattr(schedules, CHUNKS, patched_schedule)
+    return patched_schedule
+
+
+@pytest.mark.parametrize(("patch", "name"), [(balancing, ALONE), (wire_shapes, CHUNKS)])
+def test_a_schedule_that_was_replaced_before_keeps_its_name_and_is_said(
+    patch: Patch, name: str, schedules: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine in its place would lose what it does around Megatron's."""
+    kept = patch(schedules)
+    with pytest.raises(NotServedError, match=f"does not serve {name}, which .*{kept.__name__} has replaced"):
+        megatron_core.install(strict=True)
+    assert not megatron_core.is_installed()
+    assert getattr(schedules, name) is kept
+    assert runs(getattr(schedules, ONE_CHUNK)) == "None", "nothing is changed"
+    megatron_core.install()
+    (said,) = caplog.messages
+    assert f"{name}, which" in said
+    assert "Call install() before it is put there" in said
+    assert getattr(schedules, name) is kept
+    assert runs(kept) == ("theirs" if name == ALONE else "None")
+    assert runs(getattr(schedules, ONE_CHUNK)) == "ours"
+    megatron_core.uninstall()
+    assert getattr(schedules, name) is kept
+    assert runs(getattr(schedules, ONE_CHUNK)) == "None"
+
+
+def test_schedules_of_another_engine_are_said_at_install_or_at_the_end(
+    schedules: types.ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    megatron_core.install()
+    own_pipeline(schedules)
+    assert training_step() == "another"
+    assert caplog.messages == []
+    megatron_core._report_unused()  # at the end of the program
+    (said,) = caplog.messages
+    assert said.startswith("no step of this program has run through megatron_pp: it does not serve the steps of ")
+    megatron_core.uninstall()
+    caplog.clear()
+    megatron_core._report_unused()
+    assert caplog.messages == []
+    with pytest.raises(NotServedError, match="get_primus_pipeline_parallel_fwd_backward_func"):
+        megatron_core.install(strict=True)
+    assert not megatron_core.is_installed()
+    with megatron_core.installed():
+        (said,) = caplog.messages
+    assert "megatron.core.pipeline_parallel and megatron.training.training" in said
+    assert "primus.schedules.get_primus_pipeline_parallel_fwd_backward_func" in said
+    assert "patch_primus_pipeline" in said
+
+
+def test_an_engine_that_was_called_has_nothing_to_report(
+    schedules: types.ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    with megatron_core.installed():
+        assert training_step() == "ours"
+        own_pipeline(schedules)
+        megatron_core._report_unused()
+    assert caplog.messages == []
+
+
+def test_functions_of_a_microbatch_may_be_wrapped_before(schedules: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """As Primus's recording wraps `forward_step` and `backward_step`."""
+    for name in ("forward_step", "backward_step"):
+        original = getattr(schedules, name)
+        setattr(schedules, name, lambda *args, original=original, **kwargs: original(*args, **kwargs))
+    with megatron_core.installed(strict=True):
+        assert training_step() == "ours"
+    assert caplog.messages == []
+
+
+class Runner:
+    """Keeps what it was given, as Megatron's FullCudaGraphWrapper and PagedStashRunner do."""
+
+    def __init__(self, forward_backward_func: Any) -> None:
+        self.forward_backward_func = forward_backward_func
+
+    def __call__(self, **arguments: Any) -> Any:
+        return self.forward_backward_func(**arguments)
+
+
+def closure_of(function: Any) -> Any:
+    def step(**arguments: Any) -> Any:
+        return function(**arguments)
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("keep", "named"),
+    [
+        (Runner, "test_other_schedules.Runner"),
+        (functools.partial, "functools.partial"),
+        (closure_of, "closure_of.<loc"),
+    ],
+)
+def test_what_keeps_a_schedule_of_before_is_named(
+    keep: Any, named: str, schedules: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = keep(schedules.get_forward_backward_func())
+    by_name = schedules.get_forward_backward_func
+    megatron_core.install()
+    (said,) = caplog.messages
+    assert said.startswith(f"{ALONE} was fetched before install() and is held by ")
+    assert named in said
+    assert runs(kept) == "theirs"
+    assert runs(by_name()) == "ours", "the getter itself may be fetched at any time"
+    kept, later = None, keep(schedules.get_forward_backward_func())
+    assert runs(later) == "ours"
+    megatron_core.uninstall()
+    assert runs(later) == "theirs"
+    caplog.clear()
+    with megatron_core.installed():
+        assert runs(later) == "ours"
+    assert caplog.messages == []
+
+
+def test_what_a_function_may_call_is_found_a_few_steps_away() -> None:
+    def end() -> None: ...
+
+    class Holder:
+        def __init__(self) -> None:
+            self.inner = functools.partial(end)
+
+        def __call__(self) -> None:
+            self.inner()
+
+    near: Any = Holder()
+    assert other_schedules.leads_to(lambda: near(), [end])
+    assert not other_schedules.leads_to(lambda: near, [print])
+    assert not other_schedules.leads_to(near, [end], depth=1)
