@@ -67,7 +67,7 @@ def report_unused(schedules: ModuleType, installed: Sequence[Any]) -> None:
 
 
 def leads_to(function: Any, ends: Sequence[Any], depth: int = 4) -> bool:
-    """Whether ``function`` is one of ``ends``, or may call one: by what it wraps, its closure, or the names that it
+    """Whether ``function`` is one of ``ends``, or may call one: by its closure, its attributes, or the names that it
     uses, at most ``depth`` functions away."""
     if any(function is end for end in ends):
         return True
@@ -80,17 +80,15 @@ def _used_by(function: Any) -> list[Callable[..., Any]]:
     """The callables that a function, a method, a partial or an object with `__call__` may call."""
     if isinstance(function, partial):
         return [function.func]
-    wrapped = getattr(function, "__wrapped__", None)
     function = getattr(function, "__func__", function)
     code = getattr(function, "__code__", None)
     if not isinstance(code, CodeType):
-        held = list(getattr(function, "__dict__", {}).values())
-        return [each for each in (wrapped, *held) if callable(each)]
+        return [each for each in getattr(function, "__dict__", {}).values() if callable(each)]
     names, space = _names(code), function.__globals__
     megatrons = vars(sys.modules[SCHEDULES]) if SCHEDULES in sys.modules else {}
     imported = [megatrons[name] for name in names & {*ENTRIES, GETTER} & megatrons.keys()]  # within the function
     cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-    used = [wrapped, *imported, *cells, *(space[name] for name in names if name in space)]
+    used = [*imported, *cells, *(space[name] for name in names if name in space)]
     return [each for each in used if callable(each) and not isinstance(each, type)]
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from enum import Enum
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,6 +90,18 @@ def test_combined_1f1b_is_left_to_a_release_that_is_not_known_and_to_fsdp(monkey
         assert (why is None) == (named is None), why
         assert named is None or named in why
         assert reason_not_served(release, "the schedule", {"model": chunk, "forward_only": True}, {}) is None
+
+
+def test_a_step_of_combined_1f1b_with_another_signature_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more parameter without default is one that the engine would not pass."""
+    for more, is_known in (("", True), (", news", False), (", news=None", True)):
+        module: Any = ModuleType("megatron.core.pipeline_parallel.combined_1f1b")
+        exec(f"def combined_forward_backward_step({', '.join(combined.STEP)}{more}): ...", vars(module))
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        utils: Any = ModuleType("megatron.core.pipeline_parallel.utils")
+        utils.set_streams = lambda: None
+        monkeypatch.setitem(sys.modules, utils.__name__, utils)
+        assert (combined.of_release.__wrapped__() is not None) == is_known
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,9 @@ import pytest
 
 from megatron_pp.errors import NotServedError, ScheduleInputError
 from megatron_pp.integrations import megatron_core, other_schedules
+from megatron_pp.integrations.megatron_call import MegatronCall
 from megatron_pp.integrations.megatron_versions import ENTRIES
+from megatron_pp.runtime.step import StepCall
 from tests.unit_tests.integrations.test_megatron_install import CALL, _fresh, stand_in
 
 __all__ = ["_fresh"]  # a fixture
@@ -230,6 +232,17 @@ def test_functions_of_a_microbatch_may_be_wrapped_before(schedules: Any, caplog:
     assert caplog.messages == []
 
 
+class WithDict:
+    """Keeps it in attributes that have been read as a dict: that dict refers to it then."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        assert vars(self)
+
+    def __call__(self, **arguments: Any) -> Any:
+        return self.function(**arguments)
+
+
 class Runner:
     """Keeps what it was given, as Megatron's FullCudaGraphWrapper and PagedStashRunner do."""
 
@@ -251,6 +264,7 @@ def closure_of(function: Any) -> Any:
     ("keep", "named"),
     [
         (Runner, "test_other_schedules.Runner"),
+        (WithDict, "test_other_schedules.WithDict"),
         (functools.partial, "functools.partial"),
         (closure_of, "closure_of.<loc"),
     ],
@@ -274,6 +288,43 @@ def test_what_keeps_a_schedule_of_before_is_named(
     with megatron_core.installed():
         assert runs(later) == "ours"
     assert caplog.messages == []
+
+
+def test_frames_of_an_error_that_is_kept_are_not_named(schedules: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """What has failed calls nothing any more."""
+
+    def fails() -> None:
+        function = schedules.get_forward_backward_func()
+        print(function, 1 // 0)
+
+    with pytest.raises(ZeroDivisionError) as kept:
+        fails()
+    with megatron_core.installed():
+        assert kept.tb is not None
+    assert caplog.messages == []
+
+
+def test_shapes_of_messages_are_changed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Primus's for DeepSeek-V4 wraps `get_tensor_shapes`, and changes `seq_length` of interleaved calls, which do not
+    ask that function in Megatron."""
+
+    def shapes(**arguments: Any) -> Any:
+        return [arguments["seq_length"]]
+
+    @functools.wraps(shapes)
+    def longer(**arguments: Any) -> Any:
+        return shapes(**arguments | {"seq_length": 4 * arguments["seq_length"]})
+
+    monkeypatch.setattr(StepCall, "tensor_shapes", lambda self: [])
+    for chunked, expected in ((False, 8), (True, 2)):
+        call: Any = object.__new__(MegatronCall)
+        groups = types.SimpleNamespace(tp=None, cp=None)
+        call.inputs = types.SimpleNamespace(
+            chunked=chunked, seq_length=2, micro_batch_size=1, decoder_seq_length=None, pg_collection=groups
+        )
+        call.megatron = types.SimpleNamespace(schedules=types.SimpleNamespace(get_tensor_shapes=longer))
+        call.__dict__["overridden_config"] = None
+        assert call.tensor_shapes() == [expected]
 
 
 def test_what_a_function_may_call_is_found_a_few_steps_away() -> None:
