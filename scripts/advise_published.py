@@ -57,6 +57,7 @@ NEMOTRON = COMMON + (
 GPT_OSS = COMMON + (
     "--num-layers 36 --hidden-size 2880 --num-attention-heads 64 --num-query-groups 8 --kv-channels 64 --swiglu "
     "--num-experts 128 --moe-router-topk 4 --moe-ffn-hidden-size 2880 --vocab-size 201088 --seq-length 4096 "
+    "--window-size 127,0 --window-attn-skip-freq 2 "
 )
 FP8, MTP, OVERLAP = "--fp8-format e4m3 ", "--mtp-num-layers 1 ", "--overlap-moe-expert-parallel-comm "
 AGAIN = "--recompute-granularity selective --recompute-modules "

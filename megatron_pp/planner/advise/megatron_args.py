@@ -1,5 +1,6 @@
 """The sizes in a list of Megatron's arguments, or in a YAML file of them."""
 
+import ast
 import re
 import shlex
 from collections.abc import Mapping
@@ -9,8 +10,8 @@ from typing import Any
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.costs.files import read_text
 from megatron_pp.plan.simulate.memory import FULL, NONE, SELECTIVE, ModelShape
-from megatron_pp.planner.advise.parts import MIXERS
-from megatron_pp.planner.advise.transformer import Latent, Mamba, Transformer
+from megatron_pp.planner.advise.model import PATTERN
+from megatron_pp.planner.advise.transformer import Indexer, Latent, Linear, Mamba, Transformer
 
 _FLAG = re.compile(r"--([A-Za-z][\w-]*)(?:=(.*))?\Z", re.DOTALL)
 _OLD_NAMES = {"model_parallel_size": "tensor_model_parallel_size", "num_layers_per_virtual_pipeline_stage": "_chunk"}
@@ -86,20 +87,25 @@ def transformer_of(args: Mapping[str, Any], data_parallel: int = 1) -> Transform
         recompute=_recompute(args),
         element_bytes=2 if {"bf16", "fp16"} & set(args) else 4,
     )
+    mixers = _mixers(args, main)
     experts, flex = whole(args, "num_experts", 0), str(args.get("moe_token_dispatcher_type")) == "flex"
     return Transformer(
         shape,
         gated="swiglu" in args,
         query_groups=whole(args, "num_query_groups", 0) or None,
         kv_channels=whole(args, "kv_channels", 0) or None,
-        latent=_latent(args) if "multi_latent_attention" in args or "+" in main else None,
-        mamba=Mamba(**{name: whole(args, f"mamba_{named}", default) for name, named, default in _MAMBA}),
+        latent=_latent(args) if "multi_latent_attention" in args or {"+", "D"} & {*mixers} else None,
+        mamba=Mamba(**_given(args, _MAMBA)),
+        linear=Linear(**_given(args, _LINEAR)),
+        indexer=Indexer(**_given(args, _INDEXER)),
+        window=_window(args),
+        mixers="" if main else mixers,
         experts=experts,
         top_k=whole(args, "moe_router_topk", 2),
         expert_hidden=whole(args, "moe_ffn_hidden_size", 0) or None,
         shared_hidden=whole(args, "moe_shared_expert_intermediate_size", 0),
         moe_latent=whole(args, "moe_latent_size", 0),
-        moe_layers=_moe_layers(str(args.get("moe_layer_freq", "1")), shape.num_layers) if experts and not main else (),
+        moe_layers=_each_layer(args, "moe_layer_freq", "1", True) if experts and not main else (),
         expert_parallel=whole(args, "expert_model_parallel_size", 1),
         expert_split=whole(args, "expert_tensor_parallel_size", 0) or None,
         groups=(whole(args, "moe_router_group_topk", 0), whole(args, "moe_router_num_groups", 0)),
@@ -108,18 +114,26 @@ def transformer_of(args: Mapping[str, Any], data_parallel: int = 1) -> Transform
         context_comm=_context_comm(args),
         modules=_modules(args),
         fp8="fp8_format" in args or "fp8" in args,
-        pattern=main,
+        pattern=mixers if main else "",
         mtp_pattern=mtp[0] if mtp else "",
         mtp_layers=whole(args, "mtp_num_layers", 0),
     )
 
 
-_MAMBA = (
-    ("state_dim", "state_dim", 128),
-    ("head_dim", "head_dim", 64),
-    ("groups", "num_groups", 8),
-    ("heads", "num_heads", 0),
-)
+_MAMBA = {
+    "state_dim": "mamba_state_dim",
+    "head_dim": "mamba_head_dim",
+    "groups": "mamba_num_groups",
+    "heads": "mamba_num_heads",
+}
+_LINEAR = {
+    "key_dim": "linear_key_head_dim",
+    "value_dim": "linear_value_head_dim",
+    "key_heads": "linear_num_key_heads",
+    "value_heads": "linear_num_value_heads",
+    "conv": "linear_conv_kernel_dim",
+}
+_INDEXER = {"heads": "dsa_indexer_n_heads", "dim": "dsa_indexer_head_dim", "topk": "dsa_indexer_topk"}
 _LATENT = {
     "q_rank": "q_lora_rank",
     "kv_rank": "kv_lora_rank",
@@ -133,17 +147,21 @@ _CONTEXT = ("p2p", "all_gather", "a2a")
 
 def _latent(args: Mapping[str, Any]) -> Latent:
     """A rank of queries that is not given is none, as in Megatron's arguments."""
-    given = {name: whole(args, named) for name, named in _LATENT.items() if named in args}
-    return Latent(**{"q_rank": 0, **given})
+    return Latent(**{"q_rank": 0, **_given(args, _LATENT)})
+
+
+def _given(args: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, int]:
+    """Sizes by our names, of those that ``args`` has by Megatron's."""
+    return {name: whole(args, named) for name, named in names.items() if named in args}
 
 
 def _hybrid(args: Mapping[str, Any]) -> tuple[str, list[str]]:
     """Letters of the layers of ``--hybrid-layer-pattern``, and of each MTP layer; pipeline stages are the advisor's."""
     text = str(args.get("hybrid_layer_pattern", args.get("hybrid_override_pattern", ""))).strip("'\"")
     main, *mtp = text.replace("|", "").split("/")
-    unknown_ones = sorted({*main, *"".join(mtp)} - {*MIXERS})
+    unknown_ones = sorted({*main, *"".join(mtp)} - {*PATTERN})
     if unknown_ones or len({*mtp}) > 1 or "" in mtp:
-        known = " ".join(MIXERS)
+        known = " ".join(PATTERN)
         raise PlanError(
             f"Megatron's --hybrid-layer-pattern is {text!r}; it has the letters {known}, and equal parts behind /"
         )
@@ -187,16 +205,65 @@ def _recompute(args: Mapping[str, Any]) -> str:
     return SELECTIVE if flash or selective else NONE
 
 
-def _moe_layers(text: str, num_layers: int) -> tuple[int, ...]:
-    """Megatron's ``--moe-layer-freq``: a number N (each N-th layer, from the first) or a list as ``([0]*3+[1]*58)``."""
+def _each_layer(args: Mapping[str, Any], name: str, default: str, first: bool) -> tuple[int, ...]:
+    """0 or 1 for each layer, by a list such as ``([0]*3+[1]*58)`` or by a number N: the ``first`` of N layers, or all
+    but the last of N, have 1.
+    """
+    text, num_layers = str(args.get(name, default)), whole(args, "num_layers")
+    flag = f"Megatron's --{name.replace('_', '-')}"
     if text.isdigit() and int(text):
-        return tuple(int(layer % int(text) == 0) for layer in range(num_layers))
-    pattern: list[int] = []
-    for part in text.strip("()' \"").replace(" ", "").split("+"):
-        found = re.fullmatch(r"\(?\[([01](?:,[01])*)\](?:\*(\d{1,4}))?\)?", part)
-        if found is None:
-            raise PlanError(f"Megatron's --moe-layer-freq is {text!r}; it would look like 2 or ([0]*3+[1]*58)")
-        pattern += [int(digit) for digit in found[1].split(",")] * int(found[2] or 1)
+        number = int(text)
+        return tuple(int(layer % number == 0 if first else (layer + 1) % number != 0) for layer in range(num_layers))
+    try:
+        pattern = _listed(ast.parse(text.strip("' \""), mode="eval").body, num_layers)
+    except (ValueError, SyntaxError):
+        raise PlanError(f"{flag} is {text!r}; it would look like 2 or ([0]*3+[1]*58)") from None
     if len(pattern) != num_layers:
-        raise PlanError(f"Megatron's --moe-layer-freq is for {len(pattern)} layers; --num-layers is {num_layers}")
+        raise PlanError(f"{flag} is for {len(pattern)} layers; --num-layers is {num_layers}")
     return tuple(pattern)
+
+
+def _listed(node: ast.expr, most: int) -> list[int]:
+    """A list of 0 and 1, a sum of lists, or a list times a number up to ``most``. Raises ValueError."""
+    if isinstance(node, ast.List):
+        values = [each.value for each in node.elts if isinstance(each, ast.Constant)]
+        if len(values) == len(node.elts) and {*values} <= {0, 1}:
+            return [int(value == 1) for value in values]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _listed(node.left, most) + _listed(node.right, most)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) and isinstance(node.right, ast.Constant):
+        times, repeated = node.right.value, _listed(node.left, most)
+        if isinstance(times, int) and 0 <= times <= most and len(repeated) <= most:
+            return repeated * times
+    raise ValueError
+
+
+def _mixers(args: Mapping[str, Any], main: str) -> str:
+    """Letters of the layers, or of their attention where they have a feed-forward part, too."""
+    variant = str(args.get("experimental_attention_variant", "")).replace("gated_delta_net", "gdn")
+    if variant not in ("", "gdn", "dsa"):
+        raise PlanError(f"Megatron's --experimental-attention-variant is {variant}; gdn and dsa are known")
+    if variant == "dsa" and "multi_latent_attention" not in args:
+        raise PlanError("Megatron's --experimental-attention-variant dsa needs --multi-latent-attention")
+    mixers = main or ("+" if "multi_latent_attention" in args else "*") * whole(args, "num_layers")
+    if variant == "dsa":
+        mixers = mixers.replace("+", "D")
+    if _window(args) is not None:
+        windowed = _each_layer(args, "window_attn_skip_freq", f"[1]*{len(mixers)}", False)
+        mixers = "".join("w" if one == "*" and is_in else one for one, is_in in zip(mixers, windowed, strict=True))
+    if variant == "gdn" and not main:
+        if "linear_attention_freq" not in args:
+            raise PlanError("Megatron's --experimental-attention-variant gdn needs --linear-attention-freq")
+        linear = _each_layer(args, "linear_attention_freq", "", False)
+        mixers = "".join("G" if is_in else one for one, is_in in zip(mixers, linear, strict=True))
+    return mixers
+
+
+def _window(args: Mapping[str, Any]) -> int | None:
+    """Keys before a query's own; those behind it are masked."""
+    if "window_size" not in args:
+        return None
+    found = re.fullmatch(r"\(?(-?\d+)[, ]+(-?\d+)\)?", str(args["window_size"]).strip("' \""))
+    if found is None:
+        raise PlanError(f"Megatron's --window-size is {args['window_size']!r}; it would look like 128,0")
+    return None if found[1].startswith("-") else int(found[1])

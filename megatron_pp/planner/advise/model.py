@@ -13,7 +13,15 @@ EMBEDDING, DECODER, MTP, LOSS, PART = "embedding", "decoder", "mtp", "loss", "pa
 LETTERS = {EMBEDDING: "E", DECODER: "t", MTP: "m", LOSS: "L"}
 """How Megatron's ``pipeline_model_parallel_layout`` writes them."""
 
-PATTERN = {"M": "mamba", "*": "attention", "+": "latent attention", "-": "feed-forward", "E": "experts"}
+PATTERN = {
+    "M": "mamba",
+    "G": "linear attention",
+    "*": "attention",
+    "+": "latent attention",
+    "D": "sparse attention",
+    "-": "feed-forward",
+    "E": "experts",
+}
 """Kinds of a hybrid model's layers, by the letters of Megatron's ``--hybrid-layer-pattern``."""
 
 RECOMPUTED_SHARE = 2 / 34

@@ -68,8 +68,8 @@ def _around(model: Transformer) -> list[Part]:
     return [Part(("layernorm",), moved=2 * width, kept=width), rest]
 
 
-def attention(model: Transformer) -> list[Part]:
-    """Heads, or groups of them that share keys and values."""
+def attention(model: Transformer, reached: int | None = None) -> list[Part]:
+    """Heads, or groups of them that share keys and values; a query reads ``reached`` keys at most."""
     shape, heads = model.shape, model.heads
     t, nbytes = shape.tensor_parallel, shape.tokens * shape.element_bytes
     query, pairs = heads * model.head_dim / t, 2 * (model.query_groups or heads) * model.head_dim / t
@@ -77,18 +77,31 @@ def attention(model: Transformer) -> list[Part]:
     each = nbytes * (query + pairs)
     rotated = 2 * nbytes * (query + pairs / 2)  # queries and keys, read and written
     into = _products(model, shape.tokens, shape.hidden_size, query + pairs, kept=each, late=each, moved=rotated)
-    return [*_around(model), into, _core(model, query, query, pairs, scores), _output(model, query)]
+    return [*_around(model), into, _core(model, query, query, pairs, scores, reached), _output(model, query)]
 
 
-def _core(model: Transformer, query: float, value: float, pairs: float, scores: float = 0.0) -> Part:
-    """Two products, of queries and keys and with values, where causal with half of the sequence on average. ``pairs``:
-    width of keys and values, which go around a ring of ranks or to all, or, as heads, through an all-to-all.
+def windowed_attention(model: Transformer) -> list[Part]:
+    return attention(model, None if model.window is None else model.window + 1)
+
+
+def _core(
+    model: Transformer, query: float, value: float, pairs: float, scores: float = 0.0, reached: int | None = None
+) -> Part:
+    """Two products, of queries and keys and with values. ``pairs``: width of keys and values, which go around a ring of
+    ranks or to all, or, as heads, through an all-to-all.
     """
     shape, ranks = model.shape, model.shape.context_parallel
-    flops = shape.tokens * shape.seq_length * (query + value) * (1 if model.causal else 2)
+    flops = 2 * shape.tokens * _keys(model, reached) * (query + value)
     width = (query + pairs + value) / ranks if model.context_comm == "a2a" else pairs
     sent = (ranks - 1) * shape.tokens * width * shape.element_bytes
     return Part(("core_attn",), core=flops, kept=scores, context=sent)
+
+
+def _keys(model: Transformer, reached: int | None = None) -> float:
+    """Keys that a query reads, on average: where causal, half of the sequence, or of that the last ``reached``."""
+    length = model.shape.seq_length
+    whole = length / 2 if model.causal else length
+    return whole if reached is None or reached >= length else reached - reached**2 / (2 * length)
 
 
 def _output(model: Transformer, width: float) -> Part:
@@ -96,7 +109,7 @@ def _output(model: Transformer, width: float) -> Part:
     return _products(model, model.shape.tokens, width, model.shape.hidden_size, kept=nbytes, late=nbytes)
 
 
-def latent_attention(model: Transformer) -> list[Part]:
+def latent_attention(model: Transformer, reached: int | None = None) -> list[Part]:
     """Queries, keys and values from latents (arXiv 2405.04434, section 2.1)."""
     shape, mla = model.shape, model.latent
     assert mla is not None
@@ -113,7 +126,21 @@ def latent_attention(model: Transformer) -> list[Part]:
     pairs = _products(model, shape.tokens, mla.kv_rank, unrotated + value, "mla_up_proj", kept=above)
     rotated = 2 * nbytes * query  # queries, and keys that are put together, read and written
     up = [replace(one, late=one.kept, moved=rotated) for one in (queries, pairs)]
-    return [*_around(model), into, *up, _core(model, query, value, query + value), _output(model, value)]
+    core = _core(model, query, value, query + value, reached=reached)
+    return [*_around(model), into, *up, core, _output(model, value)]
+
+
+def sparse_attention(model: Transformer) -> list[Part]:
+    """Latent attention to the keys that an indexer chooses (DeepSeek-V3.2-Exp, section 2.1), by a kernel that reads no
+    others. The indexer is not split over tensor-parallel ranks, and is trained by a loss of its own, not counted.
+    """
+    shape, indexer = model.shape, model.indexer
+    assert model.latent is not None
+    width = indexer.heads * indexer.dim
+    rows, into = shape.tokens, indexer.dim + indexer.heads
+    queries = _products(model, rows, model.latent.q_rank or shape.hidden_size, width)
+    scores = Part(core=2 * rows * _keys(model) * width)
+    return [*latent_attention(model, indexer.topk), queries, _products(model, rows, shape.hidden_size, into), scores]
 
 
 def _feed_forward(model: Transformer, rows: float, width: float, *modules: str) -> list[Part]:
@@ -173,5 +200,27 @@ def mamba(model: Transformer) -> list[Part]:
     return [*_around(model), into, scan, _output(model, inner)]
 
 
-MIXERS = {"M": mamba, "*": attention, "+": latent_attention, "-": dense, "E": moe}
-"""By the letters of Megatron's ``--hybrid-layer-pattern``; each is a layer of its own there."""
+def gated_delta_net(model: Transformer) -> list[Part]:
+    """Linear attention (arXiv 2412.06464), with Megatron's count of its convolution and delta rule."""
+    shape, sizes, t = model.shape, model.linear, model.shape.tensor_parallel
+    keys, values = sizes.key_heads * sizes.key_dim / t, sizes.value_heads * sizes.value_dim / t
+    wide = 2 * keys + 2 * values + 2 * sizes.value_heads / t
+    nbytes = shape.tokens * shape.element_bytes
+    into = _products(model, shape.tokens, shape.hidden_size, wide, kept=nbytes * wide, late=nbytes * wide)
+    each = sizes.conv * (2 * keys + values) + 4 * values * sizes.value_dim
+    moved = 4 * (2 * keys + values)  # the convolution, and then the rule, read and write
+    rule = Part(core=2 * shape.tokens * each, moved=nbytes * moved, kept=nbytes * (2 * keys + 2 * values))
+    return [*_around(model), into, rule, _output(model, values)]
+
+
+MIXERS = {
+    "M": mamba,
+    "G": gated_delta_net,
+    "*": attention,
+    "+": latent_attention,
+    "D": sparse_attention,
+    "-": dense,
+    "E": moe,
+    "w": windowed_attention,
+}
+"""By the letters of Megatron's ``--hybrid-layer-pattern``, where each is a layer of its own, and ``w``."""

@@ -50,6 +50,26 @@ class Mamba:
 
 
 @dataclass(frozen=True)
+class Linear:
+    """Heads of linear attention, by Megatron's names; ``conv``: width of its convolution."""
+
+    key_dim: int = 128
+    value_dim: int = 128
+    key_heads: int = 16
+    value_heads: int = 32
+    conv: int = 4
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """It chooses ``topk`` earlier tokens for each query of sparse attention."""
+
+    heads: int = 64
+    dim: int = 128
+    topk: int = 2048
+
+
+@dataclass(frozen=True)
 class Transformer:
     """A decoder-only or hybrid model, before any parallel split.
 
@@ -58,6 +78,9 @@ class Transformer:
     query_groups       heads of keys and values; None: as many as heads
     kv_channels        width of a head; None: the hidden size over heads
     latent             of multi-latent attention; None: heads attend
+    mamba, linear, indexer  of those mixers
+    window             keys that a query of windowed attention reads beside its own; None: there is none
+    mixers             each layer's attention, by the letters of MIXERS; empty: all layers have the same
     experts, top_k     of MoE layers: how many there are, and how many a token goes through; 0: all layers are dense
     expert_hidden      width of an expert, shared_hidden that of the shared one; ``moe_latent`` the width of its tokens
     moe_layers         1 for each MoE layer, 0 for each dense one, in model order
@@ -90,6 +113,10 @@ class Transformer:
     kv_channels: int | None = None
     latent: Latent | None = None
     mamba: Mamba = field(default_factory=Mamba)
+    linear: Linear = field(default_factory=Linear)
+    indexer: Indexer = field(default_factory=Indexer)
+    window: int | None = None
+    mixers: str = ""
     moe_latent: int = 0
     expert_split: int | None = None
     groups: tuple[int, int] = (0, 0)
@@ -172,8 +199,8 @@ class Transformer:
         is_moe = self.moe_layers or (1 if self.experts else 0,) * self.shape.num_layers
         if len(is_moe) != self.shape.num_layers:
             raise PlanError(f"MoE layers are given for {len(is_moe)} layers; the model has {self.shape.num_layers}")
-        attention = "*" if self.latent is None else "+"
-        found = [attention + ("E" if moe else "-") for moe in is_moe]
+        mixers = self.mixers or ("*" if self.latent is None else "+") * self.shape.num_layers
+        found = [mixer + ("E" if moe else "-") for mixer, moe in zip(mixers, is_moe, strict=True)]
         return found, found[-1]
 
     def _first(self, costs: _Costs, gpu: Gpu, efficiency: float) -> Layer:
@@ -212,7 +239,7 @@ class _Costs:
             backward, kept = backward + forward, shape.message_bytes
         dense, experts = (sum(getattr(part, name) for part in parts) for name in ("parameters", "experts"))
         static = dense * shape.bytes_per_parameter + experts * self._bytes_per_expert_parameter
-        kind = PATTERN.get(letters, DECODER)
+        kind = PATTERN.get(letters.replace("w", "*"), DECODER)
         can = None if shape.recompute == FULL else recomputed
         return Layer(kind, forward, backward, weight, kept / GB, late / GB, can, static / GB)
 

@@ -12,7 +12,15 @@ from megatron_pp.planner.advise.fit import layout_text
 from megatron_pp.planner.advise.gpus import ATTENTION, GPUS, LINK, PROCESSORS, Gpu
 from megatron_pp.planner.advise.megatron_args import read_megatron_args, transformer_of
 from megatron_pp.planner.advise.model import EMBEDDING
-from megatron_pp.planner.advise.parts import attention, latent_attention, mamba, moe
+from megatron_pp.planner.advise.parts import (
+    attention,
+    gated_delta_net,
+    latent_attention,
+    mamba,
+    moe,
+    sparse_attention,
+    windowed_attention,
+)
 from megatron_pp.planner.advise.transformer import Latent, Mamba, Transformer
 
 FREE = Gpu(1e30, 80, 1e30, 1e12, network=1e11)  # computes in no time
@@ -29,6 +37,7 @@ QWEN = (
     "--num-layers 94 --hidden-size 4096 --seq-length 4096 --num-attention-heads 64 --num-query-groups 4 --swiglu "
     "--bf16 --kv-channels 128 --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 1536 --vocab-size 151936 "
 )
+DENSE = "--hidden-size 1024 --seq-length 4096 --num-attention-heads 8 --bf16 "
 
 
 def of(text: str) -> Transformer:
@@ -81,6 +90,56 @@ def test_a_mamba_mixer_by_hand():
     wide, inner = 2 * 4096 + 2 * 8 * 128 + 64, 64 * 64
     assert sum(part.flops for part in mamba(model)) == 2 * 4096 * 4096 * (wide + inner)
     assert sum(part.core for part in mamba(model)) == 7 * 4096 * inner * 128
+
+
+QWEN_NEXT = (
+    "--num-layers 48 --hidden-size 2048 --seq-length 4096 --num-attention-heads 16 --num-query-groups 2 --swiglu "
+    "--bf16 --kv-channels 256 --num-experts 512 --moe-router-topk 10 --moe-ffn-hidden-size 512 --vocab-size 151936 "
+    "--moe-shared-expert-intermediate-size 512 --experimental-attention-variant gdn --linear-attention-freq 4 "
+)
+
+
+def test_linear_attention_by_hand():
+    """Per token: 2048 into queries, keys (16 x 128), values and gates (32 x 128), two scalars a head, and back."""
+    model = of(QWEN_NEXT)
+    parts, inner = gated_delta_net(model), 32 * 128
+    wide = 2 * 16 * 128 + 2 * inner + 2 * 32
+    assert sum(part.parameters for part in parts) == 2048 * (wide + inner)
+    assert sum(part.core for part in parts) == 2 * 4096 * (4 * (2 * 2048 + inner) + 32 * 128**2 * 4)
+    assert model.mixers == "GGG*" * 12
+    parameters = sum(part.parameters + part.experts for letters in model._letters()[0] for part in model.parts(letters))
+    assert parameters == pytest.approx(79e9, rel=0.01)  # of the 80B, without its embeddings
+
+
+def test_sparse_attention_reads_the_keys_that_its_indexer_chooses():
+    sizes = "--dsa-indexer-n-heads 64 --dsa-indexer-head-dim 128 --dsa-indexer-topk 1024 "
+    model = of(DEEPSEEK + sizes + "--experimental-attention-variant dsa")
+    assert {*model.mixers} == {"D"}
+    scores = 4096 * 4096 * 64 * 128
+    chosen = 2 * 4096 * (1024 - 1024**2 / (2 * 4096)) * 128 * (192 + 128)
+    assert sum(part.core for part in sparse_attention(model)) == scores + chosen
+    more = sum(part.parameters for part in sparse_attention(model)) - sum(p.parameters for p in latent_attention(model))
+    assert more == 1536 * 64 * 128 + 7168 * (128 + 64)
+
+
+def test_windows_of_attention():
+    text = DENSE + "--num-layers 6 --window-size (127,0)"
+    whole, windowed, some = (of(more) for more in (DENSE + "--num-layers 6", text, text + " --window-attn-skip-freq 3"))
+    assert (windowed.mixers, some.mixers) == ("w" * 6, "ww*" * 2)
+    core = [sum(part.core for part in windowed_attention(model)) for model in (whole, windowed)]
+    pairs = sum(min(token + 1, 128) for token in range(4096))
+    assert core == [2 * 4096 * 2048 * 2 * 1024, pytest.approx(2 * pairs * 2 * 1024, rel=0.01)]
+    assert windowed.flops() < some.flops() < whole.flops()
+    hybrid = of("--hybrid-layer-pattern M*- --window-size 127,0 --hidden-size 1024 --seq-length 4096 --bf16")
+    assert [one.kind for one in hybrid.model(GPUS["h100"]).layers] == ["mamba", "attention", "feed-forward"]
+
+
+@pytest.mark.parametrize(
+    ("text", "layers"),
+    [("([1]*3+[0]*1)*2", (1, 1, 1, 0) * 2), ("[0,1]*4", (0, 1) * 4), ("2", (1, 0) * 4), ("([0]+[1]*7)", (0, *[1] * 7))],
+)
+def test_experts_of_some_layers(text, layers):
+    assert of(f"{DENSE} --num-layers 8 --num-experts 8 --moe-layer-freq {text}").moe_layers == layers
 
 
 # --- traffic, where computing takes no time
@@ -211,11 +270,19 @@ def test_attention_of_a_hybrid_model_may_be_latent():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("--hybrid-layer-pattern MGM", "it has the letters M"),
+        ("--hybrid-layer-pattern MXM", "it has the letters M"),
         ("--hybrid-layer-pattern MM/M/*", "equal parts behind /"),
         ("--hybrid-layer-pattern ME", "--num-experts is missing"),
         (QWEN + "--cp-comm-type a2a+p2p", "--cp-comm-type is 'a2a+p2p'"),
         (QWEN + "--recompute-granularity selective --recompute-modules mhc", "--recompute-modules has mhc"),
+        (QWEN + "--moe-layer-freq [0]*9*9", "--moe-layer-freq is for 81 layers; --num-layers is 94"),
+        (QWEN + "--moe-layer-freq [0]*999999999", "it would look like 2"),
+        (QWEN + "--moe-layer-freq [2]*94", "it would look like 2"),
+        (QWEN + "--moe-layer-freq exit()", "it would look like 2"),
+        (QWEN + "--window-size 128", "it would look like 128,0"),
+        (QWEN + "--experimental-attention-variant gdn2", "gdn and dsa are known"),
+        (QWEN + "--experimental-attention-variant gdn", "needs --linear-attention-freq"),
+        (QWEN + "--experimental-attention-variant dsa", "needs --multi-latent-attention"),
         (QWEN + "--q-lora-rank x --multi-latent-attention", "--q-lora-rank is 'x'"),
     ],
 )
