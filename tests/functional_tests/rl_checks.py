@@ -1,0 +1,180 @@
+"""Calls of reinforcement learning's frameworks, on ranks: forward-only calls between training steps, of several models.
+
+Stand-ins of the places where verl (`megatron_actor.py`, `engine/megatron/transformer_impl.py`) and slime
+(`megatron_utils/model.py`, `reloadable_process_group.py`) call the schedules. Each runs under Megatron's and under this
+engine, and gives the same bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from megatron_pp.integrations import megatron_core
+from tests.megatron import lab as megatron_lab
+from tests.megatron.cases import Case
+
+Rollout = Callable[[Any, Case], list[torch.Tensor]]
+VERL = "from megatron.core.pipeline_parallel import get_forward_backward_func"
+SMALL = {"hidden": 24, "layers": 4}
+
+
+def fetched(source: str) -> Any:
+    """A framework's module, which has imported the getter by name."""
+    module: Any = types.ModuleType("framework")
+    exec(source, vars(module))
+    return module
+
+
+def equal_under_both(rollout: Rollout, case: Case) -> int:
+    """The number of tensors that are equal, with the engine installed before the framework's import and after it."""
+    megatron_lab.set_up_parallel_state(case)
+    theirs = rollout(fetched(VERL), case)
+    early = fetched(VERL)
+    with megatron_core.installed(strict=True):
+        ours = [rollout(early, case), rollout(fetched(VERL), case)]
+    again = rollout(early, case)
+    for other in (*ours, again):
+        assert len(other) == len(theirs)
+        assert all(torch.equal(one, two) for one, two in zip(other, theirs, strict=True))
+    return len(theirs)
+
+
+def microbatches(case: Case, count: int, step: int) -> list[torch.Tensor]:
+    return megatron_lab.batches(dataclasses.replace(case, microbatches=count), step)
+
+
+def state_of(run: megatron_lab.Run) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in run.parameters().values()]
+
+
+def verl(case: Case) -> int:
+    return equal_under_both(verl_rollouts, case)
+
+
+def verl_rollouts(framework: Any, case: Case) -> list[torch.Tensor]:
+    """A reference, a critic of another size and an actor in one process. Each step has another number of microbatches
+    of other lengths; shapes travel ahead, so `seq_length` and `micro_batch_size` are 1."""
+    actor, reference = megatron_lab.Run(case), megatron_lab.Run(case)
+    critic = megatron_lab.Run(dataclasses.replace(case, model=dataclasses.replace(case.model, **SMALL)))
+    found: list[torch.Tensor] = []
+    for step, count in enumerate((4, 2, 6)):
+        data = microbatches(case, count, step)
+        with torch.no_grad():
+            for run in (reference, actor, critic):
+                found += [one["log_probs"] for one in verl_call(framework, run, data, forward_only=True)]
+        for run in (actor, critic):
+            for chunk in run.chunks:
+                chunk.zero_grad_buffer()
+            run.optimizer.zero_grad()
+            found += [one[0]["loss"] for one in verl_call(framework, run, data, forward_only=False)]
+            run.optimizer.step()
+    return found + state_of(actor) + state_of(critic) + state_of(reference)
+
+
+def verl_call(framework: Any, run: megatron_lab.Run, data: list[torch.Tensor], forward_only: bool) -> list[Any]:
+    def forward_step(batch_iter: Any, model: Any, return_schedule_plan: bool = False) -> Any:
+        assert not return_schedule_plan
+        output, loss_of = megatron_lab.forward_step(False, batch_iter, model)
+
+        def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, Any]:
+            if forward_only:
+                return torch.tensor(1.0), {"log_probs": -output.detach().clone()}
+            loss, report = loss_of(output)
+            return loss, [report, None]
+
+        return output, loss_func
+
+    count = len(run.chunks)
+    return framework.get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[iter(data) for _ in range(count)] if count > 1 else iter(data),
+        model=run.chunks,
+        num_microbatches=len(data),
+        seq_length=1 if run.case.variable_shapes else run.case.model.seq,
+        micro_batch_size=1 if run.case.variable_shapes else run.case.model.micro_batch,
+        forward_only=forward_only,
+    )
+
+
+class DataIterator:
+    """slime's: no iterator of Python's; every chunk has one, also the only chunk."""
+
+    def __init__(self, data: list[torch.Tensor]) -> None:
+        self.data, self.offset = data, 0
+
+    def reset(self) -> None:
+        self.offset = 0
+
+    def get_next(self) -> torch.Tensor:
+        self.offset += 1
+        return self.data[self.offset - 1]
+
+
+def slime(case: Case) -> int:
+    return equal_under_both(slime_rollouts, case)
+
+
+def slime_rollouts(framework: Any, case: Case) -> list[torch.Tensor]:
+    """One model, into which the weights of reference and actor are copied in turn. A call of several steps' numbers of
+    microbatches reads on in the same iterators."""
+    run, counts = megatron_lab.Run(case), [4, 2]
+    actor = {name: value.clone() for name, value in run.parameters().items()}
+    reference = {name: value * 0.5 for name, value in actor.items()}
+    iterators = [DataIterator(microbatches(case, sum(counts), 0)) for _ in run.chunks]
+    found: list[torch.Tensor] = []
+    for weights in (reference, actor):
+        for name, value in run.parameters().items():
+            value.copy_(weights[name])
+        found += slime_forward(framework, run, iterators, counts)
+    for iterator in iterators:
+        iterator.reset()
+    for count in counts:
+        for chunk in run.chunks:
+            chunk.zero_grad_buffer()
+        run.optimizer.zero_grad()
+        found += [one["loss"] for one in slime_call(framework, run, iterators, count, forward_only=False)]
+        run.optimizer.step()
+    return [*found, *slime_forward(framework, run, iterators, counts), *state_of(run)]
+
+
+@torch.no_grad()
+def slime_forward(framework: Any, run: megatron_lab.Run, iterators: list[Any], counts: list[int]) -> list[torch.Tensor]:
+    for iterator in iterators:
+        iterator.reset()
+    for chunk in run.chunks:
+        chunk.eval()
+    run.config.timers = None
+    found: list[Any] = []
+    for count in counts:
+        found += slime_call(framework, run, iterators, count, forward_only=True)
+    for chunk in run.chunks:
+        chunk.train()
+    assert bool(found) == parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    return [tensor for one in found for tensor in one["log_probs"]]
+
+
+def slime_call(framework: Any, run: megatron_lab.Run, iterators: list[Any], count: int, forward_only: bool) -> Any:
+    def forward_step(data_iterator: DataIterator, model: Any, return_schedule_plan: bool = False) -> Any:
+        assert not return_schedule_plan
+        output, loss_of = megatron_lab.forward_step(False, iter([data_iterator.get_next()]), model)
+        if forward_only:
+            return output, lambda output: (torch.empty(0), {"log_probs": list(-output.detach().clone())})
+        return output, loss_of
+
+    more = {} if forward_only else {"decoder_seq_length": None}
+    return framework.get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators,
+        model=run.chunks,
+        num_microbatches=count,
+        seq_length=run.case.model.seq,
+        micro_batch_size=run.case.model.micro_batch,
+        forward_only=forward_only,
+        **more,
+    )
