@@ -32,6 +32,6 @@ def test_errors_are_as_large_as_the_page_says() -> None:
     errors = [abs(float(line[7].rstrip("%"))) for line in ROWS]
     assert len(ROWS) == 30
     assert statistics.median(errors) <= 15
-    assert max(errors) == 83
+    assert max(errors) == 91
     assert {line[0].split(",")[0] for line in ROWS} >= {"DeepSeek-V3", "Qwen3-235B", "Mixtral 8x22B"}
     assert data_file(PAGE, "advise_published").name in PAGE.read_text(encoding="utf-8")
