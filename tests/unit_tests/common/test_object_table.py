@@ -33,6 +33,23 @@ def test_values_go_with_their_keys_and_never_to_another() -> None:
     assert table.get(torch.nn.Identity()) is None
 
 
+class AnotherThread(dict[int, Any]):
+    """Whose entries another thread removes right after a look at them."""
+
+    def get(self, number: int, default: Any = None) -> Any:
+        return super().pop(number, default)
+
+
+def test_two_threads_may_drop_what_belonged_to_the_same_key() -> None:
+    table: ObjectTable[str] = ObjectTable()
+    key = torch.nn.Identity()
+    table[key] = "gone"
+    table._entries = AnotherThread(table._entries)
+    del key
+    assert table.items() == []
+    assert not table._entries
+
+
 def test_the_death_of_a_model_that_was_trained_runs_no_code_of_tables() -> None:
     called: list[str] = []
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import select
+import signal
+import threading
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from torch.distributed import HashStore
 from megatron_pp.errors import PipelineError, PipelineMismatchError, ScheduleInputError
 from megatron_pp.features.packing.packing import PackedStep, PackingRules, packed
 from megatron_pp.features.packing.steps import PackedSteps
+from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.testing.toy import ToyResult, merged
 from megatron_pp.weight_grad import split_weight_grad
 from tests.harness import packings
@@ -33,13 +37,13 @@ def drawn(chance: random.Random, pipelines: int) -> PackedStep:
     return step.ordered(chance.sample(range(len(step.slots)), len(step.slots)))
 
 
-def trained(pipelines: int, num_chunks: int, step: PackedStep, **fields: Any) -> list[ToyResult]:
+def trained(pipelines: int, num_chunks: int, step: PackedStep, size: int = SIZE, **fields: Any) -> list[ToyResult]:
     """Each pipeline's losses and gradients after one step."""
-    ranks = run_pipelines(pipelines, SIZE, num_chunks, lambda rank: rank.step(rank.model(), step), **fields)
+    ranks = run_pipelines(pipelines, size, num_chunks, lambda rank: rank.step(rank.model(), step), **fields)
     return [merged(one) for one in ranks]
 
 
-def expected(step: PackedStep, pipelines: int, stages: int) -> tuple[ToyResult, list[list[float]]]:
+def expected(step: PackedStep, stages: int) -> tuple[ToyResult, list[list[float]]]:
     """Of one process that runs all packs, slot by slot; and the losses of each slot's packs."""
     packs = [pack for slot in step.slots for pack in slot.packs]
     found = one_process(packs, stages)
@@ -53,15 +57,21 @@ def check(seed: int) -> None:
     step = drawn(chance, pipelines)
     fields = {**chance.choice(POLICIES), "pipeline_schedule": chance.choice(SCHEDULES[num_chunks])}
     found = trained(pipelines, num_chunks, step, **fields)
-    alone, losses = expected(step, pipelines, SIZE * num_chunks)
-    if pipelines == 1:
-        assert found[0].difference(alone) == 0, (seed, fields)
+    if pipelines > 1:
+        assert_sums_are_equal(found, step, SIZE * num_chunks)
         return
+    alone, _ = expected(step, SIZE * num_chunks)
+    assert found[0].difference(alone) == 0, fields
+
+
+def assert_sums_are_equal(found: list[ToyResult], step: PackedStep, stages: int) -> None:
+    """Sums over pipelines are those of one process, but for rounding."""
+    alone, losses = expected(step, stages)
     total = summed(found)
-    assert total.losses == pytest.approx([sum(one) for one in losses], rel=1e-12), (seed, fields)
+    assert total.losses == pytest.approx([sum(one) for one in losses], rel=1e-12)
     total.losses = alone.losses
     largest = max(float(grad.abs().max()) for grad in alone.grads.values())
-    assert total.difference(alone) < 1e-12 * largest, (seed, fields)
+    assert total.difference(alone) < 1e-12 * largest
 
 
 SAMPLE = 24
@@ -79,6 +89,16 @@ def test_random_packings_at_four_ranks_neither_hang_nor_change_a_number(seed: in
 def test_a_thousand_random_packings(first: int) -> None:
     for seed in range(first, min(first + CHUNK, 1000)):
         check(seed)
+
+
+@pytest.mark.parametrize(("pipelines", "num_chunks"), [(4, 1), (4, 2), (8, 1)])
+def test_sequences_over_four_and_eight_ranks_beside_shorter_ones(pipelines: int, num_chunks: int) -> None:
+    step = packed([8 * pipelines - 3, 30, 20, 9, 9, 5, 3, 3], PackingRules(pipelines, 8, 0.1))
+    contexts = {pack.context for slot in step.slots for pack in slot.packs}
+    assert contexts >= {1, 2, 4, pipelines}
+    schedule = SCHEDULES[num_chunks][0]
+    found = trained(pipelines, num_chunks, step, 2, overlap_p2p_comm=True, pipeline_schedule=schedule)
+    assert_sums_are_equal(found, step, 2 * num_chunks)
 
 
 def test_pipelines_that_run_slots_in_other_orders_would_hang(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,6 +180,21 @@ def test_a_step_whose_microbatches_were_not_taken() -> None:
 
     with pytest.raises(ScheduleInputError, match=r"call next\(\) of the PackedSteps"):
         run_pipelines(1, 2, 1, body, store=HashStore, pipeline_replan="every:50")
+
+
+def test_what_a_step_waits_for_its_search_is_counted() -> None:
+    steps = PackedSteps(iter(LENGTHS), RULES)
+    steps.plan_ahead(PlanSpec("1f1b", SIZE, 1, len(steps.next().slots)))
+    process = steps._planner._process
+    assert process is not None
+    assert select.select([process.stdout], [], [], 60)[0], "it has answered"
+    assert steps.next() != packed(LENGTHS[1], RULES)
+    assert steps.waited < 0.2
+    process.send_signal(signal.SIGSTOP)
+    threading.Timer(0.6, process.send_signal, [signal.SIGCONT]).start()
+    steps.plan_ahead(PlanSpec("1f1b", SIZE, 1, 4))
+    steps.next()
+    assert steps.waited > 0.4
 
 
 def test_a_search_that_dies_is_an_error() -> None:

@@ -58,10 +58,15 @@ def test_each_sequence_is_packed_once_and_each_rank_has_a_pack_that_fits(seed: i
 
 
 def test_ranks_that_are_left_share_the_costliest_pack() -> None:
-    (slot,) = packed([8, 2], PackingRules(4, 8)).slots
-    assert [(pack.lengths, pack.context) for pack in slot.packs] == [((8,), 2), ((2,), 2)] or [
-        (pack.lengths, pack.context) for pack in slot.packs
-    ] == [((8,), 2), ((2,), 1), ((2,), 1)]
+    for lengths, packs in (
+        ([8], [((8,), 4)]),
+        ([8, 2], [((8,), 2), ((2,), 2)]),
+        ([8, 2, 3], [((8,), 2), ((2,), 1), ((3,), 1)]),
+        ([8, 7, 6, 5], [((8,), 1), ((7,), 1), ((6,), 1), ((5,), 1)]),
+        ([16, 8], [((16,), 2), ((8,), 2)]),
+    ):
+        (slot,) = packed(lengths, PackingRules(4, 8)).slots
+        assert [(pack.lengths, pack.context) for pack in slot.packs] == packs
 
 
 def test_pipelines_of_a_slot_cost_nearly_the_same() -> None:
