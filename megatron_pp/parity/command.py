@@ -69,7 +69,8 @@ def answer(options: Options, load: Any, plugin: Callable[[], None], say: Callabl
             same = None
             if len(engines) == 2:
                 same = same_bits(*(runs.layout(asked, engine, "float32") for engine in engines))
-            answers.append(Answer(_script(options), asked, changed, compared, notes=list(runs.notes), same=same))
+            script = [*(["-m"] if options.module else []), options.script]
+            answers.append(Answer(script, asked, changed, compared, notes=list(runs.notes), same=same))
         result = max(answers, key=lambda one: ORDER.index(one.verdict))
         result.checkpoints = {one.layout.checkpoint: one.verdict for one in answers if one.layout.checkpoint}
         result.notes += [f"{name}: compared in float32" for name in layout.flags.having(PRECISION)]
@@ -97,15 +98,12 @@ def compare(runs: Runs, layout: Layout, engine: str, say: Callable[[str], None])
     return precise if precise.verdict == DIFFERENT else compare_records(records, alone, exact, FAR_OFF)
 
 
-def with_dropout(layout: Layout) -> Layout:
-    return replace(layout, flags=layout.flags.with_values(attention_dropout=0.1, hidden_dropout=0.1))
-
-
 def check_recomputation(runs: Runs, layout: Layout, engine: str, found: Comparison) -> Comparison:
     """With dropout, a recomputation that draws other random numbers than its forward is a fault."""
     recomputed = "recomputation" in layout.parts() and not layout.checkpoint
     if found.verdict != DIFFERENT and recomputed and has_training_loop():
-        records = runs.layout(with_dropout(layout), engine, "float32")
+        flags = layout.flags.with_values(attention_dropout=0.1, hidden_dropout=0.1)
+        records = runs.layout(replace(layout, flags=flags), engine, "float32")
         names = sorted({name for record in records for name in record.unrepeated})
         found.missing += [f"the recomputation of {name} does not repeat its forward, with dropout" for name in names]
     return found
@@ -141,7 +139,3 @@ def _gpus() -> int:
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def _script(options: Options) -> list[str]:
-    return ["-m", options.script] if options.module else [options.script]

@@ -83,7 +83,8 @@ def compare_records(records: list[Record], alone: Record, exact: Record, unit: f
         if not parts and (key.kind == BACKWARD or (key.kind == PARAMETER and key.step < last)):
             continue  # recomputed outputs have no gradient that a hook sees; parameters may not be gathered yet
         if not parts:
-            result.missing.append(f"no rank has the {key.kind} of {key.name}{_of_microbatch(key)}")
+            where = f", microbatch {key.microbatch}" if key.microbatch >= 0 else ""
+            result.missing.append(f"no rank has the {key.kind} of {key.name}{where}")
             continue
         for rank, value in parts:
             found = _difference(key, rank, value, right.data, truth, allowed)
@@ -231,7 +232,3 @@ def _adds_up(values: list[Value], truth: np.ndarray, allowed: float) -> bool:
         return False
     total = np.sum([value.data for value in values], axis=0, dtype=np.float64)
     return bool(np.abs(total - part_of(truth, first.indices)).max() <= len(values) * allowed)
-
-
-def _of_microbatch(key: Key) -> str:
-    return f", microbatch {key.microbatch}" if key.microbatch >= 0 else ""

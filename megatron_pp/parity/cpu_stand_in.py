@@ -150,7 +150,7 @@ def redirect() -> None:
     importlib.import_module("torch._dynamo")  # wants the real torch.cuda; torch's optimizers would import it later
     _redirect_devices()
     _redirect_cuda_module()
-    _redirect_compile()
+    vars(torch)["compile"] = lambda model=None, **_: model if model is not None else (lambda function: function)
     _redirect_distributed()
     with triton_stand_in():
         _redirect_rng_tracker()
@@ -197,13 +197,6 @@ def _redirect_cuda_module() -> None:
     for name in ("range_push", "range_pop", "mark"):
         setattr(cuda.nvtx, name, nothing)
     cuda.nvtx.range = lambda *args, **kwargs: contextlib.nullcontext()
-
-
-def _redirect_compile() -> None:
-    def compile_(model: Any = None, **kwargs: Any) -> Any:
-        return model if model is not None else (lambda function: function)
-
-    torch.compile = compile_
 
 
 def _redirect_distributed() -> None:

@@ -58,8 +58,9 @@ def compare(
     Raises RunError where a rank fails, ScheduleInputError where there are fewer layers than stages.
     """
     reference = Pipeline() if reference is None else reference
-    for one in (layout, reference):
-        _check_layers(make_model, one)
+    layers, stages = len(make_model()), max(one.pp * one.vp for one in (layout, reference))
+    if layers < stages:
+        raise ScheduleInputError(f"{layers} layers cannot be divided into {stages} stages")
     with tempfile.TemporaryDirectory() as folder:
 
         def run(pipeline: Pipeline, dtype: torch.dtype) -> list[Record]:
@@ -91,12 +92,6 @@ def assert_within_rounding(found: Comparison) -> None:
 def _words(found: Comparison) -> str:
     lines = [f"{one.key.kind} of {one.key.name}: off by {one.error:.3g} on rank {one.rank}" for one in found.wrong()]
     return "\n".join([found.verdict, *found.missing, *lines])
-
-
-def _check_layers(make_model: Callable[[], nn.Sequential], pipeline: Pipeline) -> None:
-    layers, stages = len(make_model()), pipeline.pp * pipeline.vp
-    if layers < stages:
-        raise ScheduleInputError(f"{layers} layers cannot be divided into {stages} stages")
 
 
 def _step(

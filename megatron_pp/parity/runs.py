@@ -150,7 +150,7 @@ def prepare(program: Program) -> None:
     if not program.gpu:
         from megatron_pp.parity import cpu_layers, cpu_stand_in
 
-        _for_older_python()
+        vars(typing).setdefault("override", lambda function: function)  # Megatron's main branch needs Python 3.12
         cpu_stand_in.redirect()
         with cpu_stand_in.triton_stand_in():
             _import_all(program)
@@ -164,11 +164,6 @@ def has_training_loop() -> bool:
     """Whether the program, which has been prepared, trains by Megatron's own loop, with its flags; not one of its own
     on Megatron-core alone."""
     return "megatron.training.training" in sys.modules
-
-
-def _for_older_python() -> None:
-    """Megatron's main branch is written for Python 3.12."""
-    vars(typing).setdefault("override", lambda function: function)
 
 
 def _import_all(program: Program) -> None:

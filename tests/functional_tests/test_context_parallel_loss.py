@@ -124,7 +124,8 @@ def steps() -> list[tuple[float, int]]:
     """Of each step: the largest difference of a gradient from one process's, and the warnings of all ranks so far."""
     with_megatron = importlib.util.find_spec("megatron.core") is not None
     expected, found = one_process(), []
-    for ranks in zip(*run_processes(rank_main, 4, args=(with_megatron,), timeout=240.0), strict=True):
+    results = run_processes(rank_main, 4, args=(with_megatron,), timeout=240.0, start_method="mixed")
+    for ranks in zip(*results, strict=True):
         apart = [
             float((grad - wanted).abs().max())
             for stage, grads, _ in ranks

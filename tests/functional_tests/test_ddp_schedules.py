@@ -143,4 +143,4 @@ def _sharded_main(rank: int, size: int) -> list[str]:
 
 
 def test_sharded_stages_run_whole_backwards() -> None:
-    assert run_processes(_sharded_main, 2, timeout=120.0) == [["1f1b", "zb_h1"]] * 2
+    assert run_processes(_sharded_main, 2, timeout=120.0, start_method="forkserver") == [["1f1b", "zb_h1"]] * 2

@@ -59,12 +59,12 @@ def _rank_main(rank: int, size: int, names: list[str]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, Any]]:
-    return run_processes(_rank_main, 2, (list(QUICK),), timeout=180)
+    return run_processes(_rank_main, 2, (list(QUICK),), timeout=180, start_method="mixed")
 
 
 @pytest.fixture(scope="module")
 def slow_results() -> list[dict[str, Any]]:
-    return run_processes(_rank_main, 4, (list(SLOW),), timeout=400)
+    return run_processes(_rank_main, 4, (list(SLOW),), timeout=400, start_method="mixed")
 
 
 @pytest.mark.parametrize("case", QUICK)

@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
+from weakref import WeakMethod
 
+from megatron_pp.comm.at_exit import call_if_alive
+from megatron_pp.faults import heartbeat, watchdog
 from megatron_pp.features.slices import sequence_slice
 from megatron_pp.testing.streams import DeviceRules, StreamNetwork, virtual_cuda
 from megatron_pp.testing.streams.cuda import replaced
@@ -57,8 +60,18 @@ def run_on_virtual_devices(
         with network.running(rank):
             return rank_main(rank, size, *args)
 
-    with patch.dict(os.environ, environment or {}):
-        return run_ranks(size, run, network.abort, timeout)
+    at_exit: list[WeakMethod[Callable[[], object]]] = []
+
+    def call_at_exit(method: Callable[[], object]) -> None:
+        at_exit.append(WeakMethod(method))
+
+    places = [(module, "call_at_exit", call_at_exit) for module in (heartbeat, watchdog)]
+    with patch.dict(os.environ, environment or {}), replaced(places):
+        try:
+            return run_ranks(size, run, network.abort, timeout)
+        finally:  # as where the ranks' programs end
+            for method in reversed(at_exit):
+                call_if_alive(method)
 
 
 @contextmanager

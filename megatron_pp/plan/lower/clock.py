@@ -32,12 +32,8 @@ class Clocked(NamedTuple):
     result_ends: Ends
 
 
-def _one_slot(op: str, stage: int, mb: int, part: int) -> Time:
-    return 1
-
-
 def run_clock(
-    orders: Sequence[Sequence[Instruction]], placement: Placement, took: Took = _one_slot, transfer: Time = 0
+    orders: Sequence[Sequence[Instruction]], placement: Placement, took: Took = lambda *_: 1, transfer: Time = 0
 ) -> Clocked:
     """Put orders on the clock.
 

@@ -19,7 +19,7 @@ def cycle_in_words(run: Any, rank: int) -> str:
         if entry is None:
             lines.append(f"rank {current} is at its end")
             break
-        head = _head_in_front_of(entry)
+        head = next(e for e in entry.queue[0].ends if not e.done)  # without a partner
         other = "collective" if head.is_collective else "receive" if head.is_send else "send"
         peer = run.queues.missing_peer(head)
         lines.append(
@@ -42,8 +42,3 @@ def _queued(run: Any, rank: int, entry: Entry, head: End) -> str:
     if at.op in ins.POST_OPS or at.op in ins.GROUP_OPS:
         return "" if head.entry.at is at else f" (its {at} is queued behind it, and all that follows behind that)"
     return "" if head.entry is entry else f" (its {entry.at} is queued behind it)"
-
-
-def _head_in_front_of(entry: Entry) -> End:
-    """The end without a partner at the head of the queue of ``entry``."""
-    return next(e for e in entry.queue[0].ends if not e.done)

@@ -66,7 +66,7 @@ class Candidate:
     def model(self, question: Question) -> Model:
         """The model for microbatches of this size; without its output layer where that is split over all ranks."""
         model = question.model(self.micro_batch)
-        return model.with_split_output() if self.family.barriers else model
+        return replace(model, layers=model.layers[:-1], output=model.layers[-1]) if self.family.barriers else model
 
     def shape(self, pipeline_size: int, most: int | None = None) -> Shape:
         """``most``: microbatches at most."""

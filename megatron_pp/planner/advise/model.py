@@ -129,9 +129,6 @@ class Model:
         kinds = [one.kind for one in self.layers]
         return kinds[-1] == LOSS and kinds.count(LOSS) == 1 and MTP not in kinds and len(kinds) > 1
 
-    def with_split_output(self) -> Model:
-        return replace(self, layers=self.layers[:-1], output=self.layers[-1])
-
     def times(self, factor: float) -> Model:
         """Microbatches of ``factor`` times the size, in proportion."""
         layers = tuple(one.scaled(factor, one.static) for one in self.layers)

@@ -7,7 +7,7 @@ data parallelism, the optimizer, and launches of kernels.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from megatron_pp.errors import PlanError
@@ -172,7 +172,8 @@ class Transformer:
             losses = 1 + self.mtp_layers
             layers += [costs.loss(1)] * losses if self.spread_mtp else [costs.loss(losses)]
         text = f"/{self.mtp_pattern}" * self.mtp_layers if self.mtp_pattern else ""
-        share = _share_of_attention([part for letters in main for part in self.parts(letters)])
+        parts = [part for letters in main for part in self.parts(letters)]
+        share = _flops(part for part in parts if "core_attn" in part.modules) / _flops(parts)
         return Model(tuple(layers), shape.message_bytes / GB, share, self.flops(), mtp_pattern=text)
 
     def flops(self) -> float:
@@ -214,10 +215,6 @@ class Transformer:
 
 def _flops(parts: Iterable[Part]) -> float:
     return sum(part.core + part.flops for part in parts)
-
-
-def _share_of_attention(parts: Sequence[Part]) -> float:
-    return _flops(part for part in parts if "core_attn" in part.modules) / _flops(parts)
 
 
 @dataclass(frozen=True)
