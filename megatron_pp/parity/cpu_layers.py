@@ -8,6 +8,7 @@ Megatron where it reduces those of Transformer Engine's, attention is Megatron's
 | `WrappedTorchNorm`   | sequence parallelism  | its parameters have the attribute `sequence_parallel`    |
 | `DotProductAttention`| context parallelism   | keys and values of all ranks are gathered and put in order |
 |                      | values of other sizes | the widths that multi-latent attention gives are taken   |
+| `ColumnParallelLinear` | layers beside the output layer's where embedding gradients are deferred | theirs are not    |
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 
 def complete_layers() -> None:
     """Let the local layers run under sequence and context parallelism. Idempotent."""
+    from megatron.core.tensor_parallel import layers
     from megatron.core.transformer import dot_product_attention, torch_norm
 
     norm: Any = torch_norm.WrappedTorchNorm
@@ -31,6 +33,8 @@ def complete_layers() -> None:
         attention: Any = dot_product_attention.DotProductAttention
         attention.__init__ = _with_context_parallelism(attention.__init__)
         attention.forward = _of_gathered_keys(attention.forward)
+        linear: Any = layers.ColumnParallelLinear
+        linear.__init__ = _with_its_own_gradients(linear.__init__)
     _name_berts_layers()
 
 
@@ -74,6 +78,16 @@ def _with_context_parallelism(original: Any) -> Any:
         self.config = config
         if v_channels is not None:
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+    return init
+
+
+def _with_its_own_gradients(original: Any) -> Any:
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if self.embedding_activation_buffer is None:
+            self.config = _without(self.config, defer_embedding_wgrad_compute=False)
 
     return init
 

@@ -26,6 +26,8 @@ What is redirected, and why Megatron needs it:
 | `torch.distributed`'s coalescing                        | one by one              | DDP's and optimizer's buckets   |
 | `ReduceOp.AVG`                                          | SUM, then division      | DDP, finalisation               |
 | sizes given to `all_to_all_single` as tensors           | lists                   | MoE's all-to-all dispatcher     |
+| `all_gather` and `reduce_scatter` of unequal tensors    | one by one              | the same, of split experts      |
+| `fused_weight_gradient_mlp_cuda`                        | a product and a sum     | deferred gradients of embeddings |
 | state of a `DistributedOptimizer` that restores | zeros         | without TE, Megatron asks Adam for its step |
 | `moe_utils.te_general_gemm`                             | None                    | 0.16's router without TE        |
 | `inference_layers.Inference…ColumnParallelLinear`       | a class                 | MTP without TE (main branch)    |
@@ -46,7 +48,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
+
+from megatron_pp.parity.cpu_collectives import redirect_distributed
 
 CPU = torch.device("cpu")
 
@@ -151,7 +154,8 @@ def redirect() -> None:
     _redirect_devices()
     _redirect_cuda_module()
     vars(torch)["compile"] = lambda model=None, **_: model if model is not None else (lambda function: function)
-    _redirect_distributed()
+    redirect_distributed()
+    _add_fused_gradients()
     with triton_stand_in():
         _redirect_rng_tracker()
         _complete_moe_utils()
@@ -199,116 +203,18 @@ def _redirect_cuda_module() -> None:
     cuda.nvtx.range = lambda *args, **kwargs: contextlib.nullcontext()
 
 
-def _redirect_distributed() -> None:
-    _gloo_for_nccl("init_process_group")
-    _gloo_for_nccl("new_group")
-    # Megatron names the device so that NCCL need not guess it; gloo's barrier refuses the argument.
-    plain_barrier = dist.barrier
+def _add_fused_gradients() -> None:
+    """Apex's extension, which adds a weight's gradient to the one that is there."""
 
-    def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
-        return plain_barrier(group=group, async_op=async_op)
+    def wgrad_gemm_accum(inputs: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
+        main_grad.addmm_(grad_output.t(), inputs)
 
-    dist.barrier = barrier  # type: ignore[assignment]
-    # gloo does not coalesce: run the operations one by one and hand out one handle for all of them.
-    import torch.distributed.distributed_c10d as c10d
-
-    c10d._coalescing_manager = _one_by_one
-    dist._coalescing_manager = _one_by_one
-    _listed_sizes()
-    for name in ("all_reduce", "reduce_scatter_tensor", "_reduce_scatter_base"):
-        _average_by_hand(name)
-    for name in (
-        "all_reduce",
-        "reduce_scatter_tensor",
-        "_reduce_scatter_base",
-        "all_gather_into_tensor",
-        "_all_gather_base",
-    ):
-        _report_to_manager(name)
-
-
-def _listed_sizes() -> None:
-    """Megatron's dispatcher makes lists of the sizes where it copies them from a GPU, else leaves tensors."""
-    original = dist.all_to_all_single
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        for name in ("output_split_sizes", "input_split_sizes"):
-            if isinstance(kwargs.get(name), torch.Tensor):
-                kwargs[name] = kwargs[name].tolist()
-        return original(*args, **kwargs)
-
-    dist.all_to_all_single = wrapped
-
-
-def _gloo_for_nccl(name: str) -> None:
-    original = getattr(dist, name)
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("backend") == "nccl":
-            kwargs["backend"] = "gloo"
-        kwargs.pop("pg_options", None)
-        kwargs.pop("device_id", None)
-        return original(*["gloo" if a == "nccl" else a for a in args], **kwargs)
-
-    setattr(dist, name, wrapped)
-    setattr(sys.modules["torch.distributed.distributed_c10d"], name, wrapped)
-
-
-class _Collected:
-    """The handles of one coalesced region; `wait` waits for all of them."""
-
-    def __init__(self) -> None:
-        self.works: list[Any] = []
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
-        self.works.clear()
-
-
-_OPEN: list[_Collected] = []
-
-
-@contextlib.contextmanager
-def _one_by_one(group: Any = None, device: Any = None, async_ops: bool | None = False) -> Iterator[_Collected]:
-    collected = _Collected()
-    _OPEN.append(collected)
-    try:
-        yield collected
-    finally:
-        _OPEN.pop()
-    if not async_ops:
-        collected.wait()
-
-
-def _report_to_manager(name: str) -> None:
-    original = getattr(dist, name)
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        work = original(*args, **kwargs)
-        if _OPEN and work is not None:
-            _OPEN[-1].works.append(work)
-            return None
-        return work
-
-    setattr(dist, name, wrapped)
-
-
-def _average_by_hand(name: str) -> None:
-    """gloo has no ReduceOp.AVG: sum, then divide. Only the synchronous form is needed by Megatron."""
-    original = getattr(dist, name)
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("op") != dist.ReduceOp.AVG:
-            return original(*args, **kwargs)
-        if kwargs.get("async_op"):
-            raise NotImplementedError(f"{name} with ReduceOp.AVG and async_op=True on gloo")
-        kwargs["op"] = dist.ReduceOp.SUM
-        original(*args, **kwargs)
-        args[0].div_(dist.get_world_size(kwargs.get("group")))
-        return None
-
-    setattr(dist, name, wrapped)
+    name = "fused_weight_gradient_mlp_cuda"
+    if importlib.util.find_spec(name) is None:
+        module: Any = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, loader=None)
+        module.wgrad_gemm_accum_fp32 = module.wgrad_gemm_accum_fp16 = wgrad_gemm_accum
+        sys.modules[name] = module
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from megatron_pp.parity.flags import Flags
 TP, PP, CP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"
 EP, ETP = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
 STAGE_LAYERS, CHUNKS = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
+HYBRID = "--hybrid-layer-pattern"
 LAYOUT, VOCABULARY = "--pipeline-model-parallel-layout", "--make-vocab-size-divisible-by"
 FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
 SHARDED_OPTIMIZER = "--use-distributed-optimizer"
@@ -130,6 +131,8 @@ class Layout:
         for part in ("CP", "PP", "EP", "ETP", "distributed optimizer", "overlapped reduction", "recomputation"):
             layout = replace(layout, flags=layout.flags.without(*SWITCHES[part]))
         flags = layout.flags.without(*_SHARED_EXPERTS, *SWITCHES["TP"])
+        if HYBRID in flags:
+            flags = flags.set(HYBRID, flags.text(HYBRID).replace("|", ""))
         if self.checkpoint and SHARDED_OPTIMIZER in self.flags:  # its checkpoints are unlike those of others
             flags = flags.set(SHARDED_OPTIMIZER, True)
         written = SAVE if self.checkpoint else ""

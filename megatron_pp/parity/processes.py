@@ -36,9 +36,10 @@ def run_ranks(body: Callable[[int], Result], world: int, folder: Path, deadline:
     the first rank that failed; no process is left.
     """
     context = get_context("fork")
-    port = _free_port()
-    processes = [context.Process(target=_rank, args=(body, rank, world, port, folder)) for rank in range(world)]
     end = time.monotonic() + deadline
+    kept = _free_port()
+    port = kept.getsockname()[1]
+    processes = [context.Process(target=_rank, args=(body, rank, world, port, folder)) for rank in range(world)]
     try:
         for process in processes:
             process.start()
@@ -61,6 +62,7 @@ def run_ranks(body: Callable[[int], Result], world: int, folder: Path, deadline:
         for process in processes:
             if process.pid is not None:
                 process.join()
+        kept.close()
     return [pickle.loads((folder / f"rank{rank}.result").read_bytes()) for rank in range(world)]
 
 
@@ -100,10 +102,12 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+def _free_port() -> socket.socket:
+    """Bound, so that no connection takes the port meanwhile; torch's store shares the address and listens there."""
+    kept = socket.socket()
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    kept.bind(("127.0.0.1", 0))
+    return kept
 
 
 def _last_words(folder: Path, rank: int) -> str:

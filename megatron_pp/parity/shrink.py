@@ -65,8 +65,7 @@ def for_parity(layout: Layout, steps: int, shrunk: bool, gpu: bool, own_loop: bo
     )  # fmt: skip
     if flags.number("--vocab-size", 0) == 0:
         flags = flags.set("--vocab-size", _VOCABULARY)
-    for name, value in {} if gpu else ON_CPU.items():
-        flags = flags.set(name, value)
+    flags = flags if gpu else _on_cpu(flags)
     if shrunk:
         flags = shrink(Layout(flags, layout.world))
     if own_loop:
@@ -75,9 +74,22 @@ def for_parity(layout: Layout, steps: int, shrunk: bool, gpu: bool, own_loop: bo
     return changed, _words(layout.flags, flags)
 
 
+def _on_cpu(flags: Flags) -> Flags:
+    """Recomputation of activation functions needs grouped products; deferred gradients of embeddings are fused ones."""
+    again = flags.text("--recompute-modules").split()
+    if "moe_act" in again:
+        flags = flags.set("--recompute-modules", " ".join(name for name in again if name != "moe_act"))
+        if again == ["moe_act"]:
+            flags = flags.without("--recompute-modules", "--recompute-granularity")
+    for name, value in ON_CPU.items():
+        if name != "--no-gradient-accumulation-fusion" or "--defer-embedding-wgrad-compute" not in flags:
+            flags = flags.set(name, value)
+    return flags
+
+
 def shrink(layout: Layout) -> Flags:
     flags = layout.flags
-    for step in (_layers, _heads, _experts, _others):
+    for step in (_layers, _dense_layers, _heads, _experts, _others):
         flags = step(Layout(flags, layout.world))
     return flags
 
@@ -106,8 +118,14 @@ def _layers(layout: Layout) -> Flags:
     flags = flags.set("--num-layers", min(layers, given) if "--num-layers" in flags else layers)
     if given > layers:
         flags = _less(flags, of.STAGE_LAYERS, per_chunk)
-    pattern = flags.text("--moe-layer-freq")
-    return flags.set("--moe-layer-freq", f"([0]*1+[1]*{layers - 1})") if "[" in pattern else flags
+    return flags
+
+
+def _dense_layers(layout: Layout) -> Flags:
+    """The first layer, where a list says which layers have experts."""
+    flags, listed = layout.flags, "[" in layout.flags.text("--moe-layer-freq")
+    rest = flags.number("--num-layers", 1) - 1
+    return flags.set("--moe-layer-freq", f"([0]*1+[1]*{rest})") if listed else flags
 
 
 def _stages(flags: Flags) -> Flags:

@@ -79,6 +79,14 @@ def test_processes_that_a_layout_needs(text, processes):
             {"--pipeline-model-parallel-layout": "Et|tt|t|L", "--num-layers": "4"},
         ),
         (f"{PP2} --account-for-loss-in-pipeline-split", {"--num-layers": "3"}),
+        (
+            f"{PP2} --pipeline-model-parallel-layout Et*16|t*16L --moe-layer-freq ([0]*3+[1]*29)",
+            {"--num-layers": "2", "--moe-layer-freq": "([0]*1+[1]*1)"},
+        ),
+        (
+            f"{PP2} --decoder-first-pipeline-num-layers 20 --moe-layer-freq ([0]*3+[1]*29)",
+            {"--num-layers": "3", "--moe-layer-freq": "([0]*1+[1]*2)"},
+        ),
     ],
 )
 def test_sizes_go_down_to_what_the_layout_needs(text, expected):
@@ -106,12 +114,30 @@ def test_changes_are_said():
     assert (changed.uneven_masks, own.uneven_masks) == (True, False)
 
 
+@pytest.mark.parametrize(
+    ("text", "there", "gone"),
+    [
+        ("", "--no-gradient-accumulation-fusion", "--recompute-modules"),
+        ("--defer-embedding-wgrad-compute", "--transformer-impl", "--no-gradient-accumulation-fusion"),
+        ("--recompute-modules moe_act --recompute-granularity selective", "--seq-length", "--recompute-granularity"),
+    ],
+)
+def test_what_the_cpu_computes_otherwise(text, there, gone):
+    changed, _ = for_parity(layout(text), 2, True, False)
+    assert there in changed.flags
+    assert gone not in changed.flags
+    kept, _ = for_parity(layout("--recompute-modules mlp moe_act --recompute-granularity selective"), 2, True, False)
+    assert kept.flags.text("--recompute-modules") == "mlp"
+
+
 def test_one_process_computes_the_same():
     alone = layout(f"{TP2} {PP2} {V2} {CP2} --sequence-parallel --use-distributed-optimizer --swiglu").alone()
     assert alone.world == 1
     assert alone.label() == "uneven masks"
     assert alone.flags.text("--global-batch-size") == "256"
     assert "--swiglu" in alone.flags
+    hybrid = layout(f"{PP2} --hybrid-layer-pattern M*-|M-").alone()
+    assert hybrid.flags.text("--hybrid-layer-pattern") == "M*-M-"
 
 
 @pytest.mark.parametrize(
