@@ -22,7 +22,7 @@ MODULES = {
     "deferred_embedding": "megatron_pp.runtime.deferred_embedding",
     "named_tensors": "megatron_pp.features.named_tensors.named_steps",
     "context_parallel_loss": "megatron_pp.runtime.context_parallel_loss",
-    "cuda_graphs": "megatron_pp.runtime.graph_order",
+    "megatron_order": "megatron_pp.runtime.graph_order",
     "conversions": "megatron_pp.config.conversions",
     "layout": "megatron_pp.config.layout",
     "layout_text": "megatron_pp.config.layout_text",

@@ -25,8 +25,9 @@ _NOT_READ = ("pipeline_model_parallel_size", "data_parallel_size", "params_dtype
 _FIELDS = {f.name: f for f in dataclasses.fields(ModelParallelConfig) if f.name not in _NOT_READ}
 _FIELDS |= {name: TransformerConfig.__dataclass_fields__[name] for name in ("hidden_size", "ffn_hidden_size")}
 _DEFAULTS: dict[str, Any] = {f.name: None if f.default is dataclasses.MISSING else f.default for f in _FIELDS.values()}
-# A config that describes no layers has no dropout; the last two are fields of Megatron's alone.
+# A config that describes no layers has no dropout; the others are fields of Megatron's alone.
 _DEFAULTS |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "mtp_standalone": False, "cuda_graph_impl": False}
+_DEFAULTS |= {"fine_grained_activation_offloading": False}
 _FROM_ENVIRONMENT = tuple(
     (list(_DEFAULTS).index(name), field.default_factory)
     for name, field in _FIELDS.items()
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     class _Values(TransformerConfig):
         mtp_standalone: bool
         cuda_graph_impl: str | bool
+        fine_grained_activation_offloading: bool
         _make: Any
         _replace: Any
 

@@ -1,20 +1,23 @@
-"""The order in which Megatron captures CUDA graphs of layers, against that of a plan.
+"""The order in which Megatron captures CUDA graphs of layers, or copies activations back, against that of a plan.
 
 The graphs of one microbatch have memory of another that is over by then in the order of capture; replayed in another
 order, they overwrite what is still needed. Transformer Engine's (``make_graphed_callables(_order=...)``) are captured
 in the order of Megatron's own schedules (``get_schedule_table``, ``convert_schedule_table_to_order``), whatever runs
 afterwards; Megatron's own in that of the first training step (``_CudagraphGlobalRecord``).
+
+Fine-grained offloading gives the k-th backward the copies of the forward that is k-th in the backward order of
+Megatron's schedules (``PipelineOffloadManager.flush``), whichever backward it is.
 """
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
 
 from megatron_pp.common.object_table import ObjectTable
-from megatron_pp.config.settings import TE_GRAPHS
+from megatron_pp.config.settings import LAYER_GRAPHS, TE_GRAPHS
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.instruction import BACKWARD_OPS, FORWARD, Instruction, without_pairs
@@ -25,9 +28,19 @@ from megatron_pp.tracing.observers import StepObserver
 
 def step_observer(step: Any) -> StepObserver | None:
     """What keeps the graphs of a StepCall's model in order; None where nothing has to. Raises ScheduleInputError, on
-    all ranks alike, where they would not be."""
+    all ranks alike, where they, or copies of activations, would not be."""
     spec, settings = PlanSpec(**step.fields), step.settings
-    if spec.pipeline_size == 1 or step.joins_pairs:  # whose layers run in parts, outside of graphs
+    interleaved = settings.virtual_pipeline_model_parallel_size is not None
+    group = getattr(step.config, "microbatch_group_size_per_vp_stage", None) or 0  # Megatron reads no other setting
+    if settings.fine_grained_activation_offloading:
+        check_offload_order(spec, interleaved, group)
+    if settings.cuda_graph_impl not in LAYER_GRAPHS:
+        return None
+    if step.joins_pairs:  # Megatron's own graphs are outside of schedule plans
+        if settings.cuda_graph_impl == TE_GRAPHS:
+            check_graph_order(spec, interleaved, group)
+        return None
+    if spec.pipeline_size == 1:
         return None
     if step.weights is not None and not spec.forward_only and find_family(spec.schedule).splits_weight:
         raise ScheduleInputError(
@@ -35,7 +48,7 @@ def step_observer(step: Any) -> StepObserver | None:
             f"{spec.schedule} splits them; choose a schedule that does not, or leave the graphs out"
         )
     if settings.cuda_graph_impl == TE_GRAPHS:
-        check_graph_order(spec, settings.virtual_pipeline_model_parallel_size is not None)
+        check_graph_order(spec, interleaved, group)
         return None
     graphs = _LOCAL_GRAPHS.setdefault(step.inputs.chunks[0], LocalGraphs())
     graphs.check(spec)
@@ -102,39 +115,76 @@ def _of_order(order: Any) -> list[Instruction]:
     return [at for at in without_pairs(order) if at.op == FORWARD or at.op in BACKWARD_OPS]
 
 
-def check_graph_order(spec: PlanSpec, interleaved: bool) -> None:
+def check_graph_order(spec: PlanSpec, interleaved: bool, group_size: int = 0) -> None:
     """Raises ScheduleInputError, on all ranks alike, where a rank's forwards and backwards in the plan of ``spec`` are
-    in another order than its graphs were captured in. ``interleaved``: by Megatron's schedule for model chunks."""
-    difference = None if spec.pipeline_size == 1 or spec.forward_only else _difference(spec, interleaved)
+    in another order than its graphs were captured in. ``interleaved``: by Megatron's schedule for model chunks, in
+    groups of ``group_size`` microbatches (0: of the plan)."""
+    difference = None if spec.forward_only else _difference(spec, interleaved, group_size or spec.group_size)
     if difference is not None:
         raise ScheduleInputError(
-            f"config.cuda_graph_impl is {TE_GRAPHS!r}, and {difference}: replayed in another order, graphs overwrite "
-            "each other's buffers. Choose the schedule of the capture (1f1b, or interleaved_1f1b with model chunks and "
-            "full groups of microbatches), or leave the graphs out"
+            f"config.cuda_graph_impl is {TE_GRAPHS!r}, and {difference} in the order of capture: replayed in another "
+            "order, graphs overwrite each other's buffers. Choose the schedule of the capture (1f1b, "
+            "interleaved_1f1b with model chunks and full groups of microbatches, combined_1f1b with pairs), or leave "
+            "the graphs out"
+        )
+
+
+def check_offload_order(spec: PlanSpec, interleaved: bool, group_size: int = 0) -> None:
+    """As `check_graph_order`, of forwards among themselves and backwards among themselves, for
+    ``fine_grained_activation_offloading``."""
+    if spec.forward_only or spec.pipeline_size == 1:
+        return
+    difference = _difference(spec, interleaved, group_size or spec.group_size, offloads=True)
+    if difference is not None:
+        raise ScheduleInputError(
+            f"config.fine_grained_activation_offloading is set, and {difference} in Megatron's: in another order, "
+            "backwards get the activations of other microbatches. Choose a schedule with Megatron's order of forwards "
+            "and of backwards (1f1b, interleaved_1f1b), config.offload_chunks in place of it, or leave it out"
         )
 
 
 @lru_cache(maxsize=64)
-def _difference(spec: PlanSpec, interleaved: bool) -> str | None:
-    for rank, order in enumerate(build_plan(spec).orders):
-        runs = [at.chunk + 1 if at.op == FORWARD else -at.chunk - 1 for at in _of_order(order)]
+def _difference(spec: PlanSpec, interleaved: bool, group_size: int, offloads: bool = False) -> str | None:
+    plan = build_plan(spec)
+    for rank, order in enumerate(plan.programs if spec.overlap_pairs else plan.orders):
         captured = captured_order(
-            spec.pipeline_size, rank, spec.num_chunks, spec.num_microbatches, spec.group_size, interleaved
+            *(spec.pipeline_size, rank, spec.num_chunks, spec.num_microbatches, group_size, interleaved),
+            joined=spec.overlap_pairs,
         )
-        for position, (ours, theirs) in enumerate(zip(runs, captured, strict=True)):
+        runs = [numbers for numbers in map(_numbers, order) if numbers]
+        if offloads:
+            runs, captured = _by_direction(runs), _by_direction(captured)
+        for position, (ours, theirs) in enumerate(zip_longest(runs, captured, fillvalue=())):
             if ours != theirs:
                 return (
-                    f"operation {position} of pipeline rank {rank} is the {_words(ours)} in schedule "
-                    f"{spec.schedule}, where the graphs were captured for the {_words(theirs)}"
+                    f"operation {position} of pipeline rank {rank} is the {_words(ours)} in schedule {spec.schedule}, "
+                    f"and the {_words(theirs)}"
                 )
     return None
 
 
+def _numbers(entry: Any) -> tuple[int, ...]:
+    """Of an entry of an order, or the two halves of a pair: as `captured_order` writes them."""
+    return tuple(at.chunk + 1 if at.op == FORWARD else -at.chunk - 1 for at in _of_order([entry]))
+
+
+def _by_direction(runs: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Forwards, then backwards."""
+    return sorted(((one,) for entry in runs for one in entry), key=lambda entry: entry[0] < 0)
+
+
 def captured_order(
-    pipeline_size: int, rank: int, num_chunks: int, num_microbatches: int, group_size: int = 0, interleaved: bool = True
-) -> list[int]:
+    pipeline_size: int,
+    rank: int,
+    num_chunks: int,
+    num_microbatches: int,
+    group_size: int = 0,
+    interleaved: bool = True,
+    joined: bool = False,
+) -> list[tuple[int, ...]]:
     """Operations of a rank of Megatron's schedule, in the notation of ``make_graphed_callables``: c + 1 for a forward
-    of chunk c, -(c + 1) for a backward. ``group_size``: 0 for the pipeline's size."""
+    of chunk c, -(c + 1) for a backward. ``group_size``: 0 for the pipeline's size. ``joined``: pairs of a forward and a
+    backward are one operation, as in combined 1F1B (``get_overlap_moe_expert_parallel_comm_order``)."""
     group_size = group_size or pipeline_size
     chunks = [
         chunk
@@ -144,11 +194,14 @@ def captured_order(
     ]
     behind = pipeline_size - rank - 1
     warm_up = 2 * behind + (num_chunks - 1) * group_size if interleaved else behind
-    warm_up = min(warm_up, len(chunks))
+    warm_up = min(warm_up + joined, len(chunks))
     forwards, backwards = [chunk + 1 for chunk in chunks], [chunk - num_chunks for chunk in chunks]
-    steady = chain.from_iterable(zip(forwards[warm_up:], backwards, strict=False))
-    return [*forwards[:warm_up], *steady, *backwards[len(chunks) - warm_up :]]
+    pairs = zip(forwards[warm_up:], backwards, strict=False)
+    steady = pairs if joined else ((one,) for one in chain.from_iterable(pairs))
+    alone = [(one,) for one in forwards[:warm_up]]
+    return [*alone, *steady, *((one,) for one in backwards[len(chunks) - warm_up :])]
 
 
-def _words(number: int) -> str:
-    return f"{'forward' if number > 0 else 'backward'} of chunk {abs(number) - 1}"
+def _words(numbers: tuple[int, ...]) -> str:
+    words = [f"{'forward' if number > 0 else 'backward'} of chunk {abs(number) - 1}" for number in numbers]
+    return " with the ".join(words) or "end"

@@ -122,8 +122,8 @@ class StepCall:
     def _observers(self) -> list[StepObserver]:
         """Of the settings that ask for one."""
         asked = [name for name in _OBSERVED if getattr(self.settings, name)]
-        if self.settings.cuda_graph_impl in LAYER_GRAPHS:
-            asked.append("cuda_graphs")
+        if self.settings.cuda_graph_impl in LAYER_GRAPHS or self.settings.fine_grained_activation_offloading:
+            asked.append("megatron_order")
         found = (load(name).step_observer(self) for name in asked)
         return [one for one in found if one is not None]
 
