@@ -69,7 +69,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 def _refuse_unused(args: argparse.Namespace, style: str) -> None:
     """Raises UsageError for an option that would change nothing."""
     if style == "grid":
-        refuse(args, ("from_trace", *cost_options.RUN), "is for drawings in time, not for --style grid")
+        refuse(args, ("from_trace", "modules", *cost_options.RUN), "is for drawings in time, not for --style grid")
     if args.from_trace is not None:
         of_plans = (*plan_options.PLAN_OPTIONS, *cost_options.COSTS, *cost_options.MODEL)
         refuse(args, of_plans, "does not go with --from-trace, which draws what happened")
@@ -123,7 +123,7 @@ def _timelines(args: argparse.Namespace) -> list[Timeline]:
 
 def _plans(args: argparse.Namespace) -> list[Plan]:
     """The plans that the options name, verified."""
-    if args.source is not None:
+    if args.source is not None or args.modules is not None:
         return [plan_options.verified_single_plan(args)]
     specs = list(plan_options.listed_specs(args, plan_options.named_schedules(args)))
     return [plan_options.verified(plan_options.named_plan(spec)) for spec in specs]

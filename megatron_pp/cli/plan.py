@@ -62,7 +62,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 def _formatted(plan: Plan, args: argparse.Namespace, form: str) -> str:
     if form in ("text", "txt", ""):
         return _as_text(plan, args.compute_only)
-    refuse(args, ["compute_only"], f"is for text, not {form}")
+    refuse(args, ["compute_only", "modules"], f"is for text, not {form}")
     if form == JSON:
         with suppress(PlanError):  # a plan that is refused has no certificate
             plan = replace(plan, proof=verify(plan, device=args.device or None).certificate)

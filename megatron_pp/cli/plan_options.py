@@ -14,6 +14,9 @@ from megatron_pp.cli.parser import given, option, refuse
 from megatron_pp.config.model_config import TransformerConfig
 from megatron_pp.config.rules import schedule_name
 from megatron_pp.errors import PlanError
+from megatron_pp.features.modules.modules_plan import ModulesSpec, lowered_modules, modules_spec
+from megatron_pp.features.modules.modules_text import graphs_in
+from megatron_pp.features.modules.modules_verify import verify_modules
 from megatron_pp.features.skip_tensors.routes import Traffic, skip_tensors, traffic_of
 from megatron_pp.plan.builder import lowered_plan
 from megatron_pp.plan.io.serialize import load_plan
@@ -37,15 +40,18 @@ from megatron_pp.plan.lower.lowering import lowered
 from megatron_pp.plan.names import unknown
 from megatron_pp.plan.orders import SCHEDULES, choices, find_family, names_a_file
 from megatron_pp.plan.orders.family import Family, no_offloads
-from megatron_pp.plan.verify.verifier import verify
+from megatron_pp.plan.verify.verifier import Verdict, verify
 from megatron_pp.planner.naive import NAIVE, NAIVE_FAMILY, naive_orders
 
 _DEFAULT_RANKS = 4
-NAMING = ("schedule", "pipeline_size", "num_chunks", "num_microbatches", "group_size", "slices", "offload_chunks")
+_SIZES = ("pipeline_size", "num_chunks", "num_microbatches", "group_size", "slices", "offload_chunks")
+NAMING = ("schedule", *_SIZES, "modules")
 _LOWERING = ("policy", "channels", "forward_only", "variable_shapes", "release_after", "lookahead", "grad_sync")
 _FSDP = ("fsdp_collectives", "fsdp_max_active_stages")
 LOWERING = (*_LOWERING, "param_sync", "device", "offload_slots", "skip_tensors", "skip_cache", *_FSDP)
 PLAN_OPTIONS = (*NAMING, *LOWERING, "source")
+_NOT_OF_MODULES = ("from_trace", "num_layers", "keep_outputs", "optimizer_bypass")
+_OF_MODULES = ("num_microbatches", "modules", "forward_only", "variable_shapes", "release_after", "grad_sync", "device")
 # What ranks keep of named tensors.
 _CACHE_WORDS = {
     "none": "without a cache",
@@ -89,6 +95,9 @@ def add_plan_options(parser: argparse.ArgumentParser, several: bool = False) -> 
     group.add_argument("--param-sync", action="store_true", help="with PARAM_SYNC marks")
     group.add_argument("--skip-tensors", metavar="TEXT", help=help_of("skip_tensors"))
     group.add_argument("--skip-cache", choices=CACHES, help=help_of("skip_cache"))
+    of_modules = "several modules on their ranks, as 'vision=0/1; llm=2,3; vision>llm': replicas apart by /, stages by "
+    of_modules += "commas, tensor-parallel ranks by +; with -M and the options of a plan that do not name a schedule"
+    group.add_argument("--modules", metavar="TEXT", help=of_modules)
     imported = "a plan in our JSON or PyTorch's CSV (where it is compute-only, lowered as --policy and --channels say)"
     group.add_argument("--import", dest="source", metavar="FILE", help=imported)
 
@@ -132,6 +141,8 @@ def single_plan(args: argparse.Namespace, fit: Callable[[PlanSpec], PlanSpec] = 
     """
     if args.source is not None:
         return _imported(args)
+    if args.modules is not None:
+        return _of_modules(args)
     specs = list(listed_specs(args, named_schedules(args)))
     if len(specs) > 1:
         raise UsageError(
@@ -148,8 +159,15 @@ def verified_single_plan(args: argparse.Namespace, fit: Callable[[PlanSpec], Pla
 def verified(plan: Plan, device: Sequence[str] | None = None) -> Plan:
     """``plan``. Raises RefusedError where it does not verify, under ``device`` or the rules that it was lowered for."""
     with refusing(plan.spec.describe()):
-        verify(plan, device=device)
+        verdict_of(plan, device=device)
     return plan
+
+
+def verdict_of(plan: Plan, deallocate: bool = True, device: Sequence[str] | None = None) -> Verdict:
+    """What ``verify`` finds, or ``verify_modules`` for a plan of several modules. Raises PlanError."""
+    if isinstance(plan.spec, ModulesSpec):
+        return verify_modules(plan, device)
+    return verify(plan, deallocate=deallocate, device=device)
 
 
 def named_plan(spec: PlanSpec) -> Plan:
@@ -307,6 +325,24 @@ def _imported(args: argparse.Namespace) -> Plan:
         if name != "device" and mine != value:
             raise UsageError(f"{option(args, name)} is {value}; the plan in {args.source} was lowered with {mine}")
     return plan
+
+
+def _of_modules(args: argparse.Namespace) -> Plan:
+    """The plan of --modules, before it is verified."""
+    others = {*PLAN_OPTIONS, *_NOT_OF_MODULES} - {*_OF_MODULES}
+    refuse(args, sorted(name for name in others if name in args), "does not go with --modules")
+    if args.forward_only:
+        refuse(args, ["grad_sync"], "does not go with --forward-only, which has no gradients")
+    graphs = graphs_in(args.modules)
+    if len(graphs) > 1:
+        found = "; ".join(map(str, graphs))
+        raise UsageError(f"--modules has {len(graphs)} pipelines that exchange nothing ({found}); name one of them")
+    sizes = args.num_microbatches or [2 * graphs[0].size]
+    if len(sizes) > 1:
+        raise UsageError(f"-M has {len(sizes)} numbers of microbatches; --modules takes one")
+    spec = modules_spec(graphs[0], sizes[0], **given(args, _OF_MODULES[2:]))
+    with refusing(spec.describe()):
+        return lowered_modules(spec)
 
 
 def skip_facts(plan: Plan) -> dict[str, Any]:

@@ -37,6 +37,7 @@ EXAMPLES = """examples:
   megatron-pp simulate --compare all -P 4 -V 1,2 -M 8,16 --forward-ms 10 --backward-ms 20 \\
       --layers 32 --hidden-size 4096 --seq-length 4096 --memory-limit 40
   megatron-pp simulate -s zb_h2 -P 8 -M 32 --optimizer-bypass
+  megatron-pp simulate --modules 'vision=0/1; llm=2,3; vision>llm' -M 8 --p2p-ms 0.1
   megatron-pp simulate -s mine.csv --p2p-ms 0.1                       (P, V and M are the file's)
 
 exit codes: 0 done, 1 the plan is refused or nothing fits, 2 wrong arguments
@@ -95,7 +96,9 @@ def run(args: argparse.Namespace, console: Console) -> int:
     outside = outside_of(args, network.gloo) if args.memory else None
     held = [device_memory(plan, rank, memory[rank], outside) for rank in ranks] if memory and args.memory else None
     measured = plan.spec.measured
-    bound = bound_of(plan, costs, network, measured.memory(plan.placement) if measured else None)
+    bound = None  # that of a line of stages
+    if args.modules is None:
+        bound = bound_of(plan, costs, network, measured.memory(plan.placement) if measured else None)
     if args.json:
         facts = _facts(result, steady, peaks, unit) | {"bound": _bound_facts(bound, result.makespan)}
         print_json(console, facts | ({"memory": [memory_facts(one) for one in held]} if held else {}))
@@ -103,7 +106,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
         print_line(console, plan.spec.describe())
         for sentence in _sentences(result, steady, unit):
             print_line(console, sentence)
-        print_line(console, bound.beside(result.makespan, unit))
+        if bound is not None:
+            print_line(console, bound.beside(result.makespan, unit))
         _show(result, peaks, unit, console)
         if held:
             show_memory(held, console)
@@ -207,12 +211,14 @@ def _copies(result: Simulation) -> list[dict[str, float]]:
     ]
 
 
-def _bound_facts(bound: Bound, step: float) -> dict[str, Any]:
+def _bound_facts(bound: Bound | None, step: float) -> dict[str, Any] | None:
+    if bound is None:
+        return None
     return {"step": bound.step, "reason": bound.reason, "excess": bound.excess(step), "terms": dict(bound.terms)}
 
 
 def _compare(args: argparse.Namespace, console: Console) -> int:
-    refuse(args, ["source", "schedule"], "does not go with --compare, which names the schedules itself")
+    refuse(args, ["source", "schedule", "modules"], "does not go with --compare, which names the schedules itself")
     single = ["weight_share", "memory", "keep_outputs"]
     refuse(args, single, "is for a single plan, not for --compare, which shows no activations")
     names = plan_options.schedule_names(args.compare)
@@ -264,5 +270,5 @@ def _schedule_facts(c: ComparedSchedule) -> dict[str, Any]:
         **{name: getattr(c.spec, name) for name in ("schedule", "num_chunks", "num_microbatches")},
         "refused": c.refused or None,
         **{name: getattr(c, name) for name in numbers},
-        "bound": None if c.bound is None else _bound_facts(c.bound, c.makespan),
+        "bound": _bound_facts(c.bound, c.makespan),
     }

@@ -6,9 +6,8 @@ import argparse
 from typing import TYPE_CHECKING
 
 from megatron_pp.cli.errors import OK, REFUSED, RefusedError, refusing
-from megatron_pp.cli.plan_options import add_plan_options, single_plan
+from megatron_pp.cli.plan_options import add_plan_options, single_plan, verdict_of
 from megatron_pp.cli.terminal import print_json, print_line
-from megatron_pp.plan.verify.verifier import verify
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,6 +16,7 @@ SUMMARY = "check a plan: completeness, deadlock, buffer lifetime, memory"
 EXAMPLES = """examples:
   megatron-pp verify -s interleaved_1f1b -P 8 -V 4 -M 32
   megatron-pp verify -s mine.csv                         (a schedule file: lowered as a run would)
+  megatron-pp verify --modules 'vision=0/1; llm=2,3; vision>llm' -M 8
   megatron-pp verify --import plan.csv                   (as it is)
   megatron-pp verify --import plan.json --device one_queue,device_sync
 
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     try:
         plan = single_plan(args)
         with refusing(plan.spec.describe()):
-            verdict = verify(plan, deallocate=not args.keep_outputs, device=args.device or None)
+            verdict = verdict_of(plan, not args.keep_outputs, args.device or None)
     except RefusedError as error:
         if args.json:
             print_json(console, {"accepted": False, "refused": str(error)})

@@ -27,7 +27,7 @@ VALUES = {  # a switch has none
     "--tensor-parallel": "4", "--context-parallel": "2", "--data-parallel": "2", "--recompute": "full",
     "--from-trace": "traces", "--run": "one", "--rank": "1", "--step": "0", "--compare": "1f1b",
     "--memory-limit": "0", "--weight-share": "0.3", "--style": "grid", "--width": "400",
-    "--skip-tensors": "a=0>1", "--skip-cache": "all",
+    "--modules": "a=0; b=1; a>b", "--skip-tensors": "a=0>1", "--skip-cache": "all",
     "--sequence-slices": "2", "--attention-share": "0.5", "--output-ms": "1.5",
     "--max-ctas": "3", "--context-mb": "100",
     "--fsdp-collectives": "zero3", "--fsdp-max-active-stages": "2", "--unshard-ms": "1", "--reduce-grad-ms": "2",
@@ -43,6 +43,7 @@ PLANS = (
     "plan --import compute.csv --format json",
     "plan --import comms.csv --format json",
     "plan --import whole.json --format json",
+    "plan --modules 'a=0; b=1,2; a>b' -M 4",
     "plan --list",
 )
 TIMES = "--forward-ms 1 --backward-ms 2 --p2p-ms 0.1 --activation-mb 0.2 --bandwidth 0.1"

@@ -56,6 +56,17 @@ simulate -s 1f1b --weight-share 1 | --weight-share weighs weight gradients that 
 simulate --vocab-size 9 | also needs --layers and --hidden-size and --seq-length
 simulate --sequence-parallel --layers 4 --hidden-size 8 --seq-length 8 | needs --tensor-parallel above 1
 plan -s gpipe --group-size 2 | --group-size is for schedules with groups (interleaved_1f1b & not gpipe
+plan --modules 'llm=0,1; vision' | 'vision' is neither a module, as llm=2,3, nor a bridge
+plan --modules 'llm=0,1; llm=2' | module llm is there twice
+plan --modules ';' | there is no module
+plan --modules 'vision=0; vision>llm' | the topology names a module 'llm'
+plan --modules 'a=0/1; b=2/3; a>b' | --modules has 2 pipelines that exchange nothing (ranks 0, 2: a 0>2; ranks 1, 3
+plan --modules 'a=0; b=1; a>b' -M 2,4 | -M has 2 numbers of microbatches; --modules takes one
+plan --modules 'a=0; b=1; a>b' -P 2 | --pipeline-size does not go with --modules
+plan --modules 'a=0; b=1; a>b' --format json | --modules is for text, not json
+verify --modules 'a=0; b=1; a>b' --keep-outputs | --keep-outputs does not go with --modules
+simulate --modules 'a=0; b=1; a>b' --compare 1f1b | --modules does not go with --compare
+draw --modules 'a=0; b=1; a>b' --style grid | --modules is for drawings in time
 plan --policy plain --lookahead 2 | --lookahead is for --policy overlap, not plain
 plan --channels shared --lookahead 2 | --lookahead is for --channels one_way, not shared
 plan --forward-only --grad-sync explicit | --grad-sync does not go with --forward-only

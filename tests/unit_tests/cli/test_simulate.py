@@ -27,6 +27,19 @@ def test_simulate_under_the_rules_of_a_device(command):
     assert_refused(command(f"{line} --device one_queue --gloo"), 2, "one_queue: gloo's transfers wait for no device")
 
 
+def test_several_modules_take_the_longest_way(command):
+    """Two replicas of an encoder side by side before two stages: a way of three."""
+    line = ["--modules", "vision=0/1; llm=2,3; vision>llm", "-M", "8"]
+    facts = json.loads(command("simulate", *line, "--forward-ms", "1", "--backward-ms", "2", "--json")[1])
+    assert facts["makespan"] == pytest.approx((8 + 2) * 3)
+    assert facts["bound"] is None
+    assert command("verify", *line)[0] == 0
+    assert "rank 3 " in command("draw", *line)[1]
+    circle = command("verify", "--modules", "a=0,1; b=0,1; a>b")
+    assert circle[0] == 1
+    assert "rank 0 waits for F0.0 of rank 1, which never comes" in circle[1]
+
+
 def test_simulate_gives_the_closed_form(command):
     arguments = ["simulate", "-s", "1f1b", "-P", "4", "-M", "16", "--forward-ms", "10", "--backward-ms", "20", "--json"]
     facts = json.loads(command(*arguments)[1])

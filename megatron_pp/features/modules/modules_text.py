@@ -1,0 +1,39 @@
+"""Modules as text: ``vision=0/1; llm=2,3; vision>llm``.
+
+``NAME=RANKS`` is a module: replicas apart by ``/``, their stages by ``,``, a stage's tensor-parallel ranks by ``+``.
+``A>B`` is a bridge: the output of A goes to B.
+"""
+
+import re
+
+from megatron_pp.errors import PlanError
+from megatron_pp.features.modules.graph import Module, ModuleGraph, module_graphs
+
+_MODULE = re.compile(r"(?P<name>\w+)\s*=\s*(?P<ranks>\d{1,6}(?:[+,/]\d{1,6})*)")
+_BRIDGE = re.compile(r"(\w+)\s*>\s*(\w+)")
+
+
+def graphs_in(text: str) -> list[ModuleGraph]:
+    """The graphs of the modules in ``text``. Raises PlanError for what is neither a module nor a bridge, for two
+    modules of one name, and as ``module_graphs``.
+    """
+    modules: dict[str, Module] = {}
+    topology: dict[str, list[str]] = {}
+    for part in filter(None, map(str.strip, text.split(";"))):
+        if bridge := _BRIDGE.fullmatch(part):
+            topology.setdefault(bridge[1], []).append(bridge[2])
+        elif found := _MODULE.fullmatch(part):
+            if found["name"] in modules:
+                raise PlanError(f"module {found['name']} is there twice")
+            modules[found["name"]] = Module(found["name"], _ranks_in(found["ranks"]))
+        else:
+            raise PlanError(f"{part!r} is neither a module, as llm=2,3, nor a bridge, as vision>llm")
+    if not modules:
+        raise PlanError("there is no module, as llm=2,3")
+    return module_graphs([*modules.values()], topology)
+
+
+def _ranks_in(text: str) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    return tuple(
+        tuple(tuple(map(int, stage.split("+"))) for stage in replica.split(",")) for replica in text.split("/")
+    )
