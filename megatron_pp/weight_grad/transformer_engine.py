@@ -44,12 +44,21 @@ def from_the_library(layer: nn.Module) -> bool:
     return any(base.__module__.startswith(_LIBRARY) for base in type(layer).__mro__)
 
 
+# Attribute that Megatron's --tp-comm-overlap sets -> what Userbuffers do. Layers of one name share their buffers.
+_USERBUFFERS = {
+    "ub_bulk_wgrad": "overlap its weight gradient with communication (tp_comm_bulk_wgrad)",
+    "ub_bulk_dgrad": "gather its input in a buffer that other layers overwrite before W (tp_comm_bulk_dgrad)",
+    "ub_overlap_ag_dgrad": "gather its output gradient in a buffer that others overwrite before W (tp_comm_overlap_ag)",
+}
+
+
 def why_not_switched(layer: nn.Module) -> str:
     """Why a layer of Transformer Engine cannot get a ``SwitchedQueue``; empty where it can."""
     if getattr(layer, "wgrad_store", None) is None or not hasattr(layer, "fuse_wgrad_accumulation"):
         return "this class of the installed Transformer Engine has no delay_wgrad_compute"
-    if getattr(layer, "ub_bulk_wgrad", False):
-        return "Userbuffers overlap its weight gradient with communication (tp_comm_bulk_wgrad)"
+    for name, effect in _USERBUFFERS.items():
+        if getattr(layer, name, False):
+            return f"Userbuffers {effect}"
     if len(getattr(layer, "weight_names", ())) > 1:
         return "its weight is in several parameters (parameters_split)"
     return ""

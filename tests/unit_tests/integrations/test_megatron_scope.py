@@ -52,6 +52,11 @@ def reason(version: str, config: dict[str, Any], **arguments: Any) -> str | None
     ("version", "config", "named"),
     [
         ("0.16.1", {}, None),
+        (
+            "0.20.0",
+            {"tp_comm_overlap": True, "fine_grained_activation_offloading": True, "moe_paged_stash": True},
+            None,
+        ),
         ("0.16.1", {"hybrid_context_parallel": True}, "hybrid_context_parallel"),
         ("0.16.1", {"use_ring_exchange_p2p": True}, "use_ring_exchange_p2p"),
         ("0.14.0", {"enable_cuda_graph": True, "cuda_graph_scope": "full_iteration"}, "whole iteration"),

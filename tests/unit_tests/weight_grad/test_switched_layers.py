@@ -110,6 +110,18 @@ def test_a_layer_that_cannot_delay_stays_whole_and_says_why(te: Any, caplog: pyt
         assert reason in record.getMessage()
 
 
+@pytest.mark.parametrize("flag", ["tp_comm_bulk_wgrad", "tp_comm_bulk_dgrad", "tp_comm_overlap_ag"])
+def test_layers_whose_operands_userbuffers_overwrite_stay_whole(te: Any, flag: str) -> None:
+    """Under --tp-comm-overlap: layers of one name share a buffer, and W would read that of another layer."""
+    attribute = {"tp_comm_overlap_ag": "ub_overlap_ag_dgrad"}.get(flag, flag.replace("tp_comm", "ub"))
+    model = new_model(te, delay=False)
+    setattr(model[1], attribute, True)
+    report = split_weight_grad(model).report
+    (layer,) = report.whole_layers
+    assert layer.name == "1"
+    assert flag in layer.reason
+
+
 def test_torchs_distributed_data_parallel_is_taken_around_such_layers(te: Any) -> None:
     wrapped = object.__new__(DistributedDataParallel)
     torch.nn.Module.__init__(wrapped)

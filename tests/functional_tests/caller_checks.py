@@ -1,8 +1,8 @@
-"""Calls of reinforcement learning's frameworks, on ranks: forward-only calls between training steps, of several models.
+"""Callers of Megatron's schedules, on ranks: each runs under Megatron's and under this engine, and gives the same bits.
 
 Stand-ins of the places where verl (`megatron_actor.py`, `engine/megatron/transformer_impl.py`) and slime
-(`megatron_utils/model.py`, `reloadable_process_group.py`) call the schedules. Each runs under Megatron's and under this
-engine, and gives the same bits.
+(`megatron_utils/model.py`) call them: forward-only calls between training steps, of several models. Megatron's own
+FullCudaGraphWrapper, before it captures. A stand-in of PagedStashRunner, which the main branch has.
 """
 
 from __future__ import annotations
@@ -12,9 +12,13 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from megatron.core import parallel_state
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
+from megatron.core.transformer.enums import CudaGraphScope
 
+from megatron_pp.errors import NotServedError
 from megatron_pp.integrations import megatron_core
 from tests.megatron import lab as megatron_lab
 from tests.megatron.cases import Case
@@ -178,3 +182,88 @@ def slime_call(framework: Any, run: megatron_lab.Run, iterators: list[Any], coun
         forward_only=forward_only,
         **more,
     )
+
+
+def whole_step_wrapper(case: Case) -> list[Any]:
+    """Megatron's wrapper, which reads all batches ahead and passes iterators as a list: where its config says nothing
+    of graphs the engine runs the steps, else Megatron's own schedule. What `strict` says of them."""
+    count = equal_under_both(wrapped_steps, case)
+    run = megatron_lab.Run(case)
+    fields = {"cuda_graph_impl": "local", "cuda_graph_scope": [CudaGraphScope.full_iteration]}
+    for name, value in fields.items():
+        setattr(run.config, name, value)
+    with megatron_core.installed(strict=True), pytest.raises(NotServedError) as caught:
+        wrapped_call(fetched(VERL), run, 0)
+    with megatron_core.installed():
+        reports = wrapped_call(fetched(VERL), run, 0)
+    assert bool(reports) == parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    return [count, str(caught.value)]
+
+
+def wrapped_steps(framework: Any, case: Case) -> list[torch.Tensor]:
+    run = megatron_lab.Run(case)
+    found = [one["loss"] for step in range(2) for one in wrapped_call(framework, run, step)]
+    return found + [grad.clone() for grad in run.gradients().values()]
+
+
+def wrapped_call(framework: Any, run: megatron_lab.Run, step: int) -> list[Any]:
+    StaticBufferLoader.static_buffers = {"training": [], "validation": []}
+    FullCudaGraphWrapper.curr_iteration = {"training": 0, "validation": 0}
+    wrapper = FullCudaGraphWrapper(framework.get_forward_backward_func(), cuda_graph_warmup_steps=10)
+
+    def forward_step(data_iterator: Any, model: Any) -> Any:
+        return megatron_lab.forward_step(False, iter([next(data_iterator)["tokens"]]), model)
+
+    data = [{"tokens": tokens} for tokens in megatron_lab.batches(run.case, step)]
+    return wrapper(**arguments_of(run, forward_step, data))
+
+
+def arguments_of(run: megatron_lab.Run, forward_step: Any, data: list[Any]) -> dict[str, Any]:
+    """As Megatron's training loop has them: without chunks one iterator, and a list of one model."""
+    iterators = [iter(data) for _ in run.chunks]
+    return {
+        "forward_step_func": forward_step,
+        "data_iterator": iterators if len(iterators) > 1 else iterators[0],
+        "model": run.chunks,
+        "num_microbatches": len(data),
+        "seq_length": run.case.model.seq,
+        "micro_batch_size": run.case.model.micro_batch,
+        "decoder_seq_length": run.case.model.seq,
+        "forward_only": False,
+    }
+
+
+class StashRunner:
+    """What PagedStashRunner does around a schedule: it keeps the batches, and where a buffer was too small it clears
+    gradients, turns the stash off and runs the step once more."""
+
+    def __init__(self, run: megatron_lab.Run, function: Callable[..., Any]) -> None:
+        self.run, self.function = run, function
+
+    def __call__(self, **arguments: Any) -> list[Any]:
+        given = arguments["data_iterator"]
+        iterators = given if isinstance(given, list) else [given]
+        kept = [list(iterator) for iterator in iterators]
+        for stash in (True, False):
+            self.run.config.moe_paged_stash = stash
+            result = self.function(**{**arguments, "data_iterator": [iter(one) for one in kept]})
+            if stash:
+                for chunk in self.run.chunks:
+                    chunk.zero_grad_buffer()
+        self.run.config.moe_paged_stash = False
+        return result
+
+
+def stash_runner(case: Case) -> int:
+    return equal_under_both(stashed_steps, case)
+
+
+def stashed_steps(framework: Any, case: Case) -> list[torch.Tensor]:
+    run = megatron_lab.Run(case)
+    runner = StashRunner(run, framework.get_forward_backward_func())
+
+    def forward_step(data_iterator: Any, model: Any) -> Any:
+        return megatron_lab.forward_step(False, data_iterator, model)
+
+    reports = runner(**arguments_of(run, forward_step, megatron_lab.batches(case, 0)))
+    return [one["loss"] for one in reports] + [grad.clone() for grad in run.gradients().values()]

@@ -1,8 +1,10 @@
-"""verl's and slime's ways of calling the schedules: several models in one process, forward-only between steps."""
+"""Callers of Megatron's schedules: wrappers of its own, and verl's and slime's ways, with several models in one process
+and forward-only calls between steps."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -25,14 +27,16 @@ CASES = {
     "virtual stages, lengths vary": dataclasses.replace(VIRTUAL, variable_shapes=True),
 }
 CHECKS = ("verl", "slime")
+WRAPPERS = ("whole_step_wrapper", "stash_runner")
 
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, Outcome]:
     jobs = {
-        f"{check}, {name}": Job(case, check=f"tests.functional_tests.rl_checks:{check}")
-        for check in CHECKS
+        f"{check}, {name}": Job(case, check=f"tests.functional_tests.caller_checks:{check}")
+        for check in (*CHECKS, *WRAPPERS)
         for name, case in CASES.items()
+        if check in CHECKS or not case.variable_shapes
     }
     return dict(zip(jobs, run_jobs(list(jobs.values()), deadline=200), strict=True))
 
@@ -45,3 +49,21 @@ def test_calls_give_the_same_bits_as_under_megatrons_schedules(
     outcome = outcomes[f"{check}, {name}"]
     assert outcome.status == "ok", outcome.message
     assert min(outcome.facts) > 10
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.variable_shapes])
+@pytest.mark.parametrize("check", WRAPPERS)
+def test_wrappers_of_megatrons_pass_a_list_of_one_iterator(check: str, name: str, outcomes: dict[str, Outcome]) -> None:
+    outcome = outcomes[f"{check}, {name}"]
+    assert outcome.status == "ok", outcome.message
+    for facts in outcome.facts:
+        if check == "whole_step_wrapper":
+            assert "CUDA graphs of a whole iteration" in facts[1]
+        assert (facts[0] if isinstance(facts, list) else facts) > 10
+
+
+def test_a_mode_of_reruns_that_megatron_cannot_run_itself() -> None:
+    """`--rerun-mode report_stats` is no value of the mode that Megatron's training script makes of it."""
+    rerun: Any = pytest.importorskip("megatron.core.rerun_state_machine")
+    with pytest.raises(ValueError, match="report_stats"):
+        rerun.RerunMode("report_stats")
