@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,6 +16,8 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 
 from megatron_pp.errors import ConfigError, ScheduleInputError
+from megatron_pp.features.packing.packing import Pack, PackingRules, packed
+from megatron_pp.features.packing.steps import PackedSteps
 from megatron_pp.features.replanning import replan_thread
 from megatron_pp.features.replanning.replanning import Replanning
 from megatron_pp.integrations import megatron_core
@@ -105,6 +108,42 @@ def its_plan_changes_while_it_trains(case: Case) -> list[str]:
             after = _taken_gradients(run)
             assert all(torch.equal(after[name], before[name]) for name in before)
     return [plan.spec.schedule for plan in ran]
+
+
+def packed_steps_are_planned_while_it_trains(case: Case) -> list[Any]:
+    """Of each step its packs in their order, whether that was searched, and the schedule that was found, if any, under
+    `install(microbatch_costs=PackedSteps(...))`; gradients are those of Megatron's own schedule, to the last bit."""
+    run = megatron_lab.Run(case)
+    lengths = [[2, 8, 1, 7, 3, 8, 5, 8], [8, 1, 1, 8, 6, 8, 8], [4, 4], [8, 2, 8, 3, 8, 1, 8, 1, 8]]
+    found, ours = [], []
+    for schedule in ("1f1b", "zb_h1"):
+        steps = PackedSteps(iter(lengths), PackingRules(1, case.model.seq, 0.5))
+        settings = {"pipeline_schedule": schedule, "variable_seq_lengths": True, "overlap_p2p_comm": True}
+        with megatron_core.installed(strict=True, pipeline_replan="every:100", microbatch_costs=steps, **settings):
+            for given in lengths:
+                taken = steps.next()
+                packs = taken.of_rank(0)
+                _packed_step(run, packs)
+                ours.append((packs, _taken_gradients(run)))
+                planned = steps._plan and steps._plan.spec.schedule
+                moved = taken != packed(given, steps.rules)
+                found.append(([pack.sequences for pack in packs], moved, planned))
+    with with_fields(run.config, {"variable_seq_lengths": True}):
+        for packs, gradients in ours:
+            _packed_step(run, packs)
+            theirs = _taken_gradients(run)
+            assert all(torch.equal(gradients[name], theirs[name]) for name in theirs), packs
+    return found
+
+
+def _packed_step(run: megatron_lab.Run, packs: Sequence[Pack]) -> None:
+    generators = [torch.Generator().manual_seed(sum(pack.sequences)) for pack in packs]
+    shapes = [(1, pack.tokens + 1) for pack in packs]
+    data = [
+        torch.randint(run.case.model.vocab, shape, generator=generator)
+        for shape, generator in zip(shapes, generators, strict=True)
+    ]
+    call_schedule(run, data_iterator=iter(data), num_microbatches=len(packs), micro_batch_size=1, forward_only=False)
 
 
 def _taken_gradients(run: megatron_lab.Run) -> dict[str, torch.Tensor]:

@@ -41,6 +41,7 @@ JOBS = {
     SETTINGS + "what_its_stages_cost_is_measured": PAIR,
     "tests.functional_tests.known_steps_checks:run_as_megatrons": dataclasses.replace(ALONE, microbatches=1),
     SETTINGS + "its_plan_changes_while_it_trains": PAIR,
+    SETTINGS + "packed_steps_are_planned_while_it_trains": SINGLE,
 }
 
 
@@ -100,6 +101,13 @@ def test_activation_checkpointing_is_asked_for_as_megatron_asks(outcomes: dict[s
 def test_settings_decide_how_transfers_go_out(outcomes: dict[str, Outcome]) -> None:
     for policies in outcomes[SETTINGS + "settings_reach_the_engine_and_not_the_config"].facts:
         assert policies == ["batched", "overlap", "overlap", "plain", *["overlap"] * 5] * 2
+
+
+def test_packed_steps_run_in_orders_that_both_ranks_have_found(outcomes: dict[str, Outcome]) -> None:
+    first, second = outcomes[SETTINGS + "packed_steps_are_planned_while_it_trains"].facts
+    assert first == second
+    assert [moved for _, moved, _ in first] == [False, True, False, True] * 2
+    assert {planned for *_, planned in first} == {None, "auto"}
 
 
 def test_a_plan_changes_on_both_ranks_at_once(outcomes: dict[str, Outcome]) -> None:
