@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.common.module_attributes import wrapped_attribute
+from megatron_pp.errors import ScheduleInputError
 from megatron_pp.integrations.megatron_release import Megatron
 from megatron_pp.integrations.megatron_versions import Row, entry_keywords
 from megatron_pp.on_demand import load
@@ -28,7 +29,8 @@ def reason_not_served(
     megatron: Megatron, schedule: str, arguments: Mapping[str, Any], overrides: Mapping[str, Any]
 ) -> str | None:
     """Why Megatron's own ``schedule`` runs a call with these keyword ``arguments``, as the object of "does not serve
-    ..."; None where the engine runs it. ``overrides``: fields of the config that `install()` sets.
+    ..."; None where the engine runs it. ``overrides``: fields of the config that `install()` sets. Raises
+    ScheduleInputError for what no schedule of Megatron's runs either.
     """
     if unknown := _unknown(megatron.row, arguments):
         return f"the keyword argument {unknown[0]!r} of this release's schedules, which it does not know"
@@ -77,6 +79,13 @@ def _unserved_config(arguments: Mapping[str, Any]) -> str | None:
     if is_combined(config, arguments.get("forward_only", False)) and (reason := load("combined").reason(chunk)):
         return str(reason)
     if getattr(config, "hybrid_context_parallel", False):
+        if (size := getattr(config, "pipeline_model_parallel_size", 1)) > 1:
+            raise ScheduleInputError(
+                f"config.hybrid_context_parallel with pipeline_model_parallel_size {size}: Megatron forms such "
+                "microbatches in its schedule without pipeline alone, another number on each rank, and its pipelined "
+                "schedules ignore the flag; leave it out, and give install() megatron_pp.features.packing.steps."
+                "PackedSteps as microbatch_costs, which chooses context sizes by the same rule"
+            )
         return "hybrid context parallelism (config.hybrid_context_parallel)"
     if getattr(config, "use_ring_exchange_p2p", False):
         return "the exchange of a custom-built torch (config.use_ring_exchange_p2p)"

@@ -212,6 +212,7 @@ def impossible_arguments_are_errors(case: Case) -> list[str]:
             ({"sequence_slices": 2}, {}, "attention keeps no keys and values from slice to slice"),
             ({"pipeline_schedule": "vocab_1f1b"}, {}, "which splits the output layer over all ranks"),
             ({"skip_tensors": "a=0>1"}, {}, "Megatron's models give a stage one tensor"),
+            ({"hybrid_context_parallel": True}, {}, "its pipelined schedules ignore the flag"),
         ):
             with with_fields(run.config, fields):
                 messages.append(raised(ScheduleInputError, words, lambda a=arguments: call_schedule(run, **a)))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron_pp.errors import ScheduleInputError
 from megatron_pp.integrations import combined, megatron_versions
 from megatron_pp.integrations.megatron_release import Megatron
 from megatron_pp.integrations.megatron_scope import reason_not_served, without_defaults
@@ -78,6 +79,15 @@ def test_what_a_config_asks_for_and_the_engine_lacks(version: str, config: dict[
     why = reason(version, config)
     assert (why is None) == (named is None), why
     assert named is None or named in why
+
+
+def test_hybrid_context_parallelism_in_a_pipeline_is_refused_as_no_schedule_forms_its_microbatches() -> None:
+    config = {"hybrid_context_parallel": True, "pipeline_model_parallel_size": 2}
+    with pytest.raises(ScheduleInputError, match=r"pipeline_model_parallel_size 2: .*PackedSteps as microbatch_costs"):
+        reason("0.16.1", config)
+    named = reason("0.16.1", {**config, "pipeline_model_parallel_size": 1})
+    assert named is not None
+    assert "hybrid_context_parallel" in named
 
 
 def test_combined_1f1b_is_left_to_a_release_that_is_not_known_and_to_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
@@ -31,6 +32,23 @@ def test_lengths_are_read_from_cumulative_ones() -> None:
 @pytest.mark.parametrize(("length", "context"), [(1, 1), (8, 1), (9, 2), (16, 2), (17, 4), (32, 4)])
 def test_a_long_sequence_gets_as_many_ranks_as_it_needs(length: int, context: int) -> None:
     assert PackingRules(4, 8).context(length) == context
+
+
+def test_context_sizes_are_those_of_megatrons_hybrid_context_parallelism() -> None:
+    """Its groups are no microbatches: their ranks have other numbers of sequences, and more tokens than a rank may."""
+    theirs = pytest.importorskip("megatron.core.pipeline_parallel.hybrid_cp_schedule")
+    chance, unequal, beyond = random.Random(2), 0, 0
+    for ranks, tokens in [(1, 7), (2, 12), (4, 5), (8, 4096)]:
+        rules = PackingRules(ranks, tokens)
+        scheduler = theirs.BalancedCPScheduler(tokens, SimpleNamespace(size=lambda ranks=ranks: ranks))
+        lengths = [chance.randint(1, ranks * tokens) for _ in range(60)]
+        assert [rules.context(length) for length in lengths] == [scheduler.gpus_needed(length) for length in lengths]
+        _, groups = scheduler.get_groups_and_subsamples(list(enumerate(lengths)), None)
+        unequal += sum(len(set(map(len, group))) > 1 for group in groups)
+        beyond += sum(sum(lengths[k] / rules.context(lengths[k]) for k in rank) > tokens for g in groups for rank in g)
+        assert all(pack.tokens <= pack.context * tokens for slot in packed(lengths, rules).slots for pack in slot.packs)
+    assert unequal
+    assert beyond
 
 
 @pytest.mark.parametrize("seed", range(40))
