@@ -19,7 +19,7 @@ _LOOKS = {
     "megatron": ("#D55E00", "s"),
     "megatron-main": ("#A6568B", "D"),
     "torch": ("#008A64", "^"),
-    "torch per-direction": ("#6B6B00", "v"),
+    "torch per-edge": ("#6B6B00", "v"),
     "predicted": ("#555555", "|"),
     "simulated": ("#555555", "|"),
     "measured": ("#0072B2", "o"),

@@ -1,10 +1,9 @@
-"""torch.distributed.pipelining, for `engines.make_step`: with one process group, or with one for each direction."""
+"""torch.distributed.pipelining, for `engines.make_step`: with one process group, or with one for each edge."""
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,11 +26,11 @@ def make(engine: str, work: Work, rank: int, group: Any, make_stage: MakeStage, 
         raise Unavailable("torch has one way to communicate; see overlap")
     if work.pipeline_size == 1:
         raise Unavailable("torch's schedules need a pipeline of several ranks")
-    directions = engine == "torch per-direction"
-    if directions and not hasattr(getattr(torch.distributed, "config", None), "pipeline_per_direction_p2p"):
-        raise Unavailable(f"torch {torch.__version__} has no process group for each direction; 2.14 has")
+    edges = engine == "torch per-edge"
+    if edges and not hasattr(getattr(torch.distributed, "config", None), "pipeline_per_edge_p2p"):
+        raise Unavailable(f"torch {torch.__version__} has no process group for each edge; 2.15 has")
     numbers = [chunk * work.pipeline_size + rank for chunk in range(work.num_chunks)]
-    with _group_for_each_direction(group) if directions else contextlib.nullcontext():
+    with torch.distributed.config.patch(pipeline_per_edge_p2p=True) if edges else contextlib.nullcontext():
         stages = [_stage(pipelining, make_stage(n), n, work, group) for n in numbers]
     kind = getattr(pipelining, names[work.schedule])
     chunked = work.num_chunks > 1
@@ -45,21 +44,6 @@ def make(engine: str, work: Work, rank: int, group: Any, make_stage: MakeStage, 
         schedule.step(*given, **wanted, return_outputs=False)
 
     return step
-
-
-@contextlib.contextmanager
-def _group_for_each_direction(group: Any) -> Iterator[None]:
-    """Within, stages that are made send activations and gradients through process groups of their own.
-
-    torch makes these groups with ``split_group``, which only NCCL has; here ``new_group`` makes them."""
-    from torch.distributed.pipelining import stage
-
-    if group not in stage._PP_DIRECTION_GROUP_CACHE:
-        ranks = list(range(group.size()))
-        downstream, upstream = torch.distributed.new_group(ranks), torch.distributed.new_group(ranks)
-        stage._PP_DIRECTION_GROUP_CACHE[group] = (downstream, upstream)
-    with torch.distributed.config.patch(pipeline_per_direction_p2p=True):
-        yield
 
 
 def _stage(pipelining: Any, module: torch.nn.Module, number: int, work: Work, group: Any) -> Any:

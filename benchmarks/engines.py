@@ -7,7 +7,7 @@
 | megatron            | Megatron-core's own schedules, of the installed package                               |
 | megatron-main       | those of a checkout of Megatron-LM (`--megatron-source`)                              |
 | torch               | torch.distributed.pipelining                                                          |
-| torch per-direction | the same with a process group for each direction, which torch has from 2.14 on        |
+| torch per-edge      | the same with a process group for each edge, which torch has from 2.15 on             |
 
 An engine that is not installed, or that has no such schedule, raises Unavailable with the reason.
 """
@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.work import PLUG_IN, MakeStage, Step, Unavailable, Work
 
-ENGINES = ("ours", "megatron", "megatron-main", "torch", "torch per-direction")
+ENGINES = ("ours", "megatron", "megatron-main", "torch", "torch per-edge")
 IN_MEGATRON = (PLUG_IN, "megatron", "megatron-main")
 
 

@@ -14,7 +14,7 @@ PEERS = {
     "megatron": "Megatron-core",
     "megatron-main": "Megatron-LM main",
     "torch": "torch",
-    "torch per-direction": "torch with a group for each direction",
+    "torch per-edge": "torch with a group for each edge",
 }
 
 

@@ -19,7 +19,7 @@ from made_parts import MadeData, MadePart, data_file, markdown_table, read_data,
 
 PARITY, PERFORMANCE = "docs/parity.md", "docs/performance.md"
 Engines = dict[str, tuple[str, ...]]
-ENGINES: Engines = {"ours": ("ours",), "megatron": ("megatron",), "torch": ("torch", "torch per-direction")}
+ENGINES: Engines = {"ours": ("ours",), "megatron": ("megatron",), "torch": ("torch", "torch per-edge")}
 """Column of the README -> engines of the tables; of several, the better number counts."""
 UNDER_MEGATRON: Engines = {"plug-in": ("plug-in",), "megatron": ("megatron",)}
 OF_MEGATRON = ("1f1b", "interleaved_1f1b")

@@ -16,7 +16,7 @@ from benchmarks.overhead import MEASURED
 from benchmarks.readings import PEERS, READINGS, reading
 from benchmarks.report import Report, Row
 
-POINTS = [("ours", 1.01), ("megatron", 1.2), ("megatron-main", 1.0), ("torch", 1.3), ("torch per-direction", 1.25)]
+POINTS = [("ours", 1.01), ("megatron", 1.2), ("megatron-main", 1.0), ("torch", 1.3), ("torch per-edge", 1.25)]
 
 
 def exposed_row(engine: str, over: float, schedule: str = "1f1b", ratio: float = 0.5) -> Row:
@@ -89,7 +89,7 @@ CASES: dict[str, tuple[list[Row], str, list[str]]] = {
     "exposed": (
         [exposed_row(*point) for point in POINTS] + [exposed_row("ours", 1.5, "eager_1f1b", 1.5)],
         "1.01 times their bound; Megatron-core 1.20, Megatron-LM main 1.00, torch 1.30 and torch with a group for each "
-        "direction 1.25. A peer is faster than ours at 1 of 4 points, by 1.0% at most.",
+        "edge 1.25. A peer is faster than ours at 1 of 4 points, by 1.0% at most.",
         ["1f1b, P=2", *(engine for engine, _ in POINTS)],
     ),
     "overlap": (OVERLAP, "1.00 of those that free without waiting, in the memory", ["wait at once", "ours"]),
