@@ -124,7 +124,15 @@ def test_pages_are_short() -> None:
     assert sum(counted.values()) <= 45_000
 
 
-_OTHERS = ("megatron/", "runtime/pipe/", "dualpipe/", "tests/unit_tests/pipeline_parallel/")  # in peers' sources
+# Folders in the sources of peers.
+_OTHERS = (
+    "megatron/",
+    "runtime/pipe/",
+    "dualpipe/",
+    "primuspipe/",
+    "zerobubble/",
+    "tests/unit_tests/pipeline_parallel/",
+)
 _FILE = re.compile(r"`((?:\w+/)+\w+\.(?:py|sh|md|toml))`")
 
 
