@@ -1,7 +1,9 @@
 """torch's own PipelineStages under any of our schedules, and beside them the whole model in one process.
 
     torchrun --standalone --nproc-per-node 2 examples/torch_pipelining.py --schedule zb_v
+    torchrun --standalone --nproc-per-node 4 examples/torch_pipelining.py --schedule zb_v --replicas 2
 
+The second has two pipelines, whose stages are sharded over both (FSDP2).
 The model is that of llama_stages.py: torchtitan's Llama 3 where torchtitan 0.2 can be imported, else its own. Every
 rank also trains the whole model, and prints the largest difference of a loss or a gradient. See docs/torch_modules.md.
 """
@@ -15,7 +17,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that the package need not be installed
 
@@ -29,17 +34,22 @@ def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def make_stages(model: nn.Module, schedule: str, virtual: int) -> list[PipelineStage]:
-    """This rank's stages, where the schedule wants them."""
-    size, rank = dist.get_world_size(), dist.get_rank()
-    count = size * virtual
+def make_stages(model: nn.Module, schedule: str, virtual: int, mesh: DeviceMesh) -> list[PipelineStage]:
+    """This rank's stages, where the schedule wants them, sharded over replicas where there are several."""
+    group, replicas = mesh["pp"].get_group(), mesh["dp"]
+    count = group.size() * virtual
     assert count <= LAYERS, f"{LAYERS} layers make no {count} stages"
-    numbers = stage_numbers(schedule, size, virtual)[rank]
-    return [PipelineStage(cut(model, number, count), number, count, torch.device("cpu")) for number in numbers]
+    stages = []
+    for number in stage_numbers(schedule, group.size(), virtual)[group.rank()]:
+        module = cut(model, number, count)
+        if replicas.size() > 1:
+            fully_shard(module, mesh=replicas)
+        stages.append(PipelineStage(module, number, count, torch.device("cpu"), group=group))
+    return stages
 
 
-def whole_step(model: nn.Module, tokens: Tensor, targets: Tensor) -> list[Tensor]:
-    """The same step in one process: the losses of the microbatches, and gradients that are scaled at the end."""
+def whole_step(model: nn.Module, tokens: Tensor, targets: Tensor, replicas: DeviceMesh) -> list[Tensor]:
+    """The same step in one process: the microbatches' losses, and the gradients of their mean over all replicas."""
     pairs = zip(tokens.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True)
     losses = [loss_fn(model(x), y) for x, y in pairs]
     for loss in losses:
@@ -47,6 +57,8 @@ def whole_step(model: nn.Module, tokens: Tensor, targets: Tensor) -> list[Tensor
     for parameter in model.parameters():
         assert parameter.grad is not None
         parameter.grad.div_(MICROBATCHES)
+        dist.all_reduce(parameter.grad, group=replicas.get_group())
+        parameter.grad.div_(replicas.size())
     return losses
 
 
@@ -59,6 +71,7 @@ def largest_difference(
             ours, theirs = parameter.grad, model.get_parameter(name).grad
             assert ours is not None
             assert theirs is not None
+            ours = ours.full_tensor() if isinstance(ours, DTensor) else ours
             found.append((ours - theirs).abs().max())
     return max(difference.item() for difference in found)
 
@@ -67,15 +80,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedule", default="1f1b", help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=3, help="default: %(default)s")
+    parser.add_argument("--replicas", type=int, default=1, help="of the pipeline (default: %(default)s)")
     args = parser.parse_args()
     dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (args.replicas, dist.get_world_size() // args.replicas), mesh_dim_names=("dp", "pp"))
     model = build_model()
-    stages = make_stages(model, args.schedule, find_family(args.schedule).chunks or 2)
+    stages = make_stages(model, args.schedule, find_family(args.schedule).chunks or 2, mesh)
     schedule = PlanSchedule(stages, MICROBATCHES, loss_fn, schedule=args.schedule)
     mine = torch.optim.SGD([p for stage in stages for p in stage.submod.parameters()], lr=0.5)
     whole = torch.optim.SGD(model.parameters(), lr=0.5)
     for step in range(1, args.steps + 1):
-        tokens, targets = (torch.cat(parts) for parts in zip(*batches(step), strict=True))
+        number = step * args.replicas + mesh["dp"].get_local_rank()
+        tokens, targets = (torch.cat(parts) for parts in zip(*batches(number), strict=True))
         mine.zero_grad()
         whole.zero_grad()
         inputs = (tokens,) if any(stage.is_first for stage in stages) else ()
@@ -84,7 +100,7 @@ def main() -> None:
             schedule.step(*inputs, target=targets, losses=losses)
         else:
             schedule.step(*inputs)
-        expected = whole_step(model, tokens, targets)
+        expected = whole_step(model, tokens, targets, mesh["dp"])
         difference = largest_difference(losses, expected, stages, model)
         mean = sum(loss.item() for loss in expected) / MICROBATCHES
         mine.step()

@@ -75,7 +75,9 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Outputs:
     files = {**library, **migrating, **examples, **start}
     folder: Path = tmp_path_factory.mktemp("pages")
     pairs = run_page(files, [*start, *MIGRATING, *PIPELINED, "broken_tied.py", *examples], folder, 2)
-    return {**pairs, **run_page(library, [*REPLICATED, "broken_all_reduce.py"], folder, 4)}
+    sharded = _example("torch_pipelining.py", "--schedule", "zb_v", "--replicas", "2", "--steps", "1")
+    on_four = {**library, "sharded.py": sharded}
+    return {**pairs, **run_page(on_four, [*REPLICATED, "broken_all_reduce.py", "sharded.py"], folder, 4)}
 
 
 def _printed(outputs: Outputs, name: str) -> list[str]:
@@ -119,7 +121,7 @@ def test_without_synchronisation_they_differ_and_the_engine_warns(outputs: Outpu
     assert LIBRARY in broken[0].warnings
 
 
-@pytest.mark.parametrize("name", [*LLAMA, "stages.py"])
+@pytest.mark.parametrize("name", [*LLAMA, "stages.py", "sharded.py"])
 def test_a_llama_has_the_numbers_of_one_process(outputs: Outputs, name: str) -> None:
     for printed in _printed(outputs, name):
         steps = re.findall(_LLAMA_STEP, printed)
