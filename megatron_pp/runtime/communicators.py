@@ -97,7 +97,8 @@ def pipeline_group(inputs: StepInputs, alone: bool) -> Any:
         return given.pp_group
     group = getattr(given, "pp_group", None) or getattr(inputs.pg_collection, "pp", None)
     if group is not None or process_groups.model_parallel_is_initialized():
-        return group or process_groups.group_of("pp")
+        group = group or process_groups.group_of("pp")
+        return getattr(group, "group", group)  # slime's groups hold one that they destroy and make anew
     if not alone:
         raise ScheduleInputError(
             "neither p2p_communicator nor pg_collection.pp was given and megatron_pp.parallel_state is not "

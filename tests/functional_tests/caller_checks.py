@@ -1,8 +1,9 @@
 """Callers of Megatron's schedules, on ranks: each runs under Megatron's and under this engine, and gives the same bits.
 
 Stand-ins of the places where verl (`megatron_actor.py`, `engine/megatron/transformer_impl.py`) and slime
-(`megatron_utils/model.py`) call them: forward-only calls between training steps, of several models. Megatron's own
-FullCudaGraphWrapper, before it captures. A stand-in of PagedStashRunner, which the main branch has.
+(`megatron_utils/model.py`, `reloadable_process_group.py`) call them: forward-only calls between training steps, of
+several models. Megatron's own FullCudaGraphWrapper, before it captures. A stand-in of PagedStashRunner, which the main
+branch has.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
 from megatron.core.transformer.enums import CudaGraphScope
 
 from megatron_pp.errors import NotServedError
 from megatron_pp.integrations import megatron_core
+from megatron_pp.runtime.communicators import _KEPT
 from tests.megatron import lab as megatron_lab
 from tests.megatron.cases import Case
 
@@ -267,3 +270,55 @@ def stashed_steps(framework: Any, case: Case) -> list[torch.Tensor]:
 
     reports = runner(**arguments_of(run, forward_step, megatron_lab.batches(case, 0)))
     return [one["loss"] for one in reports] + [grad.clone() for grad in run.gradients().values()]
+
+
+class ReloadableGroup(dist.ProcessGroup):
+    """slime's: stands for a group that is destroyed while the GPUs generate, and made anew; no group itself."""
+
+    def __init__(self, ranks: list[int]) -> None:
+        super().__init__(rank=ranks.index(dist.get_rank()), size=len(ranks))
+        self.ranks = ranks
+        self.reload()
+
+    def reload(self) -> None:
+        self.group = dist.new_group(self.ranks)
+
+    def destroy(self) -> None:
+        dist.destroy_process_group(self.group)
+        self.group = None
+
+
+QUERIES = ("get_rank", "get_world_size", "get_global_rank", "get_process_group_ranks", "get_backend", "broadcast")
+
+
+def taking_inner(function: Callable[..., Any]) -> Callable[..., Any]:
+    """slime puts such a function in the place of each of torch's."""
+
+    def inner(one: Any) -> Any:
+        return one.group if isinstance(one, ReloadableGroup) else one
+
+    return lambda *args, **kwargs: function(*map(inner, args), **{name: inner(one) for name, one in kwargs.items()})
+
+
+def reloaded_groups(case: Case) -> int:
+    """Steps before and after a reload of the pipeline's group; the number of tensors that are equal."""
+    megatron_lab.set_up_parallel_state(case)
+    theirs = wrapped_steps(fetched(VERL), case)
+    plain = parallel_state._PIPELINE_MODEL_PARALLEL_GROUP
+    with pytest.MonkeyPatch.context() as patched, megatron_core.installed(strict=True):
+        group = ReloadableGroup(dist.get_process_group_ranks(plain))
+        for name in QUERIES:
+            patched.setattr(dist, name, taking_inner(getattr(dist, name)))
+        patched.setattr(parallel_state, "_PIPELINE_MODEL_PARALLEL_GROUP", group)
+        first = wrapped_steps(fetched(VERL), case)
+        before = [one for _, kept in _KEPT.items() for one in kept.values() if one.pp_group is group.group]
+        group.destroy()
+        group.reload()
+        second = wrapped_steps(fetched(VERL), case)
+        assert before
+        assert not {*map(id, before)} & {id(one) for _, kept in _KEPT.items() for one in kept.values()}, "closed"
+        group.destroy()
+    for ours in (first, second):
+        assert len(ours) == len(theirs)
+        assert all(torch.equal(one, two) for one, two in zip(ours, theirs, strict=True))
+    return len(theirs)

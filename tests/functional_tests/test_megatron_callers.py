@@ -27,7 +27,7 @@ CASES = {
     "virtual stages, lengths vary": dataclasses.replace(VIRTUAL, variable_shapes=True),
 }
 CHECKS = ("verl", "slime")
-WRAPPERS = ("whole_step_wrapper", "stash_runner")
+WRAPPERS = ("whole_step_wrapper", "stash_runner", "reloaded_groups")
 
 
 @pytest.fixture(scope="module")
