@@ -69,8 +69,8 @@ class _Nested(torch.nn.Module):
         return x * self.scale
 
 
-def _stages_of(schedule: str, chunks: int, rank: int) -> tuple[int, ...]:
-    return Placement(SCHEDULES[schedule].placement, PIPELINE, chunks).stages[rank]
+def _stages_of(schedule: str, chunks: int, group: dist.ProcessGroup) -> tuple[int, ...]:
+    return Placement(SCHEDULES[schedule].placement, group.size(), chunks).stages[group.rank()]
 
 
 def _full_gradients(modules: dict[int, torch.nn.Module]) -> dict[str, torch.Tensor]:
@@ -93,7 +93,7 @@ def _ours(
     data = ToyData(MICROBATCHES, first=100 * mesh["dp"].get_local_rank())
     group = mesh["pp"].get_group()
     one = rank_of(chunks, MICROBATCHES, group=group, data=data, pipeline_schedule=schedule, **fields)
-    placed = _stages_of(schedule, chunks, group.rank())
+    placed = _stages_of(schedule, chunks, group)
     stages = [PipelineStage(block(stage), one.config, chunk) for chunk, stage in enumerate(placed)]
     for stage in stages:
         for inner in getattr(stage.inner, "blocks", ()):
@@ -112,7 +112,7 @@ def _ours(
 def _torchs(mesh: DeviceMesh, name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     schedule, chunks = TORCHS[name]
     group, cpu = mesh["pp"].get_group(), torch.device("cpu")
-    placed = _stages_of(schedule, chunks, group.rank())
+    placed = _stages_of(schedule, chunks, group)
     modules = {stage: fully_shard(ToyBlock(stage), mesh=mesh["dp"]) for stage in placed}
     stages = [
         pipelining.PipelineStage(module, stage, PIPELINE * chunks, cpu, group=group)
@@ -139,7 +139,7 @@ def _torchs(mesh: DeviceMesh, name: str) -> tuple[list[float], dict[str, torch.T
 
 
 def _mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (REPLICAS, PIPELINE), mesh_dim_names=("dp", "pp"))
+    return init_device_mesh("cpu", (REPLICAS, dist.get_world_size() // REPLICAS), mesh_dim_names=("dp", "pp"))
 
 
 def _all_cases(rank: int, size: int) -> dict[str, Any]:
@@ -277,8 +277,9 @@ def _watched(rank: int, size: int) -> list[str]:
     return off
 
 
-def test_memory_of_whole_stages_is_what_the_plan_counts_after_every_instruction() -> None:
-    for off in run_processes(_watched, PIPELINE * REPLICAS, timeout=200, start_method="forkserver"):
+@pytest.mark.parametrize("size", [PIPELINE, pytest.param(4, marks=pytest.mark.slow)])
+def test_memory_of_whole_stages_is_what_the_plan_counts_after_every_instruction(size: int) -> None:
+    for off in run_processes(_watched, size * REPLICAS, timeout=200, start_method="forkserver"):
         assert not off, "\n".join(off[:10])
 
 
