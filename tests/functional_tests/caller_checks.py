@@ -238,7 +238,7 @@ def arguments_of(run: megatron_lab.Run, forward_step: Any, data: list[Any]) -> d
 
 class StashRunner:
     """What PagedStashRunner does around a schedule: it keeps the batches, and where a buffer was too small it clears
-    gradients, turns the stash off and runs the step once more."""
+    gradients and runs the step once more."""
 
     def __init__(self, run: megatron_lab.Run, function: Callable[..., Any]) -> None:
         self.run, self.function = run, function
@@ -247,13 +247,10 @@ class StashRunner:
         given = arguments["data_iterator"]
         iterators = given if isinstance(given, list) else [given]
         kept = [list(iterator) for iterator in iterators]
-        for stash in (True, False):
-            self.run.config.moe_paged_stash = stash
+        for _ in range(2):
+            for chunk in self.run.chunks:
+                chunk.zero_grad_buffer()
             result = self.function(**{**arguments, "data_iterator": [iter(one) for one in kept]})
-            if stash:
-                for chunk in self.run.chunks:
-                    chunk.zero_grad_buffer()
-        self.run.config.moe_paged_stash = False
         return result
 
 

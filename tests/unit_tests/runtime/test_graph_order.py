@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
@@ -108,15 +109,17 @@ def test_megatron_pairs_backwards_with_forwards_in_its_own_order(
     """The rule is PipelineOffloadManager's, in the first step: which handler each backward takes."""
     offload: Any = pytest.importorskip("megatron.core.pipeline_parallel.fine_grained_activation_offload")
     monkeypatch.setattr(offload, "ChunkOffloadHandler", lambda *unused, **ignored: SimpleNamespace())  # it has streams
+    signature = inspect.signature(offload.PipelineOffloadManager.init_model_chunk_offload_handler).parameters
     for rank in range(size):
         for microbatches in (size, 2 * size, 2 * size + 1):
             order = [one for (one,) in captured_order(size, rank, chunks, microbatches, size, chunks > 1)]
+            more = {"pp_rank": rank} if "pp_rank" in signature else {}
             manager = object.__new__(offload.PipelineOffloadManager)
             manager.__dict__ |= {"_queue": deque(), "_stages": None, "_is_warmup": True, "_cpu_tensor_pool": None}
             manager.__dict__ |= {"_cached_chunks_forward": [], "_cached_chunks_backward": []}
             for one in order:
                 if one > 0:
-                    manager.init_model_chunk_offload_handler(vp_size=chunks, vp_stage=one - 1)
+                    manager.init_model_chunk_offload_handler(vp_size=chunks, vp_stage=one - 1, **more)
             taken = [handler.vpp_rank for handler in manager._cached_chunks_backward]
             assert taken == [-one - 1 for one in order if one < 0]
 
