@@ -27,7 +27,7 @@ _FIELDS |= {name: TransformerConfig.__dataclass_fields__[name] for name in ("hid
 _DEFAULTS: dict[str, Any] = {f.name: None if f.default is dataclasses.MISSING else f.default for f in _FIELDS.values()}
 # A config that describes no layers has no dropout; the others are fields of Megatron's alone.
 _DEFAULTS |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "mtp_standalone": False, "cuda_graph_impl": False}
-_DEFAULTS |= {"fine_grained_activation_offloading": False}
+_DEFAULTS |= {"fine_grained_activation_offloading": False, "moe_paged_stash": False}
 _FROM_ENVIRONMENT = tuple(
     (list(_DEFAULTS).index(name), field.default_factory)
     for name, field in _FIELDS.items()
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         mtp_standalone: bool
         cuda_graph_impl: str | bool
         fine_grained_activation_offloading: bool
+        moe_paged_stash: bool
         _make: Any
         _replace: Any
 

@@ -104,6 +104,9 @@ class Replanning(StepObserver):
         if not why and settings.cuda_graph_impl in LAYER_GRAPHS:
             graphs = settings.cuda_graph_impl
             why = f"config.cuda_graph_impl is {graphs!r}, whose graphs share memory in the order of their capture"
+        for name in ("fine_grained_activation_offloading", "moe_paged_stash"):
+            if not why and getattr(settings, name):
+                why = f"config.{name} is set, by which Megatron finds activations in the order of the first steps"
         if why:
             raise _refusal(settings, why)
         self._spec, self._run = spec, of_run(spec)

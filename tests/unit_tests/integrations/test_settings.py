@@ -62,7 +62,7 @@ NOT_SETTINGS = {
     *("tensor_model_parallel_size", "context_parallel_size", "virtual_pipeline_model_parallel_size", "hidden_size"),
     *("ffn_hidden_size", "hidden_dropout", "attention_dropout"),
     *("sequence_parallel", "enable_autocast", "autocast_dtype", "calculate_per_token_loss", "mtp_standalone"),
-    "fine_grained_activation_offloading",
+    *("fine_grained_activation_offloading", "moe_paged_stash"),
     *("num_microbatches_with_partial_activation_checkpoints", "defer_embedding_wgrad_compute", "cuda_graph_impl"),
     *("timers", "barrier_with_L1_time", "grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func"),
     "finalize_model_grads_func",

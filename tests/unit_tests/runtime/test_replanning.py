@@ -285,6 +285,8 @@ def test_costs_that_cannot_be(costs: list[Any]) -> None:
         ({"skip_tensors": "skip=0>1"}, "tensors skip stages"),
         ({"cuda_graph_impl": "transformer_engine"}, "config.cuda_graph_impl is 'transformer_engine', whose graphs"),
         ({"cuda_graph_impl": "local"}, "config.cuda_graph_impl is 'local', whose graphs share memory"),
+        ({"fine_grained_activation_offloading": True}, "config.fine_grained_activation_offloading is set, by which"),
+        ({"moe_paged_stash": True}, "config.moe_paged_stash is set, by which Megatron finds"),
     ],
 )
 def test_runs_that_cannot_be_planned_anew(fields: dict[str, Any], why: str) -> None:
