@@ -8,6 +8,7 @@ from dataclasses import replace
 from megatron_pp.cli.errors import UsageError
 from megatron_pp.cli.parser import given, option, refuse
 from megatron_pp.cli.plan_options import count, counts, help_of, whole
+from megatron_pp.features.modules.modules_plan import ModulesSpec, costs_of_modules
 from megatron_pp.plan.costs.stage_costs import Link, Network, StageCosts, regrouped
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.simulate.memory import RECOMPUTE, ModelShape
@@ -238,6 +239,8 @@ def costs_of(
     stages = spec.pipeline_size * spec.num_chunks
     if traced is not None:
         return traced.costs.regrouped(stages), traced.network
+    if isinstance(spec, ModulesSpec) and not given(args, _TIMES):
+        return costs_of_modules(spec.graph), network(args, shape, spec.pipeline_size)
     costs = cost_profile(args, shape, spec.pipeline_size, 1 if of_one_model else spec.num_chunks, spec.slices)
     return costs.regrouped(stages), network(args, shape, spec.pipeline_size)
 

@@ -96,7 +96,8 @@ def add_plan_options(parser: argparse.ArgumentParser, several: bool = False) -> 
     group.add_argument("--skip-tensors", metavar="TEXT", help=help_of("skip_tensors"))
     group.add_argument("--skip-cache", choices=CACHES, help=help_of("skip_cache"))
     of_modules = "several modules on their ranks, as 'vision=0/1; llm=2,3; vision>llm': replicas apart by /, stages by "
-    of_modules += "commas, tensor-parallel ranks by +; with -M and the options of a plan that do not name a schedule"
+    of_modules += "commas, tensor-parallel ranks by +; llm#1*2/4=0,1 is chunk 1 of its ranks, a forward takes 2, a "
+    of_modules += "backward 4; with -M and the options of a plan that do not name a schedule"
     group.add_argument("--modules", metavar="TEXT", help=of_modules)
     imported = "a plan in our JSON or PyTorch's CSV (where it is compute-only, lowered as --policy and --channels say)"
     group.add_argument("--import", dest="source", metavar="FILE", help=imported)

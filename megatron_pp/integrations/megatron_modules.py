@@ -162,7 +162,7 @@ class ModulesMegatronCall(OnModules, MegatronCall):
         return ModuleMegatronSteps(self.megatron, self, self.overridden_config, self.step_options(plan))
 
     def _holds_last_stage(self) -> bool:
-        return self.pipeline.gives_loss
+        return any(self.pipeline.gives_loss)
 
 
 class ModuleMegatronSteps(MegatronSteps):
@@ -172,7 +172,7 @@ class ModuleMegatronSteps(MegatronSteps):
         super().__init__(megatron, call, *rest)
         graph = call.pipeline.graph
         assert graph is not None
-        received = graph.edges[FORWARD][call.communicator.rank].received
+        received = graph.edges[FORWARD][call.communicator.rank][0].received
         self.in_lists = {edge.module for edge in received if not edge.bridge}
         self.language_model = call.inputs.pg_collection.language_model_module_name
 

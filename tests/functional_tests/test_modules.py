@@ -32,6 +32,18 @@ SETUPS = {
         (module_on("vision"), module_on("llm", 1), module_on("images", 2, dp=2)),
         {"vision": ["llm", "images"], "llm": ["images"]},
     ),
+    "an encoder in the bubbles": Setup(
+        (module_on("vision", dp=2), module_on("llm", pp=2)._replace(chunk=1)), {"vision": ["llm"]}
+    ),
+    "encoders of two chunks, on few ranks": Setup(
+        (
+            module_on("vision", 1, pp=2),
+            module_on("audio", 2)._replace(chunk=1),
+            module_on("llm", pp=3)._replace(chunk=2),
+        ),
+        {"vision": ["llm"], "audio": ["llm"]},
+        microbatches=5,
+    ),
     "equal replicas": Setup((module_on("vision", dp=2), module_on("llm", 2, dp=2)), {"vision": ["llm"]}),
 }
 

@@ -65,12 +65,13 @@ def loss_of(output: Tensor) -> tuple[Tensor, dict[str, float]]:
 
 
 class RankModel(torch.nn.Module):
-    """The stages of one rank."""
+    """The stages of one rank, or of one chunk of it."""
 
-    def __init__(self, setup: Setup, rank: int) -> None:
+    def __init__(self, setup: Setup, rank: int, chunk: int | None = None) -> None:
         super().__init__()
         self.setup = setup
-        self.places = {place[0]: place for place in places_of(setup, rank)}
+        places = {place[0]: place for place in places_of(setup, rank)}
+        self.places = {name: at for name, at in places.items() if chunk in (None, _named(setup, name).chunk)}
         self.stages = torch.nn.ModuleDict(
             {name: Stage(_named(setup, name), stage) for name, (_, _, stage) in self.places.items()}
         )
@@ -103,6 +104,27 @@ class RankModel(torch.nn.Module):
 
     def gradients(self) -> dict[Place, list[Tensor | None]]:
         return {place: gradients_of(self.stages[name]) for name, place in self.places.items()}
+
+
+class RankChunks:
+    """The models of one rank: one, or a list of one for each of its chunks."""
+
+    def __init__(self, setup: Setup, rank: int) -> None:
+        numbers = sorted({_named(setup, name).chunk for name, _, _ in places_of(setup, rank)})
+        self.models = [RankModel(setup, rank, number) for number in numbers]
+        for model in self.models:
+            model.config = config_of(setup)
+
+    def arguments(self, step: int) -> dict[str, Any]:
+        """``model``, without gradients, and ``data_iterator``."""
+        for model in self.models:
+            model.zero_grad()
+        if len(self.models) == 1:
+            return {"model": self.models[0], "data_iterator": self.models[0].batches(step)}
+        return {"model": self.models, "data_iterator": [model.batches(step) for model in self.models]}
+
+    def gradients(self) -> dict[Place, list[Tensor | None]]:
+        return {place: own for model in self.models for place, own in model.gradients().items()}
 
 
 def forward_step(sink: str | None) -> Any:

@@ -1,12 +1,12 @@
 """Several modules, each a line of stages on its own ranks, as one graph of ranks and the messages between them.
 
-Every rank runs a forward and a backward of each microbatch, of all modules that it is in. Within a module a stage sends
-to the next one, as in any pipeline. A *bridge* carries the output of a module's last stage to the first stage of
-another one. Where their data-parallel sizes differ, the larger is a multiple of the smaller: with fewer replicas behind
-the bridge a receiver concatenates a part of each of its senders (fan-in), with more a sender cuts its tensor into a
-part for each of its receivers (fan-out). Of a tensor-parallel group one rank, its leader, sends, and all ranks
-receive: the last one of a source's last stage, the first one of a destination's first stage (Megatron-core's
-``BridgeCommunicator``, whose leaders broadcast what they received).
+Every rank runs a forward and a backward of each microbatch, of all modules that it is in, or of each of its chunks.
+Within a module a stage sends to the next one, as in any pipeline. A *bridge* carries the output of a module's last
+stage to the first stage of another one. Where their data-parallel sizes differ, the larger is a multiple of the
+smaller: with fewer replicas behind the bridge a receiver concatenates a part of each of its senders (fan-in), with
+more a sender cuts its tensor into a part for each of its receivers (fan-out). Of a tensor-parallel group one rank, its
+leader, sends, and all ranks receive: the last one of a source's last stage, the first one of a destination's first
+stage (Megatron-core's ``BridgeCommunicator``, whose leaders broadcast what they received).
 """
 
 import re
@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from math import isfinite
 from typing import NamedTuple
 
 from megatron_pp.errors import PlanError
@@ -21,10 +22,18 @@ from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD
 
 
 class Module(NamedTuple):
-    """``ranks[replica][stage]``: the tensor-parallel ranks of a stage, of the whole job."""
+    """One module and its ranks.
+
+    ranks  [replica][stage]: the tensor-parallel ranks of a stage, of the whole job
+    chunk  modules of one number run in one forward where they share a rank. Those of several numbers are model chunks
+           of the rank, in the order of their numbers, and run in the bubbles of each other.
+    times  of one stage's forward and backward of a microbatch, in any unit; the orders of chunks are searched for them
+    """
 
     name: str
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
+    chunk: int = 0
+    times: tuple[float, float] = (1.0, 2.0)
 
     @property
     def stages(self) -> int:
@@ -32,7 +41,7 @@ class Module(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """Messages from one rank to another, one for each microbatch.
+    """Messages from one rank to another, or from chunk to chunk of one rank, one for each microbatch.
 
     name            of its messages, which no other edge has
     source, target  ranks of the graph
@@ -40,6 +49,7 @@ class Edge(NamedTuple):
     bridge          the module at the other end of a bridge; empty within a module
     part            (i, n): the i-th of n parts of the sender's tensor, along its batch dimension
     place           (i, n): the i-th of n parts of the receiver's tensor
+    chunks          of the source and of the target
     """
 
     name: str
@@ -49,13 +59,26 @@ class Edge(NamedTuple):
     bridge: str = ""
     part: tuple[int, int] = (0, 1)
     place: tuple[int, int] = (0, 1)
+    chunks: tuple[int, int] = (0, 0)
+
+    @property
+    def travels(self) -> bool:
+        """Whether between ranks."""
+        return self.source != self.target
 
 
-class RankEdges(NamedTuple):
-    """Of one rank: what it receives and sends, in the order of the graph."""
+class ChunkEdges(NamedTuple):
+    """Of one chunk: what it receives and sends, in the order of the graph."""
 
     received: tuple[Edge, ...]
     sent: tuple[Edge, ...]
+
+
+class Chunk(NamedTuple):
+    """What a rank runs in one forward: the names of its modules, and how long a forward and a backward take."""
+
+    modules: tuple[str, ...]
+    times: tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -68,6 +91,7 @@ class ModuleGraph:
     depths       of each rank: stages before its own, along the longest way through the modules to its first one
     stages       along the longest way through all modules
     leading      of each rank: whether it is the first stage of all its modules
+    chunks       of each rank
     """
 
     members: tuple[int, ...]
@@ -76,21 +100,31 @@ class ModuleGraph:
     depths: tuple[int, ...]
     stages: int
     leading: tuple[bool, ...]
+    chunks: tuple[tuple[Chunk, ...], ...]
+
+    @property
+    def num_chunks(self) -> int:
+        """Of the rank that has most."""
+        return max(map(len, self.chunks))
 
     @property
     def size(self) -> int:
         return len(self.members)
 
     @cached_property
-    def edges(self) -> Mapping[str, tuple[RankEdges, ...]]:
-        """By FORWARD and BACKWARD: the edges of each rank."""
+    def edges(self) -> Mapping[str, tuple[tuple[ChunkEdges, ...], ...]]:
+        """By FORWARD and BACKWARD: the edges of each rank's chunks."""
         return {FORWARD: self._of_ranks(self.activations), BACKWARD: self._of_ranks(self.gradients)}
 
-    def _of_ranks(self, edges: Sequence[Edge]) -> tuple[RankEdges, ...]:
-        ranks = range(self.size)
-        received = [tuple(edge for edge in edges if edge.target == rank) for rank in ranks]
-        sent = [tuple(edge for edge in edges if edge.source == rank) for rank in ranks]
-        return tuple(map(RankEdges, received, sent))
+    def _of_ranks(self, edges: Sequence[Edge]) -> tuple[tuple[ChunkEdges, ...], ...]:
+        def of_chunk(rank: int, chunk: int) -> ChunkEdges:
+            received = (edge for edge in edges if (edge.target, edge.chunks[1]) == (rank, chunk))
+            sent = (edge for edge in edges if (edge.source, edge.chunks[0]) == (rank, chunk))
+            return ChunkEdges(tuple(received), tuple(sent))
+
+        return tuple(
+            tuple(of_chunk(rank, chunk) for chunk in range(len(chunks))) for rank, chunks in enumerate(self.chunks)
+        )
 
     def __str__(self) -> str:
         ways = [f"{edge.module} {self.members[edge.source]}>{self.members[edge.target]}" for edge in self.activations]
@@ -102,7 +136,7 @@ def module_graphs(modules: Sequence[Module], topology: Mapping[str, Sequence[str
     ``topology``: by module, those that its output goes to. Sorted by ranks.
 
     Raises PlanError for a topology with a circle or an unknown module, for data-parallel sizes of which neither is a
-    multiple of the other, and for two modules that a bridge joins on one rank.
+    multiple of the other, and for two modules that a bridge joins on one rank in one chunk.
     """
     known = {module.name: module for module in modules}
     _check(known, topology)
@@ -117,16 +151,27 @@ def module_graphs(modules: Sequence[Module], topology: Mapping[str, Sequence[str
                 depths.setdefault(rank, longest[module.name] + stage)
                 leading[rank] = leading.get(rank, True) and stage == 0
     total = max(longest[name] + module.stages for name, module in known.items())
+    chunks = {rank: _chunks_of(rank, modules) for rank in depths}
     graphs = []
     for members in _components(depths, [*activations, *gradients]):
         number = {rank: at for at, rank in enumerate(members)}
         forth, back = (
-            tuple(_renumbered(edge, number) for edge in edges if edge.source in number)
-            for edges in (activations, gradients)
+            tuple(_renumbered(edge, number, chunks, back) for edge in edges if edge.source in number)
+            for edges, back in ((activations, False), (gradients, True))
         )
         of_ranks = tuple(depths[rank] for rank in members), total, tuple(leading[rank] for rank in members)
-        graphs.append(ModuleGraph(tuple(members), forth, back, *of_ranks))
+        graphs.append(ModuleGraph(tuple(members), forth, back, *of_ranks, tuple(chunks[rank] for rank in members)))
     return graphs
+
+
+def _chunks_of(rank: int, modules: Sequence[Module]) -> tuple[Chunk, ...]:
+    own = [module for module in modules if any(rank in stage for replica in module.ranks for stage in replica)]
+    made = []
+    for number in sorted({module.chunk for module in own}):
+        together = [module for module in own if module.chunk == number]
+        forward, backward = (sum(module.times[k] for module in together) for k in (0, 1))
+        made.append(Chunk(tuple(module.name for module in together), (forward, backward)))
+    return tuple(made)
 
 
 def _check(known: Mapping[str, Module], topology: Mapping[str, Sequence[str]]) -> None:
@@ -137,6 +182,8 @@ def _check(known: Mapping[str, Module], topology: Mapping[str, Sequence[str]]) -
     for name, module in known.items():
         if not module.ranks or len({len(replica) for replica in module.ranks}) != 1 or not module.stages:
             raise PlanError(f"module {name} needs replicas of one number of stages, at least 1")
+        if min(module.times) <= 0 or not all(map(isfinite, module.times)):
+            raise PlanError(f"module {name} has times {module.times}; they must be finite and above 0")
 
 
 def _stages_before(
@@ -191,7 +238,7 @@ def _bridges(source: Module, target: Module) -> Iterator[tuple[list[Edge], list[
         one_of = (k % parts, parts)
         part, place = ((0, 1), one_of) if fans_in else (one_of, (0, 1))
         senders, receivers = source.ranks[sender][-1], target.ranks[receiver][0]
-        if shared := sorted({*senders} & {*receivers}):
+        if source.chunk == target.chunk and (shared := sorted({*senders} & {*receivers})):
             raise PlanError(f"rank {shared[0]} has the last stage of {names[0]} and the first of {names[1]}, its next")
         forth = [_edge(senders[-1], rank, *names, part, place) for rank in receivers]
         back = [_edge(receivers[0], rank, *names, place, part) for rank in senders]
@@ -210,8 +257,14 @@ def _edge(
     return Edge(re.sub(r"\W", "_", "_".join(words)), source, target, module, bridge, part, place)
 
 
-def _renumbered(edge: Edge, number: Mapping[int, int]) -> Edge:
-    return edge._replace(source=number[edge.source], target=number[edge.target])
+def _renumbered(edge: Edge, number: Mapping[int, int], chunks: Mapping[int, Sequence[Chunk]], back: bool) -> Edge:
+    ends = (edge.source, edge.module), (edge.target, edge.bridge or edge.module)
+    if back:
+        ends = (edge.source, edge.bridge or edge.module), (edge.target, edge.module)
+    source, target = (
+        next(k for k, chunk in enumerate(chunks[rank]) if module in chunk.modules) for rank, module in ends
+    )
+    return edge._replace(source=number[edge.source], target=number[edge.target], chunks=(source, target))
 
 
 def _components(ranks: Mapping[int, int], edges: Sequence[Edge]) -> list[list[int]]:

@@ -1,33 +1,38 @@
-"""The plan of a pipeline of several modules: non-interleaved 1F1B on a graph of ranks (``graph.py``).
+"""The plan of a pipeline of several modules on a graph of ranks (``graph.py``).
 
 Order. A rank runs as many forwards ahead as there are stages behind its own on the longest way, then a forward and a
-backward in turn, then the rest of the backwards: Megatron-core's order for such pipelines.
+backward in turn, then the rest of the backwards: Megatron-core's order for such pipelines. Where ranks have several
+chunks the orders are searched for the times of the modules (``planner/graph_orders.py``), so that encoders run in the
+bubbles of the language model (Optimus, arXiv 2408.03505; BigMac, arXiv 2605.25451).
 
-Communication. The logical clock of ``plan/lower/clock.py`` on a graph: every operation takes one slot, a transfer none.
-A message's *round* is the end of the operation that made it, which all ranks know. Sends are posted behind their
-operation and released ``release_after`` operations later. Receives are posted at the first boundary of the receiver's
-order that begins at their round or later. Of a channel the first receive goes out there before all sends, and the first
-send of each pair of ranks; the others come in the order of rounds, and of one round by their place on the channel: on
-one hardware queue each waits for the one before. Receives are waited for before their use; where shapes vary in that
-turn, as a sender's tensor goes out only once its receiver has read the shape, and the next shape on the channel comes
-behind that tensor. So whatever a rank waits for at a boundary has a round that is not later than the boundary, and was
-posted by a rank whose own boundary of that round lies behind waits of lower turns only: the wait of the lowest turn
-always ends. ``verify_modules`` does not rely on it.
+Communication. The logical clock of ``plan/lower/clock.py`` on a graph: every operation takes one slot, or where orders
+are searched its module's time where that is free of deadlock; a transfer none. A message's *round* is the end of the
+operation that made it, which all ranks know. Sends are posted behind their operation and released ``release_after``
+operations later, once the clock has the receive posted. Receives are posted at the first boundary of the receiver's
+order at their round or later. Of a channel the first receive goes out there before all sends, and the first send of
+each pair of ranks; the others come in the order of rounds, and of one round by their place on the channel: on one
+hardware queue each waits for the one before. Receives are waited for before their use; where shapes vary in that turn,
+as a sender's tensor goes out only once its receiver has read the shape, and the next shape on the channel comes behind
+that tensor. So whatever a rank waits for at a boundary has a round that is not later than the boundary, and was posted
+by a rank whose own boundary of that round lies behind waits of lower turns only: the wait of the lowest turn always
+ends. ``verify_modules`` does not rely on it.
 
-A rank's forward is one instruction ``F0.3``, whatever modules it is in. Transfers have the names of edges, as in
-``SEND_F0.3:vision_llm_0_2``.
+A chunk's forward is one instruction ``F0.3``, whatever modules it holds. Transfers have chunk 0 and the names of
+edges, as in ``SEND_F0.3:vision_llm_0_2``.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, product
 from typing import NamedTuple
 
 from megatron_pp.errors import PlanError
 from megatron_pp.features.modules.graph import Edge, ModuleGraph
 from megatron_pp.features.modules.modules_verify import AT_ENDS, verify_modules
+from megatron_pp.plan.costs.stage_costs import StageCosts
 from megatron_pp.plan.gc_pause import collector_paused
 from megatron_pp.plan.ir.agenda import Agenda
 from megatron_pp.plan.ir.dataflow import MOVES
@@ -42,33 +47,35 @@ from megatron_pp.plan.ir.instruction import (
 from megatron_pp.plan.ir.placement import LOOP, Placement
 from megatron_pp.plan.ir.repeated import Line
 from megatron_pp.plan.ir.spec import HOOKS, OVERLAP, Plan, PlanSpec
+from megatron_pp.planner.graph_orders import GraphOrders, Node
 
-_Made = tuple[str, int, int]  # an operation: FORWARD or BACKWARD, rank, microbatch
+_Made = tuple[str, int, int, int]  # an operation: FORWARD or BACKWARD, rank, chunk, microbatch
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModulesSpec(PlanSpec):
-    """A PlanSpec with one model chunk on each rank of ``graph``. Of the other fields those are read that
+    """A PlanSpec with the chunks of ``graph`` on its ranks. Of the other fields those are read that
     ``modules_spec`` takes."""
 
     graph: ModuleGraph
 
     def describe(self) -> str:
         kind = "forward only" if self.forward_only else "training"
-        return f"{self.schedule} of several modules on {self.graph}; M={self.num_microbatches} {kind}"
+        order = self.schedule if self.num_chunks == 1 else "searched order"
+        return f"{order} of several modules on {self.graph}; M={self.num_microbatches} {kind}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModulesPlacement(Placement):
-    """Stage r is what rank r holds of all its modules."""
+    """Stage ``c * P + r`` is chunk c of rank r."""
 
     graph: ModuleGraph
 
     @property
     def rank_edges(self) -> tuple[tuple[int, int], ...]:
         """(source, destination) ranks between which activations travel, or gradients the other way, sorted."""
-        forth = {(edge.source, edge.target) for edge in self.graph.activations}
-        return tuple(sorted(forth | {(edge.target, edge.source) for edge in self.graph.gradients}))
+        forth = {(edge.source, edge.target) for edge in self.graph.activations if edge.travels}
+        return tuple(sorted(forth | {(edge.target, edge.source) for edge in self.graph.gradients if edge.travels}))
 
 
 def modules_spec(
@@ -85,7 +92,7 @@ def modules_spec(
     return ModulesSpec(
         "1f1b",
         graph.size,
-        1,
+        graph.num_chunks,
         num_microbatches,
         policy=OVERLAP,
         forward_only=forward_only,
@@ -97,6 +104,15 @@ def modules_spec(
     )
 
 
+def costs_of_modules(graph: ModuleGraph) -> StageCosts:
+    """The times of the modules, by stage; backwards in two equal halves."""
+    of = {(k, rank): chunk.times for rank, chunks in enumerate(graph.chunks) for k, chunk in enumerate(chunks)}
+    stages = product(range(graph.num_chunks), range(graph.size))
+    forward, backward = zip(*(of.get(stage, (0.0, 0.0)) for stage in stages), strict=True)
+    halves = [time / 2 for time in backward]
+    return StageCosts.per_stage(forward, halves, halves)
+
+
 @lru_cache(maxsize=16)
 def modules_plan(spec: ModulesSpec) -> Plan:
     """The plan of ``spec``, verified. The same spec gives the same object. Raises PlanError where modules wait for each
@@ -106,18 +122,47 @@ def modules_plan(spec: ModulesSpec) -> Plan:
 
 
 @collector_paused()
-def lowered_modules(spec: ModulesSpec) -> Plan:
-    """The plan before it is verified."""
-    orders = [_order(spec, rank) for rank in range(spec.graph.size)]
-    ends = _ends(spec.graph, orders)
+def lowered_modules(spec: ModulesSpec, orders: Sequence[Line] = ()) -> Plan:
+    """The plan before it is verified; of ``orders``, where they are given."""
+    orders = orders or _orders(spec)
+    if spec.num_chunks > 1:
+        plan = _lowered(spec, orders, in_slots=False)
+        with suppress(PlanError):
+            verify_modules(plan)
+            return plan
+        # Where a queue or the device makes a rank wait for others at its boundaries, slots of one length align them.
+    return _lowered(spec, orders, in_slots=True)
+
+
+def _lowered(spec: ModulesSpec, orders: Sequence[Line], in_slots: bool) -> Plan:
+    spans = _spans(spec.graph, orders, in_slots)
     made = {
-        (at.op, rank, at.mb): end
+        (at.op, rank, at.chunk, at.mb): span.end
         for rank, order in enumerate(orders)
-        for at, end in zip(order, ends[rank], strict=True)
+        for at, span in zip(order, spans[rank], strict=True)
     }
-    programs = tuple(_Lowering(spec, rank, orders[rank], ends[rank], made).program() for rank in range(len(orders)))
-    placement = ModulesPlacement(LOOP, spec.graph.size, 1, graph=spec.graph)
+    longest = max((span.end - span.begin for of_rank in spans for span in of_rank), default=0.0)
+    clock = _Clock(spans, made, longest)
+    places = _places(spec.graph)
+    programs = tuple(_Lowering(spec, rank, order, clock, places).program() for rank, order in enumerate(orders))
+    placement = ModulesPlacement(LOOP, spec.graph.size, spec.num_chunks, graph=spec.graph)
     return Plan(spec, placement, programs, tuple(orders))
+
+
+def _orders(spec: ModulesSpec) -> list[Line]:
+    graph, size = spec.graph, spec.graph.size
+    if graph.num_chunks == 1:
+        return [_order(spec, rank) for rank in range(size)]
+    nodes = {(rank, k): chunk.times for rank, chunks in enumerate(graph.chunks) for k, chunk in enumerate(chunks)}
+    needs: dict[str, dict[Node, list[Node]]] = {
+        op: {
+            node: [(edge.source, edge.chunks[0]) for edge in graph.edges[op][node[0]][node[1]].received]
+            for node in nodes
+        }
+        for op in (FORWARD, BACKWARD)
+    }
+    found = GraphOrders(nodes, needs, spec.num_microbatches, spec.forward_only).best()
+    return [tuple(placed(op, k * size + rank, mb, -1, k) for op, k, mb in row) for rank, row in enumerate(found)]
 
 
 def _order(spec: ModulesSpec, rank: int) -> Line:
@@ -131,43 +176,64 @@ def _order(spec: ModulesSpec, rank: int) -> Line:
     return (*forwards[:ahead], *steady, *backwards[count - ahead :])
 
 
-def _ends(graph: ModuleGraph, orders: Sequence[Line]) -> list[list[int]]:
-    """The slot in which each operation ends, from 1. Raises PlanError where ranks wait for each other in a circle."""
-    ends: list[list[int]] = [[] for _ in orders]
-    made: dict[_Made, int] = {}
+class _Span(NamedTuple):
+    begin: float
+    end: float
+
+
+def _spans(graph: ModuleGraph, orders: Sequence[Line], in_slots: bool) -> list[list[_Span]]:
+    """When each operation begins and ends. Raises PlanError where ranks wait for each other in a circle."""
+    spans: list[list[_Span]] = [[] for _ in orders]
+    made: dict[_Made, float] = {}
     waiting: defaultdict[_Made, list[int]] = defaultdict(list)
     agenda = Agenda(range(len(orders)))
 
     def advance(rank: int, _: float) -> None:
-        order, own = orders[rank], ends[rank]
+        order, own = orders[rank], spans[rank]
         for at in order[len(own) :]:
-            needed = [(at.op, edge.source, at.mb) for edge in graph.edges[at.op][rank].received]
+            received = graph.edges[at.op][rank][at.chunk].received
+            needed = [(at.op, edge.source, edge.chunks[0], at.mb) for edge in received]
             missing = next((one for one in needed if one not in made), None)
             if missing is not None:
                 waiting[missing].append(rank)
                 return
-            begin = max([made[one] for one in needed] + own[-1:], default=0)
-            own.append(begin + 1)
-            made[(at.op, rank, at.mb)] = begin + 1
-            for other in waiting.pop((at.op, rank, at.mb), ()):
+            begin = max((made[one] for one in needed), default=0.0)
+            if own:
+                begin = max(begin, own[-1].end)
+            took = 1.0 if in_slots else graph.chunks[rank][at.chunk].times[at.op == BACKWARD]
+            own.append(_Span(begin, begin + took))
+            made[(at.op, rank, at.chunk, at.mb)] = own[-1].end
+            for other in waiting.pop((at.op, rank, at.chunk, at.mb), ()):
                 agenda.plan(other, 0)
 
     agenda.run(advance)
     for one, ranks in waiting.items():
-        op, source, mb = one
+        op, source, chunk, mb = one
         raise PlanError(
-            f"rank {graph.members[ranks[0]]} waits for {op}0.{mb} of rank {graph.members[source]}, which never comes: "
-            "the modules of these ranks wait for each other in a circle"
+            f"rank {graph.members[ranks[0]]} waits for {op}{chunk}.{mb} of rank {graph.members[source]}, which never "
+            "comes: the modules of these ranks wait for each other in a circle"
         )
-    return ends
+    return spans
 
 
-def _places(edges: Sequence[Edge]) -> Iterator[tuple[int, Edge]]:
-    """Each edge with its place among those of the same two ranks."""
-    seen: Counter[tuple[int, int]] = Counter()
-    for edge in edges:
-        yield seen[edge[1:3]], edge
-        seen[edge[1:3]] += 1
+def _places(graph: ModuleGraph) -> dict[str, int]:
+    """By name: the place of each edge among those of one chunk to one rank."""
+    places: dict[str, int] = {}
+    for edges in (graph.activations, graph.gradients):
+        seen: Counter[tuple[int, int, int]] = Counter()
+        for edge in edges:
+            ends = edge.source, edge.chunks[0], edge.target
+            places[edge.name] = seen[ends]
+            seen[ends] += 1
+    return places
+
+
+class _Clock(NamedTuple):
+    """Of each rank the spans of its operations; when each operation ends; how long the longest takes."""
+
+    spans: Sequence[Sequence[_Span]]
+    made: dict[_Made, float]
+    longest: float
 
 
 class _Post(NamedTuple):
@@ -176,22 +242,23 @@ class _Post(NamedTuple):
     place  of its edge among those of one rank with one other; the first one's may go ahead of its turn
     """
 
-    round: int
+    round: float
     place: int
     post: Instruction
     wait: Instruction | None = None
 
 
-def _turn(one: _Post) -> tuple[int, int]:
+def _turn(one: _Post) -> tuple[float, int]:
     return one.round, one.place
 
 
 class _Lowering:
     """Lays out one rank's program on the boundaries of its order: boundary i is before entry i."""
 
-    def __init__(self, spec: ModulesSpec, rank: int, order: Line, ends: Sequence[int], made: dict[_Made, int]) -> None:
-        self.spec, self.rank, self.order, self.ends, self.made = spec, rank, order, ends, made
-        self.edges = {op: spec.graph.edges[op][rank] for op in (FORWARD, BACKWARD)}
+    def __init__(self, spec: ModulesSpec, rank: int, order: Line, clock: _Clock, places: Mapping[str, int]) -> None:
+        self.spec, self.rank, self.order, self.clock, self.places = spec, rank, order, clock, places
+        self.spans = clock.spans[rank]
+        self.edges = {op: spec.graph.edges[op][rank] for op in (FORWARD, BACKWARD)}  # by chunk
         # By boundary:
         self.sends: defaultdict[int, list[_Post]] = defaultdict(list)
         self.receives: defaultdict[int, list[_Post]] = defaultdict(list)
@@ -201,28 +268,38 @@ class _Lowering:
     def program(self) -> Line:
         for i, at in enumerate(self.order):
             self._place(i, at)
-        syncs = dict(self._syncs())
+        syncs = defaultdict(list)
+        for boundary, sync in self._syncs():
+            syncs[boundary].append(sync)
         made: list[Instruction] = []
         for i in range(len(self.order) + 1):
             made += self._boundary(i)
-            if i in syncs:
-                made.append(syncs[i])
+            made += syncs[i]
             made += self.order[i : i + 1]
         return tuple(made)
 
     def _place(self, i: int, at: Instruction) -> None:
-        moves, (received, sent), ends = MOVES[at.op], self.edges[at.op], self.ends
-        released = min(i + 1 + self.spec.release_after, len(self.order))
-        for place, edge in _places(sent):
-            self.sends[i + 1].append(_Post(ends[i], place, self._transfer(moves.send, at, edge)))
+        moves, (received, sent), spans = MOVES[at.op], self.edges[at.op][at.chunk], self.spans
+        released = self._released(i)
+        for edge in (edge for edge in sent if edge.travels):
+            post = self._transfer(moves.send, at, edge)
+            self.sends[i + 1].append(_Post(spans[i].end, self.places[edge.name], post))
             self.releases[released].append(self._transfer(moves.free, at, edge))
-        for place, edge in _places(received):
-            round_ = self.made[(at.op, edge.source, at.mb)]
-            due = next(k for k in range(i, -1, -1) if k == 0 or ends[k - 1] - 1 < round_)
+        for edge in (edge for edge in received if edge.travels):
+            round_ = self.clock.made[(at.op, edge.source, edge.chunks[0], at.mb)]
+            due = next(k for k in range(i, -1, -1) if k == 0 or spans[k - 1].begin < round_)
             wait = self._transfer(moves.wait, at, edge)
-            self.receives[due].append(_Post(round_, place, self._transfer(moves.recv, at, edge), wait))
+            post = self._transfer(moves.recv, at, edge)
+            self.receives[due].append(_Post(round_, self.places[edge.name], post, wait))
             if not self.spec.variable_shapes:
                 self.waits[i].append(wait)
+
+    def _released(self, i: int) -> int:
+        """The boundary of the release of what operation ``i`` made: a receiver posts its receive within the longest
+        operation."""
+        posted = self.spans[i].end + self.clock.longest
+        later = range(i + 1 + self.spec.release_after, len(self.order))
+        return next((k for k in later if self.spans[k - 1].end >= posted), len(self.order))
 
     def _transfer(self, op: str, at: Instruction, edge: Edge) -> Instruction:
         sends = edge.source == self.rank
@@ -243,10 +320,12 @@ class _Lowering:
         yield from self.waits[i]
 
     def _syncs(self) -> Iterator[tuple[int, Instruction]]:
-        """The boundary of the gradient sync: before the last backward, or after it where the config has a function for
-        it, which Megatron calls on all ranks but those of first stages."""
+        """The boundaries of the gradient syncs: before a chunk's last backward, or behind all of them where the config
+        has a function for it, which Megatron calls on all ranks but those of first stages."""
         if self.spec.forward_only:
             return
         hooks = self.spec.grad_sync == HOOKS or self.spec.graph.leading[self.rank]
-        op, boundary = (ENABLE_GRAD_SYNC, len(self.order) - 1) if hooks else (GRAD_SYNC, len(self.order))
-        yield boundary, Instruction(op, self.rank)
+        last = {at.chunk: (i, at) for i, at in enumerate(self.order) if at.op == BACKWARD}
+        for chunk, (i, at) in sorted(last.items()):
+            op, boundary = (ENABLE_GRAD_SYNC, i) if hooks else (GRAD_SYNC, len(self.order))
+            yield boundary, Instruction(op, at.stage, chunk=chunk)

@@ -1,5 +1,5 @@
 """Runs the plan of a pipeline of several modules: forwards and backwards with a dict of tensors, one of each module
-that sends to this rank, and messages that are parts of them.
+that sends to this chunk, and messages that are parts of them.
 """
 
 import weakref
@@ -22,6 +22,7 @@ from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.plan.ir.tasks import Task
 from megatron_pp.runtime.executor import Handler, PlanExecutor
 
+_Cell = tuple[int, int]  # chunk, microbatch
 _CHANNEL = {FORWARD: ACT, BACKWARD: GRAD}
 
 
@@ -56,16 +57,16 @@ class ModulesRunner:
 
     def __init__(self, plan: Plan, rank: int, parts: Parts, graphs: bool) -> None:
         graph: ModuleGraph = plan.placement.graph  # type: ignore[attr-defined]
-        self.received = {kind: graph.edges[kind][rank].received for kind in (FORWARD, BACKWARD)}
-        self.sent = {kind: graph.edges[kind][rank].sent for kind in (FORWARD, BACKWARD)}
+        self.edges = {kind: graph.edges[kind][rank] for kind in (FORWARD, BACKWARD)}  # by chunk
+        self.chunk_of = {edge.name: k for k, edges in enumerate(self.edges[FORWARD]) for edge in edges.sent}
         self.parts = parts
         self.graphs = graphs
         self.trains = not plan.spec.forward_only
         self.arrived: dict[tuple[str, int], Tensor] = {}  # by message and microbatch
         self.leaving: dict[tuple[str, int], Tensor] = {}
-        self.inputs: dict[int, dict[str, Tensor]] = {}  # by microbatch, and module
-        self.outputs: dict[int, Any] = {}
-        self.unsent: defaultdict[int, int] = defaultdict(int)  # messages of an output that are not released
+        self.inputs: dict[_Cell, dict[str, Tensor]] = {}  # by chunk and microbatch, and module
+        self.outputs: dict[_Cell, Any] = {}
+        self.unsent: defaultdict[_Cell, int] = defaultdict(int)  # messages of an output that are not released
         self.tables: Mapping[str, Mapping[Any, Any]] = {
             "received parts": self.arrived,
             "parts to send": self.leaving,
@@ -94,19 +95,18 @@ class ModulesRunner:
         self.engine.post(at, Send(self.leaving[(at.tensor, at.mb)], at.peer, _CHANNEL[KIND_OF[at.op]]))
 
     def _forward(self, at: Task) -> None:
-        mb = at.mb
-        given = self._collected(FORWARD, mb)
+        cell = at.chunk, at.mb
+        given = self._collected(FORWARD, cell)
         for tensor in given.values():
             tensor.requires_grad_(self.graphs)
         output = self.engine.call_forward(at, given)
-        edges = self.sent[FORWARD]
-        if edges:
-            self._part_out(edges, mb, lambda edge: self._output_of(edge, output))
-            self.unsent[mb] = len(edges)
+        sends = self._part_out(self.edges[FORWARD][at.chunk].sent, at.mb, lambda edge: self._output_of(edge, output))
+        if sends:
+            self.unsent[cell] = sends
         if self.trains:
-            self.inputs[mb], self.outputs[mb] = given, output
-            if not edges and isinstance(output, Mapping):  # the leader of its group sends
-                self._drop(mb)
+            self.inputs[cell], self.outputs[cell] = given, output
+            if not sends and isinstance(output, Mapping):  # the leader of its group sends, or another chunk has it
+                self._drop(cell)
 
     def _output_of(self, edge: Edge, output: Any) -> Tensor:
         found = output.get(edge.module) if isinstance(output, Mapping) else None
@@ -119,27 +119,27 @@ class ModulesRunner:
         return found
 
     def _backward(self, at: Task) -> None:
-        mb, engine = at.mb, self.engine
+        cell, engine = (at.chunk, at.mb), self.engine
         for handle, sent in engine.deferred:
-            if sent.mb == mb and sent.op == ins.FREE_F:  # a backward may write to what it has saved
+            if sent.mb == at.mb and sent.op == ins.FREE_F:  # a backward may write to what it has saved
                 handle.check()
-        given, output = self.inputs.pop(mb), self.outputs.pop(mb)
-        grads = engine.call_backward(at, given, output, self._collected(BACKWARD, mb))
+        given, output = self.inputs.pop(cell), self.outputs.pop(cell)
+        grads = engine.call_backward(at, given, output, self._collected(BACKWARD, cell))
 
         def grad_of(edge: Edge) -> Tensor:
             grad: Tensor | None = grads[edge.module]
             return torch.zeros_like(given[edge.module]) if grad is None else grad
 
-        self._part_out(self.sent[BACKWARD], mb, grad_of)
+        self._part_out(self.edges[BACKWARD][at.chunk].sent, at.mb, grad_of)
         engine.close_sync()
 
-    def _collected(self, kind: str, mb: int) -> dict[str, Tensor]:
+    def _collected(self, kind: str, cell: _Cell) -> dict[str, Tensor]:
         """By module: its output, or the gradient of its output, of the parts that have come; gradients that come over
         several bridges are summed."""
         found: dict[str, Tensor] = {}
         parts: list[Tensor] = []
-        for edge in self.received[kind]:
-            parts.append(self.arrived.pop((edge.name, mb)))
+        for edge in self.edges[kind][cell[0]].received:
+            parts.append(self.arrived.pop((edge.name, cell[1])))
             if len(parts) < edge.place[1]:
                 continue
             whole = parts[0] if len(parts) == 1 else self.parts.joined(edge, parts)
@@ -147,8 +147,9 @@ class ModulesRunner:
             parts = []
         return found
 
-    def _part_out(self, edges: Sequence[Edge], mb: int, tensor_of: Callable[[Edge], Tensor]) -> None:
-        """Put the parts of the tensors where the sends take them; ranks of one group get the same."""
+    def _part_out(self, edges: Sequence[Edge], mb: int, tensor_of: Callable[[Edge], Tensor]) -> int:
+        """Put the parts of the tensors where the sends take them, or the rank's other chunk; ranks of one group get the
+        same. Returns how many are sent."""
         cut: dict[tuple[str, str], Sequence[Tensor]] = {}
         for edge in edges:
             key = edge.module, edge.bridge
@@ -156,18 +157,20 @@ class ModulesRunner:
             if key not in cut:
                 whole = tensor_of(edge)
                 cut[key] = [whole] if count == 1 else self.parts.cut(edge, whole, count)
-            self.leaving[(edge.name, mb)] = cut[key][i].detach()
+            (self.leaving if edge.travels else self.arrived)[(edge.name, mb)] = cut[key][i].detach()
+        return sum(edge.travels for edge in edges)
 
     def _released(self, at: Task) -> None:
         """A send is over. With the last one of an output its data go."""
         del self.leaving[(at.tensor, at.mb)]
         if at.op == ins.FREE_F:
-            self.unsent[at.mb] -= 1
-            if not self.unsent[at.mb]:
-                del self.unsent[at.mb]
-                self._drop(at.mb)
+            cell = self.chunk_of[at.tensor], at.mb
+            self.unsent[cell] -= 1
+            if not self.unsent[cell]:
+                del self.unsent[cell]
+                self._drop(cell)
 
-    def _drop(self, mb: int) -> None:
+    def _drop(self, cell: _Cell) -> None:
         with suppress(KeyError):  # evaluation keeps none, and the backward may have used it up
             if self.engine.deallocate:
-                self.outputs[mb] = self.engine.steps.backward_root(self.outputs[mb])
+                self.outputs[cell] = self.engine.steps.backward_root(self.outputs[cell])

@@ -3,9 +3,10 @@
     pipeline = ModulesPipeline([Module("vision", ...), Module("llm", ...)], {"vision": ["llm"]})
     losses = forward_backward_modules(pipeline, forward_step_func=..., data_iterator=..., model=..., num_microbatches=8)
 
-The model of a rank holds its stages of all modules that the rank is in. Its ``set_input_tensor`` is given a list with a
-dict: by the name of a module, that module's tensor, of its stage before on the same replica or, on the first stage of
-another module, its output. ``forward_step_func`` returns a dict of the outputs of the rank's stages by module, or on
+The model of a rank holds its stages of all modules that the rank is in; of several chunks (``Module.chunk``) there is a
+list of models, and one of data iterators. A model's ``set_input_tensor`` is given a list with a dict: by the name of a
+module, that module's tensor, of its stage before on the same replica or, on the first stage of another module, its
+output. ``forward_step_func`` returns a dict of the outputs of the rank's stages by module, or on
 the last stage what its loss function takes.
 """
 
@@ -64,7 +65,9 @@ class ModulesPipeline:
             if self.rank in graph.members:
                 self.graph, self.group = graph, group
         ends = [module for module in modules if not topology.get(module.name)]
-        self.gives_loss = any(self.rank in replica[-1] for module in ends for replica in module.ranks)
+        giving = {module.name for module in ends for replica in module.ranks if self.rank in replica[-1]}
+        own = [] if self.graph is None else self.graph.chunks[self.graph.members.index(self.rank)]
+        self.gives_loss = [not giving.isdisjoint(chunk.modules) for chunk in own]
 
 
 class OnModules(StepCall):
@@ -75,7 +78,7 @@ class OnModules(StepCall):
     def prepare_call(self, pipeline: ModulesPipeline, arguments: Mapping[str, Any]) -> None:
         """In place of StepCall's own ``__init__``. Raises ScheduleInputError before any communication."""
         self.pipeline, self.alone = pipeline, False
-        self.inputs = StepInputs(False, **arguments)
+        self.inputs = StepInputs(len(pipeline.gives_loss) > 1, **arguments)
         self.config = self.inputs.config
         self.settings = self.read_settings()
         check_settings(self.settings)
@@ -113,7 +116,7 @@ class OnModules(StepCall):
         return [ModulesRunner(plan, self.communicator.rank, self.pipeline.parts, graphs)]
 
     def _is_last_stage(self, plan: Plan) -> list[bool]:
-        return [self.pipeline.gives_loss]
+        return self.pipeline.gives_loss
 
 
 def unserved_setting(settings: StepSettings) -> str | None:

@@ -1,6 +1,8 @@
 """Modules as text: ``vision=0/1; llm=2,3; vision>llm``.
 
 ``NAME=RANKS`` is a module: replicas apart by ``/``, their stages by ``,``, a stage's tensor-parallel ranks by ``+``.
+``NAME#1=RANKS`` is in model chunk 1 of its ranks; a stage of ``NAME*2/4=RANKS`` takes 2 for a forward and 4 for a
+backward.
 ``A>B`` is a bridge: the output of A goes to B.
 """
 
@@ -9,7 +11,12 @@ import re
 from megatron_pp.errors import PlanError
 from megatron_pp.features.modules.graph import Module, ModuleGraph, module_graphs
 
-_MODULE = re.compile(r"(?P<name>\w+)\s*=\s*(?P<ranks>\d{1,6}(?:[+,/]\d{1,6})*)")
+_NUMBER = r"\d{1,9}(?:\.\d{1,9})?"
+_MODULE = re.compile(
+    r"(?P<name>\w+)(?:#(?P<chunk>\d{1,6}))?"
+    rf"(?:\*(?P<forward>{_NUMBER})/(?P<backward>{_NUMBER}))?"
+    r"\s*=\s*(?P<ranks>\d{1,6}(?:[+,/]\d{1,6})*)"
+)
 _BRIDGE = re.compile(r"(\w+)\s*>\s*(\w+)")
 
 
@@ -25,7 +32,10 @@ def graphs_in(text: str) -> list[ModuleGraph]:
         elif found := _MODULE.fullmatch(part):
             if found["name"] in modules:
                 raise PlanError(f"module {found['name']} is there twice")
-            modules[found["name"]] = Module(found["name"], _ranks_in(found["ranks"]))
+            made = Module(found["name"], _ranks_in(found["ranks"]), int(found["chunk"] or 0))
+            if found["forward"]:
+                made = made._replace(times=(float(found["forward"]), float(found["backward"])))
+            modules[made.name] = made
         else:
             raise PlanError(f"{part!r} is neither a module, as llm=2,3, nor a bridge, as vision>llm")
     if not modules:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 
 import pytest
 
@@ -38,6 +39,16 @@ def test_several_modules_take_the_longest_way(command):
     circle = command("verify", "--modules", "a=0,1; b=0,1; a>b")
     assert circle[0] == 1
     assert "rank 0 waits for F0.0 of rank 1, which never comes" in circle[1]
+
+
+def test_an_encoder_in_the_bubbles_is_simulated_with_its_times(command):
+    """Its first forward and last backward show alone: 0.5 and 1 beside 5 microbatches of 3."""
+    line = "simulate --modules 'vision*0.5/1=0; llm#1=0,1; vision>llm' -M 4 --json"
+    facts = json.loads(command(*shlex.split(line))[1])
+    assert facts["busy"] == [4 * 4.5, 4 * 3]
+    assert facts["makespan"] < 4 * 4.5 + 3
+    slower = line.replace("0.5/1", "2/4")
+    assert json.loads(command(*shlex.split(slower))[1])["makespan"] > facts["makespan"]
 
 
 def test_simulate_gives_the_closed_form(command):

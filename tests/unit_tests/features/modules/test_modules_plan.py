@@ -11,10 +11,16 @@ import pytest
 from megatron_pp import draw
 from megatron_pp.errors import PlanError
 from megatron_pp.features.modules.graph import ModuleGraph, module_graphs
-from megatron_pp.features.modules.modules_plan import ModulesSpec, lowered_modules, modules_plan, modules_spec
+from megatron_pp.features.modules.modules_plan import (
+    ModulesSpec,
+    costs_of_modules,
+    lowered_modules,
+    modules_plan,
+    modules_spec,
+)
 from megatron_pp.features.modules.modules_verify import verify_modules
 from megatron_pp.plan.costs.stage_costs import StageCosts
-from megatron_pp.plan.ir.instruction import BACKWARD, COMPUTE_OPS, FORWARD, SYNC_OPS
+from megatron_pp.plan.ir.instruction import BACKWARD, COMPUTE_OPS, FORWARD, SYNC_OPS, placed
 from megatron_pp.plan.ir.spec import DEVICE_SYNC, ONE_QUEUE, STATIC_BUFFERS, Plan
 from megatron_pp.plan.simulate.simulator import simulate
 from tests.harness.module_grids import encoders_before, module_on
@@ -29,7 +35,11 @@ BRANCHES = module_graphs(
     [module_on("vision"), module_on("llm", 1, pp=2), module_on("images", 3)],
     {"vision": ["llm", "images"], "llm": ["images"]},
 )[0]
+IN_BUBBLES = encoders_before(
+    module_on("llm", pp=2)._replace(chunk=1), module_on("vision", dp=2)._replace(times=(0.5, 1.0))
+)[0]
 GRAPHS = {
+    "in_bubbles": IN_BUBBLES,
     "two": TWO,
     "both_on_one": BOTH_ON_ONE,
     "lines": LINES,
@@ -86,6 +96,7 @@ def test_depths_are_those_of_the_longest_way() -> None:
         ([module_on("vision"), module_on("llm", 1)], {"vision": ["llm"], "llm": ["vision"]}, "in a circle"),
         ([module_on("vision", dp=2), module_on("llm", 2, dp=3)], {"vision": ["llm"]}, "2 data-parallel replicas"),
         ([module_on("vision"), module_on("llm")], {"vision": ["llm"]}, "rank 0 has the last stage of vision"),
+        ([module_on("vision"), module_on("llm", 1)._replace(times=(0, 1))], {}, "finite and above 0"),
         ([module_on("a"), module_on("b", 1), module_on("a_b", pp=2)], {"a": ["b"]}, "two are equal"),
     ],
 )
@@ -205,6 +216,71 @@ def test_memory_counts_the_messages_of_every_edge() -> None:
     assert verdict.ranks[1].each.inputs == 2 * alone.ranks[1].each.inputs
     ends = Counter(at.op for program in modules_plan(modules_spec(TWO, 4)).programs for at in program)
     assert ends[FORWARD] == ends[BACKWARD] == 8
+
+
+def encoders_first(graph: ModuleGraph, microbatches: int) -> list:
+    """All forwards of chunk 0, 1F1B of chunk 1 on a line of all ranks, all backwards of chunk 0."""
+    size, every = graph.size, range(microbatches)
+    rows = []
+    for rank in range(size):
+        ahead = min(size - rank - 1, microbatches)
+        line = [(FORWARD, mb, 1) for mb in range(ahead)]
+        line += [one for mb in every[ahead:] for one in ((FORWARD, mb, 1), (BACKWARD, mb - ahead, 1))]
+        line += [(BACKWARD, mb, 1) for mb in every[microbatches - ahead :]]
+        row = [*((FORWARD, mb, 0) for mb in every), *line, *((BACKWARD, mb, 0) for mb in every)]
+        rows.append(tuple(placed(op, k * size + rank, mb, -1, k) for op, mb, k in row))
+    return rows
+
+
+@pytest.mark.parametrize(("size", "microbatches", "time"), [(2, 4, 0.5), (4, 8, 0.5), (4, 8, 0.25), (4, 16, 0.25)])
+def test_encoders_run_in_the_bubbles_of_the_language_model(size: int, microbatches: int, time: float) -> None:
+    vision = module_on("vision", dp=size)._replace(times=(time, 2 * time))
+    graph = encoders_before(module_on("llm", pp=size)._replace(chunk=1), vision)[0]
+    spec, costs = modules_spec(graph, microbatches), costs_of_modules(graph)
+    first = lowered_modules(spec, encoders_first(graph, microbatches))
+    verify_modules(first)
+    alone = 3 * (microbatches + size - 1)
+    assert simulate(first, costs).makespan == alone + 3 * time * microbatches
+    found = simulate(modules_plan(spec), costs)
+    # With the first forward and the last backward of the encoder, or without a bubble.
+    least = max(alone + 3 * time, 3 * microbatches * (1 + time))
+    half = (least + simulate(first, costs).makespan) / 2
+    assert least <= found.makespan <= half, "of what can be hidden, half is or more"
+    assert len(draw.simulated_timeline(found).lanes[0].compute) == 4 * microbatches
+
+
+def test_a_rank_with_fewer_chunks_has_those_alone() -> None:
+    graph = encoders_before(module_on("llm", pp=2)._replace(chunk=7), module_on("vision"))[0]
+    assert [[chunk.modules for chunk in chunks] for chunks in graph.chunks] == [[("vision",), ("llm",)], [("llm",)]]
+    for forward_only in (False, True):
+        plan = modules_plan(modules_spec(graph, 4, forward_only=forward_only))
+        assert {at.chunk for at in plan.programs[1]} == {0}
+
+
+def test_orders_of_slow_encoders_are_lowered_for_devices_too() -> None:
+    """Where operations are of unequal length, ranks come to their boundaries at different times."""
+    vision = module_on("vision", dp=2)._replace(times=(0.25, 1.0))
+    graph = encoders_before(module_on("llm", pp=2)._replace(chunk=1, times=(0.1, 1.0)), vision)[0]
+    for device in DEVICES:
+        modules_plan(modules_spec(graph, 7, device=device, variable_shapes=True))
+
+
+def test_a_program_that_is_not_the_plans_order_is_refused() -> None:
+    plan = lowered_modules(modules_spec(TWO, 3))
+    with pytest.raises(PlanError, match="rank 0: its program does not run the plan's order"):
+        verify_modules(dataclasses.replace(plan, orders=plan.orders[::-1]))
+
+
+def test_a_backward_before_that_of_the_next_chunk_is_refused() -> None:
+    plan = lowered_modules(modules_spec(IN_BUBBLES, 2))
+    program = list(plan.programs[0])
+    for op, chunk in ((BACKWARD, 0), (FORWARD, 1)):
+        at = next(at for at in program if (at.op, at.chunk) == (op, chunk))
+        before = next(one for one in program if (one.op, one.chunk) == (op, 1 - chunk))
+        changed = [one for one in program if one != at]
+        changed.insert(changed.index(before), at)
+        with pytest.raises(PlanError, match=f"it comes before that of chunk {1 - chunk}"):
+            verify_modules(with_program(plan, 0, tuple(changed)))
 
 
 def test_static_buffers_are_not_claimed() -> None:

@@ -16,7 +16,7 @@ from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.streams import StreamNetwork, StreamReport, virtual_cuda
 from megatron_pp.testing.threads import ThreadGroup, run_ranks
 from tests.functional_tests.test_modules import SETUPS, assert_equal
-from tests.harness.module_models import RankModel, Setup, config_of, forward_step, in_one_process, sink_of
+from tests.harness.module_models import RankChunks, RankModel, Setup, config_of, forward_step, in_one_process, sink_of
 
 JOINED = {name: setup for name, setup in SETUPS.items() if name != "equal replicas"}  # all ranks are in one graph
 NETWORKS = (LastMomentNetwork, PoisoningNetwork, ShuffledNetwork)
@@ -24,24 +24,21 @@ NETWORKS = (LastMomentNetwork, PoisoningNetwork, ShuffledNetwork)
 
 def run(setup: Setup, network: MemoryNetwork) -> list[list[Any]]:
     def rank_main(rank: int) -> list[Any]:
-        model = RankModel(setup, rank)
-        model.config = config_of(setup)
+        chunks = RankChunks(setup, rank)
         pipeline = ModulesPipeline(setup.modules, setup.topology, rank=rank)
-        communicator = P2PCommunicator(ThreadGroup(rank, network.size), model.config, network.transport(rank))
+        communicator = P2PCommunicator(ThreadGroup(rank, network.size), config_of(setup), network.transport(rank))
         found = []
         with network.running(rank):
             for step in range(setup.steps):
-                model.zero_grad()
                 reports = forward_backward_modules(
                     pipeline,
                     forward_step_func=forward_step(sink_of(setup)),
-                    data_iterator=model.batches(step),
-                    model=model,
                     num_microbatches=setup.microbatches,
                     forward_only=setup.forward_only,
                     p2p_communicator=communicator,
+                    **chunks.arguments(step),
                 )
-                found.append(([report["loss"] for report in reports], model.gradients()))
+                found.append(([report["loss"] for report in reports], chunks.gradients()))
         return found
 
     return run_ranks(network.size, rank_main, network.abort)
@@ -87,8 +84,8 @@ def test_outputs_are_dropped_once_they_are_sent(monkeypatch: pytest.MonkeyPatch)
     backward = ModulesRunner._backward
 
     def looks(runner: ModulesRunner, at: Any) -> None:
-        if runner.sent["F"]:
-            kept.append(runner.outputs[at.mb]["vision"])
+        if runner.edges["F"][at.chunk].sent:
+            kept.append(runner.outputs[(at.chunk, at.mb)]["vision"])
         backward(runner, at)
 
     monkeypatch.setattr(ModulesRunner, "_backward", looks)

@@ -1,0 +1,187 @@
+"""Orders of compute on a graph of model chunks, where chunks of one rank run in the bubbles of each other.
+
+Candidates are list schedules: whenever a rank is free it starts the operation that can start first; of several the
+first by priority. They differ in the priorities, and in how many forwards chunks without an input may run ahead. All
+encoders' forwards first and all their backwards last is one of them. The shortest is then improved by moves of single
+operations. No choice depends on the machine's clock, as every rank searches for itself.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice, permutations, product
+from random import Random
+
+from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD
+
+Node = tuple[int, int]  # rank, chunk
+_Choice = tuple[float, int, int, str, Node]  # start, priority, rank, op, node
+Row = tuple[tuple[str, int, int], ...]  # of one rank: (op, chunk, microbatch)
+
+_LISTED = 50_000  # operations of all list schedules together
+_OPERATIONS = 500_000  # looked at in all moves together
+_MOVES = 6000
+_CLOSE = 1e-9
+
+
+class GraphOrders:
+    """``times``: of each node's forward and backward; ``needs``: by op, the nodes whose result of that op it needs."""
+
+    def __init__(
+        self,
+        times: Mapping[Node, tuple[float, float]],
+        needs: Mapping[str, Mapping[Node, Sequence[Node]]],
+        num_microbatches: int,
+        forward_only: bool = False,
+    ) -> None:
+        self.needs, self.count = needs, num_microbatches
+        self.times = {(op, node): took[k] for node, took in times.items() for k, op in enumerate((FORWARD, BACKWARD))}
+        self.ops = (FORWARD,) if forward_only else (FORWARD, BACKWARD)
+        self.operations = len(times) * num_microbatches * len(self.ops)
+        self.ranks = [[node for node in times if node[0] == rank] for rank in range(1 + max(times)[0])]
+        self.users: dict[str, dict[Node, list[Node]]] = {op: {node: [] for node in times} for op in self.ops}
+        for op in self.ops:
+            for node, sources in needs[op].items():
+                for source in sources:
+                    self.users[op][source].append(node)
+        # Stages from a node to the end along the longest way: as many forwards of it are in flight, in 1F1B.
+        self.behind: dict[Node, int] = {}
+        for node in times:
+            self._count_behind(node)
+        # Chunks that nothing but other such chunks feeds: encoders.
+        fed = {node for node in times if any(source[1] != node[1] for source in needs[FORWARD][node])}
+        self.early = {node for node in times if node[1] not in {chunk for _, chunk in fed}}
+
+    def _count_behind(self, node: Node) -> int:
+        if node not in self.behind:
+            self.behind[node] = 1 + max(map(self._count_behind, self.needs[BACKWARD][node]), default=0)
+        return self.behind[node]
+
+    def best(self) -> list[Row]:
+        """The rows of the shortest step that is found."""
+        found: list[tuple[float, int, list[Row]]] = []
+        for priorities, ahead in islice(product(_priorities(), self._limits()), max(12, _LISTED // self.operations)):
+            rows = self._listed(priorities, ahead)
+            length = self.length(rows)
+            if length is not None:
+                found.append((length, ahead, rows))
+        length, ahead, rows = min(found, key=lambda one: (round(one[0], 6), one[1]))
+        return self._improved(rows, length, ahead)
+
+    def _limits(self) -> list[int]:
+        """Forwards that chunks without an input run ahead: as in 1F1B, and more by powers of two, up to all."""
+        found, limit = [], max(self.behind.values())
+        while limit < self.count:
+            found.append(limit)
+            limit *= 2
+        return [*found, self.count]
+
+    def _limit(self, node: Node, ahead: int) -> int:
+        return ahead if node in self.early else self.behind[node]
+
+    def _listed(self, priorities: Mapping[tuple[bool, str], int], ahead: int) -> list[Row]:
+        """The list schedule; rows are shorter than they should be where the limits stop it."""
+        done: dict[tuple[str, Node, int], float] = {}
+        free = [0.0] * len(self.ranks)
+        upcoming = {(op, node): 0 for row in self.ranks for node in row for op in self.ops}
+        rows: list[list[tuple[str, int, int]]] = [[] for _ in self.ranks]
+        choices: dict[int, _Choice] = {}  # the best of each rank
+        changed = set(range(len(self.ranks)))
+        while True:
+            for rank in changed:
+                choices.pop(rank, None)
+                found = []
+                for op, node in ((op, node) for node in self.ranks[rank] for op in self.ops):
+                    ready = self._ready(op, node, upcoming, done, ahead)
+                    if ready is not None:
+                        start = max(ready, free[rank])
+                        found.append((start, priorities[node in self.early, op], rank, op, node))
+                if found:
+                    choices[rank] = min(found)
+            if not choices:
+                return [tuple(row) for row in rows]
+            start, _, rank, op, node = min(choices.values())
+            mb = upcoming[op, node]
+            upcoming[op, node] += 1
+            free[rank] = done[op, node, mb] = start + self.times[op, node]
+            rows[rank].append((op, node[1], mb))
+            changed = {rank, *(user for user, _ in self.users[op][node])}
+
+    def _ready(
+        self,
+        op: str,
+        node: Node,
+        upcoming: Mapping[tuple[str, Node], int],
+        done: Mapping[tuple[str, Node, int], float],
+        ahead: int,
+    ) -> float | None:
+        """When the next ``op`` of ``node`` may start; None where that is not known yet."""
+        mb = upcoming[op, node]
+        if mb == self.count:
+            return None
+        if op == FORWARD and BACKWARD in self.ops and mb - upcoming[BACKWARD, node] >= self._limit(node, ahead):
+            return None
+        ends = [done.get(one) for one in self._needed(op, node, mb)]
+        return max((end for end in ends if end is not None), default=0.0) if None not in ends else None
+
+    def _needed(self, op: str, node: Node, mb: int) -> Iterator[tuple[str, Node, int]]:
+        for source in self.needs[op][node]:
+            yield op, source, mb
+        if op == BACKWARD:
+            yield FORWARD, node, mb
+
+    def length(self, rows: Sequence[Row]) -> float | None:
+        """How long a step with these rows takes; None where it does not come to its end."""
+        done: dict[tuple[str, Node, int], float] = {}
+        position, free = [0] * len(rows), [0.0] * len(rows)
+        moved = True
+        while moved:
+            moved = False
+            for rank, row in enumerate(rows):
+                while position[rank] < len(row):
+                    op, chunk, mb = row[position[rank]]
+                    ends = [done.get(one) for one in self._needed(op, (rank, chunk), mb)]
+                    if None in ends:
+                        break
+                    free[rank] = max([free[rank], *(end for end in ends if end is not None)])
+                    free[rank] += self.times[op, (rank, chunk)]
+                    done[op, (rank, chunk), mb] = free[rank]
+                    position[rank] += 1
+                    moved = True
+        return max(free) if len(done) == self.operations else None
+
+    def _improved(self, rows: list[Row], length: float, ahead: int) -> list[Row]:
+        """Moves single operations to other places while the step does not get longer."""
+        random = Random(0)
+        for _ in range(min(_MOVES, _OPERATIONS // self.operations)):
+            rank = random.randrange(len(rows))
+            row = rows[rank]
+            source = random.randrange(len(row))
+            far = int(2 ** random.uniform(0, 5))
+            target = min(max(source + random.choice((-far, far)), 0), len(row) - 1)
+            moved = [*row[:source], *row[source + 1 :]]
+            moved.insert(target, row[source])
+            if not self._keeps(rank, moved, ahead):
+                continue
+            changed = [*rows[:rank], tuple(moved), *rows[rank + 1 :]]
+            found = self.length(changed)
+            if found is not None and found <= length + _CLOSE:
+                rows, length = changed, found
+        return rows
+
+    def _keeps(self, rank: int, row: Sequence[tuple[str, int, int]], ahead: int) -> bool:
+        """Whether microbatches of an operation stay in their order, and forwards within their limit."""
+        upcoming = dict.fromkeys(((op, node[1]) for node in self.ranks[rank] for op in self.ops), 0)
+        for op, chunk, mb in row:
+            if upcoming[op, chunk] != mb:
+                return False
+            upcoming[op, chunk] += 1
+            in_flight = mb + 1 - upcoming.get((BACKWARD, chunk), 0)
+            if op == FORWARD and BACKWARD in self.ops and in_flight > self._limit((rank, chunk), ahead):
+                return False
+        return True
+
+
+def _priorities() -> Iterator[dict[tuple[bool, str], int]]:
+    """By (whether of a chunk that may run ahead, op)."""
+    for order in permutations([(False, BACKWARD), (False, FORWARD), (True, FORWARD), (True, BACKWARD)]):
+        if order.index((False, BACKWARD)) < order.index((False, FORWARD)):
+            yield {kind: k for k, kind in enumerate(order)}
