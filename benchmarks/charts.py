@@ -331,9 +331,24 @@ def replan(report: Report) -> Any:
     return figure
 
 
+def packing(report: Report) -> Any:
+    rows = [
+        f"{row['lengths']}, {row['schedule']}{', W put off' if row['W put off'] == 'yes' else ''}"
+        for row in report.rows
+    ]
+    figure, (axes,) = new_chart(1, 1, 1.4 + 0.36 * len(rows))
+    columns = {"simulated": "simulated planned / fixed", "measured": "planned / fixed"}
+    series = {name: [row[column] for row in report.rows] for name, column in columns.items()}
+    dot_rows(axes, rows, series, label="measured", shown="{:.2f}")
+    axes.set(xlabel="a step planned one step ahead, of one in a fixed order")
+    key(figure, axes)
+    return figure
+
+
 CHARTS: dict[str, Callable[[Report], Any]] = {
     draw.__name__: draw
     for draw in (
-        overhead, exposed, overlap, memory, bubble, megatron_steps, prediction, tracing, training, replan, growth
+        overhead, exposed, overlap, memory, bubble, megatron_steps, prediction, tracing, training, replan, packing,
+        growth,
     )
 }  # fmt: skip

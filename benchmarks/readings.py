@@ -126,12 +126,12 @@ def megatron_steps(report: Report) -> str:
     same = [row for row in report.rows if row["schedule"] in MEGATRONS]
     ratios, fastest = (_values(same, column) for column in ("ours / megatron", "of the fastest"))
     slower = sorted((row for row in same if row["ours / megatron"] > 1.03), key=lambda r: -r["ours / megatron"])
-    added = "".join(
-        f" Under {name}, which Megatron does not have, a step takes {_range(shares, '{:.2f}')} of the time of "
-        "Megatron's with as many chunks."
+    added = ", ".join(
+        f"{name} {_range(shares, '{:.2f}')}"
         for name in SCHEDULES
         if name not in MEGATRONS and (shares := _values(report.rows, "ours / megatron", schedule=name))
     )
+    added = f" Schedules that Megatron lacks, of its steps with as many chunks: {added}." if added else ""
     named = "".join(", most at {schedule}, P={P}, {policy}, {shapes} shapes".format(**row) for row in slower[:1])
     return (
         f"Under `install()` steps take {_range(ratios, '{:.2f}')} of the time of Megatron-core's own by medians, "
@@ -189,6 +189,16 @@ def replan(report: Report) -> str:
     )
 
 
+def packing(report: Report) -> str:
+    columns = ("simulated planned / fixed", "planned / fixed")
+    simulated, measured = (_range(_values(report.rows, column), "{:.2f}") for column in columns)
+    waited = max(_values(report.rows, "waited ms"))
+    return (
+        f"A planned step takes {simulated} of the time in the fixed order by the simulator, {measured} as measured; "
+        f"ranks wait for the search for {waited:.3g} ms a step at most."
+    )
+
+
 def _rows(rows: Iterable[Row], **wanted: str) -> list[Row]:
     return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
 
@@ -214,6 +224,7 @@ def _list(parts: Sequence[str]) -> str:
 READINGS: dict[str, Callable[[Report], str]] = {
     write.__name__: write
     for write in (
-        overhead, exposed, overlap, memory, bubble, megatron_steps, prediction, tracing, training, replan, growth
+        overhead, exposed, overlap, memory, bubble, megatron_steps, prediction, tracing, training, replan, packing,
+        growth,
     )
 }  # fmt: skip

@@ -37,7 +37,7 @@ class TimedStage(torch.nn.Module):
     """A stage whose forward and backward take given times, by sleeping: cores stay free for the transfers.
 
     Copies that a stage makes (its output, the gradient of its input) are counted into that time. With ``keeps_copies``
-    it makes one more of each output, for sending."""
+    it makes one more of each output, for sending. ``cost``: of these times, for the microbatch of the next forward."""
 
     keeps_copies = False
 
@@ -45,10 +45,11 @@ class TimedStage(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1))
         self.seconds = (forward_seconds, backward_seconds)
+        self.cost = 1.0
         self.copies: deque[torch.Tensor] = deque()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with self.taking(self.seconds[0]):
+        with self.taking(self.cost * self.seconds[0]):
             output: torch.Tensor = _Timed.apply(x, self.weight, self)
             if self.keeps_copies:
                 self.copies.append(output.detach().clone())
@@ -57,7 +58,7 @@ class TimedStage(torch.nn.Module):
     def taking(self, seconds: float) -> AbstractContextManager[None]:
         return lasting(seconds)
 
-    def weight_gradient(self) -> torch.Tensor | None:
+    def weight_gradient(self, cost: float) -> torch.Tensor | None:
         """What the backward gives for ``weight``."""
         return torch.zeros_like(self.weight)
 
@@ -104,28 +105,27 @@ class SplitTimedStage(TimedStage):
         super().__init__(forward_seconds, input_seconds)
         self.weight_seconds = weight_seconds
         self.fuse_wgrad_accumulation = False
-        self.wgrad_store = SimpleNamespace(context=Queue[None](), delay_wgrad_compute=lambda: True)
+        self.wgrad_store = SimpleNamespace(context=Queue[float](), delay_wgrad_compute=lambda: True)
 
-    def weight_gradient(self) -> None:
-        self.wgrad_store.context.put(None)
+    def weight_gradient(self, cost: float) -> None:
+        self.wgrad_store.context.put(cost)
 
     def backward_dw(self) -> None:
-        with self.taking(self.weight_seconds):
-            self.wgrad_store.context.get()
+        with self.taking(self.wgrad_store.context.get() * self.weight_seconds):
             self.weight.grad = torch.zeros(1)
 
 
 class _Timed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, stage: TimedStage) -> torch.Tensor:
-        ctx.stage = stage
+        ctx.stage, ctx.cost = stage, stage.cost
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         stage: TimedStage = ctx.stage
-        with stage.taking(stage.seconds[1]):
-            return grads[0].clone(), stage.weight_gradient(), None
+        with stage.taking(ctx.cost * stage.seconds[1]):
+            return grads[0].clone(), stage.weight_gradient(ctx.cost), None
 
 
 def mean_loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

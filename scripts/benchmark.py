@@ -42,6 +42,7 @@ SUBCOMMANDS = (
     "vocabulary",
     "training",
     "replan",
+    "packing",
     "growth",
     "gpu",
     "tables",
