@@ -1,0 +1,133 @@
+#!/usr/bin/env python
+"""Run torch's own tests of its pipeline schedules twice, with torch's classes and with ours, and compare.
+
+    python scripts/torch_own_tests.py ~/pytorch/test/distributed/pipelining [--only TEXT ...] [--ranks N]
+
+The tests of the folder's `test_schedule_multiproc.py` train with schedules that they take as a parameter, here on CPUs
+with gloo. Schedules that the tests define themselves, and `_PipelineScheduleRuntime`, are torch's in both runs. A test
+that reads torch's private fields cannot pass with ours. Each test has processes of its own. Needs expecttest. Exits
+with 1 where a test passes with torch's classes and not with ours, and with 2 where it cannot run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from megatron_pp.parity.processes import RunError, run_ranks  # noqa: E402
+
+MODULE = "test_schedule_multiproc"
+PASSED, SKIPPED = "passed", "skipped"
+
+
+def prepare(folder: Path, ours: bool) -> Any:
+    """The folder's class of tests, made for a machine without GPUs; schedules are ours where ``ours``."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import pipelining
+    from torch.testing._internal import common_distributed, common_utils
+
+    def keep(*args: Any, **kwargs: Any) -> Callable[[Any], Any]:
+        return lambda test: test
+
+    for name in ("requires_accelerator_dist_backend", "requires_nccl", "skip_if_lt_x_gpu"):
+        setattr(common_distributed, name, keep)
+    vars(common_utils).update(TEST_MULTIACCELERATOR=True, TEST_MULTIGPU=True)
+    barrier = dist.barrier
+    vars(dist)["barrier"] = lambda group=None, **_: barrier(group)  # gloo's knows no device_ids
+    if ours:
+        importlib.import_module("megatron_pp.integrations.torch_pipelining").use_in(pipelining)
+    sys.path.insert(0, str(folder))
+    tests = importlib.import_module(MODULE)
+    vars(tests)["device_type"] = "cpu"
+    kind: Any = tests.ScheduleTest
+    kind.device = torch.device("cpu")
+    kind.backend_str = classmethod(lambda cls: "gloo")
+    return kind
+
+
+def outcome_of(name: str, folder: Path, ours: bool, ranks: int, deadline: float) -> str:
+    """PASSED, SKIPPED, or the last line of what a rank raised."""
+
+    def body(rank: int) -> str:
+        os.environ["PYTORCH_PRINT_REPRO_ON_FAILURE"] = "0"  # it would be the last line
+        import unittest
+
+        import torch
+
+        torch.set_num_threads(1)
+        kind = prepare(folder, ours)
+        kind.rank, kind.world_size = rank, ranks
+        kind._init_pg(rank, ranks, f"{files}/store")
+        try:
+            kind._run_test_given_id(name)
+        except unittest.SkipTest:
+            return SKIPPED
+        return PASSED
+
+    with tempfile.TemporaryDirectory() as files:
+        try:
+            return SKIPPED if SKIPPED in run_ranks(body, ranks, Path(files), deadline) else PASSED
+        except RunError as error:
+            return str(error).strip().splitlines()[-1].strip()
+
+
+def names_of(folder: Path, ours: bool, ranks: int) -> list[str]:
+    """Of the tests; a process imports them, since a program has either torch's classes or ours."""
+
+    def body(rank: int) -> list[str]:
+        return [name for name in dir(prepare(folder, ours)) if name.startswith("test_")]
+
+    with tempfile.TemporaryDirectory() as files:
+        return run_ranks(body, 1, Path(files), 120.0)[0]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="test/distributed/pipelining of a checkout of torch")
+    parser.add_argument("--only", nargs="*", default=[""], metavar="TEXT", help="tests whose names have one of these")
+    parser.add_argument("--ranks", type=int, default=4, help="processes of each test; default: 4")
+    parser.add_argument("--deadline", type=float, default=120.0, help="seconds for each test; default: 120")
+    args = parser.parse_args()
+    folder = args.folder.resolve()
+    if not (folder / f"{MODULE}.py").is_file():
+        parser.error(f"{folder} has no {MODULE}.py; give test/distributed/pipelining of a checkout of torch")
+    if importlib.util.find_spec("expecttest") is None:
+        parser.error("torch's tests need expecttest, which is not installed: pip install expecttest")
+    found: list[dict[str, str]] = []
+    for ours in (False, True):
+        names = [name for name in names_of(folder, ours, args.ranks) if any(text in name for text in args.only)]
+        outcomes = {name: outcome_of(name, folder, ours, args.ranks, args.deadline) for name in names}
+        counts = Counter(said if said in (PASSED, SKIPPED) else "failed" for said in outcomes.values())
+        counted = ", ".join(f"{counts[said]} {said}" for said in (PASSED, SKIPPED, "failed"))
+        print(f"{'ours' if ours else 'torch'}: {counted}", flush=True)
+        for name, said in outcomes.items():
+            if said != PASSED:
+                print(f"    {name}: {said}", flush=True)
+        found.append({_of_torch(name): said for name, said in outcomes.items()})
+    lost = [name for name, said in found[0].items() if said == PASSED and found[1].get(name) != PASSED]
+    print(f"{len(lost)} pass with torch's classes alone" + "".join(f"\n    {name}" for name in lost))
+    return int(bool(lost))
+
+
+def _of_torch(name: str) -> str:
+    """A test's name with torch's names of schedules, which are those of the classes."""
+    from megatron_pp.integrations.torch_pipelining.schedule import OUR_NAME
+
+    theirs = {ours: torchs for torchs, ours in OUR_NAME.items()}
+    return re.sub(r"PlanSchedule_(\w+?)(?=_|$)", lambda word: theirs.get(word[1], word[1]), name).lower()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
