@@ -1,15 +1,16 @@
 """Orders of compute on a graph of model chunks, where chunks of one rank run in the bubbles of each other.
 
 Candidates are list schedules: whenever a rank is free it starts the operation that can start first; of several the
-first by priority. They differ in the priorities, and in how many forwards chunks without an input may run ahead. All
+first by priority. They differ in the priorities, and in how many forwards encoders may run ahead. All
 encoders' forwards first and all their backwards last is one of them. The shortest is then improved by moves of single
 operations. No choice depends on the machine's clock, as every rank searches for itself.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import islice, permutations, product
 from random import Random
 
+from megatron_pp.errors import PlanError
 from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD
 
 Node = tuple[int, int]  # rank, chunk
@@ -23,13 +24,17 @@ _CLOSE = 1e-9
 
 
 class GraphOrders:
-    """``times``: of each node's forward and backward; ``needs``: by op, the nodes whose result of that op it needs."""
+    """``times``: of each node's forward and backward; ``needs``: by op, the nodes whose result of that op it needs.
+    ``fed``: the nodes that take another module's output; those that are neither fed nor behind one are encoders'.
+    Raises PlanError for nodes that need each other.
+    """
 
     def __init__(
         self,
         times: Mapping[Node, tuple[float, float]],
         needs: Mapping[str, Mapping[Node, Sequence[Node]]],
         num_microbatches: int,
+        fed: Container[Node],
         forward_only: bool = False,
     ) -> None:
         self.needs, self.count = needs, num_microbatches
@@ -45,15 +50,21 @@ class GraphOrders:
         # Stages from a node to the end along the longest way: as many forwards of it are in flight, in 1F1B.
         self.behind: dict[Node, int] = {}
         for node in times:
-            self._count_behind(node)
-        # Chunks that nothing but other such chunks feeds: encoders.
-        fed = {node for node in times if any(source[1] != node[1] for source in needs[FORWARD][node])}
-        self.early = {node for node in times if node[1] not in {chunk for _, chunk in fed}}
+            self._count_behind(node, ())
+        self.early = {node for node in times if self._is_early(node, fed)}
 
-    def _count_behind(self, node: Node) -> int:
+    def _count_behind(self, node: Node, way: tuple[Node, ...]) -> int:
+        if node in way:
+            raise PlanError(
+                f"chunk {node[1]} of rank {node[0]} waits for itself: modules wait for each other in a circle"
+            )
         if node not in self.behind:
-            self.behind[node] = 1 + max(map(self._count_behind, self.needs[BACKWARD][node]), default=0)
+            further = (*way, node)
+            self.behind[node] = 1 + max((self._count_behind(n, further) for n in self.needs[BACKWARD][node]), default=0)
         return self.behind[node]
+
+    def _is_early(self, node: Node, fed: Container[Node]) -> bool:
+        return node not in fed and all(self._is_early(source, fed) for source in self.needs[FORWARD][node])
 
     def best(self) -> list[Row]:
         """The rows of the shortest step that is found."""
@@ -67,7 +78,7 @@ class GraphOrders:
         return self._improved(rows, length, ahead)
 
     def _limits(self) -> list[int]:
-        """Forwards that chunks without an input run ahead: as in 1F1B, and more by powers of two, up to all."""
+        """Forwards that encoders run ahead: as in 1F1B, and more by powers of two, up to all."""
         found, limit = [], max(self.behind.values())
         while limit < self.count:
             found.append(limit)
@@ -155,7 +166,7 @@ class GraphOrders:
             rank = random.randrange(len(rows))
             row = rows[rank]
             source = random.randrange(len(row))
-            far = int(2 ** random.uniform(0, 5))
+            far = 1 << random.randrange(5)
             target = min(max(source + random.choice((-far, far)), 0), len(row) - 1)
             moved = [*row[:source], *row[source + 1 :]]
             moved.insert(target, row[source])
@@ -181,7 +192,7 @@ class GraphOrders:
 
 
 def _priorities() -> Iterator[dict[tuple[bool, str], int]]:
-    """By (whether of a chunk that may run ahead, op)."""
+    """By (whether of an encoder, op)."""
     for order in permutations([(False, BACKWARD), (False, FORWARD), (True, FORWARD), (True, BACKWARD)]):
         if order.index((False, BACKWARD)) < order.index((False, FORWARD)):
             yield {kind: k for k, kind in enumerate(order)}

@@ -161,7 +161,8 @@ def _orders(spec: ModulesSpec) -> list[Line]:
         }
         for op in (FORWARD, BACKWARD)
     }
-    found = GraphOrders(nodes, needs, spec.num_microbatches, spec.forward_only).best()
+    fed = {(edge.target, edge.chunks[1]) for edge in graph.activations if edge.bridge}
+    found = GraphOrders(nodes, needs, spec.num_microbatches, fed, spec.forward_only).best()
     return [tuple(placed(op, k * size + rank, mb, -1, k) for op, k, mb in row) for rank, row in enumerate(found)]
 
 

@@ -112,6 +112,13 @@ def test_modules_that_wait_for_each_other_on_shared_ranks_are_refused() -> None:
         modules_plan(modules_spec(graph, 2))
 
 
+def test_chunks_that_wait_for_each_other_are_refused() -> None:
+    audio = module_on("audio")._replace(chunk=1)
+    graph = encoders_before(module_on("llm", pp=2), module_on("vision", pp=2), audio)[0]
+    with pytest.raises(PlanError, match="in a circle"):
+        modules_plan(modules_spec(graph, 2))
+
+
 FIELDS = [{}, {"release_after": 3}, {"forward_only": True}, {"variable_shapes": True}]
 DEVICES = [(), (ONE_QUEUE,), (ONE_QUEUE, DEVICE_SYNC)]
 
