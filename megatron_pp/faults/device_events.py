@@ -102,7 +102,7 @@ class CompletedWork:
         self._answered.wait(_ANSWER)
 
     def close(self) -> None:
-        """End the thread; one that is stuck in a query stays until that returns, or the process ends."""
+        """End the thread; one that is stuck in a query stays until that returns, and asks nothing more."""
         self._closed = True
         self._asked.set()
         if self._thread is not None:
@@ -118,7 +118,7 @@ class CompletedWork:
     def poll(self) -> None:
         marks = self._marks
         try:
-            while self.queries.is_over(marks[0][1]):
+            while not self._closed and self.queries.is_over(marks[0][1]):
                 self.events.give_back(marks.popleft()[1])
         except IndexError:  # all are over, or forgotten by the main thread
             return

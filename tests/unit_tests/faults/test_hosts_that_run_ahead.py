@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_pp.errors import PipelinePeerError, PipelineStallError
+from megatron_pp.faults import device_events
 from megatron_pp.faults.attach import close_guard
 from megatron_pp.faults.device_events import CompletedWork, EventQueries
 from megatron_pp.faults.guard import FaultGuard
@@ -408,3 +409,30 @@ def test_a_device_that_fails_has_no_marks_left() -> None:
     assert completed.oldest is not None
     completed.poll()
     assert completed.oldest is None
+
+
+def test_a_closed_watch_asks_nothing_more_once_its_query_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process group and its events may be gone by then."""
+    begun, goes_on, asked = threading.Event(), threading.Event(), []
+
+    def is_over(queries: EventQueries, event: Any) -> bool:
+        asked.append(event)
+        begun.set()
+        return goes_on.wait(30.0)
+
+    monkeypatch.setattr(EventQueries, "is_over", is_over)
+    monkeypatch.setattr(EventQueries, "begin", lambda queries: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda stream=None: None))
+    monkeypatch.setattr(device_events, "_JOIN", 0.05)
+    completed = CompletedWork()
+    for text in ("the step", "the loss"):
+        completed.mark(Place(1, None, 0, text))
+    completed.ask()
+    assert begun.wait(30.0)
+    completed.close()
+    assert completed._thread is not None
+    assert completed._thread.is_alive(), "no thread that is in a call of CUDA can be ended"
+    goes_on.set()
+    completed._thread.join(30.0)
+    assert not completed._thread.is_alive()
+    assert len(asked) == 1
