@@ -99,7 +99,7 @@ class FaultGuard:
         self._tracker = Tracker(self.rank, self.size, self.completed)
         self.marks = None if self.completed is None else InstructionMarks(self._tracker)
         whose = self.pipeline, self.rank, self.size, self._global_rank, self.members
-        connect = partial(FaultStore, self.store, *whose, began=time.monotonic())
+        connect = partial(FaultStore, self.store, *whose, time.monotonic(), self._tracker.process)
         self._heartbeat = Heartbeat(connect, Pace.of(self.timeout, self.world_size or self.size), self._tracker)
         self._watchdog = Watchdog(self._tracker, self._heartbeat, self._act, self.escalate, self._show_stack)
         self._raised: BaseException | None = None  # by this rank, and handled
@@ -115,8 +115,8 @@ class FaultGuard:
         self._known_since: float | None = None
         self._gate: Any = None
         if self.completed is not None:
-            gate = partial(_before_update, WeakMethod(self.before_update))
-            self._gate = register_optimizer_step_pre_hook(gate)
+            gate: WeakMethod[Callable[[], object]] = WeakMethod(self.before_update)
+            self._gate = register_optimizer_step_pre_hook(lambda *step: call_if_alive(gate))
 
     @contextmanager
     def step(
@@ -378,8 +378,7 @@ class FaultGuard:
 
     def _conclude(self, failure: Failure, is_news: bool) -> None:
         """Settle on ``failure``, publish it if the others do not know it yet, and make every transfer here fail."""
-        if is_news:
-            self._heartbeat.publish(failure, _PUBLISHING)
+        unknown = is_news and not self._heartbeat.publish(failure, _PUBLISHING)
         with self._heartbeat.lock:
             # What this rank has found may follow from what others published since it last read the store: a rank that
             # publishes its error ends, and others find that its process is gone.
@@ -387,6 +386,8 @@ class FaultGuard:
             self.failure = self.failure or (failure if known is None or failure.kind == EXCEPTION else known)
             self._known_since = self._known_since or time.monotonic()
             self._heartbeat.lock.notify_all()
+        if unknown and self.completed is not None and self.escalate is not None:
+            self.escalate()  # before the pipeline: others, who find no failure, would reduce what that leaves behind
         self._abort()
 
     def _abort(self) -> None:
@@ -420,9 +421,9 @@ class FaultGuard:
         return error
 
     def _new_failure(self, kind: str, message: str, **content: Any) -> Failure:
-        instruction, where = ("", "") if kind == MISMATCH else self._tracker.place(of_host=kind == EXCEPTION)
-        who = (self.pipeline, self.rank, self._global_rank)
-        return Failure(kind, *who, instruction, where, message=message, at=time.monotonic(), **content)
+        place = ("", "") if kind == MISMATCH else self._tracker.place(of_host=kind == EXCEPTION)
+        who, process = (self.pipeline, self.rank, self._global_rank), self._tracker.process
+        return Failure(kind, *who, *place, message=message, at=time.monotonic(), process=process, **content)
 
     def _stall_failure(self, here: Progress, why: str, suspects: tuple[int, ...]) -> Failure:
         now = time.monotonic()
@@ -436,10 +437,6 @@ class FaultGuard:
         text = _diagnosis().stall_text(self.rank, plan, here, seen, self.size, why)
         lines = _diagnosis().progress_lines(self.rank, plan, here, seen, self.size)
         return self._new_failure(STALL, text, suspects=suspects, values=_by_text(lines))
-
-
-def _before_update(method: WeakMethod[Callable[[], object]], *step: Any) -> None:
-    call_if_alive(method)
 
 
 def _by_text(by_rank: Mapping[int, str]) -> dict[str, str]:

@@ -80,7 +80,8 @@ class Failure:
     suspects: tuple[int, ...] = ()  # of a stall: pipeline ranks that do not respond, or hold the others up
     field: str = ""  # what differs
     values: dict[str, str] = dataclasses.field(default_factory=dict)  # by pipeline rank: what it has, or where it was
-    at: float = 0.0  # when, by the monotonic clock of its rank
+    at: float = 0.0  # when, by the monotonic clock of its process
+    process: Process = dataclasses.field(default_factory=Process)
 
 
 Record = TypeVar("Record", Progress, Entry, Failure)
@@ -154,7 +155,7 @@ class FaultStore:
     rank, size    within the pipeline group
     global_rank   this rank in the whole job
     members       the pipeline's ranks, as global ranks
-    began         when this rank began the pipeline's first step, by its monotonic clock
+    began         when this rank began the pipeline's first step, by the monotonic clock of its ``process``
 
     Failures are visible in the whole job: tensor- and data-parallel peers of a failed pipeline would hang as well. The
     epoch hides keys from before a re-initialisation. It counts the objects made over these ranks, as a rank may be in
@@ -168,6 +169,7 @@ class FaultStore:
     global_rank: int
     members: Sequence[int] = ()
     began: float = 0.0
+    process: Process = dataclasses.field(default_factory=Process)
 
     def __post_init__(self) -> None:
         self.store = private_client(self.store)
@@ -178,7 +180,7 @@ class FaultStore:
         self._life = f"{_ROOT}/life {nth} of {self.pipeline}"
         self.epoch = int(self.store.compare_set(f"{self._life}/epoch", "", str(made)))
         self._before = self.store.add(self._job("tickets"), 0)
-        self.store.set(self._own("began", self.rank), str(self.began))
+        self.store.set(self._own("began", self.rank), json.dumps([self.began, self._before, asdict(self.process)]))
         self._known: dict[str, set[int]] = {}
 
     def publish_failure(self, failure: Failure) -> None:
@@ -201,12 +203,14 @@ class FaultStore:
         return min(found, key=lambda failure: failure.kind != EXCEPTION, default=None)
 
     def _is_handled(self, failure: Failure, ticket: int) -> bool:
-        """Whether a member published it in another pipeline and then went on to this one: by its own clock, as the
-        store is called some time after a step has begun. While it is not here, by what this rank found when it came."""
+        """Whether a member published it in another pipeline and then went on to this one: by its process's own clock,
+        as the store is called some time after a step has begun; by what it found when it came if that is another
+        process (a job that is started anew may have the same store); while it is not here, by what this rank found."""
         if failure.global_rank not in self.members:
             return False
-        began = self._own("began", self.members.index(failure.global_rank))
-        return failure.at < float(self.store.get(began)) if self.store.check([began]) else ticket <= self._before
+        key = self._own("began", self.members.index(failure.global_rank))
+        at, before, process = json.loads(self.store.get(key)) if self.store.check([key]) else (0, self._before, None)
+        return failure.at < at if asdict(failure.process) == process else ticket <= before
 
     def note_read(self) -> None:
         """This rank has read a failure, and needs the store no more for it."""

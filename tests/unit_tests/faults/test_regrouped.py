@@ -4,6 +4,7 @@ they have been in, and failures reach whom they concern."""
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,8 @@ import torch.distributed as dist
 
 from megatron_pp.errors import PipelinePeerError
 from megatron_pp.faults.guard import FaultGuard
+from megatron_pp.faults.liveness import this_process
+from megatron_pp.faults.records import EXCEPTION, Failure, FaultStore, Process
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import PlanSpec
 from tests.unit_tests.faults.guards import raised_by
@@ -86,6 +89,19 @@ def _raise_in(member: Member, error: Exception) -> None:
     """Without the others: the entry is not checked."""
     with member.guard.step(member.source):
         raise error
+
+
+@pytest.mark.parametrize("uptime", [-1e6, 1e6], ids=["booted later", "booted earlier"])
+def test_clocks_of_different_machines_are_not_compared(uptime: float) -> None:
+    """Rank 0 fails on one machine, and a job that is started anew, with the same store, has it on another."""
+    store, elsewhere = dist.HashStore(), Process("another machine", 1, 1)
+    at = time.monotonic()
+    old = FaultStore(store, "0-1", 0, 2, 0, (0, 1), at, elsewhere)
+    old.publish_failure(Failure(EXCEPTION, "0-1", 0, 0, at=at + uptime, process=elsewhere))
+    new = [FaultStore(store, "0-2", rank, 2, me, (0, 2), at, this_process()) for rank, me in enumerate((0, 2))]
+    assert [one.read_failure() for one in new] == [None, None]
+    old.publish_failure(late := Failure(EXCEPTION, "0-1", 0, 0, at=at + uptime, process=elsewhere))
+    assert [one.read_failure() for one in new] == [late, late]
 
 
 def test_a_failure_reaches_a_pipeline_that_is_made_only_later() -> None:
