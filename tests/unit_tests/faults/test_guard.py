@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -151,11 +152,11 @@ def test_a_rank_that_hangs_in_its_own_code_is_named() -> None:
 @pytest.mark.slow
 def test_an_operation_that_takes_several_times_p2p_timeout_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
     """The rank that is in it gives signs of life; it says once where it is."""
-    raised = _train(Fault(DELAY, 1, 2, 0, 3, seconds=2.0), p2p_timeout=0.5)
+    raised = _train(Fault(DELAY, 1, 2, 0, 3, seconds=4.0), p2p_timeout=1.5)
     assert set(raised.values()) == {None}
-    (said,) = [record.getMessage() for record in caplog.records if "compute_timeout" in record.getMessage()]
-    assert "pipeline rank 1 has been in forward of chunk 0, microbatch 3 for" in said
-    assert "give up after 5 s" in said
+    place = "pipeline rank 1 has been in forward of chunk 0, microbatch 3 for"  # on a busy machine others say it too
+    (said,) = [text for text in map(logging.LogRecord.getMessage, caplog.records) if place in text]
+    assert "give up after 15 s" in said
     assert "in fire" in said  # the line of the user's code
 
 

@@ -23,6 +23,8 @@ from tests.unit_tests.faults.test_hosts_that_run_ahead import SECONDS, SIZE, Job
 pytestmark = pytest.mark.usefixtures("nccl_settings")
 MUTANTS = {"InWatchdog": ("CompletedWork", InWatchdog), "WithInterpreterLock": ("EventQueries", WithInterpreterLock)}
 
+BLOCKED = 5.0  # seconds after which a guard counts as stuck
+
 
 def contexts(one_device: bool) -> list[str]:
     """Those that a step with its guard makes on devices of other ranks."""
@@ -49,24 +51,25 @@ def test_a_thread_that_asks_without_choosing_its_device_makes_one(monkeypatch: p
     assert all("in thread 'megatron_pp events' makes a context on cuda:0" in text for text in found), found
 
 
-def woken(gone: Process, queries_block: bool) -> set[int]:
-    """Rank 1 dies in step 2, while the hosts of the others wait for their devices: which of these find that out."""
+def woken(gone: Process, queries_block: bool, seconds: float = SECONDS) -> set[int]:
+    """Rank 1 dies in step 2, while the hosts of the others wait for their devices: which of these find that out within
+    ``seconds`` of the hosts' end of the step."""
     job = Job(stops=(1, 2, 2))
     job.network = StreamNetwork(SIZE, seed=None, run_ahead=True, rules=DeviceRules(queries_block=queries_block))
 
     def main(rank: int, communicator: P2PCommunicator) -> None:
         guard = communicator.transport.guard
         if rank == 1:
+            too_late.start()
             kill(guard, gone)
             return
         with guard.watch("the loss"):
             torch.cuda.synchronize()
 
-    too_late = threading.Timer(SECONDS + 1.0, job.network.abort, ("too late",))
-    too_late.start()
+    too_late = threading.Timer(seconds, job.network.abort, ("too late",))
     raised: dict[int, Any] = job.run(main, steps=2)
     too_late.cancel()
-    return {rank for rank in (0, 2) if isinstance(raised[rank], PipelineStallError) and job.seconds[rank] < SECONDS}
+    return {rank for rank in (0, 2) if isinstance(raised[rank], PipelineStallError) and job.seconds[rank] < seconds}
 
 
 @pytest.mark.slow
@@ -81,7 +84,7 @@ def test_a_guard_that_a_query_blocks_does_not_abort(
 ) -> None:
     monkeypatch.setattr(device_events, *MUTANTS[mutant])
     assert woken(gone, queries_block=False) == {0, 2}
-    assert woken(gone, queries_block=True) == set()
+    assert woken(gone, queries_block=True, seconds=BLOCKED) == set()
 
 
 # -- CUDA graphs -------------------------------------------------------------------------------------------------------
