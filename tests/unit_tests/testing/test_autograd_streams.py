@@ -82,6 +82,25 @@ def test_a_parameters_gradient_is_added_where_the_first_graph_that_holds_it_was_
 
 
 @each_rule
+def test_a_gradient_is_added_where_ddp_made_its_accumulator(older: bool) -> None:
+    """Megatron's DistributedDataParallel keeps the AccumulateGrad node of each parameter, with a hook that begins the
+    reduction."""
+
+    def program() -> bool:
+        (current, side), seen = streams(), []
+        weight = torch.ones(4, requires_grad=True)
+        with torch.cuda.stream(side):
+            accumulator: Any = weight.expand_as(weight).grad_fn.next_functions[0][0]
+        accumulator.register_hook(lambda *unused: seen.append(torch.cuda.current_stream()))
+        for _ in range(2):  # it lasts for more than one graph
+            (weight * 3).sum().backward()
+        return seen == [current if older else side] * 2
+
+    with older_rules(older):
+        assert on_one_device(program).results == [True]
+
+
+@each_rule
 def test_a_node_waits_for_its_producers_only(older: bool) -> None:
     """One branch leaves what the other reads, a little later, on another stream."""
 
