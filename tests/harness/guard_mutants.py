@@ -57,8 +57,12 @@ def _look_alone(guard: FaultGuard) -> None:
     heartbeat = guard._heartbeat
     if threading.get_ident() != guard._main:
         return
-    with guard.step(Outside(), phase="a look at failures", after=guard._tracker.after), heartbeat.lock:
-        heartbeat.lock.wait_for(lambda: guard.failure is not None or heartbeat.is_fresh())
+    with guard.step(Outside(), phase="a look at failures", after=guard._tracker.after):
+        with heartbeat.lock:
+            heartbeat.lock.wait_for(lambda: guard.failure is not None or heartbeat.is_fresh())
+            known = heartbeat.peers.failure
+        if known is not None:
+            guard._conclude(known, False)
 
 
 def _at_once(guard: FaultGuard) -> None:
