@@ -24,7 +24,7 @@ from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD
 class Module(NamedTuple):
     """One module and its ranks.
 
-    ranks  [replica][stage]: the tensor-parallel ranks of a stage, of the whole job
+    ranks  by replica and stage: the tensor-parallel ranks of a stage, of the whole job
     chunk  modules of one number run in one forward where they share a rank. Those of several numbers are model chunks
            of the rank, in the order of their numbers, and run in the bubbles of each other.
     times  of one stage's forward and backward of a microbatch, in any unit; the orders of chunks are searched for them
