@@ -21,6 +21,7 @@ from megatron_pp.testing.streams.virtual_times import Timelines, timelines
 from tests.harness.output_layer_runs import Case
 from tests.harness.stream_mutants import SendsOnComputeStream, TransfersOnComputeStream, WaitsAtOnce
 from tests.harness.stream_runs import on_one_device, plan_on_streams
+from tests.harness.sweeps import EXHAUSTIVE
 from tests.harness.virtual_timelines import MESSAGE, SLOT, TimedStep, timed_output_layer, timed_step
 
 FAMILIES = [name for name, family in SCHEDULES.items() if family.search is None and not family.barriers]
@@ -30,6 +31,12 @@ PAIRED = [name for name in FAMILIES if name != "pipe_offload"]
 def spec_of(schedule: str, size: int, chunks: int, **more: Any) -> PlanSpec:
     family = SCHEDULES[schedule]
     return PlanSpec(schedule, size, family.chunks or chunks, 8, slices=2 if family.sliced else 1, **more)
+
+
+def on_four(schedules: list[str], turn: int) -> list[tuple[str, int, int]]:
+    """Of ``schedules`` every second one on four ranks, with chunks in turn: the others have ``1 - turn``."""
+    sizes = [(name, 4, 1 + n % 3) for n, name in enumerate(FAMILIES) if EXHAUSTIVE or n % 2 == turn]
+    return [one for one in sizes if one[0] in schedules]
 
 
 def furthest(step: TimedStep, sign: int = 0) -> tuple[float, str]:
@@ -94,7 +101,7 @@ def test_transfers_take_turns_on_their_link(latency: float) -> None:
     ("schedule", "size", "chunks"),
     [
         *((name, 2, 2) for name in FAMILIES),
-        *(pytest.param(name, 4, 1 + n % 3, marks=pytest.mark.slow) for n, name in enumerate(FAMILIES)),
+        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in on_four(FAMILIES, 0)),
     ],
 )
 def test_a_step_takes_what_its_plan_is_simulated_to_take(schedule: str, size: int, chunks: int) -> None:
@@ -105,10 +112,18 @@ def test_a_step_takes_what_its_plan_is_simulated_to_take(schedule: str, size: in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", [BATCHED, PLAIN])
-@pytest.mark.parametrize(("n", "schedule"), list(enumerate(FAMILIES)))
+@pytest.mark.parametrize(
+    ("n", "schedule", "policy"),
+    [
+        (n, name, policy)
+        for n, name in enumerate(FAMILIES)
+        for k, policy in enumerate((BATCHED, PLAIN))
+        if EXHAUSTIVE or n // 2 % 2 == k
+    ],
+)
 def test_under_the_other_policies_too(n: int, schedule: str, policy: str) -> None:
-    """Where the engine waits for its sends where the plan says. By default it goes on, and ends no later."""
+    """Where the engine waits for its sends where the plan says. By default it goes on, and ends no later. Policies and
+    sizes take turns."""
     spec = spec_of(schedule, 2 + 2 * (n % 2), 2, policy=policy)
     step = timed_step(spec, partial(PlanExecutor, max_pending_sends=0))
     assert furthest(step)[0] < 1e-6, furthest(step)
@@ -175,7 +190,7 @@ def shared(step: TimedStep) -> list[tuple[int, str, str]]:
     ("schedule", "size", "chunks"),
     [
         *((name, 2, 2) for name in PAIRED),
-        *(pytest.param(name, 4, 1 + n % 3, marks=pytest.mark.slow) for n, name in enumerate(PAIRED)),
+        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in on_four(PAIRED, 1)),
     ],
 )
 def test_the_halves_of_a_pair_run_beside_each_other(schedule: str, size: int, chunks: int) -> None:
