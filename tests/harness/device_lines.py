@@ -30,7 +30,12 @@ ROOT = Path(__file__).resolve().parents[2]
 _FOLDERS = ("megatron_pp", "scripts", "examples", "benchmarks")
 _ON_THE_FIRST_DAY = ROOT / "scripts" / "gpu_day"  # nothing of it runs for the first time on a GPU
 # The virtual device itself, and what answers for a device where there is none.
-_STAND_INS = (ROOT / "megatron_pp" / "testing" / "streams", ROOT / "megatron_pp" / "parity" / "cpu_stand_in.py")
+_PARITY = ROOT / "megatron_pp" / "parity"
+_STAND_INS = (
+    ROOT / "megatron_pp" / "testing" / "streams",
+    _PARITY / "cpu_stand_in.py",
+    _PARITY / "cpu_collectives.py",
+)
 
 _DEVICE = re.compile(r"cuda(?![_ ]?graph)|nccl|nvtx", re.IGNORECASE)  # Megatron's options on CUDA graphs are no device
 _CONDITION = re.compile(rf"{_DEVICE.pattern}|\b(on|has)_gpus?\b", re.IGNORECASE)

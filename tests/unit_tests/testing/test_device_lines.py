@@ -24,6 +24,10 @@ EXEMPT = {
     ): ("in ranks that are forked"),
     ("scripts/megatron_own_tests.py", "if not torch.cuda.is_available():"): "in processes of Megatron's tests",
     ("scripts/megatron_pretrain_gpt.py", "if not torch.cuda.is_available():"): "needs a checkout of Megatron-LM",
+    (
+        "scripts/torch_own_tests.py",
+        'for name in ("requires_accelerator_dist_backend", "requires_nccl", "skip_if_lt_x_gpu"):',
+    ): "in processes of torch's tests",
 }
 
 
