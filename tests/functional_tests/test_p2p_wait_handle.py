@@ -37,6 +37,7 @@ def rank_main(rank: int, size: int) -> dict[str, object]:
     seen = _refuse_wrong_tensors(mine)
     dist.barrier()
     handle = mine.post_recv(SHAPE, 1 - rank, ACT)
+    dist.barrier()  # a group that the other rank has destroyed takes no receive
     dist.destroy_process_group()
     seen["group"] = refusal(handle.wait)
     assert refusal(handle.wait) == seen["group"]
