@@ -7,6 +7,7 @@ operations. No choice depends on the machine's clock, as every rank searches for
 """
 
 from collections.abc import Container, Iterator, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
 from itertools import islice, permutations, product
 from random import Random
 
@@ -49,22 +50,12 @@ class GraphOrders:
                     self.users[op][source].append(node)
         # Stages from a node to the end along the longest way: as many forwards of it are in flight, in 1F1B.
         self.behind: dict[Node, int] = {}
-        for node in times:
-            self._count_behind(node, ())
-        self.early = {node for node in times if self._is_early(node, fed)}
-
-    def _count_behind(self, node: Node, way: tuple[Node, ...]) -> int:
-        if node in way:
-            raise PlanError(
-                f"chunk {node[1]} of rank {node[0]} waits for itself: modules wait for each other in a circle"
-            )
-        if node not in self.behind:
-            further = (*way, node)
-            self.behind[node] = 1 + max((self._count_behind(n, further) for n in self.needs[BACKWARD][node]), default=0)
-        return self.behind[node]
-
-    def _is_early(self, node: Node, fed: Container[Node]) -> bool:
-        return node not in fed and all(self._is_early(source, fed) for source in self.needs[FORWARD][node])
+        for node in _in_order(needs[BACKWARD]):
+            self.behind[node] = 1 + max((self.behind[user] for user in needs[BACKWARD][node]), default=0)
+        self.early: set[Node] = set()
+        for node in _in_order(needs[FORWARD]):
+            if node not in fed and self.early.issuperset(needs[FORWARD][node]):
+                self.early.add(node)
 
     def best(self) -> list[Row]:
         """The rows of the shortest step that is found."""
@@ -189,6 +180,16 @@ class GraphOrders:
             if op == FORWARD and BACKWARD in self.ops and in_flight > self._limit((rank, chunk), ahead):
                 return False
         return True
+
+
+def _in_order(needs: Mapping[Node, Sequence[Node]]) -> Iterator[Node]:
+    try:
+        yield from TopologicalSorter(needs).static_order()
+    except CycleError as error:
+        rank, chunk = error.args[1][0]
+        raise PlanError(
+            f"chunk {chunk} of rank {rank} waits for itself: modules wait for each other in a circle"
+        ) from error
 
 
 def _priorities() -> Iterator[dict[tuple[bool, str], int]]:

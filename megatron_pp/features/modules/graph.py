@@ -10,9 +10,11 @@ stage (Megatron-core's ``BridgeCommunicator``, whose leaders broadcast what they
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from math import isfinite
 from typing import NamedTuple
@@ -70,8 +72,18 @@ class Edge(NamedTuple):
 class ChunkEdges(NamedTuple):
     """Of one chunk: what it receives and sends, in the order of the graph."""
 
-    received: tuple[Edge, ...]
-    sent: tuple[Edge, ...]
+    received: list[Edge]
+    sent: list[Edge]
+
+    @property
+    def arriving(self) -> list[Edge]:
+        """Received from other ranks."""
+        return [edge for edge in self.received if edge.travels]
+
+    @property
+    def leaving(self) -> list[Edge]:
+        """Sent to other ranks."""
+        return [edge for edge in self.sent if edge.travels]
 
 
 class Chunk(NamedTuple):
@@ -89,7 +101,7 @@ class ModuleGraph:
     activations  the edges of activations, in the order in which both ends of a channel post messages of one round
     gradients    the edges of gradients
     depths       of each rank: stages before its own, along the longest way through the modules to its first one
-    stages       along the longest way through all modules
+    stages       along the longest way through its modules
     leading      of each rank: whether it is the first stage of all its modules
     chunks       of each rank
     """
@@ -112,19 +124,15 @@ class ModuleGraph:
         return len(self.members)
 
     @cached_property
-    def edges(self) -> Mapping[str, tuple[tuple[ChunkEdges, ...], ...]]:
+    def edges(self) -> Mapping[str, Sequence[Sequence[ChunkEdges]]]:
         """By FORWARD and BACKWARD: the edges of each rank's chunks."""
-        return {FORWARD: self._of_ranks(self.activations), BACKWARD: self._of_ranks(self.gradients)}
-
-    def _of_ranks(self, edges: Sequence[Edge]) -> tuple[tuple[ChunkEdges, ...], ...]:
-        def of_chunk(rank: int, chunk: int) -> ChunkEdges:
-            received = (edge for edge in edges if (edge.target, edge.chunks[1]) == (rank, chunk))
-            sent = (edge for edge in edges if (edge.source, edge.chunks[0]) == (rank, chunk))
-            return ChunkEdges(tuple(received), tuple(sent))
-
-        return tuple(
-            tuple(of_chunk(rank, chunk) for chunk in range(len(chunks))) for rank, chunks in enumerate(self.chunks)
-        )
+        found = {op: [[ChunkEdges([], []) for _ in own] for own in self.chunks] for op in (FORWARD, BACKWARD)}
+        for op, edges in ((FORWARD, self.activations), (BACKWARD, self.gradients)):
+            for edge in edges:
+                source, target = edge.chunks
+                found[op][edge.source][source].sent.append(edge)
+                found[op][edge.target][target].received.append(edge)
+        return found
 
     def __str__(self) -> str:
         ways = [f"{edge.module} {self.members[edge.source]}>{self.members[edge.target]}" for edge in self.activations]
@@ -135,43 +143,48 @@ def module_graphs(modules: Sequence[Module], topology: Mapping[str, Sequence[str
     """The graphs of ``modules``, one for each set of ranks that depend on each other: data-parallel replicas do not.
     ``topology``: by module, those that its output goes to. Sorted by ranks.
 
-    Raises PlanError for a topology with a circle or an unknown module, for data-parallel sizes of which neither is a
-    multiple of the other, and for two modules that a bridge joins on one rank in one chunk.
+    Raises PlanError for a topology with a circle or an unknown module, for stages of unequal numbers of ranks, for
+    data-parallel sizes of which neither is a multiple of the other, and for two modules that a bridge joins on one rank
+    in one chunk.
     """
     known = {module.name: module for module in modules}
     _check(known, topology)
-    before = {name: [source for source in known if name in topology.get(source, ())] for name in known}
-    longest = {name: _stages_before(name, before, known, ()) for name in known}
+    before = _stages_before(known, topology)
     activations, gradients = _edges(modules, topology, known)
-    depths: dict[int, int] = {}
-    leading: dict[int, bool] = {}
+    held: dict[int, list[tuple[Module, int]]] = {}  # by rank, its modules and which stages of them
     for module in modules:
-        for stage, ranks in ((k, ranks) for replica in module.ranks for k, ranks in enumerate(replica)):
-            for rank in ranks:
-                depths.setdefault(rank, longest[module.name] + stage)
-                leading[rank] = leading.get(rank, True) and stage == 0
-    total = max(longest[name] + module.stages for name, module in known.items())
-    chunks = {rank: _chunks_of(rank, modules) for rank in depths}
+        for replica in module.ranks:
+            for stage, ranks in enumerate(replica):
+                for rank in ranks:
+                    held.setdefault(rank, []).append((module, stage))
+    numbers = {rank: sorted({module.chunk for module, _ in own}) for rank, own in held.items()}
     graphs = []
-    for members in _components(depths, [*activations, *gradients]):
-        number = {rank: at for at, rank in enumerate(members)}
+    for members in _components(held, [*activations, *gradients]):
+        own = [held[rank] for rank in members]
+        places = {rank: k for k, rank in enumerate(members)}
         forth, back = (
-            tuple(_renumbered(edge, number, chunks, back) for edge in edges if edge.source in number)
-            for edges, back in ((activations, False), (gradients, True))
+            tuple(_counted(edge, places, numbers) for edge in edges if edge.source in places)
+            for edges in (activations, gradients)
         )
-        of_ranks = tuple(depths[rank] for rank in members), total, tuple(leading[rank] for rank in members)
-        graphs.append(ModuleGraph(tuple(members), forth, back, *of_ranks, tuple(chunks[rank] for rank in members)))
+        depths = tuple(before[of_rank[0][0].name] + of_rank[0][1] for of_rank in own)
+        stages = max(before[module.name] + module.stages for of_rank in own for module, _ in of_rank)
+        leading = tuple(all(stage == 0 for _, stage in of_rank) for of_rank in own)
+        chunks = tuple(tuple(_chunk(held[rank], number) for number in numbers[rank]) for rank in members)
+        graphs.append(ModuleGraph(tuple(members), forth, back, depths, stages, leading, chunks))
     return graphs
 
 
-def _chunks_of(rank: int, modules: Sequence[Module]) -> tuple[Chunk, ...]:
-    own = [module for module in modules if any(rank in stage for replica in module.ranks for stage in replica)]
-    made = []
-    for number in sorted({module.chunk for module in own}):
-        together = [module for module in own if module.chunk == number]
-        forward, backward = (sum(module.times[k] for module in together) for k in (0, 1))
-        made.append(Chunk(tuple(module.name for module in together), (forward, backward)))
-    return tuple(made)
+def _chunk(held: Sequence[tuple[Module, int]], number: int) -> Chunk:
+    together = [module for module, _ in held if module.chunk == number]
+    forward, backward = (sum(module.times[k] for module in together) for k in (0, 1))
+    return Chunk(tuple(module.name for module in together), (forward, backward))
+
+
+def _counted(edge: Edge, places: Mapping[int, int], numbers: Mapping[int, list[int]]) -> Edge:
+    """With ranks and chunks counted from 0."""
+    source, target = edge.chunks
+    chunks = numbers[edge.source].index(source), numbers[edge.target].index(target)
+    return edge._replace(source=places[edge.source], target=places[edge.target], chunks=chunks)
 
 
 def _check(known: Mapping[str, Module], topology: Mapping[str, Sequence[str]]) -> None:
@@ -182,29 +195,40 @@ def _check(known: Mapping[str, Module], topology: Mapping[str, Sequence[str]]) -
     for name, module in known.items():
         if not module.ranks or len({len(replica) for replica in module.ranks}) != 1 or not module.stages:
             raise PlanError(f"module {name} needs replicas of one number of stages, at least 1")
+        stages = [stage for replica in module.ranks for stage in replica]
+        if len({len(stage) for stage in stages}) != 1 or not stages[0]:
+            raise PlanError(f"module {name} needs stages of one number of tensor-parallel ranks, at least 1")
+        rank, times = Counter(rank for stage in stages for rank in stage).most_common(1)[0]
+        if times > 1:
+            raise PlanError(f"rank {rank} is in module {name} {times} times; a rank has one stage of a module")
         if min(module.times) <= 0 or not all(map(isfinite, module.times)):
             raise PlanError(f"module {name} has times {module.times}; they must be finite and above 0")
 
 
-def _stages_before(
-    name: str, before: Mapping[str, Sequence[str]], known: Mapping[str, Module], way: tuple[str, ...]
-) -> int:
-    if name in way:
-        raise PlanError(f"the modules' outputs go in a circle: {' > '.join((*reversed(way), way[-1]))}")
-    further = (*way, name)
-    return max((_stages_before(one, before, known, further) + known[one].stages for one in before[name]), default=0)
+def _stages_before(known: Mapping[str, Module], topology: Mapping[str, Sequence[str]]) -> dict[str, int]:
+    """By module, along the longest way to it."""
+    sources = {name: [source for source in known if name in topology.get(source, ())] for name in known}
+    found: dict[str, int] = {}
+    try:
+        for name in TopologicalSorter(sources).static_order():
+            found[name] = max((found[one] + known[one].stages for one in sources[name]), default=0)
+    except CycleError as error:
+        raise PlanError(f"the modules' outputs go in a circle: {' > '.join(error.args[1])}") from error
+    return found
 
 
 def _edges(
     modules: Sequence[Module], topology: Mapping[str, Sequence[str]], known: Mapping[str, Module]
 ) -> tuple[list[Edge], list[Edge]]:
-    """The edges of activations and of gradients, between ranks of the whole job."""
+    """The edges of activations and of gradients, between ranks of the whole job and chunks by their numbers."""
     activations: list[Edge] = []
     gradients: list[Edge] = []
     for module in modules:
-        for before, after in _neighbours(module):
-            activations.append(_edge(before, after, module.name))
-            gradients.append(_edge(after, before, module.name))
+        chunks = module.chunk, module.chunk
+        stages = [both for replica in module.ranks for both in pairwise(replica)]
+        steps = [step for stage, following in stages for step in zip(stage, following, strict=True)]
+        activations += [_edge(before, after, chunks, module.name) for before, after in steps]
+        gradients += [_edge(after, before, chunks, module.name) for before, after in steps]
     for source in modules:
         for name in topology.get(source.name, ()):
             for forth, back in _bridges(source, known[name]):
@@ -214,12 +238,6 @@ def _edges(
         if len({edge.name for edge in edges}) < len(edges):
             raise PlanError(f"modules {', '.join(known)}: names of messages are made of theirs, and two are equal")
     return activations, gradients
-
-
-def _neighbours(module: Module) -> Iterator[tuple[int, int]]:
-    for replica in module.ranks:
-        for stage, following in pairwise(replica):
-            yield from zip(stage, following, strict=True)
 
 
 def _bridges(source: Module, target: Module) -> Iterator[tuple[list[Edge], list[Edge]]]:
@@ -240,34 +258,27 @@ def _bridges(source: Module, target: Module) -> Iterator[tuple[list[Edge], list[
         senders, receivers = source.ranks[sender][-1], target.ranks[receiver][0]
         if source.chunk == target.chunk and (shared := sorted({*senders} & {*receivers})):
             raise PlanError(f"rank {shared[0]} has the last stage of {names[0]} and the first of {names[1]}, its next")
-        forth = [_edge(senders[-1], rank, *names, part, place) for rank in receivers]
-        back = [_edge(receivers[0], rank, *names, place, part) for rank in senders]
-        yield forth, back
+        forth, back = (source.chunk, target.chunk), (target.chunk, source.chunk)
+        yield (
+            [_edge(senders[-1], rank, forth, *names, part, place) for rank in receivers],
+            [_edge(receivers[0], rank, back, *names, place, part) for rank in senders],
+        )
 
 
 def _edge(
     source: int,
     target: int,
+    chunks: tuple[int, int],
     module: str,
     bridge: str = "",
     part: tuple[int, int] = (0, 1),
     place: tuple[int, int] = (0, 1),
 ) -> Edge:
     words = (module, bridge, str(source), str(target)) if bridge else (module, str(source), str(target))
-    return Edge(re.sub(r"\W", "_", "_".join(words)), source, target, module, bridge, part, place)
+    return Edge(re.sub(r"\W", "_", "_".join(words)), source, target, module, bridge, part, place, chunks)
 
 
-def _renumbered(edge: Edge, number: Mapping[int, int], chunks: Mapping[int, Sequence[Chunk]], back: bool) -> Edge:
-    ends = (edge.source, edge.module), (edge.target, edge.bridge or edge.module)
-    if back:
-        ends = (edge.source, edge.bridge or edge.module), (edge.target, edge.module)
-    source, target = (
-        next(k for k, chunk in enumerate(chunks[rank]) if module in chunk.modules) for rank, module in ends
-    )
-    return edge._replace(source=number[edge.source], target=number[edge.target], chunks=(source, target))
-
-
-def _components(ranks: Mapping[int, int], edges: Sequence[Edge]) -> list[list[int]]:
+def _components(ranks: Iterable[int], edges: Sequence[Edge]) -> list[list[int]]:
     """The ranks that edges join, sorted; sorted by their first."""
     joined = {rank: {rank} for rank in ranks}
     for edge in edges:

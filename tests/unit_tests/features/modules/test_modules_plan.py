@@ -10,7 +10,7 @@ import pytest
 
 from megatron_pp import draw
 from megatron_pp.errors import PlanError
-from megatron_pp.features.modules.graph import ModuleGraph, module_graphs
+from megatron_pp.features.modules.graph import Module, ModuleGraph, module_graphs
 from megatron_pp.features.modules.modules_plan import (
     ModulesSpec,
     costs_of_modules,
@@ -18,6 +18,7 @@ from megatron_pp.features.modules.modules_plan import (
     modules_plan,
     modules_spec,
 )
+from megatron_pp.features.modules.modules_text import graphs_in
 from megatron_pp.features.modules.modules_verify import verify_modules
 from megatron_pp.plan.costs.stage_costs import StageCosts
 from megatron_pp.plan.ir.instruction import BACKWARD, COMPUTE_OPS, FORWARD, SYNC_OPS, placed
@@ -98,6 +99,8 @@ def test_depths_are_those_of_the_longest_way() -> None:
         ([module_on("vision"), module_on("llm")], {"vision": ["llm"]}, "rank 0 has the last stage of vision"),
         ([module_on("vision"), module_on("llm", 1)._replace(times=(0, 1))], {}, "finite and above 0"),
         ([module_on("a"), module_on("b", 1), module_on("a_b", pp=2)], {"a": ["b"]}, "two are equal"),
+        ([Module("llm", (((0, 1), (2,)),))], {}, "llm needs stages of one number of tensor-parallel ranks"),
+        ([Module("llm", (((0,),), ((0,),)))], {}, "rank 0 is in module llm 2 times"),
     ],
 )
 def test_impossible_topologies_are_refused(modules: list, topology: dict, why: str) -> None:
@@ -117,6 +120,19 @@ def test_chunks_that_wait_for_each_other_are_refused() -> None:
     graph = encoders_before(module_on("llm", pp=2), module_on("vision", pp=2), audio)[0]
     with pytest.raises(PlanError, match="in a circle"):
         modules_plan(modules_spec(graph, 2))
+
+
+def test_chunks_whose_forwards_alone_wait_for_each_other_are_refused() -> None:
+    """Of a tensor-parallel group the last rank sends activations, the first one gradients."""
+    graph = graphs_in("a=0+1; b=2; c=3+1; d#1=4; e=4; a>b; b>c; d>c; e>c")[0]
+    with pytest.raises(PlanError, match="chunk 0 of rank 1 waits for itself.*in a circle"):
+        modules_plan(modules_spec(graph, 2))
+
+
+def test_modules_that_exchange_nothing_do_not_lengthen_each_others_warm_up() -> None:
+    short, long = graphs_in("a=0,1; b=2,3,4,5")
+    assert (short.stages, long.stages) == (2, 4)
+    assert "".join(at.op for at in modules_plan(modules_spec(short, 3)).orders[0]) == "FFBFBB"
 
 
 FIELDS = [{}, {"release_after": 3}, {"forward_only": True}, {"variable_shapes": True}]
