@@ -27,23 +27,16 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_pp.errors import PlanError
-from megatron_pp.features.modules.graph import Edge, ModuleGraph
-from megatron_pp.features.modules.modules_verify import AT_ENDS, verify_modules
+from megatron_pp.features.modules.graph import ModuleGraph
+from megatron_pp.features.modules.modules_verify import transfer, verify_modules
 from megatron_pp.plan.costs.stage_costs import StageCosts
 from megatron_pp.plan.gc_pause import collector_paused
 from megatron_pp.plan.ir.agenda import Agenda
 from megatron_pp.plan.ir.dataflow import MOVES
-from megatron_pp.plan.ir.instruction import (
-    BACKWARD,
-    ENABLE_GRAD_SYNC,
-    FORWARD,
-    GRAD_SYNC,
-    Instruction,
-    placed,
-)
+from megatron_pp.plan.ir.instruction import BACKWARD, ENABLE_GRAD_SYNC, FORWARD, GRAD_SYNC, Instruction, placed
 from megatron_pp.plan.ir.placement import LOOP, Placement
 from megatron_pp.plan.ir.repeated import Line
 from megatron_pp.plan.ir.spec import HOOKS, OVERLAP, Plan, PlanSpec
@@ -78,30 +71,10 @@ class ModulesPlacement(Placement):
         return tuple(sorted(forth | {(edge.target, edge.source) for edge in self.graph.gradients if edge.travels}))
 
 
-def modules_spec(
-    graph: ModuleGraph,
-    num_microbatches: int,
-    *,
-    forward_only: bool = False,
-    variable_shapes: bool = False,
-    release_after: int = 1,
-    grad_sync: str = HOOKS,
-    device: tuple[str, ...] = (),
-) -> ModulesSpec:
-    """The spec of a step of ``num_microbatches`` on ``graph``; the other fields are as in PlanSpec."""
-    return ModulesSpec(
-        "1f1b",
-        graph.size,
-        graph.num_chunks,
-        num_microbatches,
-        policy=OVERLAP,
-        forward_only=forward_only,
-        variable_shapes=variable_shapes,
-        release_after=release_after,
-        grad_sync=grad_sync,
-        device=device,
-        graph=graph,
-    )
+def modules_spec(graph: ModuleGraph, num_microbatches: int, **fields: Any) -> ModulesSpec:
+    """The spec of a step of ``num_microbatches`` on ``graph``. ``fields``: ``forward_only``, ``variable_shapes``,
+    ``release_after``, ``grad_sync`` and ``device`` as in PlanSpec; plans of modules have no other."""
+    return ModulesSpec("1f1b", graph.size, graph.num_chunks, num_microbatches, policy=OVERLAP, graph=graph, **fields)
 
 
 def costs_of_modules(graph: ModuleGraph) -> StageCosts:
@@ -135,14 +108,7 @@ def lowered_modules(spec: ModulesSpec, orders: Sequence[Line] = ()) -> Plan:
 
 
 def _lowered(spec: ModulesSpec, orders: Sequence[Line], in_slots: bool) -> Plan:
-    spans = _spans(spec.graph, orders, in_slots)
-    made = {
-        (at.op, rank, at.chunk, at.mb): span.end
-        for rank, order in enumerate(orders)
-        for at, span in zip(order, spans[rank], strict=True)
-    }
-    longest = max((span.end - span.begin for of_rank in spans for span in of_rank), default=0.0)
-    clock = _Clock(spans, made, longest)
+    clock = _clock(spec.graph, orders, in_slots)
     places = _places(spec.graph)
     programs = tuple(_Lowering(spec, rank, order, clock, places).program() for rank, order in enumerate(orders))
     placement = ModulesPlacement(LOOP, spec.graph.size, spec.num_chunks, graph=spec.graph)
@@ -182,39 +148,44 @@ class _Span(NamedTuple):
     end: float
 
 
-def _spans(graph: ModuleGraph, orders: Sequence[Line], in_slots: bool) -> list[list[_Span]]:
-    """When each operation begins and ends. Raises PlanError where ranks wait for each other in a circle."""
+class _Clock(NamedTuple):
+    """Of each rank the spans of its operations; when each operation ends; how long the longest takes."""
+
+    spans: list[list[_Span]]
+    made: dict[_Made, float]
+    longest: float
+
+
+def _clock(graph: ModuleGraph, orders: Sequence[Line], in_slots: bool) -> _Clock:
+    """Raises PlanError where ranks wait for each other in a circle."""
     spans: list[list[_Span]] = [[] for _ in orders]
     made: dict[_Made, float] = {}
     waiting: defaultdict[_Made, list[int]] = defaultdict(list)
     agenda = Agenda(range(len(orders)))
 
     def advance(rank: int, _: float) -> None:
-        order, own = orders[rank], spans[rank]
-        for at in order[len(own) :]:
+        own = spans[rank]
+        for at in orders[rank][len(own) :]:
             received = graph.edges[at.op][rank][at.chunk].received
             needed = [(at.op, edge.source, edge.chunks[0], at.mb) for edge in received]
             missing = next((one for one in needed if one not in made), None)
             if missing is not None:
                 waiting[missing].append(rank)
                 return
-            begin = max((made[one] for one in needed), default=0.0)
-            if own:
-                begin = max(begin, own[-1].end)
-            took = 1.0 if in_slots else graph.chunks[rank][at.chunk].times[at.op == BACKWARD]
-            own.append(_Span(begin, begin + took))
-            made[(at.op, rank, at.chunk, at.mb)] = own[-1].end
+            begin = max([own[-1].end if own else 0.0, *(made[one] for one in needed)])
+            end = begin + (1.0 if in_slots else graph.chunks[rank][at.chunk].times[at.op == BACKWARD])
+            own.append(_Span(begin, end))
+            made[(at.op, rank, at.chunk, at.mb)] = end
             for other in waiting.pop((at.op, rank, at.chunk, at.mb), ()):
                 agenda.plan(other, 0)
 
     agenda.run(advance)
-    for one, ranks in waiting.items():
-        op, source, chunk, mb = one
+    for (op, source, chunk, mb), ranks in waiting.items():
         raise PlanError(
             f"rank {graph.members[ranks[0]]} waits for {op}{chunk}.{mb} of rank {graph.members[source]}, which never "
             "comes: the modules of these ranks wait for each other in a circle"
         )
-    return spans
+    return _Clock(spans, made, max((span.end - span.begin for own in spans for span in own), default=0.0))
 
 
 def _places(graph: ModuleGraph) -> dict[str, int]:
@@ -227,14 +198,6 @@ def _places(graph: ModuleGraph) -> dict[str, int]:
             places[edge.name] = seen[ends]
             seen[ends] += 1
     return places
-
-
-class _Clock(NamedTuple):
-    """Of each rank the spans of its operations; when each operation ends; how long the longest takes."""
-
-    spans: Sequence[Sequence[_Span]]
-    made: dict[_Made, float]
-    longest: float
 
 
 class _Post(NamedTuple):
@@ -280,17 +243,16 @@ class _Lowering:
         return tuple(made)
 
     def _place(self, i: int, at: Instruction) -> None:
-        moves, (received, sent), spans = MOVES[at.op], self.edges[at.op][at.chunk], self.spans
+        moves, edges, spans = MOVES[at.op], self.edges[at.op][at.chunk], self.spans
         released = self._released(i)
-        for edge in (edge for edge in sent if edge.travels):
-            post = self._transfer(moves.send, at, edge)
+        for edge in edges.leaving:
+            post = transfer(moves.send, edge, at.mb, self.rank)
             self.sends[i + 1].append(_Post(spans[i].end, self.places[edge.name], post))
-            self.releases[released].append(self._transfer(moves.free, at, edge))
-        for edge in (edge for edge in received if edge.travels):
+            self.releases[released].append(transfer(moves.free, edge, at.mb, self.rank))
+        for edge in edges.arriving:
             round_ = self.clock.made[(at.op, edge.source, edge.chunks[0], at.mb)]
             due = next(k for k in range(i, -1, -1) if k == 0 or spans[k - 1].begin < round_)
-            wait = self._transfer(moves.wait, at, edge)
-            post = self._transfer(moves.recv, at, edge)
+            post, wait = (transfer(op, edge, at.mb, self.rank) for op in (moves.recv, moves.wait))
             self.receives[due].append(_Post(round_, self.places[edge.name], post, wait))
             if not self.spec.variable_shapes:
                 self.waits[i].append(wait)
@@ -301,11 +263,6 @@ class _Lowering:
         posted = self.spans[i].end + self.clock.longest
         later = range(i + 1 + self.spec.release_after, len(self.order))
         return next((k for k in later if self.spans[k - 1].end >= posted), len(self.order))
-
-    def _transfer(self, op: str, at: Instruction, edge: Edge) -> Instruction:
-        sends = edge.source == self.rank
-        stage = AT_ENDS[at.op][0 if sends else 1]
-        return placed(op, stage, at.mb, edge.target if sends else edge.source, 0, tensor=edge.name)
 
     def _boundary(self, i: int) -> Iterator[Instruction]:
         sends, receives = self.sends[i], sorted(self.receives[i], key=_turn)

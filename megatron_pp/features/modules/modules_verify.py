@@ -33,18 +33,8 @@ from megatron_pp.plan.verify.verifier import Verdict
 if TYPE_CHECKING:
     from megatron_pp.features.modules.graph import Edge
 
-AT_ENDS = {FORWARD: (0, 1), BACKWARD: (1, 0)}
-"""Instruction.stage of a transfer at its sender and at its receiver, for ``message_of``: edges have names of their own,
-and are no step from a stage to the next."""
-
 _RAN = rules.F_RAN | rules.B_RAN
 _HERE = {FORWARD: rules.F_HERE, BACKWARD: rules.B_HERE}
-_AT_END = {  # of a message
-    (FORWARD, "received"): rules.F_POSTED | rules.F_HERE,
-    (FORWARD, "sent"): rules.F_SENT | rules.F_FREED,
-    (BACKWARD, "received"): rules.B_POSTED | rules.B_HERE,
-    (BACKWARD, "sent"): rules.B_SENT | rules.B_FREED,
-}
 
 
 @collector_paused()
@@ -79,10 +69,16 @@ class _Walk:
         self.program, self.rank, self.spec = plan.programs[rank], rank, plan.spec
         self.kinds = (FORWARD,) if plan.spec.forward_only else (FORWARD, BACKWARD)
         self.edges = {kind: plan.placement.graph.edges[kind][rank] for kind in self.kinds}  # type: ignore[attr-defined]
-        self.known = {self._key(at): (at, chunk) for at, chunk in self._transfers()}  # of microbatch 0
+        self.known: dict[
+            tuple[str, str], tuple[Instruction, int]
+        ] = {}  # by op and edge: at microbatch 0, and the chunk
+        self.wanted: defaultdict[tuple[str, str], int] = defaultdict(int)  # by kind and edge: facts at the end
+        for at, chunk in self._transfers():
+            self.known[at.op, at.tensor] = at, chunk
+            self.wanted[KIND_OF[at.op], at.tensor] |= RULES[at.op].adds
         self.chunks, self.count = len(plan.placement.graph.chunks[rank]), plan.spec.num_microbatches  # type: ignore[attr-defined]
         self.ran = dict.fromkeys(product(range(self.chunks), range(self.count)), 0)
-        self.facts: defaultdict[tuple[str, str, str, int], int] = defaultdict(int)  # kind, end, edge, microbatch
+        self.facts: defaultdict[tuple[str, str, int], int] = defaultdict(int)  # kind, edge, microbatch
         self.next = [0] * self.chunks  # forwards
 
     def run(self) -> RankPeaks:
@@ -101,15 +97,12 @@ class _Walk:
     def _transfers(self) -> Iterator[tuple[Instruction, int]]:
         """Those of this rank, of microbatch 0, with their chunk."""
         for kind, chunks in self.edges.items():
-            moves, (at_sender, at_receiver) = MOVES[kind], AT_ENDS[kind]
-            for chunk, (received, sent) in enumerate(chunks):
-                for edge in filter(_travels, received):
-                    yield from ((_of(edge, op, at_receiver, edge.source), chunk) for op in (moves.recv, moves.wait))
-                for edge in filter(_travels, sent):
-                    yield from ((_of(edge, op, at_sender, edge.target), chunk) for op in (moves.send, moves.free))
-
-    def _key(self, at: Instruction) -> tuple[str, str]:
-        return at.op, at.tensor
+            moves = MOVES[kind]
+            for chunk, edges in enumerate(chunks):
+                for edge, op in product(edges.arriving, (moves.recv, moves.wait)):
+                    yield transfer(op, edge, 0, self.rank), chunk
+                for edge, op in product(edges.leaving, (moves.send, moves.free)):
+                    yield transfer(op, edge, 0, self.rank), chunk
 
     def _step(self, at: Instruction) -> Memory:
         if not 0 <= at.mb < self.count:
@@ -117,14 +110,12 @@ class _Walk:
         return self._compute(at) if at.op in self.kinds else self._transfer(at)
 
     def _transfer(self, at: Instruction) -> Memory:
-        known, chunk = self.known.get(self._key(at), (None, 0))
+        known, chunk = self.known.get((at.op, at.tensor), (None, 0))
         if known is None or at != known._replace(mb=at.mb):
             raise self._error(
                 at, f"the rank has no such message with peer {at.peer}, stage {at.stage} and chunk {at.chunk}"
             )
-        kind = KIND_OF[at.op]
-        end = "sent" if at.op in (*ins.SEND_OPS, *ins.FREE_OPS) else "received"
-        cell = kind, end, at.tensor, at.mb
+        cell = KIND_OF[at.op], at.tensor, at.mb
         rule, before = RULES[at.op], self.facts[cell] | self.ran[(chunk, at.mb)]
         self._require(at, rule.needs & ~before, rule.adds & before)
         self.facts[cell] |= rule.adds
@@ -135,15 +126,12 @@ class _Walk:
         if not own or (at.peer, at.slice, at.tensor) != (NONE, NONE, ""):
             raise self._error(at, "it is none of this rank's")
         rule, before = RULES[at.op], self.ran[(at.chunk, at.mb)]
-        received, sent = self.edges[at.op][at.chunk]
-        for edge in received:
-            if not edge.travels:
-                if not self.ran[(edge.chunks[0], at.mb)] & RULES[at.op].adds:
-                    raise self._error(at, f"it comes before that of chunk {edge.chunks[0]}")
-                continue
-            here = self.facts[(at.op, "received", edge.name, at.mb)]
-            if not here & _HERE[at.op]:
+        edges = self.edges[at.op][at.chunk]
+        for edge in edges.received:
+            if edge.travels and not self.facts[(at.op, edge.name, at.mb)] & _HERE[at.op]:
                 raise self._error(at, f"it comes before {next(words_of(_HERE[at.op]))} (message {edge.name})")
+            if not edge.travels and not self.ran[(edge.chunks[0], at.mb)] & rule.adds:
+                raise self._error(at, f"it comes before that of chunk {edge.chunks[0]}")
         self._require(at, rule.needs & _RAN & ~before, rule.adds & before)
         if at.op == FORWARD:
             due = self.next[at.chunk]
@@ -151,11 +139,11 @@ class _Walk:
                 raise self._error(at, f"the next forward is that of microbatch {due}: data come in order")
             self.next[at.chunk] += 1
         self.ran[(at.chunk, at.mb)] |= rule.adds
-        received, sent = ([*filter(_travels, edges)] for edges in (received, sent))
-        trains, inputs = not self.spec.forward_only, sum(map(_travels, self.edges[FORWARD][at.chunk].received))
+        trains, inputs = not self.spec.forward_only, len(self.edges[FORWARD][at.chunk].arriving)
+        arriving, leaving = len(edges.arriving), len(edges.leaving)
         if at.op == FORWARD:
-            return Memory(outputs=len(sent), inputs=0 if trains else -inputs, in_flight=trains)
-        return Memory(inputs=-inputs, output_grads=-len(received), input_grads=len(sent), in_flight=-1)
+            return Memory(outputs=leaving, inputs=0 if trains else -inputs, in_flight=trains)
+        return Memory(inputs=-inputs, output_grads=-arriving, input_grads=leaving, in_flight=-1)
 
     def _require(self, at: Instruction, missing: int, twice: int) -> None:
         if missing:
@@ -167,12 +155,9 @@ class _Walk:
         wanted = rules.F_RAN if self.spec.forward_only else _RAN
         for (chunk, mb), facts in self.ran.items():
             self._at_end(wanted & ~facts, f"chunk {chunk}, microbatch {mb}")
-        for kind, chunks in self.edges.items():
-            for end, edges in ((end, edges) for ends in chunks for end, edges in ends._asdict().items()):
-                for edge in filter(_travels, edges):
-                    for mb in range(self.count):
-                        lacking = _AT_END[kind, end] & ~self.facts[(kind, end, edge.name, mb)]
-                        self._at_end(lacking, f"message {edge.name}, microbatch {mb}")
+        for (kind, name), facts in self.wanted.items():
+            for mb in range(self.count):
+                self._at_end(facts & ~self.facts[(kind, name, mb)], f"message {name}, microbatch {mb}")
 
     def _at_end(self, missing: int, of: str) -> None:
         if missing:
@@ -183,9 +168,10 @@ class _Walk:
         return refusal(self.rank, at, why)
 
 
-def _travels(edge: Edge) -> bool:
-    return edge.travels
-
-
-def _of(edge: Edge, op: str, stage: int, peer: int) -> Instruction:
-    return placed(op, stage, 0, peer, 0, tensor=edge.name)
+def transfer(op: str, edge: Edge, mb: int, rank: int) -> Instruction:
+    """``op`` of one message of ``edge``, of which ``rank`` is an end. Edges are no step from a stage to the next:
+    activations go from stage 0 to stage 1 and gradients back, which ``message_of`` tells apart by the edges' names.
+    """
+    sends = edge.source == rank
+    stage = int(sends == (KIND_OF[op] == BACKWARD))
+    return placed(op, stage, mb, edge.target if sends else edge.source, 0, tensor=edge.name)
