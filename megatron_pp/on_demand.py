@@ -15,6 +15,7 @@ MODULES = {
     "p2p_debug": "megatron_pp.features.p2p_debug.send_buffer_check",
     "wire_check": "megatron_pp.features.p2p_debug.wire_check",
     "pipeline_measured": "megatron_pp.plan.costs.measured",
+    "modules_file": "megatron_pp.features.modules.modules_file",
     "schedule_file": "megatron_pp.plan.io.schedule_file",
     "torch": "torch",
     "prediction": "megatron_pp.planner.compare",
@@ -75,7 +76,6 @@ MODULES = {
     "diagnosis": "megatron_pp.faults.diagnosis",
     "abort": "megatron_pp.comm.abort",
 }
-"""Name -> module."""
 
 
 def is_loaded(name: str) -> bool:

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 
 from megatron_pp.cli.errors import OK, refusing
 from megatron_pp.cli.parser import refuse
-from megatron_pp.cli.plan_options import PLAN_OPTIONS, add_plan_options, single_plan, skip_sentences
+from megatron_pp.cli.plan_options import PLAN_OPTIONS, add_plan_options, single_plan, skip_sentences, verdict_of
 from megatron_pp.cli.terminal import print_line, write_output
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.io.serialize import FORMATS, JSON, TORCH_CSV, format_plan
 from megatron_pp.plan.ir.instruction import COMPUTE_OPS, format_program
 from megatron_pp.plan.ir.spec import Plan, checked_device
 from megatron_pp.plan.orders import SCHEDULES
-from megatron_pp.plan.verify.verifier import verify
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -62,10 +61,10 @@ def run(args: argparse.Namespace, console: Console) -> int:
 def _formatted(plan: Plan, args: argparse.Namespace, form: str) -> str:
     if form in ("text", "txt", ""):
         return _as_text(plan, args.compute_only)
-    refuse(args, ["compute_only", "modules"], f"is for text, not {form}")
+    refuse(args, ["compute_only"], f"is for text, not {form}")
     if form == JSON:
         with suppress(PlanError):  # a plan that is refused has no certificate
-            plan = replace(plan, proof=verify(plan, device=args.device or None).certificate)
+            plan = replace(plan, proof=verdict_of(plan, device=args.device or None).certificate)
     with refusing(plan.spec.describe()):
         return format_plan(plan, form, certified=True)
 

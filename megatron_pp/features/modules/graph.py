@@ -11,13 +11,13 @@ stage (Megatron-core's ``BridgeCommunicator``, whose leaders broadcast what they
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import isfinite
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD
@@ -97,7 +97,9 @@ class Chunk(NamedTuple):
 class ModuleGraph:
     """Ranks that depend on each other, and no others.
 
-    members      their ranks in the whole job, sorted; everything else counts ranks from 0 in this order
+    modules      on the graph's ranks, by their numbers in the whole job
+    topology     where the modules' outputs go
+    members      the ranks in the whole job, sorted; everything that follows counts ranks from 0 in this order
     activations  the edges of activations, in the order in which both ends of a channel post messages of one round
     gradients    the edges of gradients
     depths       of each rank: stages before its own, along the longest way through the modules to its first one
@@ -106,6 +108,8 @@ class ModuleGraph:
     chunks       of each rank
     """
 
+    modules: tuple[Module, ...]
+    topology: tuple[tuple[str, tuple[str, ...]], ...]
     members: tuple[int, ...]
     activations: tuple[Edge, ...]
     gradients: tuple[Edge, ...]
@@ -134,6 +138,10 @@ class ModuleGraph:
                 found[op][edge.target][target].received.append(edge)
         return found
 
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; ``modules_file.py`` reads it."""
+        return {"modules": [module._asdict() for module in self.modules], "topology": dict(self.topology)}
+
     def __str__(self) -> str:
         ways = [f"{edge.module} {self.members[edge.source]}>{self.members[edge.target]}" for edge in self.activations]
         return f"ranks {', '.join(map(str, self.members))}: {', '.join(ways)}"
@@ -143,12 +151,12 @@ def module_graphs(modules: Sequence[Module], topology: Mapping[str, Sequence[str
     """The graphs of ``modules``, one for each set of ranks that depend on each other: data-parallel replicas do not.
     ``topology``: by module, those that its output goes to. Sorted by ranks.
 
-    Raises PlanError for a topology with a circle or an unknown module, for stages of unequal numbers of ranks, for
-    data-parallel sizes of which neither is a multiple of the other, and for two modules that a bridge joins on one rank
-    in one chunk.
+    Raises PlanError for two modules of one name, for a topology with a circle or an unknown module, for stages of
+    unequal numbers of ranks, for data-parallel sizes of which neither is a multiple of the other, and for two modules
+    that a bridge joins on one rank in one chunk.
     """
     known = {module.name: module for module in modules}
-    _check(known, topology)
+    _check(modules, known, topology)
     before = _stages_before(known, topology)
     activations, gradients = _edges(modules, topology, known)
     held: dict[int, list[tuple[Module, int]]] = {}  # by rank, its modules and which stages of them
@@ -170,8 +178,17 @@ def module_graphs(modules: Sequence[Module], topology: Mapping[str, Sequence[str
         stages = max(before[module.name] + module.stages for of_rank in own for module, _ in of_rank)
         leading = tuple(all(stage == 0 for _, stage in of_rank) for of_rank in own)
         chunks = tuple(tuple(_chunk(held[rank], number) for number in numbers[rank]) for rank in members)
-        graphs.append(ModuleGraph(tuple(members), forth, back, depths, stages, leading, chunks))
+        here = tuple(part for module in modules if (part := _on(members, module)).ranks)
+        ways = tuple((module.name, tuple(topology.get(module.name, ()))) for module in here)
+        graphs.append(ModuleGraph(here, ways, tuple(members), forth, back, depths, stages, leading, chunks))
     return graphs
+
+
+def _on(members: Container[int], module: Module) -> Module:
+    replicas = (
+        tuple(tuple(rank for rank in stage if rank in members) for stage in replica) for replica in module.ranks
+    )
+    return module._replace(ranks=tuple(replica for replica in replicas if replica[0]))
 
 
 def _chunk(held: Sequence[tuple[Module, int]], number: int) -> Chunk:
@@ -187,7 +204,10 @@ def _counted(edge: Edge, places: Mapping[int, int], numbers: Mapping[int, list[i
     return edge._replace(source=places[edge.source], target=places[edge.target], chunks=chunks)
 
 
-def _check(known: Mapping[str, Module], topology: Mapping[str, Sequence[str]]) -> None:
+def _check(modules: Sequence[Module], known: Mapping[str, Module], topology: Mapping[str, Sequence[str]]) -> None:
+    name, times = Counter(module.name for module in modules).most_common(1)[0]
+    if times > 1:
+        raise PlanError(f"module {name} is there twice")
     for source, targets in topology.items():
         for name in (source, *targets):
             if name not in known:
@@ -198,7 +218,7 @@ def _check(known: Mapping[str, Module], topology: Mapping[str, Sequence[str]]) -
         stages = [stage for replica in module.ranks for stage in replica]
         if len({len(stage) for stage in stages}) != 1 or not stages[0]:
             raise PlanError(f"module {name} needs stages of one number of tensor-parallel ranks, at least 1")
-        rank, times = Counter(rank for stage in stages for rank in stage).most_common(1)[0]
+        rank, times = Counter(chain.from_iterable(stages)).most_common(1)[0]
         if times > 1:
             raise PlanError(f"rank {rank} is in module {name} {times} times; a rank has one stage of a module")
         if min(module.times) <= 0 or not all(map(isfinite, module.times)):

@@ -52,6 +52,10 @@ class ModulesSpec(PlanSpec):
 
     graph: ModuleGraph
 
+    @property
+    def placement(self) -> "ModulesPlacement":
+        return ModulesPlacement(LOOP, self.pipeline_size, self.num_chunks, graph=self.graph)
+
     def describe(self) -> str:
         kind = "forward only" if self.forward_only else "training"
         order = self.schedule if self.num_chunks == 1 else "searched order"
@@ -63,6 +67,11 @@ class ModulesPlacement(Placement):
     """Stage ``c * P + r`` is chunk c of rank r."""
 
     graph: ModuleGraph
+
+    @property
+    def rank_chunks(self) -> list[int]:
+        """By rank, how many chunks it has."""
+        return [len(chunks) for chunks in self.graph.chunks]
 
     @property
     def rank_edges(self) -> tuple[tuple[int, int], ...]:
@@ -111,8 +120,7 @@ def _lowered(spec: ModulesSpec, orders: Sequence[Line], in_slots: bool) -> Plan:
     clock = _clock(spec.graph, orders, in_slots)
     places = _places(spec.graph)
     programs = tuple(_Lowering(spec, rank, order, clock, places).program() for rank, order in enumerate(orders))
-    placement = ModulesPlacement(LOOP, spec.graph.size, spec.num_chunks, graph=spec.graph)
-    return Plan(spec, placement, programs, tuple(orders))
+    return Plan(spec, spec.placement, programs, tuple(orders))
 
 
 def _orders(spec: ModulesSpec) -> list[Line]:

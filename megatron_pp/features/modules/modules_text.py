@@ -21,26 +21,23 @@ _BRIDGE = re.compile(r"(\w+)\s*>\s*(\w+)")
 
 
 def graphs_in(text: str) -> list[ModuleGraph]:
-    """The graphs of the modules in ``text``. Raises PlanError for what is neither a module nor a bridge, for two
-    modules of one name, and as ``module_graphs``.
-    """
-    modules: dict[str, Module] = {}
+    """The graphs of the modules in ``text``. Raises PlanError for what is neither a module nor a bridge, and as
+    ``module_graphs``."""
+    modules: list[Module] = []
     topology: dict[str, list[str]] = {}
     for part in filter(None, map(str.strip, text.split(";"))):
         if bridge := _BRIDGE.fullmatch(part):
             topology.setdefault(bridge[1], []).append(bridge[2])
         elif found := _MODULE.fullmatch(part):
-            if found["name"] in modules:
-                raise PlanError(f"module {found['name']} is there twice")
             made = Module(found["name"], _ranks_in(found["ranks"]), int(found["chunk"] or 0))
             if found["forward"]:
                 made = made._replace(times=(float(found["forward"]), float(found["backward"])))
-            modules[made.name] = made
+            modules.append(made)
         else:
             raise PlanError(f"{part!r} is neither a module, as llm=2,3, nor a bridge, as vision>llm")
     if not modules:
         raise PlanError("there is no module, as llm=2,3")
-    return module_graphs([*modules.values()], topology)
+    return module_graphs(modules, topology)
 
 
 def _ranks_in(text: str) -> tuple[tuple[tuple[int, ...], ...], ...]:

@@ -1,7 +1,8 @@
 """Plans in files: JSON, the whole plan, so that reading gives back an equal ``Plan``; and PyTorch's CSV
 (``torch_csv.py``). ``load_plan`` knows them by their content.
 
-The JSON is one object: ``format``, ``version`` (2), ``spec`` (the fields of PlanSpec), ``placement``, ``remark``, and
+The JSON is one object: ``format``, ``version`` (2), ``spec`` (the fields of PlanSpec, and of several modules their
+``graph``), ``placement``, ``remark``, and
 ``programs``, a list per rank of objects with the keys ``op``, ``stage``, ``chunk`` and ``mb`` (null where they do not
 apply) and, where they apply, ``peer``, ``slice``, ``tensor`` and ``members``; also ``orders`` where the compute order
 is not that of the programs.
@@ -133,17 +134,17 @@ def _from_json(text: str) -> Plan:
     try:
         spec = spec_from_values(content["spec"])
         kind, barriers = content.get("placement", "(missing)"), content.get("barriers", 0)
-        placement = Placement(kind, spec.pipeline_size, spec.num_chunks, barriers)
+        placement = placement_of(spec, kind, barriers)
     except ValueError as error:  # PlanError is one
         raise FileFormatError(str(error)) from error
     programs = _ranks(content, "programs", spec)
     orders = _ranks(content, "orders", spec) if "orders" in content else ComputeOf(programs)
-    cells = spec.num_chunks * spec.num_microbatches * spec.slices
-    for rank, program in enumerate(programs):
-        if len(program) < cells:
+    of_ranks = getattr(placement, "rank_chunks", [spec.num_chunks] * spec.pipeline_size)
+    for rank, (program, chunks) in enumerate(zip(programs, of_ranks, strict=True)):
+        if len(program) < chunks * spec.num_microbatches * spec.slices:
             slices = f" in {spec.slices} slices" if spec.slices > 1 else ""
             raise FileFormatError(
-                f"rank {rank} has {len(program)} instructions for {spec.num_chunks} chunk(s) of "
+                f"rank {rank} has {len(program)} instructions for {chunks} chunk(s) of "
                 f"{spec.num_microbatches} microbatches{slices}: the program is cut off, or the spec is another plan's"
             )
     return Plan(spec, placement, programs, orders, visible(str(content.get("remark", ""))))
@@ -225,9 +226,20 @@ def _skip_tensor(value: Any) -> SkipTensor:
     return load("skip_routes").SkipTensor(**{**value, **lists})
 
 
+def placement_of(spec: PlanSpec, kind: str, barriers: int = 0) -> Placement:
+    """The placement of ``spec``, a graph of modules where it has one. Raises ValueError as Placement does."""
+    placement = Placement(kind, spec.pipeline_size, spec.num_chunks, barriers)
+    of_graph: Placement = getattr(spec, "placement", placement)
+    if (of_graph.kind, of_graph.barriers) != (kind, barriers):
+        raise ValueError(f"a pipeline of several modules has no placement {kind!r} with {barriers} barriers")
+    return of_graph
+
+
 def spec_values(spec: PlanSpec) -> dict[str, Any]:
     """The fields of the spec, as JSON takes them."""
-    values = {f.name: getattr(spec, f.name) for f in fields(PlanSpec)}
+    values = {f.name: getattr(spec, f.name) for f in fields(spec)}
+    if "graph" in values:
+        values["graph"] = values["graph"].to_dict()
     values["measured"] = None if spec.measured is None else asdict(spec.measured)
     values["skip_tensors"] = [one._asdict() for one in spec.skip_tensors]
     if not spec.skip_tensors:
@@ -238,6 +250,7 @@ def spec_values(spec: PlanSpec) -> dict[str, Any]:
 def spec_from_values(values: dict[str, Any]) -> PlanSpec:
     """The spec of what ``spec_values`` gave, back from a file. Raises FileFormatError, PlanError."""
     known = {f.name: f for f in fields(PlanSpec)}
+    graph = values.pop("graph", None)
     unknown = sorted(set(values) - set(known))
     if unknown:
         raise FileFormatError(f"the spec has no field {unknown[0]!r}; its fields are {', '.join(known)}")
@@ -257,4 +270,5 @@ def spec_from_values(values: dict[str, Any]) -> PlanSpec:
             raise FileFormatError(f"the spec's {name} is {value!r}; it holds a character that cannot be printed")
     if measured is not None and not isinstance(measured, dict):
         raise FileFormatError("the spec's 'measured' must be an object of measured values, or null")
-    return PlanSpec(**values, measured=None if measured is None else Measured.from_dict(measured))
+    spec = PlanSpec(**values, measured=None if measured is None else Measured.from_dict(measured))
+    return spec if graph is None else load("modules_file").spec_on(graph, spec)

@@ -64,8 +64,8 @@ def write_torch_csv(plan: Plan, comms: bool = False, waits: bool = False) -> str
     """The plan as PyTorch writes it, without copies to host memory: the compute order, an empty cell for each idle slot
     of the logical clock. ``comms``: with sends and receives in place of idle slots; ``waits``: also with the waits of
     sends, which PyTorch 2.15 asks for and older ones misread. Raises PlanError for an order that cannot run,
-    FileFormatError for slices, passes of a split output layer, messages of named tensors and, with communication, a
-    plan whose messages PyTorch would receive in each other's place.
+    FileFormatError for slices, passes of a split output layer, several modules and, with communication, messages of
+    named tensors and a plan whose messages PyTorch would receive in each other's place.
     """
     if plan.spec.slices > 1:
         raise FileFormatError(f"PyTorch's CSV has no slices of sequences; this plan has {plan.spec.slices}: write json")
@@ -73,6 +73,8 @@ def write_torch_csv(plan: Plan, comms: bool = False, waits: bool = False) -> str
         raise FileFormatError("PyTorch's CSV has no passes of a split output layer, as this plan has: write json")
     if comms and plan.spec.skip_tensors:
         raise FileFormatError("PyTorch's CSV has no named tensors, and this plan sends some: write json")
+    if hasattr(plan.spec, "graph"):
+        raise FileFormatError("PyTorch's CSV has one line of stages, and this plan a graph of modules: write json")
     check_orders(plan.orders, plan.placement, plan.spec.num_microbatches, plan.spec.forward_only)
     if comms:
         _check_one_queue(plan)

@@ -63,7 +63,7 @@ plan --modules 'vision=0; vision>llm' | the topology names a module 'llm'
 plan --modules 'a=0/1; b=2/3; a>b' | --modules has 2 pipelines that exchange nothing (ranks 0, 2: a 0>2; ranks 1, 3
 plan --modules 'a=0; b=1; a>b' -M 2,4 | -M has 2 numbers of microbatches; --modules takes one
 plan --modules 'a=0; b=1; a>b' -P 2 | --pipeline-size does not go with --modules
-plan --modules 'a=0; b=1; a>b' --format json | --modules is for text, not json
+plan --modules 'a=0; b=1; a>b' --format torch-csv | PyTorch's CSV has one line of stages, and this plan a graph of
 verify --modules 'a=0; b=1; a>b' --keep-outputs | --keep-outputs does not go with --modules
 simulate --modules 'a=0; b=1; a>b' --compare 1f1b | --modules does not go with --compare
 draw --modules 'a=0; b=1; a>b' --style grid | --modules is for drawings in time
