@@ -1,6 +1,6 @@
 """Every functional recipe of Megatron-LM that has a pipeline, through `megatron-pp parity --strict`: a table of all.
 
-    python scripts/megatron_recipes.py --megatron DIR [--only TEXT ...] [--jobs N] [--csv FILE]
+    python scripts/megatron_recipes.py --megatron DIR [--only TEXT ...] [--jobs N] [--csv FILE [--resume]]
 
 DIR is a checkout of Megatron-LM. Recipes are the `model_config.yaml` under tests/functional_tests/test_cases whose
 pipeline has more than one stage. `megatron-pp parity` makes them small, and runs them on the CPU under both schedules
@@ -18,9 +18,8 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +115,12 @@ def parity(recipe: Recipe, megatron: Path, engine: str, deadline: float) -> dict
     command += [str(megatron / recipe.script), *recipe.flags.words()]
     path = os.pathsep.join([str(ROOT), str(megatron)])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=20 * deadline, check=False)
+    try:
+        ran = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=20 * deadline, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"verdict": None, "error": f"no answer within {20 * deadline:g} s"}
     try:
         return json.loads(ran.stdout)
     except ValueError:
@@ -142,32 +146,51 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=None, metavar="TEXT", help="recipes whose names have one of these")
     parser.add_argument("--jobs", type=int, default=1, help="at a time; default: 1")
     parser.add_argument("--deadline", type=float, default=240.0, help="seconds for each run; default: 240")
-    parser.add_argument("--csv", type=Path, default=None, metavar="FILE", help="write the table")
+    parser.add_argument("--csv", type=Path, default=None, metavar="FILE", help="write the table, row by row")
+    parser.add_argument("--resume", action="store_true", help="keep the rows of FILE that are no failures")
     args = parser.parse_args()
     if not (args.megatron / CASES).is_dir():
         parser.error(f"--megatron {args.megatron}: it has no {CASES}")
+    if args.resume and args.csv is None:
+        parser.error("--resume needs --csv FILE, whose rows it keeps")
     megatron = args.megatron.resolve()
     recipes = [one for one in recipes_of(megatron) if args.only is None or any(text in one.name for text in args.only)]
     groups: dict[tuple[object, ...], list[Recipe]] = {}
     for recipe in recipes:
         groups.setdefault(recipe.key(), []).append(recipe)
     print(f"{len(recipes)} recipes, {len(groups)} commands once they are small", file=sys.stderr, flush=True)
-    firsts = [same[0] for same in groups.values()]
-    rows = []
+    rows = _rows_of(args.csv) if args.resume else {}
+    left = [same for same in groups.values() if not all(recipe.name in rows for recipe in same)]
     with ThreadPoolExecutor(args.jobs) as pool:
-        outcomes = pool.map(partial(outcome_of, megatron=megatron, deadline=args.deadline), firsts)
-        for same, outcome in zip(groups.values(), outcomes, strict=True):
-            for recipe in same:
-                rows.append([recipe.name, outcome.layout, outcome.result, outcome.alone, outcome.reason])
-                print(" | ".join(rows[-1]), flush=True)
-    for result, count in Counter(row[2] for row in rows).most_common():
+        running = {pool.submit(outcome_of, same[0], megatron, args.deadline): same for same in left}
+        for done in as_completed(running):
+            outcome = done.result()
+            for recipe in running[done]:
+                row = [recipe.name, outcome.layout, outcome.result, outcome.alone, outcome.reason]
+                rows[recipe.name] = row
+                print(" | ".join(row), flush=True)
+            if args.csv is not None:
+                _write(args.csv, rows)
+    for result, count in Counter(row[2] for row in rows.values()).most_common():
         print(f"{count} of {len(rows)}: {result}")
-    if args.csv is not None:
-        with args.csv.open("w", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(["recipe", "layout", "both schedules", "beside one process", "reason"])
-            writer.writerows(sorted(rows))
-    return int(any(row[2] in (OTHER_BITS, OURS) for row in rows))
+    return int(any(row[2] in (OTHER_BITS, OURS) for row in rows.values()))
+
+
+def _rows_of(path: Path) -> dict[str, list[str]]:
+    """The rows of an interrupted table by recipe, without failures: a busy machine may be their reason."""
+    if not path.exists():
+        return {}
+    with path.open(newline="") as file:
+        return {row[0]: row for row in list(csv.reader(file))[1:] if row[2] not in (OURS, MEGATRON)}
+
+
+def _write(path: Path, rows: dict[str, list[str]]) -> None:
+    unfinished = path.with_suffix(".unfinished")
+    with unfinished.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["recipe", "layout", "both schedules", "beside one process", "reason"])
+        writer.writerows(sorted(rows.values()))
+    unfinished.replace(path)
 
 
 if __name__ == "__main__":

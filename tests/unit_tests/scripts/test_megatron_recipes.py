@@ -82,3 +82,27 @@ def test_whose_a_failure_is(
     assert f"2 of 2: {result}" in printed
     assert ("theirs" in printed) == (result == recipes.MEGATRON)
     assert ("| ours" in printed) == (result == recipes.OURS)
+
+
+def test_an_interrupted_table_goes_on_with_what_is_left_or_failed(
+    megatron: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[str] = []
+
+    def outcome_of(recipe: Any, *_: Any) -> Any:
+        asked.append(recipe.name)
+        if recipe.name == "moe/large" and len(asked) < 5:
+            raise KeyboardInterrupt
+        return recipes.Outcome(recipes.OURS if recipe.name == "bert/four" and len(asked) < 5 else recipes.SAME)
+
+    table = tmp_path / "table.csv"
+    monkeypatch.setattr(recipes, "outcome_of", outcome_of)
+    monkeypatch.setattr(sys, "argv", ["", "--megatron", str(megatron), "--csv", str(table)])
+    with pytest.raises(KeyboardInterrupt):
+        recipes.main()
+    asked.clear()
+    asked.extend([""] * 5)
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--resume"])
+    assert recipes.main() == 0
+    assert set(asked[5:]) == {"bert/four", "moe/large"}
+    assert len(table.read_text().splitlines()) == len(CASES) - 1 + 1, "a header, and all but gpt/one"
