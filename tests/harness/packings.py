@@ -6,6 +6,7 @@ add up their shares in forward and in backward, and wait for each other there.
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,8 @@ from typing import Any
 
 import torch
 
-from megatron_pp.features.packing.packing import Pack, PackedStep
+from megatron_pp.comm.communicator import P2PCore
+from megatron_pp.features.packing.packing import Pack, PackedStep, PackingRules, packed
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.runtime.stage import PipelineStage
@@ -24,7 +26,35 @@ from megatron_pp.testing.threads import ThreadGroup, run_ranks
 from megatron_pp.testing.toy import ToyBlock, ToyResult, gradients_of, toy_config
 
 HIDDEN = 4
+SIZE = 4  # of pipelines that are drawn
+POLICIES: list[dict[str, Any]] = [{"overlap_p2p_comm": True}, {"batch_p2p_comm": True}, {}]
+SCHEDULES = {1: ("1f1b", "zb_h1", "gpipe"), 2: ("interleaved_1f1b", "interleaved_zb", "zb_v")}
 _PATIENCE = 20.0  # seconds that a context-parallel rank waits for the others
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A step on one or two pipelines of ``SIZE`` ranks; ``fields``: of the config."""
+
+    pipelines: int
+    num_chunks: int
+    step: PackedStep
+    fields: dict[str, Any]
+
+
+def drawn(seed: int) -> Drawn:
+    """Up to 12 microbatches, with sequences of 1 token and such as take all context-parallel ranks."""
+    chance = random.Random(seed)
+    pipelines, num_chunks = chance.choice([1, 1, 2]), chance.choice([1, 2])
+    rules = PackingRules(pipelines, chance.randint(4, 12), chance.choice([0.0, 0.1, 1.0]))
+    most = pipelines * rules.rank_tokens
+    lengths = [min(most, 1 + int(chance.expovariate(2 / rules.rank_tokens))) for _ in range(chance.randint(1, 12))]
+    if chance.random() < 0.5:
+        lengths.append(chance.randint(rules.rank_tokens, most))
+    step = packed(lengths, rules)
+    step = step.ordered(chance.sample(range(len(step.slots)), len(step.slots)))
+    fields = {**chance.choice(POLICIES), "pipeline_schedule": chance.choice(SCHEDULES[num_chunks])}
+    return Drawn(pipelines, num_chunks, step, fields)
 
 
 @dataclass
@@ -157,7 +187,7 @@ class PackedRank:
     pipeline: int
     rank: int
     config: Any
-    communicator: P2PCommunicator
+    communicator: P2PCore
     num_chunks: int
     meetings: Meetings
 
@@ -184,18 +214,22 @@ class PackedRank:
         return ToyResult([float(report["loss"]) for report in reports], gradients_of(stages))
 
 
+def config_of(num_chunks: int, **fields: Any) -> Any:
+    several = num_chunks if num_chunks > 1 else None
+    fields = {"variable_seq_lengths": True, "calculate_per_token_loss": True, **fields}
+    return toy_config(**{"pipeline_dtype": torch.float64, "virtual_pipeline_model_parallel_size": several, **fields})
+
+
 def run_pipelines(
     pipelines: int, size: int, num_chunks: int, body: Any, *, store: Any = None, timeout: float = 60.0, **fields: Any
 ) -> list[list[Any]]:
     """What ``body(PackedRank)`` returns, by pipeline and rank; ``store`` makes one of each pipeline."""
     networks = [MemoryNetwork(size, store=store and store()) for _ in range(pipelines)]
     meetings = Meetings()
-    fields = {"variable_seq_lengths": True, "calculate_per_token_loss": True, **fields}
-    fields["virtual_pipeline_model_parallel_size"] = num_chunks if num_chunks > 1 else None
 
     def main(number: int) -> Any:
         pipeline, rank = divmod(number, size)
-        config = toy_config(**{"pipeline_dtype": torch.float64, **fields})
+        config = config_of(num_chunks, **fields)
         communicator = P2PCommunicator(ThreadGroup(rank, size), config, networks[pipeline].transport(rank))
         with networks[pipeline].running(rank):
             return body(PackedRank(pipeline, rank, config, communicator, num_chunks, meetings))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import select
 import signal
 import threading
@@ -18,23 +17,8 @@ from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.testing.toy import ToyResult, merged
 from megatron_pp.weight_grad import split_weight_grad
 from tests.harness import packings
-from tests.harness.packings import PackedRank, one_process, run_pipelines, summed
+from tests.harness.packings import SCHEDULES, SIZE, PackedRank, drawn, one_process, run_pipelines, summed
 from tests.harness.sweeps import EXHAUSTIVE
-
-SIZE = 4
-POLICIES: list[dict[str, Any]] = [{"overlap_p2p_comm": True}, {"batch_p2p_comm": True}, {}]
-SCHEDULES = {1: ("1f1b", "zb_h1", "gpipe"), 2: ("interleaved_1f1b", "interleaved_zb", "zb_v")}
-
-
-def drawn(chance: random.Random, pipelines: int) -> PackedStep:
-    """A step of up to 12 microbatches, with sequences of 1 token and such as take all ranks."""
-    rules = PackingRules(pipelines, chance.randint(4, 12), chance.choice([0.0, 0.1, 1.0]))
-    most = pipelines * rules.rank_tokens
-    lengths = [min(most, 1 + int(chance.expovariate(2 / rules.rank_tokens))) for _ in range(chance.randint(1, 12))]
-    if chance.random() < 0.5:
-        lengths.append(chance.randint(rules.rank_tokens, most))
-    step = packed(lengths, rules)
-    return step.ordered(chance.sample(range(len(step.slots)), len(step.slots)))
 
 
 def trained(pipelines: int, num_chunks: int, step: PackedStep, size: int = SIZE, **fields: Any) -> list[ToyResult]:
@@ -52,16 +36,13 @@ def expected(step: PackedStep, stages: int) -> tuple[ToyResult, list[list[float]
 
 
 def check(seed: int) -> None:
-    chance = random.Random(seed)
-    pipelines, num_chunks = chance.choice([1, 1, 2]), chance.choice([1, 2])
-    step = drawn(chance, pipelines)
-    fields = {**chance.choice(POLICIES), "pipeline_schedule": chance.choice(SCHEDULES[num_chunks])}
-    found = trained(pipelines, num_chunks, step, **fields)
-    if pipelines > 1:
-        assert_sums_are_equal(found, step, SIZE * num_chunks)
+    one = drawn(seed)
+    found = trained(one.pipelines, one.num_chunks, one.step, **one.fields)
+    if one.pipelines > 1:
+        assert_sums_are_equal(found, one.step, SIZE * one.num_chunks)
         return
-    alone, _ = expected(step, SIZE * num_chunks)
-    assert found[0].difference(alone) == 0, fields
+    alone, _ = expected(one.step, SIZE * one.num_chunks)
+    assert found[0].difference(alone) == 0, one.fields
 
 
 def assert_sums_are_equal(found: list[ToyResult], step: PackedStep, stages: int) -> None:

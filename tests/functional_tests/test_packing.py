@@ -1,0 +1,67 @@
+"""Random packings on two pipelines of four processes, over gloo: no hang, and the numbers of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_pp.runtime.communicators import close_communicators, communicator_for
+from tests.harness.packings import SIZE, Meetings, PackedRank, config_of, drawn, one_process
+from tests.harness.processes import run_processes
+from tests.harness.sweeps import EXHAUSTIVE
+
+RANKS = 2 * SIZE
+SEEDS = 1000 if EXHAUSTIVE else 16
+
+
+class GroupMeetings(Meetings):
+    """Context-parallel ranks are processes, which add up in a collective."""
+
+    def __init__(self, across: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.across = across
+
+    def total(self, key: Any, ranks: range, rank: int, mine: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(mine, group=self.across)
+        return mine
+
+
+def differences(rank: int, size: int, seeds: range) -> dict[int, float]:
+    """By seed, how far this rank's gradients, summed over its step's pipelines, are from those of one process, in units
+    of the largest gradient. A step on one pipeline runs on both."""
+    pipeline, stage = divmod(rank, SIZE)
+    lines = [dist.new_group([SIZE * k + r for r in range(SIZE)]) for k in range(2)]
+    across = [dist.new_group([r, SIZE + r]) for r in range(SIZE)][stage]
+    found = {}
+    for seed in seeds:
+        one = drawn(seed)
+        config = config_of(one.num_chunks, **one.fields)
+        communicator = communicator_for(lines[pipeline], config)
+        number = pipeline if one.pipelines > 1 else 0
+        runner = PackedRank(number, stage, config, communicator, one.num_chunks, GroupMeetings(across))
+        grads = runner.step(runner.model(), one.step).grads
+        if one.pipelines > 1:
+            for grad in grads.values():
+                dist.all_reduce(grad, group=across)
+        packs = [pack for slot in one.step.slots for pack in slot.packs]
+        found[seed] = distance(grads, one_process(packs, SIZE * one.num_chunks).grads)
+    close_communicators()
+    return found
+
+
+def distance(grads: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:
+    largest = max(float(grad.abs().max()) for grad in wanted.values())
+    return max(float((grad - wanted[name]).abs().max()) for name, grad in grads.items()) / largest
+
+
+@pytest.mark.slow
+def test_random_packings_on_processes_neither_hang_nor_change_a_number() -> None:
+    """All thousand with MEGATRON_PP_EXHAUSTIVE=1."""
+    ranks = run_processes(differences, RANKS, (range(SEEDS),), timeout=60 + 6 * SEEDS, start_method="mixed")
+    for seed in range(SEEDS):
+        limit = 1e-12 if drawn(seed).pipelines > 1 else 0.0
+        assert max(found[seed] for found in ranks) <= limit, drawn(seed)
