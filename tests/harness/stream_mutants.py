@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron_pp.comm.communicator import Receive, Send
-from megatron_pp.features.pairs.pair_runner import PairRunner
+from megatron_pp.features.pairs.pair_runner import HalfCall, PairRunner, _streams
 from megatron_pp.features.skip_tensors.skip_runner import SkipRunner
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.tasks import Task
@@ -116,6 +116,17 @@ class SendsOnComputeStream(TransfersOnComputeStream):
     sends_only = True
 
 
+def forwards_on_the_side(forward_call: HalfCall, backward_call: HalfCall) -> None:
+    """Once the rule of ``on_two_streams``: each forward on the other stream, where autograd then runs its backward."""
+    current = torch.cuda.current_stream()
+    side, events, _ = _streams(current.device)
+    events.order(current, side)
+    with torch.cuda.stream(side):
+        forward_call()
+    backward_call()
+    events.order(side, current)
+
+
 class ReadsWhatABackwardLeft(PairRunner):
     """Weight gradients of a backward outside of pairs are computed on the caller's stream, without waiting for that of
     the forward: stage 0 has no input gradient that autograd would make it wait for."""
@@ -159,3 +170,69 @@ class ReadsOnTheStreamOfTheForward(MainGradBlock):
 
     def written_on(self) -> torch.cuda.Stream:
         return self.of_backward
+
+
+class InnerGradBlock(ToyBlock):
+    """A hook looks at an inner gradient on a stream of its own, which waits for the one that the backward runs on."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__(stage)
+        self.looks, self.of_step = torch.cuda.Stream(), torch.cuda.current_stream()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.linear(x))
+        hidden.register_hook(self._look)
+        return hidden * self.scale + x
+
+    def backward_runs_on(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream()
+
+    def _look(self, grad: torch.Tensor) -> None:
+        self.looks.wait_stream(self.backward_runs_on())
+        with torch.cuda.stream(self.looks):
+            grad.abs().max()
+        torch.cuda.current_stream().wait_stream(self.looks)
+
+
+class LooksOnTheStreamOfTheCaller(InnerGradBlock):
+    """It waits for the stream that the step, and so each backward, is called on."""
+
+    def backward_runs_on(self) -> torch.cuda.Stream:
+        return self.of_step
+
+
+class TwoBranchBlock(ToyBlock):
+    """A branch on a stream of its own, as of shared experts; its backward uses what the other one has left."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__(stage)
+        self.side = torch.cuda.Stream()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        current = torch.cuda.current_stream()
+        self.side.wait_stream(current)
+        with torch.cuda.stream(self.side):
+            branch = x * self.scale
+        branch.register_hook(self._use)
+        hidden = torch.tanh(self.linear(x))
+        hidden.register_hook(self._leave)
+        current.wait_stream(self.side)
+        return hidden + branch
+
+    def _leave(self, grad: torch.Tensor) -> None:
+        self.left, self.of_left = grad * 2, torch.cuda.current_stream()
+
+    def _use(self, grad: torch.Tensor) -> None:
+        self.wait_for_left()
+        (grad + self.left).max()
+        self.of_left.wait_stream(torch.cuda.current_stream())
+
+    def wait_for_left(self) -> None:
+        torch.cuda.current_stream().wait_stream(self.of_left)
+
+
+class UsesWhatTheOtherBranchLeft(TwoBranchBlock):
+    """It counts on autograd, which runs the other branch first."""
+
+    def wait_for_left(self) -> None:
+        """Not at all."""

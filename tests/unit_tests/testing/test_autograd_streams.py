@@ -1,5 +1,5 @@
 """On which streams a virtual device runs the nodes of autograd, and what they wait for: torch's rules, and for each a
-fault that it alone shows. ``older_rules`` are the approximation: nodes wait for all that ran before them.
+fault that it alone shows: without it the fault is missed, whichever other rules there are.
 """
 
 from __future__ import annotations
@@ -14,11 +14,25 @@ from megatron_pp.features.pairs.pair_runner import on_two_streams
 from megatron_pp.testing.streams import StreamReport
 from megatron_pp.testing.toy import ToyData
 from megatron_pp.weight_grad import split_weight_grad
-from tests.harness.older_rules import older_rules
-from tests.harness.stream_mutants import MainGradBlock, ReadsOnTheStreamOfTheForward, ReadsWhatABackwardLeft
+from tests.harness.older_rules import FORWARD, LEAF, PRODUCERS, without
+from tests.harness.stream_mutants import (
+    InnerGradBlock,
+    LooksOnTheStreamOfTheCaller,
+    MainGradBlock,
+    ReadsOnTheStreamOfTheForward,
+    ReadsWhatABackwardLeft,
+    TwoBranchBlock,
+    UsesWhatTheOtherBranchLeft,
+    forwards_on_the_side,
+)
 from tests.harness.stream_runs import POLICIES, on_one_device, toy_step_on_streams
 
-each_rule = pytest.mark.parametrize("older", [False, True], ids=["rule", "approximation"])
+
+def shown_by(rule: str, *others: str) -> pytest.MarkDecorator:
+    """With all rules, without ``rule``, without each of ``others``, and without all of them."""
+    cases = {(): True, (rule,): False, **{(one,): True for one in others}, others: True}
+    names = [f"without {' and '.join(missing)}" if missing else "all rules" for missing in cases]
+    return pytest.mark.parametrize(("missing", "shown"), cases.items(), ids=names)
 
 
 def kinds(report: StreamReport) -> list[str]:
@@ -81,8 +95,8 @@ def test_a_parameters_gradient_is_added_where_the_first_graph_that_holds_it_was_
     assert on_one_device(program).results == [True]
 
 
-@each_rule
-def test_a_gradient_is_added_where_ddp_made_its_accumulator(older: bool) -> None:
+@shown_by(LEAF, PRODUCERS, FORWARD)
+def test_a_gradient_is_added_where_ddp_made_its_accumulator(missing: tuple[str, ...], shown: bool) -> None:
     """Megatron's DistributedDataParallel keeps the AccumulateGrad node of each parameter, with a hook that begins the
     reduction."""
 
@@ -94,14 +108,14 @@ def test_a_gradient_is_added_where_ddp_made_its_accumulator(older: bool) -> None
         accumulator.register_hook(lambda *unused: seen.append(torch.cuda.current_stream()))
         for _ in range(2):  # it lasts for more than one graph
             (weight * 3).sum().backward()
-        return seen == [current if older else side] * 2
+        return seen == [side if shown else current] * 2
 
-    with older_rules(older):
+    with without(*missing):
         assert on_one_device(program).results == [True]
 
 
-@each_rule
-def test_a_node_waits_for_its_producers_only(older: bool) -> None:
+@shown_by(PRODUCERS, LEAF)
+def test_a_node_waits_for_its_producers_only(missing: tuple[str, ...], shown: bool) -> None:
     """One branch leaves what the other reads, a little later, on another stream."""
 
     def program() -> None:
@@ -114,9 +128,9 @@ def test_a_node_waits_for_its_producers_only(older: bool) -> None:
         leaves = Noted.apply(x, [], lambda grad: (left.append(grad * 2), grad)[1])
         (reads + leaves).sum().backward()
 
-    with older_rules(older):
+    with without(*missing):
         report = on_one_device(program)
-    assert kinds(report) == ([] if older else ["write/read"]), str(report)
+    assert kinds(report) == ["write/read"] * shown, str(report)
 
 
 def test_gradients_are_added_up_on_the_stream_of_who_takes_them() -> None:
@@ -140,9 +154,9 @@ def test_gradients_are_added_up_on_the_stream_of_who_takes_them() -> None:
     assert report.results == [pytest.approx(8 * (8 + float(torch.tensor(2.0).exp())))]
 
 
-@each_rule
+@shown_by(PRODUCERS)
 @pytest.mark.parametrize("gives", [True, False])
-def test_the_caller_waits_for_leaves_only(gives: bool, older: bool) -> None:
+def test_the_caller_waits_for_leaves_only(gives: bool, missing: tuple[str, ...], shown: bool) -> None:
     """A node leaves something on its stream. Where it gives a gradient, too, the leaf has waited for it."""
 
     def program() -> torch.Tensor:
@@ -157,9 +171,9 @@ def test_the_caller_waits_for_leaves_only(gives: bool, older: bool) -> None:
         del first
         return left[0] + 1
 
-    with older_rules(older):
+    with without(*missing):
         report = on_one_device(program)
-    assert kinds(report) == ([] if gives or older else ["write/read"]), str(report)
+    assert kinds(report) == ["write/read"] * (shown and not gives), str(report)
 
 
 def test_gradients_that_are_asked_for_are_there_afterwards() -> None:
@@ -222,28 +236,54 @@ def test_callbacks_run_on_the_callers_stream_when_its_leaves_are_done() -> None:
 
 # -- faults of an engine, and of a hook --------------------------------------------------------------------------------
 
+PAIRS: dict[str, Any] = {"overlapped_forward_backward": on_two_streams, **POLICIES["overlap"]}
 
-@each_rule
+
+def found(schedule: str, **more: Any) -> set[str]:
+    """Kinds of races."""
+    return set(kinds(toy_step_on_streams(schedule, 2, ToyData(8), **{**PAIRS, **more})[0]))
+
+
+@shown_by(FORWARD, LEAF, PRODUCERS)
+def test_a_hook_finds_the_stream_of_the_forward(
+    missing: tuple[str, ...], shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All backwards are called on one stream, and half of the forwards ran on another one."""
+    pairs = {"overlapped_forward_backward": forwards_on_the_side}
+    monkeypatch.setattr(pair_runner, "PairRunner", ReadsWhatABackwardLeft)
+    with without(*missing):
+        assert found("combined_1f1b", block=InnerGradBlock, **pairs) == set()
+        faulty = found("combined_1f1b", block=LooksOnTheStreamOfTheCaller, **pairs)
+    assert faulty == ({"write/read"} if shown else set())
+
+
+@shown_by(PRODUCERS, LEAF)
+def test_a_branch_waits_for_what_another_one_has_left(missing: tuple[str, ...], shown: bool) -> None:
+    alone: dict[str, Any] = {"overlapped_forward_backward": None}
+    with without(*missing):
+        assert found("interleaved_1f1b", block=TwoBranchBlock, **alone) == set()
+        faulty = found("interleaved_1f1b", block=UsesWhatTheOtherBranchLeft, **alone)
+    assert faulty == ({"write/read"} if shown else set())
+
+
+@shown_by(PRODUCERS)
 @pytest.mark.parametrize("schedule", ["combined_1f1b", "dualpipe_v"])
 def test_weight_gradients_wait_for_the_stream_of_a_backward(
-    schedule: str, older: bool, monkeypatch: pytest.MonkeyPatch
+    schedule: str, missing: tuple[str, ...], shown: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    more = {"overlapped_forward_backward": on_two_streams, "prepare": split_weight_grad, **POLICIES["overlap"]}
-    with older_rules(older):
-        sound, difference = toy_step_on_streams(schedule, 2, ToyData(8), **more)
+    """The caller would wait for leaves on that stream; they are on another one."""
+    with without(*missing):
+        sound, difference = toy_step_on_streams(schedule, 2, ToyData(8), prepare=split_weight_grad, **PAIRS)
         monkeypatch.setattr(pair_runner, "PairRunner", ReadsWhatABackwardLeft)
-        faulty, _ = toy_step_on_streams(schedule, 2, ToyData(8), **more)
+        faulty = found(schedule, prepare=split_weight_grad)
     assert not sound.races, str(sound)
     assert difference == 0.0
-    assert set(kinds(faulty)) == (set() if older else {"write/read"}), str(faulty)
+    assert faulty == ({"write/read"} if shown else set())
 
 
-@each_rule
-def test_a_hook_of_a_parameter_finds_the_stream_of_accumulate_grad(older: bool) -> None:
-    more = {"overlapped_forward_backward": on_two_streams, **POLICIES["overlap"]}
-    with older_rules(older):
-        sound, _ = toy_step_on_streams("combined_1f1b", 2, ToyData(8), block=MainGradBlock, **more)
-        faulty, _ = toy_step_on_streams("combined_1f1b", 2, ToyData(8), block=ReadsOnTheStreamOfTheForward, **more)
-    assert not sound.races, str(sound)
-    found = {race.kind for race in faulty.races}
-    assert found == (set() if older else {"write/read"}), str(faulty)
+@shown_by(LEAF, FORWARD, PRODUCERS)
+def test_a_hook_of_a_parameter_finds_the_stream_of_accumulate_grad(missing: tuple[str, ...], shown: bool) -> None:
+    with without(*missing):
+        assert found("combined_1f1b", block=MainGradBlock) == set()
+        faulty = found("combined_1f1b", block=ReadsOnTheStreamOfTheForward)
+    assert faulty == ({"write/read"} if shown else set())

@@ -11,7 +11,7 @@ import torch
 
 from megatron_pp.comm.collectives import OnStream
 from megatron_pp.features.offload.host_copies import _StreamCopies
-from megatron_pp.features.pairs.pair_runner import HalfCall, _streams, in_turn
+from megatron_pp.features.pairs.pair_runner import in_turn
 from megatron_pp.plan.costs.stage_costs import Link, Network
 from megatron_pp.plan.ir.spec import BATCHED, PLAIN, PlanSpec
 from megatron_pp.plan.orders import SCHEDULES
@@ -19,7 +19,12 @@ from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.testing.streams.call_log import CallLog
 from megatron_pp.testing.streams.virtual_times import Timelines, timelines
 from tests.harness.output_layer_runs import Case
-from tests.harness.stream_mutants import SendsOnComputeStream, TransfersOnComputeStream, WaitsAtOnce
+from tests.harness.stream_mutants import (
+    SendsOnComputeStream,
+    TransfersOnComputeStream,
+    WaitsAtOnce,
+    forwards_on_the_side,
+)
 from tests.harness.stream_runs import on_one_device, plan_on_streams
 from tests.harness.sweeps import EXHAUSTIVE
 from tests.harness.virtual_timelines import MESSAGE, SLOT, TimedStep, timed_output_layer, timed_step
@@ -201,17 +206,6 @@ def test_the_halves_of_a_pair_run_beside_each_other(schedule: str, size: int, ch
     assert furthest(step, sign=1)[0] < MESSAGE, furthest(step, sign=1)
     assert furthest(step, sign=-1)[0] < MESSAGE or step.plan.spec.slices > 1, furthest(step, sign=-1)
     assert not step.report.races, str(step.report)
-
-
-def forwards_on_the_side(forward_call: HalfCall, backward_call: HalfCall) -> None:
-    """Once the rule of ``on_two_streams``: each forward on the other stream, where autograd then runs its backward."""
-    current = torch.cuda.current_stream()
-    side, events, _ = _streams(current.device)
-    events.order(current, side)
-    with torch.cuda.stream(side):
-        forward_call()
-    backward_call()
-    events.order(side, current)
 
 
 @pytest.mark.parametrize("function", [forwards_on_the_side, in_turn])
