@@ -1,6 +1,6 @@
 """What the parts reach outside of their program: processes, and what only a machine with GPUs answers.
 
-The one seam: on virtual devices tests replace these names, and nothing else of the package.
+The one seam: on virtual devices tests replace these names, and of the parts only sizes and limits of time.
 """
 
 from __future__ import annotations
