@@ -65,10 +65,7 @@ def answer(options: Options, load: Any, plugin: Callable[[], None], say: Callabl
         for checkpoint in options.checkpoints or ("",):
             asked = replace(layout, checkpoint=checkpoint)
             asked, changed = for_parity(asked, options.steps, options.shrink, gpu, not has_training_loop())
-            compared = {engine: compare(runs, asked, engine, say) for engine in engines}
-            same = None
-            if len(engines) == 2:
-                same = same_bits(*(runs.layout(asked, engine, "float32") for engine in engines))
+            compared, same = compare_engines(runs, asked, engines, say)
             script = [*(["-m"] if options.module else []), options.script]
             answers.append(Answer(script, asked, changed, compared, notes=list(runs.notes), same=same))
         result = max(answers, key=lambda one: ORDER.index(one.verdict))
@@ -79,21 +76,38 @@ def answer(options: Options, load: Any, plugin: Callable[[], None], say: Callabl
         result.engine = next((one for one in engines if result.compared[one].verdict == DIFFERENT), engines[0])
         if result.verdict == DIFFERENT and options.diagnose:
             engine = result.engine
-            result.smallest = smallest(
-                result.layout, result.compared[engine], lambda other: compare_exactly(runs, other, engine, say)
-            )
+
+            def compare_again(other: Layout) -> Comparison:
+                return check_recomputation(runs, other, engine, compare_exactly(runs, other, engine, say))
+
+            result.smallest = smallest(result.layout, result.compared[engine], compare_again)
         return result
+
+
+def compare_engines(
+    runs: Runs, layout: Layout, engines: tuple[str, ...], say: Callable[[str], None]
+) -> tuple[dict[str, Comparison], bool | None]:
+    """Each engine's numbers beside one process, and whether two engines compute the same bits. Then they compare alike:
+    the second one is not run in float64."""
+    found, same = Comparison(), None
+    compared: dict[str, Comparison] = {}
+    for engine in engines:
+        say(f"{layout.label() or 'one process'}, schedule: {engine}")
+        if compared:
+            same = same_bits(*(runs.layout(layout, one, "float32") for one in (engines[0], engine)))
+        found = found if same else compare(runs, layout, engine, say)
+        compared[engine] = check_recomputation(runs, layout, engine, found)
+    return compared, same
 
 
 def compare(runs: Runs, layout: Layout, engine: str, say: Callable[[str], None]) -> Comparison:
     """In float32; where that is not equal to the bit, a fault is told from rounding in float64. What is equal there is
     a fault only where float32 is far off."""
-    say(f"{layout.label() or 'one process'}, schedule: {engine}")
     alone, exact = runs.alone(layout, "float32"), runs.exact(layout)
     records = runs.layout(layout, engine, "float32")
     found = compare_records(records, alone, exact)
     if found.verdict == EQUAL or runs.notes:
-        return check_recomputation(runs, layout, engine, found)
+        return found
     precise = compare_exactly(runs, layout, engine, say)
     return precise if precise.verdict == DIFFERENT else compare_records(records, alone, exact, FAR_OFF)
 
@@ -105,7 +119,8 @@ def check_recomputation(runs: Runs, layout: Layout, engine: str, found: Comparis
         flags = layout.flags.with_values(attention_dropout=0.1, hidden_dropout=0.1)
         records = runs.layout(replace(layout, flags=flags), engine, "float32")
         names = sorted({name for record in records for name in record.unrepeated})
-        found.missing += [f"the recomputation of {name} does not repeat its forward, with dropout" for name in names]
+        unrepeated = [f"the recomputation of {name} does not repeat its forward, with dropout" for name in names]
+        return replace(found, missing=found.missing + unrepeated)
     return found
 
 
@@ -115,8 +130,7 @@ def compare_exactly(runs: Runs, layout: Layout, engine: str, say: Callable[[str]
     say(f"{layout.label() or 'one process'}, schedule: {engine}, {dtype}")
     exact = runs.exact(layout)
     unit = FLOAT32 if runs.notes else FLOAT64
-    found = compare_records(runs.layout(layout, engine, dtype), exact, exact, unit)
-    return check_recomputation(runs, layout, engine, found)
+    return compare_records(runs.layout(layout, engine, dtype), exact, exact, unit)
 
 
 def asked_for(options: Options) -> Layout:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from megatron_pp.parity.command import compare_engines
+from megatron_pp.parity.comparison import ROUNDING
 from megatron_pp.parity.flags import Flags
 from megatron_pp.parity.layout import Layout
 from megatron_pp.parity.parameters import Place
@@ -52,3 +55,22 @@ def test_without_a_checkpoint_nothing_is_restored(tmp_path):
 def test_without_the_optimizers_state_its_next_step_is_not_compared(tmp_path):
     _, _, alone = runs_for(tmp_path, "restore", "--no-load-optim")
     assert list(alone.values) == KEYS[1:3]
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["the same bits", "other bits"])
+def test_an_engine_with_the_bits_of_the_other_is_not_run_in_float64(tmp_path, same):
+    class Rounded(Runs):
+        def _run(self, run):
+            error = {None: 0.0, "megatron": 1e-7, "ours": 1e-7 if same else 2e-7}[run.engine]
+            data = np.array([1.0 + error * (run.dtype == "float32")], run.dtype)
+            place = Place({"CP": 0}, {"CP": 1})
+            self.done[run] = [Record(place, values={KEYS[0]: Value(data)})] * run.layout.world
+            return self.done[run]
+
+    runs = Rounded(Program("train.py", False, 2, 10.0, False, None), tmp_path)
+    layout = Layout(Flags.read(TP2), 2)
+    found, alike = compare_engines(runs, layout, ("megatron", "ours"), lambda _: None)
+    assert [one.verdict for one in found.values()] == [ROUNDING, ROUNDING]
+    assert alike is same
+    in_float64 = {run.engine for run in runs.done if run.dtype == "float64"}
+    assert in_float64 == ({None, "megatron"} if same else {None, "megatron", "ours"})
