@@ -39,7 +39,7 @@ def set_up() -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from megatron_pp.testing.streams import virtual_cuda
+    from tests.harness.streams import virtual_cuda
 
     warnings.simplefilter("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
@@ -79,8 +79,8 @@ def run_gpt(policy: str, schedule: str, split: bool, plugged_in: bool) -> dict[s
     from megatron_pp.comm.p2p_communicator import P2PCommunicator
     from megatron_pp.integrations import megatron_core
     from megatron_pp.schedules import get_forward_backward_func
-    from megatron_pp.testing.streams import check_streams
     from megatron_pp.weight_grad import split_weight_grad
+    from tests.harness.streams import check_streams
 
     set_up()
     config = gpt_config(policy, schedule)

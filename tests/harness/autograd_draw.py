@@ -1,4 +1,4 @@
-"""Which tests run their backwards in a thread of autograd, as on a GPU (``megatron_pp.testing.autograd_thread``).
+"""Which tests run their backwards in a thread of autograd, as on a GPU (``tests.harness.autograd_thread``).
 
 MEGATRON_PP_TEST_AUTOGRAD_THREAD says it: ``all``, ``none`` (the default), or a seed, by which a third is drawn.
 Processes that a drawn test starts do the same.
@@ -17,7 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 NAME = "MEGATRON_PP_TEST_AUTOGRAD_THREAD"
-_MODULE = "megatron_pp.testing.autograd_thread"
+_MODULE = "tests.harness.autograd_thread"
 _EVERY = 3  # one test in so many is drawn
 _SITE = str(Path(__file__).parent / "site")  # whose sitecustomize.py every interpreter loads
 
@@ -43,7 +43,7 @@ def backwards(in_thread: bool) -> Iterator[None]:
         with patch.dict(os.environ, said):
             yield
         return
-    from megatron_pp.testing.autograd_thread import autograd_thread
+    from tests.harness.autograd_thread import autograd_thread
 
     with patch.dict(os.environ, {NAME: "all", "PYTHONPATH": os.pathsep.join([_SITE, *paths])}), autograd_thread():
         yield

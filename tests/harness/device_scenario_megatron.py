@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 
-from megatron_pp.testing.streams import StreamNetwork
+from tests.harness.streams import StreamNetwork
 from tests.harness.virtual_ranks import virtual_machine
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "pretrain_gpt_megatron.py"

@@ -36,19 +36,19 @@ from megatron_pp.parity import command
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.runtime.communicators import SoloTransport
-from megatron_pp.testing.streams import StreamNetwork, virtual_cuda
-from megatron_pp.testing.streams.cuda import replaced
 from megatron_pp.testing.toy import ToyData
 from megatron_pp.tracing.recorder import Tracer, chosen_steps
 from megatron_pp.weight_grad.linear import add_weight_grad, fused_kernels
 from tests.harness import output_layer_runs, processes
 from tests.harness.nccl_runs import FailingBlock, step_on_nccl
+from tests.harness.streams import StreamNetwork, virtual_cuda
+from tests.harness.streams.cuda import replaced
 from tests.harness.train_flags import SMALL_MODEL
 from tests.harness.training_ranks import train_here
 from tests.harness.virtual_ranks import run_on_virtual_devices, virtual_machine
 from tests.unit_tests.faults.test_hosts_that_run_ahead import Runtime
 from tests.unit_tests.features.modules import test_modules_steps
-from tests.unit_tests.testing import test_streams_steps
+from tests.unit_tests.harness import test_streams_steps
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 

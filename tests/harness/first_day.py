@@ -24,11 +24,11 @@ from benchmarks.report import BenchmarkError
 from megatron_pp.features.pairs.pair_runner import in_turn
 from megatron_pp.plan.ir.instruction import FREE_F
 from megatron_pp.runtime.executor import PlanExecutor
-from megatron_pp.testing.streams import StreamNetwork, cuda
-from megatron_pp.testing.streams.device import current_device
-from megatron_pp.testing.streams.timelines import Lane
 from tests.functional_tests import race_cases
 from tests.harness.fault_scenarios import Episode, HungError, Pool, Report
+from tests.harness.streams import StreamNetwork, cuda
+from tests.harness.streams.device import current_device
+from tests.harness.streams.timelines import Lane
 from tests.harness.virtual_ranks import run_on_virtual_devices, virtual_machine
 
 SIZES = Sizes(1, 0.25, 20.0, 3, 8, 16, 0.05, ("1f1b",))

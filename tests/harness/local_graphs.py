@@ -15,9 +15,6 @@ import torch
 
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
 from megatron_pp.testing.pipeline import placement_of, toy_step
-from megatron_pp.testing.streams import StreamReport, check_streams
-from megatron_pp.testing.streams.capture import give_back
-from megatron_pp.testing.streams.device import unrecorded
 from megatron_pp.testing.toy import (
     ToyBlock,
     ToyData,
@@ -28,6 +25,9 @@ from megatron_pp.testing.toy import (
     toy_chunks,
     toy_config,
 )
+from tests.harness.streams import StreamReport, check_streams
+from tests.harness.streams.capture import give_back
+from tests.harness.streams.device import unrecorded
 
 
 class LocalGraphs:

@@ -12,10 +12,10 @@ from megatron_pp.comm.nccl_transport import NcclTransport
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
 from megatron_pp.faults.attach import close_guard
 from megatron_pp.testing.pipeline import run_rank
-from megatron_pp.testing.streams import DeviceRules, StreamNetwork, StreamReport, virtual_cuda
-from megatron_pp.testing.streams.network import NO_MORE_RULES
 from megatron_pp.testing.threads import run_ranks
 from megatron_pp.testing.toy import ToyBlock, ToyData, ToyResult, merged, toy_config
+from tests.harness.streams import DeviceRules, StreamNetwork, StreamReport, virtual_cuda
+from tests.harness.streams.network import NO_MORE_RULES
 from tests.harness.virtual_groups import process_group, virtual_distributed
 
 

@@ -14,8 +14,8 @@ from unittest.mock import patch
 
 import torch
 
-from megatron_pp.testing.streams import device
-from megatron_pp.testing.streams.autograd_streams import _STREAM, NodeStreams
+from tests.harness.streams import device
+from tests.harness.streams.autograd_streams import _STREAM, NodeStreams
 
 FORWARD, LEAF, PRODUCERS = RULES = ("the stream of the forward", "the stream of the leaf", "producers only")
 

@@ -14,11 +14,11 @@ from megatron_pp import PipelineStage, SplitOutputLayer
 from megatron_pp.faults.attach import close_guard
 from megatron_pp.schedules import get_forward_backward_func
 from megatron_pp.testing.memory_transport import MemoryNetwork
-from megatron_pp.testing.streams import StreamNetwork, StreamReport, virtual_cuda
-from megatron_pp.testing.streams.call_log import CallLog
 from megatron_pp.testing.threads import run_ranks
 from megatron_pp.testing.toy import HIDDEN, ToyBlock
 from tests.harness.step_runs import P2PCommunicator, ThreadGroup, toy_config
+from tests.harness.streams import StreamNetwork, StreamReport, virtual_cuda
+from tests.harness.streams.call_log import CallLog
 from tests.harness.virtual_groups import process_group, virtual_distributed
 
 SEQ, BATCH = 3, 2

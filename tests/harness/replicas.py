@@ -24,12 +24,12 @@ from megatron_pp.faults.attach import close_guard, watched
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.testing.memory_transport import End
 from megatron_pp.testing.pipeline import placement_of, toy_step
-from megatron_pp.testing.streams import StreamNetwork
-from megatron_pp.testing.streams.device import current_device
-from megatron_pp.testing.streams.network import StreamWork
-from megatron_pp.testing.streams.timelines import Clock
 from megatron_pp.testing.threads import run_ranks
 from megatron_pp.testing.toy import ToyBlock, ToyData, toy_chunks, toy_config
+from tests.harness.streams import StreamNetwork
+from tests.harness.streams.device import current_device
+from tests.harness.streams.network import StreamWork
+from tests.harness.streams.timelines import Clock
 from tests.harness.virtual_groups import process_group
 
 REPLICAS = 2

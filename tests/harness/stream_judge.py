@@ -2,7 +2,7 @@
 
     python stream_judge.py CALLS.jsonl
 
-The format is that of ``megatron_pp/testing/streams/call_log.py``. What happens before what is reachability in a graph:
+The format is that of ``tests/harness/streams/call_log.py``. What happens before what is reachability in a graph:
 its nodes are what streams run, its edges the order of each stream, what the host had waited for when it issued a
 command, events, and the matches of transfers. Judged are
 

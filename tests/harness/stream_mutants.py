@@ -1,4 +1,4 @@
-"""Engines with a fault that only streams show: what ``megatron_pp.testing.streams`` has to catch beside the faults of
+"""Engines with a fault that only streams show: what ``tests.harness.streams`` has to catch beside the faults of
 ``executor_mutants``; and engines that lose time, and nothing else."""
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.tasks import Task
 from megatron_pp.runtime.executor import Handler, PlanExecutor
 from megatron_pp.testing.memory_transport import End, Queue
-from megatron_pp.testing.streams import StreamNetwork
-from megatron_pp.testing.streams.network import StreamWork
 from megatron_pp.testing.toy import ToyBlock
+from tests.harness.streams import StreamNetwork
+from tests.harness.streams.network import StreamWork
 
 
 class _AfterPosting(PlanExecutor):

@@ -1,4 +1,4 @@
-"""Steps on virtual devices: what tests of ``megatron_pp.testing.streams`` share."""
+"""Steps on virtual devices: what tests of ``tests.harness.streams`` share."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import ONE_WAY, PlanSpec
 from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.testing.pipeline import run_in_threads
-from megatron_pp.testing.streams import DeviceRules, StreamNetwork, StreamReport, check_streams, virtual_cuda
-from megatron_pp.testing.streams.network import NO_MORE_RULES
 from megatron_pp.testing.threads import run_ranks
 from megatron_pp.testing.toy import TOY_SCHEDULES, ToyData, ToyResult, reference_run
 from megatron_pp.tracing.observers import ranges_if_profiling
 from tests.harness.race_support import exact_data, run_plan
+from tests.harness.streams import DeviceRules, StreamNetwork, StreamReport, check_streams, virtual_cuda
+from tests.harness.streams.network import NO_MORE_RULES
 
 POLICIES: dict[str, dict[str, Any]] = {
     "overlap": {"overlap_p2p_comm": True},

@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from megatron_pp.testing.memory_transport import End
-from megatron_pp.testing.streams.cuda import replaced
-from megatron_pp.testing.streams.cuda_tensors import CPU
-from megatron_pp.testing.streams.device import current_device
-from megatron_pp.testing.streams.network import StreamNetwork, StreamWork
+from tests.harness.streams.cuda import replaced
+from tests.harness.streams.cuda_tensors import CPU
+from tests.harness.streams.device import current_device
+from tests.harness.streams.network import StreamNetwork, StreamWork
 
 _IDS = itertools.count()
 _THREAD_BLOCKS = 32  # of a communicator that does not say, as NCCL's on Hopper

@@ -13,10 +13,10 @@ from weakref import WeakMethod
 from megatron_pp.comm.at_exit import call_if_alive
 from megatron_pp.faults import heartbeat, watchdog
 from megatron_pp.features.slices import sequence_slice
-from megatron_pp.testing.streams import DeviceRules, StreamNetwork, virtual_cuda
-from megatron_pp.testing.streams.cuda import replaced
-from megatron_pp.testing.streams.device import VirtualDevice, current_device
 from megatron_pp.testing.threads import run_ranks
+from tests.harness.streams import DeviceRules, StreamNetwork, virtual_cuda
+from tests.harness.streams.cuda import replaced
+from tests.harness.streams.device import VirtualDevice, current_device
 from tests.harness.virtual_groups import virtual_distributed
 
 

@@ -20,12 +20,12 @@ from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.simulate.simulation import Simulation
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.runtime.executor import PlanExecutor
-from megatron_pp.testing.streams import StreamReport
-from megatron_pp.testing.streams.call_log import CallLog
-from megatron_pp.testing.streams.virtual_times import Timelines, durations_of, timelines
 from megatron_pp.testing.toy import HIDDEN
 from tests.harness.output_layer_runs import BATCH, SEQ, Case, step_on_nccl
 from tests.harness.stream_runs import plan_on_streams
+from tests.harness.streams import StreamReport
+from tests.harness.streams.call_log import CallLog
+from tests.harness.streams.virtual_times import Timelines, durations_of, timelines
 
 SLOT = 1.0
 MESSAGE = 0.23  # of which the last 0.03 are latency

@@ -16,9 +16,9 @@ from megatron_pp.plan.costs.communicators import Communicators, Outside
 from megatron_pp.plan.ir.placement import LOOP, Placement
 from megatron_pp.plan.ir.spec import BATCHED, OVERLAP, PLAIN
 from megatron_pp.testing.pipeline import placement_of, run_rank
-from megatron_pp.testing.streams import StreamNetwork, virtual_cuda
 from megatron_pp.testing.threads import run_ranks
 from megatron_pp.testing.toy import ToyData, toy_config
+from tests.harness.streams import StreamNetwork, virtual_cuda
 from tests.harness.virtual_groups import VirtualNCCL, process_group, virtual_distributed
 
 POLICIES: dict[str, dict[str, Any]] = {

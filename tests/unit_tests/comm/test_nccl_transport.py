@@ -16,12 +16,12 @@ from megatron_pp.comm.p2p_communicator import P2PCommunicator
 from megatron_pp.faults.attach import close_guard
 from megatron_pp.features.pairs.pair_runner import HalfCall, on_two_streams
 from megatron_pp.testing.pipeline import run_rank
-from megatron_pp.testing.streams import StreamNetwork, virtual_cuda
-from megatron_pp.testing.streams.device import VirtualDevice
-from megatron_pp.testing.streams.network import StreamTransport
 from megatron_pp.testing.threads import ThreadGroup, run_ranks
 from megatron_pp.testing.toy import ToyData, toy_config
 from tests.harness.stream_runs import on_one_device
+from tests.harness.streams import StreamNetwork, virtual_cuda
+from tests.harness.streams.device import VirtualDevice
+from tests.harness.streams.network import StreamTransport
 from tests.harness.virtual_groups import VirtualNCCL, process_group, virtual_distributed
 
 SIZE = 3

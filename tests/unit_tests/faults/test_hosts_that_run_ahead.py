@@ -27,11 +27,11 @@ from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.testing.pipeline import placement_of, toy_step
-from megatron_pp.testing.streams import StreamNetwork, virtual_cuda
-from megatron_pp.testing.streams.device import current_device
-from megatron_pp.testing.streams.timelines import Clock
 from megatron_pp.testing.threads import run_ranks
 from megatron_pp.testing.toy import ToyBlock, ToyData, toy_chunks, toy_config
+from tests.harness.streams import StreamNetwork, virtual_cuda
+from tests.harness.streams.device import current_device
+from tests.harness.streams.timelines import Clock
 from tests.harness.virtual_groups import process_group, virtual_distributed
 
 pytestmark = pytest.mark.usefixtures("nccl_settings")

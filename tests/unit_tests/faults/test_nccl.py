@@ -15,9 +15,9 @@ from megatron_pp.faults.attach import close_guard, watched
 from megatron_pp.faults.nccl_settings import SETTINGS, leave_failures_to_the_guard, warning
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.testing.memory_transport import MemoryNetwork, MemoryTransport
-from megatron_pp.testing.streams import StreamNetwork, virtual_cuda
 from megatron_pp.testing.threads import ThreadGroup
 from megatron_pp.testing.toy import toy_config
+from tests.harness.streams import StreamNetwork, virtual_cuda
 from tests.harness.virtual_groups import process_group, virtual_distributed
 
 

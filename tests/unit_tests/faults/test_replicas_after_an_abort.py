@@ -14,7 +14,6 @@ from megatron_pp.faults import watchdog
 from megatron_pp.faults.attach import close_guard
 from megatron_pp.faults.guard import FaultGuard
 from megatron_pp.faults.heartbeat import Pace
-from megatron_pp.testing.streams import virtual_cuda
 from tests.harness.guard_mutants import BEFORE_UPDATES
 from tests.harness.replicas import (
     BEFORE_THE_OPTIMIZER,
@@ -28,6 +27,7 @@ from tests.harness.replicas import (
     Job,
     Replica,
 )
+from tests.harness.streams import virtual_cuda
 from tests.harness.sweeps import EXHAUSTIVE
 from tests.harness.virtual_groups import virtual_distributed
 

@@ -1,5 +1,5 @@
-"""The guard's threads under CUDA's rules for threads (``testing/streams/host_process.py``): none makes a context on
-another device, and a query that blocks keeps nobody from finding out who died, and from aborting."""
+"""The guard's threads under CUDA's rules for threads (``tests/harness/streams/host_process.py``): none makes a context
+on another device, and a query that blocks keeps nobody from finding out who died, and from aborting."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from megatron_pp.faults import device_events
 from megatron_pp.faults.records import Process
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.testing.pipeline import placement_of, toy_step
-from megatron_pp.testing.streams import DeviceRules, StreamNetwork
 from megatron_pp.testing.toy import ToyBlock, ToyData, toy_chunks
 from tests.harness.guard_mutants import InWatchdog, OnDeviceZero, WithInterpreterLock
+from tests.harness.streams import DeviceRules, StreamNetwork
 from tests.unit_tests.faults.test_hosts_that_run_ahead import SECONDS, SIZE, Job, Raised, eventually, kill
 
 pytestmark = pytest.mark.usefixtures("nccl_settings")

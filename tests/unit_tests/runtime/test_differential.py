@@ -26,11 +26,11 @@ from megatron_pp.plan.ir.spec import CACHES, CHANNELS, ONE_WAY, POLICIES
 from megatron_pp.testing.adversarial_transports import HOSTILE_NETWORKS
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.pipeline import run_in_threads
-from megatron_pp.testing.streams import StreamNetwork, StreamReport, virtual_cuda
 from megatron_pp.testing.toy import HIDDEN, TOY_SCHEDULES, ToyBlock, ToyData, ToyResult, reference_run
 from megatron_pp.weight_grad import split_weight_grad
 from tests.harness.blocks import UNUSUAL_OUTPUTS
 from tests.harness.stream_runs import POLICIES as FLAGS
+from tests.harness.streams import StreamNetwork, StreamReport, virtual_cuda
 from tests.harness.sweeps import EXHAUSTIVE
 
 NETWORKS = (*HOSTILE_NETWORKS, StreamNetwork)

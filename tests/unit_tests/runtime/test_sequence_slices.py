@@ -21,8 +21,8 @@ from megatron_pp.errors import ConfigError, ScheduleError, ScheduleInputError
 from megatron_pp.features.slices import lengths as slice_lengths
 from megatron_pp.features.slices import sequence_slice as slices_of_sequences
 from megatron_pp.plan.ir.placement import LOOP, Placement
-from megatron_pp.testing.autograd_thread import autograd_thread
 from megatron_pp.testing.toy import ToyBlock, ToyResult, toy_forward_step
+from tests.harness.autograd_thread import autograd_thread
 from tests.harness.step_runs import Rank, in_pipeline, pipeline, result_of
 
 VOCAB, SEQ, BATCH, LAYERS, MICROBATCHES = 29, 12, 2, 4, 3

@@ -13,10 +13,10 @@ from megatron_pp.features.modules.modules_runner import ModulesRunner
 from megatron_pp.features.modules.modules_step import ModulesPipeline, forward_backward_modules
 from megatron_pp.testing.adversarial_transports import LastMomentNetwork, PoisoningNetwork, ShuffledNetwork
 from megatron_pp.testing.memory_transport import MemoryNetwork
-from megatron_pp.testing.streams import StreamNetwork, StreamReport, virtual_cuda
 from megatron_pp.testing.threads import ThreadGroup, run_ranks
 from tests.functional_tests.test_modules import SETUPS, assert_equal
 from tests.harness.module_models import RankChunks, RankModel, Setup, config_of, forward_step, in_one_process, sink_of
+from tests.harness.streams import StreamNetwork, StreamReport, virtual_cuda
 
 JOINED = {name: setup for name, setup in SETUPS.items() if name != "equal replicas"}  # all ranks are in one graph
 NETWORKS = (LastMomentNetwork, PoisoningNetwork, ShuffledNetwork)

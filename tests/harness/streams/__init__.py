@@ -5,11 +5,11 @@ another order. See ``docs/streams.md``.
 ``virtual_cuda`` (``torch.cuda`` for threads that are ranks).
 """
 
-from megatron_pp.testing.streams.call_log import CallLog
-from megatron_pp.testing.streams.check import StreamReport, check_streams
-from megatron_pp.testing.streams.cuda import virtual_cuda
-from megatron_pp.testing.streams.memory import StreamRace
-from megatron_pp.testing.streams.network import StreamNetwork
-from megatron_pp.testing.streams.rules import DeviceRules
+from tests.harness.streams.call_log import CallLog
+from tests.harness.streams.check import StreamReport, check_streams
+from tests.harness.streams.cuda import virtual_cuda
+from tests.harness.streams.memory import StreamRace
+from tests.harness.streams.network import StreamNetwork
+from tests.harness.streams.rules import DeviceRules
 
 __all__ = ["CallLog", "DeviceRules", "StreamNetwork", "StreamRace", "StreamReport", "check_streams", "virtual_cuda"]

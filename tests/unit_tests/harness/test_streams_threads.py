@@ -13,9 +13,9 @@ import torch
 from megatron_pp.faults.places import instruction_at
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import PlanSpec
-from megatron_pp.testing.streams import DeviceRules, StreamNetwork, StreamReport, virtual_cuda
 from megatron_pp.testing.threads import run_ranks
 from tests.harness.stream_runs import on_one_device
+from tests.harness.streams import DeviceRules, StreamNetwork, StreamReport, virtual_cuda
 from tests.unit_tests.faults.test_hosts_that_run_ahead import Kernel
 
 

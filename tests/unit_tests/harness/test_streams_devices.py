@@ -12,10 +12,10 @@ import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
-from megatron_pp.testing.streams import StreamNetwork, StreamReport, virtual_cuda
 from megatron_pp.testing.threads import run_ranks
 from megatron_pp.testing.toy import ToyData
 from tests.harness.stream_runs import on_one_device, toy_step_on_streams
+from tests.harness.streams import StreamNetwork, StreamReport, virtual_cuda
 
 
 def kinds(report: StreamReport) -> list[str]:

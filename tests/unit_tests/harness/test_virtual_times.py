@@ -16,8 +16,6 @@ from megatron_pp.plan.costs.stage_costs import Link, Network
 from megatron_pp.plan.ir.spec import BATCHED, PLAIN, PlanSpec
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.runtime.executor import PlanExecutor
-from megatron_pp.testing.streams.call_log import CallLog
-from megatron_pp.testing.streams.virtual_times import Timelines, timelines
 from tests.harness.output_layer_runs import Case
 from tests.harness.stream_mutants import (
     SendsOnComputeStream,
@@ -26,6 +24,8 @@ from tests.harness.stream_mutants import (
     forwards_on_the_side,
 )
 from tests.harness.stream_runs import on_one_device, plan_on_streams
+from tests.harness.streams.call_log import CallLog
+from tests.harness.streams.virtual_times import Timelines, timelines
 from tests.harness.sweeps import EXHAUSTIVE
 from tests.harness.virtual_timelines import MESSAGE, SLOT, TimedStep, timed_output_layer, timed_step
 

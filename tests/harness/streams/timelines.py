@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
-from megatron_pp.testing.streams.call_log import CallLog
+from tests.harness.streams.call_log import CallLog
 
 Clock = dict[int, int]
 """Timeline number -> how many of its steps have happened before."""

@@ -20,8 +20,6 @@ from megatron_pp.features.pairs.pair_runner import on_two_streams
 from megatron_pp.plan.ir.spec import BATCHED, PLAIN, POLICIES, PlanSpec
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.runtime.executor import PlanExecutor
-from megatron_pp.testing.streams import StreamReport
-from megatron_pp.testing.streams.call_log import CallLog
 from tests.harness import stream_judge
 from tests.harness.executor_mutants import (
     DeallocatesWhatItDefers,
@@ -43,6 +41,8 @@ from tests.harness.stream_mutants import (
     WritesIntoOutput,
 )
 from tests.harness.stream_runs import on_one_device, plan_on_streams
+from tests.harness.streams import StreamReport
+from tests.harness.streams.call_log import CallLog
 from tests.harness.sweeps import EXHAUSTIVE
 from tests.harness.virtual_timelines import PairsBy
 

@@ -15,12 +15,12 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_pp.testing.autograd_thread import carry
-from megatron_pp.testing.streams.autograd_streams import NodeStreams
-from megatron_pp.testing.streams.call_log import CallLog
-from megatron_pp.testing.streams.hardware import HardwareQueues
-from megatron_pp.testing.streams.host_process import HostProcess
-from megatron_pp.testing.streams.memory import (
+from tests.harness.autograd_thread import carry
+from tests.harness.streams.autograd_streams import NodeStreams
+from tests.harness.streams.call_log import CallLog
+from tests.harness.streams.hardware import HardwareQueues
+from tests.harness.streams.host_process import HostProcess
+from tests.harness.streams.memory import (
     FREE,
     WRITE,
     Access,
@@ -30,8 +30,8 @@ from megatron_pp.testing.streams.memory import (
     StreamRace,
     Use,
 )
-from megatron_pp.testing.streams.rules import DeviceRules
-from megatron_pp.testing.streams.timelines import Host, Lane, Timeline, join
+from tests.harness.streams.rules import DeviceRules
+from tests.harness.streams.timelines import Host, Lane, Timeline, join
 
 _POOLED = 32  # streams that torch makes per priority; then they come round
 

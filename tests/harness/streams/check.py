@@ -8,12 +8,12 @@ from typing import Any
 
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
 from megatron_pp.config.settings import StepSettings
-from megatron_pp.testing.streams.call_log import CallLog
-from megatron_pp.testing.streams.cuda import virtual_cuda
-from megatron_pp.testing.streams.memory import Overwritten, StreamRace
-from megatron_pp.testing.streams.network import NO_MORE_RULES, StreamNetwork
-from megatron_pp.testing.streams.rules import DeviceRules
 from megatron_pp.testing.threads import ThreadGroup, run_ranks
+from tests.harness.streams.call_log import CallLog
+from tests.harness.streams.cuda import virtual_cuda
+from tests.harness.streams.memory import Overwritten, StreamRace
+from tests.harness.streams.network import NO_MORE_RULES, StreamNetwork
+from tests.harness.streams.rules import DeviceRules
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import torch
 
 from megatron_pp.features.pairs import pair_runner
 from megatron_pp.features.pairs.pair_runner import on_two_streams
-from megatron_pp.testing.streams import StreamReport
 from megatron_pp.testing.toy import ToyData
 from megatron_pp.weight_grad import split_weight_grad
 from tests.harness.older_rules import FORWARD, LEAF, PRODUCERS, without
@@ -26,6 +25,7 @@ from tests.harness.stream_mutants import (
     forwards_on_the_side,
 )
 from tests.harness.stream_runs import POLICIES, on_one_device, toy_step_on_streams
+from tests.harness.streams import StreamReport
 
 
 def shown_by(rule: str, *others: str) -> pytest.MarkDecorator:

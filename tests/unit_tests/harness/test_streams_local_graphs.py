@@ -10,12 +10,12 @@ import torch
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.features.pairs.pair_runner import on_two_streams
 from megatron_pp.testing.pipeline import run_in_threads
-from megatron_pp.testing.streams import StreamReport
-from megatron_pp.testing.streams.capture import give_back
 from megatron_pp.testing.toy import ToyData
 from megatron_pp.weight_grad import split_weight_grad
 from tests.harness.local_graphs import Step, steps_with_graphs
 from tests.harness.stream_runs import POLICIES, on_one_device
+from tests.harness.streams import StreamReport
+from tests.harness.streams.capture import give_back
 
 LOCAL = {"cuda_graph_impl": "local"}
 SCHEDULES = [("1f1b", 3, 1), ("interleaved_1f1b", 2, 2), ("gpipe", 3, 1), ("zb_v", 2, 2)]

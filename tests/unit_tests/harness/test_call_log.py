@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from megatron_pp.testing.streams import StreamNetwork, call_log, virtual_cuda
-from megatron_pp.testing.streams.call_log import CallLog
 from megatron_pp.testing.threads import run_ranks
+from tests.harness.streams import StreamNetwork, call_log, virtual_cuda
+from tests.harness.streams.call_log import CallLog
 
 
 def logged(size: int, program: Any, keeps: bool = True) -> list[dict[str, Any]]:

@@ -20,13 +20,13 @@ from unittest.mock import patch
 import torch
 from torch.autograd.variable import Variable
 
-from megatron_pp.testing.streams.capture import CUDAGraph, graph_pool_handle, is_capturing
-from megatron_pp.testing.streams.device import VirtualDevice, current_device
-from megatron_pp.testing.streams.host_process import calls_cuda, chosen_device, start_thread, this_process
-from megatron_pp.testing.streams.recorder import PassingMode
-from megatron_pp.testing.streams.runtime_library import EVENTS, VERSION, Library
-from megatron_pp.testing.streams.timelines import Clock, Lane, Transfer
 from megatron_pp.weight_grad.deferred import tensors_in
+from tests.harness.streams.capture import CUDAGraph, graph_pool_handle, is_capturing
+from tests.harness.streams.device import VirtualDevice, current_device
+from tests.harness.streams.host_process import calls_cuda, chosen_device, start_thread, this_process
+from tests.harness.streams.recorder import PassingMode
+from tests.harness.streams.runtime_library import EVENTS, VERSION, Library
+from tests.harness.streams.timelines import Clock, Lane, Transfer
 
 _OPEN = threading.Lock()  # torch.cuda is one for the process
 _NVTX = "MEGATRON_PP_NVTX"

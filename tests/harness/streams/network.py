@@ -20,14 +20,14 @@ from typing import Any
 
 from megatron_pp.testing.adversarial_transports import Window, WindowNetwork
 from megatron_pp.testing.memory_transport import End, MemoryTransport, MemoryWork, Queue
-from megatron_pp.testing.streams.call_log import CallLog
-from megatron_pp.testing.streams.device import VirtualDevice, running_on, unrecorded
-from megatron_pp.testing.streams.eager import SLOTS, Buffered, buffered
-from megatron_pp.testing.streams.hardware import HardwareQueues, Kernel, begin
-from megatron_pp.testing.streams.memory import READ, WRITE
-from megatron_pp.testing.streams.recorder import recording
-from megatron_pp.testing.streams.rules import DeviceRules
-from megatron_pp.testing.streams.timelines import Clock, Lane, Transfer, join
+from tests.harness.streams.call_log import CallLog
+from tests.harness.streams.device import VirtualDevice, running_on, unrecorded
+from tests.harness.streams.eager import SLOTS, Buffered, buffered
+from tests.harness.streams.hardware import HardwareQueues, Kernel, begin
+from tests.harness.streams.memory import READ, WRITE
+from tests.harness.streams.recorder import recording
+from tests.harness.streams.rules import DeviceRules
+from tests.harness.streams.timelines import Clock, Lane, Transfer, join
 
 NO_MORE_RULES = DeviceRules()
 _HASTE = (0.0, 0.5, 1.0)  # how likely polling finds what the host does not know yet, by seed

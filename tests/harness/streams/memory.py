@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron_pp.testing.streams.timelines import Clock, Timeline
+from tests.harness.streams.timelines import Clock, Timeline
 
 READ, WRITE, FREE = "read", "write", "free"
 

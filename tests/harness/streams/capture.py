@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from megatron_pp.testing.streams.device import VirtualDevice, current_device
-from megatron_pp.testing.streams.host_process import Capture, HostProcess, this_process
-from megatron_pp.testing.streams.memory import Use
+from tests.harness.streams.device import VirtualDevice, current_device
+from tests.harness.streams.host_process import Capture, HostProcess, this_process
+from tests.harness.streams.memory import Use
 
 _pools = itertools.count(1)
 

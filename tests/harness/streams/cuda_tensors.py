@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megatron_pp.testing.streams.device import VirtualDevice
-from megatron_pp.testing.streams.host_process import calls_cuda
 from megatron_pp.weight_grad.deferred import tensors_in
+from tests.harness.streams.device import VirtualDevice
+from tests.harness.streams.host_process import calls_cuda
 
 CPU = torch.device("cpu")
 

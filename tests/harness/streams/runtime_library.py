@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakValueDictionary
 
-from megatron_pp.testing.streams.host_process import relax
+from tests.harness.streams.host_process import relax
 
 VERSION = "13.0"
 """``torch.version.cuda``."""

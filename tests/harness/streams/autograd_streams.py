@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron_pp.testing.streams.timelines import Clock, Lane, Transfer
+from tests.harness.streams.timelines import Clock, Lane, Transfer
 
 Gradient = torch.Tensor | None
 _STREAM = "megatron_pp: stream"  # key of a node's ``metadata``, which lasts as long as the node

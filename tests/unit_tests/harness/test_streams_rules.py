@@ -16,7 +16,6 @@ from megatron_pp.comm.p2p_communicator import P2PCommunicator
 from megatron_pp.comm.transport import ACT
 from megatron_pp.plan.ir.spec import DEVICE_SYNC, ONE_QUEUE, PlanSpec
 from megatron_pp.runtime.executor import PlanExecutor
-from megatron_pp.testing.streams import CallLog, DeviceRules, StreamNetwork, StreamReport, virtual_cuda
 from megatron_pp.testing.threads import run_ranks
 from megatron_pp.testing.toy import ToyData, toy_config
 from tests.harness.device_mutants import (
@@ -29,8 +28,9 @@ from tests.harness.device_mutants import (
 from tests.harness.nccl_runs import step_on_nccl
 from tests.harness.stream_judge import Judge
 from tests.harness.stream_runs import plan_on_streams
+from tests.harness.streams import CallLog, DeviceRules, StreamNetwork, StreamReport, virtual_cuda
 from tests.harness.virtual_groups import process_group, virtual_distributed
-from tests.unit_tests.testing.test_streams_mutants import SPECS
+from tests.unit_tests.harness.test_streams_mutants import SPECS
 
 HANGS = "the device of rank . hangs at"
 V = PlanSpec("dualpipe_v", 2, 2, 8)

@@ -19,13 +19,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from megatron_pp.testing.autograd_thread import autograd_thread
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.threads import run_ranks
 from megatron_pp.testing.toy import ToyData, reference_run
 from megatron_pp.weight_grad import split_weight_grad
 from megatron_pp.weight_grad.store import WeightGradStore
 from tests.harness import autograd_draw
+from tests.harness.autograd_thread import autograd_thread
 from tests.harness.stream_runs import toy_step_on_streams
 
 pytestmark = pytest.mark.callers_thread  # which thread is each test's own matter
@@ -175,7 +175,7 @@ def test_nothing_of_a_backward_is_kept(in_thread: None) -> None:
 def test_a_forked_process_has_a_thread_of_its_own() -> None:
     code = """
 import os, torch
-from megatron_pp.testing.autograd_thread import autograd_thread
+from tests.harness.autograd_thread import autograd_thread
 with autograd_thread():
     x = torch.ones(3, requires_grad=True)
     x.sum().backward()

@@ -21,11 +21,11 @@ from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import PLAIN, PlanSpec
 from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.testing.pipeline import placement_of, toy_step
-from megatron_pp.testing.streams import check_streams
 from megatron_pp.testing.toy import ToyBlock, ToyData, reference_run, toy_chunks, toy_config, toy_loss
 from megatron_pp.weight_grad import split_weight_grad
 from tests.harness.nccl_runs import FailingBlock, step_on_nccl
 from tests.harness.stream_runs import POLICIES, plan_on_streams, toy_step_on_streams
+from tests.harness.streams import check_streams
 
 OVERLAP = POLICIES["overlap"]
 

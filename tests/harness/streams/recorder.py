@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_pp.testing.streams.cuda_tensors import CudaTensors
-from megatron_pp.testing.streams.device import VirtualDevice, is_quiet
-from megatron_pp.testing.streams.memory import READ, WRITE
 from megatron_pp.weight_grad.deferred import tensors_in
+from tests.harness.streams.cuda_tensors import CudaTensors
+from tests.harness.streams.device import VirtualDevice, is_quiet
+from tests.harness.streams.memory import READ, WRITE
 
 # Read the shape of their argument, not its data.
 _OF_SHAPE = {

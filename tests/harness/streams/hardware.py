@@ -15,7 +15,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_pp.testing.streams.timelines import Clock, Lane, Transfer
+from tests.harness.streams.timelines import Clock, Lane, Transfer
 
 
 class HardwareQueues:
