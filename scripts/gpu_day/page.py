@@ -1,38 +1,41 @@
-"""The page of results, from what the JSON holds and nothing else. Long tables are data files, as on other pages."""
+"""The page of results, from what the JSON holds and nothing else: its tables are data files, as on other pages, so that
+the page is no longer than one without results."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
-from made_parts import long_tables_to_data, markdown_table
+from made_parts import write_data
 
 from gpu_day.bench import NOT_RUN, Result
 from gpu_day.runner import NOT_YET, Run
-from gpu_day.table import PARTS, Part
+from gpu_day.table import PARTS
 
+Row = list[str]
 _LISTED = 4  # checks; of more, only those that fail are
 
 
 def page(run: Run, path: Path) -> str:
-    """Markdown, for the file ``path``, with its long tables in files beside it."""
+    """Markdown, for the file ``path``, with its tables in files beside it."""
     results = [(part, run.results.get(part.name, Result(NOT_RUN, NOT_YET))) for part in PARTS]
     counts = Counter(result.verdict for _, result in results)
     dates = sorted({result.date for _, result in results if result.date})
     commits = sorted({result.commit for _, result in results if result.commit})
     what = "Tried without a GPU, which says nothing of one" if run.tried else f"Measured on {run.machine.gpus} GPU(s)"
-    head = [
+    parts = [["part", "verdict", "s", "what failed, or why it was not run"]]
+    parts += [[part.title, _shown(result), f"{result.seconds:.0f}", _why(result)] for part, result in results]
+    found = [["part", "what", "result"]]
+    found += [[part.title, *map(_cell, row)] for part, result in results for row in _found(result)]
+    text = [
         "# On a GPU",
-        "",
         f"{what}, {' to '.join(dates[:1] + dates[1:][-1:]) or 'not yet'}, by `scripts/gpu_check.sh` at commit "
         f"{', '.join(commits) or '-'}. {', '.join(f'{number} {verdict}' for verdict, number in counts.items())}.",
-        "",
+        write_data(path, "gpu_parts", "Parts", parts),
+        write_data(path, "gpu_results", "Results", found),
     ]
-    rows = [["part", "verdict", "s", "what failed, or why it was not run"]]
-    rows += [[part.title, _shown(result), f"{result.seconds:.0f}", _why(result)] for part, result in results]
-    sections = [_section(part, result) for part, result in results if result.verdict != NOT_RUN]
-    text = "\n".join(sections) + "\n"
-    return "\n".join([*head, markdown_table(rows), long_tables_to_data(path, "gpu", "results", text)])
+    return "\n\n".join(text) + "\n"
 
 
 def _shown(result: Result) -> str:
@@ -47,14 +50,18 @@ def _cell(text: str) -> str:
     return " ".join(text.replace("|", "/").split())
 
 
-def _section(part: Part, result: Result) -> str:
-    lines = ["", f"## {part.title}", ""]
+def _found(result: Result) -> Iterator[Row]:
+    """What a part has left, and what that says: of a table, a row for each of its own."""
+    if result.verdict == NOT_RUN:
+        return
     good = [what for what, holds in result.checks if holds]
-    if len(good) <= _LISTED:
-        lines += [f"- {_cell(what)}" for what in good]
-    else:
-        lines += [f"- {len(good)} checks hold"]
-    lines += [f"- **NO**: {_cell(what)}" for what in result.failures]
+    yield from ([what, "holds"] for what in (good if len(good) <= _LISTED else [f"{len(good)} checks"]))
+    yield from ([what, "**NO**"] for what in result.failures)
     for block in result.blocks:
-        lines += ["", block if isinstance(block, str) else markdown_table([[_cell(c) for c in row] for row in block])]
-    return "\n".join(lines)
+        if isinstance(block, str):
+            yield [block, ""]
+            continue
+        (first, *others), *rows = block
+        for name, *values in rows:
+            numbers = (f"{other} {value}" for other, value in zip(others, values, strict=True))
+            yield [f"{first} {name}".strip(), "; ".join(numbers)]

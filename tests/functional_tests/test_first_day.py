@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import gpu_check
 from gpu_day import table
 from gpu_day.bench import FAIL
+from made_parts import with_tables
 
 from tests.functional_tests.megatron_support import SCRIPTS, needs_megatron
 from tests.harness import first_day
@@ -41,6 +42,11 @@ def results(out: Path) -> dict[str, str]:
     """The verdicts that were saved."""
     saved = json.loads((out.parent / "data" / f"{out.stem}.json").read_text())
     return {name: result["verdict"] for name, result in saved["parts"].items()}
+
+
+def shown(out: Path) -> str:
+    """The page with its tables."""
+    return with_tables(out, out.read_text())
 
 
 @pytest.mark.slow
@@ -79,7 +85,7 @@ def test_a_step_of_megatrons_gpt_passes_over_gloo(tmp_path: Path) -> None:
     run = started(out, "--only", "megatron")
     printed, _ = run.communicate(timeout=400.0)
     assert (run.returncode, results(out)) == (0, {"megatron": "pass"}), printed
-    assert "PP 2, V 2, TP 2, DP 1, 3 steps" in out.read_text()
+    assert "PP 2, V 2, TP 2, DP 1, 3 steps" in shown(out)
 
 
 @pytest.mark.slow
@@ -96,7 +102,7 @@ def test_a_run_that_is_ended_goes_on(tmp_path: Path) -> None:
     assert run.returncode == 1
     assert first["facts"] == "pass"
     assert "TO COME: " in printed
-    assert "| Offloaded activations | not run | 0 | not yet: the next call goes on with it |" in out.read_text()
+    assert "| Offloaded activations | not run | 0 | not yet: the next call goes on with it |" in shown(out)
     again = started(out, "--seconds", "1")  # in which nothing is done, and nothing lost
     printed, _ = again.communicate(timeout=240.0)
     assert results(out).items() >= first.items()

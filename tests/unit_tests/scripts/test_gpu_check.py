@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from gpu_day.bench import FAIL, NOT_RUN, NUMBERS, PASS, TINY, Bench, Machine, No
 from gpu_day.page import page
 from gpu_day.runner import NOT_YET, OtherRunError, Run
 from gpu_day.table import PARTS, Part
+from made_parts import with_tables
 
 SCRIPTS = Path(gpu_check.__file__).parent
 CPU = Machine("gloo", 2)
@@ -166,21 +168,34 @@ def test_a_file_of_something_else_is_refused(text: str, tmp_path: Path) -> None:
 
 
 def test_the_page_is_made_from_the_json_alone(tmp_path: Path) -> None:
+    path = tmp_path / "results.md"
     run = Run(Machine("nccl", 2), TINY, tmp_path / "data" / "results.json")
     results = {"facts": good, "race": bad, "overlap": counted, "exposed": cannot}
     parts = [Part(name, name, 30.0, work) for name, work in results.items()]
     runner.run_parts(run, parts, 60.0, lambda part, result: None)
-    text = page(run, tmp_path / "results.md")
+    text = page(run, path)
+    shown = with_tables(path, text)
     assert "Measured on 2 GPU(s)" in text
-    assert "| The deallocation race | **fail** | 0 | this does not / at all |" in text
-    assert "- **NO**: this does not / at all\n" in text
-    assert "- this holds" in text
-    assert "| Exposed communication | not run | 0 | no such kernel |" in text
-    assert f"| Offloaded activations | not run | 0 | {NOT_YET} |" in text
-    assert "| two | 1234 |" in text
+    assert "| The deallocation race | **fail** | 0 | this does not / at all |" in shown
+    assert "| The deallocation race | this does not / at all | **NO** |" in shown
+    assert "| The deallocation race | this holds | holds |" in shown
+    assert "| Exposed communication | not run | 0 | no such kernel |" in shown
+    assert f"| Offloaded activations | not run | 0 | {NOT_YET} |" in shown
+    assert "| What safety costs | what two | GB/s 1234 |" in shown
     again = Run(run.machine, run.sizes, run.path)
     again.go_on()
-    assert page(again, tmp_path / "results.md") == text
+    assert page(again, path) == text
+
+
+def test_a_page_with_results_is_as_short_as_one_without(tmp_path: Path) -> None:
+    """The documentation has a limit of words, and no room for more."""
+    result = Result(
+        PASS, "", 99.9, "2026-11-27", "0123456789", [("it holds", True)] * 20, ["A text.", [["a", "b"]] * 9]
+    )
+    other = replace(result, verdict=FAIL, checks=[("it holds", False)] * 20, date="2026-11-28", commit="abcdefabcd")
+    run = Run(Machine("nccl", 8), Sizes(), None, {part.name: [result, other][k % 2] for k, part in enumerate(PARTS)})
+    without = (SCRIPTS.parent / "docs" / "gpu_results.md").read_text()
+    assert len(page(run, tmp_path / "results.md").split()) <= len(without.split())
 
 
 # -- the command line --------------------------------------------------------------------------------------------------
@@ -249,7 +264,7 @@ def test_ctrl_c_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     out = tmp_path / "results.md"
     assert gpu_check.main(["--cpu", "--out", str(out)]) == 1
     assert list(json.loads((tmp_path / "data" / "results.json").read_text())["parts"]) == ["race"]
-    assert "| The deallocation race | pass |" in out.read_text()
+    assert "| The deallocation race | pass |" in with_tables(out, out.read_text())
 
 
 ENDED = """
