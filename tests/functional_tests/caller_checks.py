@@ -22,7 +22,7 @@ from megatron.core.transformer.enums import CudaGraphScope
 
 from megatron_pp.errors import NotServedError
 from megatron_pp.integrations import megatron_core
-from megatron_pp.runtime.communicators import _KEPT
+from megatron_pp.runtime.communicators import _KEPT, close_communicators
 from tests.megatron import lab as megatron_lab
 from tests.megatron.cases import Case
 
@@ -298,7 +298,8 @@ def taking_inner(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def reloaded_groups(case: Case) -> int:
-    """Steps before and after a reload of the pipeline's group; the number of tensors that are equal."""
+    """Steps before and after reloads of the pipeline's group, before one of which its channels are given back; the
+    number of tensors that are equal."""
     megatron_lab.set_up_parallel_state(case)
     theirs = wrapped_steps(fetched(VERL), case)
     plain = parallel_state._PIPELINE_MODEL_PARALLEL_GROUP
@@ -308,14 +309,25 @@ def reloaded_groups(case: Case) -> int:
             patched.setattr(dist, name, taking_inner(getattr(dist, name)))
         patched.setattr(parallel_state, "_PIPELINE_MODEL_PARALLEL_GROUP", group)
         first = wrapped_steps(fetched(VERL), case)
-        before = [one for _, kept in _KEPT.items() for one in kept.values() if one.pp_group is group.group]
+        before = [one for one in kept_communicators() if one.pp_group is group.group]
         group.destroy()
         group.reload()
         second = wrapped_steps(fetched(VERL), case)
         assert before
-        assert not {*map(id, before)} & {id(one) for _, kept in _KEPT.items() for one in kept.values()}, "closed"
+        assert not {*map(id, before)} & {*map(id, kept_communicators())}, "closed"
+        transports = [one.transport for one in kept_communicators()]
+        close_communicators()
+        assert kept_communicators() == []
+        assert {one._groups for one in transports if one.size > 1} <= {None}
         group.destroy()
-    for ours in (first, second):
+        group.reload()
+        third = wrapped_steps(fetched(VERL), case)
+        group.destroy()
+    for ours in (first, second, third):
         assert len(ours) == len(theirs)
         assert all(torch.equal(one, two) for one, two in zip(ours, theirs, strict=True))
     return len(theirs)
+
+
+def kept_communicators() -> list[Any]:
+    return [one for _, kept in _KEPT.items() for one in kept.values()]

@@ -7,8 +7,9 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 
-from tests.functional_tests.megatron_support import needs_megatron
+from tests.functional_tests.megatron_support import in_megatrons_process, needs_megatron
 
 from tests.megatron.cases import Case, Job, Model, Outcome  # isort: skip
 from tests.megatron.runner import run_jobs  # isort: skip
@@ -67,3 +68,22 @@ def test_a_mode_of_reruns_that_megatron_cannot_run_itself() -> None:
     rerun: Any = pytest.importorskip("megatron.core.rerun_state_machine")
     with pytest.raises(ValueError, match="report_stats"):
         rerun.RerunMode("report_stats")
+
+
+def hyper_connections_in_a_pipeline(case: Case) -> str:
+    from megatron.core.transformer import TransformerConfig
+
+    fields: dict[str, Any] = {"enable_mhc_connections": True, "pipeline_model_parallel_size": 2}
+    if not hasattr(TransformerConfig, "enable_mhc_connections"):
+        return "unknown"
+    with pytest.raises(NotImplementedError) as refused:
+        TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2, pipeline_dtype=torch.float32, **fields)
+    return str(refused.value)
+
+
+def test_hyper_connections_in_a_pipeline_are_refused_by_megatrons_config() -> None:
+    """Of a release that has them: no step of such a model reaches a schedule."""
+    said = in_megatrons_process(hyper_connections_in_a_pipeline)
+    if said == "unknown":
+        pytest.skip("this release of Megatron-core has none")
+    assert "enable_mhc_connections does not support pipeline_model_parallel_size > 1" in said
