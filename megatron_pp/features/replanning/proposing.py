@@ -5,15 +5,12 @@ A process of its own, as a search is minutes of Python, which in a thread would 
 torch.
 """
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
-from pathlib import Path
+from typing import Any
 
+from megatron_pp.common.child_process import Child, answer_questions
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.costs.stage_costs import Network, StageCosts
 from megatron_pp.planner.replan import Proposal, proposed
@@ -21,7 +18,6 @@ from megatron_pp.tracing.analysis import Findings, analyse
 from megatron_pp.tracing.files import parse_rank_trace
 from megatron_pp.tracing.run import pipeline_of
 
-_COMMAND = "import sys; from megatron_pp.features.replanning.proposing import main; main()"
 _NICE = 10
 
 
@@ -87,42 +83,28 @@ def _slowest_links(found: Sequence[Findings]) -> Network:
     return replace(network, links=links)
 
 
-def searched(recorded: Recorded, started: Callable[[subprocess.Popen[bytes]], None]) -> Answer:
+def searched(recorded: Recorded, started: Callable[[Child], None]) -> Answer:
     """What ``search_plans`` answers, in a process of its own, which ``started`` is given. Raises RuntimeError where it
     fails."""
-    process = _process()
-    started(process)
-    out, errors = process.communicate(json.dumps(asdict(recorded)).encode())
-    if process.returncode != 0:
-        last = errors.decode(errors="replace").strip().rpartition("\n")[2]
-        raise RuntimeError(f"the search ended with code {process.returncode}: {last[-400:]}")
-    return read_answer(out)
+    child = Child(__name__)
+    started(child)
+    child.ask(asdict(recorded))
+    try:
+        return answer_in(child.answer())
+    except ChildProcessError as error:
+        raise RuntimeError(f"the search {error}") from error
+    finally:
+        child.end()
 
 
-def _process() -> subprocess.Popen[bytes]:
-    place = str(Path(__file__).resolve().parents[2])
-    paths = os.pathsep.join(path for path in (place, os.environ.get("PYTHONPATH")) if path)
-    return subprocess.Popen(
-        [sys.executable, "-c", _COMMAND],
-        env={**os.environ, "PYTHONPATH": paths},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-
-
-def read_answer(text: bytes | str) -> Answer:
-    content = json.loads(text)
+def answer_in(content: dict[str, Any]) -> Answer:
     kept = [(tuple(shares), why) for shares, why in content["kept"]]
     return Answer([Proposal.from_dict(one) for one in content["proposals"]], kept)
 
 
-def answer_text(answer: Answer) -> str:
-    return json.dumps({"proposals": [one.to_dict() for one in answer.proposals], "kept": answer.kept})
+def content_of(answer: Answer) -> dict[str, Any]:
+    return {"proposals": [one.to_dict() for one in answer.proposals], "kept": answer.kept}
 
 
 def main() -> None:
-    """Read a Recorded from the standard input, and write the answer."""
-    if hasattr(os, "nice"):
-        os.nice(_NICE)
-    sys.stdout.write(answer_text(search_plans(Recorded(**json.load(sys.stdin)))))
+    answer_questions(lambda recorded: content_of(search_plans(Recorded(**recorded))), _NICE)

@@ -9,14 +9,14 @@ all ranks were ready. So at a boundary no rank waits for a search, and none can 
 import json
 import logging
 import socket
-import subprocess
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from megatron_pp.comm.stores import private_client
 from megatron_pp.comm.transport import Transport
-from megatron_pp.features.replanning.proposing import Answer, Recorded, answer_text, read_answer, searched
+from megatron_pp.common.child_process import Child
+from megatron_pp.features.replanning.proposing import Answer, Recorded, answer_in, content_of, searched
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.tracing import files
 from megatron_pp.tracing.clock_sync import agree_on_clocks
@@ -184,7 +184,7 @@ class ReplanThread:
             return
         text = self._store.get(self.key("answer", number))
         self._read = number  # one that cannot be used is passed over, and then not used by any rank
-        self._changes[number] = self._made(read_answer(text))
+        self._changes[number] = self._made(answer_in(json.loads(text)))
         self._store.add(self.key("ready", number), 1)
 
     def _made(self, answer: Answer) -> list[Change]:
@@ -208,7 +208,7 @@ class _Leader:
         self._holds = 0
         self._decided = 0
         self._thread: threading.Thread | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: Child | None = None
         self._answer: Answer | None = None
 
     @property
@@ -225,8 +225,8 @@ class _Leader:
             self._decide(store, due)
 
     def stop(self) -> None:
-        if self._process is not None:
-            self._process.kill()
+        if self._child is not None:
+            self._child.process.kill()
 
     def _begin(self, store: Any) -> None:
         key, window, ranks = self.thread.key, self.window, range(self.thread.world)
@@ -253,10 +253,10 @@ class _Leader:
             if not self.thread._closed:
                 self.thread.say_once(f"pipeline_replan: no plan was searched, and the present one stays: {error}")
             self._answer = Answer([], [])
-        self._process = None
+        self._child = None
 
-    def _note(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
+    def _note(self, child: Child) -> None:
+        self._child = child
 
     def _publish(self, store: Any, answer: Answer) -> None:
         self._answer = self._thread = None
@@ -265,7 +265,7 @@ class _Leader:
             logger.info("pipeline_replan: the plan stays%s: %s", of, why)
         if answer.proposals:
             self._published += 1
-            store.set(self.thread.key("answer", self._published), answer_text(answer))
+            store.set(self.thread.key("answer", self._published), json.dumps(content_of(answer)))
 
     def _decide(self, store: Any, boundary: int) -> None:
         key, ready = self.thread.key, self._holds

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import io
+import json
 import random
-import sys
 from dataclasses import replace
 
 import pytest
@@ -55,8 +54,8 @@ def test_the_order_is_shorter_and_the_plan_shorter_still(splits: bool) -> None:
 def test_equal_questions_have_equal_answers_in_any_process() -> None:
     step = NextStep(replace(SPEC, num_chunks=2, schedule="interleaved_1f1b"), drawn(12), Measured(weight=0.5), True)
     found = plan_ahead(step)
-    assert ahead.read_question(ahead.question_text(step)) == step
-    assert ahead.read_answer(ahead.answer_text(found)) == found
+    assert ahead.step_of(json.loads(json.dumps(ahead.question_of(step)))) == step
+    assert ahead.found_in(json.loads(json.dumps(ahead.answer_of(found)))) == found
     planner = ahead.Planner()
     planner.ask(step)
     assert planner.answer() == found
@@ -74,16 +73,14 @@ def test_equal_microbatches_keep_their_plan() -> None:
     assert plan_ahead(NextStep(SPEC, (2.0,) * 12)) == StepAhead(tuple(range(12)), kept="all microbatches cost the same")
 
 
-def test_costs_of_other_microbatches_are_an_error_which_the_rank_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_of_other_microbatches_are_an_error_which_the_rank_raises() -> None:
     step = NextStep(SPEC, (1.0, 2.0))
     with pytest.raises(PlanError, match="2 costs are given for 12 microbatches"):
         plan_ahead(step)
-    monkeypatch.setattr(sys, "stdin", io.StringIO(ahead.question_text(step)))
-    monkeypatch.setattr(sys, "stdout", out := io.StringIO())
-    monkeypatch.setattr(ahead.os, "nice", lambda by: by)
-    ahead.main()
+    planner = ahead.Planner()
+    planner.ask(step)
     with pytest.raises(PipelineError, match="could not be planned: PlanError: 2 costs are given"):
-        ahead.read_answer(out.getvalue())
+        planner.answer()
 
 
 def test_an_order_is_the_best_that_was_seen() -> None:

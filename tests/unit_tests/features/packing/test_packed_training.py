@@ -166,8 +166,8 @@ def test_a_step_whose_microbatches_were_not_taken() -> None:
 def test_what_a_step_waits_for_its_search_is_counted() -> None:
     steps = PackedSteps(iter(LENGTHS), RULES)
     steps.plan_ahead(PlanSpec("1f1b", SIZE, 1, len(steps.next().slots)))
-    process = steps._planner._process
-    assert process is not None
+    assert steps._planner.child is not None
+    process = steps._planner.child.process
     assert select.select([process.stdout], [], [], 60)[0], "it has answered"
     assert steps.next() != packed(LENGTHS[1], RULES)
     assert steps.waited < 0.2
@@ -184,8 +184,9 @@ def test_a_search_that_dies_is_an_error() -> None:
         rank.config.microbatch_costs = steps
         chunks = rank.model()
         rank.step(chunks, steps.next())
-        step, process = steps.next(), steps._planner._process
-        assert process is not None
+        step, child = steps.next(), steps._planner.child
+        assert child is not None
+        process = child.process
         process.kill()
         process.wait()
         rank.step(chunks, step)
