@@ -86,14 +86,17 @@ class WeightGradStore:
 
     @contextmanager
     def step(self, last: Mapping[int, MbSlice]) -> Iterator[None]:
-        """``begin_step``, ``end_step``, and ``abort_step`` when the step raises."""
+        """``begin_step``, and ``abort_step`` at the end. Raises WeightGradError where a backward is without its W."""
         self.begin_step(last)
         try:
             yield
-        except BaseException:
+            left = self.waiting()
+        finally:
             self.abort_step()
-            raise
-        self.end_step()
+        if left:
+            raise WeightGradError(
+                f"weight gradients of (chunk, microbatch) {left} were left behind: each B that is split needs its W"
+            )
 
     def begin_step(self, last: Mapping[int, MbSlice]) -> None:
         """Start a step. ``last`` names, per chunk, the microbatch whose W (or unsplit B) completes the chunk's
@@ -105,15 +108,6 @@ class WeightGradStore:
             if owned.switched is not None:
                 owned.switched.open()
         self.armed = True
-
-    def end_step(self) -> None:
-        """End a step. Raises WeightGradError where a backward is without its W."""
-        left = self.waiting()
-        self.abort_step()
-        if left:
-            raise WeightGradError(
-                f"weight gradients of (chunk, microbatch) {left} were left behind: each B that is split needs its W"
-            )
 
     def waiting(self) -> list[ChunkSlice]:
         """The (chunk, microbatch) pairs whose B has run and whose W has not, sorted."""
@@ -194,11 +188,6 @@ class WeightGradStore:
             if isinstance(waiting.deferred, DelayedRun):
                 tensors += waiting.deferred.queued()
         return tensors
-
-    def kept_bytes(self, chunk: int, mb: MbSlice) -> int:
-        """Bytes of that, each storage counted once."""
-        storages = [tensor.untyped_storage() for tensor in self.kept_tensors(chunk, mb)]
-        return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
     # -- called by layers ------------------------------------------------------------------------------------------
 
