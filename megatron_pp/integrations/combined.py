@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron_pp.common.module_attributes import wrapped_attribute
-from megatron_pp.features.pairs.joint_steps import BackwardHalf, ForwardHalf, Ready
+from megatron_pp.features.pairs.pair_runner import BackwardHalf, ForwardHalf, Ready
 from megatron_pp.integrations.megatron_release import Megatron
 from megatron_pp.integrations.megatron_steps import MegatronSteps
 from megatron_pp.integrations.v_placement import ChunkPlace
@@ -87,13 +87,11 @@ class CombinedSteps(MegatronSteps):
         combined.set_streams(**priority)
 
     def forward(self, chunk: int, mb: int, input_tensor: Activation) -> Activation:
-        """A lone forward."""
         return self.forward_and_backward(ForwardHalf(chunk, mb, input_tensor), None)[0]
 
     def backward(
         self, chunk: int, mb: int, input_tensor: Activation, output: Activation, output_grad: Activation
     ) -> Activation:
-        """A lone backward."""
         half = BackwardHalf(chunk, mb, input_tensor, output, output_grad)
         return self.forward_and_backward(None, half)[1]
 

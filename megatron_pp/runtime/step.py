@@ -53,7 +53,7 @@ class StepCall:
 
     @property
     def joins_pairs(self) -> bool:
-        """Whether what ``make_steps`` makes runs a forward and a backward as one (``JointSteps``)."""
+        """Whether what ``make_steps`` makes runs a forward and a backward as one (``forward_and_backward``)."""
         return False
 
     def __init__(self, *, chunked: bool, alone: bool, **arguments: Any) -> None:

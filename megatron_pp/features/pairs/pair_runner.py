@@ -17,19 +17,40 @@ from torch.autograd.graph import get_gradient_edge
 
 from megatron_pp.comm.events import EventPool
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.features.pairs.joint_steps import BackwardHalf, ForwardHalf
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.tasks import Cell, Task
 from megatron_pp.runtime.compute import Activation
 from megatron_pp.runtime.executor import Handler, PlanExecutor
 
 Handlers = Mapping[str, Callable[[Task], None]]
-RunJointly = Callable[..., tuple[Activation, Activation]]  # JointSteps.forward_and_backward
+Ready = Callable[[Activation], None]  # is given a result as soon as it is there
+# ``forward_and_backward`` of ``Steps`` that can run a forward and another microbatch's backward as one. Is given a
+# ForwardHalf, a BackwardHalf and two Ready, for the output and then for the input gradient; the last weight gradients,
+# and on the last stage the loss, may come after. Returns what ``forward`` and ``backward`` return.
+RunJointly = Callable[..., tuple[Activation, Activation]]
+
+
+class ForwardHalf(NamedTuple):
+    """What ``Steps.forward`` is given."""
+
+    chunk: int
+    mb: int
+    input_tensor: Activation
+
+
+class BackwardHalf(NamedTuple):
+    """What ``Steps.backward`` is given."""
+
+    chunk: int
+    mb: int
+    input_tensor: Activation
+    output: Activation
+    output_grad: Activation
 
 
 @dataclass(eq=False)
 class JointPair:
-    """One PAIR that the engine has come to, which the model runs in one call, operation by operation (``JointSteps``),
+    """One PAIR that the engine has come to, which the model runs in one call, operation by operation (``RunJointly``),
     as Megatron's schedule plans do. While it runs, this object replaces the engine's ``steps``: the engine's own
     handlers of the two halves take what they give, and find in place of a computation what the one call has made.
 
@@ -194,7 +215,7 @@ def _leaves_on_their_own_stream(models: Sequence[Any]) -> list[Any]:
         ]
 
 
-def _run(handlers: Mapping[str, Callable[[Task], None]], half: Sequence[Task]) -> None:
+def _run(handlers: Handlers, half: Sequence[Task]) -> None:
     for at in half:
         handlers[at.op](at)
 
@@ -210,7 +231,6 @@ class PairRunner:
     tables: Mapping[str, Mapping[Any, Any]] = field(default_factory=dict)
 
     def attach(self, engine: PlanExecutor, handlers: dict[str, Handler]) -> None:
-        """Both halves of a pair run as one."""
         self.engine: PlanExecutor = weakref.proxy(engine)
         self.leaves = [] if self.function is None else _leaves_on_their_own_stream(self.models)
         for op in ins.BACKWARD_OPS:
@@ -219,9 +239,7 @@ class PairRunner:
         handlers[ins.PAIR] = self.run
 
     def run(self, pair: Task) -> None:
-        """One PAIR."""
         handlers = self._noting_sends(self.engine.dispatch)
-        # Of ``JointSteps``; isinstance() would take 6 us a pair.
         jointly: RunJointly | None = getattr(self.engine.steps, "forward_and_backward", None)
         if self.function is not None:
             self._by_function(self.function, pair, handlers)
@@ -245,7 +263,7 @@ class PairRunner:
             handler(at)
         events.order(stream, current)
 
-    def _noting_sends(self, handlers: Mapping[str, Handler]) -> dict[str, Handler]:
+    def _noting_sends(self, handlers: Handlers) -> dict[str, Handler]:
         """``handlers``; those that send note it in the engine."""
         sends: dict[str, Handler] = {op: partial(self._send, handlers[op]) for op in ins.SEND_OPS}
         return {**handlers, **sends}
@@ -257,9 +275,7 @@ class PairRunner:
         finally:
             self.engine.within = None
 
-    def _by_function(
-        self, function: OverlappedForwardBackward, pair: Task, handlers: Mapping[str, Callable[[Task], None]]
-    ) -> None:
+    def _by_function(self, function: OverlappedForwardBackward, pair: Task, handlers: Handlers) -> None:
         """Raises ScheduleInputError where the function left one of the halves out."""
         forward_call, backward_call = (
             HalfCall(at.chunk, at.mb, self.models[at.chunk], partial(_run, handlers, half))

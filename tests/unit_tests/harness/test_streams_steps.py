@@ -14,8 +14,7 @@ import torch
 
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
 from megatron_pp.errors import PipelineError
-from megatron_pp.features.pairs.joint_steps import BackwardHalf, ForwardHalf, Ready
-from megatron_pp.features.pairs.pair_runner import HalfCall, on_two_streams
+from megatron_pp.features.pairs.pair_runner import BackwardHalf, ForwardHalf, HalfCall, Ready, on_two_streams
 from megatron_pp.integrations.combined import CombinedSteps
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import PLAIN, PlanSpec

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_pp.features.pairs.joint_steps import BackwardHalf, ForwardHalf, Ready
+from megatron_pp.features.pairs.pair_runner import BackwardHalf, ForwardHalf, Ready
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.instruction import PAIR
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
