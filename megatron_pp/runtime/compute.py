@@ -27,18 +27,15 @@ class Steps(Protocol):
 
     def forward(self, chunk: int, mb: int, input_tensor: Activation) -> Activation:
         """Run the chunk; on the last stage return the scaled loss."""
-        ...
 
     def backward(
         self, chunk: int, mb: int, input_tensor: Activation, output: Activation, output_grad: Activation
     ) -> Activation:
         """Backward through what ``forward`` returned, or ``backward_root`` of it; returns the gradient of
         ``input_tensor`` (None where it has none)."""
-        ...
 
     def backward_root(self, output: Activation) -> Any:
         """What ``backward`` needs of ``output`` once it has been sent, without its data."""
-        ...
 
 
 @dataclass
@@ -94,11 +91,11 @@ def is_any_there(grad: Activation) -> bool:
     return any(g is not None for g in grad) if isinstance(grad, list) else grad is not None
 
 
-def detached(output: Activation) -> Activation:
-    """The tensors of an output without their graph; what is no tensor is left for the send to refuse."""
-    if isinstance(output, (list, tuple)):
-        return [detached(item) for item in output]
-    return output.detach() if isinstance(output, torch.Tensor) else output
+def each_tensor(function: Callable[[torch.Tensor], Any], value: Activation) -> Activation:
+    """``function`` of a tensor, or of each in a list; what is no tensor stays, for the send to refuse."""
+    if isinstance(value, (list, tuple)):
+        return [each_tensor(function, item) for item in value]
+    return function(value) if isinstance(value, torch.Tensor) else value
 
 
 def timed_backward(

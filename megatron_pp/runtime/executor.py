@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -23,7 +24,7 @@ from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import Instruction
 from megatron_pp.plan.ir.spec import STATIC_BUFFERS, Plan
 from megatron_pp.plan.ir.tasks import Cell, MessageKey, Task
-from megatron_pp.runtime.compute import Activation, Steps, detached, is_any_there
+from megatron_pp.runtime.compute import Activation, Steps, each_tensor, is_any_there
 from megatron_pp.runtime.gradient_hooks import SyncHooks
 from megatron_pp.runtime.log_once import warn_once
 from megatron_pp.runtime.message_shapes import Shapes, check_output
@@ -116,7 +117,6 @@ class PlanExecutor:
 
     @property
     def program(self) -> Sequence[Instruction]:
-        """This rank's instructions."""
         return self.plan.programs[self.rank]
 
     @property
@@ -171,7 +171,7 @@ class PlanExecutor:
         if self._checks_outputs and not (isinstance(output, torch.Tensor) and output.shape == expected):
             check_output(at, output, self.shapes[at.slice].send, self.placement, self.communicator.shapes_vary)
         if self.forward_only and self.graphs:
-            output = detached(output)  # the graph ends with the forward, not with the send
+            output = each_tensor(methodcaller("detach"), output)  # the graph ends with the forward, not with the send
         self.outputs[key] = list(output) if isinstance(output, (list, tuple)) else output
 
     def _backward(self, at: Task) -> None:
@@ -199,11 +199,11 @@ class PlanExecutor:
             self.close_sync()
 
     def call_forward(self, at: Task, given: Activation) -> Activation:
-        """Without what features add."""
+        """The forward of a chunk, without what features add."""
         return self.steps.forward(at.chunk, at.mb, given)
 
     def call_backward(self, at: Task, given: Activation, output: Any, output_grad: Activation) -> Activation:
-        """Without what features add."""
+        """The backward of a chunk, without what features add."""
         if self.weights is None:
             return self.steps.backward(at.chunk, at.mb, given, output, output_grad)
         with self.weights.backward(at.chunk, at.mb_slice, split=at.op == ins.INPUT_GRAD):
@@ -307,7 +307,7 @@ class PlanExecutor:
             self.drop_data(at.key)
 
     def _named(self, error: SendBufferError, at: Task) -> SendBufferError:
-        """With what it is about; debug mode has said it."""
+        """The error, with the output or gradient that it is about; debug mode has named it."""
         if error.chunk >= 0:
             return error
         what = f"the {'output' if at.op == ins.FREE_F else 'input gradient'} of {at.instruction.where}"

@@ -73,7 +73,7 @@ class LiveStorages(TorchDispatchMode):
         storage = tensor.untyped_storage()
         self._seen.setdefault(StorageWeakRef(storage), storage.nbytes())
 
-    def bytes_besides(self, others: Iterable[Tensor]) -> int:
+    def bytes_without(self, others: Iterable[Tensor]) -> int:
         """Bytes of the storages that are alive, without those of ``others``."""
         left_out = {tensor.untyped_storage()._cdata for tensor in others}
         alive = {ref.cdata: size for ref, size in self._seen.items() if not ref.expired()}
@@ -95,15 +95,15 @@ def measure_footprint(
         if isinstance(given, Tensor):
             storages.see(given)
         del given
-        after_forward = storages.bytes_besides(own)
+        after_forward = storages.bytes_without(own)
         grad = torch.zeros_like(output)
         root = get_gradient_edge(output.view_as(output))
         del output
-        after_release = storages.bytes_besides([*own, grad])
+        after_release = storages.bytes_without([*own, grad])
         with store.backward(chunk, 0, split=True):
             torch.autograd.backward((root,), (grad,))
         del root, grad
-        after_backward = storages.bytes_besides([*own, *_gradients(chunks)])
+        after_backward = storages.bytes_without([*own, *_gradients(chunks)])
         store.run(chunk, 0)
     return Footprint(after_forward, after_backward, after_release)
 

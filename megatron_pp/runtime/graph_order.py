@@ -12,9 +12,8 @@ Megatron's schedules (``PipelineOffloadManager.flush``), whichever backward it i
 from collections.abc import Callable
 from functools import lru_cache, partial
 from itertools import chain, zip_longest
+from operator import methodcaller
 from typing import Any
-
-import torch
 
 from megatron_pp.common.object_table import ObjectTable
 from megatron_pp.config.settings import LAYER_GRAPHS, TE_GRAPHS
@@ -23,6 +22,7 @@ from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.instruction import BACKWARD_OPS, FORWARD, Instruction, without_pairs
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.orders import find_family
+from megatron_pp.runtime.compute import each_tensor
 from megatron_pp.tracing.observers import StepObserver
 
 
@@ -97,13 +97,7 @@ _LOCAL_GRAPHS: ObjectTable[LocalGraphs] = ObjectTable()
 
 
 def _copy_of_forward(call: Callable[..., Any], at: Any, given: Any) -> Any:
-    return _copied(call(at, given))
-
-
-def _copied(output: Any) -> Any:
-    if isinstance(output, torch.Tensor):
-        return output.clone()
-    return [_copied(one) for one in output] if isinstance(output, (list, tuple)) else output
+    return each_tensor(methodcaller("clone"), call(at, given))
 
 
 def _runs(spec: PlanSpec) -> list[list[Instruction]]:

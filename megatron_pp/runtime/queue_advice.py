@@ -1,4 +1,4 @@
-"""What is to be said of ``CUDA_DEVICE_MAX_CONNECTIONS``."""
+"""Advice on ``CUDA_DEVICE_MAX_CONNECTIONS``."""
 
 import os
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ _BLACKWELL = 10  # compute capability
 
 
 def advice_on_queues(plan: Plan, settings: StepSettings, communicator: P2PCore) -> str | None:
-    """What is to be said of CUDA_DEVICE_MAX_CONNECTIONS, if anything, on NCCL."""
+    """``queue_advice`` for a step on NCCL."""
     splits_layers = settings.tensor_model_parallel_size > 1 or settings.context_parallel_size > 1
     needs_one = splits_layers and torch.cuda.get_device_capability(communicator.device)[0] < _BLACKWELL
     return _kept_advice(plan.spec, plan.placement, needs_one)

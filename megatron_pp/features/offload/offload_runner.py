@@ -24,6 +24,7 @@ from megatron_pp.features.offload.host_copies import HostCopies, Wait
 from megatron_pp.features.offload.offload_instructions import FREE_OFFLOAD, LOAD, OFFLOAD, WAIT_LOAD
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.tasks import Cell, Task
+from megatron_pp.runtime.compute import each_tensor
 from megatron_pp.runtime.executor import Handler, PlanExecutor
 
 SMALLEST = 64
@@ -134,7 +135,7 @@ class Offloads:
         engine.run_forward = partial(self._run_forward, engine.run_forward or engine.call_forward)
 
     def _run_forward(self, call: Callable[..., Any], at: Task, given: Any) -> Any:
-        return call(at, view_of(given) if at.key in self.keys else given)
+        return call(at, each_tensor(view_of, given) if at.key in self.keys else given)
 
     def _free_with_input(self, engine: PlanExecutor, at: Task) -> None:
         """Of a stage's input, only its gradient is of use to the engine from here on."""
@@ -217,8 +218,6 @@ def stand_in(tensor: Any) -> None:
             one.data = one.new_empty(()).expand(one.shape)
 
 
-def view_of(tensor: Any) -> Any:
-    """``tensor`` (or each of a list) as another tensor that shares its data and gives it its gradient."""
-    if isinstance(tensor, (list, tuple)):
-        return [view_of(one) for one in tensor]
-    return tensor.view_as(tensor) if isinstance(tensor, Tensor) else tensor
+def view_of(tensor: Tensor) -> Tensor:
+    """Another tensor that shares its data and gives it its gradient."""
+    return tensor.view_as(tensor)

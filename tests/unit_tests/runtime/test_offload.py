@@ -287,7 +287,7 @@ def test_what_changes_in_place_is_an_error_as_without_offloading(when: str) -> N
 def test_the_stage_of_an_input_still_sees_it() -> None:
     """The engine's own input loses its data; an operation that keeps its argument outside of autograd does not."""
     given = torch.randn(8, 4, requires_grad=True)
-    seen = offload.view_of([given])[0]
+    seen = offload.view_of(given)
     value = given.detach().clone()
     offload.stand_in([given])
     assert torch.equal(seen, value)

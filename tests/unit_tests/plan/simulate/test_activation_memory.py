@@ -172,7 +172,7 @@ class _Weigher:
     def end(self, at: Any) -> None:
         if at.op in SINGLE_COMPUTE_OPS:
             grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-            self.weighed.append(self.storages.bytes_besides([*self.model.parameters(), *self.model.buffers(), *grads]))
+            self.weighed.append(self.storages.bytes_without([*self.model.parameters(), *self.model.buffers(), *grads]))
 
 
 def test_a_run_keeps_after_each_operation_what_the_plan_predicts() -> None:
