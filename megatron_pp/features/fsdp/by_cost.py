@@ -13,15 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatron_pp.features.fsdp.fsdp_lowering import (
-    Layout,
-    Sharded,
-    Stay,
-    Uses,
-    preset,
-    reductions,
-    uses_of,
-)
+from megatron_pp.features.fsdp.fsdp_lowering import Layout, Sharded, Stay, Uses, preset, reductions, uses_of
 from megatron_pp.plan.costs.stage_costs import FREE, Network, StageCosts
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.repeated import Line
@@ -155,7 +147,7 @@ def _farthest(clock: _Clock, i: int, others: dict[int, int], lasts: dict[int, in
 
 
 def _hidden(clock: _Clock, i: int, others: dict[int, int], lasts: dict[int, int]) -> int:
-    """Likewise."""
+    """Of those out of use early enough to hide the all-gather, the farthest; else the one used longest ago."""
     begin = clock.starts[i] - max(clock.gathers)
     early = {chunk: use for chunk, use in others.items() if clock.ended[lasts[chunk] + 1] <= begin}
     return _farthest(clock, i, early, lasts) if early else min(others, key=lambda chunk: lasts[chunk])

@@ -42,11 +42,7 @@ ROWS = PlanFeature(
         REDUCING: "the reduction of its gradients was posted",
         REDUCED: "the reduction of its gradients is over",
     },
-    changes={
-        UNSHARD: Memory(unsharded=1),
-        RESHARD: Memory(unsharded=-1),
-        WAIT_REDUCE_GRAD: Memory(unreduced=-1),
-    },
+    changes={UNSHARD: Memory(unsharded=1), RESHARD: Memory(unsharded=-1), WAIT_REDUCE_GRAD: Memory(unreduced=-1)},
 )
 
 ENDS = {

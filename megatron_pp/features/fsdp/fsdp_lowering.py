@@ -19,14 +19,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megatron_pp.errors import PlanError
-from megatron_pp.features.fsdp.fsdp_instructions import (
-    REDUCE_GRAD,
-    REDUCES_EACH,
-    RESHARD,
-    UNSHARD,
-    WAIT_REDUCE_GRAD,
-    WAIT_UNSHARD,
-)
+from megatron_pp.features.fsdp import fsdp_instructions as fsdp
 from megatron_pp.on_demand import load
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import NONE, Instruction, halves
@@ -103,16 +96,14 @@ class Sharded(Lines):
 
 
 def uses_of(program: Line) -> Uses:
-    """By entry of its compute: the chunks that it runs."""
     return [frozenset(one.chunk for one in halves(at)) for at in program if at.op in ins.COMPUTE_OPS]
 
 
 def preset(plan: Plan, spec: PlanSpec, rank: int) -> Layout:
-    """The layout of ``rank`` as a preset has it."""
     program, kind = plan.programs[rank], spec.fsdp_collectives
     uses = uses_of(program)
     stays = posted_ahead(_stretches(uses, kind), spec.fsdp_max_active_stages or spec.num_chunks)
-    return Layout(stays, reductions(program, kind in REDUCES_EACH), {})
+    return Layout(stays, reductions(program, kind in fsdp.REDUCES_EACH), {})
 
 
 def _stretches(uses: Uses, kind: str) -> list[Stay]:
@@ -195,14 +186,14 @@ def _instructions(layout: Layout) -> tuple[_Found, _Found]:
     for boundary in sorted({*layout.reduces, *layout.waits}):
         for chunk in (*layout.waits.get(boundary, ()), *layout.reduces.get(boundary, ())):
             if chunk in running:
-                at_boundary[boundary].append((WAIT_REDUCE_GRAD, chunk))
+                at_boundary[boundary].append((fsdp.WAIT_REDUCE_GRAD, chunk))
                 running.remove(chunk)
-        at_boundary[boundary] += [(REDUCE_GRAD, chunk) for chunk in layout.reduces.get(boundary, ())]
+        at_boundary[boundary] += [(fsdp.REDUCE_GRAD, chunk) for chunk in layout.reduces.get(boundary, ())]
         running.update(layout.reduces.get(boundary, ()))
     for stay in stays:
-        at_boundary[stay.last + 1].append((RESHARD, stay.chunk))
-        before[stay.first].append((WAIT_UNSHARD, stay.chunk))
+        at_boundary[stay.last + 1].append((fsdp.RESHARD, stay.chunk))
+        before[stay.first].append((fsdp.WAIT_UNSHARD, stay.chunk))
     for stay in stays:
-        at_boundary[stay.post].append((UNSHARD, stay.chunk))
-    before[end] += [(WAIT_REDUCE_GRAD, chunk) for chunk in sorted(running)]
+        at_boundary[stay.post].append((fsdp.UNSHARD, stay.chunk))
+    before[end] += [(fsdp.WAIT_REDUCE_GRAD, chunk) for chunk in sorted(running)]
     return at_boundary, before

@@ -22,13 +22,7 @@ from torch.distributed.tensor import DTensor
 from megatron_pp.common.object_table import ObjectTable
 from megatron_pp.config.settings import LAYER_GRAPHS, StepSettings
 from megatron_pp.errors import PlanError, ScheduleInputError
-from megatron_pp.features.fsdp.fsdp_instructions import (
-    REDUCE_GRAD,
-    RESHARD,
-    UNSHARD,
-    WAIT_REDUCE_GRAD,
-    WAIT_UNSHARD,
-)
+from megatron_pp.features.fsdp import fsdp_instructions as fsdp
 from megatron_pp.features.fsdp.hook_settings import HookSettings
 from megatron_pp.plan.builder import offloaded_chunks
 from megatron_pp.plan.ir.instruction import format_program
@@ -38,7 +32,7 @@ from megatron_pp.runtime.arguments import StepInputs
 from megatron_pp.runtime.executor import Handler, PlanExecutor
 
 _METHOD = "_megatron_pp_pass_on"
-_LAST = {RESHARD, WAIT_REDUCE_GRAD}  # the last collective of a chunk is one of them
+_LAST = {fsdp.RESHARD, fsdp.WAIT_REDUCE_GRAD}  # the last collective of a chunk is one of them
 _AGREED: ObjectTable[set[str]] = ObjectTable()  # root module -> programs that its replicas run too
 
 
@@ -174,11 +168,11 @@ class FsdpRunner:
             stage.begin(self.trains)
         self.engine = engine
         handlers |= {
-            UNSHARD: self._unshard,
-            WAIT_UNSHARD: self._wait_unshard,
-            RESHARD: self._reshard,
-            REDUCE_GRAD: self._reduce_grad,
-            WAIT_REDUCE_GRAD: self._wait_reduce_grad,
+            fsdp.UNSHARD: self._unshard,
+            fsdp.WAIT_UNSHARD: self._wait_unshard,
+            fsdp.RESHARD: self._reshard,
+            fsdp.REDUCE_GRAD: self._reduce_grad,
+            fsdp.WAIT_REDUCE_GRAD: self._wait_reduce_grad,
         }
 
     def _unshard(self, at: Task) -> None:

@@ -46,9 +46,6 @@ def _of_replica(program: Line, first: int) -> Line:
     if not first:
         return program
     return tuple(
-        at._replace(
-            peer=at.peer if at.peer == NONE else at.peer + first,
-            members=_of_replica(at.members, first),
-        )
+        at._replace(peer=at.peer if at.peer == NONE else at.peer + first, members=_of_replica(at.members, first))
         for at in program
     )

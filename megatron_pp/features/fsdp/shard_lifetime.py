@@ -6,28 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_pp.errors import PlanError
-from megatron_pp.features.fsdp.fsdp_instructions import (
-    ENDS,
-    GRADIENTS,
-    POSTED,
-    REDUCE_GRAD,
-    REDUCED,
-    REDUCES_EACH,
-    REDUCING,
-    RESHARDED,
-    ROWS,
-    UNSHARD,
-    USED,
-    WAIT_REDUCE_GRAD,
-    WHOLE,
-)
+from megatron_pp.features.fsdp import fsdp_instructions as fsdp
 from megatron_pp.plan.ir.instruction import GRADIENT_OPS, Instruction
 from megatron_pp.plan.ir.ledger import Site, change_of
 from megatron_pp.plan.ir.rules import words_of
 from megatron_pp.plan.ir.spec import Plan
 
 Change = tuple[str, int]  # a field of Memory, and by how much it changes
-_CHANGES = {op: [(kind, by) for kind, by in change_of(op, Site())._asdict().items() if by] for op in ROWS.rules}
+_CHANGES = {op: [(kind, by) for kind, by in change_of(op, Site())._asdict().items() if by] for op in fsdp.ROWS.rules}
 
 
 class ShardWalk:
@@ -38,7 +24,7 @@ class ShardWalk:
         self.stages = plan.placement.stages[rank]
         self.facts = dict.fromkeys(self.stages, 0)
         self.to_come = dict.fromkeys(self.stages, spec.num_microbatches * spec.slices)  # gradients
-        self.trains, self.reduces_each = not spec.forward_only, spec.fsdp_collectives in REDUCES_EACH
+        self.trains, self.reduces_each = not spec.forward_only, spec.fsdp_collectives in fsdp.REDUCES_EACH
         self.most = spec.fsdp_max_active_stages or len(self.stages)
 
     def moved(self, at: Instruction) -> list[Change]:
@@ -46,30 +32,30 @@ class ShardWalk:
         facts = self.facts.get(at.stage)
         if facts is None:
             raise self.error(at, f"stages of this rank are {', '.join(map(str, self.stages))}")
-        rule = ROWS.rules[at.op]
+        rule = fsdp.ROWS.rules[at.op]
         if rule.adds & facts:
             raise self.error(at, " and ".join(words_of(rule.adds & facts)) + " already: it stands twice")
         if missing := rule.needs & ~facts:
             raise self.error(at, "it comes before " + " and before ".join(words_of(missing)))
-        if at.op == REDUCE_GRAD and not self.reduces_each and self.to_come[at.stage]:
+        if at.op == fsdp.REDUCE_GRAD and not self.reduces_each and self.to_come[at.stage]:
             left = self.to_come[at.stage]
             raise self.error(at, f"it comes before the stage's last gradient: {left} are still to come")
-        if at.op == WAIT_REDUCE_GRAD and facts & POSTED and not facts & WHOLE:
+        if at.op == fsdp.WAIT_REDUCE_GRAD and facts & fsdp.POSTED and not facts & fsdp.WHOLE:
             raise self.error(at, "an unshard of the stage is under way, which FSDP2 would drop there")
-        self.facts[at.stage] = (facts | rule.adds) & ~ENDS[at.op]
-        whole = sum(bool(each & POSTED) for each in self.facts.values())
-        if at.op == UNSHARD and whole > self.most:
+        self.facts[at.stage] = (facts | rule.adds) & ~fsdp.ENDS[at.op]
+        whole = sum(bool(each & fsdp.POSTED) for each in self.facts.values())
+        if at.op == fsdp.UNSHARD and whole > self.most:
             raise self.error(at, f"{whole} stages of this rank are whole then, and at most {self.most} may be")
         return _CHANGES[at.op]
 
     def computed(self, at: Instruction) -> list[Change]:
         """A compute operation. Raises PlanError where the parameters that it uses are not whole."""
         facts = self.facts[at.stage]
-        if not facts & WHOLE:
-            raise self.error(at, "it comes before " + " and before ".join(words_of(WHOLE)))
-        first = at.op in GRADIENT_OPS and not facts & GRADIENTS
+        if not facts & fsdp.WHOLE:
+            raise self.error(at, "it comes before " + " and before ".join(words_of(fsdp.WHOLE)))
+        first = at.op in GRADIENT_OPS and not facts & fsdp.GRADIENTS
         self.to_come[at.stage] -= at.op in GRADIENT_OPS
-        self.facts[at.stage] = facts | USED | (GRADIENTS if first else 0)
+        self.facts[at.stage] = facts | fsdp.USED | (fsdp.GRADIENTS if first else 0)
         return [("unreduced", 1)] if first else []
 
     def state(self, since: int) -> Any:
@@ -78,10 +64,10 @@ class ShardWalk:
 
     def check_end(self, where: Any) -> None:
         """Raises PlanError where a stage is left whole, or its gradients are not reduced."""
-        required = RESHARDED | (REDUCED if self.trains else 0)
+        required = fsdp.RESHARDED | (fsdp.REDUCED if self.trains else 0)
         for chunk, (stage, facts) in enumerate(self.facts.items()):
             at_end = f"rank {self.rank}: at the end of the plan, of chunk {chunk} (stage {stage})"
             if missing := required & ~facts:
                 raise PlanError(f"{at_end} it is not true that {' nor that '.join(words_of(missing))}")
-            if left := (GRADIENTS | REDUCING) & facts:
+            if left := (fsdp.GRADIENTS | fsdp.REDUCING) & facts:
                 raise PlanError(f"{at_end} it is still true that {' and that '.join(words_of(left))}")

@@ -15,16 +15,7 @@ from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.comm.p2p_communicator import timed
 from megatron_pp.comm.wait_handle import WaitHandle
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.features.output_layer.output_instructions import (
-    ALL_REDUCE,
-    BROADCAST,
-    OUTPUT_S,
-    OUTPUT_T,
-    REDUCE,
-    WAIT_ALL_REDUCE,
-    WAIT_BROADCAST,
-    WAIT_REDUCE,
-)
+from megatron_pp.features.output_layer import output_instructions as ops
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.tasks import MessageKey, Task
@@ -156,7 +147,6 @@ class SplitOutputLayer(torch.nn.Module):
 
 
 def split_layers(chunks: Iterable[torch.nn.Module]) -> list[SplitOutputLayer]:
-    """All split output layers of a rank."""
     return [module for chunk in chunks for module in chunk.modules() if isinstance(module, SplitOutputLayer)]
 
 
@@ -272,14 +262,14 @@ class OutputLayerRunner:
         self.executor = weakref.proxy(engine)
         engine.loss_stage = ins.NONE
         handlers |= {
-            BROADCAST: self._broadcast,
-            WAIT_BROADCAST: self._wait,
-            OUTPUT_S: self._s,
-            ALL_REDUCE: self._all_reduce,
-            WAIT_ALL_REDUCE: self._wait_all_reduce,
-            OUTPUT_T: self._t,
-            REDUCE: self._reduce,
-            WAIT_REDUCE: self._wait_reduce,
+            ops.BROADCAST: self._broadcast,
+            ops.WAIT_BROADCAST: self._wait,
+            ops.OUTPUT_S: self._s,
+            ops.ALL_REDUCE: self._all_reduce,
+            ops.WAIT_ALL_REDUCE: self._wait_all_reduce,
+            ops.OUTPUT_T: self._t,
+            ops.REDUCE: self._reduce,
+            ops.WAIT_REDUCE: self._wait_reduce,
         }
 
     def _post(self, at: Task, collective: Collective, name: str) -> None:
