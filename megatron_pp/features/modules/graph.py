@@ -45,16 +45,15 @@ class Module(NamedTuple):
 class Edge(NamedTuple):
     """Messages from one rank to another, or from chunk to chunk of one rank, one for each microbatch.
 
-    name            of its messages, which no other edge has
     source, target  ranks of the graph
     module          the module whose output, or whose output's gradient, it carries
     bridge          the module at the other end of a bridge; empty within a module
     part            (i, n): the i-th of n parts of the sender's tensor, along its batch dimension
     place           (i, n): the i-th of n parts of the receiver's tensor
     chunks          of the source and of the target
+    name            of its messages, which no other edge has
     """
 
-    name: str
     source: int
     target: int
     module: str
@@ -62,6 +61,7 @@ class Edge(NamedTuple):
     part: tuple[int, int] = (0, 1)
     place: tuple[int, int] = (0, 1)
     chunks: tuple[int, int] = (0, 0)
+    name: str = ""
 
     @property
     def travels(self) -> bool:
@@ -152,7 +152,7 @@ def module_graphs(modules: Sequence[Module], topology: Mapping[str, Sequence[str
     ``topology``: by module, those that its output goes to. Sorted by ranks.
 
     Raises PlanError for two modules of one name, for a topology with a circle or an unknown module, for stages of
-    unequal numbers of ranks, for data-parallel sizes of which neither is a multiple of the other, and for two modules
+    unequal numbers of ranks, for data-parallel sizes where neither is a multiple of the other, and for two modules
     that a bridge joins on one rank in one chunk.
     """
     known = {module.name: module for module in modules}
@@ -247,13 +247,14 @@ def _edges(
         chunks = module.chunk, module.chunk
         stages = [both for replica in module.ranks for both in pairwise(replica)]
         steps = [step for stage, following in stages for step in zip(stage, following, strict=True)]
-        activations += [_edge(before, after, chunks, module.name) for before, after in steps]
-        gradients += [_edge(after, before, chunks, module.name) for before, after in steps]
+        activations += [Edge(before, after, module.name, chunks=chunks) for before, after in steps]
+        gradients += [Edge(after, before, module.name, chunks=chunks) for before, after in steps]
     for source in modules:
         for name in topology.get(source.name, ()):
             for forth, back in _bridges(source, known[name]):
                 activations += forth
                 gradients += back
+    activations, gradients = ([_named(edge) for edge in edges] for edges in (activations, gradients))
     for edges in (activations, gradients):
         if len({edge.name for edge in edges}) < len(edges):
             raise PlanError(f"modules {', '.join(known)}: names of messages are made of theirs, and two are equal")
@@ -280,22 +281,14 @@ def _bridges(source: Module, target: Module) -> Iterator[tuple[list[Edge], list[
             raise PlanError(f"rank {shared[0]} has the last stage of {names[0]} and the first of {names[1]}, its next")
         forth, back = (source.chunk, target.chunk), (target.chunk, source.chunk)
         yield (
-            [_edge(senders[-1], rank, forth, *names, part, place) for rank in receivers],
-            [_edge(receivers[0], rank, back, *names, place, part) for rank in senders],
+            [Edge(senders[-1], rank, *names, part, place, forth) for rank in receivers],
+            [Edge(receivers[0], rank, *names, place, part, back) for rank in senders],
         )
 
 
-def _edge(
-    source: int,
-    target: int,
-    chunks: tuple[int, int],
-    module: str,
-    bridge: str = "",
-    part: tuple[int, int] = (0, 1),
-    place: tuple[int, int] = (0, 1),
-) -> Edge:
-    words = (module, bridge, str(source), str(target)) if bridge else (module, str(source), str(target))
-    return Edge(re.sub(r"\W", "_", "_".join(words)), source, target, module, bridge, part, place, chunks)
+def _named(edge: Edge) -> Edge:
+    words = filter(None, (edge.module, edge.bridge, str(edge.source), str(edge.target)))
+    return edge._replace(name=re.sub(r"\W", "_", "_".join(words)))
 
 
 def _components(ranks: Iterable[int], edges: Sequence[Edge]) -> list[list[int]]:

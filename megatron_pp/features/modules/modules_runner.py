@@ -31,11 +31,9 @@ class Parts(Protocol):
 
     def cut(self, edge: Edge, tensor: Tensor, count: int) -> Sequence[Tensor]:
         """``count`` contiguous parts."""
-        ...
 
     def joined(self, edge: Edge, parts: Sequence[Tensor]) -> Tensor:
         """The tensor of these parts, which no one else holds."""
-        ...
 
 
 class BatchParts:

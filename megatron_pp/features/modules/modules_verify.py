@@ -169,7 +169,7 @@ class _Walk:
 
 
 def transfer(op: str, edge: Edge, mb: int, rank: int) -> Instruction:
-    """``op`` of one message of ``edge``, of which ``rank`` is an end. Edges are no step from a stage to the next:
+    """``op`` of one message of ``edge``; ``rank`` is one end. Edges are no step from a stage to the next:
     activations go from stage 0 to stage 1 and gradients back, which ``message_of`` tells apart by the edges' names.
     """
     sends = edge.source == rank
