@@ -8,6 +8,13 @@ import torch
 _MISSING = object()
 
 
+def unwrapped(model: Any) -> Any:
+    """The model in its wrappers."""
+    while hasattr(model, "module"):
+        model = model.module
+    return model
+
+
 def wrapped_attribute(model: Any, name: str, default: Any = None) -> Any:
     """``name`` of the model, or of what it wraps."""
     return wrapped_attributes(model, (name,), default)[0]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_pp.common.module_attributes import wrapped_attribute
+from megatron_pp.common.module_attributes import unwrapped, wrapped_attribute
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.integrations.megatron_steps import MegatronSteps
 from megatron_pp.integrations.v_placement import ChunkPlace, is_mirrored, shared_weight
@@ -51,13 +51,6 @@ def check_chunks(schedule: str, placement: str, chunks: Sequence[Any]) -> None:
         )
 
 
-def model_of(chunk: Any) -> Any:
-    """Megatron's model in its wrappers."""
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    return chunk
-
-
 @contextmanager
 def shared_gradients_summed() -> Iterator[None]:
     """For the length of Megatron's `finalize_model_grads`: where it all-reduces the gradients of the embedding between
@@ -73,7 +66,7 @@ def shared_gradients_summed() -> Iterator[None]:
 
 
 def _sum_shared_gradients(model: Sequence[Any], *args: Any, **kwargs: Any) -> None:
-    first, last = model_of(model[0]), model_of(model[-1])
+    first, last = unwrapped(model[0]), unwrapped(model[-1])
     if not (first.pre_process and last.post_process) or shared_weight(last) is None:
         return
     if getattr(model[0].ddp_config, "use_megatron_fsdp", False):

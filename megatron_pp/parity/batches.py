@@ -1,4 +1,4 @@
-"""Made-up data of which every layout sees the same global batch, in the place of Megatron's data sets."""
+"""Made-up data in place of Megatron's data sets: every layout sees the same global batch."""
 
 from __future__ import annotations
 

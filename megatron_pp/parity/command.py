@@ -43,7 +43,6 @@ class Options:
     steps: int = 2
     uneven_masks: bool = True
     deadline: float = 120.0
-    diagnose: bool = True
     checkpoints: tuple[str, ...] = ()  # of layout.CHECKPOINTS
 
 
@@ -74,7 +73,7 @@ def answer(options: Options, load: Any, plugin: Callable[[], None], say: Callabl
         if 0 < gpus < layout.world:
             result.notes.append(f"{gpus} GPUs for {layout.world} processes: all ran on the CPU")
         result.engine = next((one for one in engines if result.compared[one].verdict == DIFFERENT), engines[0])
-        if result.verdict == DIFFERENT and options.diagnose:
+        if result.verdict == DIFFERENT:
             engine = result.engine
 
             def compare_again(other: Layout) -> Comparison:

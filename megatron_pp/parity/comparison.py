@@ -21,7 +21,6 @@ FACTOR = 32.0
 FLOAT32, FLOAT64 = 4 * float(np.finfo(np.float32).eps), 1e-11
 FAR_OFF = 1000 * FLOAT32
 _SAME_RATIO = 1e-3
-OF_A_STEP = (GRADIENT, NORM, PARAMETER)
 
 
 @dataclass
@@ -59,7 +58,7 @@ class Comparison:
         return EQUAL if all(one.exact for one in self.differences) else ROUNDING
 
     def exact_kinds(self) -> list[str]:
-        """Those of which all tensors of all steps are equal to the last bit."""
+        """The kinds whose tensors are equal to the last bit in all steps."""
         kinds = dict.fromkeys(one.key.kind for one in self.differences)
         return [kind for kind in kinds if all(one.exact for one in self.differences if one.key.kind == kind)]
 
@@ -210,7 +209,7 @@ def _find_partial_sums(
     truth: np.ndarray,
     allowed: float,
 ) -> None:
-    """Where the gradients of the ranks of one group, of which each should be whole, add up to what is right."""
+    """Note the kind of group whose ranks hold partial sums: gradients that add up to what each should have."""
     for name in ("TP", "CP", "PP", "DP", "EP"):
         groups: dict[tuple[int, ...], list[Value]] = {}
         for rank, value in parts:

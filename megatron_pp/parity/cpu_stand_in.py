@@ -186,21 +186,23 @@ def _redirect_cuda_module() -> None:
     cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: no_stream
     cuda.stream = lambda stream: contextlib.nullcontext()
 
-    def get_state(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.get_rng_state()
-
-    def set_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        torch.set_rng_state(state)
-
     def seed(value: int) -> None:
         torch.default_generator.manual_seed(int(value))  # not torch.manual_seed, which calls this function
 
     for module in (cuda, cuda.random):
-        module.get_rng_state, module.set_rng_state = get_state, set_state
+        module.get_rng_state, module.set_rng_state = _get_state, _set_state
         module.manual_seed = module.manual_seed_all = seed
     for name in ("range_push", "range_pop", "mark"):
         setattr(cuda.nvtx, name, nothing)
     cuda.nvtx.range = lambda *args, **kwargs: contextlib.nullcontext()
+
+
+def _get_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_state(new_state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    torch.set_rng_state(new_state)
 
 
 def _add_fused_gradients() -> None:
@@ -258,13 +260,7 @@ def _kernel(*args: Any, **kwargs: Any) -> Any:
 def _redirect_rng_tracker() -> None:
     import megatron.core.tensor_parallel.random as tracker
 
-    def get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
-        return torch.get_rng_state()
-
-    def set_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
-        torch.set_rng_state(new_state)
-
-    tracker._get_cuda_rng_state, tracker._set_cuda_rng_state = get_state, set_state
+    tracker._get_cuda_rng_state, tracker._set_cuda_rng_state = _get_state, _set_state
     # The tracker warns that the CPU's state changed inside a CUDA fork. Here that is what it is for.
     logging.getLogger(tracker.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
 
@@ -287,7 +283,7 @@ def _complete_inference_layers() -> None:
 
 def _complete_sharded_optimizer() -> None:
     """Megatron's restores a checkpoint for Adam of Transformer Engine or Apex. The state of torch's is empty before the
-    first step, and has a step for each parameter, of which Megatron makes one; parameters in float32 require gradients.
+    first step, and has a step for each parameter, where Megatron has one; parameters in float32 require gradients.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 

@@ -141,21 +141,16 @@ def _with_schedule(
 
     chunked = pipeline.vp if pipeline.vp > 1 else None
     dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(
-        pipeline_model_parallel_size=pipeline.pp, virtual_pipeline_model_parallel_size=chunked
-    )
     schedule = "interleaved_1f1b" if chunked else "1f1b"
-    fields: dict[str, Any] = {
-        "pipeline_dtype": dtype,
-        "variable_seq_lengths": True,
-        "pipeline_schedule": schedule,
-        **pipeline.fields,
+    sizes: dict[str, Any] = {
+        "pipeline_model_parallel_size": pipeline.pp,
+        "virtual_pipeline_model_parallel_size": chunked,
     }
-    config = SimpleNamespace(
-        pipeline_model_parallel_size=pipeline.pp, virtual_pipeline_model_parallel_size=chunked, **fields
-    )
+    fields = {"pipeline_dtype": dtype, "variable_seq_lengths": True, "pipeline_schedule": schedule}
+    parallel_state.initialize_model_parallel(**sizes)
+    config = SimpleNamespace(**sizes | fields | pipeline.fields)
     count = pipeline.pp * pipeline.vp
-    numbers = stage_numbers(fields["pipeline_schedule"], pipeline.pp, pipeline.vp)[dist.get_rank()]
+    numbers = stage_numbers(config.pipeline_schedule, pipeline.pp, pipeline.vp)[dist.get_rank()]
     bounds = [len(model) * stage // count for stage in range(count + 1)]
     chunks = [PipelineStage(model[bounds[stage] : bounds[stage + 1]], config) for stage in numbers]
 

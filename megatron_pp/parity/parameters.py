@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_pp.common.module_attributes import unwrapped
+
 Indices = dict[int, np.ndarray]
 """Dimension -> the positions in the whole tensor that this rank has. A dimension that is not named is whole."""
 
@@ -38,13 +40,6 @@ class Place:
             {name: getattr(state, f"get_{own}_rank")() for name, own in names.items()},
             {name: getattr(state, f"get_{own}_world_size")() for name, own in names.items()},
         )
-
-
-def unwrapped(chunk: Any) -> Any:
-    """The model in its wrappers."""
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    return chunk
 
 
 def global_name(path: str, modules: dict[str, Any], place: Place) -> str:

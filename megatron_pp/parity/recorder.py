@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_pp.common.module_attributes import unwrapped
 from megatron_pp.parity.cpu_layers import positions_of
 from megatron_pp.parity.parameters import (
     Indices,
@@ -25,7 +26,6 @@ from megatron_pp.parity.parameters import (
     named_parameters,
     own_range,
     part_of,
-    unwrapped,
 )
 from megatron_pp.parity.processes import RunError
 
@@ -35,8 +35,7 @@ RESTORED = "restored"
 
 @dataclass(frozen=True)
 class Key:
-    """One thing that is compared: in which training step, what, and of which microbatch of the global batch (-1: of the
-    whole step)."""
+    """What is compared: its training step, kind, name and microbatch of the global batch (-1: of the whole step)."""
 
     step: int
     kind: str
@@ -223,8 +222,7 @@ class Recorder:
                 module.register_forward_hook(functools.partial(self._repetition, name))
 
     def _output(self, name: str, module: Any, inputs: Any, output: Any) -> None:
-        while isinstance(output, (tuple, list)) and output:
-            output = output[0]
+        output = _first(output)
         if not isinstance(output, torch.Tensor) or not output.is_floating_point():
             return
         if self.current is None or Key(self.step, FORWARD, name, self.current) in self.record.values:
@@ -234,8 +232,7 @@ class Recorder:
 
     def _repetition(self, name: str, module: Any, inputs: Any, output: Any) -> None:
         """A forward within a backward is a recomputation: it repeats one of this step's, random numbers included."""
-        while isinstance(output, (tuple, list)) and output:
-            output = output[0]
+        output = _first(output)
         if not isinstance(output, torch.Tensor):
             return
         forwards = self.forwards.setdefault(name, [])
@@ -310,6 +307,13 @@ class Recorder:
                 if name in self.parts:
                     value = Value(_array(parameter.data), self.parts[name])
                     self.record.values.setdefault(Key(step, kind, name), value)
+
+
+def _first(output: Any) -> Any:
+    """The first output of a module."""
+    while isinstance(output, (tuple, list)) and output:
+        output = output[0]
+    return output
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
