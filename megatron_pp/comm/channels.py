@@ -102,7 +102,6 @@ class ChannelGroups:
         return group_around(backend, torch.device("cpu"), kind_of_backend, store, end, len(ranks))
 
     def follow_timeout(self, timeout: timedelta) -> None:
-        """The pipeline group's timeout is now ``timeout``."""
         self.timeout = timeout
 
     def end(self, group: dist.ProcessGroup) -> None:
@@ -149,7 +148,6 @@ class ChannelGroups:
                     )
 
     def close(self) -> None:
-        """End the groups."""
         groups = [channel.group for channel in self.channels.values()]
         groups += [] if self.collective is None else [self.collective]
         self.channels.clear()

@@ -20,15 +20,12 @@ class Collectives(Protocol):
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """``tensor`` of rank ``root``, into that of every other rank."""
-        ...
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensors of all ranks, stacked in the order of ranks."""
-        ...
 
     def reduce(self, tensor: torch.Tensor, root: int) -> None:
         """The sum over all ranks, into that of rank ``root``; others' is undefined afterwards."""
-        ...
 
 
 Collective = Callable[[Collectives], None]

@@ -84,7 +84,7 @@ class GroupTransport(Transport):
         """``made``: the new channels."""
 
     def _ways(self, edges: Iterable[Edge], with_shapes: bool = False) -> list[ChannelKey]:
-        """What this rank is an end of, in an order that is the same on all ranks."""
+        """The channels of this rank, in an order that is the same on all ranks."""
         keys = [key for s, t in sorted(edges) for key in ((s, t, ACT), (t, s, GRAD))]
         if with_shapes:
             keys += sorted({(min(edge), max(edge), SHAPES) for edge in edges})
@@ -144,7 +144,6 @@ class GroupTransport(Transport):
 
     @property
     def _options(self) -> Any:
-        """Of the pipeline group's backend."""
         return self.group._get_backend(self.device).options
 
     @property

@@ -1,9 +1,9 @@
 """Between steps, blocking and over prepared channels: messages of a few numbers between neighbours of a pipeline, and
 how long transfers of several sizes take on its links, and copies to host memory.
 
-Both ends of a link send a message of each size to and fro; half of a round trip is a transfer. Links are measured in
-rounds, in one order on all ranks; a rank is an end once in a round. The first trip warms up; after that both
-ends go on until they have made _TRIPS, or _SECONDS are over: before each trip the rank that keeps time says so.
+Both ends of a link send a message of each size back and forth; half of a round trip is a transfer. Links are measured
+in rounds, in one order on all ranks; a rank is an end once in a round. The first trip warms up; after that both ends go
+on until they have made _TRIPS, or _SECONDS are over: before each trip the rank that keeps time says so.
 """
 
 import statistics

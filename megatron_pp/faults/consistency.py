@@ -97,7 +97,6 @@ def in_force(history: tuple[int, ...], step: int) -> int:
 
 
 def last_change(history: tuple[int, ...]) -> int:
-    """The step in which the agreement last changed."""
     return history[-2] if len(history) > 3 else 0
 
 
@@ -165,11 +164,7 @@ def arrived(entries: Mapping[int, Entry], step: int) -> set[int]:
 
 
 def find_mismatch(
-    own_rank: int,
-    entries: Mapping[int, Entry],
-    progress: Mapping[int, Progress],
-    step: int,
-    agreements: Agreements | None = None,
+    own_rank: int, entries: Mapping[int, Entry], progress: Mapping[int, Progress], step: int, agreements: Agreements
 ) -> Mismatch | None:
     """Compare what is known so far with this rank's entry: ranks that entered ``step`` with a description, and ranks
     that are in it with what they agreed on in an earlier step. Returns the lowest rank that differs, in the first field
@@ -182,7 +177,7 @@ def find_mismatch(
         if entry.step == step:
             theirs = entry.description
         elif known is not None and entry.step < step <= known.step and known.state != ENTERING:
-            agreed = agreements.description(in_force(known.history, step), rank) if agreements is not None else None
+            agreed = agreements.description(in_force(known.history, step), rank)
             theirs = {**(agreed or entry.description), NUMBER: _number_in(known, step)}
         else:  # it has passed this step; or it is not in it yet, or is entering and has yet to publish its entry
             continue

@@ -53,11 +53,6 @@ _MOVING = 1.0  # since a rank's position changed: for as long it holds nobody up
 Describe = Callable[[], Mapping[str, str]]
 
 
-def _diagnosis() -> Any:
-    """What puts failures into words; loaded when there is one."""
-    return load("diagnosis")
-
-
 @dataclass(eq=False)
 class FaultGuard:
     """One per communicator, long-lived.
@@ -154,7 +149,7 @@ class FaultGuard:
     def raise_unreported(self) -> None:
         """Raises the failure that was found since the last step, if no step has raised it."""
         if self.failure is not None and self._over is None:
-            self._over = _diagnosis().first_line(self.failure)
+            self._over = load("diagnosis").first_line(self.failure)
             self._tracker.rest()
             raise self._error()
 
@@ -265,30 +260,32 @@ class FaultGuard:
                     raise self._error()
             elif error is self._raised:
                 pass  # handled where it was raised, inside
-            elif _diagnosis().is_consequence(error) or (
+            elif load("diagnosis").is_consequence(error) or (
                 # Perhaps of a group that was aborted.
-                self.failure is not None and type(error) is RuntimeError and not _diagnosis().is_raised_by_python(error)
+                self.failure is not None
+                and type(error) is RuntimeError
+                and not load("diagnosis").is_raised_by_python(error)
             ):
                 raise self._cause_of(error) from error
             else:  # this rank is the cause
                 self._raised = error
-                text, tail = _diagnosis().text_of(error), _diagnosis().tail_of(error)
+                text, tail = load("diagnosis").text_of(error), load("diagnosis").tail_of(error)
                 own = self._new_failure(
-                    EXCEPTION, text, exception_type=_diagnosis().type_name(error), traceback_tail=tail
+                    EXCEPTION, text, exception_type=load("diagnosis").type_name(error), traceback_tail=tail
                 )
                 self._conclude(own, True)
         finally:
             if error is not None or self.failure is not None:
                 if self._over is None and self._global_rank == 0:
                     self._await_readers()
-                self._over, after = self._over or _diagnosis().first_line(self.failure), ""
+                self._over, after = self._over or load("diagnosis").first_line(self.failure), ""
                 self._tracker.rest()
             self._tracker.end(after)
 
     def _cause_of(self, error: BaseException) -> PipelineError:
         """Why a transfer failed: another rank's record, a process that is gone, a rank without a heartbeat; or, found
         within some seconds, none of these."""
-        reason = _diagnosis().text_of(error).partition("\n")[0]
+        reason = load("diagnosis").text_of(error).partition("\n")[0]
         failed = f"a transfer of rank {self.rank} failed ({load('diagnosis').type_name(error)}: {reason})"
         self._tracker.failed = failed
         heartbeat = self._heartbeat
@@ -342,7 +339,7 @@ class FaultGuard:
         with self._heartbeat.lock:
             working: tuple[int, ...] = ()
             if here.idle >= self.timeout:
-                working = _diagnosis().working_ranks(self._plan(), {**self._progress_of_others(), self.rank: here})
+                working = load("diagnosis").working_ranks(self._plan(), {**self._progress_of_others(), self.rank: here})
             where = tracker.where()
             step = here.step if where is None else where.step
             waits_on, between = tracker.waits_on(), here.state == AFTER
@@ -408,7 +405,7 @@ class FaultGuard:
         """For the watchdog: this rank hangs in code that cannot be interrupted. Log where."""
         logger.error(
             "pipeline rank %d has to leave its step (%s) but is still in %s:\n%s",
-            self.rank, _diagnosis().first_line(self.failure), self._tracker.place(of_host=True)[1], self._stack(),
+            self.rank, load("diagnosis").first_line(self.failure), self._tracker.place(of_host=True)[1], self._stack(),
         )  # fmt: skip
 
     def _stack(self) -> str:
@@ -417,7 +414,7 @@ class FaultGuard:
 
     def _error(self) -> PipelineError:
         assert self.failure is not None
-        self._raised = error = _diagnosis().error_of(self.failure, self.pipeline, self.rank, self._tracker.doing())
+        self._raised = error = load("diagnosis").error_of(self.failure, self.pipeline, self.rank, self._tracker.doing())
         return error
 
     def _new_failure(self, kind: str, message: str, **content: Any) -> Failure:
@@ -431,11 +428,11 @@ class FaultGuard:
         plan = self._plan()
         if plan is not None and not suspects:
             in_step = {r: p.position for r, (p, _) in {**seen, self.rank: (here, 0.0)}.items() if p.state == IN_STEP}
-            suspects = _diagnosis().busy_ranks(plan, in_step)
+            suspects = load("diagnosis").busy_ranks(plan, in_step)
             if suspects:
                 why += f"; held up by rank {', '.join(map(str, suspects))}, which waits for no other rank"
-        text = _diagnosis().stall_text(self.rank, plan, here, seen, self.size, why)
-        lines = _diagnosis().progress_lines(self.rank, plan, here, seen, self.size)
+        text = load("diagnosis").stall_text(self.rank, plan, here, seen, self.size, why)
+        lines = load("diagnosis").progress_lines(self.rank, plan, here, seen, self.size)
         return self._new_failure(STALL, text, suspects=suspects, values=_by_text(lines))
 
 

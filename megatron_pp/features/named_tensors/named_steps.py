@@ -21,6 +21,9 @@ class NamedSteps:
     sent: Names
     last: Sequence[bool]  # per chunk, whether it is the last stage, whose output is no activation
 
+    def __post_init__(self) -> None:
+        self.backward, self.backward_root = self.steps.backward, self.steps.backward_root
+
     def forward(self, chunk: int, mb: int, input_tensor: Activation) -> Activation:
         """Run the chunk; ``set_input_tensor`` gets a list with one dict. Raises ScheduleInputError for other names."""
         given = input_tensor
@@ -31,15 +34,6 @@ class NamedSteps:
         if self.sent is None or self.last[chunk]:
             return _single(output) if given is not input_tensor else output
         return self._in_order(_single(output), chunk)
-
-    def backward(
-        self, chunk: int, mb: int, input_tensor: Activation, output: Activation, output_grad: Activation
-    ) -> Activation:
-        """Backward through the tensors of the dict; gradients in the order of the names."""
-        return self.steps.backward(chunk, mb, input_tensor, output, output_grad)
-
-    def backward_root(self, output: Activation) -> Any:
-        return self.steps.backward_root(output)
 
     def _in_order(self, output: Any, chunk: int) -> list[Any]:
         assert self.sent is not None

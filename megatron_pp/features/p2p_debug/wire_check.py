@@ -19,8 +19,6 @@ from megatron_pp.plan.ir.instruction import FORWARD, NONE, TRANSFER_OPS
 if TYPE_CHECKING:
     from megatron_pp.runtime.executor import PlanExecutor
 
-STAMP_LENGTH = 6  # dtype, activation or gradient, boundary, microbatch, slice, tensor; int64 each
-
 _UNKNOWN = -1
 _ACTIVATION, _GRADIENT = 1, 2
 _KINDS = {_ACTIVATION: "activation", _GRADIENT: "gradient", _UNKNOWN: "message"}
@@ -39,10 +37,9 @@ class Stamp(NamedTuple):
 
 
 class WireCheck:
-    """One rank's stamps. ``source`` is set while a plan is executed; without one only shape and dtype are compared.
-    ``stamp_length``: the numbers of a stamp."""
+    """One rank's stamps. ``source`` is set while a plan is executed; without one only shape and dtype are compared."""
 
-    stamp_length = STAMP_LENGTH
+    stamp_length = len(Stamp._fields)  # int64 each
 
     def __init__(self, rank: int) -> None:
         self.rank = rank

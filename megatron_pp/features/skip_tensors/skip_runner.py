@@ -97,7 +97,11 @@ class SkipRunner:
     def _wait(self, at: Task) -> None:
         handle = self.engine.handles.pop(at.message)
         handle.wait()
-        self.received(at, handle.tensor)
+        key = _key(self._of(at), at)
+        if at.op == ins.WAIT_F:
+            self.held[key] = handle.tensor
+        else:
+            self._add(key, handle.tensor)
 
     def _drop(self, at: Task) -> None:
         """Now, or behind the sends that are finished later."""
@@ -199,13 +203,6 @@ class SkipRunner:
             return Receive(shape, at.peer, channel, leaf, dtype)
         table = self.held if at.op == ins.SEND_F else self.sums
         return Send(table[_key(held, at)], at.peer, channel, dtype)
-
-    def received(self, at: Task, tensor: Any) -> None:
-        key = _key(self._of(at), at)
-        if at.op == ins.WAIT_F:
-            self.held[key] = tensor
-        else:
-            self._add(key, tensor)
 
     def finish(self, at: Task) -> None:
         """A send is over, or the plan drops the tensor: release what that ends the use of."""

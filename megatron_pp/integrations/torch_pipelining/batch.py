@@ -21,20 +21,13 @@ class Batch:
     loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass
-class ChunkSpecs:
-    """How torch's helper cuts a batch: None cuts every tensor along its first dimension."""
-
-    args: tuple[Any, ...] | None = None
-    kwargs: dict[str, Any] | None = None
-
-
-def split_batch(count: int, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, specs: ChunkSpecs) -> Batch:
-    """A whole batch in ``count`` microbatches. Raises ScheduleInputError where it has fewer samples than that."""
+def split_batch(count: int, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, *specs: Any) -> Batch:
+    """A whole batch in ``count`` microbatches. ``specs``: of ``args`` and ``kwargs``, as torch's helper takes them.
+    Raises ScheduleInputError where the batch has fewer samples than that."""
     arg_mbs: list[Any] = [()] * count
     kwarg_mbs: list[Any] = [{}] * count
     if args or kwargs:
-        arg_mbs, kwarg_mbs = split_args_kwargs_into_chunks(args, dict(kwargs), count, specs.args, specs.kwargs)
+        arg_mbs, kwarg_mbs = split_args_kwargs_into_chunks(args, dict(kwargs), count, *specs)
         _check_count("the batch", len(arg_mbs), count)
     if target is None:
         return Batch(arg_mbs, kwarg_mbs, None)

@@ -15,7 +15,7 @@ from torch.distributed.pipelining.microbatch import merge_chunks
 from megatron_pp.config.checks import whole_number
 from megatron_pp.config.model_config import ModelParallelConfig
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.integrations.torch_pipelining.batch import Batch, ChunkSpecs, given_batch, split_batch
+from megatron_pp.integrations.torch_pipelining.batch import Batch, given_batch, split_batch
 from megatron_pp.integrations.torch_pipelining.edges import agree_to_begin, find_edges
 from megatron_pp.integrations.torch_pipelining.hops import Edge
 from megatron_pp.integrations.torch_pipelining.stage_calls import stage_call
@@ -86,7 +86,7 @@ class PlanSchedule:
         self.placement = Placement(find_family(self.schedule).placement, self.group.size(), len(given))
         self.calls = [stage_call(stage) for stage in _in_order(given, self.schedule, self.placement, self.group.rank())]
         self.config = self._config_of(config)
-        self._specs = ChunkSpecs(args_chunk_spec, kwargs_chunk_spec)
+        self._specs = args_chunk_spec, kwargs_chunk_spec
         self._merge_spec = output_merge_spec
         self._edges: dict[bool, list[Edge]] = {}  # for training, and for evaluation
 
@@ -145,7 +145,7 @@ class PlanSchedule:
     ) -> Batch:
         count = self.n_microbatches
         if arg_mbs is None and kwarg_mbs is None and target_mbs is None:
-            batch = split_batch(count, args, kwargs, target, self._specs)
+            batch = split_batch(count, args, kwargs, target, *self._specs)
         else:
             whole = {"a positional argument": args or None, "target": target, **kwargs}
             batch = given_batch(count, arg_mbs, kwarg_mbs, target_mbs, whole)
