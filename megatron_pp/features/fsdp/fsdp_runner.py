@@ -10,7 +10,7 @@ backward reduces what the stage's own backwards have left, or waits for that.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -136,10 +136,14 @@ class _Stage:
             cast(_Running, _RUNNING.get(root)).whole[:] = whole
             self.marks.append(getattr(module, _METHOD)(torch.zeros((), device=whole[0].device, requires_grad=True)))
 
-    def backward(self) -> None:
-        """FSDP2's hooks around a backward, without one."""
+    def backward_with(self, switch: Callable[[FSDPModule, bool], None]) -> None:
+        """FSDP2's hooks around a backward, without one, while ``switch`` is on."""
+        for root in self.roots:
+            switch(root, True)
         for mark in self.marks:
             torch.autograd.backward((mark,), (torch.zeros_like(mark),), retain_graph=True)
+        for root in self.roots:
+            switch(root, False)
 
 
 def _pass_on(scalar: Tensor) -> Tensor:
@@ -191,21 +195,11 @@ class FsdpRunner:
         self._end(at)
 
     def _reduce_grad(self, at: Task) -> None:
-        stage = self.stages[at.chunk]
-        for root in stage.roots:
-            root.set_requires_gradient_sync(True)
-        stage.backward()
-        for root in stage.roots:
-            root.set_requires_gradient_sync(False)
+        self.stages[at.chunk].backward_with(FSDPModule.set_requires_gradient_sync)
         self.reductions[at.chunk] = True
 
     def _wait_reduce_grad(self, at: Task) -> None:
-        stage = self.stages[at.chunk]
-        for root in stage.roots:
-            root.set_is_last_backward(True)
-        stage.backward()
-        for root in stage.roots:
-            root.set_is_last_backward(False)
+        self.stages[at.chunk].backward_with(FSDPModule.set_is_last_backward)
         del self.reductions[at.chunk]
         self._end(at)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.costs.slice_costs import attention_share
@@ -60,16 +59,6 @@ class PackingRules:
                 f"a sequence of {length} tokens needs {needed} ranks of {self.rank_tokens}; there are {self.ranks}"
             )
         return needed
-
-
-def lengths_of(cu_seqlens: Sequence[int]) -> list[int]:
-    """Lengths of packed sequences from their cumulative ones, as PackedSeqParams has them: [0, 3, 7] -> [3, 4]. Raises
-    PlanError for what is not that."""
-    given = list(cu_seqlens)
-    lengths = [end - begin for begin, end in pairwise(given)]
-    if not given or given[0] != 0 or any(length < 0 for length in lengths):
-        raise PlanError(f"cu_seqlens begins with 0 and does not fall; it is {given[:20]}")
-    return [int(length) for length in lengths if length]
 
 
 @dataclass(frozen=True)

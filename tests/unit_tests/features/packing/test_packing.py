@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_pp.errors import PlanError
-from megatron_pp.features.packing.packing import PackingRules, lengths_of, packed, pair_cost
+from megatron_pp.features.packing.packing import PackingRules, packed, pair_cost
 
 
 def test_costs_are_linear_in_tokens_and_quadratic_in_each_sequence() -> None:
@@ -19,14 +19,6 @@ def test_costs_are_linear_in_tokens_and_quadratic_in_each_sequence() -> None:
     hidden, ffn = 4096, 16384
     linear, pairs = 8 * hidden**2 + 4 * hidden * ffn, 2 * hidden  # per token, and per token and token before it
     assert pair_cost(hidden, ffn) == pytest.approx(pairs / linear)
-
-
-def test_lengths_are_read_from_cumulative_ones() -> None:
-    assert lengths_of([0, 3, 3, 7]) == [3, 4]
-    assert lengths_of([0]) == []
-    for wrong in ([], [1, 2], [0, 3, 2]):
-        with pytest.raises(PlanError, match="cu_seqlens begins with 0 and does not fall"):
-            lengths_of(wrong)
 
 
 @pytest.mark.parametrize(("length", "context"), [(1, 1), (8, 1), (9, 2), (16, 2), (17, 4), (32, 4)])
