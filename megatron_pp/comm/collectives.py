@@ -57,7 +57,7 @@ class GroupCollectives:
 
 
 class LoneCollectives:
-    """Of a pipeline of one rank."""
+    """For a pipeline of one rank."""
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Nothing is left to do."""

@@ -78,7 +78,7 @@ class GlooTransport(GroupTransport):
             self._threads.limit = (self._groups.timeout,)
 
     def _what_counts(self, needs: Preparation) -> Preparation:
-        """Which of the messages are large."""
+        """``needs`` with the sizes of large messages alone."""
         received, sent = map(self._size_if_large, (needs.received_bytes, needs.sent_bytes))
         return Preparation(needs.edges, received_bytes=received, sent_bytes=sent, collectives=needs.collectives)
 

@@ -100,7 +100,7 @@ def _answer(transport: Transport, peer: int, sizes: Sequence[int]) -> None:
 
 
 def _messages(transport: Transport, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Of these sizes, all in one piece of memory."""
+    """Messages of these sizes, all in one piece of memory."""
     memory = torch.zeros(max(sizes), dtype=torch.uint8, device=transport.device)
     return [memory[:size] for size in sizes]
 

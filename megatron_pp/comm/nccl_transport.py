@@ -98,7 +98,7 @@ class NcclTransport(GroupTransport):
         return NcclChannels(*of_pipeline, max_ctas=self.max_ctas)
 
     def _what_counts(self, needs: Preparation) -> Preparation:
-        """All but sizes."""
+        """``needs`` without sizes."""
         return needs._replace(received_bytes=0, sent_bytes=0)
 
     def _channels_for(self, needs: Preparation) -> list[ChannelKey]:

@@ -34,7 +34,7 @@ def empty_header(core: P2PCore) -> torch.Tensor:
 
 
 def header_of(core: P2PCore, tensor: torch.Tensor, member: int = 0) -> torch.Tensor:
-    """``member``: which of a batch."""
+    """The announcement of ``tensor``. ``member``: its number in a batch."""
     numbers = [tensor.dim(), *tensor.shape] + [0] * (MAX_DIMENSIONS - tensor.dim())
     if core.wire is not None:
         numbers += core.wire.stamp(tensor.dtype, member)

@@ -61,7 +61,7 @@ class WaitHandle:
 
     @property
     def what(self) -> str:
-        """In words, for errors."""
+        """The transfer in words, for errors."""
         return self._kind if self._peer < 0 else f"{self._kind} on channel {self._channel}, with rank {self._peer}"
 
     def wait(self) -> None:

@@ -47,7 +47,7 @@ class Combined:
 
 @lru_cache(maxsize=1)
 def of_release() -> Combined | None:
-    """None where it has nothing, or with another signature."""
+    """What the installed release has; None where that is nothing, or has another signature."""
     try:
         step = importlib.import_module("megatron.core.pipeline_parallel.combined_1f1b").combined_forward_backward_step
         set_streams = importlib.import_module("megatron.core.pipeline_parallel.utils").set_streams

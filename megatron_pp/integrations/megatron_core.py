@@ -213,7 +213,7 @@ def installed(strict: bool | None = None, **others: Any) -> Iterator[None]:
 
 
 def _current() -> Plugin | None:
-    """What is installed."""
+    """The installed plug-in."""
     return next((schedule.plugin for schedule in _schedules()), None)
 
 

@@ -119,7 +119,7 @@ def _named(name: str, where: str, as_keyword: bool = False) -> Kind:
 
 
 def _accepted(values: Mapping[str, Any], where: str, as_keywords: bool = True) -> dict[str, Any]:
-    """Without those that are None."""
+    """The checked ``values``, without those that are None."""
     kinds_of = {name: _named(name, where, as_keywords) for name in values}
     try:
         return {name: kinds_of[name].accept(name, value) for name, value in values.items() if value is not None}

@@ -116,7 +116,7 @@ def same_bits(records: list[Record], others: list[Record]) -> bool:
 
 
 def _stage(record: Record, name: str) -> int | None:
-    """Chunks go round the ranks of a pipeline."""
+    """The stage that holds the parameter: chunks go round the ranks of a pipeline."""
     chunk, place = record.stage.get(name), record.place
     return None if chunk is None or place is None else chunk * place.size["PP"] + place.rank["PP"]
 

@@ -39,6 +39,6 @@ def compute_in_float64() -> None:
 
 
 def _replace_default(function: Any, old: object, new: object) -> None:
-    """In the signature of a function that was imported before."""
+    """Replace a default of a function that was imported before."""
     if isinstance(function, FunctionType) and any(value is old for value in function.__defaults__ or ()):
         function.__defaults__ = tuple(new if value is old else value for value in function.__defaults__ or ())

@@ -109,7 +109,7 @@ def measure_footprint(
 
 
 def own_tensors(chunks: Sequence[nn.Module]) -> Iterable[Tensor]:
-    """What is the model's, not a microbatch's."""
+    """Tensors of the model, not of a microbatch."""
     for chunk in chunks:
         yield from chunk.parameters()
         yield from nn.Module.buffers(chunk)  # Megatron's DistributedDataParallel has a list of this name

@@ -120,7 +120,7 @@ class StepCall:
         return steps.record.data
 
     def _observers(self) -> list[StepObserver]:
-        """Of the settings that ask for one."""
+        """The observers that settings ask for."""
         asked = [name for name in _OBSERVED if getattr(self.settings, name)]
         if self.settings.cuda_graph_impl in LAYER_GRAPHS or self.settings.fine_grained_activation_offloading:
             asked.append("megatron_order")

@@ -93,7 +93,7 @@ def versions(deferred: Any) -> int:
 
 
 def frozen(parameters: Iterable[Tensor]) -> tuple[int, ...]:
-    """The ids of the frozen ones."""
+    """The ids of ``parameters`` that are frozen."""
     return tuple([id(parameter) for parameter in parameters if not parameter.requires_grad])
 
 

@@ -94,7 +94,7 @@ class SplitState:
         return self.store.armed and torch.is_grad_enabled()
 
     def layer(self, weight: Tensor, bias: Tensor | None, fusion: bool = False) -> SplitLayer:
-        """With the parameters of one call."""
+        """The layer with the parameters of one call."""
         return SplitLayer(self.store, self.name, weight, bias, fusion, self.kernels)
 
 

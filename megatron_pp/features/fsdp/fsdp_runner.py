@@ -204,7 +204,7 @@ class FsdpRunner:
         self._end(at)
 
     def _end(self, at: Task) -> None:
-        """Behind the last of a chunk."""
+        """After a chunk's last collective, give FSDP2 its hooks back."""
         if self.engine.position == self.left[at.chunk]:
             self.stages[at.chunk].end()
 

@@ -15,7 +15,7 @@ _OF_GROUP = (_MESH, "reduce_grads", "all_reduce_grads", "reshard_after_backward"
 
 
 class HookSettings:
-    """Those of sharded ``modules``."""
+    """The hook settings of sharded ``modules``."""
 
     def __init__(self, modules: Iterable[Any]) -> None:
         self.states = [module._get_fsdp_state() for module in modules]

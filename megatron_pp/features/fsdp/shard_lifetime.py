@@ -17,7 +17,7 @@ _CHANGES = {op: [(kind, by) for kind, by in change_of(op, Site())._asdict().item
 
 
 class ShardWalk:
-    """``error`` makes one about an instruction."""
+    """Follows the sharded stages of ``rank``. ``error`` makes an error about an instruction."""
 
     def __init__(self, plan: Plan, rank: int, error: Callable[..., PlanError]) -> None:
         spec, self.rank, self.error = plan.spec, rank, error

@@ -142,7 +142,7 @@ class _Progress:
 
 
 class Measuring(StepObserver):
-    """Of one model on one rank."""
+    """Measures one model on one rank."""
 
     def __init__(self, steps: int, path: str) -> None:
         self.path = path

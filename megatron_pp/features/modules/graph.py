@@ -65,7 +65,7 @@ class Edge(NamedTuple):
 
     @property
     def travels(self) -> bool:
-        """Whether between ranks."""
+        """Whether it goes between ranks."""
         return self.source != self.target
 
 
@@ -77,12 +77,12 @@ class ChunkEdges(NamedTuple):
 
     @property
     def arriving(self) -> list[Edge]:
-        """Received from other ranks."""
+        """Edges from other ranks."""
         return [edge for edge in self.received if edge.travels]
 
     @property
     def leaving(self) -> list[Edge]:
-        """Sent to other ranks."""
+        """Edges to other ranks."""
         return [edge for edge in self.sent if edge.travels]
 
 
@@ -120,7 +120,7 @@ class ModuleGraph:
 
     @property
     def num_chunks(self) -> int:
-        """Of the rank that has most."""
+        """Chunks of the rank that has most."""
         return max(map(len, self.chunks))
 
     @property
@@ -198,7 +198,7 @@ def _chunk(held: Sequence[tuple[Module, int]], number: int) -> Chunk:
 
 
 def _counted(edge: Edge, places: Mapping[int, int], numbers: Mapping[int, list[int]]) -> Edge:
-    """With ranks and chunks counted from 0."""
+    """The edge with ranks and chunks counted from 0."""
     source, target = edge.chunks
     chunks = numbers[edge.source].index(source), numbers[edge.target].index(target)
     return edge._replace(source=places[edge.source], target=places[edge.target], chunks=chunks)
@@ -226,7 +226,7 @@ def _check(modules: Sequence[Module], known: Mapping[str, Module], topology: Map
 
 
 def _stages_before(known: Mapping[str, Module], topology: Mapping[str, Sequence[str]]) -> dict[str, int]:
-    """By module, along the longest way to it."""
+    """By module, the stages before it along the longest way."""
     sources = {name: [source for source in known if name in topology.get(source, ())] for name in known}
     found: dict[str, int] = {}
     try:

@@ -71,7 +71,7 @@ class ModulesPipeline:
 
 
 class OnModules(StepCall):
-    """What a step on ``pipeline`` does otherwise than one on a line of stages."""
+    """What a step on ``pipeline`` does differently from one on a line of stages."""
 
     pipeline: ModulesPipeline
 

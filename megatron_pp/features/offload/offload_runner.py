@@ -74,7 +74,7 @@ class _Saved:
         self.changed = False
 
     def leave(self) -> None:
-        """Where its block is copied, its memory is the block's from here on."""
+        """Where its block is copied, the block alone holds its memory from here on."""
         if self.block is not None and self.block.host is not None and self.tensor is not None:
             self.changed = self.tensor._version != self.version
             self.tensor = None
@@ -143,7 +143,7 @@ class Offloads:
         stand_in(engine.inputs.get(at.key))
 
     def forward(self, handler: Callable[[Task], None], at: Task) -> None:
-        """``handler`` of the forward ``at``, with what it saves taken note of."""
+        """Run ``handler`` of the forward ``at``, and note what it saves."""
         if at.key not in self.keys:
             handler(at)
             return

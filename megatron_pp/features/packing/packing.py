@@ -82,7 +82,7 @@ class Pack:
 
     @property
     def tokens(self) -> int:
-        """Of all its ranks."""
+        """Tokens of all its ranks."""
         return sum(self.lengths)
 
 

@@ -225,7 +225,7 @@ def with_drops(
 
 
 def _released_by(at: Instruction, routes: Routes, forward_only: bool) -> Iterable[Held]:
-    """The tensors that ``at`` is the end of one use of."""
+    """The tensors that have one use less after ``at``."""
     if at.op == FREE_F and at.tensor:
         return (routes.sent[at.stage][at.tensor],)
     return routes.used[at.stage].values() if ends_use(at.op, forward_only) else ()
@@ -244,7 +244,7 @@ class Traffic(NamedTuple):
 
 
 def traffic_of(programs: Iterable[Iterable[Instruction]]) -> Traffic:
-    """Counted in the programs of a plan."""
+    """The traffic in a plan's programs."""
     sent = (at for program in programs for at in each(program) if at.op == SEND_F and at.tensor and at.mb == 0)
     hops = Counter(at.stage for at in sent if at.slice <= 0)
     return Traffic(hops.total(), max(hops.values(), default=0))

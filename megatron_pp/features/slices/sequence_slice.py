@@ -88,7 +88,7 @@ class SequenceSlice:
 
     @property
     def share(self) -> float:
-        """Of the sequence's tokens."""
+        """Its share of the sequence's tokens."""
         return (self.stop - self.start) / self.length
 
     def of(self, tensor: Tensor, dim: int) -> Tensor:

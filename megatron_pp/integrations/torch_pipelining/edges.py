@@ -104,5 +104,5 @@ def _outputs(call: StageCall, args: Sequence[Any], kwargs: Mapping[str, Any], tr
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """Without the caller's graph."""
+    """The tensor without the caller's graph."""
     return tensor.detach().requires_grad_(tensor.requires_grad)

@@ -38,7 +38,7 @@ class StageCall:
 
 
 class TracedCall(StageCall):
-    """Of a stage of ``pipeline()``, which knows the whole model's graph."""
+    """Calls a stage of ``pipeline()``, which knows the whole model's graph."""
 
     def __init__(self, stage: Any) -> None:
         super().__init__(stage)
@@ -83,7 +83,7 @@ def _used_values(graph: Any) -> list[list[Value]]:
 
 
 def _value(argument: Any, number: Mapping[Any, int]) -> Value | None:
-    """None for an input of the whole model."""
+    """The output that an argument is; None for an input of the whole model."""
     place = 0
     while getattr(argument, "target", None) is operator.getitem:
         argument, place = argument.args
