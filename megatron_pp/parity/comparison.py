@@ -103,16 +103,11 @@ def compare_records(records: list[Record], alone: Record, exact: Record, unit: f
 
 def same_bits(records: list[Record], others: list[Record]) -> bool:
     """Whether two runs of one layout recorded the same tensors with the same bits on each rank."""
-
-    def bits(record: Record, key: Key) -> np.ndarray:
-        value = record.values[key]
-        return value.data if value.valid is None else value.data.reshape(-1)[slice(*value.valid)]
-
-    return all(
-        one.values.keys() == other.values.keys()
-        and all(np.array_equal(bits(one, key), bits(other, key), equal_nan=True) for key in one.values)
-        for one, other in zip(records, others, strict=True)
-    )
+    both = list(zip(records, others, strict=True))
+    if any(one.values.keys() != other.values.keys() for one, other in both):
+        return False
+    pairs = ((value, other.values[key]) for one, other in both for key, value in one.values.items())
+    return all(np.array_equal(_valid(a, a.data), _valid(b, b.data), equal_nan=True) for a, b in pairs)
 
 
 def _stage(record: Record, name: str) -> int | None:

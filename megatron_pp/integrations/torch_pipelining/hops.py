@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -34,25 +35,21 @@ class TensorMeta(NamedTuple):
 Edge = tuple[TensorMeta, ...]  # what a stage gives the next one
 
 
+@dataclass(eq=False, slots=True)
 class Hop:
     """Tensors of one microbatch between two stages, gradients of them (None where there is none), or the places in the
     graph that are left of them."""
 
-    __slots__ = ("tensors",)
-
-    def __init__(self, tensors: Sequence[Any]) -> None:
-        self.tensors = tensors
+    tensors: Sequence[Any]
 
 
+@dataclass(eq=False, slots=True)
 class Transfers:
     """The handles of a hop's messages, in the place of one handle. ``later``: what is received behind them and posts
     itself, where the shape of a tensor travels ahead of it: a shape that is waited for before its tensor is posted."""
 
-    __slots__ = ("handles", "later")
-
-    def __init__(self, handles: list[Any], later: Sequence[Callable[[], Any]] = ()) -> None:
-        self.handles = handles
-        self.later = later
+    handles: list[Any]
+    later: Sequence[Callable[[], Any]] = ()
 
     @property
     def tensors(self) -> list[Tensor]:
