@@ -4,6 +4,7 @@ from functools import lru_cache
 from typing import Any
 
 from megatron_pp.comm.communicator import P2PCore
+from megatron_pp.comm.transport import Transport
 from megatron_pp.config import rules
 from megatron_pp.config.microbatch_counts import check_group_size, explain_microbatch_count
 from megatron_pp.config.settings import LAYER_GRAPHS, StepSettings, checked
@@ -84,13 +85,18 @@ def plan_spec(fields: dict[str, Any], settings: StepSettings, communicator: P2PC
             f"p2p_communicator was made with variable_seq_lengths={communicator.shapes_vary}, the model's config has "
             f"variable_seq_lengths={settings.shapes_vary}; give both the same"
         )
-    # A send is posted before the one that is ``release_after`` operations older is waited for: one more is pending.
-    after = 1 if communicator.transport.pollable else max(1, int(settings.max_pending_sends) - 1)
-    device = settings.device_rules if communicator.transport.backend == "nccl" else ()
-    return _kept_spec(**fields, variable_shapes=communicator.variable_shapes, release_after=after, device=device)
+    by_device = fields_of_device(settings, communicator.transport)
+    return _kept_spec(**fields, variable_shapes=communicator.variable_shapes, **by_device)
 
 
 _kept_spec = lru_cache(maxsize=256)(PlanSpec)
+
+
+def fields_of_device(settings: StepSettings, transport: Transport) -> dict[str, Any]:
+    """The fields of a PlanSpec that depend on what the transport runs on."""
+    # A send is posted before the one that is ``release_after`` operations older is waited for: one more is pending.
+    after = 1 if transport.pollable else max(1, int(settings.max_pending_sends) - 1)
+    return {"release_after": after, "device": settings.device_rules if transport.backend == "nccl" else ()}
 
 
 def _check_chunks(settings: StepSettings, pipeline_size: int, num_chunks: int, chunked: bool) -> None:

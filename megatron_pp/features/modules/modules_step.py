@@ -17,7 +17,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.features.modules.graph import Module, ModuleGraph, module_graphs
@@ -25,11 +24,11 @@ from megatron_pp.features.modules.modules_plan import ModulesSpec, modules_plan,
 from megatron_pp.features.modules.modules_runner import BatchParts, ModulesRunner, Parts
 from megatron_pp.plan.ir.spec import EXPLICIT, HOOKS, ONE_WAY, Plan
 from megatron_pp.runtime.arguments import StepInputs
-from megatron_pp.runtime.communicators import communicator_for
 from megatron_pp.runtime.compute import ModelSteps, timed_backward
 from megatron_pp.runtime.executor import Feature
 from megatron_pp.runtime.log_once import certify_once
 from megatron_pp.runtime.message_shapes import Messages, Shapes
+from megatron_pp.runtime.plan_choice import fields_of_device
 from megatron_pp.runtime.step import StepCall
 
 _ONE_F_ONE_B = "1f1b"
@@ -93,17 +92,14 @@ class OnModules(StepCall):
         if graph is None:
             raise ScheduleInputError(f"rank {pipeline.rank} is in no module of the pipeline; let it run no step")
         # From here on there may be communication.
-        given = inputs.p2p_communicator
-        self.communicator = given if isinstance(given, P2PCore) else communicator_for(pipeline.group, settings)
-        transport = self.communicator.transport
+        self.communicator = self._communicator(pipeline.group)
         self.spec: ModulesSpec = modules_spec(
             graph,
             inputs.num_microbatches,
             forward_only=inputs.forward_only,
             variable_shapes=True,
-            release_after=1 if transport.pollable else max(1, int(settings.max_pending_sends) - 1),
             grad_sync=HOOKS if settings.grad_sync_func is None else EXPLICIT,
-            device=settings.device_rules if transport.backend == "nccl" else (),
+            **fields_of_device(settings, self.communicator.transport),
         )
 
     def _plan(self) -> Plan:
