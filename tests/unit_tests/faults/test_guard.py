@@ -255,8 +255,7 @@ class _LooksTooEarly:
 
 
 @pytest.mark.parametrize(
-    ("kind", "error"),
-    [(EXCEPTION, PipelinePeerError), (MISMATCH, PipelineMismatchError), (STALL, PipelineStallError)],
+    ("kind", "error"), [(EXCEPTION, PipelinePeerError), (MISMATCH, PipelineMismatchError), (STALL, PipelineStallError)]
 )
 def test_the_end_of_a_process_does_not_overtake_what_it_has_published(
     guard_of: Any, gone: Process, kind: str, error: type[Exception]

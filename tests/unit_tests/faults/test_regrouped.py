@@ -31,9 +31,7 @@ class Member:
         self.aborted = threading.Event()
         name = "-".join(map(str, ranks)) + group
         self.guard = FaultGuard(
-            *(store, name, ranks.index(me), len(ranks), TIMEOUT, self.aborted.set),
-            global_rank=me,
-            members=ranks,
+            *(store, name, ranks.index(me), len(ranks), TIMEOUT, self.aborted.set), global_rank=me, members=ranks
         )
         heartbeat = self.guard._heartbeat  # connects here, and not in its thread: the order is the test's
         heartbeat.store, heartbeat.peers.connected = heartbeat._connect(), True

@@ -143,11 +143,7 @@ WRONG = compared(rank_of(0, 2, "TP", gradient=2 * values(GRAD)))
 
 @pytest.mark.parametrize(
     ("needed", "label", "dimension"),
-    [
-        ({"TP"}, "TP 2", "TP"),
-        ({"PP", "MTP"}, "PP 2, MTP", "PP + MTP"),
-        (set(), "", ""),
-    ],
+    [({"TP"}, "TP 2", "TP"), ({"PP", "MTP"}, "PP 2, MTP", "PP + MTP"), (set(), "", "")],
 )
 def test_the_smallest_layout_that_differs(needed, label, dimension):
     tried = []

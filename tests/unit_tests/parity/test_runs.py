@@ -35,8 +35,7 @@ def runs_for(tmp_path, checkpoint: str, *flags: str) -> tuple[Listed, list[tuple
 
 
 @pytest.mark.parametrize(
-    ("checkpoint", "processes", "writer"),
-    [("restore", [1, 2], 0), ("save", [1, 2, 1], 1), ("resume", [1, 2, 2], 1)],
+    ("checkpoint", "processes", "writer"), [("restore", [1, 2], 0), ("save", [1, 2, 1], 1), ("resume", [1, 2, 2], 1)]
 )
 def test_who_saves_and_who_restores(tmp_path, checkpoint, processes, writer):
     runs, made, alone = runs_for(tmp_path, checkpoint)

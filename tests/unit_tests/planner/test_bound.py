@@ -149,8 +149,7 @@ def test_chunks_share_the_memory_of_their_rank():
 
 
 @pytest.mark.parametrize(
-    ("family", "chunks", "transfer", "room"),
-    [("zb_h1", 1, 0.5, 4.0), ("zb_v", 2, 1.0, 8.0), ("v_half", 2, 0.0, 6.0)],
+    ("family", "chunks", "transfer", "room"), [("zb_h1", 1, 0.5, 4.0), ("zb_v", 2, 1.0, 8.0), ("v_half", 2, 0.0, 6.0)]
 )
 def test_families_whose_memory_allows_no_shorter_step(family, chunks, transfer, room):
     """Each rank waits for its first backward with its memory full: idle time that no other order has less of."""

@@ -66,11 +66,7 @@ BY_HAND: dict[str, tuple[tuple[int, int, int], dict[str, Any], list[str]]] = {
     "1f1b: the last backward of each rank synchronises as it goes": (
         (3, 1, 3),
         {},
-        [
-            "F0.0 F0.1 F0.2 B0.0 B0.1 B0.2+",
-            "F0.0 F0.1 B0.0 F0.2 B0.1 B0.2+",
-            "F0.0 B0.0 F0.1 B0.1 F0.2 B0.2+",
-        ],
+        ["F0.0 F0.1 F0.2 B0.0 B0.1 B0.2+", "F0.0 F0.1 B0.0 F0.2 B0.1 B0.2+", "F0.0 B0.0 F0.1 B0.1 F0.2 B0.2+"],
     ),
     "explicit 1f1b: the first rank has no bubble to hide it in, the others call it after their last backward": (
         (3, 1, 3),
@@ -84,10 +80,7 @@ BY_HAND: dict[str, tuple[tuple[int, int, int], dict[str, Any], list[str]]] = {
     "interleaved, G=2: the last backward of each chunk": (
         (2, 2, 2),
         {"overlap_p2p_comm": True},
-        [
-            "F0.0 F0.1 F1.0 F1.1 B1.0 B1.1+ B0.0 B0.1+",
-            "F0.0 F0.1 F1.0 B1.0 F1.1 B1.1+ B0.0 B0.1+",
-        ],
+        ["F0.0 F0.1 F1.0 F1.1 B1.0 B1.1+ B0.0 B0.1+", "F0.0 F0.1 F1.0 B1.0 F1.1 B1.1+ B0.0 B0.1+"],
     ),
     "explicit interleaved: rank r synchronises a chunk r backwards after its last one, or at the end": (
         (3, 2, 3),

@@ -27,13 +27,7 @@ from megatron_pp.testing.adversarial_transports import HOSTILE_NETWORKS
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.pipeline import placement_of
 from megatron_pp.testing.threads import run_ranks
-from megatron_pp.testing.toy import (
-    ToyData,
-    ToyResult,
-    toy_chunks,
-    toy_config,
-    toy_loss,
-)
+from megatron_pp.testing.toy import ToyData, ToyResult, toy_chunks, toy_config, toy_loss
 from megatron_pp.tracing.analysis import StageTimes
 from megatron_pp.weight_grad import split_weight_grad
 from tests.harness.blocks import of_stage

@@ -104,10 +104,7 @@ EITHER: list[tuple[dict[str, Any], str]] = [
 SINGLE: list[tuple[dict[str, Any], str]] = [
     ({"model": [stage(), stage()]}, "a schedule without model chunks takes one model; it was given a list of 2"),
     ({"data_iterator": iterators(2)}, "2 data iterators were given for 1 model chunks; give one per chunk"),
-    (
-        {"model": two_chunks()},
-        f"one model was given, but config.{VIRTUAL} is 2; give a list of 2 model chunks to forw",
-    ),
+    ({"model": two_chunks()}, f"one model was given, but config.{VIRTUAL} is 2; give a list of 2 model chunks to forw"),
     ({"config": {"pipeline_schedule": "zb_v"}}, "config.pipeline_schedule 'zb_v' needs 2 model chunk(s) a rank; 1 wer"),
     ({"model": torch.nn.Linear(4, 4)}, "model chunk Linear has no attribute config; set it to a TransformerConfig"),
     ({"model": bare()}, "model chunk Linear has no set_input_tensor(tensors), by which a stage"),

@@ -40,11 +40,7 @@ def outcomes(printed: str) -> list[list[str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("failing", "code"), [(["tracing"], 1), ([], 0)])
 def test_a_failure_ends_no_other_and_a_missing_gpu_is_none(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    failing: list[str],
-    code: int,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], failing: list[str], code: int
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for name in failing:

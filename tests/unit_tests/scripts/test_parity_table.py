@@ -49,10 +49,7 @@ def test_a_run_of_one_engine_changes_nothing_where_its_numbers_are_the_same(
     monkeypatch: pytest.MonkeyPatch, page: Path
 ) -> None:
     assert write(monkeypatch, page, "--part", "matrix", "--engine", "ours") == (0, OLD)
-    assert write(monkeypatch, page, "--part", "matrix", "--engine", "ours", "--pp", "4", "--model", "tied") == (
-        0,
-        OLD,
-    )
+    assert write(monkeypatch, page, "--part", "matrix", "--engine", "ours", "--pp", "4", "--model", "tied") == (0, OLD)
 
 
 def test_one_engine_of_one_size_changes_these_cells_alone(monkeypatch: pytest.MonkeyPatch, page: Path) -> None:

@@ -313,15 +313,9 @@ def test_a_line_that_a_killed_run_left_is_ignored(recorded):
     [
         (lambda t: "", "the file is empty"),
         (lambda t: t[:40], "cut off in its first line"),
-        (
-            lambda t: t.replace('"megatron_pp.trace"', '"other"'),
-            "line 1: no trace of format megatron_pp.trace",
-        ),
+        (lambda t: t.replace('"megatron_pp.trace"', '"other"'), "line 1: no trace of format megatron_pp.trace"),
         (lambda t: t.replace('"version":2', '"version":3'), "line 1: no trace of format .* version 2$"),
-        (
-            lambda t: t.replace('"version":2', '"version":true'),
-            "line 1: no trace of format .* version 2$",
-        ),
+        (lambda t: t.replace('"version":2', '"version":true'), "line 1: no trace of format .* version 2$"),
         (lambda t: t.replace('"kind":"sync"', '"kind":"song"'), "line 2: 'song' is no kind of line"),
         (lambda t: t.replace('"program":"F0.0', '"program":"Q0.0'), "line 3: 'Q0.0' is not an instruction"),
         (lambda t: t.replace('"step":1,"plan":0', '"step":1,"plan":7'), "line 4: step 1 is of a plan that does not"),

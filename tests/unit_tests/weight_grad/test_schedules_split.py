@@ -154,10 +154,7 @@ def _forward_twice(forward_call: HalfCall, backward_call: HalfCall) -> None:
 
 @pytest.mark.parametrize(
     ("function", "message"),
-    [
-        (_forget_backward, "without having called the backward"),
-        (_forward_twice, "microbatch . twice"),
-    ],
+    [(_forget_backward, "without having called the backward"), (_forward_twice, "microbatch . twice")],
 )
 def test_a_function_that_does_not_run_each_half_once_is_an_error(function: Any, message: str) -> None:
     with pytest.raises(ScheduleInputError, match=message):

@@ -22,13 +22,7 @@ from megatron_pp.draw.html import render_html
 from megatron_pp.draw.text import render_text
 from megatron_pp.draw.timeline import simulated_timeline
 from megatron_pp.errors import PlanError, ScheduleInputError
-from megatron_pp.features.fsdp.fsdp_instructions import (
-    REDUCE_GRAD,
-    RESHARD,
-    UNSHARD,
-    WAIT_REDUCE_GRAD,
-    WAIT_UNSHARD,
-)
+from megatron_pp.features.fsdp.fsdp_instructions import REDUCE_GRAD, RESHARD, UNSHARD, WAIT_REDUCE_GRAD, WAIT_UNSHARD
 from megatron_pp.features.fsdp.fsdp_runner import check_fsdp
 from megatron_pp.features.fsdp.replicas import check_replicas
 from megatron_pp.features.fsdp.shard_memory import whole_stages

@@ -15,12 +15,7 @@ from megatron_pp.plan.builder import build_plan, verified_plan
 from megatron_pp.plan.costs.activations import activations_timeline, host_timeline
 from megatron_pp.plan.costs.measured import Measured
 from megatron_pp.plan.costs.stage_costs import StageCosts
-from megatron_pp.plan.ir.instruction import (
-    BACKWARD,
-    FORWARD,
-    Instruction,
-    format_program,
-)
+from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD, Instruction, format_program
 from megatron_pp.plan.ir.instruction_text import parse_program
 from megatron_pp.plan.ir.placement import LOOP, Placement
 from megatron_pp.plan.ir.spec import DEVICE_SYNC, ONE_QUEUE, Plan, PlanSpec

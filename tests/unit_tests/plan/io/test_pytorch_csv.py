@@ -11,12 +11,7 @@ import pytest
 
 from megatron_pp.errors import FileFormatError, PlanError
 from megatron_pp.plan.io.serialize import format_plan, load_plan, parse_plan
-from megatron_pp.plan.ir.instruction import (
-    POST_OPS,
-    SINGLE_COMPUTE_OPS,
-    each,
-    format_program,
-)
+from megatron_pp.plan.ir.instruction import POST_OPS, SINGLE_COMPUTE_OPS, each, format_program
 from megatron_pp.plan.ir.spec import POLICIES
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.verify.verifier import verify

@@ -11,9 +11,7 @@ from megatron_pp.errors import FileFormatError, PlanError
 from megatron_pp.plan.costs import files
 from megatron_pp.plan.costs.files import write_whole
 from megatron_pp.plan.io.serialize import format_plan, load_plan, parse_plan
-from megatron_pp.plan.ir.instruction import (
-    Instruction,
-)
+from megatron_pp.plan.ir.instruction import Instruction
 from tests.harness.plan_text import save_plan, small_plan
 
 

@@ -10,15 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_pp.errors import InstructionError
 from megatron_pp.plan.ir import instruction as ins
-from megatron_pp.plan.ir.instruction import (
-    CHUNK_OPS,
-    POST_OPS,
-    Instruction,
-    batch,
-    format_program,
-    instruction,
-    pair,
-)
+from megatron_pp.plan.ir.instruction import CHUNK_OPS, POST_OPS, Instruction, batch, format_program, instruction, pair
 from megatron_pp.plan.ir.instruction_text import op_name, parse_instruction, parse_program
 
 indices = st.integers(min_value=0, max_value=999_999_999)

@@ -12,16 +12,7 @@ from megatron_pp.plan.builder import build_plan, lowered_plan
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.dataflow import KIND_OF, RESULT_OF
 from megatron_pp.plan.ir.instruction import Instruction, format_program
-from megatron_pp.plan.ir.spec import (
-    BATCHED,
-    CHANNELS,
-    ONE_WAY,
-    OVERLAP,
-    PLAIN,
-    POLICIES,
-    SHARED,
-    PlanSpec,
-)
+from megatron_pp.plan.ir.spec import BATCHED, CHANNELS, ONE_WAY, OVERLAP, PLAIN, POLICIES, SHARED, PlanSpec
 from megatron_pp.plan.lower.clock import run_clock
 from megatron_pp.plan.orders import find_family
 from megatron_pp.plan.verify.lifetime import Walk

@@ -93,11 +93,7 @@ def test_the_formula_gives_the_share() -> None:
 
 def gpt(stages: int = 3) -> list[GPTStage]:
     config = TransformerConfig(
-        num_layers=LAYERS * stages,
-        hidden_size=WIDTH,
-        num_attention_heads=2,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+        num_layers=LAYERS * stages, hidden_size=WIDTH, num_attention_heads=2, hidden_dropout=0.0, attention_dropout=0.0
     )
     layers = [list(range(LAYERS * s, LAYERS * (s + 1))) for s in range(stages)]
     return build_gpt_chunks(

@@ -12,15 +12,7 @@ from megatron_pp.errors import PlanError
 from megatron_pp.plan.builder import lowered_plan
 from megatron_pp.plan.costs.stage_costs import Link, Network, StageCosts
 from megatron_pp.plan.ir.dataflow import RESULT_OF, inputs_of
-from megatron_pp.plan.ir.instruction import (
-    BACKWARD,
-    COMPUTE_OPS,
-    FORWARD,
-    INPUT_GRAD,
-    PAIR,
-    WEIGHT_GRAD,
-    instruction,
-)
+from megatron_pp.plan.ir.instruction import BACKWARD, COMPUTE_OPS, FORWARD, INPUT_GRAD, PAIR, WEIGHT_GRAD, instruction
 from megatron_pp.plan.ir.placement import PLACEMENTS, Placement
 from megatron_pp.plan.ir.spec import (
     CHANNELS,

@@ -213,9 +213,7 @@ ARGUMENTS = """torchrun pretrain_gpt.py --num-layers 30 --hidden-size=2048 --seq
 def test_megatrons_arguments():
     found = transformer_of(read_megatron_args(ARGUMENTS))
     assert found.shape == replace(
-        ModelShape(30, 2048, 4096, num_attention_heads=16, vocab_size=32000),
-        tensor_parallel=2,
-        sequence_parallel=True,
+        ModelShape(30, 2048, 4096, num_attention_heads=16, vocab_size=32000), tensor_parallel=2, sequence_parallel=True
     )
     assert (found.gated, found.experts, found.top_k, found.mtp_layers) == (True, 8, 2, 1)
     assert found.moe_layers == (0,) * 2 + (1,) * 28
