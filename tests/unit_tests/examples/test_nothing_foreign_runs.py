@@ -22,13 +22,13 @@ ALLOWED = {
 READS_YAML = {"load", "load_all", "full_load", "unsafe_load"}
 
 
-def _faults(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def _faults(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
-            yield from ((node.lineno, f"unpickling: {m}") for m in modules if m.partition(".")[0] in UNPICKLES)
+            yield from (f"unpickling: {m}" for m in modules if m.partition(".")[0] in UNPICKLES)
         elif isinstance(node, ast.Call):
-            yield from ((node.lineno, what) for what in _faults_of_call(node))
+            yield from _faults_of_call(node)
 
 
 def _faults_of_call(call: ast.Call) -> Iterator[str]:
@@ -49,10 +49,10 @@ def _faults_of_call(call: ast.Call) -> Iterator[str]:
         yield "a shell"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_source(path: Path) -> None:
-    found = {what for _, what in _faults(ast.parse(path.read_text(encoding="utf-8")))}
-    assert found == ALLOWED.get(str(path.relative_to(ROOT)), set())
+def test_no_source_does_more_than_it_may() -> None:
+    found = {str(path.relative_to(ROOT)): set(_faults(ast.parse(path.read_text("utf-8")))) for path in SOURCES}
+    assert len(found) > 400
+    assert {name: faults for name, faults in found.items() if faults} == ALLOWED
 
 
 @pytest.mark.parametrize(
@@ -69,9 +69,5 @@ def test_a_source(path: Path) -> None:
     ],
 )
 def test_the_look_finds_it(text: str, what: str) -> None:
-    assert [found for _, found in _faults(ast.parse(text))] == [what]
-
-
-def test_the_look_lets_through_what_is_right() -> None:
     right = "model.eval(); re.compile(p); torch.load(f, weights_only=True); json.load(f); yaml.safe_load(f)"
-    assert list(_faults(ast.parse(right))) == []
+    assert list(_faults(ast.parse(f"{text}\n{right}"))) == [what]

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import io
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -243,23 +242,3 @@ def test_a_toml_file_gives_settings_which_flags_override(tmp_path: Path) -> None
 def test_a_switch_that_may_be_open_is_a_switch() -> None:
     found = [parse(argv).model.batch_p2p_comm for argv in ([], ["--batch-p2p-comm"], ["--no-batch-p2p-comm"])]
     assert found == [None, True, False]
-
-
-AS_ON_PYTHON_3_10 = """
-import sys, tomllib
-import torch, tyro
-sys.modules["tomli"] = tomllib  # the same parser under the name that it has on PyPI
-sys.modules["tomllib"] = None  # an import of it raises ImportError
-sys.version_info = (3, 10, 0, "final", 0)
-from examples.gpt.settings import parse
-print(parse(["--config", sys.argv[1]]).train_steps)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no tomllib to lend")
-def test_a_toml_file_is_read_without_tomllib(tmp_path: Path) -> None:
-    (tmp_path / "small.toml").write_text("train_steps = 7")
-    command = [sys.executable, "-c", AS_ON_PYTHON_3_10, str(tmp_path / "small.toml")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout) == (0, "7\n"), done.stderr

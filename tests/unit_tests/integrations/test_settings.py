@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -309,8 +310,16 @@ def test_a_file_that_is_missing_is_named(environment: Callable[..., None]) -> No
     assert refusal() == "settings file other.toml: cannot be read (No such file or directory)"
 
 
-def test_before_python_3_11_the_missing_parser_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_before_python_3_11_the_parser_is_tomli_and_is_named_where_it_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     path = file("p2p_timeout = 3")
+    with monkeypatch.context() as lent:
+        if sys.version_info >= (3, 11):  # the same parser under the name that it has on PyPI
+            lent.setitem(sys.modules, "tomli", importlib.import_module("tomllib"))
+            lent.setitem(sys.modules, "tomllib", None)
+        lent.setattr(sys, "version_info", (3, 10, 14))
+        assert read_settings(path).overrides == {"p2p_timeout": 3}
     monkeypatch.setattr(sys, "version_info", (3, 10, 14))
     monkeypatch.setitem(sys.modules, "tomli", None)
     assert refusal(path) == (

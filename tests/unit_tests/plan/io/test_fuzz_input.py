@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from examples.gpt.checkpoint import DESCRIPTION, CheckpointWriter, check_layout, find_checkpoint, load_tensors
+from examples.gpt.checkpoint import LATEST, check_layout, find_checkpoint, load_tensors
 from examples.gpt.errors import CheckpointError, TrainingError
 from examples.gpt.metrics import Recorder, read_metrics
 from examples.gpt.settings import Settings, parse
@@ -44,6 +44,14 @@ from megatron_pp.tracing.recorder import chosen_steps
 from megatron_pp.tracing.run import load_run
 from tests.harness.forged import sealed
 from tests.harness.mutation import DEEP, mutated_bytes, mutated_json, mutated_text
+from tests.unit_tests.examples.test_training_checkpoint import (
+    DESCRIPTION,
+    LAYOUT,
+    TENSORS,
+    TENSORS_FILE,
+    lone_group,
+    save,
+)
 
 _ASKED = int(os.environ.get("MEGATRON_PP_FUZZ", "0"))
 _CALM = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -273,61 +281,35 @@ def test_records_in_the_store(kind: Any, data: st.DataObject) -> None:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("checkpoints")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    tensors = {"w": torch.arange(6.0), "b": torch.ones(2)}
-    CheckpointWriter(folder, 1, {"layers": [2, 2]}).save(3, tensors, {"samples": 9})
-    yield folder
-    dist.destroy_process_group()
+    with lone_group():
+        yield save(tmp_path_factory.mktemp("saved"), 1).parent
 
 
 def _load(folder: Path) -> None:
     found = find_checkpoint(folder)
-    check_layout(found, {"layers": [2, 2]})
-    tensors = {"w": torch.zeros(6), "b": torch.zeros(2)}
-    load_tensors(found, tensors)
-
-
-def _copy(source: Path, target: Path) -> Path:
-    for path in source.rglob("*"):
-        copy = target / path.relative_to(source)
-        if path.is_dir():
-            copy.mkdir(exist_ok=True)
-        else:
-            copy.write_bytes(path.read_bytes())
-    return target
-
-
-def test_the_checkpoint_that_is_mutated_is_loaded(checkpoint: Path) -> None:
-    _load(checkpoint)
+    check_layout(found, LAYOUT)
+    load_tensors(found, {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["latest", "description.json", "__0_0.distcp"])
+@pytest.mark.parametrize("name", [LATEST, DESCRIPTION, TENSORS_FILE])
 @examples(60)
 @given(data=st.data())
-def test_a_damaged_checkpoint(name: str, data: st.DataObject, checkpoint: Path, tmp_path: Path) -> None:
-    folder = _copy(checkpoint, tmp_path)
-    (path,) = folder.rglob(name)
+def test_a_checkpoint_that_is_damaged_or_forged(
+    name: str, data: st.DataObject, checkpoint: Path, tmp_path: Path
+) -> None:
+    """In a forged description the CRC-32 is right, and what it says is not."""
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
+    _load(tmp_path)
+    (path,) = tmp_path.rglob(name)
     content = path.read_bytes()
     ways = [mutated_bytes(content), st.binary(max_size=40)]
-    if name.endswith(".json"):
-        ways.append(mutated_json(json.loads(content)).map(lambda text: text.encode("utf-8", "surrogatepass")))
+    if name == DESCRIPTION:
+        said = json.loads(content)
+        del said["crc32"]
+        ways.append(mutated_json(said).map(sealed))
     path.write_bytes(data.draw(st.one_of(ways)))
-    _only(CheckpointError, lambda: _load(folder))
-
-
-@pytest.mark.slow
-@examples(100)
-@given(data=st.data())
-def test_a_forged_description(data: st.DataObject, checkpoint: Path, tmp_path: Path) -> None:
-    """Its CRC-32 is right; what it says is not."""
-    folder = _copy(checkpoint, tmp_path)
-    (path,) = folder.rglob(DESCRIPTION)
-    content = json.loads(path.read_text())
-    del content["crc32"]
-    path.write_bytes(sealed(data.draw(mutated_json(content))))
-    _only(CheckpointError, lambda: _load(folder))
+    _only(CheckpointError, lambda: _load(tmp_path))
 
 
 SAVED = {"train_steps": 4, "data": ["a"], "seed": 1, "tensorboard": True, "num_layers": 4, "hidden_size": 8}
