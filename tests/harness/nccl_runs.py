@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,34 @@ from tests.harness.streams import DeviceRules, StreamNetwork, StreamReport, virt
 from tests.harness.streams.network import NO_MORE_RULES
 from tests.harness.virtual_groups import process_group, virtual_distributed
 
+T = TypeVar("T")
+
+
+def on_nccl(
+    network: StreamNetwork,
+    body: Callable[[P2PCommunicator], T],
+    *,
+    device_id: bool = False,
+    timeout: float = 60.0,
+    **fields: Any,
+) -> list[T]:
+    """What ``body(communicator)`` returns on each rank, whose process group is on ``network``; ``fields`` are the
+    config's. ``device_id``: whether the job's group is made for a device; ``timeout``: of each rank, in seconds."""
+    store = dist.HashStore()
+
+    def rank_main(rank: int) -> T:
+        place = network.devices[rank].place if device_id else None
+        with network.running(rank), process_group(network, rank, store, place) as group:
+            communicator = P2PCommunicator(group, toy_config(**fields))
+            try:
+                return body(communicator)
+            finally:
+                close_guard(communicator)
+                communicator.transport.close()
+
+    with virtual_cuda(), virtual_distributed():
+        return run_ranks(network.size, rank_main, network.abort, timeout)
+
 
 def step_on_nccl(
     size: int,
@@ -27,38 +55,26 @@ def step_on_nccl(
     block: Callable[[int], torch.nn.Module] = ToyBlock,
     errors: dict[int, str] | None = None,
     rules: DeviceRules = NO_MORE_RULES,
-    device_id: bool = False,
-    timeout: float = 60.0,
-    **fields: Any,
+    **more: Any,
 ) -> tuple[StreamReport, ToyResult]:
-    """A step over process groups; ``errors`` takes what ranks raise, which is raised where it is None. ``device_id``:
-    whether the job's group is made for a device; ``timeout``: of each rank, in seconds."""
-    network, store = StreamNetwork(size, seed=None, rules=rules), dist.HashStore()
+    """A step over process groups; ``errors`` takes what ranks raise, which is raised where it is None. ``more``: of
+    ``on_nccl``."""
+    network = StreamNetwork(size, seed=None, rules=rules)
 
-    def rank_main(rank: int) -> ToyResult:
-        config = toy_config(
-            virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-            variable_seq_lengths=data.variable,
-            **fields,
-        )
-        place = network.devices[rank].place if device_id else None
-        with network.running(rank), process_group(network, rank, store, place) as group:
-            communicator = P2PCommunicator(group, config)
-            assert isinstance(communicator.transport, NcclTransport)
-            assert (communicator.transport.backend, communicator.device.type) == ("nccl", "cuda")
-            try:
-                return run_rank(rank, size, chunks, data, config, communicator, block=block)
-            except Exception as error:
-                if errors is None:
-                    raise
-                errors[rank] = f"{type(error).__name__}: {error}"
-                return ToyResult()
-            finally:
-                close_guard(communicator)
-                communicator.transport.close()
+    def step(communicator: P2PCommunicator) -> ToyResult:
+        rank = communicator.rank
+        assert isinstance(communicator.transport, NcclTransport)
+        assert (communicator.transport.backend, communicator.device.type) == ("nccl", "cuda")
+        try:
+            return run_rank(rank, size, chunks, data, communicator.config, communicator, block=block)
+        except Exception as error:
+            if errors is None:
+                raise
+            errors[rank] = f"{type(error).__name__}: {error}"
+            return ToyResult()
 
-    with virtual_cuda(), virtual_distributed():
-        results = run_ranks(size, rank_main, network.abort, timeout)
+    more |= {"virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None}
+    results = on_nccl(network, step, variable_seq_lengths=data.variable, **more)
     return StreamReport.of(network, results), merged(results)
 
 

@@ -8,18 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
-from megatron_pp.faults.attach import close_guard
 from megatron_pp.plan.costs.communicators import Communicators, Outside
 from megatron_pp.plan.ir.placement import LOOP, Placement
 from megatron_pp.plan.ir.spec import BATCHED, OVERLAP, PLAIN
 from megatron_pp.testing.pipeline import placement_of, run_rank
-from megatron_pp.testing.threads import run_ranks
 from megatron_pp.testing.toy import ToyData, toy_config
-from tests.harness.streams import StreamNetwork, virtual_cuda
-from tests.harness.virtual_groups import VirtualNCCL, process_group, virtual_distributed
+from tests.harness.nccl_runs import on_nccl
+from tests.harness.streams import StreamNetwork
+from tests.harness.virtual_groups import VirtualNCCL
 
 POLICIES: dict[str, dict[str, Any]] = {
     OVERLAP: {"overlap_p2p_comm": True},
@@ -44,22 +42,6 @@ def used(monkeypatch: pytest.MonkeyPatch) -> Ends:
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     monkeypatch.setattr(VirtualNCCL, "_post", noted)
     return ends
-
-
-def _run(size: int, steps: Any, **fields: Any) -> None:
-    network, store = StreamNetwork(size, seed=None), dist.HashStore()
-
-    def rank_main(rank: int) -> None:
-        with network.running(rank), process_group(network, rank, store) as group:
-            communicator = P2PCommunicator(group, toy_config(**fields))
-            try:
-                steps(communicator, rank)
-            finally:
-                close_guard(communicator)
-                communicator.transport.close()
-
-    with virtual_cuda(), virtual_distributed():
-        run_ranks(size, rank_main, network.abort)
 
 
 def _numbers(ends: dict[Communicator, set[tuple[bool, int]]]) -> tuple[int, int]:
@@ -92,11 +74,19 @@ def test_a_step_makes_what_is_counted(
     fields = {"pipeline_schedule": name, "p2p_channels": channels, **POLICIES[policy]}
     fields["virtual_pipeline_model_parallel_size"] = chunks if chunks > 1 else None
 
-    def steps(communicator: P2PCommunicator, rank: int) -> None:
+    def steps(communicator: P2PCommunicator) -> None:
         for count, forward_only in ((2 * size, False), (2 * size, True), (3 * size, False)):
-            run_rank(rank, size, chunks, ToyData(count), communicator.config, communicator, forward_only=forward_only)
+            run_rank(
+                communicator.rank,
+                size,
+                chunks,
+                ToyData(count),
+                communicator.config,
+                communicator,
+                forward_only=forward_only,
+            )
 
-    _run(size, steps, **fields)
+    on_nccl(StreamNetwork(size, seed=None), steps, **fields)
     placement = placement_of(toy_config(**fields), size, chunks)
     _compare(used, placement, policy, channels, 8)
 
@@ -105,10 +95,10 @@ def test_a_step_makes_what_is_counted(
 def test_a_split_output_layer_has_one_more(size: int, used: Ends) -> None:
     placement = Placement(LOOP, size, 1, barriers=1)
 
-    def steps(communicator: P2PCommunicator, rank: int) -> None:
+    def steps(communicator: P2PCommunicator) -> None:
         communicator.prepare(placement.rank_edges, 0, 0, batched=False, collectives=True)
 
-    _run(size, steps, overlap_p2p_comm=True)
+    on_nccl(StreamNetwork(size, seed=None), steps, overlap_p2p_comm=True)
     for rank in range(size):
         counted: list[Communicators] = list(Outside().communicators(placement, rank, OVERLAP, "one_way"))
         assert len(used[rank]) == sum(one.count for one in counted) == 2 * (1 + (0 < rank < size - 1)) + 1

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_pp.comm.channels import SHAPES
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
-from megatron_pp.faults.attach import close_guard
 from megatron_pp.features.pairs.pair_runner import HalfCall, on_two_streams
 from megatron_pp.testing.pipeline import run_rank
 from megatron_pp.testing.threads import ThreadGroup, run_ranks
 from megatron_pp.testing.toy import ToyData, toy_config
+from tests.harness.nccl_runs import on_nccl
 from tests.harness.stream_runs import on_one_device
 from tests.harness.streams import StreamNetwork, virtual_cuda
 from tests.harness.streams.device import VirtualDevice
 from tests.harness.streams.network import StreamTransport
-from tests.harness.virtual_groups import VirtualNCCL, process_group, virtual_distributed
+from tests.harness.virtual_groups import VirtualNCCL
 
 SIZE = 3
 
@@ -30,23 +28,6 @@ SIZE = 3
 @pytest.fixture(autouse=True)
 def nccl_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-
-
-def on_ranks(look: Callable[[P2PCommunicator, int], Any], **fields: Any) -> list[Any]:
-    """What ``look(communicator, rank)`` returns on each rank of a pipeline over virtual NCCL."""
-    network, store = StreamNetwork(SIZE, seed=None), dist.HashStore()
-
-    def rank_main(rank: int) -> Any:
-        with network.running(rank), process_group(network, rank, store) as group:
-            communicator = P2PCommunicator(group, toy_config(**fields))
-            try:
-                return look(communicator, rank)
-            finally:
-                close_guard(communicator)
-                communicator.transport.close()
-
-    with virtual_cuda(), virtual_distributed():
-        return run_ranks(SIZE, rank_main, network.abort)
 
 
 def channels_of(communicator: P2PCommunicator) -> dict[Any, Any]:
@@ -57,23 +38,25 @@ def backend_of(channel: Any) -> VirtualNCCL:
     return channel.group._get_backend(torch.device("cuda"))  # type: ignore[no-any-return]
 
 
-def step(communicator: P2PCommunicator, rank: int, **data: Any) -> None:
+def step(communicator: P2PCommunicator, **data: Any) -> None:
     """One step of the toy model."""
-    run_rank(rank, SIZE, 1, ToyData(4, **data), communicator.config, communicator)
+    run_rank(communicator.rank, SIZE, 1, ToyData(4, **data), communicator.config, communicator)
 
 
 @pytest.mark.parametrize("warm_up", [True, False])
 def test_batched_plans_have_no_channels_and_a_warm_group(warm_up: bool) -> None:
-    def look(communicator: P2PCommunicator, rank: int) -> tuple[bool, int]:
+    def look(communicator: P2PCommunicator) -> tuple[bool, int]:
         is_connected = bool(communicator.pp_group.backend._communicators)
-        step(communicator, rank)
+        step(communicator)
         return is_connected, len(channels_of(communicator))
 
-    assert on_ranks(look, batch_p2p_comm=True, warm_up_p2p=warm_up) == [(warm_up, 0)] * SIZE
+    assert (
+        on_nccl(StreamNetwork(SIZE, seed=None), look, batch_p2p_comm=True, warm_up_p2p=warm_up) == [(warm_up, 0)] * SIZE
+    )
 
 
 def test_other_plans_have_warm_channels_with_options_of_their_own() -> None:
-    def look(communicator: P2PCommunicator, rank: int) -> list[tuple[Any, ...]]:
+    def look(communicator: P2PCommunicator) -> list[tuple[Any, ...]]:
         assert not communicator.pp_group.backend._communicators
         seen = []
         for (source, target, _), channel in channels_of(communicator).items():
@@ -84,20 +67,22 @@ def test_other_plans_have_warm_channels_with_options_of_their_own() -> None:
         return seen
 
     in_a_line = [2, 4, 2]
-    assert on_ranks(look, overlap_p2p_comm=True) == [[(True, 8)] * count for count in in_a_line]
-    assert on_ranks(look, p2p_max_ctas=3)[0] == [(True, 3)] * 2
+    assert on_nccl(StreamNetwork(SIZE, seed=None), look, overlap_p2p_comm=True) == [
+        [(True, 8)] * count for count in in_a_line
+    ]
+    assert on_nccl(StreamNetwork(SIZE, seed=None), look, p2p_max_ctas=3)[0] == [(True, 3)] * 2
 
 
 def test_channels_follow_the_timeout_of_the_pipeline_group() -> None:
     """As Megatron's ``update_pg_timeout`` sets it, after the first steps."""
     later = timedelta(minutes=3)
 
-    def look(communicator: P2PCommunicator, rank: int) -> set[timedelta]:
+    def look(communicator: P2PCommunicator) -> set[timedelta]:
         communicator.pp_group.backend._set_default_timeout(later)
-        step(communicator, rank)
+        step(communicator)
         return {backend_of(channel).options._timeout for channel in channels_of(communicator).values()}
 
-    assert on_ranks(look, overlap_p2p_comm=True) == [{later}] * SIZE
+    assert on_nccl(StreamNetwork(SIZE, seed=None), look, overlap_p2p_comm=True) == [{later}] * SIZE
 
 
 @pytest.mark.slow
@@ -112,14 +97,14 @@ def test_shapes_travel_from_host_to_host(policy: dict[str, Any], monkeypatch: py
 
     monkeypatch.setattr(VirtualDevice, "synchronize", synchronize)
 
-    def look(communicator: P2PCommunicator, rank: int) -> int:
-        step(communicator, rank, variable=communicator.shapes_vary)
+    def look(communicator: P2PCommunicator) -> int:
+        step(communicator, variable=communicator.shapes_vary)
         return sum(key[2] == SHAPES for key in channels_of(communicator))
 
     name = "fixed"
-    assert on_ranks(look, **policy) == [0] * SIZE
+    assert on_nccl(StreamNetwork(SIZE, seed=None), look, **policy) == [0] * SIZE
     name = "variable"
-    assert on_ranks(look, variable_seq_lengths=True, **policy) == [1, 2, 1]
+    assert on_nccl(StreamNetwork(SIZE, seed=None), look, variable_seq_lengths=True, **policy) == [1, 2, 1]
     assert sorted(waits["variable"]) == sorted(waits["fixed"])
 
 

@@ -13,11 +13,9 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_pp.errors import PipelinePeerError, PipelineStallError
 from megatron_pp.faults import device_events
-from megatron_pp.faults.attach import close_guard
 from megatron_pp.faults.device_events import CompletedWork, EventQueries
 from megatron_pp.faults.guard import FaultGuard
 from megatron_pp.faults.places import pending_peers
@@ -27,12 +25,11 @@ from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.testing.pipeline import placement_of, toy_step
-from megatron_pp.testing.threads import run_ranks
 from megatron_pp.testing.toy import ToyBlock, ToyData, toy_chunks, toy_config
-from tests.harness.streams import StreamNetwork, virtual_cuda
+from tests.harness.nccl_runs import on_nccl
+from tests.harness.streams import StreamNetwork
 from tests.harness.streams.device import current_device
 from tests.harness.streams.timelines import Clock
-from tests.harness.virtual_groups import process_group, virtual_distributed
 
 pytestmark = pytest.mark.usefixtures("nccl_settings")
 SIZE = 3
@@ -54,7 +51,8 @@ class Job:
 
     def __init__(self, stops: tuple[int, int, int], raises: int = -1, **fields: Any) -> None:
         self.network = StreamNetwork(SIZE, seed=None, run_ahead=True)
-        self.config = toy_config(**{"overlap_p2p_comm": True, "p2p_timeout": 600.0, **fields})
+        self.fields = {"overlap_p2p_comm": True, "p2p_timeout": 600.0, **fields}
+        self.config = toy_config(**self.fields)
         self.stops, self.raises = stops, raises
         self.kernel = Kernel()
         self.hosts_are_through = threading.Barrier(SIZE)
@@ -65,26 +63,21 @@ class Job:
         ``seconds``: how long after that.
         """
         raised: Raised = dict.fromkeys(range(SIZE))
-        store = dist.HashStore()
 
-        def rank_main(rank: int) -> None:
-            with self.network.running(rank), process_group(self.network, rank, store) as group:
-                communicator = P2PCommunicator(group, self.config)
-                try:
-                    for step in range(1, steps + 1):
-                        self.step(communicator, step)
-                    if steps:
-                        self.all_hosts_through(rank)
-                    main(rank, communicator)
-                except Exception as error:
-                    raised[rank] = error
-                finally:
-                    self.seconds[rank] = time.monotonic() - self.seconds.get(rank, time.monotonic())
-                    close_guard(communicator)
-                    communicator.transport.close()
+        def train(communicator: P2PCommunicator) -> None:
+            rank = communicator.rank
+            try:
+                for step in range(1, steps + 1):
+                    self.step(communicator, step)
+                if steps:
+                    self.all_hosts_through(rank)
+                main(rank, communicator)
+            except Exception as error:
+                raised[rank] = error
+            finally:
+                self.seconds[rank] = time.monotonic() - self.seconds.get(rank, time.monotonic())
 
-        with virtual_cuda(), virtual_distributed():
-            run_ranks(SIZE, rank_main, self.network.abort)
+        on_nccl(self.network, train, **self.fields)
         return raised
 
     def step(self, communicator: P2PCommunicator, step: int) -> None:

@@ -16,16 +16,14 @@ from megatron_pp.errors import ScheduleInputError
 from megatron_pp.features.offload import host_copies as copies
 from megatron_pp.features.offload import offload_runner as offload
 from megatron_pp.features.offload.offload_instructions import LOAD, OFFLOAD
-from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs.activations import activations_timeline, host_timeline
 from megatron_pp.plan.ir.instruction import Instruction
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.verify.lifetime import Walk
-from megatron_pp.testing.memory_transport import MemoryNetwork
-from megatron_pp.testing.pipeline import run_in_threads, run_rank
-from megatron_pp.testing.threads import ThreadGroup, run_ranks
-from megatron_pp.testing.toy import ToyBlock, ToyData, toy_config
+from megatron_pp.testing.pipeline import run_in_threads
+from megatron_pp.testing.toy import ToyBlock, ToyData
+from tests.harness.step_runs import pipeline
 from tests.harness.stream_runs import on_one_device, plan_on_streams
 from tests.unit_tests.runtime import test_memory
 
@@ -162,17 +160,10 @@ def test_all_chunks_of_all_steps_share_a_pool(monkeypatch: pytest.MonkeyPatch) -
             made.append(self)
 
     monkeypatch.setattr(copies, "host_copies", Pool)
-    network, rng = MemoryNetwork(2), random.Random(1)
-    lengths = [rng.randrange(3, 97) for _ in range(30)]
-    fields = {"pipeline_schedule": "gis", "offload_chunks": 2, "virtual_pipeline_model_parallel_size": 2}
-
-    def rank_main(rank: int) -> None:
-        config = toy_config(**fields)
-        communicator = P2PCommunicator(ThreadGroup(rank, 2), config, network.transport(rank))
-        for length in lengths:
-            run_rank(rank, 2, 2, ToyData(4, seq_length=length), config, communicator)
-
-    run_ranks(2, rank_main, network.abort)
+    rng = random.Random(1)
+    steps = [ToyData(4, seq_length=rng.randrange(3, 97)) for _ in range(30)]
+    fields = {"pipeline_schedule": "gis", "offload_chunks": 2}
+    pipeline(2, 2, 4, lambda rank: [rank.run(data=data) for data in steps], **fields)
     assert len(made) == 2
     for pool in made:
         assert pool.now == 0

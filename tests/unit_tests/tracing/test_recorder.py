@@ -12,15 +12,13 @@ import torch
 
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import FileFormatError, ScheduleInputError
-from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.verify.verifier import verify
 from megatron_pp.testing.memory_transport import MemoryNetwork
-from megatron_pp.testing.pipeline import run_in_threads, toy_step
-from megatron_pp.testing.threads import ThreadGroup, run_ranks
-from megatron_pp.testing.toy import ToyBlock, ToyData, toy_chunks, toy_config
+from megatron_pp.testing.pipeline import run_in_threads
+from megatron_pp.testing.threads import run_ranks
+from megatron_pp.testing.toy import ToyBlock, ToyData
 from megatron_pp.tracing import recorder as trace
 from megatron_pp.tracing.analysis import analyse
 from megatron_pp.tracing.clock_sync import agree_on_clocks
@@ -28,6 +26,7 @@ from megatron_pp.tracing.observers import message_bytes, nested
 from megatron_pp.tracing.recorder import Tracer, chosen_steps
 from megatron_pp.tracing.run import load_run
 from megatron_pp.weight_grad import split_weight_grad
+from tests.harness.step_runs import pipeline
 
 HOUR = 3_600_000_000_000  # nanoseconds
 
@@ -36,23 +35,17 @@ def train(
     size, steps, folder, *, num_chunks=1, data=None, forward_only=False, model_of=ToyBlock, around=None, **fields
 ):
     """``steps`` calls of the schedule on the toy model, ranks as threads; those of rank 0 within ``around``."""
-    data = data or ToyData(4)
-    network = MemoryNetwork(size)
-    chunked = num_chunks > 1
-    fields = {"virtual_pipeline_model_parallel_size": num_chunks if chunked else None, "trace_dir": folder, **fields}
 
     def rank_main(rank):
-        config = toy_config(**fields)
-        communicator = P2PCommunicator(ThreadGroup(rank, size), config, network.transport(rank))
-        chunks = toy_chunks(Placement("loop", size, num_chunks), rank, config, model_of)
+        chunks = rank.model(model_of)
 
         def one_step():
-            toy_step(chunks, data, communicator, forward_only=forward_only)
+            rank.step(chunks, forward_only=forward_only)
 
         for _ in range(steps):
-            one_step() if around is None or rank > 0 else around(one_step)
+            one_step() if around is None or rank.rank > 0 else around(one_step)
 
-    run_ranks(size, rank_main, network.abort)
+    pipeline(size, num_chunks, 4, rank_main, data=data, trace_dir=folder, **fields)
 
 
 # --- what is recorded

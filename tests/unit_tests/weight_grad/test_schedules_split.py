@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -22,15 +21,12 @@ from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import (
     TOY_SCHEDULES,
     ToyData,
-    ToyResult,
-    merged,
     reference_run,
     toy_chunks,
     toy_config,
     toy_forward_step,
 )
 from megatron_pp.weight_grad import WeightGradStore, split_weight_grad
-from tests.harness.blocks import of_stage
 from tests.harness.step_runs import Rank, pipeline
 
 NAMED = [name for name, family in TOY_SCHEDULES.items() if family.search is None]
@@ -80,45 +76,6 @@ def test_weight_gradients_wait_as_the_plan_says(name: str) -> None:
         split = [(i.chunk, i.mb) for i in plan.programs[rank] if i.op == "W"]
         assert [key for key in stores[rank].order if key in set(split)] == split
         assert stores[rank].most == max(1, peaks.each.weight_backlog)
-
-
-# -- several steps -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["zb_h1", "interleaved_zb", "zb_v", "dualpipe_v"])
-def test_two_steps_without_zero_grad_give_twice_the_gradient_and_evaluation_touches_none(name: str) -> None:
-    def train(rank: Rank) -> ToyResult:
-        model = rank.model()
-        split_weight_grad(model)
-        for forward_only in (False, True, False):
-            before = {n: g.clone() for n, g in rank.result(model, []).grads.items()}
-            rank.step(model, forward_only=forward_only)
-            if forward_only:
-                assert rank.result(model, []).difference(ToyResult([], before)) == 0.0
-        return rank.result(model, [])
-
-    twice = merged(pipeline(2, chunks_of(name), 5, train, pipeline_schedule=name, **OVERLAP)).grads
-    once = reference_run(2 * chunks_of(name), ToyData(5)).grads
-    assert twice.keys() == once.keys()
-    for parameter, grad in once.items():
-        torch.testing.assert_close(twice[parameter], 2 * grad, rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("name", ["zb_h1", "zb_v", "dualpipe_v"])
-def test_with_checkpointing_every_layer_runs_forward_twice_per_microbatch(name: str) -> None:
-    counts: Counter[int] = Counter()
-
-    def counted(stage: int, x: torch.Tensor, block: Any) -> torch.Tensor:
-        def run(x: torch.Tensor) -> torch.Tensor:
-            counts[stage] += 1
-            return block(x)
-
-        return torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False)
-
-    fields = {"block": of_stage(counted), "prepare": split_weight_grad, "pipeline_schedule": name}
-    result = run_in_threads(2, chunks_of(name), ToyData(5), **fields, **OVERLAP)
-    assert counts == dict.fromkeys(range(2 * chunks_of(name)), 2 * 5)
-    assert result.difference(reference_run(2 * chunks_of(name), ToyData(5))) == 0.0
 
 
 # -- overlapped pairs --------------------------------------------------------------------------------------------------
