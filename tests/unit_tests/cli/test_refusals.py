@@ -82,7 +82,6 @@ plan -s 1F1B | is not known (did you mean 1f1b?)
 plan -s zbv | is not known (did you mean zb_v?)
 plan -s dualpipe | is not known (did you mean dualpipe_v?)
 plan -s Interleaved1F1B | is not known (did you mean interleaved_1f1b?)
-plan -s naiv | is not known (did you mean naive?)
 simulate --compare gpip,1f1b | is not known (did you mean gpipe?)
 plan --policy batch | is not known (did you mean batched?)
 plan --polcy batched | is not known (did you mean --policy?)
@@ -100,9 +99,6 @@ plan -s compute.csv -P 3 | compute.csv is a schedule of 2 ranks; -P is 3
 plan -s compute.csv -V 2 | schedule compute.csv has 1 model chunk(s) a rank, not 2
 plan -s compute.csv -M 8 | compute.csv is a schedule of 4 microbatches; -M is 8
 plan -s compute.csv --group-size 2 | --group-size is for schedules with groups
-verify -s compute.csv -P 3 | compute.csv is a schedule of 2 ranks; -P is 3
-simulate -s compute.csv -M 8 | compute.csv is a schedule of 4 microbatches; -M is 8
-draw -s compute.csv -V 2 | schedule compute.csv has 1 model chunk(s) a rank, not 2
 """
 # Behind ADVISE
 NO_ADVICE = """

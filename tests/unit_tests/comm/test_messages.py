@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_pp.comm.communicator import is_single_shape
 from megatron_pp.errors import P2PError, P2PShapeError, P2PTypeError
 from megatron_pp.p2p_communication import P2PCommunicator
 from tests.harness.p2p_ranks import SHAPE, WAYS, every_way, filled, lonely, on_ranks, same
@@ -74,24 +73,6 @@ def test_tensors_of_a_graph_are_sent_without_it() -> None:
     got = on_ranks(2, body)[0]
     assert same(got.detach(), filled(2))
     assert got.grad_fn is None
-
-
-@pytest.mark.parametrize(
-    ("shapes", "single"),
-    [
-        ((3, 2, 4), True),
-        ([3, 2, 4], True),
-        (torch.Size([3]), True),
-        (torch.Size([]), True),
-        ([(3, 2, 4)], False),
-        ([[3, 2, 4], [1]], False),
-        ([torch.Size([3])], False),
-        (None, False),
-        (7, False),
-    ],
-)
-def test_is_single_shape(shapes: Any, single: bool) -> None:
-    assert is_single_shape(shapes) is single
 
 
 # -- bad input: refused before anything is posted ---------------------------------------------------------------------

@@ -123,7 +123,7 @@ def test_exchanges(exchange: Any, size: int, way: str) -> None:
         assert alike(got, wanted)
 
 
-@pytest.mark.parametrize("shapes", [SHAPE, [SHAPE]], ids=["shape", "list of shapes"])
+@pytest.mark.parametrize("shapes", [SHAPE, list(SHAPE), torch.Size(SHAPE), [SHAPE], [list(SHAPE)]], ids=repr)
 @pytest.mark.parametrize("as_list", [False, True], ids=["tensor", "list of tensors"])
 def test_like_for_like(as_list: bool, shapes: Any) -> None:
     """What is sent decides what is returned: a tensor for a tensor, a list for a list, however the shape was given."""

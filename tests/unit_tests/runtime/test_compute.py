@@ -83,11 +83,8 @@ def test_checkpoint_flags_are_megatrons(size: int, chunks: int, partial: int, fo
         assert checkpoint_flags_of(size, chunks, count, partial, forward_only=forward_only) == expected
 
 
-def test_without_the_option_forward_step_functions_take_two_arguments() -> None:
+def test_without_the_option_or_a_pipeline_forward_step_functions_take_two_arguments() -> None:
     assert checkpoint_flags_of(2, 1, 3, None) == [["none"] * 3] * 2
-
-
-def test_without_a_pipeline_there_is_no_third_argument() -> None:
     assert checkpoint_flags_of(1, 1, 4, 1) == [["none"] * 4]
 
 
@@ -210,14 +207,16 @@ def test_forward_step_and_backward_step_stand_alone(model_type: tuple[str, ...])
         assert flag is True
         return model(), lambda output: (loss_of(target, output), torch.tensor(6), "report")
 
+    stage = Marked(PipelineStage(ToyBlock(0), config))
     loss, tokens = forward_step(
-        *(step, None, PipelineStage(ToyBlock(0), config), 4, given, store, config),
+        *(step, None, stage, 4, given, store, config),
         cp_group_size=1,
         checkpoint_activations_microbatch=True,
         current_microbatch=3,
-        is_first_microbatch=True,
+        is_first_microbatch=not model_type,
     )
     assert (store, tokens) == (["report"], 6)
+    assert (stage.marks, stage.microbatches) == ([] if model_type else [0], [3])
     (loss_of(target, ToyBlock(0)(fresh)) / 6 / 4 * 2).backward()
     torch.testing.assert_close(backward_step(given, loss, None, *model_type, config), fresh.grad)
 
@@ -250,16 +249,3 @@ def test_chunks_in_the_wrong_order_are_noticed() -> None:
     stage = PipelineStage(ToyBlock(0), toy_config(), vp_stage=1)
     with pytest.raises(ScheduleInputError, match="chunk 0 was given the model whose vp_stage is 1; pass the chunks in"):
         forward_step(forward_with(None), DATA.iterator(), stage, 4, None, [], stage.config, vp_stage=0)
-
-
-@pytest.mark.parametrize("first", [False, True])
-def test_forward_step_marks_the_first_microbatch_on_request(first: bool) -> None:
-    stage = Marked(PipelineStage(ToyBlock(0), toy_config()))
-    for mb in (0, 2):
-        forward_step(
-            *(forward_with(None), DATA.iterator(), stage, 4, None, [], stage.config),
-            is_first_microbatch=first,
-            current_microbatch=mb,
-        )
-    assert stage.marks == ([0, 1] if first else [])
-    assert stage.microbatches == [0, 2]

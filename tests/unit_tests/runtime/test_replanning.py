@@ -58,8 +58,11 @@ def train(
 def _fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(replan_thread, "_POLL", 0.01)
     yield
-    gc.collect()
-    replanning._REPLANNINGS.items()  # closes the exchanges of this test's models, which would search in the next one
+    if (
+        replanning._REPLANNINGS.items()
+    ):  # closes the exchanges of this test's models, which would search in the next one
+        gc.collect()
+        replanning._REPLANNINGS.items()
 
 
 @pytest.fixture

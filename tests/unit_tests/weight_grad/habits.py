@@ -250,7 +250,7 @@ class Transposed(Habit):
 
 
 class Flat(Habit):
-    """Matrices, also transposed ones, vectors, and a batch of none."""
+    """Matrices, also transposed ones, vectors, four dimensions, and a batch of none."""
 
     exact_under_autocast = False  # vectors are autograd's, with a cast of their own
 
@@ -259,7 +259,7 @@ class Flat(Habit):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.two(self.one(x.t()))
-        return y + self.one(y[0]) + self.two(y[:0]).sum()
+        return y + self.one(y[0]) + self.one(y[None, None])[0, 0] + self.two(y[:0]).sum()
 
 
 class Frozen(Habit):

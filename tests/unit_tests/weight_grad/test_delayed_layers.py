@@ -203,21 +203,25 @@ def _drop_hooks(model: nn.Module) -> None:
         layer.wgrad_accumulation_and_reduce_hooks.pop()
 
 
-FAULTS: dict[str, tuple[str, Any, str, Callable[..., Any]]] = {
+FAULTS: dict[str, tuple[str, Any, str, Callable[..., Any]]] = {  # in layers that are built with delay_wgrad_compute
     "a gradient overwrites main_grad": ("main_grad", store, "add_silently", _overwrite),
     "a gradient overwrites .grad": ("grad", store, "add_silently", _overwrite),
     ".grad is not taken aside": ("main_grad", transformer_engine, "_swap", _keep_grads),
     "nobody fires the hooks of a norm": ("fused, hooks", store, "hooked_names", lambda layer: list(layer._parameters)),
 }
+FAULTS_OF_SWITCHED: dict[str, tuple[str, Any, str, Callable[..., Any]]] = {
+    name: ("fused, hooks", transformer_engine.DelayedRun, name, instead)
+    for name, instead in (("takes", lambda self, parameter, grad: False), ("_backward_dw", lambda self: lambda: None))
+}
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", [*FAULTS, *FAULTS_OF_SWITCHED])
 def test_a_fault_is_seen(te: Any, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    mode, module, name, instead = FAULTS[fault]
-    monkeypatch.setattr(module, name, instead)
+    mode, place, name, instead = {**FAULTS, **FAULTS_OF_SWITCHED}[fault]
+    monkeypatch.setattr(place, name, instead)
     try:
-        found = harm(te, mode)
-    except (AssertionError, AttributeError) as error:  # of the hook, of Transformer Engine
+        found = harm(te, mode, built=fault in FAULTS)
+    except (AssertionError, AttributeError, RuntimeError) as error:  # of the hook, of Transformer Engine
         found = [str(error)]
     assert found != []
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_pp.errors import WeightGradError
-from megatron_pp.weight_grad import check_wrappers, split_weight_grad, transformer_engine, unsplit_weight_grad
+from megatron_pp.weight_grad import check_wrappers, split_weight_grad, unsplit_weight_grad
 from tests.harness.transformer_engine_python import on_cpu
 from tests.unit_tests.weight_grad.steps import run_split, with_main_grads
 from tests.unit_tests.weight_grad.test_delayed_layers import (
@@ -207,23 +207,3 @@ def test_grouped_layers(te: Any, mode: str, bias: bool) -> None:
     assert differing(gradients(expected), gradients(model), exact=False) == []
     if fired is not None:
         assert [fired[parameter] for parameter in model.parameters()] == [1] * len(list(model.parameters()))
-
-
-# -- one fault each ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("place", "name", "instead"),
-    [
-        (transformer_engine.DelayedRun, "takes", lambda self, parameter, grad: False),
-        (transformer_engine.DelayedRun, "_backward_dw", lambda self: lambda: None),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_a_fault_is_seen(te: Any, place: Any, name: str, instead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place, name, instead)
-    try:
-        found = harm(te, "fused, hooks", built=False)
-    except (AssertionError, AttributeError, RuntimeError) as error:
-        found = [str(error)]
-    assert found != []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -51,19 +50,6 @@ def test_evaluation_touches_no_gradient() -> None:
     with torch.no_grad(), store.step({0: 0}):
         assert not model(model.batch(0)).requires_grad
     assert gradients(model) == {}
-
-
-@pytest.mark.parametrize("shape", [(8,), (3, 8), (2, 3, 8), (2, 2, 3, 8)])
-def test_inputs_of_any_number_of_dimensions(shape: tuple[int, ...]) -> None:
-    expected = nn.Linear(8, 4)
-    model = copy.deepcopy(expected)
-    store = split_weight_grad(model)
-    x = torch.randn(shape)
-    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
-    expected(theirs).pow(2).sum().backward()
-    run_split(store, lambda mb: model(ours).pow(2).sum())
-    assert torch.equal(ours.grad, theirs.grad)
-    assert_same(gradients(expected), gradients(model))
 
 
 # -- the order of things ----------------------------------------------------------------------------------------------
@@ -241,27 +227,6 @@ def test_accumulation_hooks_fire_once_after_the_last_w_with_the_whole_gradient(s
     assert set(fired.values()) == {1}
     for name, grad in gradients(expected).items():
         torch.testing.assert_close(seen[name], grad, rtol=1e-6, atol=1e-7)
-
-
-def test_an_optimizer_in_backward_takes_one_step() -> None:
-    expected, model = new(Everything), new(Everything)
-    store = split_weight_grad(model)
-    step(expected, None)
-    with torch.no_grad():
-        for parameter in expected.parameters():
-            if parameter.grad is not None:
-                parameter -= 0.1 * parameter.grad
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(_sgd_in_backward)
-    step(model, store)
-    assert_same(dict(expected.state_dict()), dict(model.state_dict()))
-
-
-def _sgd_in_backward(parameter: Tensor) -> None:
-    with torch.no_grad():
-        parameter -= 0.1 * parameter.grad
-    parameter.grad = None
 
 
 class _TwoPaths(nn.Module):
