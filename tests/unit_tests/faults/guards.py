@@ -31,16 +31,18 @@ def raised_by(size: int, main: Callable[[int], None], seconds: float = 30.0) -> 
     return run_ranks(size, run, timeout=seconds)
 
 
+def new_source(size: int = 2) -> Any:
+    """What stands for an executor."""
+    return SimpleNamespace(plan=build_plan(PlanSpec("1f1b", size, 1, 4)), position=0, aborted=threading.Event())
+
+
 def new_guard(
-    rank: int, store: Any, pipeline: str = "p", timeout: float = 30.0, size: int = 2
+    rank: int, store: Any, pipeline: str = "p", timeout: float = 30.0, size: int = 2, **more: Any
 ) -> tuple[FaultGuard, Any]:
-    """A rank's guard, and what stands for its executor."""
-    abort = threading.Event()
-    guard = FaultGuard(
-        store, pipeline, rank, size, timeout, abort.set, global_rank=rank + (10 if pipeline != "p" else 0)
-    )
-    plan = build_plan(PlanSpec("1f1b", size, 1, 4))
-    return guard, SimpleNamespace(plan=plan, position=0, aborted=abort)
+    """A rank's guard, and what stands for its executor. ``more``: of the guard."""
+    source = new_source(size)
+    more = {"abort": source.aborted.set, "global_rank": rank + (10 if pipeline != "p" else 0), **more}
+    return FaultGuard(store, pipeline, rank, size, timeout, **more), source
 
 
 def wait_until_aborted(source: Any) -> None:

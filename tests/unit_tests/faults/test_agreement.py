@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -28,13 +27,11 @@ from megatron_pp.faults.consistency import (
     in_force,
     last_change,
 )
-from megatron_pp.faults.guard import FaultGuard
 from megatron_pp.faults.records import DONE, ENTERING, IN_STEP, Entry, Progress
 from megatron_pp.faults.tracker import Tracker
-from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.testing.threads import run_ranks
 from tests.harness.guarded_ranks import Call, Outcome, published_entries, run_programs
+from tests.unit_tests.faults.guards import new_guard, new_source
 
 SIZE = 3
 M = "num_microbatches (M)"
@@ -241,8 +238,7 @@ def _turns(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def test_a_rank_seen_at_rest_does_not_tell_of_the_step_that_it_begins() -> None:
     """Else it would be taken to have entered that step with what it agreed on in the one before."""
-    source = SimpleNamespace(plan=build_plan(PlanSpec("1f1b", 2, 1, 4)), position=0)
-    tracker = Tracker(0, 2)
+    source, tracker = new_source(), Tracker(0, 2)
     tracker.begin(source, entering=True)
     tracker.agreed(1)
     tracker.end()
@@ -254,7 +250,7 @@ def test_a_rank_seen_at_rest_does_not_tell_of_the_step_that_it_begins() -> None:
 
 def test_the_first_sign_of_a_step_says_that_plans_are_compared() -> None:
     """Otherwise the sign would say "in the step", which with the old entry is a mismatch."""
-    tracker, source = Tracker(0, 2), SimpleNamespace(plan=build_plan(PlanSpec("1f1b", 2, 1, 2)), position=0)
+    source, tracker = new_source(), Tracker(0, 2)
     tracker.begin(source, entering=True)
     seen = [tracker.observe()]
     tracker.agreed(1)
@@ -282,11 +278,9 @@ def _keys(seed: int) -> Iterator[int]:
 @pytest.mark.usefixtures("_turns")
 def test_ranks_that_change_plans_alike_never_differ() -> None:
     store = dist.HashStore()
-    plan = build_plan(PlanSpec("1f1b", SIZE, 1, 4))
 
     def train(rank: int) -> int:
-        guard = FaultGuard(store, "p", rank, SIZE, 20.0, lambda: None)
-        source = SimpleNamespace(plan=plan, position=0)
+        guard, source = new_guard(rank, store, timeout=20.0, size=SIZE)
         own = random.Random(rank)
         for step, key in zip(range(STEPS), _keys(seed=1), strict=False):
             if own.random() < 0.05:

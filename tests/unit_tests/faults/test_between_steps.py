@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,19 +12,17 @@ import torch.distributed as dist
 
 from megatron_pp.errors import CommunicatorClosedError, PipelinePeerError, PipelineStallError
 from megatron_pp.faults.attach import close_guard
-from megatron_pp.faults.guard import FaultGuard
 from megatron_pp.faults.liveness import this_process
 from megatron_pp.faults.records import AFTER, DONE, EXCEPTION, Failure, FaultStore, Process, Progress
 from megatron_pp.integrations.megatron_call import MegatronCall
 from megatron_pp.p2p_communication import P2PCommunicator
-from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.runtime.communicators import _KEPT, communicator_for
 from megatron_pp.runtime.step import StepCall
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import ThreadGroup
 from megatron_pp.testing.toy import toy_config
 from tests.harness.step_runs import Rank, pipeline
+from tests.unit_tests.faults.guards import new_guard
 
 WORK = "the optimizer"
 SECONDS = 10.0
@@ -35,13 +32,10 @@ class First:
     """A guard of rank 0 of two, which has run a step and is after it; rank 1 is a record in the store."""
 
     def __init__(self, timeout: float = 600.0) -> None:
-        self.aborted, self.escalated = threading.Event(), threading.Event()
-        self.is_gone = False
-        self.store = dist.HashStore()
-        self.guard = FaultGuard(
-            self.store, "p", 0, 2, timeout, self.aborted.set, escalate=self.escalated.set, is_gone=lambda: self.is_gone
-        )
-        self.source: Any = SimpleNamespace(plan=build_plan(PlanSpec("1f1b", 2, 1, 4)), position=0)
+        self.escalated, self.is_gone, self.store = threading.Event(), False, dist.HashStore()
+        more = {"escalate": self.escalated.set, "is_gone": lambda: self.is_gone}
+        self.guard, self.source = new_guard(0, self.store, timeout=timeout, **more)
+        self.aborted = self.source.aborted
         self.other = FaultStore(self.store, "p", 1, 2, 1)
         self.step()
         while not self.guard._heartbeat.peers.connected:

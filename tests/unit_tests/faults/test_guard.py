@@ -8,7 +8,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,10 +22,7 @@ from megatron_pp.errors import (
     PipelineStallError,
 )
 from megatron_pp.faults import guard as guard_module
-from megatron_pp.faults.guard import FaultGuard
 from megatron_pp.faults.records import EXCEPTION, IN_STEP, MISMATCH, STALL, Failure, FaultStore, Process, Progress
-from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.testing.toy import ToyData
 from tests.harness.fault_injection import BACKWARD, DELAY, Fault, FaultyBlock, Trigger
 from tests.harness.fault_injection import EXCEPTION as RAISE
@@ -296,17 +292,15 @@ def test_what_was_published_before_a_guard_was_made_does_not_concern_it(guard_of
 
 
 @pytest.mark.slow
-def test_what_does_not_leave_its_step_meets_stronger_means() -> None:
+def test_what_does_not_leave_its_step_meets_stronger_means(guard_of: Any) -> None:
     """Blocked in a collective of another group, where aborting the communicator does not help."""
     stronger = threading.Event()
     store = dist.HashStore()
-    guard = FaultGuard(store, "p", 0, 2, 30.0, lambda: None, escalate=stronger.set)
-    plan = build_plan(PlanSpec("1f1b", 2, 1, 4))
+    guard, source = guard_of(0, store, abort=lambda: None, escalate=stronger.set)
     FaultStore(store, "p", 1, 2, 1).publish_failure(BAD)
-    with pytest.raises(PipelinePeerError), guard.step(SimpleNamespace(plan=plan, position=0)):
+    with pytest.raises(PipelinePeerError), guard.step(source):
         assert stronger.wait(10.0)
         torch._assert_async(torch.tensor(False), "Application timeout caused pair closure")  # in C++
-    guard.close()
 
 
 def test_the_success_path_asks_nothing_of_the_store(guard_of: Any) -> None:

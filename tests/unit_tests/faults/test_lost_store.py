@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +17,6 @@ import torch.distributed as dist
 from megatron_pp.errors import PipelinePeerError, PipelineStallError
 from megatron_pp.faults import stall_detector
 from megatron_pp.faults.device_events import CompletedWork
-from megatron_pp.faults.guard import FaultGuard
-from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.ir.spec import PlanSpec
 from tests.unit_tests.faults.guards import Unreachable, raised_by, wait_until_aborted
 
 
@@ -141,13 +137,12 @@ def test_a_store_that_blocks_does_not_block_the_verdict(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", [True, False], ids=["not published", "published"])
-def test_what_others_cannot_read_keeps_them_from_reducing(cut: bool) -> None:
+def test_what_others_cannot_read_keeps_them_from_reducing(guard_of: Any, cut: bool) -> None:
     """Where hosts run ahead, ranks that find no failure go on to an update after this rank has aborted: its other
     groups are aborted first, so that none gets what an aborted transfer left."""
     store, aborted = Blocking(), []
-    more: dict[str, Any] = {"completed": CompletedWork(), "escalate": lambda: aborted.append("other groups")}
-    guard = FaultGuard(store, "p", 0, 2, 600.0, lambda: aborted.append("pipeline"), **more)
-    source = SimpleNamespace(plan=build_plan(PlanSpec("1f1b", 2, 1, 4)), position=0)
+    aborts = {"abort": lambda: aborted.append("pipeline"), "escalate": lambda: aborted.append("other groups")}
+    guard, source = guard_of(0, store, timeout=600.0, completed=CompletedWork(), **aborts)
     try:
         with pytest.raises(ValueError, match="mine"), guard.step(source):
             time.sleep(0.5)
@@ -156,5 +151,4 @@ def test_what_others_cannot_read_keeps_them_from_reducing(cut: bool) -> None:
             raise ValueError("mine")
     finally:
         store.cut.clear()
-        guard.close()
     assert list(dict.fromkeys(aborted)) == (["other groups", "pipeline"] if cut else ["pipeline"])

@@ -4,8 +4,6 @@ and its aborts, and the look before an update. ``test_replicas_after_an_abort.py
 from __future__ import annotations
 
 import time
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +14,6 @@ from megatron_pp.errors import PipelinePeerError, PipelineStallError
 from megatron_pp.faults.device_events import CompletedWork
 from megatron_pp.faults.guard import FaultGuard
 from megatron_pp.faults.records import EXCEPTION, Failure, FaultStore
-from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.ir.spec import PlanSpec
 from tests.unit_tests.faults.guards import raised_by
 
 
@@ -30,17 +26,15 @@ class Device(CompletedWork):
 
 
 @pytest.fixture
-def guard(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Of rank 0 of 2, ``guard.aborted`` is when it aborted."""
+def guard(guard_of: Any) -> Any:
+    """Of rank 0 of 2, which has run a step; ``guard.aborts``: when it aborted."""
     aborts: list[float] = []
-    store = dist.HashStore()
-    abort = partial(lambda: aborts.append(time.monotonic()))
-    guard: Any = FaultGuard(store, "p", 0, 2, 600.0, abort, completed=Device())
+    more = {"abort": lambda: aborts.append(time.monotonic()), "completed": Device()}
+    guard, source = guard_of(0, dist.HashStore(), timeout=600.0, **more)
     guard.aborts = aborts
-    with guard.step(SimpleNamespace(plan=build_plan(PlanSpec("1f1b", 2, 1, 4)), position=0)):
+    with guard.step(source):
         pass
-    yield guard
-    guard.close()
+    return guard
 
 
 def _publish_and_wait(guard: Any) -> None:

@@ -6,19 +6,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from megatron_pp.errors import PipelinePeerError
-from megatron_pp.faults.guard import FaultGuard
 from megatron_pp.faults.liveness import this_process
 from megatron_pp.faults.records import EXCEPTION, Failure, FaultStore, Process
-from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.ir.spec import PlanSpec
-from tests.unit_tests.faults.guards import raised_by
+from tests.unit_tests.faults.guards import new_guard, raised_by
 
 TIMEOUT = 4.0
 
@@ -28,14 +24,10 @@ class Member:
     the order of the alphabet."""
 
     def __init__(self, store: Any, ranks: tuple[int, ...], me: int, group: str = "") -> None:
-        self.aborted = threading.Event()
-        name = "-".join(map(str, ranks)) + group
-        self.guard = FaultGuard(
-            *(store, name, ranks.index(me), len(ranks), TIMEOUT, self.aborted.set), global_rank=me, members=ranks
-        )
+        name, more = "-".join(map(str, ranks)) + group, {"global_rank": me, "members": ranks}
+        self.guard, self.source = new_guard(ranks.index(me), store, name, TIMEOUT, len(ranks), **more)
         heartbeat = self.guard._heartbeat  # connects here, and not in its thread: the order is the test's
         heartbeat.store, heartbeat.peers.connected = heartbeat._connect(), True
-        self.source = SimpleNamespace(plan=build_plan(PlanSpec("1f1b", len(ranks), 1, 4)), position=0)
 
     def step(self, body: Callable[[], object] = lambda: None) -> None:
         with self.guard.step(self.source, "a plan", lambda: {"schedule": "1f1b"}):

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import statistics
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
-
 from advise_published import PAGE, Run, data_file, published, row
 from made_parts import read_data
 

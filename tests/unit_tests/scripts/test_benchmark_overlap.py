@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
 
 from benchmarks.overlap import VARIANTS, Setting, VariantStep, wait_at_once
 from benchmarks.sweep import Sweep

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
-
 from made_parts import read_data
 
 from benchmarks import tables

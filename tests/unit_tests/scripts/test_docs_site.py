@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from tests.conftest import PROJECT_ROOT
-
-sys.path.insert(0, str(PROJECT_ROOT / "scripts"))
-
 from docs_site.links import loaded_from_network, on_site
 from made_parts import long_tables_to_data, markdown_table, with_tables
+
+from tests.conftest import PROJECT_ROOT
 
 PAGES = [
     *(path for name in ("README", "CHANGELOG", "CONTRIBUTING") for path in PROJECT_ROOT.glob(f"{name}.md")),

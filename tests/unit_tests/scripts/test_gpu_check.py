@@ -14,12 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gpu_check
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
-
-import gpu_check
 from gpu_day import outside, runner, table
 from gpu_day.bench import FAIL, NOT_RUN, NUMBERS, PASS, TINY, Bench, Machine, NotRun, Result, Sizes
 from gpu_day.page import page

@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import PROJECT_ROOT
-
-sys.path.insert(0, str(PROJECT_ROOT / "scripts"))
 recipes = pytest.importorskip("megatron_recipes", reason="PyYAML is not installed")
 
 SIZES = "--num-layers: 8\n  --hidden-size: 64\n  --num-attention-heads: 4\n"

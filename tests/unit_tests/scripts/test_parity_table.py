@@ -7,11 +7,8 @@ import shutil
 import sys
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
-
 import parity_table
+import pytest
 from made_parts import with_tables
 
 from tests.megatron.cases import Case, Outcome
