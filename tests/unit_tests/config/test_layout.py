@@ -131,11 +131,7 @@ REFUSED = [
     ((12, 4, 2), {"num_layers_in_first_pipeline_stage": 3}, "2 chunks cannot share.*2 or 4"),
     ((2, 4), {"num_layers_in_last_pipeline_stage": 3}, "is 3, more than num_layers 2"),
     ((4, 1), {"num_layers_in_first_pipeline_stage": 4}, "pipeline_model_parallel_size of at least 2"),
-    (
-        (3, 2),
-        {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 1},
-        "nearest num_layers: 2",
-    ),
+    ((3, 2), {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 1}, "num_layers: 2"),
     ((13, 2, 2), {"account_for_embedding": True, "account_for_loss": True}, "embedding and loss.*10 or 14"),
     ((4, 2), {"layout": [2, 2], "account_for_loss": True}, "set one of them"),
     ((4, 2), {"layout": [2, 2], "num_layers_in_first_pipeline_stage": 2}, "set one of them"),

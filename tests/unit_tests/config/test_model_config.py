@@ -100,10 +100,7 @@ BAD = [
     ({**PIPELINE, "pipeline_dtype": "bf16"}, "pipeline_dtype is 'bf16'.*torch.bfloat16"),
     ({"params_dtype": torch.int64}, "params_dtype is torch.int64"),
     ({"params_dtype": None}, "params_dtype is None"),
-    (
-        {**TWO_CHUNKS, "microbatch_group_size_per_vp_stage": 3},
-        "microbatch_group_size_per_vp_stage is 3.*nearest legal value is 4",
-    ),
+    ({**TWO_CHUNKS, "microbatch_group_size_per_vp_stage": 3}, "group_size_per_vp_stage is 3.*nearest legal value is 4"),
     ({"microbatch_group_size_per_vp_stage": 0}, "microbatch_group_size_per_vp_stage is 0.*1"),
     ({"overlap_p2p_comm": True, "batch_p2p_comm": True}, "both True.*batch_p2p_comm=False"),
     ({"p2p_channels": "two_way"}, "p2p_channels is 'two_way'.*'one_way', 'shared'"),

@@ -64,11 +64,7 @@ def reason(version: str, config: dict[str, Any], **arguments: Any) -> str | None
         ("0.14.0", {"enable_cuda_graph": True, "cuda_graph_scope": "full"}, None),
         ("0.14.0", {"enable_cuda_graph": False, "cuda_graph_scope": "full_iteration"}, None),
         ("0.15.3", {"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"}, "whole iteration"),
-        (
-            "0.16.1",
-            {"cuda_graph_impl": "local", "cuda_graph_scope": [CudaGraphScope.full_iteration]},
-            "whole iteration",
-        ),
+        ("0.16.1", {"cuda_graph_impl": "local", "cuda_graph_scope": [CudaGraphScope.full_iteration]}, "iteration"),
         ("0.16.1", {"cuda_graph_impl": "local", "cuda_graph_scope": [CudaGraphScope.attn]}, None),
         ("0.16.1", {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": []}, None),
         ("0.18.0", {"cuda_graph_impl": "full_iteration"}, "whole iteration"),

@@ -92,10 +92,7 @@ def test_every_release_of_the_table_has_the_signatures_it_says(version: str) -> 
         ({"backward_step": "input_tensor, output_tensor, config"}, "output_tensor_grad"),
         ({"custom_backward": "output, grad_output, keep_graph"}, "keep_graph"),
         ({"forward_step": FORWARD.replace("vp_stage=None", "chunk=None")}, "vp_stage"),
-        (
-            {"forward_backward_pipelining_with_interleaving": f"{ENTRY}, groups=None, force_all_reduce=False"},
-            "pg_collection",
-        ),
+        ({"forward_backward_pipelining_with_interleaving": f"{ENTRY}, force_all_reduce=False"}, "pg_collection"),
         ({"finish_embedding_wgrad_compute": "config, embedding_module, is_last_stage, tp_group, stream"}, "stream"),
     ],
 )

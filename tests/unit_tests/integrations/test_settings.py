@@ -240,16 +240,8 @@ WRONG: list[tuple[str, Any, str]] = [
     ("pipeline_schedule", "zbv", "pipeline_schedule is 'zbv' (did you mean zb_v?); it must be one of gpipe, 1f1b, "),
     ("pipeline_schedule", "none.csv", "pipeline_schedule: none.csv: cannot be read (No such file or directory)"),
     ("pipeline_measured", {"forwards": 1.0}, "pipeline_measured: measured value"),
-    (
-        "pipeline_dtype",
-        "int64",
-        "pipeline_dtype is torch.int64; it must be a floating point torch.dtype such as torch.",
-    ),
-    (
-        "pipeline_dtype",
-        "b16",
-        "pipeline_dtype is 'b16'; it must be a floating point torch.dtype such as torch.bfloat16",
-    ),
+    ("pipeline_dtype", "int64", "pipeline_dtype is torch.int64; it must be a floating point torch.dtype"),
+    ("pipeline_dtype", "b16", "pipeline_dtype is 'b16'; it must be a floating point torch.dtype"),
     ("overlapped_forward_backward", "in_turns", "overlapped_forward_backward is 'in_turns' (did you mean in_turn?); i"),
 ]
 
@@ -290,10 +282,7 @@ def test_contradictions_are_found_across_sources(environment: Callable[..., None
         (b"p2p_timeout = ", "settings file settings.toml: Invalid value (at end of document)"),
         (b"p2p_timeout = 3\np2p_timeout = 4", "settings file settings.toml: Cannot overwrite a value"),
         (b"a = " + b"[" * 5000, "settings file settings.toml: it is nested too deeply"),
-        (
-            b"a." * 50000 + b"b = 1",
-            "settings file settings.toml: it has 100,005 characters; settings have at most 16,384",
-        ),
+        (b"a." * 50000 + b"b = 1", "settings file settings.toml: it has 100,005 characters; settings have at most"),
         (b"\xff = 3", "settings file settings.toml: not a text file in UTF-8 (byte 0)"),
         (b'p2p_timeout = "3"', "settings file settings.toml: p2p_timeout is '3'; it must be a number of seconds"),
     ],

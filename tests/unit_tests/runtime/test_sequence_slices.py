@@ -24,27 +24,20 @@ from megatron_pp.plan.ir.placement import LOOP, Placement
 from megatron_pp.testing.toy import ToyBlock, ToyResult, toy_forward_step
 from tests.harness.autograd_thread import autograd_thread
 from tests.harness.step_runs import Rank, in_pipeline, pipeline, result_of
+from tests.unit_tests.examples.test_gpt import BATCH, SEQ, VOCAB, make_batch, make_config
 
-VOCAB, SEQ, BATCH, LAYERS, MICROBATCHES = 29, 12, 2, 4, 3
+MICROBATCHES = 3
 Outcome = tuple[list[float], dict[str, torch.Tensor]]
 
 
 def gpt_config(size: int, chunks: int = 1, **fields: Any) -> TransformerConfig:
-    of_model = {"num_layers": LAYERS, "hidden_size": 16, "num_attention_heads": 2}
-    return TransformerConfig(
-        pipeline_model_parallel_size=size,
-        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-        pipeline_dtype=torch.float64,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        **{**of_model, "overlap_p2p_comm": True, **fields},
-    )
+    virtual = chunks if chunks > 1 else None
+    sizes = {"pipeline_model_parallel_size": size, "virtual_pipeline_model_parallel_size": virtual, "num_layers": 4}
+    return make_config(**{**sizes, "pipeline_dtype": torch.float64, "overlap_p2p_comm": True, **fields})
 
 
 def batches() -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    for mb in range(MICROBATCHES):
-        text = torch.randint(VOCAB, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(mb))
-        yield mb, text[:, :-1], text[:, 1:]
+    return ((mb, *make_batch(mb)) for mb in range(MICROBATCHES))
 
 
 def train(

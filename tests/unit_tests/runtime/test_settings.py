@@ -95,10 +95,7 @@ EITHER: list[tuple[dict[str, Any], str]] = [
     ({"config": BOTH}, "config.overlap_p2p_comm and batch_p2p_comm are both True; a grouped call is waited as a whole"),
     ({"config": {"pipeline_dtype": None}}, "config.pipeline_dtype is None; set it to the dtype of the activations bet"),
     ({"config": {"pipeline_schedule": "2f2b"}}, "config.pipeline_schedule is '2f2b'; it must be one of gpipe, 1f1b, "),
-    (
-        {"config": {"pipeline_schedule": "auto", "pipeline_measured": {"weight": -1}}},
-        "config.pipeline_measured: measure",
-    ),
+    ({"config": {"pipeline_schedule": "auto", "pipeline_measured": {"weight": -1}}}, "config.pipeline_measured: m"),
     ({"seq_length": None}, "seq_length is None; it must be a whole number of at least 1 (tensors between stages are ["),
     ({"decoder_seq_length": 0}, "decoder_seq_length is 0; the smallest legal value is 1 (tensors"),
     ({"micro_batch_size": None}, "micro_batch_size is None; it must be a whole number of at least"),
