@@ -7,8 +7,6 @@ second; a core that owns nothing takes it away.
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 
 from megatron_pp.comm.communicator import P2PCore
@@ -79,22 +77,14 @@ def test_second_wall_stands_alone(mutant: type[PlanExecutor]) -> None:
         assert harm(spec, LastMomentNetwork, mutant) == ""
 
 
+@pytest.mark.parametrize(
+    ("network", "core"),
+    [(PoisoningNetwork, P2PCore), pytest.param(LastMomentNetwork, OwnsNothing, marks=pytest.mark.slow)],
+    ids=["with both walls there", "without ownership"],
+)
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("mutant", EARLY_RELEASES + WRONG_READS)
-def test_mutant_is_caught_with_both_walls_there(mutant: type[PlanExecutor], name: str) -> None:
-    assert harm(SPECS[name], PoisoningNetwork, mutant) != ""
-
-
-@pytest.mark.slow
-def test_mutants_are_caught_without_ownership(capsys: pytest.CaptureFixture[str]) -> None:
-    count: Counter[str] = Counter()
-    for mutant in EARLY_RELEASES + WRONG_READS:
-        for spec in SPECS.values():
-            caught_by = [kind.__name__ for kind in HOSTILE_NETWORKS if harm(spec, kind, mutant, OwnsNothing)]
-            assert LastMomentNetwork.__name__ in caught_by, f"{mutant.__name__} on {spec.describe()}"
-            count.update(caught_by)
-            count["runs"] += 1
-    caught = ", ".join(f"{kind.__name__} {count[kind.__name__]}" for kind in HOSTILE_NETWORKS)
-    summary = f"{len(EARLY_RELEASES + WRONG_READS)} on {len(SPECS)} plans, caught of {count['runs']}: {caught}"
-    with capsys.disabled():
-        print(f"\nengine mutants, {summary}")
+def test_mutant_is_caught(
+    mutant: type[PlanExecutor], name: str, network: type[HostileNetwork], core: type[P2PCore]
+) -> None:
+    assert harm(SPECS[name], network, mutant, core) != ""
