@@ -163,9 +163,6 @@ def test_paths_and_functions_are_values_of_keywords() -> None:
     assert taken.overrides == {"trace_dir": "traces", **values}
 
 
-# -- overlap or batch -------------------------------------------------------------------------------------------------
-
-
 def test_who_decides_one_of_overlap_and_batch_decides_both(environment: Callable[..., None]) -> None:
     megatrons = SimpleNamespace(overlap_p2p_comm=False, batch_p2p_comm=True)
     assert StepSettings.from_config(megatrons, read_settings(overlap_p2p_comm=True).overrides).policy == "overlap"

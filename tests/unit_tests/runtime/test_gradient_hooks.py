@@ -139,9 +139,6 @@ def test_with_split_backwards_the_sync_opens_for_the_last_backward_and_for_the_l
         assert [str(at) for at in covered] == ["I0.7", "W0.7"]
 
 
-# -- evaluation -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_evaluation_fires_nothing(chunks: int) -> None:
     finalized: list[Any] = []

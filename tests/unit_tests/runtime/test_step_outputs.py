@@ -170,9 +170,6 @@ def test_dict_outputs_of_the_last_stage_go_to_the_loss_function() -> None:
     assert result.difference(reference_run(2, DATA)) == 0.0
 
 
-# -- evaluation in the middle of training ------------------------------------------------------------------------------
-
-
 @every_policy
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 @pytest.mark.parametrize("chunks", [1, 2])
@@ -192,14 +189,6 @@ def test_training_after_an_evaluation(chunks: int, mode: Any, policy: dict[str, 
     expected = reference_run(2 * chunks, DATA, block=Views)
     assert [float(report["loss"]) for report in ranks[1][0]] == expected.losses * 3
     assert ToyResult(expected.losses, merged([result for _, result in ranks]).grads).difference(expected) == 0.0
-
-
-# -- shapes by process groups, timers and profiler ranges -------------------------------------------------------------
-
-
-MICROBATCHES = 4
-
-# -- shapes between stages ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -229,6 +218,8 @@ def test_shapes_between_stages(tp: int, cp: int, sequence_parallel: bool, length
 
 
 # -- timers and profiler ranges ---------------------------------------------------------------------------
+
+MICROBATCHES = 4
 
 
 def profiled() -> Any:

@@ -259,7 +259,7 @@ class Flat(Habit):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.two(self.one(x.t()))
-        return y + self.one(y[0]) + self.one(y[None, None])[0, 0] + self.two(y[:0]).sum()
+        return y + self.one(y[0]) + self.two(y[None, None])[0, 0] + self.two(y[:0]).sum()
 
 
 class Frozen(Habit):

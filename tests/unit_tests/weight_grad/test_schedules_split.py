@@ -144,9 +144,6 @@ def test_a_model_that_does_not_split_gets_a_plan_without_w(name: str, converted:
     assert StepCall(chunked=False, alone=True, num_microbatches=2, **arguments).spec.split_backward is split
 
 
-# -- what is said ------------------------------------------------------------------------------------------------------
-
-
 def test_what_is_off_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     log_once._log.cache_clear()  # another test of this process may have heard it
     with caplog.at_level(logging.WARNING, logger="megatron_pp"):

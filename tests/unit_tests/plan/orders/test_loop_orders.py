@@ -111,9 +111,6 @@ def test_interleaved_is_megatrons_order_wherever_megatron_has_one(
     assert compared
 
 
-# -- what holds for every shape ---------------------------------------------------------------------------------------
-
-
 def test_the_circle_that_overtaking_breaks_is_real() -> None:
     """Without it, the strict alternation of a ragged shape waits in a circle."""
     shape = Shape(4, 3, 5, 4)

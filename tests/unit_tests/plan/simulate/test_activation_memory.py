@@ -75,9 +75,6 @@ def test_measurements_without_a_weight_share_take_the_transformers() -> None:
     assert Measured(activation=2.0, weight_activation=1.5).memory(placement).weight == (1.5, 1.5)
 
 
-# -- the transformer formula -------------------------------------------------------------------------------------------
-
-
 def test_the_formula_gives_the_share() -> None:
     shape = ModelShape(num_layers=4, hidden_size=64, seq_length=32)
     assert shape.layer_weight_grad_bytes / shape.layer_bytes == pytest.approx(WEIGHT_SHARE)
