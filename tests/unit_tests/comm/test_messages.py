@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_pp.comm.communicator import is_single_shape
 from megatron_pp.errors import P2PError, P2PShapeError, P2PTypeError
 from megatron_pp.p2p_communication import P2PCommunicator
 from tests.harness.p2p_ranks import SHAPE, WAYS, every_way, filled, lonely, on_ranks, same
@@ -73,6 +74,11 @@ def test_tensors_of_a_graph_are_sent_without_it() -> None:
     got = on_ranks(2, body)[0]
     assert same(got.detach(), filled(2))
     assert got.grad_fn is None
+
+
+def test_what_is_a_single_shape() -> None:
+    assert all(is_single_shape(one) is True for one in ((3, 2, 4), [3, 2, 4], torch.Size([3]), torch.Size([])))
+    assert all(is_single_shape(one) is False for one in ([(3, 2)], [[3, 2, 4], [1]], [torch.Size([3])], None, 7))
 
 
 # -- bad input: refused before anything is posted ---------------------------------------------------------------------
