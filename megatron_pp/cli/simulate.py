@@ -13,7 +13,7 @@ from megatron_pp.cli.parser import given, refuse
 from megatron_pp.cli.terminal import print_json, print_line, print_table
 from megatron_pp.draw.facts import percent, short, size_label
 from megatron_pp.plan.builder import offloaded_chunks
-from megatron_pp.plan.costs.activations import WEIGHT_SHARE, Shares
+from megatron_pp.plan.costs.activations import WEIGHT_SHARE, Shares, peak_activations
 from megatron_pp.plan.ir.instruction import COPIES_FROM_HOST, COPIES_TO_HOST, GATHERS, SCATTERS, WEIGHT_GRAD
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.plan.simulate.device_memory import device_memory
@@ -118,7 +118,7 @@ def _peaks(result: Simulation, memory: Sequence[RankMemory] | None, weight_share
     """Of every rank: activations in units of one chunk's forward, and bytes (None without a model); the same of what is
     offloaded."""
     return {
-        "peak_activations": list(result.peak_activations(weight_shares)),
+        "peak_activations": list(peak_activations(result.plan, weight_shares)),
         "peak_bytes": [one.peak for one in memory] if memory else None,
         "peak_host_activations": list(result.peak_on_host()),
         "peak_host_bytes": [one.host_peak for one in memory] if memory else None,

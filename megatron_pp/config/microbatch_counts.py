@@ -57,13 +57,6 @@ def explain_microbatch_count(
     return MicrobatchCount(num_microbatches, False, fast, sentence)
 
 
-def legal_microbatch_counts(
-    pipeline_size: int, num_chunks: int = 1, group_size: int | None = None, *, at_most: int
-) -> list[MicrobatchCount]:
-    """explain_microbatch_count of M = 1 ... ``at_most``; every one is legal. Raises as that does."""
-    return [explain_microbatch_count(m, pipeline_size, num_chunks, group_size) for m in range(1, at_most + 1)]
-
-
 def check_group_size(pipeline_size: int, num_chunks: int, group_size: int | None, small_groups: bool = False) -> int:
     """The group size in use: P where ``group_size`` is None.
 

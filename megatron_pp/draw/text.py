@@ -215,13 +215,7 @@ def grid_cells(plan: Plan) -> list[list[Instruction | None]]:
     """``cells[rank][step]``: what runs there, None where the rank is idle."""
     training = not plan.spec.forward_only
     orders = [[at for at in without_pairs(order) if at.op == FORWARD or training] for order in plan.orders]
-    ends = run_clock(orders, plan.placement).ends
-    steps = max((e[-1] for e in ends if e), default=0)
-    cells: list[list[Instruction | None]] = [[None] * steps for _ in orders]
-    for rank, order in enumerate(orders):
-        for at, end in zip(order, ends[rank], strict=True):
-            cells[rank][end - 1] = at
-    return cells
+    return run_clock(orders, plan.placement).slots()
 
 
 def render_grid(plan: Plan, width: int = 80, few_colours: bool = False) -> list[Text]:

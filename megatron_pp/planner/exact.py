@@ -125,7 +125,7 @@ class _Model:
             self._keep(rank, after, self.ends[(WEIGHT_GRAD, stage, k)], problem.memory.weight[stage])
 
     def _keep(self, rank: int, start: Any, end: Any, memory: float) -> None:
-        """DEL"""
+        """Of ``rank``, from ``start`` to ``end``."""
         length = self.model.new_int_var(0, self.most, "")
         self.model.add(length == end - start)
         self.kept[rank].append((self.model.new_interval_var(start, length, end, ""), memory))

@@ -14,6 +14,7 @@ import pytest
 
 import megatron_pp
 from megatron_pp import MegatronPPError, errors
+from megatron_pp.plan.costs.stage_costs import StageCosts
 from megatron_pp.plan.ir.spec import PlanSpec
 from tests.conftest import PROJECT_ROOT
 
@@ -107,11 +108,9 @@ def test_every_module_at_the_top_is_an_attribute():
 
 
 def test_a_plan_is_built_verified_and_simulated_from_the_top():
-    plan = megatron_pp.plan.build(PlanSpec("1f1b", pipeline_size=2, num_chunks=1, num_microbatches=4))
-    assert plan is megatron_pp.build_plan(plan.spec)
-    assert megatron_pp.plan.verify is megatron_pp.verify
-    assert megatron_pp.plan.simulate is megatron_pp.simulate
+    plan = megatron_pp.build_plan(PlanSpec("1f1b", pipeline_size=2, num_chunks=1, num_microbatches=4))
     assert megatron_pp.verify(plan).worst_rank == 0
+    assert megatron_pp.simulate(plan, StageCosts.uniform(2)).makespan == 15
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 when they are valid, what they need and what they do to memory. All are of one microbatch, on every rank.
 """
 
-from megatron_pp.plan.ir.dataflow import OutputLayer, Result
+from megatron_pp.plan.ir.dataflow import Result
 from megatron_pp.plan.ir.feature import PlanFeature
 from megatron_pp.plan.ir.instruction import BACKWARD, BACKWARD_OPS, FORWARD
 from megatron_pp.plan.ir.ledger import Memory, Site
@@ -38,18 +38,18 @@ def facts_at_end(placement: Placement, forward_only: bool) -> int:
     return facts | T_RAN | (G_POSTED | G_HERE if placement.barriers == 2 else 0)
 
 
-def collected_inputs(op: str, stage: int, layer: OutputLayer) -> tuple[Result, ...]:
+def collected_inputs(op: str, stage: int, placement: Placement) -> tuple[Result, ...]:
     """What an operation needs that collectives bring.
 
     S needs the last stage's output (a broadcast), T the statistics of every rank's S (an all-reduce); the last stage's
     backward, with one barrier, the gradient parts of every rank's S, and with two those of every rank's T."""
-    last = layer.num_stages - 1
+    last = placement.num_stages - 1
     if op == OUTPUT_S:
         return ((FORWARD, last),)
     if op == OUTPUT_T:
-        return tuple((OUTPUT_S, other) for other in layer.output_stages)
+        return tuple((OUTPUT_S, other) for other in placement.output_stages)
     if stage == last and op in BACKWARD_OPS:
-        return tuple((OUTPUT_S if layer.barriers == 1 else OUTPUT_T, other) for other in layer.output_stages)
+        return tuple((OUTPUT_S if placement.barriers == 1 else OUTPUT_T, other) for other in placement.output_stages)
     return ()
 
 

@@ -112,15 +112,7 @@ def _with_posts(at: Instruction) -> Sequence[Instruction]:
 
 def _compute_rows(plan: Plan) -> list[list[str]]:
     orders = [[_with_posts(at)[0] for at in program if at.op in ins.COMPUTE_OPS] for program in plan.programs]
-    clocked = run_clock(orders, plan.placement)
-    slots = max((ends[-1] for ends in clocked.ends if ends), default=0)
-    rows = []
-    for order, ends in zip(clocked.orders, clocked.ends, strict=True):
-        cells = [""] * slots
-        for at, end in zip(order, ends, strict=True):
-            cells[end - 1] = _cell(at)
-        rows.append(cells)
-    return rows
+    return [["" if at is None else _cell(at) for at in row] for row in run_clock(orders, plan.placement).slots()]
 
 
 def _cell(at: Instruction) -> str:

@@ -2,12 +2,17 @@
 lowering, clock, lifetime, rendezvous, simulator, search, drawings.
 """
 
+from __future__ import annotations
+
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_pp.on_demand import load
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Instruction
+
+if TYPE_CHECKING:
+    from megatron_pp.plan.ir.placement import Placement
 
 Result = tuple[str, int]
 """What an operation leaves, and its stage: FORWARD (an output), BACKWARD (an input gradient) or one of OUTPUT_OPS."""
@@ -55,22 +60,11 @@ def inputs_of(op: str, stage: int, num_stages: int) -> tuple[Result, ...]:
     return (*own, (result, source)) if 0 <= source < num_stages else own
 
 
-class OutputLayer(Protocol):
-    """Where the output layer is: the part of ``Placement`` that dataflow reads."""
-
-    @property
-    def num_stages(self) -> int: ...
-    @property
-    def barriers(self) -> int: ...
-    @property
-    def output_stages(self) -> tuple[int, ...]: ...
-
-
-def collected_inputs(op: str, stage: int, layer: OutputLayer) -> tuple[Result, ...]:
+def collected_inputs(op: str, stage: int, placement: Placement) -> tuple[Result, ...]:
     """What collectives bring an operation, where the output layer is split over all ranks."""
-    if not layer.barriers:
+    if not placement.barriers:
         return ()
-    found: tuple[Result, ...] = load("output_instructions").collected_inputs(op, stage, layer)
+    found: tuple[Result, ...] = load("output_instructions").collected_inputs(op, stage, placement)
     return found
 
 

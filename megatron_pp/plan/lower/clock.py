@@ -31,6 +31,15 @@ class Clocked(NamedTuple):
     ends: list[list[Time]]
     result_ends: Ends
 
+    def slots(self) -> list[list[Instruction | None]]:
+        """``slots[rank][slot]``: what ends there; None where the rank is idle, or goes on with what it began."""
+        count = max((ends[-1] for ends in self.ends if ends), default=0)
+        rows = []
+        for order, ends in zip(self.orders, self.ends, strict=True):
+            at_end = dict(zip(ends, order, strict=True))
+            rows.append([at_end.get(slot) for slot in range(1, count + 1)])
+        return rows
+
 
 def run_clock(
     orders: Sequence[Sequence[Instruction]], placement: Placement, took: Took = lambda *_: 1, transfer: Time = 0

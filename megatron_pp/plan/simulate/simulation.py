@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_pp.plan.costs.activations import WEIGHT_SHARE, Shares, host_timeline, peak_activations
+from megatron_pp.plan.costs.activations import host_timeline, peak_activations
 from megatron_pp.plan.ir.instruction import NONE, Instruction
 from megatron_pp.plan.ir.spec import Plan
 
@@ -141,12 +141,6 @@ class Simulation:
             messages, size = sums.get((t.source, t.target), (0, 0.0))
             sums[(t.source, t.target)] = (messages + 1, size + t.size)
         return dict(sorted(sums.items()))
-
-    def peak_activations(self, weight_share: Shares = WEIGHT_SHARE) -> tuple[float, ...]:
-        """Per rank, the most that chunks keep, in units of one chunk's forward. ``weight_share``: what a waiting weight
-        gradient counts (one number or one per stage).
-        """
-        return peak_activations(self.plan, weight_share)
 
     def peak_on_host(self) -> tuple[float, ...]:
         """Per rank, the most that is offloaded at once, in units of one chunk's forward."""

@@ -48,10 +48,6 @@ class Entry:
     left: int = 0
     last: Any = None
 
-    @property
-    def is_done(self) -> bool:
-        return self.left == 0
-
     def state(self, since: int) -> Any:
         """What it is and what it still waits for, microbatches counted from ``since``."""
         return self.rank, later(self.at, -since), [(end.content, end.done) for end in self.ends]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from megatron_pp.errors import PlanError
 from megatron_pp.on_demand import load
-from megatron_pp.plan.costs.activations import WEIGHT_SHARE, Shares, peak_activations
+from megatron_pp.plan.costs.activations import peak_activations
 from megatron_pp.plan.gc_pause import collector_paused
 from megatron_pp.plan.ir import certificate as cert
 from megatron_pp.plan.ir.instruction import COMPUTE_OPS, COPY_OPS
@@ -64,13 +64,11 @@ class Verdict:
 def verify(
     plan: Plan,
     deallocate: bool = True,
-    weight_share: Shares = WEIGHT_SHARE,
     device: Collection[str] | None = None,
     block: Block | None = None,
 ) -> Verdict:
     """Raises PlanError for a plan that is incomplete, hangs, or reads, frees or receives wrongly.
 
-    ``weight_share``: what a split backward keeps until its W, of a forward's memory; one number or one per stage.
     ``device``: which of DEVICE_RULES hold together where the plan runs; by default those it was lowered for. Rendezvous
     always does. ``block``: raises RepetitionError unless the plan with further copies of this block, each of later
     microbatches, is verified with it (docs/proofs.md, "A new number of microbatches").
@@ -90,6 +88,6 @@ def verify(
     check_programs(plan, runs)
     proven = {cert.COMPLETE, cert.LIFETIME if deallocate else cert.KEPT_OUTPUTS, cert.RENDEZVOUS, *rules, cert.ORDER}
     certificate = cert.Certificate.of([r for r in cert.PROOFS if r in proven], rules, plan.spec, plan.programs)
-    activations = peak_activations(plan, weight_share, runs)
+    activations = peak_activations(plan, programs=runs)
     on_host = tuple(one.each.on_host / plan.spec.slices for one in peaks)
     return Verdict(tuple(peaks), activations, certificate, rules, on_host, plan.spec.num_chunks)

@@ -116,8 +116,7 @@ def in_one_line(question: Question, outcome: Outcome) -> str:
 def _layers(outcome: Outcome) -> str:
     stages = outcome.fit.stages if outcome.fit is not None else ()
     if layout_of(outcome):
-        counts = [sum(one.kind not in (EMBEDDING, LOSS) for one in layers) for layers in stages]
-        return ",".join(map(str, counts))
+        return ",".join(map(str, _counts(stages) or ()))
     works = {round(sum(one.work for one in layers), 9) for layers in stages}
     return "in equal shares" if len(works) <= 1 else "as given"
 

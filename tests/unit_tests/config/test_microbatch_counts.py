@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from megatron_pp.config.microbatch_counts import explain_microbatch_count, legal_microbatch_counts
+from megatron_pp.config.microbatch_counts import explain_microbatch_count
 from megatron_pp.errors import ConfigError, MicrobatchCountError
 from megatron_pp.plan.costs.stage_costs import StageCosts
 from megatron_pp.plan.ir.placement import LOOP, Placement
@@ -50,7 +50,7 @@ def test_slow_counts_name_the_reason_and_the_nearest_fast_ones(arguments, neares
 
 
 def test_every_count_from_one_is_legal():
-    verdicts = legal_microbatch_counts(4, 2, at_most=12)
+    verdicts = [explain_microbatch_count(count, 4, 2) for count in range(1, 13)]
     assert [verdict.count for verdict in verdicts] == list(range(1, 13))
     assert [verdict.count for verdict in verdicts if verdict.full_speed] == [4, 8, 12]
 
@@ -60,7 +60,7 @@ def test_a_group_larger_than_the_step_is_the_step():
 
 
 def test_one_rank_runs_anything_at_full_speed():
-    assert all(verdict.full_speed for verdict in legal_microbatch_counts(1, 3, at_most=5))
+    assert all(explain_microbatch_count(count, 1, 3).full_speed for count in range(1, 6))
 
 
 @pytest.mark.parametrize("count", [0, -3, 2.0, True, None])

@@ -20,7 +20,6 @@ from megatron_pp.plan.ir.instruction import SINGLE_COMPUTE_OPS
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.simulate.memory import FULL, ModelShape
-from megatron_pp.plan.verify.verifier import verify
 from megatron_pp.planner.plan_search import peak_memory
 from megatron_pp.runtime.communicators import lone_communicator
 from megatron_pp.runtime.compute import ModelSteps, StepOptions
@@ -46,7 +45,7 @@ def test_every_stage_has_a_share_of_its_own_and_it_may_be_more_than_all() -> Non
 
     assert after_compute(0.5) == [1, 2, 1.5, 2.5, 2, 1.5, 1, 0.5, 0]
     assert after_compute([16.0]) == [1, 2, 17, 18, 33, 17, 32, 16, 0]  # recomputed layers keep their input alone
-    assert verify(plan, weight_share=0.5).activations == (2.5,)
+    assert peak_activations(plan, 0.5) == (2.5,)
     two = build_plan(PlanSpec("zb_h1", 2, 1, 3))
     assert peak_activations(two, [0.0, 1.0]) == (peak_activations(two, 0.0)[0], peak_activations(two, 1.0)[1])
     assert peak_activations(build_plan(PlanSpec("zb_h1", 2, 1, 3, forward_only=True))) == (0.0, 0.0)
@@ -55,7 +54,7 @@ def test_every_stage_has_a_share_of_its_own_and_it_may_be_more_than_all() -> Non
 @pytest.mark.parametrize(("share", "sentence"), [([1.0], "given for 1 stages; the plan has 2"), (-0.5, "is -0.5")])
 def test_impossible_shares_are_refused(share: Any, sentence: str) -> None:
     with pytest.raises(PlanError, match=sentence):
-        verify(build_plan(PlanSpec("zb_h1", 2, 1, 3)), weight_share=share)
+        peak_activations(build_plan(PlanSpec("zb_h1", 2, 1, 3)), share)
 
 
 def test_the_search_counts_what_a_backward_adds() -> None:
