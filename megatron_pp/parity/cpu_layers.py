@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 from typing import Any
 
 import torch
+
+from megatron_pp.parity.wrapping import wrap
 
 
 def complete_layers() -> None:
@@ -29,12 +30,10 @@ def complete_layers() -> None:
     norm: Any = torch_norm.WrappedTorchNorm
     if not getattr(norm, "_sequence_parallel", False):
         norm._sequence_parallel = True
-        norm.__new__ = _with_marked_parameters(norm.__new__)
-        attention: Any = dot_product_attention.DotProductAttention
-        attention.__init__ = _with_context_parallelism(attention.__init__)
-        attention.forward = _of_gathered_keys(attention.forward)
-        linear: Any = layers.ColumnParallelLinear
-        linear.__init__ = _with_its_own_gradients(linear.__init__)
+        wrap(norm, "__new__", _with_marked_parameters)
+        wrap(dot_product_attention.DotProductAttention, "__init__", _with_context_parallelism)
+        wrap(dot_product_attention.DotProductAttention, "forward", _of_gathered_keys)
+        wrap(layers.ColumnParallelLinear, "__init__", _with_its_own_gradients)
     _name_berts_layers()
 
 
@@ -60,54 +59,40 @@ def _without(config: Any, **fields: Any) -> Any:
     return changed
 
 
-def _with_marked_parameters(original: Any) -> Any:
-    @functools.wraps(original)
-    def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
-        norm = original(cls, _without(config, sequence_parallel=False), *args, **kwargs)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
-        return norm
-
-    return new
+def _with_marked_parameters(original: Any, cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+    norm = original(cls, _without(config, sequence_parallel=False), *args, **kwargs)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel
+    return norm
 
 
-def _with_context_parallelism(original: Any) -> Any:
-    @functools.wraps(original)
-    def init(self: Any, config: Any, *args: Any, k_channels: Any = None, v_channels: Any = None, **kwargs: Any) -> None:
-        original(self, _without(config, context_parallel_size=1), *args, **kwargs)
-        self.config = config
-        if v_channels is not None:
-            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
-
-    return init
+def _with_context_parallelism(
+    original: Any, self: Any, config: Any, *args: Any, k_channels: Any = None, v_channels: Any = None, **kwargs: Any
+) -> None:
+    original(self, _without(config, context_parallel_size=1), *args, **kwargs)
+    self.config = config
+    if v_channels is not None:
+        self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
 
-def _with_its_own_gradients(original: Any) -> Any:
-    @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if self.embedding_activation_buffer is None:
-            self.config = _without(self.config, defer_embedding_wgrad_compute=False)
-
-    return init
+def _with_its_own_gradients(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    if self.embedding_activation_buffer is None:
+        self.config = _without(self.config, defer_embedding_wgrad_compute=False)
 
 
-def _of_gathered_keys(original: Any) -> Any:
-    @functools.wraps(original)
-    def forward(
-        self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any = None, *args: Any, **kw: Any
-    ) -> torch.Tensor:
-        if self.config.context_parallel_size == 1:
-            return original(self, query, key, value, mask, *args, **kw)
-        from megatron.core import parallel_state
-        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+def _of_gathered_keys(
+    original: Any, self: Any, query: Any, key: Any, value: Any, mask: Any = None, *args: Any, **kw: Any
+) -> torch.Tensor:
+    if self.config.context_parallel_size == 1:
+        return original(self, query, key, value, mask, *args, **kw)
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
-        group = getattr(self.pg_collection, "cp", None) if hasattr(self, "pg_collection") else None
-        group = group or parallel_state.get_context_parallel_group()
-        key, value = (gather_from_sequence_parallel_region(x.contiguous(), group=group) for x in (key, value))
-        parts = [positions_of(len(key), rank, group.size()) for rank in range(group.size())]
-        order = torch.cat(parts).argsort().to(key.device)
-        later = torch.arange(len(key))[None, :] > parts[group.rank()][:, None]
-        return original(self, query, key[order], value[order], later[None, None].to(key.device), *args, **kw)
-
-    return forward
+    group = getattr(self.pg_collection, "cp", None) if hasattr(self, "pg_collection") else None
+    group = group or parallel_state.get_context_parallel_group()
+    key, value = (gather_from_sequence_parallel_region(x.contiguous(), group=group) for x in (key, value))
+    parts = [positions_of(len(key), rank, group.size()) for rank in range(group.size())]
+    order = torch.cat(parts).argsort().to(key.device)
+    later = torch.arange(len(key))[None, :] > parts[group.rank()][:, None]
+    return original(self, query, key[order], value[order], later[None, None].to(key.device), *args, **kw)

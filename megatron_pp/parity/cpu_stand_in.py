@@ -50,6 +50,7 @@ from typing import Any
 import torch
 
 from megatron_pp.parity.cpu_collectives import redirect_distributed
+from megatron_pp.parity.wrapping import wrap
 
 CPU = torch.device("cpu")
 
@@ -287,36 +288,31 @@ def _complete_sharded_optimizer() -> None:
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    kind: Any = DistributedOptimizer
-    original = kind.sharded_state_dict
+    wrap(DistributedOptimizer, "sharded_state_dict", _with_states)
+    wrap(DistributedOptimizer, "_set_main_param_and_optimizer_states", _set_states)
+    wrap(DistributedOptimizer, "load_state_dict", _load_with_steps)
 
-    @functools.wraps(original)
-    def sharded_state_dict(self: Any, model: Any, is_loading: bool = False, *args: Any, **kwargs: Any) -> Any:
-        if is_loading and self.optimizer is not None and not self.optimizer.state:
-            for parameter in (each for group in self.optimizer.param_groups for each in group["params"]):
-                zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                self.optimizer.state[parameter] = {"step": torch.zeros(()), **zeros}
-        return original(self, model, is_loading, *args, **kwargs)
 
-    plain_set = kind._set_main_param_and_optimizer_states
+def _with_states(original: Any, self: Any, model: Any, is_loading: bool = False, *args: Any, **kwargs: Any) -> Any:
+    if is_loading and self.optimizer is not None and not self.optimizer.state:
+        for parameter in (each for group in self.optimizer.param_groups for each in group["params"]):
+            zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            self.optimizer.state[parameter] = {"step": torch.zeros(()), **zeros}
+    return original(self, model, is_loading, *args, **kwargs)
 
-    @torch.no_grad()
-    def set_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
-        group, index = self.model_param_group_index_map[model_param]
-        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][index]]
-        plain_set(self, model_param, tensors | {name: state[name] for name in ("step",) if name in state})
 
-    plain_load = kind.load_state_dict
+@torch.no_grad()
+def _set_states(original: Any, self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+    group, index = self.model_param_group_index_map[model_param]
+    state = self.optimizer.state[self.optimizer.param_groups[group]["params"][index]]
+    original(self, model_param, tensors | {name: state[name] for name in ("step",) if name in state})
 
-    @functools.wraps(plain_load)
-    def load_state_dict(self: Any, state_dict: Any) -> None:
-        plain_load(self, state_dict)
-        for state in self.optimizer.state.values():
-            if isinstance(state.get("step"), torch.Tensor):
-                state["step"] = state["step"].clone()
 
-    kind.sharded_state_dict, kind._set_main_param_and_optimizer_states = sharded_state_dict, set_states
-    kind.load_state_dict = load_state_dict
+def _load_with_steps(original: Any, self: Any, state_dict: Any) -> None:
+    original(self, state_dict)
+    for state in self.optimizer.state.values():
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"] = state["step"].clone()
 
 
 def allow_no_gpu() -> None:

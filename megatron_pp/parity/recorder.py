@@ -28,6 +28,7 @@ from megatron_pp.parity.parameters import (
     part_of,
 )
 from megatron_pp.parity.processes import RunError
+from megatron_pp.parity.wrapping import wrap, wrapped
 
 FORWARD, LOSS, BACKWARD, GRADIENT, NORM, PARAMETER = "forward", "loss", "backward", "gradient", "norm", "parameter"
 RESTORED = "restored"
@@ -91,41 +92,29 @@ class Recorder:
         from megatron_pp.integrations.named_objects import replace_names
 
         chosen = schedules.get_forward_backward_func
-        replace_names([(chosen, self._around_choice(chosen))])
+        replace_names([(chosen, wrapped(chosen, self._choice))])
         for kind in _subclasses(optimizers.MegatronOptimizer):
             if "step" in vars(kind):
-                kind.step = self._around_step(kind.step)
+                wrap(kind, "step", self._optimizer_step)
             if "__init__" in vars(kind):
-                kind.__init__ = self._around_init(kind.__init__)
+                wrap(kind, "__init__", self._optimizer_init)
 
-    def _around_init(self, original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            original(optimizer, *args, **kwargs)
-            if not any(optimizer is known for known in self.optimizers):
-                self.optimizers.append(optimizer)
+    def _optimizer_init(self, original: Callable[..., None], optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        original(optimizer, *args, **kwargs)
+        if not any(optimizer is known for known in self.optimizers):
+            self.optimizers.append(optimizer)
 
-        return init
+    def _choice(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return wrapped(original(*args, **kwargs), self._schedule)
 
-    def _around_choice(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
-            return self._around_schedule(original(*args, **kwargs))
-
-        return get_forward_backward_func
-
-    def _around_schedule(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def schedule(*args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("forward_only") or args:
-                return original(*args, **kwargs)
-            model = kwargs["model"]
-            self._begin(list(model) if isinstance(model, (list, tuple)) else [model])
-            self.microbatches, self.sequence = kwargs["num_microbatches"], kwargs["seq_length"]
-            kwargs["forward_step_func"] = self._around_forward(kwargs["forward_step_func"])
-            return original(**kwargs)
-
-        return schedule
+    def _schedule(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("forward_only") or args:
+            return original(*args, **kwargs)
+        model = kwargs["model"]
+        self._begin(list(model) if isinstance(model, (list, tuple)) else [model])
+        self.microbatches, self.sequence = kwargs["num_microbatches"], kwargs["seq_length"]
+        kwargs["forward_step_func"] = wrapped(kwargs["forward_step_func"], self._forward_step)
+        return original(**kwargs)
 
     def _begin(self, chunks: list[Any]) -> None:
         if not self.chunks:
@@ -176,37 +165,29 @@ class Recorder:
             np.savez(self.weights, **self.whole)  # type: ignore[arg-type]
         return self.record
 
-    def _around_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def forward_step(data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-            chunk = next(index for index, own in enumerate(self.chunks) if unwrapped(own) is unwrapped(model))
-            number = self.counts.get(chunk, 0)
-            self.counts[chunk] = number + 1
-            self.current = number * self.place.size["DP"] + self.place.rank["DP"]
-            try:
-                output, loss_func = original(data_iterator, model, *args, **kwargs)
-            finally:
-                microbatch, self.current = self.current, None
-            return output, self._around_loss(loss_func, microbatch)
+    def _forward_step(
+        self, original: Callable[..., Any], data_iterator: Any, model: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        chunk = next(index for index, own in enumerate(self.chunks) if unwrapped(own) is unwrapped(model))
+        number = self.counts.get(chunk, 0)
+        self.counts[chunk] = number + 1
+        self.current = number * self.place.size["DP"] + self.place.rank["DP"]
+        try:
+            output, loss_func = original(data_iterator, model, *args, **kwargs)
+        finally:
+            microbatch, self.current = self.current, None
+        return output, None if loss_func is None else functools.partial(self._loss, loss_func, microbatch)
 
-        return forward_step
-
-    def _around_loss(self, original: Any, microbatch: int) -> Any:
-        if original is None:
-            return original
-
-        def loss_func(output: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(output, torch.Tensor) and output.dim() < 3:  # no logits
-                self._note(LOSS, "loss of each token", microbatch, output, 1)
-                self._watch(output, "loss of each token", microbatch, 1)
-            result = original(output, *args, **kwargs)
-            if isinstance(result, tuple) and isinstance(result[0], torch.Tensor):
-                self._put(LOSS, "loss", microbatch, Value(_array(result[0]), sum_over_context=len(result) == 3))
-            if isinstance(result, tuple) and len(result) == 3:
-                self._put(LOSS, "tokens", microbatch, Value(_array(result[1]), sum_over_context=True))
-            return result
-
-        return loss_func
+    def _loss(self, original: Callable[..., Any], microbatch: int, output: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(output, torch.Tensor) and output.dim() < 3:  # no logits
+            self._note(LOSS, "loss of each token", microbatch, output, 1)
+            self._watch(output, "loss of each token", microbatch, 1)
+        result = original(output, *args, **kwargs)
+        if isinstance(result, tuple) and isinstance(result[0], torch.Tensor):
+            self._put(LOSS, "loss", microbatch, Value(_array(result[0]), sum_over_context=len(result) == 3))
+        if isinstance(result, tuple) and len(result) == 3:
+            self._put(LOSS, "tokens", microbatch, Value(_array(result[1]), sum_over_context=True))
+        return result
 
     def _hook(self, model: Any) -> None:
         modules = dict(model.named_modules())
@@ -267,26 +248,22 @@ class Recorder:
     def _put(self, kind: str, name: str, microbatch: int, value: Value) -> None:
         self.record.values.setdefault(Key(self.step, kind, name, microbatch), value)
 
-    def _around_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.depth or not self.chunks:
-                return original(optimizer, *args, **kwargs)
-            self._gradients()
-            self.depth += 1
-            try:
-                result = original(optimizer, *args, **kwargs)
-            finally:
-                self.depth -= 1
-            if isinstance(result, tuple) and len(result) > 1 and result[1] is not None:
-                self._put(NORM, "gradient norm", -1, Value(np.asarray(float(result[1]))))
-            self.step += 1
-            self._parameters(PARAMETER)
-            if self.step == self.steps:
-                raise SystemExit(0)  # the script need not go on
-            return result
-
-        return step
+    def _optimizer_step(self, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.depth or not self.chunks:
+            return original(optimizer, *args, **kwargs)
+        self._gradients()
+        self.depth += 1
+        try:
+            result = original(optimizer, *args, **kwargs)
+        finally:
+            self.depth -= 1
+        if isinstance(result, tuple) and len(result) > 1 and result[1] is not None:
+            self._put(NORM, "gradient norm", -1, Value(np.asarray(float(result[1]))))
+        self.step += 1
+        self._parameters(PARAMETER)
+        if self.step == self.steps:
+            raise SystemExit(0)  # the script need not go on
+        return result
 
     def _gradients(self) -> None:
         for chunk in self.chunks:
