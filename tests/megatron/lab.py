@@ -47,7 +47,8 @@ with cpu_stand_in.triton_stand_in():
     from tests.megatron.loops import LOOPS
 
     cpu_layers.complete_layers()
-from megatron_pp.parity.parameters import Place, global_name, unwrapped  # noqa: E402
+from megatron_pp.common.module_attributes import unwrapped  # noqa: E402
+from megatron_pp.parity.parameters import Place, global_name  # noqa: E402
 from megatron_pp.plan.orders import find_family  # noqa: E402
 from megatron_pp.weight_grad import split_weight_grad, store_of  # noqa: E402
 from tests.megatron.cases import Case, Job, Model  # noqa: E402
