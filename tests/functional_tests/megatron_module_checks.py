@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -12,19 +13,48 @@ import pytest
 import torch
 
 from megatron_pp.parity import cpu_stand_in
-from tests.harness.module_models import RankModel, Setup, loss_of, sink_of
+from tests.harness.module_models import HIDDEN, RankModel, Setup, loss_of, sink_of
 
 
 @dataclass(frozen=True)
 class MegatronCase:
     """``per_token``: the loss function gives numbers of tokens; ``grad_sync``: the config has a function for it;
-    ``hangs``: Megatron's own schedule does; ``ddp``: stages are in Megatron's DistributedDataParallel."""
+    ``hangs``: Megatron's own schedule does; ``ddp``: stages are in Megatron's DistributedDataParallel; ``images``: the
+    model is ``ImageTokens``."""
 
     setup: Setup
     per_token: bool = False
     grad_sync: bool = False
     hangs: bool = False
     ddp: bool = False
+    images: bool = False
+
+
+COUNTS = ((1, 3), (0, 0), (2, 2), (4, 0))  # of image tokens in each sample of a microbatch
+
+
+class ImageTokens(RankModel):
+    """A vision encoder and replicas of a language model, as Megatron's MimoModel: the tokens of all samples in one
+    dimension, of each sample another number, and of text alone none, which are an empty tensor that needs a
+    gradient."""
+
+    def batches(self, step: int) -> Iterator[Any]:
+        for mb in range(self.setup.microbatches):
+            counts = COUNTS[(step + mb) % len(COUNTS)]
+            generator = torch.Generator().manual_seed(100 * step + mb)
+            tokens = torch.randn(sum(counts), HIDDEN, generator=generator)
+            texts = torch.randn(len(counts), 3, 1, HIDDEN, generator=generator)
+            yield counts, tokens, texts
+
+    def forward(self, batch: Any) -> dict[str, torch.Tensor]:
+        counts, tokens, texts = batch
+        if "vision" in self.places:
+            made: Any = self.stages["vision"](tokens) if len(tokens) else torch.empty(0, HIDDEN, requires_grad=True)
+            if len(set(counts)) > 1:
+                made._mimo_bridge_split_sizes = [*counts]
+            return {"vision": made}
+        text = texts[self.places["llm"][1]]
+        return {"llm": self.stages["llm"](torch.cat([self.given["vision"][:, None], text]))}
 
 
 def own_and_ours(rank: int, size: int, checkout: str, cases: list[MegatronCase]) -> list[tuple[Any, Any]]:
@@ -103,11 +133,12 @@ def _grids(megatron: Any, setup: Setup) -> dict[str, Any]:
 def _steps(megatron: Any, rank: int, case: MegatronCase) -> list[Any]:
     setup, sink = case.setup, sink_of(case.setup)
     grids = _grids(megatron, setup)
-    model = RankModel(setup, rank)
+    model = (ImageTokens if case.images else RankModel)(setup, rank)
     happened: list[str] = []
     model.config = config = _config(megatron, case, model, happened)
     topology = {module.name: list(setup.topology.get(module.name, ())) for module in setup.modules}
-    communicator = megatron.communicator(grids, topology, config, dim_mapping={"s": 0, "b": 1, "h": 2})
+    dimensions = {"dim_mapping": {"s": 0, "b": 1, "h": 2}, "module_output_ndim": {"vision": 2} if case.images else None}
+    communicator = megatron.communicator(grids, topology, config, **dimensions)
     collections = {}
     for name in model.places:
         collections[name] = one = megatron.groups.ProcessGroupCollection()

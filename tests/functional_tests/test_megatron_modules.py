@@ -58,6 +58,9 @@ CASES = {name: MegatronCase(SETUPS[name]) for name in SERVED} | {
     "outputs are freed": MegatronCase(dataclasses.replace(LINES, config={"deallocate_pipeline_outputs": True})),
     "evaluation": MegatronCase(dataclasses.replace(LINES, forward_only=True)),
     "reduced over replicas in backwards": MegatronCase(SETUPS["fan-in"], ddp=True),
+    "image tokens, of some samples none": MegatronCase(
+        Setup((module_on("vision"), module_on("llm", 1, dp=2)), {"vision": ["llm"]}), images=True
+    ),
     "few microbatches": MegatronCase(dataclasses.replace(LINES, microbatches=2)),
     # The shorter encoder's warm-up sends more than the language model has received when it sends its first gradient:
     # each waits for the other. Of an output that goes to two modules Megatron keeps the last gradient alone.
@@ -101,7 +104,7 @@ def test_losses_gradients_and_hooks_are_those_of_megatrons_schedule(name: str, f
             for place, tensors in gradients.items():
                 for one, other in zip(tensors, theirs[place], strict=True):
                     assert (one is None and other is None) or torch.equal(one, other), place
-    if not (case.per_token or case.ddp):
+    if not (case.per_token or case.ddp or case.images):
         assert_equal(case.setup, [[step[:2] for step in ours] for _, ours in ranks], in_one_process(case.setup))
 
 
