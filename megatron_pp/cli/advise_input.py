@@ -157,7 +157,7 @@ def question_of(args: argparse.Namespace) -> Question:
         seq_length=args.seq_length or (file and file.seq_length) or whole_argument(megatron, "seq_length", 0) or None,
         peak_flops=gpu.flops if gpu is not None else None,
         outside=outside_of(args, args.gloo or (traced is not None and traced.network.gloo)),
-        **given(args, ("data_parallel", "max_chunks", "gloo")),
+        **given(args, ("data_parallel", "max_chunks", "gloo", "keep_outputs")),
     )
     if traced is not None:
         return _on_traced_links(question, traced)

@@ -1,10 +1,10 @@
-"""All that each rank's GPU holds, as a table: ``simulate --memory``. And what of it torch does not allocate, by options
-of ``simulate`` and ``advise``."""
+"""All that each rank's GPU holds, as a table: ``simulate --memory``. And the options of ``simulate`` and ``advise`` for
+what of it torch does not allocate, and for outputs that stay."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,8 @@ def add_outside_options(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--max-ctas", type=count, metavar="N", help=limit)
     context = f"memory of a CUDA context; default {CONTEXT / 1e6:.0f}, an H100's"
     parser.add_argument("--context-mb", type=number, metavar="MB", help=context)
+    kept = "outputs are not deallocated after their send, or a stage saves them for its backward"
+    parser.add_argument("--keep-outputs", action="store_true", help=kept)
 
 
 def outside_of(args: argparse.Namespace, gloo: bool) -> Outside | None:
@@ -49,20 +51,22 @@ def show_memory(found: Sequence[DeviceMemory], console: Console) -> None:
     for rank, (one, row) in enumerate(zip(found, numbers, strict=True)):
         rows.append([str(rank), *(size_label(row[k]) for k in shown), size_label(one.total), one.at])
     if any(one.host for one in found):
-        names.append("on host")
-        rows = [[*row, size_label(one.host)] for row, one in zip(rows, found, strict=True)]
+        names += ["on host", "pinned at most"]
+        rows = [[*row, *map(size_label, (one.host, one.pinned))] for row, one in zip(rows, found, strict=True)]
     print_table(console, "Memory of each rank's GPU when it holds most", names, rows)
     kinds = list(dict.fromkeys((one.kind, one.channels) for rank in found for one in rank.communicators))
     rows = [[kind, str(channels), *_of_kind(found, kind)] for kind, channels in kinds]
-    names = ["communicators", "NCCL channels in each", "of a rank", "receiving ends", "sending ends"]
+    names = ["communicators", "NCCL channels in each", "of a rank", "receiving ends", "sending ends", "together"]
     print_table(console, "Communicators", names, rows)
 
 
 def _of_kind(found: Sequence[DeviceMemory], kind: str) -> list[str]:
     """``2 to 4`` where ranks differ."""
     made = [one for rank in found for one in rank.communicators if one.kind == kind]
-    numbers = ([getattr(one, field) for one in made] for field in ("count", "receiving", "sending"))
-    return [" to ".join(map(str, dict.fromkeys((min(each), max(each))))) for each in numbers]
+    numbers = [[getattr(one, field) for one in made] for field in ("count", "receiving", "sending", "nbytes")]
+    labels: Sequence[Callable[[Any], str]] = (str, str, str, size_label)
+    least_and_most = [dict.fromkeys((min(each), max(each))) for each in numbers]
+    return [" to ".join(map(label, each)) for label, each in zip(labels, least_and_most, strict=True)]
 
 
 def memory_facts(one: DeviceMemory) -> dict[str, Any]:
@@ -75,6 +79,6 @@ def memory_facts(one: DeviceMemory) -> dict[str, Any]:
         "total": one.total,
         "at": one.at,
         "host": one.host,
-        "host_pinned_at_most": 2 * one.host,
+        "host_pinned_at_most": one.pinned,
         "communicators_made": made,
     }

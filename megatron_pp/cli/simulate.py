@@ -58,8 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     table = "all that each rank's GPU holds, communicators and CUDA context too; needs the shape of the model"
     parser.add_argument("--memory", action="store_true", help=table)
     add_outside_options(parser)
-    kept = "outputs are not deallocated after their send, or a stage saves them for its backward"
-    parser.add_argument("--keep-outputs", action="store_true", help=kept)
     share = "memory of a waiting weight gradient, as a share of its forward's; by default a transformer layer's, by "
     share += "the model options where they are given"
     parser.add_argument("--weight-share", type=cost_options.number, metavar="SHARE", help=share)

@@ -16,7 +16,7 @@ class DeviceMemory(NamedTuple):
     communicators  of NCCL
     context        of CUDA
     at             the instruction after which ``allocated`` is most
-    host           offloaded at once at most, pinned: in buffers of powers of two, so up to twice as much
+    host           offloaded at once at most
     """
 
     parameters: float
@@ -25,6 +25,11 @@ class DeviceMemory(NamedTuple):
     context: float
     at: str
     host: float
+
+    @property
+    def pinned(self) -> float:
+        """Of host memory at most: buffers are of powers of two, and as many as were in use at once."""
+        return 2 * self.host
 
     @property
     def of_communicators(self) -> int:

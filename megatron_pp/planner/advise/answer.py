@@ -139,7 +139,9 @@ def sentences(question: Question, outcome: Outcome) -> list[str]:
         lines[0] += f"; {within}, {bound.step:.4g} ms ({bound.reason}; this placement and these stages)"
     if fit is not None:
         memory = ", ".join(f"{peak:.3g}" for peak in fit.peaks)
-        host = f"; {outcome.on_host:.3g} GB of host memory" if outcome.on_host else ""
+        host = (
+            f"; {outcome.on_host:.3g} GB of host memory, at most {outcome.pinned:.3g} pinned" if outcome.on_host else ""
+        )
         bare = "" if any(fit.static) else "; parameters, gradients and optimizer states not counted (--static-gb)"
         taken = max(_taken(question, outcome))
         outside = f", {taken:.2g} of it for communicators and the CUDA context" if taken else ""
@@ -290,6 +292,7 @@ def _facts(question: Question, one: Outcome, measured: str) -> dict[str, Any]:
         "memory_gb": list(one.fit.peaks),
         "communicators_and_context_gb": list(_taken(question, one)),
         "host_memory_gb": one.on_host,
+        "host_pinned_at_most_gb": one.pinned,
         "layout": layout_of(one) or None,
         "layers_per_stage": _counts(one.fit.stages),
         "recomputed_per_stage": _recomputed(one),

@@ -22,7 +22,7 @@ from megatron_pp.planner.bound import lower_bound
 
 _PILOTS = (2, 4)  # estimates are of these multiples of P microbatches; the steady state goes on
 _LOGITS = 2  # microbatches between S and T, until a plan is known
-TENSORS = 4  # pipeline tensors of a rank beside its stages' inputs, until a plan is known
+_TENSORS = 4  # pipeline tensors of a chunk beside its stages' inputs, until a plan is known
 _ROOM = 1.5  # P microbatches: with more memory a search rarely finds a shorter step
 _SEEDS = {LOOP: ("1f1b", "interleaved_1f1b"), "v": ("v_half", "v_half")}  # of one chunk, of several
 
@@ -214,13 +214,20 @@ def fixed_memory(
     return tuple(gb + count * each + share for gb, count in zip(taken, tensors, strict=True))
 
 
+def tensors_before(question: Question, candidate: Candidate) -> tuple[int, ...]:
+    """Pipeline tensors of each rank without the inputs of its stages, until a plan is known."""
+    states = states_of(candidate, question.pipeline_size)
+    kept = [max(sum(flight) for flight, _ in rank) if question.keep_outputs else 0 for rank in states]
+    return tuple(_TENSORS * candidate.num_chunks + outputs for outputs in kept)
+
+
 def cut_model(question: Question, candidate: Candidate, model: Model) -> Fitted:
     """The model on the candidate's stages, with the recomputation that it needs. Raises PlanError where the layers do
     not fill the stages.
     """
     size = question.pipeline_size
     placement = candidate.placement(size)
-    fixed = fixed_memory(question, candidate, model, (TENSORS * candidate.num_chunks,) * size)
+    fixed = fixed_memory(question, candidate, model, tensors_before(question, candidate))
     room = Room(placement, states_of(candidate, size), candidate.slices, question.memory, fixed)
     units = model.units(placement.num_stages)
     try:

@@ -11,8 +11,8 @@ from megatron_pp.plan.costs.measured import Measured
 from megatron_pp.plan.costs.stage_costs import MemoryModel, StageCosts
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.simulate.simulator import simulate
-from megatron_pp.plan.verify.verifier import Verdict
-from megatron_pp.planner.advise.candidates import TENSORS, Candidate, cut_model, fixed_memory
+from megatron_pp.plan.verify.verifier import Verdict, verify
+from megatron_pp.planner.advise.candidates import Candidate, cut_model, fixed_memory, tensors_before
 from megatron_pp.planner.advise.fit import Fitted, Room, fitted, with_recomputed
 from megatron_pp.planner.advise.model import PART, Model
 from megatron_pp.planner.advise.question import Question
@@ -50,6 +50,11 @@ class Outcome:
     fit: Fitted | None = None
     bound: Bound | None = None
     certificate: dict[str, Any] | None = None
+
+    @property
+    def pinned(self) -> float:
+        """GB of host memory at most: buffers are of powers of two."""
+        return 2 * self.on_host
 
     @property
     def peak(self) -> float:
@@ -102,7 +107,7 @@ def _searched(question: Question, candidate: Candidate, model: Model, cut: Fitte
 
 def _limits(question: Question, candidate: Candidate, model: Model, cut: Fitted) -> tuple[float, ...]:
     """GB of each rank for activations. Raises PlanError where parameters alone fill the memory."""
-    fixed = fixed_memory(question, candidate, model, (TENSORS * candidate.num_chunks,) * len(cut.static))
+    fixed = fixed_memory(question, candidate, model, tensors_before(question, candidate))
     needed = list(map(math.fsum, zip(cut.static, fixed, strict=True)))
     limits = [question.memory * candidate.memory_share - gb for gb in needed]
     if min(limits) <= 0:
@@ -147,6 +152,8 @@ def _run(
     """Raises PlanError for a plan that is refused."""
     spec = spec_of(question, candidate, measured)
     plan, verdict = verified_plan(spec)
+    if question.keep_outputs:
+        verdict = verify(plan, deallocate=False)
     logits = max(one.each.logits for one in verdict.ranks)
     fixed = fixed_memory(question, candidate, model, tensors_of(verdict), logits)
     lines = plan.programs if candidate.offload_chunks else plan.orders

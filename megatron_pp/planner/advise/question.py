@@ -43,6 +43,7 @@ class Question:
     seq_length        tokens of a sequence; None where not known
     peak_flops        of a device, per second; None where not known
     outside           what communicators and a CUDA context take of a device's memory; None where they are not counted
+    keep_outputs      whether outputs stay until their backwards
     """
 
     pipeline_size: int
@@ -66,6 +67,7 @@ class Question:
     seq_length: int | None = None
     peak_flops: float | None = None
     outside: Outside | None = None
+    keep_outputs: bool = False
 
     def __post_init__(self) -> None:
         for name in ("pipeline_size", "global_batch", "data_parallel", "max_chunks"):

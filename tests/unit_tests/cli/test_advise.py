@@ -272,6 +272,17 @@ def test_a_file_of_layers(command, tmp_path):
     assert_refused(command(*SMALL, "--costs", path, "--static-gb", 1), 2, "--static-gb is in --costs FILE")
 
 
+def test_outputs_that_stay_are_counted(command, tmp_path):
+    """GPipe of eight microbatches: the first rank keeps all outputs, and one where they go when they were sent."""
+    path = tmp_path / "layers.json"
+    path.write_text(json.dumps({"layers": [{"count": 4, **TIMES, "activation_gb": 1}], "message_mb": 500}))
+    words = ("--global-batch", 8, "--memory-gb", 200, "--costs", path, "--bandwidth", 1000, "--max-chunks", 1)
+    line = ("advise", "-P", 2, *words, "--schedules", "gpipe", "--no-recompute", "--json", "--jobs", 1)
+    gone, kept = (json.loads(command(*line, *more)[1])["recommended"] for more in ((), ("--keep-outputs",)))
+    assert [b - a for a, b in zip(gone["memory_gb"], kept["memory_gb"], strict=True)] == pytest.approx([7 * 0.5, 0])
+    assert command(*line, "--keep-outputs", "--memory-gb", gone["memory_gb"][0] + 3)[0] == 1
+
+
 @pytest.mark.parametrize(
     ("content", "problem"),
     [

@@ -160,9 +160,12 @@ def test_all_that_a_gpu_holds_is_one_table(command):
         assert row.split()[-1] == one["at"]
         assert f" {size_label(one['total'])} " in row
         assert f" {size_label(one['communicators'])}  534 MiB " in row
-    assert re.search(r"one-way channels +8 +4 to 8 +2 to 4 +2 to 4", out)
+    assert re.search(r"one-way channels +8 +4 to 8 +2 to 4 +2 to 4 +192 MiB to 384 MiB", out)
     without = json.loads(command(*line, "--json", "--gloo")[1])["memory"]
     assert {(one["communicators"], one["context"]) for one in without} == {(0, 0)}
+    _, out, _ = command(*line, "--offload-chunks", 1)
+    host = json.loads(command(*line, "--offload-chunks", 1, "--json")[1])["memory"][0]["host"]
+    assert re.search(rf"^ +0 .* {size_label(host)} +{size_label(2 * host)} $", out, re.MULTILINE)
     assert_refused(command(*line[:7], "--memory"), 2, "--memory needs the shape of the model")
     assert_refused(command(*line, "--gloo", "--max-ctas", 2), 2, "--max-ctas is of GPUs")
 

@@ -51,6 +51,7 @@ def test_outputs_that_are_kept_stay_until_their_backwards() -> None:
 def test_host_memory_is_what_is_offloaded() -> None:
     for one in memory_of(PlanSpec("gpipe", 2, 1, 8, offload_chunks=1)):
         assert one.host > 0
+        assert one.pinned == 2 * one.host
         assert one.total == one.parameters + sum(one.allocated) + (96 + 534) * MIB
 
 

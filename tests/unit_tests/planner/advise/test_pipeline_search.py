@@ -136,6 +136,8 @@ def test_offloading_makes_room_in_host_memory():
     assert best.candidate.offload_chunks > 0
     assert max(best.fit.peaks) <= 4.5
     assert best.on_host > 0
+    host = f"{best.on_host:.3g} GB of host memory, at most {2 * best.on_host:.3g} pinned"
+    assert host in "\n".join(sentences(asked, best))
     assert best.fit.costs.offload == tuple(kept / 4.0 for kept in best.fit.activation)
     plan = build_plan(best.spec)
     assert simulate(plan, best.fit.costs, Network(link=Link(0.1))).makespan == best.step
