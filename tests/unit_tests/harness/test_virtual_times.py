@@ -12,6 +12,7 @@ import torch
 from megatron_pp.comm.collectives import OnStream
 from megatron_pp.features.offload.host_copies import _StreamCopies
 from megatron_pp.features.pairs.pair_runner import in_turn
+from megatron_pp.plan.costs.measured import Measured
 from megatron_pp.plan.costs.stage_costs import Link, Network
 from megatron_pp.plan.ir.spec import BATCHED, PLAIN, PlanSpec
 from megatron_pp.plan.orders import SCHEDULES
@@ -27,9 +28,10 @@ from tests.harness.stream_runs import on_one_device, plan_on_streams
 from tests.harness.streams.call_log import CallLog
 from tests.harness.streams.virtual_times import Timelines, timelines
 from tests.harness.sweeps import EXHAUSTIVE
-from tests.harness.virtual_timelines import MESSAGE, SLOT, TimedStep, timed_output_layer, timed_step
+from tests.harness.virtual_timelines import MESSAGE, SLOT, TimedStep, costs_of, timed_output_layer, timed_step
 
 FAMILIES = [name for name, family in SCHEDULES.items() if family.search is None and not family.barriers]
+SEARCHED = [name for name, family in SCHEDULES.items() if family.search is not None]
 PAIRED = [name for name in FAMILIES if name != "pipe_offload"]
 
 
@@ -112,6 +114,15 @@ def test_transfers_take_turns_on_their_link(latency: float) -> None:
 def test_a_step_takes_what_its_plan_is_simulated_to_take(schedule: str, size: int, chunks: int) -> None:
     """Each forward, backward, weight gradient, copy and transfer begins and ends when the simulator says."""
     step = timed_step(spec_of(schedule, size, chunks))
+    assert furthest(step)[0] < 1e-6, furthest(step)
+    assert not step.report.races, str(step.report)
+
+
+@pytest.mark.parametrize("schedule", SEARCHED)
+def test_so_does_an_order_that_is_searched_for(schedule: str) -> None:
+    costs = costs_of(4)
+    measured = Measured(costs.forward, costs.backward_input, costs.weight, transfer=MESSAGE)
+    step = timed_step(PlanSpec(schedule, 2, 2, 8, measured=measured))
     assert furthest(step)[0] < 1e-6, furthest(step)
     assert not step.report.races, str(step.report)
 
