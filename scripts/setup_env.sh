@@ -77,6 +77,7 @@ install() { # EXTRA...
     constraints >"$venv/constraints.txt"
     pip=("$python" -m pip install --disable-pip-version-check --constraint "$venv/constraints.txt")
     [[ -t 2 ]] || pip+=(--quiet) # pip's own bars are for people
+    [[ -z "${MEGATRON_PP_TORCH:-}" ]] || export PIP_CONSTRAINT=/dev/null # pip's own settings may hold torch below it
     rm -f -- "$stamp"
     # torch first and alone: megatron-core and others take any version, and must find the pinned one in place.
     say "Set-up 2/4: torch (once; a few minutes where it has to be downloaded) ..."
