@@ -167,18 +167,27 @@ def overhead(report: Report) -> Any:
 
 def exposed(report: Report) -> Any:
     several = [row for row in report.rows if row["schedule"] != "eager_1f1b"]
-    panels = _labels(several, ("schedule", "P"))
+    return _over_bound(several, ("schedule", "P"), "transfer / F", "transfer / forward")
+
+
+def sharded(report: Report) -> Any:
+    return _over_bound(report.rows, ("schedule", "V", "P"), "gather / F", "gather of a stage / forward")
+
+
+def _over_bound(several: Sequence[Row], columns: Sequence[str], ratio: str, label: str) -> Any:
+    """A panel for each value of ``columns``, with a line for each engine over ``ratio``."""
+    panels = _labels(several, columns)
     figure, all_axes = new_chart(-(-len(panels) // 2), min(2, len(panels)), 3.6 * -(-len(panels) // 2), sharey=True)
     top = max(100 * (row["over bound"] - 1) for row in several)
     for axes, panel in zip(all_axes, panels, strict=False):
-        rows = [row for row in several if _label(row, ("schedule", "P")) == panel]
+        rows = [row for row in several if _label(row, columns) == panel]
         by_engine = {
-            engine: [(row["transfer / F"], 100 * (row["over bound"] - 1)) for row in rows if row["engine"] == engine]
+            engine: [(row[ratio], 100 * (row["over bound"] - 1)) for row in rows if row["engine"] == engine]
             for engine in _labels(rows, ("engine",))
         }
-        widest = max(row["transfer / F"] for row in rows)
+        widest = max(row[ratio] for row in rows)
         axes.set(title=panel, xlim=(0, 1.65 * widest), ylim=(0, 1.15 * max(top, 5.0)))
-        axes.set(xlabel="transfer / forward", ylabel="over bound, % (shaded: wanted)")
+        axes.set(xlabel=label, ylabel="over bound, % (shaded: wanted)")
         axes.set_xticks([tick for tick in (0, 0.5, 1.0, 1.5) if tick <= widest])
         lines(axes, by_engine)
         wanted(axes, 0, 5, upright=False)
@@ -348,7 +357,7 @@ def packing(report: Report) -> Any:
 CHARTS: dict[str, Callable[[Report], Any]] = {
     draw.__name__: draw
     for draw in (
-        overhead, exposed, overlap, memory, bubble, megatron_steps, prediction, tracing, training, replan, packing,
-        growth,
+        overhead, exposed, sharded, overlap, memory, bubble, megatron_steps, prediction, tracing, training, replan,
+        packing, growth,
     )
 }  # fmt: skip

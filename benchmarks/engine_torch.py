@@ -1,4 +1,6 @@
-"""torch.distributed.pipelining, for `engines.make_step`: with one process group, or with one for each edge."""
+"""torch.distributed.pipelining, for `engines.make_step`: with one process group, or with one for each edge; and torch's
+stages under our plans.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,21 @@ def make(engine: str, work: Work, rank: int, group: Any, make_stage: MakeStage, 
     edges = engine == "torch per-edge"
     if edges and not hasattr(getattr(torch.distributed, "config", None), "pipeline_per_edge_p2p"):
         raise Unavailable(f"torch {torch.__version__} has no process group for each edge; 2.15 has")
-    numbers = [chunk * work.pipeline_size + rank for chunk in range(work.num_chunks)]
     with torch.distributed.config.patch(pipeline_per_edge_p2p=True) if edges else contextlib.nullcontext():
-        stages = [_stage(pipelining, make_stage(n), n, work, group) for n in numbers]
-    kind = getattr(pipelining, names[work.schedule])
+        return _step(getattr(pipelining, names[work.schedule]), work, rank, group, make_stage)
+
+
+def make_ours(work: Work, rank: int, group: Any, make_stage: MakeStage) -> Step:
+    """The same stages under our plan."""
+    from megatron_pp.integrations.torch_pipelining import get_schedule_class
+
+    return _step(get_schedule_class(work.schedule), work, rank, group, make_stage)
+
+
+def _step(kind: Any, work: Work, rank: int, group: Any, make_stage: MakeStage) -> Step:
+    """``kind``: a class of schedules."""
+    numbers = [chunk * work.pipeline_size + rank for chunk in range(work.num_chunks)]
+    stages = [_stage(make_stage(n), n, work, group) for n in numbers]
     chunked = work.num_chunks > 1
     # Gradients are not divided by the microbatch count: the others would do it in the loss, for nothing here.
     schedule = kind(stages if chunked else stages[0], work.num_microbatches, loss_fn=_loss, scale_grads=False)
@@ -46,7 +59,9 @@ def make(engine: str, work: Work, rank: int, group: Any, make_stage: MakeStage, 
     return step
 
 
-def _stage(pipelining: Any, module: torch.nn.Module, number: int, work: Work, group: Any) -> Any:
+def _stage(module: torch.nn.Module, number: int, work: Work, group: Any) -> Any:
+    from torch.distributed import pipelining
+
     given = torch.ones(work.shape, requires_grad=number > 0)
     made = torch.ones(work.shape, requires_grad=True)
     with warnings.catch_warnings():

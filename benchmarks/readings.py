@@ -63,24 +63,34 @@ def _plugged_in(rows: Sequence[Row], column: str) -> str:
 
 
 def exposed(report: Report) -> str:
-    within = [row for row in report.rows if row["transfer / F"] <= 1.0]
-    ours = [row for row in within if row["engine"] == "ours"]
-    over = _range(_values(ours, "over bound"), "{:.2f}")
+    over, peers = _over_bound([row for row in report.rows if row["transfer / F"] <= 1.0])
     text = f"As long as a transfer takes no longer than a forward, our steps take {over} times their bound"
+    return f"{text}; {peers}. {_faster(report.rows)}"
+
+
+def sharded(report: Report) -> str:
+    over, peers = _over_bound(report.rows)
+    return f"Our steps of sharded stages take {over} times their bound; {peers}. {_faster(report.rows)}"
+
+
+def _over_bound(rows: Sequence[Row]) -> tuple[str, str]:
+    """The range of ours, and those of the peers."""
     peers = [
         f"{name} {_range(theirs, '{:.2f}')}"
         for engine, name in PEERS.items()
-        if (theirs := _values(within, "over bound", engine=engine))
+        if (theirs := _values(rows, "over bound", engine=engine))
     ]
-    at = {_point(row): row["ms (median)"] for row in report.rows if row["engine"] == "ours"}
-    gaps = [row["ms (median)"] / at[_point(row)] - 1 for row in report.rows if row["engine"] != "ours"]
+    return _range(_values(rows, "over bound", engine="ours"), "{:.2f}"), _list(peers)
+
+
+def _faster(rows: Sequence[Row]) -> str:
+    """At how many points a peer is faster."""
+    at = {_point(row): row["ms (median)"] for row in rows if row["engine"] == "ours"}
+    gaps = [row["ms (median)"] / at[_point(row)] - 1 for row in rows if row["engine"] != "ours"]
     slower = [gap for gap in gaps if gap < 0]
-    faster = (
-        f"A peer is faster than ours at {len(slower)} of {len(gaps)} points, by {-100 * min(slower):.1f}% at most."
-        if slower
-        else f"No peer is faster than ours at any of {len(gaps)} points."
-    )
-    return f"{text}; {_list(peers)}. {faster}"
+    if not slower:
+        return f"No peer is faster than ours at any of {len(gaps)} points."
+    return f"A peer is faster than ours at {len(slower)} of {len(gaps)} points, by {-100 * min(slower):.1f}% at most."
 
 
 def overlap(report: Report) -> str:
@@ -208,7 +218,7 @@ def _values(rows: Iterable[Row], column: str, **wanted: str) -> list[float]:
 
 
 def _point(row: Row) -> tuple[object, ...]:
-    return row["P"], row["schedule"], row["transfer / F"]
+    return row["P"], row["schedule"], row.get("V"), row.get("gather / F", row.get("transfer / F"))
 
 
 def _range(values: Sequence[float], form: str = "") -> str:
@@ -224,7 +234,7 @@ def _list(parts: Sequence[str]) -> str:
 READINGS: dict[str, Callable[[Report], str]] = {
     write.__name__: write
     for write in (
-        overhead, exposed, overlap, memory, bubble, megatron_steps, prediction, tracing, training, replan, packing,
-        growth,
+        overhead, exposed, sharded, overlap, memory, bubble, megatron_steps, prediction, tracing, training, replan,
+        packing, growth,
     )
 }  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from benchmarks.stages import TimedStage
 from benchmarks.work import Work
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs.stage_costs import Link, Network, StageCosts
-from megatron_pp.plan.ir.spec import OVERLAP
+from megatron_pp.plan.ir.spec import OVERLAP, Plan
 from megatron_pp.plan.simulate.simulator import simulate
 
 CHUNKS = {"1f1b": 1, "eager_1f1b": 1, "interleaved_1f1b": 2}
@@ -74,13 +74,26 @@ def work_of(schedule: str, size: int, microbatches: int, message_bytes: float) -
 
 
 def bound_seconds(work: Work, sweep: Sweep, transfer: float) -> float:
-    """The shortest step that the order of compute allows, over all lookaheads: sends are waited as late as can be."""
-    costs = sweep.costs(work)
-    network = Network(work.message_bytes, link=Link(bandwidth=work.message_bytes / transfer))
+    """The shortest step that the order of compute allows."""
+    return best_step(work, sweep.costs(work), network_of(work, transfer))
+
+
+def network_of(work: Work, transfer: float) -> Network:
+    return Network(work.message_bytes, link=Link(bandwidth=work.message_bytes / transfer))
+
+
+def best_step(
+    work: Work,
+    costs: StageCosts,
+    network: Network,
+    change: Callable[[Plan], Plan] = lambda plan: plan,
+    **more: Any,
+) -> float:
+    """Simulated, over all lookaheads: sends are waited as late as can be. ``more``: fields of the PlanSpec."""
     late = 2 * work.virtual_microbatches
 
     def step(lookahead: int) -> float:
-        spec = work.spec(policy=OVERLAP, release_after=late, lookahead=lookahead)
-        return simulate(build_plan(spec), costs, network).makespan
+        spec = work.spec(policy=OVERLAP, release_after=late, lookahead=lookahead, **more)
+        return simulate(change(build_plan(spec)), costs, network).makespan
 
     return min(step(lookahead) for lookahead in (1, 2, 4, 8))

@@ -32,6 +32,7 @@ SUBCOMMANDS = (
     "overhead",
     "overlap",
     "exposed",
+    "sharded",
     "prediction",
     "tracing",
     "memory",

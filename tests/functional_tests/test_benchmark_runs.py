@@ -65,3 +65,11 @@ def test_what_safety_costs_on_shaped_links(tmp_path: Path) -> None:
     rows = report(tmp_path, "overlap", *FEW, "--pp", "2", "--megabytes", "0.25", "--schedules", "1f1b")
     assert [row["variant"] for row in rows] == ["free at once", "wait at once", "ours"]
     assert all(row["exposed ms"] > 0 and row["peak MB"] > 0 for row in rows)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes network namespaces")
+def test_steps_of_sharded_stages_beside_torchs_on_shaped_links(tmp_path: Path) -> None:
+    rows = report(tmp_path, "sharded", *FEW, "--pp", "2", "--chunks", "2", "--ratios", "0.5")
+    assert [row["engine"] for row in rows][:2] == ["ours", "torch"]
+    # Sleeping cannot be shorter: 8 forwards, 8 backwards of twice their length.
+    assert all(row["ms (median)"] > 48 and row["bound ms"] > 48 for row in rows)

@@ -94,6 +94,11 @@ CASES: dict[str, tuple[list[Row], str, list[str]]] = {
         "edge 1.25. A peer is faster than ours at 1 of 4 points, by 1.0% at most.",
         ["1f1b, P=2", *(engine for engine, _ in POINTS)],
     ),
+    "sharded": (
+        [exposed_row(*point) | {"V": 2, "gather / F": 0.5} for point in POINTS if point[0] in ("ours", "torch")],
+        "1.01 times their bound; torch 1.30. No peer is faster than ours at any of 1 points.",
+        ["1f1b, V=2, P=2", "ours", "torch"],
+    ),
     "overlap": (OVERLAP, "1.00 of those that free without waiting, in the memory", ["wait at once", "ours"]),
     "memory": (
         [memory_row("predicted", 2, 4), memory_row("ours", 3, 4), memory_row("torch", 8, 6)],
