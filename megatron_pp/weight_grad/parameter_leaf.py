@@ -29,11 +29,12 @@ def add_hooked(parameter: Tensor, grad: Tensor) -> None:
     if main_grad is not None:
         main_grad.add_(grad)
         return
-    if grad.dtype != parameter.dtype:
-        grad = grad.to(parameter.dtype)
+    dtype = getattr(parameter, "grad_dtype", parameter.dtype)  # FSDP2's: wider, from torch 2.15 on; None: any
+    if dtype is not None and grad.dtype != dtype:
+        grad = grad.to(dtype)
     if parameter.grad is None:
         like = grad.is_sparse or grad.stride() == parameter.stride()
-        parameter.grad = grad if like else torch.empty_like(parameter).copy_(grad)
+        parameter.grad = grad if like else torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)
     else:
         parameter.grad.add_(grad)
 

@@ -134,8 +134,21 @@ def _compare_nested(layout: Layout, mesh: DeviceMesh, name: str) -> float:
     return checks.largest_difference(both[1], both[0])
 
 
+def _compare_alone(layout: Layout, mesh: DeviceMesh, name: str) -> float:
+    """Sharded over one process: each pipeline by itself."""
+    world = range(dist.get_world_size())
+    group = [dist.new_group([rank]) for rank in world][dist.get_rank()]
+    return _compare(layout, DeviceMesh.from_group(group, "cpu"), name)
+
+
+def _compare_wrapped(layout: Layout, mesh: DeviceMesh, name: str) -> float:
+    """In DistributedDataParallel instead."""
+    return checks.compare_replicas(layout, name)
+
+
 QUICK: dict[str, Callable[..., Any]] = {
     **{name: partial(_compare, name=name, table=name == "LoopedBFS") for name in checks.CHUNKS},
+    **{f"one replica, {name}": partial(_compare_alone, name=name) for name in ("Interleaved1F1B", "ZBVZeroBubble")},
     "mixed precision, ZBVZeroBubble": partial(_compare, name="ZBVZeroBubble", mp_policy=LOW),
     "reduced one by one": _compare_each,
     "nested, Interleaved1F1B": partial(_compare, name="Interleaved1F1B", make=Nested),
@@ -145,6 +158,11 @@ QUICK: dict[str, Callable[..., Any]] = {
 ON_FOUR = ("1F1B", "InterleavedZeroBubble", "DualPipeV", "nested, Interleaved1F1B", "nested, ZBVZeroBubble")
 SLOW = {
     **{f"{name}, 4 ranks": check for name, check in QUICK.items() if EXHAUSTIVE or name in ON_FOUR},
+    **{
+        f"DistributedDataParallel, {name}": partial(_compare_wrapped, name=name)
+        for name in checks.CHUNKS
+        if EXHAUSTIVE or name in ON_FOUR
+    },
     **{
         f"table of {name}": partial(_compare, name=name, table=True)
         for name in ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")

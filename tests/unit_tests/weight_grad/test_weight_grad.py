@@ -15,10 +15,28 @@ from torch import Tensor, nn
 from megatron_pp.errors import WeightGradError
 from megatron_pp.weight_grad import WeightGradStore, linear, split_weight_grad
 from megatron_pp.weight_grad.linear import DeferredLinear
+from megatron_pp.weight_grad.parameter_leaf import add_hooked
 from tests.unit_tests.weight_grad.habits import MICROBATCHES, VOCAB, Everything
 from tests.unit_tests.weight_grad.steps import assert_same, count_hooks, gradients, new, run_split, step, step_on_ones
 
 # -- the same numbers; ``test_habits.py`` has those of one step --------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch keeps gradients as their parameter is")
+def test_gradients_add_up_in_the_dtype_that_a_parameter_asks_for() -> None:
+    """As autograd adds them; FSDP2 asks for float32 under mixed precision, from torch 2.15 on."""
+    grads = [torch.full((4, 3), 2.0**-k, dtype=torch.bfloat16) for k in (0, 9)]  # the sum is no bfloat16
+    both = [nn.Parameter(torch.zeros(4, 3, dtype=torch.bfloat16)) for _ in range(2)]
+    for parameter in both:
+        parameter.grad_dtype = torch.float32
+    for grad in grads:
+        (both[0] * grad).sum().backward()
+        add_hooked(both[1], grad)
+    theirs, ours = (parameter.grad for parameter in both)
+    assert ours is not None
+    assert theirs is not None
+    assert ours.dtype == theirs.dtype == torch.float32
+    assert torch.equal(ours, theirs)
 
 
 def test_two_steps_without_zero_grad_give_twice_the_gradient() -> None:
