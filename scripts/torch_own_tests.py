@@ -4,9 +4,9 @@
     python scripts/torch_own_tests.py ~/pytorch/test/distributed/pipelining [--only TEXT ...] [--ranks N]
 
 The tests of the folder's `test_schedule_multiproc.py` train with schedules that they take as a parameter, here on CPUs
-with gloo. Schedules that the tests define themselves, and `_PipelineScheduleRuntime`, are torch's in both runs. A test
-that reads torch's private fields cannot pass with ours. Each test has processes of its own. Needs expecttest. Exits
-with 1 where a test passes with torch's classes and not with ours, and with 2 where it cannot run.
+with gloo; so do those of `ScheduleTest` in `test_schedule.py`, in one process. Schedules that the tests define
+themselves, and `_PipelineScheduleRuntime`, are torch's in both runs. Each test has processes of its own. Needs
+expecttest. Exits with 1 where a test passes with torch's classes and not with ours, and with 2 where it cannot run.
 """
 
 from __future__ import annotations
@@ -27,15 +27,24 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_pp.parity.processes import RunError, run_ranks  # noqa: E402
 
-MODULE = "test_schedule_multiproc"
+MODULE, ALONE = "test_schedule_multiproc", "test_schedule"
 PASSED, SKIPPED = "passed", "skipped"
+
+
+def tests_of(module: str, folder: Path, ours: bool) -> Any:
+    """A module of the folder; the schedules that it imports are ours where ``ours``."""
+    from torch.distributed import pipelining
+
+    if ours:
+        importlib.import_module("megatron_pp.integrations.torch_pipelining").use_in(pipelining)
+    sys.path.insert(0, str(folder))
+    return importlib.import_module(module)
 
 
 def prepare(folder: Path, ours: bool) -> Any:
     """The folder's class of tests, made for a machine without GPUs; schedules are ours where ``ours``."""
     import torch
     import torch.distributed as dist
-    from torch.distributed import pipelining
     from torch.testing._internal import common_distributed, common_utils
 
     def keep(*args: Any, **kwargs: Any) -> Callable[[Any], Any]:
@@ -46,10 +55,7 @@ def prepare(folder: Path, ours: bool) -> Any:
     vars(common_utils).update(TEST_MULTIACCELERATOR=True, TEST_MULTIGPU=True)
     barrier = dist.barrier
     vars(dist)["barrier"] = lambda group=None, **_: barrier(group)  # gloo's knows no device_ids
-    if ours:
-        importlib.import_module("megatron_pp.integrations.torch_pipelining").use_in(pipelining)
-    sys.path.insert(0, str(folder))
-    tests = importlib.import_module(MODULE)
+    tests = tests_of(MODULE, folder, ours)
     vars(tests)["device_type"] = "cpu"
     kind: Any = tests.ScheduleTest
     kind.device = torch.device("cpu")
@@ -67,6 +73,8 @@ def outcome_of(name: str, folder: Path, ours: bool, ranks: int, deadline: float)
         import torch
 
         torch.set_num_threads(1)
+        if name.startswith(ALONE + "."):
+            return alone(tests_of(ALONE, folder, ours).ScheduleTest(name.partition(".")[2]))
         kind = prepare(folder, ours)
         kind.rank, kind.world_size = rank, ranks
         kind._init_pg(rank, ranks, f"{files}/store")
@@ -77,17 +85,32 @@ def outcome_of(name: str, folder: Path, ours: bool, ranks: int, deadline: float)
         return PASSED
 
     with tempfile.TemporaryDirectory() as files:
+        count = 1 if name.startswith(ALONE + ".") else ranks
         try:
-            return SKIPPED if SKIPPED in run_ranks(body, ranks, Path(files), deadline) else PASSED
+            return SKIPPED if SKIPPED in run_ranks(body, count, Path(files), deadline) else PASSED
         except RunError as error:
             return str(error).strip().splitlines()[-1].strip()
+
+
+def alone(test: Any) -> str:
+    """PASSED or SKIPPED. Raises RuntimeError with what the test raised."""
+    import unittest
+
+    result = unittest.TestResult()
+    test(result)
+    for _, raised in (*result.errors, *result.failures):
+        said = [line for line in raised.splitlines() if re.match(r"\w+: ", line)]
+        raise RuntimeError(said[-1] if said else raised)
+    return SKIPPED if result.skipped else PASSED
 
 
 def names_of(folder: Path, ours: bool, ranks: int) -> list[str]:
     """Of the tests; a process imports them, since a program has either torch's classes or ours."""
 
     def body(rank: int) -> list[str]:
-        return [name for name in dir(prepare(folder, ours)) if name.startswith("test_")]
+        several, single = dir(prepare(folder, ours)), dir(tests_of(ALONE, folder, ours).ScheduleTest)
+        found = {"": several, f"{ALONE}.": single}
+        return [where + name for where, names in found.items() for name in names if name.startswith("test_")]
 
     with tempfile.TemporaryDirectory() as files:
         return run_ranks(body, 1, Path(files), 120.0)[0]
@@ -101,8 +124,9 @@ def main() -> int:
     parser.add_argument("--deadline", type=float, default=120.0, help="seconds for each test; default: 120")
     args = parser.parse_args()
     folder = args.folder.resolve()
-    if not (folder / f"{MODULE}.py").is_file():
-        parser.error(f"{folder} has no {MODULE}.py; give test/distributed/pipelining of a checkout of torch")
+    for module in (MODULE, ALONE):
+        if not (folder / f"{module}.py").is_file():
+            parser.error(f"{folder} has no {module}.py; give test/distributed/pipelining of a checkout of torch")
     if importlib.util.find_spec("expecttest") is None:
         parser.error("torch's tests need expecttest, which is not installed: pip install expecttest")
     found: list[dict[str, str]] = []
