@@ -28,6 +28,7 @@ QUICK: Cases = {
     "table of InterleavedZeroBubble": ("whole", partial(checks.compare, name="InterleavedZeroBubble", table=True)),
     "mixed dtypes": ("whole", partial(checks.compare, name="ZBVZeroBubble", make=checks.mixed)),
     "one weight twice": ("whole", partial(checks.compare, name="ZBVZeroBubble", make=checks.tied)),
+    "our order in torch": ("whole", partial(checks.compare_plan, name="zb_v", order=True)),
     "dw_builder": ("whole", partial(checks.compare_builders, name="ZBVZeroBubble")),
     "dw_builder, whole backwards": ("whole", partial(checks.compare_builders, name="Interleaved1F1B")),
     "split_weight_grad": ("whole", checks.compare_store),
@@ -44,6 +45,10 @@ SLOW: Cases = {
         for name in ("Interleaved1F1B", *checks.SPLITTING)
     },
     **{f"our {name} in torch": ("replicas", partial(checks.compare_plan, name=name)) for name in ("v_half", "1f1b_v")},
+    **{
+        f"our order of {name} in torch": ("replicas", partial(checks.compare_plan, name=name, order=True))
+        for name in ("interleaved_1f1b", "dualpipe_v")
+    },
     "mixed dtypes, 1F1B": ("whole", partial(checks.compare, name="1F1B", make=checks.mixed)),
     "stages of pipeline()": ("whole", checks.compare_traced),
 }
@@ -87,6 +92,7 @@ REFUSALS = {
     "no stages": "stages is an empty list",
     "no microbatches": "n_microbatches",
     "unknown schedule": "1f2b",
+    "torch.compile": "schedule zb_h1 splits backwards, which a stage in torch.compile cannot do",
     "arg_mbs of 3": "Expecting 4 arg_mbs but got 3",
     "arg_mbs of tensors": r"TypeError: arg_mbs\[0\] is a <class 'torch.Tensor'>; arg_mbs is a list of tuples",
     "both": "a positional argument was given whole",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -192,12 +194,12 @@ def shape_of(name: str) -> str:
 def compare_replicas(layout: Layout, name: str) -> float:
     """With DistributedDataParallel around our stages: beside torch's runtime with it or, where that is wrong (it leaves
     out what a W computes), torch's runtime without it and gradients averaged by hand."""
-    count, chunks = 6, CHUNKS[name]
-    numbers = stage_numbers(shape_of(name), 2, chunks)[layout.rank]
+    count, chunks = 3 * layout.size, CHUNKS[name]
+    numbers = stage_numbers(shape_of(name), layout.size, chunks)[layout.rank]
     both: list[list[Tensor]] = []
     schedule: Any = None
     for ours in (False, True):
-        modules = modules_of(layout, numbers, 2 * chunks, block)
+        modules = modules_of(layout, numbers, layout.size * chunks, block)
         wraps = ours or name not in SPLITTING
         wrapped: list[Any] = modules
         if wraps:
@@ -216,8 +218,9 @@ def compare_replicas(layout: Layout, name: str) -> float:
     return largest_difference(both[1], both[0])
 
 
-def compare_plan(layout: Layout, name: str) -> float:
-    """Our plan, written for torch, run by torch's runtime and by our engine."""
+def compare_plan(layout: Layout, name: str, order: bool = False) -> float:
+    """Our plan, written for torch, run by torch's runtime and by our engine. ``order``: torch's runtime is given our
+    schedule's ``pipeline_order`` instead."""
     chunks, count, both = find_family(name).chunks or 2, 6, []
     waits = hasattr(schedules, "WAIT_SEND_F")  # since torch 2.15
     plan = build_plan(PlanSpec(name, layout.size, chunks, count, channels="shared"))
@@ -229,6 +232,9 @@ def compare_plan(layout: Layout, name: str) -> float:
             schedule: Any = PlanSchedule(stages, count, loss_fn, schedule=name, scale_grads=False)
         else:
             schedule = schedules._PipelineScheduleRuntime(stages, count, loss_fn=loss_fn, scale_grads=False)
+        if order and not ours:
+            schedule._prepare_schedule_with_comms(PlanSchedule(stages, count, loss_fn, schedule=name).pipeline_order)
+        elif not ours:
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder, "plan.csv")
                 path.write_text(format_plan(plan, "torch-csv-waits" if waits else "torch-csv-comms"))
@@ -347,6 +353,11 @@ def refusals(layout: Layout) -> dict[str, str]:
         given = [PipelineStage(Block(), n, count or size * len(numbers), CPU, group=layout.group) for n in numbers]
         return PlanSchedule(given, microbatches, loss_fn, schedule=schedule)
 
+    def compiled() -> PlanSchedule:
+        with patch.dict(os.environ, TORCHDYNAMO_DISABLE="0"):  # the tests set it; nothing is compiled yet
+            module: Any = torch.compile(Block())
+        return PlanSchedule(PipelineStage(module, rank, size, CPU, group=layout.group), 4, loss_fn, schedule="zb_h1")
+
     one = made((rank,), "1f1b")
     x, target = batch(0, 4)
     misuses: dict[str, Callable[[], Any]] = {
@@ -358,6 +369,7 @@ def refusals(layout: Layout) -> dict[str, str]:
         "no stages": lambda: PlanSchedule([], 4, loss_fn),
         "no microbatches": lambda: made((rank,), "1f1b", 0),
         "unknown schedule": lambda: made((rank,), "1f2b"),
+        "torch.compile": compiled,
         "arg_mbs of 3": lambda: one.step(arg_mbs=[(x,)] * 3),
         "arg_mbs of tensors": lambda: one.step(arg_mbs=[x] * 4),
         "both": lambda: one.step(x, target_mbs=[target] * 4),

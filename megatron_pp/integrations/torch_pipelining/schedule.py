@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch._dynamo import OptimizedModule
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.microbatch import merge_chunks
+from torch.distributed.pipelining.schedules import _Action
 
 from megatron_pp.config.checks import whole_number
 from megatron_pp.config.model_config import ModelParallelConfig
@@ -20,9 +22,10 @@ from megatron_pp.integrations.torch_pipelining.edges import agree_to_begin, find
 from megatron_pp.integrations.torch_pipelining.hops import Edge
 from megatron_pp.integrations.torch_pipelining.stage_calls import stage_call
 from megatron_pp.integrations.torch_pipelining.step_call import TorchCall
-from megatron_pp.plan.builder import stage_numbers
+from megatron_pp.plan.builder import build_plan, stage_numbers
+from megatron_pp.plan.io.serialize import TORCH_CSV, format_plan
 from megatron_pp.plan.ir.placement import V_SHAPE, Placement
-from megatron_pp.plan.ir.spec import BY_COST
+from megatron_pp.plan.ir.spec import BY_COST, PlanSpec
 from megatron_pp.plan.orders import find_family
 
 OUR_NAME = {
@@ -89,6 +92,7 @@ class PlanSchedule:
         self._specs = args_chunk_spec, kwargs_chunk_spec
         self._merge_spec = output_merge_spec
         self._edges: dict[bool, list[Edge]] = {}  # for training, and for evaluation
+        self._check_compiled()
 
     def _config_of(self, given: ModelParallelConfig | None) -> ModelParallelConfig:
         size, chunks = self.placement.pipeline_size, self.placement.num_chunks
@@ -99,6 +103,16 @@ class PlanSchedule:
             virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
             pipeline_dtype=config.pipeline_dtype or torch.float32,  # tensors between stages say theirs themselves
         )
+
+    @property
+    def pipeline_order(self) -> dict[int, list[Any]]:
+        """What each rank computes, as torch's actions, None for an idle slot: what ``_PipelineScheduleRuntime`` of
+        torch takes."""
+        shape = self.placement.pipeline_size, self.placement.num_chunks, self.n_microbatches
+        group_size = self.config.microbatch_group_size_per_vp_stage or 0
+        plan = build_plan(PlanSpec(self.schedule, *shape, group_size=group_size))
+        rows = csv.reader(format_plan(plan, TORCH_CSV).splitlines())
+        return {rank: [_Action.from_str(cell) for cell in row] for rank, row in enumerate(rows)}
 
     def step(
         self,
@@ -202,9 +216,10 @@ class PlanSchedule:
             raise RuntimeError("step() was called under torch.no_grad(), where no gradient is computed; call eval()")
         if batch.targets is None and any(call.is_last for call in self.calls):
             raise ScheduleInputError("this rank has the last stage, and step() was given no target for the loss")
-        if not find_family(self.schedule).splits_weight:
-            return
-        if self._modules(OptimizedModule):
+        self._check_compiled()  # a program may have replaced modules
+
+    def _check_compiled(self) -> None:
+        if find_family(self.schedule).splits_weight and self._modules(OptimizedModule):
             raise ScheduleInputError(
                 f"schedule {self.schedule} splits backwards, which a stage in torch.compile cannot do; choose a "
                 "schedule with whole backwards, such as 1f1b or interleaved_1f1b"
