@@ -83,6 +83,8 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=1, help="of the pipeline (default: %(default)s)")
     args = parser.parse_args()
     dist.init_process_group("gloo")
+    if args.replicas < 1 or dist.get_world_size() % args.replicas:
+        parser.error(f"--replicas {args.replicas}: {dist.get_world_size()} processes are no whole number of pipelines")
     mesh = init_device_mesh("cpu", (args.replicas, dist.get_world_size() // args.replicas), mesh_dim_names=("dp", "pp"))
     model = build_model()
     stages = make_stages(model, args.schedule, find_family(args.schedule).chunks or 2, mesh)
