@@ -37,6 +37,18 @@ class ScheduleTest(MultiProcContinuousTest):
 
 instantiate_parametrized_tests(ScheduleTest)
 """
+ALONE = """
+from torch.distributed.pipelining import Schedule1F1B
+from torch.testing._internal.common_utils import TestCase
+
+
+class ScheduleTest(TestCase):
+    def test_the_class(self):
+        self.assertEqual(Schedule1F1B.__name__, "Schedule1F1B")
+
+    def test_with_a_device(self):
+        self.skipTest("no device")
+"""
 
 
 def run(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
@@ -54,9 +66,11 @@ def test_another_folder_is_refused(tmp_path: Path) -> None:
 def test_what_passes_with_torchs_classes_alone_is_named(tmp_path: Path) -> None:
     pytest.importorskip("expecttest")
     (tmp_path / "test_schedule_multiproc.py").write_text(TESTS)
+    (tmp_path / "test_schedule.py").write_text(ALONE)
     both = run(tmp_path)
-    assert both.stdout.splitlines()[0] == "torch: 3 passed, 0 skipped, 0 failed"
-    assert "ours: 2 passed, 0 skipped, 1 failed" in both.stdout.splitlines()
-    assert both.stdout.endswith("1 pass with torch's classes alone\n    test_a_private_field\n")
+    assert both.stdout.splitlines()[0] == "torch: 4 passed, 1 skipped, 0 failed"
+    assert "ours: 2 passed, 1 skipped, 2 failed" in both.stdout.splitlines()
+    lost = "test_a_private_field", "test_schedule.test_the_class"
+    assert both.stdout.endswith("\n    ".join(["2 pass with torch's classes alone", *lost]) + "\n")
     assert both.returncode == 1
     assert run(tmp_path, "--only", "a_step").returncode == 0
