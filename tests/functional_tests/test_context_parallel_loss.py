@@ -5,16 +5,16 @@ of tokens: the gradients are those of one process with whole sequences, alone an
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import logging
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from tests.functional_tests.megatron_support import needs_megatron
 from tests.harness.processes import run_processes
+from tests.megatron.cases import Case, Job, Model
+from tests.megatron.runner import run_jobs
 
 LENGTH, HIDDEN, COUNT = 8, 4, 3
 # Tokens that count, of each microbatch: shards (two halves) with 4 and 1, 0 and 2, and none at all.
@@ -100,52 +100,43 @@ def step_of(host: str) -> tuple[int, list[torch.Tensor]]:
     return stage, gradients(model)
 
 
-def rank_main(rank: int, size: int, with_megatron: bool) -> list[tuple[int, list[torch.Tensor], int]]:
-    """(stage, gradients, warnings so far) after a step of ours, one under Megatron, one with its numbers corrected."""
-    warnings: list[str] = []
+def steps_of(host: str, *installs: dict[str, Any]) -> list[tuple[float, int]]:
+    """Of each step, one after each `install`: the largest difference of a gradient from one process's on this rank,
+    and the warnings so far."""
+    expected, found, warnings = one_process(), [], []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("megatron_pp").addHandler(handler)
-
-    def run(host: str) -> tuple[int, list[torch.Tensor], int]:
-        return *step_of(host), sum("#7513" in line for line in warnings)
-
-    results = [run("alone")]
-    if with_megatron:
-        plugin = importlib.import_module("megatron_pp.integrations.megatron_core")
-        for settings in ({}, {}, {"whole_sequence_loss": True}):
-            plugin.install(**settings)
-            results.append(run("megatron"))
-    return results
-
-
-@pytest.fixture(scope="module")
-def steps() -> list[tuple[float, int]]:
-    """Of each step: the largest difference of a gradient from one process's, and the warnings of all ranks so far."""
-    with_megatron = importlib.util.find_spec("megatron.core") is not None
-    expected, found = one_process(), []
-    results = run_processes(rank_main, 4, args=(with_megatron,), timeout=240.0, start_method="mixed")
-    for ranks in zip(*results, strict=True):
-        apart = [
-            float((grad - wanted).abs().max())
-            for stage, grads, _ in ranks
-            for grad, wanted in zip(grads, expected[stage], strict=True)
-        ]
-        found.append((max(apart), sum(warned for _, _, warned in ranks)))
+    for settings in installs or [None]:
+        if settings is not None:
+            importlib.import_module("megatron_pp.integrations.megatron_core").install(**settings)
+        stage, grads = step_of(host)
+        apart = max(float((grad - wanted).abs().max()) for grad, wanted in zip(grads, expected[stage], strict=True))
+        found.append((apart, sum("#7513" in line for line in warnings)))
     return found
 
 
-def test_uneven_masks_leave_the_gradients_of_whole_sequences(steps: list[tuple[float, int]]) -> None:
-    apart, warned = steps[0]
-    assert apart < 1e-12
-    assert warned == 0
+def alone(rank: int, size: int) -> list[tuple[float, int]]:
+    return steps_of("alone")
+
+
+def under_megatron(case: Case) -> list[tuple[float, int]]:
+    return steps_of("megatron", {}, {}, {"whole_sequence_loss": True})
+
+
+def test_uneven_masks_leave_the_gradients_of_whole_sequences() -> None:
+    for [(apart, warned)] in run_processes(alone, 4, timeout=240.0, start_method="forkserver"):
+        assert apart < 1e-12
+        assert warned == 0
 
 
 @needs_megatron
-def test_megatrons_numbers_are_kept_with_one_warning_unless_a_setting_corrects_them(
-    steps: list[tuple[float, int]],
-) -> None:
-    (kept, warned), (kept_again, warned_again), (corrected, _) = steps[1:]
+def test_megatrons_numbers_are_kept_with_one_warning_unless_a_setting_corrects_them() -> None:
+    job = Job(Case(Model(layers=2), pp=2, cp=2), check=f"{__name__}:under_megatron", deadline=240.0)
+    (outcome,) = run_jobs([job])
+    assert outcome.status == "ok", outcome.message
+    kept, kept_again, corrected = (max(apart for apart, _ in ranks) for ranks in zip(*outcome.facts, strict=True))
+    warned, warned_again, _ = (sum(count for _, count in ranks) for ranks in zip(*outcome.facts, strict=True))
     assert kept == kept_again > 1e-3, "Megatron counts whole sequences now: the setting and its warning can go"
     assert warned == warned_again == 2, "one on each rank of the last stage"
     assert corrected < 1e-12
