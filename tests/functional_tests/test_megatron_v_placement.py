@@ -5,13 +5,16 @@ one process, checkpoints from and to a loop, and what is refused.
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 
 import pytest
 
+from megatron_pp.integrations.gpt_models import PlacedModel
+from megatron_pp.integrations.on_import import install_on_import
+from megatron_pp.integrations.settings import read_settings
+from megatron_pp.parity import cpu_stand_in
 from megatron_pp.plan.ir.placement import Placement
 from tests.functional_tests.megatron_support import assert_equal, needs_megatron
+from tests.harness.processes import run_processes
 from tests.harness.sweeps import EXHAUSTIVE
 
 from tests.megatron.cases import Case, Job, Model, Outcome, compared  # isort: skip
@@ -181,20 +184,17 @@ def test_the_schedule_of_install_decides_how_models_are_built(facts: dict[str, O
     assert outcome.facts == [[[[True, False], [False, True]], count], [[[False, False], [False, False]], count]]
 
 
+def imports_later(rank: int, size: int) -> None:
+    install_on_import(read_settings(pipeline_schedule="zb_v"))
+    cpu_stand_in.redirect()
+    with cpu_stand_in.triton_stand_in():
+        from megatron.core.models.gpt import GPTModel
+    assert isinstance(vars(GPTModel)["__init__"], PlacedModel)
+
+
 def test_a_model_that_is_imported_later_is_taken_too() -> None:
     """`megatron-pp run` installs itself when the script has imported Megatron."""
-    program = """
-from megatron_pp.integrations.on_import import install_on_import
-from megatron_pp.integrations.settings import read_settings
-from megatron_pp.integrations.gpt_models import PlacedModel
-from megatron_pp.parity import cpu_stand_in
-install_on_import(read_settings(pipeline_schedule="zb_v"))
-cpu_stand_in.redirect()
-with cpu_stand_in.triton_stand_in():
-    from megatron.core.models.gpt import GPTModel
-assert isinstance(vars(GPTModel)["__init__"], PlacedModel)
-"""
-    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=120)
+    run_processes(imports_later, 1, backend=None, timeout=120, start_method="forkserver")
 
 
 def test_all_that_the_loss_function_reports_reaches_the_last_rank(facts: dict[str, Outcome]) -> None:

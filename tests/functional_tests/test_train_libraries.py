@@ -6,61 +6,26 @@ The program runs in a process of its own, in which a GPU is claimed to be there.
 
 from __future__ import annotations
 
-import json
+import importlib
+import os
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from examples.gpt import checkpoint, libraries, program
 from tests.functional_tests.test_train_script import ROOT, TEXT, losses
-from tests.harness.standin_libraries import write
+from tests.harness.processes import run_processes
+from tests.harness.standin_libraries import transformer_engine_for_training, write
 from tests.harness.train_flags import SMALL_MODEL
 
-# "auto" looks for fused libraries where the device is a GPU; here it is said to be one, and tensors stay on the CPU.
-PROGRAM = """
-import json, sys
-from pathlib import Path
-import torch
-from examples.gpt import checkpoint, libraries
-from examples.gpt import program
-from tests.harness.standin_libraries import transformer_engine_for_training
-
-runs = json.loads(sys.argv[1])
-
-class Claimed:
-    type = "cuda"
-
-choose = libraries.choose_libraries
-program.choose_libraries = lambda settings, device, split: choose(settings, Claimed(), split)
-
-class Parts(libraries.TransformerEngineParts):
-    def __init__(self, te, device, *more):
-        super().__init__(te, torch.device("cpu"), *more)
-libraries.TransformerEngineParts = Parts
-class Writer(checkpoint._Writer):
-    def __init__(self, folder):
-        super().__init__(folder)
-        self.per_thread_copy_ahead = 0  # it copies by streams of a GPU
-checkpoint._Writer = Writer
-
-with transformer_engine_for_training() as noted:
-    from transformer_engine.common import recipe
-    del recipe.MXFP8BlockScaling  # as before 2.1
-    for name, flags in runs.items():
-        code = program.main(flags)
-        metrics = Path(name if name != "resumed" else "whole", "metrics.jsonl")  # at this moment
-        records = [json.loads(line) for line in metrics.read_text().splitlines()] if code == 0 else []
-        losses = [record["loss"] for record in records if "loss" in record]
-        result = {"name": name, "code": code, "calls": noted.calls, "losses": losses}
-        print("result", json.dumps(result), flush=True)
-        noted.calls.clear()
-"""
-
 SIZES = [*SMALL_MODEL, "--num-layers", "2", "--num-microbatches", "3", "--train-steps", "2", "--warmup-steps", "1"]
-SIZES += ["--eval-interval", "0", "--data", str(TEXT), "--validation-fraction", "0.2"]
+SIZES += ["--no-plot", "--eval-interval", "0", "--data", str(TEXT), "--validation-fraction", "0.2"]
 TE = ["--transformer-impl", "transformer_engine"]
 RUNS: dict[str, list[str]] = {
     "torch": ["--norm-impl", "torch", "--optimizer-impl", "torch"],
@@ -77,27 +42,50 @@ RUNS: dict[str, list[str]] = {
 }
 
 
+class Claimed:
+    """ "auto" looks for fused libraries where the device is a GPU; here it is said to be one, and tensors stay on the
+    CPU."""
+
+    type = "cuda"
+
+
+class OnCPU(libraries.TransformerEngineParts):
+    def __init__(self, te: Any, device: Any, *more: Any) -> None:
+        super().__init__(te, torch.device("cpu"), *more)
+
+
+class Writer(checkpoint._Writer):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.per_thread_copy_ahead = 0  # it copies by streams of a GPU
+
+
+def train_all(rank: int, size: int, folder: Path, runs: dict[str, list[str]]) -> dict[str, Any]:
+    """Of each run: exit code, calls of Transformer Engine's layers, output, losses. In a process of its own."""
+    os.chdir(folder)
+    sys.path.insert(0, str(write(folder / "path")))
+    choose, found = libraries.choose_libraries, {}
+    program.choose_libraries = lambda settings, device, split: choose(settings, Claimed(), split)  # type: ignore[arg-type]
+    libraries.TransformerEngineParts, checkpoint._Writer = OnCPU, Writer  # type: ignore[misc]
+    with transformer_engine_for_training() as noted:
+        del importlib.import_module("transformer_engine.common.recipe").MXFP8BlockScaling  # as before 2.1
+        for name, flags in runs.items():
+            noted.calls.clear()
+            with redirect_stdout(StringIO()) as said, redirect_stderr(StringIO()) as errors:
+                code = program.main(flags)
+            result = {"code": code, "calls": [*noted.calls], "said": said.getvalue().splitlines()}
+            taken = losses(folder / (name if name != "resumed" else "whole")) if code == 0 else []  # at this moment
+            found[name] = {**result, "losses": taken, "errors": errors.getvalue()}
+    return found
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """All runs, in one process: exit code, calls of Transformer Engine's layers, output, metrics."""
     folder = tmp_path_factory.mktemp("libraries")
     runs = {name: [*SIZES, *flags, "--run-dir", str(folder / name)] for name, flags in RUNS.items()}
     runs["resumed"] = ["--resume", str(folder / "whole" / "checkpoints" / "step-00000002")]
-    write(folder / "path")
-    program = f"import sys; sys.path.insert(0, {str(folder / 'path')!r})\n{PROGRAM}"
-    command = [sys.executable, "-c", program, json.dumps(runs)]
-    process = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
-    assert process.returncode == 0, process.stdout + process.stderr
-    found: dict[str, Any] = {"errors": process.stderr}
-    said: list[str] = []
-    for line in process.stdout.splitlines():
-        if not line.startswith("result "):
-            said.append(line)
-            continue
-        result = json.loads(line.removeprefix("result "))
-        found[result["name"]] = {**result, "said": said}
-        said = []
-    return found
+    options = {"backend": None, "timeout": 300.0, "start_method": "forkserver"}
+    return run_processes(train_all, 1, (folder, runs), **options)[0]  # type: ignore[arg-type]
 
 
 def test_what_was_taken_is_said(results: dict[str, Any]) -> None:
@@ -155,7 +143,7 @@ def test_what_cannot_be_is_refused_before_the_run_begins(results: dict[str, Any]
     }
     for name, sentence in sentences.items():
         assert results[name]["code"] == 2, name
-        assert sentence in results["errors"], name
+        assert sentence in results[name]["errors"], name
         assert results[name]["said"] == []
 
 
