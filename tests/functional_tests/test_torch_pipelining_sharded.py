@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from megatron_pp.config.model_config import ModelParallelConfig
 from megatron_pp.integrations.torch_pipelining import PlanSchedule
@@ -62,25 +63,6 @@ def _sharded(mesh: DeviceMesh, modules: list[nn.Module], **more: Any) -> list[nn
     return modules
 
 
-def _gradients(modules: list[nn.Module]) -> list[Tensor]:
-    return [p.grad.full_tensor() for module in modules for p in module.parameters() if p.grad is not None]  # type: ignore[attr-defined]
-
-
-def _trained(schedule: Any, stages: list[Any], modules: list[nn.Module], count: int, replica: int) -> list[Tensor]:
-    """Losses, outputs and gradients of two steps."""
-    found = []
-    for step in range(2):
-        for module in modules:
-            module.zero_grad()
-        x, target = checks.batch(step, count, replica)
-        losses: list[Tensor] = []
-        given = (x,) if any(stage.is_first for stage in stages) else ()
-        more = {"target": target, "losses": losses} if any(stage.is_last for stage in stages) else {}
-        output = schedule.step(*given, **more)
-        found += [*losses, *([] if output is None else [output]), *_gradients(modules)]
-    return [tensor.detach() for tensor in found]
-
-
 def _compare(layout: Layout, mesh: DeviceMesh, name: str, make: Any = Block, table: bool = False, **more: Any) -> float:
     """The largest difference between torch's runtime and ours. ``more``: for ``fully_shard``."""
     count, chunks = 3 * layout.size, checks.CHUNKS[name]
@@ -95,7 +77,7 @@ def _compare(layout: Layout, mesh: DeviceMesh, name: str, make: Any = Block, tab
                 schedule = PlanSchedule(stages, count, loss_fn, schedule=named)
             else:
                 schedule = checks.theirs(name, stages, count)
-            both.append(_trained(schedule, stages, modules, count, layout.replica))
+            both.append(checks.train(schedule, stages, modules, count, layout.replica, DTensor.full_tensor))
     return checks.largest_difference(both[1], both[0])
 
 
@@ -108,7 +90,7 @@ def _compare_each(layout: Layout, mesh: DeviceMesh, name: str = "zb_v") -> float
         stages = checks.stages_of(layout, numbers, _sharded(mesh, modules))
         config = ModelParallelConfig(overlap_p2p_comm=True, fsdp_collectives=kind, fsdp_max_active_stages=1)
         schedule = PlanSchedule(stages, 6, loss_fn, schedule=name, config=config)
-        both.append(_trained(schedule, stages, modules, 6, layout.replica))
+        both.append(checks.train(schedule, stages, modules, 6, layout.replica, DTensor.full_tensor))
     difference = checks.largest_difference(*both)
     return 0.0 if difference < 1e-6 else difference
 

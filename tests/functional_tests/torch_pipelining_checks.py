@@ -115,8 +115,15 @@ def batch(step: int, count: int, replica: int = 0) -> list[Tensor]:
     return [torch.randn(count * SAMPLES, HIDDEN, generator=generator) for _ in range(2)]
 
 
-def train(schedule: Any, stages: list[Any], modules: list[nn.Module], count: int, replica: int = 0) -> list[Tensor]:
-    """Losses, outputs and gradients of two steps."""
+def train(
+    schedule: Any,
+    stages: list[Any],
+    modules: list[nn.Module],
+    count: int,
+    replica: int = 0,
+    whole: Callable[[Any], Tensor] = Tensor.clone,
+) -> list[Tensor]:
+    """Losses, outputs and gradients, these made ``whole``, of two steps."""
     found: list[Tensor] = []
     for step in range(2):
         for module in modules:
@@ -128,8 +135,20 @@ def train(schedule: Any, stages: list[Any], modules: list[nn.Module], count: int
         output = schedule.step(*given, **more)
         found += [loss.detach().clone() for loss in losses]
         found += [] if output is None else [output.detach()]
-        found += [p.grad.clone() for module in modules for p in module.parameters() if p.grad is not None]
+        found += [whole(p.grad) for module in modules for p in module.parameters() if p.grad is not None]
     return found
+
+
+def train_ours(
+    layout: Layout, name: str = "zb_v", make: Maker = block, store: bool = False, config: Any = None
+) -> list[Tensor]:
+    """``train`` of a V under our plan. ``store``: split by ``split_weight_grad``, not by autograd's graph."""
+    count, numbers = 6, stage_numbers(name, layout.size, 2)[layout.rank]
+    modules = modules_of(layout, numbers, layout.size * 2, make)
+    if store:
+        split_weight_grad(modules)
+    stages = stages_of(layout, numbers, modules)
+    return train(PlanSchedule(stages, count, loss_fn, schedule=name, config=config), stages, modules, count)
 
 
 def evaluate(schedule: Any, stages: list[Any], count: int) -> list[Tensor]:
@@ -274,26 +293,16 @@ def compare_builders(layout: Layout, name: str) -> float:
 
 def compare_split(layout: Layout) -> float:
     """Backwards split by autograd's graph beside whole ones."""
-    count, both = 6, []
-    numbers = stage_numbers("zb_v", layout.size, 2)[layout.rank]
-    for name in ("zb_v", "1f1b_v"):
-        modules = modules_of(layout, numbers, layout.size * 2, lambda number, count: Shifted(number == count - 1))
-        stages = stages_of(layout, numbers, modules)
-        both.append(train(PlanSchedule(stages, count, loss_fn, schedule=name), stages, modules, count))
-    return largest_difference(*both)
+    return largest_difference(*(train_ours(layout, name, _shifted) for name in ("zb_v", "1f1b_v")))
+
+
+def _shifted(number: int, count: int) -> nn.Module:
+    return Shifted(number == count - 1)
 
 
 def compare_store(layout: Layout) -> float:
     """Split by ``split_weight_grad`` beside split by autograd's graph."""
-    count, both = 6, []
-    numbers = stage_numbers("zb_v", layout.size, 2)[layout.rank]
-    for store in (False, True):
-        modules = modules_of(layout, numbers, layout.size * 2, block)
-        if store:
-            split_weight_grad(modules)
-        stages = stages_of(layout, numbers, modules)
-        both.append(train(PlanSchedule(stages, count, loss_fn, schedule="zb_v"), stages, modules, count))
-    return largest_difference(*both)
+    return largest_difference(*(train_ours(layout, store=store) for store in (False, True)))
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -306,15 +315,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def compare_settings(layout: Layout) -> float:
     """Further settings of ours beside none, with several tensors between stages."""
-    count, found = 6, []
-    numbers = stage_numbers("zb_v", layout.size, 2)[layout.rank]
-    for fields in ({}, *SETTINGS.values()):
-        modules = modules_of(layout, numbers, layout.size * 2, mixed)
-        stages = stages_of(layout, numbers, modules)
-        config = ModelParallelConfig(**fields) if fields else None
-        schedule = PlanSchedule(stages, count, loss_fn, schedule="zb_v", config=config)
-        found.append(train(schedule, stages, modules, count))
-    return max(largest_difference(one, found[0]) for one in found[1:])
+    without, *found = (
+        train_ours(layout, make=mixed, config=ModelParallelConfig(**fields) if fields else None)
+        for fields in ({}, *SETTINGS.values())
+    )
+    return max(largest_difference(one, without) for one in found)
 
 
 def compare_given(layout: Layout) -> float:
