@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import socket
 import sys
@@ -56,6 +57,13 @@ hypothesis.settings.load_profile("project")
 # numbers, and of groups that all ranks make in one order, start theirs as a launcher does: each with an interpreter,
 # and an order of sets, of its own.
 multiprocessing.set_forkserver_preload(["tests.harness.preload"])
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> None:
+    """For programs that would start it with modules of their own: the one of all tests serves them too."""
+    multiprocessing.forkserver.ensure_running()
+
 
 # Workers take files in this order, then all others: what runs long in one piece must not be left for the end.
 LONG = (

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
-from tests.functional_tests.megatron_support import needs_megatron
+from tests.functional_tests.megatron_support import SCRIPTS, needs_megatron
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "benchmark.py"
+sys.path.insert(0, str(SCRIPTS))
+
+with patch.dict(os.environ):  # the program sets up its own process
+    import benchmark
+
+pytestmark = pytest.mark.usefixtures("fork_server")
 SMALL = ("--forward-ms", "2")
 FEW = ("--rounds", "1", "--microbatches", "4")
 
 
 def report(folder: Path, name: str, *options: str) -> list[dict[str, Any]]:
     """The rows of one run."""
-    command = [sys.executable, str(SCRIPT), name, *SMALL, *options, "--out", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+    assert benchmark.main([name, *SMALL, *options, "--timeout", "240", "--out", str(folder)]) == 0
     rows: list[dict[str, Any]] = json.loads((folder / f"{name}.json").read_text())["rows"]
     return rows
 

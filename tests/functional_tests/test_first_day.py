@@ -110,6 +110,7 @@ def test_a_run_that_is_ended_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fork_server")
 @pytest.mark.parametrize("fault", [name for name, planted in first_day.FAULTS.items() if planted.parts])
 def test_a_fault_is_seen(fault: str, tmp_path: Path) -> None:
     """On virtual devices: eight GPUs, one where the part is for one."""
