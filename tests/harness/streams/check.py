@@ -25,14 +25,12 @@ class StreamReport:
     operations  that the hosts issued to streams
     reused      allocations that got memory of an earlier tensor
     results     what ``rank_main`` returned, by rank
-    contexts    calls of CUDA on a device that is not the rank's own, in words
     """
 
     races: list[StreamRace]
     operations: int
     reused: int
     results: list[Any]
-    contexts: list[str]
     overwritten: list[Overwritten]
 
     @classmethod
@@ -43,14 +41,13 @@ class StreamReport:
             sum(device.operations for device in devices),
             sum(device.allocator.reused for device in devices),
             results,
-            [f"rank {device.rank}: {why}" for device in devices for why in device.process.contexts.values()],
             [found for device in devices for found in device.overwritten.values()],
         )
 
     def __str__(self) -> str:
         found = f"{len(self.races)} race{'' if len(self.races) == 1 else 's'}"
         head = f"{found} in {self.operations} operations; {self.reused} allocations reused memory"
-        return "\n".join([head, *map(str, (*self.races, *self.overwritten)), *self.contexts])
+        return "\n".join([head, *map(str, (*self.races, *self.overwritten))])
 
 
 def check_streams(

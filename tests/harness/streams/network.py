@@ -102,12 +102,15 @@ class StreamNetwork(WindowNetwork):
 
     @contextmanager
     def running(self, rank: int) -> Iterator[None]:
-        """This thread is the host of rank ``rank``."""
+        """This thread is the host of rank ``rank``. Raises RuntimeError at the end where a thread of its process has
+        made a context on another device."""
         device = self.devices[rank]
         with running_on(device), recording(device, checks=not self.run_ahead), super().running(rank):
             yield
             if self.rules.may_hang:
                 device.synchronize(device.lanes, "the end of its program")
+            if device.process.contexts:
+                raise RuntimeError(f"rank {rank}: {'; '.join(device.process.contexts.values())}")
 
     # -- what a transport calls ------------------------------------------------------------------------------------
 

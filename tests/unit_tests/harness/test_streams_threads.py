@@ -15,7 +15,7 @@ from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.testing.threads import run_ranks
 from tests.harness.stream_runs import on_one_device
-from tests.harness.streams import DeviceRules, StreamNetwork, StreamReport, virtual_cuda
+from tests.harness.streams import DeviceRules, StreamNetwork, virtual_cuda
 from tests.unit_tests.faults.test_hosts_that_run_ahead import Kernel
 
 
@@ -25,8 +25,8 @@ def in_a_thread(program: Callable[[], object]) -> None:
     thread.join()
 
 
-def contexts(program: Callable[[torch.cuda.Event], object], one_device: bool = False) -> list[str]:
-    """What ``program(event)`` makes in a thread of each of two ranks."""
+def run_in_threads(program: Callable[[torch.cuda.Event], object], one_device: bool = False) -> None:
+    """``program(event)`` in a thread of each of two ranks."""
     network = StreamNetwork(2, seed=None, rules=DeviceRules(one_device=one_device))
 
     def run(rank: int) -> None:
@@ -36,7 +36,7 @@ def contexts(program: Callable[[torch.cuda.Event], object], one_device: bool = F
             in_a_thread(lambda: program(event))
 
     with virtual_cuda():
-        return StreamReport.of(network, run_ranks(2, run)).contexts
+        run_ranks(2, run)
 
 
 def query_of_the_runtime(event: torch.cuda.Event) -> int:
@@ -60,10 +60,10 @@ ASKS: list[Callable[[torch.cuda.Event], object]] = [
 def test_a_thread_that_has_not_chosen_its_device_makes_a_context_on_device_0(
     asks: Callable[[torch.cuda.Event], object],
 ) -> None:
-    (found,) = contexts(asks)
-    assert found.startswith("rank 1: ")
-    assert "in thread 'a thread' makes a context on cuda:0, where the process uses cuda:1" in found
-    assert contexts(asks, one_device=True) == []
+    words = "^rank 1: .* in thread 'a thread' makes a context on cuda:0, where the process uses cuda:1$"
+    with pytest.raises(RuntimeError, match=words):
+        run_in_threads(asks)
+    run_in_threads(asks, one_device=True)
 
 
 @pytest.mark.parametrize("asks", ASKS[:3])
@@ -73,25 +73,24 @@ def test_one_that_has_chosen_it_does_not(asks: Callable[[torch.cuda.Event], obje
         assert torch.cuda.current_device() == event._device.rank
         asks(event)
 
-    assert contexts(program) == []
+    run_in_threads(program)
 
 
 def test_a_tensor_on_a_device_by_its_number_makes_one_where_that_is_another_ranks() -> None:
     network = StreamNetwork(2)
+    found: dict[int, list[str]] = {}
 
-    def run(rank: int) -> list[str]:
+    def run(rank: int) -> None:
         with network.running(rank):
             devices = [torch.zeros(1, device="cuda").device, torch.zeros(1).cuda().device]
             assert torch.cuda.device_count() == 2
             torch.zeros(1, device="cuda:1")
-            return list(map(str, devices))
+            found[rank] = list(map(str, devices))
 
-    with virtual_cuda():
-        report = StreamReport.of(network, run_ranks(2, run, network.abort))
-    assert report.results == [["cuda:0"] * 2, ["cuda:1"] * 2]
-    (found,) = report.contexts
-    assert found.startswith("rank 0: a tensor in thread 'rank 0' makes a context on cuda:1")
-    assert found in str(report)
+    words = "^rank 0: a tensor in thread 'rank 0' makes a context on cuda:1"
+    with virtual_cuda(), pytest.raises(RuntimeError, match=words):
+        run_ranks(2, run)
+    assert found == {0: ["cuda:0"] * 2, 1: ["cuda:1"] * 2}
 
 
 @pytest.mark.parametrize("query", [query_of_torch, query_of_the_runtime])
