@@ -24,7 +24,6 @@ from megatron_pp.testing.toy import TOY_SCHEDULES, ToyBlock, ToyData
 from tests.harness.blocks import EndsInTanh
 from tests.harness.race_support import run_plan
 from tests.harness.skip_block import SkipBlock
-from tests.harness.sweeps import EXHAUSTIVE
 
 STATE = ("inputs", "outputs", "output_grads", "input_grads")
 
@@ -83,25 +82,19 @@ def run_counted(
 
 DEFAULT = {"1f1b": [(2, 1, 5), (4, 1, 8)], "interleaved_1f1b": [(2, 2, 4), (3, 2, 7), (4, 2, 16), (1, 2, 3)]}
 # Of offloaded inputs other tensors stand in (``test_offload.py``).
-OTHERS = [
+PLANS = [(name, *sizes) for name in DEFAULT for sizes in DEFAULT[name]] + [
     (name, 3, family.chunks or 2, 7)
     for name, family in TOY_SCHEDULES.items()
     if name not in DEFAULT and name != "pipe_offload" and family.search is None
 ]
-PLANS = [
-    *((name, *sizes, policy) for name in DEFAULT for sizes in DEFAULT[name] for policy in POLICIES),
-    *((*plan, policy) for i, plan in enumerate(OTHERS) for j, policy in enumerate(POLICIES)
-      if EXHAUSTIVE or (i + j) % len(POLICIES) == 0),
-]  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "size", "chunks", "count", "policy"), PLANS)
-def test_live_storages_are_those_predicted(name: str, size: int, chunks: int, count: int, policy: str) -> None:
-    """The default schedules under every policy, each other one under one of them, in turn."""
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: "{} P{}V{}M{}".format(*plan))
+def test_live_storages_are_those_predicted(plan: tuple[str, int, int, int], policy: str) -> None:
     for deallocate, forward_only in product((True, False), (False, True)):
-        spec = PlanSpec(name, size, chunks, count, policy=policy, forward_only=forward_only)
-        made, verdict = verified_plan(spec)
+        made, verdict = verified_plan(spec := PlanSpec(*plan, policy=policy, forward_only=forward_only))
         for rank, census in enumerate(run_counted(spec, deallocate)):
             assert census.counted == list(Walk(made, rank, deallocate).tensors())
             assert max(census.counted) == verdict.ranks[rank].tensors or not deallocate
