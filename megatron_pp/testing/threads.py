@@ -44,8 +44,8 @@ def run_ranks(
         thread.start()
     for thread in threads:
         thread.join(timeout)
-    if errors:
-        raise errors[0]
+    if errors:  # a rank that was unblocked may get here before the one that failed
+        raise next((error for error in errors if "aborted: rank " not in str(error)), errors[0])
     running = [thread.name for thread in threads if thread.is_alive()]
     if running:
         if on_failure is not None:
