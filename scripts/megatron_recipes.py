@@ -163,14 +163,17 @@ def main() -> int:
     left = [same for same in groups.values() if not all(recipe.name in rows for recipe in same)]
     with ThreadPoolExecutor(args.jobs) as pool:
         running = {pool.submit(outcome_of, same[0], megatron, args.deadline): same for same in left}
-        for done in as_completed(running):
-            outcome = done.result()
-            for recipe in running[done]:
-                row = [recipe.name, outcome.layout, outcome.result, outcome.alone, outcome.reason]
-                rows[recipe.name] = row
-                print(" | ".join(row), flush=True)
-            if args.csv is not None:
-                _write(args.csv, rows)
+        try:
+            for done in as_completed(running):
+                outcome = done.result()
+                for recipe in running[done]:
+                    row = [recipe.name, outcome.layout, outcome.result, outcome.alone, outcome.reason]
+                    rows[recipe.name] = row
+                    print(" | ".join(row), flush=True)
+                if args.csv is not None:
+                    _write(args.csv, rows)
+        finally:  # an interrupt waits for the runs under way, not for all that are left
+            pool.shutdown(wait=False, cancel_futures=True)
     for result, count in Counter(row[2] for row in rows.values()).most_common():
         print(f"{count} of {len(rows)}: {result}")
     return int(any(row[2] in (OTHER_BITS, OURS) for row in rows.values()))
