@@ -54,7 +54,8 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 def answer_questions(answer: Callable[[Any], Any], niceness: int) -> None:
     """In the child: answer until the standard input ends."""
-    os.nice(niceness)
+    if hasattr(os, "nice"):
+        os.nice(niceness)
     for line in sys.stdin:
         try:
             text = json.dumps({"answer": answer(json.loads(line))})
