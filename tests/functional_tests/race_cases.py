@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -223,11 +225,25 @@ def run_cases(
     return shares
 
 
-def run_cases_on_one_gpu(rank: int, size: int, dtypes: dict[str, int], store: str) -> dict[str, list[float]]:
+def build_reusing_allocator(folder: Path) -> Path:
+    """The library of ``reusing_allocator.c``, built in ``folder`` by the C compiler."""
+    library, runtime = folder / "reusing_allocator.so", f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}"
+    source = Path(__file__).with_name("reusing_allocator.c")
+    flags = ["-shared", "-fPIC", f'-DCUDART="{runtime}"', str(source), "-o", str(library), "-ldl", "-lpthread"]
+    subprocess.run(["cc", *flags], check=True, capture_output=True, text=True)
+    return library
+
+
+def run_cases_on_one_gpu(
+    rank: int, size: int, dtypes: dict[str, int], store: str, allocator: Path | None = None
+) -> dict[str, list[float]]:
     """NCCL refuses two ranks on one GPU within one host only: each rank says that it is a host of its own, and sockets
-    connect them.
+    connect them. ``allocator``: a library of ``build_reusing_allocator``, in place of torch's allocator.
     """
     os.environ["NCCL_HOSTID"] = f"megatron-pp-race-{rank}"
+    if allocator is not None:
+        pluggable = torch.cuda.memory.CUDAPluggableAllocator(str(allocator), "reusing_malloc", "reusing_free")
+        torch.cuda.memory.change_current_allocator(pluggable)
     torch.cuda.set_device(0)
     dist.init_process_group(
         "nccl", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=60)

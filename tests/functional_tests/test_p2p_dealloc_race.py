@@ -6,6 +6,7 @@ Each case runs a few times; ``MEGATRON_PP_RACE_REPEATS=20`` runs each 20 times p
 from __future__ import annotations
 
 import os
+import shutil
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from megatron_pp.testing.toy import HIDDEN, toy_forward_step
 from tests.functional_tests.race_cases import (
     KEEP_FREED_MEMORY_MAPPED,
     ONE_GPU_ENVIRONMENT,
+    build_reusing_allocator,
     run_cases,
     run_cases_on_one_gpu,
 )
@@ -47,13 +49,19 @@ SAFE_CASES = {
 Shares = dict[str, list[float]]
 
 
-@pytest.fixture(scope="module", params=["gloo", "two GPUs", "one GPU"])
+OWN_ALLOCATOR = "one GPU, an allocator without record_stream"
+HIDES_EARLY_FREES = ("two GPUs", "one GPU")
+
+
+@pytest.fixture(scope="module", params=["gloo", *HIDES_EARLY_FREES, OWN_ALLOCATOR])
 def transport(request: pytest.FixtureRequest) -> str:
     gpus = torch.cuda.device_count()
     if request.param == "two GPUs" and gpus < 2:
         pytest.skip(f"needs two GPUs; this machine has {gpus}")
-    if request.param == "one GPU" and gpus == 0:
+    if request.param in ("one GPU", OWN_ALLOCATOR) and gpus == 0:
         pytest.skip("needs a GPU for two NCCL ranks to share; this machine has none")
+    if request.param == OWN_ALLOCATOR and shutil.which("cc") is None:
+        pytest.skip("needs a C compiler (cc) to build the allocator; there is none")
     return str(request.param)
 
 
@@ -69,9 +77,10 @@ def shares(transport: str, tmp_path_factory: pytest.TempPathFactory) -> Shares:
         elif transport == "two GPUs":
             results = run_processes(run_cases, 2, (DTYPES, ("cuda:0", "cuda:1")), backend="nccl", **options)
         else:
-            store = str(tmp_path_factory.mktemp("race") / "store")
+            folder = tmp_path_factory.mktemp("race")
+            allocator = build_reusing_allocator(folder) if transport == OWN_ALLOCATOR else None
             options |= {"backend": None, "environment": ONE_GPU_ENVIRONMENT}
-            results = run_processes(run_cases_on_one_gpu, 2, (DTYPES, store), **options)
+            results = run_processes(run_cases_on_one_gpu, 2, (DTYPES, str(folder / "store"), allocator), **options)
     one, other = results
     return {key: list(map(max, one[key], other[key])) for key in one}
 
@@ -90,13 +99,13 @@ def assert_all_corrupted(shares: list[float], transport: str) -> None:
 
 
 @EACH_DTYPE
-def test_a_early_free_corrupts_on_gloo_and_is_hidden_on_nccl(transport: str, dtype: str, shares: Shares) -> None:
-    """torch calls ``record_stream`` there: this says nothing about who frees early (``docs/race.md``)."""
+def test_a_early_free_corrupts_unless_the_allocator_waits(transport: str, dtype: str, shares: Shares) -> None:
+    """On NCCL torch calls ``record_stream``, which its own allocator heeds: that says nothing about who frees early."""
     found = shares[f"a {dtype}"]
-    if transport == "gloo":
-        assert_all_corrupted(found, transport)
-    else:
+    if transport in HIDES_EARLY_FREES:
         assert found == [0.0] * len(found)
+    else:
+        assert_all_corrupted(found, transport)
 
 
 @EACH_DTYPE

@@ -131,7 +131,8 @@ def _stall(episode: Episode, fault: Fault, reports: Mapping[int, Report], size: 
         waiting += f"from rank {fault.rank}" in line or f"for rank {fault.rank} to receive" in line
         yield from _wrongly_described(plan, fault, rank, line)
     if not waiting:
-        yield f"no rank says that it waits for rank {fault.rank}"
+        lines = {rank: report.error[2].get("progress") for rank, report in reports.items() if report.error}
+        yield f"no rank says that it waits for rank {fault.rank}: {lines}"
 
 
 def _wrongly_described(plan: Plan, fault: Fault, rank: int, line: str) -> Iterator[str]:
