@@ -222,7 +222,8 @@ class ModelParallelConfig:
     )
     device_sync: bool | None = setting(
         None,
-        "compute may synchronise the device, so no receive is posted ahead; None: where timers are at log level 2",
+        "compute may synchronise the device, so no receive is posted ahead; None: in first steps, in which CUDA loads "
+        "kernels, and where timers are at log level 2",
         kinds.SWITCH,
     )
     p2p_debug: bool = setting_from_env(

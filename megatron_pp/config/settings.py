@@ -79,14 +79,14 @@ class StepSettings(_Values):
         """Whether microbatches differ in shape."""
         return bool(self.variable_seq_lengths or self.mtp_standalone)
 
-    @property
-    def device_rules(self) -> tuple[str, ...]:
-        """The plan's rules of a CUDA device that runs this step; see ``plan.spec``."""
+    def device_rules(self, is_first: bool = False) -> tuple[str, ...]:
+        """The plan's rules of a CUDA device that runs this step; see ``plan.spec``. ``is_first``: CUDA loads what the
+        step runs, which may synchronise the device."""
         # Megatron's, around each forward and backward: they synchronise.
         timed = getattr(self.timers, "_log_level", 0) >= 2
         holds = {
             ONE_QUEUE: True,
-            DEVICE_SYNC: timed if self.device_sync is None else self.device_sync,
+            DEVICE_SYNC: timed or is_first if self.device_sync is None else self.device_sync,
             STATIC_BUFFERS: self.cuda_graph_impl == TE_GRAPHS,
         }
         return tuple(rule for rule, true in holds.items() if true)

@@ -1,8 +1,9 @@
 """What torch's own watchdog does when NCCL fails, and how it leaves failures to the fault guard.
 
-Source: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (not yet run on GPUs). By default, when a peer is gone or an
-operation has exceeded the group's timeout, torch's watchdog blocks every new operation of that group for four times
-``TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC``, a minute, and then ends the process (``TORCH_NCCL_ASYNC_ERROR_HANDLING=3``).
+Source: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp; run by two ranks that share a GPU. By default, when a peer is
+gone or an operation has exceeded the group's timeout, torch's watchdog blocks every new operation of that group for
+four times ``TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC``, a minute, and then ends the process
+(``TORCH_NCCL_ASYNC_ERROR_HANDLING=3``).
 A guard that aborts the communicators first, as when a rank raised, was killed or stopped, prevents that; when NCCL
 detects the failure first, a rank may be ended or blocked before it can report why. ``TORCH_NCCL_DUMP_ON_TIMEOUT`` makes
 all ranks' monitor threads pause for eight minutes, which ``destroy_process_group`` waits for.

@@ -20,10 +20,11 @@ from megatron_pp.plan.ir.instruction import (
     INPUT_GRAD,
     WEIGHT_GRAD,
     Instruction,
+    without_pairs,
 )
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.repeated import Line, Lines, Repeated, Repeating
-from megatron_pp.plan.ir.spec import Plan, PlanSpec
+from megatron_pp.plan.ir.spec import DEVICE_SYNC, Plan, PlanSpec
 from megatron_pp.plan.lower.lowering import lowered
 from megatron_pp.plan.lower.order_check import run_of
 from megatron_pp.plan.lower.repetition import block_at, fewest_microbatches, steady_place
@@ -201,10 +202,13 @@ def lowered_plan(spec: PlanSpec, announce: Announce | None = None) -> Plan:
     family = family_of(spec)
     placement = Placement(family.placement, spec.pipeline_size, spec.num_chunks, family.barriers)
     remark = family.remark(spec.shape)
-    if family.search is not None:
+    is_found = family.search is not None or family.programs is not None
+    if is_found and DEVICE_SYNC in spec.device:
+        orders, programs = _orders_found(spec, announce), None
+    elif family.search is not None:
         return replace(family.search(spec, announce), spec=spec, remark=remark)
-    orders = _orders(spec)
-    programs = family.programs(spec) if family.programs is not None else None
+    else:
+        orders, programs = _orders(spec), family.programs(spec) if family.programs is not None else None
     if programs is not None:
         placed = tuple(placement.place(rank, order) for rank, order in enumerate(orders))
         return Plan(spec, placement, programs, placed, remark)
@@ -215,6 +219,13 @@ def lowered_plan(spec: PlanSpec, announce: Announce | None = None) -> Plan:
         if not family.digest:
             raise
         raise type(error)(f"{family.name}: {error}") from error
+
+
+def _orders_found(spec: PlanSpec, announce: Announce | None) -> Sequence[Sequence[Instruction]]:
+    """Those that are found, by a search or in a file, where compute does not synchronise the device: the steps that
+    follow a first one run them."""
+    device = tuple(rule for rule in spec.device if rule != DEVICE_SYNC)
+    return [list(without_pairs(order)) for order in build_plan(replace(spec, device=device), announce).orders]
 
 
 def with_whole_backwards(plan: Plan) -> Plan:

@@ -77,26 +77,29 @@ def _check_offloading(settings: StepSettings, pairs: bool) -> None:
         )
 
 
-def plan_spec(fields: dict[str, Any], settings: StepSettings, communicator: P2PCore) -> PlanSpec:
-    """The spec of a plan that ``communicator`` can run. Raises ScheduleInputError where a communicator of the caller's
-    sends shapes ahead of tensors and the config says that shapes are fixed, or the other way round."""
+def plan_spec(fields: dict[str, Any], settings: StepSettings, communicator: P2PCore, kind: str) -> PlanSpec:
+    """The spec of a plan that ``communicator`` can run; ``kind``: of ``fields_of_device``. Raises ScheduleInputError
+    where a communicator of the caller's sends shapes ahead of tensors and the config says that shapes are fixed, or the
+    other way round."""
     if communicator.shapes_vary != settings.shapes_vary:
         raise ScheduleInputError(
             f"p2p_communicator was made with variable_seq_lengths={communicator.shapes_vary}, the model's config has "
             f"variable_seq_lengths={settings.shapes_vary}; give both the same"
         )
-    by_device = fields_of_device(settings, communicator.transport)
+    by_device = fields_of_device(settings, communicator.transport, kind)
     return _kept_spec(**fields, variable_shapes=communicator.variable_shapes, **by_device)
 
 
 _kept_spec = lru_cache(maxsize=256)(PlanSpec)
 
 
-def fields_of_device(settings: StepSettings, transport: Transport) -> dict[str, Any]:
-    """The fields of a PlanSpec that depend on what the transport runs on."""
+def fields_of_device(settings: StepSettings, transport: Transport, kind: str) -> dict[str, Any]:
+    """The fields of a PlanSpec that depend on what the transport runs on. ``kind``: of steps that run the same
+    kernels."""
     # A send is posted before the one that is ``release_after`` operations older is waited for: one more is pending.
     after = 1 if transport.pollable else max(1, int(settings.max_pending_sends) - 1)
-    return {"release_after": after, "device": settings.device_rules if transport.backend == "nccl" else ()}
+    device = settings.device_rules(kind not in transport.kinds_run) if transport.backend == "nccl" else ()
+    return {"release_after": after, "device": device}
 
 
 def _check_chunks(settings: StepSettings, pipeline_size: int, num_chunks: int, chunked: bool) -> None:

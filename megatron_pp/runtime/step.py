@@ -90,7 +90,8 @@ class StepCall:
         self.microbatch_costs = () if inputs.forward_only else settings.given_microbatch_costs(inputs.num_microbatches)
         # From here on there may be communication: on NCCL, a new communicator is made by all ranks together.
         self.communicator = self._communicator(group)
-        self.spec = plan_choice.plan_spec(fields, settings, self.communicator)
+        self.kind = str((inputs.forward_only, self.shapes))
+        self.spec = plan_choice.plan_spec(fields, settings, self.communicator, self.kind)
 
     def run(self) -> list[Any]:
         """The whole step. Returns what the loss function reported."""
@@ -110,6 +111,7 @@ class StepCall:
             for recording in recordings:
                 recording.start()
             executor.run()
+            self.communicator.transport.kinds_run |= {self.kind}
             for recording in recordings:
                 recording.finish()
             if guard is not None:

@@ -24,6 +24,8 @@ def page(run: Run, path: Path) -> str:
     dates = sorted({result.date for _, result in results if result.date})
     commits = sorted({result.commit for _, result in results if result.commit})
     what = "Tried without a GPU, which says nothing of one" if run.tried else f"Measured on {run.machine.gpus} GPU(s)"
+    machine = next((block for block in results[0][1].blocks if isinstance(block, str)), "")
+    what += f" ({machine})" if machine else ""
     parts = [["part", "verdict", "s", "what failed, or why it was not run"]]
     parts += [[part.title, _shown(result), f"{result.seconds:.0f}", _why(result)] for part, result in results]
     found = [["part", "what", "result"]]

@@ -106,10 +106,20 @@ class Step:
         return lambda stage: ToyBlock(stage, self.hidden).to(device)
 
 
-def steps_of(names: Sequence[str], policies: Sequence[str], microbatches: int, **fields: Any) -> dict[str, Step]:
+def steps_of(
+    names: Sequence[str],
+    policies: Sequence[str],
+    microbatches: int,
+    seq_length: int = 256,
+    hidden: int = 64,
+    **fields: Any,
+) -> dict[str, Step]:
     """A step of each schedule of ``names``, of all where there are none, under each policy."""
+    sizes = seq_length, hidden
     return {
-        f"{schedule}, {policy}": Step(schedule, family.chunks or 2, microbatches, {**POLICIES[policy], **fields})
+        f"{schedule}, {policy}": Step(
+            schedule, family.chunks or 2, microbatches, {**POLICIES[policy], **fields}, *sizes
+        )
         for schedule, family in TOY_SCHEDULES.items()
         if not names or schedule in names
         for policy in policies

@@ -22,6 +22,7 @@ from gpu_day.parts import (
     release,
     slices,
     steps,
+    waits,
 )
 
 
@@ -62,12 +63,14 @@ _OF_MEGATRON = {
 }
 
 PARTS: tuple[Part, ...] = (
-    Part("facts", "The machine", 30.0, facts.run),
+    Part("facts", "The machine", 20.0, facts.run),
     Part("links", "Links between pairs of GPUs", 40.0, links.pairs, gpus=2),
     Part("shaped_link", "A shaped link between two ranks on one GPU", 30.0, links.shaped, most=1),
-    Part("race", "The deallocation race", 50.0, race.run),
-    Part("release", "Releases and the compute stream", 25.0, release.run, cuda=True),
-    Part("steps", "Steps of every schedule and policy", 60.0, steps.run),
+    Part("race", "The deallocation race", 45.0, race.run),
+    Part("release", "Releases and the compute stream", 20.0, release.run, cuda=True),
+    Part("waits", "Calls that wait for the device", 15.0, waits.run, cuda=True),
+    Part("first_steps", "First steps of processes", 40.0, steps.first),
+    Part("steps", "Steps of every schedule and policy", 90.0, steps.run),
     Part("eight", "Steps at P=8", 50.0, steps.eight, gpus=8),
     *(
         Part(name, f"Megatron GPT: {variant}", deadline, megatron.part(variant), cuda=cuda, packages=packages)
@@ -78,15 +81,15 @@ PARTS: tuple[Part, ...] = (
     Part("offload", "Offloaded activations", 25.0, offload.run),
     Part("output_layer", "A split output layer", 25.0, output_layer.run),
     Part("shapes", "Shapes that vary", 25.0, steps.variable),
-    Part("faults", "Each rank raises, each is killed", 110.0, faults.run),
-    Part("contexts", "Memory and contexts of processes", 25.0, contexts.run, cuda=True),
-    Part("overlap", "What safety costs", 40.0, overlap.run),
+    Part("faults", "Each rank raises, each is killed", 90.0, faults.run),
+    Part("contexts", "Memory and contexts of processes", 20.0, contexts.run, cuda=True),
+    Part("overlap", "What safety costs", 30.0, overlap.run),
     Part("exposed", "Exposed communication", 70.0, exposed.run, cuda=True),
     # Sockets are slow enough that what overlap hides can be seen, and on one GPU contexts take turns.
-    Part("one_gpu_race", "The deallocation race, two ranks on one GPU", 45.0, race.run, 2, cuda=True, one_gpu=True),
-    Part("one_gpu_release", "Releases, two ranks on one GPU", 25.0, release.run, 2, cuda=True, one_gpu=True),
+    Part("one_gpu_race", "The deallocation race, two ranks on one GPU", 40.0, race.run, 2, cuda=True, one_gpu=True),
+    Part("one_gpu_release", "Releases, two ranks on one GPU", 20.0, release.run, 2, cuda=True, one_gpu=True),
     Part("one_gpu_steps", "Steps, two ranks on one GPU", 50.0, steps.run, 2, cuda=True, one_gpu=True),
-    Part("one_gpu_overlap", "What safety costs, two ranks on one GPU", 40.0, overlap.run, 2, cuda=True, one_gpu=True),
+    Part("one_gpu_overlap", "What safety costs, two ranks on one GPU", 30.0, overlap.run, 2, cuda=True, one_gpu=True),
 )
 
 

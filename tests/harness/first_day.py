@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from gpu_day import outside, table
 from gpu_day.bench import Sizes
-from gpu_day.parts import exposed, faults, megatron, overlap, pairs
+from gpu_day.parts import exposed, faults, megatron, overlap, pairs, waits
 
 from benchmarks.report import BenchmarkError
 from megatron_pp.features.pairs.pair_runner import in_turn
@@ -193,7 +193,7 @@ def _write_nothing(me: Any) -> None:
 _TRANSFER, _FREE = StreamNetwork.transfer, PlanExecutor._free
 _OTHER = {"losses": [5.0, 4.5], "theirs": [5.0, 4.0], "difference": 0.5}
 _HARMLESS = {**race_cases.CASES, "h": race_cases.CASES["h"]._replace(send=_write_nothing)}
-_EVERY_STEP = ("steps", "eight", "shapes", "slices", "offload", "output_layer", "one_gpu_steps")
+_EVERY_STEP = ("first_steps", "steps", "eight", "shapes", "slices", "offload", "output_layer", "one_gpu_steps")
 _EVERY_MEGATRON = tuple(part.name for part in table.PARTS if part.name.startswith("megatron"))
 
 FAULTS = {
@@ -211,6 +211,7 @@ FAULTS = {
     "ranks hang after a fault": Planted([(outside, "fault_pool", _pool(HungPool))], ("faults",)),
     "a rank has a context on another GPU": Planted([(outside, "contexts", lambda: [0, 1])], ("contexts",)),
     "offloading saves no memory": Planted([(outside, "peak_mib", lambda device, step: 1.0)], ("offload",)),
+    "every call waits for the device": Planted([(waits, "SHARE", 0.0)], ("waits",)),
     "processes have other ids outside": Planted([(outside, "nvidia_smi", lambda *_: "1, GPU-0, 700\n")], ()),
     "the GPUs have no FP8": Planted([(sys.modules[__name__], "MEGATRONS", {"not run": "no FP8"})], ()),
     "the numbers are not Megatron's": Planted([(sys.modules[__name__], "MEGATRONS", _OTHER)], _EVERY_MEGATRON),

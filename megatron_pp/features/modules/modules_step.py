@@ -91,6 +91,7 @@ class OnModules(StepCall):
         graph, inputs, settings = pipeline.graph, self.inputs, self.settings
         if graph is None:
             raise ScheduleInputError(f"rank {pipeline.rank} is in no module of the pipeline; let it run no step")
+        self.kind = str((inputs.forward_only, self.shapes))
         # From here on there may be communication.
         self.communicator = self._communicator(pipeline.group)
         self.spec: ModulesSpec = modules_spec(
@@ -99,7 +100,7 @@ class OnModules(StepCall):
             forward_only=inputs.forward_only,
             variable_shapes=True,
             grad_sync=HOOKS if settings.grad_sync_func is None else EXPLICIT,
-            **fields_of_device(settings, self.communicator.transport),
+            **fields_of_device(settings, self.communicator.transport, self.kind),
         )
 
     def _plan(self) -> Plan:
@@ -128,7 +129,7 @@ def unserved_setting(settings: StepSettings) -> str | None:
         (bool(settings.pipeline_replan), "pipeline_replan"),
         (bool(settings.measure), "measure"),
         (bool(settings.trace_dir), "trace_dir"),
-        ("static_buffers" in settings.device_rules, f"cuda_graph_impl {settings.cuda_graph_impl!r}"),
+        ("static_buffers" in settings.device_rules(), f"cuda_graph_impl {settings.cuda_graph_impl!r}"),
     ):
         if is_asked:
             return what

@@ -25,7 +25,8 @@ OVER_BOUND, OVER_PEER = 1.05, 1.03  # what is wanted of ours, up to transfers as
 
 def run(bench: Bench) -> None:
     size = 4 if bench.machine.gpus >= 4 and not bench.one_gpu else 2
-    sweep = Sweep(bench.sizes.forward_ms / 2e3, bench.sizes.forward_ms / 1e3, 0.0, bench.sizes.rounds)
+    forward = bench.sizes.forward_ms / (4e3 if bench.shares else 2e3)  # two ranks that share a GPU take turns
+    sweep = Sweep(forward, 2 * forward, 0.0, bench.sizes.rounds)
     works = [
         Work(schedule, size, chunks, MICROBATCHES, (max(1, round(mib * 256)), 1, 1024))
         for schedule, chunks in SCHEDULES.items()

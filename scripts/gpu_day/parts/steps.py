@@ -6,6 +6,7 @@ from gpu_day import ranks
 from gpu_day.bench import Bench
 
 EIGHT = 8
+FIRST = ("interleaved_1f1b", "gis_h", "breadth_first")
 VARIABLE = {"1f1b": 1, "interleaved_1f1b": 2, "zb_v": 2}  # schedules, and their chunks on a rank
 
 
@@ -14,6 +15,13 @@ def run(bench: Bench) -> None:
     for size, debug in ((2, False), (2, True), (4, False)):
         mode = "in debug mode" if debug else "without debug mode"
         _compared(bench, ranks.steps_of(bench.sizes.schedules, tuple(ranks.POLICIES), 4, p2p_debug=debug), size, mode)
+
+
+def first(bench: Bench) -> None:
+    """New processes, in which CUDA has loaded no kernel, begin with schedules that post receives ahead."""
+    for schedule in FIRST:
+        steps = ranks.steps_of((schedule,), ("overlap",), 4, seq_length=1024, hidden=256)
+        _compared(bench, steps, 2, f"{schedule} is the first")
 
 
 def eight(bench: Bench) -> None:

@@ -20,6 +20,7 @@ from unittest.mock import patch
 import torch
 from torch.autograd.variable import Variable
 
+from megatron_pp.comm.transport import Transport
 from megatron_pp.weight_grad.deferred import tensors_in
 from tests.harness.streams.capture import CUDAGraph, graph_pool_handle, is_capturing
 from tests.harness.streams.device import VirtualDevice, current_device
@@ -294,10 +295,20 @@ def replaced(places: list[tuple[Any, str, Any]]) -> Iterator[None]:
         yield
 
 
+class _EveryKind(frozenset[str]):
+    """The kinds of steps that were run: any."""
+
+    def __contains__(self, kind: object) -> bool:
+        return True
+
+    def __or__(self, more: Any) -> Any:
+        return self
+
+
 @contextmanager
 def virtual_cuda() -> Iterator[None]:
-    """``torch.cuda`` is virtual. The engine names its instructions by NVTX ranges (MEGATRON_PP_NVTX), which reports
-    quote. One at a time in a process."""
+    """``torch.cuda`` is virtual, and no first step loads kernels. The engine names its instructions by
+    NVTX ranges (MEGATRON_PP_NVTX), which reports quote. One at a time in a process."""
     places: list[tuple[Any, str, Any]] = [(torch.cuda, name, new) for name, new in _REPLACED.items()]
     places += [(torch.accelerator, name, _REPLACED[same]) for name, same in _OF_ANY_ACCELERATOR.items()]
     places += [(torch.accelerator, "current_accelerator", _constant(torch.device("cuda")))]
@@ -308,6 +319,7 @@ def virtual_cuda() -> Iterator[None]:
     places += [(torch.cuda.random, name, _REPLACED[name]) for name in ("current_device", "device_count")]
     places += [(torch.Tensor, "record_stream", _record_stream), (torch.autograd.Function, "apply", _apply_function)]
     places += [(Variable, "_execution_engine", _Engine(Variable._execution_engine))]
+    places += [(Transport, "kinds_run", _EveryKind())]
     importlib.import_module("torch._dynamo")  # torch imports it late, and it wants the real torch.cuda then
     with _OPEN, replaced(places), patch.dict(os.environ, {_NVTX: "1"}), PassingMode():
         yield

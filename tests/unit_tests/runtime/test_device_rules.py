@@ -29,12 +29,19 @@ from tests.harness.timers import Timers
 
 
 class DeviceNetwork(MemoryNetwork):
-    """Says that it is NCCL, so that the engine plans for a device."""
+    """Says that it is NCCL, so that the engine plans for a device. A rank has one transport for all steps."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.kept: dict[int, MemoryTransport] = {}
 
     def transport(self, rank: int) -> MemoryTransport:
-        transport = super().transport(rank)
+        transport = self.kept.setdefault(rank, super().transport(rank))
         transport.backend, transport.pollable = "nccl", True
         return transport
+
+
+SYNCHRONISED = (ONE_QUEUE, DEVICE_SYNC)
 
 
 @pytest.fixture
@@ -51,27 +58,39 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> set[PlanSpec]:
 
 
 @pytest.mark.parametrize(
-    ("fields", "device"),
+    ("fields", "first", "later"),
     [
-        ({}, (ONE_QUEUE,)),
-        ({"timers": Timers(1)}, (ONE_QUEUE,)),
-        ({"timers": Timers(2)}, (ONE_QUEUE, DEVICE_SYNC)),
-        ({"timers": Timers(2), "device_sync": False}, (ONE_QUEUE,)),
-        ({"device_sync": True}, (ONE_QUEUE, DEVICE_SYNC)),
-        ({"cuda_graph_impl": "local"}, (ONE_QUEUE,)),
-        ({"cuda_graph_impl": "transformer_engine"}, (ONE_QUEUE, STATIC_BUFFERS)),
+        ({}, SYNCHRONISED, (ONE_QUEUE,)),
+        ({"timers": Timers(1)}, SYNCHRONISED, (ONE_QUEUE,)),
+        ({"timers": Timers(2)}, SYNCHRONISED, SYNCHRONISED),
+        ({"timers": Timers(2), "device_sync": False}, (ONE_QUEUE,), (ONE_QUEUE,)),
+        ({"device_sync": True}, SYNCHRONISED, SYNCHRONISED),
+        ({"cuda_graph_impl": "local"}, SYNCHRONISED, (ONE_QUEUE,)),
+        ({"cuda_graph_impl": "transformer_engine"}, (*SYNCHRONISED, STATIC_BUFFERS), (ONE_QUEUE, STATIC_BUFFERS)),
     ],
 )
 def test_on_nccl_the_plan_is_for_the_rules_that_the_config_implies(
-    planned: set[PlanSpec], fields: dict[str, Any], device: tuple[str, ...]
+    planned: set[PlanSpec], fields: dict[str, Any], first: tuple[str, ...], later: tuple[str, ...]
 ) -> None:
     data = ToyData(4)
     expected = reference_run(4, data)
-    for network, rules in ((DeviceNetwork(2), device), (MemoryNetwork(2), ())):
+    on_device, elsewhere = DeviceNetwork(2), MemoryNetwork(2)
+    for network, rules in ((on_device, first), (on_device, later), (elsewhere, ())):
         planned.clear()
         result = run_in_threads(2, 2, data, network=network, overlap_p2p_comm=True, **fields)
         assert {spec.device for spec in planned} == {rules}
         assert result.difference(expected) == 0.0
+
+
+def test_evaluation_and_other_shapes_have_a_first_step_of_their_own(planned: set[PlanSpec]) -> None:
+    network = DeviceNetwork(2)
+    steps = ((ToyData(4), False), (ToyData(4), True), (ToyData(4, seq_length=7), False), (ToyData(6), False))
+    rules = []
+    for data, forward_only in steps:
+        planned.clear()
+        run_in_threads(2, 2, data, network=network, forward_only=forward_only, overlap_p2p_comm=True)
+        rules += [spec.device for spec in planned]
+    assert rules == [SYNCHRONISED, SYNCHRONISED, SYNCHRONISED, (ONE_QUEUE,)]
 
 
 def test_a_file_that_hangs_in_one_queue_is_refused_on_nccl_and_runs_on_gloo(tmp_path: Path) -> None:
