@@ -5,8 +5,8 @@ gradient syncs, copies between device and host memory, waits and hand-offs for t
 syncs. A message's *round* is the logical slot at whose end it is produced (``clock.py``).
 
 ``overlap``  A send is posted right after its operation and released ``release_after`` entries later. A receive is
-             posted when its message is due, or ``lookahead`` slots ahead of its use if that is earlier, and waited
-             right before its use.
+             posted when its message is due, or ``lookahead`` slots ahead of its use if that is earlier, but behind the
+             operations of its rank that its message depends on, and waited right before its use.
 ``batched``  All messages whose round falls on a boundary go out there as one batch, waited at once (with
              ``variable_shapes``, one per round).
 ``plain``    The same messages, singly, waited together.
@@ -74,6 +74,7 @@ from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.repeated import Line, Lines
 from megatron_pp.plan.ir.spec import DEVICE_SYNC, ONE_WAY, OVERLAP, STATIC_BUFFERS, Plan, PlanSpec
 from megatron_pp.plan.lower.boundaries import Exchanges, Post, Way, named_posts, post_of
+from megatron_pp.plan.lower.causes import behind_causes
 from megatron_pp.plan.lower.clock import Clocked, run_clock
 from megatron_pp.plan.lower.order_check import check_orders, run_of
 from megatron_pp.plan.lower.syncs import syncs_of
@@ -157,6 +158,7 @@ class _RankLowering:
         self.offloaded = offloaded
         self.placement = placement
         self.rank = rank
+        self.clocked = clocked
         self.order = clocked.orders[rank]
         self.ends = clocked.ends[rank]
         self.result_ends = clocked.result_ends
@@ -322,6 +324,7 @@ class _RankLowering:
         lines: dict[tuple[str, int], list[Post]] = defaultdict(list)
         ends, inputs, ahead = self.ends, self.inputs, self._ahead
         posts = self.posts if self.routes or self.placement.barriers else self.receives
+        where = self.clocked, self.placement, self.rank
         for receive in receives:
             lines[receive.channel].append(receive)
         for line in lines.values():
@@ -329,7 +332,10 @@ class _RankLowering:
             for receive, after in zip_longest(line, line[1:]):
                 boundary = due = bisect_right(ends, receive.round)
                 wanted = ahead(receive.use)
-                wanted = due if due < wanted else wanted
+                if due < wanted:
+                    wanted = due
+                elif wanted < bisect_right(ends, receive.round - 1):
+                    wanted = behind_causes(*where, wanted, receive.post.peer, receive.round)
                 if before is None or (used := before.use) < wanted:
                     posts[wanted].append(receive)
                 elif used <= due or (boundary := self._latest(receive, after)) == due:

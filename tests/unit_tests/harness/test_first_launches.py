@@ -74,3 +74,13 @@ def test_launches_that_wait_behind_receives_posted_ahead_hang_and_are_named() ->
     """Both ranks launch what is not loaded, each with a receive posted that waits for what the other launches."""
     with pytest.raises(PipelineStallError, match=r"held up by rank 0, 1, which .* set config\.device_sync"):
         steps("interleaved_1f1b", Kernels(ranks=(0, 1)), device_sync=False, p2p_timeout=0.5, compute_timeout=1.0)
+
+
+@pytest.mark.parametrize("schedule", ["gis_h", "breadth_first"])
+def test_launches_of_one_rank_that_wait_in_any_step_end(schedule: str) -> None:
+    """A receive is not posted ahead of what its message comes from."""
+    report, result = steps(
+        schedule, Kernels(ranks=(0,)), count=1, device_sync=False, p2p_timeout=5.0, compute_timeout=5.0
+    )
+    assert not report.races, str(report)
+    assert result.difference(reference_run(RANKS * CHUNKS, DATA)) == 0.0

@@ -10,12 +10,24 @@ import pytest
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.builder import build_plan, lowered_plan
 from megatron_pp.plan.ir import instruction as ins
-from megatron_pp.plan.ir.dataflow import KIND_OF, RESULT_OF
+from megatron_pp.plan.ir.dataflow import KIND_OF, RESULT_OF, message_of
 from megatron_pp.plan.ir.instruction import Instruction, format_program
-from megatron_pp.plan.ir.spec import BATCHED, CHANNELS, ONE_WAY, OVERLAP, PLAIN, POLICIES, SHARED, PlanSpec
+from megatron_pp.plan.ir.spec import (
+    BATCHED,
+    CHANNELS,
+    ONE_QUEUE,
+    ONE_WAY,
+    OVERLAP,
+    PLAIN,
+    POLICIES,
+    SHARED,
+    Plan,
+    PlanSpec,
+)
 from megatron_pp.plan.lower.clock import run_clock
-from megatron_pp.plan.orders import find_family
+from megatron_pp.plan.orders import SCHEDULES, find_family
 from megatron_pp.plan.verify.lifetime import Walk
+from tests.harness.device_waits import hanging_waits, stopped
 from tests.harness.plan_text import index_of
 
 
@@ -222,10 +234,11 @@ def test_overlap_releases_some_operations_after_the_send(release_after: int) -> 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 3])
 def test_overlap_posts_receives_ahead_and_waits_right_before_the_use(lookahead: int) -> None:
-    """Ahead of its use, but not of the wait before it on its channel, unless it is due."""
+    """Ahead of its use, but not of the wait before it on its channel, nor of what its message comes from, unless it is
+    due."""
     spec = PlanSpec("interleaved_1f1b", 4, 2, 8, lookahead=lookahead)
-    without = lowered_plan(replace(spec, lookahead=0)).programs
-    for program, late in zip(map(flat, lowered_plan(spec).programs), map(flat, without), strict=True):
+    plan, without = lowered_plan(spec), lowered_plan(replace(spec, lookahead=0)).programs
+    for rank, (program, late) in enumerate(zip(map(flat, plan.programs), map(flat, without), strict=True)):
         index = compute_index(program)
         due = dict(zip(late, compute_index(late), strict=True))
         waited: dict[tuple[str, int], int] = {}
@@ -235,8 +248,30 @@ def test_overlap_posts_receives_ahead_and_waits_right_before_the_use(lookahead: 
             elif at.op in ins.RECV_OPS:
                 use = index[use_of(program, at)]
                 earliest = max(use - lookahead, waited.get((KIND_OF[at.op], at.peer), 0))
-                assert index[i] <= earliest or index[i] == due[at], at
+                assert index[i] <= earliest or index[i] == due[at] or comes_from(plan, rank, i, at), at
                 assert index[index_of(program, f"{FINISHES[at.op]}{at.chunk}.{at.mb}")] == use, at
+
+
+def comes_from(plan: Plan, rank: int, position: int, receive: Instruction) -> bool:
+    """Whether the message of ``receive`` is not sent while ``rank`` stays in front of the last compute before
+    ``position``."""
+    program = plan.programs[rank]
+    last = max(k for k in range(position) if program[k].op in ins.COMPUTE_OPS)
+    run, sends = stopped(plan, rank, last), plan.programs[receive.peer]
+    wanted = message_of(receive)
+    sent = next(k for k, at in enumerate(sends) if at.op in ins.SEND_OPS and message_of(at) == wanted)
+    return run.at[receive.peer] <= sent
+
+
+@pytest.mark.parametrize("schedule", [name for name, family in SCHEDULES.items() if family.search is None])
+def test_a_rank_that_waits_alone_for_its_device_ends(schedule: str) -> None:
+    """Nothing is posted ahead of an operation that its message depends on, as where a kernel is launched first."""
+    family = SCHEDULES[schedule]
+    for size, microbatches in ((2, 4), (3, 6), (4, 8)):
+        slices = 2 if family.sliced else 1
+        chunks = family.chunks or 2
+        spec = PlanSpec(schedule, size, chunks, microbatches, slices=slices, device=(ONE_QUEUE,))
+        assert hanging_waits(lowered_plan(spec)) == []
 
 
 @pytest.mark.parametrize("p", [2, 4, 8])

@@ -1,0 +1,32 @@
+"""Which operations of a rank a message to it comes from."""
+
+from bisect import bisect_left
+
+from megatron_pp.plan.ir.dataflow import RESULT_OF, collected_inputs, source_of
+from megatron_pp.plan.ir.placement import Placement
+from megatron_pp.plan.lower.clock import Clocked
+
+
+def behind_causes(clocked: Clocked, placement: Placement, rank: int, first: int, source: int, due: int) -> int:
+    """The boundary of ``rank``, from ``first`` on, behind all of its entries that the message of ``source``, another
+    rank, that is there at ``due`` depends on: by way of other messages and of the ranks' orders."""
+    ends, latest, behind = clocked.ends, clocked.ends[rank][first], first
+    seen, places = set(), [(source, due)]
+    while places:
+        one, end = place = places.pop()
+        if end < latest or place in seen:
+            continue
+        seen.add(place)
+        at = bisect_left(ends[one], end)
+        if one == rank:
+            latest, behind = end, at + 1
+            continue
+        if at:
+            places.append((one, ends[one][at - 1]))
+        entry = clocked.orders[one][at]
+        for op, stage, mb, _, _, part, _, _ in entry.members or (entry,):
+            needed = source_of(op, stage, placement.num_stages)
+            results = [] if needed is None else [(RESULT_OF[op], needed)]
+            for result in (*results, *collected_inputs(op, stage, placement)):
+                places.append((placement.homes[result[1]][0], clocked.result_ends[result][(mb, part)]))
+    return behind

@@ -1,0 +1,43 @@
+"""What waits for a device: a rank that waits in one operation until all that it has posted is over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_pp.plan.ir import instruction as ins
+from megatron_pp.plan.ir.instruction import Instruction
+from megatron_pp.plan.ir.spec import ONE_QUEUE, Plan
+from megatron_pp.plan.verify.queues import Entry
+from megatron_pp.plan.verify.rendezvous import _Run
+
+
+class _Noting(_Run):
+    """Notes what each rank posts."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan, [ONE_QUEUE], 1)
+        self.entries: list[list[Entry]] = [[] for _ in plan.programs]
+
+    def _post(self, rank: int, at: Instruction, content: str) -> Any:
+        entry = super()._post(rank, at, content)
+        self.entries[rank].append(entry)
+        return entry
+
+
+def stopped(plan: Plan, rank: int, position: int) -> _Noting:
+    """All ranks, as far as they come while ``rank`` stays in front of its instruction ``position``."""
+    run = _Noting(plan)
+    limits = [len(program) for program in plan.programs]
+    limits[rank] = position
+    run.upto(limits)
+    return run
+
+
+def hanging_waits(plan: Plan) -> list[tuple[int, str]]:
+    """The ranks and operations of which one that waits alone for its device never ends."""
+    found = []
+    for rank, program in enumerate(plan.programs):
+        for position, at in enumerate(program):
+            if at.op in ins.COMPUTE_OPS and any(one.left for one in stopped(plan, rank, position).entries[rank]):
+                found.append((rank, str(at)))
+    return found
