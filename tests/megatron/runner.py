@@ -139,13 +139,13 @@ def serve() -> None:
         if child == 0:
             os.setsid()
             end_with_parent()
+            print(os.getpid(), flush=True)  # here, so that no outcome comes before
             try:
                 serve_jobs(jobs)
             except BaseException:
                 traceback.print_exc()
             finally:
                 os._exit(0)
-        print(child, flush=True)
         os.waitpid(child, 0)
         print("\n" + ENDED, flush=True)  # a line of a process that was killed may be unfinished
 
