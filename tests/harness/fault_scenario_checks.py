@@ -128,7 +128,7 @@ def _stall(episode: Episode, fault: Fault, reports: Mapping[int, Report], size: 
         if report.raised_at - (report.fired_at or 0.0) > limit(episode) + slack:
             yield f"rank {rank}: raised only after {report.raised_at - (report.fired_at or 0.0):.1f} s"
         line = attributes["progress"].get(rank, "")
-        waiting += f"from rank {fault.rank}" in line or f"for rank {fault.rank} to receive" in line
+        waiting += any(f"{word} rank {fault.rank}" in line for word in ("from", "for", "to"))
         yield from _wrongly_described(plan, fault, rank, line)
     if not waiting:
         lines = {rank: report.error[2].get("progress") for rank, report in reports.items() if report.error}
