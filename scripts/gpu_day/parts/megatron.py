@@ -48,7 +48,7 @@ def run(bench: Bench, variant: str) -> None:
     flags, tolerance, apart = VARIANTS[variant]
     size = PP * TP * (2 if bench.machine.gpus >= 2 * PP * TP else 1)
     replicas = size // (PP * TP)
-    arguments = [*_flags(bench, replicas), *flags.split()]
+    arguments = [*_flags(bench, replicas, PP * VP * (1 if apart else 2)), *flags.split()]  # capture takes its time
     bench.preload(SCRIPT)
     theirs: list[float] = []
     for connections in CONNECTIONS:
@@ -67,9 +67,9 @@ def run(bench: Bench, variant: str) -> None:
     bench.text(f"PP {PP}, V {VP}, TP {TP}, DP {replicas}, {STEPS} steps.")
 
 
-def _flags(bench: Bench, replicas: int) -> list[str]:
+def _flags(bench: Bench, replicas: int, layers: int) -> list[str]:
     return [
-        *("--num-layers", str(2 * PP * VP), "--hidden-size", str(max(32, bench.sizes.hidden))),
+        *("--num-layers", str(layers), "--hidden-size", str(max(32, bench.sizes.hidden))),
         *("--num-attention-heads", "4", "--seq-length", str(max(16, bench.sizes.seq_length // 4))),
         *("--pipeline-model-parallel-size", str(PP), "--num-virtual-stages-per-pipeline-rank", str(VP)),
         *("--tensor-model-parallel-size", str(TP), "--use-distributed-optimizer", "--overlap-grad-reduce"),
