@@ -331,7 +331,18 @@ def virtual_distributed() -> Iterator[None]:
             (dist, "new_group", _new_group),
         ]
     ):
-        yield
+        try:
+            yield
+        finally:
+            _forget_groups()
+
+
+def _forget_groups() -> None:
+    """Those of ranks that still wait: torch's tables are all threads', and its next group may not have their names."""
+    world: Any = c10d._World()
+    for table in (world.pg_map, world.pg_names, world.pg_group_ranks):
+        for group in [one for one in list(table) if isinstance(one, VirtualGroup)]:
+            table.pop(group, None)
 
 
 @contextmanager
