@@ -37,7 +37,8 @@ MODULES = {
     "queue_advice": "megatron_pp.runtime.queue_advice",
     "device_events": "megatron_pp.faults.device_events",
     "nccl_settings": "megatron_pp.faults.nccl_settings",
-    # What a plan has instructions of.
+    # What a plan has, or has instructions of.
+    "causes": "megatron_pp.plan.lower.causes",
     "slices": "megatron_pp.features.slices.sequence_slice",
     "key_values": "megatron_pp.features.slices.key_values",
     "slice_lengths": "megatron_pp.features.slices.lengths",

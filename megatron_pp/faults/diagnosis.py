@@ -88,6 +88,12 @@ _WORDS = {
 }
 
 
+DEVICE_SYNC = (
+    " (a kernel's first launch, or cudaFree, waits for receives posted ahead; where steps after the first have one, "
+    "set config.device_sync)"
+)
+
+
 def doing(at: Instruction) -> str:
     """What a rank does in instruction ``at``: ``waits for the activation of chunk 1, microbatch 3 from rank 1``."""
     if at.op in _WORDS:

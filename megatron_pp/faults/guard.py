@@ -432,16 +432,10 @@ class FaultGuard:
             if suspects:
                 why += f"; held up by rank {', '.join(map(str, suspects))}, which waits for no other rank"
                 if self.completed is not None:
-                    why += _DEVICE_SYNC
+                    why += load("diagnosis").DEVICE_SYNC
         text = load("diagnosis").stall_text(self.rank, plan, here, seen, self.size, why)
         lines = load("diagnosis").progress_lines(self.rank, plan, here, seen, self.size)
         return self._new_failure(STALL, text, suspects=suspects, values=_by_text(lines))
-
-
-_DEVICE_SYNC = (
-    " (a kernel's first launch, or cudaFree, waits for receives posted ahead; where steps after the first have one, "
-    "set config.device_sync)"
-)
 
 
 def _by_text(by_rank: Mapping[int, str]) -> dict[str, str]:

@@ -202,9 +202,11 @@ def lowered_plan(spec: PlanSpec, announce: Announce | None = None) -> Plan:
     family = family_of(spec)
     placement = Placement(family.placement, spec.pipeline_size, spec.num_chunks, family.barriers)
     remark = family.remark(spec.shape)
+    orders: tuple[Sequence[Instruction], ...]
     is_found = family.search is not None or family.programs is not None
-    if is_found and DEVICE_SYNC in spec.device:
-        orders, programs = _orders_found(spec, announce), None
+    if is_found and DEVICE_SYNC in spec.device:  # of a first step: the later ones run what is found
+        later = replace(spec, device=tuple(rule for rule in spec.device if rule != DEVICE_SYNC))
+        orders, programs = tuple(tuple(without_pairs(order)) for order in build_plan(later, announce).orders), None
     elif family.search is not None:
         return replace(family.search(spec, announce), spec=spec, remark=remark)
     else:
@@ -219,13 +221,6 @@ def lowered_plan(spec: PlanSpec, announce: Announce | None = None) -> Plan:
         if not family.digest:
             raise
         raise type(error)(f"{family.name}: {error}") from error
-
-
-def _orders_found(spec: PlanSpec, announce: Announce | None) -> Sequence[Sequence[Instruction]]:
-    """Those that are found, by a search or in a file, where compute does not synchronise the device: the steps that
-    follow a first one run them."""
-    device = tuple(rule for rule in spec.device if rule != DEVICE_SYNC)
-    return [list(without_pairs(order)) for order in build_plan(replace(spec, device=device), announce).orders]
 
 
 def with_whole_backwards(plan: Plan) -> Plan:

@@ -74,7 +74,6 @@ from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.repeated import Line, Lines
 from megatron_pp.plan.ir.spec import DEVICE_SYNC, ONE_WAY, OVERLAP, STATIC_BUFFERS, Plan, PlanSpec
 from megatron_pp.plan.lower.boundaries import Exchanges, Post, Way, named_posts, post_of
-from megatron_pp.plan.lower.causes import behind_causes
 from megatron_pp.plan.lower.clock import Clocked, run_clock
 from megatron_pp.plan.lower.order_check import check_orders, run_of
 from megatron_pp.plan.lower.syncs import syncs_of
@@ -335,7 +334,7 @@ class _RankLowering:
                 if due < wanted:
                     wanted = due
                 elif wanted < bisect_right(ends, receive.round - 1):
-                    wanted = behind_causes(*where, wanted, receive.post.peer, receive.round)
+                    wanted = load("causes").behind_causes(*where, wanted, receive.post.peer, receive.round)
                 if before is None or (used := before.use) < wanted:
                     posts[wanted].append(receive)
                 elif used <= due or (boundary := self._latest(receive, after)) == due:
