@@ -90,7 +90,8 @@ class StepCall:
         self.microbatch_costs = () if inputs.forward_only else settings.given_microbatch_costs(inputs.num_microbatches)
         # From here on there may be communication: on NCCL, a new communicator is made by all ranks together.
         self.communicator = self._communicator(group)
-        self.kind = str((inputs.forward_only, self.shapes))
+        lengths = inputs.seq_length, inputs.micro_batch_size, inputs.decoder_seq_length  # the same on all ranks
+        self.kind = str((inputs.forward_only, not settings.shapes_vary and lengths))
         self.spec = plan_choice.plan_spec(fields, settings, self.communicator, self.kind)
 
     def run(self) -> list[Any]:

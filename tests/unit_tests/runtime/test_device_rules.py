@@ -93,6 +93,15 @@ def test_evaluation_and_other_shapes_have_a_first_step_of_their_own(planned: set
     assert rules == [SYNCHRONISED, SYNCHRONISED, SYNCHRONISED, (ONE_QUEUE,)]
 
 
+def test_where_shapes_vary_a_rank_goes_by_none_of_its_own(planned: set[PlanSpec]) -> None:
+    network, rules = DeviceNetwork(2), []
+    for data in (ToyData(4, variable=True), ToyData(4, seq_length=7, variable=True)):
+        planned.clear()
+        run_in_threads(2, 2, data, network=network, overlap_p2p_comm=True)
+        rules += [spec.device for spec in planned]
+    assert rules == [SYNCHRONISED, (ONE_QUEUE,)]
+
+
 def test_a_file_that_hangs_in_one_queue_is_refused_on_nccl_and_runs_on_gloo(tmp_path: Path) -> None:
     plan = build_plan(PlanSpec("interleaved_1f1b", 2, 2, 2))
     path = tmp_path / "early.json"
