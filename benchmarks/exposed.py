@@ -9,7 +9,7 @@ from benchmarks.engines import ENGINES, available_steps, surroundings
 from benchmarks.megatron_library import versions
 from benchmarks.rank_processes import run_on_shaped_network, transfer_seconds
 from benchmarks.report import Report, Row, add_options
-from benchmarks.rounds import print_progress, slowest_rank, summary, timed_rounds
+from benchmarks.rounds import beside_bound, print_progress, slowest_rank, timed_rounds
 from benchmarks.sweep import CHUNKS, Sweep, bound_seconds, sweep_settings, work_of
 from benchmarks.sweep import add_arguments as add_sweep_arguments
 from benchmarks.work import Work
@@ -74,7 +74,6 @@ def _rows(ratio: float, work: Work, sweep: Sweep, per_rank: list[dict[str, Any]]
     bound = bound_seconds(work, sweep, transfer)
     rows: list[Row] = []
     for engine, seconds in slowest_rank([rank["seconds"] for rank in per_rank]).items():
-        times = summary(seconds, 1e3)
         rows.append(
             {
                 "P": work.pipeline_size,
@@ -83,9 +82,7 @@ def _rows(ratio: float, work: Work, sweep: Sweep, per_rank: list[dict[str, Any]]
                 "measured transfer / F": transfer / sweep.forward,
                 "engine": engine,
                 "bound ms": bound * 1e3,
-                "ms (min)": times["min"],
-                "ms (median)": times["median"],
-                "over bound": times["median"] / (bound * 1e3),
+                **beside_bound(seconds, bound),
             }
         )
     return rows

@@ -63,3 +63,9 @@ def slowest_rank(per_rank: list[dict[str, list[float]]]) -> dict[str, list[float
 
 def summary(seconds: list[float], scale: float = 1.0) -> dict[str, float]:
     return {"min": min(seconds) * scale, "median": statistics.median(seconds) * scale}
+
+
+def beside_bound(seconds: list[float], bound: float) -> dict[str, float]:
+    """A table's columns of an engine's rounds beside the step that no engine can be below, all in seconds."""
+    times = summary(seconds, 1e3)
+    return {"ms (min)": times["min"], "ms (median)": times["median"], "over bound": times["median"] / (bound * 1e3)}

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from benchmarks import engine_torch
 from benchmarks.rank_processes import run_on_shaped_network, transfer_seconds
 from benchmarks.report import Report, Row, add_options
-from benchmarks.rounds import print_progress, slowest_rank, summary, timed_rounds
+from benchmarks.rounds import beside_bound, print_progress, slowest_rank, timed_rounds
 from benchmarks.stages import TimedStage
 from benchmarks.sweep import Sweep, best_step, network_of, sweep_settings, work_of
 from benchmarks.work import Step, Unavailable, Work
@@ -178,7 +178,6 @@ def _rows(ratio: float, work: Work, sweep: Sweep, per_rank: list[dict[str, Any]]
     bound, background = (bound_seconds(work, sweep, times, change) for change in (reductions_waited, lambda plan: plan))
     rows: list[Row] = []
     for engine, seconds in slowest_rank([rank["seconds"] for rank in per_rank]).items():
-        found = summary(seconds, 1e3)
         rows.append(
             {
                 "P": work.pipeline_size,
@@ -190,9 +189,7 @@ def _rows(ratio: float, work: Work, sweep: Sweep, per_rank: list[dict[str, Any]]
                 "engine": engine,
                 "bound ms": bound * 1e3,
                 "in the background ms": background * 1e3,
-                "ms (min)": found["min"],
-                "ms (median)": found["median"],
-                "over bound": found["median"] / (bound * 1e3),
+                **beside_bound(seconds, bound),
             }
         )
     return rows

@@ -81,7 +81,7 @@ class Transport(Protocol):
     aborted: bool = False
     backend: str = ""
     name: str = ""
-    kinds_run: frozenset[str] = frozenset()
+    kinds_run: frozenset[object] = frozenset()
     guard: Any = None
 
     @property

@@ -88,7 +88,7 @@ _WORDS = {
 }
 
 
-DEVICE_SYNC = (
+WAITS_FOR_DEVICE = (
     " (a kernel's first launch, or cudaFree, waits for receives posted ahead; where steps after the first have one, "
     "set config.device_sync)"
 )

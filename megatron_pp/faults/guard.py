@@ -432,7 +432,7 @@ class FaultGuard:
             if suspects:
                 why += f"; held up by rank {', '.join(map(str, suspects))}, which waits for no other rank"
                 if self.completed is not None:
-                    why += load("diagnosis").DEVICE_SYNC
+                    why += load("diagnosis").WAITS_FOR_DEVICE
         text = load("diagnosis").stall_text(self.rank, plan, here, seen, self.size, why)
         lines = load("diagnosis").progress_lines(self.rank, plan, here, seen, self.size)
         return self._new_failure(STALL, text, suspects=suspects, values=_by_text(lines))

@@ -77,7 +77,7 @@ def _check_offloading(settings: StepSettings, pairs: bool) -> None:
         )
 
 
-def plan_spec(fields: dict[str, Any], settings: StepSettings, communicator: P2PCore, kind: str) -> PlanSpec:
+def plan_spec(fields: dict[str, Any], settings: StepSettings, communicator: P2PCore, kind: object) -> PlanSpec:
     """The spec of a plan that ``communicator`` can run; ``kind``: of ``fields_of_device``. Raises ScheduleInputError
     where a communicator of the caller's sends shapes ahead of tensors and the config says that shapes are fixed, or the
     other way round."""
@@ -93,7 +93,7 @@ def plan_spec(fields: dict[str, Any], settings: StepSettings, communicator: P2PC
 _kept_spec = lru_cache(maxsize=256)(PlanSpec)
 
 
-def fields_of_device(settings: StepSettings, transport: Transport, kind: str) -> dict[str, Any]:
+def fields_of_device(settings: StepSettings, transport: Transport, kind: object) -> dict[str, Any]:
     """The fields of a PlanSpec that depend on what the transport runs on. ``kind``: of steps that run the same
     kernels."""
     # A send is posted before the one that is ``release_after`` operations older is waited for: one more is pending.

@@ -91,7 +91,7 @@ class StepCall:
         # From here on there may be communication: on NCCL, a new communicator is made by all ranks together.
         self.communicator = self._communicator(group)
         lengths = inputs.seq_length, inputs.micro_batch_size, inputs.decoder_seq_length  # the same on all ranks
-        self.kind = str((inputs.forward_only, not settings.shapes_vary and lengths))
+        self.kind = inputs.forward_only, None if settings.shapes_vary else lengths
         self.spec = plan_choice.plan_spec(fields, settings, self.communicator, self.kind)
 
     def run(self) -> list[Any]:

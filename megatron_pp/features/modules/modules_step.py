@@ -91,7 +91,7 @@ class OnModules(StepCall):
         graph, inputs, settings = pipeline.graph, self.inputs, self.settings
         if graph is None:
             raise ScheduleInputError(f"rank {pipeline.rank} is in no module of the pipeline; let it run no step")
-        self.kind = str(inputs.forward_only)
+        self.kind = inputs.forward_only, None
         # From here on there may be communication.
         self.communicator = self._communicator(pipeline.group)
         self.spec: ModulesSpec = modules_spec(

@@ -295,7 +295,7 @@ def replaced(places: list[tuple[Any, str, Any]]) -> Iterator[None]:
         yield
 
 
-class _EveryKind(frozenset[str]):
+class _EveryKind(frozenset[object]):
     """The kinds of steps that were run: any."""
 
     def __contains__(self, kind: object) -> bool:
