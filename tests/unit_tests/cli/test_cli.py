@@ -20,6 +20,7 @@ from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.io.serialize import format_plan, load_plan
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.orders import SCHEDULES
+from megatron_pp.planner.advise import pipeline_search
 from tests.harness.plan_text import edited, placed, save_plan
 from tests.unit_tests.cli.conftest import assert_refused
 
@@ -134,6 +135,7 @@ def test_examples_in_help_run(command, tmp_path, monkeypatch, name):
     are searched, which take ten seconds here and run in test_compare_all_names_what_cannot_be_had.
     """
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pipeline_search, "_FIRST", 60.0)  # seconds: on a loaded machine too a first plan is built
     built = ",".join(name for name, family in SCHEDULES.items() if family.search is None)
     save_plan(build_plan(PlanSpec("1f1b", 2, 1, 4)), "mine.csv")
     code, said, _ = command(name, "--help")
