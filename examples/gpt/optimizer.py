@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from examples.gpt.gpt import EMBEDDING, OUTPUT, OUTPUT_ROWS, GPTStage
 from examples.gpt.settings import Settings
@@ -108,39 +110,66 @@ class NamedAdamW:
 
     def __init__(self, chunks: Sequence[nn.Module], settings: Settings, fused_adam: Any = None) -> None:
         self.parameters = {name: parameter for chunk in chunks for name, parameter in chunk.named_parameters()}
-        self._is_apex = fused_adam is not None
-        groups = [  # either may be empty, where stages are
+        self._groups: list[dict[str, Any]] = [  # either may be empty, where stages are
             {"params": [p for p in self.parameters.values() if p.dim() >= 2], "weight_decay": settings.weight_decay},
             {"params": [p for p in self.parameters.values() if p.dim() < 2], "weight_decay": 0.0},
         ]
-        common: dict[str, Any] = {"lr": 0.0, "eps": settings.adam_eps}
-        common["betas"] = settings.adam_beta1, settings.adam_beta2
-        fused = not self._is_apex and any(p.is_cuda for p in self.parameters.values())
-        if self._is_apex:
-            self._adamw = fused_adam(groups, adam_w_mode=True, **common)
-        else:
-            self._adamw = torch.optim.AdamW(groups, fused=fused or None, **common)
+        self._eps, self._betas = settings.adam_eps, (settings.adam_beta1, settings.adam_beta2)
+        self._fused = fused_adam is None and any(p.is_cuda for p in self.parameters.values())
+        self._state: dict[Tensor, dict[str, Tensor]] = defaultdict(dict)
+        self._apex: Any = None
+        if fused_adam is not None:
+            self._apex = fused_adam(self._groups, lr=0.0, eps=self._eps, betas=self._betas, adam_w_mode=True)
+            self._groups, self._state = self._apex.param_groups, self._apex.state
         for parameter in self.parameters.values():
             # torch's fused kernel reads its count of steps on the device.
-            step = torch.zeros((), device=parameter.device if fused else "cpu")
+            step = torch.zeros((), device=parameter.device if self._fused else "cpu")
             moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-            self._adamw.state[parameter].update(step=step, **moments)
+            self._state[parameter].update(step=step, **moments)
 
     def step(self, learning_rate: float) -> None:
         """Take one step, then drop the gradients."""
-        for group in self._adamw.param_groups:
-            group["lr"] = learning_rate
-            if self._is_apex and group["params"]:  # counts steps per group, which checkpoints do not hold
-                group["step"] = int(self._adamw.state[group["params"][0]]["step"])
-        self._adamw.step()
+        if self._apex is None:
+            for group in self._groups:
+                self._update(group, learning_rate)
+        else:
+            self._step_apex(learning_rate)
         for parameter in self.parameters.values():  # apex's zero_grad takes no arguments
             parameter.grad = None
-            if self._is_apex:
-                self._adamw.state[parameter]["step"] += 1
+
+    @torch.no_grad()
+    def _update(self, group: dict[str, Any], learning_rate: float) -> None:
+        """By the function behind torch.optim.AdamW. The class imports torch's compiler, a third of a rank's start."""
+        with_gradient = [(p, p.grad, self._state[p]) for p in group["params"] if p.grad is not None]
+        adamw(
+            params=[parameter for parameter, _, _ in with_gradient],
+            grads=[gradient for _, gradient, _ in with_gradient],
+            exp_avgs=[state["exp_avg"] for _, _, state in with_gradient],
+            exp_avg_sqs=[state["exp_avg_sq"] for _, _, state in with_gradient],
+            max_exp_avg_sqs=[],
+            state_steps=[state["step"] for _, _, state in with_gradient],
+            fused=self._fused or None,
+            amsgrad=False,
+            beta1=self._betas[0],
+            beta2=self._betas[1],
+            lr=learning_rate,
+            weight_decay=group["weight_decay"],
+            eps=self._eps,
+            maximize=False,
+        )
+
+    def _step_apex(self, learning_rate: float) -> None:
+        for group in self._groups:
+            group["lr"] = learning_rate
+            if group["params"]:  # counts steps per group, which checkpoints do not hold
+                group["step"] = int(self._state[group["params"][0]]["step"])
+        self._apex.step()
+        for parameter in self.parameters.values():
+            self._state[parameter]["step"] += 1
 
     def tensors(self) -> dict[str, Tensor]:
         """Parameters and optimizer state, the live tensors, by name."""
         tensors = {f"model.{name}": parameter.detach() for name, parameter in self.parameters.items()}
         for name, parameter in self.parameters.items():
-            tensors.update({f"optimizer.{key}.{name}": value for key, value in self._adamw.state[parameter].items()})
+            tensors.update({f"optimizer.{key}.{name}": value for key, value in self._state[parameter].items()})
         return tensors

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import math
 import os
 import re
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Iterator
@@ -77,6 +79,31 @@ def test_adamw_decays_matrices_only() -> None:
         assert parameter.grad is None
         expected = before[name] * 0.95 if parameter.dim() == 2 else before[name]
         torch.testing.assert_close(parameter.detach(), expected)
+
+
+def test_adamw_is_that_of_torch_and_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit, over steps of several learning rates. Importing the compiler takes a second of each rank's start."""
+    settings = Settings(adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-6, weight_decay=0.3)
+    torch.manual_seed(0)
+    ours = torch.nn.Linear(4, 3)
+    theirs = copy.deepcopy(ours)
+    groups = [{"params": [theirs.weight], "weight_decay": 0.3}, {"params": [theirs.bias], "weight_decay": 0.0}]
+    reference = torch.optim.AdamW(groups, betas=(0.8, 0.9), eps=1e-6)
+    optimizer = NamedAdamW([ours], settings)
+    for lr in (0.1, 0.01, 0.2):
+        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            mine.grad = other.grad = torch.randn_like(mine)
+        for group in reference.param_groups:
+            group["lr"] = lr
+        reference.step()
+        with monkeypatch.context() as context:
+            context.setitem(sys.modules, "torch._dynamo", None)
+            optimizer.step(lr)
+    tensors = optimizer.tensors()
+    for name, parameter in theirs.named_parameters():
+        assert torch.equal(tensors[f"model.{name}"], parameter.detach())
+        for key, value in reference.state[parameter].items():
+            assert torch.equal(tensors[f"optimizer.{key}.{name}"], value)
 
 
 def test_a_rank_without_parameters_takes_its_steps() -> None:
