@@ -96,13 +96,21 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, Any, Any]:
-    """Nothing is collected while libraries are imported, and later collections need not look through what they hold."""
+    """Nothing is collected while libraries are imported, and later collections need not look through what they hold.
+    They are rare: a worker's plans and models are millions of objects.
+    """
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(10_000, 20, 50)
         gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    """pytest collects five times at the end."""
+    gc.freeze()
 
 
 def searches(item: pytest.Item) -> bool:

@@ -173,6 +173,11 @@ def table_of(schedule: Any, layout: Layout) -> Iterator[str]:
         dist.barrier(layout.group)
 
 
+def microbatches(layout: Layout) -> int:
+    """Three rounds on two ranks; two on more, where all schedules still come to their steady state."""
+    return (3 if layout.size == 2 else 2) * layout.size
+
+
 def largest_difference(found: list[Tensor], expected: list[Tensor]) -> float:
     assert len(found) == len(expected), f"{len(found)} tensors, not {len(expected)}"
     assert found
@@ -180,11 +185,11 @@ def largest_difference(found: list[Tensor], expected: list[Tensor]) -> float:
     return max((a.float() - b.float()).abs().max().item() for a, b in zip(found, expected, strict=True))
 
 
-def compare(layout: Layout, name: str, make: Maker = block, count: int = 0, table: bool = False) -> float:
+def compare(layout: Layout, name: str, make: Maker = block, table: bool = False) -> float:
     """The largest difference between torch's runtime and ours in two training steps and, where torch can, an
     evaluation. ``table``: ours runs torch's own table; so it does for LoopedBFS, whose backwards are from the last
     microbatch to the first."""
-    count, chunks = count or 3 * layout.size, CHUNKS[name]
+    count, chunks = microbatches(layout), CHUNKS[name]
     numbers = stage_numbers(shape_of(name), layout.size, chunks)[layout.rank]
     expected, found = [], []
     modules = modules_of(layout, numbers, layout.size * chunks, make)
@@ -213,7 +218,7 @@ def shape_of(name: str) -> str:
 def compare_replicas(layout: Layout, name: str) -> float:
     """With DistributedDataParallel around our stages: beside torch's runtime with it or, where that is wrong (it leaves
     out what a W computes), torch's runtime without it and gradients averaged by hand."""
-    count, chunks = 3 * layout.size, CHUNKS[name]
+    count, chunks = microbatches(layout), CHUNKS[name]
     numbers = stage_numbers(shape_of(name), layout.size, chunks)[layout.rank]
     both: list[list[Tensor]] = []
     schedule: Any = None
