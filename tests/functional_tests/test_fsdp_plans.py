@@ -29,6 +29,7 @@ from megatron_pp.schedules import get_forward_backward_func
 from megatron_pp.testing.toy import HIDDEN, ToyBlock, ToyData, reference_run, toy_config, toy_loss
 from tests.harness.process_ranks import rank_of
 from tests.harness.processes import run_processes
+from tests.harness.sweeps import EXHAUSTIVE
 
 PIPELINE, REPLICAS, MICROBATCHES = 2, 2, 6
 
@@ -53,6 +54,17 @@ TORCHS = {
     "ScheduleInterleavedZeroBubble": ("interleaved_zb", 2),
     "ScheduleZBVZeroBubble": ("zb_v", 2),
 }
+
+
+# As ``CASES``; on longer pipelines every second one, each with collectives of its own.
+WATCHED = [
+    ("1f1b", 1, "zero3", None),
+    ("interleaved_1f1b", 2, "per_step", None),
+    ("interleaved_1f1b", 3, "per_run", 2),
+    ("interleaved_1f1b", 3, "by_cost", 2),
+    ("zb_v", 2, "by_cost", 1),
+    ("interleaved_1f1b", 2, "zero2", None),
+]
 
 
 class _Nested(torch.nn.Module):
@@ -246,14 +258,7 @@ class _Watch:
 def _watched(rank: int, size: int) -> list[str]:
     mesh, off = _mesh(), []
     stage_bytes = 4 * (HIDDEN * HIDDEN + 2 * HIDDEN)
-    for schedule, chunks, kind, most in (
-        ("1f1b", 1, "zero3", None),
-        ("interleaved_1f1b", 2, "per_step", None),
-        ("interleaved_1f1b", 3, "per_run", 2),
-        ("interleaved_1f1b", 3, "by_cost", 2),
-        ("zb_v", 2, "by_cost", 1),
-        ("interleaved_1f1b", 2, "zero2", None),
-    ):
+    for schedule, chunks, kind, most in WATCHED if size == PIPELINE * REPLICAS or EXHAUSTIVE else WATCHED[::2]:
         watch, original, plans = _Watch(), FsdpRunner.attach, []
         FsdpRunner.attach = lambda runner, engine, handlers, watch=watch, original=original, plans=plans: (
             plans.append(engine.plan),
