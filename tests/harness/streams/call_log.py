@@ -81,7 +81,8 @@ class CallLog:
 
     def launch(self, rank: int, stream: int, what: str) -> None:
         """Until ``issued``: ``access`` says what it uses, and what is added meanwhile comes before it."""
-        self._open[rank] = {"do": "launch", "stream": stream, "what": what, "reads": [], "writes": []}
+        if self.keeps:
+            self._open[rank] = {"do": "launch", "stream": stream, "what": what, "reads": [], "writes": []}
 
     def access(self, rank: int, block: Any, start: int, stop: int, writes: bool) -> None:
         """What ``rank`` launches or posts uses the bytes ``start`` to ``stop`` of ``block``."""
@@ -91,7 +92,8 @@ class CallLog:
 
     def issued(self, rank: int) -> None:
         """What ``rank`` launches or posts is on its stream."""
-        self._add(**self._open.pop(rank))
+        if self.keeps:
+            self.records.append(self._open.pop(rank))
 
     def record(self, stream: int) -> int:
         """The number of the event."""
@@ -106,7 +108,8 @@ class CallLog:
         """As ``launch``. Returns the number of the event."""
         self.launch(rank, stream, what)
         event = next(self._events)
-        self._open[rank] |= {"do": "post", "after": after, "event": event, "ends": ends}
+        if self.keeps:
+            self._open[rank] |= {"do": "post", "after": after, "event": event, "ends": ends}
         return event
 
     def match(self, send: int, receive: int, ranks: tuple[int, int], nbytes: int, buffered: bool) -> None:

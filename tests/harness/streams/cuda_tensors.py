@@ -31,10 +31,14 @@ class CudaTensors(TorchFunctionMode):
         self.pins = False
         self._special = {name: getattr(self, f"_{name}") for name in ("to", "cuda", "cpu", "get_device", "type")}
         self._special["pin_memory"] = self._pinned
+        self._plain: set[Any] = set()  # functions that have been called, and are of no kind of their own
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = self._handle(func, args, kwargs or {})
-        if isinstance(result, (torch.Tensor, tuple, list)):
+        is_plain = not kwargs and func in self._plain
+        result = func(*args) if is_plain else self._handle(func, args, kwargs or {})
+        if isinstance(result, torch.Tensor):
+            self.device.nodes.made((result,))
+        elif isinstance(result, (tuple, list)) and not isinstance(result, torch.Size):
             self.device.nodes.made(tensors_in(result))
         return result
 
@@ -45,11 +49,16 @@ class CudaTensors(TorchFunctionMode):
             if asked == "device":
                 return CPU if self.device.is_host_memory(args[0]) else self.device.place
             answer = _GETTERS.get(asked)
-            return func(*args, **kwargs) if answer is None else answer(self.device.is_host_memory(args[0]))
+            if answer is not None:
+                return answer(self.device.is_host_memory(args[0]))
+            self._plain.add(func)
+            return func(*args, **kwargs)
         special = self._special.get(name)
         if special is not None:
             return special(func, *args, **kwargs)
-        if name in _TO_HOST and not self.device.is_host_memory(args[0]):
+        if name not in _TO_HOST:
+            self._plain.add(func)
+        elif not self.device.is_host_memory(args[0]):
             self.device.synchronize([self.device.stream], name)
         return self._call(func, *args, **kwargs)
 

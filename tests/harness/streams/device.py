@@ -74,6 +74,13 @@ def unrecorded() -> Iterator[None]:
         _here.quiet = before
 
 
+@contextmanager
+def simulating() -> Iterator[None]:
+    """The same, and no mode sees it either: the device, not the program, handles tensors here."""
+    with unrecorded(), torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        yield
+
+
 def is_quiet() -> bool:
     return getattr(_here, "quiet", False)
 
@@ -117,6 +124,7 @@ class VirtualDevice:
         self._graph_pools: dict[Any, CachingAllocator] = {}
         self._pool = self.allocator  # that serves an allocation
         self._host_blocks: set[int] = set()
+        self._storages: dict[int, weakref.ref[Any]] = {}  # that call back when they are gone
 
     @property
     def place(self) -> torch.device:
@@ -174,7 +182,7 @@ class VirtualDevice:
     # -- memory --------------------------------------------------------------------------------------------------
 
     def is_host_memory(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._host_blocks
+        return bool(self._host_blocks) and tensor.untyped_storage()._cdata in self._host_blocks
 
     def keep_on_host(self, storage: Any, pinned: bool = False) -> None:
         """``storage`` is new and lies in host memory."""
@@ -185,7 +193,7 @@ class VirtualDevice:
             if pinned:
                 self._allocated("pinned memory")
             self.log.allocate(self.rank, block, storage.nbytes(), self.host.number)
-            weakref.finalize(storage, self._forget_host, key).atexit = False
+            self._storages[key] = weakref.ref(storage, lambda gone: self._forget_host(key))
 
     def block_of(self, storage: Any) -> Block:
         """The block under ``storage``; one that is not known yet is allocated on the current stream."""
@@ -199,7 +207,7 @@ class VirtualDevice:
             if block.owner == 0 or not pool.of_graphs:
                 nbytes = block.nbytes if pool.of_graphs else storage.nbytes()
                 self.log.allocate(self.rank, block, nbytes, stream.number)
-            weakref.finalize(storage, self._free, key).atexit = False
+            self._storages[key] = weakref.ref(storage, lambda gone: self._free(key))
         return block
 
     def _allocated(self, what: str) -> None:
@@ -210,15 +218,15 @@ class VirtualDevice:
 
     def access(self, tensor: torch.Tensor, kind: str, lane: Timeline, what: str) -> None:
         """The operation that was just issued on ``lane`` reads or writes ``tensor``."""
-        if not tensor.numel():
+        count = tensor.numel()
+        if not count:
             return
-        block = self.block_of(tensor.untyped_storage())
+        storage = tensor.untyped_storage()
+        block = self.block_of(storage)
         size, first = tensor.element_size(), int(tensor.storage_offset())
-        if tensor.is_contiguous():
-            count = tensor.numel()
-        else:
+        if not tensor.is_contiguous():
             count = 1 + sum(int((n - 1) * stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        owner = self._given_back.get(tensor.untyped_storage()._cdata, block.owner)
+        owner = self._given_back.get(storage._cdata, block.owner) if self._given_back else block.owner
         use = Use(block, owner, kind, first * size, (first + count) * size)
         if self.captured is None:
             self.use(use, lane, what)
@@ -269,12 +277,13 @@ class VirtualDevice:
     def _free(self, key: int) -> None:
         """The storage at ``key`` is gone; called in the thread that dropped it."""
         block = self._blocks.pop(key)
+        del self._storages[key]
         assert block.pool is not None
         if block.of_graphs:
             if self._given_back.pop(key, None) is None:
                 block.pool.free(block, self._step(FREE, "the host", self.host, block.owner), lambda: True)
             return
-        lanes = [lane for lane in self.lanes if lane in block.recorded]
+        lanes = [lane for lane in self.lanes if lane in block.recorded] if block.recorded else []
         clocks = [(dict(lane.now()), lane.record()) for lane in lanes]
         pending = set().union(*(lane.unfinished() for lane in lanes))
         self.log.free(self.rank, block)
@@ -289,5 +298,6 @@ class VirtualDevice:
         block.pool.free(block, self._step(FREE, "the host", self.host, block.owner), done)
 
     def _forget_host(self, key: int) -> None:
+        del self._storages[key]
         self._host_blocks.discard(key)
         self.log.free(self.rank, self._blocks.pop(key))

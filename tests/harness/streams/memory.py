@@ -84,10 +84,7 @@ class _Span:
     reads: dict[int, Access] = field(default_factory=dict)  # by timeline
 
     def accesses(self) -> list[Access]:
-        return [*self.writes(), *self.reads.values()]
-
-    def writes(self) -> list[Access]:
-        return [] if self.write is None else [self.write]
+        return [*([] if self.write is None else [self.write]), *self.reads.values()]
 
 
 class Block:
@@ -117,11 +114,14 @@ class Block:
         races: list[StreamRace] = []
         kept: list[_Span] = []
         same: _Span | None = None
+        writes = access.kind == WRITE
         for span in self._spans:
             if span.start < stop and start < span.stop:
-                earlier = span.accesses() if access.kind == WRITE else span.writes()
-                races += [self._race(one, access) for one in earlier if not one.is_before(clock)]
-                if access.kind == WRITE and start <= span.start and span.stop <= stop:
+                if span.write is not None and not span.write.is_before(clock):
+                    races.append(self._race(span.write, access))
+                if writes:
+                    races += [self._race(one, access) for one in span.reads.values() if not one.is_before(clock)]
+                if writes and start <= span.start and span.stop <= stop:
                     continue  # all that comes later is compared with this write
             if span.start == start and span.stop == stop:
                 same = span
@@ -129,7 +129,7 @@ class Block:
         if same is None:
             same = _Span(start, stop)
             kept.append(same)
-        if access.kind == WRITE:
+        if writes:
             same.write = access
         else:
             same.reads[access.timeline.number] = access
@@ -191,7 +191,7 @@ class CachingAllocator:
             self._made += 1
             return Block(self._made, size, stream, self)
         now = clock()
-        chosen = next((block for block in fitting if block.unordered(now)), None)
+        chosen = next((block for block in fitting if block.is_shared and block.unordered(now)), None)
         if chosen is None:
             chosen = min(fitting, key=lambda block: (block.nbytes, block.number))
             chosen.is_shared = False  # all that was done to it has happened before

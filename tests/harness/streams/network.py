@@ -21,13 +21,14 @@ from typing import Any
 from megatron_pp.testing.adversarial_transports import Window, WindowNetwork
 from megatron_pp.testing.memory_transport import End, MemoryTransport, MemoryWork, Queue
 from tests.harness.streams.call_log import CallLog
-from tests.harness.streams.device import VirtualDevice, running_on, unrecorded
+from tests.harness.streams.device import VirtualDevice, running_on, simulating
 from tests.harness.streams.eager import SLOTS, Buffered, buffered
 from tests.harness.streams.hardware import HardwareQueues, Kernel, begin
 from tests.harness.streams.memory import READ, WRITE
 from tests.harness.streams.recorder import recording
 from tests.harness.streams.rules import DeviceRules
 from tests.harness.streams.timelines import Clock, Lane, Transfer, join
+from tests.harness.streams.waiting import OwnConditions, on_one_core
 
 NO_MORE_RULES = DeviceRules()
 _HASTE = (0.0, 0.5, 1.0)  # how likely polling finds what the host does not know yet, by seed
@@ -86,6 +87,7 @@ class StreamNetwork(WindowNetwork):
         log: CallLog | None = None,
     ) -> None:
         super().__init__(size, one_way, store, seed)
+        self.changed = OwnConditions()
         self.log = CallLog(keeps=False) if log is None else log
         self.run_ahead = run_ahead
         self.held: Callable[[StreamWork], bool] = lambda work: False
@@ -105,7 +107,8 @@ class StreamNetwork(WindowNetwork):
         """This thread is the host of rank ``rank``. Raises RuntimeError at the end where a thread of its process has
         made a context on another device."""
         device = self.devices[rank]
-        with running_on(device), recording(device, checks=not self.run_ahead), super().running(rank):
+        books = recording(device, checks=not self.run_ahead)
+        with on_one_core(), running_on(device), books, super().running(rank):
             yield
             if self.rules.may_hang:
                 device.synchronize(device.lanes, "the end of its program")
@@ -118,7 +121,7 @@ class StreamNetwork(WindowNetwork):
         self, rank: int, queue: Queue, ends: list[End], high_priority: bool = False, thread_blocks: int = 0
     ) -> StreamWork:
         """``thread_blocks``: what it takes of the device; 0: as the rules say."""
-        with self.changed, unrecorded():
+        with self.changed, simulating():
             device = self.devices[rank]
             if queue not in self._lanes:
                 self._lanes[queue] = device.pooled_stream(high_priority)
@@ -246,7 +249,7 @@ class StreamNetwork(WindowNetwork):
 
     def _buffer(self, send: End) -> None:
         """``send`` ends, though its receive may not be posted yet."""
-        with unrecorded():
+        with simulating():
             message = buffered(send, self.windows.pop(send))
             self.windows[message] = Window(message.tensor)
         receives = self._open[False, send.direction]
@@ -267,7 +270,7 @@ class StreamNetwork(WindowNetwork):
             first.partners.append(second)
         size = self.windows[send].nbytes
         self.log.match(first.event, second.event, send.direction[:2], size, is_buffered)
-        with unrecorded():
+        with simulating():
             self.deliver(send, receive)
         if not is_buffered:
             self.complete_end(send)

@@ -89,16 +89,21 @@ class _Recorder(PassingMode):
 
     def _enter(self, effects: _Effects, args: Any, kwargs: Any, result: Any) -> None:
         device = self.device
-        given = [(at, t) for at, value in (*enumerate(args), *kwargs.items()) for t in tensors_in(value)]
+        given: list[tuple[int | str, torch.Tensor]] = []
+        for at, value in (*enumerate(args), *kwargs.items()):
+            if isinstance(value, torch.Tensor):
+                given.append((at, value))
+            elif isinstance(value, (list, tuple)):
+                given += [(at, t) for t in tensors_in(value)]
         storages = {t.untyped_storage()._cdata for _, t in given}
-        results = list(tensors_in(result))
+        results = [result] if isinstance(result, torch.Tensor) else list(tensors_in(result))
         new = [t for t in results if t.untyped_storage()._cdata not in storages]
         if results and not new and not effects.written:
             return  # a view
         placed_on_host = self.tensors.puts_on_host([t for _, t in given])
         for tensor in new if placed_on_host else ():
             device.keep_on_host(tensor.untyped_storage(), self.tensors.pins)
-        on_host = all(device.is_host_memory(t) for t in (*(t for _, t in given), *new))
+        on_host = all(map(device.is_host_memory, [*(t for _, t in given), *new]))
         lane = (device.host_step if on_host else device.stream_step)(effects.name)
         for at, tensor in given:
             if at in effects.written:

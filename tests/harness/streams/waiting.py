@@ -1,0 +1,52 @@
+"""How threads of ranks wait, and where they run, so that little time goes into switching between them.
+
+Python runs one thread at a time whatever the number of cores. Threads on several cores take the interpreter lock from
+each other at each operation of torch, which gives it back meanwhile; on one core a thread keeps it until it waits.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class OwnConditions(threading.Condition):
+    """Threads that ``wait_for`` something: ``notify_all`` wakes those that have got it, and no other."""
+
+    def __init__(self) -> None:
+        self._shared = threading.RLock()
+        super().__init__(self._shared)
+        self._waiting: dict[threading.Condition, Callable[[], object]] = {}
+
+    def wait_for(self, predicate: Callable[[], T], timeout: float | None = None) -> T:
+        own = threading.Condition(self._shared)
+        self._waiting[own] = predicate
+        try:
+            return own.wait_for(predicate, timeout)
+        finally:
+            del self._waiting[own]
+
+    def notify_all(self) -> None:
+        for own, predicate in self._waiting.items():
+            if predicate():
+                own.notify()
+
+
+@contextmanager
+def on_one_core() -> Iterator[None]:
+    """This thread, and those that it starts, run on one core, the same for all of this process."""
+    if not hasattr(os, "sched_setaffinity"):  # outside of Linux
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    cores = sorted(before)
+    os.sched_setaffinity(0, {cores[os.getpid() % len(cores)]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
