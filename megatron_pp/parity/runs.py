@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import importlib
+import gc
 import importlib.util
 import os
 import sys
@@ -19,6 +19,7 @@ from megatron_pp.parity import float64
 from megatron_pp.parity.layout import NO_OPTIMIZER, RESTORE, SAVE, Layout
 from megatron_pp.parity.processes import RunError, run_ranks
 from megatron_pp.parity.recorder import PARAMETER, Record, Recorder
+from megatron_pp.plan.gc_pause import collector_paused
 
 MEGATRON, OURS = "megatron", "ours"
 
@@ -161,13 +162,13 @@ def prepare(program: Program) -> None:
 
 
 def has_training_loop() -> bool:
-    """Whether the program, which has been prepared, trains by Megatron's own loop, with its flags; not one of its own
-    on Megatron-core alone."""
+    """Whether the prepared program trains by Megatron's own loop, and not by one of its own on Megatron-core alone."""
     return "megatron.training.training" in sys.modules
 
 
+@collector_paused()
 def _import_all(program: Program) -> None:
-    names = ["megatron.core", "megatron.core.pipeline_parallel.schedules", "megatron.core.optimizer"]
+    names = ["megatron.core.pipeline_parallel.schedules", "megatron.core.optimizer"]
     names += ["megatron_pp.integrations.megatron_core"]
     path = program.script
     if program.module:
@@ -183,3 +184,4 @@ def _import_all(program: Program) -> None:
     for name in names:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    gc.freeze()  # ranks need not look through it either
