@@ -9,6 +9,7 @@ mark:
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+if __name__ == "__main__":
+    gc.disable()  # while torch is imported, as in train.py
 
 from examples.gpt.data import SampleOrder
 from examples.gpt.optimizer import NamedAdamW
@@ -66,6 +69,8 @@ def put_into_optimizer(fault: Fault) -> None:
 
 
 if __name__ == "__main__":
+    gc.freeze()
+    gc.enable()
     what, rank, call, folder, *flags = sys.argv[1:]
     if os.environ["RANK"] == rank:
         number = signal.SIGKILL if what == "data-killed" else None
