@@ -75,7 +75,7 @@ install() { # EXTRA...
     local joined pip
     joined="$(IFS=,; printf '%s' "$*")"
     constraints >"$venv/constraints.txt"
-    pip=("$python" -m pip install --disable-pip-version-check --constraint "$venv/constraints.txt")
+    pip=("$python" -m pip install --disable-pip-version-check --no-compile --constraint "$venv/constraints.txt")
     [[ -t 2 ]] || pip+=(--quiet) # pip's own bars are for people
     [[ -z "${MEGATRON_PP_TORCH:-}" ]] || export PIP_CONSTRAINT=/dev/null # pip's own settings may hold torch below it
     rm -f -- "$stamp"
@@ -89,7 +89,8 @@ install() { # EXTRA...
         # its own, since Megatron-core takes any transformer_engine that it finds for a whole one.
         "${pip[@]}" --no-deps --upgrade --target "$venv/transformer_engine_python" transformer-engine >&2
     fi
-    say "Set-up 4/4: importing what was installed ..."
+    say "Set-up 4/4: compiling and importing what was installed ..."
+    "$python" -m compileall -q -j 0 -- "$venv" >/dev/null 2>&1 || true # on all cores, where pip takes one; some files are for other releases of Python
     (cd / && "$python" -c 'import torch, megatron_pp') || die "torch and megatron_pp cannot be imported from $venv"
     printf '%s\n%s\n' "$(fingerprint)" "$*" >"$stamp.new"
     mv -f -- "$stamp.new" "$stamp"
