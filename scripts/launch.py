@@ -16,6 +16,7 @@ With ``--max-restarts`` all but 0 and a signal to the launcher start the ranks a
 See examples/gpt/program.py for the ranks' own exit codes, which are the same.
 """
 
+import gc
 import json
 import logging
 import os
@@ -28,9 +29,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.run import main, parse_args
+gc.disable()  # a seventh of the time to import torch goes into finding no garbage
+
+from torch.distributed.elastic.multiprocessing import SignalException  # noqa: E402
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure  # noqa: E402
+from torch.distributed.run import main, parse_args  # noqa: E402
+
+gc.freeze()
+gc.enable()
 
 PASSED_ON = (2, 3, 4, 5, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 
