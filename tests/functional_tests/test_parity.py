@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as Xml
 
+import pytest
+
 from tests.conftest import PROJECT_ROOT
 from tests.functional_tests.megatron_support import SCRIPTS, needs_megatron
 
@@ -17,6 +19,13 @@ pytestmark = needs_megatron
 
 FLAGS = "--engine megatron --num-layers 16 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --train-iters 9"
 CHUNKS = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+ONE_PROCESS = """
+import json, sys
+from megatron_pp.cli.command_line import main
+
+for command in json.loads(sys.argv[1]):
+    print(main(command))
+"""
 UNSYNCHRONISED = """
 import runpy, sys
 from megatron.core.distributed import finalize_model_grads
@@ -25,26 +34,48 @@ finalize_model_grads.__globals__["_allreduce_word_embedding_grads"] = lambda *ar
 sys.argv[0] = {script!r}
 runpy.run_path({script!r}, run_name="__main__")
 """
+TENSOR = "--tensor-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce --bf16"
+FILES = "--junit parity.xml --html parity.html"
+COMMANDS = {
+    "chunks": f"SCRIPT {FLAGS} {CHUNKS} --untie-embeddings-and-output-weights --clip-grad 0",
+    "tensor": f"--engine ours SCRIPT {FLAGS} {TENSOR}",
+    "own loop": f"--checkpoint all SCRIPT {FLAGS.removeprefix('--engine megatron ')}",
+    "fault": f"{FILES} --engine both train.py {FLAGS} {CHUNKS} --calculate-per-token-loss",
+}
+Answers = dict[str, tuple[int, dict[str, Any]]]
 
 
-def parity(*words: str, options: str = "", cwd: Path | None = None) -> tuple[int, dict[str, Any]]:
-    """Exit code, and the object on standard output."""
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("parity")
+
+
+@pytest.fixture(scope="module")
+def answers(folder: Path) -> Answers:
+    """Of each command, its exit code and the object on standard output. They share a process: importing Megatron-core
+    takes as long as what a command computes, in processes that it forks.
+    """
+    script = str(SCRIPTS / "pretrain_gpt_megatron.py")
+    (folder / "train.py").write_text(UNSYNCHRONISED.format(script=script))
+    words = [["parity", "--json", *command.split()] for command in COMMANDS.values()]
+    given = [[script if word == "SCRIPT" else word for word in command] for command in words]
     done = subprocess.run(
-        [sys.executable, "-m", "megatron_pp", "parity", "--json", *options.split(), *words],
+        [sys.executable, "-c", ONE_PROCESS, json.dumps(given)],
         env={**os.environ, "PYTHONPATH": str(PROJECT_ROOT)},
-        cwd=cwd,
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=400,
         check=False,
     )
-    assert done.stdout.count("\n") == 1, done.stderr[-3000:]
-    return done.returncode, json.loads(done.stdout)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("\n") == 2 * len(given), done.stderr[-3000:]  # one line of each, and its exit code
+    lines = list(map(json.loads, done.stdout.splitlines()))
+    return dict(zip(COMMANDS, zip(lines[1::2], lines[::2], strict=True), strict=True))
 
 
-def test_a_pipeline_with_chunks_is_right_under_both_schedules() -> None:
-    flags = f"{FLAGS} {CHUNKS} --untie-embeddings-and-output-weights --clip-grad 0"
-    code, said = parity(str(SCRIPTS / "pretrain_gpt_megatron.py"), *flags.split())
+def test_a_pipeline_with_chunks_is_right_under_both_schedules(answers: Answers) -> None:
+    code, said = answers["chunks"]
     assert code == 0, said
     assert (said["first"], said["repeat"]) == (None, None)
     assert said["engines"] == {"megatron": "rounding", "ours": "rounding"}, "a norm adds up in the order of ranks"
@@ -54,24 +85,20 @@ def test_a_pipeline_with_chunks_is_right_under_both_schedules() -> None:
     assert said["compared"] > 100
 
 
-def test_tensor_parallelism_and_sharded_optimizers_are_right_within_rounding() -> None:
-    flags = f"{FLAGS} --tensor-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce --bf16"
-    code, said = parity(str(SCRIPTS / "pretrain_gpt_megatron.py"), *flags.split(), options="--engine ours")
+def test_tensor_parallelism_and_sharded_optimizers_are_right_within_rounding(answers: Answers) -> None:
+    code, said = answers["tensor"]
     assert (code, said["verdict"], said["parameters"]) == (0, "rounding", {})
     assert said["notes"] == ["--bf16: compared in float32"]
 
 
-def test_a_loop_of_its_own_has_no_checkpoints_that_parity_knows() -> None:
-    code, said = parity(str(SCRIPTS / "pretrain_gpt_megatron.py"), *FLAGS.split()[2:], options="--checkpoint all")
+def test_a_loop_of_its_own_has_no_checkpoints_that_parity_knows(answers: Answers) -> None:
+    code, said = answers["own loop"]
     assert (code, said["verdict"]) == (2, None)
     assert "Megatron's own training loop only" in said["error"]
 
 
-def test_a_tied_embedding_that_is_not_synchronised(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(UNSYNCHRONISED.format(script=str(SCRIPTS / "pretrain_gpt_megatron.py")))
-    flags = f"{FLAGS} {CHUNKS} --calculate-per-token-loss"
-    options = "--junit parity.xml --html parity.html --engine both"
-    code, said = parity("train.py", *flags.split(), options=options, cwd=tmp_path)
+def test_a_tied_embedding_that_is_not_synchronised(answers: Answers, folder: Path) -> None:
+    code, said = answers["fault"]
     assert (code, said["verdict"]) == (1, "different")
     assert said["first"]["name"] == "embedding.word_embeddings.weight"
     assert "gradient" in said["first"]["operation"]
@@ -79,5 +106,5 @@ def test_a_tied_embedding_that_is_not_synchronised(tmp_path: Path) -> None:
     assert said["smallest"] == "PP 2"
     assert said["whose"] == "model"
     assert said["parameters"]["embedding.word_embeddings.weight"]["partial_sums"] == "PP"
-    assert Xml.parse(tmp_path / "parity.xml").getroot().get("failures") == "2"
-    assert "<svg" in (tmp_path / "parity.html").read_text()
+    assert Xml.parse(folder / "parity.xml").getroot().get("failures") == "2"
+    assert "<svg" in (folder / "parity.html").read_text()
