@@ -49,7 +49,7 @@ class TracedNetwork(StreamNetwork):
     what they come after)."""
 
     def __init__(self, size: int) -> None:
-        super().__init__(size, seed=None)
+        super().__init__(size, seed=None, looks_for_races=False)
         self.updates: list[tuple[int, int, Clock]] = []
         self._past: dict[StreamWork, Clock] = {}
         self._ends: dict[StreamWork, set[bool]] = {}

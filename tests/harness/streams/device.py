@@ -87,11 +87,12 @@ def is_quiet() -> bool:
 
 class Network(Protocol):
     """What connects the devices. ``timelines`` numbers those of all devices; ``log`` takes what hosts ask of them;
-    ``num_devices`` are in the machine."""
+    ``num_devices`` are in the machine; with ``looks_for_races`` devices note who uses which memory."""
 
     timelines: Iterator[int]
     log: CallLog
     num_devices: int
+    looks_for_races: bool
     rules: DeviceRules
 
     def launch(self, device: VirtualDevice, lane: Lane) -> None: ...
@@ -219,7 +220,7 @@ class VirtualDevice:
     def access(self, tensor: torch.Tensor, kind: str, lane: Timeline, what: str) -> None:
         """The operation that was just issued on ``lane`` reads or writes ``tensor``."""
         count = tensor.numel()
-        if not count:
+        if not count or not self.network.looks_for_races:
             return
         storage = tensor.untyped_storage()
         block = self.block_of(storage)
@@ -247,9 +248,10 @@ class VirtualDevice:
             self.overwritten.setdefault(places, found)
 
     def record_stream(self, tensor: torch.Tensor, lane: Lane) -> None:
-        block = self.block_of(tensor.untyped_storage())
-        block.recorded.add(lane)
-        self.log.record_stream(self.rank, block, lane.number)
+        if self.network.looks_for_races:
+            block = self.block_of(tensor.untyped_storage())
+            block.recorded.add(lane)
+            self.log.record_stream(self.rank, block, lane.number)
 
     def _step(self, kind: str, what: str, lane: Timeline, owner: int) -> Access:
         instruction = self.ranges[-1] if self.ranges else ""

@@ -72,6 +72,7 @@ class StreamNetwork(WindowNetwork):
     held            asked whether a transfer that could finish on the device does not; call ``progress`` when that
                     changes
     log             takes what the ranks ask of their devices
+    looks_for_races  False: who uses which memory is not noted
     """
 
     def __init__(
@@ -85,8 +86,10 @@ class StreamNetwork(WindowNetwork):
         rules: DeviceRules = NO_MORE_RULES,
         store: Any = None,
         log: CallLog | None = None,
+        looks_for_races: bool = True,
     ) -> None:
         super().__init__(size, one_way, store, seed)
+        self.looks_for_races = looks_for_races
         self.changed = OwnConditions()
         self.log = CallLog(keeps=False) if log is None else log
         self.run_ahead = run_ahead

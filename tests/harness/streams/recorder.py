@@ -1,6 +1,6 @@
 """Which memory each operation of a thread reads and writes: a TorchDispatchMode enters it in the device's books."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
@@ -12,6 +12,10 @@ from megatron_pp.weight_grad.deferred import tensors_in
 from tests.harness.streams.cuda_tensors import CudaTensors
 from tests.harness.streams.device import VirtualDevice, is_quiet
 from tests.harness.streams.memory import READ, WRITE
+from tests.harness.streams.timelines import Timeline
+
+Given = tuple[int | str, torch.Tensor]
+"""An argument: its position or name, and the tensor, or one of them."""
 
 # Read the shape of their argument, not its data.
 _OF_SHAPE = {
@@ -89,7 +93,7 @@ class _Recorder(PassingMode):
 
     def _enter(self, effects: _Effects, args: Any, kwargs: Any, result: Any) -> None:
         device = self.device
-        given: list[tuple[int | str, torch.Tensor]] = []
+        given: list[Given] = []
         for at, value in (*enumerate(args), *kwargs.items()):
             if isinstance(value, torch.Tensor):
                 given.append((at, value))
@@ -105,16 +109,20 @@ class _Recorder(PassingMode):
             device.keep_on_host(tensor.untyped_storage(), self.tensors.pins)
         on_host = all(map(device.is_host_memory, [*(t for _, t in given), *new]))
         lane = (device.host_step if on_host else device.stream_step)(effects.name)
-        for at, tensor in given:
-            if at in effects.written:
-                device.access(tensor, WRITE, lane, effects.name)
-            elif effects.reads:
-                device.access(tensor, READ, lane, effects.name)
-        for tensor in new:
-            if effects.writes_result:
-                device.access(tensor, WRITE, lane, effects.name)
-            else:
-                device.block_of(tensor.untyped_storage())
+        if device.network.looks_for_races:
+            self._note_uses(effects, given, new, lane)
         device.log.issued(device.rank)
         if effects.synchronizes or self.tensors.is_blocking_copy(effects.name, args, kwargs):
             device.synchronize([device.stream], effects.name)
+
+    def _note_uses(self, effects: _Effects, given: Sequence[Given], new: list[torch.Tensor], lane: Timeline) -> None:
+        for at, tensor in given:
+            if at in effects.written:
+                self.device.access(tensor, WRITE, lane, effects.name)
+            elif effects.reads:
+                self.device.access(tensor, READ, lane, effects.name)
+        for tensor in new:
+            if effects.writes_result:
+                self.device.access(tensor, WRITE, lane, effects.name)
+            else:
+                self.device.block_of(tensor.untyped_storage())
