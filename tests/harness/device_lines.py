@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 import importlib
 import re
 import sys
@@ -257,6 +258,7 @@ def lines_that_run(rank: int, size: int, folder: Path, programs: Sequence[str]) 
     log = LineLog(project_files())
     with log.marking():
         for scenario in importlib.import_module(programs[rank]).SCENARIOS:
+            gc.freeze()  # scenarios collect, and need not look through what libraries hold
             own = folder / scenario.__name__
             own.mkdir()
             scenario(own)

@@ -54,6 +54,7 @@ def machine(gpus: int, *places: tuple[Any, str, Any]) -> Iterator[None]:
     stand_ins: list[tuple[Any, str, Any]] = [(outside, name, answer) for name, answer in answers.items()]
     stand_ins += [(faults, "MOST_RANKS", 2), (race_cases, "LATE", 0.05), (overlap, "COST", 10.0)]
     stand_ins += [(exposed, "SCHEDULES", {"interleaved_1f1b": 2})]
+    stand_ins += [(part, "MICROBATCHES", 4) for part in (exposed, pairs)]  # what is wanted holds of any number
     stand_ins += [(overlap, "SHARED_COST", 10.0)]  # the host's seconds, which say nothing here
     stand_ins += [(torch.cuda, "Event", LaneEvent), (torch.cuda, "_sleep", _sleep), (gpu_check, "Sizes", lambda: SIZES)]
     with virtual_machine(*stand_ins, *places):

@@ -20,7 +20,7 @@ def run(bench: Bench) -> None:
 def first(bench: Bench) -> None:
     """New processes, in which CUDA has loaded no kernel, begin with schedules that post receives ahead."""
     for schedule in FIRST:
-        steps = ranks.steps_of((schedule,), ("overlap",), 4, seq_length=1024, hidden=256)
+        steps = ranks.steps_of((schedule,), ("overlap",), 4, bench.sizes.seq_length, bench.sizes.hidden)
         _compared(bench, steps, 2, f"{schedule} is the first")
 
 
