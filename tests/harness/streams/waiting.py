@@ -39,13 +39,14 @@ class OwnConditions(threading.Condition):
 
 @contextmanager
 def on_one_core() -> Iterator[None]:
-    """This thread, and those that it starts, run on one core, the same for all of this process."""
+    """This thread, and those that it starts, run on one core, the same for all of this process. Workers of tests take
+    one after the other."""
     if not hasattr(os, "sched_setaffinity"):  # outside of Linux
         yield
         return
     before = os.sched_getaffinity(0)
-    cores = sorted(before)
-    os.sched_setaffinity(0, {cores[os.getpid() % len(cores)]})
+    cores, number = sorted(before), os.environ.get("PYTEST_XDIST_WORKER", f"gw{os.getpid()}").removeprefix("gw")
+    os.sched_setaffinity(0, {cores[int(number) % len(cores)]})
     try:
         yield
     finally:

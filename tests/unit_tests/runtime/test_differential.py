@@ -31,6 +31,7 @@ from megatron_pp.weight_grad import split_weight_grad
 from tests.harness.blocks import UNUSUAL_OUTPUTS
 from tests.harness.stream_runs import POLICIES as FLAGS
 from tests.harness.streams import StreamNetwork, StreamReport, virtual_cuda
+from tests.harness.streams.waiting import on_one_core
 from tests.harness.sweeps import EXHAUSTIVE
 
 NETWORKS = (*HOSTILE_NETWORKS, StreamNetwork)
@@ -216,7 +217,7 @@ class Run:
         more = {"seed": self.seed % 3} if on_streams else {"seed": self.seed, "pollable": self.pollable}
         plain = self.network is MemoryNetwork
         network: Any = self.network(self.size, self.channels == ONE_WAY, **({} if plain else more))
-        with virtual_cuda() if on_streams else nullcontext():
+        with on_one_core(), virtual_cuda() if on_streams else nullcontext():
             found = run_in_threads(
                 *(self.size, self.num_chunks, data),
                 network=network,
