@@ -203,7 +203,7 @@ FAULTS = {
     ),
     "bytes change on one GPU": Planted([(StreamNetwork, "transfer", _transfer_wrongly)], ("shaped_link",)),
     "releases take their time": Planted(
-        [(PlanExecutor, "_free", _free_slowly), (overlap, "COST", 1.5), (overlap, "SHARED_COST", 1.5)],
+        [(PlanExecutor, "_free", _free_slowly), (overlap, "COST", 1.2), (overlap, "SHARED_COST", 1.2)],
         ("release", "one_gpu_release", "overlap", "one_gpu_overlap", "exposed"),
     ),
     "the control of the race does nothing": Planted([(race_cases, "CASES", _HARMLESS)], ("race",)),
