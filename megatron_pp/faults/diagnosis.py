@@ -98,8 +98,11 @@ def doing(at: Instruction) -> str:
     """What a rank does in instruction ``at``: ``waits for the activation of chunk 1, microbatch 3 from rank 1``."""
     if at.op in _WORDS:
         return _WORDS[at.op].format(where=at.where, peer=at.peer)
-    other = "to" if at.op in ins.SEND_OPS else "from" if at.op in ins.RECV_OPS else ""
-    return f"is in {at.name}" + (f" {other} rank {at.peer}" if other else "")
+    if at.op in ins.SEND_OPS:
+        return f"is in {at.name} to rank {at.peer}"
+    if at.op in ins.RECV_OPS:
+        return f"is in {at.name} from rank {at.peer}"
+    return f"is in {at.name}"
 
 
 def _reported_at(plan: Plan | None, rank: int, progress: Progress) -> Instruction | None:

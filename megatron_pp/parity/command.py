@@ -48,14 +48,16 @@ class Options:
 
 def answer(options: Options, load: Any, plugin: Callable[[], None], say: Callable[[str], None]) -> Answer:
     """``say`` is told what is run. Raises RunError where a run that is needed does not end, or cannot begin."""
-    layout, gpus = asked_for(options), _gpus()
+    layout = asked_for(options)
+    gpus = _gpus()
     gpu = gpus >= layout.world
     program = Program(options.script, options.module, options.steps, options.deadline, gpu, load, plugin)
     say("importing")
     prepare(program)
     if options.checkpoints and not has_training_loop():
         raise RunError("checkpoints are compared with Megatron's own training loop only")
-    engines, answers = ENGINES[options.engine], list[Answer]()
+    engines = ENGINES[options.engine]
+    answers = []
     with tempfile.TemporaryDirectory() as folder:
         runs = Runs(program, Path(folder))
         for checkpoint in options.checkpoints or ("",):
@@ -69,8 +71,9 @@ def answer(options: Options, load: Any, plugin: Callable[[], None], say: Callabl
         result.notes += [f"{name}: compared in float32" for name in layout.flags.having(PRECISION)]
         if 0 < gpus < layout.world:
             result.notes.append(f"{gpus} GPUs for {layout.world} processes: all ran on the CPU")
-        result.engine = engine = next((one for one in engines if result.compared[one].verdict == DIFFERENT), engines[0])
+        result.engine = next((one for one in engines if result.compared[one].verdict == DIFFERENT), engines[0])
         if result.verdict == DIFFERENT:
+            engine = result.engine
 
             def compare_again(other: Layout) -> Comparison:
                 return check_recomputation(runs, other, engine, compare_exactly(runs, other, engine, say))

@@ -14,7 +14,7 @@ import pytest
 
 from tests.harness.pages import ROOT, PageOutput, code_blocks, run_page
 
-QUICK_START, QUICK_STEPS = "docs/quick_start.md", "range(50)"
+QUICK_START = "docs/quick_start.md"
 MIGRATING = ["before.py", "after.py", "layers.py"]
 LIBRARY = "docs/recipes/library.md"
 REPLICATED = ["ddp.py", "all_reduce.py", "overlapped.py"]
@@ -27,14 +27,13 @@ Outputs = dict[str, list[PageOutput]]
 
 
 def _quick_start() -> dict[str, str]:
-    """As it stands, and with the other schedule that it names, for fewer steps: each repeats the one before."""
+    """As it stands, and with the other schedule that it names."""
     example = code_blocks(QUICK_START)["example.py"]
     named = re.search(r'`(SCHEDULE = "\w+")`', (ROOT / QUICK_START).read_text())
     assert named is not None
     other = re.sub(r'SCHEDULE = "\w+"', named[1], example)
     assert other != example
-    assert other.count(QUICK_STEPS) == 1
-    return {"example.py": example, "other.py": other.replace(QUICK_STEPS, "range(20)")}
+    return {"example.py": example, "other.py": other}
 
 
 def _from_torch() -> dict[str, str]:
@@ -91,8 +90,7 @@ def test_the_quick_start_trains_the_same_under_any_schedule(outputs: Outputs) ->
     assert first == ""
     assert len(losses) == 5
     assert losses[-1] < 0.9 * losses[0]
-    # In a V the last stage is on rank 0. What it prints twice are means of losses with all their digits.
-    assert _printed(outputs, "other.py") == ["".join(last.splitlines(keepends=True)[:2]), first]
+    assert _printed(outputs, "other.py") == [last, first]  # in a V the last stage is on rank 0
 
 
 def test_torchs_schedule_and_ours_give_the_same_losses(outputs: Outputs) -> None:

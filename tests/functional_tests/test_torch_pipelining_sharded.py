@@ -146,7 +146,7 @@ SLOW = {
     },
     **{
         f"table of {name}": partial(_compare, name=name, table=True)
-        for name in ("InterleavedZeroBubble", "ZBVZeroBubble")
+        for name in ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
     },
 }
 

@@ -64,11 +64,14 @@ def train_sh(*flags: str) -> list[str]:
     return ["bash", str(ROOT / "scripts" / "train.sh"), *flags]
 
 
+# The launcher kills ranks that do not follow within that many seconds. They take one on an idle machine.
+PATIENCE = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "60"}
+
+
 @contextmanager
 def started(command: Sequence[str], folder: Path) -> Iterator[Any]:
     """A run, in ``folder`` and in a session of its own. It ends with the context, and at the latest at the deadline."""
-    # The launcher kills ranks that do not follow within that many seconds. They take one on an idle machine.
-    environment = {**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "60", "MEGATRON_PP_PYTHON": sys.executable}
+    environment = {**os.environ, **PATIENCE, "MEGATRON_PP_PYTHON": sys.executable}
     process = subprocess.Popen(
         command,
         cwd=folder,
@@ -129,17 +132,18 @@ def run_forked(command: Sequence[str], folder: Path) -> tuple[int, str]:
 
 
 def be_launcher(command: Sequence[str], folder: Path, output: Path) -> None:
+    """The body of the process: a session of its own, and all output in a file, as ``started`` gives a command."""
     os.setsid()
     os.chdir(folder)
     with open(output, "wb") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
-    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "60"
+    os.environ.update(PATIENCE)
     sys.argv = list(command)
     runpy.run_path(command[0], run_name="__main__")
 
 
-def run_well(command: Sequence[str], folder: Path) -> str:
+def run_well(command: Sequence[str], folder: Path, run: Any = run) -> str:
     code, output = run(command, folder)
     assert code == 0, output
     return output
@@ -339,8 +343,7 @@ def test_a_run_of_which_a_rank_was_killed_starts_again_and_repeats_the_undisturb
     folder = trained.parent
     flags = [*SMALL, *INTERLEAVED, "--train-steps", "8", "--save-interval", "4", "--hidden-dropout", "0.1"]
     fault = with_fault("data-killed", 1, 44, folder, *flags, "--data", "texts", "--run-dir", "killed")
-    code, output = run_forked(launched(2, *fault, restarts=1), folder)
-    assert code == 0, output
+    output = run_well(launched(2, *fault, restarts=1), folder, run_forked)
     assert (folder / "struck").exists()
     assert output.count("PipelineStallError: pipeline stalled: the process of rank 1") == 1, output
     assert f"continuing from {Path('killed/checkpoints/step-00000004')}" in output

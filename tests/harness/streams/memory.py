@@ -191,7 +191,7 @@ class CachingAllocator:
             self._made += 1
             return Block(self._made, size, stream, self)
         now = clock()
-        chosen = next((block for block in fitting if block.is_shared and block.unordered(now)), None)
+        chosen = next((block for block in fitting if block.unordered(now)), None)
         if chosen is None:
             chosen = min(fitting, key=lambda block: (block.nbytes, block.number))
             chosen.is_shared = False  # all that was done to it has happened before
