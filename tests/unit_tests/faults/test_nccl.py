@@ -54,9 +54,13 @@ def test_an_abort_that_does_not_return_is_not_waited_for(
     monkeypatch.setattr(abort, "_NCCL_PATIENCE", 0.2)
     together = threading.Barrier(2)
     group: Any = Communicator(together)
+    before = set(threading.enumerate())
     abort.abort_groups([group])
+    (left,) = set(threading.enumerate()) - before
     assert "aborting 1 NCCL communicator(s) takes longer" in caplog.text
     together.abort()
+    left.join(30.0)
+    assert "aborting an NCCL communicator: " in caplog.text, "said here, not in the next test"
 
 
 def test_what_the_user_has_set_stays() -> None:
