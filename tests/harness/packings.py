@@ -9,12 +9,14 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from megatron_pp.comm.communicator import P2PCore
+from megatron_pp.faults.attach import close_guard
 from megatron_pp.features.packing.packing import Pack, PackedStep, PackingRules, packed
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.ir.placement import Placement
@@ -231,6 +233,7 @@ def run_pipelines(
         pipeline, rank = divmod(number, size)
         config = config_of(num_chunks, **fields)
         communicator = P2PCommunicator(ThreadGroup(rank, size), config, networks[pipeline].transport(rank))
+        guards.callback(close_guard, communicator)
         with networks[pipeline].running(rank):
             return body(PackedRank(pipeline, rank, config, communicator, num_chunks, meetings))
 
@@ -238,7 +241,8 @@ def run_pipelines(
         for network in networks:
             network.abort(why)
 
-    results = run_ranks(pipelines * size, main, abort, timeout)
+    with ExitStack() as guards:
+        results = run_ranks(pipelines * size, main, abort, timeout)
     return [results[k * size : (k + 1) * size] for k in range(pipelines)]
 
 

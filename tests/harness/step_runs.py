@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_pp.faults.attach import close_guard
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.runtime.stage import PipelineStage
@@ -83,10 +85,12 @@ def pipeline(
     def rank_main(rank: int) -> T:
         config = toy_config(**fields, **fields_of(rank))
         communicator = P2PCommunicator(ThreadGroup(rank, size), config, net.transport(rank))
+        guards.callback(close_guard, communicator)
         with net.running(rank):
             return body(Rank(rank, config, communicator, num_chunks, data))
 
-    return run_ranks(size, rank_main, net.abort, timeout)
+    with ExitStack() as guards:
+        return run_ranks(size, rank_main, net.abort, timeout)
 
 
 def loss_of(target: torch.Tensor, output: torch.Tensor) -> torch.Tensor:

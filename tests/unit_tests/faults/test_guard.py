@@ -97,13 +97,9 @@ def test_a_fault_after_a_rank_has_ended_does_not_disturb_it() -> None:
 
 
 def test_a_clean_run_raises_nothing_and_leaves_no_thread() -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     assert set(_train(None).values()) == {None}
-    for _ in range(200):
-        if threading.active_count() <= before + 2 * SIZE:
-            break
-        time.sleep(0.01)
-    assert threading.active_count() <= before + 2 * SIZE  # two sleeping threads per guard, until it is closed
+    assert set(threading.enumerate()) <= before, "the guards are closed"
 
 
 # -- entry ---
