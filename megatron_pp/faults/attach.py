@@ -123,7 +123,7 @@ def _make_guard(transport: Transport, timeout: float) -> FaultGuard:
     # The guard's threads must not keep the transport, nor with it the process group, alive.
     abort: weakref.WeakMethod[Callable[[], object]] = weakref.WeakMethod(transport.abort)
     kept = weakref.ref(transport)
-    return FaultGuard(
+    guard = FaultGuard(
         transport.store,
         transport.name,
         transport.rank,
@@ -137,3 +137,5 @@ def _make_guard(transport: Transport, timeout: float) -> FaultGuard:
         world_size=dist.get_world_size() if dist.is_initialized() else transport.size,
         members=[transport.global_rank(rank) for rank in range(transport.size)],
     )
+    weakref.finalize(transport, guard.stop).atexit = False  # at exit, threads are waited for
+    return guard

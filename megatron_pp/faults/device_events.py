@@ -101,10 +101,13 @@ class CompletedWork:
         self._asked.set()
         self._answered.wait(_ANSWER)
 
-    def close(self) -> None:
-        """End the thread; one that is stuck in a query stays until that returns, and asks nothing more."""
+    def stop(self) -> None:
         self._closed = True
         self._asked.set()
+
+    def close(self) -> None:
+        """End the thread; one that is stuck in a query stays until that returns, and asks nothing more."""
+        self.stop()
         if self._thread is not None:
             self._thread.join(_JOIN)
 

@@ -187,12 +187,18 @@ class FaultGuard:
         """Name what this rank does after the plan, within the step."""
         self._tracker.phase = text
 
-    def close(self) -> None:
+    def stop(self) -> None:
+        """``close`` without waiting for the threads."""
         self._over = self._over or "it was closed"
         if self._gate is not None:
             self._gate.remove()
         self._tracker.end()
         self._tracker.rest()
+        self._watchdog.stop()
+        self._heartbeat.stop()
+
+    def close(self) -> None:
+        self.stop()
         self._watchdog.close()
         self._heartbeat.close()
 

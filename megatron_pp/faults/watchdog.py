@@ -42,13 +42,18 @@ class Watchdog:
         if not self._wake.is_set():
             self._wake.set()
 
-    def close(self) -> None:
+    def stop(self) -> None:
         self._closed = True
         self._wake.set()
         if self.tracker.completed is not None:
-            self.tracker.completed.close()
+            self.tracker.completed.stop()
         with self.heartbeat.lock:
             self.heartbeat.lock.notify_all()
+
+    def close(self) -> None:
+        self.stop()
+        if self.tracker.completed is not None:
+            self.tracker.completed.close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_JOIN)
 

@@ -135,7 +135,7 @@ class _SplitLinear(torch.autograd.Function):
         # As autograd: where no input gradient needs the weight, it may be changed in place or assigned other data.
         saved = (weight, weight.detach()) if ctx.needs_input_grad[0] else (None, None)
         ctx.save_for_backward(layer_input, *saved)
-        return F.linear(layer_input, weight, bias)
+        return F.linear(layer_input, weight, bias).data  # no view, so that it may be changed in place
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -222,7 +222,7 @@ class SplitEmbedding(torch.autograd.Function):
         ctx.layer, ctx.options = layer, options
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(indices)
-        return F.embedding(indices, weight, options[0])
+        return F.embedding(indices, weight, options[0]).data  # as above
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:

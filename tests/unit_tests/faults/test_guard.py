@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
@@ -22,8 +23,12 @@ from megatron_pp.errors import (
     PipelineStallError,
 )
 from megatron_pp.faults import guard as guard_module
+from megatron_pp.faults.attach import watched
 from megatron_pp.faults.records import EXCEPTION, IN_STEP, MISMATCH, STALL, Failure, FaultStore, Process, Progress
-from megatron_pp.testing.toy import ToyData
+from megatron_pp.p2p_communication import P2PCommunicator
+from megatron_pp.testing.memory_transport import MemoryNetwork
+from megatron_pp.testing.threads import ThreadGroup
+from megatron_pp.testing.toy import ToyData, toy_config
 from tests.harness.fault_injection import BACKWARD, DELAY, Fault, FaultyBlock, Trigger
 from tests.harness.fault_injection import EXCEPTION as RAISE
 from tests.harness.step_runs import Rank, pipeline
@@ -100,6 +105,20 @@ def test_a_clean_run_raises_nothing_and_leaves_no_thread() -> None:
     before = set(threading.enumerate())
     assert set(_train(None).values()) == {None}
     assert set(threading.enumerate()) <= before, "the guards are closed"
+
+
+def test_a_communicator_that_is_dropped_leaves_no_thread() -> None:
+    """As where a program makes one for each step."""
+    before = set(threading.enumerate())
+    config, network = toy_config(), MemoryNetwork(2, store=dist.HashStore())
+    communicator = P2PCommunicator(ThreadGroup(0, 2), config, network.transport(0))
+    with watched(communicator, config, "the step"):
+        threads = set(threading.enumerate()) - before
+    del communicator
+    gc.collect()
+    for thread in threads:
+        thread.join(10.0)
+    assert [thread.is_alive() for thread in threads] == [False, False]
 
 
 # -- entry ---

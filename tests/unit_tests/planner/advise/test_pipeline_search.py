@@ -270,7 +270,7 @@ def test_processes_that_cannot_start_are_an_error_and_not_waited_for(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         f"import sys\nsys.path[:0] = {[str(Path(__file__).parent)]}\n"
-        "from test_pipeline_search import question, search\nsearch(question(), budget=1.0, jobs=2)\n"
+        "from test_pipeline_search import question, search\nsearch(question(), budget=50.0, jobs=2)\n"
     )
     ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 1
