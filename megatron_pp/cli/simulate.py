@@ -22,7 +22,7 @@ from megatron_pp.plan.simulate.simulation import Simulation
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.simulate.steady import SteadyStep, counts_on_bypass, longest_span, steady_step
 from megatron_pp.planner.bound import Bound, bound_of
-from megatron_pp.planner.compare import ComparedSchedule, compare, fitted
+from megatron_pp.planner.compare import ComparedSchedule, compare, fitted, searched_memory
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -86,6 +86,9 @@ def run(args: argparse.Namespace, console: Console) -> int:
     cost_options.refuse_copies(args, plan.spec.schedule, plan.offloads, bool(plan.spec.fsdp_collectives))
     costs, network = cost_options.costs_of(args, plan.spec, traced, shape)
     result = simulate(plan, costs, network, args.device)
+    for pair, _ in args.link or ():
+        if pair not in result.volume():
+            raise UsageError(f"--link {pair[0]}-{pair[1]} changes nothing: the plan sends nothing there")
     steady = steady_step(plan, costs, network, args.device) if args.optimizer_bypass else None
     unit = cost_options.MILLISECONDS if traced else cost_options.cost_unit(args)
     ranks = range(plan.spec.pipeline_size)
@@ -93,10 +96,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     peaks = _peaks(result, memory, _weight_shares(args, plan, shape))
     outside = outside_of(args, network.gloo) if args.memory else None
     held = [device_memory(plan, rank, memory[rank], outside) for rank in ranks] if memory and args.memory else None
-    measured = plan.spec.measured
-    bound = None  # that of a line of stages
-    if args.modules is None:
-        bound = bound_of(plan, costs, network, measured.memory(plan.placement) if measured else None)
+    # A bound is that of a line of stages.
+    bound = bound_of(plan, costs, network, searched_memory(plan)) if args.modules is None else None
     if args.json:
         facts = _facts(result, steady, peaks, unit) | {"bound": _bound_facts(bound, result.makespan)}
         print_json(console, facts | ({"memory": [memory_facts(one) for one in held]} if held else {}))
@@ -183,7 +184,7 @@ def _facts(result: Simulation, steady: SteadyStep | None, peaks: dict[str, Any],
         "busy": list(result.busy),
         "idle": list(result.idle),
         "waits": [vars(w) for w in result.waits],
-        "peak_in_flight": list(result.peak_in_flight()),
+        "peak_in_flight": [chunks / result.plan.spec.slices for chunks in result.peak_in_flight()],
         **peaks,
         "copies": _copies(result),
         "links": [

@@ -85,7 +85,8 @@ class Bound:
 
     def excess(self, step: float) -> float:
         """The share by which a step of ``step`` is longer than the bound: 0.02 is within 2%."""
-        return max(0.0, step / self.step - 1.0) if self.step else 0.0
+        excess = step / self.step - 1.0 if self.step else 0.0
+        return 0.0 if abs(excess) < 1e-9 else excess
 
     def beside(self, step: float, unit: str = "") -> str:
         """How far a step of ``step`` is from the bound, in words."""

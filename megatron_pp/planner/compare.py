@@ -12,6 +12,7 @@ from megatron_pp.plan.costs.stage_costs import MemoryModel, Network, StageCosts
 from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import BY_COST, Plan, PlanSpec
+from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.simulate.memory import ModelShape, peak_bytes
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.simulate.steady import steady_step
@@ -84,7 +85,7 @@ def _compared(
         result = simulate(plan, *conditions)
         steady = steady_step(plan, *conditions) if optimizer_bypass else None
         peaks = peak_bytes(plan, shape) if shape else ()
-        memory, over = None, 0.0
+        memory, over = searched_memory(plan), 0.0
         if shape is not None and memory_limit is not None:
             limits = _limits(plan.placement, spec, memory_limit, outside)
             over = max(peak - most for peak, most in zip(peaks, limits, strict=True))
@@ -131,6 +132,12 @@ def fitted(spec: PlanSpec, costs: StageCosts, network: Network, memory: MemoryMo
         limits = Measured(memory_limit=memory.limits, activation=memory.forward, weight_activation=memory.weight)
     others = {name: times for name in ("offload", "unshard", "reduce_grad") if any(times := getattr(costs, name))}
     return replace(spec, measured=limits.taking(costs, transfer=transfer, **others))
+
+
+def searched_memory(plan: Plan) -> MemoryModel | None:
+    """The limits that a search planned for; an order that was not searched for has none."""
+    measured, family = plan.spec.measured, SCHEDULES.get(plan.spec.schedule)
+    return None if measured is None or family is None or family.search is None else measured.memory(plan.placement)
 
 
 def _limits(placement: Placement, spec: PlanSpec, limit: float, outside: Outside | None) -> tuple[float, ...]:
@@ -189,5 +196,5 @@ def predicted(spec: PlanSpec) -> str:
     step = simulate(plan, *conditions)
     text = f"{spec.describe()}: predicted step {step.makespan:.4g}, bubble {step.bubble_share:.1%}"
     if not measured.microbatches:  # a bound is for microbatches that cost the same
-        text += f", {bound_of(plan, *conditions, measured.memory(plan.placement)).beside(step.makespan)}"
+        text += f", {bound_of(plan, *conditions, searched_memory(plan)).beside(step.makespan)}"
     return text

@@ -34,7 +34,10 @@ simulate --compare 1f1b -s gpipe | --schedule does not go with --compare, which 
 simulate --compare 1f1b,nonsense | 'nonsense' is not known
 simulate --link 3-4:1 | --link 3-4 is no link between two of 4 ranks
 simulate --link 1-1:1 | --link 1-1 is no link between two of 4 ranks
-simulate --link 3-4 | argument --link & '' is not a number
+simulate -s 1f1b --link 0-2:1 | --link 0-2 changes nothing
+simulate -P 2 -V 1 -M 2 -s 1f1b --p2p-ms 1e308 | '1e308' is neither 0 nor a number from 1e-18 to 1e+18
+report . -o report.svg | reports are written as .html or .png, not as report.svg
+simulate --link 3-4 | argument --link & '' is neither 0 nor a number
 simulate -M 4,8 | -s, -V and -M name 2 plans, and this takes one
 simulate --from-trace . | there are no traces
 draw -o plan.xyz | drawings are written as .svg, .html & not as '.xyz'
@@ -88,9 +91,9 @@ plan --polcy batched | is not known (did you mean --policy?)
 plan --device onequeue | is not known (did you mean one_queue?)
 simualte | is not known (did you mean simulate?)
 draw --style pgn | is not known (did you mean png?)
-simulate --forward-ms=-1 --backward-ms 1 | is not a number of at least 0
-simulate --forward-ms=nan --backward-ms 1 | is not a number of at least 0
-simulate --forward-ms=inf --backward-ms 1 | is not a number of at least 0
+simulate --forward-ms=-1 --backward-ms 1 | is neither 0 nor a number from 1e-18
+simulate --forward-ms=nan --backward-ms 1 | is neither 0 nor a number from 1e-18
+simulate --forward-ms=inf --backward-ms 1 | is neither 0 nor a number from 1e-18
 draw --style grid --from-trace traces | --from-trace is for drawings in time
 draw --style grid --run one | --run is for drawings in time
 draw --style grid --rank 1 | --rank is for drawings in time

@@ -188,6 +188,23 @@ def test_simulate_says_how_far_a_plan_is_from_the_bound(command):
     assert [c["bound"]["excess"] for c in ranked] == [0, pytest.approx(57 / 51 - 1)]
 
 
+def test_the_memory_of_a_search_bounds_no_other_schedule(command):
+    """Collectives by cost have measured values as well, with the memory of 1F1B; zb_h2 takes more."""
+    plan = ["-P", 4, "-M", 12, "--p2p-ms", 0.5, "--json"]
+    one = json.loads(command("simulate", "-s", "zb_h2", *plan, "--fsdp-collectives", "by_cost")[1])
+    assert one["bound"]["step"] <= one["makespan"]
+    (ranked,) = json.loads(command("simulate", "--compare", "gpipe", *plan, "--fsdp-collectives", "by_cost")[1])
+    alone = json.loads(command("simulate", "-s", "gpipe", *plan, "--fsdp-collectives", "by_cost")[1])
+    assert ranked["bound"] == alone["bound"]
+
+
+def test_slices_in_flight_are_counted_as_chunks(command):
+    plan = ["-P", 2, "-V", 2, "-M", 2, "--sequence-slices", 2, "--json"]
+    alone = json.loads(command("simulate", "-s", "interleaved_seq_zb", *plan)[1])
+    (ranked,) = json.loads(command("simulate", "--compare", "interleaved_seq_zb", *plan)[1])
+    assert max(alone["peak_in_flight"]) == ranked["peak_in_flight"] == 3
+
+
 COSTS = ["--forward-ms", 1, "--backward-ms", 1.3, "--weight-ms", 0.8, "--p2p-ms", 0.2]
 
 
