@@ -16,6 +16,7 @@ from megatron_pp.cli import run
 from megatron_pp.cli.errors import BAD_INPUT, OK, REFUSED
 from megatron_pp.integrations.settings import read_settings
 from megatron_pp.parity.layout import CHECKPOINTS
+from megatron_pp.plan.costs.files import check_writable, write_whole
 from megatron_pp.plan.gc_pause import collector_paused
 
 NAME = "parity"
@@ -40,6 +41,8 @@ def main(argv: Sequence[str]) -> int:
     """Compare, print the answer, and return the exit code. Raises MegatronPPError for arguments that do not fit."""
     args = _parse(argv)
     settings = read_settings(args.settings, **run.given_settings(args))
+    for path in filter(None, (args.junit, args.html)):
+        check_writable(path)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: ranks share the cores
     with collector_paused():  # a sixth of the time to import torch
         command: Any = importlib.import_module("megatron_pp.parity.command")
@@ -57,8 +60,8 @@ def main(argv: Sequence[str]) -> int:
     )
     with _standard_output() as output, _progress() as say:
         answer = command.answer(options, run.load_module if args.module else run.load_script, _plugin(settings), say)
-    _write(args, answer)
     print(json.dumps(answer.to_json()) if args.json else "\n".join(answer.lines()), file=output, flush=True)
+    _write(args, answer)
     return REFUSED if answer.verdict == "different" else OK
 
 
@@ -72,9 +75,7 @@ def _plugin(settings: Any) -> Callable[[], None]:
 def _write(args: argparse.Namespace, answer: Any) -> None:
     for path, module in ((args.junit, "junit"), (args.html, "page")):
         if path is not None:
-            text = importlib.import_module(f"megatron_pp.parity.{module}").text_of(answer)
-            with open(path, "w", encoding="utf-8") as file:
-                file.write(text)
+            write_whole(path, importlib.import_module(f"megatron_pp.parity.{module}").text_of(answer))
 
 
 @contextlib.contextmanager
@@ -112,7 +113,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=_count, default=2, help="training steps; default: 2")
     parser.add_argument("--masks", choices=("uneven", "full"), default="uneven", help="of the loss; default: uneven")
     parser.add_argument("--checkpoint", choices=(*CHECKPOINTS, "all"), default="", help="resume from one")
-    parser.add_argument("--deadline", type=float, default=120.0, help="seconds for each run; default: 120")
+    parser.add_argument("--deadline", type=_seconds, default=120.0, help="seconds for each run; default: 120")
     parser.add_argument("--json", action="store_true", default=False, help="print one JSON object")
     parser.add_argument("--junit", metavar="FILE", default=None, help="write a JUnit file")
     parser.add_argument("--html", metavar="FILE", default=None, help="write a page with a map of layers and ranks")
@@ -125,6 +126,13 @@ def _count(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
     return number
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds <= 1e9:
+        raise argparse.ArgumentTypeError("must be above 0, and at most 1e9")
+    return seconds
 
 
 def cannot_run(message: str, argv: Sequence[str]) -> int:

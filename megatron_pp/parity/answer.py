@@ -143,7 +143,7 @@ class Answer:
             lines += self._diagnosis()
         lines += [f"checkpoint, {what}: {_SENTENCES[verdict]}" for what, verdict in self.checkpoints.items()]
         lines += [f"note: {note}" for note in self.notes]
-        return [*lines, f"changed: {', '.join(self.changed)}"]
+        return [*lines, f"changed: {', '.join(self.changed) or 'nothing'}"]
 
     def _diagnosis(self) -> list[str]:
         first = self.first() or {}
