@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_pp.errors import FileFormatError, PlanError
 from megatron_pp.plan.costs.files import read_text
-from megatron_pp.plan.costs.measured import GB, MS, MeasuredFile, MeasuredStep, Units
+from megatron_pp.plan.costs.measured import GB, LARGEST, MS, MeasuredFile, MeasuredStep, Units
 from megatron_pp.plan.costs.stage_costs import Link
 from megatron_pp.plan.ir.placement import LOOP, Placement
 from megatron_pp.planner.advise.model import DECODER, LETTERS, PART, RECOMPUTED_SHARE, Layer, Model, layer
@@ -111,8 +111,8 @@ def _checked_count(row: dict[str, Any]) -> int:
 def _checked_number(values: dict[str, Any], name: str) -> float:
     """0 where it is missing. Raises PlanError."""
     value = values.get(name, 0.0)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value >= 0):
-        raise PlanError(f"{name} is {value!r}; it must be a finite number of at least 0")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= LARGEST:
+        raise PlanError(f"{name} is {value!r:.40}; it must be a number from 0 to {LARGEST:g}")
     return float(value)
 
 

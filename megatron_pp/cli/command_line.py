@@ -25,7 +25,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run_script(given[1:])
     if given[:1] == [parity.NAME]:
         return _compare(given[1:])
-    args = parse({name: _command(name) for name in _COMMANDS}, given, {own.NAME: own.SUMMARY for own in (run, parity)})
+    try:
+        commands = {name: _command(name) for name in _COMMANDS}
+    except KeyboardInterrupt:
+        _complain("megatron-pp: ended by Ctrl-C")
+        return ENDED
+    args = parse(commands, given, {own.NAME: own.SUMMARY for own in (run, parity)})
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("always", UserWarning)

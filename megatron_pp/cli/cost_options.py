@@ -9,6 +9,7 @@ from megatron_pp.cli.errors import UsageError
 from megatron_pp.cli.parser import given, option, refuse
 from megatron_pp.cli.plan_options import count, counts, help_of, whole
 from megatron_pp.features.modules.modules_plan import ModulesSpec, costs_of_modules
+from megatron_pp.plan.costs.measured import LARGEST
 from megatron_pp.plan.costs.stage_costs import Link, Network, StageCosts, regrouped
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.simulate.memory import RECOMPUTE, ModelShape
@@ -42,7 +43,8 @@ def add_cost_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "costs",
         "of one microbatch. A single number is the time of one rank's share of the model, all its chunks together; "
-        "a list (a,b,c) gives equal stages in model order. Without any, F = B = W = 1 slot a stage.",
+        "a list (a,b,c) gives equal stages in model order. Without any, F = B = W = 1 slot a stage, or "
+        "a rank where schedules are compared.",
     )
     whole_backward = "backward: its input gradients where --weight-ms is given, else all of it (two equal halves)"
     group.add_argument("--forward-ms", type=times, metavar="MS", help="forward")
@@ -92,13 +94,13 @@ def add_model_options(parser: argparse.ArgumentParser, several: bool = False) ->
 
 
 def number(text: str) -> float:
-    """A finite number of at least 0, for argparse."""
+    """0, or a number whose products and squares are finite, for argparse."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not (math.isfinite(value) and value >= 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+    if value != 0 and not 1 / LARGEST <= value <= LARGEST:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither 0 nor a number from {1 / LARGEST:g} to {LARGEST:g}")
     return value
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_pp.cli.cost_options import add_run_options
-from megatron_pp.cli.errors import OK
+from megatron_pp.cli.errors import OK, UsageError
 from megatron_pp.cli.terminal import print_line, print_table, write_output
+from megatron_pp.plan.costs.files import is_special
 from megatron_pp.tracing.analysis import analyse
 from megatron_pp.tracing.report import listed, report_picture, report_sentences, report_tables
 from megatron_pp.tracing.run import load_run
@@ -33,6 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
+    output = args.output or str(Path(args.folder) / "report.html")
+    if Path(output).suffix not in (".html", ".png") and not is_special(output):
+        raise UsageError(f"reports are written as .html or .png, not as {output}")
     traced = load_run(args.folder, args.run_name, args.rank or 0)
     found = analyse(traced, args.step)
     plan = found.measured.plan.spec.describe()
@@ -41,6 +45,5 @@ def run(args: argparse.Namespace, console: Console) -> int:
         print_table(console, *table)
     for line in report_sentences(found):
         print_line(console, line)
-    output = args.output or str(Path(args.folder) / "report.html")
     write_output(console, output, report_picture(found, traced, output))
     return OK

@@ -13,7 +13,7 @@ _LARGEST_TEXT = 1 << 30  # characters: a device may never end
 def read_text(path: str | os.PathLike[str]) -> str:
     """The file's text. Raises FileFormatError where it cannot be read or is no text."""
     try:
-        with Path(path).open(encoding="utf-8") as file:
+        with Path(path).open(encoding="utf-8-sig") as file:  # Excel writes a byte order mark
             text = file.read(_LARGEST_TEXT + 1)
     except UnicodeDecodeError as error:
         raise FileFormatError(f"{path}: not a text file in UTF-8 (byte {error.start})") from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
@@ -66,7 +65,7 @@ class Measured:
             if isinstance(value, Sequence) and not isinstance(value, str):
                 object.__setattr__(self, field.name, tuple(value))
                 value = tuple(value)
-            for number in value if isinstance(value, tuple) else (value,):
+            for number in value if isinstance(value, tuple) and field.name != "transfer" else (value,):
                 _check_number(field.name, number, field.default is None)
 
     @classmethod
@@ -230,6 +229,7 @@ class MeasuredFile:
         return {**units, **known, **sections}
 
 
+LARGEST = 1e18  # of times and sizes, so that their products are finite
 _SECTIONS: dict[str, type] = {"units": Units, "network": TransferTimes, "copies": CopyRates, "run": MeasuredStep}
 
 
@@ -304,7 +304,6 @@ def _from_file(path: str) -> Measured:
 def _check_number(name: str, value: Any, may_be_none: bool) -> None:
     if value is None and may_be_none:
         return
-    # Whole numbers may be larger than any float.
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= sys.float_info.max:
-        shown = "beyond all floats" if isinstance(value, int) and value > sys.float_info.max else repr(value)
-        raise PlanError(f"measured {name} is {shown}; it must be a finite number of at least 0, or a list of them")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= LARGEST:
+        lists = "" if name == "transfer" else ", or a list of them"
+        raise PlanError(f"measured {name} is {value!r:.40}; it must be a number from 0 to {LARGEST:g}{lists}")

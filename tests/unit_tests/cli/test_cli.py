@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 from rich.console import Console
 
-from megatron_pp.cli import verify
+from megatron_pp.cli import command_line, verify
 from megatron_pp.cli.command_line import main
 from megatron_pp.cli.terminal import print_table
 from megatron_pp.plan.builder import build_plan
@@ -233,6 +233,14 @@ def test_ctrl_c_is_said_in_one_line(command, monkeypatch):
 
     monkeypatch.setattr(verify, "run", run)
     assert_refused(command("verify"), 130, "megatron-pp verify: ended by Ctrl-C")
+
+
+def test_ctrl_c_while_modules_are_imported_too(command, monkeypatch):
+    def imported(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command_line, "_command", imported)
+    assert_refused(command("verify"), 130, "megatron-pp: ended by Ctrl-C")
 
 
 def test_a_closed_output_is_no_error(monkeypatch):

@@ -125,7 +125,7 @@ VALUES = {"forward": [1.0, 2.0], "weight": 0.5}
 
 def test_measurements_are_a_dict_a_file_or_an_object(tmp_path: Path) -> None:
     path = tmp_path / "measured.json"
-    path.write_text(json.dumps(VALUES))
+    path.write_text(json.dumps(VALUES), encoding="utf-8-sig")  # with the byte order mark that some editors write
     data = ToyData(3)
     for given in (VALUES, str(path), Measured.from_dict(VALUES)):
         config = ModelParallelConfig(
@@ -147,6 +147,8 @@ def test_measurements_are_a_dict_a_file_or_an_object(tmp_path: Path) -> None:
         ({"weight": math.nan}, "weight is nan"),
         ({"backward_input": True}, "backward_input is True"),
         ({"transfer": None}, "transfer is None"),
+        ({"transfer": [0.1]}, r"transfer is \(0.1,\); it must be a number from 0 to 1e\+18$"),
+        ({"forward": 1e200}, r"forward is 1e\+200; it must be a number from 0 to 1e\+18, or a list"),
         ({"links": 3}, "measured links"),
         ({"links": ((0, 1),)}, "measured links"),
         ({"links": ((0, 1, -1.0),)}, "measured links"),
