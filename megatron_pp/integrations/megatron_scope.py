@@ -9,7 +9,7 @@ from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.common.module_attributes import wrapped_attribute
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.integrations.megatron_release import Megatron
-from megatron_pp.integrations.megatron_versions import Row, entry_keywords
+from megatron_pp.integrations.megatron_versions import ENTRIES, Row, entry_keywords
 from megatron_pp.on_demand import load
 
 
@@ -37,7 +37,7 @@ def reason_not_served(
     if has_modules(megatron, arguments):
         found: str | None = load("megatron_modules").reason_not_served(megatron, schedule, arguments, overrides)
         return found or _unserved_config(arguments)
-    return _unserved_communicator(megatron, arguments) or _unserved_config(arguments)
+    return _unserved_communicator(megatron, schedule, arguments) or _unserved_config(arguments)
 
 
 def has_modules(megatron: Megatron, arguments: Mapping[str, Any]) -> bool:
@@ -56,25 +56,47 @@ def _known(row: Row) -> frozenset[str]:
     return frozenset({*entry_keywords(row), "p2p_communicator"})
 
 
-def _unserved_communicator(megatron: Megatron, arguments: Mapping[str, Any]) -> str | None:
+# Modules of the methods of Megatron's communicator, and of the ranges that its releases put around them.
+_THEIR_MODULES = ("megatron.core.", "nvtx.", "contextlib", "nemo.lens.")
+_OF_TENSORS = ("variable_seq_lengths", "mtp_standalone", "pipeline_dtype")  # what a communicator reads of its config
+
+
+def _unserved_communicator(megatron: Megatron, schedule: str, arguments: Mapping[str, Any]) -> str | None:
     communicator = arguments.get("p2p_communicator")
-    if communicator is None or isinstance(communicator, P2PCore):
+    if isinstance(communicator, P2PCore) or (communicator is None and schedule == ENTRIES[0]):
         return None
-    if own := _own_transfers(communicator, megatron.schedules.P2PCommunicator):
-        return f"a p2p_communicator with transfers of its own ({type(communicator).__name__}.{own[0]})"
+    base = megatron.schedules.P2PCommunicator
+    kind = base if communicator is None else type(communicator)
+    if own := _own_transfers(getattr(communicator, "__dict__", {}), kind, base):
+        return f"a p2p_communicator with transfers of its own ({kind.__name__}.{own[0]})"
+    config, models = getattr(communicator, "config", None), wrapped_attribute(_first_chunk(arguments), "config")
+    for name in () if config is None or config is models else _OF_TENSORS:
+        if (getattr(config, name, None) or None) != (getattr(models, name, None) or None):
+            return f"a p2p_communicator with a config of its own (another {name} than the model's)"
     return None
 
 
-def _own_transfers(communicator: Any, base: type) -> list[str]:
-    """Methods by which ``communicator`` sends or receives otherwise than ``base``, Megatron's communicator, does."""
-    names = [name for name in vars(base) if name.startswith(("send_", "recv_"))]
-    own, kind = getattr(communicator, "__dict__", {}), type(communicator)
-    return [name for name in names if name in own or getattr(kind, name, None) is not getattr(base, name)]
+def _own_transfers(own: Mapping[str, Any], kind: type, base: type) -> list[str]:
+    """Methods by which a communicator of ``kind``, with the attributes ``own``, sends or receives otherwise than
+    Megatron's, which ``base`` is unless the program has replaced it or methods of it."""
+    names = [name for name in vars(base) if name.startswith(("send_", "recv_", "_communicate"))]
+    return [
+        n for n in names if n in own or getattr(kind, n, None) is not getattr(base, n) or not _is_megatrons(base, n)
+    ]
+
+
+def _is_megatrons(base: type, name: str) -> bool:
+    space = getattr(getattr(base, name), "__globals__", {})
+    return str(space.get("__name__")).startswith(_THEIR_MODULES)
+
+
+def _first_chunk(arguments: Mapping[str, Any]) -> Any:
+    model = arguments.get("model")
+    return model[0] if isinstance(model, (list, tuple)) and model else model
 
 
 def _unserved_config(arguments: Mapping[str, Any]) -> str | None:
-    model = arguments.get("model")
-    chunk = model[0] if isinstance(model, (list, tuple)) and model else model
+    chunk = _first_chunk(arguments)
     config = wrapped_attribute(chunk, "config")
     if is_combined(config, arguments.get("forward_only", False)) and (reason := load("combined").reason(chunk)):
         return str(reason)

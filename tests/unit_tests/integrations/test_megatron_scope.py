@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import sys
 from enum import Enum
 from types import ModuleType, SimpleNamespace
@@ -13,6 +15,7 @@ from megatron_pp.errors import ScheduleInputError
 from megatron_pp.integrations import combined, megatron_versions
 from megatron_pp.integrations.megatron_release import Megatron
 from megatron_pp.integrations.megatron_scope import reason_not_served, without_defaults
+from megatron_pp.integrations.megatron_versions import ENTRIES
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.testing.memory_transport import MemoryNetwork
 
@@ -24,15 +27,23 @@ class CudaGraphScope(Enum):
     attn = 2
 
 
-class TheirCommunicator:
-    """In place of Megatron's P2PCommunicator."""
+THEIRS = """
+class P2PCommunicator:
+    def __init__(self, config=None): self.config = config
+    def _communicate(self): ...
+    def recv_forward(self): ...
+    def send_forward(self): ...
+"""
 
-    def __init__(self) -> None:
-        self.pp_group = None
 
-    def recv_forward(self) -> None: ...
+def communicator_of_a_release() -> Any:
+    """A class in place of Megatron's P2PCommunicator, as its module would have it."""
+    module: Any = ModuleType("megatron.core.pipeline_parallel.p2p_communication")
+    exec(THEIRS, vars(module))
+    return module.P2PCommunicator
 
-    def send_forward(self) -> None: ...
+
+TheirCommunicator = communicator_of_a_release()
 
 
 class ManyModules: ...
@@ -130,9 +141,13 @@ def test_pipelines_of_several_modules(version: str, keyword: str) -> None:
 
 def test_a_communicator_with_transfers_of_its_own_is_left_to_megatron() -> None:
     changed = TheirCommunicator()
-    changed.send_forward = print  # type: ignore[method-assign, assignment]
+    changed.send_forward = print
     overrides = type("Compressing", (TheirCommunicator,), {"recv_forward": lambda self: None})()
-    for communicator, name in ((overrides, "Compressing.recv_forward"), (changed, "TheirCommunicator.send_forward")):
+    inner = type("Rounding", (TheirCommunicator,), {"_communicate": lambda self: None})()
+    for communicator, name in (
+        *((overrides, "Compressing.recv_forward"), (changed, "P2PCommunicator.send_forward")),
+        (inner, "Rounding._communicate"),
+    ):
         why = reason("0.19.0", {}, p2p_communicator=communicator)
         assert why is not None
         assert name in why
@@ -141,6 +156,42 @@ def test_a_communicator_with_transfers_of_its_own_is_left_to_megatron() -> None:
     ours = P2PCommunicator(None, SimpleNamespace(), MemoryNetwork(1).transport(0))
     for communicator in (TheirCommunicator(), named, ours):
         assert reason("0.19.0", {}, p2p_communicator=communicator) is None
+
+
+@pytest.mark.parametrize("name", ["_communicate", "recv_forward"])
+@pytest.mark.parametrize("replaced", [False, True])
+def test_transfers_that_the_program_has_put_into_megatrons_class(name: str, replaced: bool) -> None:
+    """Into the class, or into one of the program's in its place; known with no communicator given too."""
+    kind = communicator_of_a_release()
+    schedules: Any = SimpleNamespace(P2PCommunicator=type("Own", (kind,), {}) if replaced else kind)
+    release = dataclasses.replace(megatron("0.16.1"), schedules=schedules)
+    ours = P2PCommunicator(None, SimpleNamespace(), MemoryNetwork(1).transport(0))
+    model = SimpleNamespace(config=SimpleNamespace())
+
+    def why(schedule: str, communicator: Any) -> str | None:
+        return reason_not_served(release, schedule, {"model": model, "p2p_communicator": communicator}, {})
+
+    given = schedules.P2PCommunicator()
+    assert why(ENTRIES[1], given) is None
+    setattr(schedules.P2PCommunicator, name, functools.wraps(kind.send_forward)(lambda self: None))
+    for communicator in (None, given):
+        assert f".{name})" in str(why(ENTRIES[1], communicator))
+    assert why(ENTRIES[0], None) is None  # which sends nothing
+    assert why(ENTRIES[1], ours) is None
+
+
+def test_a_communicator_of_another_config_is_left_to_megatron() -> None:
+    """It decides what is sent; only fields that tensors depend on count."""
+    config = {"variable_seq_lengths": None, "pipeline_dtype": "bf16"}
+    for more, named in (
+        ({"variable_seq_lengths": True}, "another variable_seq_lengths"),
+        ({"mtp_standalone": True}, "another mtp_standalone"),
+        ({"pipeline_dtype": "fp32"}, "another pipeline_dtype"),
+        ({"variable_seq_lengths": False, "batch_p2p_comm": True}, None),
+    ):
+        why = reason("0.16.1", config, p2p_communicator=TheirCommunicator(SimpleNamespace(**{**config, **more})))
+        assert (why is None) == (named is None), why
+        assert named is None or named in str(why)
 
 
 def theirs(*, forward_step_func: Any, model: Any, slots: int | None = None, offset: int = 0) -> None:
