@@ -33,6 +33,7 @@ _built_from = attrgetter(
     *("pipeline_dtype", "shapes_vary", "policy", "batch_p2p_sync", "p2p_channels", "p2p_max_ctas", "p2p_timeout"),
     "p2p_debug",
 )
+_PLAIN = (bool, int, float, str, torch.dtype)
 _of_transport = attrgetter("p2p_channels", "p2p_max_ctas")  # what its transport is, which several may share
 
 # Process-wide, as process groups are. A communicator holds its group, so weak keys alone would keep a destroyed one.
@@ -63,7 +64,9 @@ def communicator_for(pp_group: Any, config: Any) -> P2PCore:
         transport = next(same, None)
         if transport is None:
             transport = group_transport(pp_group, settings.one_way, settings.warm_up_p2p, settings.p2p_max_ctas)
-        found = kept[key] = P2PCore(transport, settings, pp_group)
+        values: Any = settings  # without the step's functions, which hold its model and optimizer
+        plain = values._make(value if isinstance(value, _PLAIN) else None for value in values)
+        found = kept[key] = P2PCore(transport, plain, pp_group)
     return found
 
 
