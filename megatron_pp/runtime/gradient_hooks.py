@@ -4,7 +4,6 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -118,7 +117,6 @@ def _per_chunk(given: Any, chunks: Sequence[Any]) -> Sequence[Callable[[Any], No
     return given if given is None or isinstance(given, (list, tuple)) else [given] * len(chunks)
 
 
-@lru_cache(maxsize=32)
 def _keywords_of(function: Any) -> frozenset[str] | None:
     """The keyword names that ``function`` takes; None for any."""
     try:

@@ -6,8 +6,12 @@ Megatron-core's own schedules, for more sizes.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -265,6 +269,28 @@ def test_finalisation_is_called_as_its_signature_allows() -> None:
         settings = settings_of(finalize_model_grads_func=function)
         finalize_gradients(settings, [], 0, torch.device("cpu"), "groups", True)
     assert calls == [("two",), ("newest", {"pg_collection": "groups", "force_all_reduce": True}), ("older", "groups")]
+
+
+@dataclass
+class _Finalize:
+    """Which Python cannot hash."""
+
+    model: torch.nn.Module
+
+    def __call__(self, model: Any, num_tokens: Any, force_all_reduce: bool) -> None:
+        assert force_all_reduce
+
+
+def test_the_function_may_be_any_object_and_is_not_kept() -> None:
+    model = torch.nn.Linear(1, 1)
+    settings = settings_of(finalize_model_grads_func=_Finalize(model))
+    finalize_gradients(settings, [model], 0, torch.device("cpu"), None, True)
+    settings = settings_of(finalize_model_grads_func=partial(_Finalize(model)))
+    finalize_gradients(settings, [model], 0, torch.device("cpu"), None, True)
+    kept = weakref.ref(model)
+    del model, settings
+    gc.collect()
+    assert kept() is None
 
 
 class _Output(PipelineStage):
