@@ -174,7 +174,7 @@ class StepOptions:
     whole_sequence: Callable[[Any, Any], tuple[Any, Any]] | None = None
 
 
-_CHUNK_METHODS = ("set_input_tensor", "set_is_first_microbatch", "set_current_microbatch")
+_CHUNK_METHODS = ("set_input_tensor", "set_is_first_microbatch", "set_current_microbatch", "drop_received")
 
 
 @dataclass(eq=False)
@@ -197,6 +197,7 @@ class ModelSteps:
         self._set_input = [_checked_setter(one[0], chunk) for one, chunk in zip(found, self.chunks, strict=True)]
         self._mark_first = [one[1] for one in found]
         self._mark_microbatch = [one[2] for one in found]
+        self._drop_received = [one[3] for one in found]
 
     def forward(self, chunk: int, mb: int, input_tensor: Activation) -> Activation:
         options = self.options
@@ -209,14 +210,18 @@ class ModelSteps:
         if self._mark_microbatch[chunk] is not None:
             self._mark_microbatch[chunk](mb)
         self._set_input[chunk](input_tensor if isinstance(input_tensor, list) else [input_tensor])
-        if self.settings.enable_autocast:
-            dtype = self.settings.autocast_dtype or self.settings.pipeline_dtype
-            with torch.autocast(options.device_type, dtype=dtype):
+        try:
+            if self.settings.enable_autocast:
+                dtype = self.settings.autocast_dtype or self.settings.pipeline_dtype
+                with torch.autocast(options.device_type, dtype=dtype):
+                    output, loss_func = self._call(chunk, mb)
+            else:
                 output, loss_func = self._call(chunk, mb)
-        else:
-            output, loss_func = self._call(chunk, mb)
-        if options.is_last_stage[chunk]:
-            output = scaled_loss(output, loss_func, self.settings, options, self.record)
+            if options.is_last_stage[chunk]:
+                output = scaled_loss(output, loss_func, self.settings, options, self.record)
+        finally:
+            if self._drop_received[chunk] is not None:
+                self._drop_received[chunk]()
         if self.timers is not None:
             self.timers("forward-compute").stop()
         return output

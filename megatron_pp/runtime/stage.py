@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+from megatron_pp.errors import ScheduleInputError
+
 
 class PipelineStage(torch.nn.Module):
     """Gives a module what the schedules expect of a model chunk: ``set_input_tensor``, ``config``, ``vp_stage``.
@@ -18,6 +20,7 @@ class PipelineStage(torch.nn.Module):
         self.config, self.vp_stage = config, vp_stage
         self.received: Any = None
         self.named: dict[str, Any] = {}
+        self.spent = False  # whether an input was received, used and dropped
 
     def set_input_tensor(self, tensors: Any) -> None:
         """What the previous stage sent: a list with one tensor, several, or [None] on the first stage."""
@@ -30,8 +33,21 @@ class PipelineStage(torch.nn.Module):
             *tensors, state["named"] = tensors
         state["received"] = tensors[0] if isinstance(tensors, list) and len(tensors) == 1 else tensors
 
-    def forward(self, batch: Any = None) -> Any:
+    def drop_received(self) -> None:
+        """Called when ``forward_step_func`` has returned, which may call the stage several times."""
         state = self.__dict__
-        received, state["received"] = state["received"], None
-        named, state["named"] = state["named"], {}
-        return self.inner(batch if received is None else received, **named)
+        state["spent"] = state["received"] is not None
+        state["received"], state["named"] = None, {}
+
+    def forward(self, batch: Any = None) -> Any:
+        """Raises ScheduleInputError where a checkpoint around the stage computes it anew: its input is dropped."""
+        state = self.__dict__
+        received = state["received"]
+        if received is None and state["spent"]:
+            if torch._C._current_graph_task_id() != -1:  # autograd runs in this thread
+                raise ScheduleInputError(
+                    "a stage was called outside of its microbatch, in a backward; checkpoint the layers inside, as in "
+                    "PipelineStage(Checkpointed(module), config), not the stage"
+                )
+            state["spent"] = False
+        return self.inner(batch if received is None else received, **state["named"])

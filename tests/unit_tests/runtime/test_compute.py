@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from megatron_pp.common.module_attributes import wrapped_attribute, wrapped_attributes
 from megatron_pp.errors import ScheduleInputError
@@ -191,6 +193,79 @@ def test_wrapped_models_train(chunks: int) -> None:
     )
     assert reports[1] == reference_run(2 * chunks, DATA).losses
     assert_same_gradients(blocks, reference(2 * chunks, lambda losses: sum(losses) / 4))
+
+
+# -- a stage that is called several times, or later -------------------------------------------------------------------
+
+
+def averaged(data_iterator: Any, model: Any) -> Any:
+    """Twice in a forward, and once in the loss function."""
+    x, target = next(data_iterator)
+    with torch.no_grad():
+        model(x)
+    return (model(x) + model(x)) / 2, lambda output: (loss_of(target, (output + model(x)) / 2), {})
+
+
+def stages_of(schedule: str, chunks: int, step: Any, block: Any = ToyBlock) -> list[PipelineStage]:
+    stages: list[PipelineStage] = []
+    in_pipeline(
+        *(2, step),
+        chunks=chunks,
+        block=block,
+        wrap=lambda stage: stages.append(stage) or stage,
+        pipeline_schedule=schedule,
+    )
+    return sorted(stages, key=lambda stage: stage.inner.stage)
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", 2)])
+def test_a_stage_called_several_times_gets_its_input_each_time(schedule: str, chunks: int) -> None:
+    stages = stages_of(schedule, chunks, averaged, of_stage(lambda stage, x, block: block(x)))
+    blocks = [ToyBlock(stage) for stage in range(2 * chunks)]
+    for x, target in DATA.iterator():
+        for block in blocks:
+            before, x = x, (block(x) + block(x)) / 2
+        (loss_of(target, (x + block(before)) / 2) / DATA.num_microbatches).backward()
+    for mine, theirs in zip(stages, blocks, strict=True):
+        for one, other in zip(mine.parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(one.grad, other.grad)
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", 2)])
+def test_a_checkpoint_around_a_stage_is_refused(schedule: str, chunks: int) -> None:
+    """It would compute the stage anew without its input. Around the first stage it is right."""
+
+    def step(data_iterator: Any, model: Any) -> Any:
+        x, target = next(data_iterator)
+        kept = model(x) if first_only and model.inner.stage else checkpoint(model, x, use_reentrant=False)
+        return kept, lambda output: (loss_of(target, output), {})
+
+    block = of_stage(lambda stage, x, block: block(x))
+    for first_only in (True, False):
+        with nullcontext() if first_only else pytest.raises(ScheduleInputError, match="not the stage"):
+            stages = stages_of(schedule, chunks, step, block)
+    expected = reference(2 * chunks, lambda losses: sum(losses) / 4)
+    assert_same_gradients([stage.inner for stage in stages], expected)
+
+
+def test_after_a_step_a_stage_is_a_module_again() -> None:
+    """Also after one that failed, and in a backward of the user's. Nothing of the step is kept."""
+
+    def fails(data_iterator: Any, model: Any) -> Any:
+        if model.inner.stage:
+            raise KeyError("a test")
+        return model(next(data_iterator)[0]), None
+
+    block = of_stage(lambda stage, x, block: block(x))
+    stages: list[PipelineStage] = []
+    with pytest.raises(KeyError):
+        in_pipeline(2, fails, block=block, wrap=lambda stage: stages.append(stage) or stage)
+    stages += stages_of("1f1b", 1, forward_with(lambda loss: (loss, {})), block)
+    x = DATA.microbatch(0)[0]
+    for stage in stages:
+        assert (stage.received, stage.named) == (None, {})
+        assert torch.equal(stage(x), stage.inner(x))
+        checkpoint(stage, x, use_reentrant=False).sum().backward()
 
 
 # -- Megatron's functions of these names ------------------------------------------------------------------------------
