@@ -117,8 +117,9 @@ def _stuck(peers: Peers, own: OwnState, timeout: float, now: float, patience: fl
     if absent:
         why = f"rank {', '.join(map(str, absent))} has not entered step {own.step}"
         if unknown := [str(r) for r in absent if r not in peers.seen]:
-            why += f" (rank {', '.join(unknown)} has reported no step at all: this engine has to run on all ranks, so "
-            why += "under Megatron every rank calls install(); one without it gets 'Connection closed by peer')"
+            why += f" (rank {', '.join(unknown)} has reported no step at all: it raised an error before its first, or "
+            why += "runs without this engine: under Megatron every rank calls install(), else it gets 'Connection "
+            why += "closed by peer')"
         return Stall(why + failed, absent)
     still = min(own.idle, *(now - at for at in moved if at is not None))
     if own.working and still < patience:
