@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -72,6 +73,10 @@ def scaled_loss(
             "num_tokens, report)"
         )
     loss, report = outputs[0], outputs[-1]
+    if not isinstance(loss, torch.Tensor) and (loss is None or not options.forward_only):
+        raise ScheduleInputError(f"the loss function returned a {type(loss).__name__} as its loss; it must be a tensor")
+    if isinstance(loss, torch.Tensor) and loss.requires_grad and loss.numel() != 1:
+        raise ScheduleInputError(f"the loss has shape {list(loss.shape)}; it must be one number, as of mean() or sum()")
     if len(outputs) == 3:
         tokens = outputs[1]
         record.num_tokens = record.num_tokens + tokens
@@ -134,9 +139,7 @@ def backward_through(
         return None if input_tensor is None else input_tensor.grad
     if output is not None:
         _backward_through_several(output, output_grad, grad_scale_func)
-    if isinstance(input_tensor, (list, tuple)):
-        return [None if x is None else x.grad for x in input_tensor]
-    return None if input_tensor is None else input_tensor.grad
+    return each_tensor(attrgetter("grad"), input_tensor)
 
 
 def _backward_through_several(

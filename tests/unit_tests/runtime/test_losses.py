@@ -80,6 +80,34 @@ def test_what_a_loss_function_must_return(returned: Any, kind: str) -> None:
         scale(lambda output: returned)
 
 
+LEAF = torch.ones(2, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (0.5, "the loss function returned a float as its loss; it must be a tensor"),
+        (None, "the loss function returned a NoneType as its loss; it must be a tensor"),
+        (LEAF * 2, r"the loss has shape \[2\]; it must be one number"),
+    ],
+)
+@pytest.mark.parametrize("more", [(), (3,)])
+def test_what_a_loss_must_be(loss: Any, words: str, more: tuple[int, ...]) -> None:
+    """A number would train nothing."""
+    with pytest.raises(ScheduleInputError, match=words):
+        alone(lambda data, model: (model(next(data)[0]), lambda output: (loss, *more, {})))
+
+
+@pytest.mark.parametrize("loss", [torch.tensor(0.5), torch.ones(2), LEAF[:1]])
+def test_a_loss_of_one_element_or_without_gradients_is_none_to_refuse(loss: torch.Tensor) -> None:
+    assert alone(lambda data, model: (model(next(data)[0]), lambda output: (loss, "report"))) == ["report"] * 4
+
+
+def test_evaluation_may_report_a_number_as_the_loss() -> None:
+    step = forward_with(lambda loss: (loss.item(), "report"))
+    assert alone(step, forward_only=True) == ["report"] * 4
+
+
 @pytest.mark.parametrize("returned", [torch.ones(2, 3), None, (torch.ones(1),), (1, 2, 3)])
 def test_what_a_forward_step_function_must_return(returned: Any) -> None:
     """A tensor whose first dimension happens to be 2 could be unpacked."""
