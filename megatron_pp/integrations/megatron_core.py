@@ -14,6 +14,7 @@ import atexit
 import functools
 import gc
 import logging
+import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -97,9 +98,14 @@ class Schedule:
             call.refuse_slow_count()
         return call.run()
 
-    def is_megatrons(self, schedules: ModuleType) -> bool:
-        """Whether it stands for a function of Megatron's, not for one that the program has put in its place."""
-        return getattr(self.theirs, "__globals__", None) is vars(schedules)
+    def takes(self, function: Any, schedules: ModuleType) -> bool:
+        """Whether ``function``, under its name in ``schedules``, is Megatron's, for which it stands from now on: a new
+        one where the module was loaded again. One that the program has put there is not."""
+        if getattr(function, "__globals__", None) is not vars(schedules):
+            return False
+        functools.update_wrapper(self, function)
+        self.theirs = function
+        return True
 
     def _hand_back(self, arguments: Mapping[str, Any]) -> Any:
         token = _HANDED_BACK.set(True)
@@ -116,7 +122,8 @@ class Schedule:
 
 
 def install(strict: bool | None = None, *, settings: str | PathLike[str] | None = None, **others: Any) -> None:
-    """Make Megatron-core's training loop use this engine, in this process. A second call only changes the settings.
+    """Make Megatron-core's training loop use this engine, in this process. A second call changes the settings, and
+    takes schedules that Megatron's module has anew.
 
     strict     raise NotServedError where Megatron's own schedule would run
     settings   a TOML file with settings; by default the one that the environment variable MEGATRON_PP_SETTINGS names
@@ -140,24 +147,21 @@ def install_with(settings: InstallSettings) -> None:
     unknown = megatron.unknown_reads
     if unknown is not None and settings.strict:
         raise UnknownMegatronError(f"{unknown}; install() without strict=True accepts that")
-    if current is not None:
-        current.settings = settings
-        take_models()
-        return
-    if unknown is not None:
+    if unknown is not None and current is None:
         logger.warning(unknown)
-    module, plugin = megatron.schedules, Plugin(megatron, settings)
+    module, plugin = megatron.schedules, current or Plugin(megatron, settings)
     schedules = _stand_ins(module)
-    named = [one for name, one in zip(ENTRIES, schedules, strict=True) if getattr(module, name) is one.theirs]
-    in_place = [one for one in named if one.is_megatrons(module)]
-    if len(in_place) < len(schedules) or _names_differ(module):
+    named = [getattr(module, name) for name in ENTRIES]
+    in_place = [one for one, function in zip(schedules, named, strict=True) if one.takes(function, module)]
+    if len(in_place) + sum(map(operator.is_, schedules, named)) < len(schedules) or _names_differ(module):
         load("other_schedules").check_names(module, schedules, settings.strict)
+    plugin.settings = settings
     for one in schedules:
         one.plugin = plugin
     replace_names([(one.theirs, one) for one in in_place])
     fetched = [one.theirs for one in in_place]
-    ours = {id(fetched), *(id(vars(one)) for one in in_place), *map(id, in_place)}
-    if holders := [holder for holder in gc.get_referrers(*fetched) if id(holder) not in ours]:
+    ours = {id(fetched), id(named), *(id(vars(one)) for one in in_place), *map(id, in_place)}
+    if fetched and (holders := [holder for holder in gc.get_referrers(*fetched) if id(holder) not in ours]):
         load("other_schedules").name_holders(fetched, holders)
     take_models()
 

@@ -8,6 +8,7 @@ Each replacement is a stand-in of the place where a framework makes it: Primus (
 from __future__ import annotations
 
 import functools
+import linecache
 import sys
 import types
 from collections.abc import Callable
@@ -186,6 +187,41 @@ def test_a_schedule_that_was_replaced_before_keeps_its_name_and_is_said(
     megatron_core.uninstall()
     assert getattr(schedules, name) is kept
     assert runs(getattr(schedules, ONE_CHUNK)) == "None"
+
+
+def test_a_schedule_that_is_replaced_later_is_said_by_the_next_install(
+    schedules: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    megatron_core.install(any_microbatch_count=True)
+    plugin = getattr(schedules, ALONE).plugin
+    setattr(schedules, CHUNKS, print)
+    with pytest.raises(NotServedError, match=f"does not serve {CHUNKS}, which builtins.print has replaced"):
+        megatron_core.install(strict=True)
+    assert plugin.settings.any_microbatch_count, "nothing is changed"
+    assert caplog.messages == []
+    megatron_core.install()
+    assert not plugin.settings.any_microbatch_count
+    (said,) = caplog.messages
+    assert f"{CHUNKS}, which builtins.print" in said
+    assert getattr(schedules, CHUNKS) is print
+
+
+def test_a_module_that_is_loaded_again_gets_the_engine_by_the_next_install(
+    schedules: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Under the names of before too, and what is restored are the new functions."""
+    megatron_core.install(strict=True)
+    kept = importing(schedules)
+    source = "".join(linecache.getlines(schedules.__file__)).replace("'theirs'", "'anew'")
+    exec(compile(source, schedules.__file__, "exec"), vars(schedules))  # as importlib.reload
+    for _ in range(2):
+        assert training_step() == "anew"
+        megatron_core.install(strict=True)
+        assert [runs(getattr(schedules, name)) for name in ENTRIES] == ["ours"] * 3
+        assert [training_step(), runs(kept.step), runs(kept.direct)] == ["ours"] * 3
+        megatron_core.uninstall()
+        assert [training_step(), runs(kept.step), runs(kept.direct)] == ["anew"] * 3
+    assert caplog.messages == []
 
 
 def test_schedules_of_another_engine_are_said_at_install_or_at_the_end(
