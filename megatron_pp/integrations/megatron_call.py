@@ -48,6 +48,7 @@ class MegatronCall(StepCall):
 
     followed_by = "the work after the step (data-parallel reduction, optimizer)"
     graph_in_evaluation = True
+    local = True  # Megatron's function does not look at the pipeline
     whole_by_choice = True  # else they are converted, or the call is an error
 
     def __init__(

@@ -49,6 +49,7 @@ class StepCall:
 
     followed_by = ""
     graph_in_evaluation = False  # whether evaluation leaves autograd as the caller has it, or builds no graph
+    local = False  # whether ranks of a pipeline may each make a call without one, as for a teacher
     whole_by_choice = False  # whether chunks that do not split their backwards are so by the user's setting
 
     @property
@@ -67,6 +68,9 @@ class StepCall:
             raise ScheduleInputError("adjust_tensor_shapes_fn is for pipelines with one model chunk a rank")
         group = pipeline_group(inputs, alone)
         size = 1 if group is None else group.size()
+        if alone and size > 1 and self.local:
+            group, size, inputs.p2p_communicator = None, 1, None
+            self.settings = settings = settings._replace(**dict.fromkeys(("pipeline_schedule", *_OBSERVED)))
         if alone and size > 1:
             raise ScheduleInputError(
                 f"forward_backward_no_pipelining was called in a pipeline of {size} ranks; call what "

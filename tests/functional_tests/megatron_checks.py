@@ -6,6 +6,7 @@ Each takes a case, asserts, and returns what the test wants to know of this rank
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import logging
 import pickle
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core import pipeline_parallel as megatron_pipeline_parallel
+from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import p2p_communication, schedules
 
 from megatron_pp.errors import ScheduleInputError
@@ -265,6 +267,52 @@ def own_groups_and_communicator_are_taken(case: Case) -> list[float]:
             raised(ScheduleInputError, f" has no {name}; ", lambda some=some: call_schedule(run, **some))
         reports = call_schedule(run, p2p_communicator=communicator, **{megatron.row.groups_keyword: groups})
     return [float(report["loss"]) for report in reports]
+
+
+class _Teacher(torch.nn.Module):
+    """A model on one rank."""
+
+    model_type = ModelType.encoder_or_decoder
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.layer, self.config = torch.nn.Linear(4, 1, bias=False), config
+        torch.nn.init.constant_(self.layer.weight, 0.5)
+
+    def set_input_tensor(self, given: Any) -> None: ...
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        return self.layer(data)
+
+    def step(self) -> list[torch.Tensor]:
+        """By the schedule without a pipeline; losses and gradient."""
+        reports = schedules.forward_backward_no_pipelining(
+            forward_step_func=lambda data, model: (model(next(data)), lambda o: (o.mean(), {"loss": o.detach()[0]})),
+            data_iterator=iter(torch.arange(12.0).view(3, 1, 4)),
+            model=self,
+            num_microbatches=3,
+            seq_length=1,
+            micro_batch_size=1,
+        )
+        return [*(report["loss"] for report in reports), self.layer.weight.grad]
+
+
+def a_rank_runs_a_model_of_its_own(case: Case) -> int:
+    """Between steps of a pipeline, which the settings are for, on one rank; its number of tensors, equal to those by
+    Megatron's own function."""
+    with megatron_core.installed(strict=True):
+        run = megatron_lab.Run(case)
+    fields = {"grad_scale_func": None, "no_sync_func": None, "finalize_model_grads_func": None}
+    with with_fields(run.config, fields):
+        config = copy.copy(run.config)
+    theirs, ours = _Teacher(config).step(), []
+    with megatron_core.installed(strict=True):
+        call_schedule(run, forward_only=False)
+        if not parallel_state.is_pipeline_first_stage(ignore_virtual=True):
+            ours = _Teacher(config).step()
+        call_schedule(run, forward_only=False)
+    assert all(torch.equal(one, two) for one, two in zip(ours, theirs, strict=bool(ours)))
+    return len(ours)
 
 
 def checkpointed_microbatches(case: Case) -> list[list[Any]]:

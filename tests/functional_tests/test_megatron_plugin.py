@@ -30,6 +30,7 @@ JOBS = {
     "distributed_is_not_initialised": ALONE,  # the last one on its process
     "impossible_arguments_are_errors": PAIR,
     "own_groups_and_communicator_are_taken": SINGLE,
+    "a_rank_runs_a_model_of_its_own": dataclasses.replace(PAIR, schedule="zb_v"),
     "checkpointed_microbatches": PAIR,
     "outputs_that_a_hook_reads_keep_their_data": PAIR,
     "shapes_are_those_of_the_release": SINGLE,
@@ -74,6 +75,10 @@ def test_the_engine_stands_for_megatrons_choice_of_schedule(outcomes: dict[str, 
             "forward_backward_pipelining_without_interleaving",
             "forward_backward_pipelining_with_interleaving",
         ]
+
+
+def test_a_rank_of_a_pipeline_runs_a_model_of_its_own(outcomes: dict[str, Outcome]) -> None:
+    assert outcomes["a_rank_runs_a_model_of_its_own"].facts == [0, 4]
 
 
 def test_errors_are_raised_on_every_rank(outcomes: dict[str, Outcome]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -243,6 +244,26 @@ def test_no_pipelining_in_a_pipeline_is_refused() -> None:
             num_microbatches=4,
             p2p_communicator=P2PCommunicator(ThreadGroup(0, 2), config, NothingMayPass(2).transport(0)),
         )
+
+
+def test_a_plug_in_may_let_a_rank_run_without_its_pipeline(tmp_path: Path) -> None:
+    """Then what is for the pipeline does not count: its schedule, communicator and trace."""
+
+    class Local(step.StepCall):
+        local = True
+
+    config = toy_config(pipeline_schedule="zb_v", trace_dir=str(tmp_path), trace_steps="1")
+    call = Local(
+        chunked=False,
+        alone=True,
+        forward_step_func=toy_forward_step,
+        data_iterator=DATA.iterator(),
+        model=PipelineStage(ToyBlock(0), config),
+        num_microbatches=4,
+        p2p_communicator=P2PCommunicator(ThreadGroup(1, 2), config, NothingMayPass(2).transport(1)),
+    )
+    assert len(call.run()) == 4
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
