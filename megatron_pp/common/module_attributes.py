@@ -27,7 +27,7 @@ def wrapped_attributes(model: Any, names: Sequence[str], default: Any = None) ->
     while missing and model is not None:
         for name in missing:
             value = _attribute(model, name)
-            if value is not _MISSING:
+            if value is not _MISSING and (value is not None or name != "config"):  # as Megatron's get_model_config
                 found[name] = value
         missing = [name for name in missing if name not in found]
         inner = _attribute(model, "module") if missing else None

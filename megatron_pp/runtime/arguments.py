@@ -70,8 +70,8 @@ class StepInputs:
         self.num_microbatches = whole_argument("num_microbatches", self.num_microbatches)
         self.forward_only = bool(self.forward_only)
         for name in ("seq_length", "micro_batch_size", "decoder_seq_length"):
-            if isinstance(getattr(self, name), torch.Tensor):  # as packed data may have it
-                setattr(self, name, operator.index(getattr(self, name)))
+            if hasattr(given := getattr(self, name), "__index__"):  # a tensor's, as packed data may have it, or numpy's
+                setattr(self, name, operator.index(given))
         if not self.forward_only and (torch.is_inference_mode_enabled() or not torch.is_grad_enabled()):
             mode = "torch.inference_mode()" if torch.is_inference_mode_enabled() else "torch.no_grad()"
             raise ScheduleInputError(
