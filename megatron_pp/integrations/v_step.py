@@ -82,14 +82,14 @@ def _gradient(weight: Any) -> torch.Tensor | None:
 
 
 class _Pickler(pickle.Pickler):
-    """Puts tensors aside, into ``tensors``."""
+    """Puts dense tensors aside, into ``tensors``."""
 
     def __init__(self, file: Any) -> None:
         super().__init__(file)
         self.tensors: list[torch.Tensor] = []
 
     def persistent_id(self, obj: Any) -> int | None:
-        if not isinstance(obj, torch.Tensor):
+        if not isinstance(obj, torch.Tensor) or obj.layout is not torch.strided:  # whose dense parts follow
             return None
         self.tensors.append(obj.detach())
         return len(self.tensors) - 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -131,6 +132,22 @@ def stage(first: bool, gradient: float | None, **ddp: Any) -> Any:
         shared_embedding_or_output_weight=lambda: weight,
     )
     return SimpleNamespace(module=model, ddp_config=SimpleNamespace(use_megatron_fsdp=False, **ddp))
+
+
+def test_reports_go_over_with_their_tensors_put_aside_dense() -> None:
+    """Each goes from device to device as a flat one, which a sparse tensor cannot be: its parts are."""
+    dense, sparse = torch.arange(4.0), torch.eye(3).to_sparse()
+    file = io.BytesIO()
+    pickler = v_step._Pickler(file)
+    pickler.dump([{"loss": dense, "hits": sparse, "count": 3}])
+    flat = [tensor.reshape(-1) for tensor in pickler.tensors]
+    assert len(flat) == 3
+    moved = [each.view(tensor.shape) for each, tensor in zip(flat, pickler.tensors, strict=True)]
+    (report,) = v_step._Unpickler(io.BytesIO(file.getvalue()), moved).load()
+    assert report["count"] == 3
+    assert torch.equal(report["loss"], dense)
+    assert report["hits"].is_sparse
+    assert torch.equal(report["hits"].to_dense(), torch.eye(3))
 
 
 def test_gradients_of_a_shared_weight_are_added_on_the_rank_of_both_stages() -> None:
