@@ -36,7 +36,7 @@ def reason_not_served(
         return f"the keyword argument {unknown[0]!r} of this release's schedules, which it does not know"
     if has_modules(megatron, arguments):
         found: str | None = load("megatron_modules").reason_not_served(megatron, schedule, arguments, overrides)
-        return found or _unserved_config(arguments)
+        return found or _unserved_communicator(megatron, schedule, {}) or _unserved_config(arguments)
     return _unserved_communicator(megatron, schedule, arguments) or _unserved_config(arguments)
 
 
@@ -70,7 +70,7 @@ def _unserved_communicator(megatron: Megatron, schedule: str, arguments: Mapping
     if own := _own_transfers(getattr(communicator, "__dict__", {}), kind, base):
         return f"a p2p_communicator with transfers of its own ({kind.__name__}.{own[0]})"
     config, models = getattr(communicator, "config", None), wrapped_attribute(_first_chunk(arguments), "config")
-    for name in () if config is None or config is models else _OF_TENSORS:
+    for name in () if config is None or config is models or schedule == ENTRIES[0] else _OF_TENSORS:
         if (getattr(config, name, None) or None) != (getattr(models, name, None) or None):
             return f"a p2p_communicator with a config of its own (another {name} than the model's)"
     return None

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.integrations import combined, megatron_versions
+from megatron_pp.integrations import combined, megatron_modules, megatron_versions
 from megatron_pp.integrations.megatron_release import Megatron
 from megatron_pp.integrations.megatron_scope import reason_not_served, without_defaults
 from megatron_pp.integrations.megatron_versions import ENTRIES
@@ -160,7 +160,9 @@ def test_a_communicator_with_transfers_of_its_own_is_left_to_megatron() -> None:
 
 @pytest.mark.parametrize("name", ["_communicate", "recv_forward"])
 @pytest.mark.parametrize("replaced", [False, True])
-def test_transfers_that_the_program_has_put_into_megatrons_class(name: str, replaced: bool) -> None:
+def test_transfers_that_the_program_has_put_into_megatrons_class(
+    name: str, replaced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Into the class, or into one of the program's in its place; known with no communicator given too."""
     kind = communicator_of_a_release()
     schedules: Any = SimpleNamespace(P2PCommunicator=type("Own", (kind,), {}) if replaced else kind)
@@ -178,6 +180,8 @@ def test_transfers_that_the_program_has_put_into_megatrons_class(name: str, repl
         assert f".{name})" in str(why(ENTRIES[1], communicator))
     assert why(ENTRIES[0], None) is None  # which sends nothing
     assert why(ENTRIES[1], ours) is None
+    monkeypatch.setattr(megatron_modules, "reason_not_served", lambda *_: None)
+    assert f".{name})" in str(why(ENTRIES[1], ManyModules())), "which use one for each module"
 
 
 def test_a_communicator_of_another_config_is_left_to_megatron() -> None:
@@ -192,6 +196,8 @@ def test_a_communicator_of_another_config_is_left_to_megatron() -> None:
         why = reason("0.16.1", config, p2p_communicator=TheirCommunicator(SimpleNamespace(**{**config, **more})))
         assert (why is None) == (named is None), why
         assert named is None or named in str(why)
+        given = {"model": SimpleNamespace(config=None), "p2p_communicator": TheirCommunicator(SimpleNamespace(**more))}
+        assert reason_not_served(megatron("0.16.1"), ENTRIES[0], given, {}) is None, "which does not use it"
 
 
 def theirs(*, forward_step_func: Any, model: Any, slots: int | None = None, offset: int = 0) -> None:
