@@ -101,14 +101,11 @@ class CompletedWork:
         self._asked.set()
         self._answered.wait(_ANSWER)
 
-    def stop(self) -> None:
+    def close(self, wait: bool = True) -> None:
+        """End the thread; one that is stuck in a query stays until that returns, and asks nothing more."""
         self._closed = True
         self._asked.set()
-
-    def close(self) -> None:
-        """End the thread; one that is stuck in a query stays until that returns, and asks nothing more."""
-        self.stop()
-        if self._thread is not None:
+        if wait and self._thread is not None:
             self._thread.join(_JOIN)
 
     def _run(self) -> None:

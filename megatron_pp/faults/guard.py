@@ -187,20 +187,15 @@ class FaultGuard:
         """Name what this rank does after the plan, within the step."""
         self._tracker.phase = text
 
-    def stop(self) -> None:
-        """``close`` without waiting for the threads."""
+    def close(self, wait: bool = True) -> None:
+        """``wait``: for the end of the threads."""
         self._over = self._over or "it was closed"
         if self._gate is not None:
             self._gate.remove()
         self._tracker.end()
         self._tracker.rest()
-        self._watchdog.stop()
-        self._heartbeat.stop()
-
-    def close(self) -> None:
-        self.stop()
-        self._watchdog.close()
-        self._heartbeat.close()
+        self._watchdog.close(wait)
+        self._heartbeat.close(wait)
 
     def _enter(self, source: Source, key: Hashable, describe: Describe | None, number: int | None, phase: str) -> None:
         self._main = threading.get_ident()

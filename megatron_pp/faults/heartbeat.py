@@ -108,16 +108,13 @@ class Heartbeat:
         active = {rank for rank, peer in peers.seen.items() if peer.progress.state != DONE}
         return peers.failure is None or peers.read_at < since or not active <= peers.have_read
 
-    def stop(self) -> None:
+    def close(self, wait: bool = True) -> None:
+        """End the thread; one that is stuck in a call on the store stays until that ends, or the process does."""
         with self.lock:
             self._closed = True
             self.lock.notify_all()
-
-    def close(self) -> None:
-        """End the thread; one that is stuck in a call on the store stays until that ends, or the process does."""
-        self.stop()
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
+            thread = self._thread
+        if wait and thread is not None and thread is not threading.current_thread():
             thread.join(_JOIN)
 
     def _start(self) -> None:

@@ -42,19 +42,14 @@ class Watchdog:
         if not self._wake.is_set():
             self._wake.set()
 
-    def stop(self) -> None:
+    def close(self, wait: bool = True) -> None:
         self._closed = True
         self._wake.set()
         if self.tracker.completed is not None:
-            self.tracker.completed.stop()
+            self.tracker.completed.close(wait)
         with self.heartbeat.lock:
             self.heartbeat.lock.notify_all()
-
-    def close(self) -> None:
-        self.stop()
-        if self.tracker.completed is not None:
-            self.tracker.completed.close()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if wait and self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_JOIN)
 
     def _run(self) -> None:
