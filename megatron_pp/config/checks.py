@@ -36,6 +36,19 @@ def one_of(name: str, value: Any, known: Iterable[object]) -> Any:
     return value
 
 
+def check_switch(name: str, value: Any) -> Any:
+    """0, 1 and numpy's switches will do; a text would always be true."""
+    if isinstance(value, str) or value not in (False, True):
+        raise ConfigError(f"{name} is {value!r}; it must be True or False")
+    return value
+
+
+def check_text(name: str, value: Any, kinds: Any = str) -> Any:
+    if not isinstance(value, kinds):
+        raise ConfigError(f"{name} is {value!r}; it must be a text")
+    return value
+
+
 def check_seconds(name: str, value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
         raise ConfigError(f"{name} is {value!r}; it must be a number of seconds above 0, such as 600.0")

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from os import PathLike
 from typing import Any, NamedTuple
 
-from megatron_pp.config import checks
+from megatron_pp.config import checks, rules
 from megatron_pp.errors import ConfigError
 from megatron_pp.on_demand import load
 
@@ -21,6 +22,7 @@ class Kind(NamedTuple):
     install       whether it is a setting of `install()`
     only_keyword  one that can be given as a keyword alone
     choices       all values, where they are few
+    check         what checks the value of a config, which stays as it is, in place of ``accept``
     """
 
     accept: Callable[[str, Any], Any]
@@ -29,6 +31,7 @@ class Kind(NamedTuple):
     install: bool = True
     only_keyword: bool = False
     choices: tuple[str, ...] = ()
+    check: Callable[[str, Any], Any] | None = None
 
     def value_of(self, name: str, text: str, where: str) -> Any:
         """The value that ``text`` gives the setting ``name``. Raises ConfigError, which begins with ``where``."""
@@ -43,16 +46,12 @@ def variable_of(name: str) -> str:
     return PREFIX + name.upper()
 
 
-def _later(function: str) -> Callable[..., Any]:
-    """A function of `conversions`, which is loaded when it is called."""
-    return partial(_call, function)
-
-
-def _call(function: str, *args: Any) -> Any:
+def _convert(function: str, *args: Any) -> Any:
+    """What this function of `conversions`, which is loaded here, returns."""
     return getattr(load("conversions"), function)(*args)
 
 
-_read_number = _later("read_number")
+_read_number = partial(_convert, "read_number")
 
 
 def count(at_least: int = 1, hint: str = "", **more: Any) -> Kind:
@@ -67,18 +66,20 @@ def choice(choices: Sequence[str], **more: Any) -> Kind:
     return Kind(partial(checks.one_of, known=choices), choices=tuple(choices), **more)
 
 
-HOOK = Kind(checks.callable_or_none, checked=MADE, install=False)
-HOOKS = Kind(partial(checks.callable_or_none, several=True), checked=MADE, install=False)
+HOOK = Kind(checks.callable_or_none, checked=EVERY_STEP, install=False)
+HOOKS = Kind(partial(checks.callable_or_none, several=True), checked=EVERY_STEP, install=False)
 PROBABILITY = Kind(checks.check_probability, checked=MADE, install=False)
-SIZE = count(checked=MADE, install=False)
-SWITCH = Kind(_later("switch"), _later("read_flag"))
+SIZE = count(install=False)
+SWITCH = Kind(partial(_convert, "switch"), partial(_convert, "read_flag"), EVERY_STEP, check=checks.check_switch)
+FLAG = SWITCH._replace(install=False)
 SECONDS = Kind(checks.check_seconds, _read_number, checked=EVERY_STEP)
 REPLAN = Kind(checks.check_replan, checked=EVERY_STEP)
-TEXT = Kind(_later("text"))
-STEPS = Kind(_later("steps"))
-SCHEDULE = Kind(_later("schedule"))
-MEASURED = Kind(_later("measured"))
-DTYPE = Kind(_later("dtype"))
-PAIRS = Kind(_later("pairs"))
-STEP_NUMBER = Kind(_later("step_number"), only_keyword=True)
-MICROBATCH_COSTS = Kind(_later("microbatch_costs"), only_keyword=True)
+TEXT = Kind(partial(_convert, "text"), checked=EVERY_STEP, check=partial(checks.check_text, kinds=(str, PathLike)))
+STEPS = Kind(partial(_convert, "steps"), checked=MADE)
+SCHEDULE = Kind(partial(_convert, "schedule"), checked=EVERY_STEP, check=checks.check_text)
+MEASURED = Kind(partial(_convert, "measured"))
+DTYPE = Kind(partial(_convert, "dtype"))
+AUTOCAST = Kind(rules.check_dtype, checked=EVERY_STEP, install=False)
+PAIRS = Kind(partial(_convert, "pairs"), checked=EVERY_STEP, check=checks.callable_or_none)
+STEP_NUMBER = Kind(partial(_convert, "step_number"), only_keyword=True)
+MICROBATCH_COSTS = Kind(partial(_convert, "microbatch_costs"), only_keyword=True)

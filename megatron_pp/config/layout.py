@@ -35,7 +35,7 @@ def place_layers(
 
     Raises LayoutError, with the nearest numbers that work, for a layer that would be left over or placed twice, and for
     an empty stage between the first and the last."""
-    whole_number("num_layers", num_layers, error=LayoutError)
+    num_layers = whole_number("num_layers", num_layers, error=LayoutError)
     place = Placement(placement, pipeline_size, num_chunks)
     first, last = num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage
     _check_one_way(layout, first, last, account_for_embedding or account_for_loss)
@@ -44,7 +44,7 @@ def place_layers(
     elif first is not None or last is not None:
         counts = load("layout_text").counts_with_own_ends(num_layers, place, first, last)
     else:
-        counts = _even_counts(num_layers, place, account_for_embedding, account_for_loss)
+        counts = _even_counts(num_layers, place, bool(account_for_embedding), bool(account_for_loss))
     _check_no_empty_stage(counts)
     return [list(range(start, end)) for start, end in pairwise(accumulate(counts, initial=0))]
 

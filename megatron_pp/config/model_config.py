@@ -35,6 +35,7 @@ def setting(
 ) -> Any:
     """A dataclass field. Metadata: help, kind, whether it makes a command-line flag, and, on the first field of a
     section, the section's name."""
+    kind = kinds.FLAG if kind is None and isinstance(default, bool) else kind
     metadata = {"help": help_text, "kind": kind, "cli": cli, "section": section}
     if isinstance(default, partial):
         return dataclasses.field(default_factory=default, metadata=metadata)
@@ -83,7 +84,7 @@ class ModelParallelConfig:
     virtual_pipeline_model_parallel_size: int | None = setting(
         None,
         "V, model chunks per pipeline rank",
-        kinds.count(hint="None for a pipeline without chunks", checked=kinds.MADE, install=False),
+        kinds.count(hint="None for a pipeline without chunks", install=False),
     )
     context_parallel_size: int = setting(1, "ranks that split the sequence", kinds.SIZE)
     data_parallel_size: int | None = setting(
@@ -93,12 +94,12 @@ class ModelParallelConfig:
 
     params_dtype: Dtype = setting(partial(_dtype, "float32"), "dtype of the parameters", section="training")
     enable_autocast: bool = setting(False, "run the forward step inside torch.autocast")
-    autocast_dtype: Dtype | None = setting(None, "dtype of autocast; None: params_dtype")
+    autocast_dtype: Dtype | None = setting(None, "dtype of autocast; None: params_dtype", kinds.AUTOCAST)
     calculate_per_token_loss: bool = setting(False, "loss functions return token counts, which divide the gradients")
     num_microbatches_with_partial_activation_checkpoints: int | None = setting(
         None,
         "microbatches in flight with only some layers recomputed; None: forward_step_func decides",
-        kinds.count(0, checked=kinds.MADE, install=False),
+        kinds.count(0, install=False),
     )
 
     timers: Hook = hook("Megatron's timers", kinds.HOOK, section="hooks")
@@ -144,7 +145,9 @@ class ModelParallelConfig:
         section="pipeline, ours",
     )
     sequence_slices: int = setting(
-        1, "slices that every sequence is cut into, each a step of its own through the pipeline; 1: sequences whole"
+        1,
+        "slices that every sequence is cut into, each a step of its own through the pipeline; 1: sequences whole",
+        kinds.SIZE,
     )
     balance_sequence_slices: bool = setting(
         False, "cut sequences into slices of equal cost under causal attention, not of equal length"
@@ -178,7 +181,7 @@ class ModelParallelConfig:
     skip_cache: str = setting(
         "received",
         "what a rank keeps of them, so that it is not sent again: none, received, or all (what it made too)",
-        kinds.choice(CACHES, install=False),
+        kinds.choice(CACHES, checked=kinds.EVERY_STEP, install=False),
         cli=False,
     )
     pipeline_measured: Any = setting(
@@ -236,7 +239,7 @@ class ModelParallelConfig:
         "trace_steps", None, "training steps to trace, from 1, as in 3,10-12; None: 2 to 21", kinds.STEPS
     )
     trace_first_step: int = setting(
-        1, "the number of this process's first step, as after a resume", kinds.count(checked=kinds.NEVER), cli=False
+        1, "the number of this process's first step, as after a resume", kinds.count(), cli=False
     )
     measure: int = setting_from_env(
         "measure",
@@ -334,10 +337,12 @@ Rows = tuple[tuple[str, Callable[[str, Any], Any], Any], ...]
 
 
 def _checked(config: type, when: int) -> Rows:
-    """(name, check, default) of the fields that are checked ``when``. A default of 0 is no legal value."""
-    kinds_of = ((field, field.metadata.get("kind")) for field in dataclasses.fields(config))
+    """(name, check, default) of the fields that are checked ``when``; of one from the environment, None."""
+    rows = ((field.name, field.metadata.get("kind"), field.default) for field in dataclasses.fields(config))
     return tuple(
-        (field.name, kind.accept, field.default or None) for field, kind in kinds_of if kind and kind.checked >= when
+        (name, kind.check or kind.accept, None if default is dataclasses.MISSING else default)
+        for name, kind, default in rows
+        if kind and kind.checked >= when
     )
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
-from megatron_pp.config.checks import callable_or_none, nearest_multiples, whole_number
+from megatron_pp.config.checks import nearest_multiples, whole_number
 from megatron_pp.config.microbatch_counts import check_group_size
 from megatron_pp.errors import ConfigError, PlanError, ScheduleError
 from megatron_pp.on_demand import load
@@ -33,12 +33,10 @@ def check_parallel_sizes(config: Any) -> None:
 
 
 def check_dtypes(config: Any) -> None:
-    for name in ("params_dtype", "pipeline_dtype", "autocast_dtype"):
-        value = getattr(config, name)
-        if value is None and name != "params_dtype":
-            continue
-        check_dtype(name, value)
-    if config.pipeline_model_parallel_size > 1 and config.pipeline_dtype is None:
+    check_dtype("params_dtype", config.params_dtype)
+    if config.pipeline_dtype is not None:
+        check_dtype("pipeline_dtype", config.pipeline_dtype)
+    elif config.pipeline_model_parallel_size > 1:
         raise ConfigError(
             f"pipeline_dtype is missing with pipeline_model_parallel_size {config.pipeline_model_parallel_size}; "
             f"it is the dtype of the activations between stages, usually params_dtype ({config.params_dtype})"
@@ -114,11 +112,11 @@ def check_training(config: Any) -> None:
             "defer_embedding_wgrad_compute is True with pipeline_model_parallel_size 1; there is no pipeline flush to "
             "hide it in, so leave it off"
         )
-    callable_or_none("overlapped_forward_backward", config.overlapped_forward_backward)
 
 
 def check_model_sizes(config: Any) -> None:
-    hidden, heads, split = config.hidden_size, config.num_attention_heads, config.tensor_model_parallel_size
+    hidden, heads = (whole_number(name, getattr(config, name)) for name in ("hidden_size", "num_attention_heads"))
+    split = config.tensor_model_parallel_size
     if config.kv_channels is None and hidden % heads:
         raise ConfigError(
             f"hidden_size is {hidden}, which {heads} num_attention_heads do not divide; nearest: "
@@ -129,9 +127,9 @@ def check_model_sizes(config: Any) -> None:
             f"num_attention_heads is {heads}, which tensor_model_parallel_size {split} does not divide; nearest: "
             f"{nearest_multiples(heads, split)}"
         )
-    if not config.layernorm_epsilon > 0.0:
+    if not isinstance(config.layernorm_epsilon, SupportsFloat) or not float(config.layernorm_epsilon) > 0.0:
         raise ConfigError(f"layernorm_epsilon is {config.layernorm_epsilon!r}; it must be above 0, such as 1e-5")
-    if not config.init_method_std >= 0.0:
+    if not isinstance(config.init_method_std, SupportsFloat) or not float(config.init_method_std) >= 0.0:
         raise ConfigError(f"init_method_std is {config.init_method_std!r}; it must be at least 0, such as 0.02")
 
 
@@ -155,7 +153,6 @@ def schedule_name(schedule: str | None, num_chunks: int, slices: int) -> str:
 def schedule_family(schedule: str | None, num_chunks: int, slices: int) -> Family:
     """The family that ``config.pipeline_schedule`` names. Raises ScheduleError for an unknown name, a file that cannot
     be read, or another number of chunks, or of slices of a sequence, than the family has."""
-    whole_number("sequence_slices", slices)
     name = schedule_name(schedule, num_chunks, slices)
     family = known_family(name)
     try:
@@ -177,11 +174,13 @@ def checked_skip_tensors(
     """The tensors that ``config.skip_tensors`` declares. Raises ScheduleError for one that cannot be."""
     if not given:
         return ()
+    if not isinstance(given, Iterable):
+        raise ScheduleError(f"skip_tensors is {given!r}; it must be a text such as 'skip=0>3', or a list of SkipTensor")
     routes = load("skip_routes")
     try:
         found: tuple[SkipTensor, ...] = routes.skip_tensors(given, placement.num_stages)
         routes.routes_of(found, cache, placement)
-    except PlanError as error:
+    except (PlanError, TypeError) as error:  # one of another length, or no tuple
         raise ScheduleError(f"skip_tensors: {error}") from error
     return found
 

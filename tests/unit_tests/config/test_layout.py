@@ -142,3 +142,10 @@ REFUSED = [
 def test_what_would_lose_or_repeat_a_layer_is_refused(sizes, arguments, sentence):
     with pytest.raises(LayoutError, match=sentence):
         place_layers(*sizes, **arguments)
+
+
+@pytest.mark.parametrize("account", [0.5, float("nan")])
+def test_an_account_that_is_no_switch_does_not_search_for_ever(account):
+    """For a number of layers that such a number divides."""
+    with pytest.raises(LayoutError, match=r"nearest num_layers: 3 or 5"):
+        place_layers(4, 2, account_for_embedding=account)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -130,6 +131,19 @@ BAD = [
     ({**MODEL, "attention_dropout": -0.1}, "attention_dropout is -0.1"),
     ({**MODEL, "layernorm_epsilon": 0.0}, "layernorm_epsilon is 0.0"),
     ({**MODEL, "init_method_std": -1.0}, "init_method_std is -1.0"),
+    ({"skip_cache": "recieved"}, r"skip_cache is 'recieved' \(did you mean received"),
+    ({"trace_steps": "x"}, "trace_steps is 'x'; it must list steps"),
+    ({"trace_first_step": "x"}, "trace_first_step is 'x'; it must be a whole number"),
+    ({"trace_dir": 3}, "trace_dir is 3; it must be a text"),
+    ({"pipeline_schedule": 3}, "pipeline_schedule is 3; it must be a text"),
+    ({"sequence_slices": "2"}, "sequence_slices is '2'; it must be a whole number"),
+    ({"sequence_slices": None}, "sequence_slices is None; it must be a whole number"),
+    ({"skip_tensors": 3}, "skip_tensors is 3; it must be a text such as"),
+    ({"skip_tensors": [3]}, "skip_tensors: .*must be an iterable"),
+    ({**MODEL, "layernorm_epsilon": None}, "layernorm_epsilon is None"),
+    ({**MODEL, "init_method_std": "x"}, "init_method_std is 'x'"),
+    ({**MODEL, "hidden_size": None}, "hidden_size is None"),
+    ({**MODEL, "num_attention_heads": None}, "num_attention_heads is None"),
 ]
 
 
@@ -138,6 +152,24 @@ def test_impossible_values_are_refused_in_a_sentence(values, sentence):
     with pytest.raises(ConfigError, match=sentence) as caught:
         (TransformerConfig if "num_layers" in values else ModelParallelConfig)(**values)
     assert "\n" not in str(caught.value)
+
+
+SWITCHES = [field for field in dataclasses.fields(TransformerConfig) if field.type in (bool, bool | None)]
+
+
+@pytest.mark.parametrize("field", SWITCHES, ids=lambda field: field.name)
+def test_a_switch_is_on_or_off(field):
+    """Of a text, ``"false"`` too would be on; a half, or no number, is on in some places and off in others."""
+    others = [None] if isinstance(field.default, bool) else []
+    for value in ("false", "True", "", 2, 0.5, float("nan"), [], *others):
+        with pytest.raises(ConfigError, match=f"^{field.name} is {re.escape(repr(value))}; it must be True or False$"):
+            TransformerConfig(**MODEL, **{field.name: value})
+    sizes = {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 3, "pipeline_dtype": torch.bfloat16}
+    layers = {**MODEL, "num_layers": 7} if field.name.startswith("account") else MODEL
+    for value in (True, 1, np.True_):
+        assert getattr(TransformerConfig(**sizes, **layers, **{field.name: value}), field.name) == 1
+    for value in (False, 0, np.False_):
+        assert getattr(TransformerConfig(**MODEL, **{field.name: value}), field.name) == 0
 
 
 def test_every_registered_schedule_is_accepted_with_the_chunks_it_needs():
@@ -209,6 +241,15 @@ def test_settings_are_read_anew_from_a_config_that_changes():
         ("p2p_timeout", 0, "config.p2p_timeout is 0; it must be a number of seconds above 0"),
         ("compute_timeout", 60.0, "config.compute_timeout is 60.0, below p2p_timeout, 600.0"),
         ("batch_p2p_comm", True, "config.overlap_p2p_comm and batch_p2p_comm are both True"),
+        ("calculate_per_token_loss", "False", "config.calculate_per_token_loss is 'False'; it must be True or False"),
+        ("pipeline_schedule", [1], "config.pipeline_schedule is [1]; it must be a text"),
+        ("autocast_dtype", "x", "config.autocast_dtype is 'x'; it must be a floating point torch.dtype"),
+        ("virtual_pipeline_model_parallel_size", "x", "config.virtual_pipeline_model_parallel_size is 'x'; it must be"),
+        ("context_parallel_size", "x", "config.context_parallel_size is 'x'; it must be a whole number"),
+        ("skip_cache", "x", "config.skip_cache is 'x'; it must be one of 'none', 'received', 'all'"),
+        ("grad_scale_func", 3, "config.grad_scale_func is 3; it must be a callable, or None"),
+        ("grad_sync_func", [1], "config.grad_sync_func is [1]; it must be a callable, or a list of one per chunk"),
+        ("overlapped_forward_backward", 3, "config.overlapped_forward_backward is 3; it must be a callable, or None"),
     ],
 )
 def test_settings_refuse_what_a_foreign_config_got_wrong(field, value, sentence):

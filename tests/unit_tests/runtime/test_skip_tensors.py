@@ -92,7 +92,7 @@ def test_a_stage_that_gives_something_else_is_named(fault, error, words, monkeyp
     ("fields", "words"),
     [
         ({"skip_tensors": "a=0>2"}, "config.skip_tensors: tensor a of stage 0: stage 2 uses it; only stages behind"),
-        ({"skip_tensors": "a=0>1", "skip_cache": "some"}, "cache of skip tensors"),
+        ({"skip_tensors": "a=0>1", "skip_cache": "some"}, "config.skip_cache is 'some'; it must be one of"),
         ({"skip_tensors": "a=0>1", "cuda_graph_impl": "transformer_engine"}, "does not go with cuda_graph_impl"),
         ({"skip_tensors": [SkipTensor("a", 0, (1,), dtype="int64")]}, "'int64'; it must be .* floating point"),
     ],
