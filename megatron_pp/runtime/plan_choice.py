@@ -3,6 +3,8 @@
 from functools import lru_cache
 from typing import Any
 
+import torch
+
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.comm.transport import Transport
 from megatron_pp.config import rules
@@ -79,13 +81,13 @@ def _check_offloading(settings: StepSettings, pairs: bool) -> None:
 
 def plan_spec(fields: dict[str, Any], settings: StepSettings, communicator: P2PCore, kind: object) -> PlanSpec:
     """The spec of a plan that ``communicator`` can run; ``kind``: of ``fields_of_device``. Raises ScheduleInputError
-    where a communicator of the caller's sends shapes ahead of tensors and the config says that shapes are fixed, or the
-    other way round."""
-    if communicator.shapes_vary != settings.shapes_vary:
-        raise ScheduleInputError(
-            f"p2p_communicator was made with variable_seq_lengths={communicator.shapes_vary}, the model's config has "
-            f"variable_seq_lengths={settings.shapes_vary}; give both the same"
-        )
+    where a communicator of the caller's sends shapes ahead, or has channels, as the config does not say."""
+    for name, field in (("variable_seq_lengths", "shapes_vary"), ("p2p_channels", "p2p_channels")):
+        its, ours = getattr(communicator.settings, field), getattr(settings, field)
+        if its != ours:
+            raise ScheduleInputError(
+                f"p2p_communicator was made with {name}={its}, the model's config has {name}={ours}; give both the same"
+            )
     by_device = fields_of_device(settings, communicator.transport, kind)
     return _kept_spec(**fields, variable_shapes=communicator.variable_shapes, **by_device)
 
@@ -116,9 +118,10 @@ def _check_chunks(settings: StepSettings, pipeline_size: int, num_chunks: int, c
             f"one model was given, but config.virtual_pipeline_model_parallel_size is {virtual}; give a list of "
             f"{virtual} model chunks to forward_backward_pipelining_with_interleaving"
         )
-    if settings.pipeline_dtype is None:
+    dtype: Any = settings.pipeline_dtype
+    if not (isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)):
         raise ScheduleInputError(
-            "config.pipeline_dtype is None; set it to the dtype of the activations between stages, such as "
+            f"config.pipeline_dtype is {dtype!r}; set it to the dtype of the activations between stages, such as "
             "torch.bfloat16"
         )
 

@@ -95,6 +95,8 @@ EITHER: list[tuple[dict[str, Any], str]] = [
     ({"num_microbatches": True}, "num_microbatches is True; it must be a whole number of at least"),
     ({"config": BOTH}, "config.overlap_p2p_comm and batch_p2p_comm are both True; a grouped call is waited as a whole"),
     ({"config": {"pipeline_dtype": None}}, "config.pipeline_dtype is None; set it to the dtype of the activations bet"),
+    ({"config": {"pipeline_dtype": "float32"}}, "config.pipeline_dtype is 'float32'; set it to the dtype of the activ"),
+    ({"config": {"pipeline_dtype": torch.bool}}, "config.pipeline_dtype is torch.bool; set it to the dtype of the act"),
     ({"config": {"pipeline_schedule": "2f2b"}}, "config.pipeline_schedule is '2f2b'; it must be one of gpipe, 1f1b, "),
     ({"config": {"pipeline_schedule": "auto", "pipeline_measured": {"weight": -1}}}, "config.pipeline_measured: m"),
     ({"seq_length": None}, "seq_length is None; it must be a whole number of at least 1 (tensors between stages are ["),
@@ -196,6 +198,15 @@ def test_a_communicator_made_for_other_shapes_is_refused(varies: bool) -> None:
     communicator = P2PCommunicator(ThreadGroup(0, 2), other, NothingMayPass(2).transport(0))
     with pytest.raises(ScheduleInputError, match=rf"made with variable_seq_lengths={not varies}, .* has .*={varies};"):
         call(1, config={"variable_seq_lengths": varies}, p2p_communicator=communicator)
+
+
+@pytest.mark.parametrize("channels", ["shared", "one_way"])
+def test_a_communicator_with_other_channels_is_refused(channels: str) -> None:
+    """Its messages would not arrive in the order that the plan was verified for."""
+    other = "one_way" if channels == "shared" else "shared"
+    communicator = P2PCommunicator(ThreadGroup(0, 2), toy_config(p2p_channels=other), NothingMayPass(2).transport(0))
+    with pytest.raises(ScheduleInputError, match=f"made with p2p_channels={other}, .* has p2p_channels={channels};"):
+        call(1, config={"p2p_channels": channels}, p2p_communicator=communicator)
 
 
 # -- keywords ---------------------------------------------------------------------------------------------------------
