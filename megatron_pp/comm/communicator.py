@@ -96,7 +96,7 @@ class P2PCore:
         if isinstance(value, torch.Tensor) and not self.variable_shapes:  # the usual case, on the hot path
             if self.transport.aborted:
                 self._check_open()
-            as_expected = value.dtype is (dtype or self.dtype) and value.device == self.device
+            as_expected = value.dtype is (dtype or self.dtype) and value.device == self.device and not value.is_nested
             if not as_expected or value.layout is not torch.strided or value.__class__ is not torch.Tensor:
                 self._check_sendable(value, dtype)
             alias = value.detach()
@@ -235,10 +235,10 @@ class P2PCore:
                 f"{self.device}"
             )
         plain = tensor.__class__ is torch.Tensor or not is_traceable_wrapper_subclass(tensor)
-        if tensor.layout is not torch.strided or not plain:
+        if tensor.layout is not torch.strided or tensor.is_nested or not plain:
             raise P2PTypeError(
-                f"a {type(tensor).__name__} of layout {tensor.layout} cannot be sent between stages: it is not one "
-                "block of memory; give a dense tensor (to_dense(), of a DTensor to_local())"
+                f"a {'nested ' * tensor.is_nested}{type(tensor).__name__} of layout {tensor.layout} cannot be sent "
+                "between stages: it is not one block of memory; give a dense tensor (to_dense(), DTensor.to_local())"
             )
         if self._ahead is not None:
             self._ahead.check_dimensions(tensor)

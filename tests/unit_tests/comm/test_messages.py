@@ -88,6 +88,8 @@ GOOD = filled(1)
 BAD_TENSORS: dict[str, tuple[Any, str]] = {
     "dtype": (GOOD.double(), "a tensor of torch.float64 cannot be sent between stages: config.pipeline_dtype is torch"),
     "device": (GOOD.to("meta"), "a tensor on meta cannot be sent between stages: this communicator's tensors lie on c"),
+    "nested": (torch.nested.as_nested_tensor([GOOD[0]]), "a nested Tensor of layout torch.strided cannot be sent"),
+    "nested in a list": ([GOOD, torch.nested.as_nested_tensor([GOOD[0]])], "a nested Tensor of layout torch.strided"),
     "dict": ({"x": GOOD}, "a dict cannot be sent between stages; it must be a tensor or a list of tensors"),
     "float": (1.5, "a float cannot be sent between stages"),
     "none in a list": ([GOOD, None], "a NoneType cannot be sent between stages"),

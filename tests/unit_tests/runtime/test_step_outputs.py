@@ -134,6 +134,7 @@ def test_it_is_said_once_that_zeros_are_sent(caplog: pytest.LogCaptureFixture) -
         ([torch.ones(3, 2, HIDDEN), None], "a NoneType cannot be sent between stages"),
         (torch.ones(3, 2, HIDDEN, dtype=torch.float64), "a tensor of torch.float64 cannot be sent between stages"),
         (torch.ones(3, 2, HIDDEN).to_sparse(), "a Tensor of layout torch.sparse_coo cannot be sent between stages"),
+        (torch.nested.as_nested_tensor([torch.ones(3, HIDDEN)] * 2), "a nested Tensor of layout torch.strided cannot"),
         (TwoTensor(*2 * [torch.ones(3, 2, HIDDEN)]), "a TwoTensor of layout torch.strided cannot be sent"),
         ([], "the output of chunk 0 for microbatch 0 has 0 tensors, but the next stage expects 1"),
         (2 * [torch.ones(3, 2, HIDDEN)], "has 2 tensors, but the next stage expects 1"),
