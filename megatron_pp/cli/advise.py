@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,7 @@ from megatron_pp.planner.advise import answer
 from megatron_pp.planner.advise.evaluate import Outcome
 from megatron_pp.planner.advise.microbatch_order import MicrobatchOrder, best_order
 from megatron_pp.planner.advise.pipeline_search import Findings, Report, search
+from megatron_pp.planner.advise.question import Question
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,14 +50,15 @@ EXAMPLES = """examples:
 exit codes: 0 done, 1 nothing fits into the memory, 2 wrong arguments, 3 ended by Ctrl-C or SIGTERM, with the best
 pipeline that was found until then
 """
-_ORDER_SHARE, _ORDER_S = 0.2, 4.0  # of the budget, or seconds: for the order of unequal microbatches
+_ORDER_SHARE = 0.2  # of the budget, for the order of unequal microbatches
 _SILENCE = 10.0  # seconds between two lines about how far a search is
 _JOBS = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     advise_input.add_arguments(parser)
-    budget = "seconds to search; default as much work, whatever time it takes, as 20 s on two quiet cores at most"
+    budget = "seconds to search; default a fixed amount of work, whatever time it takes: on two quiet cores 20 s for "
+    budget += "16 ranks, one or two minutes for the largest pipelines"
     parser.add_argument("--budget-s", type=number, metavar="S", help=budget)
     parser.add_argument("--jobs", type=whole, metavar="N", help="processes that search; default 2, or fewer cores")
     parser.add_argument("--plot", metavar="FILE", help="step time against memory, as .svg or .png")
@@ -74,13 +76,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     question = advise_input.question_of(args)
     for path in filter(None, (args.plot, args.measured_out)):
         check_writable(path)
-    budget, patience = args.budget_s, _ORDER_S if question.microbatch_costs else 0.0
-    if budget is not None and question.microbatch_costs:
-        budget, patience = budget * (1 - _ORDER_SHARE), budget * _ORDER_SHARE
-    with _ended_by_signals(), _progress() as report:
-        findings = search(question, budget, args.jobs or min(_JOBS, os.cpu_count() or 1), report)
+    findings, order = _found(question, args.budget_s, args.jobs or min(_JOBS, os.cpu_count() or 1))
     best, measured = findings.best, args.measured_out or answer.MEASURED_FILE
-    order = None if best is None else best_order(question, best, 0.0 if findings.interrupted else patience)
     if args.json:
         print_json(console, answer.as_json(findings, order, measured))
     if best is None and findings.interrupted:
@@ -107,6 +104,21 @@ def run(args: argparse.Namespace, console: Console) -> int:
         else:
             write_output(console, args.plot, picture)
     return INTERRUPTED if findings.interrupted else OK
+
+
+def _found(question: Question, budget: float | None, jobs: int) -> tuple[Findings, MicrobatchOrder | None]:
+    """The best pipeline, and the order of unequal microbatches, which an interrupt leaves out."""
+    patience = None
+    if budget is not None and question.microbatch_costs:
+        budget, patience = budget * (1 - _ORDER_SHARE), budget * _ORDER_SHARE
+    with _ended_by_signals(), _progress() as report:
+        findings = search(question, budget, jobs, report)
+        try:
+            if findings.best is not None and not findings.interrupted:
+                return findings, best_order(question, findings.best, patience)
+        except KeyboardInterrupt:
+            findings = replace(findings, interrupted=True)
+    return findings, None
 
 
 @contextmanager
@@ -183,6 +195,8 @@ def _recommended(findings: Findings, best: Outcome, order: MicrobatchOrder | Non
     if order is not None:
         listed, numbers = ",".join(map(str, order.order)), f"{order.step:.4g} ms; {order.step_as_given:.4g} ms as given"
         yield f"    microbatches, which are unequal, in the order {listed}: {numbers}"
+    elif question.microbatch_costs and findings.interrupted:
+        yield "    interrupted before an order of the unequal microbatches was found"
     certificate = best.certificate or {}
     yield f"    verified: {', '.join(certificate.get('rules', ()))}; {certificate.get('digest', '')}"
     yield ""

@@ -13,6 +13,8 @@ from megatron_pp.planner.advise.timing import order_time
 from megatron_pp.planner.microbatch_order import shortest_order
 
 _TRIALS = 600  # of each order that is begun with
+_STARTS, _LOOKS = 5, 15  # orders that are begun with, and estimates of them without trials
+_OPERATIONS = 2_400_000  # of all estimates without a budget: 4 s
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,9 @@ class MicrobatchOrder:
     step_as_given: float
 
 
-def best_order(question: Question, outcome: Outcome, seconds: float) -> MicrobatchOrder | None:
-    """The best order for the outcome's plan found in ``seconds``; None where all microbatches cost the same.
+def best_order(question: Question, outcome: Outcome, seconds: float | None = None) -> MicrobatchOrder | None:
+    """The best order for the outcome's plan found in ``seconds``; None where all microbatches cost the same. Without
+    ``seconds`` a fixed number of operations is looked at, and the answer is the same on every machine.
 
     The given order is returned where none is faster by the simulator.
     """
@@ -46,9 +49,13 @@ def best_order(question: Question, outcome: Outcome, seconds: float) -> Microbat
     def step_in(order: Sequence[int]) -> float:
         return simulate(plan, costs_in(order), network, plan.spec.device).makespan
 
-    began = time.monotonic()
-    order = shortest_order(given, estimate, _TRIALS, lambda share: time.monotonic() > began + share * seconds)
-    in_turn = tuple(range(len(given)))
+    def is_over(share: float) -> bool:
+        return seconds is not None and time.monotonic() > began + share * seconds
+
+    began, in_turn, trials = time.monotonic(), tuple(range(len(given))), _TRIALS
+    if seconds is None:
+        trials = min(_TRIALS, (_OPERATIONS // sum(map(len, plan.orders)) - _LOOKS) // _STARTS)
+    order = in_turn if trials < 0 else shortest_order(given, estimate, trials, is_over)
     as_given, step = step_in(in_turn), step_in(order)
     if step >= as_given:
         order, step = in_turn, as_given

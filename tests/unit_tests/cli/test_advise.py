@@ -72,6 +72,18 @@ def test_a_signal_ends_the_search_with_an_answer(command, monkeypatch):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_signal_ends_the_search_for_an_order_with_the_pipeline_that_was_found(command, monkeypatch):
+    monkeypatch.setattr(advise, "best_order", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    words = (*SMALL, *COSTS, "--schedules", "1f1b", "--microbatch-costs", "1,2,1,2,1,2,1,2")
+    code, out, err = command(*words)
+    assert (code, err) == (3, "")
+    assert out.startswith("run 1f1b")
+    assert "interrupted before an order of the unequal microbatches was found" in out
+    code, out, _ = command(*words, "--json")
+    assert code == 3
+    assert (json.loads(out)["interrupted"], json.loads(out)["microbatch_order"]) == (True, None)
+
+
 def test_a_bar_on_the_terminal_counts(capsys, monkeypatch):
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     with advise._progress():
