@@ -9,7 +9,7 @@ from typing import Any
 from megatron_pp.plan.ir.spec import OVERLAP, PLAIN
 from megatron_pp.plan.orders import INTERLEAVED, ONE_F_ONE_B
 from megatron_pp.planner.advise.candidates import Candidate, Estimate
-from megatron_pp.planner.advise.evaluate import Outcome
+from megatron_pp.planner.advise.evaluate import Outcome, rounded
 from megatron_pp.planner.advise.fit import layout_text
 from megatron_pp.planner.advise.microbatch_order import MicrobatchOrder
 from megatron_pp.planner.advise.model import EMBEDDING, LOSS, PART, STEPS, is_hybrid
@@ -133,10 +133,10 @@ def _recomputed_in_words(outcome: Outcome) -> str:
 def sentences(question: Question, outcome: Outcome) -> list[str]:
     """The predicted step, its distance from the bound, memory, throughput."""
     fit, bound = outcome.fit, outcome.bound
-    lines = [f"step {outcome.step:.4g} ms, bubble {outcome.bubble:.1%}"]
+    lines = [f"step {rounded(outcome.step):.4g} ms, bubble {outcome.bubble:.1%}"]
     if bound is not None:
         within = f"within {outcome.excess:.1%} of the bound" if outcome.excess > 5e-4 else "at the bound"
-        lines[0] += f"; {within}, {bound.step:.4g} ms ({bound.reason}; this placement and these stages)"
+        lines[0] += f"; {within}, {rounded(bound.step):.4g} ms ({bound.reason}; this placement and these stages)"
     if fit is not None:
         memory = ", ".join(f"{peak:.3g}" for peak in fit.peaks)
         host = (
@@ -166,7 +166,7 @@ def _recomputed_by_megatron(outcome: Outcome) -> list[str]:
         return []
     if not layout_of(outcome):
         return ["what is recomputed is not in the flags below: the layers are not known (--layers N)"]
-    if outcome.flagged == outcome.step:
+    if rounded(outcome.flagged) == rounded(outcome.step):
         return []
     number = f"Megatron has one number of recomputed layers for all stages, {max(outcome.fit.recomputed)}"
     return [f"{number}: the step is {outcome.flagged:.4g} ms then"]
@@ -185,12 +185,15 @@ def throughput(question: Question, outcome: Outcome) -> dict[str, float | None]:
 
 def why_not(outcome: Outcome, best: Outcome) -> str:
     """Why ``outcome`` is not the recommendation."""
-    slower = outcome.step / best.step - 1
+    slower, by_flags = (
+        rounded(mine) / rounded(theirs) - 1
+        for mine, theirs in ((outcome.step, best.step), (outcome.flagged, best.flagged))
+    )
     if outcome.refused:
         return f"{slower:+.1%}, but {outcome.refused}" if outcome.candidate.family.barriers else outcome.refused
-    if slower < 5e-4 and outcome.flagged > best.flagged:
-        return f"{slower:+.1%}, but {outcome.flagged / best.flagged - 1:+.1%} by Megatron's flags, which recompute more"
-    if slower < 5e-4:
+    if slower < 5e-4 <= by_flags:
+        return f"{slower:+.1%}, but {by_flags:+.1%} by Megatron's flags, which recompute more"
+    if slower < 5e-4 and rounded(outcome.peak) >= rounded(best.peak):
         return f"as fast, {outcome.peak:.3g} GB against {best.peak:.3g}"
     causes = []
     for name, mine, theirs in zip(_CAUSES, outcome.exposed, best.exposed, strict=True):

@@ -79,6 +79,24 @@ class Candidate:
         shape = self.shape(pipeline_size, _PILOTS[-1] * pipeline_size if pilot else None)
         return pipeline_size * self.num_chunks * shape.num_microbatches * self.slices
 
+    def work(self, pipeline_size: int) -> int:
+        """Of building, verifying and simulating its plan, in forwards: those of a step, and as many as take the time of
+        steps in which all ranks are looked at, some V P of them.
+        """
+        return self.forwards(pipeline_size) + self._turns(pipeline_size)
+
+    def work_of_estimate(self, pipeline_size: int) -> int:
+        """In forwards of its order: the pilots, the bound, which has all microbatches, and the whole order where a rank
+        keeps more with every microbatch.
+        """
+        whole = self.forwards(pipeline_size)
+        grows = self.family.repeats is None and not self.searches
+        return self.forwards(pipeline_size, pilot=True) + whole * (1 + grows) + self._turns(pipeline_size) // 3
+
+    def _turns(self, pipeline_size: int) -> int:
+        """As measured: with one chunk a rank a fiftieth of P squared, with each further chunk as much as that."""
+        return pipeline_size**2 * (50 * (self.num_chunks - 1) + 1) // 50
+
     def __str__(self) -> str:
         slices = f" slices={self.slices}" if self.slices > 1 else ""
         group = f" group={self.group_size}" if self.group_size else ""
@@ -114,7 +132,7 @@ def candidates(question: Question) -> Iterator[Candidate]:
         if family.splits_weight and not question.splits_backward:
             continue
         slices_tried = [slices for slices in question.slices if slices > 1] if family.sliced else [1]
-        for (size, count), chunks in product(question.microbatches(), _chunks(family, question.max_chunks)):
+        for (size, count), chunks in product(question.microbatches(), _chunks(family, question.most_chunks)):
             for slices in slices_tried:
                 one = Candidate(name, chunks, size, count, policy, slices=slices)
                 if one.searches:
@@ -131,8 +149,9 @@ def _why_untried(question: Question, family: Family) -> str:
     name = family.name
     if family.splits_weight and not question.splits_backward:
         return f"{name} splits backwards, and the model cannot (--no-split-backward)"
-    if not _chunks(family, question.max_chunks):
+    if not _chunks(family, question.most_chunks):
         most = f"at most {question.max_chunks} are tried (--max-chunks)"
+        most = "Megatron has several on two ranks or more (-P)" if question.pipeline_size == 1 else most
         return f"{name} has {family.chunks or 2} chunks a rank, and {most}"
     if family.sliced:
         return f"{name} is for slices of sequences, and {question.slices[0]} is tried (--sequence-slices)"

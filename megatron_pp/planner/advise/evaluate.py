@@ -22,6 +22,11 @@ from megatron_pp.planner.bound import Bound, bound_of, lower_bound
 ROUNDING = 1e-9
 
 
+def rounded(value: float) -> float:
+    """To nine digits: what differs by the rounding of sums is equal then."""
+    return float(f"{value:.9g}")
+
+
 @dataclass(frozen=True)
 class Outcome:
     """A candidate with its numbers, which are 0 where nothing was run.

@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_pp.errors import PlanError
 from megatron_pp.planner.advise.candidates import Candidate, Estimate, candidates, estimate, why_none
-from megatron_pp.planner.advise.evaluate import Outcome, evaluate
+from megatron_pp.planner.advise.evaluate import Outcome, evaluate, rounded
 from megatron_pp.planner.advise.fit import Fitted
 from megatron_pp.planner.advise.question import Question
 
@@ -34,8 +34,10 @@ _LOOK = 0.1  # seconds between two looks at the budget
 _AGAIN = 1.0  # seconds to the next KeyboardInterrupt: one that arrives in a callback of the garbage collector is lost
 # In forwards of a step, of all stages; some 10,000 of them are built, verified and simulated in a second.
 _PLANS = 400_000  # of all plans that are built without a budget
+_VARIANTS = 100_000  # of all variants of the best then
 _SEARCHES = 200_000  # of all searches
-_ESTIMATES = 2_000_000  # of all estimates; one takes a fifth of that time
+_ESTIMATES = 1_500_000  # of all estimates; one takes a fifth of that time
+_ESTIMATES_S = 30.0  # seconds for these; a longer budget has more
 
 
 @dataclass(frozen=True)
@@ -59,17 +61,20 @@ class Findings:
 
     @property
     def fitting(self) -> list[Outcome]:
-        """Those that can be had, fastest first; of equals, the one that needs less memory, and fewer chunks."""
-        found = [one for one in self.outcomes if not one.refused]
-        return sorted(found, key=lambda one: (round(one.step, 9), one.peak, one.candidate.num_chunks))
+        """Those that can be had, fastest first; of equals, the one that needs less memory, and fewer chunks. In no way
+        by which of two processes ended first.
+        """
+        return sorted((one for one in self.outcomes if not one.refused), key=_preference)
 
     @property
     def best(self) -> Outcome | None:
-        """The fastest by Megatron's flags; of those that are as fast, the one with the least memory."""
+        """The fastest by Megatron's flags; of those that are as fast, the one with the least memory, and the fewest
+        chunks of those with as much.
+        """
         fitting = self.fitting
         least = min((one.flagged for one in fitting), default=0.0)
         as_fast = [one for one in fitting if one.flagged <= least * (1 + _AS_FAST)]
-        return min(as_fast, key=lambda one: (round(one.peak, 6), one.flagged), default=None)
+        return min(as_fast, key=_frugality, default=None)
 
     @property
     def least_memory(self) -> Outcome | None:
@@ -85,6 +90,14 @@ class Findings:
             if not front or one.peak < front[-1].peak * (1 - 1e-9):
                 front.append(one)
         return front
+
+
+def _preference(one: Outcome) -> tuple[float, float, int, str]:
+    return rounded(one.step), rounded(one.peak), one.candidate.num_chunks, str(one.candidate)
+
+
+def _frugality(one: Outcome) -> tuple[float, float, int]:
+    return round(one.peak, 6), rounded(one.flagged), one.candidate.num_chunks
 
 
 def search(question: Question, budget: float | None = None, jobs: int = 1, report: Report | None = None) -> Findings:
@@ -114,8 +127,8 @@ def search(question: Question, budget: float | None = None, jobs: int = 1, repor
 
 
 def _estimate(question: Question, queue: "_Queue", evaluator: "_Evaluator", say: Report) -> None:
-    """Estimate the candidates that there is time for, those of few operations first. The first search that can be worth
-    it begins at once, as searches take long.
+    """Estimate the candidates that there is time for, those of few operations first, without plans that are too large
+    to be built. The first search that can be worth it begins at once, as searches take long.
     """
     bounds: dict[Any, float] = {}
     found = queue.found
@@ -123,12 +136,15 @@ def _estimate(question: Question, queue: "_Queue", evaluator: "_Evaluator", say:
     if not found:
         raise PlanError(f"nothing is left to try: {why_none(question)}")
     work, size = 0, question.pipeline_size
-    for candidate in sorted(found, key=lambda one: one.forwards(size, pilot=True)):
-        work += candidate.forwards(size, pilot=True)
-        if work > _ESTIMATES or (queue.estimates and queue.must_build()):
+    most = max(1.0, (queue.budget or 0.0) / _ESTIMATES_S) * _ESTIMATES
+    for candidate in sorted(filter(queue.may_build, found), key=lambda one: one.work_of_estimate(size)):
+        work += candidate.work_of_estimate(size)
+        if work > most or (queue.estimates and queue.must_build()):
             break
         say(0, 1, f"estimating {candidate}")
+        known = len(bounds)
         queue.estimates.append(estimate(question, candidate, bounds))
+        work -= candidate.forwards(size) if len(bounds) == known else 0  # the bound was known
     queue.sort()
     if evaluator.jobs > 1 and (first := queue.first_search()):
         evaluator.start(first)
@@ -174,7 +190,7 @@ class _Queue:
         self.named: list[Estimate] = []
         self.searches: list[Estimate] = []
         self.variants: list[Candidate] = []
-        self.work_left = [_PLANS, _SEARCHES]
+        self.work_left = [_PLANS, _SEARCHES, _VARIANTS]
         self.begun: list[Candidate] = []
         self.needless: list[Candidate] = []
 
@@ -194,14 +210,19 @@ class _Queue:
 
         named = sorted((one for one in possible if not one.candidate.searches), key=promise)
         self.searches = sorted((one for one in possible if one.candidate.searches), key=promise_of_search)
-        self.named = [one for k, one in enumerate(named) if self._affords(one.candidate) or k == 0]
+        self.named = [one for one in named if self._affords(one.candidate)]
 
-    def _affords(self, candidate: Candidate) -> bool:
+    def may_build(self, candidate: Candidate) -> bool:
+        """Whether one plan of it is small enough."""
+        return self.budget is not None or candidate.work(self.question.pipeline_size) <= _PLANS
+
+    def _affords(self, candidate: Candidate, variant: bool = False) -> bool:
         """Whether there is work left for it, which is then spent. With a budget only time counts."""
         work, left = _work(candidate, self.question.pipeline_size), self.work_left
-        if self.budget is None and work > left[candidate.searches]:
+        kind = 2 if variant else int(candidate.searches)
+        if self.budget is None and work > left[kind]:
             return False
-        left[candidate.searches] -= work
+        left[kind] -= work
         return True
 
     def first_search(self) -> Candidate | None:
@@ -249,7 +270,7 @@ class _Queue:
         fitting = [one for one in self.outcomes if not one.refused]
         if not fitting:
             return []
-        best = min(fitting, key=lambda one: one.step).candidate
+        best = min(fitting, key=_preference).candidate
         size = self.question.pipeline_size
         groups = [2 * size, best.num_microbatches] if best.family.grouped and best.num_chunks > 1 else []
         found = [replace(best, group_size=group) for group in groups if size < group <= best.num_microbatches]
@@ -257,7 +278,7 @@ class _Queue:
         if best.searches:
             shares = (best.memory_share / 2, 1.0) if self.budget is not None else ()
             found = [replace(best, memory_share=share) for share in shares]
-        return [one for one in found if one not in self.begun]
+        return [one for one in found if one not in self.begun and self._affords(one, variant=True)]
 
     def cut_of(self, candidate: Candidate) -> Fitted | None:
         """The model on its stages, as it was estimated."""
@@ -292,7 +313,7 @@ def _sizes(candidate: Candidate) -> tuple[Any, ...]:
 
 def _work(candidate: Candidate, size: int) -> int:
     """Forwards that are built, verified and simulated. A search looks at some 5 P plans."""
-    return candidate.forwards(size) * (5 * size if candidate.searches else 1)
+    return candidate.forwards(size) * 5 * size if candidate.searches else candidate.work(size)
 
 
 class _Evaluator:

@@ -16,6 +16,7 @@ from megatron_pp.planner.advise.model import Model
 
 _LIKE_OTHERS = ("combined_1f1b",)  # interleaved_1f1b but for Megatron's all-to-all overlap, which costs do not show
 _MOST_CHUNKS = 1000  # of a rank: more stages than any model has layers
+_MOST_RANKS = 2000  # more than any model has layers, and the time for communicators grows with the square
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,8 @@ class Question:
         for name in ("pipeline_size", "global_batch", "data_parallel", "max_chunks"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.pipeline_size > _MOST_RANKS:
+            raise PlanError(f"pipeline_size is {self.pipeline_size}; at most {_MOST_RANKS} ranks are tried")
         if self.max_chunks > _MOST_CHUNKS:
             raise PlanError(f"max_chunks is {self.max_chunks}; at most {_MOST_CHUNKS} chunks a rank are tried")
         if min(self.slices, default=0) < 1:
@@ -134,6 +137,11 @@ class Question:
         """Milliseconds of one message on the slowest link."""
         links = [Link(self.latency, self.bandwidth), *(link for _, link in self.links)]
         return max(link.latency + link.wire_time(model.message) for link in links)
+
+    @property
+    def most_chunks(self) -> int:
+        """V is tried up to this: Megatron refuses virtual stages on one rank."""
+        return self.max_chunks if self.pipeline_size > 1 else 1
 
     @property
     def _can_split_output(self) -> bool:
