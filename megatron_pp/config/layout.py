@@ -69,7 +69,7 @@ def _even_counts(num_layers: int, place: Placement, embedding: bool, loss: bool)
             f"num_layers is {num_layers}, which{counted} does not divide over {place.pipeline_size} pipeline ranks "
             f"with {chunks_text(place)} each"
         )
-        load("layout_text").refuse_division(num_layers, place, lambda n: (n + extra) % stages == 0, problem)
+        load("layout_text").refuse_division(num_layers, place, -extra, stages, problem)
     counts = [(num_layers + extra) // stages] * stages
     counts[0] -= embedding
     counts[-1] -= loss

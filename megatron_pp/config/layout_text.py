@@ -9,10 +9,10 @@
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn, cast
 
-from megatron_pp.config.checks import nearest, nearest_multiples, whole_number
+from megatron_pp.config.checks import nearest_multiples, whole_number
 from megatron_pp.config.layout import chunks_text
 from megatron_pp.errors import LayoutError
 from megatron_pp.plan.ir.placement import Placement
@@ -172,7 +172,7 @@ def _share_of_middle(num_layers: int, at_ends: int, middle: int, place: Placemen
             f"num_layers is {num_layers}; {at_ends} are given to the first or last pipeline stage, and what is left "
             f"({left}) cannot be shared evenly by {middle} rank(s) with {chunks_text(place)} each"
         )
-        refuse_division(num_layers, place, lambda n: n > at_ends and (n - at_ends) % share == 0, problem)
+        refuse_division(num_layers, place, at_ends, share, problem)
     return left // middle
 
 
@@ -195,10 +195,12 @@ def balanced_layout(num_layers: int, num_stages: int) -> list[int]:
     return [least + (stage in longer) for stage in range(num_stages)]
 
 
-def refuse_division(num_layers: int, place: Placement, works: Callable[[int], bool], problem: str) -> NoReturn:
+def refuse_division(num_layers: int, place: Placement, at_ends: int, share: int, problem: str) -> NoReturn:
+    """Layers beyond ``at_ends``, of which there may be fewer than none, must be a multiple of ``share``."""
     hint = ""
     if place.num_stages <= min(num_layers, _EXAMPLE_STAGES):
         example = balanced_layout(num_layers, place.num_stages)
         hint = f"; or place them yourself: pipeline_model_parallel_layout={example}"
-    fitting = " or ".join(map(str, nearest(num_layers, works)))
-    raise LayoutError(f"{problem}; nearest num_layers: {fitting}{hint}")
+    fewer = (num_layers - at_ends) // share
+    nearest = [at_ends + share * n for n in (fewer, max(fewer, 0) + 1) if n > 0 and at_ends + share * n > 0]
+    raise LayoutError(f"{problem}; nearest num_layers: {' or '.join(map(str, nearest))}{hint}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -142,6 +144,30 @@ REFUSED = [
 def test_what_would_lose_or_repeat_a_layer_is_refused(sizes, arguments, sentence):
     with pytest.raises(LayoutError, match=sentence):
         place_layers(*sizes, **arguments)
+
+
+@given(st.integers(1, 40), st.integers(2, 8), st.integers(1, 3), st.integers(0, 6), st.booleans())
+def test_the_numbers_of_layers_that_are_named_are_the_nearest_that_work(layers, size, chunks, ends, loss):
+    more = {"num_layers_in_first_pipeline_stage": ends * chunks} if ends and size > 2 else {"account_for_loss": loss}
+
+    def works(count):
+        try:
+            return place_layers(count, size, chunks, **more)
+        except LayoutError:
+            return False
+
+    try:
+        place_layers(layers, size, chunks, **more)
+    except LayoutError as error:
+        named = [int(n) for n in re.findall(r"nearest num_layers: (\d+)(?: or (\d+))?", str(error)) for n in n if n]
+        if named:
+            assert all(map(works, named))
+            assert not any(works(n) for n in range(layers + 1, named[-1]) if n not in named)
+
+
+def test_an_absurd_number_of_stages_is_refused_at_once():
+    with pytest.raises(LayoutError, match=r"nearest num_layers: 999999999$"):
+        place_layers(4, 999_999_999)
 
 
 @pytest.mark.parametrize("account", [0.5, float("nan")])
