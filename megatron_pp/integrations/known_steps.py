@@ -63,6 +63,7 @@ class KnownSteps(MegatronSteps):
             output = self._loss(chunk, output, loss_func)
         elif timers is not None:
             timers("forward-compute").stop()
+        self.drops[chunk]()
         return [output] if several else output
 
     def _loss(self, chunk: int, output: Any, loss_func: Any) -> Any:

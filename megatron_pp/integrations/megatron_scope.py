@@ -79,15 +79,14 @@ def _unserved_communicator(megatron: Megatron, schedule: str, arguments: Mapping
 def _own_transfers(own: Mapping[str, Any], kind: type, base: type) -> list[str]:
     """Methods by which a communicator of ``kind``, with the attributes ``own``, sends or receives otherwise than
     Megatron's, which ``base`` is unless the program has replaced it or methods of it."""
-    names = [name for name in vars(base) if name.startswith(("send_", "recv_", "_communicate"))]
-    return [
-        n for n in names if n in own or getattr(kind, n, None) is not getattr(base, n) or not _is_megatrons(base, n)
-    ]
-
-
-def _is_megatrons(base: type, name: str) -> bool:
-    space = getattr(getattr(base, name), "__globals__", {})
-    return str(space.get("__name__")).startswith(_THEIR_MODULES)
+    found = []
+    for name in vars(base):
+        if name.startswith(("send_", "recv_", "_communicate")):
+            method = getattr(base, name)
+            where = str(getattr(method, "__globals__", {}).get("__name__"))
+            if name in own or getattr(kind, name, None) is not method or not where.startswith(_THEIR_MODULES):
+                found.append(name)
+    return found
 
 
 def _first_chunk(arguments: Mapping[str, Any]) -> Any:

@@ -30,6 +30,7 @@ class MegatronSteps:
             "model_type": wrapped_attribute(call.inputs.chunks[0], "model_type"),
             "pipeline_model_parallel_size": call.communicator.size,
         }
+        self.drops = [wrapped_attribute(chunk, "drop_received", lambda: None) for chunk in call.inputs.chunks]
         self.more_for_backward = {name: known[name] for name in megatron.row.backward_only}
 
     def forward(self, chunk: int, mb: int, input_tensor: Activation) -> Activation:
@@ -56,6 +57,7 @@ class MegatronSteps:
         )
         if options.is_last_stage[chunk]:  # elsewhere Megatron counts none
             self.record.num_tokens += num_tokens
+        self.drops[chunk]()
         return output
 
     def backward(
