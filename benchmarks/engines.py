@@ -76,5 +76,6 @@ def surroundings(engine: str) -> AbstractContextManager[None]:
     if engine not in IN_MEGATRON:
         return nullcontext()
     from benchmarks.megatron_library import load
+    from megatron_pp.integrations.megatron_core import installed
 
-    return load(engine).current()
+    return installed() if engine == PLUG_IN else load(engine).current()  # uninstalled, it calls Megatron's schedule

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,11 +18,11 @@ pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-
 
 
 def both_megatrons(rank: int, size: int, checkout: str) -> None:
-    from benchmarks.engines import available_steps, surroundings
+    from benchmarks.engines import ENGINES, available_steps, surroundings
     from benchmarks.megatron_library import MAIN, load, versions
     from benchmarks.stages import AddWeight
     from benchmarks.stubbed import stubbed_group
-    from benchmarks.work import Work
+    from benchmarks.work import PLUG_IN, Work
 
     package = importlib.import_module("megatron.core")
     stages: list[AddWeight] = []
@@ -30,9 +31,9 @@ def both_megatrons(rank: int, size: int, checkout: str) -> None:
         stages.append(AddWeight((1, 1, 8)))
         return stages[-1]
 
-    def run(work: Work) -> set[str]:
+    def run(work: Work, engines: Sequence[str] = ENGINES) -> set[str]:
         with stubbed_group(0, work.pipeline_size, "calls") as (group, transport):
-            steps, remarks = available_steps(work, 0, group, make_stage, transport)
+            steps, remarks = available_steps(work, 0, group, make_stage, transport, engines)
             for engine, step in steps.items():
                 with surroundings(engine):
                     step()
@@ -42,6 +43,9 @@ def both_megatrons(rank: int, size: int, checkout: str) -> None:
     assert run(Work("1f1b", 1, 1, 4, (1, 1, 8), "plain")) == {"ours", "megatron", MAIN}
     assert [stage.weight.grad.tolist() for stage in stages] == [[[[1.0] * 8]]] * 3
     assert {"ours", "megatron", MAIN, "torch"} <= run(Work("interleaved_1f1b", 2, 2, 4, (1, 1, 8)))
+
+    # Megatron's own schedule, which would run without install(), refuses overlap without model chunks.
+    assert run(Work("1f1b", 2, 1, 4, (1, 1, 8), "overlap"), [PLUG_IN]) == {PLUG_IN}
 
     installed, other = load("megatron"), load(MAIN)
     with other.current():
