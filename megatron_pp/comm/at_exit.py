@@ -15,7 +15,7 @@ def call_at_exit(method: Callable[..., object]) -> None:
     weakref.finalize(method.__self__, call_if_alive, weakref.WeakMethod(method))  # type: ignore[attr-defined]
 
 
-def call_if_alive(method: weakref.WeakMethod[Callable[[], object]]) -> None:
+def call_if_alive(method: weakref.WeakMethod[Callable[..., object]], *arguments: object) -> None:
     alive = method()
     if alive is not None:
-        alive()
+        alive(*arguments)

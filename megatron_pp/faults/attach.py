@@ -137,5 +137,6 @@ def _make_guard(transport: Transport, timeout: float) -> FaultGuard:
         world_size=dist.get_world_size() if dist.is_initialized() else transport.size,
         members=[transport.global_rank(rank) for rank in range(transport.size)],
     )
-    weakref.finalize(transport, guard.close, wait=False).atexit = False  # at exit, threads are waited for
+    # Weakly: after a failure the guard holds frames that hold the transport. At exit, threads are waited for.
+    weakref.finalize(transport, call_if_alive, weakref.WeakMethod(guard.close), False).atexit = False
     return guard
