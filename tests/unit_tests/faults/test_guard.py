@@ -101,19 +101,23 @@ def test_a_fault_after_a_rank_has_ended_does_not_disturb_it() -> None:
     assert raised[2] is None
 
 
+def guards_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("megatron_pp ")}
+
+
 def test_a_clean_run_raises_nothing_and_leaves_no_thread() -> None:
-    before = set(threading.enumerate())
+    before = guards_threads()
     assert set(_train(None).values()) == {None}
-    assert set(threading.enumerate()) <= before, "the guards are closed"
+    assert guards_threads() <= before, "the guards are closed"
 
 
 def test_a_communicator_that_is_dropped_leaves_no_thread() -> None:
     """As where a program makes one for each step."""
-    before = set(threading.enumerate())
+    before = guards_threads()
     config, network = toy_config(), MemoryNetwork(2, store=dist.HashStore())
     communicator = P2PCommunicator(ThreadGroup(0, 2), config, network.transport(0))
     with watched(communicator, config, "the step"):
-        threads = set(threading.enumerate()) - before
+        threads = guards_threads() - before
     del communicator
     gc.collect()
     for thread in threads:
