@@ -87,7 +87,7 @@ def _standard_output() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """What tells which run goes on: a bar of tqdm's on a terminal where it is installed, else a line each."""
+    """Reports the run that begins: a bar of tqdm's on a terminal where it is installed, else a line each."""
     try:
         from tqdm import tqdm
     except ImportError:

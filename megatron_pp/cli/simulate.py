@@ -86,8 +86,9 @@ def run(args: argparse.Namespace, console: Console) -> int:
     cost_options.refuse_copies(args, plan.spec.schedule, plan.offloads, bool(plan.spec.fsdp_collectives))
     costs, network = cost_options.costs_of(args, plan.spec, traced, shape)
     result = simulate(plan, costs, network, args.device)
+    used = result.volume() if args.link else {}
     for pair, _ in args.link or ():
-        if pair not in result.volume():
+        if pair not in used:
             raise UsageError(f"--link {pair[0]}-{pair[1]} changes nothing: the plan sends nothing there")
     steady = steady_step(plan, costs, network, args.device) if args.optimizer_bypass else None
     unit = cost_options.MILLISECONDS if traced else cost_options.cost_unit(args)

@@ -14,7 +14,6 @@ import atexit
 import functools
 import gc
 import logging
-import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -153,7 +152,8 @@ def install_with(settings: InstallSettings) -> None:
     schedules = _stand_ins(module)
     named = [getattr(module, name) for name in ENTRIES]
     in_place = [one for one, function in zip(schedules, named, strict=True) if one.takes(function, module)]
-    if len(in_place) + sum(map(operator.is_, schedules, named)) < len(schedules) or _names_differ(module):
+    not_ours = sum(function is not one for one, function in zip(schedules, named, strict=True))
+    if len(in_place) < not_ours or _names_differ(module):
         load("other_schedules").check_names(module, schedules, settings.strict)
     plugin.settings = settings
     for one in schedules:
