@@ -16,8 +16,9 @@ from tests.functional_tests.megatron_support import needs_megatron
 from tests.harness.processes import run_processes
 
 pytestmark = pytest.mark.callers_thread
-OWN_LINES = 11_400
-INSTALLED_LINES = 12_600
+# What a default step may load while machine and compiler are not counted apart.
+OWN_LINES = 12_400
+INSTALLED_LINES = 13_600
 
 # Room -> its modules that a default step loads; those of integrations under install() alone.
 ROOMS = {
