@@ -103,6 +103,13 @@ def each_tensor(function: Callable[[torch.Tensor], Any], value: Activation) -> A
     return function(value) if isinstance(value, torch.Tensor) else value
 
 
+def in_one_block(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, or where it is not contiguous a copy that is, at its place in the graph: a send needs one. The
+    operation that made the tensor makes the copy too. The launch of the copy may wait until the device is idle, and at
+    the send it would wait for receives of the same boundary. What has no strides stays, for the send to refuse."""
+    return tensor.contiguous() if tensor.layout is torch.strided and not tensor.is_nested else tensor
+
+
 def timed_backward(
     timers: Any,
     input_tensor: Activation,
@@ -128,13 +135,13 @@ def backward_through(
     On the last stage ``output_grad`` is None, and the loss is first scaled by ``grad_scale_func``. Outputs that need
     no gradient are skipped, and all where ``output`` is None; an input that received none gives None."""
     lists = isinstance(input_tensor, (list, tuple)) or isinstance(output_grad, (list, tuple))
-    usual = isinstance(output, (GradientEdge, torch.Tensor)) and not lists
-    if usual:  # the hot path
+    is_edge = isinstance(output, GradientEdge)
+    if (is_edge or isinstance(output, torch.Tensor)) and not lists:  # the hot path
         if output_grad is None:
             loss = output if grad_scale_func is None else grad_scale_func(output)
             if loss.requires_grad:
                 run_backward((loss,), (None,))
-        elif isinstance(output, GradientEdge) or output.requires_grad:
+        elif is_edge or output.requires_grad:
             accumulate((output,), (output_grad,))
         return None if input_tensor is None else input_tensor.grad
     if output is not None:

@@ -24,7 +24,7 @@ from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import Instruction
 from megatron_pp.plan.ir.spec import STATIC_BUFFERS, Plan
 from megatron_pp.plan.ir.tasks import Cell, MessageKey, Task
-from megatron_pp.runtime.compute import Activation, Steps, each_tensor, is_any_there
+from megatron_pp.runtime.compute import Activation, Steps, each_tensor, in_one_block, is_any_there
 from megatron_pp.runtime.gradient_hooks import SyncHooks
 from megatron_pp.runtime.log_once import warn_once
 from megatron_pp.runtime.message_shapes import Shapes, check_output
@@ -173,7 +173,9 @@ class PlanExecutor:
             check_output(at, output, self.shapes[at.slice].send, self.placement, self.communicator.shapes_vary)
         if self.forward_only and self.graphs:
             output = each_tensor(methodcaller("detach"), output)  # the graph ends with the forward, not with the send
-        self.outputs[key] = list(output) if isinstance(output, (list, tuple)) else output
+        if not (is_tensor and output.is_contiguous()) and self.placement.crosses_ranks(at.stage):
+            output = each_tensor(in_one_block, output)
+        self.outputs[key] = list(output) if not is_tensor and isinstance(output, (list, tuple)) else output
 
     def _backward(self, at: Task) -> None:
         """A full backward, or an input gradient, which leaves the weight gradients for later."""
@@ -195,7 +197,8 @@ class PlanExecutor:
         else:
             grad = self.call_backward(at, given, output, output_grad)
         if given is not None:
-            self.input_grads[key] = grad if isinstance(grad, torch.Tensor) else self._filled(grad, given, at)
+            is_ready = isinstance(grad, torch.Tensor) and grad.is_contiguous()
+            self.input_grads[key] = grad if is_ready else self._ready_to_send(grad, given, at)
         if self._sync_open:
             self.close_sync()
 
@@ -210,9 +213,9 @@ class PlanExecutor:
         with self.weights.backward(at.chunk, at.mb_slice, split=at.op == ins.INPUT_GRAD):
             return self.steps.backward(at.chunk, at.mb, given, output, output_grad)
 
-    def _filled(self, grad: Activation, given: Activation, at: Task) -> Activation:
-        """Input gradients, some of them None. This rank's chunks pass None on, as in one process; another rank has
-        posted a receive, and gets zeros."""
+    def _ready_to_send(self, grad: Activation, given: Activation, at: Task) -> Activation:
+        """Input gradients, some of them None or not contiguous. This rank's chunks pass them on as they are, None as in
+        one process; another rank has posted a receive, and gets zeros."""
         if not self.placement.crosses_ranks(at.stage - 1):
             return grad
         if not is_any_there(grad):
@@ -222,8 +225,8 @@ class PlanExecutor:
                 "momentum"
             )
         if isinstance(given, (list, tuple)):
-            return [torch.zeros_like(x) if g is None else g for g, x in zip(grad, given, strict=True)]
-        return torch.zeros_like(given) if grad is None else grad
+            grad = [torch.zeros_like(x) if g is None else g for g, x in zip(grad, given, strict=True)]
+        return torch.zeros_like(given) if grad is None else each_tensor(in_one_block, grad)
 
     def _weight_grad(self, at: Task) -> None:
         if self.weights is not None:  # else the backward did all of it

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import ONE_WAY, PlanSpec
@@ -49,10 +51,11 @@ def plan_on_streams(
     executor: Callable[..., PlanExecutor] = PlanExecutor,
     core: type[P2PCore] = P2PCore,
     kind: type[StreamNetwork] = StreamNetwork,
+    block: Callable[[int], torch.nn.Module] | None = None,
     **more: Any,
 ) -> StreamReport:
-    """A step of ``spec``'s plan by ``executor``, on the model of ``race_support`` and a network of ``kind`` with
-    ``more``."""
+    """A step of ``spec``'s plan by ``executor``, on the model of ``race_support``, or of ``block``, and a network of
+    ``kind`` with ``more``."""
     network = kind(spec.pipeline_size, spec.channels == ONE_WAY, **more)
 
     def observed(*args: Any, **more: Any) -> PlanExecutor:  # with ranges of its own on each rank
@@ -60,7 +63,7 @@ def plan_on_streams(
 
     data = exact_data(spec.num_microbatches, spec.variable_shapes)
     with virtual_cuda():
-        run_plan(build_plan(spec), data, network, executor=observed, core=core)
+        run_plan(build_plan(spec), data, network, executor=observed, core=core, block=block)
     return StreamReport.of(network, [])
 
 

@@ -20,6 +20,7 @@ from megatron_pp.plan.ir.dataflow import KIND_OF
 from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.plan.ir.tasks import Task
+from megatron_pp.runtime.compute import in_one_block
 from megatron_pp.runtime.executor import Handler, PlanExecutor
 
 _Cell = tuple[int, int]  # chunk, microbatch
@@ -148,13 +149,15 @@ class ModulesRunner:
     def _part_out(self, edges: Sequence[Edge], mb: int, tensor_of: Callable[[Edge], Tensor]) -> int:
         """Put the parts of the tensors where the sends take them, or the rank's other chunk; ranks of one group get the
         same. Returns how many are sent."""
-        cut: dict[tuple[str, str], Sequence[Tensor]] = {}
+        cut: dict[tuple[str, str], list[Tensor]] = {}
         for edge in edges:
             key = edge.module, edge.bridge
             i, count = edge.part
             if key not in cut:
                 whole = tensor_of(edge)
-                cut[key] = [whole] if count == 1 else self.parts.cut(edge, whole, count)
+                cut[key] = [whole] if count == 1 else list(self.parts.cut(edge, whole, count))
+            if edge.travels:
+                cut[key][i] = in_one_block(cut[key][i].detach())
             (self.leaving if edge.travels else self.arrived)[(edge.name, mb)] = cut[key][i].detach()
         return sum(edge.travels for edge in edges)
 

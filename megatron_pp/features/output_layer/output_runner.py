@@ -20,7 +20,7 @@ from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.tasks import MessageKey, Task
 from megatron_pp.runtime.arguments import StepInputs
-from megatron_pp.runtime.compute import LossRecord, ModelSteps, scaled_loss
+from megatron_pp.runtime.compute import LossRecord, ModelSteps, each_tensor, in_one_block, scaled_loss
 from megatron_pp.runtime.executor import Handler, PlanExecutor
 from megatron_pp.runtime.message_shapes import Messages
 
@@ -191,7 +191,7 @@ class OutputLayerSteps(ModelSteps):
                 f"microbatch {mb}: {what}; with a split output layer every rank needs both, as logits are whole nowhere"
             )
         self.noted[mb] = _Microbatch(labels, loss_func)
-        return output, None
+        return each_tensor(in_one_block, output) if self._reports[chunk] else output, None  # to be broadcast
 
     def loss_grad(self, microbatch: _Microbatch) -> Tensor | None:
         """The gradient of each token's loss, ``[tokens]``; None in evaluation. On the last stage's rank the loss
@@ -281,7 +281,7 @@ class OutputLayerRunner:
     def _broadcast(self, at: Task) -> None:
         microbatch, root = self.kept[at.mb], self.root
         if self.is_root:
-            x = self.executor.outputs[at.key].detach().contiguous()
+            x = self.executor.outputs[at.key].detach()
         else:
             x = self.communicator.allocate((*microbatch.labels.shape, self.layer.weight.shape[1]), False)
         microbatch.x, microbatch.dtype = x, x.dtype

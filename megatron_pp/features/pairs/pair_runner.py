@@ -19,7 +19,7 @@ from megatron_pp.comm.events import EventPool
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.tasks import Cell, Task
-from megatron_pp.runtime.compute import Activation
+from megatron_pp.runtime.compute import Activation, each_tensor, in_one_block
 from megatron_pp.runtime.executor import Handler, PlanExecutor
 
 Handlers = Mapping[str, Callable[[Task], None]]
@@ -106,7 +106,7 @@ class JointPair:
     def on_input_grad(self, grad: Activation) -> None:
         """The input gradient is there, and the last weight gradients are not."""
         for at in self.grad_sends:
-            self.engine.input_grads[at.key] = grad
+            self.engine.input_grads[at.key] = each_tensor(in_one_block, grad)
             self.unobserved[at.op](at)
 
     def forward(self, chunk: int, mb: int, input_tensor: Activation) -> Activation:

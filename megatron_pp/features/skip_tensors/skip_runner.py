@@ -22,7 +22,7 @@ from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.plan.ir.tasks import Task
 from megatron_pp.runtime.arguments import StepInputs
-from megatron_pp.runtime.compute import Activation
+from megatron_pp.runtime.compute import Activation, in_one_block
 from megatron_pp.runtime.deallocate import Root, backward_root
 from megatron_pp.runtime.executor import Handler, PlanExecutor
 
@@ -150,7 +150,8 @@ class SkipRunner:
                 "shape and dtype in config.skip_tensors, or set variable_seq_lengths where shapes vary"
             )
         key = _key(held, at)
-        self.held[key] = tensor.detach().requires_grad_(self._is_leaf(held))
+        own = in_one_block(tensor.detach()) if held.sends else tensor.detach()
+        self.held[key] = own.requires_grad_(self._is_leaf(held))
         root = backward_root(tensor) if self.sums_gradients and held.tensor.gradient else None
         if root is not None:
             self.roots[key] = root

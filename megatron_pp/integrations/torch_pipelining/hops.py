@@ -21,6 +21,7 @@ from megatron_pp.comm.transport import ACT, GRAD
 from megatron_pp.errors import P2PShapeError
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.tasks import Task
+from megatron_pp.runtime.compute import each_tensor, in_one_block
 from megatron_pp.runtime.executor import Handler, PlanExecutor
 
 
@@ -85,11 +86,23 @@ class HopRunner:
         handlers |= dict.fromkeys(ins.POST_OPS, self._post)
         handlers |= {
             ins.BATCH: self._batch,
+            ins.FORWARD: partial(self._forward, handlers[ins.FORWARD]),
+            **{op: partial(self._backward, handlers[op]) for op in ins.BACKWARD_OPS},
             ins.WAIT_F: self._wait_f,
             ins.WAIT_B: self._wait_b,
             ins.HAND_F: self._hand_f,
             ins.HAND_B: self._hand_b,
         }
+
+    def _forward(self, handler: Handler, at: Task) -> None:
+        handler(at)
+        if self.engine.placement.crosses_ranks(at.stage):
+            _make_contiguous(self.engine.outputs.get(at.key))
+
+    def _backward(self, handler: Handler, at: Task) -> None:
+        handler(at)
+        if self.engine.placement.crosses_ranks(at.stage - 1):
+            _make_contiguous(self.engine.input_grads.get(at.key))
 
     def requests(self, at: Task) -> list[Send | Receive]:
         """What ``at`` posts: one request per tensor, or per tensor that has a gradient."""
@@ -145,6 +158,12 @@ class HopRunner:
 
     def _hand_b(self, at: Task) -> None:
         self.engine.output_grads[at.key] = self.engine.input_grads.pop((at.stage + 1, at.mb, at.slice))
+
+
+def _make_contiguous(hop: Any) -> None:
+    """Within the operation that has made ``hop``, of which another rank gets the tensors."""
+    if isinstance(hop, Hop):
+        hop.tensors = each_tensor(in_one_block, hop.tensors)
 
 
 def checked_hop(tensors: Sequence[Any], edge: Edge, stage: int, mb: int, vary: bool) -> Hop:

@@ -86,8 +86,8 @@ class Placement:
         return self.stage(rank, chunk) == self.num_stages - 1
 
     def crosses_ranks(self, stage: int) -> bool:
-        """Whether what stage ``stage`` hands to ``stage + 1`` travels between ranks."""
-        return self.homes[stage][0] != self.homes[stage + 1][0]
+        """Whether what stage ``stage`` hands to ``stage + 1`` travels between ranks; the last one hands nothing on."""
+        return stage + 1 < len(self.homes) and self.homes[stage][0] != self.homes[stage + 1][0]
 
     @cached_property
     def rank_edges(self) -> tuple[tuple[int, int], ...]:
