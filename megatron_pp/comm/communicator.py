@@ -185,6 +185,13 @@ class P2PCore:
         needs = Preparation(tuple(edges), batched, self.variable_shapes, received, sent, collectives)
         self.transport.prepare(needs, self.patience)
 
+    def forget(self) -> None:
+        """Drop what a step that was aborted has left: its handles hold tensors, each other and this communicator."""
+        for handle in self.pending:
+            handle.together = ()
+        self.pending.clear()
+        self.transport.forget()
+
     @property
     def closed(self) -> bool:
         """Whether the transport was aborted after a failure, which closes all communicators on it."""

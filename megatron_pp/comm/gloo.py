@@ -79,7 +79,7 @@ class Transfer:
         try:
             (work if post is None else post()).wait(*self._threads.limit)
         except BaseException as error:  # raised by ``wait``
-            self._error = error
+            self._error = error.with_traceback(None)  # its frames hold this transfer
         del work, post  # they hold the tensor
         self.is_over = True
         self._threads.notify(self)
@@ -90,8 +90,13 @@ class Transfer:
         if not self.is_over:
             self.begin()
             self._threads.await_end(self, timeout)
-        if self._error is not None:
-            raise self._error
+        error = self._error
+        if error is not None:
+            self._error = RuntimeError(str(error))  # for a later wait: the traceback of ``error`` will lead here
+            try:
+                raise error
+            finally:
+                del error
         return True
 
     def is_completed(self) -> bool:
@@ -160,6 +165,11 @@ class ChannelThreads:
         for queue in list(self._queues.values()):
             queue.put(None)
 
+    def forget(self) -> None:
+        """Drop the transfers that no thread was given, which hold tensors; for the thread that posts and waits."""
+        for later in self._later.values():
+            later.clear()
+
     def close(self) -> None:
         """As ``end``; logs the threads that stay."""
         stuck = self.end()
@@ -174,6 +184,7 @@ class ChannelThreads:
         """End the threads, when they have posted what they were given; call when no wait is going on. Returns the
         names of those that stay."""
         self.interrupt("the communicator was closed")
+        self.forget()
         until = time.monotonic() + _PATIENCE
         for thread in self._threads:
             if thread is not threading.current_thread():  # the garbage collector may call from any thread

@@ -100,6 +100,9 @@ class GlooTransport(GroupTransport):
         super().abort()
         self._threads.interrupt("a rank of the pipeline has failed")
 
+    def forget(self) -> None:
+        self._threads.forget()
+
     def close(self) -> None:
         self._threads.close()
         super().close()

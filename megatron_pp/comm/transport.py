@@ -129,6 +129,10 @@ class Transport(Protocol):
         """Make every blocked or later operation of this rank fail; called from another thread when a peer failed."""
         return
 
+    def forget(self) -> None:
+        """Drop what is kept of transfers that were aborted; called by the thread that posts them."""
+        return
+
     def close(self) -> None:
         """End the transport's threads, before the process group is destroyed."""
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
@@ -50,7 +51,7 @@ class WaitHandle:
         self._core = core
         self._works: tuple[Work, ...] | None = works
         self._held = held
-        self._error: P2PError | None = None
+        self._error: P2PError | None = None  # never raised itself: a traceback would lead back to this handle
         self.tensor = tensor
         self._kind = kind
         self._peer = peer
@@ -72,7 +73,7 @@ class WaitHandle:
         works = self._works
         if works is None:
             if self._error is not None:
-                raise self._error
+                raise copy.copy(self._error)
             return
         core = self._core
         timeout = None if core.under_guard else core.timeout
@@ -87,7 +88,7 @@ class WaitHandle:
         except Exception as error:
             self._works = None
             self._error = _named(error, self.what, core)
-            raise self._error from error
+            raise copy.copy(self._error) from error
         held: Any = self._held
         self._held = None
         self._works = None
@@ -100,7 +101,7 @@ class WaitHandle:
             for one in together:
                 one.is_over()
         if self._error is not None:
-            raise self._error
+            raise copy.copy(self._error)
 
     def is_over(self) -> None:
         """The grouped call was waited for: what is written from now on was not sent. An error is raised by ``wait``."""
@@ -123,7 +124,7 @@ class WaitHandle:
             _warn_of_parts(self.what)
             return
         self._error = written_to(self._core.rank, f"what a {self.what}, carries")
-        raise self._error
+        raise copy.copy(self._error)
 
     def is_completed(self) -> bool:
         """Whether the transfer is known to be done; on gloo, a small one only once it was waited for."""
@@ -171,7 +172,7 @@ def _warn_of_parts(what: str) -> None:
 def _named(error: Exception, what: str, core: P2PCore) -> P2PError:
     """The error a user sees, for what the transport raised."""
     if isinstance(error, P2PError):
-        return error
+        return copy.copy(error)
     text = str(error)
     where = f"pipeline rank {core.rank}, {what}"
     if core.closed or core.transport.is_gone():

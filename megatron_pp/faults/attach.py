@@ -55,13 +55,16 @@ def guarded(
     if guard is None:
         yield None
         return
-    with guard.step(source, key, describe, number, after=after):
-        communicator.transport.use_agreement(guard.agreement)
-        communicator.under_guard = True
-        try:
+    try:
+        with guard.step(source, key, describe, number, after=after):
+            communicator.transport.use_agreement(guard.agreement)
+            communicator.under_guard = True
             yield guard
-        finally:
-            communicator.under_guard = False
+    except BaseException:
+        communicator.forget()  # the guard has aborted the transport
+        raise
+    finally:
+        communicator.under_guard = False
 
 
 def instruction_marks(communicator: P2PCore, settings: StepSettings) -> InstructionMarks | None:

@@ -97,7 +97,8 @@ class FaultGuard:
         connect = partial(FaultStore, self.store, *whose, time.monotonic(), self._tracker.process)
         self._heartbeat = Heartbeat(connect, Pace.of(self.timeout, self.world_size or self.size), self._tracker)
         self._watchdog = Watchdog(self._tracker, self._heartbeat, self._act, self.escalate, self._show_stack)
-        self._raised: BaseException | None = None  # by this rank, and handled
+        # By this rank, and handled. Only within steps: its traceback has frames that hold a step's tensors.
+        self._raised: BaseException | None = None
         self._main = 0
         self._warned_of: tuple[int, int, str] | None = None
         self._gone_since: dict[tuple[int, ...], float] = {}
@@ -282,6 +283,8 @@ class FaultGuard:
                 self._over, after = self._over or load("diagnosis").first_line(self.failure), ""
                 self._tracker.rest()
             self._tracker.end(after)
+            if not self._tracker.is_within:
+                self._raised = None
 
     def _cause_of(self, error: BaseException) -> PipelineError:
         """Why a transfer failed: another rank's record, a process that is gone, a rank without a heartbeat; or, found
@@ -314,7 +317,7 @@ class FaultGuard:
         if failure is not None:
             self._conclude(failure, known is None)
             if not in_step:
-                logger.error("pipeline rank %d, %s: %s", self.rank, here.text, self._error())
+                logger.error("pipeline rank %d, %s: %s", self.rank, here.text, self._new_error())
         return failure is not None
 
     def _find_late_mismatch(self, here: Progress) -> Failure | None:
@@ -414,8 +417,13 @@ class FaultGuard:
         return "".join(traceback.format_stack(frame)[-8:]) if frame is not None else ""
 
     def _error(self) -> PipelineError:
-        assert self.failure is not None
-        self._raised = error = load("diagnosis").error_of(self.failure, self.pipeline, self.rank, self._tracker.doing())
+        """What this rank raises now because of the failure."""
+        error = self._new_error()
+        self._raised = error if self._tracker.is_within else None
+        return error
+
+    def _new_error(self) -> PipelineError:
+        error: PipelineError = load("diagnosis").error_of(self.failure, self.pipeline, self.rank, self._tracker.doing())
         return error
 
     def _new_failure(self, kind: str, message: str, **content: Any) -> Failure:

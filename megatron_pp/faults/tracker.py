@@ -92,6 +92,11 @@ class Tracker:
         self.after = after if len(self._around) == 1 else ""
         self.source, self.phase = self._around.pop() if self._around else (None, "")
 
+    @property
+    def is_within(self) -> bool:
+        """Whether the host is in something that was begun and has not ended."""
+        return bool(self._around)
+
     def rest(self) -> None:
         """Nothing is watched until the next step."""
         self.after = ""

@@ -256,7 +256,7 @@ class StepCall:
         rank = self.communicator.rank
         if received is not None or sent is not None:  # the stages give each other dicts
             steps = load("named_tensors").NamedSteps(steps, received, sent, self._is_last_stage(plan))
-        executor = executor_for(self.communicator)(
+        return executor_for(self.communicator)(
             plan,
             self.communicator,
             steps,
@@ -270,9 +270,6 @@ class StepCall:
             features=self._features(plan, steps),
             observer=nested(instruction_marks(self.communicator, settings), *watching, ranges_if_profiling()),
         )
-        if self.communicator.wire is not None:
-            self.communicator.wire.source = executor
-        return executor
 
     def _features(self, plan: Plan, steps: Any) -> list[Feature]:
         """What runs instructions of the plan that are not the engine's own, from the innermost to the outermost."""

@@ -76,6 +76,7 @@ class _Traced(StepObserver):
         if tracer is None or tracer.folder != settings.trace_dir:
             steps, transport = chosen_steps(settings.traced_steps), step.communicator.transport
             tracer = _TRACERS[model] = Tracer(settings.trace_dir, steps, transport, settings.trace_first_step)
+        tracer.follow(step.communicator.transport)
         recording = tracer.next_step(plan, size)
         return [] if recording is None else [recording]
 
@@ -89,11 +90,17 @@ class Keeper:
     """What recorded steps are for. ``keep`` takes each once its times are known: on CPUs when the step is over, on GPUs
     in ``resolve_pending``. Times are nanoseconds of ``clock``."""
 
+    transport: Transport
+
     def __init__(self, transport: Transport) -> None:
-        self.transport = transport
+        self.follow(transport)
         self.clock: Callable[[], int] = time.perf_counter_ns
         self.pending: list[_CudaRecording] = []
         self.events = EventPool(timing=True)
+
+    def follow(self, transport: Transport) -> None:
+        """``transport`` is that of the steps to come. Kept weakly: what belongs to a model may outlive it."""
+        self.transport, self.rank = weakref.proxy(transport), transport.rank
 
     def recording(self, plan: Plan, step: int, size: float = 0.0) -> Recording:
         kind = _CudaRecording if self.transport.device.type == "cuda" else Recording
@@ -142,14 +149,14 @@ class Tracer(Keeper):
         self.recorded += 1
         if plan.spec not in self.plans:
             self.plans[plan.spec] = len(self.plans)
-            self.write(files.plan_line(plan, self.transport.rank, size))
+            self.write(files.plan_line(plan, self.rank, size))
         return self.plans[plan.spec]
 
     def keep(self, plan: Plan, record: files.StepRecord) -> None:
         self.write(files.step_line(record))
 
     def _compare_clocks(self) -> None:
-        run = self._run_number() if self.transport.rank == 0 else 0
+        run = self._run_number() if self.rank == 0 else 0
         agreed = agree_on_clocks(self.transport, self.clock, run)
         if self.path is None:
             self._make_file(f"{agreed.run:x}")

@@ -10,6 +10,7 @@ backward reduces what the stage's own backwards have left, or waits for that.
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -170,7 +171,7 @@ class FsdpRunner:
         """The step begins with all stages resharded."""
         for stage in self.stages:
             stage.begin(self.trains)
-        self.engine = engine
+        self.engine = weakref.proxy(engine)
         handlers |= {
             fsdp.UNSHARD: self._unshard,
             fsdp.WAIT_UNSHARD: self._wait_unshard,

@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import statistics
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -90,7 +91,7 @@ class TimeKeeper(Keeper):
         scale, counting = 1e-9 * plan.spec.slices, self.counting
         starts, ends = ([scale * time for time in times] for times in (record.starts, record.ends))
         disturbed = None if counting is None else counting.hooked
-        self.times.add(plan.timed(self.transport.rank), starts, ends, disturbed)
+        self.times.add(plan.timed(self.rank), starts, ends, disturbed)
         self.counting = None
 
     def gathered(self, placement: Placement) -> tuple[StageCosts, bool]:
@@ -158,6 +159,7 @@ class Measuring(StepObserver):
             if _writes(transport):
                 atexit.register(self.progress.at_exit)
             return []
+        self.keeper.follow(transport)
         recording = self.keeper.recording(plan, self.progress.measured + 1)
         if self.counted is not None:
             return [recording]
@@ -166,7 +168,7 @@ class Measuring(StepObserver):
 
     def watch(self, engine: PlanExecutor) -> None:
         if self.counted is not None:
-            self.counted.engine = engine
+            self.counted.engine = weakref.proxy(engine)  # a step that fails leaves it here
 
     def after_step(self, step: Any, plan: Plan, guard: Any) -> None:
         """Behind the last measured step: times links, gathers and writes. Collective over the pipeline."""

@@ -11,6 +11,7 @@ here waits for the device before the end of the step: a debug mode that synchron
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -40,7 +41,9 @@ class WatchedExecutor(PlanExecutor):
         self.sums: list[tuple[_PendingSend, Instruction, torch.Tensor]] = []  # whether first and second sum agree
 
     def run(self) -> None:
-        super().run()
+        wire = self.communicator.wire
+        with nullcontext() if wire is None else wire.within(self):
+            super().run()
         self._check_sums()
 
     def _handlers(self) -> dict[str, Handler]:
@@ -95,7 +98,7 @@ class WatchedExecutor(PlanExecutor):
 
     def _watch_posted(self, at: Task, sends: list[_PendingSend]) -> None:
         handles: dict[MessageKey, Any] = self.handles
-        handles[at.message] = _WatchedHandle(handles[at.message], sends, self)
+        handles[at.message] = _WatchedHandle(handles[at.message], sends, weakref.proxy(self))
         self.pending += sends
 
     def about_to_finish(self, sends: list[_PendingSend]) -> None:

@@ -8,6 +8,8 @@ on the wrong microbatch. It costs a small message per tensor, and receives wait 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -44,6 +46,15 @@ class WireCheck:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.source: PlanExecutor | None = None
+
+    @contextmanager
+    def within(self, source: PlanExecutor) -> Iterator[None]:
+        """While ``source`` executes its plan; it holds the communicator, which holds this."""
+        self.source = source
+        try:
+            yield
+        finally:
+            self.source = None
 
     def stamp(self, dtype: torch.dtype, member: int = 0) -> Stamp:
         """The stamp of what the current instruction sends or expects; ``member`` counts within a batch."""

@@ -235,16 +235,17 @@ class PairRunner:
         self.leaves = [] if self.function is None else _leaves_on_their_own_stream(self.models)
         for op in ins.BACKWARD_OPS:
             handlers[op] = partial(self._alone, handlers[op])
-        self.unobserved = self._noting_sends(handlers)
-        handlers[ins.PAIR] = self.run
+        # Not kept here: they hold the engine, which holds this.
+        handlers[ins.PAIR] = partial(self.run, self._noting_sends(handlers))
 
-    def run(self, pair: Task) -> None:
+    def run(self, unobserved: Handlers, pair: Task) -> None:
+        """``unobserved``: the engine's handlers, without an observer's."""
         handlers = self._noting_sends(self.engine.dispatch)
         jointly: RunJointly | None = getattr(self.engine.steps, "forward_and_backward", None)
         if self.function is not None:
             self._by_function(self.function, pair, handlers)
         elif jointly is not None:
-            JointPair(self.engine, handlers, self.unobserved, pair, jointly).run()
+            JointPair(self.engine, handlers, unobserved, pair, jointly).run()
         else:
             _run(handlers, pair.members)
 

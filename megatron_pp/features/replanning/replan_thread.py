@@ -39,11 +39,12 @@ class Window(Keeper):
         super().__init__(transport)
         self._plans: list[tuple[Plan, float]] = []
         self._steps: list[files.StepRecord] = []
-        self._sync = ""
+        self._sync = self._header = ""
 
     def before(self, plan: Plan, size: float) -> int:
         """Compares the clocks, once. Collective over the pipeline."""
         if not self._sync:
+            self._header = self._header_of(self.transport)
             self._sync = files.sync_line(self.clock(), agree_on_clocks(self.transport, self.clock).ahead)
         if all(known is not plan for known, _ in self._plans):
             self._plans.append((plan, size))
@@ -53,14 +54,17 @@ class Window(Keeper):
         self._steps.append(record)
 
     def text(self) -> str:
-        """The trace of this rank; empty where no step was recorded."""
+        """The trace of this rank; empty where no step was recorded. From any thread: the transport may be gone."""
         if not self._steps:
             return ""
-        transport = self.transport
+        plans = [files.plan_line(plan, self.rank, size) for plan, size in self._plans]
+        return "".join([self._header, *plans, self._sync, *map(files.step_line, self._steps)])
+
+    @staticmethod
+    def _header_of(transport: Transport) -> str:
         ranks = tuple(map(transport.global_rank, range(transport.size)))
         header = files.RunHeader("0", transport.rank, ranks, transport.device.type, socket.gethostname())
-        plans = [files.plan_line(plan, transport.rank, size) for plan, size in self._plans]
-        return "".join([files.header_line(header), *plans, self._sync, *map(files.step_line, self._steps)])
+        return files.header_line(header)
 
 
 class Change(NamedTuple):
