@@ -74,6 +74,7 @@ MODULES = {
     "instruction_text": "megatron_pp.plan.ir.instruction_text",
     "deadlock_report": "megatron_pp.plan.verify.deadlock_report",
     "stall_detector": "megatron_pp.faults.stall_detector",
+    "mutual_waits": "megatron_pp.faults.mutual_waits",
     "diagnosis": "megatron_pp.faults.diagnosis",
     "abort": "megatron_pp.comm.abort",
 }

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
+import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -82,6 +83,7 @@ class CompletedWork:
         self.events = EventPool()
         self._thread: threading.Thread | None = None
         self._asked, self._answered = threading.Event(), threading.Event()
+        self._unanswered_since: float | None = None
         self._closed = False
 
     def mark(self, place: Place) -> None:
@@ -97,9 +99,19 @@ class CompletedWork:
             thread = threading.Thread(target=self._run, daemon=True, name="megatron_pp events")
             thread.start()
             self._thread = thread  # ``close`` joins it
-        self._answered.clear()
-        self._asked.set()
-        self._answered.wait(_ANSWER)
+        if self._unanswered_since is None or self._answered.is_set():
+            self._unanswered_since = time.monotonic()
+            self._answered.clear()
+            self._asked.set()
+        if self._answered.wait(_ANSWER):
+            self._unanswered_since = None
+
+    @property
+    def known_at(self) -> float:
+        """When what ``oldest`` says was so, by the monotonic clock: now, or when the query began that has not
+        returned."""
+        since = self._unanswered_since
+        return time.monotonic() if since is None else since
 
     def close(self, wait: bool = True) -> None:
         """End the thread; one that is stuck in a query stays until that returns, and asks nothing more."""

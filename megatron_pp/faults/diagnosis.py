@@ -88,12 +88,6 @@ _WORDS = {
 }
 
 
-WAITS_FOR_DEVICE = (
-    " (a kernel's first launch, or cudaFree, waits for receives posted ahead; where steps after the first have one, "
-    "set config.device_sync)"
-)
-
-
 def doing(at: Instruction) -> str:
     """What a rank does in instruction ``at``: ``waits for the activation of chunk 1, microbatch 3 from rank 1``."""
     if at.op in _WORDS:
@@ -127,7 +121,9 @@ def progress_line(plan: Plan | None, rank: int, progress: Progress | None, idle:
     if plan is None or at is None:
         return f"step {progress.step}, {progress.text or 'no instruction'}; last moved{ago}"
     place = f"{at}, instruction {progress.position + 1} of {len(plan.programs[rank])}"
-    return f"step {progress.step}, {doing(at)} ({place}); last moved{ago}"
+    host = instruction_at(plan, rank, progress.host)
+    ahead = f", its host in {host}" if host is not None and progress.host > progress.position else ""
+    return f"step {progress.step}, {doing(at)} ({place}{ahead}); last moved{ago}"
 
 
 def busy_ranks(plan: Plan, positions: Mapping[int, int]) -> tuple[int, ...]:

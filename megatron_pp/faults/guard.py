@@ -33,7 +33,17 @@ from megatron_pp.faults import consistency
 from megatron_pp.faults.heartbeat import Heartbeat, Pace
 from megatron_pp.faults.liveness import state_of
 from megatron_pp.faults.places import Source
-from megatron_pp.faults.records import AFTER, EXCEPTION, IN_STEP, MISMATCH, STALL, Entry, Failure, FaultStore, Progress
+from megatron_pp.faults.records import (
+    AFTER,
+    EXCEPTION,
+    IN_STEP,
+    MISMATCH,
+    STALL,
+    Entry,
+    Failure,
+    FaultStore,
+    Progress,
+)
 from megatron_pp.faults.tracker import InstructionMarks, Outside, Tracker
 from megatron_pp.faults.watchdog import Watchdog
 from megatron_pp.on_demand import load
@@ -342,18 +352,31 @@ class FaultGuard:
         detector = load("stall_detector")
         with self._heartbeat.lock:
             working: tuple[int, ...] = ()
+            mutual: tuple[str, tuple[int, ...]] = ("", ())
             if here.idle >= self.timeout:
-                working = load("diagnosis").working_ranks(self._plan(), {**self._progress_of_others(), self.rank: here})
+                everywhere = {**self._progress_of_others(), self.rank: here}
+                working = load("diagnosis").working_ranks(self._plan(), everywhere)
+                mutual = self._mutual_waits(everywhere, self.timeout if working else self.timeout / 2)
             where = tracker.where()
             step = here.step if where is None else where.step
             waits_on, between = tracker.waits_on(), here.state == AFTER
-            own = detector.OwnState(self.rank, self.size, step, here.idle, waits_on, tracker.failed, working, between)
+            own = detector.OwnState(
+                self.rank, self.size, step, here.idle, waits_on, tracker.failed, working, between, mutual
+            )
             found = detector.find_stall(peers, own, self.timeout, time.monotonic(), state_of, self.patience)
             if found is not None and found.suspects and not own.failed and not self._confirmed(found.suspects):
                 return None
         if found is None and self.rank in working:
             self._warn_that_it_takes_long(here)
         return None if found is None else self._stall_failure(here, found.why, found.suspects)
+
+    def _mutual_waits(self, everywhere: Mapping[int, Progress], seconds: float) -> tuple[str, tuple[int, ...]]:
+        """Which operations of ranks have waited for each other's messages for ``seconds``, and these ranks."""
+        for place in self._tracker.places() if self.completed is not None else ():
+            found = load("mutual_waits").find(place.plan, place.step, everywhere, seconds)
+            if found[1]:
+                return found
+        return "", ()
 
     def _confirmed(self, suspects: tuple[int, ...]) -> bool:
         """Whether peers were read since these were suspected, if they can be: one that ends has published it first."""
@@ -440,8 +463,6 @@ class FaultGuard:
             suspects = load("diagnosis").busy_ranks(plan, in_step)
             if suspects:
                 why += f"; held up by rank {', '.join(map(str, suspects))}, which waits for no other rank"
-                if self.completed is not None:
-                    why += load("diagnosis").WAITS_FOR_DEVICE
         text = load("diagnosis").stall_text(self.rank, plan, here, seen, self.size, why)
         lines = load("diagnosis").progress_lines(self.rank, plan, here, seen, self.size)
         return self._new_failure(STALL, text, suspects=suspects, values=_by_text(lines))

@@ -24,6 +24,7 @@ IN_STEP = "in_step"
 ENTERING = "entering"
 AFTER = "after"  # between steps, where that is watched
 DONE = "done"
+NO_HOST = -1
 
 EXCEPTION = "exception"  # a rank raised an error of its own
 MISMATCH = "mismatch"  # ranks entered a step with different plans or shapes
@@ -53,6 +54,8 @@ class Progress:
     process: Process = dataclasses.field(default_factory=Process)
     history: tuple[int, ...] = ()  # the agreements between the ranks that it used, by step; see ``consistency.py``
     number: str = ""  # the program's number of the step; see ``consistency.py``
+    host: int = NO_HOST  # where the host runs ahead: instructions of ``step`` that it has issued; see ``Tracker.host``
+    host_idle: float = 0.0  # seconds for which neither the host nor the device was seen to do anything
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 While every heartbeat arrives and any rank has moved within ``timeout`` seconds, there is no stall. When none has, it is
 a stall if all wait for each other, or if one has not entered the step. A rank that computes has until ``patience``, as
-a long operation cannot be distinguished from one that never ends.
+a long operation cannot be distinguished from one that never ends; unless its operation and another rank's wait for
+each other's messages (``mutual_waits.py``).
 """
 
 from collections.abc import Callable
@@ -40,6 +41,7 @@ class OwnState:
     failed: str = ""  # which of its transfers has failed, and how
     working: tuple[int, ...] = ()  # ranks, this one or others, that compute or run user code
     is_between: bool = False  # between steps, which may take any time
+    mutual: tuple[str, tuple[int, ...]] = ("", ())  # operations that wait for each other's messages, and their ranks
 
     @property
     def others(self) -> tuple[int, ...]:
@@ -122,6 +124,9 @@ def _stuck(peers: Peers, own: OwnState, timeout: float, now: float, patience: fl
             why += "closed by peer')"
         return Stall(why + failed, absent)
     still = min(own.idle, *(now - at for at in moved if at is not None))
+    operations, held = own.mutual
+    if operations:
+        return Stall(f"no rank has made progress for {still:.0f} s{failed}: {operations}", held)
     if own.working and still < patience:
         return None
     return Stall(f"no rank has made progress for {still:.0f} s{failed}")

@@ -5,13 +5,15 @@ Where the host runs ahead of the device, the rank is where the device is.
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_pp.faults.consistency import changed
 from megatron_pp.faults.liveness import this_process
 from megatron_pp.faults.places import Source, instruction_at, pending_peers, waits_on
-from megatron_pp.faults.records import AFTER, DONE, ENTERING, IN_STEP, Progress
+from megatron_pp.faults.records import AFTER, DONE, ENTERING, IN_STEP, NO_HOST, Progress
 from megatron_pp.on_demand import load
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import Instruction
@@ -30,6 +32,7 @@ class Place(NamedTuple):
     phase: str
 
 
+_UNMOVED = 1.0  # seconds after which it is looked at whether the host moves within its instruction
 _NOT_ON_A_STREAM = ins.POST_OPS | ins.HAND_OPS | {ins.BATCH}
 
 
@@ -62,6 +65,10 @@ class Tracker:
         self._around: list[tuple[Source | None, str]] = []
         self._last: tuple[int, int, str, bool] = (0, 0, "", False)
         self._moved_at = 0.0
+        self._thread = 0  # that runs the steps
+        self._host_place = (0, 0)  # of the step, and in its program
+        self._host_stack: tuple[tuple[int, int], ...] | None = None  # where in its Python code it was seen there
+        self._host_moved_at = 0.0
         self.step = 0
         self._changes: tuple[int, ...] = ()  # replaced, never altered
         self._done: tuple[int, tuple[int, ...]] = (0, ())  # steps, and changes up to the last of them
@@ -79,7 +86,8 @@ class Tracker:
         self.step += source.plan is not None
         self.phase = phase
         self.failed = ""
-        self._moved_at = time.monotonic()
+        self._moved_at = self._host_moved_at = time.monotonic()
+        self._thread = threading.get_ident()
         # Publish ``source`` last: observers must never pair the new step with the old plan. ``observe`` reads what is
         # assigned here in the opposite order, for the same reason.
         self.source = source
@@ -113,11 +121,50 @@ class Tracker:
         mark = None if self.completed is None or self._entering else self.completed.oldest
         return mark or self._of_host()
 
+    def host(self) -> tuple[int, float]:
+        """Where the host runs ahead: how many instructions of its step's program it has issued, NO_HOST outside plans,
+        and for how many seconds neither the host nor the device has been seen to do anything but wait: the host has
+        stayed at one place in its code, and the device has done all that was issued, but for transfers. Where no query
+        of an event returns, the host is in a call that waits for the device, which is not seen to do anything."""
+        source = self.source
+        if self.completed is None or source is None or source.plan is None:
+            return NO_HOST, 0.0
+        issued = 0 if self._entering else len(source.plan.programs[self.rank]) if self.phase else source.position
+        now, place = time.monotonic(), (self.step, issued)
+        if place != self._host_place:
+            self._host_place, self._host_stack, self._host_moved_at = place, None, now
+        elif self._device_computes():
+            self._host_moved_at = max(self._host_moved_at, self.completed.known_at)
+        elif now - self._host_moved_at >= _UNMOVED:
+            stack = self._stack()
+            if self._host_stack not in (None, stack):
+                self._host_moved_at = now
+            self._host_stack = stack
+        return issued, round(now - self._host_moved_at, 3)
+
+    def _stack(self) -> tuple[tuple[int, int], ...]:
+        """Where the thread that runs the steps is in its Python code."""
+        frame, found = sys._current_frames().get(self._thread), []
+        while frame is not None:
+            found.append((id(frame), frame.f_lasti))
+            frame = frame.f_back
+        return tuple(found)
+
+    def _device_computes(self) -> bool:
+        """Whether the device was last seen in an operation that waits for no message."""
+        mark = None if self.completed is None else self.completed.oldest
+        at = self._at(mark)
+        return mark is not None and (at is None or not waits_on(at))
+
     def _of_host(self) -> Place | None:
         source = self.source
         if source is not None:
             return Place(self.step, source.plan, source.position, self.phase)
         return Place(self.step, None, 0, self.after) if self.after else None
+
+    def places(self) -> list[Place]:
+        """Of the device and of the host, which may be a step ahead: those within plans."""
+        return [place for place in (self.where(), self._of_host()) if place is not None and place.plan is not None]
 
     def _at(self, place: Place | None) -> Instruction | None:
         """The instruction at ``place``; None outside the plan, and while plans are compared."""
@@ -146,7 +193,8 @@ class Tracker:
         idle = round(now - self._moved_at, 3)
         history = (step - entering, *self._changes)  # of a step that is being entered nothing is agreed on yet
         state = ENTERING if entering else AFTER if where.phase and where.phase == self.after else IN_STEP
-        return Progress(step, state, where.position, text, idle, 0, self.process, history, self.number)
+        whose = self.process, history, self.number
+        return Progress(step, state, where.position, text, idle, 0, *whose, *self.host())
 
     def finished(self) -> Progress:
         """Progress outside a step, as ``end`` recorded it: the next step may have begun since ``observe`` returned

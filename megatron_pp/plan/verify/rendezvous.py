@@ -5,7 +5,7 @@ decides. A rule only adds to what is waited for: a plan that passes under severa
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_pp.errors import PlanError
 from megatron_pp.on_demand import load
@@ -34,6 +34,29 @@ def check_rendezvous(plan: Plan, device: Collection[str] = (), block: Block | No
             raise RepetitionError("sends and receives differ between both ends of the block")
     run.upto([len(program) for program in plan.programs])
     run.check_end()
+
+
+class Standstill(NamedTuple):
+    """Where nothing moves any more. By rank, the sends, receives and collectives that it has posted and that are not
+    over (``pending``), and those of them that it has stopped at (``awaited``; no entry for a rank at its end)."""
+
+    pending: dict[int, list[Instruction]]
+    awaited: dict[int, list[Instruction]]
+
+
+def standstill(plan: Plan) -> Standstill:
+    """Run all ranks of ``plan``, whose programs may end early, as far as they come."""
+    run = _Run(plan, [], 1)
+    run.upto([len(program) for program in plan.programs])
+    pending: dict[int, list[Instruction]] = {}
+    for queue in run.queues.queues.values():
+        for entry in queue:
+            pending.setdefault(entry.rank, []).extend(_unfinished(entry))
+    return Standstill(pending, {rank: _unfinished(entry) for rank, entry in run.blocked.items()})
+
+
+def _unfinished(entry: Entry) -> list[Instruction]:
+    return [end.at for end in entry.ends if not end.done]
 
 
 class _Run(DeviceRanks):

@@ -75,6 +75,7 @@ class Look(NamedTuple):
     failed: str = ""
     working: tuple[int, ...] = ()
     patience: float | None = None
+    mutual: tuple[str, tuple[int, ...]] = ("", ())
 
 
 READ_ONCE = _peers((0.0, {1: _progress(1), 2: _progress(2)}))
@@ -90,6 +91,7 @@ STILL_LONGER = _every(range(0, 122, 5), lambda t: {r: _progress(r, idle=t, beat=
 WITHOUT_2 = _every(range(0, 62, 5), lambda t: {1: _progress(1, idle=t, beat=t)})
 EARLIER = _progress(2, step=4, state=DONE)
 BEHIND = _every(range(0, 62, 5), lambda t: {1: _progress(1, idle=t, beat=t), 2: EARLIER})
+MUTUAL = ("F0.2 and B0.1", (1, 2))
 BROKEN = Peers(broken_since=10.0, broken="DistNetworkError: reset")
 LOOKS = {
     "it moves": Look(0.0, 1000.0, Peers()),
@@ -117,6 +119,15 @@ LOOKS = {
     "a rank computes for too long": Look(
         121.0, 121.0, STILL_LONGER, (), "made progress for 121 s", waits_on=(1,), working=(2,), patience=120.0
     ),
+    "operations wait for each other": Look(
+        61.0, 61.0, STILL, (1, 2), "for 61 s: F0.2 and B0.1", working=(1, 2), patience=120.0, mutual=MUTUAL
+    ),
+    "they wait for each other, but not for long": Look(
+        59.0, 60.0, STILL, working=(1, 2), patience=120.0, mutual=MUTUAL
+    ),
+    "they wait for each other, but a rank moves": Look(
+        3600.0, 69.0, SLOW, working=(1, 2), patience=7200.0, mutual=MUTUAL
+    ),
     "a rank has never entered": Look(
         61.0, 61.0, WITHOUT_2, (2,), "rank 2 has not entered step 5 (rank 2 has reported no step at all"
     ),
@@ -131,7 +142,7 @@ LOOKS = {
 
 @pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
 def test_when_a_step_is_given_up(look: Look) -> None:
-    own = OwnState(0, 3, 5, look.idle, look.waits_on, look.failed, working=look.working)
+    own = OwnState(0, 3, 5, look.idle, look.waits_on, look.failed, working=look.working, mutual=look.mutual)
     more = () if look.patience is None else (look.patience,)
     found = find_stall(look.peers, own, TIMEOUT, look.now, look.state, *more)
     assert (found is None) == (look.suspects is None)

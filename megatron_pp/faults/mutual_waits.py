@@ -1,0 +1,102 @@
+"""Which operations wait for each other's messages, where hosts run ahead of their devices.
+
+A call of CUDA may wait until the device is idle: a kernel's first launch, an allocation that gives cached blocks back,
+a synchronisation in the user's code. The device is not idle while it has a receive to do. So two ranks hang where each
+is in such a call with a receive posted that waits for what the other sends after it. Both hosts are in compute then,
+and nothing of the positions alone tells this from two long computations. What is known of the two:
+
+* Hosts of a cycle: each has a receive posted whose message the next one sends only after the operation that it is in.
+  Plans that are verified for any wait have no such cycle, at no position.
+* A host in a waiting call does nothing else: its thread stays at one place in its Python code. A host that compiles or
+  computes in Python moves (``Tracker.host_idle``).
+* Its device has done all that was issued before, but for transfers. One that runs a long kernel has not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from megatron_pp.faults.places import instruction_at
+from megatron_pp.faults.records import NO_HOST, Progress
+from megatron_pp.plan.ir import instruction as ins
+from megatron_pp.plan.ir.instruction import Instruction
+from megatron_pp.plan.ir.spec import Plan
+from megatron_pp.plan.verify.rendezvous import standstill
+
+REMEDY = (
+    "An operation that waits for an idle device (a kernel's first launch, memory that is given back, a "
+    "synchronisation) waits for all receives that are posted. Set config.device_sync to None, the default: then "
+    "receives are posted so that no such wait can hang; or to True: then none is posted ahead"
+)
+
+
+class Wait(NamedTuple):
+    """``rank`` has posted ``receive``, whose message rank ``sender`` has yet to send."""
+
+    rank: int
+    receive: Instruction
+    sender: int
+
+
+def find(plan: Plan, step: int, where: Mapping[int, Progress], timeout: float) -> tuple[str, tuple[int, ...]]:
+    """Which operations of ranks in ``step``, which runs ``plan``, have waited for each other's messages for ``timeout``
+    seconds, in words, and these ranks; "" and none where there are none. ``where``: of every rank."""
+    size = len(plan.programs)
+    if len(where) < size or any(progress.step < step for progress in where.values()):
+        return "", ()  # a rank is not in the step yet: what it waits for is known to itself
+    ends = [len(program) for program in plan.programs]
+    here = {rank: where[rank].host if _is_within(where[rank], step) else ends[rank] for rank in range(size)}
+    stuck = {rank for rank in here if here[rank] < ends[rank] and where[rank].host_idle >= timeout}
+    waits = mutual_waits(plan, here, stuck)
+    return (in_words(plan, here, stuck, waits), tuple(wait.rank for wait in waits)) if waits else ("", ())
+
+
+def _is_within(progress: Progress, step: int) -> bool:
+    """Whether the host of a rank has not issued all of ``step``."""
+    return progress.step == step and progress.host != NO_HOST
+
+
+def mutual_waits(plan: Plan, hosts: Mapping[int, int], stuck: Collection[int]) -> list[Wait]:
+    """Waits of which each one's sender is the next one's rank, and the last one's the first; empty where there are
+    none. ``hosts``: by rank, how many instructions its host has issued; ``stuck``: the ranks whose hosts may wait for
+    their devices, and so for all receives that are posted. Other ranks wait for a message only where their program
+    does."""
+    # A send that was freed may still be pending: no FREE holds a rank back for sure.
+    programs = [
+        tuple(at for at in program[: hosts[rank]] if at.op not in ins.FREE_OPS)
+        for rank, program in enumerate(plan.programs)
+    ]
+    pending, awaited = standstill(replace(plan, programs=programs))
+    waits: dict[int, list[Wait]] = {}
+    for rank in range(len(programs)):
+        receives = (pending if rank in stuck else awaited).get(rank, [])
+        waits[rank] = [Wait(rank, at, at.peer) for at in receives if at.op in ins.RECV_OPS]
+    seen: set[int] = set()
+    return next((cycle for rank in waits if (cycle := _cycle_from(rank, waits, [], seen))), [])
+
+
+def _cycle_from(rank: int, waits: Mapping[int, Sequence[Wait]], path: list[Wait], seen: set[int]) -> list[Wait]:
+    """The waits of a cycle that can be reached from ``rank``. ``path``: those that lead to it; ``seen``: ranks that
+    need not be looked at again."""
+    start = next((k for k, wait in enumerate(path) if wait.rank == rank), None)
+    if start is not None:
+        return path[start:]
+    if rank in seen:
+        return []
+    seen.add(rank)
+    return next((c for wait in waits[rank] if (c := _cycle_from(wait.sender, waits, [*path, wait], seen))), [])
+
+
+def in_words(plan: Plan, hosts: Mapping[int, int], stuck: Collection[int], waits: Sequence[Wait]) -> str:
+    """Which operations wait for each other, and which setting ends it."""
+    lines = []
+    for wait in waits:
+        at = instruction_at(plan, wait.rank, hosts[wait.rank])
+        if wait.rank in stuck and at is not None:
+            lines.append(f"rank {wait.rank} is in {at} ({at.name}) and has posted {wait.receive}")
+        else:
+            lines.append(f"rank {wait.rank} waits for {wait.receive}")
+        lines[-1] += f", whose message rank {wait.sender} has not sent"
+    return f"operations wait for each other's messages: {'; '.join(lines)}. {REMEDY}"
