@@ -1,4 +1,5 @@
-"""Megatron-core's GPTModel, built for the placement of its schedule: `PlacedModel` replaces `GPTModel.__init__`.
+"""Megatron-core's GPTModel and HybridModel, built for the placement of their schedule: `PlacedModel` replaces their
+`__init__`.
 
 Models whose stages are in a loop are built as before. `v_placement`, which is loaded for the first other one, builds
 those in a V.
@@ -7,33 +8,38 @@ those in a V.
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
+from megatron_pp.common.object_table import ObjectTable
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.on_demand import is_loaded, load
 from megatron_pp.plan.ir.placement import LOOP, V_SHAPE
 from megatron_pp.plan.orders import placement_kind
 
 
-@dataclass
+@dataclass(eq=False)
 class Use:
     """What the models of this process are built for.
 
     schedule     given to `place_models`; None: what the model's config names
     kind         where the models with virtual stages place them; None before the first
     first_stage  the latest model that holds the first stage
+    ended        `restore_models` was called: models that are built by what a program has kept are Megatron's
     """
 
     schedule: str | None = None
     kind: str | None = None
     first_stage: Callable[[], Any] | None = None
+    ended: bool = False
 
     def placement_of(self, config: Any) -> str:
         """Where a model with this config places its stages."""
-        if config.pipeline_model_parallel_size == 1:
+        if self.ended or config.pipeline_model_parallel_size == 1:
             return LOOP
         return placement_kind(self.schedule_of(config))
 
@@ -74,45 +80,58 @@ class Replacement:
 
 
 class PlacedModel(Replacement):
-    """Builds a GPTModel for its schedule."""
+    """Builds a model for its schedule."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         given = self.given(args, kwargs)
         if self.use.placement_of(given["config"]) == V_SHAPE:
             load("v_placement").build(self, given)
             return
-        if given.get("vp_stage") is not None:
+        if given.get("vp_stage") is not None and not self.use.ended:
             self.use.agree(LOOP)
         super().__call__(*args, **kwargs)
 
 
-def place_models(schedule: str | None = None) -> None:
-    """Let GPTModels be built for ``schedule``, or else for that of their config; a further call changes ``schedule``.
-    Where GPTModel cannot be imported, nothing is done.
-    """
-    model = _model()
-    if model is None:
-        return
-    current = vars(model)["__init__"]
-    placed = current if isinstance(current, PlacedModel) else PlacedModel(current, Use())
-    placed.use.schedule = schedule
-    model.__init__ = placed  # type: ignore[misc]
-    if placement_kind(schedule) == V_SHAPE:
-        load("v_placement").ask_by_chunk(placed.use)
+# Module and class of each model that is built for a V; a release may not have all of them.
+_MODELS = (
+    ("megatron.core.models.gpt.gpt_model", "GPTModel"),
+    ("megatron.core.models.hybrid.hybrid_model", "HybridModel"),
+)
+
+# Process-wide, as the models' classes are. Of classes that were removed with their modules too.
+_USES: ObjectTable[None] = ObjectTable()
+
+
+def model_classes() -> list[type]:
+    """Those of Megatron's models that can be imported."""
+    found = []
+    for module, name in _MODELS:
+        with suppress(ImportError, AttributeError):
+            found.append(getattr(importlib.import_module(module), name))
+    return found
+
+
+def place_models(schedule: str | None, classes: Sequence[type]) -> None:
+    """Let models of these ``classes`` be built for ``schedule``, or else for that of their config; a further call
+    changes ``schedule``."""
+    placed = [vars(model)["__init__"] for model in classes]
+    use = next((one.use for one in placed if isinstance(one, PlacedModel)), None) or Use()
+    in_place = [one if isinstance(one, PlacedModel) else PlacedModel(one, use) for one in placed]
+    use.schedule = schedule
+    _USES[use] = None
+    for model, one in zip(classes, in_place, strict=True):
+        model.__init__ = one  # type: ignore[misc]
+    if classes and placement_kind(schedule) == V_SHAPE:
+        load("v_placement").ask_by_chunk(use)
 
 
 def restore_models() -> None:
     """Undo `place_models`."""
-    model = _model()
-    if model is not None and isinstance(placed := vars(model)["__init__"], PlacedModel):
-        model.__init__ = placed.original  # type: ignore[misc]
+    for module, name in _MODELS:
+        model = getattr(sys.modules.get(module), name, None)
+        if model is not None and isinstance(placed := vars(model)["__init__"], PlacedModel):
+            model.__init__ = placed.original
+    for use, _ in _USES.items():
+        use.ended = True
     if is_loaded("v_placement"):
         load("v_placement").ask_as_before()
-
-
-def _model() -> type | None:
-    try:
-        found: type = importlib.import_module("megatron.core.models.gpt.gpt_model").GPTModel
-    except (ImportError, AttributeError):
-        return None
-    return found

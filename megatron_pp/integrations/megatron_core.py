@@ -12,9 +12,9 @@ Megatron's. Megatron's own schedule runs what the engine does not serve, with on
 
 import atexit
 import functools
-import gc
 import logging
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,19 +23,21 @@ from os import PathLike
 from types import ModuleType
 from typing import Any
 
+from megatron_pp.common.object_table import ObjectTable
 from megatron_pp.errors import NotServedError, UnknownMegatronError
-from megatron_pp.integrations.gpt_models import place_models, restore_models
+from megatron_pp.integrations.gpt_models import model_classes, place_models, restore_models
 from megatron_pp.integrations.megatron_call import MegatronCall
 from megatron_pp.integrations.megatron_release import Megatron, load_megatron
 from megatron_pp.integrations.megatron_scope import has_modules, reason_not_served, without_defaults
 from megatron_pp.integrations.megatron_versions import ENTRIES
-from megatron_pp.integrations.named_objects import replace_names
+from megatron_pp.integrations.named_objects import holders_of, replace_in, replace_names
 from megatron_pp.integrations.settings import InstallSettings, read_settings
 from megatron_pp.on_demand import load
 from megatron_pp.runtime.arguments import check_required
 
 __all__ = ["NotServedError", "UnknownMegatronError", "install", "installed", "is_installed", "uninstall"]
 
+SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 logger = logging.getLogger("megatron_pp")
 
 # Whether Megatron's own schedule runs: the schedule functions that it calls by name are Megatron's too then.
@@ -97,14 +99,10 @@ class Schedule:
             call.refuse_slow_count()
         return call.run()
 
-    def takes(self, function: Any, schedules: ModuleType) -> bool:
-        """Whether ``function``, under its name in ``schedules``, is Megatron's, for which it stands from now on: a new
-        one where the module was loaded again. One that the program has put there is not."""
-        if getattr(function, "__globals__", None) is not vars(schedules):
-            return False
-        functools.update_wrapper(self, function)
-        self.theirs = function
-        return True
+    def stand_for(self, theirs: Callable[..., Any]) -> None:
+        """Stand for this function of Megatron's, as after its module was loaded again."""
+        functools.update_wrapper(self, theirs)
+        self.theirs = theirs
 
     def _hand_back(self, arguments: Mapping[str, Any]) -> Any:
         token = _HANDED_BACK.set(True)
@@ -122,7 +120,7 @@ class Schedule:
 
 def install(strict: bool | None = None, *, settings: str | PathLike[str] | None = None, **others: Any) -> None:
     """Make Megatron-core's training loop use this engine, in this process. A second call changes the settings, and
-    takes schedules that Megatron's module has anew.
+    takes schedules that Megatron's module has anew, or that a module has which was imported anew.
 
     strict     raise NotServedError where Megatron's own schedule would run
     settings   a TOML file with settings; by default the one that the environment variable MEGATRON_PP_SETTINGS names
@@ -141,29 +139,96 @@ def install(strict: bool | None = None, *, settings: str | PathLike[str] | None 
 
 def install_with(settings: InstallSettings) -> None:
     """`install()` with settings that have been read."""
-    current = _current()
-    megatron = load_megatron() if current is None else current.megatron
-    unknown = megatron.unknown_reads
-    if unknown is not None and settings.strict:
-        raise UnknownMegatronError(f"{unknown}; install() without strict=True accepts that")
-    if unknown is not None and current is None:
-        logger.warning(unknown)
-    module, plugin = megatron.schedules, current or Plugin(megatron, settings)
+    megatron, classes = load_megatron(), model_classes()  # imports come before the lock: one may wait for a thread
+    with _CHANGES:
+        state = _install(State(megatron, settings), classes)
+        if _BLOCKS:
+            _BLOCKS[-1].state = state
+
+
+@dataclass(frozen=True)
+class State:
+    """What is installed: the settings, and for which modules of Megatron's."""
+
+    megatron: Megatron
+    settings: InstallSettings
+
+
+@dataclass(eq=False)
+class Block:
+    """A block of `installed()` that has not ended, or what is around all of them. ``state``: None where nothing is
+    installed in it."""
+
+    state: State | None
+
+
+# Process-wide, as Megatron's modules are. The state of the block that began last holds: blocks of several threads, and
+# context managers that are closed in another order, end without an effect on those that go on.
+_BLOCKS: list[Block] = []
+_CHANGES = threading.RLock()
+
+# Those that stand for Megatron's functions -> the names of which module, and which name of them. A program may hold
+# one for as long as it runs, also after `uninstall()`.
+_STAND_INS: ObjectTable[tuple[dict[str, Any], str]] = ObjectTable()
+
+
+def _install(state: State, classes: list[type]) -> State:
+    """Put the engine in place of Megatron's schedules, after all checks: what raises changes nothing."""
+    megatron, settings, current = state.megatron, state.settings, _current()
+    if megatron.unknown_reads is not None and settings.strict:
+        raise UnknownMegatronError(f"{megatron.unknown_reads}; install() without strict=True accepts that")
+    module = megatron.schedules
     schedules = _stand_ins(module)
     named = [getattr(module, name) for name in ENTRIES]
-    in_place = [one for one, function in zip(schedules, named, strict=True) if one.takes(function, module)]
-    not_ours = sum(function is not one for one, function in zip(schedules, named, strict=True))
-    if len(in_place) < not_ours or _names_differ(module):
-        load("other_schedules").check_names(module, schedules, settings.strict)
-    plugin.settings = settings
-    for one in schedules:
-        one.plugin = plugin
-    replace_names([(one.theirs, one) for one in in_place])
-    fetched = [one.theirs for one in in_place]
-    ours = {id(fetched), id(named), *(id(vars(one)) for one in in_place), *map(id, in_place)}
-    if fetched and (holders := [holder for holder in gc.get_referrers(*fetched) if id(holder) not in ours]):
+    others = [now for now in named if now not in schedules]
+    taken = [now for now in others if _taken_from(now, module) is not None]
+    if len(taken) < len(others) or _names_differ(module):
+        load("other_schedules").check_names(module, [*schedules, *taken], settings.strict)
+    if megatron.unknown_reads is not None and current is None:
+        logger.warning(megatron.unknown_reads)
+    place_models(settings.overrides.get("pipeline_schedule"), classes)
+    fetched = _put_in(state, schedules)
+    space = vars(module)
+    known = [space, named, others, taken, *schedules, *map(vars, schedules)]
+    if fetched and (holders := holders_of(fetched, known)):
         load("other_schedules").name_holders(fetched, holders)
-    take_models()
+    return state
+
+
+def _put_in(state: State, schedules: list[Schedule]) -> list[Any]:
+    """Have ``schedules`` stand for Megatron's under all names. Returns the functions that they have replaced."""
+    module = state.megatron.schedules
+    plugin = next((one.plugin for one in schedules if one.plugin is not None), None)
+    plugin = plugin or Plugin(state.megatron, state.settings)
+    plugin.megatron, plugin.settings = state.megatron, state.settings
+    replaced = []
+    for one, name in zip(schedules, ENTRIES, strict=True):
+        one.plugin, now = plugin, getattr(module, name)
+        if now is not one and (theirs := _taken_from(now, module)) is not None:
+            one.stand_for(theirs)
+            replaced.append((now, one))
+    replace_in(vars(module), replaced)  # which may not be in sys.modules any more
+    replace_names(replaced)
+    return [now for now, _ in replaced]
+
+
+def _taken_from(function: Any, module: ModuleType) -> Any:
+    """Megatron's own function, where ``function``, under its name in ``module``, is that, or stands for it in a copy of
+    this engine that was loaded before; None where the program has put another there."""
+    kind = type(function)
+    if (kind.__module__, kind.__qualname__) == (__name__, Schedule.__qualname__):
+        function = function.theirs
+    return function if getattr(function, "__globals__", None) is vars(module) else None
+
+
+def _take_out(but: dict[str, Any] | None = None) -> None:
+    """Restore Megatron's functions under all names, except those of the module with the names ``but``."""
+    going = [(one, space) for one, (space, _) in _STAND_INS.items() if one.plugin is not None and space is not but]
+    for one, space in going:
+        replace_in(space, [(one, one.theirs)])  # of a module that may not be in sys.modules any more
+    replace_names([(one, one.theirs) for one, _ in going])
+    for one, _ in going:
+        one.plugin = None
 
 
 def _names_differ(schedules: ModuleType) -> bool:
@@ -174,26 +239,31 @@ def _names_differ(schedules: ModuleType) -> bool:
 
 @atexit.register
 def _report_unused() -> None:
-    plugin = _current()
+    plugin, module = _current(), sys.modules.get(SCHEDULES)
     if plugin is not None and not plugin.called and _names_differ(plugin.megatron.schedules):
-        load("other_schedules").report_unused(plugin.megatron.schedules, _schedules())
+        schedules = plugin.megatron.schedules
+        load("other_schedules").report_unused(schedules, _stand_ins(schedules))
+    elif plugin is None and module is not None and any(one.plugin is not None for one, _ in _STAND_INS.items()):
+        logger.warning(
+            "Megatron-core's modules were removed and imported anew after install(): steps since then ran its own "
+            "schedules. There, call install() again"
+        )
 
 
 def take_models() -> None:
-    """Let GPTModels be built for V schedules, if the engine is installed."""
+    """Let Megatron's models be built for V schedules, if the engine is installed."""
     current = _current()
     if current is not None:
-        place_models(current.settings.overrides.get("pipeline_schedule"))
+        place_models(current.settings.overrides.get("pipeline_schedule"), model_classes())
 
 
 def uninstall() -> None:
     """Restore Megatron-core's own schedules everywhere, where they are replaced."""
-    schedules = _schedules()
-    if schedules:
-        replace_names([(schedule, schedule.theirs) for schedule in schedules])
-        for schedule in schedules:
-            schedule.plugin = None
+    with _CHANGES:
+        _take_out()
         restore_models()
+        if _BLOCKS:
+            _BLOCKS[-1].state = None
 
 
 def is_installed() -> bool:
@@ -203,32 +273,61 @@ def is_installed() -> bool:
 
 @contextmanager
 def installed(strict: bool | None = None, **others: Any) -> Iterator[None]:
-    """`install()` for a `with` block; restores the state before it."""
-    before = _current()
-    settings_before = None if before is None else before.settings
-    install(strict, **others)
+    """`install()` for a `with` block; restores the state before it, whatever was installed or uninstalled within. Of
+    blocks that end in another order, as those of threads may, the one that began last decides."""
+    state = State(load_megatron(), read_settings(strict=strict, **others))
+    classes = model_classes()
+    with _CHANGES:
+        outside = Block(_state())
+        block = Block(_install(state, classes))
+        if not _BLOCKS:
+            _BLOCKS.append(outside)
+        _BLOCKS.append(block)
     try:
         yield
     finally:
-        if settings_before is None:
-            uninstall()
-        else:
-            install_with(settings_before)
+        with _CHANGES:
+            _end(block, classes)
+
+
+def _end(block: Block, classes: list[type]) -> None:
+    holds = _BLOCKS[-1] is block
+    _BLOCKS.remove(block)
+    state = _BLOCKS[-1].state
+    if len(_BLOCKS) == 1:
+        _BLOCKS.clear()
+    if not holds:
+        return
+    if state is None:
+        _take_out()
+        restore_models()
+        return
+    module = state.megatron.schedules
+    _take_out(but=vars(module))
+    place_models(state.settings.overrides.get("pipeline_schedule"), classes)
+    _put_in(state, _stand_ins(module))  # without checks: they were made when it was installed
+
+
+def _state() -> State | None:
+    current = _current()
+    return None if current is None else State(current.megatron, current.settings)
 
 
 def _current() -> Plugin | None:
-    """The installed plug-in."""
-    return next((schedule.plugin for schedule in _schedules()), None)
+    """The plug-in that is installed in Megatron's module of schedules."""
+    module = sys.modules.get(SCHEDULES)
+    spaces = _STAND_INS.items() if module is not None else []
+    return next((one.plugin for one, (space, _) in spaces if one.plugin and space is vars(module)), None)
 
 
-def _schedules() -> list[Schedule]:
-    """Those that stand for Megatron's now, under its names or within what the program has put there."""
-    module = sys.modules.get("megatron.core.pipeline_parallel.schedules")
-    complete = module is not None and all(hasattr(module, name) for name in ENTRIES)
-    return [one for one in _stand_ins(module) if one.plugin is not None] if complete else []
-
-
-@functools.lru_cache(maxsize=1)
 def _stand_ins(schedules: ModuleType) -> list[Schedule]:
-    """One for each of Megatron's, for as long as the process runs: the program may hold it."""
-    return [Schedule(getattr(schedules, name)) for name in ENTRIES]
+    """One for each of Megatron's in this module; those that the program holds already."""
+    space, found = vars(schedules), {}
+    for one, (names, name) in _STAND_INS.items():
+        if names is space:
+            found[name] = one
+    for name in ENTRIES:
+        if name not in found:
+            found[name] = Schedule(getattr(schedules, name))
+            _STAND_INS[found[name]] = space, name
+    return [found[name] for name in ENTRIES]

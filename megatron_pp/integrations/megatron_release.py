@@ -114,9 +114,9 @@ class Megatron:
         return getattr(config, self.row.graphs_field, None) in (True, LOCAL_GRAPHS)
 
 
-@lru_cache(maxsize=1)
 def load_megatron() -> Megatron:
-    """Import Megatron-core and check the signatures of its schedules against the table.
+    """Import Megatron-core and check the signatures of its schedules against the table. Modules that the program has
+    removed and imported anew are read anew.
 
     Raises UnknownMegatronError where it is missing, older than the table, or has a signature not in the table.
     """
@@ -127,10 +127,13 @@ def load_megatron() -> Megatron:
         raise UnknownMegatronError(
             f"megatron-core cannot be imported ({error}); install it: pip install 'megatron-core>=0.14'"
         ) from error
-    version = core.__version__
+    return _described(core, schedules, importlib.import_module("megatron.core.parallel_state"), core.__version__)
+
+
+@lru_cache(maxsize=1)
+def _described(core: ModuleType, schedules: ModuleType, state: ModuleType, version: str) -> Megatron:
     row = versions.row_of(version)
     versions.check_signatures(schedules, row, version)
-    state = importlib.import_module("megatron.core.parallel_state")
     unknown = unknown_reads(schedules, versions.release_of(version), version)
     steps = versions.known_steps(schedules)
     return Megatron(version, row, schedules, state, _multi_module_classes(), unknown, steps)

@@ -1,5 +1,6 @@
-"""Replace objects under every name that imported modules have for them."""
+"""Replace objects under every name that imported modules have for them, and find what else refers to them."""
 
+import gc
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -18,3 +19,21 @@ def replace_names(replacements: Sequence[tuple[Any, Any]]) -> None:
         for name, value in list(names.items()):
             if id(value) in by_id:
                 setattr(module, name, by_id[id(value)])
+
+
+def replace_in(names: dict[str, Any], replacements: Sequence[tuple[Any, Any]]) -> None:
+    """The same in ``names``, those of one module."""
+    by_id = {id(old): new for old, new in replacements}
+    for name, value in list(names.items()):
+        if id(value) in by_id:
+            names[name] = by_id[id(value)]
+
+
+def holders_of(objects: Sequence[Any], known: Sequence[Any]) -> list[Any]:
+    """What refers to one of ``objects``, except ``objects`` itself and those in ``known``."""
+    mark = object()
+    own = {id(objects), id(known), *map(id, known)}
+    found = [each for each in gc.get_referrers(mark, *objects) if id(each) not in own]
+    # Since Python 3.13 get_referrers() reports the tuple of its own arguments: whatever refers to the mark is of this
+    # call.
+    return [each for each in found if not any(one is mark for one in gc.get_referents(each))]

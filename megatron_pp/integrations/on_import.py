@@ -10,48 +10,51 @@ from types import ModuleType
 from megatron_pp.integrations.megatron_core import install_with, take_models
 from megatron_pp.integrations.settings import InstallSettings
 
-_MODEL = ("megatron.core.models.gpt.gpt_model",)
+_MODELS = ("megatron.core.models.gpt.gpt_model", "megatron.core.models.hybrid.hybrid_model")
 _MODULES = ("megatron.core", "megatron.core.pipeline_parallel.schedules")
 
 
 def install_on_import(settings: InstallSettings) -> None:
-    """`install()` with these settings, when the program has imported Megatron's schedules; now, if it has already.
+    """`install()` with these settings, when the program has imported Megatron's schedules; now, if it has already; and
+    again, where it has removed them and imports them anew.
 
     What `install()` raises is raised by that import.
     """
     WhenImported(_MODULES, partial(install_with, settings))
-    WhenImported(_MODEL, take_models)  # it may import the schedules itself, and be incomplete then
+    for model in _MODELS:
+        WhenImported((model,), take_models)  # it may import the schedules itself, and be incomplete then
 
 
 class WhenImported(MetaPathFinder):
-    """Calls ``then`` once, when all ``modules`` (full names) have run to their end; now, if they have already."""
+    """Calls ``then`` when all ``modules`` (full names) have run to their end; now, if they have already; and each time
+    that some of them, which were removed, have been imported anew."""
 
     def __init__(self, modules: Iterable[str], then: Callable[[], None]) -> None:
-        self.missing = {name for name in modules if name not in sys.modules}
+        self.modules = frozenset(modules)
+        self.missing = {name for name in self.modules if name not in sys.modules}
         self.then = then
-        if self.missing:
-            sys.meta_path.insert(0, self)
-        else:
+        sys.meta_path.insert(0, self)
+        if not self.missing:
             then()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """What the other finders find, with a loader that reports the end of the import."""
-        if fullname not in self.missing:
+        """What the finders behind this one find, with a loader that reports the end of the import."""
+        if fullname not in self.modules:
             return None
-        others = (finder for finder in sys.meta_path if finder is not self)
+        others = sys.meta_path[sys.meta_path.index(self) + 1 :]
         found = (finder.find_spec(fullname, path, target) for finder in others)
         spec = next((spec for spec in found if spec is not None), None)
         if spec is not None and spec.loader is not None:
+            self.missing.add(fullname)
             spec.loader = _ReportingLoader(spec.loader, self)
         return spec
 
     def imported(self, name: str) -> None:
         """The module of this name has run to its end."""
         self.missing.discard(name)
-        if not self.missing and self in sys.meta_path:
-            sys.meta_path.remove(self)
+        if not self.missing:
             self.then()
 
 

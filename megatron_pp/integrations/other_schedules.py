@@ -22,8 +22,8 @@ logger = logging.getLogger("megatron_pp")
 
 
 def check_names(schedules: ModuleType, installed: Sequence[Any], strict: bool) -> None:
-    """Warn of each name of Megatron's schedules under which a step does not reach one of ``installed``, those that
-    `install()` puts in place. Raises NotServedError under ``strict``."""
+    """Warn of each name of Megatron's schedules under which a step does not reach one of ``installed``: what
+    `install()` puts in place, or takes the place of. Raises NotServedError under ``strict``."""
     for reason in [*_taken_entries(schedules, installed), *_taken_getters(schedules, installed)]:
         if strict:
             raise NotServedError(f"megatron_pp does not serve {reason}; install() without strict=True accepts that")
@@ -31,10 +31,9 @@ def check_names(schedules: ModuleType, installed: Sequence[Any], strict: bool) -
 
 
 def _taken_entries(schedules: ModuleType, installed: Sequence[Any]) -> Iterator[str]:
-    for name, schedule in zip(ENTRIES, installed, strict=True):
+    for name in ENTRIES:
         function = getattr(schedules, name)
-        is_megatrons = getattr(function, "__globals__", None) is vars(schedules)
-        if not is_megatrons and not leads_to(function, [schedule]):
+        if not leads_to(function, [one for one in installed if one.__name__ == name]):
             yield (
                 f"{name}, which {_described(function)} has replaced: what that does around Megatron-core's own would "
                 "be lost, so it stays. Call install() before it is put there, and it wraps this engine's"
@@ -42,17 +41,24 @@ def _taken_entries(schedules: ModuleType, installed: Sequence[Any]) -> Iterator[
 
 
 def _taken_getters(schedules: ModuleType, installed: Sequence[Any]) -> Iterator[str]:
-    ends = [*installed, *(one.theirs for one in installed), getattr(schedules, GETTER)]
+    theirs = [one.theirs for one in installed if hasattr(one, "theirs")]
+    ends = [*installed, *theirs, getattr(schedules, GETTER)]
     taken: dict[int, list[str]] = {}
     functions = {path: getattr(module, GETTER, None) for path, module in _megatrons_modules()}
     for path, function in functions.items():
         if function is not None and not leads_to(function, ends):
             taken.setdefault(id(function), []).append(path)
     for paths in taken.values():
+        found = _described(functions[paths[0]])
+        if found == f"{SCHEDULES}.{GETTER}":
+            yield (
+                f"the steps of {' and '.join(paths)}: {GETTER} is that of Megatron-core's modules from before "
+                "they were imported anew. Import these modules anew too"
+            )
+            continue
         yield (
-            f"the steps of {' and '.join(paths)}: {GETTER} is {_described(functions[paths[0]])} there, and returns "
-            "schedules of its own. Turn that off (in Primus: patch_primus_pipeline, patch_zero_bubble), or do not "
-            "install()"
+            f"the steps of {' and '.join(paths)}: {GETTER} is {found} there, and returns schedules of its own. Turn "
+            "that off (in Primus: patch_primus_pipeline, patch_zero_bubble), or do not install()"
         )
 
 

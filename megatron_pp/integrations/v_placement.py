@@ -119,7 +119,7 @@ class ByChunk(Replacement):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = self.given(args, kwargs)
         chunk, whole_rank = given.get("vp_stage"), given.get("ignore_virtual", "ignore_virtual" in self.parameters)
-        if self.use.kind != V_SHAPE or chunk is None or whole_rank:
+        if self.use.kind != V_SHAPE or self.use.ended or chunk is None or whole_rank:
             return super().__call__(*args, **kwargs)
         with chunk_place(chunk):
             return super().__call__(*args, **kwargs)

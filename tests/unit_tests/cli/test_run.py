@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from megatron_pp.integrations import megatron_core, megatron_release
+from megatron_pp.integrations import megatron_core
 from megatron_pp.integrations.settings import TABLE
 from tests.unit_tests.cli.conftest import assert_refused
 from tests.unit_tests.integrations.test_megatron_versions import published_schedules
@@ -43,7 +43,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "link.py").symlink_to(tmp_path / "scripts" / "probe.py")
     write_megatron(tmp_path / "library" / "megatron" / "core")
     monkeypatch.chdir(tmp_path)
-    megatron_release.load_megatron.cache_clear()
     with (
         mock.patch.dict(sys.modules),
         mock.patch.object(sys, "argv", list(sys.argv)),
@@ -53,7 +52,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
             del sys.modules[name]
         yield tmp_path
-    megatron_release.load_megatron.cache_clear()
 
 
 def write_megatron(core: Path) -> None:

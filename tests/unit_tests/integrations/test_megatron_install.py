@@ -26,12 +26,10 @@ SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
     """What is loaded here must not be taken for the real Megatron later, nor the other way round."""
-    megatron_release.load_megatron.cache_clear()
     with mock.patch.dict(sys.modules):
         for name in [n for n in sys.modules if n.split(".")[0] == "megatron"]:
             del sys.modules[name]
         yield
-    megatron_release.load_megatron.cache_clear()
 
 
 def stand_in(version: str, body: str = "...", **changed: str) -> types.ModuleType:

@@ -1,4 +1,4 @@
-"""What happens at the end of an import: once, when all modules have run, wherever they come from."""
+"""What happens at the end of an import: when all modules have run, wherever they come from."""
 
 from __future__ import annotations
 
@@ -47,14 +47,28 @@ class Calls:
 
 def test_it_is_called_once_when_all_modules_are_complete() -> None:
     calls = Calls()
-    observer = WhenImported(NAMES, calls)
+    WhenImported(NAMES, calls)
     assert calls.versions == []
     importlib.import_module("imported_library")
     assert calls.versions == [3]
-    assert observer not in sys.meta_path
-    importlib.reload(sys.modules["imported_library"])
     importlib.import_module("imported_library.part")
     assert calls.versions == [3]
+
+
+def test_it_is_called_again_where_modules_are_removed_and_imported_anew(library: Path) -> None:
+    """Or reloaded; where another observer waits for the same ones too."""
+    calls, others = Calls(), Calls()
+    WhenImported(NAMES, calls)
+    WhenImported(NAMES[:1], others)
+    importlib.import_module("imported_library")
+    for name in NAMES:
+        del sys.modules[name]
+    (library / "__init__.py").write_text("version = 4444\n")
+    importlib.invalidate_caches()
+    importlib.import_module("imported_library")
+    assert (calls.versions, others.versions) == ([3, 4444], [3, 4444])
+    importlib.reload(sys.modules["imported_library"])
+    assert others.versions == [3, 4444, 4444]
 
 
 def test_modules_keep_their_own_loaders(library: Path) -> None:
@@ -70,9 +84,8 @@ def test_modules_keep_their_own_loaders(library: Path) -> None:
 def test_it_is_called_at_once_where_they_have_been_imported() -> None:
     importlib.import_module("imported_library")
     calls = Calls()
-    observer = WhenImported(NAMES, calls)
+    WhenImported(NAMES, calls)
     assert calls.versions == [3]
-    assert observer not in sys.meta_path
 
 
 def test_it_waits_where_an_import_fails(library: Path) -> None:

@@ -1,0 +1,222 @@
+"""What `install()`, `uninstall()` and blocks of `installed()` leave behind: in any order, in several threads, after
+errors, and where Megatron's modules are removed and imported anew."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import linecache
+import sys
+import threading
+import types
+from typing import Any
+
+import pytest
+
+from megatron_pp.errors import NotServedError
+from megatron_pp.integrations import megatron_core
+from megatron_pp.integrations.megatron_versions import ENTRIES
+from tests.unit_tests.integrations.test_megatron_install import SCHEDULES, _fresh, stand_in
+from tests.unit_tests.integrations.test_other_schedules import runs, schedules, training_step
+
+__all__ = ["_fresh", "schedules"]  # fixtures
+ALONE, ONE_CHUNK, CHUNKS = ENTRIES
+
+
+def all_three(module: Any) -> list[str]:
+    """Whose schedules run. Of the stand-ins only the first returns something."""
+    first, *others = (runs(getattr(module, name)) for name in ENTRIES)
+    assert others == (["ours"] * 2 if first == "ours" else ["None"] * 2)
+    return [first] * 3
+
+
+def imported_anew(body: str = "return 'anew'") -> types.ModuleType:
+    """Megatron's modules after a program has removed and imported them again."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
+        del sys.modules[name]
+    return stand_in("0.20.0", body)
+
+
+def test_what_the_collector_makes_of_its_arguments_is_no_holder(
+    schedules: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As since Python 3.13, whose `gc.get_referrers` reports the tuple of its own arguments."""
+    of_before = gc.get_referrers
+    monkeypatch.setattr(gc, "get_referrers", lambda *objects: [objects, *of_before(*objects)])
+    megatron_core.install()
+    assert caplog.messages == []
+    megatron_core.uninstall()
+    kept = (schedules.get_forward_backward_func(),)  # a tuple of the program's
+    megatron_core.install()
+    (said,) = caplog.messages
+    assert said.startswith(f"{ALONE} was fetched before install() and is held by builtins.tuple: ")
+    assert runs(kept[0]) == "theirs"
+
+
+def test_modules_that_are_imported_anew_are_installed_anew(schedules: Any, caplog: pytest.LogCaptureFixture) -> None:
+    megatron_core.install(strict=True)
+    new = imported_anew()
+    assert not megatron_core.is_installed()
+    megatron_core.install(strict=True)
+    assert caplog.messages == []
+    assert megatron_core.is_installed()
+    assert all_three(new) == ["ours"] * 3
+    assert runs(new.get_forward_backward_func()) == "ours"
+    assert getattr(new, ALONE).plugin.megatron.schedules is new
+    assert all_three(schedules) == ["ours"] * 3, "who has kept the modules of before"
+    megatron_core.uninstall()
+    assert all_three(new) == ["anew"] * 3
+    assert all_three(schedules) == ["theirs"] * 3
+    assert not any(
+        isinstance(getattr(module, name), megatron_core.Schedule) for module in (new, schedules) for name in ENTRIES
+    )
+    with megatron_core.installed():
+        assert all_three(new) == ["ours"] * 3
+        newest = imported_anew("return 'newest'")
+        assert all_three(newest) == ["newest"] * 3
+    assert all_three(new) == ["anew"] * 3, "the block has ended"
+    assert caplog.messages == []
+
+
+def test_modules_that_are_imported_anew_and_not_installed_are_said_at_the_end(
+    schedules: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    megatron_core.install()
+    new = imported_anew()
+    assert all_three(new) == ["anew"] * 3
+    megatron_core._report_unused()
+    (said,) = caplog.messages
+    assert "imported anew after install()" in said
+    assert "call install() again" in said
+
+
+def test_a_strict_install_that_raises_changes_nothing(schedules: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Also where it has first found functions that it would take."""
+    megatron_core.install(any_microbatch_count=True)
+    ours = [getattr(schedules, name) for name in ENTRIES]
+    theirs = [one.theirs for one in ours]
+    source = "".join(linecache.getlines(schedules.__file__)).replace("'theirs'", "'anew'")
+    exec(compile(source, schedules.__file__, "exec"), vars(schedules))  # as importlib.reload
+    setattr(schedules, CHUNKS, print)
+    before = dict(vars(schedules)), [dict(vars(one)) for one in ours], dict(vars(ours[0].plugin))
+    with pytest.raises(NotServedError, match=r"builtins\.print has replaced"):
+        megatron_core.install(strict=True)
+    assert [one.theirs for one in ours] == theirs
+    assert (dict(vars(schedules)), [dict(vars(one)) for one in ours], dict(vars(ours[0].plugin))) == before
+    megatron_core.uninstall()
+    assert runs(getattr(schedules, ALONE)) == "anew"
+    assert caplog.messages == []
+
+
+def test_an_install_that_cannot_place_models_changes_nothing(schedules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broken import of Megatron's models."""
+
+    def broken(*unused: Any) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(megatron_core, "place_models", broken)
+    with pytest.raises(RuntimeError, match="broken"):
+        megatron_core.install()
+    monkeypatch.undo()
+    assert not megatron_core.is_installed()
+    assert all_three(schedules) == ["theirs"] * 3
+
+
+def microbatches(module: Any) -> bool | None:
+    """A setting of what is installed."""
+    plugin = getattr(getattr(module, ALONE), "plugin", None)
+    return None if plugin is None else plugin.settings.any_microbatch_count
+
+
+def test_blocks_end_in_any_order(schedules: Any) -> None:
+    first = megatron_core.installed()
+    first.__enter__()
+    second = megatron_core.installed(any_microbatch_count=True)
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert microbatches(schedules) is True, "the other block's"
+    second.__exit__(None, None, None)
+    assert not megatron_core.is_installed()
+    assert training_step() == "theirs"
+
+
+def test_a_block_ends_as_it_began_whatever_happens_within(schedules: Any, caplog: pytest.LogCaptureFixture) -> None:
+    megatron_core.install(any_microbatch_count=True)
+    with megatron_core.installed():
+        assert microbatches(schedules) is False
+        megatron_core.uninstall()
+        assert not megatron_core.is_installed()
+        with megatron_core.installed():
+            assert megatron_core.is_installed()
+        assert not megatron_core.is_installed()
+    assert microbatches(schedules) is True
+    with megatron_core.installed():
+        megatron_core.install(any_microbatch_count=False)
+    assert microbatches(schedules) is True
+    with pytest.raises(KeyError), megatron_core.installed():
+        raise KeyError
+    with megatron_core.installed():
+        setattr(schedules, CHUNKS, print)
+        with pytest.raises(NotServedError):
+            megatron_core.install(strict=True)
+    assert microbatches(schedules) is True
+    megatron_core.uninstall()
+    with megatron_core.installed():
+        megatron_core.install(any_microbatch_count=True)
+    assert not megatron_core.is_installed()
+    assert training_step() == "theirs"
+    assert not [said for said in caplog.messages if CHUNKS not in said]
+
+
+def test_the_end_of_a_block_raises_nothing(schedules: Any) -> None:
+    """It restores what was accepted when it was installed."""
+    megatron_core.install(strict=True, any_microbatch_count=True)
+    with megatron_core.installed():
+        setattr(schedules, CHUNKS, print)
+    assert microbatches(schedules) is True
+    assert getattr(schedules, CHUNKS) is print
+
+
+def test_blocks_of_threads_leave_nothing_behind(schedules: Any) -> None:
+    barrier = threading.Barrier(4)
+    found: list[str] = []
+
+    def blocks() -> None:
+        for _ in range(10):
+            barrier.wait(30)
+            with megatron_core.installed():
+                found.append(runs(getattr(schedules, ALONE)))
+
+    threads = [threading.Thread(target=blocks) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == ["ours"] * 40
+    assert not megatron_core.is_installed()
+    assert all_three(schedules) == ["theirs"] * 3
+
+
+def test_an_engine_that_was_loaded_twice_takes_the_place_of_the_first(
+    schedules: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A notebook reloads modules, a test removes them."""
+    megatron_core.install()
+    source = importlib.util.find_spec(megatron_core.__name__)
+    assert source is not None
+    assert source.loader is not None
+    second: Any = importlib.util.module_from_spec(source)
+    source.loader.exec_module(second)
+    try:
+        second.install(strict=True)
+        assert second.is_installed()
+        assert all_three(schedules) == ["ours"] * 3
+        assert all(type(getattr(schedules, name)) is second.Schedule for name in ENTRIES)
+        second.uninstall()
+        assert all_three(schedules) == ["theirs"] * 3
+        assert not any(isinstance(getattr(schedules, name), megatron_core.Schedule) for name in ENTRIES)
+    finally:
+        second.uninstall()
+        megatron_core.uninstall()
+    assert caplog.messages == []
+    assert sys.modules[SCHEDULES] is schedules
