@@ -86,7 +86,7 @@ def train(argv: Sequence[str]) -> Trainer:
     shown.setLevel(logging.WARNING if process.rank == 0 else logging.ERROR)
     logging.basicConfig(handlers=[shown], format="%(message)s")
     # At least torch's default, and longer than any operation may take: the fault guard's errors come first.
-    timeout = timedelta(seconds=max(1800.0, 2 * StepSettings.from_config(config).patience))
+    timeout = timedelta(seconds=max(1800.0, 2 * StepSettings.from_config(config).timeouts(None).compute))
     with joined(process, device, timeout):
         check_same_settings(settings.everything())
         with agreed_start(settings, layout) as start:

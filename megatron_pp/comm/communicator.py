@@ -74,7 +74,7 @@ class P2PCore:
         self.wire: WireCheck | None = load("wire_check").WireCheck(self.rank) if settings.p2p_debug else None
         self.variable_shapes = self.shapes_vary or self.wire is not None
         self._ahead = load("shapes_ahead") if self.variable_shapes else None
-        self.patience = timedelta(seconds=settings.p2p_timeout)
+        self.patience = timedelta(seconds=settings.timeouts(transport.limit).transfer)
         # NCCL's wait with a timeout would block the host; there the fault guard and NCCL's own watchdog keep time.
         self.timeout = None if transport.pollable else self.patience
         self.synchronize_batches = settings.batch_p2p_sync and self.device.type == "cuda"

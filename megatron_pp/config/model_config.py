@@ -208,10 +208,16 @@ class ModelParallelConfig:
     max_pending_sends: int = setting(
         2, "unfinished sends that may pile up before the schedule waits for one", kinds.count(0)
     )
-    p2p_timeout: float = setting(600.0, "seconds until a transfer without answer is an error", kinds.SECONDS)
+    p2p_timeout: float | None = setting(
+        None,
+        "seconds until a transfer without answer is an error; None: 480, or 0.8 of the process group's timeout where "
+        "that is shorter",
+        kinds.SECONDS,
+    )
     compute_timeout: float | None = setting(
         None,
-        "seconds that one operation of a rank that gives signs of life may take; None: ten times p2p_timeout",
+        "seconds that one operation of a rank that gives signs of life may take; None: ten times p2p_timeout, or 0.95 "
+        "of the process group's timeout where that is shorter",
         kinds.SECONDS,
     )
     step_number: int | Callable[[], int] | None = setting(

@@ -99,7 +99,8 @@ def checked_costs(costs: Any, count: int | None = None) -> tuple[float, ...]:
 
 
 def check_timeouts(config: Any) -> None:
-    if config.compute_timeout is not None and config.compute_timeout < config.p2p_timeout:
+    given = config.p2p_timeout, config.compute_timeout
+    if None not in given and config.compute_timeout < config.p2p_timeout:
         raise ConfigError(
             f"compute_timeout is {config.compute_timeout!r}, below p2p_timeout, {config.p2p_timeout!r}; it must be "
             "at least as long, or None"

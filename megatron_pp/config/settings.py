@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_pp.config import rules
 from megatron_pp.config.checks import whole_number
@@ -18,6 +20,18 @@ TE_GRAPHS = "transformer_engine"
 LOCAL_GRAPHS = "local"
 """Of ``cuda_graph_impl``: in graphs that Megatron captures itself, in the order of the first step."""
 LAYER_GRAPHS = (TE_GRAPHS, LOCAL_GRAPHS)
+
+
+_P2P_TIMEOUT = 480.0  # seconds: below the ten minutes of torch's NCCL groups and Megatron's groups
+# Of the process group's timeout: the time between is for finding out, and for telling the other ranks.
+_TRANSFER_SHARE, _COMPUTE_SHARE = 0.8, 0.95
+
+
+class Timeouts(NamedTuple):
+    """Seconds without an answer to a ``transfer``, and in one operation of a rank whose process lives (``compute``)."""
+
+    transfer: float
+    compute: float
 
 
 # Fields that no step reads.
@@ -106,10 +120,14 @@ class StepSettings(_Values):
         """Which training steps are recorded, as in ``3,10-12``; empty where tracing is off."""
         return (self.trace_steps or "2-21") if self.trace_dir else ""
 
-    @property
-    def patience(self) -> float:
-        """Seconds that one operation of a rank whose process lives may take."""
-        return self.compute_timeout or 10 * self.p2p_timeout
+    def timeouts(self, limit: timedelta | None) -> Timeouts:
+        """``limit``: after which the process group gives up, with errors that say less. Defaults are below it."""
+        most = math.inf if limit is None else limit.total_seconds()
+        transfer = self.p2p_timeout
+        if transfer is None:
+            transfer = min(_P2P_TIMEOUT, _TRANSFER_SHARE * most, self.compute_timeout or math.inf)
+        compute = self.compute_timeout or max(transfer, min(10 * transfer, _COMPUTE_SHARE * most))
+        return Timeouts(transfer, compute)
 
     def given_microbatch_costs(self, count: int) -> tuple[float, ...]:
         """``microbatch_costs``, called if it is a function; () where there are none. Raises ScheduleInputError unless

@@ -97,21 +97,21 @@ def _guard_of(transport: Transport, settings: StepSettings) -> FaultGuard | None
     if transport.size == 1 or transport.store is None:
         return None
     guard: FaultGuard | None = transport.guard
+    timeouts = settings.timeouts(transport.limit)
     if guard is None:
         _warn_of_timeout(transport, settings)
-        guard = transport.guard = _make_guard(transport, settings.p2p_timeout)
-    guard.timeout = settings.p2p_timeout
-    guard.patience = settings.patience
+        guard = transport.guard = _make_guard(transport, timeouts.transfer)
+    guard.timeout, guard.patience = timeouts
     return guard
 
 
 def _warn_of_timeout(transport: Transport, settings: StepSettings) -> None:
-    """Where the group's own timeout comes first: its errors contain less, and NCCL's ends the process by default. The
-    defaults of Megatron and of the config are equal, which is no reason to warn."""
+    """Where the group's own timeout comes before one that the config sets: the group's errors contain less, and NCCL's
+    ends the process by default."""
     name = "p2p_timeout" if settings.compute_timeout is None else "compute_timeout"
     seconds = getattr(settings, name)
     limit = None if transport.limit is None else transport.limit.total_seconds()
-    if limit is not None and limit < seconds and transport.rank == 0:
+    if limit is not None and seconds is not None and limit < seconds and transport.rank == 0:
         logger.warning(
             "the process group of pipeline %s gives up after %g s, but config.%s is %g s: a long operation may end in "
             "the group's error, which contains less; make the group with a longer timeout "

@@ -8,6 +8,7 @@ import pickle
 import re
 import subprocess
 import sys
+from datetime import timedelta
 from types import SimpleNamespace
 
 import numpy as np
@@ -33,7 +34,7 @@ def test_defaults_are_a_single_process_that_frees_its_outputs():
     assert config.deallocate_pipeline_outputs
     assert not config.batch_p2p_sync
     assert not config.overlap_p2p_comm
-    assert config.p2p_timeout == 600.0
+    assert config.p2p_timeout is None
 
 
 def test_fields_left_none_are_derived_as_megatron_does():
@@ -108,7 +109,7 @@ BAD = [
     ({"max_pending_sends": -1}, "max_pending_sends is -1.*0"),
     ({"p2p_timeout": 0}, "p2p_timeout is 0.*600.0"),
     ({"compute_timeout": 0}, "compute_timeout is 0.*600.0"),
-    ({"compute_timeout": 60.0}, "compute_timeout is 60.0, below p2p_timeout, 600.0"),
+    ({"p2p_timeout": 600.0, "compute_timeout": 60.0}, "compute_timeout is 60.0, below p2p_timeout, 600.0"),
     ({"p2p_timeout": float("inf")}, "p2p_timeout is inf"),
     ({"p2p_timeout": float("nan")}, "p2p_timeout is nan"),
     ({"defer_embedding_wgrad_compute": True}, "defer_embedding_wgrad_compute is True"),
@@ -220,11 +221,38 @@ def test_settings_of_a_foreign_config_have_our_defaults():
     filled_in = {"microbatch_group_size_per_vp_stage": None, "autocast_dtype": None, "batch_p2p_comm": None}
     assert ours._replace(**filled_in) == bare
     assert (ours.policy, bare.policy) == ("batched", "plain")  # a grouped call only where it is asked for
-    assert (bare.p2p_timeout, bare.patience, bare.max_pending_sends) == (600.0, 6000.0, 2)
+    assert (bare.p2p_timeout, bare.compute_timeout, bare.max_pending_sends) == (None, None, 2)
     foreign = SimpleNamespace(overlap_p2p_comm=True, p2p_timeout=None, p2p_channels="shared")
     settings = StepSettings.from_config(foreign)
-    assert (settings.policy, settings.p2p_timeout, settings.one_way) == ("overlap", 600.0, False)
+    assert (settings.policy, settings.p2p_timeout, settings.one_way) == ("overlap", None, False)
     assert StepSettings.from_config(settings) is settings
+
+
+@pytest.mark.parametrize("minutes", [0.1, 1, 5, 10, 30, 600])
+def test_default_timeouts_are_below_the_groups(minutes):
+    """Megatron's groups give up after ten minutes, torch's on NCCL too."""
+    limit = timedelta(minutes=minutes)
+    transfer, compute = StepSettings.from_config(SimpleNamespace()).timeouts(limit)
+    assert 0 < transfer < compute < limit.total_seconds()
+    assert transfer == min(480.0, 0.8 * limit.total_seconds())
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds", "expected"),
+    [
+        ({}, None, (480.0, 4800.0)),
+        ({}, 600, (480.0, 570.0)),
+        ({"p2p_timeout": 60.0}, 600, (60.0, 570.0)),
+        ({"p2p_timeout": 30.0}, 600, (30.0, 300.0)),
+        ({"p2p_timeout": 900.0}, 600, (900.0, 900.0)),  # a warning says that the group gives up before that
+        ({"compute_timeout": 3600.0}, 600, (480.0, 3600.0)),
+        ({"compute_timeout": 60.0}, 600, (60.0, 60.0)),
+        ({"p2p_timeout": 5.0, "compute_timeout": 8.0}, None, (5.0, 8.0)),
+    ],
+)
+def test_timeouts_that_are_given_are_kept(given, seconds, expected):
+    limit = None if seconds is None else timedelta(seconds=seconds)
+    assert StepSettings.from_config(SimpleNamespace(**given)).timeouts(limit) == expected
 
 
 def test_settings_are_read_anew_from_a_config_that_changes():
@@ -239,7 +267,7 @@ def test_settings_are_read_anew_from_a_config_that_changes():
     ("field", "value", "sentence"),
     [
         ("p2p_timeout", 0, "config.p2p_timeout is 0; it must be a number of seconds above 0"),
-        ("compute_timeout", 60.0, "config.compute_timeout is 60.0, below p2p_timeout, 600.0"),
+        ("compute_timeout", 0, "config.compute_timeout is 0; it must be a number of seconds above 0"),
         ("batch_p2p_comm", True, "config.overlap_p2p_comm and batch_p2p_comm are both True"),
         ("calculate_per_token_loss", "False", "config.calculate_per_token_loss is 'False'; it must be True or False"),
         ("pipeline_schedule", [1], "config.pipeline_schedule is [1]; it must be a text"),

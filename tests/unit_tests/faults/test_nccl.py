@@ -88,7 +88,7 @@ class Limited(MemoryTransport):
 def test_a_group_that_gives_up_before_the_guard_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     store = dist.HashStore()
 
-    def warnings(compute_timeout: float | None, rank: int = 0, p2p_timeout: float = 5.0) -> list[str]:
+    def warnings(compute_timeout: float | None, rank: int = 0, p2p_timeout: float | None = 5.0) -> list[str]:
         caplog.clear()
         config = toy_config(compute_timeout=compute_timeout, p2p_timeout=p2p_timeout)
         transport = Limited(MemoryNetwork(2, store=store), rank)
@@ -104,7 +104,8 @@ def test_a_group_that_gives_up_before_the_guard_is_warned_of_once(caplog: pytest
     assert "--distributed-timeout-minutes" in said
     assert warnings(61.0, rank=1) == []
     assert warnings(60.0) == []
-    assert warnings(None, p2p_timeout=60.0) == [], "as Megatron's default and ours; nobody asked for ten times as long"
+    assert warnings(None, p2p_timeout=60.0) == [], "nobody asked for ten times as long"
+    assert warnings(None, p2p_timeout=None) == [], "the default is below the group's"
     (said,) = warnings(None, p2p_timeout=61.0)
     assert "gives up after 60 s, but config.p2p_timeout is 61 s" in said
 
