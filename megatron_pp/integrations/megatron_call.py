@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections.abc import Mapping
 from contextlib import nullcontext
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +24,7 @@ from megatron_pp.on_demand import is_loaded, load
 from megatron_pp.plan.ir.placement import V_SHAPE
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.plan.orders import COMBINED, INTERLEAVED, find_family
+from megatron_pp.runtime.communicators import pipeline_group
 from megatron_pp.runtime.step import StepCall
 
 if TYPE_CHECKING:
@@ -39,6 +40,12 @@ def with_overrides(config: Any, overrides: Mapping[str, Any]) -> Any:
     config = copy.copy(config)
     vars(config).update(changed)
     return config
+
+
+@lru_cache(maxsize=8)
+def takes_side(shapes_of: Any) -> bool:
+    """Whether Megatron's `get_tensor_shapes` is asked for what a stage receives or for what it sends."""
+    return {"pp_group", "is_recv"} <= inspect.signature(shapes_of).parameters.keys()
 
 
 class MegatronCall(StepCall):
@@ -177,7 +184,17 @@ class MegatronCall(StepCall):
             config=self.overridden_config,
             tp_group=groups.tp,
             cp_group=groups.cp,
+            **self._side_of_stage(shapes_of),
         )
+
+    def _side_of_stage(self, shapes_of: Any) -> dict[str, Any]:
+        """The arguments with which `get_tensor_shapes` gives the shape between two stages, where the release has them:
+        with hyper-connections what a stage gives the next one is wider than what enters and leaves the pipeline.
+        """
+        if not takes_side(shapes_of):
+            return {}
+        group = pipeline_group(self.inputs, self.alone)
+        return {"pp_group": group, "is_recv": group is not None and group.rank() > 0}
 
     def step_number(self) -> int | None:
         """Where the config gives none, the iteration of Megatron's own training loop."""

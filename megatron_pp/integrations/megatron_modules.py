@@ -7,6 +7,7 @@ leaders broadcast to the other ranks of their tensor-parallel group, the sending
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from megatron_pp.common.module_attributes import wrapped_attribute
 from megatron_pp.common.object_table import ObjectTable
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import PlanError
-from megatron_pp.features.modules.graph import Edge, Module, module_graphs
+from megatron_pp.features.modules.graph import Edge, Module, ModuleGraph, module_graphs
 from megatron_pp.features.modules.modules_step import ModulesPipeline, OnModules, unserved_setting
 from megatron_pp.integrations.megatron_call import MegatronCall
 from megatron_pp.integrations.megatron_release import Megatron
@@ -29,6 +30,7 @@ from megatron_pp.plan.ir.spec import Plan
 
 _SCHEDULE = "forward_backward_pipelining_without_interleaving"
 _WHAT = "pipelines of several modules"
+_OLDEST = (0, 18)  # before, `backward_step_multimodule` raises for what it receives from a stage of the same module
 
 
 def reason_not_served(
@@ -38,9 +40,10 @@ def reason_not_served(
     groups: Any = arguments.get(megatron.row.groups_keyword)
     communicator, model = arguments.get("p2p_communicator"), arguments.get("model")
     config: Any = wrapped_attribute(model[0] if isinstance(model, (list, tuple)) and model else model, "config")
-    known = hasattr(megatron.multi_module[-1], "is_module_pp_first_stage")  # where gradients are synchronised
-    if not known or not hasattr(megatron.schedules, "backward_step_multimodule"):
+    if not hasattr(megatron.schedules, "backward_step_multimodule"):
         return f"{_WHAT} as this release has them"
+    if megatron.row.release < _OLDEST:
+        return f"{_WHAT} of megatron-core {megatron.version}, whose own backward of them fails (0.18 mends it)"
     if schedule != _SCHEDULE:
         return f"{_WHAT} in {schedule}"
     if [type(groups), type(communicator)] != list(megatron.multi_module):
@@ -95,8 +98,20 @@ def _pipeline_of(communicator: Any) -> ModulesPipeline:
     found = _PIPELINES.get(layout)
     if found is None or found.group not in dist.distributed_c10d._world.pg_map:
         found = ModulesPipeline(layout.modules, dict(layout.topology), parts=_BridgeParts(communicator))
+        if found.graph is not None and not hasattr(communicator, "is_module_pp_first_stage"):
+            found.graph = with_leading_sources(found.graph)
         _PIPELINES[layout] = found
     return found
+
+
+def with_leading_sources(graph: ModuleGraph) -> ModuleGraph:
+    """The graph with other leading ranks, on which `config.grad_sync_func` is not called: as in Megatron-core 0.17 to
+    0.19, the ranks of the first stage of a module that takes no other module's output.
+    """
+    targets = {name for _, names in graph.topology for name in names}
+    sources = [module for module in graph.modules if module.name not in targets]
+    ranks = {rank for module in sources for replica in module.ranks for rank in replica[0]}
+    return dataclasses.replace(graph, leading=tuple(rank in ranks for rank in graph.members))
 
 
 def _unserved_grids(communicator: Any, modules: Sequence[Module | None]) -> str | None:

@@ -71,6 +71,7 @@ KNOWN: dict[str, dict[tuple[int, int], str]] = {
             .get_language_model_cp_size .has_language_model .is_pp_first_stage .is_pp_last_stage
             .language_model_module_name .total_stages
         """,
+        (0, 19): "get_tensor_shapes(is_recv=) get_tensor_shapes(pp_group=)",  # the branch dev
         (0, 20): ".is_module_pp_first_stage .rank_module_map",
     },
     "forward_backward_pipelining_with_interleaving": {
@@ -99,6 +100,7 @@ KNOWN: dict[str, dict[tuple[int, int], str]] = {
             .send_forward_recv_forward .wait
         """,
         (0, 17): ".is_pp_last_stage",
+        (0, 19): "config.enable_hyper_connections config.num_residual_streams",  # the branch dev
     },
     COMMUNICATOR: {
         (0, 14): """

@@ -25,7 +25,7 @@ CHECKOUT = os.environ.get("MEGATRON_CHECKOUT", "")
 
 
 def has_modules() -> bool:
-    """Whether the schedules of this Megatron run several modules; reads their source."""
+    """Whether the schedules of this Megatron run several modules, as those of 0.18 and newer do; reads their source."""
     found = importlib.util.find_spec("megatron")
     roots = (
         [CHECKOUT]
@@ -33,10 +33,12 @@ def has_modules() -> bool:
         else [str(Path(one).parent) for one in (found.submodule_search_locations if found else [])]
     )
     files = [Path(root, "megatron/core/pipeline_parallel/schedules.py") for root in roots]
-    return any(one.is_file() and "def backward_step_multimodule" in one.read_text(encoding="utf-8") for one in files)
+    texts = [one.read_text(encoding="utf-8") for one in files if one.is_file()]
+    # The backward of 0.17 raises an AssertionError for gradients in lists, which its communicator gives it.
+    return any("def backward_step_multimodule" in text and "_unwrap_single_tensor_list" in text for text in texts)
 
 
-pytestmark = pytest.mark.skipif(not has_modules(), reason="no Megatron-core whose schedules run several modules")
+pytestmark = pytest.mark.skipif(not has_modules(), reason="pipelines of several modules run on Megatron-core 0.18 on")
 
 LINES = Setup(
     (module_on("vision", pp=2), module_on("audio", pp=2), module_on("llm", 2, pp=2)),

@@ -134,7 +134,8 @@ def make_config(case: Case) -> TransformerConfig:
 
 
 def layer_spec(case: Case) -> Any:
-    spec = get_gpt_layer_local_spec(num_experts=case.model.experts, moe_grouped_gemm=False)
+    more = {"enable_hyper_connection": True} if "enable_hyper_connections" in dict(case.model.extra_config) else {}
+    spec = get_gpt_layer_local_spec(num_experts=case.model.experts, moe_grouped_gemm=False, **more)
     if "experimental_attention_variant" in dict(case.model.extra_config):
         spec.submodules.self_attention = sparse_attention()
     return spec

@@ -104,7 +104,8 @@ class ModuleGraph:
     gradients    the edges of gradients
     depths       of each rank: stages before its own, along the longest way through the modules to its first one
     stages       along the longest way through its modules
-    leading      of each rank: whether it is the first stage of all its modules
+    leading      of each rank: whether it is the first stage of all its modules, where gradients are not synchronised by
+                 a function of the config
     chunks       of each rank
     """
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_pp.errors import ScheduleInputError
+from megatron_pp.features.modules.graph import Module, module_graphs
 from megatron_pp.integrations import combined, megatron_modules, megatron_versions
 from megatron_pp.integrations.megatron_release import Megatron
 from megatron_pp.integrations.megatron_scope import reason_not_served, without_defaults
@@ -137,6 +138,29 @@ def test_pipelines_of_several_modules(version: str, keyword: str) -> None:
         assert why is not None
         assert "several modules" in why
     assert reason(version, {}, **{keyword: type("ManyModules", (TheirCommunicator,), {})()}) is None
+
+
+@pytest.mark.parametrize(
+    ("version", "functions", "words"),
+    [
+        ("0.16.1", (), "as this release has them"),
+        ("0.17.1", ("backward_step_multimodule",), "of megatron-core 0.17.1, whose own backward of them fails"),
+        ("0.18.2", ("backward_step_multimodule",), "several modules in the schedule"),
+    ],
+)
+def test_releases_that_cannot_run_several_modules(version: str, functions: tuple[str, ...], words: str) -> None:
+    given = megatron(version, **dict.fromkeys(functions, print))
+    model = SimpleNamespace(config=SimpleNamespace())
+    why = reason_not_served(given, "the schedule", {"model": model, "p2p_communicator": ManyModules()}, {})
+    assert words in str(why)
+
+
+def test_where_gradients_are_synchronised_by_a_function_up_to_0_19() -> None:
+    """On all ranks but those of the first stage of a module that takes nothing; since 0.20 of any module."""
+    modules = [Module("vision", (((0,), (1,)),)), Module("llm", (((2,), (3,)),)), Module("audio", (((4,),),))]
+    (graph,) = module_graphs(modules, {"vision": ["llm"], "audio": ["llm"]})
+    assert graph.leading == (True, False, True, False, True)
+    assert megatron_modules.with_leading_sources(graph).leading == (True, False, False, False, True)
 
 
 def test_a_communicator_with_transfers_of_its_own_is_left_to_megatron() -> None:

@@ -1,0 +1,57 @@
+"""Megatron's models with hyper-connections, whose stages give each other several streams of the hidden size.
+
+The branch dev of Megatron-LM has them under pipelines. Releases up to 0.19 have none. The main branch of August 2026
+refuses them with a pipeline. `MEGATRON_CHECKOUT` names a folder with another Megatron than the installed one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.functional_tests.megatron_support import assert_equal
+from tests.megatron import groups
+from tests.megatron.cases import Case, Job, Model, Outcome
+from tests.megatron.runner import run_jobs
+
+CHECKOUT = os.environ.get("MEGATRON_CHECKOUT", "")
+FIELD = "enable_hyper_connections"
+
+
+def has_hyper_connections() -> bool:
+    """Whether this Megatron has them under pipelines; reads its source."""
+    found = importlib.util.find_spec("megatron")
+    installed = [str(Path(one).parent) for one in (found.submodule_search_locations or ())] if found else []
+    files = [
+        Path(root, "megatron/core/pipeline_parallel/schedules.py") for root in [CHECKOUT] * bool(CHECKOUT) or installed
+    ]
+    return any(one.is_file() and FIELD in one.read_text(encoding="utf-8") for one in files)
+
+
+pytestmark = pytest.mark.skipif(
+    not has_hyper_connections(), reason="hyper-connections under pipelines are on Megatron's branch dev alone"
+)
+MODEL = Model(layers=4, extra_config=((FIELD, True), ("num_residual_streams", 3)))
+CUTS = {"2 stages": (2, None), "4 stages": (4, None), "2 ranks, 2 chunks each": (2, 2)}
+CASES = {
+    f"{name}, {policy}": Case(MODEL, pp=pp, vp=vp, policy=policy, steps=2, optimizer="adam")
+    for name, (pp, vp) in CUTS.items()
+    for policy in groups.POLICIES
+} | {"2 stages, zb_h1": Case(MODEL, pp=2, schedule="zb_h1", policy="overlap", steps=2, optimizer="adam")}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Outcome]:
+    jobs: list[Job] = groups.compared_with_megatron([*CASES.values()], str(tmp_path_factory.mktemp("references")))
+    found = run_jobs(jobs, 60.0 * len(jobs), None, CHECKOUT or None)
+    return {job.case: outcome for job, outcome in zip(jobs, found, strict=True)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_gradients_and_parameters_are_those_of_megatrons_schedule(
+    name: str, outcomes: dict[Case, Outcome]
+) -> None:
+    assert_equal(outcomes[CASES[name]])
