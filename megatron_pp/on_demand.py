@@ -67,6 +67,7 @@ MODULES = {
     "megatron_modules": "megatron_pp.integrations.megatron_modules",
     "other_schedules": "megatron_pp.integrations.other_schedules",
     "v_placement": "megatron_pp.integrations.v_placement",
+    "v_logs": "megatron_pp.integrations.v_logs",
     "v_step": "megatron_pp.integrations.v_step",
     "settings_file": "megatron_pp.integrations.settings_file",
     # Failures.

@@ -217,7 +217,7 @@ class MegatronCall(StepCall):
             self._finalize(steps.record.num_tokens)
         if self.in_v:
             last = self.communicator.size - 1  # where Megatron's training loop reads the losses
-            load("v_step").hand_over(
+            load("v_logs").hand_over(
                 steps.record.data, self.communicator.pp_group, self.last_rank, last, self.communicator.device
             )
         megatron.reset_offload(self.config, forward_only, self.inputs.pg_collection)

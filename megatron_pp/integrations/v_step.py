@@ -3,15 +3,12 @@ rank 0, where Megatron's loop and finalisation look for the last stage on rank P
 """
 
 import importlib
-import io
-import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_pp.common.module_attributes import unwrapped, wrapped_attribute
 from megatron_pp.errors import ScheduleInputError
@@ -79,62 +76,3 @@ def _sum_shared_gradients(model: Sequence[Any], *args: Any, **kwargs: Any) -> No
 
 def _gradient(weight: Any) -> torch.Tensor | None:
     return getattr(weight, "main_grad", weight.grad)
-
-
-class _Pickler(pickle.Pickler):
-    """Puts dense tensors aside, into ``tensors``."""
-
-    def __init__(self, file: Any) -> None:
-        super().__init__(file)
-        self.tensors: list[torch.Tensor] = []
-
-    def persistent_id(self, obj: Any) -> int | None:
-        if not isinstance(obj, torch.Tensor) or obj.layout is not torch.strided:  # whose dense parts follow
-            return None
-        self.tensors.append(obj.detach())
-        return len(self.tensors) - 1
-
-
-class _Unpickler(pickle.Unpickler):
-    """Takes the tensors that were put aside from ``tensors``."""
-
-    def __init__(self, file: Any, tensors: Sequence[torch.Tensor]) -> None:
-        super().__init__(file)
-        self.tensors = tensors
-
-    def persistent_load(self, pid: int) -> torch.Tensor:
-        return self.tensors[pid]
-
-
-def hand_over(reports: list[Any], group: Any, source: int, target: int, device: torch.device) -> None:
-    """Copy ``reports`` of the rank ``source`` of ``group`` into the list of ``target``, tensors from device to device.
-
-    Called by both with their own list. ``target`` waits for the device; ``source`` does not.
-    """
-    peers = [dist.get_global_rank(group, rank) for rank in (source, target)]
-    if group.rank() == source:
-        file = io.BytesIO()
-        pickler = _Pickler(file)
-        pickler.dump(reports)
-        shapes = [(tensor.dtype, tensor.shape) for tensor in pickler.tensors]
-        dist.send_object_list([(file.getvalue(), shapes)], dst=peers[1], group=group, device=device)
-        for dtype in _dtypes(shapes):
-            alike = [tensor.to(device).reshape(-1) for tensor in pickler.tensors if tensor.dtype == dtype]
-            dist.send(torch.cat(alike), dst=peers[1], group=group)
-    elif group.rank() == target:
-        received: list[Any] = [None]
-        dist.recv_object_list(received, src=peers[0], group=group, device=device)
-        content, shapes = received[0]
-        tensors = [torch.empty(shape, dtype=dtype, device=device) for dtype, shape in shapes]
-        for dtype in _dtypes(shapes):
-            alike = [tensor for tensor in tensors if tensor.dtype == dtype]
-            message = torch.empty(sum(tensor.numel() for tensor in alike), dtype=dtype, device=device)
-            dist.recv(message, src=peers[0], group=group)
-            for tensor, part in zip(alike, message.split([tensor.numel() for tensor in alike]), strict=True):
-                tensor.copy_(part.view(tensor.shape))
-        reports[:] = _Unpickler(io.BytesIO(content), tensors).load()
-
-
-def _dtypes(shapes: Sequence[tuple[torch.dtype, torch.Size]]) -> list[torch.dtype]:
-    """Each dtype once, in order of appearance: one message each."""
-    return list(dict.fromkeys(dtype for dtype, _ in shapes))

@@ -129,6 +129,13 @@ JOBS = {
             "the_schedule_of_install_decides",
         )
     },
+    "logs": ("logs_of_loop_and_v", VARIED["multi-token prediction"]),
+    "logs: data-parallel": ("logs_of_loop_and_v", dataclasses.replace(VARIED["multi-token prediction"], dp=2)),
+    "logs: experts": (
+        "logs_of_loop_and_v",
+        dataclasses.replace(V, policy="plain", model=Model(layers=4, experts=4, extra_config=MTP)),
+    ),
+    "unsendable": ("what_cannot_be_sent_is_an_error_on_both_ranks", V),
     "tied_weights_start_equal": ("tied_weights_start_equal", dataclasses.replace(V, model=SMALL_TIED)),
     "checkpoints": ("checkpoints_go_from_a_loop_to_a_v_and_back", V),
     "checkpoints: tied": (
@@ -203,6 +210,27 @@ def test_all_that_the_loss_function_reports_reaches_the_last_rank(facts: dict[st
     first, last = outcome.facts
     assert first == last
     assert len(first) == V.microbatches
+
+
+@pytest.mark.parametrize("name", [name for name in JOBS if name.startswith("logs")])
+def test_what_the_last_stage_logs_is_logged_on_the_last_rank(name: str, facts: dict[str, Outcome]) -> None:
+    """As in Megatron's loop, on every rank: to the bit."""
+    outcome, case = facts[name], JOBS[name][1]
+    assert outcome.status == "ok", outcome.message
+    for loop, v in outcome.facts:
+        assert v == loop
+    last = outcome.facts[-1][1]
+    assert last["mtp_1 loss"] > 0
+    assert [len(seen) for _, seen in last["own"]] == [case.microbatches] * 2
+    assert ("z_loss" in last) == bool(case.model.experts)
+
+
+def test_reports_that_cannot_be_sent_are_an_error_on_both_ranks(facts: dict[str, Outcome]) -> None:
+    outcome = facts["unsendable"]
+    assert outcome.status == "ok", outcome.message
+    first, last = outcome.facts
+    assert first == last
+    assert "cannot be pickled" in first
 
 
 def test_tied_weights_start_equal_and_count_once(facts: dict[str, Outcome]) -> None:

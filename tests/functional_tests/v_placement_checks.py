@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import multiprocessing
 import os
@@ -16,10 +17,13 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import transformer_block, transformer_layer
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from megatron_pp.common.module_attributes import wrapped_attribute
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.integrations import megatron_core
+from megatron_pp.integrations.v_logs import log_on_last_rank
 from megatron_pp.integrations.v_placement import MirroredGroup, chunk_place
 from tests.megatron import lab
 from tests.megatron.cases import Case
@@ -254,3 +258,64 @@ def reports_reach_the_last_rank(case: Case) -> list[str]:
     original = lab.forward_step
     with megatron_core.installed(), mock.patch.object(lab, "forward_step", forward_step):
         return [str(report) for report in lab.Run(case).schedule(0, True)]
+
+
+def logs_of_loop_and_v(case: Case) -> list[Any]:
+    """What Megatron's training loop would log on this rank after two steps, under its own schedule and in a V: of
+    further tokens, of experts, and of a dict of the program's own."""
+    own: dict[str, Any] = {}
+    log_on_last_rank("of the test", own)
+    loop = dataclasses.replace(case, schedule=None, policy="plain", deallocate=False)
+    return [_logged(loop, own), _logged(case, own)]
+
+
+def _logged(case: Case, own: dict[str, Any]) -> dict[str, Any]:
+    """Each step's, as a training loop reads it."""
+
+    def forward_step(per_token: bool, data_iterator: Any, model: torch.nn.Module) -> Any:
+        output, loss_func = original(per_token, data_iterator, model)
+
+        def logging_loss(output: torch.Tensor) -> Any:
+            loss, report = loss_func(output)
+            own["sum"] = own.get("sum", 0) + report["loss"]
+            own["group"] = parallel_state.get_data_parallel_group()
+            own["seen"] = [*own.get("seen", []), float(report["loss"])]
+            return loss, report
+
+        return output, logging_loss
+
+    original, total, logged = lab.forward_step, {}, []
+    with (
+        megatron_core.installed() if case.schedule else contextlib.nullcontext(),
+        mock.patch.object(lab, "forward_step", forward_step),
+    ):
+        run = lab.Run(case)
+        for step in (0, 1):
+            run.step(step)
+            MTPLossLoggingHelper.track_mtp_metrics(1 / case.microbatches, step, None, None, total)
+            if case.model.experts:
+                _track_experts(case, step, total)
+            if own:
+                dist.all_reduce(own["sum"], group=own["group"])
+                logged.append([float(own["sum"]), own["seen"]])
+                own.clear()
+    return {name: float(value) for name, value in total.items()} | {"own": logged}
+
+
+def _track_experts(case: Case, step: int, total: dict[str, Any]) -> None:
+    layers = case.model.layers + (dict(case.model.extra_config).get("mtp_num_layers") or 0)
+    names = {"force_initialize": True, "track_names": ["load_balancing_loss", "z_loss"], "num_layers": layers}
+    moe_utils.track_moe_metrics(1 / case.microbatches, step, total_loss_dict=total, **names)
+
+
+def what_cannot_be_sent_is_an_error_on_both_ranks(case: Case) -> str:
+    def forward_step(per_token: bool, data_iterator: Any, model: torch.nn.Module) -> Any:
+        output, loss_func = original(per_token, data_iterator, model)
+        return output, lambda output: (loss_func(output)[0], {"loss": lambda: None})
+
+    original = lab.forward_step
+    with megatron_core.installed(), mock.patch.object(lab, "forward_step", forward_step):
+        run = lab.Run(case)
+        with pytest.raises(ScheduleInputError) as error:
+            run.schedule(0, True)
+    return str(error.value)

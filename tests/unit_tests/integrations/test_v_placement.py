@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.integrations import v_placement, v_step
+from megatron_pp.integrations import v_logs, v_placement, v_step
 from megatron_pp.integrations.v_placement import ByChunk, MirroredGroup, Use, mirrored, real_group
 
 
@@ -138,12 +138,12 @@ def test_reports_go_over_with_their_tensors_put_aside_dense() -> None:
     """Each goes from device to device as a flat one, which a sparse tensor cannot be: its parts are."""
     dense, sparse = torch.arange(4.0), torch.eye(3).to_sparse()
     file = io.BytesIO()
-    pickler = v_step._Pickler(file)
+    pickler = v_logs._Pickler(file)
     pickler.dump([{"loss": dense, "hits": sparse, "count": 3}])
     flat = [tensor.reshape(-1) for tensor in pickler.tensors]
     assert len(flat) == 3
     moved = [each.view(tensor.shape) for each, tensor in zip(flat, pickler.tensors, strict=True)]
-    (report,) = v_step._Unpickler(io.BytesIO(file.getvalue()), moved).load()
+    (report,) = v_logs._Unpickler(io.BytesIO(file.getvalue()), moved).load()
     assert report["count"] == 3
     assert torch.equal(report["loss"], dense)
     assert report["hits"].is_sparse
