@@ -107,7 +107,9 @@ def main() -> None:
         skip_cache=args.cache,
     )
     mine = Placement("loop", size, chunks).stages[rank]
-    stages = [PipelineStage(copy.deepcopy(model[stage]), config, chunk) for chunk, stage in enumerate(mine)]
+    stages = [
+        PipelineStage(copy.deepcopy(model[stage]), config, chunk, stage=stage) for chunk, stage in enumerate(mine)
+    ]
     if rank == 0:
         more = {"skip_tensors": stage_blocks(size * chunks), "skip_cache": args.cache}
         spec = PlanSpec(config.schedule_name, size, chunks, MICROBATCHES, **more)

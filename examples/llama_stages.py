@@ -145,7 +145,7 @@ def make_stages(model: nn.Module, schedule: str, virtual: int) -> list[PipelineS
         overlap_p2p_comm=True,
     )
     numbers = stage_numbers(schedule, size, virtual)[dist.get_rank()]
-    stages = [PipelineStage(cut(model, number, size * virtual), config) for number in numbers]
+    stages = [PipelineStage(cut(model, number, size * virtual), config, stage=number) for number in numbers]
     if find_family(schedule).splits_weight:
         split_weight_grad(stages)
     return stages

@@ -35,7 +35,8 @@ class StepsInV:
 
 def check_chunks(schedule: str, placement: str, chunks: Sequence[Any]) -> None:
     """Raises ScheduleInputError for model chunks that were built for another placement than the schedule's."""
-    built = len(chunks) > 1 and is_mirrored(wrapped_attribute(chunks[1], "pg_collection"))
+    # Any of them: one in a wrong place is named in the step, on all ranks (``runtime/chunk_places.py``).
+    built = len(chunks) > 1 and any(is_mirrored(wrapped_attribute(chunk, "pg_collection")) for chunk in chunks)
     if placement == V_SHAPE and not built:
         raise ScheduleInputError(
             f"config.pipeline_schedule {schedule!r} places stages in a v, and model chunk 1 was built for a loop; call "

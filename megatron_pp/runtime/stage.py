@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from megatron_pp.config.checks import whole_number
 from megatron_pp.errors import ScheduleInputError
 
 
@@ -12,12 +13,20 @@ class PipelineStage(torch.nn.Module):
 
     Called as ``stage(batch)``: on the first stage the module gets ``batch``, elsewhere the tensor (or, for several,
     the list) that the stage before sent; and as keyword arguments the named tensors of ``config.skip_tensors`` that the
-    stage uses. A module whose stage makes some returns (output, dict of them)."""
+    stage uses. A module whose stage makes some returns (output, dict of them).
 
-    def __init__(self, module: torch.nn.Module, config: Any, vp_stage: int | None = None) -> None:
+    ``stage``: the number of the stage in the model, from 0, that ``module`` holds (``megatron_pp.stage_numbers``). A
+    step raises ScheduleInputError before any communication where the chunk is another stage under its schedule; without
+    ``stage`` chunks in a wrong order train wrongly.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, config: Any, vp_stage: int | None = None, *, stage: int | None = None
+    ) -> None:
         super().__init__()
         self.inner = module
         self.config, self.vp_stage = config, vp_stage
+        self.stage_in_model = None if stage is None else whole_number("stage", stage, 0, ScheduleInputError)
         self.received: Any = None
         self.named: dict[str, Any] = {}
         self.spent = False  # whether an input was received, used and dropped

@@ -18,6 +18,7 @@ from megatron_pp.plan.lower.syncs import last_reentry, prepares_in_forward
 from megatron_pp.plan.orders import find_family
 from megatron_pp.runtime import plan_choice
 from megatron_pp.runtime.arguments import StepInputs
+from megatron_pp.runtime.chunk_places import check_places
 from megatron_pp.runtime.communicators import communicator_for, lone_communicator, pipeline_group
 from megatron_pp.runtime.compute import ModelSteps, StepOptions
 from megatron_pp.runtime.executor import Feature, PlanExecutor
@@ -112,6 +113,7 @@ class StepCall:
         recordings = [one for one in watching if isinstance(one, Recording)]
         edges, policy, collectives = plan.placement.rank_edges, self.spec.policy, plan.placement.barriers > 0
         with self._guarded(executor, plan) as guard:
+            self._check_places(plan)
             self.communicator.prepare(edges, received, sent, batched=policy == BATCHED, collectives=collectives)
             for recording in recordings:
                 recording.start()
@@ -157,6 +159,10 @@ class StepCall:
         agreed = plan.spec, self.shapes, chosen, self.communicator.dtype, self.communicator.wire is not None
         step = executor, agreed, partial(self.describe, plan), self.number, self.followed_by
         return guarded(self.communicator, self.settings, *step)
+
+    def _check_places(self, plan: Plan) -> None:
+        """Under the guard, so that peers read which rank has a wrong chunk, and before any communication."""
+        check_places(self.inputs.chunks, plan.placement, self.communicator.rank, self.spec.schedule)
 
     def describe(self, plan: Plan) -> dict[str, str]:
         """What all ranks of the pipeline have to agree on, as text; compared when it changes."""

@@ -118,7 +118,9 @@ def reference_run(
 def toy_chunks(
     placement: Placement, rank: int, config: Any, block: Callable[[int], torch.nn.Module] = ToyBlock
 ) -> list[PipelineStage]:
-    return [PipelineStage(block(stage), config, chunk) for chunk, stage in enumerate(placement.stages[rank])]
+    return [
+        PipelineStage(block(stage), config, chunk, stage=stage) for chunk, stage in enumerate(placement.stages[rank])
+    ]
 
 
 def gradients_of(stages: dict[int, Any]) -> dict[str, torch.Tensor]:

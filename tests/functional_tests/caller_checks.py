@@ -331,3 +331,16 @@ def reloaded_groups(case: Case) -> int:
 
 def kept_communicators() -> list[Any]:
     return [one for _, kept in _KEPT.items() for one in kept.values()]
+
+
+def swapped_chunks(case: Case) -> str:
+    """What a step under the engine raises on this rank, whose first rank has its model chunks in the other order."""
+    megatron_lab.set_up_parallel_state(case)
+    with megatron_core.installed(strict=True):
+        run = megatron_lab.Run(case)
+        if parallel_state.get_pipeline_model_parallel_rank() == 0:
+            run.chunks.reverse()
+        with pytest.raises(Exception, match="chunk 0 on rank 0") as raised:
+            run.schedule(0, forward_only=False)
+    close_communicators()
+    return f"{type(raised.value).__name__}: {raised.value}"

@@ -41,7 +41,8 @@ ROOMS = {
     "plan.orders": "family free_ranks interleaved one_chunk overtaking",
     "plan.verify": "device_ranks lifetime queues rendezvous sync_check verifier",
     "runtime": (
-        "arguments communicators compute deallocate executor gradient_hooks log_once message_shapes plan_choice step"
+        "arguments chunk_places communicators compute deallocate executor gradient_hooks log_once message_shapes "
+        "plan_choice step"
     ),
     "tracing": "observers",
 }

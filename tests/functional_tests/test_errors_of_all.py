@@ -1,5 +1,6 @@
 """What one of several real processes does wrong is an error on every rank, in the step in which it is done, and no
-numbers are wrong before it: data that end early, a step unlike its peers', a step that is called once too often.
+numbers are wrong before it: data that end early, a step unlike its peers', a step that is called once too often, model
+chunks in the wrong order.
 
 All cases share one start of the processes; each has a process group of its own.
 """
@@ -59,6 +60,8 @@ UNLIKE: dict[str, tuple[int, dict[str, Any]]] = {
     "the shape of, shorter": (1, {"seq_length": 2}),
     "forward_only, last rank": (2, {"forward_only": True}),
 }
+
+SWAPPED = {"interleaved_1f1b": (1, 4), "zb_v": (1, 4)}  # the stages of rank 1
 
 
 class Count(NamedTuple):
@@ -128,6 +131,20 @@ def run(rank: int, calls: Iterator[Call], chunks: int = 1, counted: bool = False
     return seen
 
 
+def swapped_chunks(rank: int, schedule: str) -> Seen:
+    """A step of two chunks a rank, which rank 1 has in the other order."""
+    group = dist.new_group(list(range(SIZE)))
+    one = rank_of(2, 4, group=group, pipeline_schedule=schedule, p2p_timeout=600.0)
+    chunks = one.model()
+    try:
+        one.step(chunks[::-1] if rank == 1 else chunks)
+    except Exception as error:
+        return Seen([], [], (type(error).__name__, str(error)))
+    finally:
+        close_communicators()
+    return Seen([1], [])
+
+
 def rank_main(rank: int, size: int) -> dict[str, Seen]:
     seen = {}
     for name, (odd_one, other) in UNLIKE.items():
@@ -137,6 +154,8 @@ def rank_main(rank: int, size: int) -> dict[str, Seen]:
     for name, (odd_one, chunks) in ENDED.items():
         data = (ShortData if rank == odd_one else ToyData)(4)
         seen[name] = run(rank, iter([Call(1, data)]), chunks)
+    for schedule in SWAPPED:
+        seen[schedule] = swapped_chunks(rank, schedule)
     return seen
 
 
@@ -186,4 +205,21 @@ def test_data_that_end_early_are_named(per_rank: list[dict[str, Seen]], name: st
     for kind, words in errors[:short] + errors[short + 1 :]:
         assert kind == "PipelinePeerError", errors
         assert f"rank {short}" in words
+        assert sentence in words
+
+
+@pytest.mark.parametrize("schedule", SWAPPED)
+def test_chunks_in_the_wrong_order_are_named(per_rank: list[dict[str, Seen]], schedule: str) -> None:
+    """Without the check the step ends well on all ranks, with wrong losses and gradients."""
+    first, last = SWAPPED[schedule]
+    sentence = (
+        f"chunk 0 on rank 1 is stage {first} under {schedule}: build it with stage_numbers; "
+        f"this one was built with PipelineStage(stage={last})"
+    )
+    errors = [of[schedule].error for of in per_rank]
+    assert errors[1][0] == "ScheduleInputError"
+    assert errors[1][1].startswith(sentence)
+    for kind, words in (errors[0], errors[2]):
+        assert kind == "PipelinePeerError", errors
+        assert "rank 1" in words
         assert sentence in words

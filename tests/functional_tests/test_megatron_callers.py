@@ -29,6 +29,10 @@ CASES = {
 }
 CHECKS = ("verl", "slime")
 WRAPPERS = ("whole_step_wrapper", "stash_runner", "reloaded_groups")
+SWAPPED = {
+    "interleaved_1f1b": dataclasses.replace(VIRTUAL, optimizer=None),
+    "zb_v": dataclasses.replace(VIRTUAL, optimizer=None, schedule="zb_v"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +42,10 @@ def outcomes() -> dict[str, Outcome]:
         for check in (*CHECKS, *WRAPPERS)
         for name, case in CASES.items()
         if check in CHECKS or not case.variable_shapes
+    }
+    jobs |= {
+        f"swapped_chunks, {name}": Job(case, check="tests.functional_tests.caller_checks:swapped_chunks")
+        for name, case in SWAPPED.items()
     }
     return dict(zip(jobs, run_jobs(list(jobs.values()), deadline=200), strict=True))
 
@@ -87,3 +95,14 @@ def test_hyper_connections_in_a_pipeline_are_refused_by_megatrons_config() -> No
     if said == "unknown":
         pytest.skip("this release of Megatron-core has none")
     assert "enable_mhc_connections does not support pipeline_model_parallel_size > 1" in said
+
+
+@pytest.mark.parametrize("schedule", SWAPPED)
+def test_gpt_models_in_the_wrong_order_are_an_error_on_every_rank(schedule: str, outcomes: dict[str, Outcome]) -> None:
+    outcome = outcomes[f"swapped_chunks, {schedule}"]
+    assert outcome.status == "ok", outcome.message
+    own, peer = outcome.facts
+    sentence = f"chunk 0 on rank 0 is stage 0 under {schedule}: build it with stage_numbers; this one was built with vp"
+    assert own.startswith(f"ScheduleInputError: {sentence}")
+    assert peer.startswith("PipelinePeerError")
+    assert sentence in peer

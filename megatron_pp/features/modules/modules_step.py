@@ -108,6 +108,9 @@ class OnModules(StepCall):
         certify_once(plan)
         return plan
 
+    def _check_places(self, plan: Plan) -> None:
+        """The first and the last stage of a module are not those of the pipeline: nothing is compared."""
+
     def _features(self, plan: Plan, steps: Any) -> list[Feature]:
         graphs = self.graph_in_evaluation or not plan.spec.forward_only
         return [ModulesRunner(plan, self.communicator.rank, self.pipeline.parts, graphs)]

@@ -1,0 +1,80 @@
+"""Checks that each model chunk was built for the stage that the plan runs it as."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from megatron_pp.common.module_attributes import unwrapped, wrapped_attributes
+from megatron_pp.common.object_table import ObjectTable
+from megatron_pp.errors import ScheduleInputError
+from megatron_pp.plan.ir.placement import Placement
+
+# By first chunk: the placement, the rank, and the other chunks of a list that was checked.
+_CHECKED: ObjectTable[tuple[Any, ...]] = ObjectTable()
+
+
+def check_places(chunks: Sequence[Any], placement: Placement, rank: int, schedule: str) -> None:
+    """Raises ScheduleInputError where what a chunk says of itself does not fit its stage: PipelineStage's ``stage``,
+    and Megatron's ``vp_stage``, ``pre_process``, ``post_process`` and layer numbers. A chunk that says nothing is not
+    checked. A list of chunks that was found right is not looked at again."""
+    first = chunks[0]
+    if placement.num_stages == 1 or not isinstance(first, torch.nn.Module):
+        return
+    where = placement.kind, placement.pipeline_size, len(chunks), rank
+    known = _CHECKED.get(first)
+    if known is not None and known[0] == where and _are(chunks[1:], known[1]):
+        return
+    for number, wrong in _wrong_chunks(chunks, placement, rank):
+        numbers = placement.stages[rank]
+        raise ScheduleInputError(
+            f"chunk {number} on rank {rank} is stage {numbers[number]} under {schedule}: build it with stage_numbers; "
+            f"{wrong}. megatron_pp.stage_numbers({schedule!r}, {placement.pipeline_size}, {len(chunks)})[{rank}] is "
+            f"{numbers}: the stages of this rank, numbered from 0, in the order of the list of model chunks"
+        )
+    if all(isinstance(chunk, torch.nn.Module) for chunk in chunks):  # of which there are weak references
+        _CHECKED[first] = where, [weakref.ref(chunk) for chunk in chunks[1:]]
+
+
+def _are(chunks: Sequence[Any], known: Sequence[weakref.ref[Any]]) -> bool:
+    return all(ref() is chunk for ref, chunk in zip(known, chunks, strict=True))
+
+
+def _wrong_chunks(chunks: Sequence[Any], placement: Placement, rank: int) -> Iterator[tuple[int, str]]:
+    """The number of each chunk that does not fit, and what it says."""
+    names = "stage_in_model", "vp_stage", "pre_process", "post_process"
+    for number, chunk in enumerate(chunks):
+        stage, vp_stage, first, last = wrapped_attributes(chunk, names)
+        if stage is not None and stage != placement.stage(rank, number):
+            yield number, f"this one was built with PipelineStage(stage={stage})"
+        if len(chunks) > 1 and type(vp_stage) is int and vp_stage != number:
+            yield number, f"this one was built with vp_stage={vp_stage}"
+        for name, found, wanted in (
+            ("pre_process", first, placement.is_first_stage(rank, number)),
+            ("post_process", last, placement.is_last_stage(rank, number)),
+        ):
+            if type(found) is bool and found is not wanted:
+                which = "first" if name == "pre_process" else "last"
+                yield number, f"{name} of this one is {found}, and of the {which} stage alone it is True"
+    yield from _wrong_layers(chunks, placement.stages[rank])
+
+
+def _wrong_layers(chunks: Sequence[Any], stages: Sequence[int]) -> Iterator[tuple[int, str]]:
+    """Chunks whose layers do not follow those of the rank's stage before, by Megatron's numbers."""
+    most = 0
+    for number in sorted(range(len(chunks)), key=lambda chunk: stages[chunk]):
+        layers = _layer_numbers(chunks[number])
+        if layers and min(layers) <= most:
+            yield number, f"its layers are {layers}, and an earlier stage of this rank has layer {most}"
+        most = max([most, *layers])
+
+
+def _layer_numbers(chunk: Any) -> list[int]:
+    layers = getattr(getattr(unwrapped(chunk), "decoder", None), "layers", None)
+    if not isinstance(layers, torch.nn.ModuleList):
+        return []
+    numbers = [getattr(layer, "layer_number", None) for layer in layers]
+    return [number for number in numbers if type(number) is int]

@@ -1,0 +1,174 @@
+"""A model chunk that was built for another stage than the plan runs it as is an error before anything is sent. Without
+the check such a model trains, and wrongly: its chunks take each other's inputs. On real processes, also on the peers of
+the wrong rank: ``functional_tests/test_errors_of_all.py``.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_pp.errors import ScheduleInputError
+from megatron_pp.p2p_communication import P2PCommunicator
+from megatron_pp.plan.ir.placement import LOOP, V_SHAPE, Placement
+from megatron_pp.runtime import chunk_places
+from megatron_pp.runtime.chunk_places import check_places
+from megatron_pp.runtime.stage import PipelineStage
+from megatron_pp.testing.memory_transport import MemoryNetwork
+from megatron_pp.testing.pipeline import placement_of, toy_step
+from megatron_pp.testing.threads import ThreadGroup, run_ranks
+from megatron_pp.testing.toy import ToyBlock, ToyData, toy_config
+
+SIZE, CHUNKS = 2, 2
+Chunk = Callable[[int, int, Any], Any]
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.layer_number = number
+
+
+class MegatronChunk(torch.nn.Module):
+    """What a GPTModel says of its place."""
+
+    def __init__(self, stage: int, chunk: int, stages: int = 4, layers: int = 2) -> None:
+        super().__init__()
+        self.vp_stage = chunk
+        self.pre_process, self.post_process = stage == 0, stage == stages - 1
+        numbers = range(layers * stage + 1, layers * (stage + 1) + 1)
+        self.decoder = torch.nn.Module()
+        self.decoder.layers = torch.nn.ModuleList(map(Layer, numbers))
+
+
+class Wrapper(torch.nn.Module):
+    """As DistributedDataParallel."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def steps(schedule: str, numbers_of: Callable[[int], list[int]]) -> list[BaseException | None]:
+    """What a step raises on each rank, whose chunks are built as the stages ``numbers_of(rank)``."""
+    network = MemoryNetwork(SIZE)
+
+    def rank_main(rank: int) -> BaseException | None:
+        config = toy_config(
+            pipeline_schedule=schedule, virtual_pipeline_model_parallel_size=CHUNKS, p2p_timeout=20.0, hidden_size=4
+        )
+        communicator = P2PCommunicator(ThreadGroup(rank, SIZE), config, network.transport(rank))
+        stages = placement_of(config, SIZE, CHUNKS).stages[rank]
+        assert sorted(numbers_of(rank)) == sorted(stages)
+        chunks = [PipelineStage(ToyBlock(number), config, stage=number) for number in numbers_of(rank)]
+        try:
+            toy_step(chunks, ToyData(4), communicator)
+        except Exception as error:
+            network.abort("a rank failed")  # there is no guard to end the peer's waits
+            return error
+        return None
+
+    return run_ranks(SIZE, rank_main, network.abort)
+
+
+def test_swapped_chunks_are_an_error() -> None:
+    _, own = steps("zb_v", lambda rank: [0, 3] if rank == 0 else [2, 1])
+    assert isinstance(own, ScheduleInputError), own
+    said = "chunk 0 on rank 1 is stage 1 under zb_v: build it with stage_numbers; this one was built with PipelineSta"
+    assert str(own).startswith(said)
+    assert "stage_numbers('zb_v', 2, 2)[1] is (1, 2)" in str(own)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zb_v"])
+def test_chunks_in_their_order_run(schedule: str) -> None:
+    stages = Placement(V_SHAPE if schedule == "zb_v" else LOOP, SIZE, CHUNKS).stages
+    assert steps(schedule, lambda rank: list(stages[rank])) == [None, None]
+
+
+def test_a_stage_number_is_a_whole_number() -> None:
+    with pytest.raises(ScheduleInputError, match="stage is -1; the smallest legal value is 0"):
+        PipelineStage(ToyBlock(0), toy_config(), stage=-1)
+    with pytest.raises(ScheduleInputError, match="stage is 'first'; it must be a whole number"):
+        PipelineStage(ToyBlock(0), toy_config(), stage="first")  # type: ignore[arg-type]
+
+
+def wrong_vp_stage(chunks: list[Any]) -> None:
+    chunks[0].vp_stage, chunks[1].vp_stage = 1, 0
+
+
+def wrong_first(chunks: list[Any]) -> None:
+    chunks[1].pre_process = True
+
+
+def wrong_last(chunks: list[Any]) -> None:
+    chunks[1].post_process = not chunks[1].post_process
+
+
+def wrong_layers(chunks: list[Any]) -> None:
+    chunks[0].decoder, chunks[1].decoder = chunks[1].decoder, chunks[0].decoder
+
+
+@pytest.mark.parametrize("kind", [LOOP, V_SHAPE])
+@pytest.mark.parametrize("rank", range(SIZE))
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (wrong_vp_stage, "chunk 0 on rank .* is stage . under zb_x: build it .* built with vp_stage=1"),
+        (wrong_first, "chunk 1 on rank .* is stage . under zb_x: .*pre_process of this one is True"),
+        (wrong_last, "chunk 1 on rank .* is stage . under zb_x: .*post_process of this one is"),
+        (wrong_layers, r"chunk 1 on rank .* is stage . under zb_x: .*its layers are \[., .\], and an earlier stage"),
+    ],
+)
+def test_what_megatrons_models_say_of_their_place(kind: str, rank: int, change: Any, said: str) -> None:
+    placement = Placement(kind, SIZE, CHUNKS)
+    chunks = [MegatronChunk(stage, chunk) for chunk, stage in enumerate(placement.stages[rank])]
+    check_places([Wrapper(Wrapper(chunk)) for chunk in chunks], placement, rank, "zb_x")
+    change(chunks)
+    with pytest.raises(ScheduleInputError, match=said):
+        check_places([Wrapper(chunk) for chunk in chunks], placement, rank, "zb_x")
+
+
+def test_chunks_that_say_nothing_are_not_checked() -> None:
+    placement = Placement(V_SHAPE, SIZE, CHUNKS)
+    for chunks in (
+        [SimpleNamespace(vp_stage=1), SimpleNamespace(vp_stage=0)],  # not modules
+        [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)],
+        [PipelineStage(ToyBlock(0), toy_config()) for _ in range(2)],
+    ):
+        check_places(chunks, placement, 0, "zb_v")
+    check_places([MegatronChunk(1, 1)], Placement(LOOP, 1, 1), 0, "1f1b")  # a part of a model, without a pipeline
+    check_places([MegatronChunk(1, 1, 2)], Placement(LOOP, 2, 1), 1, "1f1b")  # one chunk: vp_stage is not read
+
+
+def test_a_list_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    original = chunk_places._wrong_chunks
+    monkeypatch.setattr(chunk_places, "_wrong_chunks", lambda *given: looked.append(1) or original(*given))
+    loop, v = Placement(LOOP, SIZE, CHUNKS), Placement(V_SHAPE, SIZE, CHUNKS)
+    chunks = [torch.nn.Linear(1, 1) for _ in range(2)]
+    for _ in range(3):
+        check_places(list(chunks), loop, 0, "interleaved_1f1b")
+    assert len(looked) == 1
+    check_places(list(chunks), v, 0, "zb_v")
+    check_places([chunks[0], torch.nn.Linear(1, 1)], v, 0, "zb_v")
+    assert len(looked) == 3, "another placement, or another chunk, was not looked at"
+
+
+def test_it_costs_nothing_per_step() -> None:
+    placement = Placement(V_SHAPE, SIZE, CHUNKS)
+    chunks = [MegatronChunk(stage, chunk) for chunk, stage in enumerate(placement.stages[0])]
+
+    def seconds() -> float:
+        began = time.process_time()
+        for _ in range(1000):
+            check_places(chunks, placement, 0, "zb_v")
+        return (time.process_time() - began) / 1000
+
+    # A step of the toy model takes a thousand times as long.
+    assert statistics.median(seconds() for _ in range(5)) < 20e-6
