@@ -105,8 +105,8 @@ def with_kept(new: Table, old: Table, names: int) -> Table:
 
 
 def engine_of(who: str) -> str:
-    """Of a column: "Megatron", "megatron_pp", or "megatron_pp 0.20.0" for a checkout."""
-    return "megatron" if who == NAMES["megatron"] else "ours"
+    """Of a column: "Megatron" or "megatron_pp", of a checkout with its version, such as "megatron_pp 0.20.0"."""
+    return "megatron" if who.partition(" ")[0] == NAMES["megatron"] else "ours"
 
 
 def summary(tables: list[Table]) -> Table:
@@ -121,7 +121,7 @@ def summary(tables: list[Table]) -> Table:
         equal, refused = found.count("0"), found.count("refused")
         broken = found.count("crashes") + found.count("hangs")
         numbers = (len(found), equal, len(found) - equal - refused - broken, broken, refused)
-        name = "Megatron-core's schedules" if engine_of(who) == "megatron" else who
+        name = f"{who.replace('Megatron', 'Megatron-core')}'s schedules" if engine_of(who) == "megatron" else who
         short.append([name, *map(str, numbers)])
     return short
 
@@ -170,7 +170,7 @@ def matrix(args: argparse.Namespace, releases: Releases, old: str) -> tuple[str,
             for column in COLUMNS.values()
         ]
         who = NAMES[engine] if checkout is None else f"{NAMES[engine]} {short(version)}"
-        if checkout is None or engine == "ours":
+        if checkout is None or engine == "ours" or args.own_schedules:
             results[who] = run(sorted(cases, key=lambda case: case.pp), args.deadline, checkout)
     tables = {}
     for name in MODELS:
@@ -251,8 +251,9 @@ def version_in(checkout: str | None) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=[MATRIX, *groups.GROUPS], action="append", help="default: all")
+    parser.add_argument("--checkout", action="append", default=[], help="a folder with another Megatron-core")
     parser.add_argument(
-        "--checkout", action="append", default=[], help="a folder with another Megatron-core (of the matrix, ours only)"
+        "--own-schedules", action="store_true", help="of the matrix: Megatron's own schedules of the checkouts too"
     )
     parser.add_argument("--only-checkouts", action="store_true", help="not with the installed Megatron-core")
     parser.add_argument("--engine", choices=ENGINES, action="append", help="of the matrix; default: both")

@@ -67,6 +67,16 @@ def test_a_checkout_adds_columns_of_its_own(monkeypatch: pytest.MonkeyPatch, pag
     assert "training: Megatron | training: megatron_pp |" in text
 
 
+def test_the_own_schedules_of_a_checkout_have_a_column_where_they_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, page: Path
+) -> None:
+    given = ("--part", "matrix", "--checkout", "0.99.0+abc", "--only-checkouts", "--own-schedules")
+    _, text = write(monkeypatch, page, *given)
+    assert "| megatron_pp 0.99.0 | 384 | 384 | 0 | 0 | 0 |" in text
+    assert "| Megatron-core 0.99.0's schedules | 384 | 384 | 0 | 0 | 0 |" in text
+    assert "training: Megatron 0.99.0" in text
+
+
 def test_part_of_a_matrix_of_another_release_is_refused(monkeypatch: pytest.MonkeyPatch, page: Path) -> None:
     with pytest.raises(SystemExit, match=r"not of megatron-core 0\.17\.0 and torch 2\.13\.0"):
         write(monkeypatch, page, "--part", "matrix", "--engine", "ours", version="0.17.0")
