@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Print what the schedules of Megatron-LM checkouts make use of and `integrations/megatron_reads.py` does not know.
+"""Print what the schedules of Megatron-LM checkouts make use of and `integrations/megatron_reads.py` does not know, and
+the digests of sources that `integrations/megatron_sources.py` does not have.
 
     python scripts/megatron_reads.py ~/Megatron-LM-0.20 ~/Megatron-LM-0.21
 
@@ -10,6 +11,7 @@ Megatron is imported.
 from __future__ import annotations
 
 import ast
+import hashlib
 import re
 import sys
 import textwrap
@@ -18,6 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_pp.integrations.megatron_reads import COMMUNICATOR, known_reads, names_read
+from megatron_pp.integrations.megatron_sources import KNOWN, MODULES
 from megatron_pp.integrations.megatron_versions import ENTRIES
 
 
@@ -31,6 +34,21 @@ def reads_of(checkout: Path) -> dict[str, set[str]]:
         found = names_read(ast.get_source_segment(source, node) or "")
         reads[name] = {n for n in found if n.startswith("config.")} if name == COMMUNICATOR else found
     return reads
+
+
+def digests_of(checkout: Path) -> dict[str, str]:
+    """As `megatron_versions.digest`, of the functions and classes of a checkout that are in KNOWN."""
+    found = {}
+    for module in MODULES:
+        path = checkout / f"megatron/core/pipeline_parallel/{module}.py"
+        text = path.read_text() if path.is_file() else ""
+        lines = text.splitlines(keepends=True)
+        for node in ast.parse(text).body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name in KNOWN:
+                first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+                source = "".join(lines[first - 1 : node.end_lineno])
+                found[node.name] = hashlib.sha256(source.encode()).hexdigest()[:12]
+    return found
 
 
 def release_of(checkout: Path) -> tuple[int, int]:
@@ -57,6 +75,9 @@ def main() -> None:
             if unknown:
                 print(f'    "{name}":')
                 print(textwrap.fill(" ".join(sorted(unknown)), 116, initial_indent=" " * 8, subsequent_indent=" " * 8))
+        for name, digest in digests_of(Path(path)).items():
+            if digest not in KNOWN[name]:
+                print(f'    source of "{name}": {digest}')
 
 
 if __name__ == "__main__":

@@ -184,8 +184,8 @@ def _install(state: State, classes: list[type]) -> State:
     taken = [now for now in others if _taken_from(now, module) is not None]
     if len(taken) < len(others) or _names_differ(module):
         load("other_schedules").check_names(module, [*schedules, *taken], settings.strict)
-    if megatron.unknown_reads is not None and current is None:
-        logger.warning(megatron.unknown_reads)
+    if current is None and (news := [one for one in (megatron.unknown_reads, megatron.changed) if one is not None]):
+        logger.warning(". ".join(news))
     place_models(settings.overrides.get("pipeline_schedule"), classes)
     fetched = _put_in(state, schedules)
     space = vars(module)

@@ -13,6 +13,7 @@ import torch
 
 from megatron_pp.config.settings import LOCAL_GRAPHS
 from megatron_pp.errors import ScheduleInputError, UnknownMegatronError
+from megatron_pp.integrations import megatron_sources
 from megatron_pp.integrations import megatron_versions as versions
 from megatron_pp.integrations.megatron_reads import unknown_reads
 
@@ -25,6 +26,7 @@ class Megatron:
     row            its row of the table
     multi_module   the classes of pipelines of several modules
     unknown_reads  what its schedules make use of and is unknown here, in words; None where there is nothing
+    changed        which of its functions no known release has, in words; None where there are none
     known_steps    the code of its functions for a microbatch; empty where one of them is unknown here
     """
 
@@ -34,6 +36,7 @@ class Megatron:
     parallel_state: ModuleType
     multi_module: tuple[type, ...] = ()
     unknown_reads: str | None = None
+    changed: str | None = None
     known_steps: Mapping[str, CodeType] = field(default_factory=dict)
 
     def has_known_steps(self) -> bool:
@@ -135,8 +138,8 @@ def _described(core: ModuleType, schedules: ModuleType, state: ModuleType, versi
     row = versions.row_of(version)
     versions.check_signatures(schedules, row, version)
     unknown = unknown_reads(schedules, versions.release_of(version), version)
-    steps = versions.known_steps(schedules)
-    return Megatron(version, row, schedules, state, _multi_module_classes(), unknown, steps)
+    changed, steps = megatron_sources.sentence(schedules, version), versions.known_steps(schedules)
+    return Megatron(version, row, schedules, state, _multi_module_classes(), unknown, changed, steps)
 
 
 _MULTI_MODULE = (

@@ -1,7 +1,7 @@
 """The differences between releases of Megatron-core that the plug-in depends on, as a table.
 
 Functions that run a microbatch are recognised by digests of their sources: `known_steps.py` does what the known ones
-do, others are called. Sources: the tags core_v0.14.0 to core_v0.19.0 and the main branch of August 2026 (0.20).
+do, others are called. Sources: as for `megatron_sources`.
 """
 
 import hashlib
@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import CodeType, ModuleType
+from typing import Any
 
 from megatron_pp.errors import UnknownMegatronError
 
@@ -62,7 +63,9 @@ ENTRIES = (
 # One that a release does not have is not called by the others.
 STEP_SOURCES: dict[str, str] = {
     "forward_step": "24c526af4445 d24e8a478a19",
-    "forward_step_calc_loss": "58517506d765 7a1192ac53d3 0b552e0742e6 d972e4b02f52 24757f83c3de 9990d300271b",
+    "forward_step_calc_loss": (
+        "58517506d765 7a1192ac53d3 0b552e0742e6 d972e4b02f52 24757f83c3de 9990d300271b d64b2efcb498"
+    ),
     "_get_experimental_attention_variant_loss_scale_func": "48af6cc05903",
     "set_current_microbatch": "df4c005d24bb ccb26564d148",
     "backward_step": "3682e74b1769 6ac4aa596b1b 435628e2479e b767f2485190",
@@ -78,15 +81,21 @@ def codes(schedules: ModuleType, names: Iterable[str]) -> dict[str, CodeType | N
 def known_steps(schedules: ModuleType) -> dict[str, CodeType]:
     """The code of the functions that run a microbatch; empty unless all have one of the sources in the table."""
     found = codes(schedules, (name for name in STEP_SOURCES if hasattr(schedules, name)))
-    known = {name: code for name, code in found.items() if code is not None and _digest(code) in STEP_SOURCES[name]}
+    known = {name: code for name, code in found.items() if code is not None and _is_known(name, code)}
     return known if len(known) == len(found) else {}
 
 
-def _digest(code: CodeType) -> str:
+def _is_known(name: str, code: CodeType) -> bool:
+    source = digest(code)
+    return bool(source) and source in STEP_SOURCES[name]
+
+
+def digest(code: Any) -> str:
+    """The first 12 digits of the SHA-256 of the source of a function, its code, or a class; empty without a source."""
     try:
         return hashlib.sha256(inspect.getsource(code).encode()).hexdigest()[:12]
-    except OSError:  # installed without source
-        return "no source"
+    except (OSError, TypeError):  # installed without source, or not written in Python
+        return ""
 
 
 def release_of(version: str) -> tuple[int, int]:

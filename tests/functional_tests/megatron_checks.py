@@ -36,6 +36,7 @@ def installed_release(case: Case) -> dict[str, Any]:
     megatron = megatron_release.load_megatron()
     assert megatron.row == megatron_versions.row_of(megatron.version)
     assert megatron.unknown_reads is None
+    assert megatron.changed is None
     return {"version": megatron.version, "release": megatron.row.release}
 
 

@@ -32,7 +32,7 @@ ROOMS = {
     "faults": "attach consistency guard heartbeat liveness peers places records stall_detector tracker watchdog",
     "integrations": (
         "gpt_models known_steps megatron_call megatron_core megatron_reads megatron_release megatron_scope "
-        "megatron_steps megatron_versions named_objects settings"
+        "megatron_sources megatron_steps megatron_versions named_objects settings"
     ),
     "plan": "bounded_cache builder gc_pause names",
     "plan.costs": "activations transports",

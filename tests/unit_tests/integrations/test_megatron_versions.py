@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from megatron_pp.errors import UnknownMegatronError
-from megatron_pp.integrations import megatron_versions
+from megatron_pp.integrations import megatron_sources, megatron_versions
 from megatron_pp.integrations.megatron_reads import COMMUNICATOR, known_reads, names_read
 from megatron_pp.integrations.megatron_release import Megatron
 from megatron_pp.integrations.megatron_versions import ENTRIES
@@ -206,9 +206,13 @@ def test_the_script_prints_what_a_checkout_has_beyond_the_table(
     functions = [f"def {name}(model):\n    return set_slot(get_model_config(model).slots)\n" for name in ENTRIES]
     (folder / "schedules.py").write_text("\n".join(functions))
     (folder / "p2p_communication.py").write_text("class P2PCommunicator:\n    x = None\n")
+    monkeypatch.setattr(megatron_sources, "KNOWN", megatron_sources.SCHEDULE_SOURCES)
     monkeypatch.setattr(sys, "argv", ["megatron_reads.py", str(tmp_path)])
     runpy.run_path(str(PROJECT_ROOT / "scripts" / "megatron_reads.py"), run_name="__main__")
     printed = capsys.readouterr().out
     assert "(0, 21)" in printed
     assert f'"{ALONE}":\n        .slots set_slot\n' in printed
-    assert COMMUNICATOR not in printed
+    assert f'"{COMMUNICATOR}":\n' not in printed
+    for name in (*ENTRIES, COMMUNICATOR):
+        source = next(text for text in [*functions, "class P2PCommunicator:\n    x = None\n"] if name in text)
+        assert f'source of "{name}": {hashlib.sha256(source.encode()).hexdigest()[:12]}\n' in printed
