@@ -20,6 +20,7 @@ from megatron_pp.common.object_table import ObjectTable
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import PlanError
 from megatron_pp.features.modules.graph import Edge, Module, ModuleGraph, module_graphs
+from megatron_pp.features.modules.modules_runner import cut_along
 from megatron_pp.features.modules.modules_step import ModulesPipeline, OnModules, unserved_setting
 from megatron_pp.integrations.megatron_call import MegatronCall
 from megatron_pp.integrations.megatron_release import Megatron
@@ -162,6 +163,10 @@ class _BridgeParts:
 
     def joined(self, edge: Edge, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat(tuple(parts), dim=self.bridges[edge.module, edge.bridge]._batch_dim)
+
+    def cut_gradient(self, edge: Edge, grad: torch.Tensor, shapes: Sequence[torch.Size]) -> Sequence[torch.Tensor]:
+        """Megatron cuts it equally, which fails where the parts were unequal."""
+        return cut_along(self.bridges[edge.module, edge.bridge]._batch_dim, grad, shapes)
 
 
 class ModulesMegatronCall(OnModules, MegatronCall):

@@ -44,6 +44,33 @@ SETUPS = {
         {"vision": ["llm"], "audio": ["llm"]},
         microbatches=5,
     ),
+    # A gradient goes from rank to rank as an activation does.
+    "an encoder's replicas on a tensor-parallel stage": Setup(
+        (module_on("vision", dp=4)._replace(times=(4.0, 8.0)), module_on("llm", tp=4)._replace(chunk=1)),
+        {"vision": ["llm"]},
+        microbatches=3,
+    ),
+    "an encoder's replicas on the first of two tensor-parallel stages": Setup(
+        (module_on("vision", dp=2), module_on("llm", pp=2, tp=2)._replace(chunk=1)), {"vision": ["llm"]}, microbatches=1
+    ),
+    "fan-in of unequal batches": Setup(
+        (module_on("vision", dp=4), module_on("llm", 4, dp=2, pp=1)), {"vision": ["llm"]}, uneven=True
+    ),
+    "unequal batches of encoders in the bubbles": Setup(
+        (module_on("vision", dp=2), module_on("llm", pp=2)._replace(chunk=1)), {"vision": ["llm"]}, uneven=True
+    ),
+    "fan-out of a batch that cannot be cut equally": Setup(
+        (module_on("vision"), module_on("llm", 1, dp=5)), {"vision": ["llm"]}
+    ),
+    "one output for two modules of a rank": Setup(
+        (module_on("vision"), module_on("left", 1), module_on("right", 1), module_on("llm", 2)),
+        {"vision": ["left", "right"], "left": ["llm"], "right": ["llm"]},
+    ),
+    "one output for two modules of a rank, from several replicas": Setup(
+        (module_on("vision", dp=2), module_on("left", 2), module_on("right", 2), module_on("llm", 3)),
+        {"vision": ["left", "right"], "left": ["llm"], "right": ["llm"]},
+        uneven=True,
+    ),
     "equal replicas": Setup((module_on("vision", dp=2), module_on("llm", 2, dp=2)), {"vision": ["llm"]}),
 }
 

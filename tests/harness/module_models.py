@@ -20,7 +20,8 @@ Place = tuple[str, int, int]  # module, replica, stage
 
 @dataclass(frozen=True)
 class Setup:
-    """Modules, where their outputs go, and microbatches. Modules that nothing goes to read data."""
+    """Modules, where their outputs go, and microbatches. Modules that nothing goes to read data; ``uneven``: of each
+    replica another number of samples, and of each microbatch others."""
 
     modules: tuple[Module, ...]
     topology: Topology
@@ -28,6 +29,7 @@ class Setup:
     forward_only: bool = False
     steps: int = 2
     config: Mapping[str, Any] = field(default_factory=dict)
+    uneven: bool = False
 
     def sources(self, name: str) -> list[str]:
         return [one.name for one in self.modules if name in self.topology.get(one.name, ())]
@@ -37,7 +39,11 @@ class Setup:
         number = self.modules.index(module)
         generator = torch.Generator().manual_seed(1000 * step + 100 * number + mb)
         whole = torch.randn(3 + 2 * number, _BATCH, HIDDEN, generator=generator)
-        return list(whole.chunk(len(module.ranks), dim=1))
+        count = len(module.ranks)
+        if not self.uneven:
+            return list(whole.tensor_split(count, dim=1))
+        sizes = [1 + (mb + replica) % 3 for replica in range(count - 1)]
+        return list(whole.split([*sizes, _BATCH - sum(sizes)], dim=1))
 
 
 class Stage(torch.nn.Module):
@@ -201,6 +207,13 @@ def _reference_step(setup: Setup, stages: Mapping[Place, Stage], step: int) -> R
 
 def _inputs(setup: Setup, module: Module, made: Mapping[str, list[Tensor]]) -> list[Tensor]:
     """By replica; empty where nothing goes to the module."""
-    count = len(module.ranks)
-    parts = [torch.cat(made[source], dim=1).chunk(count, dim=1) for source in setup.sources(module.name)]
+    parts = [_across(made[source], len(module.ranks)) for source in setup.sources(module.name)]
     return [torch.cat(of_replica) for of_replica in zip(*parts, strict=True)]
+
+
+def _across(outputs: list[Tensor], count: int) -> list[Tensor]:
+    """What ``count`` replicas get of the replicas' outputs: each a part of one, or several joined."""
+    if count >= len(outputs):
+        return [part for output in outputs for part in output.tensor_split(count // len(outputs), dim=1)]
+    several = len(outputs) // count
+    return [torch.cat(outputs[k : k + several], dim=1) for k in range(0, len(outputs), several)]

@@ -51,7 +51,7 @@ class Edge(NamedTuple):
     part            (i, n): the i-th of n parts of the sender's tensor, along its batch dimension
     place           (i, n): the i-th of n parts of the receiver's tensor
     chunks          of the source and of the target
-    name            of its messages, which no other edge has
+    name            of its messages, which no other edge has, of activations or gradients
     """
 
     source: int
@@ -153,8 +153,8 @@ def module_graphs(modules: Sequence[Module], topology: Mapping[str, Sequence[str
     ``topology``: by module, those that its output goes to. Sorted by ranks.
 
     Raises PlanError for two modules of one name, for a topology with a circle or an unknown module, for stages of
-    unequal numbers of ranks, for data-parallel sizes where neither is a multiple of the other, and for two modules
-    that a bridge joins on one rank in one chunk.
+    unequal numbers of ranks, for data-parallel sizes where neither is a multiple of the other, for two modules
+    that a bridge joins on one rank in one chunk, and for a chunk that would receive two tensors of one module.
     """
     known = {module.name: module for module in modules}
     _check(modules, known, topology)
@@ -251,15 +251,52 @@ def _edges(
         activations += [Edge(before, after, module.name, chunks=chunks) for before, after in steps]
         gradients += [Edge(after, before, module.name, chunks=chunks) for before, after in steps]
     for source in modules:
-        for name in topology.get(source.name, ()):
-            for forth, back in _bridges(source, known[name]):
+        for target in _apart([known[name] for name in topology.get(source.name, ())]):
+            for forth, back in _bridges(source, target):
                 activations += forth
                 gradients += back
-    activations, gradients = ([_named(edge) for edge in edges] for edges in (activations, gradients))
-    for edges in (activations, gradients):
-        if len({edge.name for edge in edges}) < len(edges):
-            raise PlanError(f"modules {', '.join(known)}: names of messages are made of theirs, and two are equal")
+    activations = [_named(edge, edge.module, edge.bridge) for edge in activations]
+    gradients = [_named(edge, edge.bridge, edge.module) for edge in gradients]
+    check_names([*activations, *gradients])
+    _check_received(activations)
     return activations, gradients
+
+
+def check_names(edges: Sequence[Edge]) -> None:
+    """Raises PlanError for two edges whose messages have one name: a rank finds its tensors by them."""
+    name, times = Counter(edge.name for edge in edges).most_common(1)[0] if edges else ("", 0)
+    if times > 1:
+        same = [f"{edge.module} {edge.source}>{edge.target}" for edge in edges if edge.name == name]
+        raise PlanError(
+            f"names of messages are made of those of modules, and {name} is that of {' and '.join(same)}: two are "
+            "equal; rename a module"
+        )
+
+
+def _apart(targets: Sequence[Module]) -> list[Module]:
+    """``targets`` of one module's output, without those whose first stages are on the ranks of another's: these get one
+    tensor for both, and give one gradient back."""
+    found: list[Module] = []
+    for target in targets:
+        places = target.chunk, [replica[0] for replica in target.ranks]
+        if all(places != (other.chunk, [replica[0] for replica in other.ranks]) for other in found):
+            found.append(target)
+    return found
+
+
+def _check_received(activations: Sequence[Edge]) -> None:
+    """A chunk is given its tensors by the name of their module: of each module one, or the parts of one."""
+    received: dict[tuple[int, int, str], list[Edge]] = {}
+    for edge in activations:
+        received.setdefault((edge.target, edge.chunks[1], edge.module), []).append(edge)
+    for (rank, _, module), edges in received.items():
+        if [edge.place for edge in edges] != [(k, len(edges)) for k in range(len(edges))]:
+            ways = sorted({f"for {edge.bridge}" if edge.bridge else "for its next stage" for edge in edges})
+            raise PlanError(
+                f"rank {rank} would receive two tensors of module {module} in one forward ({' and '.join(ways)}), and "
+                "tensors are given by the names of modules; place the stages that take them on other ranks or in other "
+                "chunks, or the first stages of modules that both take it on the same ranks"
+            )
 
 
 def _bridges(source: Module, target: Module) -> Iterator[tuple[list[Edge], list[Edge]]]:
@@ -287,8 +324,9 @@ def _bridges(source: Module, target: Module) -> Iterator[tuple[list[Edge], list[
         )
 
 
-def _named(edge: Edge) -> Edge:
-    words = filter(None, (edge.module, edge.bridge, str(edge.source), str(edge.target)))
+def _named(edge: Edge, first: str, second: str) -> Edge:
+    """With a name of two modules, of the one that sends first."""
+    words = filter(None, (first, second, str(edge.source), str(edge.target)))
     return edge._replace(name=re.sub(r"\W", "_", "_".join(words)))
 
 

@@ -36,6 +36,9 @@ class Parts(Protocol):
     def joined(self, edge: Edge, parts: Sequence[Tensor]) -> Tensor:
         """The tensor of these parts, which no one else holds."""
 
+    def cut_gradient(self, edge: Edge, grad: Tensor, shapes: Sequence[torch.Size]) -> Sequence[Tensor]:
+        """The gradients of parts of these shapes, contiguous, of that of the tensor which ``joined`` made of them."""
+
 
 class BatchParts:
     """Equal parts along the batch dimension, of sizes that differ by one at most; ``dimensions``: by module."""
@@ -49,6 +52,14 @@ class BatchParts:
 
     def joined(self, edge: Edge, parts: Sequence[Tensor]) -> Tensor:
         return torch.cat(tuple(parts), dim=self.dimensions[edge.module])
+
+    def cut_gradient(self, edge: Edge, grad: Tensor, shapes: Sequence[torch.Size]) -> Sequence[Tensor]:
+        return cut_along(self.dimensions[edge.module], grad, shapes)
+
+
+def cut_along(dim: int, grad: Tensor, shapes: Sequence[torch.Size]) -> Sequence[Tensor]:
+    """``grad`` in contiguous parts with the sizes in ``dim`` of tensors of these shapes."""
+    return [part.contiguous() for part in grad.split([shape[dim] for shape in shapes], dim=dim)]
 
 
 class ModulesRunner:
@@ -65,12 +76,14 @@ class ModulesRunner:
         self.leaving: dict[tuple[str, int], Tensor] = {}
         self.inputs: dict[_Cell, dict[str, Tensor]] = {}  # by chunk and microbatch, and module
         self.outputs: dict[_Cell, Any] = {}
+        self.joined: dict[_Cell, dict[str, list[torch.Size]]] = {}  # by module: the parts that its tensor is made of
         self.unsent: defaultdict[_Cell, int] = defaultdict(int)  # messages of an output that are not released
         self.tables: Mapping[str, Mapping[Any, Any]] = {
             "received parts": self.arrived,
             "parts to send": self.leaving,
             "inputs of modules": self.inputs,
             "outputs of modules": self.outputs,
+            "shapes of joined parts": self.joined,
             "counts of unsent messages": self.unsent,
         }
 
@@ -95,15 +108,19 @@ class ModulesRunner:
 
     def _forward(self, at: Task) -> None:
         cell = at.chunk, at.mb
-        given = self._collected(FORWARD, cell)
+        given, joined = self._collected(FORWARD, cell)
         for tensor in given.values():
             tensor.requires_grad_(self.graphs)
         output = self.engine.call_forward(at, given)
-        sends = self._part_out(self.edges[FORWARD][at.chunk].sent, at.mb, lambda edge: self._output_of(edge, output))
+        sends = self._part_out(
+            self.edges[FORWARD][at.chunk].sent, at.mb, lambda edge: self._output_of(edge, output), {}
+        )
         if sends:
             self.unsent[cell] = sends
         if self.trains:
             self.inputs[cell], self.outputs[cell] = given, output
+            if joined:
+                self.joined[cell] = joined
             if not sends and isinstance(output, Mapping):  # the leader of its group sends, or another chunk has it
                 self._drop(cell)
 
@@ -122,44 +139,60 @@ class ModulesRunner:
         for handle, sent in engine.deferred:
             if sent.mb == at.mb and sent.op == ins.FREE_F:  # a backward may write to what it has saved
                 handle.check()
-        given, output = self.inputs.pop(cell), self.outputs.pop(cell)
-        grads = engine.call_backward(at, given, output, self._collected(BACKWARD, cell))
+        given, output, joined = self.inputs.pop(cell), self.outputs.pop(cell), self.joined.pop(cell, {})
+        grads = engine.call_backward(at, given, output, self._collected(BACKWARD, cell)[0])
 
         def grad_of(edge: Edge) -> Tensor:
             grad: Tensor | None = grads[edge.module]
             return torch.zeros_like(given[edge.module]) if grad is None else grad
 
-        self._part_out(self.edges[BACKWARD][at.chunk].sent, at.mb, grad_of)
+        self._part_out(self.edges[BACKWARD][at.chunk].sent, at.mb, grad_of, joined)
         engine.close_sync()
 
-    def _collected(self, kind: str, cell: _Cell) -> dict[str, Tensor]:
-        """By module: its output, or the gradient of its output, of the parts that have come; gradients that come over
-        several bridges are summed."""
+    def _collected(self, kind: str, cell: _Cell) -> tuple[dict[str, Tensor], dict[str, list[torch.Size]]]:
+        """By module: its output, or the gradient of its output, of the parts that have come, and the shapes of these
+        where there are several. Gradients that come over several bridges are summed."""
         found: dict[str, Tensor] = {}
+        joined: dict[str, list[torch.Size]] = {}
         parts: list[Tensor] = []
         for edge in self.edges[kind][cell[0]].received:
             parts.append(self.arrived.pop((edge.name, cell[1])))
             if len(parts) < edge.place[1]:
                 continue
             whole = parts[0] if len(parts) == 1 else self.parts.joined(edge, parts)
+            if len(parts) > 1:
+                joined[edge.module] = [part.shape for part in parts]
             found[edge.module] = found[edge.module] + whole if edge.module in found else whole
             parts = []
-        return found
+        return found, joined
 
-    def _part_out(self, edges: Sequence[Edge], mb: int, tensor_of: Callable[[Edge], Tensor]) -> int:
+    def _part_out(
+        self,
+        edges: Sequence[Edge],
+        mb: int,
+        tensor_of: Callable[[Edge], Tensor],
+        joined: Mapping[str, Sequence[torch.Size]],
+    ) -> int:
         """Put the parts of the tensors where the sends take them, or the rank's other chunk; ranks of one group get the
-        same. Returns how many are sent."""
+        same. A gradient is cut as its tensor was ``joined``. Returns how many are sent."""
         cut: dict[tuple[str, str], list[Tensor]] = {}
         for edge in edges:
             key = edge.module, edge.bridge
-            i, count = edge.part
+            i, _ = edge.part
             if key not in cut:
-                whole = tensor_of(edge)
-                cut[key] = [whole] if count == 1 else list(self.parts.cut(edge, whole, count))
+                cut[key] = self._parts_of(edge, tensor_of(edge), joined)
             if edge.travels:
                 cut[key][i] = in_one_block(cut[key][i].detach())
             (self.leaving if edge.travels else self.arrived)[(edge.name, mb)] = cut[key][i].detach()
         return sum(edge.travels for edge in edges)
+
+    def _parts_of(self, edge: Edge, whole: Tensor, joined: Mapping[str, Sequence[torch.Size]]) -> list[Tensor]:
+        count = edge.part[1]
+        if count == 1:
+            return [whole]
+        if edge.module in joined:
+            return list(self.parts.cut_gradient(edge, whole, joined[edge.module]))
+        return list(self.parts.cut(edge, whole, count))
 
     def _released(self, at: Task) -> None:
         """A send is over. With the last one of an output its data go."""

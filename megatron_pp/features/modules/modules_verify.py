@@ -12,9 +12,9 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING
 
 from megatron_pp.errors import PlanError
+from megatron_pp.features.modules.graph import Edge, ModuleGraph, check_names
 from megatron_pp.plan.costs.activations import peak_activations
 from megatron_pp.plan.gc_pause import collector_paused
 from megatron_pp.plan.ir import certificate as cert
@@ -30,9 +30,6 @@ from megatron_pp.plan.verify.rendezvous import check_rendezvous
 from megatron_pp.plan.verify.sync_check import SyncCheck
 from megatron_pp.plan.verify.verifier import Verdict
 
-if TYPE_CHECKING:
-    from megatron_pp.features.modules.graph import Edge
-
 _RAN = rules.F_RAN | rules.B_RAN
 _HERE = {FORWARD: rules.F_HERE, BACKWARD: rules.B_HERE}
 
@@ -46,8 +43,10 @@ def verify_modules(plan: Plan, device: Collection[str] | None = None) -> Verdict
         raise PlanError(f"{STATIC_BUFFERS} is not checked in a pipeline of several modules: leave the rule out")
     if len(plan.programs) != plan.spec.pipeline_size:
         raise PlanError(f"the plan has {len(plan.programs)} rank programs for {plan.spec.pipeline_size} ranks")
+    graph: ModuleGraph = plan.placement.graph  # type: ignore[attr-defined]
+    check_names([*graph.activations, *graph.gradients])
     peaks = tuple(_Walk(plan, rank).run() for rank in range(len(plan.programs)))
-    for rank, chunks in enumerate(plan.placement.graph.chunks):  # type: ignore[attr-defined]
+    for rank, chunks in enumerate(graph.chunks):
         syncs = SyncCheck(plan, rank)
         syncs.spec = replace(plan.spec, num_chunks=len(chunks))
         syncs.run()

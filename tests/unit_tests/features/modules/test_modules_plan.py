@@ -39,7 +39,9 @@ BRANCHES = module_graphs(
 IN_BUBBLES = encoders_before(
     module_on("llm", pp=2)._replace(chunk=1), module_on("vision", dp=2)._replace(times=(0.5, 1.0))
 )[0]
+ON_ONE_STAGE = encoders_before(module_on("llm", pp=2, tp=2)._replace(chunk=1), module_on("vision", dp=2))[0]
 GRAPHS = {
+    "on_one_stage": ON_ONE_STAGE,
     "in_bubbles": IN_BUBBLES,
     "two": TWO,
     "both_on_one": BOTH_ON_ONE,
@@ -77,6 +79,25 @@ def test_leaders_send_to_every_rank_of_a_tensor_parallel_group() -> None:
     assert [(e.source, e.target) for e in TENSOR.gradients if e.bridge] == [(4, 2), (4, 3), (8, 2), (8, 3)]
 
 
+def test_names_of_messages_are_unique_over_activations_and_gradients() -> None:
+    """Where replicas are on the ranks of a tensor-parallel group, both go from one rank to the other."""
+    edges = [*ON_ONE_STAGE.activations, *ON_ONE_STAGE.gradients]
+    ends = Counter((edge.source, edge.target) for edge in edges if edge.bridge and edge.travels)
+    assert ends[(0, 1)] == 2
+    assert len({edge.name for edge in edges}) == len(edges)
+    same = [edge._replace(name="same") if (edge.source, edge.target) == (0, 1) else edge for edge in edges]
+    count = len(ON_ONE_STAGE.activations)
+    graph = dataclasses.replace(ON_ONE_STAGE, activations=tuple(same[:count]), gradients=tuple(same[count:]))
+    with pytest.raises(PlanError, match=r"same is that of vision 0>1 and vision 0>1: two are equal; rename a module"):
+        modules_plan(modules_spec(graph, 2))
+
+
+def test_modules_on_the_same_ranks_get_one_tensor_for_both() -> None:
+    modules = [module_on("vision"), module_on("a", 1), module_on("b", 1), module_on("llm", 2)]
+    (graph,) = module_graphs(modules, {"vision": ["a", "b"], "a": ["llm"], "b": ["llm"]})
+    assert edges_in_words(graph) == ["vision 0>1 (0, 1) (0, 1)", "a 1>2 (0, 1) (0, 1)", "b 1>2 (0, 1) (0, 1)"]
+
+
 def test_replicas_that_exchange_nothing_have_graphs_of_their_own() -> None:
     graphs = encoders_before(module_on("llm", 4, pp=2, dp=2), module_on("vision", dp=4))
     assert [graph.members for graph in graphs] == [(0, 1, 4, 5), (2, 3, 6, 7)]
@@ -99,6 +120,16 @@ def test_depths_are_those_of_the_longest_way() -> None:
         ([module_on("vision"), module_on("llm")], {"vision": ["llm"]}, "rank 0 has the last stage of vision"),
         ([module_on("vision"), module_on("llm", 1)._replace(times=(0, 1))], {}, "finite and above 0"),
         ([module_on("a"), module_on("b", 1), module_on("a_b", pp=2)], {"a": ["b"]}, "two are equal"),
+        (  # The same tensor for both, of which two gradients would come back.
+            [module_on("vision"), module_on("a", 1, tp=2), module_on("b", 2, tp=2)],
+            {"vision": ["a", "b"]},
+            r"rank 2 would receive two tensors of module vision in one forward \(for a and for b\)",
+        ),
+        (  # From its own stage before, and from the other replica.
+            [module_on("vision", dp=2, pp=3), Module("llm", (((4,),), ((6,),)))],
+            {"vision": ["llm"]},
+            r"rank 4 would receive two tensors of module vision .* \(for its next stage and for llm\)",
+        ),
         ([Module("llm", (((0, 1), (2,)),))], {}, "llm needs stages of one number of tensor-parallel ranks"),
         ([Module("llm", (((0,),), ((0,),)))], {}, "rank 0 is in module llm 2 times"),
     ],

@@ -18,7 +18,9 @@ from tests.functional_tests.test_modules import SETUPS, assert_equal
 from tests.harness.module_models import RankChunks, RankModel, Setup, config_of, forward_step, in_one_process, sink_of
 from tests.harness.streams import StreamNetwork, StreamReport, virtual_cuda
 
-JOINED = {name: setup for name, setup in SETUPS.items() if name != "equal replicas"}  # all ranks are in one graph
+# All ranks are in one graph.
+APART = ("equal replicas", "fan-in of unequal batches")
+JOINED = {name: setup for name, setup in SETUPS.items() if name not in APART}
 NETWORKS = (LastMomentNetwork, PoisoningNetwork, ShuffledNetwork)
 
 
