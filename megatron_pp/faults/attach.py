@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron_pp.comm.at_exit import call_if_alive
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.comm.transport import Transport
+from megatron_pp.common.object_table import ObjectTable
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.faults.consistency import RECEIVES, SENDS
 from megatron_pp.faults.guard import FaultGuard
@@ -21,6 +22,9 @@ from megatron_pp.on_demand import load
 from megatron_pp.plan.ir.spec import PlanSpec
 
 logger = logging.getLogger("megatron_pp")
+
+# Of this process; the guards are the keys.
+_GUARDS: ObjectTable[None] = ObjectTable()
 
 # What each rank decides for itself, or what follows from the rest.
 PRIVATE_FIELDS = {
@@ -78,6 +82,15 @@ def watched(communicator: P2PCore, config: Any, what: str) -> AbstractContextMan
     """``FaultGuard.watch`` of the communicator's guard; a context that does nothing where there is none."""
     guard = _guard_of(communicator.transport, StepSettings.from_config(config))
     return nullcontext() if guard is None else guard.watch(what)
+
+
+def cause_between_steps(error: BaseException) -> BaseException:
+    """What is to be raised for ``error``, which was raised between steps; see ``FaultGuard.ended_by``."""
+    for guard, _ in _GUARDS.items():
+        found: BaseException = guard.ended_by(error)
+        if found is not error:
+            return found
+    return error
 
 
 def close_guard(communicator: P2PCore) -> None:
@@ -140,6 +153,7 @@ def _make_guard(transport: Transport, timeout: float) -> FaultGuard:
         world_size=dist.get_world_size() if dist.is_initialized() else transport.size,
         members=[transport.global_rank(rank) for rank in range(transport.size)],
     )
+    _GUARDS[guard] = None
     # Weakly: after a failure the guard holds frames that hold the transport. At exit, threads are waited for.
     weakref.finalize(transport, call_if_alive, weakref.WeakMethod(guard.close), False).atexit = False
     return guard

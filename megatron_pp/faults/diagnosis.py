@@ -21,7 +21,8 @@ from megatron_pp.plan.ir.instruction import Instruction
 from megatron_pp.plan.ir.spec import Plan
 
 _TRACEBACK_LINES = 12
-# The place in gloo's source that raised it; one error has none.
+# The place in gloo's source that raised it; one error has none. Wherever in the text: what runs in a future's callback,
+# as a communication hook of DDP, has the name of the error before it.
 _FROM_GLOO = re.compile(r"\[[^\]\n]*/gloo/[^\]\n]+:\d+\] |Application timeout caused pair closure")
 
 
@@ -33,7 +34,7 @@ def is_consequence(error: BaseException) -> bool:
         return True
     if is_raised_by_python(error):
         return False
-    return issubclass(kind, DistError) or (kind is RuntimeError and _FROM_GLOO.match(text_of(error)) is not None)
+    return issubclass(kind, DistError) or (kind is RuntimeError and _FROM_GLOO.search(text_of(error)) is not None)
 
 
 def is_raised_by_python(error: BaseException) -> bool:
@@ -126,9 +127,10 @@ def progress_line(plan: Plan | None, rank: int, progress: Progress | None, idle:
     return f"step {progress.step}, {doing(at)} ({place}{ahead}); last moved{ago}"
 
 
-def busy_ranks(plan: Plan, positions: Mapping[int, int]) -> tuple[int, ...]:
-    """Ranks that compute: when no rank moves, they hold the others up."""
-    at = {rank: instruction_at(plan, rank, position) for rank, position in sorted(positions.items())}
+def busy_ranks(plan: Plan, where: Mapping[int, Progress]) -> tuple[int, ...]:
+    """Ranks that compute: when no rank moves, they hold the others up. One that is behind its program is none of them:
+    it may wait in a collective for a rank of another pipeline."""
+    at = {rank: _reported_at(plan, rank, progress) for rank, progress in sorted(where.items())}
     return tuple(rank for rank, one in at.items() if one is not None and one.op in ins.COMPUTE_OPS)
 
 

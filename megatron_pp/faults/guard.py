@@ -110,6 +110,7 @@ class FaultGuard:
         # By this rank, and handled. Only within steps: its traceback has frames that hold a step's tensors.
         self._raised: BaseException | None = None
         self._main = 0
+        self._followed_by = ""  # ``after`` of the last step, also when its watch has ended with the store
         self._warned_of: tuple[int, int, str] | None = None
         self._gone_since: dict[tuple[int, ...], float] = {}
         self.failure: Failure | None = None
@@ -168,6 +169,21 @@ class FaultGuard:
         """Around ``what`` a program does with other ranks between steps, such as an optimizer step, or around that and
         steps: failures are handled as in a step."""
         return self.step(Outside(), phase=what)
+
+    def ended_by(self, error: BaseException) -> BaseException:
+        """``error`` was raised between steps, where what follows a step is watched: it is handled as in a step, so that
+        one of this rank's own is published, and of a failed transfer the cause is found. Returns what is to be raised
+        in its place, ``error`` itself where this rank is the cause."""
+        after = self._followed_by
+        if not after or self._over is not None or threading.get_ident() != self._main or self.is_gone():
+            return error
+        traceback_of_it = error.__traceback__
+        try:
+            with self.step(Outside(), phase=after):
+                raise error
+        except BaseException as found:
+            error.__traceback__ = traceback_of_it
+            return found
 
     def check(self) -> None:
         """Raises the failure that ends this step, if there is one; for a rank that waits for something else than a
@@ -293,6 +309,7 @@ class FaultGuard:
                 self._over, after = self._over or load("diagnosis").first_line(self.failure), ""
                 self._tracker.rest()
             self._tracker.end(after)
+            self._followed_by = after
             if not self._tracker.is_within:
                 self._raised = None
 
@@ -305,12 +322,14 @@ class FaultGuard:
         heartbeat = self._heartbeat
         heartbeat.poll_fast(True)
         with heartbeat.lock:
-            heartbeat.lock.wait_for(lambda: self.failure is not None, min(_GRACE, max(self.timeout, 1.0)))
-        heartbeat.poll_fast(False)
+            heartbeat.lock.wait_for(lambda: self.failure is not None, min(_GRACE, max(self.timeout, 1.0) + 1.0))
         if self.failure is None:
             here = self._tracker.observe()
             assert here is not None
-            self._conclude(self._stall_failure(here, failed, ()), True)
+            with heartbeat.lock:
+                ended = load("stall_detector").ended(heartbeat.peers, state_of)
+            self._conclude(self._stall_failure(here, "; ".join([failed, *ended.values()]), tuple(ended)), True)
+        heartbeat.poll_fast(False)
         return self._error()
 
     def _act(self) -> bool:
@@ -402,12 +421,14 @@ class FaultGuard:
 
     def _conclude(self, failure: Failure, is_news: bool) -> None:
         """Settle on ``failure``, publish it if the others do not know it yet, and make every transfer here fail."""
-        unknown = is_news and not self._heartbeat.publish(failure, _PUBLISHING)
+        seconds = 0.0 if self._heartbeat.has_lost_store(_PUBLISHING) else _PUBLISHING
+        unknown = is_news and not self._heartbeat.publish(failure, seconds)
         with self._heartbeat.lock:
             # What this rank has found may follow from what others published since it last read the store: a rank that
             # publishes its error ends, and others find that its process is gone.
             known = self._heartbeat.peers.failure
             self.failure = self.failure or (failure if known is None or failure.kind == EXCEPTION else known)
+            self._heartbeat.peers.failure = known or self.failure  # the watch goes on, also where the store is gone
             self._known_since = self._known_since or time.monotonic()
             self._heartbeat.lock.notify_all()
         if unknown and self.completed is not None and self.escalate is not None:
@@ -459,10 +480,12 @@ class FaultGuard:
         seen = {rank: (peer.progress, now - peer.moved_at) for rank, peer in self._heartbeat.peers.seen.items()}
         plan = self._plan()
         if plan is not None and not suspects:
-            in_step = {r: p.position for r, (p, _) in {**seen, self.rank: (here, 0.0)}.items() if p.state == IN_STEP}
+            in_step = {r: p for r, (p, _) in {**seen, self.rank: (here, 0.0)}.items() if p.state == IN_STEP}
             suspects = load("diagnosis").busy_ranks(plan, in_step)
             if suspects:
                 why += f"; held up by rank {', '.join(map(str, suspects))}, which waits for no other rank"
+        if suspects and self.members and (self.world_size or self.size) > self.size:
+            why += f" (global rank {', '.join(str(self.members[rank]) for rank in suspects)})"
         text = load("diagnosis").stall_text(self.rank, plan, here, seen, self.size, why)
         lines = load("diagnosis").progress_lines(self.rank, plan, here, seen, self.size)
         return self._new_failure(STALL, text, suspects=suspects, values=_by_text(lines))

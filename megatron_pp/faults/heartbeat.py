@@ -82,6 +82,11 @@ class Heartbeat:
             self.lock.notify_all()
             return self.lock.wait_for(lambda: self._closed or record not in self._outbox, seconds)
 
+    def has_lost_store(self, seconds: float) -> bool:
+        """Whether the store has failed, or has not answered, for so long; none of its calls will help then."""
+        since = self.peers.broken_since or self.peers.asked_at
+        return since is not None and time.monotonic() - since >= min(seconds, 8 * self.pace.poll)
+
     def poll_fast(self, on: bool) -> None:
         """Read all records often, while the main thread waits for one."""
         with self.lock:
@@ -128,7 +133,7 @@ class Heartbeat:
         while True:
             here = None if self._closed else self._tracker.observe()  # what is over at the end is published as such
             worked = self._exchange(here)
-            if not worked and here is not None and here.state == AFTER:
+            if not worked and here is not None and here.state == AFTER and self.peers.failure is None:
                 self._tracker.rest()  # the store's process may have ended
             with self.lock:
                 self.lock.notify_all()

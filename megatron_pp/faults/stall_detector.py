@@ -52,13 +52,19 @@ def find_stall(
     peers: Peers, own: OwnState, timeout: float, now: float, state_of: StateOf, patience: float | None = None
 ) -> Stall | None:
     """The first of: a process that is gone; a store that does not answer; ranks without a heartbeat; no rank moving.
-    Between steps only the first. ``state_of``: see ``liveness``; ``patience``: for ranks that compute, by default
+    Between steps no time is too long that ranks show life in, so the last is not looked for, nor a store that has
+    ended. ``state_of``: see ``liveness``; ``patience``: for ranks that compute, by default
     ``timeout``. Times in seconds."""
     if own.is_between:
-        return _dead(peers, own, state_of)
+        return (
+            _dead(peers, own, state_of)
+            or _store_silent(peers, own, timeout, now)
+            or _silent(peers, own, timeout, now, state_of)
+        )
     return (
         _dead(peers, own, state_of)
         or _store_gone(peers, own, timeout, now)
+        or _store_silent(peers, own, timeout, now)
         or _silent(peers, own, timeout, now, state_of)
         or _stuck(peers, own, timeout, now, timeout if patience is None else patience)
     )
@@ -75,7 +81,12 @@ def _dead(peers: Peers, own: OwnState, state_of: StateOf) -> Stall | None:
         finished = seen is not None and seen.progress.step >= own.step and seen.progress.state == DONE
         if not finished and process is not None and state_of(process) == DEAD:
             gone[r] = f"rank {r} (pid {process.pid})"
-    return Stall(f"the process of {', '.join(gone.values())} is gone", tuple(gone)) if gone else None
+    if not gone:
+        return None
+    why = f"the process of {', '.join(gone.values())} is gone"
+    if peers.broken_since is not None:  # it may have ended because of that, which it could not publish
+        why += f"; {_store_failed(peers)}"
+    return Stall(why, tuple(gone))
 
 
 def _store_gone(peers: Peers, own: OwnState, timeout: float, now: float) -> Stall | None:
@@ -83,14 +94,37 @@ def _store_gone(peers: Peers, own: OwnState, timeout: float, now: float) -> Stal
     patience = min(timeout, _STORE_PATIENCE)
     broken = 0.0 if peers.broken_since is None else now - peers.broken_since
     if broken >= patience and (own.failed or own.idle >= patience):
-        host = "the process that holds it, by default global rank 0 or the launcher, is gone"
-        return Stall(f"the store has failed ({peers.broken}); {host}")
-    patience = patience if own.failed else timeout if peers.connected else min(timeout, _CONNECTING)
+        return Stall(_store_failed(peers))
+    return None
+
+
+def _store_failed(peers: Peers) -> str:
+    host = "the process that holds it, by default global rank 0 or the launcher"
+    return f"the store has failed ({peers.broken}); {host}, is gone"
+
+
+def _store_silent(peers: Peers, own: OwnState, timeout: float, now: float) -> Stall | None:
+    """Also only of a rank that does not move."""
+    if own.failed:
+        patience = min(timeout, _STORE_PATIENCE)
+    else:
+        patience = timeout if peers.connected else min(timeout, _CONNECTING)
     unanswered = 0.0 if peers.asked_at is None else now - peers.asked_at
     if unanswered >= patience and (own.failed or own.idle >= patience):
-        cut = "the network to the process that holds it is cut"
-        return Stall(f"the store has not answered for {unanswered:.0f} s; {cut}")
+        host = "the process that holds it, by default global rank 0 or the launcher"
+        return Stall(f"the store has not answered for {unanswered:.0f} s; {host}, is stopped, or the network is cut")
     return None
+
+
+def ended(peers: Peers, state_of: StateOf) -> dict[int, str]:
+    """Ranks, in words, that said that they were done and whose processes have ended since: by the end of the program,
+    or by ``sys.exit``. No reason to give up a step, but a transfer that failed for no other reason fails by that."""
+    found = {}
+    for r, seen in sorted(peers.seen.items()):
+        process = peers.process_of(r)
+        if seen.progress.state == DONE and process is not None and state_of(process) == DEAD:
+            found[r] = f"the program of rank {r} (pid {process.pid}) has ended after step {seen.progress.step}"
+    return found
 
 
 def _silent(peers: Peers, own: OwnState, timeout: float, now: float, state_of: StateOf) -> Stall | None:

@@ -25,6 +25,7 @@ from typing import Any
 
 from megatron_pp.common.object_table import ObjectTable
 from megatron_pp.errors import NotServedError, UnknownMegatronError
+from megatron_pp.integrations.after_step import leave_what_follows, watch_what_follows
 from megatron_pp.integrations.gpt_models import model_classes, place_models, restore_models
 from megatron_pp.integrations.megatron_call import MegatronCall
 from megatron_pp.integrations.megatron_release import Megatron, load_megatron
@@ -91,10 +92,12 @@ class Schedule:
             return self._hand_back(arguments)
         check_required(name, arguments)
         if has_modules(megatron, arguments):
+            watch_what_follows()
             return load("megatron_modules").ModulesMegatronCall(megatron, settings, **arguments).run()
         alone = name == "forward_backward_no_pipelining"
         chunked = name == "forward_backward_pipelining_with_interleaving"
         call = MegatronCall(megatron, settings, alone=alone, chunked=chunked, **arguments)
+        watch_what_follows()
         if not settings.any_microbatch_count:
             call.refuse_slow_count()
         return call.run()
@@ -229,6 +232,8 @@ def _take_out(but: dict[str, Any] | None = None) -> None:
     replace_names([(one, one.theirs) for one, _ in going])
     for one, _ in going:
         one.plugin = None
+    if _current() is None:
+        leave_what_follows()
 
 
 def _names_differ(schedules: ModuleType) -> bool:

@@ -31,7 +31,7 @@ ROOMS = {
     "config": "checks conversions kinds layout microbatch_counts model_config parallel_grid rules settings",
     "faults": "attach consistency guard heartbeat liveness peers places records stall_detector tracker watchdog",
     "integrations": (
-        "gpt_models known_steps megatron_call megatron_core megatron_reads megatron_release megatron_scope "
+        "after_step gpt_models known_steps megatron_call megatron_core megatron_reads megatron_release megatron_scope "
         "megatron_sources megatron_steps megatron_versions named_objects settings"
     ),
     "plan": "bounded_cache builder gc_pause names",

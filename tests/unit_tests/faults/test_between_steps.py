@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron_pp.errors import CommunicatorClosedError, PipelinePeerError, PipelineStallError
+from megatron_pp.faults import attach
 from megatron_pp.faults.attach import close_guard
 from megatron_pp.faults.liveness import this_process
 from megatron_pp.faults.records import AFTER, DONE, EXCEPTION, Failure, FaultStore, Process, Progress
+from megatron_pp.integrations.after_step import WatchedEnd
 from megatron_pp.integrations.megatron_call import MegatronCall
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.runtime.communicators import _KEPT, communicator_for
@@ -120,9 +124,12 @@ def test_a_rank_that_has_ended_in_order_is_not_accused(gone: Process) -> None:
 
 @pytest.mark.slow
 def test_what_follows_a_step_may_take_any_time() -> None:
-    rank = First(timeout=0.5)
-    rank.other_is(AFTER, this_process())
-    assert not rank.aborted.wait(1.5)
+    """Of ranks that show life."""
+    rank = First(timeout=1.0)
+    until = time.monotonic() + 3.0
+    while time.monotonic() < until:
+        rank.other_is(AFTER, this_process())
+        assert not rank.aborted.wait(0.2)
     seen = rank.seen()
     assert seen is not None
     assert (seen.state, seen.text) == (AFTER, WORK)
@@ -180,6 +187,70 @@ def test_what_was_found_between_steps_is_raised_where_the_communicator_is_asked_
         communicator_for(group, config)
     with pytest.raises(CommunicatorClosedError):
         communicator_for(group, config)
+    rank.guard.close()
+
+
+def test_an_exception_between_steps_is_published_and_stays_what_it_was() -> None:
+    rank = First()
+    error = ValueError("bad")
+    assert rank.guard.ended_by(error) is error
+    known = rank.other.read_failure()
+    assert known is not None
+    assert (known.kind, known.where, known.exception_type, known.message) == (EXCEPTION, WORK, "ValueError", "bad")
+    assert rank.aborted.is_set()
+    with pytest.raises(CommunicatorClosedError):
+        rank.step()
+    assert rank.guard.ended_by(error) is error, "once"
+    rank.guard.close()
+
+
+def of_gloo() -> BaseException:
+    text = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"
+    with pytest.raises(RuntimeError) as caught:
+        torch._assert_async(torch.tensor(False), text)
+    return caught.value
+
+
+def test_what_a_collective_raises_between_steps_is_replaced_by_its_cause() -> None:
+    rank = First()
+    rank.other.publish_failure(Failure(EXCEPTION, "p", 1, 1, "", WORK, "ValueError", "bad"))
+    found = rank.guard.ended_by(of_gloo())
+    assert isinstance(found, PipelinePeerError)
+    assert f"ValueError in {WORK}: bad" in str(found)
+    rank.guard.close()
+
+
+@pytest.mark.slow
+def test_a_program_that_ended_is_named_where_a_collective_fails_for_no_other_reason(gone: Process) -> None:
+    rank = First(timeout=30.0)
+    rank.other_is(DONE, gone)
+    found = rank.guard.ended_by(of_gloo())
+    assert isinstance(found, PipelineStallError)
+    assert found.suspects == (1,)
+    assert f"the program of rank 1 (pid {gone.pid}) has ended after step 1" in str(found)
+    rank.guard.close()
+
+
+@pytest.mark.slow
+def test_a_rank_without_a_heartbeat_is_found_between_steps_too() -> None:
+    """As one that is stopped; how long the work takes does not count."""
+    rank = First(timeout=2.0)
+    rank.other_is(AFTER, this_process())
+    assert rank.aborted.wait(SECONDS)
+    with pytest.raises(PipelineStallError, match="no heartbeat from rank 1"):
+        rank.step()
+    rank.guard.close()
+
+
+def test_the_program_ends_with_the_cause(capsys: pytest.CaptureFixture[str]) -> None:
+    rank = First()
+    rank.other.publish_failure(Failure(EXCEPTION, "p", 1, 1, "", WORK, "ValueError", "bad"))
+    attach._GUARDS[rank.guard] = None
+    error = of_gloo()
+    WatchedEnd(sys.__excepthook__)(type(error), error, error.__traceback__)
+    shown = capsys.readouterr().err
+    assert "PipelinePeerError: pipeline rank 1 (global rank 1) raised ValueError" in shown
+    assert "Connection closed by peer" in shown, "and what was raised here"
     rank.guard.close()
 
 

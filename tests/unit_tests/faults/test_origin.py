@@ -24,6 +24,7 @@ SIZE, DATA = 2, ToyData(3)
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:11186"
 TEXTS_OF_TRANSPORTS = (
     GLOO,
+    f"RuntimeError: {GLOO}",
     "Connection closed by peer",
     "Application timeout caused pair closure",
     "NCCL error in: x.cpp:1, unhandled system error",

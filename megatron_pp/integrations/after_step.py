@@ -1,0 +1,79 @@
+"""What Megatron's training loop does between two steps, watched: an exception there reaches the other ranks by name.
+
+The optimizer's collectives, and those of the loop around it, run outside of the schedules. Without this an exception in
+them ends the program of one rank, and the others get what gloo says when a connection ends, or on NCCL nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from types import MethodType, TracebackType
+from typing import Any
+
+from megatron_pp.faults.attach import cause_between_steps
+
+
+class WatchedStep:
+    """Stands for the method ``step`` of a class of Megatron's optimizers: raises what the fault guard makes of an
+    exception."""
+
+    def __init__(self, theirs: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, theirs)
+        self.theirs = theirs
+
+    def __get__(self, optimizer: Any, owner: type) -> Any:
+        return self if optimizer is None else MethodType(self, optimizer)
+
+    def __call__(self, *args: Any, **more: Any) -> Any:
+        try:
+            return self.theirs(*args, **more)
+        except BaseException as error:
+            found = cause_between_steps(error)
+            if found is error:
+                raise
+            raise found from error
+
+
+class WatchedEnd:
+    """Stands for ``sys.excepthook``: shows the cause of what ends the program, and tells other ranks of it."""
+
+    def __init__(self, theirs: Callable[..., Any]) -> None:
+        self.theirs = theirs
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        found = cause_between_steps(error)
+        if found is not error:
+            found.__cause__, kind, trace = error, type(found), found.__traceback__
+        self.theirs(kind, found, trace)
+
+
+def watch_what_follows() -> None:
+    """From now on, also for optimizers that were made before. A second call takes classes that have come since."""
+    for kind in _optimizers():
+        theirs = vars(kind).get("step")
+        if theirs is not None and not isinstance(theirs, WatchedStep):
+            kind.step = WatchedStep(theirs)  # type: ignore[attr-defined]
+    if not isinstance(sys.excepthook, WatchedEnd):
+        sys.excepthook = WatchedEnd(sys.excepthook)
+
+
+def leave_what_follows() -> None:
+    """What ``watch_what_follows`` has replaced is as before."""
+    for kind in _optimizers():
+        watched = vars(kind).get("step")
+        if isinstance(watched, WatchedStep):
+            kind.step = watched.theirs  # type: ignore[attr-defined]
+    if isinstance(sys.excepthook, WatchedEnd):
+        sys.excepthook = sys.excepthook.theirs
+
+
+def _optimizers() -> Iterator[type]:
+    """Megatron's class and those derived from it, as far as they are loaded."""
+    module = sys.modules.get("megatron.core.optimizer.optimizer")
+    waiting = [module.MegatronOptimizer] if hasattr(module, "MegatronOptimizer") else []
+    while waiting:
+        kind = waiting.pop()
+        yield kind
+        waiting += kind.__subclasses__()

@@ -1,0 +1,54 @@
+"""A rank that fails behind the schedule of a Megatron step is named by every other rank, soon, by its right number."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.functional_tests.megatron_failures import DEADLINE, PATIENCE, RANKS
+from tests.functional_tests.megatron_support import needs_megatron
+from tests.harness.sweeps import EXHAUSTIVE
+
+pytestmark = [needs_megatron, pytest.mark.slow]
+
+PLACES, FAULTS, STORES = (
+    ("finalize", "optimizer", "between"),
+    ("raise", "exit", "os_exit", "kill", "stop"),
+    ("file", "rank 0"),
+)
+ALL = [
+    (place, how, (i + j + k) % RANKS, store)
+    for i, place in enumerate(PLACES)
+    for j, how in enumerate(FAULTS)
+    for k, store in enumerate(STORES)
+]
+# Every place with every fault, stores in turn; what holds the store is rank 0.
+CASES = ALL if EXHAUSTIVE else [case for k, case in enumerate(ALL) if k % 2 == (k // 2) % 2]
+SECONDS = PATIENCE + 12.0  # silence, the abort of other groups, and what a rank waits for the cause
+
+
+@pytest.fixture(scope="module")
+def found() -> list[list[Any]]:
+    """What the ranks of each case said."""
+    program = [sys.executable, "-W", "ignore", "-m", "tests.functional_tests.megatron_failures", json.dumps(CASES)]
+    ran = subprocess.run(program, capture_output=True, text=True, timeout=60 + DEADLINE * len(CASES), check=True)
+    return [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("[")]
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=["-".join(map(str, case)) for case in CASES])
+def test_every_other_rank_names_it(number: int, found: list[list[Any]]) -> None:
+    place, how, victim, store = CASES[number]
+    for rank, said in enumerate(found[number]):
+        if rank == victim:
+            own = {"raise": "ValueError: injected fault", "exit": "SystemExit: 3"}
+            assert (None if said is None else said[0]) == own.get(how), place
+            continue
+        assert said is not None, f"rank {rank} ended without a word"
+        error, seconds, _ = said
+        assert error.startswith(("PipelinePeerError", "PipelineStallError")), f"rank {rank}: {error}"
+        assert f"global rank {victim}" in error, f"rank {rank}, {store}: {error}"
+        assert seconds < SECONDS

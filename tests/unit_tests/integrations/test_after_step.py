@@ -1,0 +1,67 @@
+"""What stands for Megatron's optimizers and the program's last word under install(), and that it goes again."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from megatron_pp.integrations import after_step
+
+
+class Optimizer:
+    def step(self, number: int) -> int:
+        return 2 * number
+
+
+class Chained(Optimizer):
+    def step(self, number: int) -> int:
+        """Of all."""
+        if number < 0:
+            raise ValueError("no such number")
+        return super().step(number) + 1
+
+
+class Late(Optimizer):
+    pass
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    made = ModuleType("megatron.core.optimizer.optimizer")
+    made.MegatronOptimizer = Optimizer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, made.__name__, made)
+    return made
+
+
+def test_steps_are_what_they_were_and_come_back(module: ModuleType) -> None:
+    before, hook = vars(Chained)["step"], sys.excepthook
+    for _ in range(2):
+        after_step.watch_what_follows()
+    assert Chained().step(3) == 7
+    assert Late().step(3) == 6
+    assert Chained.step.__doc__ == before.__doc__
+    assert "step" not in vars(Late)
+    after_step.leave_what_follows()
+    assert vars(Chained)["step"] is before
+    assert sys.excepthook is hook
+
+
+def test_an_exception_is_raised_as_the_guard_says(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    after_step.watch_what_follows()
+    try:
+        with pytest.raises(ValueError, match="no such number"):
+            Chained().step(-1)
+        monkeypatch.setattr(after_step, "cause_between_steps", lambda error: RuntimeError("rank 1 raised"))
+        with pytest.raises(RuntimeError, match="rank 1 raised") as caught:
+            Chained().step(-1)
+        assert isinstance(caught.value.__cause__, ValueError)
+    finally:
+        after_step.leave_what_follows()
+
+
+def test_another_hook_that_came_later_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", theirs := SimpleNamespace())
+    after_step.leave_what_follows()
+    assert sys.excepthook is theirs
