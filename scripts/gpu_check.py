@@ -1,17 +1,20 @@
 #!/usr/bin/env python
-"""A first day on 1 to 8 GPUs, in one call: what nothing but a GPU can show, checked and measured in parts.
+"""A first day on 1 to 8 GPUs: what nothing but a GPU can show, checked and measured in parts.
 
-    scripts/gpu_check.sh                   all parts; writes docs/gpu_results.md and docs/data/gpu_results.json
+    scripts/gpu_check.sh                   parts that have not run here at this commit, first those that never ran
     scripts/gpu_check.sh --only race eight these parts, also where they are done
     scripts/gpu_check.sh --fresh           all parts anew
     scripts/gpu_check.sh --out FILE.md     write elsewhere: FILE.md, data/FILE.json
     scripts/gpu_check.sh --list            the parts, with their deadlines and what each needs
+    scripts/gpu_check.sh --page            make the page from what is recorded, and run nothing
     scripts/gpu_check.sh --cpu             over gloo without a GPU: tries the script, checks nothing of CUDA
 
 Each part runs in processes of its own and has a deadline, at which they are killed. Its verdict is pass, fail, numbers
-(measured, with nothing to be judged) or not run, with the reason. The JSON is saved after each part: a run that is
-ended early (Ctrl-C, SIGTERM, the end of its time) leaves what is done, and the next call goes on there. Exit status: 0
-where nothing has failed, 1 where something has or parts are still to come, 2 where the call was wrong.
+(measured, with nothing to be judged) or not run, with the reason. What is known is in docs/data/gpu_results.json, a
+committed file: the result of a part replaces what was recorded of it, and nothing else does. It is saved after each
+part: a run that is ended early (Ctrl-C, SIGTERM, the end of its time) leaves what is done, and the next call goes on
+there. All parts together take two calls. Exit status: 0 where nothing has failed, 1 where something has or parts are
+still to come, 2 where the call was wrong.
 """
 
 from __future__ import annotations
@@ -46,6 +49,8 @@ def main(argv: list[str] | None = None) -> int:
         for part in table.PARTS:
             print(f"{part.name:18} {part.deadline:4.0f} s  {part.title}")
         return 0
+    if args.page:
+        return only_the_page(args.out or PAGE)
     if args.cpu:
         os.environ.update(KEEP_FREED_MEMORY_MAPPED)  # for the ranks, which are new processes
         machine = Machine("gloo", _STAND_IN_GPUS)
@@ -57,25 +62,35 @@ def main(argv: list[str] | None = None) -> int:
     saved = args.out and args.out.parent / "data" / f"{args.out.stem}.json"
     run = Run(machine, TINY if args.cpu else Sizes(), saved)
     try:
-        if not args.fresh:
-            run.go_on()
+        run.read()
     except OtherRunError as other:
         print(f"gpu_check: {other}", file=sys.stderr)
         return 2
+    if not args.fresh:
+        run.go_on()
     return carried_out(run, args)
+
+
+def only_the_page(out: Path) -> int:
+    run = Run(Machine("nccl", 0), Sizes(), out.parent / "data" / f"{out.stem}.json")
+    try:
+        run.read()
+    except OtherRunError as other:
+        print(f"gpu_check: {other}", file=sys.stderr)
+        return 2
+    write_page(run, out)
+    return 0
 
 
 def carried_out(run: Run, args: argparse.Namespace) -> int:
     """Run what is to be run, and write the page."""
-    parts = [part for part in table.chosen(args.only) if args.only or not run.is_done(part)]
+    parts = table.chosen(args.only) if args.only else run.to_come()
     try:
         run_parts(run, parts, args.seconds, say)
     except KeyboardInterrupt:
         print("gpu_check: ended early", file=sys.stderr)
     run.save()
-    if args.out is not None:
-        write_whole(args.out, page(run, args.out))
-        print(f"wrote {args.out}")
+    write_page(run, args.out)
     failures, to_come = run.failures(), [] if args.only else run.to_come()
     for failure in failures:
         print(f"FAILED: {failure.splitlines()[0]}")
@@ -84,12 +99,19 @@ def carried_out(run: Run, args: argparse.Namespace) -> int:
     return 1 if failures or to_come else 0
 
 
+def write_page(run: Run, out: Path | None) -> None:
+    if out is not None:
+        write_whole(out, page(run, out))
+        print(f"wrote {out}")
+
+
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, metavar="FILE.md", help=f"default: {PAGE.name}, with --cpu nowhere")
     names = [part.name for part in table.PARTS]
     parser.add_argument("--only", nargs="+", choices=names, default=[], metavar="PART", help="see --list")
-    parser.add_argument("--fresh", action="store_true", help="forget what is done")
+    parser.add_argument("--fresh", action="store_true", help="run all parts anew")
+    parser.add_argument("--page", action="store_true", help="make the page from what is recorded, and run nothing")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for all parts together (default: %(default)g)")
     parser.add_argument("--cpu", action="store_true", help="gloo on the CPU, with small sizes; writes only to --out")
     parser.add_argument("--list", action="store_true", help="print the parts and do nothing")

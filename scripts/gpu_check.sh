@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What nothing but a GPU can show, in one call: checked and measured in parts, in under 20 minutes. Writes
-# docs/gpu_results.md and docs/data/gpu_results.json; a run that was interrupted goes on. Installs nothing.
+# What nothing but a GPU can show: checked and measured in parts. A call ends within 20 minutes, and the next one goes
+# on. Adds to docs/data/gpu_results.json what it finds, and makes docs/gpu_results.md from that. Installs nothing.
 # Arguments: see scripts/gpu_check.py --help.
 #
 #   MEGATRON_PP_PYTHON=FILE   the interpreter to use, with a torch that has CUDA. Default: python3 if it has torch, else

@@ -54,14 +54,15 @@ class Machine:
 
 @dataclass
 class Result:
-    """What a part has left. ``blocks``: texts, and tables as lists of rows, the head first. ``why``: of a part that
-    was not run, or that ended badly."""
+    """What a part has left, and when, of which sources and where. ``blocks``: texts, and tables as lists of rows, the
+    head first. ``why``: of a part that was not run, or that ended badly."""
 
     verdict: str
     why: str = ""
     seconds: float = 0.0
     date: str = ""
     commit: str = ""
+    machine: str = ""
     checks: list[tuple[str, bool]] = field(default_factory=list)
     blocks: list[str | list[list[str]]] = field(default_factory=list)
     numbers: dict[str, Any] = field(default_factory=dict)

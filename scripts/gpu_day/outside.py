@@ -35,6 +35,12 @@ def gpu_count() -> int:
     return torch.cuda.device_count()
 
 
+def machine_words(gpus: int) -> str:
+    """What results depend on. Does not use CUDA: the parts' processes are forked from this one."""
+    names = sorted(set(nvidia_smi("--query-gpu=name", "--format=csv,noheader").splitlines()))
+    return f"{gpus} x {' and '.join(names) or 'GPU'}, torch {torch.__version__}"
+
+
 def run_ranks(
     work: Callable[..., Any], size: int, args: tuple[Any, ...], seconds: float, environment: dict[str, str], start: str
 ) -> list[Any]:

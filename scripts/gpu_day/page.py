@@ -21,19 +21,18 @@ def page(run: Run, path: Path) -> str:
     """Markdown, for the file ``path``, with its tables in files beside it."""
     results = [(part, run.results.get(part.name, Result(NOT_RUN, NOT_YET))) for part in PARTS]
     counts = Counter(result.verdict for _, result in results)
-    dates = sorted({result.date for _, result in results if result.date})
-    commits = sorted({result.commit for _, result in results if result.commit})
-    what = "Tried without a GPU, which says nothing of one" if run.tried else f"Measured on {run.machine.gpus} GPU(s)"
-    machine = next((block for block in results[0][1].blocks if isinstance(block, str)), "")
-    what += f" ({machine})" if machine else ""
-    parts = [["part", "verdict", "s", "what failed, or why it was not run"]]
-    parts += [[part.title, _shown(result), f"{result.seconds:.0f}", _why(result)] for part, result in results]
+    what = "Tried without a GPU, which says nothing of one" if run.tried else "Measured on GPUs"
+    parts = [["part", "verdict", "s", "what failed, or why it was not run", "on", "date", "commit"]]
+    for part, result in results:
+        where = [_cell(result.machine) or "-", result.date or "-", result.commit or "-"]
+        parts.append([part.title, _shown(result), f"{result.seconds:.0f}", _why(result), *where])
     found = [["part", "what", "result"]]
     found += [[part.title, *map(_cell, row)] for part, result in results for row in _found(result)]
     text = [
         "# On a GPU",
-        f"{what}, {' to '.join(dates[:1] + dates[1:][-1:]) or 'not yet'}, by `scripts/gpu_check.sh` at commit "
-        f"{', '.join(commits) or '-'}. {', '.join(f'{number} {verdict}' for verdict, number in counts.items())}.",
+        f"{what} by `scripts/gpu_check.sh`, each part when it last ran. "
+        f"{', '.join(f'{number} {verdict}' for verdict, number in counts.items())}. A part that has not run on a GPU "
+        "is not yet measured.",
         write_data(path, "gpu_parts", "Parts", parts),
         write_data(path, "gpu_results", "Results", found),
     ]

@@ -102,7 +102,7 @@ def test_a_run_that_is_ended_goes_on(tmp_path: Path) -> None:
     assert run.returncode == 1
     assert first["facts"] == "pass"
     assert "TO COME: " in printed
-    assert "| Offloaded activations | not run | 0 | not yet: the next call goes on with it |" in shown(out)
+    assert "| Offloaded activations | not run | 0 | not yet measured |" in shown(out)
     again = started(out, "--seconds", "1")  # in which nothing is done, and nothing lost
     printed, _ = again.communicate(timeout=240.0)
     assert results(out).items() >= first.items()
