@@ -11,19 +11,21 @@ they are not in its tables of names (``pg_names``): those count in such names, s
 later could not meet. NCCL's flight recorder takes name, description and ranks from the groups themselves.
 """
 
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from functools import cached_property
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from megatron_pp.comm.stores import private_client
 from megatron_pp.errors import CommunicatorClosedError, P2PTimeoutError, P2PTransferError
+from megatron_pp.on_demand import load
 
 _SLICE = timedelta(seconds=0.1)  # of a wait in the store, between looks at whether the channels were aborted
 
@@ -71,6 +73,7 @@ class ChannelGroups:
         self.aborted = False
         self.channels: dict[ChannelKey, Channel] = {}
         self.collective: dist.ProcessGroup | None = None
+        self._lock = threading.Lock()  # for what another thread's abort has to see whole
 
     @cached_property
     def _client(self) -> dist.Store:
@@ -84,14 +87,28 @@ class ChannelGroups:
         for key in made:
             source, target, kind = key
             group = self._group((source, target), kind, f"channel {key}", patience)
-            self.channels[key] = Channel(group, 1 if self.rank == source else 0)
+            with self._lock:
+                self.channels[key] = Channel(group, 1 if self.rank == source else 0)
+            if self.aborted:
+                end_late_groups([group], self.rank, f"channel {key}")
         return made
 
     def make_group(self, patience: timedelta) -> dist.ProcessGroup:
         """A group of all ranks of the pipeline, for collectives. All of them call it, and wait as in ``make``."""
         kind = "collectives"
-        self.collective = self._group(range(len(self.members)), kind, f"the group of {kind}", patience)
-        return self.collective
+        group = self._group(range(len(self.members)), kind, f"the group of {kind}", patience)
+        with self._lock:
+            self.collective = group
+        if self.aborted:
+            end_late_groups([group], self.rank, f"the group of {kind}")
+        return group
+
+    def abort(self) -> list[dist.ProcessGroup]:
+        """From another thread: nothing more is made. Returns what there is, for the caller to abort."""
+        with self._lock:
+            self.aborted = True
+            groups = [channel.group for channel in self.channels.values()]
+            return groups + ([] if self.collective is None else [self.collective])
 
     def connect(
         self, kind: str, store: dist.Store, end: int, ranks: list[int], name: str, patience: timedelta
@@ -155,6 +172,13 @@ class ChannelGroups:
         for group in groups:
             dist.distributed_c10d._world.pg_group_ranks.pop(group, None)
             self.end(group)
+
+
+def end_late_groups(groups: Iterable[dist.ProcessGroup], rank: int, what: str) -> NoReturn:
+    """Abort ``groups``, which an abort has missed: they were made after it had looked, or their communicators were,
+    which on NCCL the first operation makes. Raises CommunicatorClosedError."""
+    load("abort").abort_groups(groups)
+    raise CommunicatorClosedError(f"pipeline rank {rank}: closed while {what} was being made")
 
 
 def _is_set(store: dist.Store, key: str) -> bool:

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from megatron_pp.comm.channels import SHAPES, Channel, ChannelGroups, ChannelKey, in_rounds, pipeline_name
+from megatron_pp.comm.channels import (
+    SHAPES,
+    Channel,
+    ChannelGroups,
+    ChannelKey,
+    end_late_groups,
+    in_rounds,
+    pipeline_name,
+)
 from megatron_pp.comm.transport import ACT, GRAD, Edge, Preparation, Transport
 from megatron_pp.errors import P2PTransferError
 from megatron_pp.on_demand import load
@@ -94,6 +102,8 @@ class GroupTransport(Transport):
         if self._groups is None:
             members = dist.get_process_group_ranks(self.group)
             self._groups = self.made_groups(self.store, self.name, self.rank, members, self._options)
+            if self.aborted:  # by another thread, which may have come before the line above
+                self._groups.abort()
             self._channels = self._groups.channels
             # torch does not end these groups: they are closed with the transport, or when the program ends.
             self._close_groups = weakref.finalize(self, self._groups.close)
@@ -108,6 +118,12 @@ class GroupTransport(Transport):
         group = groups.make_group(timeout)
         self._collectives = made = load("collectives").GroupCollectives(group, lambda: groups.timeout)
         made.broadcast(torch.zeros(1, device=self.device), 0)
+        self._end_if_aborted([group], "the group of collectives")
+
+    def _end_if_aborted(self, groups: Iterable[dist.ProcessGroup], what: str) -> None:
+        """After the first operation on ``groups``. Raises CommunicatorClosedError."""
+        if self.aborted:
+            end_late_groups(groups, self.rank, what)
 
     def _post_failed(self, error: RuntimeError, what: str) -> NoReturn:
         """Raise ``error`` as the failure of a transfer; subclasses such as out of memory are raised as they are."""
@@ -129,10 +145,8 @@ class GroupTransport(Transport):
 
     def abort(self) -> None:
         self.aborted = True
-        if self._groups is not None:
-            self._groups.aborted = True
-        collective = () if self._collectives is None else (self._collectives.group,)
-        load("abort").abort_groups((self.group, *(channel.group for channel in self._channels.values()), *collective))
+        made = [] if self._groups is None else self._groups.abort()
+        load("abort").abort_groups([self.group, *made])
 
     def close(self) -> None:
         if self._groups is not None:

@@ -117,12 +117,15 @@ class NcclTransport(GroupTransport):
         tokens = [self._token(*key) for key in keys]
         if not tokens:  # a pipeline of one rank, or no new channel
             return
+        groups = [self._channels[key].group for key in keys] if on_channels else [self.group]
         if needs.batched:
             for work in self.batch(tokens):
                 work.wait()
         else:  # one after the other
             for token in tokens:
                 (self.isend if token.is_send else self.irecv)(*token[1:]).wait()
+                self._end_if_aborted(groups, "a communicator")
+        self._end_if_aborted(groups, "a communicator")
         torch.cuda.synchronize(self.device)
 
     def _token(self, source: int, target: int, channel: str) -> P2PRequest:

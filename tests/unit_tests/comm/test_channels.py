@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_pp.comm import abort
 from megatron_pp.comm.channels import ChannelGroups, ChannelKey, in_rounds
 from megatron_pp.comm.nccl_transport import channel_options
 from megatron_pp.comm.transport import ACT, GRAD
@@ -128,6 +129,46 @@ def test_an_abort_ends_the_wait_for_the_other_end() -> None:
     with pytest.raises(CommunicatorClosedError, match="closed while channel"):
         groups.make([(0, 1, ACT)], PATIENCE)
     assert time.monotonic() - began < PATIENCE.total_seconds() / 2
+
+
+def test_a_channel_that_an_abort_has_missed_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The abort comes after this rank has looked for one, and before the channel is known."""
+    aborted: list[dist.ProcessGroup] = []
+    monkeypatch.setattr(abort, "abort_groups", aborted.extend)
+    store, made = dist.HashStore(), []
+    connect = ChannelGroups.connect
+
+    def aborted_meanwhile(groups: ChannelGroups, *args: Any) -> dist.ProcessGroup:
+        made.append(connect(groups, *args))
+        if groups.rank == 0:
+            assert groups.abort() == []
+        return made[-1]
+
+    monkeypatch.setattr(ChannelGroups, "connect", aborted_meanwhile)
+
+    def make(rank: int) -> str:
+        try:
+            groups_of(rank, store).make([(0, 1, ACT)], PATIENCE)
+        except CommunicatorClosedError as error:
+            return str(error)
+        return "made"
+
+    said = run_ranks(2, make)
+    assert said == [f"pipeline rank 0: closed while channel {(0, 1, ACT)} was being made", "made"]
+    assert len(aborted) == 1
+    assert aborted[0] in made
+
+
+def test_an_abort_ends_what_was_made_before_it() -> None:
+    store = dist.HashStore()
+
+    def make(rank: int) -> bool:
+        groups = groups_of(rank, store)
+        groups.make([(0, 1, ACT), (1, 0, GRAD)], PATIENCE)
+        whole = groups.make_group(PATIENCE)
+        return groups.abort() == [*(channel.group for channel in groups.channels.values()), whole]
+
+    assert run_ranks(len(GLOBAL_RANKS), make) == [True] * len(GLOBAL_RANKS)
 
 
 @pytest.fixture

@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_pp.comm import abort
 from megatron_pp.comm.channels import SHAPES
+from megatron_pp.comm.group_transport import group_transport
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
+from megatron_pp.comm.transport import Preparation
+from megatron_pp.errors import CommunicatorClosedError
 from megatron_pp.features.pairs.pair_runner import HalfCall, on_two_streams
 from megatron_pp.testing.pipeline import run_rank
 from megatron_pp.testing.threads import ThreadGroup, run_ranks
@@ -71,6 +75,35 @@ def test_other_plans_have_warm_channels_with_options_of_their_own() -> None:
         [(True, 8)] * count for count in in_a_line
     ]
     assert on_nccl(StreamNetwork(SIZE, seed=None), look, p2p_max_ctas=3)[0] == [(True, 3)] * 2
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_communicator_that_an_abort_has_missed_is_aborted(batched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL makes it in the first operation. Here rank 0's abort has looked before that, and has found none."""
+    post = VirtualNCCL._post
+    transports: dict[int, Any] = {}
+    ended: list[Any] = []
+
+    def late(backend: VirtualNCCL, *args: Any) -> Any:
+        work = post(backend, *args)
+        transport = transports.get(backend.device.rank)
+        if transport is not None and not transport.aborted:
+            transport.abort()
+        return work
+
+    def prepare(communicator: P2PCommunicator) -> None:
+        transport = group_transport(communicator.pp_group)
+        if communicator.rank == 0:
+            transports[0] = transport
+        transport.prepare(Preparation(((0, 1), (1, 2)), batched=batched), timedelta(seconds=30))
+
+    monkeypatch.setattr(VirtualNCCL, "_post", late)
+    monkeypatch.setattr(abort, "abort_groups", lambda groups: ended.append(list(groups)))
+    with pytest.raises(CommunicatorClosedError, match="rank 0: closed while a communicator was being made"):
+        on_nccl(StreamNetwork(SIZE, seed=None), prepare, overlap_p2p_comm=True)
+    by_the_abort, late_ones = ended
+    assert late_ones
+    assert set(late_ones) <= set(by_the_abort), "it has looked, and their communicators were made after that"
 
 
 def test_channels_follow_the_timeout_of_the_pipeline_group() -> None:
