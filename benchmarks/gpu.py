@@ -22,6 +22,7 @@ from benchmarks.work import Work
 
 HELP = "the engines on a GPU, two ranks sharing it over sockets; step time by CUDA events"
 QUICK = {"mib": [8.0], "rounds": 3}
+_WARM_UP = 2  # rounds: the first loads kernels, and an engine may have another plan from the second one on
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,14 +93,14 @@ def measured_steps(rank: int, work: Work, forward: float, rounds: int) -> dict[s
 
     steps, _ = available_steps(work, rank, dist.group.WORLD, lambda stage: BusyStage(forward, 2 * forward))
     found: dict[str, dict[str, Any]] = {engine: {"ms": [], "peak": 0} for engine in steps}
-    for number in range(rounds + 1):
+    for number in range(_WARM_UP + rounds):
         for engine, step in steps.items():
             torch.cuda.synchronize()
             dist.barrier()
             torch.cuda.reset_peak_memory_stats()
             with surroundings(engine):
                 milliseconds = _event_milliseconds(step)
-            if number:  # the first is for warming up
+            if number >= _WARM_UP:
                 found[engine]["ms"].append(milliseconds)
                 found[engine]["peak"] = max(found[engine]["peak"], torch.cuda.max_memory_allocated())
     return found

@@ -42,6 +42,7 @@ _DEFAULTS: dict[str, Any] = {f.name: None if f.default is dataclasses.MISSING el
 # A config that describes no layers has no dropout; the others are fields of Megatron's alone.
 _DEFAULTS |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "mtp_standalone": False, "cuda_graph_impl": False}
 _DEFAULTS |= {"fine_grained_activation_offloading": False, "moe_paged_stash": False}
+_DEFAULTS |= {"overlap_moe_expert_parallel_comm": False}
 _FROM_ENVIRONMENT = tuple(
     (list(_DEFAULTS).index(name), field.default_factory)
     for name, field in _FIELDS.items()
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
         cuda_graph_impl: str | bool
         fine_grained_activation_offloading: bool
         moe_paged_stash: bool
+        overlap_moe_expert_parallel_comm: bool
         _make: Any
         _replace: Any
 

@@ -146,7 +146,7 @@ class StepCall:
             for sentence in unsynchronised(self.settings, self.inputs.chunks, plan.placement, *synchronised):
                 self._announce(sentence)
         if self.communicator.transport.backend == "nccl":
-            advice = load("queue_advice").advice_on_queues(plan, self.settings, self.communicator)
+            advice = load("queue_advice").advice_on_queues(plan, self.settings, self.communicator, self.inputs.chunks)
             if advice is not None:
                 self._announce(advice)
         for observer in self.observers:

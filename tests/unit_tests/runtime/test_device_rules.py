@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -175,6 +177,49 @@ def test_tensor_parallel_layers_need_one_queue_before_blackwell(monkeypatch: pyt
     assert queue_advice.advice_on_queues(plan, config, P2PCore(MemoryNetwork(2).transport(0), config)) is None
 
 
+class Sharded(torch.nn.Module):
+    """A chunk that Megatron-FSDP has wrapped."""
+
+    ddp_config = SimpleNamespace(use_megatron_fsdp=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "spec", "chunks"),
+    [
+        ({"overlap_moe_expert_parallel_comm": True}, {}, ()),
+        ({}, {"overlap_pairs": True}, ()),
+        ({}, {"fsdp_collectives": "per_step"}, ()),
+        ({}, {}, (Sharded(),)),
+    ],
+    ids=["experts", "pairs", "FSDP2", "Megatron-FSDP"],
+)
+def test_experts_and_fsdp_need_more_than_one_queue(
+    fields: dict[str, Any], spec: dict[str, Any], chunks: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Megatron's arguments say. With tensor parallel layers before Blackwell the user has to choose."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    plan = replace(build_plan(PlanSpec("1f1b", 2, 1, 4)), spec=PlanSpec("1f1b", 2, 1, 4, **spec))
+
+    def advice(queues: str | None, **more: Any) -> str | None:
+        queue_advice._kept_advice.cache_clear()
+        monkeypatch.delenv(QUEUES_VARIABLE, raising=False)
+        if queues is not None:
+            monkeypatch.setenv(QUEUES_VARIABLE, queues)
+        config = StepSettings.from_config(toy_config(**fields, **more))
+        return queue_advice.advice_on_queues(plan, config, P2PCore(DeviceNetwork(2).transport(0), config), chunks)
+
+    said = advice("1")
+    assert said is not None
+    assert said.endswith("; set it to 32")
+    assert "cannot overlap with compute" in said
+    assert advice("32") is None
+    both = advice(None, tensor_model_parallel_size=2)
+    assert both is not None
+    assert both.endswith("; set it to 1 or to 32")
+    assert advice("1", tensor_model_parallel_size=2) is None
+    assert advice("32", tensor_model_parallel_size=2) is None
+
+
 # -- the advice on CUDA_DEVICE_MAX_CONNECTIONS -------------------------------------------------------------------------
 
 
@@ -194,7 +239,7 @@ def test_tensor_parallel_layers_need_one_queue_before_blackwell(monkeypatch: pyt
 def test_one_sentence_where_it_does_not_suit_the_run(
     value: str | None, streams: int, needs_one: bool, words: str
 ) -> None:
-    advice = queue_advice.queue_advice(streams, needs_one, {} if value is None else {QUEUES_VARIABLE: value})
+    advice = queue_advice.queue_advice(streams, needs_one, environ={} if value is None else {QUEUES_VARIABLE: value})
     assert advice is not None
     assert advice.startswith(f"{QUEUES_VARIABLE} is ")
     assert words in advice
@@ -203,4 +248,4 @@ def test_one_sentence_where_it_does_not_suit_the_run(
 
 @pytest.mark.parametrize(("value", "streams", "needs_one"), [("1", 9, True), ("8", 8, False), ("32", 9, False)])
 def test_nothing_is_said_where_it_suits_the_run(value: str, streams: int, needs_one: bool) -> None:
-    assert queue_advice.queue_advice(streams, needs_one, {QUEUES_VARIABLE: value}) is None
+    assert queue_advice.queue_advice(streams, needs_one, environ={QUEUES_VARIABLE: value}) is None
