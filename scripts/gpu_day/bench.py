@@ -140,14 +140,21 @@ class Bench:
         return tuple(f"cuda:{0 if self.one_gpu else rank % self.machine.gpus}" for rank in range(size))
 
     def ranks(
-        self, work: Callable[..., Any], *args: Any, size: int = 2, environment: dict[str, str] | None = None
+        self,
+        work: Callable[..., Any],
+        *args: Any,
+        size: int = 2,
+        environment: dict[str, str] | None = None,
+        seconds: float | None = None,
     ) -> list[Any]:
-        """``work(rank, size, device, *args)`` on ranks that are joined by a process group; their results."""
+        """``work(rank, size, device, *args)`` on ranks that are joined by a process group; their results. ``seconds``:
+        for them, by default all that are left."""
         with tempfile.TemporaryDirectory() as folder:
             place = ranks.Place(self.machine.backend, self.devices(size), f"{folder}/store")
             connections = ONE_GPU_ENVIRONMENT if place.shared and self.machine.has_gpus else {}
             surroundings = {"GLOO_SOCKET_IFNAME": "lo", **connections, **(environment or {})}
-            return outside.run_ranks(ranks.enter, size, (place, work, args), self.left, surroundings, self.start)
+            left = self.left if seconds is None else min(seconds, self.left)
+            return outside.run_ranks(ranks.enter, size, (place, work, args), left, surroundings, self.start)
 
 
 def _cell(value: Any) -> str:

@@ -12,8 +12,10 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -56,6 +58,12 @@ def run_ranks(
 def _rank(rank: int, size: int, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     end_with_parent()
     return work(rank, size, *args)
+
+
+def at_once(jobs: Sequence[Callable[[], Any]], workers: int) -> list[Any]:
+    """What ``jobs`` return, as many at a time as there are ``workers``."""
+    with ThreadPoolExecutor(workers) as threads:
+        return list(threads.map(lambda job: job(), jobs))
 
 
 def fault_pool(size: int, start: str) -> Pool:
@@ -149,3 +157,40 @@ def peak_mib(device: torch.device, step: Callable[[], Any]) -> float:
     step()
     torch.cuda.synchronize(device)
     return (torch.cuda.max_memory_allocated(device) - before) / 2**20
+
+
+def limit_memory(device: torch.device, gib: float) -> None:
+    """The process may allocate no more on ``device``."""
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / total), device)
+
+
+def allocator_retries(device: torch.device) -> int:
+    """How often an allocation first had to give cached blocks back."""
+    return int(torch.cuda.memory_stats(device)["num_alloc_retries"])
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function)  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def mps() -> Iterator[dict[str, str]]:
+    """The environment of processes that share a GPU by MPS, whose daemon runs meanwhile. Raises RuntimeError where it
+    does not start. The GPU's compute mode stays as it is."""
+    program = shutil.which("nvidia-cuda-mps-control")
+    if program is None:
+        raise RuntimeError("there is no nvidia-cuda-mps-control")
+    with tempfile.TemporaryDirectory(prefix="mps_") as folder:  # a socket's path is short
+        environment = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        around = {**os.environ, **environment}
+        done = subprocess.run([program, "-d"], env=around, capture_output=True, text=True, timeout=_SMI_SECONDS)
+        if done.returncode:
+            raise RuntimeError(f"MPS does not start: {(done.stderr or done.stdout).strip()[:200]}")
+        try:
+            yield environment
+        finally:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                subprocess.run(
+                    [program], input="quit\n", env=around, capture_output=True, text=True, timeout=_SMI_SECONDS
+                )

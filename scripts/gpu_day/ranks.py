@@ -20,6 +20,7 @@ from megatron_pp.testing.pipeline import run_rank
 from megatron_pp.testing.toy import TOY_SCHEDULES, ToyBlock, ToyData, reference_run, toy_config
 from megatron_pp.weight_grad import split_weight_grad
 
+EQUAL = "one process's bits"
 OVERLAP: dict[str, bool] = {"overlap_p2p_comm": True}
 POLICIES: dict[str, dict[str, bool]] = {"overlap": OVERLAP, "batched": {"batch_p2p_comm": True}, "plain": {}}
 
@@ -140,6 +141,21 @@ def differences(rank: int, size: int, device: torch.device, steps: dict[str, Ste
         found[name] = largest_difference(mine.grads, whole.grads)
     transport.close()
     return found
+
+
+def as_text(difference: float) -> str:
+    return EQUAL if difference == 0.0 else f"differs by {difference:g}"
+
+
+def outcome(work: Callable[[], list[Any]]) -> str:
+    """How ``work`` ended, in words: what its ranks returned, a text or differences by name, or what it raised."""
+    try:
+        found = work()
+    except Exception as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    if isinstance(found[0], str):
+        return "; ".join(sorted(set(found)))
+    return as_text(max(wrong(found).values(), default=0.0))
 
 
 def largest_difference(mine: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) -> float:

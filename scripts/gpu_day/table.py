@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple
 
 from gpu_day import outside
 from gpu_day.bench import Bench, Machine
 from gpu_day.parts import (
+    ahead,
     contexts,
     exposed,
     facts,
     faults,
     links,
     megatron,
+    more_waits,
+    named,
     offload,
     output_layer,
     overlap,
@@ -55,27 +59,32 @@ class Part(NamedTuple):
 _MEGATRON = ("megatron.core",)
 _ENGINE = (*_MEGATRON, "transformer_engine")
 _OF_MEGATRON = {
-    "megatron": ("its own layers", 75.0, False, _MEGATRON),
-    "megatron_te": ("Transformer Engine", 65.0, True, _ENGINE),
-    "megatron_fp8": ("FP8", 65.0, True, _ENGINE),
-    "megatron_graphs": ("local graphs", 80.0, True, _MEGATRON),
-    "megatron_te_graphs": ("graphs of Transformer Engine", 80.0, True, _ENGINE),
+    "megatron": ("its own layers", 110.0, False, _MEGATRON),
+    "megatron_te": ("Transformer Engine", 110.0, True, _ENGINE),
+    "megatron_fp8": ("FP8", 110.0, True, _ENGINE),
+    "megatron_graphs": ("local graphs", 140.0, True, _MEGATRON),
+    "megatron_te_graphs": ("graphs of Transformer Engine", 140.0, True, _ENGINE),
 }
 
 PARTS: tuple[Part, ...] = (
     Part("facts", "The machine", 20.0, facts.run),
+    Part("ahead", "First steps of fresh processes, two ranks", 240.0, ahead.run),
+    Part("more_waits", "Which further calls wait for the device", 110.0, more_waits.run, cuda=True),
+    Part("named", "Two operations that wait for each other", 150.0, named.run, cuda=True),
     Part("links", "Links between pairs of GPUs", 40.0, links.pairs, gpus=2),
     Part("shaped_link", "A shaped link between two ranks on one GPU", 30.0, links.shaped, most=1),
     Part("race", "The deallocation race", 45.0, race.run),
     Part("release", "Releases and the compute stream", 20.0, release.run, cuda=True),
-    Part("waits", "Calls that wait for the device", 15.0, waits.run, cuda=True),
-    Part("first_steps", "First steps of processes", 40.0, steps.first),
-    Part("steps", "Steps of every schedule and policy", 90.0, steps.run),
+    Part("waits", "Calls that wait for the device", 25.0, waits.run, cuda=True),
+    Part("first_steps", "First steps of processes, and new kernels on one rank", 140.0, steps.first),
+    Part("ahead_4", "First steps of fresh processes, four ranks", 280.0, partial(ahead.run, size=4)),
+    Part("steps", "Steps of every schedule and policy", 150.0, steps.run),
     Part("eight", "Steps at P=8", 50.0, steps.eight, gpus=8),
     *(
         Part(name, f"Megatron GPT: {variant}", deadline, megatron.part(variant), cuda=cuda, packages=packages)
         for name, (variant, deadline, cuda, packages) in _OF_MEGATRON.items()
     ),
+    Part("megatron_times", "Megatron's own schedules on the same GPUs", 140.0, megatron.times, packages=_MEGATRON),
     Part("pairs", "Pairs of a mixture of experts", 30.0, pairs.run, gpus=2, cuda=True),
     Part("slices", "Slices of sequences, recomputed", 25.0, slices.run),
     Part("offload", "Offloaded activations", 25.0, offload.run),
@@ -84,6 +93,7 @@ PARTS: tuple[Part, ...] = (
     Part("faults", "Each rank raises, each is killed", 90.0, faults.run),
     Part("contexts", "Memory and contexts of processes", 20.0, contexts.run, cuda=True),
     Part("overlap", "What safety costs", 30.0, overlap.run),
+    Part("overlap_mps", "What safety costs, under MPS", 60.0, overlap.under_mps, most=1, cuda=True),
     Part("exposed", "Exposed communication", 70.0, exposed.run, cuda=True),
     # Sockets are slow enough that what overlap hides can be seen, and on one GPU contexts take turns.
     Part("one_gpu_race", "The deallocation race, two ranks on one GPU", 40.0, race.run, 2, cuda=True, one_gpu=True),

@@ -25,7 +25,7 @@ from made_parts import with_tables
 from tests.functional_tests.megatron_support import SCRIPTS, needs_megatron
 from tests.harness import first_day
 
-QUICK = ("facts", "links", "race", "offload", "output_layer", "faults", "overlap")
+QUICK = ("facts", "ahead", "links", "race", "first_steps", "offload", "output_layer", "faults", "overlap")
 
 
 def started(out: Path, *flags: str) -> subprocess.Popen[str]:
@@ -89,6 +89,16 @@ def test_a_step_of_megatrons_gpt_passes_over_gloo(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@needs_megatron
+def test_times_beside_megatrons_schedules_over_gloo(tmp_path: Path) -> None:
+    out = tmp_path / "results.md"
+    run = started(out, "--only", "megatron_times")
+    printed, _ = run.communicate(timeout=400.0)
+    assert (run.returncode, results(out)) == (0, {"megatron_times": "pass"}), printed
+    assert "| Megatron's own schedules on the same GPUs | Megatron's schedule 1F1B | ours ms " in shown(out)
+
+
+@pytest.mark.slow
 def test_a_run_that_is_ended_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "results.md"
     run = started(out, "--seconds", "400")
@@ -113,10 +123,11 @@ def test_a_run_that_is_ended_goes_on(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("fork_server")
 @pytest.mark.parametrize("fault", [name for name, planted in first_day.FAULTS.items() if planted.parts])
 def test_a_fault_is_seen(fault: str, tmp_path: Path) -> None:
-    """On virtual devices: eight GPUs, one where the part is for one."""
+    """On virtual devices: eight GPUs, one where the parts are for one."""
     places, parts = first_day.FAULTS[fault]
     out = tmp_path / "results.md"
-    with first_day.machine(1 if "shaped_link" in parts else 8, *places):
+    alone = any(part.most == 1 for part in table.chosen(parts))
+    with first_day.machine(1 if alone else 8, *places):
         assert gpu_check.main(["--out", str(out), "--only", *parts]) == 1
     assert results(out) == dict.fromkeys(sorted(parts, key=_place), FAIL)
 

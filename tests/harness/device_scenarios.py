@@ -231,10 +231,19 @@ def the_first_day(folder: Path) -> None:
     with first_day.machine(8, *first_day.NO_FAULTS):
         for _ in range(2):
             assert gpu_check.main(["--out", str(page)]) == 0
-    assert with_tables(page, page.read_text()).count("| pass |") == len(table.PARTS) - 1
+    assert with_tables(page, page.read_text()).count("| pass |") == len(table.PARTS) - 2
     for links in (first_day.links, first_day.no_links):
         with first_day.machine(1, (outside, "links_of", links), (gpu_links, "SHAPED", (0.0, math.inf))):
-            alone = ["--out", str(folder / "alone.md"), "--only", "shaped_link", "links", "contexts", "exposed"]
+            alone = [
+                "--out",
+                str(folder / "alone.md"),
+                "--only",
+                "shaped_link",
+                "overlap_mps",
+                "links",
+                "contexts",
+                "exposed",
+            ]
             assert gpu_check.main(alone) == 0
 
 
@@ -259,6 +268,17 @@ def what_a_machine_answers(folder: Path) -> None:
         assert outside.contexts() == [0]
         assert outside.peer_access(0, 0)
         assert outside.peak_mib(torch.device("cuda", 0), list) == 0.0
+        memory: list[float] = []
+        allocator = [
+            (torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=8 << 30)),
+            (torch.cuda, "set_per_process_memory_fraction", lambda fraction, device: memory.append(fraction)),
+            (torch.cuda, "memory_stats", lambda device: {"num_alloc_retries": 3}),
+            (torch, "compile", lambda function: function),
+        ]
+        with replaced(allocator):
+            outside.limit_memory(torch.device("cuda", 0), 2.0)
+            assert (memory, outside.allocator_retries(torch.device("cuda", 0))) == ([0.25], 3)
+            assert outside.compiled(abs)(-1) == 1
         with replaced([(torch.cuda, "get_device_capability", lambda device: (8, 0))]):
             assert gpu_megatron.train(0, 1, torch.device("cuda", 0), ["--fp8-format"]) == {"not run": mock.ANY}
 

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 import gpu_check
 import torch
 import torch.distributed as dist
-from gpu_day import outside, table
+from gpu_day import outside, table, unloaded
 from gpu_day.bench import Sizes
-from gpu_day.parts import exposed, faults, megatron, overlap, pairs, waits
+from gpu_day.parts import exposed, faults, megatron, more_waits, named, overlap, pairs, waits
 
 from benchmarks.report import BenchmarkError
+from megatron_pp.faults import mutual_waits
 from megatron_pp.features.pairs.pair_runner import in_turn
 from megatron_pp.plan.ir.instruction import FREE_F
 from megatron_pp.runtime.executor import PlanExecutor
@@ -33,6 +34,7 @@ from tests.harness.virtual_ranks import run_on_virtual_devices, virtual_machine
 
 SIZES = Sizes(1, 0.25, 20.0, 3, 8, 16, 0.05, ("1f1b",))
 MEGATRONS = {"losses": [5.0, 4.0], "theirs": [5.0, 4.0], "difference": 0.0}
+TIMES = {"ms": {engine: [2.0, 1.0] for engine in megatron.ENGINES}, "difference": 0.0}
 _BUSY = 20.0  # the cores that stand for GPUs may be shared by many
 
 
@@ -50,12 +52,19 @@ def machine(gpus: int, *places: tuple[Any, str, Any]) -> Iterator[None]:
         "contexts": lambda: [dist.get_rank() % gpus],
         "peer_access": lambda one, other: True,
         "peak_mib": _Peaks(),
+        "at_once": lambda jobs, workers: [job() for job in jobs],
+        "limit_memory": lambda device, gib: None,
+        "allocator_retries": lambda device: 1,
+        "compiled": lambda function: function,
+        "mps": lambda: nullcontext({}),
     }
     stand_ins: list[tuple[Any, str, Any]] = [(outside, name, answer) for name, answer in answers.items()]
     stand_ins += [(faults, "MOST_RANKS", 2), (race_cases, "LATE", 0.05), (overlap, "COST", 10.0)]
     stand_ins += [(exposed, "SCHEDULES", {"interleaved_1f1b": 2})]
     stand_ins += [(part, "MICROBATCHES", 4) for part in (exposed, pairs)]  # what is wanted holds of any number
     stand_ins += [(overlap, "SHARED_COST", 10.0)]  # the host's seconds, which say nothing here
+    stand_ins += [(unloaded.Launches, "launch", lambda launches: torch.cuda.synchronize())]
+    stand_ins += [(named, "TIMEOUT", 1.5), (named, "SLACK", 12.0), (named, "COMPUTE_TIMEOUT", 20.0)]
     stand_ins += [(torch.cuda, "Event", LaneEvent), (torch.cuda, "_sleep", _sleep), (gpu_check, "Sizes", lambda: SIZES)]
     with virtual_machine(*stand_ins, *places):
         yield
@@ -65,6 +74,8 @@ def _run_ranks(
     work: Callable[..., Any], size: int, args: tuple[Any, ...], seconds: float, environment: dict[str, str], start: str
 ) -> list[Any]:
     """Megatron's state is a process's, so that its ranks cannot be threads: canned losses."""
+    if args[1] is megatron.timed:
+        return [dict(TIMES)] * size
     if args[1] is megatron.train:
         return [{"losses": MEGATRONS["theirs"]} if "--engine" in args[2][0] else dict(MEGATRONS)] * size
     return run_on_virtual_devices(work, size, args, timeout=_BUSY * seconds, environment=environment)
@@ -194,7 +205,19 @@ def _write_nothing(me: Any) -> None:
 _TRANSFER, _FREE = StreamNetwork.transfer, PlanExecutor._free
 _OTHER = {"losses": [5.0, 4.5], "theirs": [5.0, 4.0], "difference": 0.5}
 _HARMLESS = {**race_cases.CASES, "h": race_cases.CASES["h"]._replace(send=_write_nothing)}
-_EVERY_STEP = ("first_steps", "steps", "eight", "shapes", "slices", "offload", "output_layer", "one_gpu_steps")
+_EVERY_STEP = (
+    "ahead",
+    "ahead_4",
+    "named",
+    "first_steps",
+    "steps",
+    "eight",
+    "shapes",
+    "slices",
+    "offload",
+    "output_layer",
+    "one_gpu_steps",
+)
 _EVERY_MEGATRON = tuple(part.name for part in table.PARTS if part.name.startswith("megatron"))
 
 FAULTS = {
@@ -206,16 +229,27 @@ FAULTS = {
         [(PlanExecutor, "_free", _free_slowly), (overlap, "COST", 1.2), (overlap, "SHARED_COST", 1.2)],
         ("release", "one_gpu_release", "overlap", "one_gpu_overlap", "exposed"),
     ),
+    "releases take their time under MPS": Planted(
+        [(PlanExecutor, "_free", _free_slowly), (overlap, "SHARED_COST", 1.2)], ("overlap_mps",)
+    ),
+    "operations that wait for each other are not found": Planted(
+        [(mutual_waits, "find", lambda *_: ("", ()))], ("named",)
+    ),
     "the control of the race does nothing": Planted([(race_cases, "CASES", _HARMLESS)], ("race",)),
     "halves of a pair run in turn": Planted([(pairs, "RUNS", dict.fromkeys(pairs.RUNS, in_turn))], ("pairs",)),
     "a rank raises nothing": Planted([(outside, "fault_pool", _pool(SilentPool))], ("faults",)),
     "ranks hang after a fault": Planted([(outside, "fault_pool", _pool(HungPool))], ("faults",)),
     "a rank has a context on another GPU": Planted([(outside, "contexts", lambda: [0, 1])], ("contexts",)),
     "offloading saves no memory": Planted([(outside, "peak_mib", lambda device, step: 1.0)], ("offload",)),
-    "every call waits for the device": Planted([(waits, "SHARE", 0.0)], ("waits",)),
+    "every call waits for the device": Planted(
+        [(waits, "SHARE", 0.0), (more_waits, "SHARE", 0.0)], ("waits", "more_waits")
+    ),
     "processes have other ids outside": Planted([(outside, "nvidia_smi", lambda *_: "1, GPU-0, 700\n")], ()),
     "the GPUs have no FP8": Planted([(sys.modules[__name__], "MEGATRONS", {"not run": "no FP8"})], ()),
-    "the numbers are not Megatron's": Planted([(sys.modules[__name__], "MEGATRONS", _OTHER)], _EVERY_MEGATRON),
+    "the numbers are not Megatron's": Planted(
+        [(sys.modules[__name__], "MEGATRONS", _OTHER), (sys.modules[__name__], "TIMES", {**TIMES, "difference": 0.5})],
+        _EVERY_MEGATRON,
+    ),
 }
 """Every part fails with one of them."""
 

@@ -219,6 +219,8 @@ class VirtualGroup(dist.ProcessGroup):
         output.copy_(mine.view(-1).chunk(self.size())[self.rank()].view_as(output))
         return _Done()
 
+    reduce_scatter_single = _reduce_scatter_base  # its name from torch 2.13 on
+
     def allgather(self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], opts: Any = None) -> Any:
         everyone = self._exchange(tensors[0])
         everyone.insert(self.rank(), tensors[0])

@@ -1,16 +1,21 @@
 """Interleaved steps of Megatron-core's GPT with the distributed optimizer and overlapped collectives, TP 2, under both
-engines: with its own layers, Transformer Engine's, FP8, and CUDA graphs of layers."""
+engines: with its own layers, Transformer Engine's, FP8, and CUDA graphs of layers. And how long steps take under
+Megatron's own schedules and under ours, in turns on the same GPUs."""
 
 from __future__ import annotations
 
 import importlib
 import os
+import statistics
+import time
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from gpu_day.bench import Bench, NotRun
+from gpu_day.ranks import synchronize
 
 CONNECTIONS = ("1", "8")  # CUDA_DEVICE_MAX_CONNECTIONS
 SCRIPT = "pretrain_gpt_megatron"
@@ -96,6 +101,71 @@ def train(rank: int, size: int, device: torch.device, arguments: list[str]) -> d
     script.start(args)
     try:
         return dict(script.train(args))
+    finally:
+        script.parallel_state.destroy_model_parallel()
+
+
+# -- times -------------------------------------------------------------------------------------------------------------
+
+SETTINGS = {  # flags, which name Megatron's schedules
+    "1F1B": (),
+    "interleaved 1F1B, overlapped": ("--num-virtual-stages-per-pipeline-rank", "2"),
+    "interleaved 1F1B, batched": ("--num-virtual-stages-per-pipeline-rank", "2", "--no-overlap-p2p-communication"),
+}
+ENGINES = ("megatron_pp", "megatron")
+MICROBATCHES = 8
+
+
+def times(bench: Bench) -> None:
+    """PP 2, TP 1: a step of both engines in turns, on the same model and data; every step's gradients are compared."""
+    hidden, sequence = 4 * max(8, bench.sizes.hidden), max(16, bench.sizes.seq_length)
+    bench.preload(SCRIPT)
+    rows: list[list[Any]] = []
+    for name, more in SETTINGS.items():
+        arguments = [
+            *("--num-layers", "8", "--hidden-size", str(hidden), "--num-attention-heads", "4"),
+            *("--seq-length", str(sequence), "--pipeline-model-parallel-size", str(PP), "--micro-batch-size", "1"),
+            *("--global-batch-size", str(MICROBATCHES), "--max-data-bytes", "100000", "--strict", *more),
+        ]
+        found = bench.ranks(timed, arguments, bench.sizes.rounds, size=PP, environment=_REPEATABLE)
+        worst = found[0]["difference"]
+        bench.check(worst == 0.0, f"{name}: gradients are Megatron's to the last bit (difference {worst:.3g})")
+        medians = {}
+        for engine in ENGINES:
+            slowest = [max(ms) for ms in zip(*(one["ms"][engine] for one in found), strict=True)]
+            medians[engine] = statistics.median(slowest)
+        ours, theirs = (medians[engine] for engine in ENGINES)
+        rows.append([name, ours, theirs, ours / theirs])
+    bench.text(
+        f"Forward and backward of a step, PP {PP}, M={MICROBATCHES}, 8 layers, hidden {hidden}, sequence {sequence}."
+    )
+    bench.table(["Megatron's schedule", "ours ms", "Megatron's ms", "ours / Megatron's"], rows)
+
+
+def timed(rank: int, size: int, device: torch.device, arguments: list[str], rounds: int) -> dict[str, Any]:
+    """Milliseconds of each engine's steps after the first, and the largest difference of a gradient."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(device.index or 0))
+    script: Any = importlib.import_module(SCRIPT)
+    args = script.parse_arguments(arguments)
+    script.start(args)
+    try:
+        data = script.Data(args)
+        trainers = {engine: script.Trainer(args, data, engine) for engine in ENGINES}
+        ms: dict[str, list[float]] = {engine: [] for engine in ENGINES}
+        worst = 0.0
+        for step in range(rounds + 1):
+            for engine in ENGINES if step % 2 else ENGINES[::-1]:
+                dist.barrier()
+                synchronize(device)
+                began = time.perf_counter()
+                trainers[engine].forward_backward(step)
+                synchronize(device)
+                if step:  # the first warms up
+                    ms[engine].append(1e3 * (time.perf_counter() - began))
+            worst = max(worst, script.largest_difference(*(trainers[engine] for engine in ENGINES)))
+            for engine in ENGINES:
+                trainers[engine].update()
+        return {"ms": ms, "difference": worst}
     finally:
         script.parallel_state.destroy_model_parallel()
 

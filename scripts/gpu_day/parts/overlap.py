@@ -1,4 +1,4 @@
-"""What safety costs: steps freed at once, waited at once and as ours."""
+"""What safety costs: steps freed at once, waited at once and as ours, beside what the simulator predicts."""
 
 from __future__ import annotations
 
@@ -9,14 +9,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.overlap import FREE_AT_ONCE, OURS, VARIANTS, Setting, VariantStep
+from benchmarks.overlap import (
+    FREE_AT_ONCE,
+    OURS,
+    VARIANTS,
+    WAIT_AT_ONCE,
+    Setting,
+    VariantStep,
+    wait_at_once,
+)
 from benchmarks.rounds import slowest_rank, timed_rounds
 from benchmarks.stages import BusyStage, CopyingBusyStage
-from benchmarks.sweep import Sweep
+from benchmarks.sweep import Sweep, network_of
 from benchmarks.work import Work
-from gpu_day import outside
-from gpu_day.bench import Bench
+from gpu_day import outside, ranks
+from gpu_day.bench import Bench, NotRun
 from gpu_day.ranks import synchronize, transfer_seconds
+from megatron_pp.plan.builder import build_plan
+from megatron_pp.plan.simulate.simulator import simulate
 
 MICROBATCHES = 8
 COST = 1.05  # of the unsafe floor; 1.03 is wanted, and timings differ by a percent
@@ -24,12 +34,30 @@ SHARED_COST = 1.25  # where two ranks take turns on a GPU, or on the cores of a 
 TRIES_ON_CPU = 5  # its cores may be busy with other things meanwhile
 
 
-def run(bench: Bench) -> None:
+def under_mps(bench: Bench) -> None:
+    """Two processes of one GPU, whose kernels run at the same time, rather than in turns."""
+    if not bench.machine.has_gpus:
+        raise NotRun("there is no GPU to share")
+    try:
+        with outside.mps() as environment:
+            found = ranks.outcome(lambda: bench.ranks(_answers, size=2, environment=environment, seconds=30.0))
+            if found != "yes":
+                raise NotRun(f"MPS starts, but its clients do not: {found}")
+            run(bench, environment)
+    except RuntimeError as error:
+        raise NotRun(str(error)) from None
+
+
+def _answers(rank: int, size: int, device: torch.device) -> str:
+    return "yes" if float(torch.ones(1, device=device)) == 1.0 else "no"
+
+
+def run(bench: Bench, environment: dict[str, str] | None = None) -> None:
     sizes, megabytes = bench.sizes, bench.sizes.megabytes / 4
     forward_ms = (0.5 if bench.shares else 1.0) * sizes.forward_ms  # two ranks that share a GPU take turns
     limit = SHARED_COST if bench.shares or not bench.machine.has_gpus else COST
     for _ in range(1 if bench.machine.has_gpus else TRIES_ON_CPU):
-        found = bench.ranks(_rank, megabytes, forward_ms, sizes.rounds)
+        found = bench.ranks(_rank, megabytes, forward_ms, sizes.rounds, environment=environment)
         seconds = slowest_rank([one["seconds"] for one in found])
         medians = {name: 1e3 * statistics.median(all_of_it) for name, all_of_it in seconds.items()}
         ratio = medians[OURS] / medians[FREE_AT_ONCE]
@@ -42,16 +70,19 @@ def run(bench: Bench) -> None:
         f"{megabytes:g} MB, one transfer {transfer:.3g} ms."
     )
     peaks = {name: max(one["peak MiB"].get(name, 0.0) for one in found) for name in VARIANTS}
-    rows = [[name, 1e3 * min(seconds[name]), medians[name], peaks[name]] for name in VARIANTS]
-    bench.table(["variant", "ms (min)", "ms (median)", "peak MiB"], rows)
+    simulated = _simulated(_setting(2, megabytes, forward_ms, sizes.rounds), transfer / 1e3)
+    rows = [[name, 1e3 * min(seconds[name]), medians[name], simulated[name], peaks[name]] for name in VARIANTS]
+    bench.table(["variant", "ms (min)", "ms (median)", "simulated ms", "peak MiB"], rows)
+    if bench.shares and environment is None:
+        bench.text("Two ranks take turns on one GPU here, which the simulation knows nothing of.")
 
 
 def _rank(
     rank: int, size: int, device: torch.device, megabytes: float, forward_ms: float, rounds: int
 ) -> dict[str, Any]:
     """Seconds of each variant's steps, and of one transfer; on a GPU, the most MiB."""
-    work = Work("interleaved_1f1b", size, 2, MICROBATCHES, (max(1, int(megabytes * 256)), 1, 1024))
-    setting = Setting(work, Sweep(forward_ms / 1e3, 2 * forward_ms / 1e3, 0.0, rounds))
+    setting = _setting(size, megabytes, forward_ms, rounds)
+    work = setting.work
     stages = (BusyStage, CopyingBusyStage) if device.type == "cuda" else ()
     made = {name: VariantStep(name, setting, rank, dist.group.WORLD, None, stages) for name in VARIANTS}  # type: ignore[arg-type]
     timed = {name: _to_the_end(step, device) for name, step in made.items()}
@@ -59,6 +90,20 @@ def _rank(
     seconds = timed_rounds(timed, rounds, 1, dist.barrier)
     peaks = {name: outside.peak_mib(device, step) for name, step in timed.items()} if device.type == "cuda" else {}
     return {"seconds": seconds, "transfer": transfer, "peak MiB": peaks}
+
+
+def _setting(size: int, megabytes: float, forward_ms: float, rounds: int) -> Setting:
+    work = Work("interleaved_1f1b", size, 2, MICROBATCHES, (max(1, int(megabytes * 256)), 1, 1024))
+    return Setting(work, Sweep(forward_ms / 1e3, 2 * forward_ms / 1e3, 0.0, rounds))
+
+
+def _simulated(setting: Setting, transfer: float) -> dict[str, float]:
+    """Milliseconds of each variant's step, where each rank has a GPU of its own. What frees at once copies within its
+    compute, and never waits: as long as ours."""
+    plan = build_plan(setting.work.spec())
+    costs, network = setting.sweep.costs(setting.work), network_of(setting.work, transfer)
+    ours, at_once = (1e3 * simulate(one, costs, network).makespan for one in (plan, wait_at_once(plan)))
+    return {FREE_AT_ONCE: ours, WAIT_AT_ONCE: at_once, OURS: ours}
 
 
 def _to_the_end(step: Callable[[], None], device: torch.device) -> Callable[[], None]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from gpu_day import ranks
 from gpu_day.bench import Bench
+from gpu_day.parts import named
 
 EIGHT = 8
 FIRST = ("interleaved_1f1b", "gis_h", "breadth_first")
+ALONE_TIMEOUT = 10.0  # p2p_timeout
 VARIABLE = {"1f1b": 1, "interleaved_1f1b": 2, "zb_v": 2}  # schedules, and their chunks on a rank
 
 
@@ -18,10 +20,17 @@ def run(bench: Bench) -> None:
 
 
 def first(bench: Bench) -> None:
-    """New processes, in which CUDA has loaded no kernel, begin with schedules that post receives ahead."""
+    """New processes, in which CUDA has loaded no kernel, begin with schedules that post receives ahead. Later, with
+    receives posted as early as under ``device_sync=False``, one rank alone launches new kernels: it goes on."""
     for schedule in FIRST:
         steps = ranks.steps_of((schedule,), ("overlap",), 4, bench.sizes.seq_length, bench.sizes.hidden)
         _compared(bench, steps, 2, f"{schedule} is the first")
+    for schedule in FIRST:
+        step = ranks.Step(schedule, 2, 4, {**ranks.OVERLAP, "device_sync": False, "p2p_timeout": ALONE_TIMEOUT})
+        for who in range(2):
+            said = ranks.outcome(lambda step=step, who=who: bench.ranks(named.launching_alone, step, who))  # type: ignore[misc]
+            what = f"{schedule}, device_sync=False: rank {who} alone launches new kernels in each operation of a step"
+            bench.check(said == ranks.EQUAL, f"{what}: {said}")
 
 
 def eight(bench: Bench) -> None:

@@ -9,18 +9,21 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 from typing import Any
 
 import gpu_check
 import pytest
 import torch
-from gpu_day import runner, table
+from gpu_day import outside, runner, table
 from gpu_day.bench import FAIL, NOT_RUN, NUMBERS, PASS, TINY, Bench, Machine, NotRun, Result, Sizes
 from gpu_day.page import page
+from gpu_day.parts import overlap
 from gpu_day.runner import NOT_YET, OtherRunError, Run
 from gpu_day.table import PARTS, Part
 from made_parts import with_tables
@@ -252,6 +255,121 @@ def test_the_page_is_made_from_the_json_alone(tmp_path: Path) -> None:
     again = Run(run.machine, run.sizes, run.path)
     again.read()
     assert page(again, path) == text
+
+
+# -- what a machine has ------------------------------------------------------------------------------------------------
+
+MPS_CONTROL = """#!/bin/sh
+echo "$CUDA_MPS_PIPE_DIRECTORY $1 $(test "$1" = -d || cat)" >> {log}
+echo refused >&2
+exit {code}
+"""
+
+
+def mps_control(folder: Path, monkeypatch: pytest.MonkeyPatch, code: int = 0) -> Path:
+    """A stand-in for MPS's control program; the file of its calls."""
+    program, log = folder / "nvidia-cuda-mps-control", folder / "calls"
+    program.write_text(MPS_CONTROL.format(log=log, code=code))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    return log
+
+
+def test_mps_runs_for_as_long_as_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = mps_control(tmp_path, monkeypatch)
+    with outside.mps() as environment:
+        folder = environment["CUDA_MPS_PIPE_DIRECTORY"]
+        assert Path(folder).is_dir()
+    assert log.read_text().splitlines() == [f"{folder} -d ", f"{folder}  quit"]
+    assert not Path(folder).exists()
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_part_that_mps_does_not_start_for_is_not_run(
+    there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if there:
+        mps_control(tmp_path, monkeypatch, code=1)
+    else:
+        monkeypatch.setenv("PATH", str(tmp_path))
+    result = ran(one(overlap.under_mps), Machine("nccl", 1))
+    assert result is not None
+    why = "MPS does not start: refused" if there else "there is no nvidia-cuda-mps-control"
+    assert (result.verdict, result.why) == (NOT_RUN, why)
+
+
+def test_clients_that_cannot_use_mps_are_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mps_control(tmp_path, monkeypatch)
+
+    def refused(*_: Any) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(outside, "run_ranks", refused)
+    result = ran(one(overlap.under_mps), Machine("nccl", 1))
+    assert result is not None
+    assert result.verdict == NOT_RUN
+    assert result.why == "MPS starts, but its clients do not: RuntimeError: CUDA error: out of memory"
+
+
+def test_jobs_run_at_once_and_keep_their_order() -> None:
+    both = threading.Barrier(2)
+    assert outside.at_once([lambda: both.wait(30.0) >= 0, lambda: both.wait(30.0) >= 0 and "second"], 2) == [
+        True,
+        "second",
+    ]
+
+
+BARE = """
+import sys
+from importlib.machinery import PathFinder
+
+class Bare:
+    \"\"\"Finds what Python, torch and this project have, and nothing else that is installed.\"\"\"
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {missing}:
+            raise ModuleNotFoundError(f"no module named {name}", name=name)
+
+sys.meta_path.insert(0, Bare())
+import gpu_check
+raise SystemExit(gpu_check.main(["--list"]))
+"""
+
+
+def test_it_needs_nothing_but_torch() -> None:
+    """What torch itself does not need is not there."""
+    needed = {"torch", *_needs("torch")}
+    missing = {
+        module
+        for module, owners in packages_distributions().items()
+        if not needed & {re.sub(r"[-_.]+", "-", owner).lower() for owner in owners} and not module.startswith("_")
+    }
+    missing -= {"tests", "scripts", "benchmarks", "examples", "megatron_pp", *sys.stdlib_module_names}
+    assert {"pytest", "hypothesis"} <= missing
+    program = BARE.replace("{missing}", repr(missing))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SCRIPTS.parent), str(SCRIPTS)])}
+    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60.0)
+    assert (run.returncode, run.stdout.count("\n")) == (0, len(PARTS)), run.stderr[-1000:]
+
+
+def _needs(package: str) -> set[str]:
+    """The packages that ``package`` needs, and those that they need."""
+    found: set[str] = set()
+    left = [package]
+    while left:
+        try:
+            lines = requires(left.pop()) or []
+        except PackageNotFoundError:
+            continue
+        names = {re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", line, maxsplit=1)[0]).lower() for line in lines}
+        extra = {
+            re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", line, maxsplit=1)[0]).lower()
+            for line in lines
+            if "extra ==" in line
+        }
+        left += sorted(names - extra - found)
+        found |= names - extra
+    return found
 
 
 # -- the command line --------------------------------------------------------------------------------------------------

@@ -1,0 +1,133 @@
+"""Two operations that wait for each other's messages: named, in which time, and aborted. Each launches a kernel that is
+not loaded, and has posted a receive whose message the other one's rank sends later.
+
+Controls: the same launches under the default plan and under ``device_sync=True``, and under Megatron-core's own
+interleaved schedule, whose posting of receives has no such pair of operations.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.engines import make_step, surroundings
+from benchmarks.work import Unavailable, Work
+from gpu_day import ranks
+from gpu_day.bench import Bench
+from gpu_day.unloaded import Launches, LaunchingBlock
+from megatron_pp.comm.group_transport import group_transport
+from megatron_pp.p2p_communication import P2PCommunicator
+from megatron_pp.testing.pipeline import run_rank
+from megatron_pp.testing.toy import reference_run
+
+TIMEOUT = 5.0  # p2p_timeout
+COMPUTE_TIMEOUT = 60.0
+SLACK = 10.0  # seconds from then until the last rank has raised
+MICROBATCHES = 4
+PLANS: dict[str, dict[str, Any]] = {
+    "device_sync=False": {"device_sync": False},
+    "default": {},
+    "device_sync=True": {"device_sync": True},
+}
+AHEAD, SAFE = "device_sync=False", ("device_sync=True",)
+WORDS = ("operations wait for each other's messages", "F0.2", "B0.1", "device_sync")
+_NONE: frozenset[int] = frozenset()
+_ALL = frozenset(range(2 * MICROBATCHES))
+
+
+def run(bench: Bench) -> None:
+    rows = []
+    for name, fields in PLANS.items():
+        fields = {**ranks.OVERLAP, **fields, "p2p_timeout": TIMEOUT, "compute_timeout": COMPUTE_TIMEOUT}
+        found = bench.ranks(_two_launches, fields)
+        rows += [[name, rank, one["said"], one["seconds"]] for rank, one in enumerate(found)]
+        if name == AHEAD:
+            named = all(word in one["said"] for one in found for word in WORDS)
+            bench.check(named, "two operations that wait for each other are named on both ranks, and the setting")
+            seconds = max(one["seconds"] for one in found)
+            bench.check(seconds < TIMEOUT + SLACK, f"within p2p_timeout and {SLACK:g} s ({seconds:.1f} s)")
+        elif name in SAFE:
+            bench.check(all(one["said"] == ranks.EQUAL for one in found), f"{name}: the same launches do not hang")
+    rows.append(["Megatron's interleaved schedule", "all", *_control(bench)])
+    bench.text(f"Rank 0 launches in F0.2 what it has not loaded, rank 1 in B0.1; p2p_timeout {TIMEOUT:g} s.")
+    bench.table(["plan", "rank", "what happened", "s"], [[plan, rank, said[:300], s] for plan, rank, said, s in rows])
+
+
+def _control(bench: Bench) -> tuple[str, float]:
+    began = time.monotonic()
+    return ranks.outcome(lambda: bench.ranks(_megatrons, seconds=min(40.0, bench.left))), time.monotonic() - began
+
+
+def _two_launches(rank: int, size: int, device: torch.device, fields: dict[str, Any]) -> dict[str, Any]:
+    """What happened on this rank, and in which time."""
+    chosen = (frozenset({2}), _NONE) if rank == 0 else (_NONE, frozenset({1}))
+    began, said = time.monotonic(), ""
+    step = ranks.Step("1f1b", 1, MICROBATCHES, fields)
+    try:
+        said, began = _after_warm_up(rank, size, device, step, chosen)
+    except Exception as error:
+        began = float(vars(error).get("began", began))
+        said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return {"said": said, "seconds": time.monotonic() - began}
+
+
+def launching_alone(rank: int, size: int, device: torch.device, step: ranks.Step, who: int) -> str:
+    """Rank ``who`` alone launches what it has not loaded, in every operation of a step after the first ones."""
+    chosen = (_ALL, _ALL) if rank == who else (_NONE, _NONE)
+    return _after_warm_up(rank, size, device, step, chosen)[0]
+
+
+def _after_warm_up(
+    rank: int, size: int, device: torch.device, step: ranks.Step, chosen: tuple[frozenset[int], frozenset[int]]
+) -> tuple[str, float]:
+    """How a step's gradients differ in which this rank launches new kernels in the forwards and backwards ``chosen``,
+    and when it began. What it raises has that as ``began``."""
+    config, data, launches = step.config(), step.data(device), Launches(device)
+    assert dist.group.WORLD is not None
+    transport = group_transport(dist.group.WORLD)
+    communicator = P2PCommunicator(dist.group.WORLD, config, transport)
+
+    def block(which: tuple[frozenset[int], frozenset[int]]) -> Any:
+        return lambda stage: LaunchingBlock(stage, step.hidden, launches, *which).to(device)
+
+    whole = reference_run(size * step.chunks, data, block=block((_NONE, _NONE)))
+    for _ in range(2):  # all else is loaded
+        run_rank(rank, size, step.chunks, data, config, communicator, block=block((_NONE, _NONE)), prepare=step.prepare)
+    ranks.synchronize(device)
+    dist.barrier()
+    began = time.monotonic()
+    try:
+        mine = run_rank(rank, size, step.chunks, data, config, communicator, block=block(chosen), prepare=step.prepare)
+        ranks.synchronize(device)
+    except Exception as error:
+        error.began = began  # type: ignore[attr-defined]
+        raise
+    finally:
+        transport.close()
+    return ranks.as_text(ranks.largest_difference(mine.grads, whole.grads)), began
+
+
+def _megatrons(rank: int, size: int, device: torch.device) -> str:
+    """Both ranks launch new kernels, under Megatron-core's schedule with overlap."""
+    work = Work("interleaved_1f1b", size, 2, MICROBATCHES, (64, 1, 64))
+    chosen = (frozenset({2}), _NONE) if rank == 0 else (_NONE, frozenset({1}))
+    launches = Launches(device)
+    armed: list[bool] = []
+
+    def stage(number: int) -> torch.nn.Module:
+        return LaunchingBlock(number, 64, launches, *(chosen if armed else (_NONE, _NONE))).to(device)
+
+    for _ in range(2):
+        try:
+            step = make_step("megatron", work, rank, dist.group.WORLD, stage)
+        except Unavailable as reason:
+            return str(reason)
+        with surroundings("megatron"):
+            step()
+        ranks.synchronize(device)
+        dist.barrier()
+        armed.append(True)
+    return "it ends"

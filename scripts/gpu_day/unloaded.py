@@ -1,0 +1,76 @@
+"""Kernels that a process has not loaded: what launches one waits until the device is idle, receives included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+
+from megatron_pp.testing.toy import ToyBlock
+
+_FUNCTIONS = (
+    "i0e",
+    "i1e",
+    "erfinv",
+    "gammaln",
+    "digamma",
+    "sinc",
+    "expm1",
+    "log1p",
+    "erfcx",
+    "ndtri",
+    "entr",
+    "i0",
+    "i1",
+)
+_DTYPES = (torch.float32, torch.float64)
+
+
+class Launches:
+    """Launches of kernels that nothing else here runs, each once: ``launch()`` takes the next. ``loaded``: how many of
+    them this process has launched before."""
+
+    def __init__(self, device: torch.device, loaded: int = 0) -> None:
+        self._device = device
+        self._kernels = kernels()
+        for _ in range(loaded):
+            next(self._kernels)
+
+    def launch(self) -> None:
+        function, dtype = next(self._kernels)
+        function(torch.full((8,), 0.5, dtype=dtype, device=self._device))
+
+
+def kernels() -> Iterator[tuple[Callable[[torch.Tensor], Any], torch.dtype]]:
+    """In an order that is the same in every process."""
+    for dtype, name in product(_DTYPES, _FUNCTIONS):
+        yield getattr(torch.special, name), dtype
+
+
+class LaunchingBlock(ToyBlock):
+    """A stage that launches what is not loaded in the forwards and backwards whose numbers, from 0, ``forwards`` and
+    ``backwards`` have."""
+
+    def __init__(
+        self, stage: int, hidden: int, launches: Launches, forwards: frozenset[int], backwards: frozenset[int]
+    ) -> None:
+        super().__init__(stage, hidden)
+        self.launches, self.forwards, self.backwards = launches, forwards, backwards
+        self.done = [0, 0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self._pass(0, self.forwards)
+        output = super().forward(x)
+        output.register_hook(partial(self._in_backward))
+        return output
+
+    def _in_backward(self, gradient: torch.Tensor) -> None:
+        self._pass(1, self.backwards)
+
+    def _pass(self, which: int, chosen: frozenset[int]) -> None:
+        if self.done[which] in chosen:
+            self.launches.launch()
+        self.done[which] += 1
