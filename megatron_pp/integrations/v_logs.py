@@ -95,7 +95,7 @@ def _add(tracker: dict[str, Any], values: dict[str, Any]) -> None:
         before = tracker.get(name)
         if isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor) and before.shape == value.shape:
             before += value.to(before.device)
-        elif _adds_up(value) and type(before) is type(value):
+        elif before is not None and type(before) is type(value) and _adds_up(value):
             tracker[name] = before + value
         else:
             tracker[name] = value

@@ -1,6 +1,7 @@
-"""V placement of Megatron-core's GPTModel: chunk 1 of rank r holds stage 2P - 1 - r, as a loop would place it on rank
-P - 1 - r. So whatever Megatron computes for chunk 1 from this rank's place in the pipeline (layers, their numbers and
-checkpoint keys, embeddings, output layer, which data to read) comes out right when it is given the mirrored rank.
+"""V placement of Megatron-core's GPTModel and HybridModel: chunk 1 of rank r holds stage 2P - 1 - r, as a loop would
+place it on rank P - 1 - r. So whatever Megatron computes for chunk 1 from this rank's place in the pipeline (layers,
+their numbers and checkpoint keys, embeddings, output layer, which data to read) comes out right when it is given the
+mirrored rank.
 
 `build` makes such a model. `ask_by_chunk` replaces the functions of Megatron that take a `vp_stage`.
 """
@@ -125,8 +126,23 @@ class ByChunk(Replacement):
             return super().__call__(*args, **kwargs)
 
 
+class SegmentInV(Replacement):
+    """Replaces HybridModel's `select_pipeline_segment`, which cuts its pattern of layers at each "|". It asks
+    torch.distributed for the rank in the group, which is not that of a mirrored one; so for a chunk on the way back it
+    is given the number of the stage, as one of a pipeline that is not cut over ranks.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = self.given(args, kwargs)
+        group, chunk = given.get("pp_group"), given.get("vp_stage")
+        stages = len(given["main_pattern"].split("|"))
+        if self.use.ended or chunk is None or not isinstance(group, MirroredGroup) or stages != CHUNKS * group.size():
+            return super().__call__(*args, **kwargs)  # which raises for another number of stages
+        return self.original(**given | {"pp_group": None, "vp_stage": chunk * group.size() + group.rank()})
+
+
 def build(placed: PlacedModel, given: dict[str, Any]) -> None:
-    """Make the model of ``given``, the arguments of `GPTModel.__init__` by name, as a chunk of a V. `pre_process`,
+    """Make the model of ``given``, the arguments of its `__init__` by name, as a chunk of a V. `pre_process`,
     `post_process` and the pipeline group of `pg_collection` become those of the chunk's stage. A weight that the first
     and the last stage share starts equal. Raises ScheduleInputError.
     """
@@ -154,12 +170,12 @@ def build(placed: PlacedModel, given: dict[str, Any]) -> None:
 def _check(placed: PlacedModel, config: Any, chunk: Any) -> None:
     what = f"pipeline_schedule {placed.use.schedule_of(config)!r} places stages in a v, which "
     if "pg_collection" not in placed.parameters:
-        raise ScheduleInputError(what + "needs a GPTModel that takes pg_collection: a newer megatron-core")
+        raise ScheduleInputError(what + "needs a model that takes pg_collection: a newer megatron-core")
     virtual = config.virtual_pipeline_model_parallel_size
     if chunk is None or virtual != CHUNKS:
         raise ScheduleInputError(
             f"{what}takes {CHUNKS} model chunks a rank: set virtual_pipeline_model_parallel_size={CHUNKS} (it is "
-            f"{virtual}) and give vp_stage to GPTModel (it is {chunk})"
+            f"{virtual}) and give vp_stage to the model (it is {chunk})"
         )
     layout = getattr(config, "pipeline_model_parallel_layout", None)
     if layout is None:
@@ -192,20 +208,23 @@ def shared_weight(model: Any) -> Any:
     return model.shared_embedding_or_output_weight() if shares else None
 
 
+_SEGMENTS = ("models.hybrid.hybrid_layer_allocation", "select_pipeline_segment", SegmentInV)
+
+
 def ask_by_chunk(use: Use) -> None:
     """Replace Megatron's functions of a chunk, under all their names, as far as they are imported."""
-    _replace_functions(lambda now: now if isinstance(now, ByChunk) else ByChunk(now, use))
+    _replace_functions(lambda now, kind: now if isinstance(now, Replacement) else kind(now, use))
 
 
 def ask_as_before() -> None:
     """Undo `ask_by_chunk`."""
-    _replace_functions(lambda now: now.original if isinstance(now, ByChunk) else now)
+    _replace_functions(lambda now, kind: now.original if isinstance(now, Replacement) else now)
 
 
-def _replace_functions(replacement: Callable[[Any], Any]) -> None:
-    """Put ``replacement`` of each function that the installed release has in its place."""
+def _replace_functions(replacement: Callable[[Any, type[Replacement]], Any]) -> None:
+    """Put ``replacement`` of each function that the installed release has, and its kind, in its place."""
     functions = []
-    for module, path in _BY_CHUNK:
+    for module, path, replaced_by in (*((*row, ByChunk) for row in _BY_CHUNK), _SEGMENTS):
         owner: Any = sys.modules.get(f"megatron.core.{module}")
         *kind, name = path.split(".")
         for part in kind:
@@ -213,7 +232,7 @@ def _replace_functions(replacement: Callable[[Any], Any]) -> None:
         if not hasattr(owner, name):
             continue
         now = vars(owner)[name]
-        new = replacement(now)
+        new = replacement(now, replaced_by)
         if isinstance(owner, type):
             setattr(owner, name, new)
         elif new is not now:

@@ -40,7 +40,8 @@ def check_chunks(schedule: str, placement: str, chunks: Sequence[Any]) -> None:
     if placement == V_SHAPE and not built:
         raise ScheduleInputError(
             f"config.pipeline_schedule {schedule!r} places stages in a v, and model chunk 1 was built for a loop; call "
-            "install() and name the schedule before GPTModel is built (other models: 'V placement' in docs/megatron.md)"
+            "install() and name the schedule before the GPTModel or HybridModel is built (other models: 'V placement' "
+            "in docs/megatron_features.md)"
         )
     if placement != V_SHAPE and built:
         raise ScheduleInputError(

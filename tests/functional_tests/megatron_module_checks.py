@@ -19,8 +19,8 @@ from tests.harness.module_models import HIDDEN, RankModel, Setup, loss_of, sink_
 @dataclass(frozen=True)
 class MegatronCase:
     """``per_token``: the loss function gives numbers of tokens; ``grad_sync``: the config has a function for it;
-    ``hangs``: Megatron's own schedule does, or fails; ``ddp``: stages are in Megatron's DistributedDataParallel; ``images``: the
-    model is ``ImageTokens``."""
+    ``hangs``: Megatron's own schedule does, or fails; ``ddp``: stages are in Megatron's DistributedDataParallel;
+    ``images``: the model is ``ImageTokens``."""
 
     setup: Setup
     per_token: bool = False

@@ -64,8 +64,9 @@ CASES = {name: MegatronCase(SETUPS[name]) for name in SERVED} | {
         Setup((module_on("vision"), module_on("llm", 1, dp=2)), {"vision": ["llm"]}), images=True
     ),
     "few microbatches": MegatronCase(dataclasses.replace(LINES, microbatches=2)),
-    # Not under Megatron's own schedule. The shorter encoder's warm-up sends more than the language model has received when it sends its first gradient:
-    # each waits for the other. Of an output that goes to two modules Megatron keeps the last gradient alone.
+    # Not under Megatron's own schedule. The shorter encoder's warm-up sends more than the language model has received
+    # when it sends its first gradient: each waits for the other. Of an output that goes to two modules Megatron keeps
+    # the last gradient alone.
     "pipelines of unequal length": MegatronCase(SETUPS["pipelines of unequal length"], hangs=True),
     "one output for two modules": MegatronCase(SETUPS["one output for two modules"], hangs=True),
     # Megatron cuts the gradient equally, and ends in "invalid gradient".

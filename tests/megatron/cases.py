@@ -15,7 +15,8 @@ POLICIES = ("overlap", "overlap+flush", "batched", "plain")
 
 @dataclass(frozen=True)
 class Model:
-    """A small GPT of Megatron-core, and the data it sees. Sizes are in tokens, features and layers."""
+    """A small GPT of Megatron-core, and the data it sees. Sizes are in tokens, features and layers. ``hybrid``: the
+    pattern of a HybridModel's layers, which is built in its place."""
 
     layers: int = 8
     hidden: int = 16
@@ -28,6 +29,7 @@ class Model:
     dropout: float = 0.0
     experts: int | None = None
     per_token_loss: bool = False
+    hybrid: str = ""
     extra_config: tuple[tuple[str, Any], ...] = ()
 
 

@@ -78,6 +78,12 @@ def set_up_parallel_state(case: Case) -> None:
     model_parallel_cuda_manual_seed(1234, **_force_reset())
 
 
+def forget_groups() -> None:
+    """The next case makes its process groups anew."""
+    parallel_state.destroy_model_parallel()
+    _CUT.set(None)
+
+
 def embedding_ranks(case: Case, ranks: list[int]) -> list[int]:
     """Those of a pipeline's ranks that share the embedding: the first and the last, or, with further tokens predicted
     on a stage of its own, that one, and the last one only where the output layer is tied to it; as Megatron's scripts.
@@ -153,22 +159,28 @@ def build_chunks(case: Case, config: TransformerConfig) -> list[torch.nn.Module]
     return [build_chunk(case, config, chunk if case.vp else None) for chunk in range(case.vp or 1)]
 
 
-def build_chunk(case: Case, config: TransformerConfig, vp_stage: int | None) -> GPTModel:
-    model, place = case.model, {"ignore_virtual": False, "vp_stage": vp_stage}
-    gpt = GPTModel(
-        config,
-        layer_spec(case),
-        vocab_size=model.vocab,
-        max_sequence_length=model.seq,
-        pre_process=parallel_state.is_pipeline_first_stage(**place),
-        post_process=parallel_state.is_pipeline_last_stage(**place),
-        share_embeddings_and_output_weights=model.tied and not case.split_tied,
-        position_embedding_type=model.position,
-        mtp_block_spec=mtp_spec(case, config, vp_stage),
-        vp_stage=vp_stage,
-    )
-    fill_weights(gpt, model)
-    return gpt
+def build_chunk(case: Case, config: TransformerConfig, vp_stage: int | None) -> torch.nn.Module:
+    model, virtual = case.model, {"ignore_virtual": False, "vp_stage": vp_stage}
+    place: dict[str, Any] = {
+        "pre_process": parallel_state.is_pipeline_first_stage(**virtual),
+        "post_process": parallel_state.is_pipeline_last_stage(**virtual),
+        "vp_stage": vp_stage,
+    }
+    if model.hybrid:
+        built = importlib.import_module("tests.megatron.hybrid").hybrid_model(config, model, **place)
+    else:
+        built = GPTModel(
+            config,
+            layer_spec(case),
+            vocab_size=model.vocab,
+            max_sequence_length=model.seq,
+            share_embeddings_and_output_weights=model.tied and not case.split_tied,
+            position_embedding_type=model.position,
+            mtp_block_spec=mtp_spec(case, config, vp_stage),
+            **place,
+        )
+    fill_weights(built, model)
+    return built
 
 
 def global_names(chunk: torch.nn.Module, tied: bool) -> Iterator[tuple[str, torch.nn.Parameter]]:
