@@ -8,11 +8,13 @@ aborts: "terminate called without an active exception".
 import weakref
 from collections.abc import Callable
 
+from megatron_pp.common.finalizers import finalize_here
+
 
 def call_at_exit(method: Callable[..., object]) -> None:
     """Call the bound ``method`` when the program ends, unless its object is gone by then. Methods that are registered
-    last are called first."""
-    weakref.finalize(method.__self__, call_if_alive, weakref.WeakMethod(method))  # type: ignore[attr-defined]
+    last are called first. Not in processes that are forked from this one."""
+    finalize_here(method.__self__, call_if_alive, weakref.WeakMethod(method))  # type: ignore[attr-defined]
 
 
 def call_if_alive(method: weakref.WeakMethod[Callable[..., object]], *arguments: object) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from megatron_pp.comm.channels import ChannelKey
 from megatron_pp.comm.gloo import LARGE_BYTES, SMALL_SENDS, ChannelThreads
 from megatron_pp.comm.group_transport import GroupTransport
 from megatron_pp.comm.transport import ACT, Preparation, Work
+from megatron_pp.common.finalizers import finalize_here
 from megatron_pp.on_demand import load
 from megatron_pp.plan.costs.transports import GLOO_DETACHED_BYTES
 
@@ -36,7 +36,7 @@ class GlooTransport(GroupTransport):
             self._tags = self._base_tags = dict.fromkeys(self._base_tags, _SHARED_TAG)
         self._large = False  # whether any message was: small ones may get stuck behind it
         self._threads = ChannelThreads()
-        weakref.finalize(self, self._threads.close)
+        finalize_here(self, self._threads.close)
         call_at_exit(self.end)
 
     def unfinished_sends(self, allowed: int, message_bytes: float) -> int:

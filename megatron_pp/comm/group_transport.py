@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -21,6 +20,7 @@ from megatron_pp.comm.channels import (
     pipeline_name,
 )
 from megatron_pp.comm.transport import ACT, GRAD, Edge, Preparation, Transport
+from megatron_pp.common.finalizers import finalize_here
 from megatron_pp.errors import P2PTransferError
 from megatron_pp.on_demand import load
 
@@ -106,7 +106,7 @@ class GroupTransport(Transport):
                 self._groups.abort()
             self._channels = self._groups.channels
             # torch does not end these groups: they are closed with the transport, or when the program ends.
-            self._close_groups = weakref.finalize(self, self._groups.close)
+            self._close_groups = finalize_here(self, self._groups.close)
         return self._groups
 
     def made_groups(self, *of_pipeline: Any) -> ChannelGroups:

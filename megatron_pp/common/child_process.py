@@ -2,48 +2,83 @@
 
 import json
 import os
+import select
 import subprocess
 import sys
-import weakref
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from megatron_pp.common.finalizers import finalize_here
+
+_POLL = 0.05  # seconds between two calls of ``check``
+_PIECE = 1 << 16  # bytes
+
 
 class Child:
-    """Runs ``main`` of ``module``, which calls ``answer_questions``. The process ends with this object."""
+    """Runs ``main`` of ``module``, which calls ``answer_questions``. The process ends with this object. It imports the
+    standard library, installed packages and this one, and nothing from the current folder or PYTHONPATH."""
 
     def __init__(self, module: str) -> None:
-        paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", f"from {module} import main; main()"],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.end = weakref.finalize(self, _end, self.process)
+        root = str(Path(__file__).resolve().parents[2])
+        program = f"import sys; sys.path.insert(0, {root!r}); from {module} import main; main()"
+        command = [sys.executable, "-I", "-c", program]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        for pipe in self._pipes:
+            os.set_blocking(pipe, False)
+        self._unsent = self._received = b""
+        self.end = finalize_here(self, _end, self.process)
+
+    @property
+    def _pipes(self) -> tuple[int, int]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        return self.process.stdin.fileno(), self.process.stdout.fileno()
 
     def ask(self, question: Any) -> None:
-        assert self.process.stdin is not None
-        with suppress(OSError):  # it has ended, which ``answer`` reports
-            self.process.stdin.write(json.dumps(question) + "\n")
-            self.process.stdin.flush()
+        """Never blocks: what the pipe does not take now goes out in ``answer``."""
+        self._unsent += json.dumps(question).encode() + b"\n"
+        self._send()
 
-    def answer(self) -> Any:
-        """Wait for it. Raises ChildProcessError where the process has ended, RuntimeError where it has failed."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise ChildProcessError(f"ended with code {self.process.wait()}")
+    def answer(self, seconds: float | None = None, check: Callable[[], None] = lambda: None) -> Any:
+        """Wait for it, for ``seconds`` at most; ``check`` is called in between, and may raise. Raises
+        ChildProcessError where the process has ended, TimeoutError, RuntimeError where it has failed."""
+        until = None if seconds is None else time.monotonic() + seconds
+        while b"\n" not in self._received:
+            if until is not None and time.monotonic() >= until:
+                raise TimeoutError(f"(pid {self.process.pid}) has not answered for {seconds:g} s")
+            check()
+            self._exchange()
+        line, _, self._received = self._received.partition(b"\n")
         found = json.loads(line)
         if "error" in found:
             raise RuntimeError(found["error"])
         return found["answer"]
 
+    def _exchange(self) -> None:
+        """Take and give what the pipes have room for, soon."""
+        into, out = self._pipes
+        readable, writable, _ = select.select([out], [into] if self._unsent else [], [], _POLL)
+        if writable:
+            self._send()
+        if readable:
+            piece = os.read(out, _PIECE)
+            if not piece:
+                raise ChildProcessError(f"ended with code {self.process.wait()}")
+            self._received += piece
 
-def _end(process: subprocess.Popen[str]) -> None:
+    def _send(self) -> None:
+        try:
+            self._unsent = self._unsent[os.write(self._pipes[0], self._unsent) :]
+        except BlockingIOError:
+            pass
+        except OSError:  # it has ended, which ``answer`` reports
+            self._unsent = b""
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron_pp.comm.at_exit import call_if_alive
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.comm.transport import Transport
+from megatron_pp.common.finalizers import finalize_here
 from megatron_pp.common.object_table import ObjectTable
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.faults.consistency import RECEIVES, SENDS
@@ -155,5 +156,5 @@ def _make_guard(transport: Transport, timeout: float) -> FaultGuard:
     )
     _GUARDS[guard] = None
     # Weakly: after a failure the guard holds frames that hold the transport. At exit, threads are waited for.
-    weakref.finalize(transport, call_if_alive, weakref.WeakMethod(guard.close), False).atexit = False
+    finalize_here(transport, call_if_alive, weakref.WeakMethod(guard.close), False).atexit = False
     return guard

@@ -156,7 +156,8 @@ class StepCall:
     def _guarded(self, executor: PlanExecutor, plan: Plan) -> AbstractContextManager[Any]:
         # Traced steps begin, and measured ones end, with messages that all ranks have to take part in.
         chosen = tuple(getattr(self.settings, name) for name in ("traced_steps", *_OBSERVED[1:]))
-        agreed = plan.spec, self.shapes, chosen, self.communicator.dtype, self.communicator.wire is not None
+        wired = self.communicator.wire is not None
+        agreed = plan.spec, self.shapes, chosen, self.communicator.dtype, wired, self.packs
         step = executor, agreed, partial(self.describe, plan), self.number, self.followed_by
         return guarded(self.communicator, self.settings, *step)
 
@@ -174,9 +175,17 @@ class StepCall:
             "measure": str(self.settings.measure),
             "pipeline_replan": str(self.settings.pipeline_replan),
         }
+        if self.packs:
+            described["packs of the microbatches, in their order"] = self.packs
         for observer in self.observers:
             described |= observer.description(plan, self.weights is not None)
         return described
+
+    @property
+    def packs(self) -> str:
+        """What the microbatches of a training step of packed sequences hold, as a digest; "" for other steps."""
+        digest = None if self.inputs.forward_only else getattr(self.settings.microbatch_costs, "digest", None)
+        return "" if digest is None else digest()
 
     def read_settings(self) -> StepSettings:
         return StepSettings.from_config(self.config)

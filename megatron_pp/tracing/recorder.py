@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import logging
+import os
 import re
 import secrets
 import socket
@@ -29,6 +30,7 @@ import torch
 from megatron_pp.comm.at_exit import call_if_alive
 from megatron_pp.comm.events import EventPool
 from megatron_pp.comm.transport import Transport
+from megatron_pp.common.finalizers import call_in
 from megatron_pp.common.object_table import ObjectTable
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.plan.ir.instruction import Instruction
@@ -250,7 +252,8 @@ class _CudaRecording(Recording):
 
     def finish(self) -> None:
         if not self.keeper.pending:
-            atexit.register(call_if_alive, weakref.WeakMethod(self.keeper.resolve_pending))
+            resolve = weakref.WeakMethod(self.keeper.resolve_pending)
+            atexit.register(call_in, os.getpid(), call_if_alive, resolve)
         self.keeper.pending.append(self)
 
     def resolved(self) -> files.StepRecord:

@@ -27,7 +27,7 @@ ROOMS = {
         "at_exit channels communicator events gloo gloo_transport group_transport p2p_communicator "
         "process_groups stores transport wait_handle"
     ),
-    "common": "module_attributes object_table",
+    "common": "finalizers module_attributes object_table",
     "config": "checks conversions kinds layout microbatch_counts model_config parallel_grid rules settings",
     "faults": "attach consistency guard heartbeat liveness peers places records stall_detector tracker watchdog",
     "integrations": (

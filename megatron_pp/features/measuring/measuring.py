@@ -17,7 +17,7 @@ import statistics
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_pp.comm.link_timing import copy_rates, gather_numbers, measure_links, sizes_around
@@ -132,9 +132,10 @@ class _Progress:
     steps: int
     measured: int = 0
     over: bool = False
+    process: int = field(default_factory=os.getpid)  # others are forked from it
 
     def at_exit(self) -> None:
-        if not self.over:
+        if not self.over and self.process == os.getpid():
             logger.warning(
                 "the run ended after %d of the %d steps of config.measure, and nothing was written: it takes one "
                 "training step more than that",

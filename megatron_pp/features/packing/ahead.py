@@ -5,6 +5,7 @@ All ranks ask the same and get the same answer, so none waits for another's. Nev
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -24,19 +25,27 @@ class Planner:
     def __init__(self) -> None:
         self.child: Child | None = None
 
-    def ask(self, step: NextStep) -> None:
-        """Begins to plan ``step``; its answer is what ``answer`` returns next."""
+    def ask(self, number: int, step: NextStep) -> None:
+        """Begins to plan ``step``, the training step of this number."""
         if self.child is None:
             self.child = Child(__name__)
-        self.child.ask(question_of(step))
+        self.child.ask({"number": number, **question_of(step)})
 
-    def answer(self) -> StepAhead:
-        """Waits for it. Raises PipelineError where the process has ended or could not plan."""
+    def answer(self, number: int, seconds: float | None = None, check: Callable[[], None] = lambda: None) -> StepAhead:
+        """What was found for the step of this number; waits for it, for ``seconds`` at most, and calls ``check`` in
+        between, which may raise. Raises PipelineError where the process has ended, does not answer, or could not plan.
+        After any of these it can be asked for again."""
         assert self.child is not None
+        who = "the process that plans the next step of packed sequences"
         try:
-            return found_in(self.child.answer())
-        except ChildProcessError as error:
-            raise PipelineError(f"the process that plans the next step of packed sequences {error}") from error
+            while True:
+                found = self.child.answer(seconds, check)
+                if found.pop("number") == number:
+                    return found_in(found)
+        except (ChildProcessError, TimeoutError) as error:
+            raise PipelineError(f"{who} {error}") from error
+        except PipelineError:  # of ``check``
+            raise
         except RuntimeError as error:
             raise PipelineError(f"the next step of packed sequences could not be planned: {error}") from error
 
@@ -65,5 +74,10 @@ def found_in(answer: dict[str, Any]) -> StepAhead:
     return StepAhead(tuple(answer["order"]), proposal, answer["kept"])
 
 
+def answered(question: dict[str, Any]) -> dict[str, Any]:
+    number = question.pop("number")
+    return {"number": number, **answer_of(plan_ahead(step_of(question)))}
+
+
 def main() -> None:
-    answer_questions(lambda question: answer_of(plan_ahead(step_of(question))), _NICE)
+    answer_questions(answered, _NICE)

@@ -121,7 +121,9 @@ class PackedStep:
         return tuple(slot.of_rank(rank) for slot in self.slots)
 
     def ordered(self, order: Sequence[int]) -> PackedStep:
-        """With slot ``order[k]`` as the k-th."""
+        """With slot ``order[k]`` as the k-th. Raises PlanError for what is no order of the slots."""
+        if sorted(order) != list(range(len(self.slots))):
+            raise PlanError(f"{list(order)} is no order of {len(self.slots)} microbatches: each comes once in it")
         return PackedStep(tuple(self.slots[k] for k in order))
 
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from megatron_pp.errors import ScheduleInputError
+from megatron_pp.errors import PipelineError, ScheduleInputError
 from megatron_pp.features.packing.ahead import Planner
 from megatron_pp.features.packing.packing import PackedStep, PackingRules, packed
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.planner.replan import Proposal, of_run
-from megatron_pp.planner.step_ahead import NextStep
+from megatron_pp.planner.step_ahead import NextStep, StepAhead
 
 
 class PackedSteps:
@@ -36,31 +37,55 @@ class PackedSteps:
         self.current: PackedStep | None = None
         self.waited = 0.0  # seconds that ``next`` has waited for searches in all
         self._lengths = iter(lengths)
+        self._drawn: Sequence[int] | None = None  # from ``lengths``, and not packed yet
+        self._broken = ""  # what ``lengths`` raised
         self._following = self._pack()
         self._planner = Planner()
-        self._asked = False
+        self._asked = 0  # the number of the step that is planned; 0: none
+        self._number = 1  # of the step that ``next`` takes next
+        self._found: StepAhead | None = None  # for it
+        self._watch: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self._patience: float | None = None
         self._proposal: Proposal | None = None
         self._plan: Plan | None = None
 
     def next(self) -> PackedStep:
         """The next step, in the order that was found for it while the one before ran; the first one as it was packed.
-        Raises StopIteration after the last one, PipelineError where the search failed."""
-        if self._following is None:
+        Raises StopIteration after the last one, PipelineError where the search failed or a rank did, and what
+        ``lengths`` raises; no step is lost by that, and a later call takes the same one."""
+        step = self._following
+        if step is None:
             raise StopIteration("all steps of packed sequences have been taken")
-        step, self._following = self._following, self._pack()
-        self._proposal = self._plan = None
-        if self._asked:
-            self._asked = False
-            began = time.monotonic()
-            found = self._planner.answer()
-            self.waited += time.monotonic() - began
-            step, self._proposal = step.ordered(found.order), found.proposal
-        self.current = step
+        if self._asked and self._found is None:
+            self._found = self._wait()
+        found = self._found
+        if found is not None:
+            step = step.ordered(found.order)
+        following = self._pack()
+        self.current, self._following = step, following
+        self._proposal, self._plan = None if found is None else found.proposal, None
+        self._asked, self._found = 0, None
+        self._number += 1
         return step
+
+    def _wait(self) -> StepAhead:
+        """The answer of the search. While it is waited for, failures of other ranks are seen."""
+        began = time.monotonic()
+        try:
+            with self._watch() as guard:
+                check = (lambda: None) if guard is None else guard.check
+                return self._planner.answer(self._asked, self._patience, check)
+        finally:
+            self.waited += time.monotonic() - began
 
     def __call__(self) -> tuple[float, ...]:
         """``config.microbatch_costs``: of the step that was taken last. Raises ScheduleInputError before the first."""
         return self._taken().costs
+
+    def wait_under(self, watch: Callable[[], AbstractContextManager[Any]], patience: float) -> None:
+        """``watch()`` is a context in which failures of other ranks are seen (``faults.attach.watched``); ``patience``:
+        seconds that a search may take longer than the step before it."""
+        self._watch, self._patience = watch, patience
 
     def plan_ahead(self, spec: PlanSpec, **more: Any) -> None:
         """The training step that begins asks for ``spec``; the one after it is planned now. ``more``: fields of
@@ -72,8 +97,8 @@ class PackedSteps:
             )
         if self._following is not None:
             costs = self._following.costs
-            self._planner.ask(NextStep(replace(spec, num_microbatches=len(costs)), costs, **more))
-            self._asked = True
+            self._planner.ask(self._number, NextStep(replace(spec, num_microbatches=len(costs)), costs, **more))
+            self._asked = self._number
 
     def plan(self, run: PlanSpec) -> Plan | None:
         """What was found for the step that was taken last, where it is for steps like ``run``; None where the
@@ -95,5 +120,16 @@ class PackedSteps:
         return self.current
 
     def _pack(self) -> PackedStep | None:
-        lengths = next(self._lengths, None)
-        return None if lengths is None else packed(lengths, self.rules)
+        if self._drawn is None:
+            try:
+                self._drawn = next(self._lengths, None)
+            except BaseException as error:
+                self._broken = f"{type(error).__name__}: {error}"
+                raise
+        if self._drawn is None:
+            if self._broken:  # a generator that has raised looks like one that has ended
+                raise PipelineError(f"the lengths of further steps cannot be had: they raised {self._broken}")
+            return None
+        following = packed(self._drawn, self.rules)
+        self._drawn = None
+        return following

@@ -14,6 +14,8 @@ import statistics
 import weakref
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ import torch.distributed as dist
 
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.comm.transport import Transport
+from megatron_pp.common.finalizers import finalize_here
 from megatron_pp.common.object_table import ObjectTable
 from megatron_pp.config import rules
 from megatron_pp.config.checks import replan_steps
@@ -121,7 +124,7 @@ class Replanning(StepObserver):
             self.check(settings, plan.spec)
         if self.thread is None:
             self.thread = _thread_of(communicator.transport)
-            weakref.finalize(self, self.thread.close)
+            finalize_here(self, self.thread.close)
         self.step += 1
         boundary, into = divmod(self.step - 1, self.every)
         if into == 0 and boundary:
@@ -135,6 +138,7 @@ class Replanning(StepObserver):
         if shares and (self._run, shares) not in self.plans:
             self.asked[shares] += 1
         if packed is not None:
+            packed.wait_under(partial(_watched_search, weakref.ref(communicator)), settings.p2p_timeout)
             packed.plan_ahead(plan.spec, measured=self._measured(settings), splits=splits, draws=self.draws)
             return packed.plan(plan.spec) or plan
         if not self.plans:
@@ -152,8 +156,7 @@ class Replanning(StepObserver):
         text = ", ".join(f"{name}={value}" for name, value in options.items())
         packed = {}
         if self.packed is not None:
-            packs, draws = self.packed.digest(), str(self.draws)
-            packed = {"packs of the microbatches, in their order": packs, "chunks draw random numbers": draws}
+            packed = {"chunks draw random numbers": str(self.draws)}
         return packed | {
             "what a plan depends on, with pipeline_replan": f"split weight gradients={splits}, {text}",
             "plan": "" if plan.certificate is None else plan.certificate.digest,
@@ -198,6 +201,13 @@ def _thread_of(transport: Transport) -> ReplanThread:
     world = dist.get_world_size() if dist.is_initialized() else transport.size
     rank = transport.global_rank(transport.rank)
     return ReplanThread(transport.store, rank, world, transport.rank, _REPLANNINGS.items)
+
+
+def _watched_search(communicator: weakref.ref[P2PCore]) -> AbstractContextManager[Any]:
+    """Around the wait for a search, between two steps; a communicator that is gone has no ranks to watch."""
+    kept = communicator()
+    guard = None if kept is None else kept.transport.guard
+    return nullcontext() if guard is None else guard.watch("the wait for the search of the next step's plan")
 
 
 def in_steps(costs: Sequence[float]) -> tuple[float, ...]:

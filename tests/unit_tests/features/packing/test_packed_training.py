@@ -5,15 +5,20 @@ from __future__ import annotations
 import select
 import signal
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch.distributed import HashStore
 
-from megatron_pp.errors import PipelineError, PipelineMismatchError, ScheduleInputError
+from megatron_pp.errors import PipelineError, PipelineMismatchError, PlanError, ScheduleInputError
 from megatron_pp.features.packing.packing import PackedStep, PackingRules, packed
 from megatron_pp.features.packing.steps import PackedSteps
 from megatron_pp.plan.ir.spec import PlanSpec
+from megatron_pp.planner.step_ahead import NextStep
 from megatron_pp.testing.toy import ToyResult, merged
 from megatron_pp.weight_grad import split_weight_grad
 from tests.harness import packings
@@ -148,6 +153,106 @@ def test_ranks_with_other_packs_are_told_apart() -> None:
 
     with pytest.raises(PipelineMismatchError, match="packs of the microbatches"):
         run_pipelines(1, 2, 1, body, store=HashStore, pipeline_replan="every:50")
+
+
+def test_ranks_whose_packs_differ_from_a_later_step_on_are_told_apart() -> None:
+    """The plan is known, and the number of microbatches is the same: tokens would meet targets of other sequences."""
+    taken = [0, 0]
+
+    def body(rank: PackedRank) -> Any:
+        last = [12, 11, 12] if rank.rank else [12, 12, 11]
+        steps = PackedSteps(iter([[12, 12, 12], [12, 12, 12], [12, 12, 12], last]), RULES)
+        rank.config.microbatch_costs = steps
+        chunks = rank.model()
+        for _ in range(4):
+            rank.step(chunks, steps.next())
+            taken[rank.rank] += 1
+
+    with pytest.raises(PipelineMismatchError, match="packs of the microbatches"):
+        run_pipelines(1, 2, 1, body, store=HashStore, pipeline_replan="every:50")
+    assert taken == [3, 3]
+
+
+def test_a_search_that_is_stopped_ends_with_the_failure_of_another_rank() -> None:
+    """And by itself after p2p_timeout; the step is not lost by that."""
+
+    def body(rank: PackedRank) -> Any:
+        steps = PackedSteps(iter(LENGTHS), RULES)
+        rank.config.microbatch_costs = steps
+        chunks = rank.model()
+        rank.step(chunks, steps.next())
+        if rank.rank:
+            raise KeyError("another rank")
+        child = steps._planner.child
+        assert child is not None
+        child.process.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(PipelineError, match=r"has not answered for 1 s") as caught:
+            steps.next()
+        assert time.monotonic() - began < 10.0
+        child.process.send_signal(signal.SIGCONT)
+        assert steps.next() != packed(LENGTHS[1], RULES)
+        raise caught.value
+
+    with pytest.raises((PipelineError, KeyError)):
+        run_pipelines(1, 2, 1, body, store=HashStore, pipeline_replan="every:50", p2p_timeout=1.0)
+
+
+def test_an_interrupted_wait_loses_no_step() -> None:
+    steps = PackedSteps(iter(LENGTHS), RULES)
+    spec = PlanSpec("1f1b", SIZE, 1, len(steps.next().slots))
+    steps.plan_ahead(spec)
+    child = steps._planner.child
+    assert child is not None
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    steps.wait_under(lambda: nullcontext(SimpleNamespace(check=interrupt)), 60.0)
+    child.process.send_signal(signal.SIGSTOP)
+    with pytest.raises(KeyboardInterrupt):
+        steps.next()
+    child.process.send_signal(signal.SIGCONT)
+    steps.wait_under(nullcontext, 60.0)
+    second = steps.next()
+    assert sorted(map(repr, second.slots)) == sorted(map(repr, packed(LENGTHS[1], RULES).slots))
+    steps.plan_ahead(spec)
+    assert sorted(map(repr, steps.next().slots)) == sorted(map(repr, packed(LENGTHS[2], RULES).slots))
+
+
+def test_an_answer_for_another_step_is_passed_over() -> None:
+    steps = PackedSteps(iter(LENGTHS), RULES)
+    first = steps.next()
+    planner, costs = steps._planner, packed(LENGTHS[3], RULES).costs
+    planner.ask(7, NextStep(PlanSpec("1f1b", SIZE, 1, len(costs)), costs))
+    steps.plan_ahead(PlanSpec("1f1b", SIZE, 1, len(first.slots)))
+    assert sorted(map(repr, steps.next().slots)) == sorted(map(repr, packed(LENGTHS[1], RULES).slots))
+
+
+def test_lengths_that_raise_end_no_training_silently() -> None:
+    def lengths() -> Iterator[list[int]]:
+        yield from LENGTHS[:2]
+        raise OSError("the disk")
+
+    steps = PackedSteps(lengths(), RULES)
+    assert steps.next() == packed(LENGTHS[0], RULES)
+    with pytest.raises(OSError, match="the disk"):
+        steps.next()
+    for _ in range(2):
+        with pytest.raises(PipelineError, match="they raised OSError: the disk"):
+            steps.next()
+    impossible = PackedSteps(iter([LENGTHS[0], [0], LENGTHS[1]]), RULES)
+    for _ in range(2):
+        with pytest.raises(PlanError, match="at least 1 token"):
+            impossible.next()
+
+
+@pytest.mark.parametrize("order", [[0], [0, 0], [0, 2], [1, 0, 1]])
+def test_no_order_of_the_slots(order: list[int]) -> None:
+    step = packed([12, 12], RULES)
+    assert len(step.slots) == 2
+    with pytest.raises(PlanError, match="is no order of 2 microbatches"):
+        step.ordered(order)
 
 
 def test_a_step_whose_microbatches_were_not_taken() -> None:
