@@ -20,6 +20,7 @@ MODULES = {
     "torch": "torch",
     "prediction": "megatron_pp.planner.compare",
     "partial_checkpoints": "megatron_pp.runtime.partial_checkpoints",
+    "shared_iterators": "megatron_pp.runtime.shared_iterators",
     "deferred_embedding": "megatron_pp.runtime.deferred_embedding",
     "named_tensors": "megatron_pp.features.named_tensors.named_steps",
     "context_parallel_loss": "megatron_pp.runtime.context_parallel_loss",

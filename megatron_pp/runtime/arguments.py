@@ -11,6 +11,7 @@ import torch
 from megatron_pp.common.module_attributes import wrapped_attribute
 from megatron_pp.config.checks import whole_number
 from megatron_pp.errors import ScheduleInputError
+from megatron_pp.on_demand import load
 from megatron_pp.plan.names import did_you_mean
 
 REQUIRED_ARGUMENTS = ("forward_step_func", "data_iterator", "model", "num_microbatches")
@@ -62,6 +63,9 @@ class StepInputs:
         self.chunks = self._listed(self.model, "model chunks, one per virtual stage")
         self.data_iterators: Sequence[Any] = self._listed(self.data_iterator, "data iterators, one per model chunk")
         self._check_numbers()
+        given = [id(iterator) for iterator in self.data_iterators if iterator is not None]
+        if len(set(given)) < len(given):
+            self.data_iterators = load("shared_iterators").told_apart(self.data_iterators)
         self.config = self.config or wrapped_attribute(self.chunks[0], "config")
         if self.config is None:
             raise ScheduleInputError(
