@@ -12,7 +12,6 @@ Whatever is killed in between, ``latest`` names a whole checkpoint. Several node
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -24,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
@@ -33,6 +31,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from examples.gpt.errors import CheckpointError, CheckpointLayoutError, CheckpointWriteError, NoCheckpointError
 from examples.gpt.files import open_plain, read_text, sync_folder, write_atomically
 from examples.gpt.process import on_all_ranks, on_first_rank
+from examples.gpt.sealed_tensor import largest_length, tensor_in
 
 LATEST, DESCRIPTION, FORMAT = "latest", "description.json", 3
 _NAME = re.compile(r"step-[0-9A-Za-z._-]{1,80}")
@@ -149,19 +148,27 @@ def load_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
                 if _crc32_of(path := checkpoint.path / file_name) != checkpoint.files[file_name]:
                     raise ValueError(f"{path} is damaged: it does not have the CRC-32 that it was saved with")
             for name, tensor in tensors.items():
-                place = checkpoint.tensors[name]
-                with open_plain(checkpoint.path / place["relative_path"]) as file:
-                    file.seek(place["offset"])
-                    content = io.BytesIO(file.read(place["length"]))
-                saved = torch.load(content, map_location="cpu", weights_only=True)
-                if not list(tensor.shape) == place["shape"] == list(saved.shape):
-                    raise ValueError(f"{name} has shape {place['shape']} there and {list(tensor.shape)} here")
-                tensor.copy_(saved)
+                tensor.copy_(_saved_tensor(checkpoint, name, list(tensor.shape)))
         except Exception as error:  # torch raises what it likes of bytes that are no tensor
             said = str(error).partition("\n")[0]
             raise CheckpointError(f"checkpoint {checkpoint.path} cannot be loaded: {said}; {_ADVICE}") from error
 
     on_all_ranks(load)
+
+
+def _saved_tensor(checkpoint: Checkpoint, name: str, shape: list[int]) -> Tensor:
+    """Raises ValueError where it is not of ``shape``, before more is read than that takes."""
+    place = checkpoint.tensors[name]
+    if place["shape"] != shape:
+        raise ValueError(f"{name} has shape {place['shape']} there and {shape} here")
+    if place["length"] > largest_length(shape):
+        raise ValueError(f"{name} of shape {shape} is said to have {place['length']} bytes")
+    with open_plain(checkpoint.path / place["relative_path"]) as file:
+        file.seek(place["offset"])
+        saved = tensor_in(file.read(place["length"]))
+    if list(saved.shape) != shape:
+        raise ValueError(f"{name} has shape {list(saved.shape)} there and {shape} here")
+    return saved
 
 
 def _crc32_of(path: Path) -> int:

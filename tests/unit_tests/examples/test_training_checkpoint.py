@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
+import resource
 import shutil
 import signal
+import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -208,6 +211,42 @@ def test_a_description_that_cannot_be_is_refused_in_words(
     else:
         forge(path, **fields)
     assert words in refusal(path)
+
+
+def rezipped(content: bytes, method: int, pickled: bytes | None = None) -> bytes:
+    """An archive of torch's, with other entries."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as archive, zipfile.ZipFile(made, "w", method) as other:
+        for entry in archive.infolist():
+            data = archive.read(entry)
+            other.writestr(entry.filename, pickled if pickled and entry.filename.endswith(".pkl") else data)
+    return made.getvalue()
+
+
+BYTEARRAY = b"\x80\x02c__builtin__\nbytearray\nJ\x00\x00\x00\x40\x85R."  # a GiB, of 40 bytes
+
+
+@pytest.mark.parametrize(
+    ("forged", "words"),
+    [
+        (lambda saved: rezipped(saved, zipfile.ZIP_DEFLATED), "is compressed"),
+        (lambda saved: rezipped(saved, zipfile.ZIP_BZIP2), "is compressed"),
+        (lambda saved: rezipped(saved, zipfile.ZIP_STORED, BYTEARRAY), "makes use of '__builtin__ bytearray'"),
+        (lambda saved: rezipped(saved, zipfile.ZIP_STORED, bytes(1 << 17)), "more than a tensor's description"),
+        (lambda saved: saved + bytes(1 << 21), "is said to have"),
+        (lambda saved: b"no archive", "not a zip file"),
+    ],
+)
+def test_what_expands_is_refused_before_it_does(tmp_path: Path, forged: Any, words: str) -> None:
+    path = save(tmp_path, 1)
+    saved = io.BytesIO()
+    torch.save(torch.zeros(40), saved)
+    content = forged(saved.getvalue())
+    (path / TENSORS_FILE).write_bytes(content)
+    forge(path, tensor={"offset": 0, "length": len(content)}, files={TENSORS_FILE: zlib.crc32(content)})
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert words in refusal(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
 
 
 def test_missing_tensors_are_named(tmp_path: Path) -> None:
