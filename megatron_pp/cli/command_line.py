@@ -3,6 +3,7 @@
 import importlib
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -78,6 +79,9 @@ def _compare(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         _complain(f"megatron-pp {parity.NAME}: ended by Ctrl-C")
         return ENDED
+    except Exception as error:  # ours: without an answer, and Python's own exit code would say "different"
+        traceback.print_exc()
+        return parity.cannot_run(f"{type(error).__name__}: {error}", argv)
 
 
 def _command(name: str) -> Any:

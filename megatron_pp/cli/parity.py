@@ -10,12 +10,18 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from megatron_pp.cli import run
-from megatron_pp.cli.errors import BAD_INPUT, OK, REFUSED
+from megatron_pp.cli.errors import BAD_INPUT
+from megatron_pp.errors import MegatronPPError, visible
 from megatron_pp.integrations.settings import read_settings
+from megatron_pp.parity import junit
+from megatron_pp.parity.keeper import Workplace, work_apart
 from megatron_pp.parity.layout import CHECKPOINTS
+from megatron_pp.parity.verdicts import EXIT_CODES
 from megatron_pp.plan.costs.files import check_writable, write_whole
 from megatron_pp.plan.gc_pause import collector_paused
 
@@ -29,7 +35,7 @@ With --checkpoint, training goes on from a checkpoint, and is compared with one 
 restore: one process saves it and the layout restores it; save: the layout saves it and one process restores it;
 resume: the layout does both; all: the three in turn.
 
-exit codes: 0 equal (to the bit, or within rounding), 1 different, 2 cannot run
+exit codes: 0 equal (to the bit, or within rounding), 1 different, 2 cannot run, or not exercised
 
 examples:
   megatron-pp parity pretrain_gpt.py --tensor-model-parallel-size 2 --sequence-parallel --num-layers 32 ...
@@ -43,6 +49,32 @@ def main(argv: Sequence[str]) -> int:
     settings = read_settings(args.settings, **run.given_settings(args))
     for path in filter(None, (args.junit, args.html)):
         check_writable(path)
+    try:
+        said = work_apart(partial(_answer, args, settings), args.deadline, f"importing what {args.script} imports")
+    except (ImportError, MegatronPPError) as error:
+        if args.junit is not None:
+            write_whole(args.junit, junit.text_of_error(str(error)))
+        raise
+    print(json.dumps(said.json) if args.json else "\n".join(map(visible, said.lines)), flush=True)
+    for path, text in ((args.junit, said.junit), (args.html, said.html)):
+        if path is not None:
+            write_whole(path, text)
+    return EXIT_CODES[said.verdict]
+
+
+@dataclass(frozen=True)
+class _Said:
+    """The answer, as it is printed and written."""
+
+    verdict: str
+    json: dict[str, Any]
+    lines: list[str]
+    junit: str
+    html: str
+
+
+def _answer(args: argparse.Namespace, settings: Any, place: Workplace) -> _Said:
+    """In a process of its own: it runs the script. What this prints as it is imported goes to standard error."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: ranks share the cores
     with collector_paused():  # a sixth of the time to import torch
         command: Any = importlib.import_module("megatron_pp.parity.command")
@@ -58,31 +90,15 @@ def main(argv: Sequence[str]) -> int:
         deadline=args.deadline,
         checkpoints=CHECKPOINTS if args.checkpoint == "all" else tuple(args.checkpoint.split()),
     )
-    with _standard_output() as output, _progress() as say:
-        answer = command.answer(options, run.load_module if args.module else run.load_script, _plugin(settings), say)
-    print(json.dumps(answer.to_json()) if args.json else "\n".join(answer.lines()), file=output, flush=True)
-    _write(args, answer)
-    return REFUSED if answer.verdict == "different" else OK
+    load = run.load_module if args.module else run.load_script
+    with contextlib.redirect_stdout(sys.stderr), _progress() as say:
+        answer = command.answer(options, load, partial(_install, settings), say, place)
+    page: Any = importlib.import_module("megatron_pp.parity.page")
+    return _Said(answer.verdict, answer.to_json(), answer.lines(), junit.text_of(answer), page.text_of(answer))
 
 
-def _plugin(settings: Any) -> Callable[[], None]:
-    def install() -> None:
-        importlib.import_module("megatron_pp.integrations.on_import").install_on_import(settings)
-
-    return install
-
-
-def _write(args: argparse.Namespace, answer: Any) -> None:
-    for path, module in ((args.junit, "junit"), (args.html, "page")):
-        if path is not None:
-            write_whole(path, importlib.import_module(f"megatron_pp.parity.{module}").text_of(answer))
-
-
-@contextlib.contextmanager
-def _standard_output() -> Iterator[Any]:
-    """Standard output, while what the script prints as it is imported goes to standard error."""
-    with contextlib.redirect_stdout(sys.stderr):
-        yield sys.__stdout__
+def _install(settings: Any) -> None:
+    importlib.import_module("megatron_pp.integrations.on_import").install_on_import(settings)
 
 
 @contextlib.contextmanager

@@ -6,19 +6,49 @@ import shlex
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_pp.parity.comparison import DIFFERENT, EQUAL, ROUNDING, Comparison, Difference
+from megatron_pp.parity.comparison import Comparison, Difference
 from megatron_pp.parity.diagnosis import Smallest, ratio_in_words, ratios
+from megatron_pp.parity.exercise import NOT_MADE
 from megatron_pp.parity.layout import Layout
-from megatron_pp.parity.recorder import GRADIENT, NORM, PARAMETER, RESTORED
+from megatron_pp.parity.recorder import (
+    BUFFER,
+    GRADIENT,
+    LOGGED,
+    NORM,
+    PARAMETER,
+    REPORT,
+    RESTORED,
+    SCHEDULE,
+    ZEROS,
+    is_state,
+)
+from megatron_pp.parity.rounding import first_rounded
+from megatron_pp.parity.verdicts import DIFFERENT, NOT_EXERCISED, ORDER, ROUNDING, SENTENCES
 
-_SENTENCES = {
-    EQUAL: "equal to the last bit",
-    ROUNDING: "equal within the rounding of sums in another order",
-    DIFFERENT: "DIFFERENT",
-}
 _SHOWN = 12
-_OF_PARAMETERS = (RESTORED, GRADIENT, PARAMETER)  # in the order of time
-ORDER = (EQUAL, ROUNDING, DIFFERENT)
+_OPERATIONS = {
+    GRADIENT: "gradient after finalize_model_grads of {}",
+    PARAMETER: "parameter after the optimizer step of {}",
+    RESTORED: "restored value of {}",
+    REPORT: "what loss_func reports as {}",
+    LOGGED: "what Megatron logs as {}",
+    BUFFER: "buffer {} after the step",
+    NORM: "{}",
+    SCHEDULE: "{}",
+    ZEROS: "{}",
+}
+_WHOSE = {
+    "megatron": "Megatron's schedule",
+    "ours": "this engine's schedule",
+    "model": "outside the schedule: Megatron's layers or your script",
+}
+
+
+def _when(kind: str) -> int | None:
+    """The place in time of what a parameter or a buffer has, within a step; None for other kinds."""
+    if is_state(kind):
+        return 2
+    return {RESTORED: 0, GRADIENT: 1, PARAMETER: 3, BUFFER: 4}.get(kind)
 
 
 @dataclass
@@ -35,10 +65,22 @@ class Answer:
     notes: list[str] = field(default_factory=list)
     checkpoints: dict[str, str] = field(default_factory=dict)  # what was done with them -> the verdict
     same: bool | None = None
+    not_exercised: dict[str, str] = field(default_factory=dict)  # flag, or "dropout" -> why
 
     @property
     def verdict(self) -> str:
+        found = self.of_what_ran
+        return NOT_EXERCISED if self.not_made and found != DIFFERENT else found
+
+    @property
+    def of_what_ran(self) -> str:
+        """The verdict without regard to what was not."""
         return max((one.verdict for one in self.compared.values()), key=ORDER.index)
+
+    @property
+    def not_made(self) -> list[str]:
+        """Flags whose data or steps the layout would treat in a way of its own, and which did not run."""
+        return [name for name in self.not_exercised if name in NOT_MADE]
 
     @property
     def comparison(self) -> Comparison:
@@ -71,17 +113,18 @@ class Answer:
         """Name -> what is wrong with it in the first step where a parameter is: its gradient or, where all gradients
         are right, its value after the step. What follows is wrong because of these."""
         start = self.comparison.first
-        if start is not None and start.key.kind == NORM:
+        if start is not None and start.key.kind == NORM:  # of what its parameters leave out
             ranks = [one.rank for one in self.comparison.wrong() if one.key == start.key]
             about = {"what": NORM, "ranks": ranks, "error": start.error, "allowed": start.allowed}
             return {name: dict(about) for name in self.comparison.of_norm}
-        wrong = [one for one in self.comparison.wrong() if one.key.kind in _OF_PARAMETERS]
+        times = {one.key: (one.key.step, _when(one.key.kind)) for one in self.comparison.wrong()}
+        wrong = [one for one in self.comparison.wrong() if times[one.key][1] is not None]
         if not wrong:
             return {}
-        first = min((one.key.step, _OF_PARAMETERS.index(one.key.kind)) for one in wrong)
+        first = min(times[one.key] for one in wrong)
         named: dict[str, list[Difference]] = {}
         for one in wrong:
-            if (one.key.step, _OF_PARAMETERS.index(one.key.kind)) == first:
+            if times[one.key] == first:
                 named.setdefault(one.key.name, []).append(one)
         layout = self.smallest.layout if self.smallest else self.layout
         return {name: self._parameter(name, found, layout) for name, found in named.items()}
@@ -94,7 +137,7 @@ class Answer:
             "error": max(one.error for one in found),
             "allowed": max(one.allowed for one in found),
         }
-        ratio = ratios(found)
+        ratio = None if found[0].key.kind in (PARAMETER, BUFFER) else ratios(found)  # what was there before is in both
         if ratio is not None:
             about |= {"ratio": ratio, "ratio_in_words": ratio_in_words(ratio, layout)}
         if name in self.comparison.partial_sums:
@@ -106,12 +149,11 @@ class Answer:
         if one is None:
             return {"operation": self.comparison.missing[0]} if self.comparison.missing else None
         key = one.key
-        words = {GRADIENT: "gradient after finalize_model_grads", PARAMETER: "parameter after the optimizer step"}
-        words[RESTORED] = "restored value"
-        operation = key.name if key.kind == NORM else f"{words.get(key.kind, key.kind)} of {key.name}"
+        operation = _OPERATIONS.get(key.kind, f"{key.kind} of {{}}").format(key.name)
         about = {"operation": operation, "kind": key.kind, "name": key.name, "rank": one.rank, "step": key.step}
         about |= {"microbatch": key.microbatch} if key.microbatch >= 0 else {}
-        return {**about, "error": one.error, "allowed": one.allowed, "ratio": one.ratio}
+        ratio = None if key.kind in (PARAMETER, BUFFER) else one.ratio
+        return {**about, "error": one.error, "allowed": one.allowed, "ratio": ratio}
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -120,6 +162,9 @@ class Answer:
             "parameters": self.parameters(),
             "dimension": self.smallest.dimension if self.smallest else None,
             "whose": self.whose,
+            "whose_in_words": _WHOSE[self.whose] if self.whose else None,
+            "not_exercised": self.not_exercised,
+            "rounding": self.rounding(),
             "repeat": self.repeat,
             "engines": {engine: one.verdict for engine, one in self.compared.items()},
             "same": self.same,
@@ -135,15 +180,31 @@ class Answer:
 
     def lines(self) -> list[str]:
         """The verdict first."""
-        lines = [f"{_SENTENCES[self.verdict]}: {self.layout.label() or 'one process'}"]
+        label = self.layout.label() or "one process"
+        if self.verdict == NOT_EXERCISED:
+            lines = [f"{SENTENCES[NOT_EXERCISED]}: {', '.join(self.not_made)}"]
+            lines += [
+                f"  {name}: {self.not_exercised[name]}; without it parity compares the rest" for name in self.not_made
+            ]
+            lines.append(f"without regard to that: {SENTENCES[self.of_what_ran]}: {label}")
+        else:
+            lines = [f"{SENTENCES[self.verdict]}: {label}"]
         lines += [f"  {_of(engine)} schedule: {_about(one)}" for engine, one in self.compared.items()]
         if self.same is not None:
             lines.append(f"  both schedules compute {'the same bits' if self.same else 'other bits'}")
         if self.verdict == DIFFERENT:
             lines += self._diagnosis()
-        lines += [f"checkpoint, {what}: {_SENTENCES[verdict]}" for what, verdict in self.checkpoints.items()]
+        elif self.rounding():
+            lines.append(f"  first sum in another order: {self.rounding()}")
+        lines += [f"checkpoint, {what}: {SENTENCES[verdict]}" for what, verdict in self.checkpoints.items()]
+        rest = {name: why for name, why in self.not_exercised.items() if name not in self.not_made}
+        lines += [f"not exercised: {name}: {why}" for name, why in rest.items()]
         lines += [f"note: {note}" for note in self.notes]
         return [*lines, f"changed: {', '.join(self.changed) or 'nothing'}"]
+
+    def rounding(self) -> str | None:
+        """Which sum has another order, where the layout is equal but for rounding."""
+        return first_rounded(self.comparison, self.layout) if self.of_what_ran == ROUNDING else None
 
     def _diagnosis(self) -> list[str]:
         first = self.first() or {}
@@ -157,7 +218,7 @@ class Answer:
                 f"dimension: {self.smallest.dimension}; smallest layout that differs: {self.smallest.layout.label()}"
             )
         if self.whose is not None:
-            lines.append(f"whose: {self.whose}")
+            lines.append(f"whose: {_WHOSE[self.whose]}")
         lines += grouped(self.parameters())
         lines += self.comparison.missing[:_SHOWN]
         return lines + ([f"repeat: {self.repeat}"] if self.repeat else [])
@@ -169,7 +230,7 @@ def _of(engine: str) -> str:
 
 def _about(comparison: Comparison) -> str:
     exact = comparison.exact_kinds() if comparison.verdict == ROUNDING else []
-    return _SENTENCES[comparison.verdict] + (f"; to the last bit: {', '.join(exact)}" if exact else "")
+    return SENTENCES[comparison.verdict] + (f"; to the last bit: {', '.join(exact)}" if exact else "")
 
 
 def grouped(parameters: dict[str, dict[str, Any]]) -> list[str]:

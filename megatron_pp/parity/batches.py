@@ -40,14 +40,11 @@ def batches(args: Any, rank: int, size: int, uneven_masks: bool) -> Iterator[dic
     number = rank + getattr(args, "consumed_train_samples", 0) // args.micro_batch_size
     while True:
         first = number * args.micro_batch_size
+        numbers = range(first, first + args.micro_batch_size)
         samples = [
-            sample(first + k, args.seq_length, args.vocab_size - 1, uneven_masks) for k in range(args.micro_batch_size)
+            in_documents(sample(n, args.seq_length, args.vocab_size - 1, uneven_masks), n, args) for n in numbers
         ]
-        batch = {name: torch.stack([one[name] for one in samples]) for name in samples[0]}
-        if getattr(args, "create_attention_mask_in_dataloader", False):
-            later = torch.ones(args.seq_length, args.seq_length).triu(1).bool()
-            batch["attention_mask"] = later.expand(args.micro_batch_size, 1, -1, -1).contiguous()
-        yield batch
+        yield {name: torch.stack([one[name] for one in samples]) for name in samples[0]}
         number += size
 
 
@@ -61,7 +58,38 @@ def sample(number: int, length: int, vocabulary: int, uneven_masks: bool) -> dic
         masked = int(torch.randint(length // 2, (1,), generator=generator))
         start = int(torch.randint(length - masked, (1,), generator=generator))
         mask[start : start + masked] = 0
-    return {"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": mask, "position_ids": torch.arange(length)}
+    return {
+        "tokens": tokens[:-1].clone(),
+        "labels": tokens[1:].clone(),
+        "loss_mask": mask,
+        "position_ids": torch.arange(length),
+    }
+
+
+def in_documents(sample: dict[str, torch.Tensor], number: int, args: Any) -> dict[str, torch.Tensor]:
+    """The sample with what Megatron's flags make of the ends of documents in it: two tokens, whose places are the
+    sample's, are the last of the vocabulary, which ends a document. Masks of attention are True where nothing is seen.
+    """
+    length = len(sample["tokens"])
+    resets = {
+        name: getattr(args, name, False) for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+    }
+    masked = torch.ones(length, length).triu(1).bool()
+    if any(resets.values()):
+        places = torch.randperm(length - 1, generator=torch.Generator().manual_seed(-1 - number))[:2].sort().values
+        sample["tokens"][places] = args.vocab_size - 1
+        sample["labels"][places[places > 0] - 1] = args.vocab_size - 1
+        begins = [int(place) + 1 for place in places]
+        if resets["eod_mask_loss"]:
+            sample["loss_mask"][places] = 0
+        for begin in begins if resets["reset_attention_mask"] else ():
+            masked[begin:, :begin] = True
+        if resets["reset_position_ids"]:
+            parts = torch.arange(length).tensor_split(begins)
+            sample["position_ids"] = torch.cat([part - part[0] for part in parts])
+    if getattr(args, "create_attention_mask_in_dataloader", False):
+        sample["attention_mask"] = masked[None]
+    return sample
 
 
 def for_bert(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -9,23 +9,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_pp.parity.answer import ORDER, Answer
-from megatron_pp.parity.comparison import (
-    DIFFERENT,
-    EQUAL,
-    FAR_OFF,
-    FLOAT32,
-    FLOAT64,
-    Comparison,
-    compare_records,
-    same_bits,
-)
+from megatron_pp.parity.answer import Answer
+from megatron_pp.parity.comparison import FAR_OFF, FLOAT32, FLOAT64, Comparison, compare_records, same_bits
 from megatron_pp.parity.diagnosis import smallest
+from megatron_pp.parity.exercise import DROPOUT, not_exercised, refuse
 from megatron_pp.parity.flags import Flags
+from megatron_pp.parity.keeper import Workplace
 from megatron_pp.parity.layout import Layout, fewest_processes
 from megatron_pp.parity.processes import RunError
-from megatron_pp.parity.runs import MEGATRON, OURS, Program, Runs, has_training_loop, prepare
-from megatron_pp.parity.shrink import PRECISION, for_parity
+from megatron_pp.parity.runs import MEGATRON, OURS, Program, Runs, prepare
+from megatron_pp.parity.script import Seen, canonical, examine
+from megatron_pp.parity.script import refuse as refuse_usage
+from megatron_pp.parity.shrink import NEEDS_GPU, PRECISION, for_parity
+from megatron_pp.parity.verdicts import DIFFERENT, EQUAL, ORDER
 
 ENGINES = {"both": (MEGATRON, OURS), "megatron": (MEGATRON,), "ours": (OURS,)}
 
@@ -46,7 +42,9 @@ class Options:
     checkpoints: tuple[str, ...] = ()  # of layout.CHECKPOINTS
 
 
-def answer(options: Options, load: Any, plugin: Callable[[], None], say: Callable[[str], None]) -> Answer:
+def answer(
+    options: Options, load: Any, plugin: Callable[[], None], say: Callable[[str], None], place: Workplace
+) -> Answer:
     """``say`` is told what is run. Raises RunError where a run that is needed does not end, or cannot begin."""
     layout = asked_for(options)
     gpus = _gpus()
@@ -54,32 +52,71 @@ def answer(options: Options, load: Any, plugin: Callable[[], None], say: Callabl
     program = Program(options.script, options.module, options.steps, options.deadline, gpu, load, plugin)
     say("importing")
     prepare(program)
-    if options.checkpoints and not has_training_loop():
+    place.prepared()
+    say("reading flags, checking sizes")
+    program, layout, seen = examined(program, layout, options, place.folder)
+    if options.checkpoints and not program.loop:
         raise RunError("checkpoints are compared with Megatron's own training loop only")
     engines = ENGINES[options.engine]
     answers = []
-    with tempfile.TemporaryDirectory() as folder:
-        runs = Runs(program, Path(folder))
-        for checkpoint in options.checkpoints or ("",):
-            asked = replace(layout, checkpoint=checkpoint)
-            asked, changed = for_parity(asked, options.steps, options.shrink, gpu, not has_training_loop())
-            compared, same = compare_engines(runs, asked, engines, say)
-            script = [*(["-m"] if options.module else []), options.script]
-            answers.append(Answer(script, asked, changed, compared, notes=list(runs.notes), same=same))
-        result = max(answers, key=lambda one: ORDER.index(one.verdict))
-        result.checkpoints = {one.layout.checkpoint: one.verdict for one in answers if one.layout.checkpoint}
-        result.notes += [f"{name}: compared in float32" for name in layout.flags.having(PRECISION)]
-        if 0 < gpus < layout.world:
-            result.notes.append(f"{gpus} GPUs for {layout.world} processes: all ran on the CPU")
-        result.engine = next((one for one in engines if result.compared[one].verdict == DIFFERENT), engines[0])
-        if result.verdict == DIFFERENT:
-            engine = result.engine
+    runs = Runs(program, place.folder)
+    for checkpoint in options.checkpoints or ("",):
+        asked = replace(layout, checkpoint=checkpoint)
+        asked, changed = _for_parity(asked, options, program, seen)
+        compared, same = compare_engines(runs, asked, engines, say)
+        script = [*(["-m"] if options.module else []), options.script]
+        answers.append(Answer(script, asked, changed, compared, notes=list(runs.notes), same=same))
+    result = max(answers, key=lambda one: ORDER.index(one.verdict))
+    result.checkpoints = {one.layout.checkpoint: one.verdict for one in answers if one.layout.checkpoint}
+    result.not_exercised = not_exercised(layout.flags, result.layout.flags, NEEDS_GPU)
+    if program.loop or runs.dropout():
+        result.not_exercised["dropout"] = DROPOUT
+    result.notes += [f"{name}: compared in float32" for name in layout.flags.having(PRECISION)]
+    result.notes += runs.uncompared()
+    if 0 < gpus < layout.world:
+        result.notes.append(f"{gpus} GPUs for {layout.world} processes: all ran on the CPU")
+    result.engine = next((one for one in engines if result.compared[one].verdict == DIFFERENT), engines[0])
+    if result.verdict == DIFFERENT:
+        engine = result.engine
 
-            def compare_again(other: Layout) -> Comparison:
-                return check_recomputation(runs, other, engine, compare_exactly(runs, other, engine, say))
+        def compare_again(other: Layout) -> Comparison:
+            return check_recomputation(runs, other, engine, compare_exactly(runs, other, engine, say))
 
-            result.smallest = smallest(result.layout, result.compared[engine], compare_again)
-        return result
+        result.smallest = smallest(result.layout, result.compared[engine], compare_again)
+    return result
+
+
+def examined(program: Program, layout: Layout, options: Options, folder: Path) -> tuple[Program, Layout, Seen]:
+    """The program with what its script does, and the layout with flags under the names that parity knows. Raises
+    RunError for flags that the script does not understand, and for sizes that it refuses before they are made small.
+    """
+
+    def examine_with(shrunk: bool, layout: Layout) -> Seen:
+        def flags(seen: Seen) -> Flags:
+            own = replace(layout, flags=canonical(layout.flags, seen.options))
+            return _for_parity(own, replace(options, shrink=shrunk), program, seen)[0].flags
+
+        here = Path(tempfile.mkdtemp(dir=folder))
+        schedule = options.engine != OURS
+        return examine(program.script, program.load, flags, layout.world, here, program.deadline, schedule)
+
+    seen = examine_with(False, layout)
+    refuse_usage(seen)
+    flags = canonical(layout.flags, seen.options)
+    if flags != layout.flags:
+        layout = asked_for(replace(options, arguments=flags.words()))
+        seen = examine_with(False, layout)
+    if seen.error and options.shrink:
+        small = examine_with(True, layout)
+        if not small.error:
+            raise RunError(f"the script refuses the sizes that it is given: {seen.error}")
+        seen.loop |= small.loop
+    return replace(program, loop=seen.loop), layout, seen
+
+
+def _for_parity(layout: Layout, options: Options, program: Program, seen: Seen) -> tuple[Layout, list[str]]:
+    own_loop = not seen.megatrons_parser
+    return for_parity(layout, options.steps, options.shrink, program.gpu, own_loop, seen.options)
 
 
 def compare_engines(
@@ -113,7 +150,7 @@ def compare(runs: Runs, layout: Layout, engine: str, say: Callable[[str], None])
 def check_recomputation(runs: Runs, layout: Layout, engine: str, found: Comparison) -> Comparison:
     """With dropout, a recomputation that draws other random numbers than its forward is a fault."""
     recomputed = "recomputation" in layout.parts() and not layout.checkpoint
-    if found.verdict != DIFFERENT and recomputed and has_training_loop():
+    if found.verdict != DIFFERENT and recomputed and runs.program.loop:
         flags = layout.flags.with_values(attention_dropout=0.1, hidden_dropout=0.1)
         records = runs.layout(replace(layout, flags=flags), engine, "float32")
         names = sorted({name for record in records for name in record.unrepeated})
@@ -133,8 +170,9 @@ def compare_exactly(runs: Runs, layout: Layout, engine: str, say: Callable[[str]
 
 def asked_for(options: Options) -> Layout:
     """Raises RunError where the number of processes does not fit the flags."""
+    flags = Flags.read(options.arguments)
+    refuse(flags)
     try:
-        flags = Flags.read(options.arguments)
         world = options.nproc or fewest_processes(flags)
         layout = Layout(flags, world, options.uneven_masks)
         least = layout.size("TP") * layout.size("PP") * layout.size("CP")

@@ -14,9 +14,9 @@ import numpy as np
 
 from megatron_pp.parity import norms
 from megatron_pp.parity.parameters import part_of
-from megatron_pp.parity.recorder import BACKWARD, GRADIENT, NORM, PARAMETER, Key, Record, Value
+from megatron_pp.parity.recorder import BACKWARD, GRADIENT, NORM, PARAMETER, REPORT, Key, Record, Value, is_state
+from megatron_pp.parity.verdicts import DIFFERENT, EQUAL, ROUNDING
 
-EQUAL, ROUNDING, DIFFERENT = "equal", "rounding", "different"
 FACTOR = 32.0
 FLOAT32, FLOAT64 = 4 * float(np.finfo(np.float32).eps), 1e-11
 FAR_OFF = 1000 * FLOAT32
@@ -79,8 +79,8 @@ def compare_records(records: list[Record], alone: Record, exact: Record, unit: f
     for key, right in alone.values.items():
         parts = held.pop(key, [])
         allowed, truth = noise[key.step, key.kind, key.name], exact.values[key].data
-        if not parts and (key.kind == BACKWARD or (key.kind == PARAMETER and key.step < last)):
-            continue  # recomputed outputs have no gradient that a hook sees; parameters may not be gathered yet
+        if not parts and _may_be_missing(key, last, records):
+            continue
         if not parts:
             where = f", microbatch {key.microbatch}" if key.microbatch >= 0 else ""
             result.missing.append(f"no rank has the {key.kind} of {key.name}{where}")
@@ -89,16 +89,28 @@ def compare_records(records: list[Record], alone: Record, exact: Record, unit: f
             found = _difference(key, rank, value, right.data, truth, allowed)
             found.stage = _stage(records[rank], key.name)
             result.differences.append(found)
-        if key.kind == GRADIENT:
+        if key.kind == GRADIENT or is_state(key.kind):
             result.missing += _not_covered(key, [value for _, value in parts], truth.shape)
-            if any(one.found for one in result.differences[-len(parts) :]):
-                _find_partial_sums(result, key, parts, records, truth, allowed)
+        if key.kind == GRADIENT and any(one.found for one in result.differences[-len(parts) :]):
+            _find_partial_sums(result, key, parts, records, truth, allowed)
     first = result.first
     if first is not None and first.key.kind == NORM:
         reported = float(records[first.rank].values[first.key].data)
         result.of_norm = norms.concerned(first.key, reported, records, exact)
     result.missing += [f"{name} is a parameter of no layer in one process" for one in records for name in one.unknown]
     return result
+
+
+def _may_be_missing(key: Key, last: int, records: list[Record]) -> bool:
+    """Recomputed outputs have no gradient that a hook sees, parameters may not be gathered yet, reports are recorded
+    where each microbatch is whole on one rank, optimizers differ in what they keep."""
+    place = records[0].place
+    assert place is not None
+    if key.kind == REPORT:
+        return place.size["DP"] * place.size["CP"] > 1
+    if key.kind == PARAMETER:
+        return key.step < last
+    return key.kind == BACKWARD or is_state(key.kind) or any(key.name in one.uncompared for one in records)
 
 
 def same_bits(records: list[Record], others: list[Record]) -> bool:
@@ -159,6 +171,7 @@ def _difference(key: Key, rank: int, value: Value, right: np.ndarray, truth: np.
     )
     if own.shape != truth.shape:
         return Difference(key, rank, float("inf"), allowed)
+    allowed += value.resolution
     error = float(np.abs(own - truth).max(initial=0.0))
     error = error if np.isfinite(own).all() else float("inf")
     exact = bool(np.array_equal(own, right))

@@ -94,5 +94,6 @@ def _of_gathered_keys(
     key, value = (gather_from_sequence_parallel_region(x.contiguous(), group=group) for x in (key, value))
     parts = [positions_of(len(key), rank, group.size()) for rank in range(group.size())]
     order = torch.cat(parts).argsort().to(key.device)
-    later = torch.arange(len(key))[None, :] > parts[group.rank()][:, None]
-    return original(self, query, key[order], value[order], later[None, None].to(key.device), *args, **kw)
+    if mask is None or mask.shape[-2:] != (len(query), len(key)):
+        mask = (torch.arange(len(key))[None, :] > parts[group.rank()][:, None])[None, None].to(key.device)
+    return original(self, query, key[order], value[order], mask, *args, **kw)

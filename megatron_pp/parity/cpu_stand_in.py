@@ -53,6 +53,7 @@ from megatron_pp.parity.cpu_collectives import redirect_distributed
 from megatron_pp.parity.wrapping import wrap
 
 CPU = torch.device("cpu")
+_TRAINING_LOOP = "megatron.training.training"
 
 
 class NoStream:
@@ -316,7 +317,13 @@ def _load_with_steps(original: Any, self: Any, state_dict: Any) -> None:
 
 
 def allow_no_gpu() -> None:
-    """Megatron's training loop refuses to begin without a GPU, unless it is told that there may be none."""
-    with contextlib.suppress(ImportError):
-        training: Any = importlib.import_module("megatron.training.training")
-        training.initialize_megatron = functools.partial(training.initialize_megatron, allow_no_cuda=True)
+    """Megatron's training loop refuses to begin without a GPU, unless it is told that there may be none: as soon as it
+    is imported."""
+    from megatron_pp.integrations.on_import import WhenImported
+
+    WhenImported((_TRAINING_LOOP,), _allow_no_gpu)
+
+
+def _allow_no_gpu() -> None:
+    training: Any = sys.modules[_TRAINING_LOOP]
+    training.initialize_megatron = functools.partial(training.initialize_megatron, allow_no_cuda=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_pp.parity.comparison import DIFFERENT, Comparison, Difference
+from megatron_pp.parity.comparison import Comparison, Difference
 from megatron_pp.parity.layout import Layout
 from megatron_pp.parity.processes import RunError
+from megatron_pp.parity.verdicts import DIFFERENT
 
 Compare = Callable[[Layout], Comparison]
 """Raises RunError where a layout cannot run."""
@@ -95,7 +96,7 @@ def ratio_in_words(ratio: float, layout: Layout) -> str:
         for value, words in ((size, f"size of {name}"), (1 / size, f"1 / size of {name}")):
             if size > 1 and abs(ratio - value) < 1e-3 * value:
                 return f"x {ratio:.4g} = {words}"
-    return f"x {ratio:.4g}" if abs(ratio - 1) > 1e-3 else f"x {ratio:.9g}"
+    return f"x {ratio:.4g}" if abs(ratio - 1) > 1e-3 else f"x (1 {'+-'[ratio < 1]} {abs(ratio - 1):.2g})"
 
 
 def ratios(differences: list[Difference]) -> float | None:

@@ -100,6 +100,8 @@ class Layout:
             flags = Flags(tuple(item for item in flags.items if not _of_experts(item[0])))
         if part == "VPP":
             flags = flags.set(LAYOUT, None)
+        if part in ("PP", "VPP") and HYBRID in flags:
+            flags = flags.set(HYBRID, _with_stages(flags.text(HYBRID), self.size("PP") if part == "VPP" else 1))
         if part == "MTP" and "m" in flags.text(LAYOUT):
             flags = flags.set(LAYOUT, flags.text(LAYOUT).replace("m", ""))
         if part == "TP":
@@ -110,7 +112,9 @@ class Layout:
     def halved(self, part: str) -> Layout | None:
         """The same with half of the ranks of this part, where it has more than two."""
         size = self.size(part) if part in (*_SIZES, "DP") else 0
-        if size < 4 or size % 2 or (part == "PP" and (LAYOUT in self.flags or STAGE_LAYERS in self.flags)):
+        if size < 4 or size % 2:
+            return None
+        if part == "PP" and (self.flags.having((LAYOUT, STAGE_LAYERS)) or "|" in self.flags.text(HYBRID)):
             return None
         if part == "DP":
             return self.resized(size // 2)
@@ -132,7 +136,7 @@ class Layout:
             layout = replace(layout, flags=layout.flags.without(*SWITCHES[part]))
         flags = layout.flags.without(*_SHARED_EXPERTS, *SWITCHES["TP"])
         if HYBRID in flags:
-            flags = flags.set(HYBRID, flags.text(HYBRID).replace("|", ""))
+            flags = flags.set(HYBRID, _with_stages(flags.text(HYBRID), 1))
         if self.checkpoint and SHARDED_OPTIMIZER in self.flags:  # its checkpoints are unlike those of others
             flags = flags.set(SHARDED_OPTIMIZER, True)
         written = SAVE if self.checkpoint else ""
@@ -154,6 +158,16 @@ def stages_of(text: str) -> list[str]:
     return re.sub(r"([A-Za-z|])\*(\d+)", lambda found: found[1] * int(found[2]), text).split("|")
 
 
+def _with_stages(pattern: str, stages: int) -> str:
+    """A pattern of hybrid layers with fewer stages, where it says what they are."""
+    layers, slash, predictions = pattern.partition("/")
+    parts = layers.split("|")
+    if len(parts) > 1:
+        each = len(parts) // stages
+        layers = "|".join("".join(parts[first : first + each]) for first in range(0, each * stages, each))
+    return layers + slash + predictions
+
+
 def fewest_processes(flags: Flags) -> int:
     """What the layout needs: two data-parallel ranks where a flag is about them."""
     whole = Layout(flags, 1).resized(1)
@@ -170,6 +184,8 @@ def _chunks(flags: Flags) -> int:
     pp = flags.number(PP, 1)
     if pp == 1:
         return 1
+    if HYBRID in flags:
+        return max(1, (flags.text(HYBRID).partition("/")[0].count("|") + 1) // pp)
     if CHUNKS in flags:
         return flags.number(CHUNKS, 1)
     if LAYOUT in flags:

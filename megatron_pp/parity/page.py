@@ -6,9 +6,10 @@ import re
 from html import escape
 from math import log10
 
+from megatron_pp.errors import visible
 from megatron_pp.parity.answer import Answer
 from megatron_pp.parity.comparison import Comparison, Difference
-from megatron_pp.parity.recorder import PARAMETER
+from megatron_pp.parity.recorder import BUFFER, LOGGED, PARAMETER, is_state
 
 _REDS = ((244, 192), (184, 32), (168, 14))  # red, green, blue: of a small error, and of a large one
 _CELL, _LEFT, _TOP = 34, 210, 46
@@ -23,7 +24,7 @@ _PAGE = """<!DOCTYPE html>
 
 
 def text_of(answer: Answer) -> str:
-    lines = answer.lines()
+    lines = [visible(line) for line in answer.lines()]
     return _PAGE.format(verdict=escape(lines[0]), picture=picture_of(answer), lines=escape("\n".join(lines[1:])))
 
 
@@ -52,8 +53,14 @@ def picture_of(answer: Answer) -> str:
 def _causes(comparison: Comparison) -> list[Difference]:
     """The first step that differs; values after it only where nothing before them is wrong."""
     first = comparison.first
-    step, after = (first.key.step, first.key.kind == PARAMETER) if first else (0, False)
-    return [one for one in comparison.differences if one.key.step == step and (after or one.key.kind != PARAMETER)]
+    step, after = (first.key.step, _after_gradients(first.key.kind)) if first else (0, False)
+    return [
+        one for one in comparison.differences if one.key.step == step and (after or not _after_gradients(one.key.kind))
+    ]
+
+
+def _after_gradients(kind: str) -> bool:
+    return kind in (PARAMETER, BUFFER, LOGGED) or is_state(kind)
 
 
 def _worst(differences: list[Difference]) -> dict[tuple[str, int], float]:

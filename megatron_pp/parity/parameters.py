@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,8 +85,16 @@ def made_values(name: str, shape: tuple[int, ...]) -> np.ndarray:
     return np.float32("norm" in name and name.endswith("weight")) + np.float32(0.2) * noise
 
 
-def indices_of(name: str, local: tuple[int, ...], whole: tuple[int, ...], gated: bool, place: Place) -> Indices:
-    """Which part of the whole parameter this rank has, from the two shapes. Raises ValueError where they do not fit."""
+def indices_of(
+    name: str,
+    local: tuple[int, ...],
+    whole: tuple[int, ...],
+    gated: bool,
+    place: Place,
+    sizes: Sequence[int] | None = None,
+) -> Indices:
+    """Which part of the whole parameter this rank has, from the two shapes. ``sizes``: of the parts of its first
+    dimension here, each of which is divided among ranks by itself. Raises ValueError where they do not fit."""
     kind = "ETP" if ".experts." in name else "TP"
     if len(local) != len(whole):
         raise ValueError(f"{name}: of shape {local} here and {whole} in one process")
@@ -96,10 +104,18 @@ def indices_of(name: str, local: tuple[int, ...], whole: tuple[int, ...], gated:
             continue
         if here * place.size[kind] != there:
             raise ValueError(f"{name}: of shape {local} here and {whole} in one process, {kind} {place.size[kind]}")
+        if dim == 0 and sizes is not None and sum(sizes) == here:
+            indices[dim] = _of_each_part(sizes, place.rank[kind], place.size[kind])
+            continue
         halves = 2 if gated and dim == 0 and "linear_fc1" in name else 1
         parts = np.arange(there).reshape(halves, place.size[kind], -1)
         indices[dim] = parts[:, place.rank[kind]].reshape(-1)
     return indices
+
+
+def _of_each_part(sizes: Sequence[int], rank: int, ranks: int) -> np.ndarray:
+    begins = np.cumsum([0, *(size * ranks for size in sizes[:-1])])
+    return np.concatenate([begin + rank * size + np.arange(size) for begin, size in zip(begins, sizes, strict=True)])
 
 
 def part_of(whole: np.ndarray, indices: Indices) -> np.ndarray:

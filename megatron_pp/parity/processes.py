@@ -1,9 +1,12 @@
-"""Ranks of a run as processes that are forked from this one, which has imported what they need; with a deadline."""
+"""Ranks of a run as processes that are forked from this one, which has imported what they need; with a deadline.
+
+What a rank has started ends with it. What it has started and lost, such as a process whose parent has ended, ends with
+the run where this process adopts orphans (`process_tree.adopt_orphans`).
+"""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import pickle
 import signal
@@ -11,16 +14,18 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import get_context
 from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TypeVar
 
 from megatron_pp.errors import MegatronPPError
+from megatron_pp.parity.process_tree import adopts_orphans, descendants, end_with_parent, kill_descendants
 
-_PR_SET_PDEATHSIG = 1
 _LINES = 12
+_RAISED = 1  # the exit code of a rank whose log ends with a traceback
 
 
 class RunError(MegatronPPError, RuntimeError):
@@ -36,37 +41,71 @@ def run_ranks(body: Callable[[int], Result], world: int, folder: Path, deadline:
     the first rank that failed; no process is left.
     """
     context = get_context("fork")
-    end = time.monotonic() + deadline
     kept = _free_port()
     port = kept.getsockname()[1]
+    before = {os.getpid(), *descendants(os.getpid())}
     processes = [context.Process(target=_rank, args=(body, rank, world, port, folder)) for rank in range(world)]
     try:
         for process in processes:
             process.start()
-        waiting = list(processes)
-        while waiting:
-            ready = wait([process.sentinel for process in waiting], timeout=max(0.0, end - time.monotonic()))
-            if not ready:
-                late = [rank for rank, process in enumerate(processes) if process in waiting]
-                raise RunError(f"ranks {late} did not end within {deadline:g} s{_last_words(folder, late[0])}")
-            for rank, process in enumerate(processes):
-                if process in waiting and process.sentinel in ready:
-                    process.join()
-                    waiting.remove(process)
-                    if process.exitcode:
-                        raise RunError(f"rank {rank} failed{_last_words(folder, rank)}")
+        _wait_for(processes, folder, time.monotonic() + deadline, deadline)
     finally:
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-        for process in processes:
-            if process.pid is not None:
-                process.join()
+        _end(processes, before)
         kept.close()
     return [pickle.loads((folder / f"rank{rank}.result").read_bytes()) for rank in range(world)]
 
 
+def _wait_for(processes: Sequence[BaseProcess], folder: Path, end: float, deadline: float) -> None:
+    """Until all have ended well. Raises RunError as soon as one has not."""
+    waiting = list(processes)
+    while waiting:
+        ready = wait([process.sentinel for process in waiting], timeout=max(0.0, end - time.monotonic()))
+        if not ready:
+            late = [rank for rank, process in enumerate(processes) if process in waiting]
+            raise RunError(f"ranks {late} did not end within {deadline:g} s{_last_words(folder, late[0])}")
+        for rank, process in enumerate(processes):
+            if process in waiting and process.sentinel in ready:
+                process.join()
+                waiting.remove(process)
+                _check(rank, process, folder)
+
+
+def _check(rank: int, process: BaseProcess, folder: Path) -> None:
+    """Raises RunError where a rank that has ended has no result, in its own words where it has left some."""
+    words = folder / f"rank{rank}.error"
+    if words.exists():
+        raise RunError(f"rank {rank} failed: {words.read_text(errors='replace')}")
+    if process.exitcode == _RAISED:
+        raise RunError(f"rank {rank} failed{_last_words(folder, rank)}")
+    if process.exitcode or not (folder / f"rank{rank}.result").exists():
+        raise RunError(f"rank {rank} {ended_in_words(process.exitcode)}{_last_words(folder, rank)}")
+
+
+def ended_in_words(code: int | None) -> str:
+    """How a process ended, from its exit code; a negative one is that of a signal."""
+    if code is None or code >= 0:
+        return f"ended with exit code {code}"
+    with contextlib.suppress(ValueError):
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"was killed by signal {-code}"
+
+
+def _end(processes: Sequence[BaseProcess], before: set[int]) -> None:
+    """Kill the ranks that are left, and what is below them. Where this process adopts orphans, what is below it now and
+    was not ``before`` is what ranks have left behind; elsewhere other threads may have started it."""
+    for process in processes:
+        if process.pid is not None and process.is_alive():
+            kill_descendants(process.pid)
+            process.kill()
+    for process in processes:
+        if process.pid is not None:
+            process.join()
+    if adopts_orphans():
+        kill_descendants(os.getpid(), before)
+
+
 def _rank(body: Callable[[int], object], rank: int, world: int, port: int, folder: Path) -> None:
+    process = os.getpid()
     end_with_parent()
     os.register_at_fork(after_in_child=end_with_parent)  # of processes that save checkpoints
     output = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -79,27 +118,27 @@ def _rank(body: Callable[[int], object], rank: int, world: int, port: int, folde
     )  # fmt: skip
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # for Megatron
-    code = 1
+    code = _RAISED
     try:
-        (folder / f"rank{rank}.result").write_bytes(pickle.dumps(body(rank)))
+        result = pickle.dumps(body(rank))
+        if os.getpid() == process:  # else a process that the script forked has come back here
+            (folder / f"rank{rank}.result").write_bytes(result)
         code = 0
+    except MegatronPPError as error:
+        if os.getpid() == process:
+            sys.stderr.flush()
+            (folder / f"rank{rank}.error").write_text(f"{error}{_last_words(folder, rank)}", errors="replace")
     except SystemExit as ended:
-        traceback.print_exc()
-        code = 0 if not ended.code else 1
+        code = 0 if ended.code is None else ended.code if isinstance(ended.code, int) else 1
+        if os.getpid() == process:
+            traceback.print_exc()
     except BaseException:
         traceback.print_exc()
     finally:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
-        os._exit(code)
-
-
-def end_with_parent() -> None:
-    """Have the kernel (Linux) kill this process when the one that forked it has ended, however that was: gloo's threads
-    keep a core busy in ranks that nobody waits for."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        os._exit(code & 0xFF)
 
 
 def _free_port() -> socket.socket:
@@ -113,5 +152,5 @@ def _free_port() -> socket.socket:
 def _last_words(folder: Path, rank: int) -> str:
     with contextlib.suppress(OSError):
         lines = (folder / f"rank{rank}.log").read_text(errors="replace").splitlines()[-_LINES:]
-        return ":\n" + "\n".join(f"  {line}" for line in lines)
+        return ":\n" + "\n".join(f"  {line}" for line in lines) if lines else ""
     return ""

@@ -1,12 +1,14 @@
 """What a rank computes in its training steps, written down at Megatron-core's own seams.
 
-Layers' outputs and their gradients by hooks, the loss of each microbatch around `forward_step_func`, gradients where
-the optimizer's step begins, its gradient norm, and the parameters after the last step.
+Layers' outputs and their gradients by hooks, the loss of each microbatch around `forward_step_func`, what the schedule
+returns, gradients and the learning rate where the optimizer's step begins, its gradient norm, its state, parameters and
+buffers after it, and what Megatron's training loop logs.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from megatron_pp.common.module_attributes import unwrapped
+from megatron_pp.integrations.on_import import WhenImported
+from megatron_pp.parity import logs, states
 from megatron_pp.parity.cpu_layers import positions_of
 from megatron_pp.parity.parameters import (
     Indices,
@@ -31,7 +36,16 @@ from megatron_pp.parity.processes import RunError
 from megatron_pp.parity.wrapping import wrap, wrapped
 
 FORWARD, LOSS, BACKWARD, GRADIENT, NORM, PARAMETER = "forward", "loss", "backward", "gradient", "norm", "parameter"
-RESTORED = "restored"
+ZEROS = "zeros in gradients"
+RESTORED, REPORT, SCHEDULE, BUFFER, LOGGED = "restored", "report", "schedule", "buffer", "log"
+_STATE = "optimizer's "  # and the name that torch's optimizer has for it, such as exp_avg
+_BUFFERS = "buffer:"  # before the names of buffers in the file of the whole model's values
+TRAINING_LOOP = "megatron.training.training"
+
+
+def is_state(kind: str) -> bool:
+    """Whether a kind is that of an optimizer's state."""
+    return kind.startswith(_STATE)
 
 
 @dataclass(frozen=True)
@@ -52,6 +66,7 @@ class Value:
     indices: Indices = field(default_factory=dict)
     valid: tuple[int, int] | None = None
     sum_over_context: bool = False
+    resolution: float = 0.0  # of a number that has been printed: one unit of its last digit
 
 
 @dataclass
@@ -64,15 +79,30 @@ class Record:
     unknown: list[str] = field(default_factory=list)
     unrepeated: set[str] = field(default_factory=set)  # modules whose recomputation is not their forward
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    uncompared: dict[str, str] = field(default_factory=dict)  # what cannot be compared, and why
+    dropout: bool = False  # the model had some, which has been switched off
 
 
 class Recorder:
     """Records one script in this process, up to training step ``steps``. ``weights``: the file of the whole model's
     parameters, written by the run that is alone, read by the others. ``first``: the step that a checkpoint has been
-    restored before; 0: none. ``saved``: the step that a checkpoint is saved before."""
+    restored before; 0: none. ``saved``: the step that a checkpoint is saved before. ``logging``: Megatron's training
+    loop makes the steps, so that the last one ends with its log; else it ends within the optimizer's step, before the
+    script can save anything. ``dropout``: it stays on, for a recomputation that must repeat it."""
 
-    def __init__(self, steps: int, weights: str, alone: bool, first: int = 0, saved: int = 0) -> None:
+    def __init__(
+        self,
+        steps: int,
+        weights: str,
+        alone: bool,
+        first: int = 0,
+        saved: int = 0,
+        logging: bool = False,
+        dropout: bool = False,
+    ) -> None:
         self.steps, self.weights, self.alone, self.saved = steps, weights, alone, saved
+        self.logging, self.dropout = logging, dropout
+        self.stepped = False  # since the last call of a schedule
         self.record = Record()
         self.step = self.first = first
         self.current: int | None = None
@@ -98,6 +128,29 @@ class Recorder:
                 wrap(kind, "step", self._optimizer_step)
             if "__init__" in vars(kind):
                 wrap(kind, "__init__", self._optimizer_init)
+        register_optimizer_step_pre_hook(self._before_plain_step)
+        register_optimizer_step_post_hook(self._after_plain_step)
+        if self.logging:
+            WhenImported((TRAINING_LOOP,), self._watch_log)
+
+    def _watch_log(self) -> None:
+        training: Any = sys.modules[TRAINING_LOOP]
+        wrap(training, "print_rank_last", self._print)
+        wrap(training, "training_log", self._log)
+
+    def _print(self, original: Callable[..., Any], message: Any, *args: Any, **kwargs: Any) -> Any:
+        """Megatron logs a line on the last rank, which has the losses."""
+        if dist.get_rank() == dist.get_world_size() - 1:
+            for one in logs.numbers_of(str(message)):
+                value = Value(np.asarray(one.value), resolution=one.resolution)
+                self.record.values.setdefault(Key(self.step - 1, LOGGED, one.name), value)
+        return original(message, *args, **kwargs)
+
+    def _log(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if self.step >= self.steps:
+            raise SystemExit(0)  # before Megatron saves anything
+        return result
 
     def _optimizer_init(self, original: Callable[..., None], optimizer: Any, *args: Any, **kwargs: Any) -> None:
         original(optimizer, *args, **kwargs)
@@ -110,22 +163,37 @@ class Recorder:
     def _schedule(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("forward_only") or args:
             return original(*args, **kwargs)
+        if self.step >= self.steps:
+            raise SystemExit(0)  # the script need not go on
         model = kwargs["model"]
         self._begin(list(model) if isinstance(model, (list, tuple)) else [model])
         self.microbatches, self.sequence = kwargs["num_microbatches"], kwargs["seq_length"]
         kwargs["forward_step_func"] = wrapped(kwargs["forward_step_func"], self._forward_step)
-        return original(**kwargs)
+        reports = original(**kwargs)
+        self._reports(reports)
+        return reports
+
+    def _reports(self, reports: Any) -> None:
+        """Where each microbatch is whole on one rank: elsewhere it is the script's business what of it is summed."""
+        if self.place.size["DP"] * self.place.size["CP"] == 1:
+            for number, name, value in states.report_values(reports):
+                self._put(REPORT, name, number, Value(value))
 
     def _begin(self, chunks: list[Any]) -> None:
         if not self.chunks:
             self.chunks = chunks
             self.place = self.record.place = Place.here()
             self.config = unwrapped(chunks[0]).config
+            if not self.dropout:
+                had_some = [states.without_dropout(chunk) for chunk in chunks]
+                self.record.dropout = any(had_some)
             self._load()
             for chunk in chunks:
                 self._hook(unwrapped(chunk))
         if self.saved and self.step == self.saved:
             self._parameters(RESTORED)
+            self._buffers(RESTORED, self.step)
+        self.stepped = False
         self.counts.clear()
         self.forwards.clear()
 
@@ -136,9 +204,11 @@ class Recorder:
             with np.load(self.weights) as whole:
                 self.whole = dict(whole)
         self.parts: dict[str, Indices] = {}
+        self.names: dict[int, str] = {}
         with torch.no_grad():
             for index, chunk in enumerate(self.chunks):
                 for name, parameter in named_parameters(chunk, self.place):
+                    self.names[id(parameter)] = name
                     self.record.stage[name] = index
                     self.record.shapes[name] = tuple(parameter.shape)
                     if self.alone:
@@ -147,23 +217,43 @@ class Recorder:
                         self.record.unknown.append(name)
                         continue
                     whole = self.whole[name]
-                    self.parts[name] = indices_of(name, tuple(parameter.shape), whole.shape, gated, self.place)
+                    sizes = getattr(parameter, "partition_sizes", None)
+                    self.parts[name] = indices_of(name, tuple(parameter.shape), whole.shape, gated, self.place, sizes)
                     if not self.first:
                         parameter.copy_(torch.from_numpy(part_of(whole, self.parts[name])))
+                self._load_buffers(chunk, index)
         for optimizer in [] if self.first else self.optimizers:
             optimizer.reload_model_params()
+
+    def _load_buffers(self, chunk: Any, index: int) -> None:
+        """Buffers keep the values that the script has given them; only which part of the whole is here is noted."""
+        for name, buffer in states.named_buffers(chunk, self.place):
+            self.record.stage[name] = index
+            shape = tuple(buffer.shape)
+            if self.alone:
+                self.whole[f"{_BUFFERS}{name}"] = np.zeros(shape, bool)
+            whole = self.whole.get(f"{_BUFFERS}{name}")
+            if whole is None:
+                continue  # of no layer in one process: made by the layout, for itself
+            try:
+                self.parts[name] = indices_of(name, shape, whole.shape, False, self.place)
+            except ValueError as error:
+                self.record.uncompared[name] = str(error)
 
     def finished(self) -> Record:
         """The record, when all ranks have theirs; writes the weights of a run that is alone. Raises RunError where the
         script has made too few steps."""
         if self.step < self.steps:
-            ended = f"the script ended after {self.step - self.first} training steps of {self.steps - self.first}"
-            raise RunError(ended)
+            raise RunError(self.words("the script ended"))
         if dist.is_initialized():
             dist.barrier()
         if self.alone:
             np.savez(self.weights, **self.whole)  # type: ignore[arg-type]
         return self.record
+
+    def words(self, ended: str) -> str:
+        """How the script ended, with the number of its steps."""
+        return f"{ended} after {self.step - self.first} training steps of {self.steps - self.first}"
 
     def _forward_step(
         self, original: Callable[..., Any], data_iterator: Any, model: Any, *args: Any, **kwargs: Any
@@ -251,7 +341,7 @@ class Recorder:
     def _optimizer_step(self, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if self.depth or not self.chunks:
             return original(optimizer, *args, **kwargs)
-        self._gradients()
+        self._before_step(getattr(optimizer, "param_groups", ()))
         self.depth += 1
         try:
             result = original(optimizer, *args, **kwargs)
@@ -259,11 +349,53 @@ class Recorder:
             self.depth -= 1
         if isinstance(result, tuple) and len(result) > 1 and result[1] is not None:
             self._put(NORM, "gradient norm", -1, Value(np.asarray(float(result[1]))))
+        if isinstance(result, tuple) and len(result) > 2 and isinstance(result[2], (int, float, torch.Tensor)):
+            self._put(ZEROS, ZEROS, -1, Value(np.asarray(float(result[2]))))
+        self._after_step(self.optimizers)
+        return result
+
+    def _before_plain_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """One of torch's alone: Megatron's call those of torch within their step."""
+        if not self.depth and self.chunks and not self.stepped:
+            self._before_step(optimizer.param_groups)
+
+    def _after_plain_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not self.depth and self.chunks and not self.stepped:
+            self._after_step([optimizer])
+
+    def _before_step(self, groups: Any) -> None:
+        self._gradients()
+        for name, value in states.schedule_values(groups).items():
+            self._put(SCHEDULE, name, -1, Value(np.asarray(value)))
+
+    def _after_step(self, optimizers: list[Any]) -> None:
+        for name, key, state, parameter, begin in states.optimizer_states(optimizers, self.names):
+            self._put(f"{_STATE}{key}", name, -1, self._state_value(name, state, parameter, begin))
+        self.stepped = True
         self.step += 1
         self._parameters(PARAMETER)
-        if self.step == self.steps:
+        self._buffers(BUFFER, self.step - 1)
+        if self.step == self.steps and not self.logging:
             raise SystemExit(0)  # the script need not go on
-        return result
+
+    def _state_value(self, name: str, state: torch.Tensor, parameter: torch.nn.Parameter, begin: int) -> Value:
+        """A part of a flat parameter is written into zeros of its shape."""
+        if state.numel() == 1 and parameter.numel() != 1:
+            return Value(_array(state.reshape(())))
+        if state.numel() == parameter.numel():
+            return Value(_array(state).reshape(tuple(parameter.shape)), self.parts.get(name, {}))
+        part = _array(state).reshape(-1)
+        flat = np.zeros(parameter.numel(), part.dtype)
+        flat[begin : begin + len(part)] = part
+        return Value(flat.reshape(tuple(parameter.shape)), self.parts.get(name, {}), (begin, begin + len(part)))
+
+    def _buffers(self, kind: str, step: int) -> None:
+        for chunk in self.chunks:
+            for name, buffer in states.named_buffers(chunk, self.place):
+                if name in self.parts:
+                    numbers = _array(buffer.to_dense() if buffer.layout != torch.strided else buffer)
+                    value = Value(numbers.astype(np.int64) if numbers.dtype == bool else numbers, self.parts[name])
+                    self.record.values.setdefault(Key(step, kind, name), value)
 
     def _gradients(self) -> None:
         for chunk in self.chunks:

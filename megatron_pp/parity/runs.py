@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import ast
-import contextlib
+import functools
 import gc
 import importlib.util
 import os
 import sys
 import tempfile
 import typing
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import Queue
 from typing import Any
 
+from megatron_pp.integrations.on_import import WhenImported
 from megatron_pp.parity import float64
 from megatron_pp.parity.layout import NO_OPTIMIZER, RESTORE, SAVE, Layout
 from megatron_pp.parity.processes import RunError, run_ranks
-from megatron_pp.parity.recorder import PARAMETER, Record, Recorder
+from megatron_pp.parity.recorder import PARAMETER, TRAINING_LOOP, Record, Recorder
 from megatron_pp.plan.gc_pause import collector_paused
 
 MEGATRON, OURS = "megatron", "ours"
@@ -35,6 +37,7 @@ class Program:
     gpu: bool
     load: Any  # megatron_pp.cli.run's load_script or load_module
     plugin: Any = None  # what installs our engine
+    loop: bool = False  # Megatron's own training loop makes its steps, from data that `batches` replaces
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,15 @@ class Runs:
                 self.notes.append(f"not compared in float64: {str(error).splitlines()[-1].strip()}")
         return self.alone(layout, "float32")
 
+    def dropout(self) -> bool:
+        """Whether a model had some, which has been switched off."""
+        return any(record.dropout for records in self.done.values() for record in records)
+
+    def uncompared(self) -> list[str]:
+        """What was recorded and could not be compared, in words."""
+        found = {name: why for records in self.done.values() for one in records for name, why in one.uncompared.items()}
+        return [f"not compared: {why}" for why in found.values()]
+
     def _file(self, what: object) -> str:
         return str(self.folder / f"file{abs(hash(what))}")
 
@@ -127,13 +139,36 @@ def _train(program: Program, run: _Run, weights: str, saved: str) -> Record:
             steps = 2 * at if alone else at + 1  # it ends within its last step: that has not been saved
             words += ["--save", saved, "--save-interval", str(at)]
             _write_in_this_process()
-    recorder = Recorder(steps, weights, alone, first, at)
+    dropout = run.layout.flags.text("--hidden-dropout", "0") not in ("0", "0.0")
+    recorder = Recorder(steps, weights, alone, first, at, program.loop, dropout)
     recorder.install()
-    if has_training_loop():
-        batches.install(run.layout.uneven_masks)
-    with contextlib.suppress(SystemExit):
-        program.load(program.script, words)()
+    if program.loop:
+        WhenImported((TRAINING_LOOP,), functools.partial(batches.install, run.layout.uneven_masks))
+    _run_script(program, words, recorder)
     return recorder.finished()
+
+
+def _run_script(program: Program, words: list[str], recorder: Recorder) -> None:
+    """Up to the recorder's last step; how the script ends then does not matter. Raises RunError where it exits before,
+    and what it raises."""
+    process = os.getpid()
+    try:
+        program.load(program.script, words)()
+    except BaseException as error:
+        if os.getpid() != process:  # a process that the script has forked
+            raise
+        if recorder.step >= recorder.steps:
+            return
+        if isinstance(error, SystemExit):
+            raise RunError(recorder.words(exit_in_words(error))) from None
+        raise
+
+
+def exit_in_words(ended: SystemExit) -> str:
+    """What `sys.exit` was given; a text is what Python prints."""
+    if ended.code is None or isinstance(ended.code, int):
+        return f"the script ended with exit code {ended.code or 0}"
+    return f"the script ended with exit code 1 ({ended.code})"
 
 
 def _write_in_this_process() -> None:
@@ -149,39 +184,69 @@ def prepare(program: Program) -> None:
     Raises RunError where Megatron-core is missing."""
     sys.path.insert(0, os.getcwd() if program.module else str(Path(program.script).resolve().parent))
     if not program.gpu:
-        from megatron_pp.parity import cpu_layers, cpu_stand_in
+        from megatron_pp.parity import cpu_layers, cpu_stand_in, hybrid_layers
 
         vars(typing).setdefault("override", lambda function: function)  # Megatron's main branch needs Python 3.12
         cpu_stand_in.redirect()
-        with cpu_stand_in.triton_stand_in():
+        with cpu_stand_in.triton_stand_in(), hybrid_layers.mamba_stand_in():
             _import_all(program)
         cpu_layers.complete_layers()
+        hybrid_layers.complete_hybrid_layers()
         cpu_stand_in.allow_no_gpu()
     else:
         _import_all(program)
 
 
-def has_training_loop() -> bool:
-    """Whether the prepared program trains by Megatron's own loop, and not by one of its own on Megatron-core alone."""
-    return "megatron.training.training" in sys.modules
-
-
 @collector_paused()
 def _import_all(program: Program) -> None:
+    """An import that fails is left to the ranks: there it may succeed, or is the script's own error."""
     names = ["megatron.core.pipeline_parallel.schedules", "megatron.core.optimizer"]
-    names += ["megatron_pp.integrations.megatron_core"]
-    path = program.script
-    if program.module:
-        spec = importlib.util.find_spec(program.script)
-        path = (spec and spec.origin) or ""
-    if path:
-        tree = ast.parse(Path(path).read_text(encoding="utf-8"))
-        for node in tree.body:
-            if isinstance(node, ast.Import):
-                names += [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                names.append(node.module)
+    names += ["megatron_pp.integrations.megatron_core", *_imported_names(_file_of(program))]
+    process = os.getpid()
     for name in names:
-        with contextlib.suppress(ImportError):
+        try:
             importlib.import_module(name)
+        except ImportError:
+            continue  # of what is optional
+        except (Exception, SystemExit) as error:
+            print(f"parity: importing {name}: {type(error).__name__}: {error}", file=sys.stderr)
+        if os.getpid() != process:
+            os._exit(0)  # forked by that module
     gc.freeze()  # ranks need not look through it either
+
+
+def _file_of(program: Program) -> str:
+    if not program.module:
+        return program.script
+    try:
+        spec = importlib.util.find_spec(program.script)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{program.script}.__main__")
+    except (Exception, SystemExit):
+        return ""  # the ranks will say what is wrong with it
+    return (spec and spec.origin) or ""
+
+
+def _imported_names(path: str) -> list[str]:
+    """Modules that a script imports at its top, and what it imports of Megatron anywhere: without a GPU only this
+    process can. Raises RunError where it is no Python."""
+    if not path.endswith(".py") and not Path(path).is_file():
+        return []
+    try:
+        tree = ast.parse(Path(path).read_bytes(), path)
+    except SyntaxError as error:
+        raise RunError(f"{path}, line {error.lineno}: SyntaxError: {error.msg}") from error
+    except ValueError as error:
+        raise RunError(f"{path}: {error}") from error
+    below = [node for node in ast.walk(tree) if node not in tree.body]
+    return [*_names_of(tree.body), *(name for name in _names_of(below) if name.partition(".")[0] == "megatron")]
+
+
+def _names_of(nodes: Iterable[ast.AST]) -> list[str]:
+    names = []
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.append(node.module)
+    return names

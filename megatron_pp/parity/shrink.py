@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import replace
 
 from megatron_pp.parity import layout as of
@@ -18,7 +19,13 @@ _DROPPED = (
     *("--tensorboard-dir", "--wandb-project", "--wandb-exp-name", "--wandb-save-dir", "--profile", "--train-samples"),
     *("--eval-interval", "--eval-iters", "--full-validation", "--log-interval", "--rampup-batch-size"),
     *("--lr-warmup-iters", "--lr-warmup-samples", "--lr-warmup-fraction", "--lr-decay-iters", "--lr-decay-samples"),
-    *("--lr-wsd-decay-iters", "--lr-wsd-decay-style", "--exit-interval", "--exit-duration-in-mins"),
+    *(
+        "--lr-wsd-decay-iters",
+        "--lr-wsd-decay-samples",
+        "--lr-wsd-decay-style",
+        "--exit-interval",
+        "--exit-duration-in-mins",
+    ),
     *("--num-workers", "--use-checkpoint-args", "--async-save", "--ckpt-step"),
     *("--enable-ft-package", "--log-throughput", "--log-progress", "--timing-log-level", "--manual-gc"),
     *("--step-batch-size-schedule", "--eval-global-batch-size", "--error-injection-rate", "--error-injection-type"),
@@ -50,28 +57,50 @@ ON_CPU = {
 _MLA = {"--q-lora-rank": 8, "--kv-lora-rank": 8, "--qk-head-dim": 8, "--qk-pos-emb-head-dim": 4, "--v-head-dim": 8}
 
 
-def for_parity(layout: Layout, steps: int, shrunk: bool, gpu: bool, own_loop: bool = False) -> tuple[Layout, list[str]]:
+def for_parity(
+    layout: Layout,
+    steps: int,
+    shrunk: bool,
+    gpu: bool,
+    own_loop: bool = False,
+    options: Collection[str] = (),
+) -> tuple[Layout, list[str]]:
     """The layout with data, steps and precision as a comparison needs them, and what has been changed, in words.
     ``own_loop``: the script has a parser of its own, which may know no other flags than those that are given, and data
-    of its own.
+    of its own. ``options``: those that Megatron's parser knows; empty: all.
     """
     flags = layout.flags.without(*_DROPPED, *PRECISION, *([] if gpu else NEEDS_GPU))
     if flags.text("--moe-token-dispatcher-type") == "flex":
         flags = flags.set("--moe-token-dispatcher-type", "alltoall")
     flags = flags.with_values(
         mock_data=True, tokenizer_type="NullTokenizer", train_iters=2 * steps, eval_iters=0, eval_interval=1000,
-        attention_dropout=0, hidden_dropout=0, lr="0.001", min_lr="0.001", lr_decay_style="constant", num_workers=0,
-        log_interval=1,
+        attention_dropout=0, hidden_dropout=0, lr="0.001", min_lr="0.0001", lr_decay_style="linear",
+        lr_decay_iters=4 * steps, num_workers=0, log_interval=1,
     )  # fmt: skip
     if flags.number("--vocab-size", 0) == 0:
         flags = flags.set("--vocab-size", _VOCABULARY)
     flags = flags if gpu else _on_cpu(flags)
+    flags = _defaults_of_layouts(Layout(flags, layout.world))
     if shrunk:
         flags = shrink(Layout(flags, layout.world))
+    given = {name for name, _ in layout.flags.items}
     if own_loop:
-        flags = Flags(tuple(item for item in flags.items if item[0] in layout.flags))
+        flags = Flags(tuple(item for item in flags.items if item[0] in given))
+    elif options:
+        flags = Flags(tuple(item for item in flags.items if item[0] in given or item[0] in options))
     changed = replace(layout, flags=flags, uneven_masks=layout.uneven_masks and not own_loop)
     return changed, _words(layout.flags, flags)
+
+
+def _defaults_of_layouts(layout: Layout) -> Flags:
+    """Defaults of Megatron's that another layout would have other values of, written out: the vocabulary is padded to
+    128 times the tensor-parallel ranks, and there is one microbatch for each data-parallel rank."""
+    flags = layout.flags
+    if of.VOCABULARY not in flags and "--padded-vocab-size" not in flags:
+        flags = flags.set(of.VOCABULARY, 128)
+    if "--global-batch-size" not in flags and "--micro-batch-size" in flags:
+        flags = flags.set("--global-batch-size", flags.number("--micro-batch-size", 1) * layout.size("DP"))
+    return flags
 
 
 def _on_cpu(flags: Flags) -> Flags:
@@ -89,7 +118,7 @@ def _on_cpu(flags: Flags) -> Flags:
 
 def shrink(layout: Layout) -> Flags:
     flags = layout.flags
-    for step in (_layers, _dense_layers, _heads, _experts, _others):
+    for step in (_layers, _dense_layers, _heads, _mamba, _experts, _others):
         flags = step(Layout(flags, layout.world))
     return flags
 
@@ -102,6 +131,8 @@ def _less(flags: Flags, name: str, value: int) -> Flags:
 def _layers(layout: Layout) -> Flags:
     """One layer for each model chunk; two where some layers differ from others or are recomputed in groups."""
     flags, stages = layout.flags, layout.size("PP") * layout.size("VPP")
+    if of.HYBRID in flags:
+        return flags.set(of.HYBRID, _pattern(flags.text(of.HYBRID), layout.size("PP"))).without("--num-layers")
     if of.LAYOUT in flags:
         return _stages(flags)
     several = flags.having(("--moe-layer-freq", "--recompute-num-layers", "--window-attn-skip-freq")) or stages == 1
@@ -119,6 +150,16 @@ def _layers(layout: Layout) -> Flags:
     if given > layers:
         flags = _less(flags, of.STAGE_LAYERS, per_chunk)
     return flags
+
+
+def _pattern(text: str, stages: int) -> str:
+    """A layer of each kind on each stage. Stages are divided by "|", predictions of further tokens follow "/"."""
+    layers, *predictions = text.split("/")
+    if "|" in layers:
+        layers = "|".join("".join(dict.fromkeys(stage)) for stage in layers.split("|"))
+    else:
+        layers = "".join(dict.fromkeys(layers)) * stages
+    return "/".join([layers, *("".join(dict.fromkeys(each)) for each in predictions)])
 
 
 def _dense_layers(layout: Layout) -> Flags:
@@ -164,6 +205,19 @@ def _heads(layout: Layout) -> Flags:
     for name, size in _MLA.items():
         flags = _less(flags, name, size)
     return flags
+
+
+def _mamba(layout: Layout) -> Flags:
+    """A head, and a group of them, for each tensor- and context-parallel rank; small heads and states."""
+    flags = layout.flags
+    if "M" not in flags.text(of.HYBRID):
+        return flags
+    groups = layout.size("TP") * layout.size("CP")
+    heads = flags.number("--hidden-size", 16) * 2 // _HEAD  # Mamba's layers are twice as wide
+    groups = min(groups, heads)
+    return flags.with_values(mamba_state_dim=4, mamba_head_dim=_HEAD, mamba_num_groups=groups).without(
+        "--mamba-num-heads"
+    )
 
 
 def _experts(layout: Layout) -> Flags:

@@ -13,13 +13,28 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_pp.parity import junit, page
 from megatron_pp.parity.answer import Answer
-from megatron_pp.parity.comparison import DIFFERENT, EQUAL, FAR_OFF, ROUNDING, Comparison, compare_records, same_bits
-from megatron_pp.parity.diagnosis import Smallest, smallest
+from megatron_pp.parity.comparison import FAR_OFF, Comparison, compare_records, same_bits
+from megatron_pp.parity.diagnosis import Smallest, ratio_in_words, smallest
 from megatron_pp.parity.flags import Flags
 from megatron_pp.parity.layout import Layout
 from megatron_pp.parity.parameters import Place, indices_of, made_values
 from megatron_pp.parity.processes import RunError
-from megatron_pp.parity.recorder import FORWARD, GRADIENT, LOSS, NORM, PARAMETER, RESTORED, Key, Record, Recorder, Value
+from megatron_pp.parity.recorder import (
+    BUFFER,
+    FORWARD,
+    GRADIENT,
+    LOGGED,
+    LOSS,
+    NORM,
+    PARAMETER,
+    REPORT,
+    RESTORED,
+    Key,
+    Record,
+    Recorder,
+    Value,
+)
+from megatron_pp.parity.verdicts import DIFFERENT, EQUAL, EXIT_CODES, NOT_EXERCISED, ROUNDING
 
 RANKS = {"TP": 0, "PP": 0, "CP": 0, "DP": 0, "EP": 0, "ETP": 0}
 LOSS_KEY, GRAD = Key(0, LOSS, "loss", 0), Key(0, GRADIENT, "layers.0.weight")
@@ -240,3 +255,107 @@ def test_a_recomputation_repeats_its_forward():
         output.sum().backward()
         handle.remove()
         assert recorder.record.unrepeated == (set() if preserved else {"layers.0"})
+
+
+STATE, AVERAGE = "optimizer's exp_avg", Key(0, "optimizer's exp_avg", "layers.0.weight")
+
+
+def with_value(record: Record, key: Key, value: np.ndarray, **about: object) -> Record:
+    record.values[key] = Value(np.asarray(value), **about)
+    return record
+
+
+def compared_with(key: Key, right: np.ndarray, *records: Record) -> Comparison:
+    both = [with_value(alone(dtype), key, np.asarray(right, dtype)) for dtype in (np.float32, np.float64)]
+    return compare_records(list(records), *both)
+
+
+@pytest.mark.parametrize(("logged", "different"), [(4.852030, False), (4.852031, False), (9.70406, True)])
+def test_a_logged_number_may_be_off_by_one_in_its_last_digit(logged, different):
+    record = with_value(rank_of(0, 1, "PP"), Key(0, LOGGED, "lm loss"), logged, resolution=1e-6)
+    right = alone(np.float64)
+    right.values[Key(0, LOGGED, "lm loss")] = Value(np.asarray(4.852030))
+    found = compare_records([record], right, right, 1e-12)
+    assert any(one.key.kind == LOGGED for one in found.wrong()) is different
+
+
+def test_a_buffer_of_one_replica_is_a_difference():
+    right = np.array([0.001, -0.001])
+    ranks = [with_value(rank_of(n, 2, "DP"), Key(0, BUFFER, "router.expert_bias"), right * (1 - n)) for n in range(2)]
+    found = compared_with(Key(0, BUFFER, "router.expert_bias"), right, *ranks)
+    assert (found.verdict, found.first.key.kind, found.first.rank) == (DIFFERENT, BUFFER, 1)
+    said = Answer(["x"], LAYOUT, [], {"megatron": found})
+    assert said.parameters() == {"router.expert_bias": said.parameters()["router.expert_bias"]}
+    assert said.first()["operation"] == "buffer router.expert_bias after the step"
+
+
+def test_the_state_of_an_optimizer_says_by_how_much_gradients_were_clipped():
+    """Adam hides it: parameters are off by little, and their own ratio to what is right is one."""
+    right, after = values(GRAD), values(AFTER) * 1.0001
+    clipped = with_value(rank_of(0, 2, "PP", parameter=after), AVERAGE, 0.8 * right)
+    found = compared_with(AVERAGE, right, clipped, with_value(rank_of(1, 2, "PP"), AVERAGE, right))
+    about = Answer(["x"], LAYOUT, [], {"megatron": found}).parameters()[GRAD.name]
+    assert (about["what"], about["ratio_in_words"]) == (STATE, "x 0.8")
+
+
+def test_a_parameter_has_no_ratio():
+    """What it was before the step is in both, so that it would be one."""
+    said = Answer(["x"], LAYOUT, [], {"megatron": compared(rank_of(0, 1, "PP", parameter=values(AFTER) * 1.0001))})
+    assert "ratio" not in said.parameters()[GRAD.name]
+    assert said.first()["ratio"] is None
+
+
+def test_reports_are_not_missing_where_replicas_have_parts_of_them():
+    report = Key(0, REPORT, "lm loss", 0)
+    for dim, verdict in (("DP", EQUAL), ("PP", DIFFERENT)):
+        found = compared_with(report, np.ones(2), rank_of(0, 2, dim), rank_of(1, 2, dim))
+        assert found.verdict == verdict, dim
+
+
+@pytest.mark.parametrize(
+    ("dim", "kind", "words"),
+    [
+        ("PP", "gradient", "gradient of layers.0.weight, step 0 (each stage adds up its own microbatches"),
+        ("DP", "gradient", "gradient of layers.0.weight, step 0 (each replica adds up its own microbatches"),
+        ("TP", "forward", "forward of layers.0, step 0 (each TP rank adds up its own part"),
+        ("TP", "parameter", "parameter of layers.0.weight, step 0"),
+    ],
+)
+def test_which_sum_has_another_order_is_said(dim, kind, words):
+    flag = {"TP": "--tensor-model-parallel-size", "PP": "--pipeline-model-parallel-size"}.get(dim)
+    layout = Layout(Flags.read([flag, "2"] if flag else []), 2, uneven_masks=False)
+    nearly = {one.kind: values(one) * (1 + 1e-7) for one in TRUTH if one.kind == kind}
+    found = compared(rank_of(0, 2, dim, **nearly), rank_of(1, 2, dim))
+    said = Answer(["x"], layout, [], {"megatron": found})
+    assert said.verdict == ROUNDING
+    assert said.to_json()["rounding"].startswith(words)
+    assert any("first sum in another order: " + words in line for line in said.lines())
+
+
+def test_what_is_not_made_is_not_equal():
+    right = compared(rank_of(0, 1, "TP"))
+    said = Answer(["x"], LAYOUT, [], {"megatron": right}, not_exercised={"--sft": "no packs", "dropout": "it is off"})
+    assert said.verdict == said.to_json()["verdict"] == NOT_EXERCISED
+    assert EXIT_CODES[said.verdict] == 2
+    assert said.lines()[0] == "NOT EXERCISED: --sft"
+    assert "not exercised: dropout: it is off" in said.lines()
+    assert Xml.fromstring(junit.text_of(said)).get("errors") == "1"
+    wrong = Answer(["x"], LAYOUT, [], {"megatron": WRONG}, not_exercised={"--sft": "no packs"})
+    assert (wrong.verdict, EXIT_CODES[wrong.verdict]) == (DIFFERENT, 1)
+    only_dropout = Answer(["x"], LAYOUT, [], {"megatron": right}, not_exercised={"dropout": "it is off"})
+    assert only_dropout.verdict == EQUAL
+
+
+def test_files_have_no_control_characters():
+    said = Answer(["x"], LAYOUT, [], {"megatron": WRONG}, notes=["red \x1b[31m, \x00, \ud800"])
+    failure = Xml.fromstring(junit.text_of(said).encode()).find("testcase/failure")
+    assert "red \\x1b[31m, \\x00, \\ud800" in failure.text
+    assert "red \\x1b[31m" in page.text_of(said).encode().decode()
+    error = Xml.fromstring(junit.text_of_error("rank 0 failed:\n  \x07").encode())
+    assert (error.get("errors"), error.find("testcase/error").text) == ("1", "rank 0 failed:\n  \\x07")
+
+
+def test_a_ratio_of_nearly_one_is_told_by_what_it_is_more():
+    assert ratio_in_words(1 + 2e-5, LAYOUT) == "x (1 + 2e-05)"
+    assert ratio_in_words(1 - 3e-9, LAYOUT) == "x (1 - 3e-09)"
+    assert ratio_in_words(4.0, LAYOUT) == "x 4 = size of TP"

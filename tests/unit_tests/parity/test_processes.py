@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -61,3 +64,51 @@ def test_the_error_of_a_rank_is_told_and_the_others_end(tmp_path: Path):
 def test_a_rank_that_does_not_end_is_told(tmp_path: Path):
     with pytest.raises(RunError, match=r"ranks \[0\] did not end within 1 s"):
         run_ranks(lambda rank: time.sleep(600), 1, tmp_path, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "rank 0 was killed by SIGKILL"),
+        (lambda: os._exit(0), "rank 0 ended with exit code 0"),
+        (lambda: os._exit(3), "rank 0 ended with exit code 3"),
+        (lambda: sys.exit(0), "rank 0 ended with exit code 0"),
+    ],
+)
+def test_a_rank_that_ends_without_a_result_is_told(tmp_path: Path, end, words):
+    with pytest.raises(RunError, match=words):
+        run_ranks(lambda rank: end(), 1, tmp_path, 60.0)
+
+
+def test_a_rank_says_what_is_wrong_in_its_own_words(tmp_path: Path):
+    def body(rank: int) -> None:
+        print("reading flags")
+        raise RunError("there are no steps")
+
+    with pytest.raises(RunError, match=r"rank 0 failed: there are no steps:\n  reading flags$"):
+        run_ranks(body, 1, tmp_path, 60.0)
+
+
+def test_a_forked_process_that_comes_back_is_not_the_rank(tmp_path: Path):
+    def body(rank: int) -> str:
+        if not os.fork():
+            return "child"
+        os.wait()
+        return "rank"
+
+    assert run_ranks(body, 1, tmp_path, 60.0) == ["rank"]
+
+
+def test_what_a_rank_has_started_ends_with_it(tmp_path: Path):
+    def body(rank: int) -> None:
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+        (tmp_path / "child").write_text(str(child.pid))
+        time.sleep(600)
+
+    with pytest.raises(RunError, match="did not end"):
+        run_ranks(body, 1, tmp_path, 3.0)
+    child = int((tmp_path / "child").read_text())
+    end = time.monotonic() + 10
+    while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text().split()[2:3]:
+        assert time.monotonic() < end, "it is still there"
+        time.sleep(0.01)

@@ -1,0 +1,32 @@
+"""The line that Megatron's training loop logs after a step, read back into numbers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_FIELD = re.compile(r"([A-Za-z][^|:]*): +([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf))(?= *\|)", re.IGNORECASE)
+_OF_TIME = ("elapsed", "throughput", "energy", "power", "tokens/s", "tokens per sec", "memory")
+
+
+@dataclass(frozen=True)
+class Logged:
+    """A number as it is logged; ``resolution``: one unit of its last digit."""
+
+    name: str
+    value: float
+    resolution: float
+
+
+def numbers_of(line: str) -> Iterator[Logged]:
+    """Of one line such as "iteration 1/ 9 | lm loss: 4.85E+00 |", without times."""
+    for name, text in _FIELD.findall(line):
+        if not any(word in name.lower() for word in _OF_TIME):
+            yield Logged(name.strip(), float(text), _resolution(text))
+
+
+def _resolution(text: str) -> float:
+    mantissa, _, exponent = text.lower().partition("e")
+    digits = len(mantissa.partition(".")[2])
+    return 10.0 ** (int(exponent or 0) - digits) if digits else 0.0

@@ -1,0 +1,77 @@
+"""The processes that a process has started, at any depth, and an end to all of them (on Linux; elsewhere none)."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 36, 37
+_ON_LINUX = sys.platform == "linux"
+_PATIENCE = 10.0  # seconds that the kernel is given to end what has been killed
+
+
+def end_with_parent(number: int = signal.SIGKILL) -> None:
+    """Have the kernel (Linux) send this signal to this process when the one that forked it has ended, however that was:
+    gloo's threads keep a core busy in ranks that nobody waits for."""
+    if _ON_LINUX:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number))
+
+
+def adopt_orphans() -> None:
+    """Processes below this one whose parent ends become children of this one (Linux), and so stay `descendants`."""
+    if _ON_LINUX:
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def adopts_orphans() -> bool:
+    """Whether `adopt_orphans` has been called in this process."""
+    answer = ctypes.c_int(0)
+    if _ON_LINUX:
+        ctypes.CDLL(None).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(answer))
+    return bool(answer.value)
+
+
+def descendants(pid: int) -> list[int]:
+    """Process ids below ``pid``, parents before their children."""
+    children: dict[int, list[int]] = {}
+    for process, parent in _parents():
+        children.setdefault(parent, []).append(process)
+    found, waiting = [], [pid]
+    while waiting:
+        below = children.get(waiting.pop(0), [])
+        found += below
+        waiting += below
+    return found
+
+
+def kill_descendants(pid: int, spared: Collection[int] = ()) -> None:
+    """Kill every process below ``pid`` but those ``spared``, and reap those that are this process's own children. One
+    that is forked meanwhile is killed too."""
+    end = time.monotonic() + _PATIENCE
+    while time.monotonic() < end:
+        living = [process for process in descendants(pid) if process not in spared]
+        if not living:
+            return
+        for process in living:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.005)
+        for process in living:
+            with contextlib.suppress(ChildProcessError):  # of another process, or already reaped
+                os.waitpid(process, os.WNOHANG)
+
+
+def _parents() -> list[tuple[int, int]]:
+    """(process, its parent) of every process that has not ended, or has ended and waits for its parent."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat") if _ON_LINUX else ():
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            after_name = status.read_text(errors="replace").rpartition(")")[2].split()
+            found.append((int(status.parent.name), int(after_name[1])))
+    return found
