@@ -49,6 +49,7 @@ EXTRAS = {
         *("build>=1.2", "setuptools>=77", "wheel"),
         # What the Python of Transformer Engine imports, which scripts/setup_env.sh gets for the tests.
         *("einops", "onnxscript", "pydantic>=2"),
+        "pytest-mock>=3.10",  # Megatron-LM's own tests, where a checkout is given
         "selenium>=4.10",  # HTML drawings in a headless browser
     ],
 }

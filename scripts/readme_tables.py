@@ -10,6 +10,7 @@ import re
 import sys
 import textwrap
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -39,33 +40,68 @@ def number(text: str) -> float:
     return float(text.replace(",", ""))
 
 
-def parity_rows() -> list[list[str]]:
-    _, _, rest = (ROOT / PARITY).read_text(encoding="utf-8").partition("\n### In short\n")
-    cases = {row[""]: row for row in rows_of(table_in(rest))}
-    ours, theirs = cases["megatron_pp"], cases["Megatron-core's schedules"]
+class PeerRow(NamedTuple):
+    """A line of the README's table: ours, Megatron's by the release it was measured with, and torch's."""
+
+    label: str
+    ours: str
+    megatron: dict[str, str]
+    torch: str
+    page: str
+
+
+def parity_rows() -> list[PeerRow]:
+    text = (ROOT / PARITY).read_text(encoding="utf-8")
+    cases = {row[""]: row for row in rows_of(table_in(text.partition("\n### In short\n")[2]))}
+    installed = version(text.partition("Written by")[2], "megatron-core")
+    theirs = {
+        installed if who == "Megatron-core's schedules" else version(who, "Megatron-core"): row
+        for who, row in cases.items()
+        if who.startswith("Megatron-core")
+    }
+    ours = cases["megatron_pp"]
     labels = {
         "equal to the last bit": f"{ours['cases']} settings of Megatron's GPTModel: equal to one process, to the bit",
         "different": "... wrong losses or gradients",
         "crash or hang": "... crash or hang",
         "refused": "... refused",
     }
-    return [[label, ours[key], theirs[key], "-", f"[parity]({PARITY})"] for key, label in labels.items()]
+    page = f"[parity]({PARITY})"
+    return [
+        PeerRow(label, ours[key], {release: row[key] for release, row in theirs.items()}, "-", page)
+        for key, label in labels.items()
+    ]
 
 
-def performance_rows() -> list[list[str]]:
+def performance_rows() -> list[PeerRow]:
     overhead, under = (_of_setting("overhead", ["outside us (median)"], who) for who in (ENGINES, UNDER_MEGATRON))
     memory = _of_setting("memory", [f"rank {r}" for r in range(4)])
-    page = f"[performance]({PERFORMANCE})"
+    host, loop = "Host time per forward and backward, interleaved, P=4, V=2: the library alone", "... in Megatron's"
     rows = [
-        ["Host time per forward and backward, interleaved, P=4, V=2: the library alone"]
-        + [f"{overhead[e]:.3g} us" for e in ENGINES],
-        ["... in Megatron's training loop, under `install()`", *(f"{under[e]:.3g} us" for e in UNDER_MEGATRON), "-"],
+        _row("overhead", host, {who: f"{number:.3g} us" for who, number in overhead.items()}),
+        _row(
+            "overhead",
+            f"{loop} training loop, under `install()`",
+            {"ours": f"{under['plug-in']:.3g} us", "megatron": f"{under['megatron']:.3g} us", "torch": "-"},
+        ),
     ]
-    for schedule, label in (("1f1b", "1F1B"), ("interleaved_1f1b", "interleaved")):
-        over = _over_bound(schedule)
-        rows.append([f"Step over its lower bound, {label}, worst case", *(f"{over[e]:.2f}" for e in ENGINES)])
-    rows.append(["Peak memory in tensors between stages, interleaved, P=4, V=2", *(f"{memory[e]:g}" for e in ENGINES)])
-    return [[*row, page] for row in rows]
+    for schedule, name in (("1f1b", "1F1B"), ("interleaved_1f1b", "interleaved")):
+        over = {who: f"{number:.2f}" for who, number in _over_bound(schedule).items()}
+        rows.append(_row("exposed", f"Step over its lower bound, {name}, worst case", over))
+    counted = {who: f"{number:g}" for who, number in memory.items()}
+    rows.append(_row("memory", "Peak memory in tensors between stages, interleaved, P=4, V=2", counted))
+    return rows
+
+
+def _row(table: str, label: str, found: dict[str, str]) -> PeerRow:
+    """Of a table of the page of performance, under the release of Megatron-core that the table was measured with."""
+    theirs = {_release(table, "megatron-core"): found["megatron"]}
+    return PeerRow(label, found["ours"], theirs, found["torch"], f"[performance]({PERFORMANCE})")
+
+
+def _release(table: str, package: str) -> str:
+    (run,) = [row for row in _measured("runs") if row["table"] == table]
+    return version(run["measured with"], package)
 
 
 def _measured(name: str) -> list[Row]:
@@ -102,11 +138,14 @@ def version(text: str, name: str) -> str:
 
 
 def peers() -> str:
-    megatron = version((ROOT / PARITY).read_text(encoding="utf-8").partition("Written by")[2], "megatron-core")
-    runs = {row["table"]: row["measured with"] for row in _measured("runs")}
-    torch = " and ".join(sorted({version(runs[name], "torch") for name in ("overhead", "exposed", "memory")}))
-    head = ["", "megatron_pp", f"Megatron-core {megatron}", f"torch {torch} pipelining", "measured in"]
-    return markdown_table([head, *parity_rows(), *performance_rows()])
+    rows = [*parity_rows(), *performance_rows()]
+    releases = list(dict.fromkeys(release for row in rows for release in row.megatron))
+    torch = " and ".join(sorted({_release(name, "torch") for name in ("overhead", "exposed", "memory")}))
+    heads = [f"Megatron-core {release}" for release in releases]
+    table = [["", "megatron_pp", *heads, f"torch {torch} pipelining", "measured in"]]
+    for row in rows:
+        table.append([row.label, row.ours, *(row.megatron.get(one, "-") for one in releases), row.torch, row.page])
+    return markdown_table(table)
 
 
 def under_megatron() -> str:

@@ -2,11 +2,14 @@
 # Makes the environment that the other scripts run in, and prints its python as the only line on stdout.
 #
 #   scripts/setup_env.sh [EXTRA...]        extras of setup.py, such as: train test megatron
+#   scripts/setup_env.sh --find 3.12       only print an interpreter of this version; exit 1 where there is none
 #
 #   MEGATRON_PP_VENV=DIR     where the environment is, or is to be made (default: .venv beside setup.py)
+#   MEGATRON_PP_PYTHON_VERSION=3.12   make it with this version of Python (default: python3, if that is 3.10 or newer)
 #   MEGATRON_PP_TORCH=N      install this release of torch in place of the one in scripts/constraints.txt
 #   MEGATRON_PP_PYTHON=FILE  use this interpreter as it is and install nothing (clusters with their own torch)
 #
+# scripts/constraints.txt says which releases of torch and Megatron-core belong to which version of Python.
 # A second run with the same extras does nothing but look. Safe to interrupt (what was installed is marked last), to
 # run from any directory, and to run several times at once.
 set -euo pipefail
@@ -14,6 +17,32 @@ set -euo pipefail
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
 say() { printf '%s\n' "$*" >&2; }
 die() { say "setup_env.sh: $*"; exit 1; }
+
+can_make_environments() { # PYTHON [VERSION]: whether it works, has what it needs, and is of that version
+    "$1" -c '
+import sys, venv, ensurepip
+version = sys.version_info[:2]
+sys.exit(version < (3, 10) or sys.argv[1] not in ("", "%d.%d" % version))' "${2:-}" 2>/dev/null
+}
+
+python_of() { # VERSION: an interpreter of this version, on PATH or of pyenv
+    local candidate
+    while read -r candidate; do
+        if can_make_environments "$candidate" "$1"; then
+            command -v -- "$candidate"
+            return
+        fi
+    done < <(
+        printf '%s\n' python3 "python$1"
+        find "${PYENV_ROOT:-$HOME/.pyenv}/versions" -maxdepth 1 -name "$1.*" 2>/dev/null | sort -rV | sed 's:$:/bin/python3:'
+    )
+    return 1
+}
+
+if [[ "${1:-}" == --find ]]; then
+    python_of "${2:?a version, such as 3.12}"
+    exit
+fi
 
 if [[ -n "${MEGATRON_PP_PYTHON:-}" ]]; then
     command -v -- "$MEGATRON_PP_PYTHON" >/dev/null || die "MEGATRON_PP_PYTHON is $MEGATRON_PP_PYTHON, which is no program"
@@ -28,10 +57,14 @@ python="$venv/bin/python"
 stamp="$venv/.megatron_pp_stamp"     # line 1: what the installation was made from; line 2: the extras it has
 half_made="$venv.being_made"         # exists while the bare environment is being made
 
-base_python() { # the newest supported interpreter that can make environments
-    local candidate
-    for candidate in python3 python3.13 python3.12 python3.11 python3.10; do
-        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+base_python() { # the interpreter that the environment is made with
+    local candidate wanted="${MEGATRON_PP_PYTHON_VERSION:-}"
+    if [[ -n "$wanted" ]]; then
+        python_of "$wanted" || die "MEGATRON_PP_PYTHON_VERSION is $wanted, and there is no python$wanted with the modules venv and ensurepip on PATH or of pyenv"
+        return
+    fi
+    for candidate in python3 python3.14 python3.13 python3.12 python3.11 python3.10; do
+        if can_make_environments "$candidate"; then
             command -v -- "$candidate"
             return
         fi
@@ -39,8 +72,16 @@ base_python() { # the newest supported interpreter that can make environments
     die "no Python >= 3.10 with the modules venv and ensurepip was found (on Debian: apt install python3-venv)"
 }
 
+check_version() { # of an environment that is there already
+    if [[ -z "${MEGATRON_PP_PYTHON_VERSION:-}" || ! -x "$python" || -e "$half_made" ]]; then return; fi
+    local found
+    found="$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
+    [[ "$found" == "$MEGATRON_PP_PYTHON_VERSION" ]] \
+        || die "MEGATRON_PP_PYTHON_VERSION is $MEGATRON_PP_PYTHON_VERSION and $venv is of Python $found; set MEGATRON_PP_VENV to another place, or remove it"
+}
+
 constraints() { # what is installed, exactly
-    sed ${MEGATRON_PP_TORCH:+-e "s/^torch==.*/torch==$MEGATRON_PP_TORCH/"} -e '' -- "$root/scripts/constraints.txt"
+    sed ${MEGATRON_PP_TORCH:+-e "s/^torch==[^;]*/torch==$MEGATRON_PP_TORCH/"} -e '' -- "$root/scripts/constraints.txt"
 }
 
 fingerprint() { # of everything the installation depends on, the place of the project included
@@ -77,7 +118,7 @@ install() { # EXTRA...
     constraints >"$venv/constraints.txt"
     pip=("$python" -m pip install --disable-pip-version-check --no-compile --constraint "$venv/constraints.txt")
     [[ -t 2 ]] || pip+=(--quiet) # pip's own bars are for people
-    [[ -z "${MEGATRON_PP_TORCH:-}" ]] || export PIP_CONSTRAINT=/dev/null # pip's own settings may hold torch below it
+    export PIP_CONSTRAINT=/dev/null # pip's own settings on a machine may hold torch below what the file says
     rm -f -- "$stamp"
     # torch first and alone: megatron-core and others take any version, and must find the pinned one in place.
     say "Set-up 2/4: torch (once; a few minutes where it has to be downloaded) ..."
@@ -96,6 +137,7 @@ install() { # EXTRA...
     mv -f -- "$stamp.new" "$stamp"
 }
 
+check_version
 if ! is_ready "$@"; then
     if command -v flock >/dev/null; then
         exec 9>"$venv.lock"

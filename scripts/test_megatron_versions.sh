@@ -1,20 +1,49 @@
 #!/usr/bin/env bash
 # Run the tests of the Megatron-core plug-in under several releases of Megatron-core, each in a virtual environment of its own.
 #
-#   scripts/test_megatron_versions.sh                         0.14, 0.15 and 0.16, the newest patch of each
+#   scripts/test_megatron_versions.sh                         the newest patch of each minor release that the Python takes
+#   scripts/test_megatron_versions.sh newest                  the newest release that the package index has for any Python of this machine, its
+#                                                             row in docs/data/megatron_releases.csv, and what to do about it
 #   scripts/test_megatron_versions.sh 0.16.1 ~/Megatron-LM    a release from PyPI, and a source checkout as it stands
 #
 # Every environment takes torch, pytest and the rest from the one that PYTHON runs in, and only Megatron-core is its own, installed
 # without dependencies. VENVS is where they are made (default: a temporary folder, removed at the end). TESTS are the tests that run, with
-# options of pytest (default: all of the plug-in's); DEADLINE is in seconds, for one release.
+# options of pytest (default: all of the plug-in's); DEADLINE is in seconds, for one release. RECORD=1 writes a row for each release into
+# docs/data/megatron_releases.csv; PARITY are flags of scripts/parity_table.py for what is compared with one process then.
 set -euo pipefail
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 root="$(dirname "$here")"
 python="${PYTHON:-python}"
 versions=("$@")
+takes_new="$("$python" -c 'import sys; print(int(sys.version_info >= (3, 12)))')"
 if [[ ${#versions[@]} -eq 0 ]]; then
-    versions=("0.14.*" "0.15.*" "0.16.*")
+    versions=("0.14.*" "0.15.*" "0.16.*") # what Python 3.10 and 3.11 take
+    if [[ "$takes_new" == 1 ]]; then versions=("0.16.*" "0.17.*" "0.18.*" "0.19.*"); fi
+fi
+
+newest_for() { # PYTHON: the newest release that the index has for it
+    "$1" -m pip index versions --disable-pip-version-check megatron-core 2>/dev/null | sed -n 's/^megatron-core (\(.*\))$/\1/p'
+}
+
+if [[ "${versions[*]}" == newest ]]; then
+    newest="$(newest_for "$python")" of=""
+    for minor in 3.10 3.11 3.12 3.13 3.14; do
+        one="$("$here/setup_env.sh" --find "$minor")" || continue
+        found="$(newest_for "$one")"
+        if [[ -n "$found" && "$found" != "$newest" && "$(printf '%s\n' "$newest" "$found" | sort -V | tail -n 1)" == "$found" ]]; then
+            newest="$found" of="$minor"
+        fi
+    done
+    if [[ -z "$newest" ]]; then
+        echo "the package index has named no release of megatron-core; look at: $python -m pip index versions megatron-core" >&2
+        exit 1
+    fi
+    if [[ -n "$of" ]]; then # only a newer Python sees it
+        echo "megatron-core $newest needs a newer Python than $python; it runs in .venv-$of, on Python $of"
+        python="$(MEGATRON_PP_PYTHON='' MEGATRON_PP_PYTHON_VERSION="$of" MEGATRON_PP_VENV="$root/.venv-$of" "$here/setup_env.sh" train viz megatron solver test)"
+    fi
+    versions=("$newest") RECORD=1 PARITY="${PARITY:---pp 2 --deadline 60}"
 fi
 if [[ -z "${VENVS:-}" ]]; then
     VENVS="$(mktemp -d)"
@@ -24,6 +53,7 @@ mkdir -p "$VENVS"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}"
 
 parent_packages="$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+transformer_engine="$("$python" -c 'import sys; print(sys.prefix)')/transformer_engine_python" # of scripts/setup_env.sh
 
 # Make an environment with the parent's packages behind its own; print its interpreter.
 make_environment() {
@@ -32,6 +62,7 @@ make_environment() {
     local packages
     packages="$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
     echo "$parent_packages" >"$packages/parent.pth"
+    if [[ -d "$transformer_engine" ]]; then ln -s "$transformer_engine" "$folder/transformer_engine_python"; fi
     echo "$packages"
 }
 
@@ -42,15 +73,22 @@ for version in "${versions[@]}"; do
     packages="$(make_environment "$folder")"
     if [[ -d "$version" ]]; then
         cp -r "$version/megatron" "$packages/megatron"
+        name="$(basename "$version")"
+        if commit="$(git -C "$version" rev-parse --short=8 HEAD 2>/dev/null)"; then name="$name $commit"; fi
     else
         "$python" -m pip install --quiet --no-deps --disable-pip-version-check --target "$packages" "megatron-core==$version"
+        name="$(basename "$packages"/megatron_core-*.dist-info .dist-info)"
+        name="${name#megatron_core-}"
     fi
-    echo "== megatron-core $version"
+    echo "== megatron-core $name"
+    passed=true
     # shellcheck disable=SC2086  # several words
-    if ! (cd "$root" && timeout "${DEADLINE:-900}" "$folder/bin/python" -m pytest -q -p no:cacheprovider \
-        ${TESTS:-tests/unit_tests/integrations tests/functional_tests/test_megatron_*.py}); then
-        failed+=("$version")
+    (cd "$root" && timeout "${DEADLINE:-900}" "$folder/bin/python" -m pytest -q -p no:cacheprovider --junitxml "$folder/tests.xml" \
+        ${TESTS:-tests/unit_tests/integrations tests/functional_tests/test_megatron_*.py}) || passed=false
+    if [[ -n "${RECORD:-}" ]]; then
+        "$folder/bin/python" "$here/megatron_releases.py" "$name" --package "$packages" --tests "$folder/tests.xml" --parity="${PARITY:-}" || passed=false
     fi
+    if ! $passed; then failed+=("$name"); fi
 done
 
 if [[ ${#failed[@]} -gt 0 ]]; then

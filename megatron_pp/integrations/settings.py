@@ -21,8 +21,9 @@ FILE_VARIABLE = variable_of("settings")
 OTHER_VARIABLES = frozenset(
     PREFIX + name
     for name in (
-        *("SETTINGS", "NVTX", "PYTHON", "VENV", "TORCH", "URL", "LAUNCHER", "BENCHMARK_MEGATRON_SOURCE"),
-        *("NEWEST_TORCH", "TEST_JOBS", "TEST_AUTOGRAD_THREAD", "EXHAUSTIVE", "FUZZ", "RACE_REPEATS", "SCREENSHOTS"),
+        *("SETTINGS", "NVTX", "PYTHON", "PYTHON_VERSION", "OTHER_PYTHON", "VENV", "TORCH", "URL", "LAUNCHER"),
+        *("BENCHMARK_MEGATRON_SOURCE", "TEST_JOBS", "TEST_AUTOGRAD_THREAD", "EXHAUSTIVE", "FUZZ", "RACE_REPEATS"),
+        "SCREENSHOTS",
     )
 )
 """Variables of this project that are no settings: of its scripts, build, benchmarks and tests."""

@@ -20,6 +20,16 @@ needs_megatron = pytest.mark.skipif(
 )
 
 
+def schedules_source(checkout: str = "") -> str:
+    """The source of the schedules of the Megatron in the folder ``checkout``, or of the installed one, which is the
+    first on the path; empty where there is none. Nothing of Megatron is imported."""
+    found = importlib.util.find_spec("megatron")
+    installed = [str(Path(one).parent) for one in (found.submodule_search_locations or ())] if found else []
+    roots = [checkout] if checkout else installed
+    files = [Path(root, "megatron/core/pipeline_parallel/schedules.py") for root in roots]
+    return next((one.read_text(encoding="utf-8") for one in files if one.is_file()), "")
+
+
 def assert_equal(outcome: object) -> None:
     """Losses, gradients and, where compared, parameters are equal to the last bit, and something was compared."""
     assert outcome.status == "ok", f"{outcome.status}: {outcome.message}"  # type: ignore[attr-defined]

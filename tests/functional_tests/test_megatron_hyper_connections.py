@@ -6,13 +6,11 @@ refuses them with a pipeline. `MEGATRON_CHECKOUT` names a folder with another Me
 
 from __future__ import annotations
 
-import importlib.util
 import os
-from pathlib import Path
 
 import pytest
 
-from tests.functional_tests.megatron_support import assert_equal
+from tests.functional_tests.megatron_support import assert_equal, schedules_source
 from tests.megatron import groups
 from tests.megatron.cases import Case, Job, Model, Outcome
 from tests.megatron.runner import run_jobs
@@ -21,18 +19,9 @@ CHECKOUT = os.environ.get("MEGATRON_CHECKOUT", "")
 FIELD = "enable_hyper_connections"
 
 
-def has_hyper_connections() -> bool:
-    """Whether this Megatron has them under pipelines; reads its source."""
-    found = importlib.util.find_spec("megatron")
-    installed = [str(Path(one).parent) for one in (found.submodule_search_locations or ())] if found else []
-    files = [
-        Path(root, "megatron/core/pipeline_parallel/schedules.py") for root in [CHECKOUT] * bool(CHECKOUT) or installed
-    ]
-    return any(one.is_file() and FIELD in one.read_text(encoding="utf-8") for one in files)
-
-
 pytestmark = pytest.mark.skipif(
-    not has_hyper_connections(), reason="hyper-connections under pipelines are on Megatron's branch dev alone"
+    FIELD not in schedules_source(CHECKOUT),
+    reason="hyper-connections under pipelines are on Megatron's branch dev alone",
 )
 MODEL = Model(layers=4, extra_config=((FIELD, True), ("num_residual_streams", 3)))
 CUTS = {"2 stages": (2, None), "4 stages": (4, None), "2 ranks, 2 chunks each": (2, 2)}

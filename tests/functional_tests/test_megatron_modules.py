@@ -7,15 +7,14 @@ MEGATRON_CHECKOUT names.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.functional_tests.megatron_module_checks import MegatronCase, handed_back, own_and_ours
+from tests.functional_tests.megatron_support import schedules_source
 from tests.functional_tests.test_modules import SETUPS, assert_equal
 from tests.harness.module_grids import module_on
 from tests.harness.module_models import Setup, in_one_process
@@ -24,21 +23,11 @@ from tests.harness.processes import run_processes
 CHECKOUT = os.environ.get("MEGATRON_CHECKOUT", "")
 
 
-def has_modules() -> bool:
-    """Whether the schedules of this Megatron run several modules, as those of 0.18 and newer do; reads their source."""
-    found = importlib.util.find_spec("megatron")
-    roots = (
-        [CHECKOUT]
-        if CHECKOUT
-        else [str(Path(one).parent) for one in (found.submodule_search_locations if found else [])]
-    )
-    files = [Path(root, "megatron/core/pipeline_parallel/schedules.py") for root in roots]
-    texts = [one.read_text(encoding="utf-8") for one in files if one.is_file()]
-    # The backward of 0.17 raises an AssertionError for gradients in lists, which its communicator gives it.
-    return any("def backward_step_multimodule" in text and "_unwrap_single_tensor_list" in text for text in texts)
-
-
-pytestmark = pytest.mark.skipif(not has_modules(), reason="pipelines of several modules run on Megatron-core 0.18 on")
+# The backward of 0.17 raises an AssertionError for gradients in lists, which its communicator gives it.
+pytestmark = pytest.mark.skipif(
+    "_unwrap_single_tensor_list" not in schedules_source(CHECKOUT),
+    reason="pipelines of several modules run on Megatron-core 0.18 on",
+)
 
 LINES = Setup(
     (module_on("vision", pp=2), module_on("audio", pp=2), module_on("llm", 2, pp=2)),

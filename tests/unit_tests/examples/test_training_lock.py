@@ -19,21 +19,28 @@ from examples.gpt.program import LOCK, WRITTEN, lock_folder
 ROOT = Path(__file__).resolve().parents[3]
 
 
+HOLDER = """
+import signal, sys
+from pathlib import Path
+from examples.gpt.program import lock_folder
+held = lock_folder(Path(sys.argv[1]))
+print("held", flush=True)
+signal.pause()
+"""
+
+
 def test_the_lock_goes_with_its_process_however_it_ends(tmp_path: Path) -> None:
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        held = lock_folder(tmp_path)
-        os.write(writer, b"1")
-        signal.pause()
-        os._exit(held.closed)
-    try:
-        os.read(reader, 1)
-        with pytest.raises(RunInUseError, match=rf"folder {tmp_path} is in use by another run; .* another --run-dir"):
-            lock_folder(tmp_path)
-    finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "held\n"
+            with pytest.raises(
+                RunInUseError, match=rf"folder {tmp_path} is in use by another run; .* another --run-dir"
+            ):
+                lock_folder(tmp_path)
+        finally:
+            holder.kill()
     lock_folder(tmp_path).close()
 
 

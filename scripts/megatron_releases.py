@@ -1,0 +1,141 @@
+#!/usr/bin/env python
+"""Write into docs/data/megatron_releases.csv how a release of Megatron-core was run, and say what to do about it.
+
+    PYTHON scripts/megatron_releases.py NAME --package DIR --tests JUNIT.xml [--parity FLAGS] [--csv FILE]
+
+`scripts/test_megatron_versions.sh` calls it with the interpreter that ran the tests. NAME is the release, or the branch
+of a checkout; DIR holds its `megatron`; FLAGS are those of scripts/parity_table.py for the part of the matrix that is
+run under it, none of which leaves the comparison out. A release has one row, that of its last run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+import xml.etree.ElementTree as ElementTree
+from dataclasses import asdict, dataclass, fields
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from made_parts import markdown_table, table_in  # noqa: E402
+from megatron_reads import digests_of  # noqa: E402
+
+from megatron_pp.integrations.megatron_sources import KNOWN  # noqa: E402
+
+CSV = ROOT / "docs" / "data" / "megatron_releases.csv"
+NOT_RUN = "-"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One release, and how it was run. ``tests`` are those of the plug-in; ``cases`` those of the parity with one
+    process, of which ``equal`` are equal to the last bit; ``differs``: functions that no release known before has."""
+
+    release: str
+    python: str
+    torch: str
+    date: str
+    tests_passed: str
+    tests_skipped: str
+    tests_failed: str
+    cases: str
+    equal: str
+    differs: str
+
+    @staticmethod
+    def heads() -> list[str]:
+        return [field.name.replace("_", " ") for field in fields(Row)]
+
+    def cells(self) -> list[str]:
+        return list(asdict(self).values())
+
+
+def tests_in(junit: Path) -> tuple[str, str, str]:
+    """Passed, skipped and failed."""
+    suites = list(ElementTree.parse(junit).getroot().iter("testsuite"))
+    every, skipped, failures, errors = (
+        sum(int(suite.get(name, "0")) for suite in suites) for name in ("tests", "skipped", "failures", "errors")
+    )
+    return str(every - skipped - failures - errors), str(skipped), str(failures + errors)
+
+
+def parity_under(flags: str) -> tuple[str, str]:
+    """The cases of this engine that were run with this interpreter's Megatron-core, and how many are equal."""
+    command = [sys.executable, str(ROOT / "scripts" / "parity_table.py"), "--part", "matrix", "--engine", "ours"]
+    done = subprocess.run([*command, "--output", "-", *shlex.split(flags)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    found = [row for row in table_in(done.stdout.partition("### In short")[2]) if row and row[0] == "megatron_pp"]
+    return (found[0][1], found[0][2]) if found else ("0", "0")
+
+
+def with_row(table: list[list[str]], row: Row) -> list[list[str]]:
+    """The table with this row in place of an earlier one of its release, sorted by releases, branches last."""
+    rows = {cells[0]: cells for cells in table[1:]} | {row.release: row.cells()}
+    return [Row.heads(), *(rows[name] for name in sorted(rows, key=_order))]
+
+
+def _order(name: str) -> tuple[bool, list[int], str]:
+    return not name[0].isdigit(), [int(digits) for digits in re.findall(r"\d+", name)], name
+
+
+def advice(row: Row) -> str:
+    """What to do with the release, in one paragraph."""
+    if row.tests_failed != "0" or row.equal != row.cases:
+        found = (
+            f"megatron-core {row.release} does not run as it should: {row.tests_failed} tests of the plug-in fail, and "
+            f"{row.equal} of {row.cases} cases are equal to one process. Stay with an earlier release, or leave "
+            "install() out, until that is mended: read what its functions have beyond the tables (below), serve it or "
+            "hand it back in integrations/megatron_scope.py, and run this again."
+        )
+    else:
+        compared = f" {row.equal} of {row.cases} cases are equal to one process." if row.cases != NOT_RUN else ""
+        found = (
+            f"megatron-core {row.release} runs as it should: {row.tests_passed} tests of the plug-in pass.{compared} "
+            "To take it up, pin it in scripts/constraints.txt, write scripts/parity_table.py's tables with it, and "
+            "name it in docs/megatron_features.md."
+        )
+    if row.differs != NOT_RUN:
+        found += (
+            f" It differs from all releases known before in {row.differs}: read the difference, then add what "
+            "`scripts/megatron_reads.py DIR` prints to integrations/megatron_reads.py and megatron_sources.py."
+        )
+    return textwrap.fill(found, 120)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("release")
+    parser.add_argument("--package", type=Path, required=True, help="the folder that holds its `megatron`")
+    parser.add_argument("--tests", type=Path, required=True, help="what pytest --junitxml has written")
+    parser.add_argument("--parity", default="", help="flags of scripts/parity_table.py, such as '--pp 2'")
+    parser.add_argument("--csv", type=Path, default=CSV)
+    options = parser.parse_args()
+    changed = [name for name, digest in digests_of(options.package).items() if digest not in KNOWN[name].split()]
+    row = Row(
+        options.release,
+        platform.python_version(),
+        version("torch"),
+        datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        *tests_in(options.tests),
+        *(parity_under(options.parity) if options.parity else (NOT_RUN, NOT_RUN)),
+        ", ".join(changed) or NOT_RUN,
+    )
+    old = list(csv.reader(options.csv.read_text(encoding="utf-8").splitlines())) if options.csv.is_file() else []
+    with options.csv.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows(with_row(old, row))
+    print(markdown_table([Row.heads(), row.cells()]))
+    print(advice(row))
+    return 0 if row.tests_failed == "0" and row.equal == row.cases else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
