@@ -7,19 +7,13 @@ import os
 import stat
 from collections.abc import Iterable
 from contextlib import suppress
-from io import BufferedRandom, BufferedReader
 from pathlib import Path
 
+from megatron_pp.common.plain_files import open_plain, read_plain
+
+__all__ = ["check_own", "open_plain", "read_text", "sync_folder", "write_atomically"]
+
 _LARGEST_TEXT = 1 << 28  # bytes
-
-
-def open_plain(path: Path, flags: int = os.O_RDONLY) -> BufferedRandom | BufferedReader:
-    """Open a plain file, for writing too with ``os.O_RDWR``. Raises OSError for a link, a FIFO, a device, a folder."""
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a plain file", str(path))
-    return open(descriptor, "r+b") if flags & os.O_RDWR else open(descriptor, "rb")
 
 
 def check_own(folder: Path, names: Iterable[str]) -> None:
@@ -35,10 +29,7 @@ def check_own(folder: Path, names: Iterable[str]) -> None:
 
 def read_text(path: Path) -> str:
     """The text of a plain file. Raises OSError as ``open_plain``, ValueError if it is not UTF-8."""
-    with open_plain(path) as file:
-        if os.fstat(file.fileno()).st_size > _LARGEST_TEXT:
-            raise OSError(errno.EFBIG, f"larger than {_LARGEST_TEXT} bytes", str(path))
-        return file.read().decode()
+    return read_plain(path, _LARGEST_TEXT).decode()
 
 
 def write_atomically(path: Path, text: str) -> None:

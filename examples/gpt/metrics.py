@@ -15,11 +15,13 @@ from typing import Any
 import torch
 
 from examples.gpt.errors import CheckpointError
-from examples.gpt.files import open_plain, write_atomically
+from examples.gpt.files import write_atomically
 from examples.gpt.settings import Settings
+from megatron_pp.common.plain_files import read_plain
 from megatron_pp.planner.advise.gpus import GPUS
 
 METRICS, TENSORBOARD, PLOT = "metrics.jsonl", "tensorboard", "loss.png"
+_LARGEST = 1 << 28  # bytes of metrics
 
 
 def peak_tflops(device: torch.device) -> float:
@@ -37,17 +39,19 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a ``metrics.jsonl``, up to a line that is none (cut short). Raises CheckpointError."""
+    """The records of a ``metrics.jsonl``, up to a line that is none: cut short, or with what is no number. Raises
+    CheckpointError."""
     records: list[dict[str, Any]] = []
     try:
-        with open_plain(path) as file:
-            lines = file.read().decode(errors="replace").splitlines()
+        lines = read_plain(path, _LARGEST).decode(errors="replace").splitlines()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     with suppress(ValueError, TypeError, KeyError, RecursionError):
         for line in lines:
             record = json.loads(line)
             operator.index(record["step"])
+            if not all(type(value) in (int, float) for value in record.values()):
+                break
             records.append(record)
     return records
 

@@ -65,7 +65,7 @@ class FileCosts:
 def read_costs(path: str) -> FileCosts:
     """Raises FileFormatError naming the file."""
     try:
-        content = json.loads(read_text(path))
+        content = json.loads(read_text(path, plain=True))
         if not isinstance(content, dict):
             raise PlanError("it holds no object")
         return FileCosts(_from_layers(content)) if "layers" in content else _from_measured(content)

@@ -12,6 +12,8 @@ from megatron_pp.errors import LayoutError
 from megatron_pp.on_demand import load
 from megatron_pp.plan.ir.placement import LOOP, Placement
 
+_MOST_LAYERS = 1_000_000
+
 
 def place_layers(
     num_layers: int,
@@ -36,6 +38,8 @@ def place_layers(
     Raises LayoutError, with the nearest numbers that work, for a layer that would be left over or placed twice, and for
     an empty stage between the first and the last."""
     num_layers = whole_number("num_layers", num_layers, error=LayoutError)
+    if num_layers > _MOST_LAYERS:
+        raise LayoutError(f"num_layers is {num_layers}; at most {_MOST_LAYERS:,} layers can be placed")
     place = Placement(placement, pipeline_size, num_chunks)
     first, last = num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage
     _check_one_way(layout, first, last, account_for_embedding or account_for_loss)

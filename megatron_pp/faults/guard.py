@@ -288,6 +288,12 @@ class FaultGuard:
                     raise self._error()
             elif error is self._raised:
                 pass  # handled where it was raised, inside
+            elif self._over is not None and self.failure is None:  # closed within the step, which is not watched since
+                if load("diagnosis").is_consequence(error):
+                    raise CommunicatorClosedError(
+                        f"pipeline rank {self.rank}: this communicator was closed within its step, as by "
+                        "close_communicators(); close it between steps"
+                    ) from error
             elif load("diagnosis").is_consequence(error) or (
                 # Perhaps of a group that was aborted.
                 self.failure is not None

@@ -226,7 +226,11 @@ class Tracker:
         at = self._at(where)
         if at is not None:
             return str(at), at.name
-        return "", "the entry of the step" if self._entering else (where.phase if where else "") or "the step"
+        if self._entering:
+            return "", "the entry of the step"
+        if where is not None and where.plan is not None and where.position < 0 and not where.phase:
+            return "", "the beginning of the step, before its first instruction (channels, no_sync_func)"
+        return "", (where.phase if where else "") or "the step"
 
     def doing(self) -> str:
         """What this rank does now, as a clause: ``rank 2 waits for ...``."""

@@ -249,13 +249,23 @@ class ModelSteps:
         except StopIteration as end:
             raise ScheduleInputError(
                 f"the data iterator of chunk {chunk} ended at microbatch {mb}; a step of "
-                f"{self.options.num_microbatches} microbatches needs that many items"
+                f"{self.options.num_microbatches} microbatches needs that many items. (StopIteration was raised"
+                f"{_place_of(end)}; if no data are drawn there, another iterator has ended)"
             ) from end
         if not isinstance(returned, (tuple, list)) or len(returned) != 2:
             raise ScheduleInputError(
                 f"forward_step_func returned a {type(returned).__name__}; it must return (output, loss function)"
             )
         return returned[0], returned[1]
+
+
+def _place_of(error: BaseException) -> str:
+    """Where it was raised, in words."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    code = None if last is None else last.tb_frame.f_code
+    return "" if last is None or code is None else f" in {code.co_name}, {code.co_filename}, line {last.tb_lineno}"
 
 
 def _checked_setter(setter: Any, chunk: Any) -> Callable[[list[Any]], None]:

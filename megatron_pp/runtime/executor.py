@@ -48,8 +48,8 @@ class Feature(Protocol):
 
 @dataclass(eq=False)
 class PlanExecutor:
-    """Executes ``plan`` on the communicator's rank, once. ``position`` is the index of the current instruction;
-    ``shapes`` are those of the messages, by slice (one where sequences are whole).
+    """Executes ``plan`` on the communicator's rank, once. ``position`` is the index of the current instruction, -1
+    before the first; ``shapes`` are those of the messages, by slice (one where sequences are whole).
 
     Features may set ``run_forward`` and ``run_backward``, which run a chunk in place of ``call_forward`` and
     ``call_backward``, and of messages with a name ``named_request``, which makes what is posted, and ``named_release``,
@@ -79,7 +79,7 @@ class PlanExecutor:
         self._sent_shapes = [tuple(shapes.send) if single else None for shapes in self.shapes]
         self.forward_only = plan.spec.forward_only
         self.graphs = self.graph_in_evaluation or not self.forward_only  # whether stages may build autograd graphs
-        self.position = 0
+        self.position = -1
         self.run_forward: Callable[[Task, Activation], Activation] | None = None
         self.run_backward: Callable[[Task, Activation, Any, Activation], Activation] | None = None
         self.named_request: Callable[[Task], Send | Receive] | None = None
@@ -122,7 +122,7 @@ class PlanExecutor:
     @property
     def instruction(self) -> Instruction:
         """The instruction that is being executed (the last one, after the end); of a pair, a send that goes out."""
-        return self.within or self.program[self.position]
+        return self.within or self.program[max(self.position, 0)]
 
     def _handlers(self) -> dict[str, Handler]:
         handlers: dict[str, Handler] = {

@@ -122,7 +122,7 @@ def read_rank_trace(path: str | Path) -> RankTrace:
     """Read one rank's file. Raises FileFormatError naming the file, the line and what is wrong with it.
 
     A last line without its end, as a killed run leaves it, is ignored."""
-    return parse_rank_trace(read_text(path), path)
+    return parse_rank_trace(read_text(path, plain=True), path)
 
 
 def parse_rank_trace(text: str, path: str | Path) -> RankTrace:

@@ -5,24 +5,30 @@ import os
 import tempfile
 from pathlib import Path
 
+from megatron_pp.common.plain_files import read_plain
 from megatron_pp.errors import FileFormatError
 
-_LARGEST_TEXT = 1 << 30  # characters: a device may never end
+_LARGEST = 1 << 30  # bytes of a file
+_LARGEST_STREAM = 1 << 26  # characters from a pipe or a device, which may never end
 
 
-def read_text(path: str | os.PathLike[str]) -> str:
-    """The file's text. Raises FileFormatError where it cannot be read or is no text."""
+def read_text(path: str | os.PathLike[str], plain: bool = False) -> str:
+    """The file's text. ``plain``: only of a regular file, or a link to one, as for what lies in a run's folder or is
+    measured; else a pipe will do too, as one that a shell gives. Raises FileFormatError where it cannot be read or is
+    no text."""
     try:
+        if plain or not is_special(path):
+            return read_plain(path, _LARGEST, links=True).decode("utf-8-sig").replace("\r\n", "\n")
         with Path(path).open(encoding="utf-8-sig") as file:  # Excel writes a byte order mark
-            text = file.read(_LARGEST_TEXT + 1)
+            text = file.read(_LARGEST_STREAM + 1)
     except UnicodeDecodeError as error:
         raise FileFormatError(f"{path}: not a text file in UTF-8 (byte {error.start})") from error
     except OSError as error:
         raise FileFormatError(f"{path}: cannot be read ({error.strerror or error})") from error
     except ValueError as error:  # no name that a file can have
         raise FileFormatError(f"{str(path)!r}: cannot be read ({error})") from error
-    if len(text) > _LARGEST_TEXT:
-        raise FileFormatError(f"{path}: longer than {_LARGEST_TEXT:,} characters")
+    if len(text) > _LARGEST_STREAM:
+        raise FileFormatError(f"{path}: longer than {_LARGEST_STREAM:,} characters")
     return text
 
 

@@ -291,7 +291,7 @@ def measured_values(given: Measured | Mapping[str, Any] | str | None) -> Measure
 
 @lru_cache(maxsize=16)
 def _from_file(path: str) -> Measured:
-    text = read_text(path)
+    text = read_text(path, plain=True)
     try:
         content = json.loads(text)
         if not isinstance(content, dict):

@@ -108,6 +108,7 @@ REFUSED = [
     ((30, 4), {}, r"num_layers is 30.*28 or 32.*pipeline_model_parallel_layout=\[7, 8, 8, 7\]"),
     ((30, 4, 2), {}, "24 or 32"),
     ((3, 4), {}, "num_layers is 3.*nearest num_layers: 4$"),
+    ((10**27, 2), {}, "num_layers is 10{27}; at most 1,000,000 layers"),
     ((0, 2), {}, "num_layers is 0"),
     ((5, 2), {"layout": [2, 2]}, "places 4 of num_layers 5"),
     ((4, 2), {"layout": [1, 1, 2]}, "has 3 stages; 2 pipeline ranks with 1 chunk each have 2"),

@@ -278,3 +278,11 @@ def test_the_plot_has_a_title_within_it_and_both_losses(tmp_path: Path, monkeypa
     box, figure = axes.title.get_window_extent(), drawn[PLOT].bbox
     assert 0 <= box.x0 < box.x1 <= figure.width
     assert box.y1 <= figure.height + 1  # the file has other dots an inch
+
+
+@pytest.mark.parametrize(
+    "line", ['{"step": 2, "loss": "low"}', '{"step": 2, "loss": null}', '{"step": 2, "loss": [1]}']
+)
+def test_metrics_that_are_no_numbers_end_the_records(tmp_path: Path, line: str) -> None:
+    (tmp_path / METRICS).write_text('{"step": 1, "loss": 2.5}\n' + line + '\n{"step": 3, "loss": 2.0}\n')
+    assert read_metrics(tmp_path / METRICS) == [{"step": 1, "loss": 2.5}]

@@ -13,7 +13,14 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_pp.errors import P2PError, P2PTimeoutError, P2PTransferError, PipelinePeerError, SendBufferError
+from megatron_pp.errors import (
+    CommunicatorClosedError,
+    P2PError,
+    P2PTimeoutError,
+    P2PTransferError,
+    PipelinePeerError,
+    SendBufferError,
+)
 from megatron_pp.faults.attach import close_guard, watched
 from megatron_pp.faults.diagnosis import is_consequence, tail_of, text_of, type_name
 from megatron_pp.faults.records import MAX_TEXT
@@ -194,3 +201,61 @@ def test_the_same_text_is_judged_by_where_it_was_raised(text: str) -> None:
 def test_failures_of_the_transport_are_consequences() -> None:
     for kind in (P2PTransferError, P2PTimeoutError):
         assert is_consequence(kind("the cable"))
+
+
+def test_an_exception_before_the_first_instruction_is_placed_there() -> None:
+    """Not in RECV_F0.0, which the rank has not come to."""
+
+    def train(rank: Rank) -> BaseException | None:
+        if rank.rank == SIZE - 1:
+            rank.config.no_sync_func = refuse
+        try:
+            rank.step(rank.model())
+        except Exception as raised:
+            return raised
+        finally:
+            close_guard(rank.communicator)
+        return None
+
+    def refuse() -> Any:
+        raise ValueError("no such thing")
+
+    raised = pipeline(SIZE, 1, DATA.num_microbatches, train, guarded=True, timeout=30.0)
+    error = raised[0]
+    assert isinstance(error, PipelinePeerError)
+    assert error.instruction == ""
+    assert "raised ValueError in the beginning of the step, before its first instruction" in str(error)
+
+
+def test_a_communicator_that_is_closed_within_its_step_is_an_error_in_words() -> None:
+    def train(rank: Rank) -> BaseException | None:
+        def closing(iterator: Iterator[Any], model: Any) -> Any:
+            close_guard(rank.communicator)
+            raise P2PTransferError("the cable")
+
+        try:
+            rank.step(rank.model(), **({"forward_step_func": closing} if rank.rank else {}))
+        except Exception as raised:
+            return raised
+        finally:
+            rank.communicator.transport.abort()
+        return None
+
+    raised = pipeline(2, 1, DATA.num_microbatches, train, guarded=True, timeout=60.0)
+    assert isinstance(raised[1], CommunicatorClosedError)
+    assert "was closed within its step" in str(raised[1])
+
+
+def test_an_iterator_of_the_models_own_that_ends_is_placed() -> None:
+    def train(rank: Rank) -> BaseException | None:
+        def ends(iterator: Iterator[Any], model: Any) -> Any:
+            return next(iter(()))
+
+        try:
+            rank.step(rank.model(), forward_step_func=ends)
+        except Exception as raised:
+            return raised
+        return None
+
+    (first, *_) = pipeline(1, 1, DATA.num_microbatches, train)
+    assert f"StopIteration was raised in ends, {__file__}" in str(first)

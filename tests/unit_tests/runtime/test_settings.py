@@ -335,8 +335,9 @@ def test_a_data_iterator_that_ends_early_is_named_and_stops_all_ranks(short_rank
     network = MemoryNetwork(2)
     raised = pipeline(2, chunks, 4, raised_by, network=network, timeout=20.0)
     assert isinstance(raised[short_rank], ScheduleInputError)
-    assert str(raised[short_rank]) == (
-        "the data iterator of chunk 0 ended at microbatch 2; a step of 4 microbatches needs that many items"
+    assert str(raised[short_rank]).startswith(
+        "the data iterator of chunk 0 ended at microbatch 2; a step of 4 microbatches needs that many items. "
+        "(StopIteration was raised in toy_forward_step, "
     )
     assert isinstance(raised[1 - short_rank], P2PError)
 

@@ -153,7 +153,7 @@ def test_unknown_and_missing_fields_are_named():
 
 
 def test_a_file_that_does_not_end_is_refused(monkeypatch):
-    monkeypatch.setattr(files, "_LARGEST_TEXT", 1000)
+    monkeypatch.setattr(files, "_LARGEST_STREAM", 1000)
     with pytest.raises(FileFormatError, match="/dev/zero: longer than 1,000 characters"):
         load_plan("/dev/zero")
 
