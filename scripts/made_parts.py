@@ -18,7 +18,7 @@ from pathlib import Path
 Table = Sequence[Sequence[str]]  # the first row is the head
 _TABLE = re.compile(r"(?:^\|.*(?:\n|\Z))+", re.MULTILINE)
 _DATA_LINE = re.compile(r"^\[Table: ([^\]\n]+)\]\((?:\.\./)*(?:docs/)?data/([\w.-]+)\.csv\)$", re.MULTILINE)
-_SHORT = 5  # rows of a table that stays on its page
+_SHORT = 7  # rows, the head among them, of a table that stays on its page
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class PeerRow(NamedTuple):
 
 def parity_rows() -> list[PeerRow]:
     text = (ROOT / PARITY).read_text(encoding="utf-8")
-    cases = {row[""]: row for row in rows_of(table_in(text.partition("\n### In short\n")[2]))}
+    cases = {row[""]: row for row in rows_of(table_in(text.partition("\n### In short\n")[2]))}  # which is on the page
     installed = version(text.partition("Written by")[2], "megatron-core")
     theirs = {
         installed if who == "Megatron-core's schedules" else version(who, "Megatron-core"): row
@@ -139,7 +139,10 @@ def version(text: str, name: str) -> str:
 
 def peers() -> str:
     rows = [*parity_rows(), *performance_rows()]
-    releases = list(dict.fromkeys(release for row in rows for release in row.megatron))
+    first, *others = dict.fromkeys(release for row in rows for release in row.megatron)
+    # A release that gives the numbers of the first one has no column.
+    differing = {one for row in rows for one in others if row.megatron.get(one, "") != row.megatron.get(first, "")}
+    releases = [first, *(one for one in others if one in differing)]
     torch = " and ".join(sorted({_release(name, "torch") for name in ("overhead", "exposed", "memory")}))
     heads = [f"Megatron-core {release}" for release in releases]
     table = [["", "megatron_pp", *heads, f"torch {torch} pipelining", "measured in"]]

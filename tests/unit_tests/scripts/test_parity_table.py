@@ -18,7 +18,7 @@ OLD = with_tables(PAGE, PAGE.read_text())
 
 
 def write(
-    monkeypatch: pytest.MonkeyPatch, page: Path, *flags: str, version: str = "0.16.1", found: str = "0"
+    monkeypatch: pytest.MonkeyPatch, page: Path, *flags: str, version: str = "0.19.2", found: str = "0"
 ) -> tuple[int, str]:
     """The exit code and the page, with its tables, after a run in which every case gives ``found``."""
     outcome = Outcome("ok", grad_difference=float(found))
@@ -29,7 +29,7 @@ def write(
     monkeypatch.setattr(parity_table, "run", run)
     monkeypatch.setattr(parity_table, "run_trainings", lambda cases, checkout: dict.fromkeys(cases, outcome))
     monkeypatch.setattr(parity_table, "version_in", lambda checkout: checkout or version)
-    monkeypatch.setattr(importlib.metadata, "version", {"megatron-core": version, "torch": "2.13.0+cpu"}.get)
+    monkeypatch.setattr(importlib.metadata, "version", {"megatron-core": version, "torch": "2.15.0"}.get)
     monkeypatch.setattr(sys, "argv", ["parity_table.py", "--output", str(page), *flags])
     return parity_table.main(), with_tables(page, page.read_text())
 
@@ -63,7 +63,7 @@ def test_a_checkout_adds_columns_of_its_own(monkeypatch: pytest.MonkeyPatch, pag
     code, text = write(monkeypatch, page, "--part", "matrix", "--checkout", "0.99.0+abc", "--only-checkouts")
     assert code == 0
     assert "| megatron_pp 0.99.0 | 384 | 384 | 0 | 0 | 0 |" in text
-    assert "| Megatron-core's schedules | 384 | 196 | 32 | 28 | 128 |" in text
+    assert "| Megatron-core's schedules | 384 | 226 | 8 | 22 | 128 |" in text
     assert "training: Megatron | training: megatron_pp |" in text
 
 
@@ -78,7 +78,7 @@ def test_the_own_schedules_of_a_checkout_have_a_column_where_they_are_asked_for(
 
 
 def test_part_of_a_matrix_of_another_release_is_refused(monkeypatch: pytest.MonkeyPatch, page: Path) -> None:
-    with pytest.raises(SystemExit, match=r"not of megatron-core 0\.17\.0 and torch 2\.13\.0"):
+    with pytest.raises(SystemExit, match=r"not of megatron-core 0\.17\.0 and torch 2\.15\.0"):
         write(monkeypatch, page, "--part", "matrix", "--engine", "ours", version="0.17.0")
     assert with_tables(page, page.read_text()) == OLD
     _, text = write(monkeypatch, page, "--part", "matrix", version="0.17.0")
@@ -90,4 +90,7 @@ def test_trainings_keep_the_columns_of_other_releases(monkeypatch: pytest.Monkey
     assert write(monkeypatch, page, "--part", "Experts") == (0, OLD)
     code, text = write(monkeypatch, page, "--part", "Experts", "--only-checkouts", "--checkout", "0.99.0", found="0.5")
     assert code == 1
-    assert "42 of 63 are equal to the last bit, with megatron-core 0.16.1 and 0.20.0+d98e8a64dd and 0.99.0." in text
+    assert (
+        "63 of 84 are equal to the last bit, with megatron-core 0.16.1 and 0.20.0+d98e8a64dd and 0.19.2 and 0.99.0."
+        in text
+    )
