@@ -63,7 +63,7 @@ NOT_SETTINGS = {
     *("tensor_model_parallel_size", "context_parallel_size", "virtual_pipeline_model_parallel_size", "hidden_size"),
     *("ffn_hidden_size", "hidden_dropout", "attention_dropout"),
     *("sequence_parallel", "enable_autocast", "autocast_dtype", "calculate_per_token_loss", "mtp_standalone"),
-    *("fine_grained_activation_offloading", "moe_paged_stash"),
+    *("fine_grained_activation_offloading", "moe_paged_stash", "overlap_moe_expert_parallel_comm"),
     *("num_microbatches_with_partial_activation_checkpoints", "defer_embedding_wgrad_compute", "cuda_graph_impl"),
     *("timers", "barrier_with_L1_time", "grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func"),
     "finalize_model_grads_func",
@@ -291,7 +291,7 @@ def test_a_file_that_cannot_be_used_is_named(content: bytes, words: str) -> None
 
 def test_a_file_that_is_missing_is_named(environment: Callable[..., None]) -> None:
     assert refusal("none.toml") == "settings file none.toml: cannot be read (No such file or directory)"
-    assert refusal("") == "settings file : cannot be read (Is a directory)", "an empty name is no missing one"
+    assert refusal("") == "settings file : cannot be read (No such file or directory)", "an empty name is no missing one"
     environment(settings="other.toml")
     assert refusal() == "settings file other.toml: cannot be read (No such file or directory)"
 
