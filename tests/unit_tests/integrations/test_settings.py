@@ -291,7 +291,7 @@ def test_a_file_that_cannot_be_used_is_named(content: bytes, words: str) -> None
 
 def test_a_file_that_is_missing_is_named(environment: Callable[..., None]) -> None:
     assert refusal("none.toml") == "settings file none.toml: cannot be read (No such file or directory)"
-    assert refusal("") == "settings file : cannot be read (No such file or directory)", "an empty name is no missing one"
+    assert refusal("") == "settings file : cannot be read (No such file or directory)", "an empty name is a name"
     environment(settings="other.toml")
     assert refusal() == "settings file other.toml: cannot be read (No such file or directory)"
 
