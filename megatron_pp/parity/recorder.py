@@ -102,6 +102,7 @@ class Recorder:
     ) -> None:
         self.steps, self.weights, self.alone, self.saved = steps, weights, alone, saved
         self.logging, self.dropout = logging, dropout
+        self.totals: dict[str, Any] = {}  # what Megatron's loop adds up between two lines of its log
         self.stepped = False  # since the last call of a schedule
         self.record = Record()
         self.step = self.first = first
@@ -139,14 +140,22 @@ class Recorder:
         wrap(training, "training_log", self._log)
 
     def _print(self, original: Callable[..., Any], message: Any, *args: Any, **kwargs: Any) -> Any:
-        """Megatron logs a line on the last rank, which has the losses."""
+        """Megatron logs a line on the last rank, which has the losses. The line after the first one of a process also
+        averages what that one has logged: with a checkpoint, processes begin at other steps."""
         if dist.get_rank() == dist.get_world_size() - 1:
             for one in logs.numbers_of(str(message)):
+                if self.saved and one.name in self.totals:
+                    continue
                 value = Value(np.asarray(one.value), resolution=one.resolution)
                 self.record.values.setdefault(Key(self.step - 1, LOGGED, one.name), value)
         return original(message, *args, **kwargs)
 
     def _log(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        losses = args[0] if args else kwargs.get("loss_dict")
+        for _, name, value in states.report_values([losses]):
+            self.record.values.setdefault(Key(self.step - 1, REPORT, f"{name} of all microbatches"), Value(value))
+        totals = args[1] if len(args) > 1 else kwargs.get("total_loss_dict")
+        self.totals = totals if isinstance(totals, dict) else {}
         result = original(*args, **kwargs)
         if self.step >= self.steps:
             raise SystemExit(0)  # before Megatron saves anything

@@ -113,8 +113,18 @@ class Runs:
             def body(rank: int) -> Record:
                 return _train(self.program, run, weights, self._file(run))
 
-            self.done[run] = run_ranks(body, run.layout.world, folder, self.program.deadline)
+            try:
+                self.done[run] = run_ranks(body, run.layout.world, folder, self.program.deadline)
+            except RunError as error:
+                raise RunError(f"{_words(run)}: {error}") from error
         return self.done[run]
+
+
+def _words(run: _Run) -> str:
+    if run.engine is None:
+        return "in one process"
+    schedule = "this engine's" if run.engine == OURS else "Megatron's"
+    return f"under {run.layout.label() or 'one process'}, {schedule} schedule"
 
 
 def _train(program: Program, run: _Run, weights: str, saved: str) -> Record:

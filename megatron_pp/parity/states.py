@@ -30,7 +30,7 @@ def optimizer_states(
     the parameters, or parts of them, that this rank's optimizers hold. ``names``: by id of the parameter.
     """
     seen = set()
-    for optimizer in optimizers:
+    for optimizer in _single(optimizers):
         inner = getattr(optimizer, "optimizer", optimizer)
         if not isinstance(getattr(inner, "state", None), dict):
             continue
@@ -41,6 +41,13 @@ def optimizer_states(
                 if name is not None and whole and (name, key) not in seen:
                     seen.add((name, key))
                     yield name, key, value, parameter, begin
+
+
+def _single(optimizers: Iterable[Any]) -> Iterator[Any]:
+    """Those of which chains consist."""
+    for optimizer in optimizers:
+        chained = getattr(optimizer, "chained_optimizers", None)
+        yield from [optimizer] if chained is None else _single(chained)
 
 
 def _held_by(optimizer: Any, inner: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int]]:

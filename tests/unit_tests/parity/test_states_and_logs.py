@@ -37,13 +37,25 @@ def test_buffers_are_those_that_a_checkpoint_has():
     assert names == ["router.expert_bias", *of_norm]
 
 
+class ChainOfTwo:
+    """As Megatron's, whose own optimizer cannot be asked for where it has several."""
+
+    def __init__(self, chained_optimizers: list[object]) -> None:
+        self.chained_optimizers = chained_optimizers
+
+    @property
+    def optimizer(self) -> object:
+        raise AssertionError("more than one optimizer")
+
+
 def test_the_state_of_an_optimizer_by_parameter():
     layer = nn.Linear(3, 2)
     optimizer = torch.optim.Adam(layer.parameters())
     layer(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     names = {id(parameter): name for name, parameter in layer.named_parameters()}
-    found = {(name, key): value for name, key, value, _, _ in states.optimizer_states([optimizer, optimizer], names)}
+    chain = ChainOfTwo([optimizer, SimpleNamespace(chained_optimizers=[optimizer])])
+    found = {(name, key): value for name, key, value, _, _ in states.optimizer_states([chain, optimizer], names)}
     assert set(found) == {(name, key) for name in ("weight", "bias") for key in ("step", "exp_avg", "exp_avg_sq")}
     assert found["weight", "exp_avg"].shape == (2, 3)
 

@@ -161,11 +161,24 @@ def print_rank_last(message: str) -> None:
         print(message, flush=True)
 
 
-def training_log(losses: dict[str, torch.Tensor], iteration: int, learning_rate: float, norm: float) -> None:
+def training_log(
+    losses: dict[str, torch.Tensor],
+    totals: dict[str, torch.Tensor],
+    iteration: int,
+    learning_rate: float,
+    norm: float,
+    first: bool,
+) -> None:
+    """As in Megatron-LM, the first line of a process does not reset what is averaged."""
+    totals["lines"] = totals.get("lines", torch.zeros(())) + 1
+    for name, value in losses.items():
+        totals[name] = totals.get(name, torch.zeros(())) + value
     line = f" iteration {iteration:8d}/{get_args().train_iters:8d} | elapsed time per iteration (ms): 1.5 |"
     line += f" learning rate: {learning_rate:.6E} |"
-    line += "".join(f" {name}: {value.item():.6E} |" for name, value in losses.items())
+    line += "".join(f" {name}: {(totals[name] / totals['lines']).item():.6E} |" for name in losses)
     print_rank_last(f"{line} grad norm: {norm:.3f} |")
+    if not first:
+        totals.clear()
 
 
 def save_checkpoint(iteration: int, model: list[Any], optimizer: Any, scheduler: Any) -> None:
@@ -193,10 +206,13 @@ def pretrain(args: Any) -> None:
     args.consumed_train_samples = iteration * args.global_batch_size
     iterators = [build_train_valid_test_data_iterators(None)[0] for _ in model]
     model[0].module.config.finalize_model_grads_func = finalize_model_grads
+    totals: dict[str, torch.Tensor] = {}
+    begin = iteration
     while iteration < args.train_iters:
         losses, norm = train_step(iterators, model, optimizer, scheduler)
         iteration += 1
-        training_log(losses, iteration, optimizer.param_groups[0]["lr"], norm)
+        first = iteration == begin + 1
+        training_log(losses, totals, iteration, optimizer.param_groups[0]["lr"], norm, first)
         if args.save and iteration % args.save_interval == 0:
             save_checkpoint(iteration, model, optimizer, scheduler)
     dist.destroy_process_group()
