@@ -35,6 +35,10 @@ from torch.distributed.elastic.multiprocessing import SignalException  # noqa: E
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure  # noqa: E402
 from torch.distributed.run import main, parse_args  # noqa: E402
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_pp.comm.bound_stores import bind_stores  # noqa: E402
+
 gc.freeze()
 gc.enable()
 
@@ -78,8 +82,10 @@ def others_read_here() -> bool:
 
 def run(logs: Path) -> int:
     """Run ``torchrun``; the exit code. The ranks' errors are left in ``logs``."""
+    bind_stores()  # torch's listen on all interfaces, for anyone
+    here = ["--local-addr", "127.0.0.1"] if "--standalone" in sys.argv else []
     try:
-        main(["--log-dir", str(logs), *sys.argv[1:]])
+        main(["--log-dir", str(logs), *here, *sys.argv[1:]])
     except SignalException as stop:
         return 128 + int(stop.sigval)
     except KeyboardInterrupt:  # before the ranks were started

@@ -72,7 +72,8 @@ def leave_what_follows() -> None:
 def _optimizers() -> Iterator[type]:
     """Megatron's class and those derived from it, as far as they are loaded."""
     module = sys.modules.get("megatron.core.optimizer.optimizer")
-    waiting = [module.MegatronOptimizer] if hasattr(module, "MegatronOptimizer") else []
+    first = getattr(module, "MegatronOptimizer", None)
+    waiting: list[type] = [] if first is None else [first]
     while waiting:
         kind = waiting.pop()
         yield kind

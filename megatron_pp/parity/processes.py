@@ -21,6 +21,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TypeVar
 
+from megatron_pp.comm.bound_stores import bind_stores
 from megatron_pp.errors import MegatronPPError
 from megatron_pp.parity.process_tree import adopts_orphans, descendants, end_with_parent, kill_descendants
 
@@ -118,6 +119,7 @@ def _rank(body: Callable[[int], object], rank: int, world: int, port: int, folde
     )  # fmt: skip
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # for Megatron
+    bind_stores()
     code = _RAISED
     try:
         result = pickle.dumps(body(rank))
