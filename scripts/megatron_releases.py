@@ -33,6 +33,7 @@ from megatron_reads import digests_of  # noqa: E402
 from megatron_pp.integrations.megatron_sources import KNOWN  # noqa: E402
 
 CSV = ROOT / "docs" / "data" / "megatron_releases.csv"
+CONSTRAINTS = ROOT / "scripts" / "constraints.txt"
 NOT_RUN = "-"
 
 
@@ -87,21 +88,28 @@ def _order(name: str) -> tuple[bool, list[int], str]:
     return not name[0].isdigit(), [int(digits) for digits in re.findall(r"\d+", name)], name
 
 
+def runs(row: Row) -> bool:
+    """Whether tests have run, and all that ran is as it should be."""
+    return row.tests_passed != "0" and row.tests_failed == "0" and row.equal == row.cases
+
+
 def advice(row: Row) -> str:
     """What to do with the release, in one paragraph."""
-    if row.tests_failed != "0" or row.equal != row.cases:
+    passed = f"{row.tests_passed} tests of the plug-in pass and {row.tests_failed} fail"
+    compared = f", and {row.equal} of {row.cases} cases are equal to one process" if row.cases != NOT_RUN else ""
+    if not runs(row):
         found = (
-            f"megatron-core {row.release} does not run as it should: {row.tests_failed} tests of the plug-in fail, and "
-            f"{row.equal} of {row.cases} cases are equal to one process. Stay with an earlier release, or leave "
-            "install() out, until that is mended: read what its functions have beyond the tables (below), serve it or "
-            "hand it back in integrations/megatron_scope.py, and run this again."
+            f"megatron-core {row.release} is not shown to run as it should: {passed}{compared}. Stay with an earlier "
+            "release, or leave install() out, until that is mended: read what its functions have beyond the tables "
+            "(below), serve it or hand it back in integrations/megatron_scope.py, and run this again."
         )
+    elif f"\nmegatron-core=={row.release};" in CONSTRAINTS.read_text(encoding="utf-8"):
+        found = f"megatron-core {row.release} runs as it should: {passed}{compared}. The constraints pin it already."
     else:
-        compared = f" {row.equal} of {row.cases} cases are equal to one process." if row.cases != NOT_RUN else ""
         found = (
-            f"megatron-core {row.release} runs as it should: {row.tests_passed} tests of the plug-in pass.{compared} "
-            "To take it up, pin it in scripts/constraints.txt, write scripts/parity_table.py's tables with it, and "
-            "name it in docs/megatron_features.md."
+            f"megatron-core {row.release} runs as it should: {passed}{compared}. To take it up, pin it in "
+            "scripts/constraints.txt, write scripts/parity_table.py's tables with it, and name it in "
+            "docs/megatron_features.md."
         )
     if row.differs != NOT_RUN:
         found += (
@@ -134,7 +142,7 @@ def main() -> int:
         csv.writer(file, lineterminator="\n").writerows(with_row(old, row))
     print(markdown_table([Row.heads(), row.cells()]))
     print(advice(row))
-    return 0 if row.tests_failed == "0" and row.equal == row.cases else 1
+    return 0 if runs(row) else 1
 
 
 if __name__ == "__main__":

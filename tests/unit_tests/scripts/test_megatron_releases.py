@@ -9,8 +9,6 @@ from pathlib import Path
 import megatron_releases
 import pytest
 
-from megatron_pp.integrations.megatron_sources import KNOWN
-
 JUNIT = """<testsuites><testsuite tests="9" skipped="2" failures="{failures}" errors="1"/></testsuites>"""
 
 
@@ -46,14 +44,29 @@ def test_what_to_do_is_said(
     code, (_, row) = written(monkeypatch, tmp_path, "0.21.0", 0, "--parity=--pp 2")
     assert (code, row[7:9]) == (1, ["96", "95"])
     said = " ".join(capsys.readouterr().out.split())
-    assert "megatron-core 0.21.0 does not run as it should: 1 tests of the plug-in fail, and 95 of 96 cases" in said
+    assert "megatron-core 0.21.0 is not shown to run as it should: 6 tests of the plug-in pass and 1 fail, and" in said
+    assert "95 of 96 cases are equal to one process. Stay with an earlier release" in said
     assert "It differs from all releases known before in get_tensor_shapes" in said
 
 
+def row_of(release: str, passed: str) -> megatron_releases.Row:
+    return megatron_releases.Row(release, "3.12.1", "2.15.0", "2026-11-28", passed, "2", "0", "96", "96", "-")
+
+
 def test_a_release_that_runs_can_be_taken_up() -> None:
-    row = megatron_releases.Row("0.21.0", "3.12.1", "2.15.0", "2026-11-28", "6", "2", "0", "96", "96", "-")
-    said = " ".join(megatron_releases.advice(row).split())
-    assert "runs as it should: 6 tests of the plug-in pass. 96 of 96 cases are equal" in said
+    said = " ".join(megatron_releases.advice(row_of("0.21.0", "6")).split())
+    assert "runs as it should: 6 tests of the plug-in pass and 0 fail, and 96 of 96 cases are equal" in said
     assert "pin it in scripts/constraints.txt" in said
     assert "differs" not in said
-    assert "get_tensor_shapes" in KNOWN
+
+
+def test_one_that_is_pinned_is_said_to_be() -> None:
+    pinned = next(line for line in megatron_releases.CONSTRAINTS.read_text().splitlines() if "megatron-core==" in line)
+    release = pinned.partition("==")[2].partition(";")[0]
+    said = " ".join(megatron_releases.advice(row_of(release, "6")).split())
+    assert said.endswith("The constraints pin it already.")
+
+
+def test_without_tests_nothing_is_shown() -> None:
+    assert not megatron_releases.runs(row_of("0.21.0", "0"))
+    assert "is not shown to run" in megatron_releases.advice(row_of("0.21.0", "0"))
