@@ -393,6 +393,9 @@ class FaultGuard:
                 return None
         if found is None and self.rank in working:
             self._warn_that_it_takes_long(here)
+        if found is not None and mutual[0] and mutual[0] in found.why:
+            # Now, not where it is raised: the host is perhaps in a call that no abort ends.
+            logger.error("pipeline rank %d gives up its step: %s", self.rank, found.why)
         return None if found is None else self._stall_failure(here, found.why, found.suspects)
 
     def _mutual_waits(self, everywhere: Mapping[int, Progress], seconds: float) -> tuple[str, tuple[int, ...]]:

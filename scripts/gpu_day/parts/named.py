@@ -7,7 +7,12 @@ interleaved schedule, whose posting of receives has no such pair of operations.
 
 from __future__ import annotations
 
+import logging
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,9 +28,11 @@ from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.testing.pipeline import run_rank
 from megatron_pp.testing.toy import reference_run
 
-TIMEOUT = 5.0  # p2p_timeout
-COMPUTE_TIMEOUT = 60.0
+RANKS = 2
+P2P_TIMEOUT = 5.0
+TIMEOUTS = {"p2p_timeout": P2P_TIMEOUT, "compute_timeout": 60.0}
 SLACK = 10.0  # seconds from then until the last rank has raised
+PATIENCE = 45.0  # for ranks that do not, starts of processes included
 MICROBATCHES = 4
 PLANS: dict[str, dict[str, Any]] = {
     "device_sync=False": {"device_sync": False},
@@ -41,19 +48,33 @@ _ALL = frozenset(range(2 * MICROBATCHES))
 def run(bench: Bench) -> None:
     rows = []
     for name, fields in PLANS.items():
-        fields = {**ranks.OVERLAP, **fields, "p2p_timeout": TIMEOUT, "compute_timeout": COMPUTE_TIMEOUT}
-        found = bench.ranks(_two_launches, fields)
+        found, logged = _found(bench, {**fields, **TIMEOUTS})
         rows += [[name, rank, one["said"], one["seconds"]] for rank, one in enumerate(found)]
         if name == AHEAD:
-            named = all(word in one["said"] for one in found for word in WORDS)
-            bench.check(named, "two operations that wait for each other are named on both ranks, and the setting")
+            said = [f"{one['said']} {log}" for one, log in zip(found, logged, strict=True)]
+            named = any(all(word in text for word in WORDS) for text in said)
+            bench.check(named, "two operations that wait for each other are named, and the setting that ends it")
+            left = all(one["said"].startswith("PipelineStallError") for one in found)
+            bench.check(left, "an abort ends both operations, and both ranks raise")
             seconds = max(one["seconds"] for one in found)
-            bench.check(seconds < TIMEOUT + SLACK, f"within p2p_timeout and {SLACK:g} s ({seconds:.1f} s)")
+            bench.check(seconds < P2P_TIMEOUT + SLACK, f"within p2p_timeout and {SLACK:g} s ({seconds:.1f} s)")
         elif name in SAFE:
             bench.check(all(one["said"] == ranks.EQUAL for one in found), f"{name}: the same launches do not hang")
     rows.append(["Megatron's interleaved schedule", "all", *_control(bench)])
-    bench.text(f"Rank 0 launches in F0.2 what it has not loaded, rank 1 in B0.1; p2p_timeout {TIMEOUT:g} s.")
+    bench.text(f"Rank 0 launches in F0.2 what it has not loaded, rank 1 in B0.1; p2p_timeout {P2P_TIMEOUT:g} s.")
     bench.table(["plan", "rank", "what happened", "s"], [[plan, rank, said[:300], s] for plan, rank, said, s in rows])
+
+
+def _found(bench: Bench, fields: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
+    """What happened on each rank, and what it logged as an error, also where it never left its step."""
+    with tempfile.TemporaryDirectory() as folder:
+        seconds = min(P2P_TIMEOUT + PATIENCE, bench.left)
+        try:
+            found = bench.ranks(_two_launches, {**ranks.OVERLAP, **fields}, folder, seconds=seconds)
+        except Exception as error:
+            found = [{"said": f"{type(error).__name__}: {error}", "seconds": seconds}] * RANKS
+        logs = [Path(folder) / str(rank) for rank in range(RANKS)]
+        return found, [" ".join(log.read_text().split()) if log.exists() else "" for log in logs]
 
 
 def _control(bench: Bench) -> tuple[str, float]:
@@ -61,17 +82,29 @@ def _control(bench: Bench) -> tuple[str, float]:
     return ranks.outcome(lambda: bench.ranks(_megatrons, seconds=min(40.0, bench.left))), time.monotonic() - began
 
 
-def _two_launches(rank: int, size: int, device: torch.device, fields: dict[str, Any]) -> dict[str, Any]:
-    """What happened on this rank, and in which time."""
+def _two_launches(rank: int, size: int, device: torch.device, fields: dict[str, Any], folder: str) -> dict[str, Any]:
+    """What happened on this rank, and in which time. Errors that it logs go to a file of ``folder``, too."""
     chosen = (frozenset({2}), _NONE) if rank == 0 else (_NONE, frozenset({1}))
-    began, said = time.monotonic(), ""
-    step = ranks.Step("1f1b", 1, MICROBATCHES, fields)
-    try:
-        said, began = _after_warm_up(rank, size, device, step, chosen)
-    except Exception as error:
-        began = float(vars(error).get("began", began))
-        said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    began, step = time.monotonic(), ranks.Step("1f1b", 1, MICROBATCHES, fields)
+    with _errors_logged_to(Path(folder) / str(rank)):
+        try:
+            said, began = _after_warm_up(rank, size, device, step, chosen)
+        except Exception as error:
+            began = float(vars(error).get("began", began))
+            said = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return {"said": said, "seconds": time.monotonic() - began}
+
+
+@contextmanager
+def _errors_logged_to(path: Path) -> Iterator[None]:
+    handler, logger = logging.FileHandler(path), logging.getLogger("megatron_pp")
+    handler.setLevel(logging.ERROR)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        handler.close()
 
 
 def launching_alone(rank: int, size: int, device: torch.device, step: ranks.Step, who: int) -> str:

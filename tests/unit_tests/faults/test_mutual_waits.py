@@ -226,7 +226,9 @@ AHEAD = {"device_sync": False}
     [(2, {0: "F2", 1: "B1"}), (2, {0: "F3", 1: "B2"}), (4, {0: "F4", 1: "B1"}), (4, {2: "F3", 3: "B2"})],
     ids=str,
 )
-def test_two_waits_are_named_within_the_timeout(size: int, at: dict[int, str], queries_block: bool) -> None:
+def test_two_waits_are_named_within_the_timeout(
+    size: int, at: dict[int, str], queries_block: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     """Not after compute_timeout, though both hosts compute; and the step ends."""
     acts = {rank: {name: synchronize} for rank, name in at.items()}
     steps = Steps(size, acts, DeviceRules(queries_block=queries_block))
@@ -240,6 +242,8 @@ def test_two_waits_are_named_within_the_timeout(size: int, at: dict[int, str], q
         assert f"rank {second} is in B0.{two[1:]} (backward of chunk 0, microbatch {two[1:]}) and has posted" in text
         assert "Set config.device_sync to None" in text
         assert steps.seconds[rank] < TIMEOUT + SOON
+    said = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert any("gives up its step: no rank has made progress for" in text for text in said), "before it is raised"
 
 
 @pytest.mark.slow
