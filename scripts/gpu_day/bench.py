@@ -6,7 +6,7 @@ import importlib
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from gpu_day import outside, ranks
@@ -76,9 +76,6 @@ class Result:
         bad = any(not good for _, good in self.checks)
         self.verdict = FAIL if bad else PASS if self.checks else NUMBERS
         return self
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass

@@ -35,6 +35,9 @@ def the_script(folder: Path) -> None:
         script.dist.init_process_group("nccl", rank=0, world_size=1)
         found = megatron.train(0, 1, script.torch.device("cuda", 0), _FLAGS.split())
         assert (len(found["losses"]), found["theirs"], found["difference"]) == (1, found["losses"], 0.0)
+        script.dist.init_process_group("nccl", rank=0, world_size=1)
+        timed = megatron.timed(0, 1, script.torch.device("cuda", 0), _SMALL.split(), 1)
+        assert (timed["difference"], [len(ms) for ms in timed["ms"].values()]) == (0.0, [1, 1])
         _every_variant_has_a_config(script, megatron)
         _graphs_are_captured_between_steps(script)
 

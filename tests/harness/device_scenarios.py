@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import math
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import gpu as gpu_benchmark
+from benchmarks.work import Unavailable
 from examples.gpt import libraries, metrics, process
 from examples.gpt import program as training
 from examples.gpt.errors import ArgumentError
@@ -55,8 +57,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import gpu_check
 import soak
 from gpu_day import outside, table
+from gpu_day.bench import Bench, Machine
+from gpu_day.parts import ahead as gpu_ahead
 from gpu_day.parts import links as gpu_links
 from gpu_day.parts import megatron as gpu_megatron
+from gpu_day.parts import named as gpu_named
+from gpu_day.unloaded import Launches
 from made_parts import with_tables
 
 from tests.harness import first_day
@@ -110,7 +116,8 @@ def times_of_events(folder: Path) -> None:
 
     def program(group: dist.ProcessGroup) -> None:
         plan = build_plan(PlanSpec("1f1b", 1, 1, 1))
-        tracer = Tracer(folder, chosen_steps("1"), SoloTransport(torch.device("cuda", 0)), 1)
+        transport = SoloTransport(torch.device("cuda", 0))
+        tracer = Tracer(folder, chosen_steps("1"), transport, 1)
         recording = tracer.next_step(plan, 1.0)
         assert recording is not None
         recording.start()
@@ -263,6 +270,46 @@ def what_fails_on_the_first_day(folder: Path) -> None:
         assert gpu_check.main(out) == 2
 
 
+MPS_CONTROL = "#!/bin/sh\ntest $# = 1 || cat\n"
+
+
+def what_cannot_run_on_the_first_day(folder: Path) -> None:
+    """The end of a part's time, no compiler, ranks that never leave their step, no Megatron-core, no MPS or one whose
+    clients fail; and the page alone."""
+    none_left = Bench(Machine("nccl", 1), first_day.SIZES, 0.0)
+    assert gpu_ahead._said(none_left, 2, "1f1b", "default") == gpu_ahead.NOT_REACHED
+    with pytest.raises(RuntimeError, match="there is no nvidia-cuda-mps-control"), outside.mps():
+        pass
+    program = folder / "nvidia-cuda-mps-control"
+    program.write_text(MPS_CONTROL)
+    program.chmod(0o755)
+    with mock.patch.dict("os.environ", PATH=f"{folder}:{os.environ['PATH']}"), outside.mps() as environment:
+        assert set(environment) == {"CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"}
+    out = ["--out", str(folder / "results.md")]
+    refused: list[tuple[Any, str, Any]] = [
+        (outside, "compiled", lambda function: _raises),
+        (gpu_named, "make_step", _has_no_megatron),
+    ]
+    with first_day.machine(1, *refused):
+        assert gpu_check.main([*out, "--only", "more_waits", "named"]) == 0
+    for parts, places in (
+        (["named"], [(outside, "run_ranks", _raises)]),
+        (["overlap_mps"], [(outside, "run_ranks", _raises)]),
+        (["overlap_mps"], [(outside, "mps", _raises)]),
+    ):
+        with first_day.machine(1, *places):
+            gpu_check.main([*out, "--only", *parts])
+    assert gpu_check.main(["--page", *out]) == 0
+    shown = with_tables(folder / "results.md", (folder / "results.md").read_text())
+    assert "| Two operations that wait for each other | **fail** |" in shown
+    assert "| What safety costs, under MPS | not run | 0 | NCCL says no |" in shown
+    on_ranks(1, lambda group: Launches(torch.device("cuda", 0)).launch())
+
+
+def _has_no_megatron(*_: Any) -> None:
+    raise Unavailable("no Megatron-core here")
+
+
 def what_a_machine_answers(folder: Path) -> None:
     def program(group: dist.ProcessGroup) -> None:
         assert outside.contexts() == [0]
@@ -360,6 +407,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     kernels,
     the_first_day,
     what_fails_on_the_first_day,
+    what_cannot_run_on_the_first_day,
     what_a_machine_answers,
     the_engines_on_a_gpu,
     the_trainer_s_parts,
