@@ -64,6 +64,7 @@ def machine(gpus: int, *places: tuple[Any, str, Any]) -> Iterator[None]:
     stand_ins += [(part, "MICROBATCHES", 4) for part in (exposed, pairs)]  # what is wanted holds of any number
     stand_ins += [(overlap, "SHARED_COST", 10.0)]  # the host's seconds, which say nothing here
     stand_ins += [(unloaded.Launches, "launch", lambda launches: torch.cuda.synchronize())]
+    stand_ins += [(part, "SPIN_MS", 5000.0) for part in (waits, more_waits)]  # longer than a loaded host takes
     stand_ins += [(named, "TIMEOUTS", {"p2p_timeout": 1.5, "compute_timeout": 20.0})]
     stand_ins += [(torch.cuda, "Event", LaneEvent), (torch.cuda, "_sleep", _sleep), (gpu_check, "Sizes", lambda: SIZES)]
     with virtual_machine(*stand_ins, *places):
