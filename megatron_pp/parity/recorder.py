@@ -36,7 +36,7 @@ from megatron_pp.parity.processes import RunError
 from megatron_pp.parity.wrapping import wrap, wrapped
 
 FORWARD, LOSS, BACKWARD, GRADIENT, NORM, PARAMETER = "forward", "loss", "backward", "gradient", "norm", "parameter"
-ZEROS = "zeros in gradients"
+ZEROS, RETURNED = "zeros in gradients", "train_step"
 RESTORED, REPORT, SCHEDULE, BUFFER, LOGGED = "restored", "report", "schedule", "buffer", "log"
 _STATE = "optimizer's "  # and the name that torch's optimizer has for it, such as exp_avg
 _BUFFERS = "buffer:"  # before the names of buffers in the file of the whole model's values
@@ -153,7 +153,7 @@ class Recorder:
     def _log(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         losses = args[0] if args else kwargs.get("loss_dict")
         for _, name, value in states.report_values([losses]):
-            self.record.values.setdefault(Key(self.step - 1, REPORT, f"{name} of all microbatches"), Value(value))
+            self.record.values.setdefault(Key(self.step - 1, RETURNED, name), Value(value))
         totals = args[1] if len(args) > 1 else kwargs.get("total_loss_dict")
         self.totals = totals if isinstance(totals, dict) else {}
         result = original(*args, **kwargs)
