@@ -33,7 +33,7 @@ from megatron_pp.integrations.megatron_scope import has_modules, reason_not_serv
 from megatron_pp.integrations.megatron_versions import ENTRIES
 from megatron_pp.integrations.named_objects import holders_of, replace_in, replace_names
 from megatron_pp.integrations.settings import InstallSettings, read_settings
-from megatron_pp.on_demand import load
+from megatron_pp.on_demand import is_loaded, load
 from megatron_pp.runtime.arguments import check_required
 
 __all__ = ["NotServedError", "UnknownMegatronError", "install", "installed", "is_installed", "uninstall"]
@@ -88,6 +88,8 @@ class Schedule:
         arguments = without_defaults(self.theirs, megatron.row, arguments)
         reason = reason_not_served(megatron, name, arguments, settings.overrides)
         if reason is not None:
+            if is_loaded("v_placement"):
+                load("v_step").check_handed_back(reason, arguments.get("model"))
             plugin.log_once(reason)
             return self._hand_back(arguments)
         check_required(name, arguments)

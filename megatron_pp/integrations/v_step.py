@@ -50,6 +50,21 @@ def check_chunks(schedule: str, placement: str, chunks: Sequence[Any]) -> None:
         )
 
 
+def _are_in_v(chunks: Sequence[Any]) -> bool:
+    return len(chunks) > 1 and is_mirrored(wrapped_attribute(chunks[1], "pg_collection"))
+
+
+def check_handed_back(reason: str, model: Any) -> None:
+    """Raises ScheduleInputError for model chunks in a v, which Megatron's own schedules would run as those of a loop.
+    ``reason``: why the engine does not serve the step."""
+    if isinstance(model, (list, tuple)) and _are_in_v(model):
+        raise ScheduleInputError(
+            f"megatron_pp does not serve {reason}, and Megatron-core's own schedule, which would run the step, takes "
+            "stages in a loop: model chunk 1 was built for stages in a v. Leave that setting out, or choose a "
+            "pipeline_schedule whose stages are in a loop before the model is built"
+        )
+
+
 @contextmanager
 def shared_gradients_summed() -> Iterator[None]:
     """For the length of Megatron's `finalize_model_grads`: where it all-reduces the gradients of the embedding between

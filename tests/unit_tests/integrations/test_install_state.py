@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from megatron_pp.errors import NotServedError
-from megatron_pp.integrations import megatron_core
+from megatron_pp.errors import NotServedError, ScheduleInputError
+from megatron_pp.integrations import megatron_core, v_placement
 from megatron_pp.integrations.megatron_versions import ENTRIES
-from tests.unit_tests.integrations.test_megatron_install import SCHEDULES, _fresh, stand_in
+from tests.unit_tests.integrations.test_megatron_install import CALL, SCHEDULES, _fresh, stand_in
+from tests.unit_tests.integrations.test_megatron_versions import ENTRY, PUBLISHED
 from tests.unit_tests.integrations.test_other_schedules import runs, schedules, training_step
 
 __all__ = ["_fresh", "schedules"]  # fixtures
@@ -220,3 +221,16 @@ def test_an_engine_that_was_loaded_twice_takes_the_place_of_the_first(
         megatron_core.uninstall()
     assert caplog.messages == []
     assert sys.modules[SCHEDULES] is schedules
+
+
+def test_a_step_of_a_model_in_a_v_is_not_handed_back(caplog: pytest.LogCaptureFixture) -> None:
+    """Megatron's own schedule would run its chunks in another order."""
+    parameters = f"{ENTRY}, {PUBLISHED['0.20.0'][1]}, slots=None"
+    module: Any = stand_in("0.20.0", "return 'theirs'", forward_backward_no_pipelining=parameters)
+    groups = types.SimpleNamespace(pp=v_placement.MirroredGroup(object()))
+    chunks = [types.SimpleNamespace(pg_collection=None), types.SimpleNamespace(pg_collection=groups)]
+    with megatron_core.installed():
+        schedule = getattr(module, ALONE)
+        with pytest.raises(ScheduleInputError, match=r"does not serve .*'slots'.* built for stages in a v"):
+            schedule(**CALL | {"model": chunks}, slots=2)
+        assert schedule(**CALL | {"model": chunks[:1]}, slots=2) == "theirs"
