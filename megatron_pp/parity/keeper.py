@@ -27,8 +27,8 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from megatron_pp.errors import MegatronPPError
+from megatron_pp.parity.ends import RunError, ended_in_words
 from megatron_pp.parity.process_tree import adopt_orphans, end_with_parent, kill_descendants
-from megatron_pp.parity.processes import RunError, ended_in_words
 
 Result = TypeVar("Result")
 _READY = b"\n"  # the worker is prepared: from now on each of its runs has a deadline of its own

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import signal
 import socket
 import sys
 import time
@@ -23,14 +22,11 @@ from typing import TypeVar
 
 from megatron_pp.comm.bound_stores import bind_stores
 from megatron_pp.errors import MegatronPPError
+from megatron_pp.parity.ends import RunError, ended_in_words
 from megatron_pp.parity.process_tree import adopts_orphans, descendants, end_with_parent, kill_descendants
 
 _LINES = 12
 _RAISED = 1  # the exit code of a rank whose log ends with a traceback
-
-
-class RunError(MegatronPPError, RuntimeError):
-    """A run that a comparison needs did not end: a rank raised, died, or missed the deadline."""
 
 
 Result = TypeVar("Result")
@@ -80,15 +76,6 @@ def _check(rank: int, process: BaseProcess, folder: Path) -> None:
         raise RunError(f"rank {rank} failed{_last_words(folder, rank)}")
     if process.exitcode or not (folder / f"rank{rank}.result").exists():
         raise RunError(f"rank {rank} {ended_in_words(process.exitcode)}{_last_words(folder, rank)}")
-
-
-def ended_in_words(code: int | None) -> str:
-    """How a process ended, from its exit code; a negative one is that of a signal."""
-    if code is None or code >= 0:
-        return f"ended with exit code {code}"
-    with contextlib.suppress(ValueError):
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"was killed by signal {-code}"
 
 
 def _end(processes: Sequence[BaseProcess], before: set[int]) -> None:
