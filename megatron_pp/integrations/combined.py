@@ -45,7 +45,6 @@ class Combined:
     takes_priority: bool
 
 
-@lru_cache(maxsize=1)
 def of_release() -> Combined | None:
     """What the installed release has; None where that is nothing, or has another signature."""
     try:
@@ -53,6 +52,11 @@ def of_release() -> Combined | None:
         set_streams = importlib.import_module("megatron.core.pipeline_parallel.utils").set_streams
     except (ImportError, AttributeError):
         return None
+    return _checked(step, set_streams)
+
+
+@lru_cache(maxsize=1)
+def _checked(step: Callable[..., Any], set_streams: Callable[..., Any]) -> Combined | None:
     parameters = inspect.signature(step).parameters
     needed = {name for name, parameter in parameters.items() if parameter.default is parameter.empty}
     if not needed <= set(STEP) <= set(parameters):

@@ -52,8 +52,9 @@ class _OfChunk:
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._given, name, value)
 
-    @property  # for isinstance(), as of Megatron's RerunDataIterator
-    def __class__(self) -> Any:  # type: ignore[override]
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """For isinstance(), as of Megatron's RerunDataIterator."""
         return type(self._given)
 
 
