@@ -12,7 +12,7 @@ from megatron_pp.cli.cost_options import add_from_trace_option, number, times, t
 from megatron_pp.cli.errors import UsageError
 from megatron_pp.cli.memory_table import add_outside_options, outside_of
 from megatron_pp.cli.parser import given, option, refuse
-from megatron_pp.cli.plan_options import count, counts, device_rules, schedule_names, whole
+from megatron_pp.cli.plan_options import count, counts, device_rules, rules_of, schedule_names, whole
 from megatron_pp.plan.costs.stage_costs import Link
 from megatron_pp.plan.ir.spec import POLICIES
 from megatron_pp.plan.simulate.memory import ModelShape
@@ -62,8 +62,8 @@ def _add_pipeline_options(parser: argparse.ArgumentParser) -> None:
     tried = "slices of a sequence that are tried, with commas; default 1, whole sequences"
     group.add_argument("--sequence-slices", dest="slices", type=counts, metavar="N", help=tried)
     group.add_argument("--policy", choices=POLICIES, help="of all plans; default overlap, batched for the best one too")
-    device = "rules of the device under which every plan is verified, with commas; default rendezvous"
-    group.add_argument("--device", action="extend", type=device_rules, default=[], metavar="RULE", help=device)
+    device = "rules of the device under which every plan is verified, with commas; default those of a run on NCCL"
+    group.add_argument("--device", action="extend", type=device_rules, metavar="RULE", help=device)
     group.add_argument("--no-recompute", action="store_true", help="no layer may be recomputed")
     group.add_argument("--no-split-backward", action="store_true", help="the model cannot put weight gradients off")
 
@@ -151,7 +151,7 @@ def question_of(args: argparse.Namespace) -> Question:
         recompute=not args.no_recompute,
         schedules=() if args.schedules is None else tuple(schedule_names(args.schedules)),
         policies=(args.policy,) if args.policy else Question.policies,
-        device=tuple(args.device),
+        device=() if traced is not None and traced.network.gloo else rules_of(args),
         splits_backward=not args.no_split_backward,
         microbatch_costs=_relative(args.microbatch_costs or ()),
         seq_length=args.seq_length or (file and file.seq_length) or whole_argument(megatron, "seq_length", 0) or None,

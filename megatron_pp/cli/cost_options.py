@@ -11,7 +11,7 @@ from megatron_pp.cli.plan_options import count, counts, help_of, whole
 from megatron_pp.features.modules.modules_plan import ModulesSpec, costs_of_modules
 from megatron_pp.plan.costs.measured import LARGEST
 from megatron_pp.plan.costs.stage_costs import Link, Network, StageCosts, regrouped
-from megatron_pp.plan.ir.spec import PlanSpec
+from megatron_pp.plan.ir.spec import Plan, PlanSpec, checked_device
 from megatron_pp.plan.simulate.memory import RECOMPUTE, ModelShape
 from megatron_pp.tracing.analysis import Findings, analyse
 from megatron_pp.tracing.run import load_run
@@ -266,4 +266,16 @@ def traced_findings(args: argparse.Namespace) -> Findings | None:
         refuse(args, RUN, "chooses within the traces that --from-trace names")
         return None
     refuse(args, COSTS, "does not go with --from-trace: costs are as measured there")
-    return analyse(load_run(args.from_trace, args.run_name, args.rank or 0), args.step)
+    found = analyse(load_run(args.from_trace, args.run_name, args.rank or 0), args.step)
+    if args.device is None and found.network.gloo:
+        args.device = []
+    return found
+
+
+def timed_rules(args: argparse.Namespace, plan: Plan, network: Network) -> tuple[str, ...]:
+    """The rules of the device under which ``plan`` is simulated: those given, or those that it was made for, which on
+    gloo are none.
+    """
+    if args.device is not None:
+        return checked_device(args.device)
+    return () if network.gloo else plan.spec.device

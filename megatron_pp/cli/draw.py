@@ -133,7 +133,10 @@ def _simulated(args: argparse.Namespace, plans: Sequence[Plan], of_one_model: bo
     """``of_one_model``: without costs, a rank's share takes 1 slot for each of F, I and W, whatever V is."""
     shape = cost_options.model_shape(args)
     costs = [cost_options.costs_of(args, plan.spec, None, shape, of_one_model) for plan in plans]
-    return [simulate(plan, *each, args.device) for plan, each in zip(plans, costs, strict=True)]
+    return [
+        simulate(plan, *each, cost_options.timed_rules(args, plan, each[1]))
+        for plan, each in zip(plans, costs, strict=True)
+    ]
 
 
 def _draw_grids(args: argparse.Namespace, console: Console) -> None:

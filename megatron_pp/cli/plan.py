@@ -64,7 +64,7 @@ def _formatted(plan: Plan, args: argparse.Namespace, form: str) -> str:
     refuse(args, ["compute_only"], f"is for text, not {form}")
     if form == JSON:
         with suppress(PlanError):  # a plan that is refused has no certificate
-            plan = replace(plan, proof=verdict_of(plan, device=args.device or None).certificate)
+            plan = replace(plan, proof=verdict_of(plan, device=args.device).certificate)
     with refusing(plan.spec.describe()):
         return format_plan(plan, form, certified=True)
 

@@ -29,6 +29,7 @@ from megatron_pp.plan.ir.spec import (
     EXPLICIT,
     FSDP_COLLECTIVES,
     HOOKS,
+    ON_NCCL,
     ONE_WAY,
     OVERLAP,
     POLICIES,
@@ -89,8 +90,11 @@ def add_plan_options(parser: argparse.ArgumentParser, several: bool = False) -> 
     ahead = f"slots that a receive is posted ahead; default {PlanSpec.lookahead}"
     group.add_argument("--lookahead", type=whole, metavar="N", help=ahead)
     rules = f"rules that hold where it runs, {', '.join(DEVICE_RULES)} (or a list: a,b,c): the plan is lowered for "
-    rules += "them and verified under them together; default rendezvous, which always holds"
-    group.add_argument("--device", action="extend", type=device_rules, default=[], metavar="RULE", help=rules)
+    rules += (
+        f"them and verified under them together; default {' and '.join(ON_NCCL)}, as a run on NCCL, or with --gloo "
+    )
+    rules += "rendezvous alone, which always holds"
+    group.add_argument("--device", action="extend", type=device_rules, metavar="RULE", help=rules)
     group.add_argument("--grad-sync", choices=(HOOKS, EXPLICIT), help=f"default {PlanSpec.grad_sync}")
     group.add_argument("--param-sync", action="store_true", help="with PARAM_SYNC marks")
     group.add_argument("--skip-tensors", metavar="TEXT", help=help_of("skip_tensors"))
@@ -131,6 +135,13 @@ def device_rules(text: str) -> tuple[str, ...]:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def rules_of(args: argparse.Namespace) -> tuple[str, ...]:
+    """The rules of the device that a plan is made for: those given, else those of NCCL, with --gloo of gloo."""
+    if args.device is not None:
+        return checked_device(args.device)
+    return () if getattr(args, "gloo", False) else ON_NCCL
+
+
 def counts(text: str) -> list[int]:
     """Whole numbers of at least 1 with commas between them, for argparse."""
     return [count(part) for part in text.split(",")]
@@ -154,7 +165,7 @@ def single_plan(args: argparse.Namespace, fit: Callable[[PlanSpec], PlanSpec] = 
 
 def verified_single_plan(args: argparse.Namespace, fit: Callable[[PlanSpec], PlanSpec] = lambda spec: spec) -> Plan:
     """The one plan that the options name. Raises RefusedError where it does not verify."""
-    return verified(single_plan(args, fit), args.device or None)
+    return verified(single_plan(args, fit), args.device)
 
 
 def verified(plan: Plan, device: Sequence[str] | None = None) -> Plan:
@@ -230,7 +241,7 @@ def listed_specs(args: argparse.Namespace, names: Sequence[str]) -> Iterator[Pla
     size, counts = pipeline_size(args, names), args.num_microbatches
     if counts is None:
         counts = next(([family.shape.num_microbatches] for family in families if family.shape), [2 * size])
-    options = given(args, ("group_size", "offload_chunks", *LOWERING))
+    options = given(args, ("group_size", "offload_chunks", *LOWERING)) | {"device": rules_of(args)}
     for family in families:
         wanted = 1 if args.slices is None or not family.sliced else args.slices
         slices = family.shape.slices if family.shape else wanted
@@ -296,7 +307,7 @@ def _check_lowering(args: argparse.Namespace, families: Sequence[Family]) -> Non
         refuse(args, ["lookahead"], "does not go with --variable-shapes, where receives are waited for at once")
     if args.forward_only:
         refuse(args, ["grad_sync"], "does not go with --forward-only, which has no gradients")
-    if DEVICE_SYNC in args.device:
+    if DEVICE_SYNC in rules_of(args):
         refuse(args, ["lookahead"], f"does not go with --device {DEVICE_SYNC}, where no receive is posted ahead")
     if all(_chunks(args, family) == [1] for family in families):
         refuse(args, ["param_sync"], "marks the parameters of several model chunks a rank; here there is one")
@@ -318,7 +329,7 @@ def _imported(args: argparse.Namespace) -> Plan:
         raise UsageError(f"--import brings its own {name.replace('_', ' ')}; leave {option(args, name)} out")
     lowering: dict[str, Any] = given(args, LOWERING)
     with refusing():
-        plan = load_plan(args.source, **lowering)
+        plan = load_plan(args.source, **(lowering | {"device": rules_of(args)}))
     for name, value in lowering.items():
         mine = getattr(plan.spec, name)
         if name == "skip_tensors":
@@ -341,7 +352,7 @@ def _of_modules(args: argparse.Namespace) -> Plan:
     sizes = args.num_microbatches or [2 * graphs[0].size]
     if len(sizes) > 1:
         raise UsageError(f"-M has {len(sizes)} numbers of microbatches; --modules takes one")
-    spec = modules_spec(graphs[0], sizes[0], **given(args, _OF_MODULES[2:]))
+    spec = modules_spec(graphs[0], sizes[0], **(given(args, _OF_MODULES[2:]) | {"device": rules_of(args)}))
     with refusing(spec.describe()):
         return lowered_modules(spec)
 

@@ -85,12 +85,13 @@ def run(args: argparse.Namespace, console: Console) -> int:
         )
     cost_options.refuse_copies(args, plan.spec.schedule, plan.offloads, bool(plan.spec.fsdp_collectives))
     costs, network = cost_options.costs_of(args, plan.spec, traced, shape)
-    result = simulate(plan, costs, network, args.device)
+    device = cost_options.timed_rules(args, plan, network)
+    result = simulate(plan, costs, network, device)
     used = result.volume() if args.link else {}
     for pair, _ in args.link or ():
         if pair not in used:
             raise UsageError(f"--link {pair[0]}-{pair[1]} changes nothing: the plan sends nothing there")
-    steady = steady_step(plan, costs, network, args.device) if args.optimizer_bypass else None
+    steady = steady_step(plan, costs, network, device) if args.optimizer_bypass else None
     unit = cost_options.MILLISECONDS if traced else cost_options.cost_unit(args)
     ranks = range(plan.spec.pipeline_size)
     memory = [rank_memory(plan, rank, shape, not args.keep_outputs) for rank in ranks] if shape else None

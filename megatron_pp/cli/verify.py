@@ -34,7 +34,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     try:
         plan = single_plan(args)
         with refusing(plan.spec.describe()):
-            verdict = verdict_of(plan, not args.keep_outputs, args.device or None)
+            verdict = verdict_of(plan, not args.keep_outputs, args.device)
     except RefusedError as error:
         if args.json:
             print_json(console, {"accepted": False, "refused": str(error)})

@@ -22,6 +22,7 @@ from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import CommunicatorClosedError, P2PTypeError
 from megatron_pp.on_demand import load
 from megatron_pp.plan.bounded_cache import BoundedCache
+from megatron_pp.plan.ir.spec import BATCHED
 
 if TYPE_CHECKING:
     from megatron_pp.comm.collectives import Collective
@@ -77,7 +78,7 @@ class P2PCore:
         self.patience = timedelta(seconds=settings.timeouts(transport.limit).transfer)
         # NCCL's wait with a timeout would block the host; there the fault guard and NCCL's own watchdog keep time.
         self.timeout = None if transport.pollable else self.patience
-        self.synchronize_batches = settings.batch_p2p_sync and self.device.type == "cuda"
+        self.synchronize_batches = settings.batch_p2p_sync and settings.policy == BATCHED and self.device.type == "cuda"
         self.pending: set[WaitHandle] = set()
         self.under_guard = False
         # One element each, expanded: to allocate like one of them is three times as fast as from shape and dtype.

@@ -68,7 +68,6 @@ class Transport(Protocol):
     aborted      whether ``abort`` was called
     backend      which backend of torch.distributed carries the messages; empty where none does
     name         of this pipeline, different from others' on the same store
-    kinds_run    kinds of steps that were run: CUDA has loaded their kernels
     guard        the fault guard of this pipeline, set by ``megatron_pp.faults``; None until the first step"""
 
     rank: int
@@ -81,7 +80,6 @@ class Transport(Protocol):
     aborted: bool = False
     backend: str = ""
     name: str = ""
-    kinds_run: frozenset[object] = frozenset()
     guard: Any = None
 
     @property

@@ -231,8 +231,9 @@ class ModelParallelConfig:
     )
     device_sync: bool | None = setting(
         None,
-        "compute may synchronise the device, so no receive is posted ahead; None: in first steps, in which CUDA loads "
-        "kernels, and where timers are at log level 2",
+        "whether compute synchronises the device, so that no receive is posted ahead; None: where timers are at log "
+        "level 2, and elsewhere receives are posted ahead where no wait for the device can hang; False: also where one "
+        "can",
         kinds.SWITCH,
     )
     p2p_debug: bool = setting_from_env(

@@ -13,7 +13,7 @@ from megatron_pp.config import rules
 from megatron_pp.config.checks import whole_number
 from megatron_pp.config.model_config import ModelParallelConfig, TransformerConfig, check_values
 from megatron_pp.errors import ConfigError, ScheduleInputError
-from megatron_pp.plan.ir.spec import DEVICE_SYNC, ONE_QUEUE, ONE_WAY, STATIC_BUFFERS
+from megatron_pp.plan.ir.spec import ANY_WAIT, DEVICE_SYNC, ONE_QUEUE, ONE_WAY, STATIC_BUFFERS
 
 TE_GRAPHS = "transformer_engine"
 """Of ``cuda_graph_impl``: layers run in CUDA graphs of Transformer Engine, as Megatron captures them."""
@@ -95,14 +95,14 @@ class StepSettings(_Values):
         """Whether microbatches differ in shape."""
         return bool(self.variable_seq_lengths or self.mtp_standalone)
 
-    def device_rules(self, is_first: bool = False) -> tuple[str, ...]:
-        """The plan's rules of a CUDA device that runs this step; see ``plan.spec``. ``is_first``: CUDA loads what the
-        step runs, which may synchronise the device."""
+    def device_rules(self) -> tuple[str, ...]:
+        """The plan's rules of a CUDA device that runs this step; see ``plan.spec``."""
         # Megatron's, around each forward and backward: they synchronise.
         timed = getattr(self.timers, "_log_level", 0) >= 2
         holds = {
             ONE_QUEUE: True,
-            DEVICE_SYNC: timed or is_first if self.device_sync is None else self.device_sync,
+            ANY_WAIT: self.device_sync is not False,
+            DEVICE_SYNC: timed if self.device_sync is None else self.device_sync,
             STATIC_BUFFERS: self.cuda_graph_impl == TE_GRAPHS,
         }
         return tuple(rule for rule, true in holds.items() if true)

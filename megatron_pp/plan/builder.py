@@ -204,7 +204,7 @@ def lowered_plan(spec: PlanSpec, announce: Announce | None = None) -> Plan:
     remark = family.remark(spec.shape)
     orders: tuple[Sequence[Instruction], ...]
     is_found = family.search is not None or family.programs is not None
-    if is_found and DEVICE_SYNC in spec.device:  # of a first step: the later ones run what is found
+    if is_found and DEVICE_SYNC in spec.device:  # the order that is found, with nothing posted ahead
         later = replace(spec, device=tuple(rule for rule in spec.device if rule != DEVICE_SYNC))
         orders, programs = tuple(tuple(without_pairs(order)) for order in build_plan(later, announce).orders), None
     elif family.search is not None:

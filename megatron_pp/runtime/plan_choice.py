@@ -79,28 +79,27 @@ def _check_offloading(settings: StepSettings, pairs: bool) -> None:
         )
 
 
-def plan_spec(fields: dict[str, Any], settings: StepSettings, communicator: P2PCore, kind: object) -> PlanSpec:
-    """The spec of a plan that ``communicator`` can run; ``kind``: of ``fields_of_device``. Raises ScheduleInputError
-    where a communicator of the caller's sends shapes ahead, or has channels, as the config does not say."""
+def plan_spec(fields: dict[str, Any], settings: StepSettings, communicator: P2PCore) -> PlanSpec:
+    """The spec of a plan that ``communicator`` can run. Raises ScheduleInputError where a communicator of the caller's
+    sends shapes ahead, or has channels, as the config does not say."""
     for name, field in (("variable_seq_lengths", "shapes_vary"), ("p2p_channels", "p2p_channels")):
         its, ours = getattr(communicator.settings, field), getattr(settings, field)
         if its != ours:
             raise ScheduleInputError(
                 f"p2p_communicator was made with {name}={its}, the model's config has {name}={ours}; give both the same"
             )
-    by_device = fields_of_device(settings, communicator.transport, kind)
+    by_device = fields_of_device(settings, communicator.transport)
     return _kept_spec(**fields, variable_shapes=communicator.variable_shapes, **by_device)
 
 
 _kept_spec = lru_cache(maxsize=256)(PlanSpec)
 
 
-def fields_of_device(settings: StepSettings, transport: Transport, kind: object) -> dict[str, Any]:
-    """The fields of a PlanSpec that depend on what the transport runs on. ``kind``: of steps that run the same
-    kernels."""
+def fields_of_device(settings: StepSettings, transport: Transport) -> dict[str, Any]:
+    """The fields of a PlanSpec that depend on what the transport runs on."""
     # A send is posted before the one that is ``release_after`` operations older is waited for: one more is pending.
     after = 1 if transport.pollable else max(1, int(settings.max_pending_sends) - 1)
-    device = settings.device_rules(kind not in transport.kinds_run) if transport.backend == "nccl" else ()
+    device = settings.device_rules() if transport.backend == "nccl" else ()
     return {"release_after": after, "device": device}
 
 
@@ -137,6 +136,12 @@ def warn_of_limits(plan: Plan, splits_as_asked: bool) -> None:
             warn_once(count.sentence)
     if plan.remark:
         warn_once(plan.remark)
+    if spec.device and not spec.may_wait and spec.pipeline_size > 1:
+        warn_once(
+            "config.device_sync is False: receives are posted ahead of operations that may wait for an idle device "
+            "(the first launch of a kernel, a compilation, an allocation that gives cached blocks back), and two ranks "
+            "that wait so at once hang; leave it None unless no operation of the model ever waits"
+        )
     if not splits_as_asked and family.splits_weight and spec.pipeline_size > 1:  # else there is no bubble to fill
         warn_once(
             f"schedule {family.name} splits backwards, but the model does all of each at once: convert its chunks with "

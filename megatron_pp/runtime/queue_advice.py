@@ -11,7 +11,7 @@ from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.common.module_attributes import wrapped_attribute
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.plan.ir.placement import Placement
-from megatron_pp.plan.ir.spec import BATCHED, ONE_WAY, Plan, PlanSpec
+from megatron_pp.plan.ir.spec import ONE_WAY, Plan, PlanSpec
 
 QUEUES_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 _DEFAULT_QUEUES, _MOST_QUEUES = 8, 32
@@ -76,6 +76,6 @@ def _kept_advice(spec: PlanSpec, placement: Placement, needs_one: bool, needs_mo
     """The variable is read once for each spec."""
     edges = [rank for edge in placement.rank_edges for rank in edge]
     channels = 2 * max(map(edges.count, edges), default=0)  # an edge has one for activations and one for gradients
-    shares_one = spec.channels != ONE_WAY or spec.policy == BATCHED
+    shares_one = spec.channels != ONE_WAY or spec.grouped
     needs_more = needs_more or spec.overlap_pairs or bool(spec.fsdp_collectives)
     return queue_advice(1 + (1 if shares_one else channels) + spec.overlap_pairs, needs_one, needs_more)

@@ -13,7 +13,7 @@ from megatron_pp.errors import ScheduleInputError
 from megatron_pp.faults.attach import describe_step, guarded, instruction_marks
 from megatron_pp.on_demand import is_loaded, load
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.ir.spec import BATCHED, Plan
+from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.plan.lower.syncs import last_reentry, prepares_in_forward
 from megatron_pp.plan.orders import find_family
 from megatron_pp.runtime import plan_choice
@@ -95,9 +95,7 @@ class StepCall:
         self.microbatch_costs = () if inputs.forward_only else settings.given_microbatch_costs(inputs.num_microbatches)
         # From here on there may be communication: on NCCL, a new communicator is made by all ranks together.
         self.communicator = self._communicator(group)
-        lengths = inputs.seq_length, inputs.micro_batch_size, inputs.decoder_seq_length  # the same on all ranks
-        self.kind = inputs.forward_only, None if settings.shapes_vary else lengths
-        self.spec = plan_choice.plan_spec(fields, settings, self.communicator, self.kind)
+        self.spec = plan_choice.plan_spec(fields, settings, self.communicator)
 
     def run(self) -> list[Any]:
         """The whole step. Returns what the loss function reported."""
@@ -111,14 +109,13 @@ class StepCall:
         for observer in self.observers:
             observer.watch(executor)
         recordings = [one for one in watching if isinstance(one, Recording)]
-        edges, policy, collectives = plan.placement.rank_edges, self.spec.policy, plan.placement.barriers > 0
+        edges, collectives = plan.placement.rank_edges, plan.placement.barriers > 0
         with self._guarded(executor, plan) as guard:
             self._check_places(plan)
-            self.communicator.prepare(edges, received, sent, batched=policy == BATCHED, collectives=collectives)
+            self.communicator.prepare(edges, received, sent, batched=self.spec.grouped, collectives=collectives)
             for recording in recordings:
                 recording.start()
             executor.run()
-            self.communicator.transport.kinds_run |= {self.kind}
             for recording in recordings:
                 recording.finish()
             if guard is not None:

@@ -12,6 +12,7 @@ from megatron_pp.plan.ir.spec import (
     DEVICE_SYNC,
     EXPLICIT,
     HOOKS,
+    ON_NCCL,
     ONE_QUEUE,
     POLICIES,
     STATIC_BUFFERS,
@@ -22,7 +23,7 @@ from megatron_pp.plan.orders.family import no_offloads
 
 NAMED = [name for name, family in SCHEDULES.items() if family.search is None]
 # What a run may need together. Static buffers hold few hand-offs between the chunks of a lone rank.
-DEVICES = [(), (ONE_QUEUE,), (ONE_QUEUE, DEVICE_SYNC), (ONE_QUEUE, STATIC_BUFFERS)]
+DEVICES = [(), (ONE_QUEUE,), ON_NCCL, (*ON_NCCL, DEVICE_SYNC), (*ON_NCCL, STATIC_BUFFERS)]
 
 
 def drawn_spec(schedule: str, rng: random.Random, **fixed: Any) -> PlanSpec:
@@ -45,7 +46,7 @@ def drawn_spec(schedule: str, rng: random.Random, **fixed: Any) -> PlanSpec:
         "split_backward": rng.random() < 0.8,
         "slices": rng.choice((1, 2, 3)) if family.sliced else 1,
         "measured": rng.choice((None, None, Measured(1.0, (1.5,) * size * chunks, 0.5, transfer=0.1))),
-        "device": rng.choice(DEVICES[: 4 if size > 1 else 3]),
+        "device": rng.choice(DEVICES[: 5 if size > 1 else 4]),
         **_of_a_feature(rng.choice(("pairs", "offload", "named", "", "")), schedule, size, chunks, rng),
     }
     return PlanSpec(schedule, **{**drawn, **fixed})

@@ -17,6 +17,10 @@ that tensor. So whatever a rank waits for at a boundary has a round that is not 
 by a rank whose own boundary of that round lies behind waits of lower turns only: the wait of the lowest turn always
 ends. ``verify_modules`` does not rely on it.
 
+Where any instruction may wait for an idle device (ANY_WAIT), every operation takes one slot, and all posts of a
+boundary go out in one order on which all ranks agree: by round, place, source and target (``plan/lower/turns.py`` says
+why that cannot hang). Where shapes vary too, the messages of one round are one grouped call.
+
 A chunk's forward is one instruction ``F0.3``, whatever modules it holds. Transfers have chunk 0 and the names of
 edges, as in ``SEND_F0.3:vision_llm_0_2``.
 """
@@ -36,7 +40,15 @@ from megatron_pp.plan.costs.stage_costs import StageCosts
 from megatron_pp.plan.gc_pause import collector_paused
 from megatron_pp.plan.ir.agenda import Agenda
 from megatron_pp.plan.ir.dataflow import MOVES
-from megatron_pp.plan.ir.instruction import BACKWARD, ENABLE_GRAD_SYNC, FORWARD, GRAD_SYNC, Instruction, placed
+from megatron_pp.plan.ir.instruction import (
+    BACKWARD,
+    ENABLE_GRAD_SYNC,
+    FORWARD,
+    GRAD_SYNC,
+    Instruction,
+    batch,
+    placed,
+)
 from megatron_pp.plan.ir.placement import LOOP, Placement
 from megatron_pp.plan.ir.repeated import Line
 from megatron_pp.plan.ir.spec import HOOKS, OVERLAP, Plan, PlanSpec
@@ -107,7 +119,7 @@ def modules_plan(spec: ModulesSpec) -> Plan:
 def lowered_modules(spec: ModulesSpec, orders: Sequence[Line] = ()) -> Plan:
     """The plan before it is verified; of ``orders``, where they are given."""
     orders = orders or _orders(spec)
-    if spec.num_chunks > 1:
+    if spec.num_chunks > 1 and not spec.may_wait:
         plan = _lowered(spec, orders, in_slots=False)
         with suppress(PlanError):
             verify_modules(plan)
@@ -212,16 +224,22 @@ class _Post(NamedTuple):
     """A send, or a receive and its wait; sorted as both ends of a channel agree: by round and place.
 
     place  of its edge among those of one rank with one other; the first one's may go ahead of its turn
+    ends   source and target ranks
     """
 
     round: float
     place: int
+    ends: tuple[int, int]
     post: Instruction
     wait: Instruction | None = None
 
 
 def _turn(one: _Post) -> tuple[float, int]:
     return one.round, one.place
+
+
+def _in_turn(one: _Post) -> tuple[float, int, tuple[int, int]]:
+    return one.round, one.place, one.ends
 
 
 class _Lowering:
@@ -255,14 +273,16 @@ class _Lowering:
         released = self._released(i)
         for edge in edges.leaving:
             post = transfer(moves.send, edge, at.mb, self.rank)
-            self.sends[i + 1].append(_Post(spans[i].end, self.places[edge.name], post))
+            ends = edge.source, edge.target
+            self.sends[i + 1].append(_Post(spans[i].end, self.places[edge.name], ends, post))
             self.releases[released].append(transfer(moves.free, edge, at.mb, self.rank))
         for edge in edges.arriving:
             round_ = self.clock.made[(at.op, edge.source, edge.chunks[0], at.mb)]
             due = next(k for k in range(i, -1, -1) if k == 0 or spans[k - 1].begin < round_)
             post, wait = (transfer(op, edge, at.mb, self.rank) for op in (moves.recv, moves.wait))
-            self.receives[due].append(_Post(round_, self.places[edge.name], post, wait))
-            if not self.spec.variable_shapes:
+            ends = edge.source, edge.target
+            self.receives[due].append(_Post(round_, self.places[edge.name], ends, post, wait))
+            if not self.spec.variable_shapes or self.spec.grouped:
                 self.waits[i].append(wait)
 
     def _released(self, i: int) -> int:
@@ -273,6 +293,19 @@ class _Lowering:
         return next((k for k in later if self.spans[k - 1].end >= posted), len(self.order))
 
     def _boundary(self, i: int) -> Iterator[Instruction]:
+        yield from self._posts_in_turn(i) if self.spec.may_wait else self._posts(i)
+        yield from self.releases[i]
+        yield from self.waits[i]
+
+    def _posts_in_turn(self, i: int) -> Iterator[Instruction]:
+        posts = sorted((*self.sends[i], *self.receives[i]), key=_in_turn)
+        if not self.spec.grouped:
+            yield from (one.post for one in posts)
+            return
+        for _, same in groupby(posts, key=lambda one: one.round):
+            yield batch(one.post for one in same)
+
+    def _posts(self, i: int) -> Iterator[Instruction]:
         sends, receives = self.sends[i], sorted(self.receives[i], key=_turn)
         first = {(one.post.op, one.post.peer): one for one in reversed(receives)}  # of each channel
         ahead = [*first.values(), *(one for one in sends if not one.place)]
@@ -282,8 +315,6 @@ class _Lowering:
             yield from (one.post for one in together if one not in ahead)
             if self.spec.variable_shapes:
                 yield from (one.wait for one in together if one.wait is not None)
-        yield from self.releases[i]
-        yield from self.waits[i]
 
     def _syncs(self) -> Iterator[tuple[int, Instruction]]:
         """The boundaries of the gradient syncs: before a chunk's last backward, or behind all of them where the config

@@ -90,21 +90,23 @@ class ModulesRunner:
     def attach(self, engine: PlanExecutor, handlers: dict[str, Handler]) -> None:
         self.engine = weakref.proxy(engine)
         handlers[FORWARD], handlers[BACKWARD] = self._forward, self._backward
-        handlers |= dict.fromkeys(ins.RECV_OPS, self._receive)
-        handlers |= dict.fromkeys(ins.SEND_OPS, self._send)
+        handlers |= dict.fromkeys(ins.RECV_OPS | ins.SEND_OPS, self._post)
         handlers |= dict.fromkeys(ins.WAIT_OPS, self._wait)
-        engine.named_release = self._released
+        engine.named_request, engine.named_release = self._request, self._released
 
-    def _receive(self, at: Task) -> None:
-        self.engine.post(at, Receive(None, at.peer, _CHANNEL[KIND_OF[at.op]], False))
+    def _request(self, at: Task) -> Send | Receive:
+        channel = _CHANNEL[KIND_OF[at.op]]
+        if at.op in ins.SEND_OPS:
+            return Send(self.leaving[(at.tensor, at.mb)], at.peer, channel)
+        return Receive(None, at.peer, channel, False)
+
+    def _post(self, at: Task) -> None:
+        self.engine.post(at, self._request(at))
 
     def _wait(self, at: Task) -> None:
         handle = self.engine.handles.pop(at.message)
         handle.wait()
         self.arrived[(at.tensor, at.mb)] = handle.tensor
-
-    def _send(self, at: Task) -> None:
-        self.engine.post(at, Send(self.leaving[(at.tensor, at.mb)], at.peer, _CHANNEL[KIND_OF[at.op]]))
 
     def _forward(self, at: Task) -> None:
         cell = at.chunk, at.mb

@@ -91,7 +91,6 @@ class OnModules(StepCall):
         graph, inputs, settings = pipeline.graph, self.inputs, self.settings
         if graph is None:
             raise ScheduleInputError(f"rank {pipeline.rank} is in no module of the pipeline; let it run no step")
-        self.kind = inputs.forward_only, None
         # From here on there may be communication.
         self.communicator = self._communicator(pipeline.group)
         self.spec: ModulesSpec = modules_spec(
@@ -100,7 +99,7 @@ class OnModules(StepCall):
             forward_only=inputs.forward_only,
             variable_shapes=True,
             grad_sync=HOOKS if settings.grad_sync_func is None else EXPLICIT,
-            **fields_of_device(settings, self.communicator.transport, self.kind),
+            **fields_of_device(settings, self.communicator.transport),
         )
 
     def _plan(self) -> Plan:

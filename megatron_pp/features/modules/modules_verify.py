@@ -86,8 +86,9 @@ class _Walk:
         peaks: Counter[str] = Counter()
         together = 0
         for at in self.program:
-            change = self._step(at) if at.op not in ins.SYNC_OPS else Memory()
-            now.update(change._asdict())
+            for one in at.members or (at,):
+                change = self._step(one) if one.op not in ins.SYNC_OPS else Memory()
+                now.update(change._asdict())
             peaks |= now
             together = max(together, Memory(**now).tensors)
         self._check_end()

@@ -14,7 +14,6 @@ from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.dataflow import Result
 from megatron_pp.plan.ir.instruction import NONE, Instruction, each, numbered, placed
 from megatron_pp.plan.ir.placement import Placement
-from megatron_pp.plan.ir.spec import DEVICE_SYNC, PlanSpec
 
 _ORDER = (REDUCE, ALL_REDUCE, BROADCAST)
 MADE_BY = {BROADCAST: ins.FORWARD, ALL_REDUCE: OUTPUT_S, REDUCE: OUTPUT_T}
@@ -81,23 +80,23 @@ def _each(
 
 
 def placed_collectives(
-    collectives: Sequence[Collective], ends: Sequence[int], ahead: Callable[[int], int], spec: PlanSpec
+    collectives: Sequence[Collective], ends: Sequence[int], early: Callable[[int], int], ahead: bool
 ) -> Iterator[tuple[int, Collective]]:
-    """(boundary at which it is posted, collective) of one rank, whose entries end at ``ends``. ``ahead(use)``: the
+    """(boundary at which it is posted, collective) of one rank, whose entries end at ``ends``. ``early(use)``: the
     boundary at which a receive for the entry ``use`` is early enough.
 
     One is posted as soon as its rank's own part is there and the one before it is due: behind an unfinished one it
-    would hold back compute with one hardware queue. Where compute synchronises the device it waits for all that is
-    posted: none is posted before it is due."""
+    would hold back compute with one hardware queue. Where what follows may wait for all that is posted, not ``ahead``,
+    none is posted before it is due."""
     earliest, boundaries, dues = 0, [], [bisect_right(ends, one.round) for one in collectives]
     for one, due in zip(collectives, dues, strict=True):
-        earliest = max(earliest, due if DEVICE_SYNC in spec.device else one.ready)
+        earliest = max(earliest, one.ready if ahead else due)
         boundaries.append(earliest)
         earliest = max(earliest, due)
     latest = len(ends)
     for k in reversed(range(len(collectives))):
         one = collectives[k]
         if one.receives and one.use is not None:  # not long ahead of its use
-            boundaries[k] = max(boundaries[k], min(ahead(one.use), dues[k], latest))
+            boundaries[k] = max(boundaries[k], min(early(one.use), dues[k], latest))
         latest = boundaries[k]
     return zip(boundaries, collectives, strict=True)

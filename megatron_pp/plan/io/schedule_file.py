@@ -14,7 +14,7 @@ from megatron_pp.errors import FileFormatError
 from megatron_pp.plan.costs.files import read_text
 from megatron_pp.plan.io.serialize import load_plan
 from megatron_pp.plan.ir.instruction import COPIES_TO_HOST, PAIR, WEIGHT_GRAD, each, without_pairs
-from megatron_pp.plan.ir.repeated import Line
+from megatron_pp.plan.ir.repeated import Line, Lines
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.orders.family import Family, Order, Shape
 
@@ -67,8 +67,11 @@ class _FilePlan:
         return max((at.chunk + 1 for at in ran if at.op in COPIES_TO_HOST), default=0)
 
     def programs(self, spec: PlanSpec) -> Sequence[Line] | None:
-        """The file's own programs, where they were lowered for ``spec``."""
-        of_the_run = ("schedule", "measured", "digest", "group_size", "split_backward", "device")
+        """The file's own programs, where they were lowered for ``spec``. Those of a file that holds orders alone are
+        lowered for the device of the run."""
+        of_the_run = ["schedule", "measured", "digest", "group_size", "split_backward"]
+        if not isinstance(self.plan.programs, Lines):
+            of_the_run.append("device")
         mine = replace(self.plan.spec, **{name: getattr(spec, name) for name in of_the_run})
         pairs = any(at.op == PAIR for program in self.plan.programs for at in program)
         return self.plan.programs if mine == spec and (spec.overlap_pairs or not pairs) else None

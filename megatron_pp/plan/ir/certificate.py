@@ -24,6 +24,7 @@ PROOFS = {
     KEPT_OUTPUTS: "the same with outputs that are not deallocated after their send",
     RENDEZVOUS: "no deadlock and no crossing messages, where a send completes only when its receive is posted",
     "one_queue": "nor where all that a rank issues goes through one hardware queue",
+    "any_wait": "nor where any instructions wait for all that their ranks have posted",
     "device_sync": "nor where compute synchronises the device",
     "static_buffers": "an input gradient is used before graphed layers write its buffer again",
     ORDER: "each rank's program runs the compute order of its schedule",

@@ -32,9 +32,11 @@ CHANNELS = (ONE_WAY, SHARED)
 
 RENDEZVOUS = "rendezvous"  # a send completes when its receive is posted, a channel runs in posting order: always true
 ONE_QUEUE = "one_queue"  # all that a rank issues goes through one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1)
-DEVICE_SYNC = "device_sync"  # compute may synchronise the device, as Megatron's timers do at log level 2
+ANY_WAIT = "any_wait"  # any instruction may wait for an idle device, and so for all that its rank has posted
+DEVICE_SYNC = "device_sync"  # every compute operation does so, as under Megatron's timers at log level 2
 STATIC_BUFFERS = "static_buffers"  # graphed layers reuse an input gradient's buffer after the next backward
-DEVICE_RULES = (RENDEZVOUS, ONE_QUEUE, DEVICE_SYNC, STATIC_BUFFERS)
+DEVICE_RULES = (RENDEZVOUS, ONE_QUEUE, ANY_WAIT, DEVICE_SYNC, STATIC_BUFFERS)
+ON_NCCL = (ONE_QUEUE, ANY_WAIT)  # those for which plans are made by default where they run on NCCL
 
 NO_CACHE = "none"
 RECEIVED = "received"
@@ -81,7 +83,8 @@ class PlanSpec:
     forward_only      evaluation: forwards alone
     variable_shapes   shapes travel before the tensors
     release_after     compute slots between posting a send and its release under ``overlap`` (>= 1)
-    lookahead         slots by which a receive is posted ahead of its use, under ``overlap`` on one_way channels (>= 0)
+    lookahead         slots by which a receive is posted ahead of its use, under ``overlap`` on one_way channels (>= 0);
+                      under ANY_WAIT 0 posts none ahead, and any other number as early as no wait can hang
     grad_sync         hooks or explicit
     param_sync        whether PARAM_SYNC marks are wanted
     overlap_pairs     a forward right before a full backward of another microbatch is a pair that runs as one
@@ -163,6 +166,18 @@ class PlanSpec:
     def effective_group_size(self) -> int:
         """Microbatches per group, at most M; when unset, as few as have P slices."""
         return min(self.group_size or -(-self.pipeline_size // self.slices), self.num_microbatches)
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether instructions may wait for all that their rank has posted."""
+        return ANY_WAIT in self.device or DEVICE_SYNC in self.device
+
+    @property
+    def grouped(self) -> bool:
+        """Whether messages go out as grouped calls. Where shapes vary and any instruction may wait, they do under every
+        policy: all shapes of a call are known before its buffers are allocated and its tensors go out.
+        """
+        return self.policy == BATCHED or (self.variable_shapes and self.may_wait)
 
     @property
     def shape(self) -> Shape:

@@ -6,7 +6,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from megatron_pp.plan.ir.instruction import RECV_OPS, SEND_OPS, Instruction, batch
-from megatron_pp.plan.ir.spec import BATCHED, ONE_WAY, OVERLAP, PLAIN, PlanSpec
+from megatron_pp.plan.ir.spec import ONE_WAY, OVERLAP, PLAIN, PlanSpec
 
 _CHANNEL = itemgetter(*map(Instruction._fields.index, ("op", "peer")))
 _new = tuple.__new__  # in a third of the time of Post(...) and Instruction(...)
@@ -85,11 +85,11 @@ class Exchanges:
 
     def emit(self, posts: list[Post], program: list[Instruction]) -> None:
         """Append those of one boundary to ``program``, with their waits there."""
-        if self.spec.policy == BATCHED:
+        if self.spec.grouped:
             for together in map(receives_first, self._batches(posts)):
                 program.append(batch(p.post for p in together))
-                program += waits_of(together) + releases_of(together)
-        elif self.spec.channels == ONE_WAY:
+                program += [] if self.spec.policy == OVERLAP else waits_of(together) + releases_of(together)
+        elif self.spec.channels == ONE_WAY and not self.spec.may_wait:
             emit = self._emit_named if self.named and any(p.place for p in posts) else self._emit_one_way
             for together in self._completed_in_turn(posts):
                 emit(together, program)
@@ -99,7 +99,7 @@ class Exchanges:
         else:
             program += [p.post for p in posts]
             program += [] if self.spec.policy == OVERLAP else waits_of(posts)
-        if self.spec.policy == PLAIN:
+        if self.spec.policy == PLAIN and not self.spec.grouped:
             program += releases_of(posts)
 
     def _batches(self, posts: list[Post]) -> Iterable[list[Post]]:

@@ -16,6 +16,9 @@ would hold back compute until then. Under ``overlap`` a receive that is due long
 posted all the same, as late as its sender allows: what then holds the queue back has an earlier round, so nothing
 hangs.
 
+Where any instruction may wait for an idle device (ANY_WAIT), receives are posted as early, and at one boundary in the
+order, that no such wait can make hang (``turns.py``). What follows on boundaries holds elsewhere.
+
 At one boundary receives are posted before sends wherever that is free (one-way channels, and within a batch): gloo
 announces a receive in the data of the other direction, behind a message that is already on its way.
 
@@ -38,8 +41,7 @@ The named tensors of a message follow it on its channel, where on one hardware q
 all ranks post them in one order too, by round and place in the message: at their round's boundary, behind the other
 posts, and before what waits for that round.
 
-Where compute synchronises the device (DEVICE_SYNC) no receive is posted ahead of its round: compute would wait for what
-may depend on it. With STATIC_BUFFERS a gradient is released before the operation after the next backward.
+With STATIC_BUFFERS a gradient is released before the operation after the next backward.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from itertools import zip_longest
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
@@ -77,6 +80,7 @@ from megatron_pp.plan.lower.boundaries import Exchanges, Post, Way, named_posts,
 from megatron_pp.plan.lower.clock import Clocked, run_clock
 from megatron_pp.plan.lower.order_check import check_orders, run_of
 from megatron_pp.plan.lower.syncs import syncs_of
+from megatron_pp.plan.lower.turns import Turns
 
 if TYPE_CHECKING:
     from megatron_pp.features.offload.offload_lowering import Copies
@@ -85,6 +89,7 @@ if TYPE_CHECKING:
 Order = Sequence[Instruction]
 _Turn = tuple[int, int, int]  # at one boundary: round, which of the following, place in the message
 _POSTS, _WAITS, _BEHIND_WAITS = range(3)
+_COLLECTIVE = 2  # in the place of a message's direction
 _FIRST, _SECOND = itemgetter(0), itemgetter(1)
 
 
@@ -139,10 +144,20 @@ class _Programs(Lines):
         self.placement = placement
         self.clocked = clocked
         self.offloaded = offloaded
+        self.looks_ahead = spec.policy == OVERLAP and spec.channels == ONE_WAY and not spec.variable_shapes
+
+    @cached_property
+    def turns(self) -> Turns | None:
+        """By which receives are posted; None where no instruction waits for the device, or exchanges wait at once."""
+        spec = self.spec
+        if not self.looks_ahead or not spec.may_wait:
+            return None
+        ahead = spec.lookahead > 0 and DEVICE_SYNC not in spec.device and not spec.skip_tensors
+        return Turns(self.clocked, self.placement, ahead)
 
     @collector_paused()
     def _make(self, rank: int) -> Line:
-        return tuple(_RankLowering(self.spec, self.placement, rank, self.clocked, self.offloaded).program())
+        return tuple(_RankLowering(self, rank).program())
 
 
 def _in_turn(inputs: list[tuple[_Turn, Instruction]]) -> Iterable[Instruction]:
@@ -152,19 +167,21 @@ def _in_turn(inputs: list[tuple[_Turn, Instruction]]) -> Iterable[Instruction]:
 class _RankLowering:
     """Lays out one rank's program on its boundaries."""
 
-    def __init__(self, spec: PlanSpec, placement: Placement, rank: int, clocked: Clocked, offloaded: int) -> None:
+    def __init__(self, programs: _Programs, rank: int) -> None:
+        spec, placement, clocked = programs.spec, programs.placement, programs.clocked
         self.spec = spec
-        self.offloaded = offloaded
+        self.offloaded = programs.offloaded
         self.placement = placement
         self.rank = rank
         self.clocked = clocked
+        self.turns = programs.turns
         self.order = clocked.orders[rank]
         self.ends = clocked.ends[rank]
+        self.rounds = self.ends if self.turns is None else self.turns.of_rank[rank]  # of what each entry makes
         self.result_ends = clocked.result_ends
-        self.lookahead = 0 if DEVICE_SYNC in spec.device else spec.lookahead
         self.several_chunks = placement.num_chunks > 1
-        self.looks_ahead = spec.policy == OVERLAP and spec.channels == ONE_WAY and not spec.variable_shapes
-        self.sends_within = self.looks_ahead and DEVICE_SYNC not in spec.device
+        self.looks_ahead = programs.looks_ahead
+        self.sends_within = self.looks_ahead if self.turns is None else self.turns.ahead
         self.routes: Routes | None = None
         if spec.skip_tensors:
             self.routes = load("skip_routes").routes_of(spec.skip_tensors, spec.skip_cache, placement)
@@ -173,6 +190,8 @@ class _RankLowering:
         # By boundary:
         self.posts: dict[int, list[Post]] = defaultdict(list)
         self.receives: dict[int, list[Post]] = defaultdict(list)  # those before all other posts
+        self.in_turn: dict[int, list[Post]] = defaultdict(list)  # all posts, where turns rule
+        self.waits_ahead: dict[Instruction, Instruction] = {}  # by such a post: the wait right ahead of it
         self.releases: dict[int, list[Instruction]] = defaultdict(list)
         self.collectives: dict[int, list[tuple[int, Instruction]]] = defaultdict(list)  # round and post of each
         # Hand-offs, waits, and receives behind others, each with the round of what it may have to wait for.
@@ -183,6 +202,17 @@ class _RankLowering:
 
     def program(self) -> list[Instruction]:
         sends, receives = self._messages()
+        if self.spec.policy == OVERLAP:
+            self._place_releases(sends)
+        if self.turns is not None:
+            self._place_in_turn(self.turns, sends, receives)
+        else:
+            self._place_in_rounds(sends, receives)
+        if self.placement.barriers:
+            self._place_collectives()
+        return self._emit()
+
+    def _place_in_rounds(self, sends: list[Post], receives: list[Post]) -> None:
         order, posts, sends_within = self.order, self.posts, self.sends_within
         for send in sends:
             use = send.use
@@ -192,26 +222,44 @@ class _RankLowering:
                 self.within[(use, send.post.op)] = send.post
             else:
                 posts[self._behind(use)].append(send)
-        if self.spec.policy == OVERLAP:
-            self._place_releases(sends)
-        if self.spec.policy == OVERLAP and not self.spec.variable_shapes:
-            inputs = self.inputs
+        if self.spec.policy == OVERLAP and (not self.spec.variable_shapes or self.spec.grouped):
             for one in self._with_named(receives):
-                inputs[one.use].append(((one.round, _WAITS, one.place), one.finish))
+                self._wait_before_use(one)
         if self.looks_ahead:
             self._place_ahead(receives)
         else:
             for receive in self._with_named(receives):
                 self.posts[self._due(receive)].append(receive)
-        if self.placement.barriers:
-            self._place_collectives()
-        return self._emit()
+
+    def _place_in_turn(self, turns: Turns, sends: list[Post], receives: list[Post]) -> None:
+        """Where any instruction may wait for the device: posts at the boundaries, and in the order, of ``turns``."""
+        for send in sends:
+            if self.sends_within and self.order[send.use].members:
+                self.within[(send.use, send.post.op)] = send.post
+            else:
+                self.in_turn[send.use + 1].append(send)
+        before: dict[tuple[str, int], Post] = {}  # by channel: the receive before, which is not waited for yet
+        for receive in self._with_named(receives):
+            boundary = turns.boundary(self.rank, receive.round)
+            self.in_turn[boundary].append(receive)
+            waited = before.pop(receive.channel, None)
+            if waited is not None and waited.use == boundary:  # what is posted behind it would wait for it anyway
+                self.waits_ahead[receive.post] = waited.finish
+            elif waited is not None:
+                self._wait_before_use(waited)
+            before[receive.channel] = receive
+        for waited in before.values():
+            self._wait_before_use(waited)
+
+    def _wait_before_use(self, receive: Post) -> None:
+        self.inputs[receive.use].append(((receive.round, _WAITS, receive.place), receive.finish))
 
     def _messages(self) -> tuple[list[Post], list[Post]]:
         """This rank's sends and receives, in the order of rounds; its hand-offs are placed at once."""
         sends: list[Post] = []
         receives: list[Post] = []
         sites, ends, inputs, backwards = self._sites, self.ends, self.inputs, self.backwards
+        rounds, turns = self.rounds, self.turns
         for i, entry in enumerate(self.order):
             for at in entry.members or (entry,):
                 op, stage, mb, _, chunk, part, _, _ = at
@@ -221,12 +269,15 @@ class _RankLowering:
                 if hand is not None:
                     inputs[i].append(((0, _POSTS, 0), placed(hand, stage, mb, NONE, chunk, part)))
                 elif came is not None:
-                    receives.append(post_of(came, came.ends[(mb, part)], at, i))
+                    due = came.ends[(mb, part)]
+                    if turns is not None:
+                        due = turns.of(due, came.peer)
+                    receives.append(post_of(came, due, at, i))
                     if came.names:
                         self.behind[receives[-1].post] = list(named_posts(came, receives[-1]))
                 if went is not None:
                     slack = went.ends[(mb, part)] - 1 - ends[i]
-                    sends.append(post_of(went, ends[i], at, i, slack if slack > 0 else 0))
+                    sends.append(post_of(went, rounds[i], at, i, slack if slack > 0 else 0))
                     if went.names:
                         sends += named_posts(went, sends[-1])
         return sorted(sends), sorted(receives)
@@ -248,7 +299,8 @@ class _RankLowering:
         other = target if post in SEND_OPS else source
         home = self.placement.homes[other]
         names = () if self.routes is None else self.routes.over(result, min(source, target))
-        return Way(home[0], target, -TOWARDS[result], post, finish, self.result_ends[(result, other)], names)
+        ends = self.result_ends if self.turns is None or post in SEND_OPS else self.turns.clocked.result_ends
+        return Way(home[0], target, -TOWARDS[result], post, finish, ends[(result, other)], names)
 
     def _place_releases(self, sends: list[Post]) -> None:
         """Under ``overlap``, some entries after the send; with several chunks a rank up to P / 2 more, where the
@@ -273,19 +325,26 @@ class _RankLowering:
                 latest = turns[following] + 1 if following < len(turns) else last
             boundary = min(boundary, latest, last)
             if boundary == use + 1 < last:  # right before its backward: behind the gradient
-                self.inputs[boundary].append(((self.ends[boundary], _POSTS, send.place), finish))
+                self.inputs[boundary].append(((self.rounds[boundary], _POSTS, send.place), finish))
             else:
                 releases[boundary].append(finish)
 
     def _place_collectives(self) -> None:
-        ordered = self.rank, self.order, self.result_ends, self.placement, self.spec.forward_only
-        lowering = load("output_layer_lowering")
-        collectives = lowering.collectives_of(*ordered)
-        for boundary, one in lowering.placed_collectives(collectives, self.ends, self._ahead, self.spec):
-            self.collectives[boundary].append((one.round, one.post))
+        lowering, turns = load("output_layer_lowering"), self.turns
+        clocked = self.clocked if turns is None else turns.clocked
+        ordered = self.rank, self.order, clocked.result_ends, self.placement, self.spec.forward_only
+        collectives, ends = lowering.collectives_of(*ordered), clocked.ends[self.rank]
+        placed = lowering.placed_collectives(collectives, ends, self._ahead, ahead=not self.spec.may_wait)
+        for count, (boundary, one) in enumerate(placed):
             use = boundary + 1 if one.use is None else one.use
+            if turns is None:
+                due = one.round
+                self.collectives[boundary].append((due, one.post))
+            else:
+                due = turns.last_of(one.round)
+                self.in_turn[boundary].append(Post(due, _COLLECTIVE, count, NONE, one.post, one.wait, use))
             if use < len(self.order):
-                self.inputs[use].append(((one.round, _WAITS, 0), one.wait))
+                self.inputs[use].append(((due, _WAITS, 0), one.wait))
             else:
                 self.releases[len(self.order)].append(one.wait)
 
@@ -298,9 +357,9 @@ class _RankLowering:
         where a transfer takes as long as a forward).
         """
         if self.several_chunks:
-            return max(0, use - self.lookahead)
+            return max(0, use - self.spec.lookahead)
         length = len(self.order[use].members) or 1
-        return bisect_right(self.ends, self.ends[use] - length - self.lookahead)
+        return bisect_right(self.ends, self.ends[use] - length - self.spec.lookahead)
 
     def _with_named(self, receives: list[Post]) -> Iterable[Post]:
         """The receives, each with those of the named tensors that come with it."""
@@ -347,11 +406,10 @@ class _RankLowering:
 
     def _latest(self, receive: Post, after: Post | None) -> int:
         """The last boundary at which nothing waits for the receive: one slot after its round, while its sender runs
-        another operation; at its round where that operation is the channel's next send's own or synchronises the
-        device, or where named tensors follow the message.
+        another operation; at its round where that operation is the channel's next send's own, or where named
+        tensors follow the message.
         """
-        at_once = DEVICE_SYNC in self.spec.device or (after is not None and after.round == receive.round + 1)
-        at_once = at_once or receive.post in self.behind
+        at_once = receive.post in self.behind or (after is not None and after.round == receive.round + 1)
         return min(bisect_right(self.ends, receive.round + (0 if at_once else 1)), receive.use)
 
     def _emit(self) -> list[Instruction]:
@@ -359,9 +417,11 @@ class _RankLowering:
         copies, loads = self._copies()
         program: list[Instruction] = []
         collectives, receives, posts = self.collectives, self.receives, self.posts
-        releases, inputs = self.releases, self.inputs
+        releases, inputs, in_turn = self.releases, self.inputs, self.in_turn
         alone = self.looks_ahead  # a post is, where it is the only one at its boundary
         for i, entry in enumerate((*self.order, None)):
+            if i in in_turn:
+                self._emit_in_turn(in_turn[i], program)
             if i in collectives:
                 self._emit_with_collectives(i, program)
             if i in receives:
@@ -391,6 +451,13 @@ class _RankLowering:
         if self.routes is None:
             return program
         return load("skip_routes").with_drops(program, self.routes, self.placement, self.spec.forward_only)
+
+    def _emit_in_turn(self, posts: list[Post], program: list[Instruction]) -> None:
+        assert self.turns is not None
+        for at in sorted(posts, key=self.turns.place_of):
+            if at.post in self.waits_ahead:
+                program.append(self.waits_ahead[at.post])
+            program.append(at.post)
 
     def _copies(self) -> tuple[Copies, Copies]:
         """At a boundary, and right before the entry behind it."""

@@ -17,7 +17,7 @@ from megatron_pp.plan.gc_pause import collector_paused
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.dataflow import Message, message_of
 from megatron_pp.plan.ir.instruction import POST_OF, Instruction, halves
-from megatron_pp.plan.ir.spec import DEVICE_SYNC, ONE_QUEUE, Plan, checked_device
+from megatron_pp.plan.ir.spec import STATIC_BUFFERS, Plan, checked_device
 from megatron_pp.plan.simulate.network_model import Arrival, TimedQueues
 from megatron_pp.plan.simulate.simulation import Event, Simulation, TransferLog, Waits
 from megatron_pp.plan.verify.device_ranks import DeviceRanks
@@ -30,11 +30,12 @@ def simulate(plan: Plan, costs: StageCosts, network: Network = FREE, device: Col
     """One step of ``plan``: when each instruction of each rank starts and ends, from time 0, in the unit of ``costs``.
 
     ``device``: the rules of the device, of DEVICE_RULES: ONE_QUEUE holds a rank where it posts behind an unfinished
-    transfer, DEVICE_SYNC at the end of each operation until all that it has posted is over. Raises PlanError where the
-    costs are not for the plan's stages, where the plan hangs, and for these two on gloo, which has no device.
+    transfer, DEVICE_SYNC at the end of each operation until all that it has posted is over, and under ANY_WAIT nothing
+    waits for the device. Raises PlanError where the costs are not for the plan's stages, where the plan hangs, and for
+    rules but STATIC_BUFFERS on gloo, which has no device.
     """
     rules = checked_device(device)
-    if network.gloo and (ONE_QUEUE in rules or DEVICE_SYNC in rules):
+    if network.gloo and rules and rules != (STATIC_BUFFERS,):
         raise PlanError(f"{' and '.join(rules)}: gloo's transfers wait for no device; leave the rule or gloo out")
     if costs.num_stages != plan.placement.num_stages:
         raise PlanError(f"costs are given for {costs.num_stages} stages; the plan has {plan.placement.num_stages}")

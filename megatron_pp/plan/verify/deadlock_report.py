@@ -4,7 +4,7 @@ from typing import Any
 
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.spec import RENDEZVOUS
-from megatron_pp.plan.verify.queues import End, Entry
+from megatron_pp.plan.verify.queues import DATA, End, Entry
 
 
 def cycle_in_words(run: Any, rank: int) -> str:
@@ -33,12 +33,23 @@ def cycle_in_words(run: Any, rank: int) -> str:
 
 def _held_at(run: Any, rank: int) -> str:
     at = run.plan.programs[rank][run.at[rank]]
-    return f"{at}, which synchronises the device," if at.op in ins.COMPUTE_OPS and run.device_sync else str(at)
+    if at.op in ins.COMPUTE_OPS and run.device_sync:
+        return f"{at}, which synchronises the device,"
+    return f"{at}, which may wait for the device," if _waits_for_device(run, rank) else str(at)
+
+
+def _waits_for_device(run: Any, rank: int) -> bool:
+    """Whether the rank waits before its instruction, for what it has posted until then."""
+    if not run.any_wait:
+        return False
+    at = run.plan.programs[rank][run.at[rank]]
+    own = run.posted[rank].get((ins.POST_OF.get(at.op, at.op), at[1:], DATA))
+    return own is None or (at.op in ins.POST_OF and run.blocked[rank] is not own)
 
 
 def _queued(run: Any, rank: int, entry: Entry, head: End) -> str:
     """Which instruction of the rank is behind ``head`` in its queue, where it is another one."""
     at = run.plan.programs[rank][run.at[rank]]
-    if at.op in ins.POST_OPS or at.op in ins.GROUP_OPS:
+    if (at.op in ins.POST_OPS or at.op in ins.GROUP_OPS) and not _waits_for_device(run, rank):
         return "" if head.entry.at is at else f" (its {at} is queued behind it, and all that follows behind that)"
     return "" if head.entry is entry else f" (its {entry.at} is queued behind it)"

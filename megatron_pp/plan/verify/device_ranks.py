@@ -10,6 +10,10 @@ with time in the simulator.
                  rank, compute included: with CUDA_DEVICE_MAX_CONNECTIONS=1 everything goes through one hardware queue,
                  whose head waits for the stream that it belongs to. The sends of a pair are posted in it, once their
                  half has made its result, so they may hold back the rest of the pair.
+``any_wait``     Any instruction may wait for an idle device, and so until everything that its rank has posted is over:
+                 an operation whose kernel is launched for the first time or compiled, or whose allocation is tried
+                 again, the allocation of a receive, the copy of what is sent, a collective's or a library's first call.
+                 If a plan runs to its end where all of them wait, it does where some do (docs/proofs.md).
 ``device_sync``  Compute also holds back all that follows on its rank until everything that the rank has posted is over,
                  as ``torch.cuda.synchronize()`` within it does.
 """
@@ -18,7 +22,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from megatron_pp.plan.ir.agenda import Agenda
-from megatron_pp.plan.ir.spec import DEVICE_SYNC, ONE_QUEUE, Plan
+from megatron_pp.plan.ir.spec import ANY_WAIT, DEVICE_SYNC, ONE_QUEUE, Plan
 from megatron_pp.plan.verify.queues import Entry, QueueMachine
 
 
@@ -33,6 +37,7 @@ class DeviceRanks:
         self.queues = queues
         self.rules = rules
         self.one_queue = ONE_QUEUE in rules
+        self.any_wait = ANY_WAIT in rules
         self.device_sync = DEVICE_SYNC in rules
         self.late_receives = plan.spec.variable_shapes  # a receive needs its message's shape first
         self.now = 0.0
@@ -71,7 +76,7 @@ class DeviceRanks:
 
     def opened(self, rank: int, entry: Entry) -> None:
         """``rank`` has posted ``entry``."""
-        if self.device_sync:
+        if self.device_sync or self.any_wait:
             self._open[rank].append(entry)
 
     def unfinished(self, rank: int) -> list[Entry]:

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterator
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.feature import feature_of
 from megatron_pp.plan.ir.instruction import Instruction
-from megatron_pp.plan.ir.spec import BATCHED, ONE_WAY, Plan
+from megatron_pp.plan.ir.spec import ONE_WAY, Plan
 from megatron_pp.plan.ir.tasks import MessageKey
 
 _FINISHES = ins.WAIT_OPS | ins.FREE_OPS
@@ -67,6 +67,6 @@ class _Walk:
 
     def _stream(self, at: Instruction) -> Hashable:
         """The communicator's: the group's for batches, a pair's, or a channel's."""
-        if self.plan.spec.policy == BATCHED:
+        if self.plan.spec.grouped:
             return None
         return (at.peer, at.op) if self.plan.spec.channels == ONE_WAY else at.peer

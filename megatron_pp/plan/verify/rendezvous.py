@@ -12,7 +12,7 @@ from megatron_pp.on_demand import load
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import POST_OF, Instruction, later
 from megatron_pp.plan.ir.repeated import Block, RepetitionError
-from megatron_pp.plan.ir.spec import DEVICE_SYNC, ONE_QUEUE, Plan
+from megatron_pp.plan.ir.spec import ANY_WAIT, DEVICE_SYNC, ONE_QUEUE, Plan
 from megatron_pp.plan.verify.device_ranks import DeviceRanks
 from megatron_pp.plan.verify.queues import DATA, SHAPE, Entry, QueueMachine
 
@@ -21,11 +21,11 @@ _POSTS = ins.POST_OPS | ins.COLLECTIVE_POSTS | {ins.BATCH}
 
 def check_rendezvous(plan: Plan, device: Collection[str] = (), block: Block | None = None, replicas: int = 1) -> None:
     """Raises PlanError where the plan can hang or a receive would get another message than it is meant for, with the
-    cycle in words. ``device``: further rules that hold; those other than ONE_QUEUE and DEVICE_SYNC are not checked
-    here. ``replicas``: of the pipeline, whose ranks follow each other in the plan's programs. With ``block``, raises
-    RepetitionError unless ranks that run to its ends come to a standstill as ranks that run to its starts do.
+    cycle in words. ``device``: further rules that hold; those other than ONE_QUEUE, ANY_WAIT and DEVICE_SYNC are not
+    checked here. ``replicas``: of the pipeline, whose ranks follow each other in the plan's programs. With ``block``,
+    raises RepetitionError unless ranks that run to its ends come to a standstill as ranks that run to its starts do.
     """
-    run = _Run(plan, [rule for rule in (ONE_QUEUE, DEVICE_SYNC) if rule in device], replicas)
+    run = _Run(plan, [rule for rule in (ONE_QUEUE, ANY_WAIT, DEVICE_SYNC) if rule in device], replicas)
     if block is not None:
         run.upto(block.starts)
         before = run.state(block.starts, 0)
@@ -112,11 +112,14 @@ class _Run(DeviceRanks):
 
     def program(self, rank: int) -> Iterator[Entry | None]:
         program, posted = self.plan.programs[rank], self.posted[rank]
+        any_wait = self.any_wait
         while True:
             limit = self.limits[rank]  # may grow while the rank waits
             for position in range(self.at[rank], limit):
                 self.at[rank] = position
                 at = program[position]
+                while any_wait and (unfinished := self.unfinished(rank)):
+                    yield unfinished[0]
                 if at.op in POST_OF:
                     key = (POST_OF[at.op], at[1:], DATA)
                     entry = posted.get(key)
@@ -124,6 +127,8 @@ class _Run(DeviceRanks):
                         shape = self._shape_of(rank, at)
                         if shape.left:
                             yield shape
+                        while any_wait and (unfinished := self.unfinished(rank)):
+                            yield unfinished[0]
                         entry = self._post(rank, shape.at, DATA)
                     if entry.left:
                         yield entry
@@ -140,6 +145,8 @@ class _Run(DeviceRanks):
                         yield held
                 elif at.op in ins.COMPUTE_OPS:
                     for one in at.members:
+                        while any_wait and (unfinished := self.unfinished(rank)):
+                            yield unfinished[0]
                         if one.op in ins.SEND_OPS and (held := self._send_off(rank, one)) is not None:
                             yield held
                     while self.device_sync and (unfinished := self.unfinished(rank)):

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_pp.cli.command_line import main
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.ir.spec import PlanSpec
+from megatron_pp.plan.ir.spec import ON_NCCL, PlanSpec
 from tests.harness.plan_text import save_plan
 
 MODEL = ["--layers", "16", "--hidden-size", "1024", "--seq-length", "1024", "--vocab-size", "32000"]
@@ -34,7 +34,7 @@ def command(capsys, monkeypatch):
 def files(tmp_path, monkeypatch):
     """In the working folder: two compute orders, the first with communication, and as a whole plan."""
     monkeypatch.chdir(tmp_path)
-    order = build_plan(PlanSpec("1f1b", 2, 1, 4))
+    order = build_plan(PlanSpec("1f1b", 2, 1, 4, device=ON_NCCL))
     save_plan(order, "compute.csv")
     save_plan(order, "comms.csv", "torch-csv-comms")
     save_plan(order, "whole.json")

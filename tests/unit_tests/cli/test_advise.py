@@ -48,7 +48,7 @@ def test_the_answer_comes_first(command, tmp_path):
     assert "step 26.8 ms" in lines[1]
     assert "of the bound" in lines[1]
     assert lines[2].strip().startswith("memory of each rank 8.76, 8.96, 8.96, 8.76 GB, of 80, 0.96 of it for")
-    assert "verified: complete, lifetime, rendezvous, order" in lines[4]
+    assert "verified: complete, lifetime, rendezvous, one_queue, any_wait, order" in lines[4]
     flags = "--pipeline-schedule zb_v --overlap-p2p-comm pretrain_gpt.py --pipeline-model-parallel-size 4"
     assert f"megatron-pp run {flags} --num-virtual-stages-per-pipeline-rank 2 --micro-batch-size 1" in out
     assert "Step time against memory" in out
@@ -289,7 +289,7 @@ def test_outputs_that_stay_are_counted(command, tmp_path):
     path = tmp_path / "layers.json"
     path.write_text(json.dumps({"layers": [{"count": 4, **TIMES, "activation_gb": 1}], "message_mb": 500}))
     words = ("--global-batch", 8, "--memory-gb", 200, "--costs", path, "--bandwidth", 1000, "--max-chunks", 1)
-    line = ("advise", "-P", 2, *words, "--schedules", "gpipe", "--no-recompute", "--json", "--jobs", 1)
+    line = ("advise", "-P", 2, *words, "--schedules", "gpipe", "--no-recompute", "--json", "--jobs", 1, "--gloo")
     gone, kept = (json.loads(command(*line, *more)[1])["recommended"] for more in ((), ("--keep-outputs",)))
     assert [b - a for a, b in zip(gone["memory_gb"], kept["memory_gb"], strict=True)] == pytest.approx([7 * 0.5, 0])
     assert command(*line, "--keep-outputs", "--memory-gb", gone["memory_gb"][0] + 3)[0] == 1

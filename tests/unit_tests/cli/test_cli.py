@@ -18,7 +18,7 @@ from megatron_pp.cli.command_line import main
 from megatron_pp.cli.terminal import print_table
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.io.serialize import format_plan, load_plan
-from megatron_pp.plan.ir.spec import PlanSpec
+from megatron_pp.plan.ir.spec import ON_NCCL, PlanSpec
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.planner.advise import pipeline_search
 from tests.harness.plan_text import edited, placed, save_plan
@@ -29,7 +29,7 @@ from tests.unit_tests.cli.conftest import assert_refused
 
 def test_plan_prints_one_line_per_rank_that_parses(command):
     code, out, _ = command("plan", "-s", "interleaved_1f1b", "-P", 2, "-V", 2, "-M", 4)
-    plan = build_plan(PlanSpec("interleaved_1f1b", 2, 2, 4))
+    plan = build_plan(PlanSpec("interleaved_1f1b", 2, 2, 4, device=ON_NCCL))
     lines = out.splitlines()
     assert (code, lines[0]) == (0, "# " + plan.spec.describe())
     for rank, line in enumerate(lines[1:]):
@@ -45,7 +45,7 @@ def test_plan_compute_only(command):
 def test_plan_writes_and_reads_files(command, tmp_path):
     path = tmp_path / "plan.json"
     assert command("plan", "-s", "zb_h1", "-P", 2, "-M", 4, "-o", path)[:2] == (0, f"wrote {path}\n")
-    assert load_plan(path) == build_plan(PlanSpec("zb_h1", 2, 1, 4))
+    assert load_plan(path) == build_plan(PlanSpec("zb_h1", 2, 1, 4, device=ON_NCCL))
     code, out, _ = command("plan", "--import", path, "--format", "json")
     assert code == 0
     assert json.loads(out)["spec"]["schedule"] == "zb_h1"
@@ -70,7 +70,9 @@ def test_plan_lists_the_schedules(command):
 def test_verify_and_plan_print_the_certificate(command):
     code, out, _ = command("verify", "-s", "1f1b", "-P", 2, "-M", 4)
     assert code == 0
-    assert out.splitlines()[1].startswith("certificate: complete, lifetime, rendezvous, order; programs sha256:")
+    assert out.splitlines()[1].startswith(
+        "certificate: complete, lifetime, rendezvous, one_queue, any_wait, order; programs sha256:"
+    )
     answer = json.loads(command("verify", "-s", "1f1b", "-P", 2, "-M", 4, "--json", "--device", "one_queue")[1])
     assert (answer["accepted"], answer["device"]) == (True, ["one_queue"])
     plan = json.loads(command("plan", "-s", "1f1b", "-P", 2, "-M", 4, "--device", "one_queue", "--format", "json")[1])

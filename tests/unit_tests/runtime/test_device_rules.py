@@ -16,7 +16,7 @@ from megatron_pp.errors import PlanError
 from megatron_pp.features.pairs.pair_runner import in_turn
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir import instruction as ins
-from megatron_pp.plan.ir.spec import DEVICE_SYNC, ONE_QUEUE, STATIC_BUFFERS, PlanSpec
+from megatron_pp.plan.ir.spec import DEVICE_SYNC, ON_NCCL, ONE_QUEUE, STATIC_BUFFERS, PlanSpec
 from megatron_pp.plan.ir.tasks import Task
 from megatron_pp.runtime import log_once, queue_advice, step
 from megatron_pp.runtime.executor import PlanExecutor
@@ -43,7 +43,7 @@ class DeviceNetwork(MemoryNetwork):
         return transport
 
 
-SYNCHRONISED = (ONE_QUEUE, DEVICE_SYNC)
+SYNCHRONISED = (*ON_NCCL, DEVICE_SYNC)
 
 
 @pytest.fixture
@@ -60,48 +60,49 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> set[PlanSpec]:
 
 
 @pytest.mark.parametrize(
-    ("fields", "first", "later"),
+    ("fields", "rules"),
     [
-        ({}, SYNCHRONISED, (ONE_QUEUE,)),
-        ({"timers": Timers(1)}, SYNCHRONISED, (ONE_QUEUE,)),
-        ({"timers": Timers(2)}, SYNCHRONISED, SYNCHRONISED),
-        ({"timers": Timers(2), "device_sync": False}, (ONE_QUEUE,), (ONE_QUEUE,)),
-        ({"device_sync": True}, SYNCHRONISED, SYNCHRONISED),
-        ({"cuda_graph_impl": "local"}, SYNCHRONISED, (ONE_QUEUE,)),
-        ({"cuda_graph_impl": "transformer_engine"}, (*SYNCHRONISED, STATIC_BUFFERS), (ONE_QUEUE, STATIC_BUFFERS)),
+        ({}, ON_NCCL),
+        ({"timers": Timers(1)}, ON_NCCL),
+        ({"timers": Timers(2)}, SYNCHRONISED),
+        ({"timers": Timers(2), "device_sync": False}, (ONE_QUEUE,)),
+        ({"device_sync": True}, SYNCHRONISED),
+        ({"device_sync": False}, (ONE_QUEUE,)),
+        ({"cuda_graph_impl": "local"}, ON_NCCL),
+        ({"cuda_graph_impl": "transformer_engine"}, (*ON_NCCL, STATIC_BUFFERS)),
     ],
 )
 def test_on_nccl_the_plan_is_for_the_rules_that_the_config_implies(
-    planned: set[PlanSpec], fields: dict[str, Any], first: tuple[str, ...], later: tuple[str, ...]
+    planned: set[PlanSpec], fields: dict[str, Any], rules: tuple[str, ...]
 ) -> None:
+    """In every step, the first one included."""
     data = ToyData(4)
     expected = reference_run(4, data)
     on_device, elsewhere = DeviceNetwork(2), MemoryNetwork(2)
-    for network, rules in ((on_device, first), (on_device, later), (elsewhere, ())):
+    for network, wanted in ((on_device, rules), (on_device, rules), (elsewhere, ())):
         planned.clear()
         result = run_in_threads(2, 2, data, network=network, overlap_p2p_comm=True, **fields)
-        assert {spec.device for spec in planned} == {rules}
+        assert {spec.device for spec in planned} == {wanted}
         assert result.difference(expected) == 0.0
 
 
-def test_evaluation_and_other_shapes_have_a_first_step_of_their_own(planned: set[PlanSpec]) -> None:
-    network = DeviceNetwork(2)
-    steps = ((ToyData(4), False), (ToyData(4), True), (ToyData(4, seq_length=7), False), (ToyData(6), False))
-    rules = []
-    for data, forward_only in steps:
-        planned.clear()
-        run_in_threads(2, 2, data, network=network, forward_only=forward_only, overlap_p2p_comm=True)
-        rules += [spec.device for spec in planned]
-    assert rules == [SYNCHRONISED, SYNCHRONISED, SYNCHRONISED, (ONE_QUEUE,)]
+@pytest.mark.parametrize(("given", "warned"), [(None, False), (True, False), (False, True)])
+def test_receives_that_can_hang_are_warned_of(
+    caplog: pytest.LogCaptureFixture, given: bool | None, warned: bool
+) -> None:
+    log_once._log.cache_clear()
+    run_in_threads(2, 2, ToyData(4), network=DeviceNetwork(2), overlap_p2p_comm=True, device_sync=given)
+    said = [record.message for record in caplog.records if "config.device_sync is False" in record.message]
+    assert len(said) == warned
+    assert all("two ranks that wait so at once hang" in sentence for sentence in said)
 
 
-def test_where_shapes_vary_a_rank_goes_by_none_of_its_own(planned: set[PlanSpec]) -> None:
-    network, rules = DeviceNetwork(2), []
-    for data in (ToyData(4, variable=True), ToyData(4, seq_length=7, variable=True)):
-        planned.clear()
-        run_in_threads(2, 2, data, network=network, overlap_p2p_comm=True)
-        rules += [spec.device for spec in planned]
-    assert rules == [SYNCHRONISED, (ONE_QUEUE,)]
+@pytest.mark.parametrize("policy", [{"overlap_p2p_comm": True}, {"batch_p2p_comm": True}, {"batch_p2p_comm": False}])
+def test_steps_of_varying_shapes_go_out_in_grouped_calls(planned: set[PlanSpec], policy: dict[str, bool]) -> None:
+    data = ToyData(4, variable=True)
+    result = run_in_threads(2, 2, data, network=DeviceNetwork(2), **policy)
+    assert all(spec.grouped for spec in planned)
+    assert result.difference(reference_run(4, data)) == 0.0
 
 
 def test_a_file_that_hangs_in_one_queue_is_refused_on_nccl_and_runs_on_gloo(tmp_path: Path) -> None:
@@ -112,6 +113,8 @@ def test_a_file_that_hangs_in_one_queue_is_refused_on_nccl_and_runs_on_gloo(tmp_
     data = ToyData(2)
     assert run_in_threads(2, 2, data, **fields).difference(reference_run(4, data)) == 0.0
     with pytest.raises(PlanError, match=r"deadlock under one_queue: rank 0 waits at RECV_F1\.1 for rank 1"):
+        run_in_threads(2, 2, data, network=DeviceNetwork(2), **fields, device_sync=False)
+    with pytest.raises(PlanError, match=r"deadlock under one_queue and any_wait: rank 0 waits at RECV_F1\.1, which"):
         run_in_threads(2, 2, data, network=DeviceNetwork(2), **fields)
 
 

@@ -22,7 +22,7 @@ from megatron_pp.features.modules.modules_text import graphs_in
 from megatron_pp.features.modules.modules_verify import verify_modules
 from megatron_pp.plan.costs.stage_costs import StageCosts
 from megatron_pp.plan.ir.instruction import BACKWARD, COMPUTE_OPS, FORWARD, SYNC_OPS, placed
-from megatron_pp.plan.ir.spec import DEVICE_SYNC, ONE_QUEUE, STATIC_BUFFERS, Plan
+from megatron_pp.plan.ir.spec import DEVICE_SYNC, ON_NCCL, ONE_QUEUE, STATIC_BUFFERS, Plan
 from megatron_pp.plan.simulate.simulator import simulate
 from tests.harness.module_grids import encoders_before, module_on
 
@@ -167,7 +167,7 @@ def test_modules_that_exchange_nothing_do_not_lengthen_each_others_warm_up() -> 
 
 
 FIELDS = [{}, {"release_after": 3}, {"forward_only": True}, {"variable_shapes": True}]
-DEVICES = [(), (ONE_QUEUE,), (ONE_QUEUE, DEVICE_SYNC)]
+DEVICES = [(), (ONE_QUEUE,), ON_NCCL, (ONE_QUEUE, DEVICE_SYNC)]
 
 
 def specs(graph: ModuleGraph) -> list[ModulesSpec]:

@@ -1,0 +1,72 @@
+"""Turns: the order in which the operations of all ranks end. By it receives are posted where any instruction may wait.
+
+Any instruction may wait for an idle device (ANY_WAIT in ``plan/ir/spec.py``), and so for all that its rank has posted:
+for the operations that make the messages it is to receive, and for the receives of those that it has sent. A plan hangs
+where such waits form a circle.
+
+The *turn* of an operation is its place in one order of all operations of all ranks, by their ends on a clock
+(``clock.py``). Of two that end together the one of the lower rank comes first. An operation comes behind all that it
+depends on, whatever times the clock gives to operations and transfers. Two rules follow:
+
+- A receive is posted right before the first operation of its rank that has a later turn than the operation that makes
+  its message. That is the operation that runs while the message is made.
+- What is posted at one boundary is posted in the order of the turns at which the messages are made, the sends of the
+  operation that has just ended among them.
+
+Then every wait is for something with an earlier turn, and no waits form a circle: a receive stands just before the
+operation that makes its message, and a send just behind it. docs/proofs.md has the argument.
+
+Of all clocks that would do, this one has times like those of a real step: a full backward takes twice as long as a
+forward, and transfers take some time. A receive is then posted about when its transfer can begin.
+
+Not ``ahead``, operations take one slot each and transfers none, and a receive is posted behind every operation of its
+rank that ends with the one that makes its message. Then the posts of one slot go out by their place in the message
+first: the named tensors of a message follow it on its channel, where each waits for the one before.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from megatron_pp.plan.ir.instruction import BACKWARD, OUTPUT_OPS
+from megatron_pp.plan.ir.placement import Placement
+from megatron_pp.plan.lower.boundaries import Post
+from megatron_pp.plan.lower.clock import Clocked, run_clock
+
+# Times on the clock.
+_OPERATION = 4  # of a forward, an input gradient or a weight gradient
+_FULL_BACKWARD = 8
+_PASS = 2  # of a split output layer
+_TRANSFER = 1
+
+
+class Turns:
+    """The turns of all operations of ``clocked``, whole numbers that grow along each rank's order."""
+
+    def __init__(self, clocked: Clocked, placement: Placement, ahead: bool) -> None:
+        self.size = placement.pipeline_size
+        self.ahead = ahead
+        self.clocked = run_clock(clocked.orders, placement, _took, _TRANSFER) if ahead else clocked
+        self.of_rank = [[self.of(end, rank) for end in ends] for rank, ends in enumerate(self.clocked.ends)]
+
+    def of(self, end: int, rank: int) -> int:
+        """The turn of the operation of ``rank`` that ends at ``end``."""
+        return end * self.size + rank
+
+    def last_of(self, end: int) -> int:
+        """The last turn of an operation that ends at ``end``."""
+        return end * self.size + self.size - 1
+
+    def boundary(self, rank: int, turn: int) -> int:
+        """The boundary at which ``rank`` posts the receive of what is made at ``turn``."""
+        return bisect_right(self.of_rank[rank], turn if self.ahead else self.last_of(turn // self.size))
+
+    def place_of(self, post: Post) -> tuple[int, ...]:
+        """By which the posts of one boundary are sorted."""
+        return (post.round // self.size, post.place, post.round, post.towards, post.stage, post.mb)
+
+
+def _took(op: str, _stage: int, _mb: int, _part: int) -> int:
+    if op == BACKWARD:
+        return _FULL_BACKWARD
+    return _PASS if op in OUTPUT_OPS else _OPERATION
