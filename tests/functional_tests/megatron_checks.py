@@ -302,9 +302,11 @@ class _Teacher(torch.nn.Module):
         return [*(report["loss"] for report in reports), self.layer.weight.grad]
 
 
-def a_rank_runs_a_model_of_its_own(case: Case) -> int:
-    """Between steps of a pipeline, which the settings are for, on one rank; its number of tensors, equal to those by
-    Megatron's own function."""
+def a_rank_runs_a_model_of_its_own(case: Case) -> int | None:
+    """Between steps of a pipeline in a V, which the settings are for, on one rank; its number of tensors, equal to
+    those by Megatron's own function. None under 0.14, whose models cannot be built for a V."""
+    if megatron_release.load_megatron().row.release < (0, 15):
+        return None
     with megatron_core.installed(strict=True):
         run = megatron_lab.Run(case)
     fields = {"grad_scale_func": None, "no_sync_func": None, "finalize_model_grads_func": None}
