@@ -44,6 +44,25 @@ class PostsFirstGradientAtOnce(PlanExecutor):
             super()._recv_b(at)
 
 
+class PostsGradientsHalfway(PlanExecutor):
+    """Behind the third backward, when every kernel is loaded, the receives of all gradients that are left are posted:
+    on one-way channels, in their order."""
+
+    backwards = 0
+
+    def _backward(self, at: Task) -> None:
+        super()._backward(at)
+        self.backwards += 1
+        if self.backwards == 3:
+            for one in self.plan.tasks(self.rank)[self.position + 1 :]:
+                if one.op == ins.RECV_B:
+                    self._recv_b(one)
+
+    def _recv_b(self, at: Task) -> None:
+        if at.message not in self.handles:
+            super()._recv_b(at)
+
+
 class WarmsNothingUp(NcclTransport):
     """Communicators are made by the first transfers of a step (Megatron-LM#5240, pytorch#129140)."""
 

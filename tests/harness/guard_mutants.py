@@ -8,8 +8,12 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from megatron_pp.faults.device_events import CompletedWork, EventQueries
 from megatron_pp.faults.guard import FaultGuard
+from megatron_pp.faults.heartbeat import Heartbeat
+from megatron_pp.faults.records import Progress
 from megatron_pp.faults.tracker import Outside
 
 
@@ -38,6 +42,14 @@ class InWatchdog(CompletedWork):
             self.begun = True
             self.queries.begin()
         self.poll()
+
+
+class ReportsMemory(Heartbeat):
+    """With each heartbeat the device is asked for its free memory."""
+
+    def _publish_progress(self, here: Progress | None) -> None:
+        torch.cuda.mem_get_info()
+        super()._publish_progress(here)
 
 
 def _nothing(guard: FaultGuard) -> None:

@@ -120,6 +120,7 @@ class VirtualNCCL:
         return self.store.get(key).decode()
 
     def abort(self) -> None:
+        self.device.process.waits_for_context()
         self.is_aborted = True
         for name, _ in self._communicators.values():
             self.network.abort_communicator(name, self.device.rank)

@@ -22,8 +22,8 @@ from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.testing.toy import HIDDEN
 from tests.harness.output_layer_runs import BATCH, SEQ, Case, step_on_nccl
-from tests.harness.stream_runs import plan_on_streams
-from tests.harness.streams import StreamReport
+from tests.harness.stream_runs import for_nccl, plan_on_streams
+from tests.harness.streams import LATER_STEPS, StreamReport
 from tests.harness.streams.call_log import CallLog
 from tests.harness.streams.virtual_times import Timelines, durations_of, timelines
 
@@ -149,15 +149,16 @@ def timed_step(
     pairs: OverlappedForwardBackward = on_two_streams,
     **more: Any,
 ) -> TimedStep:
-    """A step of ``spec``'s plan by ``executor``, its pairs by ``pairs``; ``more`` of ``plan_on_streams``."""
+    """A step of ``spec``'s plan by ``executor``, its pairs by ``pairs``; ``more`` of ``plan_on_streams``. Kernels are
+    loaded: the times of a plan are those of later steps."""
     log, plan = CallLog(), build_plan(spec)
-    report = plan_on_streams(spec, PairsBy(pairs, executor), log=log, **more)
+    report = plan_on_streams(spec, PairsBy(pairs, executor), log=log, rules=LATER_STEPS, **more)
     return _timed(plan, report, log, 2 * 1 * HIDDEN)
 
 
 def timed_output_layer(case: Case) -> TimedStep:
     """A step with a split output layer, over the transport for NCCL."""
-    log, plan = CallLog(), build_plan(PlanSpec(case.schedule, case.size, 1, case.microbatches))
+    log, plan = CallLog(), build_plan(for_nccl(PlanSpec(case.schedule, case.size, 1, case.microbatches)))
     report = step_on_nccl(case, log, overlap_p2p_comm=True, warm_up_p2p=False)[0]
     return _timed(plan, report, log, SEQ * BATCH * HIDDEN)
 

@@ -10,6 +10,15 @@ from tests.harness.streams.check import StreamReport, check_streams
 from tests.harness.streams.cuda import virtual_cuda
 from tests.harness.streams.memory import StreamRace
 from tests.harness.streams.network import StreamNetwork
-from tests.harness.streams.rules import DeviceRules
+from tests.harness.streams.rules import LATER_STEPS, DeviceRules
 
-__all__ = ["CallLog", "DeviceRules", "StreamNetwork", "StreamRace", "StreamReport", "check_streams", "virtual_cuda"]
+__all__ = [
+    "LATER_STEPS",
+    "CallLog",
+    "DeviceRules",
+    "StreamNetwork",
+    "StreamRace",
+    "StreamReport",
+    "check_streams",
+    "virtual_cuda",
+]

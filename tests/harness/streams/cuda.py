@@ -20,7 +20,6 @@ from unittest.mock import patch
 import torch
 from torch.autograd.variable import Variable
 
-from megatron_pp.comm.transport import Transport
 from megatron_pp.weight_grad.deferred import tensors_in
 from tests.harness.streams.capture import CUDAGraph, graph_pool_handle, is_capturing
 from tests.harness.streams.device import VirtualDevice, current_device
@@ -184,6 +183,11 @@ def _synchronize(device: Any = None) -> None:
         here.synchronize(here.lanes, "torch.cuda.synchronize")
 
 
+def _mem_get_info(device: Any = None) -> tuple[int, int]:
+    calls_cuda("cudaMemGetInfo", device)
+    return 0, 0
+
+
 def _range_push(message: str) -> int:
     here = current_device()
     if here is not None:
@@ -257,6 +261,7 @@ _REPLACED: dict[str, Any] = {
     **dict.fromkeys(("_lazy_init", "init", "empty_cache", "reset_peak_memory_stats"), _nothing),
     **dict.fromkeys(("memory_allocated", "max_memory_allocated"), _constant(0)),
     **dict.fromkeys(("memory_reserved", "max_memory_reserved"), _constant(0)),
+    "mem_get_info": _mem_get_info,
     "set_device": _set_device,
     "current_device": chosen_device,
     "device_count": _device_count,
@@ -295,20 +300,10 @@ def replaced(places: list[tuple[Any, str, Any]]) -> Iterator[None]:
         yield
 
 
-class _EveryKind(frozenset[object]):
-    """The kinds of steps that were run: any."""
-
-    def __contains__(self, kind: object) -> bool:
-        return True
-
-    def __or__(self, more: Any) -> Any:
-        return self
-
-
 @contextmanager
 def virtual_cuda() -> Iterator[None]:
-    """``torch.cuda`` is virtual, and no first step loads kernels. The engine names its instructions by
-    NVTX ranges (MEGATRON_PP_NVTX), which reports quote. One at a time in a process."""
+    """``torch.cuda`` is virtual. The engine names its instructions by NVTX ranges (MEGATRON_PP_NVTX), which reports
+    quote. One at a time in a process."""
     places: list[tuple[Any, str, Any]] = [(torch.cuda, name, new) for name, new in _REPLACED.items()]
     places += [(torch.accelerator, name, _REPLACED[same]) for name, same in _OF_ANY_ACCELERATOR.items()]
     places += [(torch.accelerator, "current_accelerator", _constant(torch.device("cuda")))]
@@ -319,7 +314,6 @@ def virtual_cuda() -> Iterator[None]:
     places += [(torch.cuda.random, name, _REPLACED[name]) for name in ("current_device", "device_count")]
     places += [(torch.Tensor, "record_stream", _record_stream), (torch.autograd.Function, "apply", _apply_function)]
     places += [(Variable, "_execution_engine", _Engine(Variable._execution_engine))]
-    places += [(Transport, "kinds_run", _EveryKind())]
     importlib.import_module("torch._dynamo")  # torch imports it late, and it wants the real torch.cuda then
     with _OPEN, replaced(places), patch.dict(os.environ, {_NVTX: "1"}), PassingMode():
         yield

@@ -21,14 +21,12 @@ _TO_HOST = {"tolist", "numpy"}  # need the values
 
 
 class CudaTensors(TorchFunctionMode):
-    """``target``: where the call that runs puts its result, "cpu" or "cuda"; empty where it was not said. ``pins``:
-    whether it makes pinned memory."""
+    """``target``: where the call that runs puts its result, "cpu" or "cuda"; empty where it was not said."""
 
     def __init__(self, device: VirtualDevice) -> None:
         super().__init__()
         self.device = device
         self.target = ""
-        self.pins = False
         self._special = {name: getattr(self, f"_{name}") for name in ("to", "cuda", "cpu", "get_device", "type")}
         self._special["pin_memory"] = self._pinned
         self._plain: set[Any] = set()  # functions that have been called, and are of no kind of their own
@@ -67,8 +65,7 @@ class CudaTensors(TorchFunctionMode):
         if not kwargs:
             return func(*args)
         before, given = self.target, kwargs.get("device")
-        self.pins = kwargs.pop("pin_memory", False)
-        if self.pins:
+        if kwargs.pop("pin_memory", False):
             self.target = "cpu"
         elif given is not None:
             self.target = _kind(given)
@@ -80,7 +77,7 @@ class CudaTensors(TorchFunctionMode):
                 self.device.keep_on_host(result.untyped_storage())
             return result
         finally:
-            self.target, self.pins = before, False
+            self.target = before
 
     # -- functions of their own kind ----------------------------------------------------------------------------------
 
@@ -103,11 +100,7 @@ class CudaTensors(TorchFunctionMode):
         return self._move(tensor, "cpu", False)
 
     def _pinned(self, func: Any, tensor: torch.Tensor, *args: Any, **_: Any) -> torch.Tensor:
-        self.pins = True
-        try:
-            return self._move(tensor, "cpu", False)
-        finally:
-            self.pins = False
+        return self._move(tensor, "cpu", False)
 
     def _get_device(self, func: Any, tensor: torch.Tensor) -> int:
         return -1 if self.device.is_host_memory(tensor) else self.device.process.index

@@ -20,6 +20,7 @@ from tests.harness.streams.autograd_streams import NodeStreams
 from tests.harness.streams.call_log import CallLog
 from tests.harness.streams.hardware import HardwareQueues
 from tests.harness.streams.host_process import HostProcess
+from tests.harness.streams.kernels import Kernel
 from tests.harness.streams.memory import (
     FREE,
     WRITE,
@@ -105,18 +106,19 @@ class VirtualDevice:
 
     def __init__(self, rank: int, network: Network, queues: HardwareQueues) -> None:
         self.rank, self.network, self.log = rank, network, network.log
-        self.process = HostProcess(rank % network.num_devices, network.rules.queries_block)
+        self.process = HostProcess(rank % network.num_devices, network.rules.queries_block, network.rules.context_lock)
         self.host = Host(next(network.timelines), rank, network.log)
         self.host.before_command = queues.issue
         self.default = Lane(next(network.timelines), "default stream", self.host)
         self.nodes = NodeStreams(self.default, self.record_stream, self.is_host_memory)
         self.tensors: AbstractContextManager[Any] | None = None  # the mode in which this rank's thread runs
-        self.allocator = CachingAllocator()
+        self.allocator = CachingAllocator(limit=network.rules.memory)
         self.ranges: list[str] = []  # open NVTX ranges: the engine's instruction is one
         self.races: dict[tuple[str, ...], StreamRace] = {}
         self.overwritten: dict[tuple[str, ...], Overwritten] = {}
         self.captured: list[Use] | None = None  # by the graph that is being captured
         self.operations = 0
+        self.kernels: set[Kernel] = set()  # that are loaded
         self.slept = 0.0  # milliseconds in ``torch.cuda._sleep``
         self._pools: dict[bool, list[Lane]] = {False: [], True: []}
         self._turns = {False: itertools.count(), True: itertools.count()}
@@ -158,12 +160,28 @@ class VirtualDevice:
 
     def stream_step(self, what: str) -> Timeline:
         """The host issues an operation to the current stream."""
+        self.process.waits_for_context()
         stream = self.nodes.of_next_operation()
         stream.issue()
         self.network.launch(self, stream)
         self.log.launch(self.rank, stream.number, what)
         self.operations += 1
         return stream
+
+    def launches(self, kernel: Kernel | None) -> None:
+        """The host launches ``kernel``, which is loaded if it is the first time."""
+        if kernel is None or kernel in self.kernels or not self.network.rules.first_launches:
+            return
+        self.kernels.add(kernel)
+        if self.captured is None:
+            self.wait_until_idle(f"the first launch of {kernel.operation}")
+
+    def wait_until_idle(self, what: str) -> None:
+        """A call of CUDA waits, under the context's lock, for all that this process has issued. The program may not
+        count on the order."""
+        with self.process.holds_context():
+            pending = set().union(*(lane.unfinished() for lane in self.lanes))
+            self.block(lambda: all(work.finished for work in pending), what)
 
     def host_step(self, what: str) -> Timeline:
         """The host works on its own memory."""
@@ -185,14 +203,12 @@ class VirtualDevice:
     def is_host_memory(self, tensor: torch.Tensor) -> bool:
         return bool(self._host_blocks) and tensor.untyped_storage()._cdata in self._host_blocks
 
-    def keep_on_host(self, storage: Any, pinned: bool = False) -> None:
+    def keep_on_host(self, storage: Any) -> None:
         """``storage`` is new and lies in host memory."""
         key = storage._cdata
         if key not in self._blocks and key not in self._host_blocks:
             self._host_blocks.add(key)
             block = self._blocks[key] = Block(0, storage.nbytes(), self.host)
-            if pinned:
-                self._allocated("pinned memory")
             self.log.allocate(self.rank, block, storage.nbytes(), self.host.number)
             self._storages[key] = weakref.ref(storage, lambda gone: self._forget_host(key))
 
@@ -202,20 +218,27 @@ class VirtualDevice:
         block = self._blocks.get(key)
         if block is None:
             stream, pool = self.stream, self._pool
+            if not is_quiet() and not pool.has_room(storage.nbytes(), stream):
+                self._give_cached_memory_back(storage.nbytes())
             block = self._blocks[key] = pool.allocate(storage.nbytes(), stream, stream.now)
-            if block.owner == 0 and self.captured is None:
-                self._allocated("memory")
             if block.owner == 0 or not pool.of_graphs:
                 nbytes = block.nbytes if pool.of_graphs else storage.nbytes()
                 self.log.allocate(self.rank, block, nbytes, stream.number)
             self._storages[key] = weakref.ref(storage, lambda gone: self._free(key))
         return block
 
-    def _allocated(self, what: str) -> None:
-        """No freed memory has served an allocation."""
-        if self.network.rules.allocation_waits and not is_quiet():
-            pending = set().union(*(lane.unfinished() for lane in self.lanes))
-            self.block(lambda: all(work.finished for work in pending), f"an allocation of {what}")
+    def _give_cached_memory_back(self, wanted: int) -> None:
+        """As ``release_cached_blocks`` of torch's allocator: it waits for the events of freed blocks that
+        ``record_stream`` marked, then gives what is cached back by ``cudaFree``, which waits until the device is idle.
+        Raises OutOfMemoryError where ``wanted`` bytes are not free then."""
+        allocator = self.allocator
+        with self.process.holds_context():
+            self.block(allocator.events_are_over, "the events of blocks that record_stream marked")
+        if allocator.has_cached_blocks():
+            self.wait_until_idle("cudaFree of cached blocks")
+            allocator.drop_cached_blocks()
+        if not allocator.has_room(wanted, self.stream):
+            raise torch.OutOfMemoryError(f"rank {self.rank}: {wanted} bytes of {allocator.limit} are not free")
 
     def access(self, tensor: torch.Tensor, kind: str, lane: Timeline, what: str) -> None:
         """The operation that was just issued on ``lane`` reads or writes ``tensor``."""

@@ -5,6 +5,10 @@ context: 534 MiB on an H100 (torchcomms#777, torchcomms#4105). A query of an eve
 of the process waits for the device (pytorch#130844); ``torch.cuda.Event.query`` keeps the interpreter lock meanwhile
 (torch/csrc/cuda/Event.cpp), so all Python threads of the process stop, and a call through ctypes does not.
 
+A launch that loads its kernel, and a call that gives memory back, wait for the device under the lock of its context:
+calls of the other threads wait for this lock, event queries and aborts among them (torchcomms#2334). NCCL's abort sets
+a flag that ends its kernels before it calls CUDA, so on a GPU it may get through; not measured.
+
 A thread belongs to the process of the thread that starts it.
 """
 
@@ -51,16 +55,18 @@ class Capture:
 
 class HostProcess:
     """``index``: of the device that its main thread has chosen. ``queries_block``: whether a query of an event blocks
-    while a thread of the process waits for the device."""
+    while a thread of the process waits for the device. ``context_lock``: whether calls wait for ``holds_context``."""
 
-    def __init__(self, index: int, queries_block: bool = False) -> None:
+    def __init__(self, index: int, queries_block: bool = False, context_lock: bool = True) -> None:
         self.index = index
         self.queries_block = queries_block
+        self.context_lock = context_lock
         self.capture: Capture | None = None
         self.contexts: dict[int, str] = {}  # on other devices, by index: what made it
         self._gate = threading.Condition()
         self._waiting = 0  # threads that wait for the device
         self._keeper: int | None = None  # the thread that waits in a call that keeps the interpreter lock
+        self._holder: int | None = None  # the thread that waits under the context's lock
 
     @contextmanager
     def main_thread(self) -> Iterator[None]:
@@ -79,7 +85,11 @@ class HostProcess:
         self.calls("cudaSetDevice")
 
     def calls(self, what: str, index: int | None = None) -> None:
-        """This thread calls CUDA: on its current device, or on the one of this ``index``."""
+        """This thread calls CUDA: on its current device, or on the one of this ``index``. Returns when it may."""
+        self._note_context(what, index)
+        self.waits_for_context()
+
+    def _note_context(self, what: str, index: int | None) -> None:
         on = chosen_device() if index is None else index
         if on != self.index and on not in self.contexts:
             self.contexts[on] = (
@@ -113,16 +123,44 @@ class HostProcess:
                 self._waiting -= 1
                 self._gate.notify_all()
 
-    def queries(self, keeps_lock: bool, was_captured: bool) -> None:
-        """This thread asks the device for an event: returns when the driver answers."""
-        self.calls("cudaEventQuery")
-        self.asks("cudaEventQuery", was_captured)
-        if not self.queries_block:
+    @contextmanager
+    def holds_context(self) -> Iterator[None]:
+        """This thread is in a call that waits for the device under the lock of its context."""
+        if not self.context_lock:
+            yield
             return
         with self._gate:
-            if self._waiting and keeps_lock:
+            self._gate.wait_for(lambda: not self._is_locked_out())
+            before, self._holder = self._holder, threading.get_ident()
+        try:
+            yield
+        finally:
+            with self._gate:
+                self._holder = before
+                self._gate.notify_all()
+
+    def waits_for_context(self) -> None:
+        """This thread calls CUDA: returns when no other thread holds the context's lock."""
+        if self._is_locked_out():
+            with self._gate:
+                self._gate.wait_for(lambda: not self._is_locked_out())
+
+    def _is_locked_out(self) -> bool:
+        return self._holder is not None and self._holder != threading.get_ident()
+
+    def _holds_up_queries(self) -> bool:
+        return self._is_locked_out() or (self.queries_block and self._waiting > 0)
+
+    def queries(self, keeps_lock: bool, was_captured: bool) -> None:
+        """This thread asks the device for an event: returns when the driver answers."""
+        self._note_context("cudaEventQuery", None)
+        self.asks("cudaEventQuery", was_captured)
+        if not self._holds_up_queries():
+            return
+        with self._gate:
+            if keeps_lock and self._holds_up_queries():
                 self._keeper = threading.get_ident()
-            self._gate.wait_for(lambda: not self._waiting)
+            self._gate.wait_for(lambda: not self._holds_up_queries())
             self._keeper = None
             self._gate.notify_all()
 

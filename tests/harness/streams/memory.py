@@ -162,6 +162,10 @@ class Use(NamedTuple):
 _UNIT = 512  # bytes; sizes are rounded up to it
 
 
+def _rounded(nbytes: int) -> int:
+    return _UNIT * max(1, math.ceil(nbytes / _UNIT))
+
+
 class CachingAllocator:
     """The memory of one device: a stream-ordered caching allocator, as PyTorch's. Blocks of a stream's pool lie in the
     order in which they were freed.
@@ -171,10 +175,13 @@ class CachingAllocator:
     are the exception: the block returns when the allocator, at an allocation, finds that their work is done. Of all
     blocks that PyTorch's might give (it splits larger ones), this one gives the most dangerous.
 
-    ``of_graphs``: a pool of CUDA graphs, whose replays use the addresses of the capture for ever."""
+    ``of_graphs``: a pool of CUDA graphs, whose replays use the addresses of the capture for ever. ``limit``: bytes that
+    the device has; 0: without end."""
 
-    def __init__(self, of_graphs: bool = False) -> None:
+    def __init__(self, of_graphs: bool = False, limit: int = 0) -> None:
         self.of_graphs = of_graphs
+        self.limit = limit
+        self.reserved = 0  # bytes of all blocks, in use and cached
         self.reused = 0
         self._pools: defaultdict[Timeline, list[Block]] = defaultdict(list)
         # Freed blocks that wait for streams named by record_stream; whether their work is done, as of then.
@@ -184,11 +191,11 @@ class CachingAllocator:
     def allocate(self, nbytes: int, stream: Timeline, clock: Callable[[], Clock]) -> Block:
         """A block for ``nbytes`` on ``stream``. ``clock()``: what has happened before its next step."""
         self._process_returning()
-        size = _UNIT * max(1, math.ceil(nbytes / _UNIT))
-        pool = self._pools[stream]
+        size, pool = _rounded(nbytes), self._pools[stream]
         fitting = [block for block in pool if block.nbytes >= size]
         if not fitting:
             self._made += 1
+            self.reserved += size
             return Block(self._made, size, stream, self)
         now = clock()
         chosen = next((block for block in fitting if block.unordered(now)), None)
@@ -200,6 +207,27 @@ class CachingAllocator:
         chosen.owner += 1
         chosen.recorded.clear()
         return chosen
+
+    def has_room(self, nbytes: int, stream: Timeline) -> bool:
+        """Whether a cached block or new memory serves an allocation."""
+        if not self.limit:
+            return True
+        self._process_returning()
+        size = _rounded(nbytes)
+        return self.reserved + size <= self.limit or any(block.nbytes >= size for block in self._pools[stream])
+
+    def events_are_over(self) -> bool:
+        """Of the freed blocks that wait for streams named by record_stream."""
+        self._process_returning()
+        return not self._returning
+
+    def has_cached_blocks(self) -> bool:
+        return any(self._pools.values())
+
+    def drop_cached_blocks(self) -> None:
+        """Their memory is the device's again."""
+        self.reserved -= sum(block.nbytes for pool in self._pools.values() for block in pool)
+        self._pools.clear()
 
     def free(self, block: Block, access: Access, done: Callable[[], bool]) -> None:
         """``block`` is given back. ``done()``: is all work over that the streams of ``block.recorded`` have now?"""

@@ -124,6 +124,7 @@ class StreamNetwork(WindowNetwork):
         self, rank: int, queue: Queue, ends: list[End], high_priority: bool = False, thread_blocks: int = 0
     ) -> StreamWork:
         """``thread_blocks``: what it takes of the device; 0: as the rules say."""
+        self.devices[rank].process.waits_for_context()
         with self.changed, simulating():
             device = self.devices[rank]
             if queue not in self._lanes:

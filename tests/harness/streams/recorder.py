@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_pp.weight_grad.deferred import tensors_in
 from tests.harness.streams.cuda_tensors import CudaTensors
 from tests.harness.streams.device import VirtualDevice, is_quiet
+from tests.harness.streams.kernels import kernel_of
 from tests.harness.streams.memory import READ, WRITE
 from tests.harness.streams.timelines import Timeline
 
@@ -87,8 +88,7 @@ class _Recorder(PassingMode):
             if not self.checks and effects.synchronizes:  # the host has run ahead of the device: it waits here
                 self.device.synchronize([self.device.stream], effects.name)
             result = func(*args, **kwargs)
-            if self.checks:
-                self._enter(effects, args, kwargs, result)
+            self._enter(effects, args, kwargs, result)
         return result
 
     def _enter(self, effects: _Effects, args: Any, kwargs: Any, result: Any) -> None:
@@ -104,10 +104,15 @@ class _Recorder(PassingMode):
         new = [t for t in results if t.untyped_storage()._cdata not in storages]
         if results and not new and not effects.written:
             return  # a view
+        if not self.checks:
+            device.launches(kernel_of(effects.name, [*(t for _, t in given), *new], False))
+            return
         placed_on_host = self.tensors.puts_on_host([t for _, t in given])
         for tensor in new if placed_on_host else ():
-            device.keep_on_host(tensor.untyped_storage(), self.tensors.pins)
+            device.keep_on_host(tensor.untyped_storage())
         on_host = all(map(device.is_host_memory, [*(t for _, t in given), *new]))
+        if not on_host:
+            device.launches(kernel_of(effects.name, [*(t for _, t in given), *new], placed_on_host))
         lane = (device.host_step if on_host else device.stream_step)(effects.name)
         if device.network.looks_for_races:
             self._note_uses(effects, given, new, lane)

@@ -27,7 +27,7 @@ from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.testing.pipeline import placement_of, toy_step
 from megatron_pp.testing.toy import ToyBlock, ToyData, toy_chunks, toy_config
 from tests.harness.nccl_runs import on_nccl
-from tests.harness.streams import StreamNetwork
+from tests.harness.streams import LATER_STEPS, StreamNetwork
 from tests.harness.streams.device import current_device
 from tests.harness.streams.timelines import Clock
 
@@ -46,11 +46,12 @@ class Kernel:
 
 
 class Job:
-    """``SIZE`` ranks on NCCL that train. ``stops``: (rank, step, n), where in its nth forward a kernel begins that goes
-    on until ``kernel.finished``; the host fails there in forward number ``raises``."""
+    """``SIZE`` ranks on NCCL that train, and have loaded their kernels. ``stops``: (rank, step, n), where in its nth
+    forward a kernel begins that goes on until ``kernel.finished``; the host fails there in forward number ``raises``.
+    """
 
     def __init__(self, stops: tuple[int, int, int], raises: int = -1, **fields: Any) -> None:
-        self.network = StreamNetwork(SIZE, seed=None, run_ahead=True)
+        self.network = StreamNetwork(SIZE, seed=None, run_ahead=True, rules=LATER_STEPS)
         self.fields = {"overlap_p2p_comm": True, "p2p_timeout": 600.0, **fields}
         self.config = toy_config(**self.fields)
         self.stops, self.raises = stops, raises

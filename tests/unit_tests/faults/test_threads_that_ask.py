@@ -3,22 +3,28 @@ on another device, and a query that blocks keeps nobody from finding out who die
 
 from __future__ import annotations
 
+import re
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_pp.errors import PipelineStallError
-from megatron_pp.faults import device_events
+from megatron_pp.comm import abort
+from megatron_pp.errors import PipelineError, PipelineStallError
+from megatron_pp.faults import device_events, guard, watchdog
 from megatron_pp.faults.records import Process
 from megatron_pp.p2p_communication import P2PCommunicator
-from megatron_pp.testing.pipeline import placement_of, toy_step
+from megatron_pp.testing.pipeline import placement_of, run_rank, toy_step
 from megatron_pp.testing.toy import ToyBlock, ToyData, toy_chunks
-from tests.harness.guard_mutants import InWatchdog, OnDeviceZero, WithInterpreterLock
+from tests.harness.guard_mutants import InWatchdog, OnDeviceZero, ReportsMemory, WithInterpreterLock
+from tests.harness.nccl_runs import on_nccl
+from tests.harness.plan_text import save_plan, small_plan, with_programs
 from tests.harness.streams import DeviceRules, StreamNetwork
 from tests.unit_tests.faults.test_hosts_that_run_ahead import SECONDS, SIZE, Job, Raised, eventually, kill
+from tests.unit_tests.harness.test_first_launches import GIS_H
 
 pytestmark = pytest.mark.usefixtures("nccl_settings")
 MUTANTS = {"InWatchdog": ("CompletedWork", InWatchdog), "WithInterpreterLock": ("EventQueries", WithInterpreterLock)}
@@ -84,6 +90,71 @@ def test_a_guard_that_a_query_blocks_does_not_abort(
     monkeypatch.setattr(device_events, *MUTANTS[mutant])
     assert woken(gone, queries_block=False) == {0, 2}
     assert woken(gone, queries_block=True, seconds=BLOCKED) == set()
+
+
+# -- a launch that waits under the context's lock ----------------------------------------------------------------------
+
+
+def said_of_launches_that_hang(path: Path, caplog: pytest.LogCaptureFixture, rules: DeviceRules) -> tuple[str, str]:
+    """Two ranks hang in their first step, the first of them in the first launch of a kernel, for 8 seconds. What they
+    log until then, and the errors that they raise."""
+    save_plan(with_programs(small_plan("gis_h", 2, 2, 4), *GIS_H), path)
+    fields: dict[str, Any] = {"pipeline_schedule": str(path), "virtual_pipeline_model_parallel_size": 2}
+    fields |= {"overlap_p2p_comm": True, "device_sync": False, "p2p_timeout": 1.0, "compute_timeout": 60.0}
+    network, raised, said = StreamNetwork(2, seed=None, rules=rules), list[str](), list[str]()
+
+    def body(communicator: P2PCommunicator) -> None:
+        try:
+            run_rank(communicator.rank, 2, 2, ToyData(4), communicator.config, communicator)
+        except (RuntimeError, PipelineError) as error:
+            raised.append(f"{type(error).__name__}: {error}")
+
+    def give_up() -> None:
+        said.append(caplog.text)
+        network.abort("too late")
+
+    too_late = threading.Timer(8.0, give_up)
+    too_late.start()
+    on_nccl(network, body, **fields)
+    too_late.cancel()
+    return "".join(said or [caplog.text]), "\n".join(raised)
+
+
+NAMED = "operations wait for each other's messages: rank "
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(abort, "_NCCL_PATIENCE", 0.5)
+    monkeypatch.setattr(watchdog, "_BEFORE_ESCALATION", 0.5)
+    monkeypatch.setattr(watchdog, "_BEFORE_SHOWING_STACK", 0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("soon")
+def test_launches_that_hang_under_the_lock_are_named_though_no_abort_gets_through(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No rank comes out of such a launch before its process is ended; the log says why."""
+    said, raised = said_of_launches_that_hang(tmp_path / "gis_h.json", caplog, DeviceRules(one_device=True))
+    assert NAMED in said
+    assert re.search(r"pipeline rank \d has to leave its step \(.*but is still in forward of chunk 0", said)
+    assert "aborted: too late" in raised
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("soon")
+def test_a_heartbeat_that_calls_cuda_lets_nobody_be_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where calls of other threads go through, such a guard does its work."""
+    monkeypatch.setattr(guard, "Heartbeat", ReportsMemory)
+    path, rules = tmp_path / "gis_h.json", DeviceRules(one_device=True, queries_block=True, context_lock=False)
+    _, raised = said_of_launches_that_hang(path, caplog, rules)
+    assert raised.count(f"PipelineStallError: pipeline stalled: no rank has made progress for 1 s: {NAMED}") == 2
+    caplog.clear()
+    said, raised = said_of_launches_that_hang(path, caplog, DeviceRules(one_device=True))
+    assert NAMED not in said + raised
 
 
 # -- CUDA graphs -------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.testing.threads import run_ranks
 from tests.harness.stream_runs import on_one_device
 from tests.harness.streams import DeviceRules, StreamNetwork, virtual_cuda
+from tests.harness.virtual_groups import VirtualNCCL
 from tests.unit_tests.faults.test_hosts_that_run_ahead import Kernel
 
 
@@ -142,6 +144,86 @@ def test_a_query_blocks_while_a_thread_waits_for_the_device(query: Callable[[tor
     assert seen == [False, query is query_of_the_runtime]
     assert answered.is_set()
     assert moved.is_set()
+
+
+def while_a_launch_waits(call: Callable[[StreamNetwork, torch.cuda.Event], object], rules: DeviceRules) -> bool:
+    """Whether ``call`` of another thread returns while the host is in the first launch of a kernel, and so waits for a
+    receive whose send was not posted yet."""
+    network = StreamNetwork(2, seed=None, rules=rules)
+    process, returned, goes_on = network.devices[0].process, threading.Event(), threading.Event()
+    seen: list[bool] = []
+
+    def other(event: torch.cuda.Event) -> None:
+        while not process._waiting:
+            time.sleep(0.01)
+        call(network, event)
+        returned.set()
+
+    def run(rank: int) -> None:
+        with network.running(rank):
+            tensor, transport = torch.empty(4), network.transport(rank)
+            if rank == 1:
+                seen.append(returned.wait(1.0))
+                transport.isend(tensor, 0, "A")
+                return
+            event = torch.cuda.Event()
+            event.record()
+            transport.irecv(tensor, 1, "A")
+            thread = threading.Thread(target=other, args=(event,))
+            thread.start()
+            torch.ones(4).tanh()
+            thread.join()
+            goes_on.set()
+
+    with virtual_cuda():
+        run_ranks(2, run, network.abort)
+    assert returned.is_set()
+    assert goes_on.is_set()
+    return seen[0]
+
+
+CALLS: dict[str, Callable[[StreamNetwork, torch.cuda.Event], object]] = {
+    "query": lambda network, event: query_of_the_runtime(event),
+    "query of torch": lambda network, event: query_of_torch(event),
+    "memory": lambda network, event: torch.cuda.mem_get_info(),
+    "abort": lambda network, event: VirtualNCCL.abort(
+        SimpleNamespace(device=network.devices[0], network=network, _communicators={})  # type: ignore[arg-type]
+    ),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_launch_that_waits_holds_the_lock_under_which_other_calls_wait(call: str) -> None:
+    assert while_a_launch_waits(CALLS[call], DeviceRules(context_lock=False))
+    assert not while_a_launch_waits(CALLS[call], DeviceRules())
+
+
+def test_a_wait_for_the_device_holds_no_lock() -> None:
+    """``cudaDeviceSynchronize``: other threads may ask meanwhile, unless ``queries_block``."""
+    network = StreamNetwork(1, seed=None, run_ahead=True)
+    kernel, asked = Kernel(), threading.Event()
+
+    def other(event: torch.cuda.Event) -> None:
+        while not network.devices[0].process._waiting:
+            time.sleep(0.01)
+        query_of_torch(event)
+        asked.set()
+        kernel.finished = True
+        network.progress()
+
+    def run(rank: int) -> None:
+        with network.running(rank):
+            event = torch.cuda.Event()
+            event.record()
+            network.devices[0].stream.wait_for({}, [kernel])
+            thread = threading.Thread(target=other, args=(event,))
+            thread.start()
+            torch.cuda.synchronize()
+            thread.join()
+
+    with virtual_cuda():
+        run_ranks(1, run, network.abort, 20.0)
+    assert asked.is_set()
 
 
 WAITS: list[Callable[[torch.cuda.Event], object]] = [
