@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget-s", type=number, metavar="S", help=budget)
     parser.add_argument("--jobs", type=whole, metavar="N", help="processes that search; default 2, or fewer cores")
     parser.add_argument("--plot", metavar="FILE", help="step time against memory, as .svg or .png")
-    written = "what a recommended search plans for, for --pipeline-measured of a run"
+    written = "what a recommended search plans for, for --pipeline-measured of a run; default " + answer.MEASURED_FILE
     parser.add_argument("--measured-out", metavar="FILE", help=written)
     parser.add_argument("--json", action="store_true", help="for programs")
 
@@ -73,6 +73,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
         raise UsageError(f"--plot writes .svg and .png, not {ending!r}")
     if args.jobs == 0:
         raise UsageError("--jobs is 0; it takes at least 1 process")
+    if args.plot:
+        draw.require_matplotlib()
     question = advise_input.question_of(args)
     for path in filter(None, (args.plot, args.measured_out)):
         check_writable(path)
@@ -89,8 +91,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
         for line in _recommended(findings, best, order, measured):
             print_line(console, line)
         _show_others(findings, best, console)
-    if args.measured_out and best.spec is not None and best.spec.measured is not None:
-        write_whole(args.measured_out, json.dumps(asdict(best.spec.measured), indent=1) + "\n")
+    if best.spec is not None and best.spec.measured is not None:  # the command names it
+        write_whole(measured, json.dumps(asdict(best.spec.measured), indent=1) + "\n")
     elif args.measured_out:
         warnings.warn(f"{args.measured_out} is not written: {best.candidate.schedule} is no search", stacklevel=1)
     if args.plot:
@@ -202,13 +204,16 @@ def _recommended(findings: Findings, best: Outcome, order: MicrobatchOrder | Non
     yield ""
     if answer.megatron_models_run(best):
         flags = [*answer.our_flags(best, measured), "pretrain_gpt.py", *answer.megatron_flags(question, best)]
-        yield f"megatron-pp run {shlex.join(flags)} ..."
+        ranks = question.pipeline_size * question.data_parallel
+        yield f"torchrun --nproc-per-node {ranks} -m megatron_pp run {shlex.join(flags)} ..."
+        yield "    on one machine, with the other flags of your script in place of ...; tensor and context parallelism"
+        yield "    multiply the number of processes"
     else:
         settings = ", ".join(f"{name}={value!r}" for name, value in answer.our_settings(best, measured).items())
         yield f"TransformerConfig({settings}, ...)"
         yield "    in a training loop of your own: Megatron's models cannot run it"
-    if best.candidate.searches and not Path(measured).exists():
-        yield f"    {measured}: --measured-out {measured} writes it"
+    if best.spec is not None and best.spec.measured is not None:
+        yield f"    wrote {measured}, which the search of the run reads: the costs that this one planned for"
     if answer.megatron_models_run(best) and not answer.runs_in_megatron(best):
         yield "    Megatron without megatron_pp has no such schedule"
     yield ""

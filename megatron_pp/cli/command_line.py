@@ -16,12 +16,14 @@ from megatron_pp.cli.parser import parse
 from megatron_pp.cli.terminal import open_terminal
 from megatron_pp.errors import MegatronPPError, visible
 
+_EXTRAS = {"megatron": "megatron", "tqdm": "megatron", "matplotlib": "viz", "ortools": "solver"}
+"""Package that may be missing -> the extra that brings it."""
 _COMMANDS = ("plan", "verify", "simulate", "advise", "draw", "report")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit code (``errors.py``)."""
-    given = sys.argv[1:] if argv is None else list(argv)
+    given = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
     if given[:1] == [run.NAME]:
         return _run_script(given[1:])
     if given[:1] == [parity.NAME]:
@@ -61,13 +63,23 @@ def _run_script(argv: Sequence[str]) -> int:
     script: Callable[[], None] | None = None
     try:
         script = run.prepare(argv)
-        script()
+        _recorded(script)()
     except (ImportError, MegatronPPError) as error:
         if script is not None and not isinstance(error, UsageError):
             raise
         _complain(f"megatron-pp {run.NAME}: {_in_words(error)}")
         return BAD_INPUT
     return OK
+
+
+def _recorded(script: Callable[[], None]) -> Callable[[], None]:
+    """Under torchrun what the script raises goes to the error file that it reads, prints as the root cause, and keeps
+    in its log folder: it ends the other ranks at once, maybe before they have said theirs."""
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        return script
+    errors: Any = importlib.import_module("torch.distributed.elastic.multiprocessing.errors")
+    recorded: Callable[[], None] = errors.record(script)
+    return recorded
 
 
 def _compare(argv: Sequence[str]) -> int:
@@ -95,8 +107,10 @@ def _command(name: str) -> Any:
 
 
 def _in_words(error: Exception) -> str:
-    missing = error.name if isinstance(error, ImportError) else None
-    return f"{error}; `pip install {missing}` gets it" if missing else str(error)
+    missing = (error.name or "").partition(".")[0] if isinstance(error, ImportError) else ""
+    if missing not in _EXTRAS:
+        return f"{error}; `pip install {missing}` gets it" if missing else str(error)
+    return f"{error}; `pip install '.[{_EXTRAS[missing]}]'` gets it, and what goes with it"
 
 
 def _complain(text: str) -> None:

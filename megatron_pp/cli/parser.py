@@ -5,6 +5,7 @@ nothing is a mistake, and refused.
 """
 
 import argparse
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -16,12 +17,20 @@ from megatron_pp.plan.names import did_you_mean, unknown
 _INTRODUCTION = (
     "Plans of pipeline-parallel training: print, check, simulate, draw, and compare with what really happened."
 )
+# What argparse says of --switch=value.
+_EXPLICIT = re.compile(r"argument ([^,/\s:]+)[^:]*: ignored explicit argument (.*)")
 
 
 class Parser(argparse.ArgumentParser):
     """Suggests the nearest name where one is not known, and reports an error in one line."""
 
     def error(self, message: str) -> NoReturn:
+        switch = _EXPLICIT.fullmatch(message)
+        if switch is not None:
+            name = switch[1]
+            message = f"{name} is a switch, true or false, and takes no value ({switch[2]}): write {name}"
+            if (opposite := f"--no-{name.removeprefix('--')}") in self.options:
+                message += f" or {opposite}"
         self.exit(BAD_INPUT, f"{self.prog}: {visible(message)}; see {self.prog} --help\n")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:

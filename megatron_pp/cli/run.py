@@ -40,6 +40,23 @@ examples:
 """
 
 
+_OTHERS = "the plug-in"
+_GROUPS = {
+    "the schedule": (
+        "pipeline_schedule", "microbatch_group_size_per_vp_stage", "overlapped_forward_backward", "pipeline_measured",
+        "pipeline_replan", "offload_chunks", "offload_slots", "fsdp_collectives", "fsdp_max_active_stages",
+    ),
+    "transfers": (
+        "overlap_p2p_comm", "batch_p2p_comm", "batch_p2p_sync", "pipeline_dtype", "variable_seq_lengths",
+        "p2p_channels", "p2p_max_ctas", "max_pending_sends", "warm_up_p2p", "device_sync",
+        "deallocate_pipeline_outputs",
+    ),
+    "failures": ("p2p_timeout", "compute_timeout", "p2p_debug"),
+    "traces and measurements": ("trace_dir", "trace_steps", "trace_first_step", "measure", "measure_out"),
+}  # fmt: skip
+"""Title in the help -> settings; the others follow."""
+
+
 def prepare(argv: Sequence[str]) -> Callable[[], None]:
     """What runs the script of a command line. The settings of the command line are read and checked now.
 
@@ -47,11 +64,21 @@ def prepare(argv: Sequence[str]) -> Callable[[], None]:
     are not understood.
     """
     parser = script_parser(NAME, "settings", SUMMARY, _EXAMPLES)
+    cpu = "run on the CPU with gloo, as parity does: what Megatron asks of CUDA and triton has a stand-in; for trying "
+    parser.add_argument("--cpu", action="store_true", default=False, help=cpu + "a script without a GPU, slowly")
     add_settings(parser)
     args = parsed(parser, argv)
+    if args.cpu:
+        _stand_in_for_gpus(args.script, args.module)
     plugin: Any = importlib.import_module("megatron_pp.integrations.on_import")
     plugin.install_on_import(read_settings(args.settings, **given_settings(args)))
     return partial(_run, load_module if args.module else load_script, args.script, args.arguments)
+
+
+def _stand_in_for_gpus(script: str, module: bool) -> None:
+    """What parity does before a script runs on the CPU; until the program ends."""
+    runs: Any = importlib.import_module("megatron_pp.parity.runs")
+    runs.prepare(runs.Program(script, module, steps=0, deadline=0.0, gpu=False, load=None))
 
 
 def _run(load: Callable[[str, Sequence[str]], Callable[[], None]], script: str, arguments: list[str]) -> None:
@@ -87,12 +114,17 @@ def given_settings(args: argparse.Namespace) -> dict[str, Any]:
 def add_settings(parser: Parser) -> None:
     """An option for each setting of the plug-in, and one for a file of them."""
     parser.add_argument("--settings", metavar="FILE", default=None, help="a TOML file with settings")
+    groups = {title: parser.add_argument_group(title) for title in (*_GROUPS, _OTHERS)}
     for name, setting in TABLE.items():
         if setting.kind.only_keyword:
             continue
-        is_switch = setting.kind is SWITCH
-        how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if is_switch else {"metavar": "VALUE"}
-        parser.add_argument(_flag(name), help=setting.help.replace("%", "%%"), **how)
+        how: dict[str, Any] = {"metavar": "VALUE"}
+        if setting.kind is SWITCH:
+            how = {"action": argparse.BooleanOptionalAction}
+        elif setting.kind.choices:  # which the setting checks, with a better error
+            how = {"metavar": "{" + ",".join(setting.kind.choices) + "}"}
+        title = next((title for title, names in _GROUPS.items() if name in names), _OTHERS)
+        groups[title].add_argument(_flag(name), help=setting.help.replace("%", "%%"), **how)
 
 
 def parsed(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:

@@ -96,5 +96,9 @@ def answer_questions(answer: Callable[[Any], Any], niceness: int) -> None:
             text = json.dumps({"answer": answer(json.loads(line))})
         except Exception as error:  # ``Child.answer`` raises it
             text = json.dumps({"error": f"{type(error).__name__}: {error}"})
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
+        try:
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
+        except OSError:  # nobody reads: the program has ended
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer
+            return

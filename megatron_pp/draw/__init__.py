@@ -65,12 +65,17 @@ def front(points: Sequence[Point], limit: float, as_png: bool = False) -> str | 
     return figures.as_png(drawing) if as_png else figures.as_svg(drawing, "Step time against memory")
 
 
-def _with_matplotlib() -> ModuleType:
-    """The module that draws with matplotlib, which takes long to load and may be missing."""
+def require_matplotlib() -> None:
+    """Raises MegatronPPError where it is missing."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise MegatronPPError("SVG and PNG pictures need matplotlib: pip install '.[viz]'") from error
+
+
+def _with_matplotlib() -> ModuleType:
+    """The module that draws with matplotlib, which takes long to load and may be missing."""
+    require_matplotlib()
     from megatron_pp.draw import figures
 
     return figures

@@ -1,5 +1,6 @@
 """A TOML file of settings for `install()`."""
 
+import re
 import sys
 from os import PathLike
 from typing import Any
@@ -8,6 +9,8 @@ from megatron_pp.errors import ConfigError, FileFormatError
 from megatron_pp.plan.costs.files import read_text
 
 _LARGEST = 1 << 14
+# A switch in words that TOML does not have.
+_SWITCH = re.compile(r"^\s*([\w.-]+)\s*=\s*(yes|no|on|off|True|False|Yes|No|On|Off)\s*(?:#.*)?$", re.MULTILINE)
 
 
 def read_toml(path: str | PathLike[str]) -> dict[str, Any]:
@@ -36,3 +39,8 @@ def parse_toml(text: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+    except tomllib.TOMLDecodeError as error:
+        word = _SWITCH.search(text)
+        if word is None:
+            raise
+        raise ValueError(f"{error}: {word[1].strip()} is {word[2]}; a switch of TOML is true or false") from error

@@ -17,8 +17,10 @@ Microbatches are alike. Where sequences are cut into slices, every slice counts 
 is left out.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush, heapreplace
 from typing import NamedTuple
 
@@ -68,6 +70,7 @@ def least_end(jobs: Iterable[Job]) -> float:
 
 CRITICAL_PATH = "critical path"
 MEMORY = "memory"
+_CLOSE = 1e-9  # share of a time: the rounding of sums
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,11 @@ class Bound:
     def excess(self, step: float) -> float:
         """The share by which a step of ``step`` is longer than the bound: 0.02 is within 2%."""
         excess = step / self.step - 1.0 if self.step else 0.0
-        return 0.0 if abs(excess) < 1e-9 else excess
+        return 0.0 if abs(excess) < _CLOSE else excess
+
+    def of_step(self, step: float) -> Bound:
+        """The same bound beside a step of ``step``, which sums in another order may have made shorter by rounding."""
+        return replace(self, step=step) if step < self.step <= step * (1 + _CLOSE) else self
 
     def beside(self, step: float, unit: str = "") -> str:
         """How far a step of ``step`` is from the bound, in words."""

@@ -134,7 +134,8 @@ class _Search:
         self.patience = patience
         self.shape = spec.shape
         self.families = [family for family in families if family.chunks in (None, spec.num_chunks)]
-        self.measured = spec.measured or default_measured(placement)
+        self.given = spec.measured or default_measured(placement)
+        self.measured, self.unit = self.given.in_parts()
         self.problem = Problem.of(placement, spec.num_microbatches, self.measured)
         self.costs, self.memory = self.problem.costs, self.problem.memory
 
@@ -155,8 +156,16 @@ class _Search:
                     break
         for one in sorted([*found, *offloaded], key=lambda one: one.makespan):  # named ones before equals
             if self._may_run(one.plan, allowed):
-                return SearchResult(one, tuple((other, self._fits(other)) for other in named))
+                others = tuple((self._as_given(other), self._fits(other)) for other in named)
+                return SearchResult(self._as_given(one), others)
         raise PlanError(self._why_none(named))
+
+    def _as_given(self, one: FoundPlan) -> FoundPlan:
+        """With the makespan in the unit of the measured times."""
+        if self.unit == 1.0 and self.measured == self.given:
+            return one
+        costs = self.given.costs(self.placement.num_stages)
+        return replace(one, makespan=simulate(one.plan, costs, self.given.network()).makespan)
 
     def _without_waits(self) -> list[_Trial]:
         """Orders for one chunk a rank: several chunks of one microbatch are in each other's way."""

@@ -79,6 +79,19 @@ class Measured:
         times = {name: getattr(costs, name) for name in ("forward", "backward_input", "weight", "backward")}
         return replace(self, **times, **others)
 
+    def in_parts(self) -> tuple[Measured, float]:
+        """The same times in whole parts of the longest one, and that one. Times that are given in other units are equal
+        then, to the bit, and so are their sums, as these are exact: choices between equals do not depend on the unit.
+        """
+        times = (number for name in _TIMES for number in _numbers(getattr(self, name)))
+        unit = max(times, default=0.0)
+        if not unit:
+            return self, 1.0
+        scaled: dict[str, Any] = {name: _in_parts(getattr(self, name), unit) for name in _TIMES}
+        if self.links is not None:
+            scaled["links"] = tuple((source, target, _in_parts(time, unit)) for source, target, time in self.links)
+        return replace(self, **scaled), unit
+
     def costs(self, num_stages: int) -> StageCosts:
         """Times per stage."""
         backward = None if self.backward is None else self._each("backward", num_stages)
@@ -229,6 +242,10 @@ class MeasuredFile:
         return {**units, **known, **sections}
 
 
+_TIMES = (
+    "forward", "backward_input", "weight", "backward", "transfer", "offload", "unshard", "reduce_grad"
+)  # fmt: skip
+_PARTS = 2.0**40  # of the longest time: less than the error of any measurement, and sums of thousands are exact
 LARGEST = 1e18  # of times and sizes, so that their products are finite
 _SECTIONS: dict[str, type] = {"units": Units, "network": TransferTimes, "copies": CopyRates, "run": MeasuredStep}
 
@@ -247,6 +264,21 @@ def fitted_link(samples: Sequence[tuple[float, float]]) -> Link:
     if latency >= 0:
         return Link(latency, spread / rise)
     return Link(0.0, sum(w * x * x for w, x, _ in rows) / sum(w * x * t for w, x, t in rows))  # through zero
+
+
+def _numbers(value: float | tuple[float, ...] | None) -> tuple[float, ...]:
+    if value is None:
+        return ()
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _in_parts(value: Any, unit: float) -> Any:
+    """A number, a tuple of them, or None."""
+    if value is None:
+        return None
+    if isinstance(value, tuple):
+        return tuple(_in_parts(number, unit) for number in value)
+    return round(value / unit * _PARTS) / _PARTS
 
 
 def _link(latency: float, bandwidth: float | None) -> Link:

@@ -9,12 +9,13 @@ from typing import Any
 from megatron_pp.plan.ir.spec import OVERLAP, PLAIN
 from megatron_pp.plan.orders import INTERLEAVED, ONE_F_ONE_B
 from megatron_pp.planner.advise.candidates import Candidate, Estimate
-from megatron_pp.planner.advise.evaluate import Outcome, rounded
+from megatron_pp.planner.advise.evaluate import Outcome
 from megatron_pp.planner.advise.fit import layout_text
 from megatron_pp.planner.advise.microbatch_order import MicrobatchOrder
 from megatron_pp.planner.advise.model import EMBEDDING, LOSS, PART, STEPS, is_hybrid
 from megatron_pp.planner.advise.pipeline_search import Findings
 from megatron_pp.planner.advise.question import Question
+from megatron_pp.planner.advise.rounding import rounded
 
 MEASURED_FILE = "advised.json"
 

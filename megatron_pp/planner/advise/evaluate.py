@@ -16,15 +16,9 @@ from megatron_pp.planner.advise.candidates import Candidate, cut_model, fixed_me
 from megatron_pp.planner.advise.fit import Fitted, Room, fitted, with_recomputed
 from megatron_pp.planner.advise.model import PART, Model
 from megatron_pp.planner.advise.question import Question
+from megatron_pp.planner.advise.rounding import ROUNDING, rounded
 from megatron_pp.planner.advise.timing import kept_states
 from megatron_pp.planner.bound import Bound, bound_of, lower_bound
-
-ROUNDING = 1e-9
-
-
-def rounded(value: float) -> float:
-    """To nine digits: what differs by the rounding of sums is equal then."""
-    return float(f"{value:.9g}")
 
 
 @dataclass(frozen=True)
@@ -87,16 +81,16 @@ def evaluate(question: Question, candidate: Candidate, cut: Fitted | None = None
     plain = with_recomputed(cut, (0,) * len(cut.stages))
     if not any(cut.recomputed):
         return _searched(question, candidate, model, plain)
-    both = sorted((plain, cut), key=lambda one: _least(question, candidate, model, one))
+    both = sorted((plain, cut), key=lambda one: rounded(least_step(question, candidate, model, one)))
     found = _searched(question, candidate, model, both[0])
     return _searched(question, candidate, model, both[1]) if found.refused else found
 
 
-def _least(question: Question, candidate: Candidate, model: Model, cut: Fitted) -> float:
+def least_step(question: Question, candidate: Candidate, model: Model, cut: Fitted) -> float:
     """Milliseconds that no plan falls below under the memory limit; infinity where nothing fits."""
     placement = candidate.placement(question.pipeline_size)
     try:
-        memory = MemoryModel(_limits(question, candidate, model, cut), cut.activation, cut.late)
+        memory = MemoryModel(limits_of(question, candidate, model, cut), cut.activation, cut.late)
         conditions = candidate.num_microbatches, cut.costs, question.network(model), memory
         return lower_bound(placement, *conditions, split=question.splits_backward, slices=candidate.slices).step
     except PlanError:
@@ -110,7 +104,7 @@ def _searched(question: Question, candidate: Candidate, model: Model, cut: Fitte
         return Outcome(candidate, str(error))
 
 
-def _limits(question: Question, candidate: Candidate, model: Model, cut: Fitted) -> tuple[float, ...]:
+def limits_of(question: Question, candidate: Candidate, model: Model, cut: Fitted) -> tuple[float, ...]:
     """GB of each rank for activations. Raises PlanError where parameters alone fill the memory."""
     fixed = fixed_memory(question, candidate, model, tensors_before(question, candidate))
     needed = list(map(math.fsum, zip(cut.static, fixed, strict=True)))
@@ -128,7 +122,7 @@ def measured_of(question: Question, candidate: Candidate, model: Model, cut: Fit
         cut.costs.backward_input,
         cut.costs.weight,
         transfer=question.transfer(model),
-        memory_limit=_limits(question, candidate, model, cut),
+        memory_limit=limits_of(question, candidate, model, cut),
         activation=cut.activation,
         weight_activation=cut.late,
     )
@@ -187,7 +181,7 @@ def _run(
         refused = f"needs {cut.peaks[rank]:.3g} GB on rank {rank}{recomputed}"
     elif not question.takes(candidate.schedule):
         refused = f"the model would have to split its output layer over all ranks; --schedules {candidate.schedule}"
-    bound = bound_of(plan, cut.costs, network, None if refused else memory)
+    bound = bound_of(plan, cut.costs, network, None if refused else memory).of_step(result.makespan)
     certificate = None if plan.certificate is None else plan.certificate.to_dict()
     hosts = zip(plan.programs, plan.placement.stages, strict=True)
     on_host = max(max(host_timeline(line, row, cut.activation), default=0.0) for line, row in hosts)

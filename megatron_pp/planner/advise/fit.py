@@ -14,6 +14,7 @@ from megatron_pp.errors import PlanError
 from megatron_pp.plan.costs.stage_costs import StageCosts
 from megatron_pp.plan.ir.placement import LOOP, Placement
 from megatron_pp.planner.advise.model import LETTERS, MTP, PATTERN, Layer, Model, is_hybrid, spreads_mtp, total
+from megatron_pp.planner.advise.rounding import rounded
 from megatron_pp.planner.advise.timing import Kept
 
 Units = Sequence[tuple[Layer, ...]]
@@ -231,14 +232,14 @@ class _Cuts:
     def givers(self, counts: Counts) -> Iterator[int]:
         """Stages of the rank with the most work, and of that with the least room."""
         ranks, stages = self._ranks(counts), self.room.placement.stages
-        work, needs = [one.work for one in ranks], [one.need for one in ranks]
+        work, needs = [rounded(one.work) for one in ranks], [rounded(one.need) for one in ranks]
         yield from {*stages[work.index(max(work))], *stages[needs.index(max(needs))]}
 
     def price(self, counts: Counts) -> tuple[float, ...]:
         """(GB that no rank has, work of the busiest rank, unevenness)."""
         ranks = self._ranks(counts)
         missing, load = sum(one.missing for one in ranks), max(one.load for one in ranks)
-        return round(missing, 9), round(load, 9), sum(one.load**2 for one in ranks)
+        return rounded(missing), rounded(load), rounded(sum(one.load**2 for one in ranks))
 
 
 def fitted(stages: Sequence[tuple[Layer, ...]], room: Room, model: Model, recompute: bool) -> Fitted:
@@ -287,7 +288,8 @@ def _stage_costs(
 
 def _recomputable(layers: Sequence[Layer]) -> list[Layer]:
     """Layers that can be, those that give the most memory for their time first; of equals in model order."""
-    return sorted((one for one in layers if one.saved > 0), key=lambda one: -one.saved / (one.forward or 1e-12))
+    found = (one for one in layers if one.saved > 0)
+    return sorted(found, key=lambda one: -rounded(one.saved / (one.forward or 1e-12)))
 
 
 def _workspace(stages: Sequence[Sequence[Layer]], chosen: Sequence[int], row: Sequence[int]) -> float:
@@ -304,5 +306,5 @@ def _dearest(
         left = _recomputable(stages[s])[chosen[s] :]
         if left:
             flight = max((state[0][c] for state in room.states[rank]), default=0)
-            found.append((flight * left[0].saved / (left[0].forward or 1e-12), s))
+            found.append((rounded(flight * left[0].saved / (left[0].forward or 1e-12)), s))
     return max(found)[1] if found else None

@@ -17,9 +17,11 @@ from typing import Any
 
 from megatron_pp.errors import PlanError
 from megatron_pp.planner.advise.candidates import Candidate, Estimate, candidates, estimate, why_none
-from megatron_pp.planner.advise.evaluate import Outcome, evaluate, rounded
+from megatron_pp.planner.advise.evaluate import Outcome, evaluate
 from megatron_pp.planner.advise.fit import Fitted
+from megatron_pp.planner.advise.less_memory import Smaller, smaller_searches
 from megatron_pp.planner.advise.question import Question
+from megatron_pp.planner.advise.rounding import rounded
 
 Report = Callable[[int, int, str], None]
 """Takes how much of the work is done, of how much, and what is looked at."""
@@ -36,6 +38,7 @@ _AGAIN = 1.0  # seconds to the next KeyboardInterrupt: one that arrives in a cal
 _PLANS = 400_000  # of all plans that are built without a budget
 _VARIANTS = 100_000  # of all variants of the best then
 _SEARCHES = 200_000  # of all searches
+_LESS_MEMORY = 100_000  # of all searches for less memory than there is
 _ESTIMATES = 1_500_000  # of all estimates; one takes a fifth of that time
 _ESTIMATES_S = 30.0  # seconds for these; a longer budget has more
 
@@ -92,12 +95,17 @@ class Findings:
         return front
 
 
-def _preference(one: Outcome) -> tuple[float, float, int, str]:
-    return rounded(one.step), rounded(one.peak), one.candidate.num_chunks, str(one.candidate)
+def _preference(one: Outcome) -> tuple[float, float, int, str, str]:
+    return rounded(one.step), rounded(one.peak), one.candidate.num_chunks, *_names(one.candidate)
 
 
-def _frugality(one: Outcome) -> tuple[float, float, int]:
-    return round(one.peak, 6), rounded(one.flagged), one.candidate.num_chunks
+def _frugality(one: Outcome) -> tuple[float, float, int, str, str]:
+    return round(one.peak, 6), rounded(one.flagged), one.candidate.num_chunks, *_names(one.candidate)
+
+
+def _names(candidate: Candidate) -> tuple[str, str]:
+    """They decide between equals."""
+    return str(candidate), candidate.policy
 
 
 def search(question: Question, budget: float | None = None, jobs: int = 1, report: Report | None = None) -> Findings:
@@ -190,7 +198,9 @@ class _Queue:
         self.named: list[Estimate] = []
         self.searches: list[Estimate] = []
         self.variants: list[Candidate] = []
-        self.work_left = [_PLANS, _SEARCHES, _VARIANTS]
+        self.work_left = [_PLANS, _SEARCHES, _VARIANTS, _LESS_MEMORY]
+        self.less: dict[Candidate, list[Smaller]] = {}
+        self.cuts: dict[Candidate, Fitted] = {}  # of the searches for less memory
         self.begun: list[Candidate] = []
         self.needless: list[Candidate] = []
 
@@ -201,12 +211,14 @@ class _Queue:
         memory = self.question.memory
         some_fit = any(one.peak <= memory for one in possible)
 
-        def promise(one: Estimate) -> tuple[bool, bool, float]:
+        def promise(one: Estimate) -> tuple[bool, bool, float, str, str]:
             refused = not self.question.takes(one.candidate.schedule)
-            return refused, one.peak > memory, one.step if some_fit else one.peak
+            value = rounded(one.step if some_fit else one.peak)
+            return refused, one.peak > memory, value, *_names(one.candidate)
 
-        def promise_of_search(one: Estimate) -> tuple[float, float]:
-            return one.bound * (1 + _CHUNK * one.candidate.num_chunks), one.peak
+        def promise_of_search(one: Estimate) -> tuple[float, float, str, str]:
+            bound = rounded(one.bound * (1 + _CHUNK * one.candidate.num_chunks))
+            return bound, rounded(one.peak), *_names(one.candidate)
 
         named = sorted((one for one in possible if not one.candidate.searches), key=promise)
         self.searches = sorted((one for one in possible if one.candidate.searches), key=promise_of_search)
@@ -216,10 +228,10 @@ class _Queue:
         """Whether one plan of it is small enough."""
         return self.budget is not None or candidate.work(self.question.pipeline_size) <= _PLANS
 
-    def _affords(self, candidate: Candidate, variant: bool = False) -> bool:
-        """Whether there is work left for it, which is then spent. With a budget only time counts."""
+    def _affords(self, candidate: Candidate, kind: int | None = None) -> bool:
+        """Whether there is work of this kind left for it, which is then spent. With a budget only time counts."""
         work, left = _work(candidate, self.question.pipeline_size), self.work_left
-        kind = 2 if variant else int(candidate.searches)
+        kind = int(candidate.searches) if kind is None else kind
         if self.budget is None and work > left[kind]:
             return False
         left[kind] -= work
@@ -262,8 +274,33 @@ class _Queue:
                     self.needless.append(one.candidate)
                 elif self._affords(one.candidate):
                     return self._begin(one.candidate)
+            if (smaller := self._with_less_memory()) is not None:
+                return self._begin(smaller)
             self.variants = self.variants or self._variants_of_best()
         return self._begin(self.variants.pop(0)) if self.variants else None
+
+    def _with_less_memory(self) -> Candidate | None:
+        """A search for less memory that may be better than the best so far, were it as close to its bound as the search
+        for all memory. None with a budget, as there may be many."""
+        if self.budget is not None or self.best == float("inf"):
+            return None
+        found = []
+        for one in self.outcomes:
+            candidate = one.candidate
+            if not candidate.searches or candidate in self.cuts or one.fit is None:
+                continue
+            if candidate not in self.less:
+                affordable = self._affords(candidate, 3)  # their bounds take as long as a search
+                self.less[candidate] = [*smaller_searches(self.question, candidate)] if affordable else []
+            for smaller in self.less[candidate]:
+                likely = smaller.bound * (1 + one.excess)
+                if smaller.candidate not in self.cuts and likely < self.best * (1 - _GAIN):
+                    found.append((rounded(likely), *_names(smaller.candidate), smaller))
+        for *_, smaller in sorted(found, key=lambda one: one[:3]):
+            if self._affords(smaller.candidate, 3):
+                self.cuts[smaller.candidate] = smaller.cut
+                return smaller.candidate
+        return None
 
     def _variants_of_best(self) -> list[Candidate]:
         """Other groups and policies for the best plan so far; for a search, with a budget, other memory."""
@@ -278,10 +315,12 @@ class _Queue:
         if best.searches:
             shares = (best.memory_share / 2, 1.0) if self.budget is not None else ()
             found = [replace(best, memory_share=share) for share in shares]
-        return [one for one in found if one not in self.begun and self._affords(one, variant=True)]
+        return [one for one in found if one not in self.begun and self._affords(one, 2)]
 
     def cut_of(self, candidate: Candidate) -> Fitted | None:
         """The model on its stages, as it was estimated."""
+        if candidate in self.cuts:
+            return self.cuts[candidate]
         sizes = _sizes(candidate)
         return next((one.cut for one in self.estimates if _sizes(one.candidate) == sizes), None)
 

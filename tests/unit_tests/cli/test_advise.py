@@ -50,7 +50,8 @@ def test_the_answer_comes_first(command, tmp_path):
     assert lines[2].strip().startswith("memory of each rank 8.76, 8.96, 8.96, 8.76 GB, of 80, 0.96 of it for")
     assert "verified: complete, lifetime, rendezvous, one_queue, any_wait, order" in lines[4]
     flags = "--pipeline-schedule zb_v --overlap-p2p-comm pretrain_gpt.py --pipeline-model-parallel-size 4"
-    assert f"megatron-pp run {flags} --num-virtual-stages-per-pipeline-rank 2 --micro-batch-size 1" in out
+    sizes = "--num-virtual-stages-per-pipeline-rank 2 --micro-batch-size 1"
+    assert f"torchrun --nproc-per-node 4 -m megatron_pp run {flags} {sizes}" in out
     assert "Step time against memory" in out
     assert "Why not another" in out
     assert "slower" in out

@@ -161,6 +161,10 @@ def test_what_it_raises_is_raised(command: Callable[..., tuple[int, str, str]], 
         (["--settings", "none.toml"], "settings file none.toml: cannot be read"),
         (["--step-number", "3"], "option --step-number is not known"),
         (["--p2p-timeout", "9", "--compute-timeout", "8"], "compute_timeout is 8, below p2p_timeout, 9"),
+        (
+            ["--p2p-debug=yes"],
+            "--p2p-debug is a switch, true or false, and takes no value ('yes'): write --p2p-debug or",
+        ),
     ],
 )
 def test_a_wrong_setting_is_said_before_the_script_runs(
@@ -168,6 +172,19 @@ def test_a_wrong_setting_is_said_before_the_script_runs(
 ) -> None:
     assert_refused(command("run", *flags, script(NOTE_ARGUMENTS)), 2, "megatron-pp run: ", words)
     assert not Path("arguments").exists()
+
+
+def test_a_switch_of_another_language_is_said(command: Callable[..., tuple[int, str, str]]) -> None:
+    Path("words.toml").write_text("overlap_p2p_comm = yes\n")
+    words = "overlap_p2p_comm is yes; a switch of TOML is true or false"
+    assert_refused(command("run", "--settings", "words.toml", script(NOTE_ARGUMENTS)), 2, words)
+
+
+def test_help_has_groups_and_choices(command: Callable[..., tuple[int, str, str]]) -> None:
+    said = command("run", "--help")[1]
+    places = [said.index(title) for title in ("the schedule:", "transfers:", "failures:", "traces and measurements:")]
+    assert places == sorted(places)
+    assert said.index("--p2p-channels {one_way,shared}") > places[1]
 
 
 def test_a_missing_script_is_said(command: Callable[..., tuple[int, str, str]]) -> None:

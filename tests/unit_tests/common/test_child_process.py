@@ -78,3 +78,31 @@ def test_a_forked_process_that_exits_leaves_it_alone() -> None:
     status, slots = map(int, ran.stdout.split())
     assert status == 0
     assert slots > 1
+
+
+CHILD = """
+import time
+from megatron_pp.common.child_process import answer_questions
+
+def answer(question):
+    time.sleep(0.3)
+    return "x" * 100_000
+
+answer_questions(answer, 0)
+"""
+
+
+def test_a_program_that_ends_before_the_answer_gets_no_traceback() -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert child.stdin is not None
+    assert child.stdout is not None
+    assert child.stderr is not None
+    child.stdin.write(b"1\n")
+    child.stdin.flush()
+    child.stdout.close()
+    child.stdin.close()
+    said = child.stderr.read()
+    child.stderr.close()
+    assert (child.wait(60), said) == (0, b"")
