@@ -15,9 +15,11 @@ MODEL = ["--layers", "16", "--hidden-size", "1024", "--seq-length", "1024", "--v
 
 
 @pytest.fixture
-def command(capsys, monkeypatch):
-    """Run ``megatron-pp LINE ARGUMENTS``: (exit code, what it printed, what it complained about)."""
+def command(capsys, monkeypatch, tmp_path):
+    """Run ``megatron-pp LINE ARGUMENTS`` in a folder of the test's: (exit code, what it printed, what it complained
+    about)."""
     monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.chdir(tmp_path)
 
     def run(line="", *arguments):
         try:

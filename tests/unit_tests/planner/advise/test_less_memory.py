@@ -4,6 +4,7 @@ shorter than its bound."""
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,12 @@ from megatron_pp.planner.bound import Bound
 COSTS = {"activation-gb": 1.3, "static-gb": 2.3, "forward-ms": 2.8, "backward-ms": 0.779, "weight-ms": 0.631}
 LESS_MEMORY = COSTS | {"p2p-ms": 0.6, "max-chunks": 1, "schedules": "auto"}
 OTHER_UNIT = {"activation-gb": 2.4, "forward-ms": 2.028, "backward-ms": 2.322, "weight-ms": 1.4, "p2p-ms": 0.3}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command writes the costs that a search planned for."""
+    monkeypatch.chdir(tmp_path)
 
 
 def recommended(capsys: pytest.CaptureFixture[str], unit: float = 1.0, **options: Any) -> Any:
