@@ -66,7 +66,8 @@ class StepInputs:
         given = [id(iterator) for iterator in self.data_iterators if iterator is not None]
         if len(set(given)) < len(given):
             self.data_iterators = load("shared_iterators").told_apart(self.data_iterators)
-        self.config = self.config or wrapped_attribute(self.chunks[0], "config")
+        if self.config is None:
+            self.config = wrapped_attribute(self.chunks[0], "config")
         if self.config is None:
             raise ScheduleInputError(
                 f"model chunk {type(self.chunks[0]).__name__} has no attribute config; set it to a TransformerConfig"

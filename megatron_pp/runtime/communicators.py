@@ -98,9 +98,11 @@ def pipeline_group(inputs: StepInputs, alone: bool) -> Any:
     given = inputs.p2p_communicator
     if isinstance(given, P2PCore):
         return given.pp_group
-    group = getattr(given, "pp_group", None) or getattr(inputs.pg_collection, "pp", None)
+    group = getattr(given, "pp_group", None)
+    if group is None:
+        group = getattr(inputs.pg_collection, "pp", None)
     if group is not None or process_groups.model_parallel_is_initialized():
-        group = group or process_groups.group_of("pp")
+        group = process_groups.group_of("pp") if group is None else group
         return getattr(group, "group", group)  # slime's groups hold one that they destroy and make anew
     if not alone:
         raise ScheduleInputError(

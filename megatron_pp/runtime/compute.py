@@ -61,6 +61,8 @@ def scaled_loss(
     ``calculate_per_token_loss``, where the division is left to finalisation (Megatron-LM#1652). None leaves the output
     as it is and reports it."""
     if loss_func is None:
+        if not options.forward_only and not _is_any_trained(output):
+            raise ScheduleInputError(_NO_GRADIENT)
         record.data.append(output)
         return output
     if options.collect_non_loss_data:
@@ -75,8 +77,8 @@ def scaled_loss(
     loss, report = outputs[0], outputs[-1]
     if not isinstance(loss, torch.Tensor) and (loss is None or not options.forward_only):
         raise ScheduleInputError(f"the loss function returned a {type(loss).__name__} as its loss; it must be a tensor")
-    if isinstance(loss, torch.Tensor) and loss.requires_grad and loss.numel() != 1:
-        raise ScheduleInputError(f"the loss has shape {list(loss.shape)}; it must be one number, as of mean() or sum()")
+    if isinstance(loss, torch.Tensor):
+        check_loss(loss, not options.forward_only)
     if len(outputs) == 3:
         tokens = outputs[1]
         record.num_tokens = record.num_tokens + tokens
@@ -89,6 +91,26 @@ def scaled_loss(
         loss = (loss * options.cp_size if options.cp_size != 1 else loss) / options.num_microbatches
     record.data.append(report)
     return loss
+
+
+_NO_GRADIENT = (
+    "the loss of a training step needs no gradient, so that its backward would train nothing: it was detached or "
+    "computed under torch.no_grad(), or nothing that it depends on is trained. To run forwards alone, evaluate "
+    "(forward_only=True; eval() of torch's stages)"
+)
+
+
+def check_loss(loss: torch.Tensor, trains: bool) -> None:
+    """Raises ScheduleInputError for a loss from which no backward can start, in the forward that has made it."""
+    if loss.requires_grad and loss.numel() != 1:
+        raise ScheduleInputError(f"the loss has shape {list(loss.shape)}; it must be one number, as of mean() or sum()")
+    if trains and not loss.requires_grad:
+        raise ScheduleInputError(_NO_GRADIENT)
+
+
+def _is_any_trained(output: Any) -> bool:
+    tensors = output if isinstance(output, (list, tuple)) else [output]
+    return any(isinstance(one, torch.Tensor) and one.requires_grad for one in tensors)
 
 
 def is_any_there(grad: Activation) -> bool:

@@ -259,7 +259,7 @@ class StepCall:
         given = self.inputs.p2p_communicator
         if isinstance(given, P2PCore):
             return given
-        if group:
+        if group is not None:
             return communicator_for(group, self.settings)
         return lone_communicator(self.settings, self.inputs.chunks[0])
 

@@ -103,7 +103,7 @@ def check_wrappers(store: WeightGradStore, chunks: Sequence[Any]) -> None:
     """Raises WeightGradSplitError for what shards parameters, and for layers built with delay_wgrad_compute in torch's
     DistributedDataParallel: its hooks fire before such a layer has its gradient."""
     if not store.wrappers_known:
-        _check_sharding(chunks)
+        check_sharding(chunks)
         store.wrappers_known = True
     built = store.report.delayed - store.report.switched
     if built and any(isinstance(chunk, DistributedDataParallel) for chunk in chunks):
@@ -117,8 +117,9 @@ def check_wrappers(store: WeightGradStore, chunks: Sequence[Any]) -> None:
 _SHARDING = {"set_requires_gradient_sync": "fully_shard", "_replace_param_with_raw_if_needed": "Megatron-FSDP"}
 
 
-def _check_sharding(chunks: Sequence[Any]) -> None:
-    """What a layer keeps for W would belong to a parameter that is not in the model any more."""
+def check_sharding(chunks: Sequence[Any]) -> None:
+    """Raises WeightGradSplitError for what shards parameters: what a layer keeps for W would belong to a parameter that
+    is not in the model any more."""
     modules = (module for chunk in chunks if isinstance(chunk, nn.Module) for module in chunk.modules())
     for kind in dict.fromkeys(map(type, modules)):
         for method, what in _SHARDING.items():

@@ -33,6 +33,7 @@ QUICK: Cases = {
     "dw_builder, whole backwards": ("whole", partial(checks.compare_builders, name="Interleaved1F1B")),
     "split_weight_grad": ("whole", checks.compare_store),
     "one gradient for two, and none": ("whole", checks.compare_split),
+    "a builder beside a layer that splits": ("whole", checks.compare_builder_beside),
     "further settings": ("whole", checks.compare_settings),
     "microbatches given, two steps": ("whole", checks.compare_given),
 }
@@ -92,7 +93,6 @@ REFUSALS = {
     "no stages": "stages is an empty list",
     "no microbatches": "n_microbatches",
     "unknown schedule": "1f2b",
-    "torch.compile": "schedule zb_h1 splits backwards, which a stage in torch.compile cannot do",
     "arg_mbs of 3": "Expecting 4 arg_mbs but got 3",
     "arg_mbs of tensors": r"TypeError: arg_mbs\[0\] is a <class 'torch.Tensor'>; arg_mbs is a list of tuples",
     "both": "a positional argument was given whole",

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -142,7 +140,7 @@ def train(
 def train_ours(
     layout: Layout, name: str = "zb_v", make: Maker = block, store: bool = False, config: Any = None
 ) -> list[Tensor]:
-    """``train`` of a V under our plan. ``store``: split by ``split_weight_grad``, not by autograd's graph."""
+    """``train`` of a V under our plan. ``store``: the caller converts the modules, not PlanSchedule."""
     count, numbers = 6, stage_numbers(name, layout.size, 2)[layout.rank]
     modules = modules_of(layout, numbers, layout.size * 2, make)
     if store:
@@ -296,8 +294,24 @@ def compare_builders(layout: Layout, name: str) -> float:
     return largest_difference(*both)
 
 
+def compare_builder_beside(layout: Layout) -> float:
+    """One of a rank's two stages has a ``dw_builder``; beside whole backwards."""
+    count, both = 6, []
+    numbers = stage_numbers("zb_v", layout.size, 2)[layout.rank]
+    for name in ("1f1b_v", "zb_v"):
+        QUEUE.clear()
+        modules = modules_of(
+            layout, numbers, layout.size * 2, lambda number, count: Block() if number % 2 else WithBuilder()
+        )
+        stages = stages_of(layout, numbers, modules)
+        for stage in stages:
+            stage.dw_builder = getattr(stage.submod, "dw_builder", None)
+        both.append(train(PlanSchedule(stages, count, loss_fn, schedule=name), stages, modules, count))
+    return largest_difference(*both)
+
+
 def compare_split(layout: Layout) -> float:
-    """Backwards split by autograd's graph beside whole ones."""
+    """Backwards that are split beside whole ones."""
     return largest_difference(*(train_ours(layout, name, _shifted) for name in ("zb_v", "1f1b_v")))
 
 
@@ -306,7 +320,7 @@ def _shifted(number: int, count: int) -> nn.Module:
 
 
 def compare_store(layout: Layout) -> float:
-    """Split by ``split_weight_grad`` beside split by autograd's graph."""
+    """Modules that the caller has converted beside those that PlanSchedule converts."""
     return largest_difference(*(train_ours(layout, store=store) for store in (False, True)))
 
 
@@ -343,12 +357,17 @@ def compare_given(layout: Layout) -> float:
         more: dict[str, Any] = {"arg_mbs": [(x,) for x in xs]} if first else {}
         more |= {"target_mbs": list(targets), "losses": losses, "return_outputs": False} if last else {}
         assert schedule.step(**more) is None
+        earlier = [p.grad for p in whole[layout.rank].parameters()]
+        whole[layout.rank].zero_grad()
         for x, target in zip(xs, targets, strict=True):
             output = x
             for module in whole:
                 output = module(output)
             expected.append(loss_fn(output, target))
-            (expected[-1] / count).backward()
+            expected[-1].backward()
+        for p, grad in zip(whole[layout.rank].parameters(), earlier, strict=True):
+            assert p.grad is not None
+            p.grad = p.grad / count if grad is None else grad + p.grad / count
     found = [*losses] if last else []
     found += [p.grad for module in modules for p in module.parameters() if p.grad is not None]
     mine = [p.grad for p in whole[layout.rank].parameters() if p.grad is not None]
@@ -363,11 +382,6 @@ def refusals(layout: Layout) -> dict[str, str]:
         given = [PipelineStage(Block(), n, count or size * len(numbers), CPU, group=layout.group) for n in numbers]
         return PlanSchedule(given, microbatches, loss_fn, schedule=schedule)
 
-    def compiled() -> PlanSchedule:
-        with patch.dict(os.environ, TORCHDYNAMO_DISABLE="0"):  # the tests set it; nothing is compiled yet
-            module: Any = torch.compile(Block())
-        return PlanSchedule(PipelineStage(module, rank, size, CPU, group=layout.group), 4, loss_fn, schedule="zb_h1")
-
     one = made((rank,), "1f1b")
     x, target = batch(0, 4)
     misuses: dict[str, Callable[[], Any]] = {
@@ -379,7 +393,6 @@ def refusals(layout: Layout) -> dict[str, str]:
         "no stages": lambda: PlanSchedule([], 4, loss_fn),
         "no microbatches": lambda: made((rank,), "1f1b", 0),
         "unknown schedule": lambda: made((rank,), "1f2b"),
-        "torch.compile": compiled,
         "arg_mbs of 3": lambda: one.step(arg_mbs=[(x,)] * 3),
         "arg_mbs of tensors": lambda: one.step(arg_mbs=[x] * 4),
         "both": lambda: one.step(x, target_mbs=[target] * 4),

@@ -1,7 +1,8 @@
-"""The shapes and dtypes of what stages give each other, found in the first step by a forward of each stage.
+"""The shapes, dtypes and gradients of what stages give each other, found by a forward of each stage.
 
 As torch's runtime does: stage by stage, on the first microbatch, the first stage with its arguments and each later one
-with tensors of zeros. Random numbers, buffers and gradients are afterwards as before.
+with tensors of zeros. They are found before the first step, and again where a rank's parameters or arguments differ
+since in what they say of shapes or of gradients (``signature``). Modules are afterwards as before.
 """
 
 from __future__ import annotations
@@ -11,98 +12,138 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron_pp.errors import ScheduleInputError
+from megatron_pp.integrations.torch_pipelining.agreement import Ranks, RefusedError
+from megatron_pp.integrations.torch_pipelining.batch import Batch
 from megatron_pp.integrations.torch_pipelining.hops import Edge, TensorMeta
+from megatron_pp.integrations.torch_pipelining.module_state import unchanged
 from megatron_pp.integrations.torch_pipelining.stage_calls import StageCall
 from megatron_pp.plan.ir.placement import Placement
 
+Links = list[list[int]] | None
+"""For each input of a stage, the outputs from which a backward reaches it; None where that is not known."""
 
-def find_edges(
-    calls: Mapping[int, StageCall],
-    placement: Placement,
-    group: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    trains: bool,
-) -> list[Edge]:
-    """What each stage but the last gives the next one; on all ranks, which call this together. ``calls``: of this
-    rank's stages, by number; ``args``, ``kwargs``: of the first microbatch.
 
-    Raises what a stage's forward raises, and on the other ranks ScheduleInputError."""
-    edges: list[Edge] = []
-    device = next(iter(calls.values())).stage.device
-    for stage in range(placement.num_stages - 1):
-        found: list[Any] = [None]
+def signature(calls: Sequence[StageCall], batch: Batch, trains: bool, shapes_vary: bool) -> tuple[Any, ...]:
+    """What decides, on this rank, which tensors between stages have which shapes and carry gradients: which parameters
+    are trained, and the first microbatch. Where shapes vary, those of the microbatch do not count."""
+    trained: list[bool] = []
+    if trains:
+        trained = [parameter.requires_grad for call in calls for parameter in call.stage.submod.parameters()]
+    given: list[Any] = []
+    for tensor in tree_leaves((batch.args[0], batch.kwargs[0])):
+        if isinstance(tensor, Tensor):
+            given.append((None if shapes_vary else tuple(tensor.shape), tensor.dtype, trains and tensor.requires_grad))
+    return tuple(trained), tuple(given)
+
+
+class EdgeFinder:
+    """Runs each stage once; on all ranks, which make and call it together. ``calls``: of this rank's stages."""
+
+    def __init__(self, calls: Sequence[StageCall], placement: Placement, ranks: Ranks, trains: bool) -> None:
+        self.calls = {call.index: call for call in calls}
+        self.placement = placement
+        self.ranks = ranks
+        self.trains = trains
+
+    def find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Edge]:
+        """What each stage but the last gives the next one. ``args``, ``kwargs``: of the first microbatch.
+
+        Raises RefusedError with what a stage's forward raises, and on the other ranks with a ScheduleInputError."""
+        last = self.placement.num_stages - 1
+        edges: list[Edge] = []
+        links: list[Links] = []  # of the stages from the second on
+        for stage in range(last + 1 if self.trains else last):
+            edge, found = self._found(stage, args if stage == 0 else edges[-1], kwargs)
+            if stage > 0:
+                links.append(found)
+            if stage < last:
+                edges.append(edge)
+        if self.trains:
+            _mark_unused(edges, links)
+        return edges
+
+    def _found(self, stage: int, given: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Edge, Links]:
+        found: Any = None
         error: Exception | None = None
-        if stage in calls:
-            given = args if stage == 0 else [_zeros(meta, calls[stage].stage.device) for meta in edges[-1]]
+        if stage in self.calls:
             try:
-                found = [_outputs(calls[stage], given, kwargs, trains)]
+                found = self._outputs(self.calls[stage], given, kwargs)
             except Exception as raised:
-                error, found = raised, [f"{type(raised).__name__}: {raised}"]
-        rank = placement.homes[stage][0]
-        if placement.pipeline_size > 1:
-            _share(found, rank, group, device)
+                if self.calls[stage].is_last:  # its real inputs may be fine
+                    found = (), None
+                else:
+                    error, found = raised, f"{type(raised).__name__}: {raised}"
+        rank = self.placement.homes[stage][0]
+        found = self.ranks.of_rank(rank, found)
+        if error is None and isinstance(found, str):
+            error = ScheduleInputError(f"stage {stage}, on pipeline rank {rank}, failed in its first forward: {found}")
         if error is not None:
-            raise error
-        if isinstance(found[0], str):
-            raise ScheduleInputError(f"stage {stage}, on pipeline rank {rank}, failed in its first forward: {found[0]}")
-        edges.append(found[0])
-    return edges
+            raise RefusedError(error)
+        edge, links = found
+        return edge, links
+
+    def _outputs(self, call: StageCall, given: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Edge, Links]:
+        module, device = call.stage.submod, torch.device(call.stage.device)
+        if isinstance(module, DistributedDataParallel):
+            module = module.module  # without its hooks, which count forwards
+        args = given if call.is_first else [_zeros(meta, device) for meta in given]
+        args, kwargs = tree_map_only(Tensor, _alone, (args, kwargs))
+        with unchanged(module, device), torch.enable_grad() if self.trains else nullcontext():
+            outputs = call(args, kwargs, module)
+        if call.is_last:
+            return (), _links(tree_leaves(outputs), args) if self.trains else None
+        for k, tensor in enumerate(outputs):
+            if not isinstance(tensor, Tensor):
+                raise ScheduleInputError(
+                    f"output {k} of stage {call.index} is a {type(tensor).__name__}; a stage gives the next one tensors"
+                )
+        edge = tuple(TensorMeta(tuple(t.shape), t.dtype, self.trains and t.requires_grad) for t in outputs)
+        return edge, _links(outputs, args) if self.trains else None
 
 
-def agree_to_begin(problem: Exception | None, size: int, group: Any, device: Any) -> None:
-    """Called by all ranks together: raises ``problem``, what this rank's input is refused for; ScheduleInputError where
-    it is another's that is refused."""
-    refused: list[Any] = [None] * size
-    for rank in range(size if size > 1 else 0):
-        said = [None if problem is None else f"{type(problem).__name__}: {problem}"]
-        _share(said, rank, group, device)
-        refused[rank] = said[0]
-    if problem is not None:
-        raise problem
-    for rank, why in enumerate(refused):
-        if why is not None:
-            raise ScheduleInputError(f"pipeline rank {rank} cannot begin the step: {why}")
-
-
-def _share(objects: list[Any], rank: int, group: Any, device: Any) -> None:
-    """``objects`` of rank ``rank`` of the group, on all ranks."""
-    where = None if dist.get_backend(group) == "gloo" else device
-    dist.broadcast_object_list(objects, dist.get_global_rank(group, rank), group, where)
-
-
-def _zeros(meta: TensorMeta, device: Any) -> Tensor:
+def _zeros(meta: TensorMeta, device: torch.device) -> Tensor:
     return torch.zeros(meta.shape, dtype=meta.dtype, device=device, requires_grad=meta.requires_grad)
-
-
-def _outputs(call: StageCall, args: Sequence[Any], kwargs: Mapping[str, Any], trains: bool) -> Edge:
-    module = call.stage.submod
-    if isinstance(module, DistributedDataParallel):
-        module = module.module  # without its hooks, which count forwards
-    device = torch.device(call.stage.device)
-    devices = [] if device.type == "cpu" else [device]
-    args, kwargs = tree_map_only(Tensor, _alone, (args, kwargs))
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    forked = torch.random.fork_rng(devices, device_type=device.type)
-    with forked, torch.enable_grad() if trains else nullcontext():
-        outputs = call(args, kwargs, module)
-    with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
-    for k, tensor in enumerate(outputs):
-        if not isinstance(tensor, Tensor):
-            raise ScheduleInputError(
-                f"output {k} of stage {call.index} is a {type(tensor).__name__}; a stage gives the next one tensors"
-            )
-    return tuple(TensorMeta(tuple(t.shape), t.dtype, trains and t.requires_grad) for t in outputs)
 
 
 def _alone(tensor: Tensor) -> Tensor:
     """The tensor without the caller's graph."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _links(outputs: Sequence[Any], inputs: Sequence[Any]) -> list[list[int]]:
+    """For each input, the outputs from which a backward reaches it."""
+    reached = [_nodes_from(one) if isinstance(one, Tensor) and one.requires_grad else set() for one in outputs]
+    found = []
+    for one in inputs:
+        node = get_gradient_edge(one).node if isinstance(one, Tensor) and one.requires_grad else None
+        found.append([k for k, nodes in enumerate(reached) if node in nodes])
+    return found
+
+
+def _nodes_from(output: Tensor) -> set[Node]:
+    seen: set[Node] = set()
+    stack: list[Node | None] = [get_gradient_edge(output).node]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            stack += [child for child, _ in node.next_functions]
+    return seen
+
+
+def _mark_unused(edges: list[Edge], links: Sequence[Links]) -> None:
+    """Set ``comes_back``, from the last stage on. ``links[k]``: of the stage that gets ``edges[k]``."""
+    of_last = links[-1] if links else None
+    used: list[bool] | None = None if of_last is None else [bool(outputs) for outputs in of_last]
+    for k in reversed(range(len(edges))):
+        if k < len(edges) - 1:
+            passed, after = links[k], edges[k + 1]
+            used = None if passed is None else [any(after[j].comes_back for j in outputs) for outputs in passed]
+        if used is not None:
+            edges[k] = tuple(meta._replace(comes_back=one) for meta, one in zip(edges[k], used, strict=True))

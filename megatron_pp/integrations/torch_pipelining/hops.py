@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_pp.comm.communicator import Receive, Send
 from megatron_pp.comm.transport import ACT, GRAD
-from megatron_pp.errors import P2PShapeError
+from megatron_pp.errors import P2PShapeError, ScheduleInputError
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.tasks import Task
 from megatron_pp.runtime.compute import each_tensor, in_one_block
@@ -26,11 +26,13 @@ from megatron_pp.runtime.executor import Handler, PlanExecutor
 
 
 class TensorMeta(NamedTuple):
-    """A tensor between two stages. ``requires_grad``: its gradient comes back."""
+    """A tensor between two stages. ``requires_grad``: a gradient is sent back for it. ``comes_back``: where False, no
+    later stage was found to use it where a backward passes, so that what is sent may be zeros for no gradient."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    comes_back: bool = True
 
 
 Edge = tuple[TensorMeta, ...]  # what a stage gives the next one
@@ -166,16 +168,24 @@ def _make_contiguous(hop: Any) -> None:
         hop.tensors = each_tensor(in_one_block, hop.tensors)
 
 
-def checked_hop(tensors: Sequence[Any], edge: Edge, stage: int, mb: int, vary: bool) -> Hop:
-    """What ``stage`` gives the next one. Raises P2PShapeError where it is not what was found in the first step, for
-    which the next stage has its buffers. ``vary``: shapes may differ."""
+def checked_hop(tensors: Sequence[Any], edge: Edge, stage: int, mb: int, trains: bool, vary: bool) -> Hop:
+    """What ``stage`` gives the next one. Raises P2PShapeError where it is not what the ranks have found, for which the
+    next stage has its buffers, ScheduleInputError where a gradient would be lost. ``vary``: shapes may differ."""
     found = [(tuple(t.shape), t.dtype) if isinstance(t, Tensor) else type(t).__name__ for t in tensors]
     wanted = [(meta.shape, meta.dtype) for meta in edge]
     if [one[1:] for one in found] != [one[1:] for one in wanted] if vary else found != wanted:
         raise P2PShapeError(
-            f"stage {stage} gives {_shown(found)} for microbatch {mb}, and in the first step it gave {_shown(wanted)}, "
-            "for which the next stage has its buffers; where shapes vary, set variable_seq_lengths in its config"
+            f"stage {stage} gives {_shown(found)} for microbatch {mb}, and when shapes were found it gave "
+            f"{_shown(wanted)}, for which the next stage has its buffers; where shapes vary, set variable_seq_lengths "
+            "in its config"
         )
+    for k, (tensor, meta) in enumerate(zip(tensors, edge, strict=True)):
+        if trains and tensor.requires_grad and not meta.requires_grad:
+            raise ScheduleInputError(
+                f"output {k} of stage {stage} requires a gradient for microbatch {mb}, and did not for the first "
+                "microbatch, from which the ranks have found that none is sent back for it; it would be lost. Let the "
+                "stage call requires_grad_() on this output in microbatches in which it has none"
+            )
     return Hop(tensors)
 
 

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._dynamo import OptimizedModule
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining.microbatch import merge_chunks
 from torch.distributed.pipelining.schedules import _Action
 
 from megatron_pp.config.checks import whole_number
 from megatron_pp.config.model_config import ModelParallelConfig
 from megatron_pp.errors import ScheduleInputError
+from megatron_pp.faults.attach import watched
+from megatron_pp.integrations.torch_pipelining.agreement import Ranks, RefusedError
 from megatron_pp.integrations.torch_pipelining.batch import Batch, given_batch, split_batch
-from megatron_pp.integrations.torch_pipelining.edges import agree_to_begin, find_edges
+from megatron_pp.integrations.torch_pipelining.edges import EdgeFinder, signature
+from megatron_pp.integrations.torch_pipelining.gradients import divided_by
 from megatron_pp.integrations.torch_pipelining.hops import Edge
+from megatron_pp.integrations.torch_pipelining.splitting import Splitting
 from megatron_pp.integrations.torch_pipelining.stage_calls import stage_call
 from megatron_pp.integrations.torch_pipelining.step_call import TorchCall
 from megatron_pp.plan.builder import build_plan, stage_numbers
@@ -27,6 +30,7 @@ from megatron_pp.plan.io.serialize import TORCH_CSV, format_plan
 from megatron_pp.plan.ir.placement import V_SHAPE, Placement
 from megatron_pp.plan.ir.spec import BY_COST, PlanSpec
 from megatron_pp.plan.orders import find_family
+from megatron_pp.runtime.communicators import communicator_for
 
 OUR_NAME = {
     "gpipe": "gpipe",
@@ -44,6 +48,13 @@ TORCHS_WHOLE_STAGES = 3
 def our_name(schedule: str) -> str:
     """Ours for a name of torch's; any other as it is."""
     return OUR_NAME.get(schedule.lower().removeprefix("schedule"), schedule)
+
+
+class _Found(NamedTuple):
+    """What stages give each other, with the ``signature`` of this rank for which it was found."""
+
+    signature: tuple[Any, ...]
+    edges: list[Edge]
 
 
 class PlanSchedule:
@@ -84,19 +95,20 @@ class PlanSchedule:
         self.loss_fn = loss_fn
         self.schedule = our_name(schedule or self.default_schedule)
         self.scale_grads = scale_grads
-        group: Any = given[0].group or dist.group.WORLD
+        group: Any = dist.group.WORLD if given[0].group is None else given[0].group
         self.group = group
         self.placement = Placement(find_family(self.schedule).placement, self.group.size(), len(given))
         self.calls = [stage_call(stage) for stage in _in_order(given, self.schedule, self.placement, self.group.rank())]
         self.config = self._config_of(config)
         self._specs = args_chunk_spec, kwargs_chunk_spec
-        self._merge_spec = output_merge_spec
-        self._edges: dict[bool, list[Edge]] = {}  # for training, and for evaluation
-        self._check_compiled()
+        self.merge_spec = output_merge_spec
+        self.ranks = Ranks(self.group, self.calls[0].stage.device)
+        self._found: dict[bool, _Found] = {}  # for training, and for evaluation
+        self.splitting = Splitting(self.schedule)
 
     def _config_of(self, given: ModelParallelConfig | None) -> ModelParallelConfig:
         size, chunks = self.placement.pipeline_size, self.placement.num_chunks
-        config = given or ModelParallelConfig(overlap_p2p_comm=True)
+        config = ModelParallelConfig(overlap_p2p_comm=True) if given is None else given
         return config.replace(
             pipeline_schedule=self.schedule,
             pipeline_model_parallel_size=size,
@@ -167,63 +179,62 @@ class PlanSchedule:
         return batch
 
     def _run(self, given: tuple[Any, ...], losses: list[Any] | None, return_outputs: bool, forward_only: bool) -> Any:
-        batch = self._checked(given, losses, not forward_only)
-        call = TorchCall(self, batch, self._edges_of(batch, not forward_only), forward_only, return_outputs)
-        scales = self.scale_grads and not forward_only
-        for grad in self._gradients() if scales else ():  # of an earlier step, which are not to be divided again
-            grad.mul_(self.n_microbatches)
-        found = call.run()
-        for grad in self._gradients() if scales else ():
-            grad.div_(self.n_microbatches)
-        if not any(one.is_last for one in self.calls):
-            return None
-        if losses is not None:
+        config = self.config_of_step()
+        refused: Exception | None = None
+        with self._watched(config):
+            try:
+                batch, edges = self._agreed(given, losses, not forward_only)
+            except RefusedError as error:
+                refused = error.error
+        if refused is not None:
+            raise refused
+        call = TorchCall(self, config, batch, edges, forward_only, return_outputs)
+        with divided_by(self.n_microbatches if self.scale_grads and not forward_only else 1, self.parameters):
+            found = call.run()
+        if losses is not None and any(one.is_last for one in self.calls):
             losses[:] = found
-        return merge_chunks(call.outputs, self._merge_spec) if return_outputs else None
+        return call.merged
 
-    def _checked(self, given: tuple[Any, ...], losses: list[Any] | None, trains: bool) -> Batch:
-        """The batch. What a rank refuses in the first step is raised on all: they wait for each other's shapes next."""
+    def _watched(self, config: ModelParallelConfig) -> AbstractContextManager[Any]:
+        """What the ranks agree on before a step, under the guard of its communicator."""
+        if self.ranks.size == 1:
+            return nullcontext()
+        return watched(communicator_for(self.group, config), config, "the agreement of the ranks before the step")
+
+    def _agreed(self, given: tuple[Any, ...], losses: list[Any] | None, trains: bool) -> tuple[Batch, list[Edge]]:
+        """The batch, and what stages give each other. What a rank refuses is raised on all, in each step: the others
+        would wait for what it sends. So what stages give each other is found anew where one rank has to."""
         problem: Exception | None = None
+        known: _Found | None = self._found.get(trains)
+        signed: tuple[Any, ...] = ()
         try:
             if losses is not None and not isinstance(losses, list):
                 raise TypeError(f"losses must be a list but got a {type(losses)}")
             batch = self._batch(*given)
             if trains:
                 self._check_training(batch)
+            signed = signature(self.calls, batch, trains, self.config.variable_seq_lengths)
         except Exception as error:
             problem = error
-        if trains not in self._edges:
-            agree_to_begin(problem, self.placement.pipeline_size, self.group, self.calls[0].stage.device)
-        if problem is not None:
-            raise problem
-        return batch
+        refused, differs = self.ranks.any_of([problem is not None, known is None or known.signature != signed])
+        if refused:
+            self.ranks.refuse(problem)
+        if differs or known is None:
+            finder = EdgeFinder(self.calls, self.placement, self.ranks, trains)
+            known = self._found[trains] = _Found(signed, finder.find(batch.args[0], batch.kwargs[0]))
+        return batch, known.edges
 
-    def _edges_of(self, batch: Batch, trains: bool) -> list[Edge]:
-        if trains not in self._edges:
-            calls = {call.index: call for call in self.calls}
-            first = batch.args[0], batch.kwargs[0]
-            self._edges[trains] = find_edges(calls, self.placement, self.group, *first, trains)
-        return self._edges[trains]
-
-    def _gradients(self) -> Iterator[Tensor]:
+    def parameters(self) -> list[Tensor]:
+        """Those of this rank's stages. Of sharded ones the shards, which have the gradients."""
         for module in self._modules(FSDPModule):
-            module.reshard()  # then its parameters have the gradients
-        parameters = {parameter: None for call in self.calls for parameter in call.stage.submod.parameters()}
-        return (parameter.grad for parameter in parameters if parameter.grad is not None)
+            module.reshard()
+        return list({parameter: None for call in self.calls for parameter in call.stage.submod.parameters()})
 
     def _check_training(self, batch: Batch) -> None:
         if not torch.is_grad_enabled():
             raise RuntimeError("step() was called under torch.no_grad(), where no gradient is computed; call eval()")
         if batch.targets is None and any(call.is_last for call in self.calls):
             raise ScheduleInputError("this rank has the last stage, and step() was given no target for the loss")
-        self._check_compiled()  # a program may have replaced modules
-
-    def _check_compiled(self) -> None:
-        if find_family(self.schedule).splits_weight and self._modules(OptimizedModule):
-            raise ScheduleInputError(
-                f"schedule {self.schedule} splits backwards, which a stage in torch.compile cannot do; choose a "
-                "schedule with whole backwards, such as 1f1b or interleaved_1f1b"
-            )
 
     def _modules(self, kind: type) -> list[Any]:
         return [one for call in self.calls for one in call.stage.submod.modules() if isinstance(one, kind)]

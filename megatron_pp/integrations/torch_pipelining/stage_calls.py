@@ -33,7 +33,7 @@ class StageCall:
     def __call__(self, given: Sequence[Any], kwargs: Mapping[str, Any], module: Any = None) -> Any:
         """``given``: the user's arguments on the first stage, elsewhere the tensors of a hop. Returns what the module
         gives, on the last stage as it is, else as a tuple of tensors. ``module``: in the place of the stage's."""
-        output = (module or self.stage.submod)(*given, **kwargs)
+        output = (self.stage.submod if module is None else module)(*given, **kwargs)
         return output if self.is_last else outputs_of(output)
 
 
@@ -55,7 +55,7 @@ class TracedCall(StageCall):
         if not self.is_first:
             here = dict(zip(self.comes, given, strict=True))
             given = [here[value] for value in self.uses]
-        output = (module or self.stage.submod)(*given, **kwargs)
+        output = (self.stage.submod if module is None else module)(*given, **kwargs)
         if self.is_last:
             return output
         here |= {Value(self.index, k): tensor for k, tensor in enumerate(outputs_of(output))}

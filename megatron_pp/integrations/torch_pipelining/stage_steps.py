@@ -7,84 +7,112 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
-from torch.utils._pytree import tree_map_only
 
-from megatron_pp.integrations.torch_pipelining.autograd_split import AutogradSplit
+from megatron_pp.errors import ScheduleInputError
 from megatron_pp.integrations.torch_pipelining.batch import Batch
 from megatron_pp.integrations.torch_pipelining.hops import Edge, Hop, checked_hop
+from megatron_pp.integrations.torch_pipelining.last_outputs import LastOutputs
 from megatron_pp.integrations.torch_pipelining.stage_calls import StageCall
-from megatron_pp.runtime.compute import LossRecord
+from megatron_pp.runtime.compute import LossRecord, check_loss
 from megatron_pp.runtime.deallocate import backward_root, run_backward
 
 
 @dataclass
 class StageSteps:
-    """``record.data`` are the losses, ``outputs`` those of the last stage, both in the order of its forwards.
+    """``record.data`` are the losses, in the order of the forwards.
 
     calls    of this rank's stages, by chunk
     edges    of all stages but the last
     loss_fn  None: no loss is computed
-    split    where backwards are split by autograd's graph"""
+    outputs  what takes the outputs of the last stage; None where the caller does not want them"""
 
     calls: Sequence[StageCall]
     edges: Sequence[Edge]
     batch: Batch
     loss_fn: Callable[..., Any] | None
-    split: AutogradSplit | None
-    keeps_outputs: bool
+    outputs: LastOutputs | None
+    trains: bool
     shapes_vary: bool
     record: LossRecord = field(default_factory=LossRecord)
-    outputs: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._kept: list[set[int] | None] = [None] * len(self.calls)  # per chunk: ``_memory_of`` its module
 
     def forward(self, chunk: int, mb: int, input_tensor: Hop | None) -> Any:
         call, batch = self.calls[chunk], self.batch
         given = batch.args[mb] if input_tensor is None else input_tensor.tensors
         output = call(given, batch.kwargs[mb])
         if not call.is_last:
-            return checked_hop(output, self.edges[call.index], call.index, mb, self.shapes_vary)
-        if self.keeps_outputs:
-            self.outputs.append(tree_map_only(Tensor, Tensor.detach, output))
+            edge = self.edges[call.index]
+            hop = checked_hop(output, edge, call.index, mb, self.trains, self.shapes_vary)
+            hop.tensors = self._of_their_own(chunk, hop.tensors)
+            return hop
+        if self.outputs is not None:
+            self.outputs.add(output)
         if self.loss_fn is None or batch.targets is None:
             return None
         loss = self.loss_fn(output, batch.targets[mb], **batch.loss_kwargs)
+        if not isinstance(loss, Tensor):
+            raise ScheduleInputError(
+                f"the loss function returned a {type(loss).__name__}; it must return the loss of a microbatch, a "
+                "tensor of one element. What else it computes it may keep in an object of the program"
+            )
+        check_loss(loss, self.trains)
         self.record.data.append(loss.detach())
         return loss
+
+    def _of_their_own(self, chunk: int, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """``tensors``, with copies of those in memory that the module keeps: the next forward may write to it while
+        they are sent."""
+        kept = self._kept[chunk]
+        if kept is None:
+            kept = self._kept[chunk] = _memory_of(self.calls[chunk].stage.submod)
+        return [tensor.clone() if _memory(tensor) in kept else tensor for tensor in tensors]
 
     def backward(
         self, chunk: int, mb: int, input_tensor: Hop | None, output: Any, output_grad: Hop | None
     ) -> Hop | None:
         """Gradients of what came to the stage: zeros where it has made none, as another rank may wait for them."""
         inputs = [] if input_tensor is None else input_tensor.tensors
-        roots, grads = _starts(output, output_grad)
-        if self.split is not None:
-            found = self.split.run_backward(roots, grads, inputs)
-        else:
-            if roots:
-                run_backward(roots, grads)
-            found = [tensor.grad for tensor in inputs]
+        roots, grads = self._starts(self.calls[chunk], output, output_grad)
+        if roots:
+            run_backward(roots, grads)
         if input_tensor is None:
             return None
         return Hop(
             [
-                torch.zeros_like(tensor) if grad is None and tensor.requires_grad else grad
-                for tensor, grad in zip(inputs, found, strict=True)
+                torch.zeros_like(tensor) if tensor.grad is None and tensor.requires_grad else tensor.grad
+                for tensor in inputs
             ]
         )
+
+    def _starts(self, call: StageCall, output: Any, output_grad: Hop | None) -> tuple[list[Any], list[Tensor | None]]:
+        """The roots of a backward, and their gradients: the loss, or the outputs to which gradients came back."""
+        if call.is_last:
+            return ([output], [None]) if output is not None else ([], [])
+        assert output_grad is not None
+        roots, grads = [], []
+        for root, grad, meta in zip(output.tensors, output_grad.tensors, self.edges[call.index], strict=True):
+            has_graph = isinstance(root, GradientEdge) or (root is not None and root.requires_grad)
+            # One process runs no backward where later stages do not use an output: here zeros stand for no gradient.
+            if has_graph and grad is not None and (meta.comes_back or bool(grad.any())):
+                roots.append(root)
+                grads.append(grad)
+        return roots, grads
 
     def backward_root(self, output: Hop) -> Hop:
         return Hop([backward_root(tensor) for tensor in output.tensors])
 
 
-def _starts(output: Any, output_grad: Hop | None) -> tuple[list[Any], list[Tensor | None]]:
-    """The roots of a backward, and their gradients: the loss, or the outputs to which gradients came back."""
-    if not isinstance(output, Hop):
-        return ([output], [None]) if output is not None and output.requires_grad else ([], [])
-    assert output_grad is not None
-    pairs = [
-        (root, grad)
-        for root, grad in zip(output.tensors, output_grad.tensors, strict=True)
-        if grad is not None and (isinstance(root, GradientEdge) or (root is not None and root.requires_grad))
-    ]
-    return [root for root, _ in pairs], [grad for _, grad in pairs]
+def _memory_of(module: nn.Module) -> set[int]:
+    """The memory of the buffers of ``module``, and of tensors that are attributes of its modules."""
+    held = [value for one in module.modules() for value in vars(one).values() if isinstance(value, Tensor)]
+    return {_memory(tensor) for tensor in (*module.buffers(), *held)} - {0}
+
+
+def _memory(tensor: Tensor) -> int:
+    """The address of the memory that ``tensor`` is in; 0 for one without, such as a sparse or sharded one."""
+    plain = tensor.layout is torch.strided and not tensor.is_nested and type(tensor) in (Tensor, nn.Parameter)
+    return tensor.untyped_storage().data_ptr() if plain else 0

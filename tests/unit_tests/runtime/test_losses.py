@@ -24,7 +24,7 @@ def scale(
     loss_func: Any, output: Any = None, cp_size: int = 1, whole_sequence: Any = None, **fields: Any
 ) -> tuple[Any, LossRecord]:
     record = LossRecord()
-    output = torch.tensor(12.0) if output is None else output
+    output = torch.tensor(12.0, requires_grad=True) if output is None else output
     settings = StepSettings.from_config(SimpleNamespace(**fields))
     options = StepOptions(4, [True], cp_size=cp_size, whole_sequence=whole_sequence)
     return scaled_loss(output, loss_func, settings, options, record), record
@@ -59,7 +59,7 @@ def test_tokens_of_shards_need_the_group_of_their_ranks() -> None:
 
 
 def test_without_a_loss_function_the_output_is_reported() -> None:
-    output = {"logits": torch.ones(3)}
+    output = torch.ones((), requires_grad=True)
     got, record = scale(None, output)
     assert got is output
     assert record.data[0] is output
@@ -67,7 +67,7 @@ def test_without_a_loss_function_the_output_is_reported() -> None:
 
 def test_the_loss_function_may_change_its_argument_only_by_returning() -> None:
     """The loss is scaled out of place: what the function returned, and perhaps keeps, is not touched."""
-    kept = torch.tensor(8.0)
+    kept = torch.tensor(8.0, requires_grad=True)
     assert scale(lambda output: (kept, {}))[0] == 2.0
     assert kept == 8.0
 
@@ -98,9 +98,38 @@ def test_what_a_loss_must_be(loss: Any, words: str, more: tuple[int, ...]) -> No
         alone(lambda data, model: (model(next(data)[0]), lambda output: (loss, *more, {})))
 
 
-@pytest.mark.parametrize("loss", [torch.tensor(0.5), torch.ones(2), LEAF[:1]])
-def test_a_loss_of_one_element_or_without_gradients_is_none_to_refuse(loss: torch.Tensor) -> None:
-    assert alone(lambda data, model: (model(next(data)[0]), lambda output: (loss, "report"))) == ["report"] * 4
+def test_a_loss_of_one_element_may_have_a_dimension() -> None:
+    step = forward_with(lambda loss: (loss.reshape(1), "report"))
+    assert alone(step) == ["report"] * 4
+
+
+DETACHED: list[Any] = [
+    lambda output: (output.detach().mean(), {}),
+    lambda output: (torch.tensor(0.5), 3, {}),
+    lambda output: (torch.ones(2), {}),
+    torch.no_grad()(lambda output: (output.mean(), {})),
+]
+
+
+@pytest.mark.parametrize("loss_func", DETACHED)
+def test_a_loss_without_a_gradient_is_an_error_as_in_one_process(loss_func: Any) -> None:
+    """Before the backward. Its backward would train nothing."""
+    with pytest.raises(ScheduleInputError, match="the loss of a training step needs no gradient"):
+        alone(lambda data, model: (model(next(data)[0]), loss_func))
+    reports = alone(lambda data, model: (model(next(data)[0]), loss_func), forward_only=True)
+    assert len(reports) == 4
+
+
+@pytest.mark.parametrize("output", [{"logits": torch.ones(3)}, torch.ones(()), None])
+def test_so_it_is_without_a_loss_function(output: Any) -> None:
+    with pytest.raises(ScheduleInputError, match="the loss of a training step needs no gradient"):
+        alone(lambda data, model: (output, None))
+    assert alone(lambda data, model: (output, None), forward_only=True) == [output] * 4
+
+
+def test_a_loss_without_a_gradient_is_an_error_on_every_rank() -> None:
+    with pytest.raises(Exception, match="the loss of a training step needs no gradient"):
+        in_pipeline(2, lambda data, model: (model(next(data)[0]), lambda output: (output.detach().mean(), {})))
 
 
 def test_evaluation_may_report_a_number_as_the_loss() -> None:

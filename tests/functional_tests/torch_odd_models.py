@@ -1,0 +1,516 @@
+"""Stages of odd models, each with what a runtime of stages may get wrong, and one process beside them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+H, ROWS = 6, 3
+
+
+class Stage(nn.Module):
+    """Stage ``k`` of ``count``: a linear layer and a tanh. The others change something."""
+
+    def __init__(self, k: int, count: int) -> None:
+        super().__init__()
+        self.k, self.count = k, count
+        self.linear, self.other = nn.Linear(H, H), nn.Linear(H, H)
+        self.build()
+
+    @property
+    def last(self) -> bool:
+        return self.k == self.count - 1
+
+    def build(self) -> None:
+        """Further parts."""
+
+    def forward(self, x: Tensor) -> Any:
+        return torch.tanh(self.linear(x)) + x * 0.5
+
+
+class Reversal(Stage):
+    """A gradient reversal by a hook of an activation."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.linear(x)
+        if y.requires_grad:
+            y.register_hook(lambda grad: -3 * grad)
+        return torch.tanh(y)
+
+
+class Hooks(Stage):
+    """Hooks of modules, of parameters and of the output."""
+
+    def build(self) -> None:
+        self.linear.register_full_backward_hook(
+            lambda layer, given, made: (2 * given[0],) if given[0] is not None else None
+        )
+        self.other.register_full_backward_pre_hook(lambda layer, made: (made[0] * 0.5,))
+        self.linear.register_forward_hook(lambda layer, given, made: made * 1.5)
+        self.other.register_forward_pre_hook(lambda layer, given: (given[0] + 0.1,))
+        self.linear.weight.register_hook(lambda grad: 3 * grad)
+
+    def forward(self, x: Tensor) -> Any:
+        y = torch.tanh(self.other(torch.tanh(self.linear(x))))
+        if y.requires_grad:
+            y.register_hook(lambda grad: grad * 1.25)
+        return y
+
+
+class Fused(torch.autograd.Function):
+    """As layers with gradient_accumulation_fusion."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        weight.main_grad += grad.t() @ x
+        return grad @ weight, None
+
+
+class MainGrad(Stage):
+    def build(self) -> None:
+        self.linear.weight.main_grad = torch.zeros(H, H)  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Any:
+        fused: Any = Fused.apply(x, self.linear.weight)  # type: ignore[no-untyped-call]
+        return torch.tanh(fused) + self.other(x)
+
+
+class Probe(Stage):
+    """The last stage is trained on features without gradient."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.linear(x.detach() if self.last else x)
+
+
+class ProbeWithin(Stage):
+    """A stage in the middle, or the last of two, cuts the graph; stages before it are not trained."""
+
+    def forward(self, x: Tensor) -> Any:
+        return torch.tanh(self.linear(x.detach() if self.k == self.count // 2 else x))
+
+
+class Beside(Stage):
+    """The input goes on beside the layers that are trained, and one of its uses has no gradient."""
+
+    def forward(self, x: Tensor) -> Any:
+        return x + self.linear(x.detach())
+
+
+class SharedWeight(Stage):
+    """One weight in several layers; one layer called several times."""
+
+    def build(self) -> None:
+        self.tied = nn.Linear(H, H, bias=False)
+        self.tied.weight = self.linear.weight
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.linear(torch.tanh(self.linear(x))) + self.tied(x)
+        return torch.tanh(y)
+
+
+class ReadBeside(SharedWeight):
+    """A weight that is also read beside its layers. Autograd adds its gradients in another order."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) + F.linear(x, self.linear.weight.t()) + self.linear.bias
+
+
+class Views(Stage):
+    """Outputs that are views, not contiguous, expanded, or the input itself; one twice. In one process the next stage
+    has them in another layout, and adds their gradients in another order."""
+
+    def forward(self, x: Tensor, *more: Tensor) -> Any:
+        both = torch.cat([torch.tanh(self.linear(x)), self.other(x)], 1)
+        left, right = both.chunk(2, 1)
+        for one in more:
+            right = right + one[0, 0] - one[1, 2]
+        if self.last:
+            return left + right
+        return left, right, right, both.t(), self.linear.bias.expand(ROWS, H), x, both[:, ::2]
+
+
+class InPlace(Stage):
+    """Outputs that are changed in place."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.linear(x)
+        y[:, 1:3] *= 2
+        return y.add_(self.other(x)).relu_()
+
+
+class Several(Stage):
+    """Integers, booleans, a mask without gradient, and what nobody uses."""
+
+    def forward(self, x: Tensor, order: Any = None, mask: Any = None, scale: Any = None, spare: Any = None) -> Any:
+        if self.k == 0:
+            order, mask, scale = torch.arange(H).flip(0), x > 0, torch.full((H,), 0.5)
+        y = torch.tanh(self.linear(x[:, order])) * scale + x.masked_fill(mask, 0.1)
+        return y if self.last else (y, order, mask, scale, self.other(y))
+
+
+class Frozen(Stage):
+    """Frozen layers, a frozen first stage, and a layer of which only the bias is trained."""
+
+    def build(self) -> None:
+        self.other.weight.requires_grad_(False)
+        if self.k == 0:
+            self.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Any:
+        return torch.tanh(self.other(self.linear(x)))
+
+
+class BackboneFrozen(Stage):
+    """Only the last stage is trained."""
+
+    def build(self) -> None:
+        self.requires_grad_(self.last)
+
+
+class Checkpointed(Stage):
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Any:
+        x = x if x.requires_grad else x.detach().requires_grad_()  # else the reentrant kind gives no gradient
+
+        def inner(z: Tensor) -> Tensor:
+            return torch.tanh(self.linear(z))
+
+        def outer(z: Tensor) -> Tensor:
+            return self.other(checkpoint(inner, z, use_reentrant=self.reentrant))
+
+        return checkpoint(outer, x, use_reentrant=self.reentrant) + x
+
+
+class Reentrant(Checkpointed):
+    reentrant = True
+
+
+def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    saves = op == torch.ops.aten.addmm.default
+    return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Selective(Stage):
+    def forward(self, x: Tensor) -> Any:
+        contexts = partial(create_selective_checkpoint_contexts, _policy)
+        return checkpoint(lambda z: torch.tanh(self.linear(z)), x, use_reentrant=False, context_fn=contexts)
+
+
+class Sparse(Stage):
+    """A sparse embedding in each stage, and one whose rows are renormalised."""
+
+    def build(self) -> None:
+        self.sparse, self.short = nn.Embedding(8, H, sparse=True), nn.Embedding(8, H, max_norm=0.5)
+
+    def forward(self, x: Tensor) -> Any:
+        rows = (x.detach().abs()[:, 0] * 10).long() % 8
+        return torch.tanh(self.linear(x)) + self.sparse(rows) + self.short(7 - rows)
+
+
+class Autocast(Stage):
+    def forward(self, x: Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.other(torch.tanh(self.linear(x)) + self.linear(x))
+        return y.float() if self.last or self.k % 2 else y
+
+
+class Half(Stage):
+    """bfloat16 parameters, and tensors of two dtypes between stages."""
+
+    def build(self) -> None:
+        self.other.to(torch.bfloat16)
+
+    def forward(self, x: Tensor, low: Any = None) -> Any:
+        low = torch.tanh(self.other(x.bfloat16() if low is None else low))
+        y = self.linear(x)
+        return y + low.float() if self.last else (y, low)
+
+
+class OtherLayers(Stage):
+    """Layers that have no split form, and a parameter of no layer."""
+
+    def build(self) -> None:
+        self.attention = nn.MultiheadAttention(H, 2, batch_first=True)
+        self.recurrent, self.norm = nn.LSTM(H, H, batch_first=True), nn.LayerNorm(H)
+        self.convolution, self.scale = nn.Conv1d(ROWS, ROWS, 3, padding=1), nn.Parameter(torch.ones(H))
+        self.bilinear = nn.Bilinear(H, H, H)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.norm(x[None])
+        y = y + self.attention(y, y, y)[0] + self.recurrent(y)[0]
+        y = (y + self.convolution(y))[0] * self.scale
+        return torch.tanh(self.bilinear(y, x)) + self.linear(y)
+
+
+class NoLinear(Stage):
+    """Nothing in it can be split."""
+
+    def build(self) -> None:
+        del self.linear, self.other
+        self.norm, self.shift = nn.LayerNorm(H), nn.Parameter(torch.zeros(H))
+
+    def forward(self, x: Tensor) -> Any:
+        return torch.tanh(self.norm(x)) + self.shift
+
+
+class Twins(Stage):
+    """Two parameters with one gradient, which autograd passes on as one tensor."""
+
+    def build(self) -> None:
+        self.one, self.two = nn.Parameter(torch.randn(ROWS, H)), nn.Parameter(torch.randn(ROWS, H))
+
+    def forward(self, x: Tensor) -> Any:
+        return torch.tanh(self.linear(x)) + self.one + self.two
+
+
+class Penalty(Stage):
+    """A gradient within the forward, which is differentiated again."""
+
+    def forward(self, x: Tensor) -> Any:
+        if not torch.is_grad_enabled():
+            return torch.tanh(self.other(x))
+        z = x.detach().requires_grad_()
+        (grad,) = torch.autograd.grad(torch.tanh(self.linear(z)).square().sum(), z, create_graph=True)
+        return torch.tanh(self.other(x)) + 0 * grad.sum() + 0.0 * x + 0.1 * (grad - grad.detach())
+
+
+class Normed(Stage):
+    """Weights that are computed from others."""
+
+    def build(self) -> None:
+        self.linear = nn.utils.parametrizations.weight_norm(self.linear)
+        self.other = nn.utils.parametrizations.spectral_norm(self.other)
+
+    def forward(self, x: Tensor) -> Any:
+        return torch.tanh(self.linear(x)) + self.other(x)
+
+
+class Functional(Stage):
+    """Layers called with other parameters, and within vmap."""
+
+    def forward(self, x: Tensor) -> Any:
+        doubled = {"weight": 2 * self.linear.weight, "bias": self.linear.bias}
+        y = torch.func.functional_call(self.linear, doubled, (x,))
+        return torch.tanh(y) + torch.func.vmap(self.other)(x)
+
+
+class Branch(Stage):
+    """A layer that only some microbatches use."""
+
+    def forward(self, x: Tensor) -> Any:
+        return torch.tanh(self.linear(x) if x[0, 0] > 0 else self.other(x))
+
+
+class Remembers(Stage):
+    """Buffers that are assigned and written to, a number, a list, a generator, and a layer's running mean."""
+
+    def build(self) -> None:
+        self.register_buffer("ema", torch.ones(H))
+        self.register_buffer("seen", torch.zeros(()))
+        self.calls, self.history, self.spare = 0, [0.0], torch.zeros(H)
+        self.draws, self.norm = torch.Generator().manual_seed(self.k), nn.BatchNorm1d(H)
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            self.ema = self.ema * 0.9 + x.mean(0) * 0.1
+            self.seen += x.sum()
+            self.spare.data.add_(x.detach().sum(0))
+            self.other.weight.data.add_(0.01 * x.detach().mean())
+            self.history.append(float(x.detach().mean()))
+            self.calls += 1
+        kept = torch.rand(H, generator=self.draws) > 0.3
+        scale = self.ema + self.seen * 0.1 + self.spare * 0.01 + sum(self.history) + self.calls
+        return torch.tanh(self.norm(self.linear(x)) * kept * scale) + self.other(x.detach())
+
+
+class Reused(Stage):
+    """Gives the same memory for each microbatch."""
+
+    def build(self) -> None:
+        self.register_buffer("memory", torch.zeros(ROWS, H))
+
+    def forward(self, x: Tensor) -> Any:
+        y = torch.tanh(self.linear(x))
+        if torch.is_grad_enabled():
+            return y
+        self.memory.copy_(y)
+        return self.memory
+
+
+class Kept(Stage):
+    """Outputs that the program keeps, with their gradients."""
+
+    def build(self) -> None:
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Any:
+        y = torch.tanh(self.linear(x))
+        if y.requires_grad:
+            y.retain_grad()
+            self.kept.append(y)
+        return y
+
+
+class Lazy(Stage):
+    def build(self) -> None:
+        self.lazy = nn.LazyLinear(H, bias=False)
+        self.lazy.initialize_parameters(torch.zeros(1, H))  # else its values would depend on the order of stages
+        self.empty = nn.Sequential()
+
+    def forward(self, x: Tensor) -> Any:
+        return torch.tanh(self.lazy(x)) + self.empty(x)
+
+
+class Compiled(Stage):
+    """A compiled function within the forward, which nobody can know of."""
+
+    def forward(self, x: Tensor) -> Any:
+        return _compiled_part(self.linear, x) + self.other(x)
+
+
+def _part(layer: nn.Module, x: Tensor) -> Tensor:
+    return torch.tanh(layer(x))
+
+
+_COMPILED: list[Any] = []
+
+
+def _compiled_part(layer: nn.Module, x: Tensor) -> Any:
+    if not _COMPILED:
+        with compiling():
+            _COMPILED.append(torch.compile(_part, backend="eager"))
+    return _COMPILED[0](layer, x)
+
+
+def compiling() -> Any:
+    """The tests switch torch.compile off."""
+    return patch.dict(os.environ, TORCHDYNAMO_DISABLE="0")
+
+
+def unfrozen(step: int, stages: list[Any]) -> None:
+    """Gradual unfreezing: the last stage first."""
+    for stage in stages:
+        stage.requires_grad_(stage.k >= stage.count - 1 - step)
+
+
+def frozen_later(step: int, stages: list[Any]) -> None:
+    for stage in stages:
+        stage.linear.requires_grad_(step == 0 or stage.last)
+        stage.other.requires_grad_(step > 0 or stage.last)
+
+
+def zeroed(step: int, stages: list[Any]) -> None:
+    for stage in stages:
+        stage.zero_grad()
+
+
+class Case(NamedTuple):
+    kind: Callable[[int, int], nn.Module]
+    before: Callable[[int, list[Any]], None] | None = None  # each step: (step, stages)
+    compiles: bool = False  # each stage as a whole
+    rounds: bool = False  # equal to rounding, not to the last bit
+
+
+CASES: dict[str, Case] = {
+    **{
+        kind.__name__: Case(kind)
+        for kind in (
+            *(Reversal, Hooks, MainGrad, Probe, ProbeWithin, Beside, SharedWeight, InPlace, Several, Frozen),
+            *(BackboneFrozen, Checkpointed, Reentrant, Selective, Sparse, Autocast, Half, OtherLayers, NoLinear, Twins),
+            *(Penalty, Normed, Functional, Branch, Remembers, Reused, Kept, Lazy),
+        )
+    },
+    "ReadBeside": Case(ReadBeside, rounds=True),
+    "Views": Case(Views, rounds=True),
+    "zero_grad in each step": Case(Stage, zeroed),
+    "gradual unfreezing": Case(Stage, unfrozen),
+    "frozen later": Case(Stage, frozen_later),
+}
+COMPILED: dict[str, Case] = {
+    "a compiled function": Case(Compiled),
+    "compiled stages": Case(Stage, compiles=True),
+}
+
+
+def stages_of(case: Case, count: int) -> list[nn.Module]:
+    made = []
+    for k in range(count):
+        torch.manual_seed(k)
+        made.append(case.kind(k, count))
+    return made
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output, target)
+
+
+def batch(step: int, count: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(count * ROWS, H, generator=generator), torch.randn(count * ROWS, H, generator=generator)
+
+
+class OneProcess:
+    """All stages, one after another; gradients are the mean over microbatches, added to those that are there."""
+
+    def __init__(self, case: Case, count: int, microbatches: int) -> None:
+        self.case, self.stages, self.microbatches = case, stages_of(case, count), microbatches
+
+    def run(self, step: int, trains: bool) -> list[Tensor]:
+        """The losses."""
+        x, target = batch(step, self.microbatches)
+        losses = []
+        parameters = [parameter for stage in self.stages for parameter in stage.parameters()]
+        earlier = {one: one.grad for one in parameters if one.grad is not None}
+        for parameter in earlier:
+            parameter.grad = None
+        for given, wanted in zip(x.chunk(self.microbatches), target.chunk(self.microbatches), strict=True):
+            with nullcontext() if trains else torch.no_grad():
+                passed: Any = (given,)
+                for stage in self.stages:
+                    made = stage(*passed)
+                    passed = made if isinstance(made, tuple) else (made,)
+                loss = loss_fn(passed[0], wanted)
+            losses.append(loss.detach())
+            if trains:
+                loss.backward()
+        for one in parameters:
+            if one.grad is not None and trains:
+                one.grad /= self.microbatches
+            if one in earlier:
+                one.grad = earlier[one] if one.grad is None else one.grad + earlier[one]
+        return losses
+
+
+def state_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """Gradients and buffers by name."""
+    found: dict[str, Tensor | None] = {}
+    for name, parameter in module.named_parameters():
+        grad = parameter.grad
+        found[f"gradient of {name}"] = grad.to_dense() if grad is not None and grad.is_sparse else grad
+        main_grad = getattr(parameter, "main_grad", None)
+        if main_grad is not None:
+            found[f"main_grad of {name}"] = main_grad
+        found[f"value of {name}"] = parameter.detach()
+    found |= {f"buffer {name}": buffer for name, buffer in module.named_buffers()}
+    found |= {
+        name: torch.tensor(float(value if isinstance(value, int) else len(value)))
+        for name, value in vars(module).items()
+        if name in ("calls", "history", "kept")
+    }
+    return found
