@@ -3,7 +3,8 @@ device is idle: for all that the process has issued, receives that wait for thei
 ``docs/data/gpu_waits.csv``).
 
 A kernel is told by the operation and the dtypes that it works on, one of a matrix product by its shapes as well, as
-cuBLAS has kernels for sizes. Copies of a block of memory as it is, and allocations, launch no kernel.
+cuBLAS has kernels for sizes. Operations in place, of filling and of copying have the kernel of their kind. Copies of a
+block of memory as it is, and allocations, launch no kernel.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import torch
 
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _COPIES = {"copy_", "clone", "_to_copy", "lift_fresh"}
+_FILLS = {"fill_", "full", "full_like", "new_full", "ones", "ones_like", "new_ones", "zeros", "zeros_like", "new_zeros"}
+_SAME = {**dict.fromkeys(_COPIES, "copy"), **dict.fromkeys((*_FILLS, "zero_"), "fill")}
 _TO_HOST = {"_local_scalar_dense"}
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "linear"}
 
@@ -32,11 +35,12 @@ def kernel_of(operation: str, tensors: Sequence[torch.Tensor], crosses: bool) ->
     ``crosses``: some of them lie in host memory."""
     if operation in _ALLOCATIONS or operation in _TO_HOST:
         return None
-    dtypes = tuple(tensor.dtype for tensor in tensors)
+    dtypes = tuple(dict.fromkeys(tensor.dtype for tensor in tensors))
     if operation in _COPIES and (crosses or _is_one_block(tensors, dtypes)):
         return None
-    return Kernel(operation, dtypes, tuple(t.shape for t in tensors) if operation in _PRODUCTS else ())
+    name = _SAME.get(operation, operation.removesuffix("_"))
+    return Kernel(name, dtypes, tuple(t.shape for t in tensors) if operation in _PRODUCTS else ())
 
 
 def _is_one_block(tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> bool:
-    return len(set(dtypes)) <= 1 and all(tensor.is_contiguous() for tensor in tensors)
+    return len(dtypes) <= 1 and all(tensor.is_contiguous() for tensor in tensors)

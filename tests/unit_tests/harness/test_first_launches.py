@@ -51,15 +51,17 @@ def test_the_first_launch_of_each_kernel_loads_it() -> None:
         look()
         x.fill_(1.0)
         x[:2].fill_(2.0)
-        look("fill_")
+        torch.ones(3)
+        look("fill")
         x.t().contiguous()
-        look("fill_", "clone")
+        look("fill", "copy")
         x @ x
         x @ x
-        look("fill_", "clone", "mm")
+        x.add(x).add_(x)
+        look("fill", "copy", "mm", "add")
         x[:2] @ x
         x.to(torch.bfloat16)
-        look("fill_", "clone", "mm", "mm", "_to_copy")
+        look("fill", "copy", "mm", "add", "mm", "copy")
 
     on_one_device(program)
     assert loaded
