@@ -30,6 +30,7 @@ _GAIN = 0.002  # a search is worth its time where its bound is below the best st
 _AS_FAST = 1e-3  # of steps that differ by less, the one with less memory is better
 _EXTRA, _FIRST = 1.0, 5.0  # budgets, seconds (the longer): overtime until a first plan that fits
 _FIRST_LOOK = 2.0  # seconds for estimates, or half of the budget
+_CLOSER = 0.5  # that a search for less memory may come to its bound, as a share of how far this one is from its own
 _CHUNK = 0.003  # share of its bound by which a search with one chunk more, which takes longer, must be better
 _POLL = 0.02  # seconds between two looks at other processes
 _LOOK = 0.1  # seconds between two looks at the budget
@@ -293,7 +294,7 @@ class _Queue:
                 affordable = self._affords(candidate, 3)  # their bounds take as long as a search
                 self.less[candidate] = [*smaller_searches(self.question, candidate)] if affordable else []
             for smaller in self.less[candidate]:
-                likely = smaller.bound * (1 + one.excess)
+                likely = smaller.bound * (1 + one.excess * _CLOSER)
                 if smaller.candidate not in self.cuts and likely < self.best * (1 - _GAIN):
                     found.append((rounded(likely), *_names(smaller.candidate), smaller))
         for *_, smaller in sorted(found, key=lambda one: one[:3]):
