@@ -28,7 +28,7 @@ from weakref import WeakMethod
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron_pp.comm.at_exit import call_if_alive
-from megatron_pp.errors import CommunicatorClosedError, PipelineError
+from megatron_pp.errors import CommunicatorClosedError, PipelineError, PipelinePeerError
 from megatron_pp.faults import consistency
 from megatron_pp.faults.heartbeat import Heartbeat, Pace
 from megatron_pp.faults.liveness import state_of
@@ -300,7 +300,9 @@ class FaultGuard:
                 and type(error) is RuntimeError
                 and not load("diagnosis").is_raised_by_python(error)
             ):
-                raise self._cause_of(error) from error
+                found = self._cause_of(error)
+                # What failed here only follows from what happened on another rank: its traceback would come first.
+                raise found from (None if isinstance(found, PipelinePeerError) else error)
             else:  # this rank is the cause
                 self._raised = error
                 text, tail = load("diagnosis").text_of(error), load("diagnosis").tail_of(error)

@@ -88,8 +88,9 @@ def check_output(at: Task, output: Any, expected: Any, placement: Placement, var
     wanted = [expected] if expected is None or is_single_shape(expected) else expected
     of = f"the output of chunk {at.chunk} for microbatch {at.mb}"
     if len(tensors) != len(wanted):
+        kind = f"is a {type(output).__name__} of {len(tensors)} tensors" if tensors is output else "is one tensor"
         raise P2PShapeError(
-            f"{of} has {len(tensors)} tensors, but the next stage expects {len(wanted)}; where a stage gives several, "
+            f"{of} {kind}, but the next stage expects {len(wanted)}; where a stage gives several, "
             "adjust_tensor_shapes_fn says so"
         )
     if vary or expected in (None, []):

@@ -136,8 +136,9 @@ def test_it_is_said_once_that_zeros_are_sent(caplog: pytest.LogCaptureFixture) -
         (torch.ones(3, 2, HIDDEN).to_sparse(), "a Tensor of layout torch.sparse_coo cannot be sent between stages"),
         (torch.nested.as_nested_tensor([torch.ones(3, HIDDEN)] * 2), "a nested Tensor of layout torch.strided cannot"),
         (TwoTensor(*2 * [torch.ones(3, 2, HIDDEN)]), "a TwoTensor of layout torch.strided cannot be sent"),
-        ([], "the output of chunk 0 for microbatch 0 has 0 tensors, but the next stage expects 1"),
-        (2 * [torch.ones(3, 2, HIDDEN)], "has 2 tensors, but the next stage expects 1"),
+        ([], "the output of chunk 0 for microbatch 0 is a list of 0 tensors, but the next stage expects 1"),
+        (2 * [torch.ones(3, 2, HIDDEN)], "is a list of 2 tensors, but the next stage expects 1"),
+        (2 * (torch.ones(3, 2, HIDDEN),), "is a tuple of 2 tensors, but the next stage expects 1"),
     ],
 )
 @pytest.mark.parametrize("vary", [False, True])
