@@ -80,7 +80,7 @@ def test_all_others_learn_of_an_exception(schedule: str, chunks: int, kind: str)
         error = raised[rank]
         assert isinstance(error, PipelinePeerError)
         assert (error.rank, error.instruction) == (1, fault.instruction)
-        assert error.__suppress_context__ or error.__context__ is None, "the failed transfer is printed first"
+        assert error.__cause__ is None, "the failed transfer is printed first"
         assert error.exception_type.endswith("InjectedError")
         assert error.message == fault.message
         assert "in _trigger" in error.traceback_tail or "fire" in error.traceback_tail
