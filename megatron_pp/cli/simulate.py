@@ -222,6 +222,7 @@ def _compare(args: argparse.Namespace, console: Console) -> int:
     refuse(args, ["source", "schedule", "modules"], "does not go with --compare, which names the schedules itself")
     single = ["weight_share", "memory", "keep_outputs"]
     refuse(args, single, "is for a single plan, not for --compare, which shows no activations")
+    traced = cost_options.traced_findings(args)  # on gloo, plans are made for no device
     names = plan_options.schedule_names(args.compare)
     specs, size = list(plan_options.listed_specs(args, names)), plan_options.pipeline_size(args, names)
     shards = any(spec.fsdp_collectives for spec in specs)
@@ -232,7 +233,6 @@ def _compare(args: argparse.Namespace, console: Console) -> int:
     if args.memory_limit is None:
         refuse(args, OPTIONS, "is for --memory, or --memory-limit")
     limit = None if args.memory_limit is None else args.memory_limit * 2**30
-    traced = cost_options.traced_findings(args)
     if traced is not None:
         costs, network = traced.costs, traced.network
     else:  # without costs, the whole model takes P slots for each of F, B and W, whatever V is

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from megatron_pp.comm.channels import in_rounds
-from megatron_pp.comm.transport import ACT, GRAD, Edge, Transport
+from megatron_pp.comm.transport import ACT, GRAD, Edge, Transport, Work
+from megatron_pp.errors import P2PTransferError
 
 _TRIPS = 6
 _SECONDS = 0.5
@@ -24,7 +25,7 @@ def send_numbers(
     transport: Transport, peer: int, kind: str, numbers: Sequence[float], dtype: torch.dtype = torch.int64
 ) -> None:
     message = torch.tensor(numbers, dtype=dtype, device=transport.device)
-    transport.isend(message, peer, kind).wait()
+    _wait(transport, peer, transport.isend(message, peer, kind))
 
 
 def receive_numbers(
@@ -32,8 +33,17 @@ def receive_numbers(
 ) -> list[float]:
     """What ``send_numbers`` of ``peer`` has sent, ``count`` numbers; whole ones where ``dtype`` is."""
     message = torch.empty(count, dtype=dtype, device=transport.device)
-    transport.irecv(message, peer, kind).wait()
+    _wait(transport, peer, transport.irecv(message, peer, kind))
     return message.tolist()  # on a GPU this waits for the message
+
+
+def _wait(transport: Transport, peer: int, work: Work) -> None:
+    """Raises P2PTransferError where the transfer fails, as handles do."""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        where = f"pipeline rank {transport.rank}, between steps with rank {peer}"
+        raise P2PTransferError(f"{where}: the transfer failed: {error}") from error
 
 
 def gather_numbers(transport: Transport, mine: Sequence[float]) -> list[list[float]]:
@@ -84,8 +94,8 @@ def _ask(transport: Transport, peer: int, sizes: Sequence[int]) -> list[float]:
 
 def _round_trip(transport: Transport, peer: int, message: torch.Tensor) -> float:
     began = time.perf_counter()
-    transport.isend(message, peer, ACT).wait()
-    transport.irecv(message, peer, GRAD).wait()
+    _wait(transport, peer, transport.isend(message, peer, ACT))
+    _wait(transport, peer, transport.irecv(message, peer, GRAD))
     message[-1].item()  # on a GPU this waits for the message
     return time.perf_counter() - began
 
@@ -95,8 +105,8 @@ def _answer(transport: Transport, peer: int, sizes: Sequence[int]) -> None:
     while receive_numbers(transport, peer, ACT, 1) == [1]:
         send_numbers(transport, peer, GRAD, [1])
         for message in messages:
-            transport.irecv(message, peer, ACT).wait()
-            transport.isend(message, peer, GRAD).wait()
+            _wait(transport, peer, transport.irecv(message, peer, ACT))
+            _wait(transport, peer, transport.isend(message, peer, GRAD))
 
 
 def _messages(transport: Transport, sizes: Sequence[int]) -> list[torch.Tensor]:

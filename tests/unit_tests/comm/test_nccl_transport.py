@@ -138,7 +138,9 @@ def test_shapes_travel_from_host_to_host(policy: dict[str, Any], monkeypatch: py
     assert on_nccl(StreamNetwork(SIZE, seed=None), look, **policy) == [0] * SIZE
     name = "variable"
     assert on_nccl(StreamNetwork(SIZE, seed=None), look, variable_seq_lengths=True, **policy) == [1, 2, 1]
-    assert sorted(waits["variable"]) == sorted(waits["fixed"])
+    # Tensors of varying shapes go over the group's communicator, which each rank warms up beside its channels.
+    warm_up = [] if "batch_p2p_comm" in policy else ["torch.cuda.synchronize"] * SIZE
+    assert sorted(waits["variable"]) == sorted([*waits["fixed"], *warm_up])
 
 
 class SlowSends(StreamTransport):

@@ -22,6 +22,10 @@ EXEMPT = {
         "megatron_pp/parity/processes.py",
         'os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # for Megatron',
     ): ("in ranks that are forked"),
+    (
+        "megatron_pp/parity/script.py",
+        'if not getattr(torch.cuda, "_megatron_pp_stand_in", False):',
+    ): "in processes of scripts",
     ("scripts/megatron_own_tests.py", "if not torch.cuda.is_available():"): "in processes of Megatron's tests",
     ("scripts/megatron_pretrain_gpt.py", "if not torch.cuda.is_available():"): "needs a checkout of Megatron-LM",
     (

@@ -57,8 +57,8 @@ def test_equal_questions_have_equal_answers_in_any_process() -> None:
     assert ahead.step_of(json.loads(json.dumps(ahead.question_of(step)))) == step
     assert ahead.found_in(json.loads(json.dumps(ahead.answer_of(found)))) == found
     planner = ahead.Planner()
-    planner.ask(step)
-    assert planner.answer() == found
+    planner.ask(3, step)
+    assert planner.answer(3) == found
 
 
 def test_measured_times_of_the_stages_count() -> None:
@@ -78,9 +78,9 @@ def test_costs_of_other_microbatches_are_an_error_which_the_rank_raises() -> Non
     with pytest.raises(PlanError, match="2 costs are given for 12 microbatches"):
         plan_ahead(step)
     planner = ahead.Planner()
-    planner.ask(step)
+    planner.ask(3, step)
     with pytest.raises(PipelineError, match="could not be planned: PlanError: 2 costs are given"):
-        planner.answer()
+        planner.answer(3)
 
 
 def test_an_order_is_the_best_that_was_seen() -> None:

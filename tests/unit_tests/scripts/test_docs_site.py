@@ -97,7 +97,7 @@ def test_fields_in_a_docstring_become_a_list() -> None:
 
 
 def test_a_long_table_is_a_data_file_that_the_site_puts_back(tmp_path: Path) -> None:
-    rows = [("a", "b"), *((f"`{k}&#124;`", "1,000") for k in range(6))]
+    rows = [("a", "b"), *((f"`{k}&#124;`", "1,000") for k in range(7))]
     text = f"### Both\n\n{markdown_table(rows)}\n\nbehind\n"
     page = tmp_path / "page.md"
     moved = long_tables_to_data(page, "x", "y", text)
