@@ -21,6 +21,8 @@ from docs_site import gallery, links  # noqa: E402
 
 FOLDED = "<details markdown>\n<summary>Table: {title}</summary>\n\n{table}\n\n</details>"
 
+_API_BOOST = 0.3  # of the reference in the search, so that guides come first
+
 logger = logging.getLogger("mkdocs.hooks.megatron_pp")
 
 
@@ -33,6 +35,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    if page.file.src_uri.startswith("api/"):
+        page.meta["search"] = {"boost": _API_BOOST}
     source = ROOT / links.source_of(page.file.src_uri)
     text = links.on_site(with_tables(source, markdown, FOLDED), page.file.src_uri)
     return gallery.filled(text) if page.file.src_uri == gallery.PAGE else text

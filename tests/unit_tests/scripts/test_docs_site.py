@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from docs_site.links import loaded_from_network, on_site
@@ -159,3 +160,26 @@ def test_a_page_that_needs_a_network_is_found() -> None:
         '<script src="//cdn.x/b.js"></script><script src="c.js"></script><img src="http://x.y/d.png"><a href="https://x.y">'
     )
     assert loaded_from_network(html) == ["https://fonts.x/a.css", "//cdn.x/b.js", "http://x.y/d.png"]
+
+
+def test_every_page_is_in_the_navigation_and_guides_come_before_the_reference() -> None:
+    """mkdocs warns of a page that is missing, where nothing is excused."""
+    config = (PROJECT_ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert "not_in_nav" not in config
+    for page in ("migrating/from_megatron.md", "recipes/megatron.md", "symptoms.md"):
+        assert f": {page}\n" in config
+    hooks = pytest.importorskip("docs_site.hooks")
+    for address, boosted in (("api/schedules.md", True), ("megatron.md", False)):
+        file = SimpleNamespace(src_uri=address)
+        page = SimpleNamespace(file=file, meta={})
+        hooks.on_page_markdown("# A page\n", page, None, [])
+        assert ("search" in page.meta) is boosted
+        assert page.meta.get("search", {}).get("boost", 1.0) <= 1.0
+
+
+@pytest.mark.parametrize("picture", ["docs/charts", "docs/images"])
+def test_every_picture_has_a_dark_version_or_is_turned_by_the_style_sheet(picture: str) -> None:
+    style = (PROJECT_ROOT / "docs/site.css").read_text(encoding="utf-8")
+    for path in (PROJECT_ROOT / picture).glob("*.svg"):
+        turned = f'[src*="{path.parent.name}/"]' in style or f'[src$="{path.name}"]' in style
+        assert turned or "prefers-color-scheme" in path.read_text(encoding="utf-8"), path
