@@ -24,7 +24,7 @@ from megatron_pp.faults.records import DONE, ENTERING, IN_STEP, NO_HOST, Progres
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir import instruction as ins
-from megatron_pp.plan.ir.spec import DEVICE_SYNC, Plan, PlanSpec
+from megatron_pp.plan.ir.spec import DEVICE_RULES, DEVICE_SYNC, Plan, PlanSpec
 from megatron_pp.testing.pipeline import placement_of, toy_step
 from megatron_pp.testing.toy import ToyBlock, ToyData, toy_chunks, toy_config
 from tests.harness.nccl_runs import on_nccl
@@ -93,11 +93,15 @@ def test_one_operation_that_its_own_message_is_behind() -> None:
     assert "rank 1 waits for RECV_F0.3, whose message rank 0 has not sent" in words
 
 
+SAFE = [rule for rule in ("any_wait", DEVICE_SYNC) if rule in DEVICE_RULES]
+
+
+@pytest.mark.parametrize("rule", SAFE)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zb_h1", "gis_h", "breadth_first", "zb_v"])
-def test_a_plan_that_posts_nothing_ahead_has_no_cycle_wherever_hosts_are(schedule: str) -> None:
-    """All ranks wait for their devices as soon as they may, in every operation in turn."""
+def test_plans_for_devices_that_wait_have_no_cycle_wherever_hosts_are(schedule: str, rule: str) -> None:
+    """Both ranks wait for their devices, in every pair of operations in turn."""
     chunks = 1 if schedule in ("1f1b", "zb_h1") else 2
-    plan = build_plan(PlanSpec(schedule, 2, chunks, 4, device=(DEVICE_SYNC,)))
+    plan = build_plan(PlanSpec(schedule, 2, chunks, 4, device=(rule,)))
     compute = [[k for k, at in enumerate(program) if at.op in ins.COMPUTE_OPS] for program in plan.programs]
     for first in compute[0]:
         for second in compute[1]:
