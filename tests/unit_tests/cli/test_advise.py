@@ -389,3 +389,19 @@ def test_the_costs_of_a_run(command, tmp_path):
     assert_refused(
         command("advise", "--from-trace", tmp_path, *words, "--forward-ms", 1, "--backward-ms", 1), 2, "--from-trace"
     )
+
+
+def test_a_missing_package_is_said_before_the_search(command, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(advise, "search", lambda *_: pytest.fail("it searched first"))
+    words = "megatron-pp advise: SVG and PNG pictures need matplotlib: pip install '.[viz]'"
+    assert_refused(command(*SMALL, *COSTS, *FEW, "--plot", "front.svg"), 2, words)
+
+
+def test_the_command_names_a_file_that_is_there(command):
+    size = ("advise", "-P", 2, "--global-batch", 4, "--memory-gb", 80, "--jobs", 1)
+    code, out, _ = command(*size, *COSTS, "--schedules", "auto", "--max-chunks", 1)
+    assert code == 0
+    named = re.search(r"--pipeline-measured (\S+)", out)
+    assert named is not None
+    assert measured_values(named[1]).forward == (1.0,) * 2

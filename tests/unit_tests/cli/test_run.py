@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 
+from megatron_pp.cli import run
 from megatron_pp.integrations import megatron_core
 from megatron_pp.integrations.settings import TABLE
 from tests.unit_tests.cli.conftest import assert_refused
@@ -206,3 +207,17 @@ def test_help_lists_every_setting(command: Callable[..., tuple[int, str, str]]) 
     for name, setting in TABLE.items():
         assert (f"--{name.replace('_', '-')} " in said.replace(",", " ")) == (not setting.kind.only_keyword), name
     assert "run " in command("--help")[1]
+
+
+@pytest.mark.parametrize(
+    ("package", "extra"), [("megatron.core", "megatron"), ("tqdm", "megatron"), ("ortools", "solver")]
+)
+def test_a_missing_package_is_named_with_its_extra(
+    command: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, package: str, extra: str
+) -> None:
+    def prepare(argv: list[str]) -> None:
+        raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+
+    monkeypatch.setattr(run, "prepare", prepare)
+    words = f"No module named {package!r}; `pip install '.[{extra}]'` gets it, and what goes with it"
+    assert_refused(command("run", script()), 2, "megatron-pp run: ", words)
