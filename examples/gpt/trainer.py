@@ -120,6 +120,9 @@ class Trainer:
         self.steps_done = self.saved_at = checkpoint.step
         self.validated_at = validated_at
         self.recorder.say(f"continuing from {checkpoint.path}")
+        if self.steps_done >= self.settings.train_steps:
+            asked = f"after step {self.steps_done} of {self.settings.train_steps} (--train-steps)"
+            self.recorder.say(f"nothing is left to train {asked}; give a larger --train-steps to go on")
 
     def train(self) -> None:
         """Run all steps that are left, or until a signal. Collective. Raises NonFiniteLossError, which leaves the

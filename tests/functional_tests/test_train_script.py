@@ -228,6 +228,14 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_to_the_bit(trained: Path) -
     assert different == []
 
 
+def test_a_run_that_is_at_its_end_says_that_nothing_is_left(trained: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(trained, folder, symlinks=True)
+    output = train(2, ROOT, ["--resume", str(folder)])
+    assert "nothing is left to train after step 8 of 8 (--train-steps); give a larger --train-steps to go on" in output
+    assert numbers(folder) == numbers(trained)
+
+
 CUT_OTHERWISE = {
     "alone": (1, []),
     "zb_h1": (2, ["--pipeline-schedule", "zb_h1"]),
