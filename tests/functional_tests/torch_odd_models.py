@@ -367,6 +367,18 @@ class Kept(Stage):
         return y
 
 
+class UsedLater(Stage):
+    """A second output, which the next stage uses in later steps only."""
+
+    used = False
+
+    def forward(self, x: Tensor, more: Any = None) -> Any:
+        y = torch.tanh(self.linear(x))
+        if more is not None and self.used:
+            y = y + more
+        return y if self.last else (y, self.other(x))
+
+
 class Lazy(Stage):
     def build(self) -> None:
         self.lazy = nn.LazyLinear(H, bias=False)
@@ -409,6 +421,18 @@ def unfrozen(step: int, stages: list[Any]) -> None:
         stage.requires_grad_(stage.k >= stage.count - 1 - step)
 
 
+def used_later(step: int, stages: list[Any]) -> None:
+    for stage in stages:
+        stage.used = step > 0
+
+
+def compiled_in_place(step: int, stages: list[Any]) -> None:
+    """``module.compile()``, which does not change the class."""
+    for stage in stages if step == 0 else ():
+        with compiling():
+            stage.compile(backend="eager")
+
+
 def frozen_later(step: int, stages: list[Any]) -> None:
     for stage in stages:
         stage.linear.requires_grad_(step == 0 or stage.last)
@@ -441,10 +465,12 @@ CASES: dict[str, Case] = {
     "zero_grad in each step": Case(Stage, zeroed),
     "gradual unfreezing": Case(Stage, unfrozen),
     "frozen later": Case(Stage, frozen_later),
+    "used later": Case(UsedLater, used_later),
 }
 COMPILED: dict[str, Case] = {
     "a compiled function": Case(Compiled),
     "compiled stages": Case(Stage, compiles=True),
+    "module.compile()": Case(Stage, compiled_in_place),
 }
 
 
