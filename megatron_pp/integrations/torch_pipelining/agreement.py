@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_pp.errors import ScheduleInputError
+from megatron_pp.errors import MegatronPPError, ScheduleInputError
 
 
-class RefusedError(Exception):
+class RefusedError(MegatronPPError):
     """All ranks know that the step does not begin; ``error`` is what this rank raises. The communicator is intact."""
 
     def __init__(self, error: Exception) -> None:
