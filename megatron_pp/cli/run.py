@@ -64,7 +64,7 @@ def prepare(argv: Sequence[str]) -> Callable[[], None]:
     are not understood.
     """
     parser = script_parser(NAME, "settings", SUMMARY, _EXAMPLES)
-    cpu = "run on the CPU with gloo, as parity does: what Megatron asks of CUDA and triton has a stand-in; for trying "
+    cpu = "run on the CPU with gloo, as parity does: what Megatron asks of a GPU has a stand-in; for trying "
     parser.add_argument("--cpu", action="store_true", default=False, help=cpu + "a script without a GPU, slowly")
     add_settings(parser)
     args = parsed(parser, argv)
