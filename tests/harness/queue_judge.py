@@ -5,7 +5,10 @@ What a rank issues enters its queue in order. A transfer leaves it when the one 
 is over when its peer's has left; a wait leaves it when what it waits for is over; compute always does. A batch is one
 operation. What is not at the end of its queue then waits forever.
 
-As a script: ``python queue_judge.py PLAN.json``; exit status 1 and a line for each fault.
+In two further modes instructions also wait until everything that their rank has posted is over, as a first launch of a
+kernel does: with ``operations`` all that a rank computes or synchronises, with ``instructions`` every instruction.
+
+As a script: ``python queue_judge.py PLAN.json [operations | instructions]``; exit status 1 and a line for each fault.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import Any
 Json = dict[str, Any]
 Key = tuple[Any, ...]
 COLLECTIVES = ("BROADCAST", "ALL_REDUCE", "REDUCE")
+OPERATIONS, INSTRUCTIONS = "operations", "instructions"
 
 
 class Operation:
@@ -30,10 +34,16 @@ class Operation:
 
 
 class Judge:
-    def __init__(self, plan: Json) -> None:
+    """``waiting``: what also waits for all that its rank has posted: OPERATIONS, INSTRUCTIONS, or nothing ("")."""
+
+    def __init__(self, plan: Json, waiting: str = "") -> None:
+        if waiting not in ("", OPERATIONS, INSTRUCTIONS):
+            raise ValueError(f"waiting is {OPERATIONS!r}, {INSTRUCTIONS!r} or '', not {waiting!r}")
+        self.waiting = waiting
         self.programs: list[deque[Json]] = [deque(_flat(program)) for program in plan["programs"]]
         self.ranks = len(self.programs)
         self.posted: list[dict[Key, Operation]] = [{} for _ in self.programs]
+        self.unfinished: list[list[Operation]] = [[] for _ in self.programs]
         self.last: dict[Key, Operation] = {}  # by rank and communicator
         self.begun: defaultdict[Key, deque[tuple[Operation, Json]]] = defaultdict(deque)  # ends without their peer
         self.faults: list[str] = []
@@ -57,6 +67,10 @@ class Judge:
 
     def _leaves(self, rank: int, at: Json) -> bool:
         what, _, kind = at["op"].partition("_")
+        if self._waits(at):
+            self.unfinished[rank] = [one for one in self.unfinished[rank] if one.open]
+            if self.unfinished[rank]:
+                return False
         if at["op"] == "BATCH":
             return self._begin(Operation(rank, at["members"], ("group",)))
         if what in ("SEND", "RECV"):
@@ -74,11 +88,19 @@ class Judge:
             return True
         return operation.open == 0
 
+    def _waits(self, at: Json) -> bool:
+        """Whether ``at`` waits for all that its rank has posted."""
+        if self.waiting == OPERATIONS:
+            transfers = at["op"] == "BATCH" or at["op"] in COLLECTIVES
+            return not transfers and not at["op"].startswith(("SEND_", "RECV_", "WAIT_", "FREE_"))
+        return self.waiting == INSTRUCTIONS
+
     def _begin(self, operation: Operation) -> bool:
         before = self.last.get((operation.rank, operation.communicator))
         if before is not None and before.open:
             return False
         self.last[operation.rank, operation.communicator] = operation
+        self.unfinished[operation.rank].append(operation)
         for at in operation.members:
             self.posted[operation.rank][_key(at)] = operation
             if at["op"] in COLLECTIVES:
@@ -130,12 +152,12 @@ def _text(at: Json) -> str:
     return f"{at['op']} of stage {at['stage']}, microbatch {at['mb']}"
 
 
-def main(path: str) -> int:
+def main(path: str, waiting: str = "") -> int:
     with open(path, encoding="utf-8") as file:
-        faults = Judge(json.load(file)).judge()
+        faults = Judge(json.load(file), waiting).judge()
     print("\n".join(faults) or "no fault")
     return int(bool(faults))
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1]))
+    raise SystemExit(main(*sys.argv[1:]))

@@ -1,5 +1,5 @@
-"""A judge that knows nothing of the package reads exported plans: on one hardware queue they end, and what does not it
-finds as ``verify`` does."""
+"""A judge that knows nothing of the package reads exported plans: they end on one hardware queue, and those for NCCL
+also where all instructions wait for an idle device. What does not end it finds as ``verify`` does."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from megatron_pp.errors import PlanError
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.io.serialize import JSON, format_plan
 from megatron_pp.plan.ir.instruction import BATCH, RECV_OPS
-from megatron_pp.plan.ir.spec import BATCHED, ONE_QUEUE, PLAIN, POLICIES, Plan, PlanSpec
+from megatron_pp.plan.ir.spec import ANY_WAIT, BATCHED, ON_NCCL, ONE_QUEUE, PLAIN, POLICIES, Plan, PlanSpec
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.verify.verifier import verify
 from tests.harness import queue_judge
 from tests.harness.plan_text import edited
-from tests.harness.queue_judge import Judge
+from tests.harness.queue_judge import INSTRUCTIONS, OPERATIONS, Judge
 from tests.harness.sweeps import EXHAUSTIVE
 
 FAMILIES = [name for name, family in SCHEDULES.items() if family.search is None]
@@ -33,8 +33,8 @@ FEATURES: dict[str, dict[str, Any]] = {"": {}, "pairs": {"overlap_pairs": True},
 GRID = list(product((2, 4), (1, 2, 3), POLICIES, FEATURES))
 
 
-def faults(plan: Plan) -> list[str]:
-    return Judge(json.loads(format_plan(plan, JSON))).judge()
+def faults(plan: Plan, waiting: str = "") -> list[str]:
+    return Judge(json.loads(format_plan(plan, JSON)), waiting).judge()
 
 
 def test_the_judge_imports_nothing_of_the_package(tmp_path: Path) -> None:
@@ -58,6 +58,35 @@ def test_no_schedule_hangs(n: int, schedule: str) -> None:
         sizes = size, family.chunks or chunks, 2 * size
         spec = PlanSpec(schedule, *sizes, policy=policy, slices=2 if family.sliced else 1, **fields)
         assert faults(build_plan(spec)) == [], spec
+
+
+@pytest.mark.parametrize("waiting", [OPERATIONS, INSTRUCTIONS])
+@pytest.mark.parametrize(("n", "schedule"), list(enumerate(FAMILIES)))
+def test_no_schedule_hangs_where_all_wait(n: int, schedule: str, waiting: str) -> None:
+    """Plans for NCCL, of the same sizes, policies and features."""
+    family, some = SCHEDULES[schedule], [GRID[(17 * n + 13 * k) % len(GRID)] for k in range(6)]
+    for size, chunks, policy, feature in GRID if EXHAUSTIVE else some:
+        fields = {} if schedule == "pipe_offload" and feature == "pairs" else FEATURES[feature]
+        sizes = size, family.chunks or chunks, 2 * size
+        slices = 2 if family.sliced else 1
+        spec = PlanSpec(schedule, *sizes, policy=policy, slices=slices, device=ON_NCCL, **fields)
+        assert faults(build_plan(spec), waiting) == [], spec
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zb_h1", "gis_h", "dualpipe_v"])
+def test_plans_for_one_queue_alone_hang_where_all_wait(schedule: str) -> None:
+    """Their receives are posted ahead of operations that may wait for them. With two ranks, those of zb_h1 are posted
+    ahead of waits and sends alone."""
+    chunks = SCHEDULES[schedule].chunks or (1 if schedule in ("1f1b", "zb_h1") else 2)
+    for size, microbatches in ((2, 4), (4, 8)):
+        plan = build_plan(PlanSpec(schedule, size, chunks, microbatches, device=(ONE_QUEUE,)))
+        hangs = [any("hangs at" in fault for fault in faults(plan, mode)) for mode in ("", OPERATIONS, INSTRUCTIONS)]
+        assert hangs == [False, (schedule, size) != ("zb_h1", 2), True], (size, microbatches)
+
+
+def test_a_mode_that_is_not_known_is_refused() -> None:
+    with pytest.raises(ValueError, match="not 'all'"):
+        faults(build_plan(PlanSpec("gpipe", 2, 1, 2)), "all")
 
 
 def test_what_never_begins_is_told() -> None:
@@ -85,23 +114,24 @@ SPECS = [
 ]
 
 
-def test_it_agrees_with_verify_on_plans_that_are_changed() -> None:
+@pytest.mark.parametrize(("rule", "waiting"), [(ONE_QUEUE, ""), (ANY_WAIT, INSTRUCTIONS)])
+def test_it_agrees_with_verify_on_plans_that_are_changed(rule: str, waiting: str) -> None:
     """A receive that is posted up to twelve instructions earlier; what other rules refuse is left out."""
     draw, found = random.Random(1), {True: 0, False: 0}
     for spec in SPECS * 120:
-        plan, rank = build_plan(spec), draw.randrange(spec.pipeline_size)
+        plan, rank = build_plan(replace(spec, device=(rule,))), draw.randrange(spec.pipeline_size)
         program = list(plan.programs[rank])
         at = draw.choice([k for k, one in enumerate(program) if one.op in RECV_OPS or one.op == BATCH])
         one = program.pop(at)
         program.insert(max(0, at - draw.randrange(1, 13)), one)
         changed = replace(plan, programs=(*plan.programs[:rank], tuple(program), *plan.programs[rank + 1 :]))
         try:
-            verify(changed, device=(ONE_QUEUE,))
+            verify(changed, device=(rule,))
             hangs = False
         except PlanError as error:
             if "deadlock" not in str(error):
                 continue
             hangs = True
-        assert bool(faults(changed)) == hangs, f"{one} of rank {rank}, now at {program.index(one)}"
+        assert bool(faults(changed, waiting)) == hangs, f"{one} of rank {rank}, now at {program.index(one)}"
         found[hangs] += 1
     assert min(found.values()) > 10, found
