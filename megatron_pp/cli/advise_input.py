@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_pp.cli import cost_options
 from megatron_pp.cli.advise_costs import FileCosts, layer_of, read_costs
-from megatron_pp.cli.cost_options import add_from_trace_option, number, times, traced_findings
+from megatron_pp.cli.cost_options import add_from_trace_option, is_on_gloo, number, times, traced_findings
 from megatron_pp.cli.errors import UsageError
 from megatron_pp.cli.memory_table import add_outside_options, outside_of
 from megatron_pp.cli.parser import given, option, refuse
@@ -151,12 +151,12 @@ def question_of(args: argparse.Namespace) -> Question:
         recompute=not args.no_recompute,
         schedules=() if args.schedules is None else tuple(schedule_names(args.schedules)),
         policies=(args.policy,) if args.policy else Question.policies,
-        device=() if traced is not None and traced.network.gloo else rules_of(args),
+        device=rules_of(args, is_on_gloo(traced)),
         splits_backward=not args.no_split_backward,
         microbatch_costs=_relative(args.microbatch_costs or ()),
         seq_length=args.seq_length or (file and file.seq_length) or whole_argument(megatron, "seq_length", 0) or None,
         peak_flops=gpu.flops if gpu is not None else None,
-        outside=outside_of(args, args.gloo or (traced is not None and traced.network.gloo)),
+        outside=outside_of(args, args.gloo or is_on_gloo(traced)),
         **given(args, ("data_parallel", "max_chunks", "gloo", "keep_outputs")),
     )
     if traced is not None:

@@ -266,10 +266,12 @@ def traced_findings(args: argparse.Namespace) -> Findings | None:
         refuse(args, RUN, "chooses within the traces that --from-trace names")
         return None
     refuse(args, COSTS, "does not go with --from-trace: costs are as measured there")
-    found = analyse(load_run(args.from_trace, args.run_name, args.rank or 0), args.step)
-    if args.device is None and found.network.gloo:
-        args.device = []
-    return found
+    return analyse(load_run(args.from_trace, args.run_name, args.rank or 0), args.step)
+
+
+def is_on_gloo(traced: Findings | None) -> bool:
+    """Whether the run that was traced is one on gloo."""
+    return traced is not None and traced.network.gloo
 
 
 def timed_rules(args: argparse.Namespace, plan: Plan, network: Network) -> tuple[str, ...]:

@@ -90,10 +90,8 @@ def add_plan_options(parser: argparse.ArgumentParser, several: bool = False) -> 
     ahead = f"slots that a receive is posted ahead; default {PlanSpec.lookahead}"
     group.add_argument("--lookahead", type=whole, metavar="N", help=ahead)
     rules = f"rules that hold where it runs, {', '.join(DEVICE_RULES)} (or a list: a,b,c): the plan is lowered for "
-    rules += (
-        f"them and verified under them together; default {' and '.join(ON_NCCL)}, as a run on NCCL, or with --gloo "
-    )
-    rules += "rendezvous alone, which always holds"
+    rules += "them and verified under them together; default "
+    rules += f"{' and '.join(ON_NCCL)}, as a run on NCCL, or with --gloo rendezvous alone, which always holds"
     group.add_argument("--device", action="extend", type=device_rules, metavar="RULE", help=rules)
     group.add_argument("--grad-sync", choices=(HOOKS, EXPLICIT), help=f"default {PlanSpec.grad_sync}")
     group.add_argument("--param-sync", action="store_true", help="with PARAM_SYNC marks")
@@ -135,11 +133,13 @@ def device_rules(text: str) -> tuple[str, ...]:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def rules_of(args: argparse.Namespace) -> tuple[str, ...]:
-    """The rules of the device that a plan is made for: those given, else those of NCCL, with --gloo of gloo."""
+def rules_of(args: argparse.Namespace, on_gloo: bool = False) -> tuple[str, ...]:
+    """The rules of the device that a plan is made for: those given, else those of NCCL, or none with --gloo or
+    ``on_gloo``, for a run on gloo whose trace the options name.
+    """
     if args.device is not None:
         return checked_device(args.device)
-    return () if getattr(args, "gloo", False) else ON_NCCL
+    return () if on_gloo or getattr(args, "gloo", False) else ON_NCCL
 
 
 def counts(text: str) -> list[int]:
@@ -147,15 +147,17 @@ def counts(text: str) -> list[int]:
     return [count(part) for part in text.split(",")]
 
 
-def single_plan(args: argparse.Namespace, fit: Callable[[PlanSpec], PlanSpec] = lambda spec: spec) -> Plan:
-    """The one plan that the options name, of the spec that ``fit`` makes of theirs; not verified. Raises PlanError,
-    UsageError, RefusedError.
+def single_plan(
+    args: argparse.Namespace, fit: Callable[[PlanSpec], PlanSpec] = lambda spec: spec, on_gloo: bool = False
+) -> Plan:
+    """The one plan that the options name, of the spec that ``fit`` makes of theirs; not verified. ``on_gloo``: as in
+    ``rules_of``. Raises PlanError, UsageError, RefusedError.
     """
     if args.source is not None:
-        return _imported(args)
+        return _imported(args, on_gloo)
     if args.modules is not None:
         return _of_modules(args)
-    specs = list(listed_specs(args, named_schedules(args)))
+    specs = list(listed_specs(args, named_schedules(args), on_gloo))
     if len(specs) > 1:
         raise UsageError(
             f"-s, -V and -M name {len(specs)} plans, and this takes one; lists are for simulate --compare and draw"
@@ -163,9 +165,11 @@ def single_plan(args: argparse.Namespace, fit: Callable[[PlanSpec], PlanSpec] = 
     return named_plan(fit(specs[0]))
 
 
-def verified_single_plan(args: argparse.Namespace, fit: Callable[[PlanSpec], PlanSpec] = lambda spec: spec) -> Plan:
-    """The one plan that the options name. Raises RefusedError where it does not verify."""
-    return verified(single_plan(args, fit), args.device)
+def verified_single_plan(
+    args: argparse.Namespace, fit: Callable[[PlanSpec], PlanSpec] = lambda spec: spec, on_gloo: bool = False
+) -> Plan:
+    """As ``single_plan``. Raises RefusedError where the plan does not verify."""
+    return verified(single_plan(args, fit, on_gloo), args.device)
 
 
 def verified(plan: Plan, device: Sequence[str] | None = None) -> Plan:
@@ -231,7 +235,7 @@ def _family(name: str) -> Family:
         return find_family(name)
 
 
-def listed_specs(args: argparse.Namespace, names: Sequence[str]) -> Iterator[PlanSpec]:
+def listed_specs(args: argparse.Namespace, names: Sequence[str], on_gloo: bool = False) -> Iterator[PlanSpec]:
     """Every combination of schedule, chunks and microbatches that the options list. Families that fix V have theirs;
     a file among them fixes P and M for all. Raises UsageError for an option that applies to none of them.
     """
@@ -241,7 +245,7 @@ def listed_specs(args: argparse.Namespace, names: Sequence[str]) -> Iterator[Pla
     size, counts = pipeline_size(args, names), args.num_microbatches
     if counts is None:
         counts = next(([family.shape.num_microbatches] for family in families if family.shape), [2 * size])
-    options = given(args, ("group_size", "offload_chunks", *LOWERING)) | {"device": rules_of(args)}
+    options = given(args, ("group_size", "offload_chunks", *LOWERING)) | {"device": rules_of(args, on_gloo)}
     for family in families:
         wanted = 1 if args.slices is None or not family.sliced else args.slices
         slices = family.shape.slices if family.shape else wanted
@@ -323,13 +327,13 @@ def _chunks(args: argparse.Namespace, family: Family) -> list[int]:
     return [family.chunks] if family.chunks is not None else args.num_chunks or [2]
 
 
-def _imported(args: argparse.Namespace) -> Plan:
+def _imported(args: argparse.Namespace, on_gloo: bool) -> Plan:
     """The plan of --import; what is given must be true of it."""
     for name in given(args, NAMING):
         raise UsageError(f"--import brings its own {name.replace('_', ' ')}; leave {option(args, name)} out")
     lowering: dict[str, Any] = given(args, LOWERING)
     with refusing():
-        plan = load_plan(args.source, **(lowering | {"device": rules_of(args)}))
+        plan = load_plan(args.source, **(lowering | {"device": rules_of(args, on_gloo)}))
     for name, value in lowering.items():
         mine = getattr(plan.spec, name)
         if name == "skip_tensors":

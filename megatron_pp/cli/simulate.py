@@ -81,7 +81,9 @@ def run(args: argparse.Namespace, console: Console) -> int:
         plan = traced.measured.plan
     else:
         plan = plan_options.verified_single_plan(
-            args, lambda spec: fitted(spec, *cost_options.costs_of(args, spec, traced, shape))
+            args,
+            lambda spec: fitted(spec, *cost_options.costs_of(args, spec, traced, shape)),
+            cost_options.is_on_gloo(traced),
         )
     cost_options.refuse_copies(args, plan.spec.schedule, plan.offloads, bool(plan.spec.fsdp_collectives))
     costs, network = cost_options.costs_of(args, plan.spec, traced, shape)
@@ -222,9 +224,9 @@ def _compare(args: argparse.Namespace, console: Console) -> int:
     refuse(args, ["source", "schedule", "modules"], "does not go with --compare, which names the schedules itself")
     single = ["weight_share", "memory", "keep_outputs"]
     refuse(args, single, "is for a single plan, not for --compare, which shows no activations")
-    traced = cost_options.traced_findings(args)  # on gloo, plans are made for no device
-    names = plan_options.schedule_names(args.compare)
-    specs, size = list(plan_options.listed_specs(args, names)), plan_options.pipeline_size(args, names)
+    traced, names = cost_options.traced_findings(args), plan_options.schedule_names(args.compare)
+    specs = list(plan_options.listed_specs(args, names, cost_options.is_on_gloo(traced)))
+    size = plan_options.pipeline_size(args, names)
     shards = any(spec.fsdp_collectives for spec in specs)
     cost_options.refuse_copies(args, names[0], any(map(offloaded_chunks, specs)), shards)
     shape = cost_options.model_shape(args)

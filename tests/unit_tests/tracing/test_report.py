@@ -230,6 +230,16 @@ def test_simulate_and_draw_take_measured_values(tmp_path, capsys):
     assert "as measured" in (tmp_path / "a.svg").read_text()
 
 
+def test_rules_of_a_device_that_are_given_beside_a_trace_on_gloo_are_not_dropped(tmp_path, capsys):
+    """Without them plans are made for gloo; gloo has no device."""
+    write_traces(tmp_path, [simulated()])
+    for line in ("simulate -s zb_h1 -P 4 -M 8", "advise --memory-gb 80 --global-batch 8 --jobs 1 --schedules 1f1b"):
+        words = [*line.split(), "--from-trace", str(tmp_path)]
+        assert main(words) == 0
+        assert main([*words, "--device", "one_queue"]) != 0
+        assert "gloo's transfers wait for no device" in "".join(capsys.readouterr())
+
+
 def test_a_hidden_transfer_takes_no_more_than_there_was_time(tmp_path):
     """All that is known of a transfer that no rank waited for is when it was over at the latest."""
     step = simulated("gpipe", 2, 1, 8, network=Network(1e6, link=Link(bandwidth=1e6 / 9)))
