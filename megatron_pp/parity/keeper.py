@@ -17,7 +17,6 @@ import pickle
 import select
 import shutil
 import signal
-import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -28,7 +27,7 @@ from typing import Any, TypeVar
 
 from megatron_pp.errors import MegatronPPError
 from megatron_pp.parity.ends import RunError, ended_in_words
-from megatron_pp.parity.process_tree import adopt_orphans, end_with_parent, kill_descendants
+from megatron_pp.parity.process_tree import adopt_orphans, end_with_parent, kill_descendants, leave
 
 Result = TypeVar("Result")
 _READY = b"\n"  # the worker is prepared: from now on each of its runs has a deadline of its own
@@ -179,10 +178,7 @@ def _work(work: Callable[[Workplace], Any], folder: Path, messages: int) -> None
     except BaseException:
         traceback.print_exc()
     finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(0)
+        leave(0)
 
 
 def _tell(messages: int) -> None:

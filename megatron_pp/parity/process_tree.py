@@ -10,10 +10,19 @@ import sys
 import time
 from collections.abc import Collection
 from pathlib import Path
+from typing import NoReturn
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 36, 37
 _ON_LINUX = sys.platform == "linux"
 _PATIENCE = 10.0  # seconds that the kernel is given to end what has been killed
+
+
+def leave(code: int) -> NoReturn:
+    """End this process at once, with what it has printed; nothing that the script has registered runs."""
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
 
 
 def end_with_parent(number: int = signal.SIGKILL) -> None:

@@ -23,7 +23,7 @@ from typing import TypeVar
 from megatron_pp.comm.bound_stores import bind_stores
 from megatron_pp.errors import MegatronPPError
 from megatron_pp.parity.ends import RunError, ended_in_words
-from megatron_pp.parity.process_tree import adopts_orphans, descendants, end_with_parent, kill_descendants
+from megatron_pp.parity.process_tree import adopts_orphans, descendants, end_with_parent, kill_descendants, leave
 
 _LINES = 12
 _RAISED = 1  # the exit code of a rank whose log ends with a traceback
@@ -124,10 +124,7 @@ def _rank(body: Callable[[int], object], rank: int, world: int, port: int, folde
     except BaseException:
         traceback.print_exc()
     finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code & 0xFF)
+        leave(code & 0xFF)
 
 
 def _free_port() -> socket.socket:
