@@ -61,6 +61,13 @@ def test_never_worse_than_the_best_named_family_under_the_limit(data: st.DataObj
     assert again == result.best.makespan
 
 
+def test_rounding_makes_no_named_family_shorter_than_the_best() -> None:
+    """All of them take as long as each other; summed in another order, one is a rounding shorter."""
+    times = (1.8901932012278273, 1.0), (1.0, 1.0), (1.0, 1.0)
+    result = search("auto", 1, 2, 6, Measured(*times, memory_limit=4.0, weight_activation=1.0))
+    assert result.best.makespan <= min(candidate.makespan for candidate, fits in result.named if fits)
+
+
 @pytest.mark.slow
 def test_finds_better_than_v_min_in_v_mins_memory() -> None:
     """P = 8: V-Min idles 27 chunk units; the search fills its warm-up and cool-down under the same 8 chunks."""
