@@ -302,7 +302,10 @@ class FaultGuard:
             ):
                 found = self._cause_of(error)
                 # What failed here only follows from what happened on another rank: its traceback would come first.
-                raise found from (None if isinstance(found, PipelinePeerError) else error)
+                try:
+                    raise found from (None if isinstance(found, PipelinePeerError) else error)
+                finally:
+                    del found  # its traceback leads to this frame
             else:  # this rank is the cause
                 self._raised = error
                 text, tail = load("diagnosis").text_of(error), load("diagnosis").tail_of(error)
