@@ -78,6 +78,7 @@ MODULES = {
     "stall_detector": "megatron_pp.faults.stall_detector",
     "mutual_waits": "megatron_pp.faults.mutual_waits",
     "diagnosis": "megatron_pp.faults.diagnosis",
+    "host_threads": "megatron_pp.faults.host_threads",
     "abort": "megatron_pp.comm.abort",
 }
 

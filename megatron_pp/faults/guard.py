@@ -14,10 +14,8 @@ that continues makes new ones, and new process groups.
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass
@@ -430,7 +428,8 @@ class FaultGuard:
         logger.warning(
             "pipeline rank %d has been in %s for %.0f s (config.p2p_timeout); the others wait, "
             "and give up after %.0f s (config.compute_timeout). Its stack:\n%s",
-            self.rank, self._tracker.place()[1], here.idle, self.patience, self._stack(),
+            self.rank, self._tracker.place()[1], here.idle, self.patience,
+            load("host_threads").stacks(self._main),
         )  # fmt: skip
 
     def _conclude(self, failure: Failure, is_news: bool) -> None:
@@ -467,12 +466,9 @@ class FaultGuard:
         """For the watchdog: this rank hangs in code that cannot be interrupted. Log where."""
         logger.error(
             "pipeline rank %d has to leave its step (%s) but is still in %s:\n%s",
-            self.rank, load("diagnosis").first_line(self.failure), self._tracker.place(of_host=True)[1], self._stack(),
+            self.rank, load("diagnosis").first_line(self.failure), self._tracker.place(of_host=True)[1],
+            load("host_threads").stacks(self._main),
         )  # fmt: skip
-
-    def _stack(self) -> str:
-        frame = sys._current_frames().get(self._main)
-        return "".join(traceback.format_stack(frame)[-8:]) if frame is not None else ""
 
     def _error(self) -> PipelineError:
         """What this rank raises now because of the failure."""

@@ -5,7 +5,6 @@ Where the host runs ahead of the device, the rank is where the device is.
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from typing import TYPE_CHECKING, NamedTuple
@@ -67,7 +66,7 @@ class Tracker:
         self._moved_at = 0.0
         self._thread = 0  # that runs the steps
         self._host_place = (0, 0)  # of the step, and in its program
-        self._host_stack: tuple[tuple[int, int], ...] | None = None  # where in its Python code it was seen there
+        self._host_places: tuple[tuple[int, int], ...] | None = None  # where in Python code it was seen there
         self._host_moved_at = 0.0
         self.step = 0
         self._changes: tuple[int, ...] = ()  # replaced, never altered
@@ -132,23 +131,15 @@ class Tracker:
         issued = 0 if self._entering else len(source.plan.programs[self.rank]) if self.phase else source.position
         now, place = time.monotonic(), (self.step, issued)
         if place != self._host_place:
-            self._host_place, self._host_stack, self._host_moved_at = place, None, now
+            self._host_place, self._host_places, self._host_moved_at = place, None, now
         elif self._device_computes():
             self._host_moved_at = max(self._host_moved_at, self.completed.known_at)
         elif now - self._host_moved_at >= _UNMOVED:
-            stack = self._stack()
-            if self._host_stack not in (None, stack):
+            places = load("host_threads").places(self._thread)
+            if self._host_places not in (None, places):
                 self._host_moved_at = now
-            self._host_stack = stack
+            self._host_places = places
         return issued, round(now - self._host_moved_at, 3)
-
-    def _stack(self) -> tuple[tuple[int, int], ...]:
-        """Where the thread that runs the steps is in its Python code."""
-        frame, found = sys._current_frames().get(self._thread), []
-        while frame is not None:
-            found.append((id(frame), frame.f_lasti))
-            frame = frame.f_back
-        return tuple(found)
 
     def _device_computes(self) -> bool:
         """Whether the device was last seen in an operation that waits for no message."""

@@ -14,6 +14,7 @@ under ``torch.autograd.set_multithreading_enabled(False)``.
 
 from __future__ import annotations
 
+import _thread
 import os
 import threading
 import weakref
@@ -113,8 +114,7 @@ class _DeviceThread:
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        name = f"autograd of {threading.current_thread().name}"
-        threading.Thread(target=_work, args=(self._jobs,), daemon=True, name=name).start()
+        _thread.start_new_thread(_work, (self._jobs,))  # unknown to ``threading``, as torch's own
         weakref.finalize(self, self._jobs.put, None).atexit = False
 
     def run(self, call: Callable[[], Any]) -> Any:

@@ -11,6 +11,7 @@ import threading
 import time
 import tokenize
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.spec import DEVICE_RULES, DEVICE_SYNC, Plan, PlanSpec
 from megatron_pp.testing.pipeline import placement_of, toy_step
 from megatron_pp.testing.toy import ToyBlock, ToyData, toy_chunks, toy_config
+from tests.harness.autograd_thread import autograd_thread
 from tests.harness.nccl_runs import on_nccl
 from tests.harness.streams import DeviceRules, StreamNetwork
 from tests.harness.streams.device import current_device
@@ -262,9 +264,12 @@ def test_hosts_that_compute_are_not_a_stall() -> None:
 
 
 @pytest.mark.slow
-def test_a_wait_for_a_host_that_computes_is_not_a_stall() -> None:
+@pytest.mark.parametrize("backwards", [nullcontext, autograd_thread], ids=["the caller's thread", "autograd's thread"])
+def test_a_wait_for_a_host_that_computes_is_not_a_stall(backwards: Any) -> None:
+    """Nor where it computes in a thread of autograd, as on a GPU, while the thread that runs the step waits for it."""
     steps = Steps(2, {0: {"F2": synchronize}, 1: {"B1": compute_for_long}})
-    steps.run(**AHEAD)
+    with backwards():
+        steps.run(**AHEAD)
     assert steps.raised == {0: None, 1: None}
 
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -63,10 +64,11 @@ def test_what_python_keeps_for_the_callers_thread_is_not_there(reentrant: bool |
     token = CONTEXT.set("caller's")
 
     def ask() -> Any:
-        return getattr(LOCAL, "value", ""), CONTEXT.get(), threading.current_thread().name
+        return getattr(LOCAL, "value", ""), CONTEXT.get(), threading.get_ident() == caller
 
-    assert in_backward(ask, reentrant) == ("", "", f"autograd of {threading.current_thread().name}")
-    assert ask()[:2] == ("caller's", "caller's")
+    caller = threading.get_ident()
+    assert in_backward(ask, reentrant) == ("", "", False)
+    assert ask() == ("caller's", "caller's", True)
     CONTEXT.reset(token)
 
 
@@ -150,13 +152,24 @@ def test_without_torchs_threads_it_stays_where_it_is(in_thread: None) -> None:
 
 
 def test_ranks_as_threads_have_a_thread_each_for_as_long_as_they_last(in_thread: None) -> None:
-    before = threading.active_count()
-    names = run_ranks(3, lambda rank: in_backward(lambda: threading.current_thread().name))
-    assert names == [f"autograd of rank {rank}" for rank in range(3)]
-    for thread in threading.enumerate():
-        if thread.name in names:
-            thread.join(10)
-    assert threading.active_count() <= before
+    known, all_there = set(sys._current_frames()), threading.Barrier(3)
+
+    def ident() -> int:
+        all_there.wait(10)  # an ident is given again when its thread has ended
+        return threading.get_ident()
+
+    found = run_ranks(3, lambda rank: in_backward(ident))
+    assert len(set(found)) == 3
+    assert not known & set(found)
+    end = time.monotonic() + 10
+    while set(found) & set(sys._current_frames()) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not set(found) & set(sys._current_frames())
+
+
+def test_threading_knows_it_as_little_as_torchs_own(in_thread: None) -> None:
+    thread = in_backward(threading.get_ident)
+    assert thread not in {known.ident for known in threading.enumerate()}
 
 
 def test_nothing_of_a_backward_is_kept(in_thread: None) -> None:
@@ -259,9 +272,9 @@ def test_processes_that_a_drawn_test_starts_do_the_same(in_thread: bool) -> None
     code = """
 import threading, torch
 x = torch.ones(3, requires_grad=True)
-x.register_hook(lambda grad: print(threading.current_thread().name))
+x.register_hook(lambda grad: print(threading.current_thread() is threading.main_thread()))
 x.sum().backward()
 """
     with autograd_draw.backwards(in_thread):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout.strip() == ("autograd of MainThread" if in_thread else "MainThread"), done.stderr
+    assert done.stdout.strip() == str(not in_thread), done.stderr
