@@ -152,7 +152,7 @@ def _with_schedule(
     count = pipeline.pp * pipeline.vp
     numbers = stage_numbers(config.pipeline_schedule, pipeline.pp, pipeline.vp)[dist.get_rank()]
     bounds = [len(model) * stage // count for stage in range(count + 1)]
-    chunks = [PipelineStage(model[bounds[stage] : bounds[stage + 1]], config) for stage in numbers]
+    chunks = [PipelineStage(model[bounds[k] : bounds[k + 1]], config, stage=k) for k in numbers]
 
     def forward_step(iterator: Any, chunk: Any) -> tuple[Any, Any]:
         inputs, target = next(iterator)

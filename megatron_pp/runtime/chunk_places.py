@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,15 +12,24 @@ from megatron_pp.common.module_attributes import unwrapped, wrapped_attributes
 from megatron_pp.common.object_table import ObjectTable
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.plan.ir.placement import Placement
+from megatron_pp.runtime.log_once import warn_once
 
+_ABSENT = object()
 # By first chunk: the placement, the rank, and the other chunks of a list that was checked.
 _CHECKED: ObjectTable[tuple[Any, ...]] = ObjectTable()
 
 
-def check_places(chunks: Sequence[Any], placement: Placement, rank: int, schedule: str) -> None:
+def check_places(
+    chunks: Sequence[Any],
+    placement: Placement,
+    rank: int,
+    schedule: str,
+    announce: Callable[[str], None] = warn_once,
+) -> None:
     """Raises ScheduleInputError where what a chunk says of itself does not fit its stage: PipelineStage's ``stage``,
     and Megatron's ``vp_stage``, ``pre_process``, ``post_process`` and layer numbers. A chunk that says nothing is not
-    checked. A list of chunks that was found right is not looked at again."""
+    checked; several PipelineStages that do not say ``stage`` are announced. A list of chunks that was found right is
+    not looked at again."""
     first = chunks[0]
     if placement.num_stages == 1 or not isinstance(first, torch.nn.Module):
         return
@@ -35,8 +44,19 @@ def check_places(chunks: Sequence[Any], placement: Placement, rank: int, schedul
             f"{wrong}. megatron_pp.stage_numbers({schedule!r}, {placement.pipeline_size}, {len(chunks)})[{rank}] is "
             f"{numbers}: the stages of this rank, numbered from 0, in the order of the list of model chunks"
         )
+    if len(chunks) > 1 and any(_says_no_stage(chunk) for chunk in chunks):
+        announce(
+            "the order of the model chunks is not checked, and in a wrong order they train wrongly: give each its number "
+            f"in the model, PipelineStage(module, config, stage=number), from megatron_pp.stage_numbers({schedule!r}, "
+            f"{placement.pipeline_size}, {len(chunks)})[rank]"
+        )
     if all(isinstance(chunk, torch.nn.Module) for chunk in chunks):  # of which there are weak references
         _CHECKED[first] = where, [weakref.ref(chunk) for chunk in chunks[1:]]
+
+
+def _says_no_stage(chunk: Any) -> bool:
+    """Whether it is a PipelineStage without ``stage``; models of Megatron's have no such attribute."""
+    return wrapped_attributes(chunk, ["stage_in_model"], _ABSENT) == [None]
 
 
 def _are(chunks: Sequence[Any], known: Sequence[weakref.ref[Any]]) -> bool:

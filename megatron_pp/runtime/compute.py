@@ -294,6 +294,6 @@ def _checked_setter(setter: Any, chunk: Any) -> Callable[[list[Any]], None]:
     if setter is None:
         raise ScheduleInputError(
             f"model chunk {type(chunk).__name__} has no set_input_tensor(tensors), by which a stage is given what "
-            "the stage before it sent; wrap a plain module as megatron_pp.PipelineStage(module, config)"
+            "the stage before it sent; wrap a plain module as megatron_pp.PipelineStage(module, config, stage=number)"
         )
     return setter

@@ -16,8 +16,8 @@ class PipelineStage(torch.nn.Module):
     stage uses. A module whose stage makes some returns (output, dict of them).
 
     ``stage``: the number of the stage in the model, from 0, that ``module`` holds (``megatron_pp.stage_numbers``). A
-    step raises ScheduleInputError before any communication where the chunk is another stage under its schedule; without
-    ``stage`` chunks in a wrong order train wrongly.
+    step raises ScheduleInputError before any communication where the chunk is another stage under its schedule. Without
+    ``stage`` chunks in a wrong order train wrongly; the first step of several such chunks warns of it.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class PipelineStage(torch.nn.Module):
             if torch._C._current_graph_task_id() != -1:  # autograd runs in this thread
                 raise ScheduleInputError(
                     "a stage was called outside of its microbatch, in a backward; checkpoint the layers inside, as in "
-                    "PipelineStage(Checkpointed(module), config), not the stage"
+                    "PipelineStage(Checkpointed(module), config, stage=number), not the stage"
                 )
             state["spent"] = False
         return self.inner(batch if received is None else received, **state["named"])

@@ -160,7 +160,8 @@ class StepCall:
 
     def _check_places(self, plan: Plan) -> None:
         """Under the guard, so that peers read which rank has a wrong chunk, and before any communication."""
-        check_places(self.inputs.chunks, plan.placement, self.communicator.rank, self.spec.schedule)
+        where = plan.placement, self.communicator.rank, self.spec.schedule
+        check_places(self.inputs.chunks, *where, self._announce)
 
     def describe(self, plan: Plan) -> dict[str, str]:
         """What all ranks of the pipeline have to agree on, as text; compared when it changes."""

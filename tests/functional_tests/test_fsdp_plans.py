@@ -106,7 +106,7 @@ def _ours(
     group = mesh["pp"].get_group()
     one = rank_of(chunks, MICROBATCHES, group=group, data=data, pipeline_schedule=schedule, **fields)
     placed = _stages_of(schedule, chunks, group)
-    stages = [PipelineStage(block(stage), one.config, chunk) for chunk, stage in enumerate(placed)]
+    stages = [PipelineStage(block(stage), one.config, chunk, stage=stage) for chunk, stage in enumerate(placed)]
     for stage in stages:
         for inner in getattr(stage.inner, "blocks", ()):
             fully_shard(inner, mesh=mesh["dp"])

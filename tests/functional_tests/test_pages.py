@@ -138,6 +138,30 @@ def test_blocks_that_skip_stages(outputs: Outputs) -> None:
         assert float(found[1]) < 1e-12
 
 
+def _stages_of_ours() -> list[str]:
+    """Each call of ``megatron_pp.PipelineStage`` in the README, docs/ and examples/, with the file that has it. torch's
+    class of that name takes the stage's number as its second argument, and a device."""
+    found = []
+    files = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*")]
+    for file in (file for file in files if file.suffix in (".md", ".py", ".ipynb")):
+        text = file.read_text()
+        for start in re.finditer(r"PipelineStage\(", text):
+            end, depth = start.end(), 1
+            while depth and end < len(text):
+                depth += {"(": 1, ")": -1}.get(text[end], 0)
+                end += 1
+            call = text[start.start() : end]
+            if "torch.device" not in call:
+                found.append(f"{file.relative_to(ROOT)}: {call}")
+    return found
+
+
+def test_every_stage_on_a_page_says_its_number() -> None:
+    stages = _stages_of_ours()
+    assert len(stages) > 10
+    assert [call for call in stages if not re.search(r"\bstage=|PipelineStage\(\.\.\.\)", call)] == []
+
+
 @pytest.mark.parametrize("command", ["config_table.py", "readme_tables.py", "readme_picture.py"])
 def test_what_a_command_made_is_up_to_date(command: str) -> None:
     arguments = [sys.executable, str(ROOT / "scripts" / command), "--check"]

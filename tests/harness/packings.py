@@ -199,7 +199,9 @@ class PackedRank:
 
     def model(self) -> list[PipelineStage]:
         stages = self.placement.stages[self.rank]
-        return [PipelineStage(PackedBlock(stage), self.config, chunk) for chunk, stage in enumerate(stages)]
+        return [
+            PipelineStage(PackedBlock(stage), self.config, chunk, stage=stage) for chunk, stage in enumerate(stages)
+        ]
 
     def step(self, chunks: Sequence[PipelineStage], step: PackedStep) -> ToyResult:
         packs = step.of_rank(self.pipeline)

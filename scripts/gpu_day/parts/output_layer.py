@@ -69,7 +69,7 @@ def _difference(schedule: str, rank: int, size: int, device: torch.device) -> fl
     get_forward_backward_func(size)(
         forward_step_func=forward_step,
         data_iterator=iter(_batches(device)),
-        model=PipelineStage(stage, config),
+        model=PipelineStage(stage, config, stage=rank),
         num_microbatches=MICROBATCHES,
         seq_length=SEQ,
         micro_batch_size=BATCH,

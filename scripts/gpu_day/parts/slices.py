@@ -90,7 +90,7 @@ def _alone(step: ranks.Step, data: Any, blocks: list[torch.nn.Module]) -> dict[s
     get_forward_backward_func(1, None)(
         forward_step_func=toy_forward_step,
         data_iterator=data.iterator(),
-        model=PipelineStage(Whole(blocks), config),
+        model=PipelineStage(Whole(blocks), config, stage=0),
         num_microbatches=data.num_microbatches,
         seq_length=data.seq_length,
         micro_batch_size=data.micro_batch_size,

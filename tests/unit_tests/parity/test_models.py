@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import megatron_pp
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.parity import Pipeline, assert_equal, assert_within_rounding, compare
 from megatron_pp.parity.processes import RunError
@@ -71,3 +72,15 @@ def test_what_cannot_run_is_an_error():
         compare(model, microbatches(), Pipeline(4, 2))
     with pytest.raises(RunError, match=r"(?s)rank \d failed:.*no_such_schedule"):
         compare(model, microbatches(), Pipeline(2, pipeline_schedule="no_such_schedule"))
+
+
+def test_chunks_in_a_wrong_order_are_found(monkeypatch):
+    """With a fault in what says which stages a rank holds: no comparison of numbers that a wrong model gave."""
+    right = megatron_pp.stage_numbers
+
+    def swapped(*of):
+        return tuple(stages[::-1] for stages in right(*of))
+
+    monkeypatch.setattr(megatron_pp, "stage_numbers", swapped)
+    with pytest.raises(RunError, match=r"(?s)rank \d failed:.*chunk 0 on rank \d is stage \d under zb_v"):
+        compare(model, microbatches(), Pipeline(2, 2, pipeline_schedule="zb_v"))

@@ -5,6 +5,7 @@ the wrong rank: ``functional_tests/test_errors_of_all.py``.
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import torch
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.ir.placement import LOOP, V_SHAPE, Placement
-from megatron_pp.runtime import chunk_places
+from megatron_pp.runtime import chunk_places, log_once
 from megatron_pp.runtime.chunk_places import check_places
 from megatron_pp.runtime.stage import PipelineStage
 from megatron_pp.testing.memory_transport import MemoryNetwork
@@ -144,6 +145,52 @@ def test_chunks_that_say_nothing_are_not_checked() -> None:
         check_places(chunks, placement, 0, "zb_v")
     check_places([MegatronChunk(1, 1)], Placement(LOOP, 1, 1), 0, "1f1b")  # a part of a model, without a pipeline
     check_places([MegatronChunk(1, 1, 2)], Placement(LOOP, 2, 1), 1, "1f1b")  # one chunk: vp_stage is not read
+
+
+def announced(chunks: list[Any]) -> list[str]:
+    found: list[str] = []
+    placement = Placement(V_SHAPE if len(chunks) > 1 else LOOP, SIZE, len(chunks))
+    for _ in range(2):
+        check_places(chunks, placement, 0, "zb_v", found.append)
+    return found
+
+
+def test_stages_that_do_not_say_their_number_are_announced_once() -> None:
+    config = toy_config()
+    silent = [PipelineStage(ToyBlock(0), config) for _ in range(2)]
+    (warning,) = announced([Wrapper(chunk) for chunk in silent])
+    assert warning.startswith("the order of the model chunks is not checked")
+    assert "PipelineStage(module, config, stage=number), from megatron_pp.stage_numbers('zb_v', 2, 2)[rank]" in warning
+    half = [PipelineStage(ToyBlock(0), config, stage=0), PipelineStage(ToyBlock(0), config)]
+    assert len(announced(half)) == 1
+
+
+def test_nothing_is_announced_of_other_chunks() -> None:
+    config = toy_config()
+    for chunks in (
+        [PipelineStage(ToyBlock(number), config, stage=number) for number in (0, 3)],
+        [PipelineStage(ToyBlock(0), config)],  # one a rank has no order
+        [MegatronChunk(0, 0), MegatronChunk(3, 1)],
+        [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)],
+    ):
+        assert announced(chunks) == []
+
+
+def test_the_warning_of_a_step_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    network = MemoryNetwork(SIZE)
+
+    def rank_main(rank: int) -> None:
+        config = toy_config(virtual_pipeline_model_parallel_size=CHUNKS, p2p_timeout=20.0, hidden_size=4)
+        communicator = P2PCommunicator(ThreadGroup(rank, SIZE), config, network.transport(rank))
+        for _ in range(2):
+            toy_step([PipelineStage(ToyBlock(rank), config) for _ in range(CHUNKS)], ToyData(4), communicator)
+
+    log_once._log.cache_clear()
+    with caplog.at_level(logging.WARNING, "megatron_pp"):
+        run_ranks(SIZE, rank_main, network.abort)
+    assert [record.getMessage().partition(",")[0] for record in caplog.records] == [
+        "the order of the model chunks is not checked"
+    ]
 
 
 def test_a_list_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,7 @@ def make_step(
         overlap_p2p_comm=policy == "overlap",
         batch_p2p_comm=policy == "batched",
     )
-    stages = [PipelineStage(AddWeight(), config, chunk) for chunk in range(chunks)]
+    stages = [PipelineStage(AddWeight(), config, chunk, stage=size * chunk + rank) for chunk in range(chunks)]
     communicator = P2PCommunicator(ThreadGroup(rank, size), config, transport or StillTransport(rank, size))
     x = torch.ones(SHAPE)
     function = get_forward_backward_func(size, chunks if chunks > 1 else None)

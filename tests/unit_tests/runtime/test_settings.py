@@ -39,7 +39,7 @@ def call(chunks: int, rank: int = 0, size: int = 2, config: dict[str, Any] | Non
     fields = {"virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None, **(config or {})}
     settings = toy_config(**fields)
     communicator = P2PCommunicator(ThreadGroup(rank, size), settings, NothingMayPass(size).transport(rank))
-    model = [PipelineStage(ToyBlock(c), settings, c) for c in range(chunks)]
+    model = [PipelineStage(ToyBlock(c), settings, c, stage=size * c + rank) for c in range(chunks)]
     arguments = {
         "forward_step_func": toy_forward_step,
         "data_iterator": [DATA.iterator() for _ in model] if chunks > 1 else DATA.iterator(),
