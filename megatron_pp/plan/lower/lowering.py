@@ -153,7 +153,7 @@ class _Programs(Lines):
         if not self.looks_ahead or not spec.may_wait:
             return None
         ahead = spec.lookahead > 0 and DEVICE_SYNC not in spec.device and not spec.skip_tensors
-        return Turns(self.clocked, self.placement, ahead)
+        return Turns(self.clocked, self.placement, ahead, spec.measured)
 
     @collector_paused()
     def _make(self, rank: int) -> Line:

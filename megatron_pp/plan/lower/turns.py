@@ -16,8 +16,9 @@ depends on, whatever times the clock gives to operations and transfers. Two rule
 Then every wait is for something with an earlier turn, and no waits form a circle: a receive stands just before the
 operation that makes its message, and a send just behind it. docs/proofs.md has the argument.
 
-Of all clocks that would do, this one has times like those of a real step: a full backward takes twice as long as a
-forward, and transfers take some time. A receive is then posted about when its transfer can begin.
+Of all clocks that would do, this one has times like those of a real step, so that a receive is posted about when its
+transfer can begin: those that the plan was searched for, where it was, and else a full backward that takes twice as
+long as a forward, and transfers that take some time.
 
 Not ``ahead``, operations take one slot each and transfers none, and a receive is posted behind every operation of its
 rank that ends with the one that makes its message. Then the posts of one slot go out by their place in the message
@@ -27,26 +28,37 @@ first: the named tensors of a message follow it on its channel, where each waits
 from __future__ import annotations
 
 from bisect import bisect_right
+from typing import TYPE_CHECKING
 
 from megatron_pp.plan.ir.instruction import BACKWARD, OUTPUT_OPS
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.lower.boundaries import Post
 from megatron_pp.plan.lower.clock import Clocked, run_clock
 
-# Times on the clock.
+if TYPE_CHECKING:
+    from megatron_pp.plan.costs.measured import Measured
+
+# Times on the clock, where none were measured.
 _OPERATION = 4  # of a forward, an input gradient or a weight gradient
 _FULL_BACKWARD = 8
 _PASS = 2  # of a split output layer
 _TRANSFER = 1
+_LONGEST = 1 << 20  # the longest operation that was measured
 
 
 class Turns:
-    """The turns of all operations of ``clocked``, whole numbers that grow along each rank's order."""
+    """The turns of all operations of ``clocked``, whole numbers that grow along each rank's order. ``measured``: the
+    times that the plan was searched for."""
 
-    def __init__(self, clocked: Clocked, placement: Placement, ahead: bool) -> None:
+    def __init__(self, clocked: Clocked, placement: Placement, ahead: bool, measured: Measured | None = None) -> None:
         self.size = placement.pipeline_size
         self.ahead = ahead
-        self.clocked = run_clock(clocked.orders, placement, _took, _TRANSFER) if ahead else clocked
+        self.clocked = clocked
+        if ahead and measured is None:
+            self.clocked = run_clock(clocked.orders, placement, _took, _TRANSFER)
+        elif ahead and measured is not None:
+            times = _Measured(measured, placement.num_stages)
+            self.clocked = run_clock(clocked.orders, placement, times.took, times.transfer)
         self.of_rank = [[self.of(end, rank) for end in ends] for rank, ends in enumerate(self.clocked.ends)]
 
     def of(self, end: int, rank: int) -> int:
@@ -70,3 +82,17 @@ def _took(op: str, _stage: int, _mb: int, _part: int) -> int:
     if op == BACKWARD:
         return _FULL_BACKWARD
     return _PASS if op in OUTPUT_OPS else _OPERATION
+
+
+class _Measured:
+    """Times on the clock as they were measured, whole numbers. No operation takes none: turns grow along every rank's
+    order, and from each operation to those that need it."""
+
+    def __init__(self, measured: Measured, num_stages: int) -> None:
+        in_parts, _ = measured.in_parts()  # of the longest time: the same in every unit
+        self.costs = in_parts.costs(num_stages)
+        self.transfer = round(in_parts.transfer * _LONGEST)
+
+    def took(self, op: str, stage: int, mb: int, _part: int) -> int:
+        share = self.costs.microbatches[mb] if self.costs.microbatches else 1.0
+        return max(1, round(self.costs.of(op, stage) * share * _LONGEST))
