@@ -63,6 +63,7 @@ MODULES = {
     "shard_memory": "megatron_pp.features.fsdp.shard_memory",
     "fsdp": "megatron_pp.features.fsdp.fsdp_runner",
     # Steps of Megatron-core's.
+    "megatron_reads": "megatron_pp.integrations.megatron_reads",
     "megatron_losses": "megatron_pp.integrations.megatron_losses",
     "combined": "megatron_pp.integrations.combined",
     "megatron_modules": "megatron_pp.integrations.megatron_modules",

@@ -1,17 +1,18 @@
 """This process's groups, ranks, device and backend, under the names of Megatron's module of this name."""
 
+from dataclasses import replace
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 
-from megatron_pp.comm import process_groups as groups
+from megatron_pp.comm import own_groups as groups
 from megatron_pp.comm.group_transport import backend_of, device_of
-from megatron_pp.comm.process_groups import (
-    destroy_model_parallel,
-    initialize_model_parallel,
-    model_parallel_is_initialized,
-    set_virtual_pipeline_model_parallel_world_size,
-)
-from megatron_pp.errors import ParallelStateError
+from megatron_pp.comm.own_groups import model_parallel_is_initialized
+from megatron_pp.config.checks import whole_number
+from megatron_pp.config.parallel_grid import Grid, fit_grid
+from megatron_pp.errors import ConfigError, ParallelStateError
+from megatron_pp.plan.ir.placement import LOOP, Placement
 
 __all__ = [
     "ParallelStateError", "destroy_model_parallel", "get_backend", "get_context_parallel_group",
@@ -25,6 +26,66 @@ __all__ = [
     "initialize_model_parallel", "is_pipeline_first_stage", "is_pipeline_last_stage", "is_rank_in_embedding_group",
     "model_parallel_is_initialized", "set_virtual_pipeline_model_parallel_world_size",
 ]  # fmt: skip
+
+# The dimensions along which the members of a kind of group differ.
+_DIMENSIONS = {"tp": ("tp",), "cp": ("cp",), "dp": ("dp",), "dp_cp": ("cp", "dp"), "pp": ("pp",), "mp": ("tp", "pp")}
+_EMBEDDING = "embd"
+
+
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    virtual_pipeline_model_parallel_size: int | None = None,
+    *,
+    context_parallel_size: int = 1,
+    data_parallel_size: int | None = None,
+    pipeline_model_parallel_comm_backend: str | None = None,
+    pipeline_placement: str = LOOP,
+    distributed_timeout_minutes: float = 30.0,
+) -> None:
+    """Make this process's groups. Collective over the world: every rank makes every group, in one order, since gloo
+    connects as a group is made.
+
+    Ranks run in Megatron's order tp-cp-dp-pp, pipeline outermost; data parallelism takes what the others leave
+    (``data_parallel_size`` checks it). ``pipeline_placement`` says which rank holds the last stage ("loop" or "v").
+    ``pipeline_model_parallel_comm_backend`` is the pipeline group's backend, None for the world's.
+
+    Raises, before any communication: ParallelStateError where torch.distributed is not initialized or the groups exist;
+    WorldSizeError where the world does not fit the sizes; ConfigError for sizes below 1 or an unknown placement."""
+    if groups.model_parallel_is_initialized():
+        raise ParallelStateError("model parallel groups exist already; call destroy_model_parallel() first")
+    if not dist.is_initialized():
+        raise ParallelStateError(
+            "torch.distributed is not initialized; call torch.distributed.init_process_group() first"
+        )
+    grid = fit_grid(
+        dist.get_world_size(),
+        tensor_model_parallel_size,
+        pipeline_model_parallel_size,
+        context_parallel_size,
+        data_parallel_size,
+    )
+    placement = _place(pipeline_placement, pipeline_model_parallel_size, virtual_pipeline_model_parallel_size)
+    timeout = timedelta(minutes=distributed_timeout_minutes)
+    made, members = _make_groups(grid, placement, pipeline_model_parallel_comm_backend, timeout)
+    virtual_size = virtual_pipeline_model_parallel_size
+    groups.become(groups.GroupState(dist.get_rank(), virtual_size, placement, made, members))
+
+
+def destroy_model_parallel() -> None:
+    """Destroy the groups and forget the state. Nothing happens where there is none; torch.distributed stays."""
+    ended = groups.become(None)
+    if ended is None or not dist.is_initialized():
+        return
+    for group in ended.groups.values():
+        dist.destroy_process_group(group)
+
+
+def set_virtual_pipeline_model_parallel_world_size(size: int | None) -> None:
+    """Change V; the groups stay. Raises ConfigError for sizes below 1."""
+    state = groups.state()
+    placement = _place(state.placement.kind, state.placement.pipeline_size, size)
+    groups.become(replace(state, virtual_size=size, placement=placement))
 
 
 def get_tensor_model_parallel_group() -> dist.ProcessGroup:
@@ -158,3 +219,29 @@ def _holds(stage: int, ignore_virtual: bool, vp_stage: int | None) -> bool:
             f"this rank has {virtual_size} model chunks; say which one with vp_stage=, or ignore_virtual=True"
         )
     return chunk == vp_stage
+
+
+def _place(kind: str, pipeline_size: int, virtual_size: int | None) -> Placement:
+    if virtual_size is not None:
+        whole_number("virtual_pipeline_model_parallel_size", virtual_size, hint="None for a pipeline without chunks")
+    try:
+        return Placement(kind, pipeline_size, virtual_size or 1)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _make_groups(
+    grid: Grid, placement: Placement, pipeline_backend: str | None, timeout: timedelta
+) -> tuple[dict[str, dist.ProcessGroup], dict[str, list[int]]]:
+    """Make all groups, in one order on every rank; returns those that this rank is in, and their members."""
+    ends = sorted({placement.homes[0][0], placement.homes[-1][0]})
+    all_groups = [(kind, ranks) for kind, along in _DIMENSIONS.items() for ranks in grid.groups(*along)]
+    all_groups += [(_EMBEDDING, [pipeline[end] for end in ends]) for pipeline in grid.groups("pp")]
+    made: dict[str, dist.ProcessGroup] = {}
+    members: dict[str, list[int]] = {}
+    for kind, ranks in all_groups:
+        backend = pipeline_backend if kind == "pp" else None
+        group = dist.new_group(ranks, timeout=timeout, backend=backend, group_desc=f"{kind}_{ranks[0]}")
+        if dist.get_rank() in ranks:
+            made[kind], members[kind] = group, ranks
+    return made, members

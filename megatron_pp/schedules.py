@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from typing_extensions import Unpack
 
-from megatron_pp.comm import process_groups
+from megatron_pp.comm import own_groups
 from megatron_pp.common.module_attributes import wrapped_attribute
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
@@ -76,8 +76,8 @@ def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = 
     impossible arguments.
     """
     if pp_size is None and vp_size is None:
-        pp_size = process_groups.size_of("pp")
-        vp_size = process_groups.virtual_size()
+        pp_size = own_groups.size_of("pp")
+        vp_size = own_groups.virtual_size()
     pipelined = pp_size is not None and pp_size > 1
     if (vp_size or 0) > 1 or (pipelined and vp_size is not None):
         return forward_backward_pipelining_with_interleaving
@@ -195,8 +195,8 @@ def get_pp_rank_microbatches(
         size, rank = p2p_communicator.pp_group.size(), p2p_communicator.pp_group.rank()
         chunked = p2p_communicator.virtual_pipeline_model_parallel_size is not None
     else:
-        size, rank = process_groups.size_of("pp"), process_groups.rank_in("pp")
-        chunked = process_groups.virtual_size() is not None
+        size, rank = own_groups.size_of("pp"), own_groups.rank_in("pp")
+        chunked = own_groups.virtual_size() is not None
     total = num_microbatches * num_model_chunks
     if forward_only:
         warmup = total

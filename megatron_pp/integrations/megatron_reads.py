@@ -1,8 +1,9 @@
 """What Megatron-core's own schedule functions read and call, as known for each release.
 
 The plug-in replaces these functions. A config field or a hook that a newer release reads or calls in them would be
-missed in silence; so their source is read at `install()`, and what is not in the table is named. Of `forward_step`
-and `backward_step` there are digests in `megatron_versions`. Sources: as for `megatron_versions`.
+missed in silence. So where a release's functions are not those of a known one (`megatron_sources.py`), their source is
+read at `install()`, and what is not in the table is named. Of `forward_step` and `backward_step` there are digests in
+`megatron_versions`. Sources: as for `megatron_versions`.
 
 `scripts/megatron_reads.py` prints what a checkout has beyond the table.
 """
@@ -15,9 +16,8 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from megatron_pp.integrations.megatron_versions import ENTRIES
+from megatron_pp.integrations.megatron_versions import COMMUNICATOR, ENTRIES
 
-COMMUNICATOR = "P2PCommunicator"
 EVERY = "every schedule function"
 
 # Function or class -> the first release (major, minor) that makes use of the names -> the names, as `names_read` writes

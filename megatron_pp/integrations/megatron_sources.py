@@ -7,7 +7,7 @@ Sources: all releases from 0.14.0 to 0.19.2, and the branches dev (`d48bd6be`) a
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -36,6 +36,13 @@ _PACKAGE = "megatron.core.pipeline_parallel"
 def changed_functions(schedules: ModuleType) -> list[str]:
     """The names in KNOWN whose source is that of no known release, without those that the program has replaced."""
     return [name for name, found in _own(schedules) if (source := digest(found)) and source not in KNOWN[name]]
+
+
+def are_known(schedules: ModuleType, names: Sequence[str]) -> bool:
+    """Whether all these functions are those of known releases, none of them replaced by the program or without its
+    source. What they make use of is known then (``megatron_reads.py``)."""
+    own = dict(_own(schedules))
+    return all(name in own and (source := digest(own[name])) and source in KNOWN[name] for name in names)
 
 
 def _own(schedules: ModuleType) -> Iterator[tuple[str, Any]]:

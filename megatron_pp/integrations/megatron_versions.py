@@ -58,6 +58,7 @@ ENTRIES = (
     "forward_backward_pipelining_without_interleaving",
     "forward_backward_pipelining_with_interleaving",
 )
+COMMUNICATOR = "P2PCommunicator"
 
 # Function of Megatron's schedules.py -> the first 12 digits of the SHA-256 of its sources in the releases 0.14 to 0.20.
 # One that a release does not have is not called by the others.

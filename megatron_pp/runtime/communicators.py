@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from megatron_pp.comm import process_groups
+from megatron_pp.comm import own_groups
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.comm.group_transport import group_transport
 from megatron_pp.comm.transport import Transport, Work
@@ -101,8 +101,8 @@ def pipeline_group(inputs: StepInputs, alone: bool) -> Any:
     group = getattr(given, "pp_group", None)
     if group is None:
         group = getattr(inputs.pg_collection, "pp", None)
-    if group is not None or process_groups.model_parallel_is_initialized():
-        group = process_groups.group_of("pp") if group is None else group
+    if group is not None or own_groups.model_parallel_is_initialized():
+        group = own_groups.group_of("pp") if group is None else group
         return getattr(group, "group", group)  # slime's groups hold one that they destroy and make anew
     if not alone:
         raise ScheduleInputError(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_pp.comm import process_groups
+from megatron_pp.comm import own_groups
 from megatron_pp.errors import ScheduleInputError
 
 
@@ -21,8 +21,8 @@ def tokens_of_all_shards(loss: torch.Tensor, tokens: Any, groups: Any) -> torch.
 
     Raises ScheduleInputError where the group is not known."""
     group = getattr(groups, "cp", None)
-    if group is None and process_groups.model_parallel_is_initialized():
-        group = process_groups.group_of("cp")
+    if group is None and own_groups.model_parallel_is_initialized():
+        group = own_groups.group_of("cp")
     if group is None:
         raise ScheduleInputError(
             "the loss function returned (loss, num_tokens, report) and context_parallel_size is over 1, so the tokens "

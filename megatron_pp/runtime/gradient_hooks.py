@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_pp.comm import process_groups
+from megatron_pp.comm import own_groups
 from megatron_pp.common.object_table import ObjectTable
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
@@ -170,8 +170,8 @@ def _replicas(pp_group: Any, pg_collection: Any) -> int:
         group = getattr(pg_collection, kind, None)
         if group is not None:
             return group.size()
-    known = process_groups.model_parallel_is_initialized() and pp_group is process_groups.group_of("pp")
-    return process_groups.size_of("dp_cp") if known else 1
+    known = own_groups.model_parallel_is_initialized() and pp_group is own_groups.group_of("pp")
+    return own_groups.size_of("dp_cp") if known else 1
 
 
 def _reduces(chunk: Any) -> bool:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_pp.comm import process_groups
+from megatron_pp.comm import own_groups
 from megatron_pp.comm.communicator import is_single_shape
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import P2PShapeError
@@ -111,9 +111,9 @@ def group_sizes(pg_collection: Any, settings: StepSettings) -> tuple[int, int]:
     """(tensor, context) parallel sizes: from the process groups where given, from parallel_state where initialised,
     else from the config."""
     tp, cp = getattr(pg_collection, "tp", None), getattr(pg_collection, "cp", None)
-    if process_groups.model_parallel_is_initialized():
-        tp_default = process_groups.size_of("tp")
-        cp_default = process_groups.size_of("cp")
+    if own_groups.model_parallel_is_initialized():
+        tp_default = own_groups.size_of("tp")
+        cp_default = own_groups.size_of("cp")
     else:
         tp_default, cp_default = settings.tensor_model_parallel_size, settings.context_parallel_size
     return (tp_default if tp is None else tp.size()), (cp_default if cp is None else cp.size())

@@ -26,7 +26,7 @@ from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import p2p_communication, schedules
 
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.integrations import megatron_core, megatron_release, megatron_versions
+from megatron_pp.integrations import megatron_core, megatron_reads, megatron_release, megatron_versions
 from tests.megatron import lab as megatron_lab
 from tests.megatron.cases import Case
 
@@ -37,6 +37,8 @@ def installed_release(case: Case) -> dict[str, Any]:
     assert megatron.row == megatron_versions.row_of(megatron.version)
     assert megatron.unknown_reads is None
     assert megatron.changed is None
+    release = megatron_versions.release_of(megatron.version)
+    assert megatron_reads.unknown_reads(megatron.schedules, release, megatron.version) is None, "also where it is read"
     return {"version": megatron.version, "release": megatron.row.release}
 
 

@@ -25,7 +25,7 @@ ROOMS = {
     "": "errors on_demand parallel_state schedules",
     "comm": (
         "at_exit channels communicator events gloo gloo_transport group_transport p2p_communicator "
-        "process_groups stores transport wait_handle"
+        "own_groups stores transport wait_handle"
     ),
     "common": "finalizers module_attributes object_table",
     "config": "checks conversions kinds layout microbatch_counts model_config parallel_grid rules settings",

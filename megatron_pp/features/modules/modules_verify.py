@@ -15,7 +15,6 @@ from itertools import product
 
 from megatron_pp.errors import PlanError
 from megatron_pp.features.modules.graph import Edge, ModuleGraph, check_names
-from megatron_pp.plan.costs.activations import peak_activations
 from megatron_pp.plan.gc_pause import collector_paused
 from megatron_pp.plan.ir import certificate as cert
 from megatron_pp.plan.ir import instruction as ins
@@ -57,8 +56,7 @@ def verify_modules(plan: Plan, device: Collection[str] | None = None) -> Verdict
             raise PlanError(f"rank {rank}: its program does not run the plan's order")
     proven = {cert.COMPLETE, cert.LIFETIME, cert.RENDEZVOUS, *found, cert.ORDER}
     certificate = cert.Certificate.of([r for r in cert.PROOFS if r in proven], found, plan.spec, plan.programs)
-    activations = peak_activations(plan, programs=runs)
-    return Verdict(peaks, activations, certificate, found, (0.0,) * len(peaks), plan.spec.num_chunks)
+    return Verdict(peaks, certificate, plan, found, (0.0,) * len(peaks), plan.spec.num_chunks)
 
 
 class _Walk:

@@ -5,7 +5,6 @@ from functools import partial
 from megatron_pp.plan.ir.placement import LOOP, Placement
 from megatron_pp.plan.orders.family import COMBINED, INTERLEAVED, Family, Order, Shape, every_group, every_microbatch
 from megatron_pp.plan.orders.one_chunk import in_order, warmup_then_steady
-from megatron_pp.plan.orders.overtaking import let_backwards_overtake
 
 
 def interleaved(shape: Shape) -> list[Order]:
@@ -35,6 +34,8 @@ def _in_turns(shape: Shape, extra_warmup: int) -> list[Order]:
     strict = [warmup_then_steady(forwards, backwards, warmup_forwards(shape, r) + extra_warmup) for r in ranks]
     if not has_short_group(shape):
         return strict
+    from megatron_pp.plan.orders.overtaking import let_backwards_overtake  # few steps have such a group
+
     return let_backwards_overtake(strict, Placement(LOOP, shape.pipeline_size, shape.num_chunks))
 
 

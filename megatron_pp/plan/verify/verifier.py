@@ -5,10 +5,10 @@ order (``order_check.py``). A refusal names the rank, the instruction, and the c
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from megatron_pp.errors import PlanError
 from megatron_pp.on_demand import load
-from megatron_pp.plan.costs.activations import peak_activations
 from megatron_pp.plan.gc_pause import collector_paused
 from megatron_pp.plan.ir import certificate as cert
 from megatron_pp.plan.ir.instruction import COMPUTE_OPS, COPY_OPS
@@ -26,20 +26,27 @@ class Verdict:
     """What an accepted plan needs, per rank.
 
     ranks        peaks of live pipeline tensors
-    activations  peak of what the chunks themselves keep, in units of one chunk's forward; a waiting weight gradient
-                 counts its share (``activations.py``)
     certificate  what was proven, and the programs that it was proven for
+    plan         that was verified
     device       further rules than rendezvous that it was verified under
     on_host      peak of what is offloaded, in the same units
     num_chunks   of a rank
     """
 
     ranks: tuple[RankPeaks, ...]
-    activations: tuple[float, ...]
     certificate: cert.Certificate = field(repr=False, compare=False)
+    plan: Plan = field(repr=False, compare=False)
     device: tuple[str, ...] = ()
     on_host: tuple[float, ...] = ()
     num_chunks: int = 1
+
+    @cached_property
+    def activations(self) -> tuple[float, ...]:
+        """Peak of what the chunks themselves keep, in units of one chunk's forward; a waiting weight gradient counts
+        its share (``activations.py``)."""
+        from megatron_pp.plan.costs.activations import peak_activations  # no step asks for it
+
+        return peak_activations(self.plan)
 
     @property
     def worst_rank(self) -> int:
@@ -88,6 +95,5 @@ def verify(
     check_programs(plan, runs)
     proven = {cert.COMPLETE, cert.LIFETIME if deallocate else cert.KEPT_OUTPUTS, cert.RENDEZVOUS, *rules, cert.ORDER}
     certificate = cert.Certificate.of([r for r in cert.PROOFS if r in proven], rules, plan.spec, plan.programs)
-    activations = peak_activations(plan, programs=runs)
     on_host = tuple(one.each.on_host / plan.spec.slices for one in peaks)
-    return Verdict(tuple(peaks), activations, certificate, rules, on_host, plan.spec.num_chunks)
+    return Verdict(tuple(peaks), certificate, plan, rules, on_host, plan.spec.num_chunks)

@@ -56,6 +56,16 @@ def test_what_the_program_has_put_there_is_not_megatrons() -> None:
     assert megatron_sources.changed_functions(schedules) == []
 
 
+@pytest.mark.usefixtures("known")
+def test_what_known_functions_make_use_of_need_not_be_read() -> None:
+    assert megatron_sources.are_known(published_schedules("0.20.0"), ENTRIES)
+    assert not megatron_sources.are_known(published_schedules("0.20.0", "return None"), ENTRIES)
+    replaced = published_schedules("0.20.0")
+    setattr(replaced, ENTRIES[1], lambda model: None)
+    assert not megatron_sources.are_known(replaced, ENTRIES)
+    assert megatron_sources.are_known(replaced, ENTRIES[2:])
+
+
 @pytest.mark.parametrize("name", KNOWN)
 def test_digests_are_written_once(name: str) -> None:
     digests = KNOWN[name].split()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_pp import parallel_state, schedules
-from megatron_pp.comm import process_groups
+from megatron_pp.comm import own_groups
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import P2PError, ScheduleInputError
 from megatron_pp.p2p_communication import P2PCommunicator
@@ -298,8 +298,8 @@ def test_group_sizes_come_from_the_groups_then_from_the_config() -> None:
 
 def test_group_sizes_of_parallel_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Megatron, which asks nobody else when no groups are given."""
-    monkeypatch.setattr(process_groups, "model_parallel_is_initialized", lambda: True)
-    monkeypatch.setattr(process_groups, "size_of", {"tp": 4, "cp": 2}.get)
+    monkeypatch.setattr(own_groups, "model_parallel_is_initialized", lambda: True)
+    monkeypatch.setattr(own_groups, "size_of", {"tp": 4, "cp": 2}.get)
     assert group_sizes(None, StepSettings.from_config(None)) == (4, 2)
     assert group_sizes(SimpleNamespace(cp=ThreadGroup(0, 1)), StepSettings.from_config(None)) == (4, 1)
 
