@@ -37,8 +37,6 @@ EXTRAS = {
     "viz": ["matplotlib"],
     # The plug-in for Megatron-core, and the tests that run inside it.
     "megatron": ["megatron-core>=0.16", "pyyaml", "tqdm"],
-    # The best possible plan of small pipelines, by CP-SAT, to compare searched ones with.
-    "solver": ["ortools>=9.10"],
     # Weight gradients of Transformer Engine's layers as a step of their own. Needs CUDA and a compiler.
     "te": ["transformer-engine[pytorch]"],
     # The documentation site; scripts/docs.sh builds it.

@@ -11,7 +11,7 @@
 set -euo pipefail
 
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
-python="$("$root/scripts/setup_env.sh" train viz megatron solver test)"
+python="$("$root/scripts/setup_env.sh" train viz megatron test)"
 
 export OMP_NUM_THREADS=1
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"

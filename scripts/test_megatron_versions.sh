@@ -41,7 +41,7 @@ if [[ "${versions[*]}" == newest ]]; then
     fi
     if [[ -n "$of" ]]; then # only a newer Python sees it
         echo "megatron-core $newest needs a newer Python than $python; it runs in .venv-$of, on Python $of"
-        python="$(MEGATRON_PP_PYTHON='' MEGATRON_PP_PYTHON_VERSION="$of" MEGATRON_PP_VENV="$root/.venv-$of" "$here/setup_env.sh" train viz megatron solver test)"
+        python="$(MEGATRON_PP_PYTHON='' MEGATRON_PP_PYTHON_VERSION="$of" MEGATRON_PP_VENV="$root/.venv-$of" "$here/setup_env.sh" train viz megatron test)"
     fi
     versions=("$newest") RECORD=1 PARITY="${PARITY:---pp 2 --deadline 60}"
 fi

@@ -16,7 +16,7 @@ from megatron_pp.cli.parser import parse
 from megatron_pp.cli.terminal import open_terminal
 from megatron_pp.errors import MegatronPPError, visible
 
-_EXTRAS = {"megatron": "megatron", "tqdm": "megatron", "matplotlib": "viz", "ortools": "solver"}
+_EXTRAS = {"megatron": "megatron", "tqdm": "megatron", "matplotlib": "viz"}
 """Package that may be missing -> the extra that brings it."""
 _COMMANDS = ("plan", "verify", "simulate", "advise", "draw", "report")
 

@@ -209,9 +209,7 @@ def test_help_lists_every_setting(command: Callable[..., tuple[int, str, str]]) 
     assert "run " in command("--help")[1]
 
 
-@pytest.mark.parametrize(
-    ("package", "extra"), [("megatron.core", "megatron"), ("tqdm", "megatron"), ("ortools", "solver")]
-)
+@pytest.mark.parametrize(("package", "extra"), [("megatron.core", "megatron"), ("tqdm", "megatron")])
 def test_a_missing_package_is_named_with_its_extra(
     command: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, package: str, extra: str
 ) -> None:

@@ -159,7 +159,7 @@ def test_families_whose_memory_allows_no_shorter_step(family, chunks, transfer, 
     assert bound_of(plan, costs, network, memory).step == step > bound_of(plan, costs, network).step
 
 
-TIGHT = {  # placement, memory, and the optimum of 3 microbatches with F = I = W = 1, by the exact solver
+TIGHT = {  # placement, memory, and the optimum of 3 microbatches with F = I = W = 1, which a solver has proven
     "alone": (Placement(V_SHAPE, 2, 2), MemoryModel((9.0, 2.0), (1.0,) * 4, (1.0,) * 4), 25),
     "later chunk": (Placement(LOOP, 2, 2), MemoryModel((8.0, 3.6), (1.0, 1.0, 3.0, 2.0), (0.0,) * 4), 20),
     "waiting W": (Placement(LOOP, 3, 1), MemoryModel((18.0, 2.0, 1.5), (2.0, 2.0, 1.0), (1.0, 1.0, 0.5)), 17),
@@ -172,6 +172,27 @@ def test_what_the_memory_of_a_rank_cannot_hold_at_once(placement, memory, step):
     goes on to a second chunk needs the room of both; no forward while a W waits that leaves no room.
     """
     assert lower_bound(placement, 3, StageCosts.uniform(placement.num_stages), memory=memory).step == step
+
+
+# Steps of the best plans of the drawn problems below: CP-SAT has found each, and proven that none is shorter.
+OPTIMA = (24, 28, 66, 56, 33, 31, 17, 60, 38, 36, 24, 54, 39, 26, 36, 33, 32, 19, 24, 54, 18, 38, 22, 23)
+
+
+def test_no_proven_optimum_is_below_the_bound():
+    rng, reached = random.Random(7), 0
+    for optimum in OPTIMA:
+        kind, size, chunks = rng.choice([(LOOP, 1, 2), (LOOP, 2, 1), (LOOP, 3, 1), (V_SHAPE, 2, 2), (LOOP, 2, 2)])
+        placement = Placement(kind, size, chunks)
+        stages = range(placement.num_stages)
+        costs = StageCosts.per_stage(*([rng.randint(1, 3) for _ in stages] for _ in range(3)))
+        kept = tuple(rng.choice([1.0, 2.0, 3.0]) for _ in stages)
+        late = tuple(rng.choice([0.0, 0.5, 1.0]) * one for one in kept)
+        room = tuple(rng.choice([1.0, 1.25, 1.5, 2.0]) * sum(kept[s] for s in row) for row in placement.stages)
+        microbatches, network = rng.randint(2, 4), Network(link=Link(rng.choice([0.0, 0.5])))
+        bound = lower_bound(placement, microbatches, costs, network, MemoryModel(room, kept, late))
+        assert bound.step <= optimum * (1 + 1e-9), (placement, bound)
+        reached += bound.step == pytest.approx(optimum)
+    assert reached == 21
 
 
 def test_more_memory_or_faster_parts_never_raise_the_bound():

@@ -97,6 +97,12 @@ def test_measured_times_and_transfers_gain_from_the_search() -> None:
     assert result.best.makespan <= 29.1 + 1e-6
 
 
+def test_finds_the_optimum_of_a_small_uneven_case() -> None:
+    """A solver has proven that no plan is shorter than 22.6."""
+    times = (0.85, 1.3, 0.6), (0.9, 1.4, 0.55), (0.7, 1.0, 0.5)
+    assert search("auto", 3, 1, 5, Measured(*times, transfer=0.3, memory_limit=2.5)).best.makespan <= 1.02 * 22.6
+
+
 @pytest.mark.slow
 def test_messages_do_not_hold_up_an_order_that_is_at_the_bound() -> None:
     """With receives a slot ahead and sends released a slot later, as elsewhere, it takes 32.65."""
