@@ -19,6 +19,7 @@ MODULES = {
     "schedule_file": "megatron_pp.plan.io.schedule_file",
     "torch": "torch",
     "prediction": "megatron_pp.planner.compare",
+    "model_steps": "megatron_pp.runtime.model_steps",
     "partial_checkpoints": "megatron_pp.runtime.partial_checkpoints",
     "shared_iterators": "megatron_pp.runtime.shared_iterators",
     "deferred_embedding": "megatron_pp.runtime.deferred_embedding",

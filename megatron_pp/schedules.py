@@ -18,9 +18,10 @@ from megatron_pp.on_demand import load
 from megatron_pp.plan.orders.family import Shape
 from megatron_pp.plan.orders.interleaved import schedule_table, warmup_forwards
 from megatron_pp.runtime.arguments import check_keywords
-from megatron_pp.runtime.compute import Activation, ModelSteps, StepOptions, backward_through
+from megatron_pp.runtime.compute import Activation, StepOptions, backward_through
 from megatron_pp.runtime.deallocate import custom_backward, deallocate_output_tensor
 from megatron_pp.runtime.message_shapes import tensor_shapes
+from megatron_pp.runtime.model_steps import ModelSteps
 from megatron_pp.runtime.step import StepCall
 
 if TYPE_CHECKING:

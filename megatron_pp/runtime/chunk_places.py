@@ -46,9 +46,9 @@ def check_places(
         )
     if len(chunks) > 1 and any(_says_no_stage(chunk) for chunk in chunks):
         announce(
-            "the order of the model chunks is not checked, and in a wrong order they train wrongly: give each its number "
-            f"in the model, PipelineStage(module, config, stage=number), from megatron_pp.stage_numbers({schedule!r}, "
-            f"{placement.pipeline_size}, {len(chunks)})[rank]"
+            "the order of the model chunks is not checked, and in a wrong order they train wrongly: give each its "
+            f"number in the model, PipelineStage(module, config, stage=number), from "
+            f"megatron_pp.stage_numbers({schedule!r}, {placement.pipeline_size}, {len(chunks)})[rank]"
         )
     if all(isinstance(chunk, torch.nn.Module) for chunk in chunks):  # of which there are weak references
         _CHECKED[first] = where, [weakref.ref(chunk) for chunk in chunks[1:]]

@@ -20,7 +20,7 @@ from megatron_pp.runtime import plan_choice
 from megatron_pp.runtime.arguments import StepInputs
 from megatron_pp.runtime.chunk_places import check_places
 from megatron_pp.runtime.communicators import communicator_for, lone_communicator, pipeline_group
-from megatron_pp.runtime.compute import ModelSteps, StepOptions
+from megatron_pp.runtime.compute import StepOptions
 from megatron_pp.runtime.executor import Feature, PlanExecutor
 from megatron_pp.runtime.gradient_hooks import SyncHooks, finalize_gradients, unsynchronised
 from megatron_pp.runtime.log_once import certify_once, warn_once
@@ -28,6 +28,7 @@ from megatron_pp.runtime.message_shapes import Shapes, group_sizes, messages, te
 from megatron_pp.tracing.observers import Observer, Recording, StepObserver, message_bytes, nested, ranges_if_profiling
 
 if TYPE_CHECKING:
+    from megatron_pp.runtime.model_steps import ModelSteps
     from megatron_pp.weight_grad.store import WeightGradStore
 
 _OBSERVED = ("trace_dir", "measure", "pipeline_replan")
@@ -216,7 +217,7 @@ class StepCall:
     def make_steps(self, plan: Plan) -> Any:
         """What runs a microbatch through a chunk: a ``Steps`` with the ``record`` of a ModelSteps."""
         inputs, options = self.inputs, self.step_options(plan)
-        kind = ModelSteps
+        kind: type[ModelSteps] = load("model_steps").ModelSteps
         if plan.placement.barriers:
             kind = load("output_layer").OutputLayerSteps
         elif self.slices:

@@ -23,10 +23,11 @@ from megatron_pp.features.skip_tensors.skip_runner import SkipRunner
 from megatron_pp.features.slices.sequence_slice import SlicedSteps, SliceRunner, sequence_slice
 from megatron_pp.on_demand import load
 from megatron_pp.plan.ir.spec import EXPLICIT, ONE_WAY, Plan, PlanSpec
-from megatron_pp.runtime.compute import ModelSteps, StepOptions
+from megatron_pp.runtime.compute import StepOptions
 from megatron_pp.runtime.executor import Feature, PlanExecutor
 from megatron_pp.runtime.gradient_hooks import SyncHooks
 from megatron_pp.runtime.message_shapes import Shapes
+from megatron_pp.runtime.model_steps import ModelSteps
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import run_ranks
 from megatron_pp.testing.toy import (

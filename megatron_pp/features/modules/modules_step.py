@@ -24,10 +24,11 @@ from megatron_pp.features.modules.modules_plan import ModulesSpec, modules_plan,
 from megatron_pp.features.modules.modules_runner import BatchParts, ModulesRunner, Parts
 from megatron_pp.plan.ir.spec import EXPLICIT, HOOKS, ONE_WAY, Plan
 from megatron_pp.runtime.arguments import StepInputs
-from megatron_pp.runtime.compute import ModelSteps, timed_backward
+from megatron_pp.runtime.compute import timed_backward
 from megatron_pp.runtime.executor import Feature
 from megatron_pp.runtime.log_once import certify_once
 from megatron_pp.runtime.message_shapes import Messages, Shapes
+from megatron_pp.runtime.model_steps import ModelSteps
 from megatron_pp.runtime.plan_choice import fields_of_device
 from megatron_pp.runtime.step import StepCall
 

@@ -20,9 +20,10 @@ from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.tasks import MessageKey, Task
 from megatron_pp.runtime.arguments import StepInputs
-from megatron_pp.runtime.compute import LossRecord, ModelSteps, each_tensor, in_one_block, scaled_loss
+from megatron_pp.runtime.compute import LossRecord, each_tensor, in_one_block
 from megatron_pp.runtime.executor import Handler, PlanExecutor
 from megatron_pp.runtime.message_shapes import Messages
+from megatron_pp.runtime.model_steps import ModelSteps, scaled_loss
 
 
 def rows_of_rank(vocab_size: int, rank: int, size: int) -> range:

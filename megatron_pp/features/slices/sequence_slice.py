@@ -24,8 +24,8 @@ from megatron_pp.features.slices.key_values import key_values_change
 from megatron_pp.plan.ir.instruction import BACKWARD_OPS, FORWARD
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.plan.ir.tasks import Task
-from megatron_pp.runtime.compute import ModelSteps
 from megatron_pp.runtime.executor import Handler, PlanExecutor
+from megatron_pp.runtime.model_steps import ModelSteps
 
 
 class _Grown:
