@@ -68,6 +68,8 @@ MODULES = {
     "megatron_losses": "megatron_pp.integrations.megatron_losses",
     "combined": "megatron_pp.integrations.combined",
     "megatron_modules": "megatron_pp.integrations.megatron_modules",
+    "message_sides": "megatron_pp.integrations.message_sides",
+    "attention_residuals": "megatron_pp.integrations.attention_residuals",
     "other_schedules": "megatron_pp.integrations.other_schedules",
     "v_placement": "megatron_pp.integrations.v_placement",
     "v_logs": "megatron_pp.integrations.v_logs",

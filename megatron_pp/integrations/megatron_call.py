@@ -17,14 +17,13 @@ from megatron_pp.config.settings import LOCAL_GRAPHS, StepSettings, checked
 from megatron_pp.errors import ScheduleInputError, WeightGradSplitError
 from megatron_pp.integrations.known_steps import KnownSteps
 from megatron_pp.integrations.megatron_release import Megatron
-from megatron_pp.integrations.megatron_scope import is_combined
+from megatron_pp.integrations.megatron_scope import has_attention_residuals, is_combined
 from megatron_pp.integrations.megatron_steps import MegatronSteps
 from megatron_pp.integrations.settings import InstallSettings
 from megatron_pp.on_demand import is_loaded, load
 from megatron_pp.plan.ir.placement import V_SHAPE
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.plan.orders import COMBINED, INTERLEAVED, find_family
-from megatron_pp.runtime.communicators import pipeline_group
 from megatron_pp.runtime.step import StepCall
 
 if TYPE_CHECKING:
@@ -80,6 +79,8 @@ class MegatronCall(StepCall):
         kind, size = find_family(self.spec.schedule).placement, self.communicator.size
         self.in_v = kind == V_SHAPE and size > 1
         self.last_rank = 0 if self.in_v else size - 1  # it holds the last stage
+        if self.in_v and has_attention_residuals(self.config):
+            load("attention_residuals").refuse_v(self.spec.schedule)
         if size > 1 and (self.in_v or is_loaded("v_placement")):  # which builds the chunks of a V
             load("v_step").check_chunks(self.spec.schedule, kind, self.inputs.chunks)
         if self.weights is not None and self._delays_wgrad:
@@ -170,31 +171,32 @@ class MegatronCall(StepCall):
             )
         super().begin()
         self.megatron.reset_paged_stash(config, self.inputs.forward_only)
+        if has_attention_residuals(config):
+            load("attention_residuals").forget_sums()
 
-    def tensor_shapes(self) -> list[Any]:
-        """By the release's own function. Its interleaved schedules make no use of `decoder_seq_length`, nor of what the
-        program has put around that function: it has to change their `seq_length`."""
-        inputs, groups = self.inputs, self.inputs.pg_collection
+    def tensor_shapes(self) -> tuple[list[Any], list[Any]]:
+        """By the release's own function."""
         super().tensor_shapes()  # raises for what is missing
+        if takes_side(self.megatron.schedules.get_tensor_shapes):
+            return load("message_sides").shapes_of_sides(self)
+        shapes = self.ask(self.overridden_config)
+        return shapes, list(shapes)
+
+    def ask(self, config: Any, **side: Any) -> list[Any]:
+        """What `get_tensor_shapes` says, of a ``side`` of a stage where it takes one. Interleaved schedules make no use
+        of `decoder_seq_length`, nor of what the program has put around that function: it has to change their
+        `seq_length`."""
+        inputs, groups = self.inputs, self.inputs.pg_collection
         shapes_of = self.megatron.schedules.get_tensor_shapes
         return (inspect.unwrap(shapes_of) if inputs.chunked else shapes_of)(
             seq_length=inputs.seq_length,
             micro_batch_size=inputs.micro_batch_size,
             decoder_seq_length=None if inputs.chunked else inputs.decoder_seq_length,
-            config=self.overridden_config,
+            config=config,
             tp_group=groups.tp,
             cp_group=groups.cp,
-            **self._side_of_stage(shapes_of),
+            **side,
         )
-
-    def _side_of_stage(self, shapes_of: Any) -> dict[str, Any]:
-        """The arguments with which `get_tensor_shapes` gives the shape between two stages, where the release has them:
-        with hyper-connections what a stage gives the next one is wider than what enters and leaves the pipeline.
-        """
-        if not takes_side(shapes_of):
-            return {}
-        group = pipeline_group(self.inputs, self.alone)
-        return {"pp_group": group, "is_recv": group is not None and group.rank() > 0}
 
     def step_number(self) -> int | None:
         """Where the config gives none, the iteration of Megatron's own training loop."""

@@ -100,7 +100,11 @@ KNOWN: dict[str, dict[tuple[int, int], str]] = {
             .send_forward_recv_forward .wait
         """,
         (0, 17): ".is_pp_last_stage",
-        (0, 19): "config.enable_hyper_connections config.num_residual_streams",  # the branch dev
+        # The branch dev, and the draft Megatron-LM#6840 for it.
+        (0, 19): """
+            config.enable_attention_residuals config.enable_hyper_connections config.num_residual_streams
+            attn_res_source_cache_reset attn_res_uniform_payload_slices
+        """,
     },
     COMMUNICATOR: {
         (0, 14): """

@@ -36,8 +36,8 @@ def reason_not_served(
         return f"the keyword argument {unknown[0]!r} of this release's schedules, which it does not know"
     if has_modules(megatron, arguments):
         found: str | None = load("megatron_modules").reason_not_served(megatron, schedule, arguments, overrides)
-        return found or _unserved_communicator(megatron, schedule, {}) or _unserved_config(arguments)
-    return _unserved_communicator(megatron, schedule, arguments) or _unserved_config(arguments)
+        return found or _unserved_communicator(megatron, schedule, {}) or _unserved_config(schedule, arguments)
+    return _unserved_communicator(megatron, schedule, arguments) or _unserved_config(schedule, arguments)
 
 
 def has_modules(megatron: Megatron, arguments: Mapping[str, Any]) -> bool:
@@ -94,7 +94,7 @@ def _first_chunk(arguments: Mapping[str, Any]) -> Any:
     return model[0] if isinstance(model, (list, tuple)) and model else model
 
 
-def _unserved_config(arguments: Mapping[str, Any]) -> str | None:
+def _unserved_config(schedule: str, arguments: Mapping[str, Any]) -> str | None:
     chunk = _first_chunk(arguments)
     config = wrapped_attribute(chunk, "config")
     if is_combined(config, arguments.get("forward_only", False)) and (reason := load("combined").reason(chunk)):
@@ -112,12 +112,19 @@ def _unserved_config(arguments: Mapping[str, Any]) -> str | None:
         return "the exchange of a custom-built torch (config.use_ring_exchange_p2p)"
     if _captures_whole_step(config):
         return "CUDA graphs of a whole iteration (config.cuda_graph_impl, config.cuda_graph_scope)"
+    if has_attention_residuals(config):
+        return load("attention_residuals").reason_not_served(schedule)
     return None
 
 
 def is_combined(config: Any, forward_only: bool) -> bool:
     """Whether Megatron runs such a step by schedule plans: in training."""
     return bool(getattr(config, "overlap_moe_expert_parallel_comm", False)) and not forward_only
+
+
+def has_attention_residuals(config: Any) -> bool:
+    """Whether stages pass on the sums of earlier blocks of layers."""
+    return bool(getattr(config, "enable_attention_residuals", False))
 
 
 def _captures_whole_step(config: Any) -> bool:

@@ -31,15 +31,19 @@ class Messages(NamedTuple):
 
 
 def messages(
-    inputs: StepInputs, settings: StepSettings, pipeline_size: int, between_stages: Callable[[], list[Any]]
+    inputs: StepInputs,
+    settings: StepSettings,
+    pipeline_size: int,
+    between_stages: Callable[[], tuple[list[Any], list[Any]]],
 ) -> Messages:
-    """``between_stages`` gives the shapes of the tensors between stages, before ``adjust_tensor_shapes_fn``, or (), as
-    Megatron does, for one that travels. It is called where shapes are needed. Raises what it raises."""
+    """``between_stages`` gives the shapes of what this rank receives and of what it sends, before
+    ``adjust_tensor_shapes_fn``, or (), as Megatron does, for one that travels. It is called where shapes are needed.
+    Raises what it raises."""
     receive: list[Any] = [None]
+    send: list[Any] = [None]
     adjust = inputs.adjust_tensor_shapes_fn
     if (pipeline_size > 1 and not settings.shapes_vary) or (adjust is not None and inputs.seq_length is not None):
-        receive = between_stages()
-    send = list(receive)
+        receive, send = between_stages()
     if adjust is not None:
         receive, send = adjust(receive, send)
     received, shapes_received = _names_and_shapes(receive)

@@ -199,11 +199,13 @@ class StepCall:
         """The store of this rank's chunks, None where they are not converted."""
         return load("weight_grad").store_of(self.inputs.chunks) if is_loaded("weight_grad") else None
 
-    def tensor_shapes(self) -> list[Any]:
-        """Shapes of the tensors between stages, one per tensor, before ``adjust_tensor_shapes_fn``."""
+    def tensor_shapes(self) -> tuple[list[Any], list[Any]]:
+        """Shapes of the tensors that this rank receives and sends, one per tensor, before
+        ``adjust_tensor_shapes_fn``."""
         inputs = self.inputs
         lengths = inputs.seq_length, inputs.micro_batch_size, inputs.decoder_seq_length
-        return tensor_shapes(*lengths, self.settings, self.tp_size, self.cp_size)
+        shapes = tensor_shapes(*lengths, self.settings, self.tp_size, self.cp_size)
+        return shapes, list(shapes)
 
     def step_number(self) -> int | None:
         """The program's own number of this step, which all ranks compare; None where it gives none."""

@@ -16,9 +16,11 @@ pytestmark = needs_megatron
 
 CHECKS = "tests.functional_tests.megatron_checks:"
 SETTINGS = "tests.functional_tests.megatron_settings_checks:"
+MESSAGES = "tests.functional_tests.megatron_message_checks:"
 ALONE = Case(Model(layers=2), microbatches=2)
 PAIR = Case(Model(layers=4), pp=2, vp=2, microbatches=4, policy="plain")
 SINGLE = Case(Model(layers=4), pp=2, microbatches=4, policy="batched")
+FOUR = Case(Model(layers=4), pp=4, microbatches=4, policy="overlap")
 
 JOBS = {
     "installed_release": ALONE,
@@ -43,6 +45,9 @@ JOBS = {
     "tests.functional_tests.known_steps_checks:run_as_megatrons": dataclasses.replace(ALONE, microbatches=1),
     SETTINGS + "its_plan_changes_while_it_trains": PAIR,
     SETTINGS + "packed_steps_are_planned_while_it_trains": SINGLE,
+    MESSAGES + "messages_grow_from_stage_to_stage": FOUR,
+    MESSAGES + "messages_between_chunks_have_one_width": PAIR,
+    MESSAGES + "sums_in_a_v_are_refused": dataclasses.replace(PAIR, schedule="zb_v"),
 }
 
 
@@ -82,6 +87,13 @@ def test_a_rank_of_a_pipeline_runs_a_model_of_its_own(outcomes: dict[str, Outcom
     if facts == [None, None]:
         pytest.skip("GPTModel of Megatron-core 0.14 cannot be built for a V")
     assert facts == [0, 4]
+
+
+def test_block_sums_in_a_v_are_refused_on_every_rank(outcomes: dict[str, Outcome]) -> None:
+    facts = outcomes[MESSAGES + "sums_in_a_v_are_refused"].facts
+    if facts == [None, None]:
+        pytest.skip("GPTModel of Megatron-core 0.14 cannot be built for a V")
+    assert all("'zb_v' places stages in a v, and config.enable_attention_residuals is on" in said for said in facts)
 
 
 def test_errors_are_raised_on_every_rank(outcomes: dict[str, Outcome]) -> None:

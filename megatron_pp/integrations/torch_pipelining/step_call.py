@@ -54,11 +54,12 @@ class TorchCall(StepCall):
             config=config,
         )
 
-    def tensor_shapes(self) -> list[Any]:
+    def tensor_shapes(self) -> tuple[list[Any], list[Any]]:
         """As one shape, the elements of the largest hop; ``HopRunner`` knows what it is made of."""
         width = (self.settings.pipeline_dtype or torch.float32).itemsize
         sizes = (sum(torch.Size(m.shape).numel() * m.dtype.itemsize for m in edge) for edge in self.edges)
-        return [(max(sizes, default=0) // width,)]
+        shapes: list[Any] = [(max(sizes, default=0) // width,)]
+        return shapes, list(shapes)
 
     def weight_store(self) -> Any:
         """Of ``split_weight_grad``, which is called for the modules of a schedule that splits backwards, and of stages

@@ -98,6 +98,23 @@ def test_hybrid_context_parallelism_in_a_pipeline_is_refused_as_no_schedule_form
     assert "hybrid_context_parallel" in named
 
 
+@pytest.mark.parametrize("knows_width", [True, False])
+def test_block_sums_between_chunks_are_left_to_a_release_that_says_no_width(
+    knows_width: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without virtual stages its `get_tensor_shapes` says how wide they are."""
+    module: Any = ModuleType("megatron.core.transformer.attention_residual")
+    if knows_width:
+        module.attn_res_uniform_payload_slices = print
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    chunk, release = SimpleNamespace(config=SimpleNamespace(enable_attention_residuals=True)), megatron("0.20.0")
+    communicator = {"p2p_communicator": None, "model": [chunk]}
+    assert reason_not_served(release, ENTRIES[1], communicator, {}) is None
+    why = reason_not_served(release, ENTRIES[2], communicator, {})
+    assert (why is None) == knows_width, why
+    assert why is None or "Attention Residuals with virtual stages" in why
+
+
 def test_combined_1f1b_is_left_to_a_release_that_is_not_known_and_to_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
     """In training; evaluation is not combined."""
     config = SimpleNamespace(overlap_moe_expert_parallel_comm=True)

@@ -360,7 +360,7 @@ def test_shapes_of_messages_are_changed_once(monkeypatch: pytest.MonkeyPatch) ->
         )
         call.megatron = types.SimpleNamespace(schedules=types.SimpleNamespace(get_tensor_shapes=longer))
         call.__dict__["overridden_config"] = None
-        assert call.tensor_shapes() == [expected]
+        assert call.tensor_shapes() == ([expected], [expected])
 
 
 def test_what_a_function_may_call_is_found_a_few_steps_away() -> None:
