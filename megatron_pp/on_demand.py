@@ -73,6 +73,8 @@ MODULES = {
     "other_schedules": "megatron_pp.integrations.other_schedules",
     "v_placement": "megatron_pp.integrations.v_placement",
     "v_logs": "megatron_pp.integrations.v_logs",
+    "layer_order": "megatron_pp.faults.layer_order",
+    "layer_numbers": "megatron_pp.runtime.layer_numbers",
     "v_step": "megatron_pp.integrations.v_step",
     "settings_file": "megatron_pp.integrations.settings_file",
     # Failures.

@@ -23,7 +23,8 @@ NUMBER = "the number itself"
 """In a description: shown, but not compared, as the changes determine it."""
 SENDS = "shape sent towards the last stage"
 RECEIVES = "shape received from the stage before"
-_DIFFERING = frozenset({SENDS, RECEIVES})  # fields in which ranks that agree may differ
+LAYERS = "the order of the layers"
+_DIFFERING = frozenset({SENDS, RECEIVES, LAYERS})  # fields in which ranks that agree may differ
 
 _BUDGET = 4 << 20  # bytes; all ranks evict the same agreements, as they use the same ones and count sizes alike
 _MIN_BYTES = _BUDGET // 64  # of one agreement: no more than 64 are kept
@@ -217,7 +218,7 @@ def _number_in(at: Progress, step: int) -> str:
 
 def _compare(one: int, mine: Mapping[str, str], other: int, theirs: Mapping[str, str]) -> Mismatch | None:
     for name in [*mine, *(n for n in theirs if n not in mine)]:
-        if name in (SENDS, RECEIVES, NUMBER):
+        if name == NUMBER or name in _DIFFERING:
             continue
         a, b = mine.get(name, "nothing"), theirs.get(name, "nothing")
         if a != b:

@@ -260,6 +260,8 @@ class FaultGuard:
                 )
                 mismatch = self._mismatch(step)
                 entries = {**heartbeat.peers.entries, self.rank: entry}
+            if self.failure is None and any(consistency.LAYERS in known.description for known in entries.values()):
+                mismatch = mismatch or load("layer_order").find_mismatch(entries, step)
             if mismatch is not None:
                 self._conclude(self._mismatch_failure(mismatch), True)
             if self.failure is not None:

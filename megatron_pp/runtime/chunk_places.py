@@ -11,20 +11,17 @@ import torch
 from megatron_pp.common.module_attributes import unwrapped, wrapped_attributes
 from megatron_pp.common.object_table import ObjectTable
 from megatron_pp.errors import ScheduleInputError
+from megatron_pp.faults.consistency import LAYERS
+from megatron_pp.on_demand import load
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.runtime.log_once import warn_once
 
-_ABSENT = object()
 # By first chunk: the placement, the rank, and the other chunks of a list that was checked.
 _CHECKED: ObjectTable[tuple[Any, ...]] = ObjectTable()
 
 
 def check_places(
-    chunks: Sequence[Any],
-    placement: Placement,
-    rank: int,
-    schedule: str,
-    announce: Callable[[str], None] = warn_once,
+    chunks: Sequence[Any], placement: Placement, rank: int, schedule: str, announce: Callable[[str], None] = warn_once
 ) -> None:
     """Raises ScheduleInputError where what a chunk says of itself does not fit its stage: PipelineStage's ``stage``,
     and Megatron's ``vp_stage``, ``pre_process``, ``post_process`` and layer numbers. A chunk that says nothing is not
@@ -44,19 +41,15 @@ def check_places(
             f"{wrong}. megatron_pp.stage_numbers({schedule!r}, {placement.pipeline_size}, {len(chunks)})[{rank}] is "
             f"{numbers}: the stages of this rank, numbered from 0, in the order of the list of model chunks"
         )
-    if len(chunks) > 1 and any(_says_no_stage(chunk) for chunk in chunks):
+    # Of PipelineStages; models of Megatron's have no such attribute.
+    if len(chunks) > 1 and any(wrapped_attributes(chunk, ["stage_in_model"], ...) == [None] for chunk in chunks):
         announce(
             "the order of the model chunks is not checked, and in a wrong order they train wrongly: give each its "
-            f"number in the model, PipelineStage(module, config, stage=number), from "
+            "number in the model, PipelineStage(module, config, stage=number), from "
             f"megatron_pp.stage_numbers({schedule!r}, {placement.pipeline_size}, {len(chunks)})[rank]"
         )
     if all(isinstance(chunk, torch.nn.Module) for chunk in chunks):  # of which there are weak references
         _CHECKED[first] = where, [weakref.ref(chunk) for chunk in chunks[1:]]
-
-
-def _says_no_stage(chunk: Any) -> bool:
-    """Whether it is a PipelineStage without ``stage``; models of Megatron's have no such attribute."""
-    return wrapped_attributes(chunk, ["stage_in_model"], _ABSENT) == [None]
 
 
 def _are(chunks: Sequence[Any], known: Sequence[weakref.ref[Any]]) -> bool:
@@ -79,22 +72,19 @@ def _wrong_chunks(chunks: Sequence[Any], placement: Placement, rank: int) -> Ite
             if type(found) is bool and found is not wanted:
                 which = "first" if name == "pre_process" else "last"
                 yield number, f"{name} of this one is {found}, and of the {which} stage alone it is True"
-    yield from _wrong_layers(chunks, placement.stages[rank])
+    if _have_layers(chunks):
+        yield from load("layer_numbers").wrong_chunks(chunks, placement.stages[rank])
 
 
-def _wrong_layers(chunks: Sequence[Any], stages: Sequence[int]) -> Iterator[tuple[int, str]]:
-    """Chunks whose layers do not follow those of the rank's stage before, by Megatron's numbers."""
-    most = 0
-    for number in sorted(range(len(chunks)), key=lambda chunk: stages[chunk]):
-        layers = _layer_numbers(chunks[number])
-        if layers and min(layers) <= most:
-            yield number, f"its layers are {layers}, and an earlier stage of this rank has layer {most}"
-        most = max([most, *layers])
+def describe_layers(chunks: Sequence[Any], placement: Placement, rank: int) -> dict[str, str]:
+    """The numbers of Megatron's layers on this rank, for all ranks to compare. Nothing where there are none, and where
+    ``check_places`` has an error for this rank, which says more."""
+    if placement.num_stages == 1 or not _have_layers(chunks) or any(_wrong_chunks(chunks, placement, rank)):
+        return {}
+    text: str = load("layer_numbers").described(chunks, placement.stages[rank], rank)
+    return {LAYERS: text} if text else {}
 
 
-def _layer_numbers(chunk: Any) -> list[int]:
-    layers = getattr(getattr(unwrapped(chunk), "decoder", None), "layers", None)
-    if not isinstance(layers, torch.nn.ModuleList):
-        return []
-    numbers = [getattr(layer, "layer_number", None) for layer in layers]
-    return [number for number in numbers if type(number) is int]
+def _have_layers(chunks: Sequence[Any]) -> bool:
+    """Whether they may be models of Megatron's."""
+    return any(hasattr(unwrapped(chunk), "decoder") for chunk in chunks)

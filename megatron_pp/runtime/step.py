@@ -18,7 +18,7 @@ from megatron_pp.plan.lower.syncs import last_reentry, prepares_in_forward
 from megatron_pp.plan.orders import find_family
 from megatron_pp.runtime import plan_choice
 from megatron_pp.runtime.arguments import StepInputs
-from megatron_pp.runtime.chunk_places import check_places
+from megatron_pp.runtime.chunk_places import check_places, describe_layers
 from megatron_pp.runtime.communicators import communicator_for, lone_communicator, pipeline_group
 from megatron_pp.runtime.compute import StepOptions
 from megatron_pp.runtime.executor import Feature, PlanExecutor
@@ -164,6 +164,9 @@ class StepCall:
         where = plan.placement, self.communicator.rank, self.spec.schedule
         check_places(self.inputs.chunks, *where, self._announce)
 
+    def _layers(self, plan: Plan) -> dict[str, str]:
+        return describe_layers(self.inputs.chunks, plan.placement, self.communicator.rank)
+
     def describe(self, plan: Plan) -> dict[str, str]:
         """What all ranks of the pipeline have to agree on, as text; compared when it changes."""
         traced = self.settings.traced_steps
@@ -176,6 +179,7 @@ class StepCall:
         }
         if self.packs:
             described["packs of the microbatches, in their order"] = self.packs
+        described |= self._layers(plan)
         for observer in self.observers:
             described |= observer.description(plan, self.weights is not None)
         return described

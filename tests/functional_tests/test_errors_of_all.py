@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron_pp.errors import PipelineMismatchError
@@ -145,6 +146,29 @@ def swapped_chunks(rank: int, schedule: str) -> Seen:
     return Seen([1], [])
 
 
+class Layer(torch.nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.layer_number = number
+
+
+def layers_of_another_rank(rank: int) -> Seen:
+    """A step of one chunk a rank with two layers; ranks 0 and 1 were built with each other's."""
+    group = dist.new_group(list(range(SIZE)))
+    one = rank_of(1, 4, group=group, p2p_timeout=600.0)
+    (chunk,) = one.model()
+    first = 2 * (1, 0, 2)[rank] + 1
+    chunk.decoder = torch.nn.Module()
+    chunk.decoder.layers = torch.nn.ModuleList([Layer(first), Layer(first + 1)])
+    try:
+        one.step([chunk])
+    except PipelineMismatchError as error:
+        return Seen([], [], (type(error).__name__, str(error)), error.field, error.values)
+    finally:
+        close_communicators()
+    return Seen([1], [])
+
+
 def rank_main(rank: int, size: int) -> dict[str, Seen]:
     seen = {}
     for name, (odd_one, other) in UNLIKE.items():
@@ -156,6 +180,7 @@ def rank_main(rank: int, size: int) -> dict[str, Seen]:
         seen[name] = run(rank, iter([Call(1, data)]), chunks)
     for schedule in SWAPPED:
         seen[schedule] = swapped_chunks(rank, schedule)
+    seen["layers"] = layers_of_another_rank(rank)
     return seen
 
 
@@ -225,3 +250,15 @@ def test_chunks_in_the_wrong_order_are_named(per_rank: list[dict[str, Seen]], sc
         assert kind == "PipelinePeerError", errors
         assert "rank 1" in words
         assert sentence in words
+
+
+def test_layers_of_another_rank_are_named_on_all(per_rank: list[dict[str, Seen]]) -> None:
+    for seen in (of["layers"] for of in per_rank):
+        assert seen.error[0] == "PipelineMismatchError"
+        assert (seen.field, seen.values) == (
+            "the order of the layers",
+            {
+                0: "layers 3 to 4 in chunk 0 (stage 0)",
+                1: "layers 1 to 2 in chunk 0 (stage 1), where numbers above 4 belong: build each chunk for its stage",
+            },
+        )

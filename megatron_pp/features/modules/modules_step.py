@@ -111,6 +111,10 @@ class OnModules(StepCall):
     def _check_places(self, plan: Plan) -> None:
         """The first and the last stage of a module are not those of the pipeline: nothing is compared."""
 
+    def _layers(self, plan: Plan) -> dict[str, str]:
+        """Each module numbers its own layers."""
+        return {}
+
     def _features(self, plan: Plan, steps: Any) -> list[Feature]:
         graphs = self.graph_in_evaluation or not plan.spec.forward_only
         return [ModulesRunner(plan, self.communicator.rank, self.pipeline.parts, graphs)]

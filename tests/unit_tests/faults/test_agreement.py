@@ -14,7 +14,9 @@ import pytest
 import torch.distributed as dist
 
 from megatron_pp.errors import PipelineMismatchError
+from megatron_pp.faults import layer_order
 from megatron_pp.faults.consistency import (
+    LAYERS,
     RECEIVES,
     SENDS,
     Agreements,
@@ -166,6 +168,46 @@ def test_what_differs_is_named_although_nobody_published_it_anew() -> None:
     found = find_late_mismatch(0, Progress(5, IN_STEP, history=mine), there, _agreements())
     assert found is not None
     assert (found.field, found.values) == (M, {0: "6", 2: "4"})
+
+
+def layers(*of_rank: str) -> dict[int, Entry]:
+    return {rank: Entry(1, {LAYERS: text} if text else {}) for rank, text in enumerate(of_rank)}
+
+
+@pytest.mark.parametrize(
+    ("entries", "values"),
+    [
+        (layers("layers 1 to 2 in chunk 0 (stage 0)", "layers 3 to 9 in chunk 0 (stage 1)"), {}),
+        (layers("layers 1 to 2 in chunk 0 (stage 0)", "", "layers 3 to 3 in chunk 0 (stage 2)"), {}),
+        (layers("layers 1 to 2 in chunk 0 (stage 0)", "layers 7 to 7 in chunk 0 (stage 1)"), {}),  # some were removed
+        (layers("", "", ""), {}),
+        (layers("layers of no sense", "layers 1 to x in chunk 0 (stage 1); \x00"), {}),
+        (
+            layers(
+                "layers 1 to 1 in chunk 0 (stage 0); layers 4 to 4 in chunk 1 (stage 3)",
+                "layers 3 to 3 in chunk 0 (stage 2); layers 2 to 2 in chunk 1 (stage 1)",
+            ),
+            {},
+        ),
+        (
+            layers("layers 1 to 2 in chunk 0 (stage 0)", "layers 2 to 3 in chunk 0 (stage 1)"),
+            {0: "layers 1 to 2 in chunk 0 (stage 0)", 1: "layers 2 to 3 in chunk 0 (stage 1), where numbers above 2"},
+        ),
+        (
+            layers("layers 9 to 9 in chunk 0 (stage 0)", "", "layers 10 to 9 in chunk 0 (stage 9)", "layers 1 to 2 in "
+            "chunk 4 (stage 40)"),
+            {2: "layers 10 to 9 in chunk 0 (stage 9)", 3: "layers 1 to 2 in chunk 4 (stage 40), where numbers above 9"},
+        ),
+    ],
+)  # fmt: skip
+def test_layers_have_higher_numbers_on_later_stages(entries: dict[int, Entry], values: dict[int, str]) -> None:
+    found = layer_order.find_mismatch(entries, 1)
+    assert (found is not None) == bool(values)
+    if found is not None:
+        assert found.field == LAYERS
+        assert all(found.values[rank].startswith(value) for rank, value in values.items())
+        assert layer_order.find_mismatch(entries, 2) is None, "of another step"
+    assert find_mismatch(0, entries, {}, 1, _agreements()) is None, "that they differ is no mismatch"
 
 
 # -- ranks as threads ---

@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from megatron_pp.errors import ScheduleInputError
+from megatron_pp.errors import PipelineMismatchError, PipelinePeerError, ScheduleInputError
+from megatron_pp.faults.consistency import LAYERS
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.ir.placement import LOOP, V_SHAPE, Placement
 from megatron_pp.runtime import chunk_places, log_once
@@ -25,6 +27,9 @@ from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.pipeline import placement_of, toy_step
 from megatron_pp.testing.threads import ThreadGroup, run_ranks
 from megatron_pp.testing.toy import ToyBlock, ToyData, toy_config
+from tests.harness.guarded_ranks import published_entries
+from tests.harness.p2p_ranks import NothingMayPass
+from tests.harness.step_runs import Rank, pipeline
 
 SIZE, CHUNKS = 2, 2
 Chunk = Callable[[int, int, Any], Any]
@@ -113,6 +118,83 @@ def wrong_last(chunks: list[Any]) -> None:
 
 def wrong_layers(chunks: list[Any]) -> None:
     chunks[0].decoder, chunks[1].decoder = chunks[1].decoder, chunks[0].decoder
+
+
+def numbered(chunks: list[PipelineStage], numbers: list[list[int]]) -> list[PipelineStage]:
+    """Chunks whose layers have these numbers, as those of a GPTModel."""
+    for chunk, of_chunk in zip(chunks, numbers, strict=True):
+        chunk.decoder = torch.nn.Module()
+        chunk.decoder.layers = torch.nn.ModuleList(map(Layer, of_chunk))
+    return chunks
+
+
+def layers_of(rank: Rank, swapped: tuple[int, int] | None = None) -> list[list[int]]:
+    """Two layers a stage, in the order of the stages; ``swapped``: each of two ranks has the other's."""
+    holder = rank.rank
+    if swapped is not None and holder in swapped:
+        holder = sum(swapped) - holder
+    return [[2 * stage + 1, 2 * stage + 2] for stage in rank.placement.stages[holder]]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "said"),
+    [
+        (1, "rank 1 has layers 5 to 6 in chunk 0 (stage 1), rank 2 has layers 3 to 4 in chunk 0 (stage 2), where "),
+        (2, "rank 1 has layers 5 to 6 in chunk 0 (stage 1), rank 2 has layers 3 to 4 in chunk 0 (stage 2), where "),
+    ],
+)
+def test_layers_of_another_rank_are_an_error_of_all_before_anything_is_sent(chunks: int, said: str) -> None:
+    def body(rank: Rank) -> Exception | None:
+        try:
+            rank.step(numbered(rank.model(), layers_of(rank, swapped=(1, 2))))
+        except Exception as error:
+            return error
+        return None
+
+    network = NothingMayPass(3, store=dist.HashStore())
+    errors = pipeline(3, chunks, 4, body, network=network, guarded=True, hidden_size=4)
+    for error in errors:
+        assert isinstance(error, PipelineMismatchError), errors
+        assert said in str(error)
+        assert "where numbers above 6 belong: build each chunk for its stage" in str(error)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zb_v"])
+def test_layers_in_the_order_of_the_stages_run_and_are_compared_once(
+    monkeypatch: pytest.MonkeyPatch, schedule: str
+) -> None:
+    entries = published_entries(monkeypatch)
+
+    def body(rank: Rank) -> None:
+        chunks = numbered(rank.model(), layers_of(rank))
+        for _ in range(3):
+            rank.step(chunks)
+
+    pipeline(3, 2, 4, body, guarded=True, hidden_size=4, pipeline_schedule=schedule)
+    assert len(entries) == 3
+    assert {entry.description[LAYERS] for entry in entries} >= {
+        "layers 1 to 2 in chunk 0 (stage 0); "
+        + {
+            "interleaved_1f1b": "layers 7 to 8 in chunk 1 (stage 3)",
+            "zb_v": "layers 11 to 12 in chunk 1 (stage 5)",
+        }[schedule]
+    }
+
+
+def test_a_rank_whose_own_chunks_do_not_fit_says_so_itself() -> None:
+    """Its error says more than the comparison of all."""
+
+    def body(rank: Rank) -> Exception | None:
+        numbers = layers_of(rank)
+        try:
+            rank.step(numbered(rank.model(), numbers[::-1] if rank.rank == 1 else numbers))
+        except Exception as error:
+            return error
+        return None
+
+    errors = pipeline(3, 2, 4, body, guarded=True, hidden_size=4)
+    assert [type(error) for error in errors] == [PipelinePeerError, ScheduleInputError, PipelinePeerError]
+    assert "chunk 1 on rank 1 is stage 4 under interleaved_1f1b" in str(errors[1])
 
 
 @pytest.mark.parametrize("kind", [LOOP, V_SHAPE])
