@@ -7,7 +7,8 @@ from pathlib import Path
 from megatron_pp.faults.records import Process
 
 ALIVE = "alive"
-STOPPED = "stopped"  # SIGSTOP, a debugger, or a frozen container
+STOPPED = "stopped"  # by SIGSTOP or the terminal
+TRACED = "traced"  # a debugger holds it
 DEAD = "dead"
 UNKNOWN = "unknown"  # another machine, or no /proc
 
@@ -25,7 +26,7 @@ def process_of(pid: int) -> Process:
 
 
 def state_of(process: Process) -> str:
-    """ALIVE, STOPPED, DEAD, or UNKNOWN where it is not a process of this machine."""
+    """ALIVE, STOPPED, TRACED, DEAD, or UNKNOWN where it is not a process of this machine."""
     if not process.host or process.host != _host():
         return UNKNOWN
     try:
@@ -36,7 +37,7 @@ def state_of(process: Process) -> str:
         return UNKNOWN
     if started != process.started or state in "ZXx":  # the pid is reused, or it is a zombie
         return DEAD
-    return STOPPED if state in "Tt" else ALIVE
+    return {"T": STOPPED, "t": TRACED}.get(state, ALIVE)
 
 
 @lru_cache(maxsize=1)

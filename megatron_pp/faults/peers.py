@@ -38,6 +38,7 @@ class Peers:
     failure: Failure | None = None
     seen: dict[int, Peer] = field(default_factory=dict)
     entries: dict[int, Entry] = field(default_factory=dict)
+    stopped: dict[int, tuple[float, float]] = field(default_factory=dict)  # rank -> its first and its last look
     reading_since: float | None = None  # since when peers are polled without a break; None while there is no need to
     read_at: float = 0.0  # when they were last read
     broken_since: float | None = None  # since when the store returns errors; None while it answers

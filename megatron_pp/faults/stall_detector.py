@@ -1,4 +1,5 @@
-"""Whether the pipeline has stalled, and which ranks are the cause: pure functions, so that each rule can be tested.
+"""Whether the pipeline has stalled, and which ranks are the cause: functions of what is known, so that each rule can be
+tested.
 
 While every heartbeat arrives and any rank has moved within ``timeout`` seconds, there is no stall. When none has, it is
 a stall if all wait for each other, or if one has not entered the step. A rank that computes has until ``patience``, as
@@ -9,7 +10,7 @@ each other's messages (``mutual_waits.py``).
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_pp.faults.liveness import DEAD, STOPPED
+from megatron_pp.faults.liveness import DEAD, STOPPED, TRACED
 from megatron_pp.faults.peers import Peers
 from megatron_pp.faults.records import DONE, Process
 
@@ -21,6 +22,11 @@ _STORE_PATIENCE = 3.0
 _CONNECTING = 20.0
 _SILENCE_AFTER_FAILURE = 4.0
 _FRESH = 10.0
+_QUIET = 2.0  # without a heartbeat, until the kernel is asked about the process
+_LOOKS_APART = 5.0  # a longer time between two looks: this rank was itself stopped
+
+STOPPED_SECONDS = 60.0
+"""Without a heartbeat, where the kernel says all that time that the process is stopped, as by SIGSTOP."""
 
 
 @dataclass(frozen=True)
@@ -128,16 +134,40 @@ def ended(peers: Peers, state_of: StateOf) -> dict[int, str]:
 
 
 def _silent(peers: Peers, own: OwnState, timeout: float, now: float, state_of: StateOf) -> Stall | None:
+    """A process that is stopped sends no heartbeat; nor does one whose code keeps the interpreter's lock, as a
+    compilation in C++, which is none of its faults. The kernel tells them apart, of processes of this machine."""
     patience = min(timeout, _SILENCE_AFTER_FAILURE) if own.failed else timeout
     quiet = {}
     for r, seen in sorted(peers.seen.items()):
-        if seen.progress.state != DONE and seen.silent_for(now) >= patience:
-            process = peers.process_of(r)
+        process, silent = peers.process_of(r), seen.silent_for(now)
+        if seen.progress.state == DONE or silent < min(patience, _QUIET):
+            peers.stopped.pop(r, None)
+            continue
+        state = "" if process is None else state_of(process)
+        stopped = _stopped_for(peers, r, state, now)
+        if silent >= patience or stopped >= _patience_with_stopped(timeout):
             pid = "process unknown" if process is None else f"pid {process.pid}"
-            if process is not None and state_of(process) == STOPPED:
+            if state in (STOPPED, TRACED):
                 pid += " is stopped, as by SIGSTOP or a debugger"
-            quiet[r] = f"rank {r} ({pid}) for {seen.silent_for(now):.0f} s"
+            quiet[r] = f"rank {r} ({pid}) for {silent:.0f} s"
     return Stall(f"no heartbeat from {', '.join(quiet.values())}", tuple(quiet)) if quiet else None
+
+
+def _patience_with_stopped(timeout: float) -> float:
+    """One knob for both: who sets a longer ``p2p_timeout`` than the default may also stop a rank for longer."""
+    return min(timeout, max(STOPPED_SECONDS, timeout / 8))
+
+
+def _stopped_for(peers: Peers, rank: int, state: str, now: float) -> float:
+    """Seconds for which every look has found the process of ``rank`` stopped. A debugger's stops are not counted: who
+    looks at a rank in a debugger takes his time."""
+    first, last = peers.stopped.pop(rank, (now, now))
+    if state != STOPPED:
+        return 0.0
+    if now - last > _LOOKS_APART:
+        first = now
+    peers.stopped[rank] = first, now
+    return now - first
 
 
 def _stuck(peers: Peers, own: OwnState, timeout: float, now: float, patience: float) -> Stall | None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.harness.fault_injection import BACKWARD, DATA, DELAY, EXCEPTION, KILL, MEMORY, SHAPE, STOP, Fault
+from tests.harness.fault_injection import BACKWARD, DATA, DELAY, EXCEPTION, HOLD, KILL, MEMORY, SHAPE, STOP, Fault
 from tests.harness.fault_scenario_checks import complaints, leaks
 from tests.harness.fault_scenarios import Episode, Pool, Report, Resources
 
@@ -125,6 +125,17 @@ def test_a_stopped_rank_is_named_and_ends_too_when_it_goes_on(lab: Lab) -> None:
         error = reports[rank].error
         assert error is not None
         assert "is stopped, as by SIGSTOP" in error[1]
+
+
+def test_a_stopped_rank_is_found_long_before_the_timeout_and_one_that_keeps_the_interpreters_lock_is_no_error(
+    lab: Lab,
+) -> None:
+    """Neither sends heartbeats. As by default, a stopped rank has an eighth of p2p_timeout: 7.5 s here."""
+    fault = Fault(STOP, rank=1, step=2, chunk=0, mb=3)
+    reports = lab.assert_episode("1f1b", 1, fault, p2p_timeout=60.0, stopped_seconds=1.0, fields=OVERLAP)
+    assert all("is stopped, as by SIGSTOP" in (reports[rank].error or ("", ""))[1] for rank in (0, 2))
+    held = fault._replace(kind=HOLD, seconds=12.0)
+    lab.assert_episode("1f1b", 1, held, p2p_timeout=60.0, stopped_seconds=1.0, fields=OVERLAP)
 
 
 def test_a_slow_rank_is_no_error(lab: Lab) -> None:

@@ -3,6 +3,7 @@ microbatch."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -22,6 +23,7 @@ SHAPE = "wrong shape"
 KILL = "kill"
 STOP = "stop"
 DELAY = "delay"
+HOLD = "hold"  # a delay in C++ that keeps the interpreter's lock: no thread of the process runs
 OWN_ERRORS = (EXCEPTION, DATA, BACKWARD, MEMORY, SHAPE)
 KINDS = (*OWN_ERRORS, KILL, STOP, DELAY)
 
@@ -79,6 +81,8 @@ class Trigger:
             os.kill(os.getpid(), signal.SIGKILL if fault.kind == KILL else signal.SIGSTOP)
         elif fault.kind == DELAY:
             time.sleep(fault.seconds)
+        elif fault.kind == HOLD:
+            ctypes.PyDLL(None).usleep(round(1e6 * fault.seconds))
         elif fault.kind == MEMORY:
             raise torch.OutOfMemoryError(fault.message)
         elif fault.kind != SHAPE:
@@ -101,7 +105,7 @@ class FaultyBlock(ToyBlock):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mb, self._count = self._count, self._count + 1
         trigger = self.trigger
-        if trigger.due((EXCEPTION, MEMORY, KILL, STOP, DELAY), self.chunk, mb):
+        if trigger.due((EXCEPTION, MEMORY, KILL, STOP, DELAY, HOLD), self.chunk, mb):
             trigger.fire()
         y = super().forward(x)
         if trigger.due((BACKWARD,), self.chunk, mb):

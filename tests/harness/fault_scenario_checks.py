@@ -11,13 +11,13 @@ from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.dataflow import message_of
 from megatron_pp.plan.ir.instruction import FREE_B, FREE_F, WAIT_B, WAIT_F, Instruction
 from megatron_pp.plan.ir.spec import BATCHED, OVERLAP, PLAIN, Plan, PlanSpec
-from tests.harness.fault_injection import DELAY, KILL, MEMORY, OWN_ERRORS, SHAPE, STOP, Fault
+from tests.harness.fault_injection import DELAY, HOLD, KILL, MEMORY, OWN_ERRORS, SHAPE, STOP, Fault
 from tests.harness.fault_scenarios import Episode, Report, Resources
 
 # Seconds within which the other ranks are to know.
 EXCEPTION_SECONDS = 5.0
 KILL_SECONDS = 10.0
-STOP_SECONDS = 5.0  # beyond p2p_timeout
+STOP_SECONDS = 5.0  # beyond what a stopped process is given
 
 CACHED_TENSORS = 2  # made once in a process and kept, such as what takes a deallocated output's place
 
@@ -36,7 +36,7 @@ def complaints(episode: Episode, reports: Mapping[int, Report], size: int, slack
     ]
     found += [f"rank {rank} gave no report" for rank in range(size) if rank not in reports]
     fault = episode.fault
-    if fault is None or fault.kind == DELAY:
+    if fault is None or fault.kind in (DELAY, HOLD):
         found += _undisturbed(episode, reports)
     elif fault.kind in OWN_ERRORS:
         found += _one_exception(_instruction(episode, fault, size), fault, reports, slack)
@@ -59,7 +59,7 @@ def limit(episode: Episode) -> float:
     """Seconds within which all other ranks are to have raised."""
     assert episode.fault is not None
     if episode.fault.kind == STOP:
-        return episode.p2p_timeout + STOP_SECONDS
+        return min(episode.p2p_timeout, max(episode.stopped_seconds, episode.p2p_timeout / 8)) + STOP_SECONDS
     return KILL_SECONDS if episode.fault.kind == KILL else EXCEPTION_SECONDS
 
 

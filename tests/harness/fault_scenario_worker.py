@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_pp.faults import stall_detector
 from megatron_pp.plan.orders import find_family
 from megatron_pp.runtime.communicators import close_communicators
 from megatron_pp.testing.toy import ToyBlock, ToyData, ToyResult, reference_run
@@ -23,6 +24,7 @@ from tests.harness.process_ranks import rank_of
 def run_episode(episode: Episode, rank: int, size: int, store: Any, on_fire: Callable[[], None]) -> Report:
     """Run it; ``store`` is shared by all ranks and episodes, ``on_fire`` is called right before a fault."""
     start = time.monotonic()
+    stall_detector.STOPPED_SECONDS = episode.stopped_seconds
     device = _device(episode, rank)
     dist.init_process_group(
         episode.backend,

@@ -24,6 +24,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from megatron_pp.faults.nccl_settings import leave_failures_to_the_guard
+from megatron_pp.faults.stall_detector import STOPPED_SECONDS
 from tests.harness.fault_injection import KILL, STOP, Fault
 
 _START_SECONDS = 120.0
@@ -40,6 +41,7 @@ class Episode:
     seq_length  of a message of seq_length * 32 bytes: 3 fits into any socket's buffer, 500,000 into none
     group_timeout  seconds, of the process groups; so long a transfer that gloo cannot end holds a thread, a connection
                    and its tensor (see ``gloo.py``)
+    stopped_seconds  after which a rank that is stopped is given up, if ``p2p_timeout`` does not come before
     """
 
     number: int
@@ -54,6 +56,7 @@ class Episode:
     fields: dict[str, Any] = field(default_factory=dict)
     sample_every: int = 0
     group_timeout: float = 90.0
+    stopped_seconds: float = STOPPED_SECONDS
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from megatron_pp.faults.diagnosis import (
     working_ranks,
 )
 from megatron_pp.faults.heartbeat import Pace
-from megatron_pp.faults.liveness import ALIVE, DEAD, STOPPED, UNKNOWN, state_of, this_process
+from megatron_pp.faults.liveness import ALIVE, DEAD, STOPPED, TRACED, UNKNOWN, state_of, this_process
 from megatron_pp.faults.peers import Peers
 from megatron_pp.faults.records import DONE, ENTERING, IN_STEP, Process, Progress
 from megatron_pp.faults.stall_detector import OwnState, find_stall
@@ -149,6 +149,68 @@ def test_when_a_step_is_given_up(look: Look) -> None:
     if found is not None:
         assert found.suspects == look.suspects or not look.suspects
         assert look.words in found.why
+
+
+def _given_up(
+    state: Callable[[float], str],
+    timeout: float = 480.0,
+    beats: Callable[[int], int] = lambda second: 1,
+    upto: int = 700,
+) -> tuple[float, str] | None:
+    """Rank 1 of 3, which rank 0 waits for, is in the ``state`` of each second; its heartbeat is ``beats`` of it. Rank 0
+    looks once a second: when it gives up the step, and why."""
+    peers = Peers()
+    for second in range(upto):
+        now = float(second)
+        peers.note_progress({1: _progress(1, beat=beats(second)), 2: _progress(2, beat=second)}, now)
+        own = OwnState(0, 3, 5, idle=now, waits_on=(1,))
+        states = {101: state(now), 102: ALIVE}
+        found = find_stall(peers, own, timeout, now, lambda process, of=states: of[process.pid])  # type: ignore[misc]
+        if found is not None:
+            assert found.suspects == (1,)
+            return now, found.why
+    return None
+
+
+@pytest.mark.parametrize(
+    ("state", "timeout", "seconds"),
+    [
+        (STOPPED, 480.0, 62.0),
+        (STOPPED, 3600.0, 452.0),  # who sets a longer time has an eighth of it
+        (STOPPED, 30.0, 30.0),
+        (ALIVE, 480.0, 480.0),  # code that keeps the interpreter's lock sends no heartbeats either
+        (TRACED, 480.0, 480.0),
+        (UNKNOWN, 480.0, 480.0),
+    ],
+)
+def test_a_stopped_process_is_found_before_a_silent_one(state: str, timeout: float, seconds: float) -> None:
+    found = _given_up(lambda second: state, timeout)
+    assert found is not None
+    when, why = found
+    assert seconds <= when <= seconds + 2.0
+    assert ("is stopped, as by SIGSTOP" in why) == (state in (STOPPED, TRACED))
+
+
+def test_a_process_that_is_stopped_again_and_again_is_not_given_up_before_its_time() -> None:
+    """Of a rank that also keeps the interpreter's lock, so that it sends no heartbeat in between."""
+    found = _given_up(lambda second: ALIVE if second % 50 == 49 else STOPPED)
+    assert found is not None
+    assert found[0] >= 480.0
+
+
+def test_a_stop_that_ends_with_a_heartbeat_is_forgotten() -> None:
+    assert _given_up(lambda second: STOPPED, beats=lambda second: 1 + second // 50) is None
+
+
+def test_the_looks_of_a_reader_that_was_itself_stopped_do_not_count() -> None:
+    """The whole job was stopped for an hour, and rank 1 goes on a moment later than rank 0."""
+    peers = Peers()
+    looks = [*range(30), 3630, 3631, 3632]
+    for second in looks:
+        now = float(second)
+        peers.note_progress({1: _progress(1, beat=1), 2: _progress(2, beat=second)}, now)
+        found = find_stall(peers, OwnState(0, 3, 5, now, (1,)), 7200.0, now, lambda process: STOPPED)
+        assert found is None
 
 
 def test_who_works_and_who_waits() -> None:
