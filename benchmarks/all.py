@@ -16,7 +16,7 @@ from benchmarks.report import BenchmarkError
 HELP = "all benchmarks, one after the other; with --quick in about a quarter of an hour on two cores"
 PARTS = (
     *("overhead", "tracing", "growth", "memory", "bubble", "prediction", "exposed", "sharded", "overlap", "slices"),
-    *("vocabulary", "megatron_steps", "training", "replan", "packing", "gpu"),
+    *("vocabulary", "megatron_steps", "training", "packing", "gpu"),
 )
 NO_DEVICE = 3  # exit code of a benchmark that needs a GPU, where there is none
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "benchmark.py"

@@ -329,17 +329,6 @@ def _series(rows: Sequence[Row], columns: Sequence[str], name: str, value: str) 
     return {one: values for one, values in series.items() if any(value is not None for value in values)}
 
 
-def replan(report: Report) -> Any:
-    rows = _labels(report.rows, ("phase",))
-    figure, (axes,) = new_chart(1, 1, 1.6 + 0.6 * len(rows))
-    columns = {"ours": "re-planned ms", **{name: f"{name} ms" for name in ("best static", "first plan", "1f1b")}}
-    series = {name: [row[column] for row in report.rows] for name, column in columns.items()}
-    dot_rows(axes, rows, series, label="ours", shown="{:.0f} ms")
-    axes.set(xlabel="a step, milliseconds", xlim=(0, None))
-    key(figure, axes)
-    return figure
-
-
 def packing(report: Report) -> Any:
     rows = [
         f"{row['lengths']}, {row['schedule']}{', W put off' if row['W put off'] == 'yes' else ''}"
@@ -357,7 +346,7 @@ def packing(report: Report) -> Any:
 CHARTS: dict[str, Callable[[Report], Any]] = {
     draw.__name__: draw
     for draw in (
-        overhead, exposed, sharded, overlap, memory, bubble, megatron_steps, prediction, tracing, training, replan,
-        packing, growth,
+        overhead, exposed, sharded, overlap, memory, bubble, megatron_steps, prediction, tracing, training, packing,
+        growth,
     )
 }  # fmt: skip

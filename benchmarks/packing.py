@@ -181,7 +181,7 @@ def _rank(rank: int, size: int, case: Case, lengths: Sequence[Sequence[int]], se
     for step in arriving:
         unplanned.timed(step)  # makes the schedule's plan for its number of microbatches, which the process keeps
     steps = PackedSteps(lengths, case.rules)
-    planned = _Pipeline(case, size, seconds, microbatch_costs=steps, pipeline_replan="every:1000")
+    planned = _Pipeline(case, size, seconds, microbatch_costs=steps)
     fixed = _Pipeline(case, size, seconds)
     step = steps.next()
     for place, arrived in enumerate(arriving, 1):

@@ -190,15 +190,6 @@ def growth(report: Report) -> str:
     )
 
 
-def replan(report: Report) -> str:
-    changed = report.rows[1:]
-    static, first = (_range(_values(changed, column), "{:.2f}") for column in ("over best static", "first plan over"))
-    return (
-        f"With a rank slowed, and then a link cut, the run's own plan takes {static} times the best static one; the "
-        f"plan that was best at the start takes {first} times the run's own."
-    )
-
-
 def packing(report: Report) -> str:
     columns = ("simulated planned / fixed", "planned / fixed")
     simulated, measured = (_range(_values(report.rows, column), "{:.2f}") for column in columns)
@@ -234,7 +225,7 @@ def _list(parts: Sequence[str]) -> str:
 READINGS: dict[str, Callable[[Report], str]] = {
     write.__name__: write
     for write in (
-        overhead, exposed, sharded, overlap, memory, bubble, megatron_steps, prediction, tracing, training, replan,
-        packing, growth,
+        overhead, exposed, sharded, overlap, memory, bubble, megatron_steps, prediction, tracing, training, packing,
+        growth,
     )
 }  # fmt: skip

@@ -138,11 +138,6 @@ def _connect(places: list[Place], a: int, b: int, rate_mbit: float) -> None:
         _run(f"tc -n {name} qdisc add dev {end} root {_bucket(rate_mbit)}")
 
 
-def set_rate(rank: int, peer: int, rate_mbit: float) -> None:
-    """Called by ``rank`` in its namespace: from now on it sends to ``peer`` at this rate."""
-    _run(f"tc qdisc change dev v{rank}_{peer} root {_bucket(rate_mbit)}")
-
-
 def _bucket(rate_mbit: float) -> str:
     return f"tbf rate {rate_mbit:g}mbit burst {_BURST_BYTES} latency 200ms"
 

@@ -10,7 +10,7 @@ from typing import Any
 MODULES = {
     # Settings of a step.
     "measure": "megatron_pp.features.measuring.measuring",
-    "pipeline_replan": "megatron_pp.features.replanning.replanning",
+    "microbatch_costs": "megatron_pp.features.packing.step_plans",
     "trace_dir": "megatron_pp.tracing.recorder",
     "p2p_debug": "megatron_pp.features.p2p_debug.send_buffer_check",
     "wire_check": "megatron_pp.features.p2p_debug.wire_check",

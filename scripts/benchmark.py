@@ -42,7 +42,6 @@ SUBCOMMANDS = (
     "slices",
     "vocabulary",
     "training",
-    "replan",
     "packing",
     "growth",
     "gpu",

@@ -24,6 +24,7 @@ import tyro
 from examples.gpt.errors import ArgumentError, CheckpointError, NoCheckpointError
 from examples.gpt.files import read_text, write_atomically
 from megatron_pp import TransformerConfig, build_plan
+from megatron_pp.config.checks import why_removed
 from megatron_pp.config.parallel_grid import fit_grid
 from megatron_pp.errors import PlanError
 from megatron_pp.features.pairs.pair_runner import PAIR_FUNCTIONS
@@ -254,6 +255,9 @@ def _parse(argv: Sequence[str]) -> Settings:
     except SystemExit as end:
         if not end.code:  # --help
             raise
+        for flag in argv:
+            if why := why_removed(flag.partition("=")[0].removeprefix("--").replace("-", "_")):
+                raise ArgumentError(why) from None
         # What stands between the first two rules of tyro's box, in one line: every rank says it.
         sentence = re.split("[─-]{3,}", re.sub("[│╭╮]", " ", said.getvalue()))[1]
         raise ArgumentError(f"{' '.join(sentence.split()).rstrip('.')} (--help lists all flags)") from None

@@ -23,6 +23,7 @@ from typing import Any
 
 from megatron_pp.cli.errors import UsageError
 from megatron_pp.cli.parser import Parser
+from megatron_pp.config.checks import why_removed
 from megatron_pp.config.kinds import SWITCH
 from megatron_pp.integrations.settings import TABLE, read_settings, value_of_text
 from megatron_pp.plan.names import did_you_mean
@@ -44,7 +45,7 @@ _OTHERS = "the plug-in"
 _GROUPS = {
     "the schedule": (
         "pipeline_schedule", "microbatch_group_size_per_vp_stage", "overlapped_forward_backward", "pipeline_measured",
-        "pipeline_replan", "offload_chunks", "offload_slots", "fsdp_collectives", "fsdp_max_active_stages",
+        "offload_chunks", "offload_slots", "fsdp_collectives", "fsdp_max_active_stages",
     ),
     "transfers": (
         "overlap_p2p_comm", "batch_p2p_comm", "batch_p2p_sync", "pipeline_dtype", "variable_seq_lengths",
@@ -136,6 +137,8 @@ def parsed(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
     args, rest = parser.parse_known_args(argv)
     if rest:
         name = rest[0].partition("=")[0]
+        if why := why_removed(name.removeprefix("--").replace("-", "_")):
+            parser.error(why)
         parser.error(f"option {name} is not known{did_you_mean(name, parser.options)}")
     if not args.module and not os.path.isfile(args.script):
         raise UsageError(f"{args.script}: there is no such file")

@@ -2,14 +2,18 @@
 
 import itertools
 import operator
-import re
 from collections.abc import Callable, Iterable
 from typing import Any, SupportsIndex
 
 from megatron_pp.errors import ConfigError
 from megatron_pp.plan.names import did_you_mean
 
-_EVERY = re.compile(r"every:([1-9]\d{0,8})", re.ASCII)
+REMOVED = {
+    "pipeline_replan": "plans no longer change while a job runs. Leave it out. For a plan that fits what stages and "
+    "links take, run some steps with measure=5 (--measure 5), and start the job again with pipeline_schedule='auto' "
+    "and pipeline_measured set to the file that was written. For microbatches that differ, microbatch_costs is enough"
+}
+"""Settings that there were, and what to do instead of them."""
 
 
 def whole_number(
@@ -61,18 +65,9 @@ def check_probability(name: str, value: Any) -> Any:
     return value
 
 
-def replan_steps(name: str, value: object) -> int:
-    """N of ``every:N``. Raises ConfigError."""
-    found = _EVERY.fullmatch(value) if isinstance(value, str) else None
-    if found is None:
-        raise ConfigError(f"{name} is {value!r}; it must be every:N, such as every:100, with N of at least 1, or None")
-    return int(found[1])
-
-
-def check_replan(name: str, value: Any) -> Any:
-    """``value``. Raises ConfigError as replan_steps."""
-    replan_steps(name, value)
-    return value
+def why_removed(name: str) -> str:
+    """What to do instead of a setting that there was, as a sentence; empty for any other name."""
+    return f"{name} is no setting any more: {REMOVED[name]}" if name in REMOVED else ""
 
 
 def callable_or_none(name: str, value: Any, several: bool = False) -> Any:

@@ -13,8 +13,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_pp.config import kinds, rules
+from megatron_pp.config.checks import why_removed
 from megatron_pp.config.kinds import Kind, variable_of
 from megatron_pp.config.microbatch_counts import MicrobatchCount, explain_microbatch_count
+from megatron_pp.errors import ConfigError
 from megatron_pp.on_demand import load
 from megatron_pp.plan.ir.placement import PLACEMENTS
 from megatron_pp.plan.ir.spec import CACHES, CHANNELS, FSDP_COLLECTIVES
@@ -262,16 +264,10 @@ class ModelParallelConfig:
         "else in the working folder",
         kinds.TEXT,
     )
-    pipeline_replan: str | None = setting(
-        None,
-        "every:N: after every N training steps, search for a plan that is faster under what stages and links take by "
-        "then, and change to it between two steps; None: never",
-        kinds.REPLAN,
-    )
     microbatch_costs: Sequence[float] | Callable[[], Sequence[float]] | None = setting(
         None,
-        "what each microbatch of the step costs, in any unit, or a function that returns that: with pipeline_replan, "
-        "steps of unequal microbatches have plans of their own; None: all cost the same",
+        "what each microbatch of the step costs, in any unit, or a function that returns that: steps of unequal "
+        "microbatches have plans of their own; None: all cost the same",
         kinds.MICROBATCH_COSTS,
         cli=False,
     )
@@ -327,10 +323,12 @@ class ModelParallelConfig:
         return explain_microbatch_count(num_microbatches, *sizes)
 
     def __new__(cls, *values: Any, **options: Any) -> Any:
-        """Raises TypeError for an option that is none, with the nearest one."""
+        """Raises TypeError for an option that is none, with the nearest one, ConfigError for one that there was."""
         known = inspect.signature(cls.__init__).parameters
         unknown = [name for name in options if name not in known]
         if unknown and not any(one.kind is one.VAR_KEYWORD for one in known.values()):
+            if why := why_removed(unknown[0]):
+                raise ConfigError(why)
             raise TypeError(f"{cls.__name__} has no option {unknown[0]!r}{did_you_mean(unknown[0], known)}")
         return super().__new__(cls)
 

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_pp.config import rules
-from megatron_pp.config.checks import whole_number
+from megatron_pp.config.checks import REMOVED, whole_number, why_removed
 from megatron_pp.config.model_config import ModelParallelConfig, TransformerConfig, check_values
 from megatron_pp.errors import ConfigError, ScheduleInputError
 from megatron_pp.plan.ir.spec import ANY_WAIT, DEVICE_SYNC, ONE_QUEUE, ONE_WAY, STATIC_BUFFERS
@@ -75,9 +75,12 @@ class StepSettings(_Values):
     @classmethod
     def from_config(cls, config: Any, overrides: Mapping[str, Any] | None = None) -> StepSettings:
         """Reads every field of ``config`` once; values in ``overrides``, by field, replace its own. Raises
-        ScheduleInputError for an impossible value."""
+        ScheduleInputError for an impossible value, and for a setting that there was."""
         if isinstance(config, cls):
             return config
+        for name in REMOVED:
+            if getattr(config, name, None) is not None:
+                raise ScheduleInputError(f"config.{why_removed(name)}")
         read = [
             default if (given := getattr(config, name, None)) is None else given for name, default in _DEFAULTS.items()
         ]

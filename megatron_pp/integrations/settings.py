@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from megatron_pp.config import kinds, rules
+from megatron_pp.config.checks import why_removed
 from megatron_pp.config.kinds import PREFIX, Kind, variable_of
 from megatron_pp.config.model_config import ModelParallelConfig, setting
 from megatron_pp.errors import ConfigError
@@ -113,7 +114,7 @@ def _from_environment() -> dict[str, Any]:
 def _named(name: str, where: str, as_keyword: bool = False) -> Kind:
     """The kind of the setting of this name. Raises ConfigError where there is none, or it cannot be given like this."""
     if name not in TABLE:
-        raise ConfigError(f"{where}: {unknown('setting', name, TABLE)}")
+        raise ConfigError(f"{where}: {why_removed(name) or unknown('setting', name, TABLE)}")
     if TABLE[name].kind.only_keyword and not as_keyword:
         raise ConfigError(f"{where}: {name} changes from step to step; give it as a keyword of install()")
     return TABLE[name].kind

@@ -2,7 +2,6 @@
 family for each placement, as the placement decides which layers a rank builds, long before a plan is made.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 from megatron_pp.plan.ir.placement import LOOP, V_SHAPE
@@ -18,17 +17,15 @@ _ON_LOOP = (
 _ON_V = ("zb_v", "v_half", "v_min", "1f1b_v", "dualpipe_v")
 _AMONG = {"auto": (_ON_LOOP, LOOP), "auto_v": (_ON_V, V_SHAPE)}
 
-Allowed = Callable[[Plan], bool]
 
-
-def found(spec: PlanSpec, announce: Announce | None = None, allowed: Allowed | None = None) -> SearchResult:
+def found(spec: PlanSpec, announce: Announce | None = None) -> SearchResult:
     """What the search of ``spec.schedule`` finds; arguments and errors as of ``search``."""
     names, placement = _AMONG[spec.schedule]
-    return search(spec, [SCHEDULES[name] for name in names], placement, announce, allowed)
+    return search(spec, [SCHEDULES[name] for name in names], placement, announce)
 
 
-def _plan(spec: PlanSpec, announce: Announce | None = None, allowed: Allowed | None = None) -> Plan:
-    return found(spec, announce, allowed).best.plan
+def _plan(spec: PlanSpec, announce: Announce | None = None) -> Plan:
+    return found(spec, announce).best.plan
 
 
 def _orders(name: str, shape: Shape) -> list[Order]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -35,8 +35,7 @@ from megatron_pp.planner.no_wait import no_wait
 
 _FINALISTS = 6  # searched orders that are lowered and simulated
 _IMPROVED = 3  # seeds whose best orders go into local search
-EFFORT = 800  # budget of local search per operation while a step runs; a million take some 2 s
-_LOCAL, _MOST_LOCAL = 50, 400_000  # its budget for a new plan: per pair of operations, and at most
+_LOCAL, _MOST_LOCAL = 50, 400_000  # budget of local search: per pair of operations, and at most; a million take 2 s
 _SIMULATED = 2_000  # operations in all finalists of one seed: lowering makes a difference between equal orders
 _ROUNDS = 2  # times that the best results become patterns in turn
 _PATIENCE = 5.0  # seconds of search before it is announced
@@ -80,19 +79,15 @@ def slots_of(orders: Sequence[Order]) -> Slots:
 
 
 def search(
-    spec: PlanSpec,
-    families: Iterable[Family],
-    placement_kind: str,
-    announce: Announce | None = None,
-    allowed: Callable[[Plan], bool] | None = None,
+    spec: PlanSpec, families: Iterable[Family], placement_kind: str, announce: Announce | None = None
 ) -> SearchResult:
-    """The best ``allowed`` plan for ``spec`` on one placement, among ``families`` and what grows out of them.
+    """The best plan for ``spec`` on one placement, among ``families`` and what grows out of them.
 
     Without ``spec.measured``: F = B = W = 1, free transfers, and 1F1B's memory. A search of more than 5 s is announced
     once. Raises PlanError where nothing keeps to the memory limit, with the least that a family needs.
     """
     placement = Placement(placement_kind, spec.pipeline_size, spec.num_chunks)
-    return _Search(spec, placement, families, _Patience(announce, spec)).run(allowed)
+    return _Search(spec, placement, families, _Patience(announce, spec)).run()
 
 
 def default_measured(placement: Placement) -> Measured:
@@ -127,6 +122,15 @@ class _Patience:
             )
 
 
+def _may_run(plan: Plan) -> bool:
+    """Whether ``verify`` accepts ``plan``."""
+    try:
+        verify(plan)
+    except PlanError:
+        return False
+    return True
+
+
 class _Search:
     def __init__(self, spec: PlanSpec, placement: Placement, families: Iterable[Family], patience: _Patience) -> None:
         self.spec = spec
@@ -139,7 +143,7 @@ class _Search:
         self.problem = Problem.of(placement, spec.num_microbatches, self.measured)
         self.costs, self.memory = self.problem.costs, self.problem.memory
 
-    def run(self, allowed: Callable[[Plan], bool] | None) -> SearchResult:
+    def run(self) -> SearchResult:
         orders = self._named_orders()
         named = [self._simulated(name, order) for name, order in orders.items()]
         found = [one for one in named if self._fits(one)]
@@ -152,10 +156,10 @@ class _Search:
             grown.sort(key=lambda trial: trial.result.makespan)
             for one in self._fitting(chain(grown, self._improved(grown, least))):
                 found.append(one)
-                if one.makespan <= least * (1 + ROUNDING) and self._may_run(one.plan, allowed):
+                if one.makespan <= least * (1 + ROUNDING) and _may_run(one.plan):
                     break
         for one in sorted([*found, *offloaded], key=lambda one: one.makespan):  # named ones before equals
-            if self._may_run(one.plan, allowed):
+            if _may_run(one.plan):
                 best = self._as_given(one)
                 others = tuple((self._beside(other, one, best), self._fits(other)) for other in named)
                 return SearchResult(best, others)
@@ -182,17 +186,6 @@ class _Search:
         possible = self.spec.num_chunks == 1 and not self.costs.microbatches
         found = no_wait(self.problem) if possible else None
         return [] if found is None else [_Trial("microbatches without waits", Rules(), found)]
-
-    @staticmethod
-    def _may_run(plan: Plan, allowed: Callable[[Plan], bool] | None) -> bool:
-        """Whether ``plan`` is allowed, and ``verify`` accepts it."""
-        if allowed is not None and not allowed(plan):
-            return False
-        try:
-            verify(plan)
-        except PlanError:
-            return False
-        return True
 
     def _fitting(self, trials: Iterable[_Trial]) -> Iterator[FoundPlan]:
         """Their plans within the limit: a backward may need more than it frees."""

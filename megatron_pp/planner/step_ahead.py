@@ -13,17 +13,21 @@ from itertools import product
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.builder import build_plan, with_whole_backwards
 from megatron_pp.plan.costs.measured import Measured
+from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.lower.lowering import lowered
 from megatron_pp.plan.orders.list_scheduler import Problem, Rules, Scheduled, schedule
 from megatron_pp.planner.advise.timing import order_time
+from megatron_pp.planner.improve import improved
 from megatron_pp.planner.microbatch_order import Order, shortest_order
 from megatron_pp.planner.plan_search import default_measured, slots_of
-from megatron_pp.planner.replan import Proposal, proposed
+from megatron_pp.planner.proposal import Proposal, proposed
 
 _TRIALS = 60  # of each order that is begun with, for a step of up to _FULL operations
 _FULL = 1000
 _SIMULATED = 3  # of the orders that the list scheduler makes
+_MOVED = 6  # of the orders that local search makes of the running one
+_EFFORT = 800  # budget of local search per operation; a million take some 2 s
 _RULES = [Rules(ahead=ahead, patience=patience) for ahead, patience in product((0.0, 2.0, 4.0), (0.0, 0.5, 1.0))]
 
 
@@ -36,6 +40,7 @@ class NextStep:
     measured  times of the stages; None: all equal, with free transfers
     splits    whether the model can put weight gradients off
     draws     whether forwards draw random numbers, so that all forwards of a rank keep their order
+    keeps_order  whether the microbatches run in the given order
     """
 
     spec: PlanSpec
@@ -43,6 +48,7 @@ class NextStep:
     measured: Measured | None = None
     splits: bool = False
     draws: bool = False
+    keeps_order: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,10 +70,19 @@ def plan_ahead(step: NextStep) -> StepAhead:
     measured = step.measured or default_measured(plan.placement)
     if len(set(step.costs)) == 1:
         return StepAhead(tuple(range(len(step.costs))), kept="all microbatches cost the same")
-    order = _order(plan, step.costs, measured)
+    as_given = tuple(range(len(step.costs)))
+    order = as_given if step.keeps_order else _order(plan, step.costs, measured)
     shares = _shares(step.costs, order)
     costs = replace(measured.costs(plan.placement.num_stages), microbatches=())
-    found = proposed(plan, step.splits, step.draws, costs, measured.network(), shares, _relisted)
+    found = proposed(
+        plan,
+        step.splits,
+        step.draws,
+        costs,
+        measured.network(),
+        shares,
+        _in_given_order if step.keeps_order else _relisted,
+    )
     return StepAhead(order, kept=found) if isinstance(found, str) else StepAhead(order, found)
 
 
@@ -96,6 +111,20 @@ def _relisted(plan: Plan, spec: PlanSpec, measured: Measured, allowed: Callable[
         if result is not None:
             found.setdefault(str(result.orders), result)
     for one in sorted(found.values(), key=lambda one: one.makespan)[:_SIMULATED]:
+        made = lowered(replace(spec, split_backward=True), plan.placement, one.orders)
+        if allowed(made):
+            yield replace(made if spec.split_backward else with_whole_backwards(made), spec=spec)
+
+
+def _in_given_order(plan: Plan, spec: PlanSpec, measured: Measured, allowed: Callable[[Plan], bool]) -> Iterator[Plan]:
+    """Also what local search makes of the running order."""
+    yield from _relisted(plan, spec, measured, allowed)
+    ops = {at.op for order in plan.orders for at in order}
+    if spec.split_backward and {ins.BACKWARD, ins.WEIGHT_GRAD} <= ops:
+        return  # local search moves whole backwards, or split ones
+    problem = Problem.of(plan.placement, spec.num_microbatches, measured)
+    running = Scheduled([list(order) for order in plan.orders], 0.0)
+    for one in improved(problem, running, 0.0, _EFFORT * sum(map(len, plan.orders)), _MOVED):
         made = lowered(replace(spec, split_backward=True), plan.placement, one.orders)
         if allowed(made):
             yield replace(made if spec.split_backward else with_whole_backwards(made), spec=spec)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from megatron_pp.runtime.model_steps import ModelSteps
     from megatron_pp.weight_grad.store import WeightGradStore
 
-_OBSERVED = ("trace_dir", "measure", "pipeline_replan")
+_OBSERVED = ("trace_dir", "measure", "microbatch_costs")
 """Settings that add an observer to the step."""
 
 
@@ -128,7 +128,9 @@ class StepCall:
 
     def _observers(self) -> list[StepObserver]:
         """The observers that settings ask for."""
-        asked = [name for name in _OBSERVED if getattr(self.settings, name)]
+        asked = [name for name in ("trace_dir", "measure") if getattr(self.settings, name)]
+        if self.settings.microbatch_costs is not None:
+            asked.append("microbatch_costs")
         if self.settings.cuda_graph_impl in LAYER_GRAPHS or self.settings.fine_grained_activation_offloading:
             asked.append("megatron_order")
         found = (load(name).step_observer(self) for name in asked)
@@ -153,7 +155,7 @@ class StepCall:
 
     def _guarded(self, executor: PlanExecutor, plan: Plan) -> AbstractContextManager[Any]:
         # Traced steps begin, and measured ones end, with messages that all ranks have to take part in.
-        chosen = tuple(getattr(self.settings, name) for name in ("traced_steps", *_OBSERVED[1:]))
+        chosen = self.settings.traced_steps, self.settings.measure, self.settings.microbatch_costs is not None
         wired = self.communicator.wire is not None
         agreed = plan.spec, self.shapes, chosen, self.communicator.dtype, wired, self.packs
         step = executor, agreed, partial(self.describe, plan), self.number, self.followed_by
@@ -175,7 +177,7 @@ class StepCall:
             **describe_step(plan.spec, self.shapes[0], self.communicator.dtype),
             "tracing (trace_dir, trace_steps)": f"steps {traced}" if traced else "off",
             "measure": str(self.settings.measure),
-            "pipeline_replan": str(self.settings.pipeline_replan),
+            "microbatch_costs": "none" if self.settings.microbatch_costs is None else "given",
         }
         if self.packs:
             described["packs of the microbatches, in their order"] = self.packs

@@ -40,9 +40,9 @@ def packs_over_context_sizes(case: Case) -> list[Any]:
     run = megatron_lab.Run(case)
     rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     steps = PackedSteps(iter(LENGTHS), PackingRules(ranks, 8, 0.5))
-    found, taken, ours, settings = [], [], [], {"pipeline_replan": "every:100", "microbatch_costs": steps}
+    found, taken, ours = [], [], []
     with mock.patch.object(DotProductAttention, "forward", of_sequences(DotProductAttention.forward)):
-        with megatron_core.installed(strict=True, **settings):
+        with megatron_core.installed(strict=True, microbatch_costs=steps):
             for lengths in LENGTHS:
                 taken.append(steps.next())
                 ours.append(gradients_of(run, taken[-1].of_rank(rank), rank))

@@ -1,4 +1,4 @@
-"""Checks of what `install()` is given, on ranks, as those of megatron_checks.py: settings, measuring, replanning."""
+"""Checks of what `install()` is given, on ranks, as those of megatron_checks.py: settings, measuring, steps' plans."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,12 @@ from megatron.core.pipeline_parallel import schedules
 
 from megatron_pp.errors import ConfigError, ScheduleInputError
 from megatron_pp.features.packing.packing import Pack, PackingRules, packed
+from megatron_pp.features.packing.step_plans import PlansOfKinds
 from megatron_pp.features.packing.steps import PackedSteps
-from megatron_pp.features.replanning import replan_thread
-from megatron_pp.features.replanning.replanning import Replanning
 from megatron_pp.integrations import megatron_core
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.runtime import step
 from tests.functional_tests.megatron_checks import call_schedule, logged, raised, with_fields
-from tests.harness.proposals import to
 from tests.megatron import lab as megatron_lab
 from tests.megatron.cases import Case
 
@@ -87,23 +84,22 @@ def what_its_stages_cost_is_measured(case: Case) -> dict[str, Any]:
     return content
 
 
-def its_plan_changes_while_it_trains(case: Case) -> list[str]:
-    """Schedules of the steps under `install(pipeline_replan="every:2")`; gradients are equal to the last bit."""
+def steps_of_unequal_microbatches_have_their_plans(case: Case) -> list[str]:
+    """Schedules of the steps under `install(microbatch_costs=...)`; gradients are equal to the last bit."""
     run = megatron_lab.Run(case)
     with megatron_core.installed(strict=True):
         call_schedule(run, forward_only=False)
     before, ran = _taken_gradients(run), []
-    chosen = Replanning.next_plan
+    chosen = PlansOfKinds.next_plan
 
-    def noted(self: Replanning, *arguments: Any) -> Plan:
+    def noted(self: PlansOfKinds, *arguments: Any) -> Plan:
         ran.append(chosen(self, *arguments))
         return ran[-1]
 
-    searches = mock.patch.object(replan_thread, "searched", to("gis"))
-    installed = megatron_core.installed(strict=True, pipeline_replan="every:2")
-    with searches, mock.patch.object(Replanning, "next_plan", noted), installed:
-        for _ in range(10):
-            time.sleep(0.1)
+    costs = [1.0 if k % 2 else 4.0 for k in range(case.microbatches)]
+    installed = megatron_core.installed(strict=True, microbatch_costs=lambda: costs)
+    with mock.patch.object(PlansOfKinds, "next_plan", noted), installed:
+        for _ in range(3):
             call_schedule(run, forward_only=False)
             after = _taken_gradients(run)
             assert all(torch.equal(after[name], before[name]) for name in before)
@@ -119,7 +115,7 @@ def packed_steps_are_planned_while_it_trains(case: Case) -> list[Any]:
     for schedule in ("1f1b", "zb_h1"):
         steps = PackedSteps(iter(lengths), PackingRules(1, case.model.seq, 0.5))
         settings = {"pipeline_schedule": schedule, "variable_seq_lengths": True, "overlap_p2p_comm": True}
-        with megatron_core.installed(strict=True, pipeline_replan="every:100", microbatch_costs=steps, **settings):
+        with megatron_core.installed(strict=True, microbatch_costs=steps, **settings):
             for given in lengths:
                 taken = steps.next()
                 packs = taken.of_rank(0)

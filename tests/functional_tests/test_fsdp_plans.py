@@ -306,7 +306,7 @@ def _wrong(rank: int, size: int) -> list[str]:
         (True, {"fsdp_collectives": "zero3", "offload_chunks": 1}),
         (True, {"fsdp_max_active_stages": 1}),
         (True, {"fsdp_collectives": "zero_3"}),
-        (True, {"fsdp_collectives": "by_cost", "pipeline_replan": "every:2"}),
+        (True, {"fsdp_collectives": "by_cost", "microbatch_costs": lambda: [1.0, 2.0]}),
         (True, {"fsdp_collectives": "zero3" if mesh["dp"].get_local_rank() else "per_step"}),
     ):
         with pytest.raises(ScheduleInputError) as caught:
@@ -322,7 +322,7 @@ def test_wrong_settings_and_models_are_errors_on_every_rank() -> None:
         "does not go with offloading",
         "fsdp_max_active_stages is 1 without fsdp_collectives",
         "fsdp_collectives",
-        "does not go with pipeline_replan",
+        "does not go with microbatch_costs",
         "data-parallel replicas run different plans",
     )
     for words in run_processes(_wrong, PIPELINE * REPLICAS, timeout=120, start_method="forkserver"):

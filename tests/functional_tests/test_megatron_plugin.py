@@ -43,7 +43,7 @@ JOBS = {
     SETTINGS + "wrong_settings_install_nothing": SINGLE,
     SETTINGS + "what_its_stages_cost_is_measured": PAIR,
     "tests.functional_tests.known_steps_checks:run_as_megatrons": dataclasses.replace(ALONE, microbatches=1),
-    SETTINGS + "its_plan_changes_while_it_trains": PAIR,
+    SETTINGS + "steps_of_unequal_microbatches_have_their_plans": PAIR,
     SETTINGS + "packed_steps_are_planned_while_it_trains": SINGLE,
     MESSAGES + "messages_grow_from_stage_to_stage": FOUR,
     MESSAGES + "messages_between_chunks_have_one_width": PAIR,
@@ -130,10 +130,9 @@ def test_packed_steps_run_in_orders_that_both_ranks_have_found(outcomes: dict[st
     assert {planned for *_, planned in first} == {None, "auto"}
 
 
-def test_a_plan_changes_on_both_ranks_at_once(outcomes: dict[str, Outcome]) -> None:
-    first, second = outcomes[SETTINGS + "its_plan_changes_while_it_trains"].facts
-    assert first == second
-    assert (first[0], first[-1]) == ("interleaved_1f1b", "gis")
+def test_steps_of_unequal_microbatches_change_their_plan_on_both_ranks(outcomes: dict[str, Outcome]) -> None:
+    first, second = outcomes[SETTINGS + "steps_of_unequal_microbatches_have_their_plans"].facts
+    assert first == second == ["interleaved_1f1b", "auto", "auto"]
 
 
 def test_the_first_rank_writes_what_all_stages_cost(outcomes: dict[str, Outcome]) -> None:

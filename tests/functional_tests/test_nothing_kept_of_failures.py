@@ -51,7 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
     "named tensors": {"pipeline_schedule": "interleaved_1f1b", "skip_tensors": "a=0>3", "makes": "a"},
     "measured": {"measure": 3},
     "traced": {"trace_dir": "a folder", "trace_steps": "1-3"},
-    "replanned": {"pipeline_replan": "every:2"},
+    "unequal microbatches": {"microbatch_costs": [1.0, 4.0, 1.0, 1.0]},
 }
 STEP = (StepCall, PlanExecutor, WaitHandle, TracebackType)
 

@@ -60,7 +60,7 @@ def check_fsdp(fields: Mapping[str, Any], inputs: StepInputs, settings: StepSett
         (spec.overlap_pairs and spec.fsdp_max_active_stages == 1, "pairs, which may use two stages at a time"),
         (offloaded_chunks(spec), "offloading (offload_chunks), which would take whole parameters for activations"),
         (settings.cuda_graph_impl in LAYER_GRAPHS, "CUDA graphs of layers, whose parameters stay where they are"),
-        (settings.pipeline_replan, "pipeline_replan, by which replicas may come to different plans"),
+        (settings.microbatch_costs is not None, "microbatch_costs, by which replicas may come to different plans"),
     ):
         if asked:
             raise ScheduleInputError(f"config.fsdp_collectives does not go with {what}; leave one of them out")

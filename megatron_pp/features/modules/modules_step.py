@@ -133,7 +133,7 @@ def unserved_setting(settings: StepSettings) -> str | None:
         (bool(settings.offload_chunks), "offload_chunks"),
         (bool(settings.fsdp_collectives), "fsdp_collectives"),
         (settings.overlapped_forward_backward is not None, "overlapped_forward_backward"),
-        (bool(settings.pipeline_replan), "pipeline_replan"),
+        (settings.microbatch_costs is not None, "microbatch_costs"),
         (bool(settings.measure), "measure"),
         (bool(settings.trace_dir), "trace_dir"),
         ("static_buffers" in settings.device_rules(), f"cuda_graph_impl {settings.cuda_graph_impl!r}"),

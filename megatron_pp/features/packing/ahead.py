@@ -1,4 +1,4 @@
-"""The process that plans the step after the one that runs: one of each rank, so that no search holds up training.
+"""The process that plans later steps than the one that runs: one of each rank, so that no search holds up training.
 
 All ranks ask the same and get the same answer, so none waits for another's. Never imports torch.
 """
@@ -13,20 +13,22 @@ from megatron_pp.common.child_process import Child, answer_questions
 from megatron_pp.errors import PipelineError
 from megatron_pp.plan.costs.measured import Measured
 from megatron_pp.plan.io.serialize import spec_from_values, spec_values
-from megatron_pp.planner.replan import Proposal
+from megatron_pp.planner.proposal import Proposal
 from megatron_pp.planner.step_ahead import NextStep, StepAhead, plan_ahead
 
 _NICE = 5
 
 
 class Planner:
-    """Plans steps one after the other in a process of its own, which begins with the first question."""
+    """Plans steps one after the other in a process of its own, which begins with the first question. ``what``: the
+    steps, in words."""
 
-    def __init__(self) -> None:
+    def __init__(self, what: str) -> None:
+        self.what = what
         self.child: Child | None = None
 
     def ask(self, number: int, step: NextStep) -> None:
-        """Begins to plan ``step``, the training step of this number."""
+        """Begins to plan ``step``, which has this number."""
         if self.child is None:
             self.child = Child(__name__)
         self.child.ask({"number": number, **question_of(step)})
@@ -36,18 +38,17 @@ class Planner:
         between, which may raise. Raises PipelineError where the process has ended, does not answer, or could not plan.
         After any of these it can be asked for again."""
         assert self.child is not None
-        who = "the process that plans the next step of packed sequences"
         try:
             while True:
                 found = self.child.answer(seconds, check)
                 if found.pop("number") == number:
                     return found_in(found)
         except (ChildProcessError, TimeoutError) as error:
-            raise PipelineError(f"{who} {error}") from error
+            raise PipelineError(f"the process that plans {self.what} {error}") from error
         except PipelineError:  # of ``check``
             raise
         except RuntimeError as error:
-            raise PipelineError(f"the next step of packed sequences could not be planned: {error}") from error
+            raise PipelineError(f"{self.what} could not be planned: {error}") from error
 
 
 def question_of(step: NextStep) -> dict[str, Any]:

@@ -13,17 +13,17 @@ from megatron_pp.errors import PipelineError, ScheduleInputError
 from megatron_pp.features.packing.ahead import Planner
 from megatron_pp.features.packing.packing import PackedStep, PackingRules, packed
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
-from megatron_pp.planner.replan import Proposal, of_run
+from megatron_pp.planner.proposal import Proposal, of_run
 from megatron_pp.planner.step_ahead import NextStep, StepAhead
 
 
 class PackedSteps:
     """``lengths``: of all sequences of each step, in tokens, in an order that all ranks know, as of a sampler or
     gathered over data-parallel ranks. Every rank of the job makes one of the same, gives it to its config as
-    ``microbatch_costs`` beside ``pipeline_replan``, and calls ``next`` before each training step:
+    ``microbatch_costs``, and calls ``next`` before each training step:
 
         steps = PackedSteps(lengths, PackingRules(ranks, rank_tokens, pair))
-        config.microbatch_costs, config.pipeline_replan = steps, "every:100"
+        config.microbatch_costs = steps
         step = steps.next()
         packs = step.of_rank(rank)  # of this rank's data iterator, one a microbatch
 
@@ -40,7 +40,7 @@ class PackedSteps:
         self._drawn: Sequence[int] | None = None  # from ``lengths``, and not packed yet
         self._broken = ""  # what ``lengths`` raised
         self._following = self._pack()
-        self._planner = Planner()
+        self._planner = Planner("the next step of packed sequences")
         self._asked = 0  # the number of the step that is planned; 0: none
         self._number = 1  # of the step that ``next`` takes next
         self._found: StepAhead | None = None  # for it

@@ -52,8 +52,8 @@ class Family:
     placement      which rank and chunk holds which stage
     chunks         the number of chunks that a rank must have; None for any
     splits_weight  whether the orders have I and W (backward split into input and weight gradients)
-    search         of families that search: (PlanSpec, announce, allowed) -> its plan for its measured times and memory,
-                   announced where that takes long, among plans for which ``allowed`` is true
+    search         of families that search: (PlanSpec, announce) -> its plan for its measured times and memory,
+                   announced where that takes long
     remark         Shape -> a sentence where other orders are used in place of the family's; empty otherwise
     programs       of files: PlanSpec -> the file's whole programs, None where they are lowered otherwise
     digest         of the file that the orders come from; empty where they come from a rule

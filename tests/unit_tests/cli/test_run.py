@@ -219,3 +219,11 @@ def test_a_missing_package_is_named_with_its_extra(
     monkeypatch.setattr(run, "prepare", prepare)
     words = f"No module named {package!r}; `pip install '.[{extra}]'` gets it, and what goes with it"
     assert_refused(command("run", script()), 2, "megatron-pp run: ", words)
+
+
+def test_an_option_that_there_was_is_refused_with_what_to_do_instead(
+    command: Callable[..., tuple[int, str, str]],
+) -> None:
+    words = "pipeline_replan is no setting any more: plans no longer change while a job runs. Leave it out."
+    assert_refused(command("run", "--pipeline-replan=every:100", script()), 2, "megatron-pp run: ", words)
+    assert_refused(command("run", "--pipeline-replan", "every:100", script()), 2, "megatron-pp run: ", words)

@@ -50,7 +50,6 @@ EXAMPLES: dict[str, tuple[str, str, Any]] = {
     "trace_first_step": ("101", "101", 101),
     "measure": ("5", "5", 5),
     "measure_out": ("out.json", '"out.json"', "out.json"),
-    "pipeline_replan": ("every:100", '"every:100"', "every:100"),
     "strict": ("1", "true", True),
     "any_microbatch_count": ("yes", "true", True),
     "split_weight_grad": ("no", "false", False),
@@ -311,3 +310,16 @@ def test_before_python_3_11_the_parser_is_tomli_and_is_named_where_it_is_missing
     assert refusal(path) == (
         "settings file settings.toml: before Python 3.11, reading it takes the package tomli: pip install tomli"
     )
+
+
+def test_a_setting_that_there_was_is_refused_with_what_to_do_instead(
+    tmp_path: Path, environment: Callable[..., None]
+) -> None:
+    advice = "pipeline_replan is no setting any more: plans no longer change while a job runs. Leave it out."
+    assert refusal(pipeline_replan="every:100").startswith(f"install(): {advice}")
+    file = tmp_path / "old.toml"
+    file.write_text('pipeline_replan = "every:100"\n')
+    with pytest.raises(ConfigError, match=f"settings file {re.escape(str(file))}: {advice}"):
+        read_settings(file)
+    environment(pipeline_replan="every:100")
+    assert refusal().startswith(f"environment variable MEGATRON_PP_PIPELINE_REPLAN: {advice}")

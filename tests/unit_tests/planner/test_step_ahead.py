@@ -17,7 +17,7 @@ from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.verify.verifier import verify
 from megatron_pp.planner.microbatch_order import shortest_order
-from megatron_pp.planner.replan import _sums
+from megatron_pp.planner.proposal import _sums
 from megatron_pp.planner.step_ahead import NextStep, StepAhead, plan_ahead
 
 SPEC = PlanSpec("1f1b", 4, 1, 12)
@@ -56,7 +56,7 @@ def test_equal_questions_have_equal_answers_in_any_process() -> None:
     found = plan_ahead(step)
     assert ahead.step_of(json.loads(json.dumps(ahead.question_of(step)))) == step
     assert ahead.found_in(json.loads(json.dumps(ahead.answer_of(found)))) == found
-    planner = ahead.Planner()
+    planner = ahead.Planner("a step")
     planner.ask(3, step)
     assert planner.answer(3) == found
 
@@ -77,7 +77,7 @@ def test_costs_of_other_microbatches_are_an_error_which_the_rank_raises() -> Non
     step = NextStep(SPEC, (1.0, 2.0))
     with pytest.raises(PlanError, match="2 costs are given for 12 microbatches"):
         plan_ahead(step)
-    planner = ahead.Planner()
+    planner = ahead.Planner("a step")
     planner.ask(3, step)
     with pytest.raises(PipelineError, match="could not be planned: PlanError: 2 costs are given"):
         planner.answer(3)

@@ -60,15 +60,6 @@ TRAINING = [
     | {"tokens/s (median)": 1000 / ms, "step ms (median)": ms}
     for engine, ms in (("ours", 9.0), ("megatron", 10.0))
 ]
-REPLAN = [
-    {"phase": phase, "re-planned ms": ms, "best static ms": ms, "first plan ms": 1.2 * ms, "1f1b ms": 1.3 * ms}
-    | {"over best static": over, "first plan over": first}
-    for phase, ms, over, first in (
-        ("as it began", 150.0, 1.3, 1.0),
-        ("one rank slowed", 200.0, 0.99, 1.18),
-        ("one link cut too", 210.0, 1.02, 1.16),
-    )
-]
 PACKING = [
     {"lengths": "azure", "schedule": "1f1b", "W put off": put_off, "simulated planned / fixed": 0.87}
     | {"planned / fixed": ratio, "waited ms": waited}
@@ -121,11 +112,6 @@ CASES: dict[str, tuple[list[Row], str, list[str]]] = {
         ["0.09%"],
     ),
     "training": (TRAINING, "our steps take 0.90 of the time", ["GPTModel, megatron-core, V=1, plain", "megatron"]),
-    "replan": (
-        REPLAN,
-        "0.99 to 1.02 times the best static one; the plan that was best at the start takes 1.16 to 1.18 times",
-        ["ours", "best static", "first plan", "1f1b", "one link cut too", "210 ms"],
-    ),
     "packing": (
         PACKING,
         "takes 0.87 of the time in the fixed order by the simulator, 0.81 to 0.88 as measured; ranks wait for the "

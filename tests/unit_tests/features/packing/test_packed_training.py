@@ -124,12 +124,10 @@ def train(rank: PackedRank, steps: PackedSteps, split: bool = False) -> tuple[To
 
 @pytest.mark.parametrize(("num_chunks", "split"), [(1, False), (1, True), (2, True)])
 def test_steps_are_planned_ahead_and_keep_the_numbers_of_one_process(num_chunks: int, split: bool) -> None:
-    fields = {"pipeline_replan": "every:50", "overlap_p2p_comm": True}
-
     def body(rank: PackedRank) -> Any:
         return train(rank, PackedSteps(iter(LENGTHS), RULES), split)
 
-    (ranks,) = run_pipelines(1, SIZE, num_chunks, body, store=HashStore, **fields)
+    (ranks,) = run_pipelines(1, SIZE, num_chunks, body, store=HashStore, overlap_p2p_comm=True)
     orders = [[slot.packs[0].sequences for step in taken for slot in step.slots] for _, taken, _ in ranks]
     assert all(one == orders[0] for one in orders)
     given = [packed(lengths, RULES) for lengths in LENGTHS]
@@ -152,7 +150,7 @@ def test_ranks_with_other_packs_are_told_apart() -> None:
         return train(rank, PackedSteps(iter(lengths), RULES))
 
     with pytest.raises(PipelineMismatchError, match="packs of the microbatches"):
-        run_pipelines(1, 2, 1, body, store=HashStore, pipeline_replan="every:50")
+        run_pipelines(1, 2, 1, body, store=HashStore)
 
 
 def test_ranks_whose_packs_differ_from_a_later_step_on_are_told_apart() -> None:
@@ -169,7 +167,7 @@ def test_ranks_whose_packs_differ_from_a_later_step_on_are_told_apart() -> None:
             taken[rank.rank] += 1
 
     with pytest.raises(PipelineMismatchError, match="packs of the microbatches"):
-        run_pipelines(1, 2, 1, body, store=HashStore, pipeline_replan="every:50")
+        run_pipelines(1, 2, 1, body, store=HashStore)
     assert taken == [3, 3]
 
 
@@ -195,7 +193,7 @@ def test_a_search_that_is_stopped_ends_with_the_failure_of_another_rank() -> Non
         raise caught.value
 
     with pytest.raises((PipelineError, KeyError)):
-        run_pipelines(1, 2, 1, body, store=HashStore, pipeline_replan="every:50", p2p_timeout=1.0)
+        run_pipelines(1, 2, 1, body, store=HashStore, p2p_timeout=1.0)
 
 
 def test_an_interrupted_wait_loses_no_step() -> None:
@@ -265,7 +263,7 @@ def test_a_step_whose_microbatches_were_not_taken() -> None:
         rank.step(chunks, step)
 
     with pytest.raises(ScheduleInputError, match=r"call next\(\) of the PackedSteps"):
-        run_pipelines(1, 2, 1, body, store=HashStore, pipeline_replan="every:50")
+        run_pipelines(1, 2, 1, body, store=HashStore)
 
 
 def test_what_a_step_waits_for_its_search_is_counted() -> None:
@@ -298,4 +296,4 @@ def test_a_search_that_dies_is_an_error() -> None:
         steps.next()
 
     with pytest.raises(PipelineError, match=r"plans the next step of packed sequences ended with code -9"):
-        run_pipelines(1, 2, 1, body, store=HashStore, pipeline_replan="every:50")
+        run_pipelines(1, 2, 1, body, store=HashStore)

@@ -1,4 +1,4 @@
-"""Another plan for a run whose stages and links take other times than its plan was made for.
+"""Another plan for a step whose microbatches cost differently.
 
 It keeps the placement, the microbatches, the memory, and the order in which every sum is added up, so that losses and
 gradients are equal to the last bit.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,19 +25,13 @@ from megatron_pp.plan.ir.instruction_text import parse_program
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.repeated import Line, Lines
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
-from megatron_pp.plan.lower.lowering import lowered
 from megatron_pp.plan.orders import SCHEDULES
-from megatron_pp.plan.orders.list_scheduler import Problem, Scheduled
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.verify.verifier import verify
-from megatron_pp.planner.bound import bound_of
-from megatron_pp.planner.improve import improved
-from megatron_pp.planner.plan_search import EFFORT, default_measured, peak_memory
+from megatron_pp.planner.plan_search import default_measured, peak_memory
 
 LEAST_GAIN = 0.01
 """A plan whose step is not predicted to be shorter by this share is not worth a change."""
-
-_MOVED = 6  # orders that local search makes of the one that runs
 
 _SEARCHING = {family.placement: name for name, family in SCHEDULES.items() if family.search is not None}
 
@@ -104,7 +98,7 @@ def of_run(spec: PlanSpec) -> PlanSpec:
 
 
 def why_not(spec: PlanSpec) -> str:
-    """Why runs of ``spec`` cannot be planned anew, in words; empty where they can."""
+    """Why steps of ``spec`` cannot have other plans, in words; empty where they can."""
     family, name = family_of(spec), f"schedule {spec.schedule}"
     searching = SCHEDULES.get(_SEARCHING.get(family.placement, ""))
     reasons = (
@@ -132,21 +126,18 @@ def proposed(
     draws: bool,
     costs: StageCosts,
     network: Network,
-    shares: tuple[float, ...] = (),
-    finder: Finder | None = None,
+    shares: tuple[float, ...],
+    finder: Finder,
 ) -> Proposal | str:
     """A plan that is predicted to be faster than the running ``plan`` by LEAST_GAIN at least; or a sentence why there
     is none.
 
     splits  whether the model can put weight gradients off
     draws   whether forwards draw random numbers, so that all forwards of a rank keep their order
-    shares  each microbatch's share of the costs; empty: all equal
-    finder  by default what the search finds, and what local search makes of the running order
-
-    Raises PlanError where no plan keeps to the memory of ``plan``.
+    shares  each microbatch's share of the costs
+    finder  makes the plans among which the fastest one is chosen
     """
-    if shares:
-        costs = replace(costs, microbatches=shares)
+    costs = replace(costs, microbatches=shares)
     measured = _measured(plan, costs if splits else _whole(costs), network)
     if not splits:  # nothing waits for a weight gradient
         measured = replace(measured, weight_activation=0.0)
@@ -163,7 +154,7 @@ def proposed(
     def step_of(other: Plan) -> float:
         return simulate(other, costs, network, device).makespan
 
-    plans = list((finder or _found)(plan, spec, measured, adds_up_alike))
+    plans = list(finder(plan, spec, measured, adds_up_alike))
     if not plans:
         return "no other order is found"
     found, certificate = _best(plans, step_of)
@@ -171,29 +162,10 @@ def proposed(
     gain = 1.0 - new / old if old else 0.0
     if gain < LEAST_GAIN:
         return f"{spec.schedule} finds none that is shorter by {LEAST_GAIN:.0%} (the best one: {gain:.1%})"
-    beside = "" if shares else f", {bound_of(found, costs, network, measured.memory(plan.placement)).beside(new, 'ms')}"
     steps = f"from {plan.spec.describe()}, predicted step {old:.4g} ms, to {spec.schedule}, {new:.4g} ms"
-    sentence = f"{steps}: shorter by {gain:.1%}{beside}"
+    sentence = f"{steps}: shorter by {gain:.1%}"
     programs = tuple(map(ins.format_program, found.programs))
     return Proposal(spec, kind, programs, certificate.rules, certificate.device, certificate.digest, sentence)
-
-
-def _found(plan: Plan, spec: PlanSpec, measured: Measured, allowed: Callable[[Plan], bool]) -> Iterator[Plan]:
-    """What the search finds, and what local search makes of the running order."""
-    split = replace(spec, split_backward=True)
-    search = SCHEDULES[spec.schedule].search
-    assert search is not None
-    plans = [search(split, None, allowed)]
-    ops = {at.op for order in plan.orders for at in ins.without_pairs(order)}
-    # Local search moves whole backwards, or split ones.
-    if not (spec.split_backward and {ins.BACKWARD, ins.WEIGHT_GRAD} <= ops):
-        problem = Problem.of(plan.placement, spec.num_microbatches, measured)
-        budget = EFFORT * sum(map(len, plan.orders))
-        moved = improved(problem, Scheduled([list(order) for order in plan.orders], 0.0), 0.0, budget, _MOVED)
-        plans += [lowered(split, plan.placement, one.orders) for one in moved]
-    for one in plans:
-        if one is plans[0] or allowed(one):
-            yield replace(one if spec.split_backward else with_whole_backwards(one), spec=spec)
 
 
 def _best(plans: Sequence[Plan], step_of: Callable[[Plan], float]) -> tuple[Plan, Certificate]:

@@ -1,1 +1,0 @@
-"""Runs that plan anew while they go on (``pipeline_replan``)."""
