@@ -18,7 +18,9 @@ def frames(caller: int) -> list[FrameType]:
     started: autograd has such a thread for each device, in which it runs backwards and what they recompute, while the
     caller stays at one place. That of ``caller`` comes first."""
     started = {thread.ident for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
-    found = sys._current_frames()
+    # Without this call's own frame, which would hold itself by its variable: a cycle with all that the others hold.
+    here = threading.get_ident()
+    found = {ident: frame for ident, frame in sys._current_frames().items() if ident != here}
     first = found.pop(caller, None)
     others = [frame for ident, frame in found.items() if ident not in started]
     return others if first is None else [first, *others]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -69,3 +71,28 @@ def test_a_thread_that_has_ended_is_nowhere() -> None:
     thread.join(10)
     assert thread.ident is not None
     assert "in list" not in host_threads.stacks(thread.ident)
+
+
+def test_no_frame_is_kept_with_pythons_collector_off() -> None:
+    class Held: ...
+
+    def hold(held: Held) -> None:
+        pause.backward_stays_here(torch.ones(1))
+
+    pause, held = Pause(), Held()
+    alive = weakref.ref(held)
+    thread = threading.Thread(target=hold, args=(held,))
+    del held
+    gc.disable()
+    try:
+        thread.start()
+        assert pause.is_here.wait(10)
+        assert thread.ident is not None
+        assert "hold" in host_threads.stacks(thread.ident)
+        assert host_threads.places(thread.ident)
+        pause.may_go_on.set()
+        thread.join(10)
+        del thread
+        assert alive() is None
+    finally:
+        gc.enable()
