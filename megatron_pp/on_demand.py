@@ -83,6 +83,7 @@ MODULES = {
     "deadlock_report": "megatron_pp.plan.verify.deadlock_report",
     "stall_detector": "megatron_pp.faults.stall_detector",
     "mutual_waits": "megatron_pp.faults.mutual_waits",
+    "failing": "megatron_pp.faults.failing",
     "diagnosis": "megatron_pp.faults.diagnosis",
     "host_threads": "megatron_pp.faults.host_threads",
     "abort": "megatron_pp.comm.abort",

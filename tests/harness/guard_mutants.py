@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megatron_pp.faults.device_events import CompletedWork, EventQueries
+from megatron_pp.faults.failing import Failing
 from megatron_pp.faults.guard import FaultGuard
 from megatron_pp.faults.heartbeat import Heartbeat
 from megatron_pp.faults.records import Progress
@@ -58,41 +59,44 @@ def _nothing(guard: FaultGuard) -> None:
 
 def _device_alone(guard: FaultGuard) -> None:
     """No look at failures of other ranks."""
-    if guard.completed is None or threading.get_ident() != guard._main:
+    if guard.completed is None or threading.get_ident() != guard.caller:
         return
-    with guard.step(Outside(), phase="the wait for transfers", after=guard._tracker.after):
+    with guard.step(Outside(), phase="the wait for transfers", after=guard.tracker.after):
         guard.completed.synchronize()
 
 
 def _look_alone(guard: FaultGuard) -> None:
     """No wait for the device."""
-    heartbeat = guard._heartbeat
-    if threading.get_ident() != guard._main:
+    heartbeat = guard.heartbeat
+    if threading.get_ident() != guard.caller:
         return
-    with guard.step(Outside(), phase="a look at failures", after=guard._tracker.after):
+    with guard.step(Outside(), phase="a look at failures", after=guard.tracker.after):
         with heartbeat.lock:
             heartbeat.lock.wait_for(lambda: guard.failure is not None or heartbeat.is_fresh())
             known = heartbeat.peers.failure
         if known is not None:
-            guard._conclude(known, False)
+            guard.failing.conclude(known, False)
 
 
-def _at_once(guard: FaultGuard) -> None:
+def _at_once(failing: Failing) -> None:
     """No lease between a failure's publication and the abort."""
-    guard.abort()
+    failing.guard.abort()
 
 
-def _other_groups_too(guard: FaultGuard) -> None:
-    guard.abort()
-    assert guard._watchdog.escalate is not None
-    guard._watchdog.escalate()
+def _other_groups_too(failing: Failing) -> None:
+    failing.guard.abort()
+    assert failing.guard._watchdog.escalate is not None
+    failing.guard._watchdog.escalate()
 
 
-BEFORE_UPDATES: Mapping[str, Mapping[str, Callable[[FaultGuard], None]]] = {
-    "hosts go on": {"before_update": _nothing},
-    "no look": {"before_update": _device_alone},
-    "no wait for the device": {"before_update": _look_alone},
-    "no lease": {"_abort": _at_once},
-    "other groups are aborted instead": {"before_update": _nothing, "_abort": _other_groups_too},
+BEFORE_UPDATES: Mapping[str, Mapping[tuple[type, str], Callable[[Any], None]]] = {
+    "hosts go on": {(FaultGuard, "before_update"): _nothing},
+    "no look": {(FaultGuard, "before_update"): _device_alone},
+    "no wait for the device": {(FaultGuard, "before_update"): _look_alone},
+    "no lease": {(Failing, "_abort"): _at_once},
+    "other groups are aborted instead": {
+        (FaultGuard, "before_update"): _nothing,
+        (Failing, "_abort"): _other_groups_too,
+    },
 }
-"""Methods of FaultGuard that are replaced."""
+"""Methods that are replaced, by class and name."""

@@ -306,8 +306,8 @@ class Job:
         guard = one.communicator.transport.guard
         guard._watchdog.escalate = one.replicas.abort
         if one.rank // self.size != fault.rank // self.size:
-            read = guard._heartbeat.store.read_failure
-            guard._heartbeat.store.read_failure = lambda: read() if not fault.at or fault.seen.wait(30.0) else None
+            read = guard.heartbeat.store.read_failure
+            guard.heartbeat.store.read_failure = lambda: read() if not fault.at or fault.seen.wait(30.0) else None
         elif one.rank == fault.rank and fault.stuck:
             of_replicas = {name for name, _ in one.replicas.backend._communicators.values()}
             known = set(self.network._past)

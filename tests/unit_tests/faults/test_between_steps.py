@@ -42,7 +42,7 @@ class First:
         self.aborted = self.source.aborted
         self.other = FaultStore(self.store, "p", 1, 2, 1)
         self.step()
-        while not self.guard._heartbeat.peers.connected:
+        while not self.guard.heartbeat.peers.connected:
             time.sleep(0.01)
 
     def step(self) -> None:
@@ -111,8 +111,8 @@ def test_a_rank_that_has_ended_in_order_is_not_accused(gone: Process) -> None:
     rank = First()
     rank.other_is(AFTER, this_process())
     time.sleep(1.5)
-    peers = rank.guard._heartbeat.peers
-    with rank.guard._heartbeat.lock:
+    peers = rank.guard.heartbeat.peers
+    with rank.guard.heartbeat.lock:
         rank.other_is(DONE, gone)
         seen = peers.seen[1]
         peers.seen[1].progress = Progress(1, AFTER, process=gone, beat=seen.progress.beat)
@@ -142,7 +142,7 @@ def test_the_watch_ends_with_the_guard_and_with_its_group(gone: Process) -> None
     closed, exiting, destroyed = First(), First(), First()
     time.sleep(1.0)
     closed.guard.close()
-    exiting.guard._heartbeat.close()
+    exiting.guard.heartbeat.close()
     destroyed.is_gone = True
     for rank in (closed, exiting, destroyed):
         until = time.monotonic() + SECONDS
@@ -163,12 +163,12 @@ def test_the_watch_ends_with_the_store() -> None:
         raise dist.DistNetworkError("connection reset")
 
     until = time.monotonic() + SECONDS
-    while not rank.guard._heartbeat.peers.connected and time.monotonic() < until:
+    while not rank.guard.heartbeat.peers.connected and time.monotonic() < until:
         time.sleep(0.01)
-    rank.guard._heartbeat.store.publish = publish  # type: ignore[method-assign]
-    while rank.guard._tracker.where() is not None and time.monotonic() < until:
+    rank.guard.heartbeat.store.publish = publish  # type: ignore[method-assign]
+    while rank.guard.tracker.where() is not None and time.monotonic() < until:
         time.sleep(0.05)
-    assert rank.guard._tracker.where() is None
+    assert rank.guard.tracker.where() is None
     assert not rank.aborted.is_set()
     rank.guard.close()
 
@@ -264,7 +264,7 @@ def test_steps_of_a_plug_in_are_followed_by_a_watch(monkeypatch: pytest.MonkeyPa
         found, model = [], rank.model()
         for _ in range(2):
             rank.step(model)
-            here = rank.communicator.transport.guard._tracker.observe()
+            here = rank.communicator.transport.guard.tracker.observe()
             found.append("" if here is None else f"{here.state}: {here.text}")
             if both.wait(20.0) == 0:
                 monkeypatch.setattr(StepCall, "followed_by", WORK)

@@ -22,7 +22,7 @@ from megatron_pp.errors import (
     PipelinePeerError,
     PipelineStallError,
 )
-from megatron_pp.faults import guard as guard_module
+from megatron_pp.faults import failing
 from megatron_pp.faults.attach import watched
 from megatron_pp.faults.records import EXCEPTION, IN_STEP, MISMATCH, STALL, Failure, FaultStore, Process, Progress
 from megatron_pp.p2p_communication import P2PCommunicator
@@ -200,7 +200,7 @@ def test_a_transfer_that_fails_for_no_known_reason(
 ) -> None:
     """Nobody died, nobody raised: after some seconds the error says which transfer it was, whoever is first to give
     up: the rank that looks for a reason or the watch, which sees that nobody moves."""
-    monkeypatch.setattr(guard_module, "_GRACE", grace)
+    monkeypatch.setattr(failing, "_GRACE", grace)
     guard, source = guard_of(0, dist.HashStore(), timeout=timeout)
     with (
         pytest.raises(PipelineStallError, match=r"a transfer of rank 0 failed .*the cable") as caught,

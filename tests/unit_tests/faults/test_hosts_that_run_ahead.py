@@ -117,9 +117,9 @@ class StoppingBlock(ToyBlock):
 
 def kill(guard: FaultGuard, gone: Process) -> None:
     """What the others see of this rank is the record of a process that is gone."""
-    guard._tracker.process = gone
-    time.sleep(3 * guard._heartbeat.pace.beat)  # it is published once more
-    guard._heartbeat.store.publish = lambda record: None  # type: ignore[method-assign]
+    guard.tracker.process = gone
+    time.sleep(3 * guard.heartbeat.pace.beat)  # it is published once more
+    guard.heartbeat.store.publish = lambda record: None  # type: ignore[method-assign]
 
 
 def eventually(is_so: Callable[[], bool]) -> bool:
@@ -188,7 +188,7 @@ def test_a_slow_device_is_not_accused_and_the_position_is_that_of_the_device() -
 
     def main(rank: int, communicator: P2PCommunicator) -> None:
         time.sleep(2.0)
-        here = communicator.transport.guard._tracker.observe()
+        here = communicator.transport.guard.tracker.observe()
         seen[rank] = "" if here is None else f"{here.step} {here.state} {here.text}"
         if job.hosts_are_through.wait(30.0) == 0:
             job.release()
@@ -206,10 +206,10 @@ def test_a_step_is_over_when_the_device_is_done() -> None:
 
     def main(rank: int, communicator: P2PCommunicator) -> None:
         guard = communicator.transport.guard
-        key = guard._heartbeat.store._own("Progress", rank)
+        key = guard.heartbeat.store._own("Progress", rank)
 
         def published() -> str:
-            return decode(Progress, guard._heartbeat.store.store.get(key)).state
+            return decode(Progress, guard.heartbeat.store.store.get(key)).state
 
         time.sleep(1.0)
         states[rank].append(published())
@@ -228,7 +228,7 @@ def test_what_is_watched_outside_steps_is_over_when_the_device_is_done() -> None
 
     def main(rank: int, communicator: P2PCommunicator) -> None:
         job.step(communicator, 1)
-        tracker = communicator.transport.guard._tracker
+        tracker = communicator.transport.guard.tracker
         torch.cuda.synchronize()
         assert eventually(lambda: tracker.where() is None)
         with communicator.transport.guard.watch("the optimizer step"):
@@ -257,7 +257,7 @@ def test_a_device_may_be_at_a_send_that_is_not_received() -> None:
         job.step(communicator, 2)
         job.all_hosts_through(rank)
         time.sleep(1.0)
-        texts[rank] = communicator.transport.guard._tracker.observe().text
+        texts[rank] = communicator.transport.guard.tracker.observe().text
         job.hosts_are_through.wait(30.0)
         job.release()
         torch.cuda.synchronize()

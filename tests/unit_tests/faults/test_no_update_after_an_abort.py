@@ -51,7 +51,7 @@ def test_an_abort_comes_a_lease_after_what_the_others_have_to_read(guard: Any) -
     begun = time.monotonic()
     with pytest.raises(PipelinePeerError), guard.watch("the optimizer"):
         _publish_and_wait(guard)
-    assert guard.aborts[0] - begun > guard._heartbeat.pace.lease
+    assert guard.aborts[0] - begun > guard.heartbeat.pace.lease
 
 
 def test_an_update_waits_for_a_look_at_the_store_that_is_not_older_than_a_lease(guard: Any) -> None:
@@ -61,7 +61,7 @@ def test_an_update_waits_for_a_look_at_the_store_that_is_not_older_than_a_lease(
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     optimizer.step()
     assert parameter.item() == 0.0
-    guard._heartbeat.peers.checked_at -= guard._heartbeat.pace.lease
+    guard.heartbeat.peers.checked_at -= guard.heartbeat.pace.lease
     publish(guard)
     with pytest.raises(PipelinePeerError, match="bad"):
         optimizer.step()
@@ -77,8 +77,8 @@ def test_an_update_without_the_store_is_refused(guard: Any, monkeypatch: pytest.
 
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
     optimizer.step()
-    guard._heartbeat.peers.checked_at -= guard._heartbeat.pace.lease
-    monkeypatch.setattr(guard._heartbeat.store, "read_failure", fails)
+    guard.heartbeat.peers.checked_at -= guard.heartbeat.pace.lease
+    monkeypatch.setattr(guard.heartbeat.store, "read_failure", fails)
     with pytest.raises(PipelineStallError, match="the store has failed"):
         optimizer.step()
 

@@ -26,7 +26,7 @@ class Member:
     def __init__(self, store: Any, ranks: tuple[int, ...], me: int, group: str = "") -> None:
         name, more = "-".join(map(str, ranks)) + group, {"global_rank": me, "members": ranks}
         self.guard, self.source = new_guard(ranks.index(me), store, name, TIMEOUT, len(ranks), **more)
-        heartbeat = self.guard._heartbeat  # connects here, and not in its thread: the order is the test's
+        heartbeat = self.guard.heartbeat  # connects here, and not in its thread: the order is the test's
         heartbeat.store, heartbeat.peers.connected = heartbeat._connect(), True
 
     def step(self, body: Callable[[], object] = lambda: None) -> None:

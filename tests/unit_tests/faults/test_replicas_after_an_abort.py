@@ -12,7 +12,6 @@ import torch
 from megatron_pp.errors import CommunicatorClosedError, PipelinePeerError
 from megatron_pp.faults import watchdog
 from megatron_pp.faults.attach import close_guard
-from megatron_pp.faults.guard import FaultGuard
 from megatron_pp.faults.heartbeat import Pace
 from tests.harness.guard_mutants import BEFORE_UPDATES
 from tests.harness.replicas import (
@@ -97,8 +96,8 @@ def test_reductions_beside_an_interleaved_pipeline(phase: str) -> None:
 @pytest.mark.parametrize("name", BEFORE_UPDATES)
 def test_a_guard_that_lets_such_an_update_through_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By this rule alone: every rank that is past the update has finished its step in order."""
-    for method, wrong in BEFORE_UPDATES[name].items():
-        monkeypatch.setattr(FaultGuard, method, wrong)
+    for (kind, method), wrong in BEFORE_UPDATES[name].items():
+        monkeypatch.setattr(kind, method, wrong)
     fault = Fault(3, STEADY, stuck=True, blind=4.0, late=1.0)
     job = Job(2, 1, True, fault, steps=1)
     tainted = job.run().tainted_updates()

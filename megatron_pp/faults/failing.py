@@ -1,0 +1,239 @@
+"""What a guard does where a step stalls or fails: it finds the cause, tells the other ranks, makes every transfer here
+fail, and says what the rank raises. Loaded when a rank has not moved for some time, or fails.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from megatron_pp.errors import CommunicatorClosedError, PipelineError, PipelinePeerError
+from megatron_pp.faults import diagnosis, host_threads, mutual_waits, stall_detector
+from megatron_pp.faults.consistency import Mismatch
+from megatron_pp.faults.liveness import state_of
+from megatron_pp.faults.records import AFTER, EXCEPTION, IN_STEP, MISMATCH, STALL, Failure, Progress
+
+if TYPE_CHECKING:
+    from megatron_pp.faults.guard import FaultGuard
+
+logger = logging.getLogger("megatron_pp")
+
+# Seconds.
+_PUBLISHING = 3.0  # that a rank which failed gives the store to accept its record
+_ANOTHER_READ = 1.0  # that a finding about a rank waits for the next read of its record
+_LEASES = 1.25  # between a failure's publication and what may follow from it on other ranks, in leases
+_GRACE = 6.0  # that a rank whose transfer failed looks for the cause
+
+
+class Failing:
+    """Of one guard, whose fields hold what is known of the failure. Its methods are called in the thread of the step
+    and in the watchdog's."""
+
+    def __init__(self, guard: FaultGuard) -> None:
+        self.guard = guard
+        self._warned_of: tuple[int, int, str] | None = None
+        self._gone_since: dict[tuple[int, ...], float] = {}
+
+    # -- the step of this rank ends --
+
+    def leave_with(self, error: BaseException) -> None:
+        """``error`` was raised within the step. Returns where it is what the caller should see, with its record
+        published; raises what the caller should see instead of it."""
+        guard = self.guard
+        if error is guard.raised:
+            return  # handled where it was raised, inside
+        if guard.over is not None and guard.failure is None:  # closed within the step, which is not watched since
+            if diagnosis.is_consequence(error):
+                raise CommunicatorClosedError(
+                    f"pipeline rank {guard.rank}: this communicator was closed within its step, as by "
+                    "close_communicators(); close it between steps"
+                ) from error
+            return
+        # A RuntimeError of torch's is perhaps of a group that was aborted.
+        of_torch = type(error) is RuntimeError and not diagnosis.is_raised_by_python(error)
+        if diagnosis.is_consequence(error) or (guard.failure is not None and of_torch):
+            found = self._cause_of(error)
+            # What failed here only follows from what happened on another rank: its traceback would come first.
+            try:
+                raise found from (None if isinstance(found, PipelinePeerError) else error)
+            finally:
+                del found  # its traceback leads to this frame
+        guard.raised = error  # this rank is the cause
+        content = {"exception_type": diagnosis.type_name(error), "traceback_tail": diagnosis.tail_of(error)}
+        self.conclude(self._failure(EXCEPTION, diagnosis.text_of(error), **content), True)
+
+    def end(self) -> None:
+        """The guard's last step has ended."""
+        guard = self.guard
+        if guard.over is None and guard.job_rank == 0:
+            self._await_readers()
+        guard.over = guard.over or diagnosis.first_line(guard.failure)
+        guard.tracker.rest()
+
+    def _cause_of(self, error: BaseException) -> PipelineError:
+        """Why a transfer failed: another rank's record, a process that is gone, a rank without a heartbeat; or, found
+        within some seconds, none of these."""
+        reason = diagnosis.text_of(error).partition("\n")[0]
+        failed = f"a transfer of rank {self.guard.rank} failed ({diagnosis.type_name(error)}: {reason})"
+        self.guard.tracker.failed = failed
+        guard, heartbeat = self.guard, self.guard.heartbeat
+        heartbeat.poll_fast(True)
+        with heartbeat.lock:
+            heartbeat.lock.wait_for(lambda: guard.failure is not None, min(_GRACE, max(guard.timeout, 1.0) + 1.0))
+        if guard.failure is None:
+            here = guard.tracker.observe()
+            assert here is not None
+            with heartbeat.lock:
+                ended = stall_detector.ended(heartbeat.peers, state_of)
+            self.conclude(self._stall_failure(here, "; ".join([failed, *ended.values()]), tuple(ended)), True)
+        heartbeat.poll_fast(False)
+        return self.error()
+
+    # -- no rank moves --
+
+    def find_stall(self, here: Progress) -> Failure | None:
+        """This rank is at ``here`` and has not moved for some time, or a transfer of its failed: whether that is a
+        stall. Where it is not, a rank that others wait for says so."""
+        guard, timeout = self.guard, self.guard.timeout
+        with guard.heartbeat.lock:
+            working: tuple[int, ...] = ()
+            mutual: tuple[str, tuple[int, ...]] = ("", ())
+            if here.idle >= timeout:
+                everywhere = {**guard.progress_of_others(), guard.rank: here}
+                working = diagnosis.working_ranks(self._plan(), everywhere)
+                mutual = self._mutual_waits(everywhere, timeout if working else timeout / 2)
+            where, failed = guard.tracker.where(), guard.tracker.failed
+            step = here.step if where is None else where.step
+            waits_on, between = guard.tracker.waits_on(), here.state == AFTER
+            own = stall_detector.OwnState(
+                guard.rank, guard.size, step, here.idle, waits_on, failed, working, between, mutual
+            )
+            peers = guard.heartbeat.peers
+            found = stall_detector.find_stall(peers, own, timeout, time.monotonic(), state_of, guard.patience)
+            if found is not None and found.suspects and not own.failed and not self._confirmed(found.suspects):
+                return None
+        if found is None and guard.rank in working:
+            self._warn_that_it_takes_long(here)
+        if found is not None and mutual[0] and mutual[0] in found.why:
+            # Now, not where it is raised: the host is perhaps in a call that no abort ends.
+            logger.error("pipeline rank %d gives up its step: %s", guard.rank, found.why)
+        return None if found is None else self._stall_failure(here, found.why, found.suspects)
+
+    def _mutual_waits(self, everywhere: Mapping[int, Progress], seconds: float) -> tuple[str, tuple[int, ...]]:
+        """Which operations of ranks have waited for each other's messages for ``seconds``, and these ranks."""
+        for place in self.guard.tracker.places() if self.guard.completed is not None else ():
+            assert place.plan is not None
+            found = mutual_waits.find(place.plan, place.step, everywhere, seconds)
+            if found[1]:
+                return found
+        return "", ()
+
+    def _confirmed(self, suspects: tuple[int, ...]) -> bool:
+        """Whether peers were read since these were suspected, if they can be: one that ends has published it first."""
+        now = time.monotonic()
+        since = self._gone_since.setdefault(suspects, now)
+        return self.guard.heartbeat.peers.read_at > since or now - since > _ANOTHER_READ
+
+    def _plan(self) -> Any:
+        where = self.guard.tracker.where()
+        return None if where is None else where.plan
+
+    def _warn_that_it_takes_long(self, here: Progress) -> None:
+        """Once per operation, on the rank that is in it, with the place in the user's code."""
+        operation = (here.step, here.position, here.text)
+        if self._warned_of == operation:
+            return
+        self._warned_of = operation
+        logger.warning(
+            "pipeline rank %d has been in %s for %.0f s (config.p2p_timeout); the others wait, "
+            "and give up after %.0f s (config.compute_timeout). Its stack:\n%s",
+            self.guard.rank, self.guard.tracker.place()[1], here.idle, self.guard.patience,
+            host_threads.stacks(self.guard.caller),
+        )  # fmt: skip
+
+    # -- a failure is known --
+
+    def mismatch(self, found: Mismatch) -> Failure:
+        """That of ranks which have entered a step with different plans."""
+        return self._failure(MISMATCH, str(found), field=found.field, values=_by_text(found.values))
+
+    def conclude(self, failure: Failure, is_news: bool) -> None:
+        """Settle on ``failure``, publish it if the others do not know it yet, and make every transfer here fail."""
+        guard, heartbeat = self.guard, self.guard.heartbeat
+        seconds = 0.0 if heartbeat.has_lost_store(_PUBLISHING) else _PUBLISHING
+        unknown = is_news and not heartbeat.publish(failure, seconds)
+        with heartbeat.lock:
+            # What this rank has found may follow from what others published since it last read the store: a rank that
+            # publishes its error ends, and others find that its process is gone.
+            known = heartbeat.peers.failure
+            guard.failure = guard.failure or (failure if known is None or failure.kind == EXCEPTION else known)
+            heartbeat.peers.failure = known or guard.failure  # the watch goes on, also where the store is gone
+            guard.known_since = guard.known_since or time.monotonic()
+            heartbeat.lock.notify_all()
+        if unknown and guard.completed is not None and guard.escalate is not None:
+            guard.escalate()  # before the pipeline: others, who find no failure, would reduce what that leaves behind
+        self._abort()
+
+    def _abort(self) -> None:
+        """Where the host runs ahead, streams go on after an abort without what was not delivered, and may reduce with
+        others what they make of it. So it waits until no rank relies any more on having found no failure."""
+        guard = self.guard
+        if guard.completed is not None and guard.known_since is not None:
+            lease = _LEASES * guard.heartbeat.pace.lease
+            time.sleep(max(0.0, guard.known_since + lease - time.monotonic()))
+        guard.abort()
+
+    def _await_readers(self) -> None:
+        """By default this process holds the store, which ends with it: the others read the failure before."""
+        pace = self.guard.heartbeat.pace
+        elsewhere = (self.guard.world_size or self.guard.size) > self.guard.size
+        self.guard.heartbeat.await_readers(2 * pace.poll if elsewhere else 0.0, _LEASES * pace.lease)
+
+    def show_stack(self) -> None:
+        """For the watchdog: this rank hangs in code that cannot be interrupted. Log where."""
+        logger.error(
+            "pipeline rank %d has to leave its step (%s) but is still in %s:\n%s",
+            self.guard.rank, diagnosis.first_line(self.guard.failure), self.guard.tracker.place(of_host=True)[1],
+            host_threads.stacks(self.guard.caller),
+        )  # fmt: skip
+
+    def error(self) -> PipelineError:
+        """What this rank raises now because of the failure."""
+        error = self._new_error()
+        self.guard.raised = error if self.guard.tracker.is_within else None
+        return error
+
+    def log(self, here: Progress) -> None:
+        """It was found between steps, at ``here``: the next step raises it."""
+        logger.error("pipeline rank %d, %s: %s", self.guard.rank, here.text, self._new_error())
+
+    def _new_error(self) -> PipelineError:
+        guard = self.guard
+        assert guard.failure is not None
+        return diagnosis.error_of(guard.failure, guard.pipeline, guard.rank, guard.tracker.doing())
+
+    def _failure(self, kind: str, message: str, **content: Any) -> Failure:
+        place = ("", "") if kind == MISMATCH else self.guard.tracker.place(of_host=kind == EXCEPTION)
+        who, process = (self.guard.pipeline, self.guard.rank, self.guard.job_rank), self.guard.tracker.process
+        return Failure(kind, *who, *place, message=message, at=time.monotonic(), process=process, **content)
+
+    def _stall_failure(self, here: Progress, why: str, suspects: tuple[int, ...]) -> Failure:
+        now = time.monotonic()
+        seen = {rank: (peer.progress, now - peer.moved_at) for rank, peer in self.guard.heartbeat.peers.seen.items()}
+        plan = self._plan()
+        if plan is not None and not suspects:
+            in_step = {r: p for r, (p, _) in {**seen, self.guard.rank: (here, 0.0)}.items() if p.state == IN_STEP}
+            suspects = diagnosis.busy_ranks(plan, in_step)
+            if suspects:
+                why += f"; held up by rank {', '.join(map(str, suspects))}, which waits for no other rank"
+        if suspects and self.guard.members and (self.guard.world_size or self.guard.size) > self.guard.size:
+            why += f" (global rank {', '.join(str(self.guard.members[rank]) for rank in suspects)})"
+        text = diagnosis.stall_text(self.guard.rank, plan, here, seen, self.guard.size, why)
+        lines = diagnosis.progress_lines(self.guard.rank, plan, here, seen, self.guard.size)
+        return self._failure(STALL, text, suspects=suspects, values=_by_text(lines))
+
+
+def _by_text(by_rank: Mapping[int, str]) -> dict[str, str]:
+    return {str(rank): value for rank, value in by_rank.items()}
