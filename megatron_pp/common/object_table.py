@@ -31,6 +31,10 @@ class ObjectTable(Generic[Value]):
     def pop(self, key: Any) -> Value:
         return self._entries.pop(id(key))[1]
 
+    def discard(self, key: Any) -> None:
+        """``pop``, also where it is not there."""
+        self._entries.pop(id(key), None)
+
     def items(self) -> list[tuple[Any, Value]]:
         """Those whose keys are alive."""
         found = []

@@ -19,13 +19,12 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakMethod
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from megatron_pp.comm.at_exit import call_if_alive
+from megatron_pp.common.object_table import ObjectTable
 from megatron_pp.errors import CommunicatorClosedError
 from megatron_pp.faults import consistency
 from megatron_pp.faults.heartbeat import Heartbeat, Pace
@@ -47,6 +46,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("megatron_pp")
 
+# Of this process; the guards are the keys. Torch has one list of hooks for all optimizers, and while one of them steps
+# no other thread may change it. So there is one hook, which stays.
+_ASKED_BEFORE_UPDATES: ObjectTable[None] = ObjectTable()
 _MOVING = 1.0  # seconds since a rank's position changed: for as long it holds nobody up, nor is it held up
 
 Describe = Callable[[], Mapping[str, str]]
@@ -109,10 +111,9 @@ class FaultGuard:
         self._entered_with: Hashable = None
         self._agreements = consistency.Agreements(self.size)
         self._number = consistency.StepNumber()
-        self._gate: Any = None
         if self.completed is not None:
-            gate: WeakMethod[Callable[[], object]] = WeakMethod(self.before_update)
-            self._gate = register_optimizer_step_pre_hook(lambda *step: call_if_alive(gate))
+            _hook_optimizers()
+            _ASKED_BEFORE_UPDATES[self] = None
 
     @contextmanager
     def step(
@@ -206,8 +207,8 @@ class FaultGuard:
     def close(self, wait: bool = True) -> None:
         """``wait``: for the end of the threads."""
         self.over = self.over or "it was closed"
-        if self._gate is not None:
-            self._gate.remove()
+        if self.completed is not None:
+            _ASKED_BEFORE_UPDATES.discard(self)
         self.tracker.end()
         self.tracker.rest()
         self._watchdog.close(wait)
@@ -323,3 +324,13 @@ class FaultGuard:
         if len(others) == self.size - 1 and all(p.history and p.history[0] >= since for p in others.values()):
             heartbeat.settled_to = since
         return None
+
+
+@cache
+def _hook_optimizers() -> None:
+    register_optimizer_step_pre_hook(_before_update)
+
+
+def _before_update(*_step: object) -> None:
+    for guard, _ in _ASKED_BEFORE_UPDATES.items():
+        guard.before_update()

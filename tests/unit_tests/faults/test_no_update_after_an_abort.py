@@ -3,12 +3,14 @@ and its aborts, and the look before an update. ``test_replicas_after_an_abort.py
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron_pp.errors import PipelinePeerError, PipelineStallError
 from megatron_pp.faults.device_events import CompletedWork
@@ -87,3 +89,24 @@ def test_optimizers_of_other_threads_are_not_its_own(guard: Any) -> None:
     publish(guard)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
     assert raised_by(1, lambda rank: optimizer.step()) == [None]
+
+
+def test_guards_come_and_go_while_an_optimizer_of_another_thread_steps(guard: Any, guard_of: Any) -> None:
+    def pass_by() -> None:
+        guard.close()
+        other, _ = guard_of(0, dist.HashStore(), pipeline="another", completed=Device())
+        other.close()
+
+    def meanwhile(*step: object) -> None:
+        thread = threading.Thread(target=pass_by)
+        thread.start()
+        thread.join(30)
+        assert not thread.is_alive()
+
+    hooks = [register_optimizer_step_pre_hook(hook) for hook in (meanwhile, lambda *step: None)]
+    try:
+        torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).step()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    guard.close()
