@@ -296,10 +296,10 @@ class OutputLayerRunner:
             self._give_back(at)
 
     def _all_reduce(self, at: Task) -> None:
-        of, root = self.kept[at.mb], self.root
+        of, layer, root = self.kept[at.mb], self.layer, self.root  # not ``self``, which keeps the handle of ``run``
 
         def run(group: Collectives) -> None:
-            self.layer.combine(of, group.all_gather(of.statistics))
+            layer.combine(of, group.all_gather(of.statistics))
             if of.partial_grad is not None:
                 group.reduce(of.partial_grad, root)
 
