@@ -62,7 +62,7 @@ def on_this_machine(checkout: Path, folder: str) -> tuple[dict[str, str], list[s
 
 def train(checkout: Path, variables: dict[str, str], schedule: str | None, flags: list[str], deadline: float) -> Steps:
     """Step -> its loss as logged, and its gradient norm. Under Megatron's own schedule where ``schedule`` is None."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = [str(ROOT / "scripts" / "launch.py"), "--standalone", "--nproc-per-node", "2"]
     engine = ["-m", "megatron_pp", "run", "--pipeline-schedule", schedule] if schedule else []
     job = subprocess.Popen(
         [sys.executable, *launcher, *engine, "pretrain_gpt.py", *MODEL.split(), *TRAINING.split(), *flags],

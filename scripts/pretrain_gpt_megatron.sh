@@ -24,5 +24,5 @@ if [[ -n "$vp" ]]; then
     virtual=(--num-virtual-stages-per-pipeline-rank "$vp")
 fi
 
-exec "$python" -m torch.distributed.run --standalone --nproc-per-node "$((pp * dp))" \
+exec "$python" "$root/scripts/launch.py" --standalone --nproc-per-node "$((pp * dp))" \
     "$script" --pipeline-model-parallel-size "$pp" ${virtual[@]+"${virtual[@]}"} "$@"
