@@ -11,7 +11,7 @@ import inspect
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
@@ -29,12 +29,14 @@ class Use:
     schedule     given to `place_models`; None: what the model's config names
     kind         where the models with virtual stages place them; None before the first
     first_stage  the latest model that holds the first stage
+    in_v         the models that are built for a V
     ended        `restore_models` was called: models that are built by what a program has kept are Megatron's
     """
 
     schedule: str | None = None
     kind: str | None = None
     first_stage: Callable[[], Any] | None = None
+    in_v: ObjectTable[None] = field(default_factory=ObjectTable)
     ended: bool = False
 
     def placement_of(self, config: Any) -> str:
@@ -125,6 +127,11 @@ def place_models(schedule: str | None, classes: Sequence[type]) -> None:
         load("v_placement").ask_by_chunk(use)
 
 
+def are_placed(model: type) -> bool:
+    """Whether models of this class are built for their schedule now."""
+    return any(isinstance(vars(kind).get("__init__"), PlacedModel) for kind in model.__mro__)
+
+
 def restore_models() -> None:
     """Undo `place_models`."""
     for module, name in _MODELS:
@@ -132,6 +139,8 @@ def restore_models() -> None:
         if model is not None and isinstance(placed := vars(model)["__init__"], PlacedModel):
             model.__init__ = placed.original
     for use, _ in _USES.items():
+        for built, _ in use.in_v.items() if not use.ended else ():
+            load("v_placement").refuse_without_install(built)
         use.ended = True
     if is_loaded("v_placement"):
         load("v_placement").ask_as_before()

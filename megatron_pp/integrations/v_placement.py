@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.integrations.gpt_models import PlacedModel, Replacement, Use
+from megatron_pp.integrations.gpt_models import PlacedModel, Replacement, Use, are_placed
 from megatron_pp.integrations.named_objects import replace_names
 from megatron_pp.plan.ir.placement import V_SHAPE, Placement
 
@@ -161,10 +161,25 @@ def build(placed: PlacedModel, given: dict[str, Any]) -> None:
         placement = Placement(V_SHAPE, group.size(), CHUNKS)
         first, last = (is_at(group.rank(), chunk) for is_at in (placement.is_first_stage, placement.is_last_stage))
         placed.original(**given | {"pre_process": first, "post_process": last, "pg_collection": groups})
+    use.in_v[model] = None
     if first:
         use.first_stage = weakref.ref(model)
     if last:
         _share_weight(model, use)
+
+
+def refuse_without_install(model: torch.nn.Module) -> None:
+    """From now on a forward of ``model``, a chunk of a V, raises where the engine is not installed."""
+    model.register_forward_pre_hook(_check_installed)
+
+
+def _check_installed(model: torch.nn.Module, given: Any) -> None:
+    if not are_placed(type(model)):
+        raise ScheduleInputError(
+            f"this {type(model).__name__} was built for stages in a v under install(), which uninstall() has ended: "
+            "Megatron-core's own schedules take stages in a loop, and would wait for each other or compute wrong "
+            "numbers. Call install() again, or build the model anew"
+        )
 
 
 def _check(placed: PlacedModel, config: Any, chunk: Any) -> None:

@@ -127,6 +127,7 @@ JOBS = {
             "forward_steps_see_their_stage",
             "reports_reach_the_last_rank",
             "the_schedule_of_install_decides",
+            "steps_after_uninstall",
         )
     },
     "logs": ("logs_of_loop_and_v", VARIED["multi-token prediction"]),
@@ -189,6 +190,14 @@ def test_the_schedule_of_install_decides_how_models_are_built(facts: dict[str, O
     assert outcome.status == "ok", outcome.message
     count = V.microbatches
     assert outcome.facts == [[[[True, False], [False, True]], count], [[[False, False], [False, False]], count]]
+
+
+def test_a_step_after_uninstall_is_an_error_until_install_is_called_again(facts: dict[str, Outcome]) -> None:
+    outcome = facts["steps_after_uninstall"]
+    assert outcome.status == "ok", outcome.message
+    assert [len(errors) for errors in outcome.facts] == [3, 2]
+    for error in (*outcome.facts[0], *outcome.facts[1]):
+        assert error.startswith("this GPTModel was built for stages in a v under install(), which uninstall() has ended")
 
 
 def imports_later(rank: int, size: int) -> None:

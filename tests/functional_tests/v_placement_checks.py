@@ -320,3 +320,22 @@ def what_cannot_be_sent_is_an_error_on_both_ranks(case: Case) -> str:
             run.schedule(0, True)
     lab.forget_groups()  # a step that failed has ended them
     return str(error.value)
+
+
+def steps_after_uninstall(case: Case) -> list[str]:
+    """What each chunk raises in a model in a V when the engine is not installed any more; then, when it is again. Rank
+    0 has the first stage, and calls Megatron's schedule."""
+    found = []
+    with megatron_core.installed(any_microbatch_count=True):
+        run = lab.Run(case)
+        run.step(0)
+    tokens = torch.zeros(1, case.model.seq, dtype=torch.int64)
+    calls = [lambda: run.step(1)] if dist.get_rank() == 0 else []
+    for call in (*calls, *(lambda chunk=chunk: chunk(tokens, tokens, None) for chunk in run.chunks)):
+        with pytest.raises(ScheduleInputError) as raised:
+            call()
+        found.append(str(raised.value))
+    dist.barrier()
+    with megatron_core.installed(any_microbatch_count=True):
+        run.step(1)
+    return found
