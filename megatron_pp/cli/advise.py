@@ -22,7 +22,7 @@ from megatron_pp.cli import advise_input
 from megatron_pp.cli.cost_options import number
 from megatron_pp.cli.errors import INTERRUPTED, OK, RefusedError, UsageError
 from megatron_pp.cli.plan_options import whole
-from megatron_pp.cli.terminal import print_json, print_line, print_table, write_output
+from megatron_pp.cli.terminal import print_command, print_json, print_line, print_table, write_output
 from megatron_pp.draw.facts import percent, short
 from megatron_pp.draw.pareto_front import Point
 from megatron_pp.errors import MegatronPPError
@@ -50,6 +50,7 @@ EXAMPLES = """examples:
 exit codes: 0 done, 1 nothing fits into the memory, 2 wrong arguments, 3 ended by Ctrl-C or SIGTERM, with the best
 pipeline that was found until then
 """
+_TORCHRUN = "torchrun "
 _ORDER_SHARE = 0.2  # of the budget, for the order of unequal microbatches
 _SILENCE = 10.0  # seconds between two lines about how far a search is
 _JOBS = 2
@@ -89,7 +90,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         raise _nothing_found(findings)
     if not args.json:
         for line in _recommended(findings, best, order, measured):
-            print_line(console, line)
+            (print_command if line.startswith(_TORCHRUN) else print_line)(console, line)
         _show_others(findings, best, console)
     if best.spec is not None and best.spec.measured is not None:  # the command names it
         write_whole(measured, json.dumps(asdict(best.spec.measured), indent=1) + "\n")
@@ -205,7 +206,7 @@ def _recommended(findings: Findings, best: Outcome, order: MicrobatchOrder | Non
     if answer.megatron_models_run(best):
         flags = [*answer.our_flags(best, measured), "pretrain_gpt.py", *answer.megatron_flags(question, best)]
         ranks = question.pipeline_size * question.data_parallel
-        yield f"torchrun --nproc-per-node {ranks} -m megatron_pp run {shlex.join(flags)} ..."
+        yield f"{_TORCHRUN}--nproc-per-node {ranks} -m megatron_pp run {shlex.join(flags)} ..."
         yield "    on one machine, with the other flags of your script in place of ...; tensor and context parallelism"
         yield "    multiply the number of processes"
     else:

@@ -7,17 +7,19 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from megatron_pp.cli import parity, run
 from megatron_pp.cli.errors import BAD_INPUT, ENDED, OK, REFUSED, RefusedError, UsageError
 from megatron_pp.cli.parser import parse
-from megatron_pp.cli.terminal import open_terminal
+from megatron_pp.cli.terminal import open_terminal, wrapped_for
 from megatron_pp.errors import MegatronPPError, visible
 
 _EXTRAS = {"megatron": "megatron", "tqdm": "megatron", "matplotlib": "viz"}
 """Package that may be missing -> the extra that brings it."""
+_PACKAGE = Path(__file__).resolve().parents[1]
 _COMMANDS = ("plan", "verify", "simulate", "advise", "draw", "report")
 
 
@@ -37,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("always", UserWarning)
-            warnings.showwarning = lambda message, *_: _complain(f"note: {message}")
+            warnings.showwarning = _show_warning
             code = int(args.run(args, open_terminal(args.no_colour or None)))
         print(end="", flush=True)  # also where the output is closed, and there is none
         return code
@@ -113,9 +115,16 @@ def _in_words(error: Exception) -> str:
     return f"{error}; `pip install '.[{_EXTRAS[missing]}]'` gets it, and what goes with it"
 
 
+def _show_warning(message: Warning | str, category: type[Warning], filename: str, *_: Any) -> None:
+    """A note of ours. What another library warns of is not the answer, and does not appear between its lines, unless
+    Python was told to show warnings (``-W``, PYTHONWARNINGS)."""
+    if sys.warnoptions or Path(filename).is_relative_to(_PACKAGE):
+        _complain(f"note: {message}")
+
+
 def _complain(text: str) -> None:
     with suppress(OSError):
-        print(visible(text), file=sys.stderr, flush=True)
+        print(wrapped_for(sys.stderr, visible(text)), file=sys.stderr, flush=True)
 
 
 def _drop_output() -> None:

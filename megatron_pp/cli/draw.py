@@ -13,8 +13,9 @@ from megatron_pp.cli.errors import OK, UsageError
 from megatron_pp.cli.parser import refuse
 from megatron_pp.cli.terminal import print_line, print_table, write_output
 from megatron_pp.draw.chrome import render_chrome_trace
-from megatron_pp.draw.facts import costs_line, percent, short
-from megatron_pp.draw.text import plain, render_grid, render_text
+from megatron_pp.draw.facts import costs_line, name_in_words, percent, short
+from megatron_pp.draw.palette import NAMES
+from megatron_pp.draw.text import grid_cells, plain, render_grid, render_text
 from megatron_pp.draw.timeline import Timeline, simulated_timeline
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.plan.simulate.simulation import Simulation
@@ -27,7 +28,7 @@ EXAMPLES = """examples:
   megatron-pp draw --style grid -s naive,gpipe,1f1b -P 4 -M 4
   megatron-pp draw -s zb_v -P 4 -M 8 --p2p-ms 0.2 --forward-ms 4 --backward-ms 4 --weight-ms 4 -o zbv.html
   megatron-pp draw --from-trace traces/ --step 5 -o step5.svg
-  megatron-pp draw -s interleaved_1f1b -P 8 -V 4 -M 32 -o plan.json      (open in https://ui.perfetto.dev)
+  megatron-pp draw -s interleaved_1f1b -P 8 -V 4 -M 32 -o plan.json      # open in https://ui.perfetto.dev
 """
 _BY_ENDING = {".svg": "svg", ".html": "html", ".htm": "html", ".png": "png", ".json": "chrome", ".txt": "text"}
 _LEAST_WIDTH = {"text": 20, "grid": 20, "svg": 300, "html": 0, "png": 300, "chrome": 0}  # of every style
@@ -148,6 +149,12 @@ def _draw_grids(args: argparse.Namespace, console: Console) -> None:
         for line in render_grid(plan, args.width or console.width, _has_few_colours(console)):
             console.print(line, soft_wrap=True)
         console.print()
+    sliced = any(plan.spec.slices > 1 for plan in plans)
+    shown = {at.op for plan in plans for row in grid_cells(plan) for at in row if at is not None}
+    names = [f"{op} {name}" for op, name in NAMES.items() if op in shown]
+    names += [name_in_words(chunks, sliced) for chunks in sorted({min(plan.spec.num_chunks, 2) for plan in plans})]
+    print_line(console, "  ".join(names))
+    console.print()
     steps = _simulated(args, plans, of_one_model=True)
     unit = cost_options.cost_unit(args)
     title = f"What it costs: {costs_line([simulated_timeline(step, unit) for step in steps])}"

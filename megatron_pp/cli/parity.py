@@ -12,18 +12,22 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_pp.cli import run
 from megatron_pp.cli.errors import BAD_INPUT
-from megatron_pp.errors import MegatronPPError, visible
+from megatron_pp.cli.terminal import open_terminal, print_command, print_line
+from megatron_pp.errors import MegatronPPError
 from megatron_pp.integrations.settings import read_settings
 from megatron_pp.parity import junit
 from megatron_pp.parity.keeper import Workplace, work_apart
 from megatron_pp.parity.layout import CHECKPOINTS
-from megatron_pp.parity.verdicts import EXIT_CODES
+from megatron_pp.parity.verdicts import EXIT_CODES, REPEAT
 from megatron_pp.plan.costs.files import check_writable, write_whole
 from megatron_pp.plan.gc_pause import collector_paused
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 NAME = "parity"
 SUMMARY = "compare a parallel configuration of a Megatron script with one process, on small sizes"
@@ -55,11 +59,19 @@ def main(argv: Sequence[str]) -> int:
         if args.junit is not None:
             write_whole(args.junit, junit.text_of_error(str(error)))
         raise
-    print(json.dumps(said.json) if args.json else "\n".join(map(visible, said.lines)), flush=True)
+    if args.json:
+        print(json.dumps(said.json), flush=True)
+    else:
+        _print(said.lines, open_terminal(no_color=True))
     for path, text in ((args.junit, said.junit), (args.html, said.html)):
         if path is not None:
             write_whole(path, text)
     return EXIT_CODES[said.verdict]
+
+
+def _print(lines: Sequence[str], console: "Console") -> None:
+    for line in lines:
+        (print_command if line.startswith(REPEAT) else print_line)(console, line)
 
 
 @dataclass(frozen=True)

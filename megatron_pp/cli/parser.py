@@ -6,19 +6,79 @@ nothing is a mistake, and refused.
 
 import argparse
 import re
+import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from megatron_pp import __version__
 from megatron_pp.cli.errors import BAD_INPUT, UsageError
+from megatron_pp.cli.terminal import wrapped_command, wrapped_for
 from megatron_pp.errors import visible
 from megatron_pp.plan.names import did_you_mean, unknown
 
 _INTRODUCTION = (
     "Plans of pipeline-parallel training: print, check, simulate, draw, and compare with what really happened."
 )
+_LONG = 32  # characters of the choices of an option
 # What argparse says of --switch=value.
 _EXPLICIT = re.compile(r"argument ([^,/\s:]+)[^:]*: ignored explicit argument (.*)")
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Paragraphs are filled to the terminal. Indented lines are examples: they stay as they are, and one that is too
+    long goes on after a backslash, so that it can be pasted. A remark behind an example begins with ``#``."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines: list[str] = []
+        for paragraph in _paragraphs(text):
+            if paragraph.startswith(" "):
+                lines += _example(paragraph, width - len(indent))
+            else:
+                lines += self._split_lines(paragraph, width - len(indent)) or [""]
+        return "\n".join((indent + line).rstrip() for line in lines)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_long_words=False, break_on_hyphens=False)
+
+    def _metavar_formatter(self, action: argparse.Action, default_metavar: str) -> Any:
+        if action.metavar is None and action.choices is not None and _is_long(action.choices):
+            return lambda size: (default_metavar,) * size
+        return super()._metavar_formatter(action, default_metavar)
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        """With the choices where there are too many to be named beside the option."""
+        text, choices = action.help, action.choices
+        if not text or choices is None or action.metavar is not None or not _is_long(choices):
+            return text
+        return text if all(str(one) in text for one in choices) else f"{text}; one of {', '.join(map(str, choices))}"
+
+
+def _is_long(choices: Iterable[Any]) -> bool:
+    return sum(len(str(one)) + 1 for one in choices) > _LONG
+
+
+def _paragraphs(text: str) -> list[str]:
+    """Each as one line; a line that is indented is one of its own, with those that follow a backslash at its end."""
+    found: list[str] = []
+    ended = True
+    for line in text.rstrip("\n").split("\n"):
+        if found and found[-1].endswith("\\"):
+            found[-1] = f"{found[-1][:-1].rstrip()} {line.strip()}"
+        elif ended or not line or line.startswith(" "):
+            found.append(line)
+        else:
+            found[-1] += f" {line}"
+        ended = not line or line.startswith(" ") or line.endswith(":")
+    return found
+
+
+def _example(line: str, width: int) -> list[str]:
+    command, gap, remark = line.partition("   # ")
+    if len(line) <= width:
+        return [line]
+    lines = wrapped_command(command.rstrip(), width).split("\n")
+    return [*lines, f"      # {remark.strip()}"] if gap else lines
 
 
 class Parser(argparse.ArgumentParser):
@@ -31,7 +91,7 @@ class Parser(argparse.ArgumentParser):
             message = f"{name} is a switch, true or false, and takes no value ({switch[2]}): write {name}"
             if (opposite := f"--no-{name.removeprefix('--')}") in self.options:
                 message += f" or {opposite}"
-        self.exit(BAD_INPUT, f"{self.prog}: {visible(message)}; see {self.prog} --help\n")
+        self.exit(BAD_INPUT, wrapped_for(sys.stderr, f"{self.prog}: {visible(message)}; see {self.prog} --help") + "\n")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
@@ -72,7 +132,7 @@ def _add_command(chosen: Any, name: str, module: Any) -> Parser:
         help=module.SUMMARY,
         description=module.SUMMARY[0].upper() + module.SUMMARY[1:] + ".",
         epilog=module.EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("--no-colour", "--no-color", action="store_true", help="plain text on a terminal too")
     module.add_arguments(parser)

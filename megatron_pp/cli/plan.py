@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_pp.cli.errors import OK, refusing
+from megatron_pp.cli.legend import legend
 from megatron_pp.cli.parser import refuse
 from megatron_pp.cli.plan_options import PLAN_OPTIONS, add_plan_options, single_plan, skip_sentences, verdict_of
 from megatron_pp.cli.terminal import print_line, write_output
@@ -21,6 +22,7 @@ from megatron_pp.plan.orders import SCHEDULES
 if TYPE_CHECKING:
     from rich.console import Console
 
+_TEXT = ("text", "txt", "")
 SUMMARY = "print a plan, one line per rank, or write it as JSON or PyTorch's CSV"
 EXAMPLES = """examples:
   megatron-pp plan -s 1f1b -P 4 -M 8
@@ -43,7 +45,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if args.list:
         refuse(args, (*PLAN_OPTIONS, "format", "compute_only", "output"), "does not go with --list")
         for family in SCHEDULES.values():
-            print_line(console, f"{family.name:21} {family.summary} ({family.source})")
+            print_line(console, f"{family.name:21} {family.summary} ({family.source})", hang=22)
         return OK
     plan = single_plan(args)
     if args.device and plan.spec.device != checked_device(args.device):
@@ -53,13 +55,17 @@ def run(args: argparse.Namespace, console: Console) -> int:
     text = _formatted(plan, args, form)
     if args.output:
         write_output(console, args.output, text)
+    elif console.is_terminal and form in _TEXT:
+        for line in text.splitlines():
+            print_line(console, line)
+        print_line(console, f"# {legend(text)}")
     else:
         console.file.write(text)
     return OK
 
 
 def _formatted(plan: Plan, args: argparse.Namespace, form: str) -> str:
-    if form in ("text", "txt", ""):
+    if form in _TEXT:
         return _as_text(plan, args.compute_only)
     refuse(args, ["compute_only"], f"is for text, not {form}")
     if form == JSON:

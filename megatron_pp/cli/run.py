@@ -22,7 +22,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from megatron_pp.cli.errors import UsageError
-from megatron_pp.cli.parser import Parser
+from megatron_pp.cli.parser import HelpFormatter, Parser
 from megatron_pp.config.checks import why_removed
 from megatron_pp.config.kinds import SWITCH
 from megatron_pp.integrations.settings import TABLE, read_settings, value_of_text
@@ -99,7 +99,7 @@ def script_parser(name: str, options: str, summary: str, examples: str) -> Parse
         usage=f"%(prog)s [{options}] [-m] SCRIPT [its arguments]",
         description=summary[0].upper() + summary[1:] + ".",
         epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )

@@ -38,7 +38,7 @@ EXAMPLES = """examples:
       --layers 32 --hidden-size 4096 --seq-length 4096 --memory-limit 40
   megatron-pp simulate -s zb_h2 -P 8 -M 32 --optimizer-bypass
   megatron-pp simulate --modules 'vision=0/1; llm=2,3; vision>llm' -M 8 --p2p-ms 0.1
-  megatron-pp simulate -s mine.csv --p2p-ms 0.1                       (P, V and M are the file's)
+  megatron-pp simulate -s mine.csv --p2p-ms 0.1                       # P, V and M are the file's
 
 exit codes: 0 done, 1 the plan is refused or nothing fits, 2 wrong arguments
 """

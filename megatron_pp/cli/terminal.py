@@ -6,8 +6,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import textwrap
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TextIO
 
 from megatron_pp.errors import visible
 from megatron_pp.plan.costs.files import is_special, write_whole
@@ -17,7 +20,11 @@ if TYPE_CHECKING:
 
 
 _LEAST_OF_SENTENCES = 24  # characters of a line, and more than a number has
-_WIDE = 1000  # characters: where no terminal's edge is in the way
+_WIDE = 10**6  # columns: where no terminal's edge is in the way
+_NARROW = 80  # columns of a terminal that does not say
+_INDENT = 4
+_WORD = r"""(?:[^\s'"]|'[^']*'|"[^"]*")+"""  # of a shell's command
+_OPTION = re.compile(rf"--?{_WORD} (?!-){_WORD}|{_WORD}")  # an option with its value, or a word
 
 
 def open_terminal(no_color: bool | None) -> Console:
@@ -37,9 +44,62 @@ def open_terminal(no_color: bool | None) -> Console:
     return Terminal(no_color=no_color)
 
 
-def print_line(console: Console, text: str) -> None:
-    """``text`` as it is, unwrapped."""
+def print_line(console: Console, text: str, hang: int | None = None) -> None:
+    """``text``, on a terminal wrapped at words; ``hang``: columns before the lines that follow the first. Into files
+    and pipes it goes as it is."""
+    for line in text.split("\n"):
+        _print_as_it_is(console, wrapped(line, _room(console), hang))
+
+
+def print_command(console: Console, command: str) -> None:
+    """A command to be pasted: on a terminal wrapped at words, with backslashes that let a shell read it as one line."""
+    _print_as_it_is(console, wrapped_command(command, _room(console)))
+
+
+def wrapped(text: str, width: int, hang: int | None = None) -> str:
+    """One line, wrapped at words to ``width`` columns; a word that is longer is left whole."""
+    if len(text) <= width:
+        return text
+    beginning = len(text) - len(text.lstrip())
+    indent = " " * (beginning + _INDENT if hang is None else hang)
+    lines = textwrap.wrap(
+        text, max(width, 1), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, tabsize=1
+    )
+    return "\n".join(lines)
+
+
+def wrapped_command(command: str, width: int) -> str:
+    """As ``wrapped``, with a backslash at the end of each line but the last. Quoted text stays whole, and an option
+    with its value, where they fit into a line."""
+    if len(command) <= width:
+        return command
+    beginning = command[: len(command) - len(command.lstrip())]
+    lines = [beginning]
+    for part in _OPTION.findall(command):
+        longer = f"{lines[-1]}{'' if lines[-1].isspace() or not lines[-1] else ' '}{part}"
+        if len(longer) + len(" \\") > width and lines[-1].strip():
+            lines.append(f"{beginning}{' ' * _INDENT}{part}")
+        else:
+            lines[-1] = longer
+    return " \\\n".join(lines)
+
+
+def wrapped_for(stream: TextIO, text: str) -> str:
+    """``text`` of an error, as ``print_line`` has it: wrapped where ``stream`` is a terminal."""
+    with suppress(OSError, ValueError, AttributeError):  # it is closed, or no file
+        if stream.isatty():
+            width = os.get_terminal_size(stream.fileno()).columns or _NARROW
+            return "\n".join(wrapped(line, width) for line in text.split("\n"))
+    return text
+
+
+def _print_as_it_is(console: Console, text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _room(console: Console) -> int:
+    """Columns of a line: outside of a terminal no edge is in the way."""
+    return console.width if console.is_terminal else _WIDE
 
 
 def print_json(console: Console, value: object) -> None:
@@ -56,7 +116,7 @@ def print_table(console: Console, title: str, names: Sequence[str], rows: Sequen
     if not rows:
         return
     before = console.width
-    room = before if console.is_terminal or "COLUMNS" in os.environ else _WIDE
+    room = before if "COLUMNS" in os.environ else _room(console)
     cells = [max(len(row[k]) for row in rows) for k in range(len(names))]
     if _width([max(cell, len(name)) for cell, name in zip(cells, names, strict=True)]) > room:
         names = [name.replace(" ", "\n") for name in names]

@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from megatron_pp.cli.errors import OK, REFUSED, RefusedError, refusing
+from megatron_pp.cli.legend import legend
 from megatron_pp.cli.plan_options import add_plan_options, single_plan, verdict_of
 from megatron_pp.cli.terminal import print_json, print_line
 
@@ -15,9 +16,9 @@ if TYPE_CHECKING:
 SUMMARY = "check a plan: completeness, deadlock, buffer lifetime, memory"
 EXAMPLES = """examples:
   megatron-pp verify -s interleaved_1f1b -P 8 -V 4 -M 32
-  megatron-pp verify -s mine.csv                         (a schedule file: lowered as a run would)
+  megatron-pp verify -s mine.csv                         # a schedule file: lowered as a run would
   megatron-pp verify --modules 'vision=0/1; llm=2,3; vision>llm' -M 8
-  megatron-pp verify --import plan.csv                   (as it is)
+  megatron-pp verify --import plan.csv                   # as it is
   megatron-pp verify --import plan.json --device one_queue,device_sync
 
 exit codes: 0 accepted, 1 refused (and why), 2 wrong arguments or a file that holds no plan
@@ -40,6 +41,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
             print_json(console, {"accepted": False, "refused": str(error)})
         else:
             print_line(console, str(error))
+            if console.is_terminal and (explained := legend(str(error))):
+                print_line(console, explained)
         return REFUSED
     certificate = verdict.certificate
     if args.json:

@@ -24,6 +24,12 @@ class LegendEntry(NamedTuple):
     colours: tuple[Colour, ...] = ()
 
 
+def name_in_words(num_chunks: int, sliced: bool = False) -> str:
+    """What the numbers in names of blocks are, by an example."""
+    words = "F3 microbatch 3" if num_chunks == 1 else "F1.3 chunk 1, microbatch 3"
+    return f"{words}, s2 slice 2 of it" if sliced else words
+
+
 def legend_entries(timelines: Sequence[Timeline]) -> list[LegendEntry]:
     """Every colour in the drawings, with what it means."""
     entries = []

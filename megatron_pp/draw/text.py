@@ -18,7 +18,7 @@ from textwrap import wrap
 
 from rich.text import Text
 
-from megatron_pp.draw.facts import legend_entries, summary, tick_label, tick_step
+from megatron_pp.draw.facts import legend_entries, name_in_words, summary, tick_label, tick_step
 from megatron_pp.draw.palette import NAMES, OPERATIONS, block_colour, block_name, colour_style
 from megatron_pp.draw.timeline import COLLECTIVES, COPIES, STRIPS, Lane, Timeline
 from megatron_pp.plan.ir.instruction import FORWARD, Instruction, without_pairs
@@ -117,6 +117,8 @@ def _legend(timelines: Sequence[Timeline], width: int, few_colours: bool) -> lis
                 entry.append(letter, style=colour_style(key.kind, colour, few_colours))
             entries.append(entry.append(f" {NAMES[key.kind]}"))
     entries.append(Text(f"{_IDLE} idle"))
+    sliced = any(e.instruction.slice >= 0 for t in timelines for lane in t.lanes for e in lane.compute)
+    entries += [Text(name_in_words(chunks, sliced)) for chunks in sorted({min(t.num_chunks, 2) for t in timelines})]
     if any(t.has_transfers for t in timelines):
         entries.append(Text("v ^ x transfers down, up, both"))
     if any(t.has_copies(*COPIES) for t in timelines):

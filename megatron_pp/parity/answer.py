@@ -24,9 +24,10 @@ from megatron_pp.parity.recorder import (
     is_state,
 )
 from megatron_pp.parity.rounding import first_rounded
-from megatron_pp.parity.verdicts import DIFFERENT, NOT_EXERCISED, ORDER, ROUNDING, SENTENCES
+from megatron_pp.parity.verdicts import DIFFERENT, NOT_EXERCISED, ORDER, REPEAT, ROUNDING, SENTENCES
 
 _SHOWN = 12
+_CHANGES = 6
 _OPERATIONS = {
     GRADIENT: "gradient after finalize_model_grads of {}",
     PARAMETER: "parameter after the optimizer step of {}",
@@ -202,7 +203,7 @@ class Answer:
         rest = {name: why for name, why in self.not_exercised.items() if name not in self.not_made}
         lines += [f"not exercised: {name}: {why}" for name, why in rest.items()]
         lines += [f"note: {note}" for note in self.notes]
-        return [*lines, f"changed: {', '.join(self.changed) or 'nothing'}"]
+        return [*lines, f"changed: {_folded(self.changed) or 'nothing'}"]
 
     def rounding(self) -> str | None:
         """Which sum has another order, where the layout is equal but for rounding."""
@@ -223,7 +224,7 @@ class Answer:
             lines.append(f"whose: {_WHOSE[self.whose]}")
         lines += grouped(self.parameters())
         lines += self.comparison.missing[:_SHOWN]
-        return lines + ([f"repeat: {self.repeat}"] if self.repeat else [])
+        return lines + ([f"{REPEAT}{self.repeat}"] if self.repeat else [])
 
 
 def _of(engine: str) -> str:
@@ -250,6 +251,11 @@ def grouped(parameters: dict[str, dict[str, Any]]) -> list[str]:
 
 def _list(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
+
+
+def _folded(changed: list[str]) -> str:
+    rest = len(changed) - _CHANGES
+    return ", ".join(changed[:_CHANGES]) + (f" and {rest} more, which --json lists" if rest > 0 else "")
 
 
 def _some(names: list[str]) -> str:

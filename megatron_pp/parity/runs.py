@@ -6,11 +6,14 @@ import ast
 import functools
 import gc
 import importlib.util
+import logging
 import os
 import sys
 import tempfile
 import typing
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import Queue
@@ -193,18 +196,23 @@ def prepare(program: Program) -> None:
     """Import what the script imports, so that ranks, which are forked, need not; without a GPU, on the CPU stand-in.
     Raises RunError where Megatron-core is missing."""
     sys.path.insert(0, os.getcwd() if program.module else str(Path(program.script).resolve().parent))
-    if not program.gpu:
-        from megatron_pp.parity import cpu_layers, cpu_stand_in, hybrid_layers
-
-        vars(typing).setdefault("override", lambda function: function)  # Megatron's main branch needs Python 3.12
-        cpu_stand_in.redirect()
-        with cpu_stand_in.triton_stand_in(), hybrid_layers.mamba_stand_in():
+    with _quiet_libraries():
+        if program.gpu:
             _import_all(program)
-        cpu_layers.complete_layers()
-        hybrid_layers.complete_hybrid_layers()
-        cpu_stand_in.allow_no_gpu()
-    else:
+        else:
+            _import_on_cpu(program)
+
+
+def _import_on_cpu(program: Program) -> None:
+    from megatron_pp.parity import cpu_layers, cpu_stand_in, hybrid_layers
+
+    vars(typing).setdefault("override", lambda function: function)  # Megatron's main branch needs Python 3.12
+    cpu_stand_in.redirect()
+    with cpu_stand_in.triton_stand_in(), hybrid_layers.mamba_stand_in():
         _import_all(program)
+    cpu_layers.complete_layers()
+    hybrid_layers.complete_hybrid_layers()
+    cpu_stand_in.allow_no_gpu()
 
 
 @collector_paused()
@@ -223,6 +231,22 @@ def _import_all(program: Program) -> None:
         if os.getpid() != process:
             os._exit(0)  # forked by that module
     gc.freeze()  # ranks need not look through it either
+
+
+@contextmanager
+def _quiet_libraries() -> Iterator[None]:
+    """What they warn of as they are imported, such as packages that they miss, is not shown between the lines of the
+    command; with ``PYTHONWARNINGS=default`` it is."""
+    if sys.warnoptions:
+        yield
+        return
+    before = logging.root.manager.disable
+    with warnings.catch_warnings(record=True):  # also where a library sets filters of its own
+        logging.disable(max(before, logging.WARNING))
+        try:
+            yield
+        finally:
+            logging.disable(before)
 
 
 def _file_of(program: Program) -> str:

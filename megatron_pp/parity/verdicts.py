@@ -8,3 +8,5 @@ SENTENCES = {
     DIFFERENT: "DIFFERENT",
 }
 EXIT_CODES = {EQUAL: 0, ROUNDING: 0, DIFFERENT: 1, NOT_EXERCISED: 2}
+REPEAT = "repeat: "
+"""Begins the line of an answer whose rest is a command."""

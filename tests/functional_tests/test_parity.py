@@ -70,6 +70,7 @@ def answers(folder: Path) -> Answers:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("\n") == 2 * len(given), done.stderr[-3000:]  # one line of each, and its exit code
+    assert "Warning" not in done.stderr, "of the libraries that the script imports"
     lines = list(map(json.loads, done.stdout.splitlines()))
     return dict(zip(COMMANDS, zip(lines[1::2], lines[::2], strict=True), strict=True))
 

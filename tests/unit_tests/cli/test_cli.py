@@ -142,7 +142,7 @@ def test_examples_in_help_run(command, tmp_path, monkeypatch, name):
     save_plan(build_plan(PlanSpec("1f1b", 2, 1, 4)), "mine.csv")
     code, said, _ = command(name, "--help")
     text = said.split("examples:")[1].split("exit codes")[0].replace("\\\n", " ")
-    lines = [shlex.split(line.split("(")[0]) for line in text.splitlines() if f"megatron-pp {name}" in line]
+    lines = [shlex.split(line, comments=True) for line in text.splitlines() if f"megatron-pp {name}" in line]
     assert (code, len(lines) > 0) == (0, True)
     for words in lines:
         if name != "report" and not {"--import", "--from-trace", "--megatron-args"} & set(words):

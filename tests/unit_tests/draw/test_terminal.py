@@ -48,7 +48,7 @@ def test_text_of_1f1b_is_the_textbook_figure():
         "rank 2 ....F0F1....B0==F2B1==F3B2==..B3==........\n"
         "rank 3 ......F0B0==F1B1==F2B2==F3B3==............\n"
         "\n"
-        "F- forward  B= backward  . idle"
+        "F- forward  B= backward  . idle  F3 microbatch 3"
     )
 
 

@@ -359,3 +359,12 @@ def test_a_ratio_of_nearly_one_is_told_by_what_it_is_more():
     assert ratio_in_words(1 + 2e-5, LAYOUT) == "x (1 + 2e-05)"
     assert ratio_in_words(1 - 3e-9, LAYOUT) == "x (1 - 3e-09)"
     assert ratio_in_words(4.0, LAYOUT) == "x 4 = size of TP"
+
+
+def test_a_long_list_of_what_was_changed_is_folded() -> None:
+    changed = [f"--size-{k}: 8 -> 2" for k in range(9)]
+    said = Answer(["x"], LAYOUT, changed, {"ours": WRONG})
+    assert said.lines()[-1] == f"changed: {', '.join(changed[:6])} and 3 more, which --json lists"
+    assert said.to_json()["shrunk"] == changed
+    assert Answer(["x"], LAYOUT, changed[:6], {"ours": WRONG}).lines()[-1] == f"changed: {', '.join(changed[:6])}"
+    assert Answer(["x"], LAYOUT, [], {"ours": WRONG}).lines()[-1] == "changed: nothing"
