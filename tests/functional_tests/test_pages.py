@@ -1,6 +1,7 @@
 """The programs on pages and in examples/ run as they stand there, and end with the numbers that they promise: the quick
 start, docs/migrating, docs/recipes/library.md, a Llama and attention residuals. All share a start of two processes, and
-those with replicas one of four. What commands made in the README and docs/ is up to date.
+those with replicas one of four. The commands on docs/cli.md, docs/advise.md and the quick start run as printed. What
+commands made in the README and docs/ is up to date.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.pages import ROOT, PageOutput, code_blocks, run_page
+from tests.harness.pages import ROOT, PageOutput, code_blocks, commands_of, run_commands, run_page
 
 QUICK_START = "docs/quick_start.md"
 MIGRATING = ["before.py", "after.py", "layers.py"]
@@ -136,6 +137,20 @@ def test_blocks_that_skip_stages(outputs: Outputs) -> None:
         found = re.search(rf"step 1 rank {rank}: loss [\d.]+, largest difference (\S+)", text)
         assert found is not None, text
         assert float(found[1]) < 1e-12
+
+
+@pytest.mark.parametrize(("page", "least"), [("docs/cli.md", 13), ("docs/advise.md", 2), (QUICK_START, 5)])
+def test_the_commands_of_a_page_run_one_after_the_other_in_an_empty_folder(
+    tmp_path: Path, page: str, least: int
+) -> None:
+    """Which has the quick start's program, where they name it."""
+    commands = commands_of(page)
+    assert len(commands) >= least
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    if any("example.py" in command for command in commands):
+        (folder / "example.py").write_text(code_blocks(QUICK_START)["example.py"])
+    run_commands(commands, folder)
 
 
 def _stages_of_ours() -> list[str]:

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +20,9 @@ from tests.harness.processes import run_processes
 
 ROOT = Path(__file__).resolve().parents[2]
 _BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
+
+
+_COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:megatron-pp|torchrun|python) ")
 
 
 class PageOutput(NamedTuple):
@@ -33,6 +37,36 @@ def code_blocks(page: str, language: str = "python") -> dict[str, str]:
     found = [block.groups() for block in _BLOCK.finditer((ROOT / page).read_text())]
     blocks = [(title, code) for kind, title, code in found if kind == language]
     return {title or f"block{place}": code for place, (title, code) in enumerate(blocks, 1)}
+
+
+def commands_of(page: str) -> list[str]:
+    """The shell commands of the page, in order: those of its blocks of bash, and indented ones. Left out are those with
+    a placeholder (``...``, ``<the usual flags>``), which nobody can paste."""
+    lines = re.sub(r"\\\n *", "", (ROOT / page).read_text()).split("\n")
+    language, found = "", []  # of the block that a line is in; "" outside of blocks
+    for line in lines:
+        if line.startswith("```"):
+            language = "" if language else line[3:] or "text"
+        is_code = language == "bash" or (not language and line.startswith("    "))
+        if is_code and _COMMAND.match(line.strip()) and not re.search(r"\.\.\.|<\w", line):
+            found.append(line.strip())
+    return found
+
+
+def run_commands(commands: list[str], folder: Path, timeout: float = 300.0) -> None:
+    """Run each in ``folder``, with ``megatron-pp`` of this tree. AssertionError where one fails."""
+    tools = folder.parent / f"{folder.name}_bin"
+    tools.mkdir()
+    command = tools / "megatron-pp"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m megatron_pp "$@"\n')
+    command.chmod(0o755)
+    path = [str(tools), str(Path(sys.executable).parent), os.environ["PATH"]]
+    environment = {**os.environ, "PATH": os.pathsep.join(path), "PYTHONPATH": str(ROOT)}
+    for text in commands:
+        done = subprocess.run(
+            ["bash", "-c", text], cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout
+        )
+        assert done.returncode == 0, f"{text}\nends with {done.returncode}: {done.stderr[-2000:]}"
 
 
 def run_page(
