@@ -27,11 +27,8 @@ logger = logging.getLogger("megatron_pp")
 # Of this process; the guards are the keys.
 _GUARDS: ObjectTable[None] = ObjectTable()
 
-# What each rank decides for itself, or what follows from the rest.
-PRIVATE_FIELDS = {
-    *("release_after", "lookahead", "grad_sync", "param_sync", "split_backward", "device"),
-    *("offload_chunks", "offload_slots"),
-}
+# What each rank decides for itself: ranks that differ in these fields neither hang nor mix up messages.
+PRIVATE_FIELDS = {"release_after", "grad_sync", "param_sync", "split_backward", "offload_chunks", "offload_slots"}
 _SHOWN_AS = {
     "pipeline_size": "pipeline size (P)",
     "num_chunks": "model chunks per rank (V)",
@@ -41,6 +38,7 @@ _SHOWN_AS = {
     "channels": "p2p_channels",
     "variable_shapes": "variable_seq_lengths",
     "slices": "sequence_slices",
+    "device": "rules of the device (device_sync, timers at log level 2, cuda_graph_impl)",
 }
 
 
