@@ -40,6 +40,38 @@ def executor_for(communicator: P2PCore) -> type[PlanExecutor]:
     return PlanExecutor if communicator.wire is None else load("p2p_debug").WatchedExecutor
 
 
+def features_of(
+    plan: Plan,
+    communicator: P2PCore,
+    chunks: Sequence[Any],
+    steps: Any,
+    shapes: Sequence[Shapes],
+    slices: Sequence[int] = (),
+    graph_in_evaluation: bool = False,
+    pair_function: Any = None,
+) -> list[Feature]:
+    """What runs instructions of the plan that are not the engine's own, from the innermost to the outermost. ``shapes``
+    are those of each slice, ``slices`` their lengths in tokens; empty where sequences are whole."""
+    found: list[Feature] = []
+    spec, runner = plan.spec, load("slices").SliceRunner(plan, slices) if slices else None
+    if spec.skip_tensors:
+        graphs = graph_in_evaluation or not spec.forward_only
+        found.append(load("skip_tensors").SkipRunner(plan, [one.send for one in shapes], communicator.dtype, graphs))
+    if keys := plan.offloaded(communicator.rank):
+        shared = None if runner is None else runner.shared
+        found.append(load("offload").Offloads(communicator.host_copies, keys, chunks, shared))
+    if runner is not None:
+        found.append(runner)
+    if plan.placement.barriers:
+        layer = load("output_layer").OutputLayerRunner
+        found.append(layer(plan.placement, communicator, steps, spec.forward_only))
+    if spec.fsdp_collectives:
+        found.append(load("fsdp").FsdpRunner(plan, communicator.rank, chunks))
+    if spec.overlap_pairs:
+        found.append(load("pairs").PairRunner(pair_function, chunks))
+    return found
+
+
 class StepCall:
     """One call of a schedule function: arguments checked when made, the step executed by ``run``.
 
@@ -294,27 +326,9 @@ class StepCall:
         )
 
     def _features(self, plan: Plan, steps: Any) -> list[Feature]:
-        """What runs instructions of the plan that are not the engine's own, from the innermost to the outermost."""
-        found: list[Feature] = []
-        communicator, chunks, spec = self.communicator, self.inputs.chunks, plan.spec
-        slices = load("slices").SliceRunner(plan, self.slices) if self.slices else None
-        if spec.skip_tensors:
-            graphs = self.graph_in_evaluation or not spec.forward_only
-            shapes = [one.send for one in self.shapes]
-            found.append(load("skip_tensors").SkipRunner(plan, shapes, communicator.dtype, graphs))
-        if keys := plan.offloaded(communicator.rank):
-            shared = None if slices is None else slices.shared
-            found.append(load("offload").Offloads(communicator.host_copies, keys, chunks, shared))
-        if slices is not None:
-            found.append(slices)
-        if plan.placement.barriers:
-            runner = load("output_layer").OutputLayerRunner
-            found.append(runner(plan.placement, communicator, steps, spec.forward_only))
-        if spec.fsdp_collectives:
-            found.append(load("fsdp").FsdpRunner(plan, communicator.rank, chunks))
-        if spec.overlap_pairs:
-            found.append(load("pairs").PairRunner(self.settings.overlapped_forward_backward, chunks))
-        return found
+        graphs, pair_function = self.graph_in_evaluation, self.settings.overlapped_forward_backward
+        run = plan, self.communicator, self.inputs.chunks, steps
+        return features_of(*run, self.shapes, self.slices, graphs, pair_function)
 
     def _is_last_stage(self, plan: Plan) -> list[bool]:
         rank = self.communicator.rank

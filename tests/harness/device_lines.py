@@ -30,18 +30,16 @@ from types import CodeType, ModuleType
 ROOT = Path(__file__).resolve().parents[2]
 _FOLDERS = ("megatron_pp", "scripts", "examples", "benchmarks")
 _ON_THE_FIRST_DAY = ROOT / "scripts" / "gpu_day"  # nothing of it runs for the first time on a GPU
-# The virtual device itself, and what answers for a device where there is none.
+# What answers for a device where there is none.
 _PARITY = ROOT / "megatron_pp" / "parity"
-_STAND_INS = (
-    ROOT / "megatron_pp" / "testing" / "streams",
-    _PARITY / "cpu_stand_in.py",
-    _PARITY / "cpu_collectives.py",
-)
+_STAND_INS = (_PARITY / "cpu_stand_in.py", _PARITY / "cpu_collectives.py")
 
 _DEVICE = re.compile(r"cuda(?![_ ]?graph)|nccl|nvtx", re.IGNORECASE)  # Megatron's options on CUDA graphs are no device
 _CONDITION = re.compile(rf"{_DEVICE.pattern}|\b(on|has)_gpus?\b", re.IGNORECASE)
 _QUESTIONS = {"is_available", "device_count"}  # answered without a device, too
-_ELSEWHERE = ("outside.py", "runner.py")  # the seam there, and what tests of its own run
+# The seam there, and what tests of its own run.
+_ELSEWHERE = (_ON_THE_FIRST_DAY / "outside.py", _ON_THE_FIRST_DAY / "runner.py")
+NOT_MEASURED = (*_STAND_INS, *_ELSEWHERE)
 _LEAVES = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 _MARK = "_device_line_runs"
 _Function = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -60,7 +58,7 @@ def project_files() -> list[Path]:
 def device_lines(path: Path) -> dict[int, int]:
     """First line of each statement of the device -> its last one (of a compound statement's head)."""
     found: dict[int, int] = {}
-    on_device = True if path.is_relative_to(_ON_THE_FIRST_DAY) and path.name not in _ELSEWHERE else None
+    on_device = True if path.is_relative_to(_ON_THE_FIRST_DAY) and path not in _ELSEWHERE else None
     _Finder(found).functions(ast.parse(path.read_text()).body, on_device)
     return found
 

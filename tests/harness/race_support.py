@@ -6,7 +6,7 @@ merely reorders additions gives equal bits, and any other difference is a fault.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,17 +17,15 @@ import torch
 
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.config.settings import StepSettings
-from megatron_pp.features.pairs.pair_runner import PairRunner
 from megatron_pp.features.skip_tensors.routes import SkipTensor
-from megatron_pp.features.skip_tensors.skip_runner import SkipRunner
-from megatron_pp.features.slices.sequence_slice import SlicedSteps, SliceRunner, sequence_slice
-from megatron_pp.on_demand import load
+from megatron_pp.features.slices.sequence_slice import SlicedSteps, sequence_slice
 from megatron_pp.plan.ir.spec import EXPLICIT, ONE_WAY, Plan, PlanSpec
 from megatron_pp.runtime.compute import StepOptions
-from megatron_pp.runtime.executor import Feature, PlanExecutor
+from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.runtime.gradient_hooks import SyncHooks
 from megatron_pp.runtime.message_shapes import Shapes
 from megatron_pp.runtime.model_steps import ModelSteps
+from megatron_pp.runtime.step import features_of
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import run_ranks
 from megatron_pp.testing.toy import (
@@ -40,21 +38,6 @@ from megatron_pp.testing.toy import (
     toy_config,
     toy_forward_step,
 )
-
-
-def features_of(plan: Plan, core: P2PCore, chunks: Sequence[Any], shapes: Sequence[Shapes]) -> list[Feature]:
-    """What runs the instructions of ``plan`` that are not the engine's own, on the rank of ``core``."""
-    features: list[Feature] = []
-    if plan.spec.skip_tensors:
-        sent = [one.send for one in shapes]
-        features.append(SkipRunner(plan, sent, core.dtype, not plan.spec.forward_only))
-    if keys := plan.offloaded(core.rank):
-        features.append(load("offload").Offloads(core.host_copies, keys, chunks))
-    if plan.spec.slices > 1:
-        features.append(SliceRunner(plan, [shape.send[0] for shape in shapes]))
-    if plan.spec.overlap_pairs:
-        features.append(PairRunner(None, chunks))
-    return features
 
 
 class DeferredWeights:
@@ -229,6 +212,7 @@ class _RankRun:
         steps = kind(toy_forward_step, iterators, self.chunks, StepSettings.from_config(self.config), options)
         shape = None if data.variable else (data.seq_length // slices, data.micro_batch_size, data.hidden)
         weights, shapes = DeferredWeights(), [Shapes(shape, shape)] * slices
+        lengths = (data.seq_length // slices,) * slices if slices > 1 else ()
         for chunk in self.chunks:
             chunk.inner.weights = weights
         self.watch.weights = weights
@@ -240,7 +224,7 @@ class _RankRun:
             hooks,
             shapes,
             weights=weights,
-            features=features_of(self.plan, core, self.chunks, shapes),
+            features=features_of(self.plan, core, self.chunks, steps, shapes, lengths),
         ).run()
         self.reports = steps.record.data
         if core.pending:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.device_lines import ROOT, LineLog, device_lines, lines_that_run, project_files
+from tests.harness.device_lines import NOT_MEASURED, ROOT, LineLog, device_lines, lines_that_run, project_files
 from tests.harness.processes import run_processes
 
 PROGRAMS = ("tests.harness.device_scenarios", "tests.harness.device_scenario_megatron")
@@ -56,6 +56,10 @@ def test_every_line_of_the_device_runs(tmp_path: Path, monkeypatch: pytest.Monke
     print(f"{total} lines of the device: {total - len(exempt) - len(missing)} run, {len(exempt)} exempt")
     assert not missing, "no scenario runs\n" + "\n".join(missing)
     assert exempt == EXEMPT.keys(), "exempt, but they run or are gone"
+
+
+def test_files_that_are_not_measured_exist() -> None:
+    assert [path for path in NOT_MEASURED if not path.exists()] == []
 
 
 PROGRAM = '''
