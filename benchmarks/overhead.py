@@ -24,6 +24,7 @@ OUTSIDE = ("outside us (min)", "outside us (median)")
 ON_GLOO = ("gloo outside us", "gloo wall us")
 MEASURED = (ENGINES[0], PLUG_IN, *ENGINES[1:])
 QUICK = {"rounds": 8, "gloo_rounds": 2}
+SETTLING = 1
 _SHAPE = (1, 1, 8)
 
 
@@ -89,7 +90,9 @@ def _stubbed(work: Work, rank: int, args: argparse.Namespace) -> list[Row]:
     with stubbed_group(rank, work.pipeline_size, args.stub) as (group, transport):
         steps, remarks = available_steps(work, rank, group, functools.partial(_stage, work.shape), transport, MEASURED)
         steps[MODEL] = bare_model(work, rank)
-        seconds = timed_rounds(steps, args.rounds, warmup=3, clock=time.thread_time, around=surroundings)
+        seconds = timed_rounds(
+            steps, args.rounds, warmup=3, clock=time.thread_time, around=surroundings, settling=SETTLING
+        )
     bare, scale = seconds.pop(MODEL), 1e6 / work.virtual_microbatches
     rows: list[Row] = [_row(work, MODEL, summary(bare, scale), "")]
     for engine in MEASURED:
@@ -186,10 +189,11 @@ def _gloo_rank(rank: int, size: int, works: list[Work], rounds: int) -> list[tup
     for work in works:
         steps, _ = available_steps(work, rank, dist.group.WORLD, functools.partial(_stage, work.shape), None, MEASURED)
         noted = {name: _OnThread(step) for name, step in {**steps, MODEL: bare_model(work, rank)}.items()}
-        wall = timed_rounds(noted, rounds, warmup=1, before_each=dist.barrier, around=surroundings)
-        bare = noted.pop(MODEL).seconds[-rounds:]
+        wall = timed_rounds(noted, rounds, warmup=1, before_each=dist.barrier, around=surroundings, settling=SETTLING)
+        timed = slice(1 + SETTLING, None, 1 + SETTLING)  # neither the warm-up nor the settling
+        bare = noted.pop(MODEL).seconds[timed]
         outside = {
-            name: [mine - alone for mine, alone in zip(one.seconds[-rounds:], bare, strict=True)]
+            name: [mine - alone for mine, alone in zip(one.seconds[timed], bare, strict=True)]
             for name, one in noted.items()
         }
         results.append((outside, {name: wall[name] for name in outside}))
