@@ -82,7 +82,8 @@ def found() -> dict[str, list[Any]]:
     outcomes: dict[str, list[Any]] = {}
     for size in sorted(set(map(size_of, CASES.values()))):
         names = [name for name, case in CASES.items() if size_of(case) == size]
-        ranks = run_processes(own_and_ours, size, (CHECKOUT, [CASES[name] for name in names]), timeout=240)
+        job = CHECKOUT, [CASES[name] for name in names]
+        ranks = run_processes(own_and_ours, size, job, timeout=240, start_method="mixed")
         outcomes |= {name: [tuple(map(with_tensors, rank[k])) for rank in ranks] for k, name in enumerate(names)}
     return outcomes
 
