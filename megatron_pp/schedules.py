@@ -17,12 +17,13 @@ from megatron_pp.errors import ScheduleInputError
 from megatron_pp.on_demand import load
 from megatron_pp.plan.orders.family import Shape
 from megatron_pp.plan.orders.interleaved import schedule_table, warmup_forwards
-from megatron_pp.runtime.arguments import check_keywords
+from megatron_pp.runtime.arguments import StepInputs, check_keywords
 from megatron_pp.runtime.compute import Activation, StepOptions, backward_through
 from megatron_pp.runtime.deallocate import custom_backward, deallocate_output_tensor
+from megatron_pp.runtime.host import Host
 from megatron_pp.runtime.message_shapes import tensor_shapes
 from megatron_pp.runtime.model_steps import ModelSteps
-from megatron_pp.runtime.step import StepCall
+from megatron_pp.runtime.step import prepared, run_step
 
 if TYPE_CHECKING:
     from megatron_pp.comm.p2p_communicator import P2PCommunicator
@@ -88,19 +89,23 @@ def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = 
 def forward_backward_no_pipelining(**arguments: Unpack[StepArguments]) -> list[Any]:
     """All microbatches through the whole model on this rank. Arguments: StepArguments."""
     check_keywords("forward_backward_no_pipelining", arguments, StepArguments.__annotations__)
-    return StepCall(chunked=False, alone=True, **arguments).run()
+    return _run(Host(StepInputs(False, **arguments), alone=True))
 
 
 def forward_backward_pipelining_without_interleaving(**arguments: Unpack[StepArguments]) -> list[Any]:
     """One model chunk a rank, 1F1B unless the config names another schedule. Arguments: StepArguments."""
     check_keywords("forward_backward_pipelining_without_interleaving", arguments, StepArguments.__annotations__)
-    return StepCall(chunked=False, alone=False, **arguments).run()
+    return _run(Host(StepInputs(False, **arguments), alone=False))
 
 
 def forward_backward_pipelining_with_interleaving(**arguments: Unpack[StepArguments]) -> list[Any]:
     """Several model chunks a rank, interleaved 1F1B by default. Arguments: StepArguments."""
     check_keywords("forward_backward_pipelining_with_interleaving", arguments, StepArguments.__annotations__)
-    return StepCall(chunked=True, alone=False, **arguments).run()
+    return _run(Host(StepInputs(True, **arguments), alone=False))
+
+
+def _run(host: Host) -> list[Any]:
+    return run_step(prepared(host), host)
 
 
 def forward_step(

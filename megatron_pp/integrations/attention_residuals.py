@@ -16,7 +16,7 @@ from megatron_pp.integrations.megatron_call import with_overrides
 from megatron_pp.integrations.megatron_versions import ENTRIES
 
 if TYPE_CHECKING:
-    from megatron_pp.integrations.megatron_call import MegatronCall
+    from megatron_pp.integrations.megatron_call import MegatronHost
 
 FIELD = "enable_attention_residuals"
 _MODULE = "megatron.core.transformer.attention_residual"
@@ -48,12 +48,12 @@ def refuse_v(schedule: str) -> None:
     )
 
 
-def between_chunks(call: MegatronCall, side: dict[str, Any]) -> list[Any]:
+def between_chunks(host: MegatronHost, side: dict[str, Any]) -> list[Any]:
     """The shapes of messages between stages with several chunks a rank: of a model without such residuals, as
     `get_tensor_shapes` gives them for ``side``, times the number of sums in the widest message."""
-    config = call.overridden_config
+    config = host.overridden_config
     slices = getattr(_of_release(), _WIDTH)(config)
-    plain = call.ask(with_overrides(config, {FIELD: False}), **side)
+    plain = host.ask(with_overrides(config, {FIELD: False}), **side)
     return [(slices * shape[0], *shape[1:]) for shape in plain]
 
 

@@ -21,7 +21,7 @@ from megatron_pp.integrations.megatron_release import Megatron
 from megatron_pp.integrations.megatron_steps import MegatronSteps
 from megatron_pp.integrations.v_placement import ChunkPlace
 from megatron_pp.runtime.compute import Activation, StepOptions
-from megatron_pp.runtime.step import StepCall
+from megatron_pp.runtime.step import Step
 
 NOTHING = ForwardHalf(0, 0, None)
 NO_BACKWARD = BackwardHalf(0, 0, None, None, None)
@@ -77,13 +77,13 @@ class CombinedSteps(MegatronSteps):
     """Runs microbatches by their schedule plans. An output carries its plan from its forward to its backward."""
 
     def __init__(
-        self, megatron: Megatron, call: StepCall, overridden: Any, options: StepOptions, in_v: bool = False
+        self, megatron: Megatron, step: Step, overridden: Any, options: StepOptions, in_v: bool = False
     ) -> None:
-        super().__init__(megatron, call, overridden, options)
+        super().__init__(megatron, step, overridden, options)
         combined = of_release()
         assert combined is not None, "megatron_scope hands such a step back"
         self.step = combined.step
-        chunks = range(len(call.inputs.chunks))
+        chunks = range(len(step.inputs.chunks))
         self.places: list[AbstractContextManager[Any]] = [
             ChunkPlace(megatron.parallel_state, chunk) if in_v else nullcontext() for chunk in chunks
         ]

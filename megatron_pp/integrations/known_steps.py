@@ -11,7 +11,7 @@ from megatron_pp.integrations.megatron_release import Megatron
 from megatron_pp.integrations.megatron_steps import MegatronSteps
 from megatron_pp.runtime.compute import Activation, StepOptions, timed_backward
 from megatron_pp.runtime.deallocate import backward_root
-from megatron_pp.runtime.step import StepCall
+from megatron_pp.runtime.step import Step
 
 # Config fields by which `forward_step_calc_loss` has work on stages without a loss.
 _SCALES = (
@@ -25,9 +25,9 @@ class KnownSteps(MegatronSteps):
     by its `set_current_microbatch`, where these two have an effect.
     """
 
-    def __init__(self, megatron: Megatron, call: StepCall, overridden: Any, options: StepOptions) -> None:
-        super().__init__(megatron, call, overridden, options)
-        inputs, config, chunks = call.inputs, call.config, call.inputs.chunks
+    def __init__(self, megatron: Megatron, step: Step, overridden: Any, options: StepOptions) -> None:
+        super().__init__(megatron, step, overridden, options)
+        inputs, config, chunks = step.inputs, step.config, step.inputs.chunks
         self.timers = config.timers
         self.grad_scale_func = config.grad_scale_func
         self.autocast: AbstractContextManager[Any] = (

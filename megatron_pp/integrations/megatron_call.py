@@ -22,9 +22,12 @@ from megatron_pp.integrations.megatron_steps import MegatronSteps
 from megatron_pp.integrations.settings import InstallSettings
 from megatron_pp.on_demand import is_loaded, load
 from megatron_pp.plan.ir.placement import V_SHAPE
-from megatron_pp.plan.ir.spec import Plan
+from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.orders import COMBINED, INTERLEAVED, find_family
-from megatron_pp.runtime.step import StepCall
+from megatron_pp.runtime.arguments import StepInputs
+from megatron_pp.runtime.compute import StepOptions
+from megatron_pp.runtime.host import Host
+from megatron_pp.runtime.step import Step
 
 if TYPE_CHECKING:
     from megatron_pp.integrations.v_step import StepsInV
@@ -47,9 +50,9 @@ def takes_side(shapes_of: Any) -> bool:
     return {"pp_group", "is_recv"} <= inspect.signature(shapes_of).parameters.keys()
 
 
-class MegatronCall(StepCall):
-    """One call of a schedule of Megatron-core's: ``arguments`` are its keywords, ``installed`` the settings of
-    `install()`, the others those of StepCall.
+class MegatronHost(Host):
+    """Of one call of a schedule of Megatron-core's: ``arguments`` are its keywords, ``installed`` the settings of
+    `install()`. Of a step that is prepared with it ``check`` is called, and then the step is run.
     """
 
     followed_by = "the work after the step (data-parallel reduction, optimizer)"
@@ -72,27 +75,30 @@ class MegatronCall(StepCall):
                 f"{keyword} has no {', '.join(missing)}; set {', '.join(megatron.row.groups)}, or leave it out for the "
                 "groups of parallel_state"
             )
-        super().__init__(alone=alone, chunked=chunked, pg_collection=groups, **arguments)
-        if self.cp_size > 1 and not (self.inputs.forward_only or self.settings.calculate_per_token_loss):
-            load("megatron_losses").watch_losses(self.inputs, installed.whole_sequence_loss)
+        super().__init__(StepInputs(chunked, pg_collection=groups, **arguments), alone)
+        self.config = self.inputs.config
         self.embedding: Any = None
-        kind, size = find_family(self.spec.schedule).placement, self.communicator.size
-        self.in_v = kind == V_SHAPE and size > 1
-        self.last_rank = 0 if self.in_v else size - 1  # it holds the last stage
-        if self.in_v and has_attention_residuals(self.config):
-            load("attention_residuals").refuse_v(self.spec.schedule)
-        if size > 1 and (self.in_v or is_loaded("v_placement")):  # which builds the chunks of a V
-            load("v_step").check_chunks(self.spec.schedule, kind, self.inputs.chunks)
-        if self.weights is not None and self._delays_wgrad:
+
+    def check(self, step: Step) -> None:
+        """Raises ScheduleInputError for what Megatron's models cannot do in ``step``."""
+        if step.cp_size > 1 and not (self.inputs.forward_only or step.settings.calculate_per_token_loss):
+            load("megatron_losses").watch_losses(self.inputs, self.installed.whole_sequence_loss)
+        schedule, in_v = step.spec.schedule, self.is_in_v(step)
+        if in_v and has_attention_residuals(self.config):
+            load("attention_residuals").refuse_v(schedule)
+        if step.communicator.size > 1 and (in_v or is_loaded("v_placement")):  # which builds the chunks of a V
+            load("v_step").check_chunks(schedule, find_family(schedule).placement, self.inputs.chunks)
+        if step.weights is not None and self._delays_wgrad:
             raise ScheduleInputError(
                 "with config.delay_wgrad_compute Megatron's schedule plans run delayed weight gradients, and after "
                 "split_weight_grad the engine does; use one of the two"
             )
+        if not self.installed.any_microbatch_count:
+            self._refuse_slow_count(step.spec)
 
-    def refuse_slow_count(self) -> None:
+    def _refuse_slow_count(self, spec: PlanSpec) -> None:
         """Raises ScheduleInputError for a number of microbatches that Megatron's interleaved schedule refuses, as it
         costs throughput."""
-        spec = self.spec
         if spec.schedule not in (INTERLEAVED, COMBINED) or spec.num_chunks == 1 or spec.pipeline_size == 1:
             return
         sizes = spec.num_microbatches, spec.pipeline_size, spec.num_chunks, spec.group_size or None
@@ -102,9 +108,8 @@ class MegatronCall(StepCall):
                 f"{count.sentence}; Megatron-core refuses such a number, and install(any_microbatch_count=True) runs it"
             )
 
-    @property
-    def finalizes(self) -> bool:
-        return not self.inputs.forward_only and self.settings.finalize_model_grads_func is not None
+    def finalizes(self, step: Step) -> bool:
+        return not self.inputs.forward_only and step.settings.finalize_model_grads_func is not None
 
     @cached_property
     def overridden_config(self) -> Any:
@@ -142,11 +147,11 @@ class MegatronCall(StepCall):
             return settings._replace(pipeline_schedule=COMBINED)
         return settings
 
-    def weight_store(self) -> WeightGradStore | None:
+    def weight_store(self, settings: StepSettings) -> WeightGradStore | None:
         """Converts the chunks before their first training step on a schedule that splits backwards. Raises
         WeightGradSplitError for a model that cannot be converted.
         """
-        store, schedule = super().weight_store(), self.settings.pipeline_schedule
+        store, schedule = super().weight_store(settings), settings.pipeline_schedule
         if store is not None or self.inputs.forward_only or not self.installed.split_weight_grad:
             return store
         if self.alone or schedule is None or not find_family(schedule).splits_weight or self._delays_wgrad:
@@ -163,20 +168,20 @@ class MegatronCall(StepCall):
         """Whether Megatron's schedule plans run the weight gradients, after the rest of their backward."""
         return self.joins_pairs and getattr(self.config, "delay_wgrad_compute", False)
 
-    def begin(self) -> None:
+    def begin(self, step: Step) -> None:
         config, schedules = self.config, self.megatron.schedules
-        if self.finalizes and not self.alone:
+        if self.finalizes(step) and not self.alone:
             self.embedding = schedules.clear_embedding_activation_buffer(
-                config, self.inputs.chunks, self._holds_last_stage()
+                config, self.inputs.chunks, self.holds_last_stage(step)
             )
-        super().begin()
+        super().begin(step)
         self.megatron.reset_paged_stash(config, self.inputs.forward_only)
         if has_attention_residuals(config):
             load("attention_residuals").forget_sums()
 
-    def tensor_shapes(self) -> tuple[list[Any], list[Any]]:
+    def tensor_shapes(self, settings: StepSettings, tp_size: int, cp_size: int) -> tuple[list[Any], list[Any]]:
         """By the release's own function."""
-        super().tensor_shapes()  # raises for what is missing
+        super().tensor_shapes(settings, tp_size, cp_size)  # raises for what is missing
         if takes_side(self.megatron.schedules.get_tensor_shapes):
             return load("message_sides").shapes_of_sides(self)
         shapes = self.ask(self.overridden_config)
@@ -198,51 +203,60 @@ class MegatronCall(StepCall):
             **side,
         )
 
-    def step_number(self) -> int | None:
+    def step_number(self, settings: StepSettings) -> int | None:
         """Where the config gives none, the iteration of Megatron's own training loop."""
-        given = super().step_number()
+        given = super().step_number(settings)
         return self.megatron.current_iteration() if given is None else given
 
-    def make_steps(self, plan: Plan) -> MegatronSteps | StepsInV:
-        given = self.megatron, self, self.overridden_config, self.step_options(plan)
+    def steps(self, step: Step, plan: Plan, options: StepOptions) -> MegatronSteps | StepsInV:
+        given = self.megatron, step, self.overridden_config, options
+        in_v = self.is_in_v(step)
         if self.joins_pairs:
-            return load("combined").CombinedSteps(*given, in_v=self.in_v)
+            return load("combined").CombinedSteps(*given, in_v=in_v)
         steps = (KnownSteps if self.megatron.has_known_steps() else MegatronSteps)(*given)
-        if not self.in_v:
+        if not in_v:
             return steps
         return load("v_step").StepsInV(steps, self.megatron.parallel_state)
 
-    def finish(self, steps: MegatronSteps | StepsInV) -> None:
+    def finish(self, step: Step, steps: MegatronSteps | StepsInV) -> None:
         """The calls of Megatron's schedules after the last backward, in their order."""
-        megatron, forward_only = self.megatron, self.inputs.forward_only
-        if self.finalizes:
-            self._finalize(steps.record.num_tokens)
-        if self.in_v:
-            last = self.communicator.size - 1  # where Megatron's training loop reads the losses
+        megatron, communicator, forward_only = self.megatron, step.communicator, self.inputs.forward_only
+        if self.finalizes(step):
+            self._finalize(step, steps.record.num_tokens)
+        if self.is_in_v(step):
+            last = communicator.size - 1  # where Megatron's training loop reads the losses
             load("v_logs").hand_over(
-                steps.record.data, self.communicator.pp_group, self.last_rank, last, self.communicator.device
+                steps.record.data, communicator.pp_group, self.last_rank(step), last, communicator.device
             )
         megatron.reset_offload(self.config, forward_only, self.inputs.pg_collection)
         if self.alone and forward_only:
             megatron.resynchronise_fsdp(self.inputs.chunks)
-        self.stop_timer()
+        self.stop_timer(step)
         megatron.create_graphs(self.config)
 
-    def _finalize(self, num_tokens: torch.Tensor) -> None:
-        config, row = self.config, self.megatron.row
+    def _finalize(self, step: Step, num_tokens: torch.Tensor) -> None:
+        config, row, in_v = self.config, self.megatron.row, self.is_in_v(step)
         if not self.alone:
             self.megatron.schedules.finish_embedding_wgrad_compute(
-                config, self.embedding, self._holds_last_stage(), getattr(self.inputs.pg_collection, "tp", None)
+                config, self.embedding, self.holds_last_stage(step), getattr(self.inputs.pg_collection, "tp", None)
             )
         more = {"force_all_reduce": self.inputs.force_all_reduce} if row.force_all_reduce else {}
         counted = num_tokens if config.calculate_per_token_loss else None
-        if self.in_v and counted is not None:  # on the last stage; finalisation reads them on the last rank
-            group = self.communicator.pp_group
-            torch.distributed.broadcast(counted, torch.distributed.get_global_rank(group, self.last_rank), group)
-        with load("v_step").shared_gradients_summed() if self.in_v else nullcontext():
+        if in_v and counted is not None:  # on the last stage; finalisation reads them on the last rank
+            group = step.communicator.pp_group
+            torch.distributed.broadcast(counted, torch.distributed.get_global_rank(group, self.last_rank(step)), group)
+        with load("v_step").shared_gradients_summed() if in_v else nullcontext():
             config.finalize_model_grads_func(
                 self.inputs.chunks, counted, **{row.groups_keyword: self.inputs.pg_collection}, **more
             )
 
-    def _holds_last_stage(self) -> bool:
-        return self.communicator.rank == self.last_rank
+    def holds_last_stage(self, step: Step) -> bool:
+        return step.communicator.rank == self.last_rank(step)
+
+    def is_in_v(self, step: Step) -> bool:
+        """Whether the first and the last stage are on one rank of several."""
+        return step.communicator.size > 1 and find_family(step.spec.schedule).placement == V_SHAPE
+
+    def last_rank(self, step: Step) -> int:
+        """The rank that holds the last stage."""
+        return 0 if self.is_in_v(step) else step.communicator.size - 1

@@ -27,7 +27,7 @@ from megatron_pp.common.object_table import ObjectTable
 from megatron_pp.errors import NotServedError, UnknownMegatronError
 from megatron_pp.integrations.after_step import leave_what_follows, watch_what_follows
 from megatron_pp.integrations.gpt_models import model_classes, place_models, restore_models
-from megatron_pp.integrations.megatron_call import MegatronCall
+from megatron_pp.integrations.megatron_call import MegatronHost
 from megatron_pp.integrations.megatron_release import Megatron, load_megatron
 from megatron_pp.integrations.megatron_scope import has_modules, reason_not_served, without_defaults
 from megatron_pp.integrations.megatron_versions import ENTRIES
@@ -35,6 +35,7 @@ from megatron_pp.integrations.named_objects import holders_of, replace_in, repla
 from megatron_pp.integrations.settings import InstallSettings, read_settings
 from megatron_pp.on_demand import is_loaded, load
 from megatron_pp.runtime.arguments import check_required
+from megatron_pp.runtime.step import prepared, run_step
 
 __all__ = ["NotServedError", "UnknownMegatronError", "install", "installed", "is_installed", "uninstall"]
 
@@ -95,14 +96,14 @@ class Schedule:
         check_required(name, arguments)
         if has_modules(megatron, arguments):
             watch_what_follows()
-            return load("megatron_modules").ModulesMegatronCall(megatron, settings, **arguments).run()
+            return load("megatron_modules").run(megatron, settings, arguments)
         alone = name == "forward_backward_no_pipelining"
         chunked = name == "forward_backward_pipelining_with_interleaving"
-        call = MegatronCall(megatron, settings, alone=alone, chunked=chunked, **arguments)
+        host = MegatronHost(megatron, settings, alone=alone, chunked=chunked, **arguments)
+        step = prepared(host)
+        host.check(step)
         watch_what_follows()
-        if not settings.any_microbatch_count:
-            call.refuse_slow_count()
-        return call.run()
+        return run_step(step, host)
 
     def stand_for(self, theirs: Callable[..., Any]) -> None:
         """Stand for this function of Megatron's, as after its module was loaded again."""

@@ -21,13 +21,17 @@ from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import PlanError
 from megatron_pp.features.modules.graph import Edge, Module, ModuleGraph, module_graphs
 from megatron_pp.features.modules.modules_runner import cut_along
-from megatron_pp.features.modules.modules_step import ModulesPipeline, OnModules, unserved_setting
-from megatron_pp.integrations.megatron_call import MegatronCall
+from megatron_pp.features.modules.modules_step import ModulesPipeline, OnModules, prepared_on_modules, unserved_setting
+from megatron_pp.integrations.megatron_call import MegatronHost
 from megatron_pp.integrations.megatron_release import Megatron
 from megatron_pp.integrations.megatron_steps import MegatronSteps, freed_output
 from megatron_pp.integrations.settings import InstallSettings
 from megatron_pp.plan.ir.instruction import FORWARD
 from megatron_pp.plan.ir.spec import Plan
+from megatron_pp.runtime.arguments import StepInputs
+from megatron_pp.runtime.compute import StepOptions
+from megatron_pp.runtime.host import Host
+from megatron_pp.runtime.step import Step, run_step
 
 _SCHEDULE = "forward_backward_pipelining_without_interleaving"
 _WHAT = "pipelines of several modules"
@@ -169,32 +173,44 @@ class _BridgeParts:
         return cut_along(self.bridges[edge.module, edge.bridge]._batch_dim, grad, shapes)
 
 
-class ModulesMegatronCall(OnModules, MegatronCall):
+def run(megatron: Megatron, installed: InstallSettings, arguments: Mapping[str, Any]) -> list[Any]:
     """One call of Megatron's schedule with several modules: `arguments` are its keywords."""
+    host = ModulesMegatronHost(megatron, installed, arguments)
+    return run_step(prepared_on_modules(host), host)
 
-    def __init__(self, megatron: Megatron, installed: InstallSettings, **arguments: Any) -> None:
+
+class ModulesMegatronHost(OnModules, MegatronHost):
+    """Of such a call."""
+
+    def __init__(self, megatron: Megatron, installed: InstallSettings, arguments: Mapping[str, Any]) -> None:
+        self.pipeline = _pipeline_of(arguments["p2p_communicator"])
+        Host.__init__(self, StepInputs(len(self.pipeline.gives_loss) > 1, **arguments), alone=False)
         self.megatron, self.installed = megatron, installed
-        self.prepare_call(_pipeline_of(arguments["p2p_communicator"]), arguments)
+        self.config = self.inputs.config
         self.embedding: Any = None
-        self.in_v = False
 
-    def make_steps(self, plan: Plan) -> ModuleMegatronSteps:
-        return ModuleMegatronSteps(self.megatron, self, self.overridden_config, self.step_options(plan))
+    def steps(self, step: Step, plan: Plan, options: StepOptions) -> ModuleMegatronSteps:
+        return ModuleMegatronSteps(self.megatron, step, self.overridden_config, options, self.pipeline)
 
-    def _holds_last_stage(self) -> bool:
+    def is_in_v(self, step: Step) -> bool:
+        return False
+
+    def holds_last_stage(self, step: Step) -> bool:
         return any(self.pipeline.gives_loss)
 
 
 class ModuleMegatronSteps(MegatronSteps):
     """With Megatron's backward of several modules. Tensors of the stage before in the same module come in lists."""
 
-    def __init__(self, megatron: Megatron, call: ModulesMegatronCall, *rest: Any) -> None:
-        super().__init__(megatron, call, *rest)
-        graph = call.pipeline.graph
+    def __init__(
+        self, megatron: Megatron, step: Step, overridden: Any, options: StepOptions, pipeline: ModulesPipeline
+    ) -> None:
+        super().__init__(megatron, step, overridden, options)
+        graph = pipeline.graph
         assert graph is not None
-        received = graph.edges[FORWARD][call.communicator.rank][0].received
+        received = graph.edges[FORWARD][step.communicator.rank][0].received
         self.in_lists = {edge.module for edge in received if not edge.bridge}
-        self.language_model = call.inputs.pg_collection.language_model_module_name
+        self.language_model = step.inputs.pg_collection.language_model_module_name
 
     def forward(self, chunk: int, mb: int, input_tensor: Any) -> Any:
         given = {name: [tensor] if name in self.in_lists else tensor for name, tensor in input_tensor.items()}

@@ -7,7 +7,7 @@ import torch
 from megatron_pp.common.module_attributes import wrapped_attribute
 from megatron_pp.integrations.megatron_release import Megatron
 from megatron_pp.runtime.compute import Activation, LossRecord, StepOptions
-from megatron_pp.runtime.step import StepCall
+from megatron_pp.runtime.step import Step
 
 
 class MegatronSteps:
@@ -18,19 +18,19 @@ class MegatronSteps:
     `overridden`: the config, with what `install()` overrides.
     """
 
-    def __init__(self, megatron: Megatron, call: StepCall, overridden: Any, options: StepOptions) -> None:
+    def __init__(self, megatron: Megatron, step: Step, overridden: Any, options: StepOptions) -> None:
         self.schedules = megatron.schedules
-        self.inputs = call.inputs
-        self.config = call.config
+        self.inputs = step.inputs
+        self.config = step.config
         self.overridden = overridden
-        self.deallocates = call.settings.deallocate_pipeline_outputs
+        self.deallocates = step.settings.deallocate_pipeline_outputs
         self.options = options
-        self.record = LossRecord(num_tokens=torch.zeros([], dtype=torch.int, device=call.communicator.device))
+        self.record = LossRecord(num_tokens=torch.zeros([], dtype=torch.int, device=step.communicator.device))
         known = {
-            "model_type": wrapped_attribute(call.inputs.chunks[0], "model_type"),
-            "pipeline_model_parallel_size": call.communicator.size,
+            "model_type": wrapped_attribute(step.inputs.chunks[0], "model_type"),
+            "pipeline_model_parallel_size": step.communicator.size,
         }
-        self.drops = [wrapped_attribute(chunk, "drop_received", lambda: None) for chunk in call.inputs.chunks]
+        self.drops = [wrapped_attribute(chunk, "drop_received", lambda: None) for chunk in step.inputs.chunks]
         self.more_for_backward = {name: known[name] for name in megatron.row.backward_only}
 
     def forward(self, chunk: int, mb: int, input_tensor: Activation) -> Activation:

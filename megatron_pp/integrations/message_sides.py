@@ -12,18 +12,18 @@ from megatron_pp.on_demand import load
 from megatron_pp.runtime.communicators import pipeline_group
 
 if TYPE_CHECKING:
-    from megatron_pp.integrations.megatron_call import MegatronCall
+    from megatron_pp.integrations.megatron_call import MegatronHost
 
 
-def shapes_of_sides(call: MegatronCall) -> tuple[list[Any], list[Any]]:
+def shapes_of_sides(host: MegatronHost) -> tuple[list[Any], list[Any]]:
     """What this rank receives and what it sends. With several chunks a rank all messages have one shape."""
-    group = pipeline_group(call.inputs, call.alone)
-    config = call.overridden_config
-    if not call.inputs.chunked:
-        return call.ask(config, pp_group=group, is_recv=True), call.ask(config, pp_group=group, is_recv=False)
+    group = pipeline_group(host.inputs, host.alone)
+    config = host.overridden_config
+    if not host.inputs.chunked:
+        return host.ask(config, pp_group=group, is_recv=True), host.ask(config, pp_group=group, is_recv=False)
     inner = group is not None and group.rank() > 0  # the side of this rank's only chunk on which another stage is
     if has_attention_residuals(config):
-        shapes = load("attention_residuals").between_chunks(call, {"pp_group": group, "is_recv": inner})
+        shapes = load("attention_residuals").between_chunks(host, {"pp_group": group, "is_recv": inner})
     else:
-        shapes = call.ask(config, pp_group=group, is_recv=inner)
+        shapes = host.ask(config, pp_group=group, is_recv=inner)
     return shapes, list(shapes)

@@ -27,9 +27,9 @@ from megatron_pp.tracing.observers import StepObserver
 
 
 def step_observer(step: Any) -> StepObserver | None:
-    """What keeps the graphs of a StepCall's model in order; None where nothing has to. Raises ScheduleInputError, on
+    """What keeps the graphs of a step's model in order; None where nothing has to. Raises ScheduleInputError, on
     all ranks alike, where they, or copies of activations, would not be."""
-    spec, settings = PlanSpec(**step.fields), step.settings
+    spec, settings = step.draft, step.settings
     interleaved = settings.virtual_pipeline_model_parallel_size is not None
     group = getattr(step.config, "microbatch_group_size_per_vp_stage", None) or 0  # Megatron reads no other setting
     if settings.fine_grained_activation_offloading:

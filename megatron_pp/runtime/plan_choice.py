@@ -1,5 +1,6 @@
 """The plan that a step's settings and arguments ask for."""
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -10,7 +11,7 @@ from megatron_pp.comm.transport import Transport
 from megatron_pp.config import rules
 from megatron_pp.config.microbatch_counts import check_group_size, explain_microbatch_count
 from megatron_pp.config.settings import LAYER_GRAPHS, StepSettings, checked
-from megatron_pp.errors import ScheduleInputError
+from megatron_pp.errors import PlanError, ScheduleInputError
 from megatron_pp.on_demand import load
 from megatron_pp.plan.builder import offloaded_chunks
 from megatron_pp.plan.ir.placement import Placement
@@ -21,12 +22,12 @@ from megatron_pp.runtime.arguments import StepInputs
 from megatron_pp.runtime.log_once import warn_once
 
 
-def spec_fields(
+def draft_spec(
     inputs: StepInputs, settings: StepSettings, pipeline_size: int, is_converted: bool, joins_pairs: bool
-) -> dict[str, Any]:
-    """The fields of the PlanSpec that do not depend on the communicator, so that contradictions raise
-    ScheduleInputError before any communication. ``is_converted``: ``split_weight_grad`` has converted the chunks;
-    ``joins_pairs``: the model runs pairs."""
+) -> PlanSpec:
+    """The PlanSpec without what depends on the communicator, so that contradictions raise ScheduleInputError before any
+    communication. ``is_converted``: ``split_weight_grad`` has converted the chunks; ``joins_pairs``: the model runs
+    pairs."""
     num_chunks, training = len(inputs.chunks), not inputs.forward_only
     _check_chunks(settings, pipeline_size, num_chunks, inputs.chunked)
     slices = settings.sequence_slices
@@ -35,34 +36,37 @@ def spec_fields(
     checked(rules.check_offload, settings.offload_chunks, num_chunks)
     placement = Placement(family.placement, pipeline_size, num_chunks)
     by_cost = settings.fsdp_collectives == BY_COST
-    fields = {
-        "schedule": family.name,
-        "pipeline_size": pipeline_size,
-        "num_chunks": num_chunks,
-        "num_microbatches": inputs.num_microbatches,
-        "group_size": checked(check_group_size, pipeline_size, num_chunks, group_size, family.small_groups),
-        "policy": settings.policy,
-        "channels": settings.p2p_channels,
-        "forward_only": inputs.forward_only,
-        "grad_sync": HOOKS if settings.grad_sync_func is None else EXPLICIT,
-        "param_sync": training and settings.param_sync_func is not None,
-        "overlap_pairs": training and (joins_pairs or settings.overlapped_forward_backward is not None),
-        "measured": checked(rules.measured_of, settings) if family.search is not None or by_cost else None,
-        "digest": family.digest,
-        "slices": slices,
-        "offload_chunks": settings.offload_chunks if training else None,
-        "offload_slots": settings.offload_slots,
-        "fsdp_collectives": settings.fsdp_collectives or "",
-        "fsdp_max_active_stages": settings.fsdp_max_active_stages or 0,
-        "skip_tensors": checked(rules.checked_skip_tensors, settings.skip_tensors, settings.skip_cache, placement),
-        "skip_cache": settings.skip_cache,
-        "split_backward": is_converted or inputs.forward_only or not family.splits_weight,
-    }
+    try:
+        draft = _kept_spec(
+            schedule=family.name,
+            pipeline_size=pipeline_size,
+            num_chunks=num_chunks,
+            num_microbatches=inputs.num_microbatches,
+            group_size=checked(check_group_size, pipeline_size, num_chunks, group_size, family.small_groups),
+            policy=settings.policy,
+            channels=settings.p2p_channels,
+            forward_only=inputs.forward_only,
+            grad_sync=HOOKS if settings.grad_sync_func is None else EXPLICIT,
+            param_sync=training and settings.param_sync_func is not None,
+            overlap_pairs=training and (joins_pairs or settings.overlapped_forward_backward is not None),
+            measured=checked(rules.measured_of, settings) if family.search is not None or by_cost else None,
+            digest=family.digest,
+            slices=slices,
+            offload_chunks=settings.offload_chunks if training else None,
+            offload_slots=settings.offload_slots,
+            fsdp_collectives=settings.fsdp_collectives or "",
+            fsdp_max_active_stages=settings.fsdp_max_active_stages or 0,
+            skip_tensors=checked(rules.checked_skip_tensors, settings.skip_tensors, settings.skip_cache, placement),
+            skip_cache=settings.skip_cache,
+            split_backward=is_converted or inputs.forward_only or not family.splits_weight,
+        )
+    except PlanError as error:
+        raise ScheduleInputError(f"config: {error}") from error
     if settings.fsdp_collectives or settings.fsdp_max_active_stages:
-        load("fsdp").check_fsdp(fields, inputs, settings)
-    if training and offloaded_chunks(PlanSpec(**fields)):
-        _check_offloading(settings, fields["overlap_pairs"])
-    return fields
+        load("fsdp").check_fsdp(draft, inputs, settings)
+    if training and offloaded_chunks(draft):
+        _check_offloading(settings, draft.overlap_pairs)
+    return draft
 
 
 def _check_offloading(settings: StepSettings, pairs: bool) -> None:
@@ -79,9 +83,9 @@ def _check_offloading(settings: StepSettings, pairs: bool) -> None:
         )
 
 
-def plan_spec(fields: dict[str, Any], settings: StepSettings, communicator: P2PCore) -> PlanSpec:
-    """The spec of a plan that ``communicator`` can run. Raises ScheduleInputError where a communicator of the caller's
-    sends shapes ahead, or has channels, as the config does not say."""
+def plan_spec(draft: PlanSpec, settings: StepSettings, communicator: P2PCore) -> PlanSpec:
+    """``draft`` as a plan's spec that ``communicator`` can run. Raises ScheduleInputError where a communicator of the
+    caller's sends shapes ahead, or has channels, as the config does not say."""
     for name, field in (("variable_seq_lengths", "shapes_vary"), ("p2p_channels", "p2p_channels")):
         its, ours = getattr(communicator.settings, field), getattr(settings, field)
         if its != ours:
@@ -89,10 +93,11 @@ def plan_spec(fields: dict[str, Any], settings: StepSettings, communicator: P2PC
                 f"p2p_communicator was made with {name}={its}, the model's config has {name}={ours}; give both the same"
             )
     by_device = fields_of_device(settings, communicator.transport)
-    return _kept_spec(**fields, variable_shapes=communicator.variable_shapes, **by_device)
+    return _completed(draft, variable_shapes=communicator.variable_shapes, **by_device)
 
 
 _kept_spec = lru_cache(maxsize=256)(PlanSpec)
+_completed = lru_cache(maxsize=256)(replace)
 
 
 def fields_of_device(settings: StepSettings, transport: Transport) -> dict[str, Any]:

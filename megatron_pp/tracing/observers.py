@@ -33,8 +33,8 @@ class Recording(Observer, Protocol):
 
 class StepObserver:
     """What a setting adds to a step, by the phase where it does so; each method does nothing here. A module that
-    ``StepCall`` loads for a setting has a function ``step_observer``, which makes one, or returns None. ``step`` is the
-    StepCall."""
+    a step loads for a setting has a function ``step_observer``, which is given the StepRequest and makes one, or
+    returns None. ``step`` is the Step."""
 
     def next_plan(self, step: Any, plan: Plan) -> Plan:
         """The plan that the step runs: ``plan``, which its settings ask for, or what replaces it."""

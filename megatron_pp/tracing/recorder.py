@@ -84,7 +84,7 @@ class _Traced(StepObserver):
 
 
 def step_observer(step: Any) -> StepObserver:
-    """What traces ``step``, a StepCall."""
+    """What traces ``step``."""
     return _Traced()
 
 

@@ -135,7 +135,7 @@ def _config(lines: list[str], scenario: dict[str, Any]) -> Any:
 
 
 def _call(lines: list[str], scenario: dict[str, Any]) -> Any:
-    """What the two read of a StepCall."""
+    """What the two read of a Step."""
     chunk: Any = Stage(lines, scenario)
     for _ in range(scenario.get("wrappers", 1)):
         chunk = Wrapper(chunk, lines)

@@ -19,11 +19,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron_pp.comm.wait_handle import WaitHandle
 from megatron_pp.runtime.communicators import close_communicators
 from megatron_pp.runtime.executor import PlanExecutor
-from megatron_pp.runtime.step import StepCall
+from megatron_pp.runtime.step import Step
 from tests.megatron import lab
 from tests.megatron.cases import Case
 
-STEP = (StepCall, PlanExecutor, WaitHandle, TracebackType)
+STEP = (Step, PlanExecutor, WaitHandle, TracebackType)
 FAILS_AT = 3  # of the calls of a layer on the rank that fails, in the second step
 
 

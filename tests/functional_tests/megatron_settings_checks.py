@@ -20,7 +20,7 @@ from megatron_pp.features.packing.step_plans import PlansOfKinds
 from megatron_pp.features.packing.steps import PackedSteps
 from megatron_pp.integrations import megatron_core
 from megatron_pp.plan.ir.spec import Plan
-from megatron_pp.runtime import step
+from megatron_pp.runtime import host
 from tests.functional_tests.megatron_checks import call_schedule, logged, raised, with_fields
 from tests.megatron import lab as megatron_lab
 from tests.megatron.cases import Case
@@ -48,7 +48,7 @@ def settings_reach_the_engine_and_not_the_config(case: Case) -> list[str]:
         for overrides in OVERRIDES:
             with (
                 with_fields(run.config, config),
-                mock.patch.object(step, "build_plan", wraps=step.build_plan) as built,
+                mock.patch.object(host, "build_plan", wraps=host.build_plan) as built,
                 mock.patch.object(schedules, "get_tensor_shapes", wraps=schedules.get_tensor_shapes) as shapes,
                 logged() as said,
                 megatron_core.installed(strict=True, **overrides),
@@ -181,6 +181,6 @@ def _with_schedule(run: megatron_lab.Run, schedule: str) -> None:
 
 
 def _schedule_of_a_step(run: megatron_lab.Run) -> str:
-    with mock.patch.object(step, "build_plan", wraps=step.build_plan) as built:
+    with mock.patch.object(host, "build_plan", wraps=host.build_plan) as built:
         call_schedule(run)
     return str(built.call_args.args[0].schedule)

@@ -197,7 +197,9 @@ def test_a_step_after_uninstall_is_an_error_until_install_is_called_again(facts:
     assert outcome.status == "ok", outcome.message
     assert [len(errors) for errors in outcome.facts] == [3, 2]
     for error in (*outcome.facts[0], *outcome.facts[1]):
-        assert error.startswith("this GPTModel was built for stages in a v under install(), which uninstall() has ended")
+        assert error.startswith(
+            "this GPTModel was built for stages in a v under install(), which uninstall() has ended"
+        )
 
 
 def imports_later(rank: int, size: int) -> None:

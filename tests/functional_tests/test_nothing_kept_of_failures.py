@@ -24,7 +24,7 @@ from megatron_pp.features.pairs.pair_runner import in_turn
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.runtime.communicators import close_communicators, communicator_for
 from megatron_pp.runtime.executor import PlanExecutor
-from megatron_pp.runtime.step import StepCall
+from megatron_pp.runtime.step import Step
 from megatron_pp.testing.toy import HIDDEN
 from tests.functional_tests.failed_steps import (
     MICROBATCHES,
@@ -80,7 +80,7 @@ CASES: dict[str, Callable[[Trial], str]] = {
     **{f"torch's stages, {name}": case for name, case in TORCHS.items()},
     **SHARDED,
 }
-STEP = (StepCall, PlanExecutor, WaitHandle, TracebackType)
+STEP = (Step, PlanExecutor, WaitHandle, TracebackType)
 
 
 def what_is_left(rank: int, size: int, name: str, fault: Fault, closed: bool) -> tuple[str, dict[str, int], list[str]]:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_pp.common.object_table import ObjectTable
 from megatron_pp.config.settings import LAYER_GRAPHS, StepSettings
-from megatron_pp.errors import PlanError, ScheduleInputError
+from megatron_pp.errors import ScheduleInputError
 from megatron_pp.features.fsdp import fsdp_instructions as fsdp
 from megatron_pp.features.fsdp.hook_settings import HookSettings
 from megatron_pp.plan.builder import offloaded_chunks
@@ -47,12 +47,8 @@ class _Running(NamedTuple):
 _RUNNING: ObjectTable[_Running] = ObjectTable()
 
 
-def check_fsdp(fields: Mapping[str, Any], inputs: StepInputs, settings: StepSettings) -> None:
+def check_fsdp(spec: PlanSpec, inputs: StepInputs, settings: StepSettings) -> None:
     """Raises ScheduleInputError where a chunk is not sharded, or the step asks for what collectives do not go with."""
-    try:
-        spec = PlanSpec(**fields)
-    except PlanError as error:
-        raise ScheduleInputError(f"config: {error}") from error
     for number, chunk in enumerate(inputs.chunks):
         if not _sharded(chunk):
             raise ScheduleInputError(f"model chunk {number} ({type(chunk).__name__}) {_why_not(chunk)}")

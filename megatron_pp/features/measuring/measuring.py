@@ -55,7 +55,7 @@ _MEASURINGS: ObjectTable[Measuring] = ObjectTable()
 
 
 def step_observer(step: Any) -> Measuring | None:
-    """What measures the steps of a StepCall's model; None where nothing is left to measure. Raises ScheduleInputError
+    """What measures the steps of a step's model; None where nothing is left to measure. Raises ScheduleInputError
     where the file cannot be written."""
     model, settings = step.inputs.chunks[0], step.settings
     if step.inputs.forward_only:

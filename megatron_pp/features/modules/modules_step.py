@@ -13,6 +13,7 @@ the last stage what its loss function takes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -24,13 +25,14 @@ from megatron_pp.features.modules.modules_plan import ModulesSpec, modules_plan,
 from megatron_pp.features.modules.modules_runner import BatchParts, ModulesRunner, Parts
 from megatron_pp.plan.ir.spec import EXPLICIT, HOOKS, ONE_WAY, Plan
 from megatron_pp.runtime.arguments import StepInputs
-from megatron_pp.runtime.compute import timed_backward
+from megatron_pp.runtime.compute import StepOptions, timed_backward
 from megatron_pp.runtime.executor import Feature
+from megatron_pp.runtime.host import Host
 from megatron_pp.runtime.log_once import certify_once
 from megatron_pp.runtime.message_shapes import Messages, Shapes
 from megatron_pp.runtime.model_steps import ModelSteps
 from megatron_pp.runtime.plan_choice import fields_of_device
-from megatron_pp.runtime.step import StepCall
+from megatron_pp.runtime.step import Step, StepRequest, communicator_of, observers_of, run_step
 
 _ONE_F_ONE_B = "1f1b"
 
@@ -70,57 +72,55 @@ class ModulesPipeline:
         self.gives_loss = [not giving.isdisjoint(chunk.modules) for chunk in own]
 
 
-class OnModules(StepCall):
+class OnModules(Host):
     """What a step on ``pipeline`` does differently from one on a line of stages."""
 
     pipeline: ModulesPipeline
 
-    def prepare_call(self, pipeline: ModulesPipeline, arguments: Mapping[str, Any]) -> None:
-        """In place of StepCall's own ``__init__``. Raises ScheduleInputError before any communication."""
-        self.pipeline, self.alone = pipeline, False
-        self.inputs = StepInputs(len(pipeline.gives_loss) > 1, **arguments)
-        self.config = self.inputs.config
-        self.settings = self.read_settings()
-        check_settings(self.settings)
-        self.number = self.step_number()
-        self.tp_size = self.cp_size = 1
-        self.weights = self.weight_store()
-        self.shapes = (Shapes(None, None),)
-        self.messages = Messages(self.shapes[0], None, None)
-        self.slices = ()
-        self.observers = self._observers()
-        graph, inputs, settings = pipeline.graph, self.inputs, self.settings
-        if graph is None:
-            raise ScheduleInputError(f"rank {pipeline.rank} is in no module of the pipeline; let it run no step")
-        # From here on there may be communication.
-        self.communicator = self._communicator(pipeline.group)
-        self.spec: ModulesSpec = modules_spec(
-            graph,
-            inputs.num_microbatches,
-            forward_only=inputs.forward_only,
-            variable_shapes=True,
-            grad_sync=HOOKS if settings.grad_sync_func is None else EXPLICIT,
-            **fields_of_device(settings, self.communicator.transport),
-        )
-
-    def _plan(self) -> Plan:
-        plan = modules_plan(self.spec)
+    def plan(self, step: Step) -> Plan:
+        assert isinstance(step.spec, ModulesSpec)
+        plan = modules_plan(step.spec)
         certify_once(plan)
         return plan
 
-    def _check_places(self, plan: Plan) -> None:
+    def check_chunks(self, step: Step, plan: Plan) -> None:
         """The first and the last stage of a module are not those of the pipeline: nothing is compared."""
 
-    def _layers(self, plan: Plan) -> dict[str, str]:
+    def described(self, step: Step, plan: Plan) -> dict[str, str]:
         """Each module numbers its own layers."""
         return {}
 
-    def _features(self, plan: Plan, steps: Any) -> list[Feature]:
+    def features(self, step: Step, plan: Plan, steps: Any) -> list[Feature]:
         graphs = self.graph_in_evaluation or not plan.spec.forward_only
-        return [ModulesRunner(plan, self.communicator.rank, self.pipeline.parts, graphs)]
+        return [ModulesRunner(plan, step.communicator.rank, self.pipeline.parts, graphs)]
 
-    def _is_last_stage(self, plan: Plan) -> list[bool]:
+    def is_last_stage(self, step: Step, plan: Plan) -> list[bool]:
         return self.pipeline.gives_loss
+
+
+def prepared_on_modules(host: OnModules) -> Step:
+    """The step of a call. Raises ScheduleInputError before any communication."""
+    pipeline, inputs, settings = host.pipeline, host.inputs, host.read_settings()
+    check_settings(settings)
+    number, weights = host.step_number(settings), host.weight_store(settings)
+    graph, shapes = pipeline.graph, Shapes(None, None)
+    if graph is None:
+        raise ScheduleInputError(f"rank {pipeline.rank} is in no module of the pipeline; let it run no step")
+    draft = modules_spec(
+        graph,
+        inputs.num_microbatches,
+        forward_only=inputs.forward_only,
+        variable_shapes=True,
+        grad_sync=HOOKS if settings.grad_sync_func is None else EXPLICIT,
+    )
+    request = StepRequest(
+        inputs, settings, False, number, 1, weights, False, draft, Messages(shapes, None, None), (shapes,), (), ()
+    )
+    observers = observers_of(request)
+    # From here on there may be communication.
+    communicator = communicator_of(request, pipeline.group)
+    spec = replace(draft, **fields_of_device(settings, communicator.transport))
+    return Step(**vars(request), observers=observers, communicator=communicator, spec=spec)
 
 
 def unserved_setting(settings: StepSettings) -> str | None:
@@ -173,15 +173,16 @@ class ModuleSteps(ModelSteps):
         return ModelSteps.backward_root(output)
 
 
-class ModulesCall(OnModules):
-    """One call of ``forward_backward_modules``."""
+class ModulesHost(OnModules):
+    """Of one call of ``forward_backward_modules``."""
 
     def __init__(self, pipeline: ModulesPipeline, arguments: Mapping[str, Any]) -> None:
-        self.prepare_call(pipeline, arguments)
+        super().__init__(StepInputs(len(pipeline.gives_loss) > 1, **arguments), alone=False)
+        self.pipeline = pipeline
 
-    def make_steps(self, plan: Plan) -> ModuleSteps:
-        inputs, options = self.inputs, self.step_options(plan)
-        return ModuleSteps(inputs.forward_step_func, inputs.data_iterators, inputs.chunks, self.settings, options)
+    def steps(self, step: Step, plan: Plan, options: StepOptions) -> ModuleSteps:
+        inputs = self.inputs
+        return ModuleSteps(inputs.forward_step_func, inputs.data_iterators, inputs.chunks, step.settings, options)
 
 
 def forward_backward_modules(pipeline: ModulesPipeline, **arguments: Any) -> list[Any]:
@@ -192,4 +193,5 @@ def forward_backward_modules(pipeline: ModulesPipeline, **arguments: Any) -> lis
     The config needs ``variable_seq_lengths=True`` and ``pipeline_dtype``, one for all modules. Raises
     ScheduleInputError for impossible arguments before any communication, PlanError where modules wait for each other.
     """
-    return ModulesCall(pipeline, arguments).run()
+    host = ModulesHost(pipeline, arguments)
+    return run_step(prepared_on_modules(host), host)

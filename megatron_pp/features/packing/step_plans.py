@@ -45,10 +45,10 @@ Kind = tuple[PlanSpec, tuple[float, ...]]
 
 
 def step_observer(step: Any) -> StepPlans | None:
-    """What chooses the plans of a StepCall's model; None where nothing does. Raises ScheduleInputError where plans of
+    """What chooses the plans of a step's model; None where nothing does. Raises ScheduleInputError where plans of
     it cannot be searched, or numbers would change."""
-    chunks, settings, fields = step.inputs.chunks, step.settings, step.fields
-    if fields["forward_only"] or fields["pipeline_size"] == 1:
+    chunks, settings, spec = step.inputs.chunks, step.settings, step.draft
+    if spec.forward_only or spec.pipeline_size == 1:
         return None
     wanted = PlansOfPackedSteps if isinstance(settings.microbatch_costs, PackedSteps) else PlansOfKinds
     found = _PLANNERS.get(chunks[0])
@@ -56,7 +56,7 @@ def step_observer(step: Any) -> StepPlans | None:
         if len(chunks) > 1 and _share_parameters(chunks):
             raise _refusal("chunks of a rank share a parameter, whose gradient would be added up in another order")
         found = wanted(settings, chunks)
-        found.check(settings, PlanSpec(**fields))
+        found.check(settings, spec)
         _PLANNERS[chunks[0]] = found
     return found
 

@@ -24,13 +24,14 @@ from megatron_pp.integrations.torch_pipelining.gradients import divided_by
 from megatron_pp.integrations.torch_pipelining.hops import Edge
 from megatron_pp.integrations.torch_pipelining.splitting import Splitting
 from megatron_pp.integrations.torch_pipelining.stage_calls import stage_call
-from megatron_pp.integrations.torch_pipelining.step_call import TorchCall
+from megatron_pp.integrations.torch_pipelining.step_call import TorchHost
 from megatron_pp.plan.builder import build_plan, stage_numbers
 from megatron_pp.plan.io.serialize import TORCH_CSV, format_plan
 from megatron_pp.plan.ir.placement import V_SHAPE, Placement
 from megatron_pp.plan.ir.spec import BY_COST, PlanSpec
 from megatron_pp.plan.orders import find_family
 from megatron_pp.runtime.communicators import communicator_for
+from megatron_pp.runtime.step import prepared, run_step
 
 OUR_NAME = {
     "gpipe": "gpipe",
@@ -188,12 +189,12 @@ class PlanSchedule:
                 refused = error.error
         if refused is not None:
             raise refused
-        call = TorchCall(self, config, batch, edges, forward_only, return_outputs)
+        host = TorchHost(self, config, batch, edges, forward_only, return_outputs)
         with divided_by(self.n_microbatches if self.scale_grads and not forward_only else 1, self.parameters):
-            found = call.run()
+            found = run_step(prepared(host), host)
         if losses is not None and any(one.is_last for one in self.calls):
             losses[:] = found
-        return call.merged
+        return host.merged
 
     def _watched(self, config: ModelParallelConfig) -> AbstractContextManager[Any]:
         """What the ranks agree on before a step, under the guard of its communicator."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_pp.config.model_config import ModelParallelConfig
+from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.integrations.torch_pipelining.batch import Batch
 from megatron_pp.integrations.torch_pipelining.hops import Edge, HopRunner
@@ -16,15 +17,18 @@ from megatron_pp.integrations.torch_pipelining.last_outputs import LastOutputs
 from megatron_pp.integrations.torch_pipelining.stage_steps import StageSteps
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.plan.orders import find_family
+from megatron_pp.runtime.arguments import StepInputs
+from megatron_pp.runtime.compute import StepOptions
 from megatron_pp.runtime.executor import Feature
-from megatron_pp.runtime.step import StepCall
+from megatron_pp.runtime.host import Host
+from megatron_pp.runtime.step import Step
 
 if TYPE_CHECKING:
     from megatron_pp.integrations.torch_pipelining.schedule import PlanSchedule
 
 
-class TorchCall(StepCall):
-    """One call of ``PlanSchedule.step`` or ``eval``."""
+class TorchHost(Host):
+    """Of one call of ``PlanSchedule.step`` or ``eval``."""
 
     followed_by = "the work after the step (optimizer)"
     whole_by_choice = True  # ``Splitting`` says itself why a rank's backwards are whole
@@ -42,9 +46,8 @@ class TorchCall(StepCall):
         self.outputs = LastOutputs(schedule.merge_spec) if keeps_outputs else None
         self.merged: Any = None
         modules = [call.stage.submod for call in schedule.calls]
-        super().__init__(
-            chunked=len(modules) > 1,
-            alone=False,
+        inputs = StepInputs(
+            len(modules) > 1,
             forward_step_func=schedule.step,
             data_iterator=[None] * len(modules),
             model=modules,
@@ -53,22 +56,23 @@ class TorchCall(StepCall):
             pg_collection=SimpleNamespace(pp=schedule.group),
             config=config,
         )
+        super().__init__(inputs, alone=False)
 
-    def tensor_shapes(self) -> tuple[list[Any], list[Any]]:
+    def tensor_shapes(self, settings: StepSettings, tp_size: int, cp_size: int) -> tuple[list[Any], list[Any]]:
         """As one shape, the elements of the largest hop; ``HopRunner`` knows what it is made of."""
-        width = (self.settings.pipeline_dtype or torch.float32).itemsize
+        width = (settings.pipeline_dtype or torch.float32).itemsize
         sizes = (sum(torch.Size(m.shape).numel() * m.dtype.itemsize for m in edge) for edge in self.edges)
         shapes: list[Any] = [(max(sizes, default=0) // width,)]
         return shapes, list(shapes)
 
-    def weight_store(self) -> Any:
+    def weight_store(self, settings: StepSettings) -> Any:
         """Of ``split_weight_grad``, which is called for the modules of a schedule that splits backwards, and of stages
         with a ``dw_builder``."""
         if self.inputs.forward_only:
             return None
         schedule = self.schedule
         builders = [call.stage.dw_builder for call in schedule.calls]
-        if any(builder is not None for builder in builders) and self.settings.measure:
+        if any(builder is not None for builder in builders) and settings.measure:
             raise ScheduleInputError(
                 "config.measure counts what a W keeps, which is not known where a dw_builder keeps it; leave one of "
                 "the two out"
@@ -76,16 +80,16 @@ class TorchCall(StepCall):
         splits = find_family(schedule.schedule).splits_weight
         return schedule.splitting.store(self.inputs.chunks, builders, splits)
 
-    def make_steps(self, plan: Plan) -> StageSteps:
+    def steps(self, step: Step, plan: Plan, options: StepOptions) -> StageSteps:
         schedule, given = self.schedule, (self.schedule.calls, self.edges, self.batch)
         trains = not self.inputs.forward_only
-        return StageSteps(*given, schedule.loss_fn, self.outputs, trains, self.settings.shapes_vary)
+        return StageSteps(*given, schedule.loss_fn, self.outputs, trains, step.settings.shapes_vary)
 
-    def describe(self, plan: Plan) -> dict[str, str]:
-        return {**super().describe(plan), "tensors between stages": str(self.edges)}
+    def described(self, step: Step, plan: Plan) -> dict[str, str]:
+        return {**super().described(step, plan), "tensors between stages": str(self.edges)}
 
-    def finish(self, steps: StageSteps) -> None:
-        super().finish(steps)
+    def finish(self, step: Step, steps: StageSteps) -> None:
+        super().finish(step, steps)
         schedule = self.schedule
         if self.outputs is not None and any(call.is_last for call in schedule.calls):
             self.merged = self.outputs.merged()
@@ -93,5 +97,5 @@ class TorchCall(StepCall):
             # No backward of an earlier stage is waited for: it may still find that what it sent was written to.
             schedule.ranks.any_of([False])
 
-    def _features(self, plan: Plan, steps: Any) -> list[Feature]:
-        return [*super()._features(plan, steps), HopRunner(self.edges, not self.inputs.forward_only)]
+    def features(self, step: Step, plan: Plan, steps: Any) -> list[Feature]:
+        return [*super().features(step, plan, steps), HopRunner(self.edges, not self.inputs.forward_only)]

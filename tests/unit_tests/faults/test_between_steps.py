@@ -18,10 +18,10 @@ from megatron_pp.faults.attach import close_guard
 from megatron_pp.faults.liveness import this_process
 from megatron_pp.faults.records import AFTER, DONE, EXCEPTION, Failure, FaultStore, Process, Progress
 from megatron_pp.integrations.after_step import WatchedEnd
-from megatron_pp.integrations.megatron_call import MegatronCall
+from megatron_pp.integrations.megatron_call import MegatronHost
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.runtime.communicators import _KEPT, communicator_for
-from megatron_pp.runtime.step import StepCall
+from megatron_pp.runtime.host import Host
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import ThreadGroup
 from megatron_pp.testing.toy import toy_config
@@ -256,8 +256,8 @@ def test_the_program_ends_with_the_cause(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_steps_of_a_plug_in_are_followed_by_a_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron's name what follows; others' end with the step."""
-    assert MegatronCall.followed_by
-    assert not StepCall.followed_by
+    assert MegatronHost.followed_by
+    assert not Host.followed_by
     both = threading.Barrier(2)
 
     def states(rank: Rank) -> list[str]:
@@ -267,7 +267,7 @@ def test_steps_of_a_plug_in_are_followed_by_a_watch(monkeypatch: pytest.MonkeyPa
             here = rank.communicator.transport.guard.tracker.observe()
             found.append("" if here is None else f"{here.state}: {here.text}")
             if both.wait(20.0) == 0:
-                monkeypatch.setattr(StepCall, "followed_by", WORK)
+                monkeypatch.setattr(Host, "followed_by", WORK)
             both.wait(20.0)
         close_guard(rank.communicator)
         return found

@@ -18,9 +18,9 @@ import pytest
 
 from megatron_pp.errors import NotServedError, ScheduleInputError
 from megatron_pp.integrations import megatron_core, other_schedules
-from megatron_pp.integrations.megatron_call import MegatronCall
+from megatron_pp.integrations.megatron_call import MegatronHost
 from megatron_pp.integrations.megatron_versions import ENTRIES
-from megatron_pp.runtime.step import StepCall
+from megatron_pp.runtime.host import Host
 from tests.unit_tests.integrations.test_megatron_install import CALL, _fresh, stand_in
 
 __all__ = ["_fresh"]  # a fixture
@@ -351,16 +351,16 @@ def test_shapes_of_messages_are_changed_once(monkeypatch: pytest.MonkeyPatch) ->
     def longer(**arguments: Any) -> Any:
         return shapes(**arguments | {"seq_length": 4 * arguments["seq_length"]})
 
-    monkeypatch.setattr(StepCall, "tensor_shapes", lambda self: [])
+    monkeypatch.setattr(Host, "tensor_shapes", lambda self, *sizes: [])
     for chunked, expected in ((False, 8), (True, 2)):
-        call: Any = object.__new__(MegatronCall)
+        call: Any = object.__new__(MegatronHost)
         groups = types.SimpleNamespace(tp=None, cp=None)
         call.inputs = types.SimpleNamespace(
             chunked=chunked, seq_length=2, micro_batch_size=1, decoder_seq_length=None, pg_collection=groups
         )
         call.megatron = types.SimpleNamespace(schedules=types.SimpleNamespace(get_tensor_shapes=longer))
         call.__dict__["overridden_config"] = None
-        assert call.tensor_shapes() == ([expected], [expected])
+        assert call.tensor_shapes(None, 1, 1) == ([expected], [expected])
 
 
 def test_what_a_function_may_call_is_found_a_few_steps_away() -> None:

@@ -22,7 +22,9 @@ from megatron_pp.plan.verify.verifier import verify
 from megatron_pp.planner import auto
 from megatron_pp.planner.bound import lower_bound
 from megatron_pp.planner.plan_search import SearchResult, peak_memory
-from megatron_pp.schedules import StepCall
+from megatron_pp.runtime.arguments import StepInputs
+from megatron_pp.runtime.host import Host
+from megatron_pp.runtime.step import prepared
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import ThreadGroup
 from megatron_pp.testing.toy import toy_chunks, toy_config, toy_forward_step
@@ -206,9 +208,8 @@ def test_the_first_rank_of_the_job_speaks_for_all(monkeypatch: pytest.MonkeyPatc
     network = MemoryNetwork(3)
     for rank in range(3):
         config = toy_config()
-        call = StepCall(
-            chunked=False,
-            alone=False,
+        inputs = StepInputs(
+            False,
             forward_step_func=toy_forward_step,
             data_iterator=None,
             model=toy_chunks(Placement("loop", 3, 1), rank, config)[0],
@@ -217,5 +218,5 @@ def test_the_first_rank_of_the_job_speaks_for_all(monkeypatch: pytest.MonkeyPatc
             micro_batch_size=1,
             p2p_communicator=P2PCommunicator(ThreadGroup(rank, 3), config, network.transport(rank)),
         )
-        call._announce(f"rank {rank}")
+        prepared(Host(inputs, alone=False)).announce(f"rank {rank}")
     assert said == ["rank 0"]

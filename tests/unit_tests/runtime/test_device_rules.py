@@ -18,7 +18,7 @@ from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.spec import DEVICE_SYNC, ON_NCCL, ONE_QUEUE, STATIC_BUFFERS, PlanSpec
 from megatron_pp.plan.ir.tasks import Task
-from megatron_pp.runtime import log_once, queue_advice, step
+from megatron_pp.runtime import host, log_once, queue_advice
 from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.runtime.queue_advice import QUEUES_VARIABLE
 from megatron_pp.testing.adversarial_transports import LastMomentNetwork
@@ -55,7 +55,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> set[PlanSpec]:
         specs.add(spec)
         return build_plan(spec, announce)
 
-    monkeypatch.setattr(step, "build_plan", noted)
+    monkeypatch.setattr(host, "build_plan", noted)
     return specs
 
 

@@ -160,9 +160,9 @@ def observed(
         cuda_graph_impl=kind, fine_grained_activation_offloading=offloads, virtual_pipeline_model_parallel_size=2
     )
     config = SimpleNamespace(microbatch_group_size_per_vp_stage=group)
-    fields = {"pipeline_size": 2, "num_chunks": 2, "num_microbatches": 12, **spec}
+    draft = PlanSpec(**{"pipeline_size": 2, "num_chunks": 2, "num_microbatches": 12, **spec})
     return graph_order.step_observer(
-        SimpleNamespace(fields=fields, settings=settings, config=config, joins_pairs=joins, weights=None)
+        SimpleNamespace(draft=draft, settings=settings, config=config, joins_pairs=joins, weights=None)
     )
 
 

@@ -123,7 +123,7 @@ def test_what_verify_accepts_of_mutants_gives_the_same_numbers(name: str, monkey
     accepted = [mutant for what, mutant in mutants(plan, rng, 4) if is_of_output_layer(what) and is_accepted(mutant)]
     assert len(accepted) >= 5
     for turn, mutant in enumerate(accepted[:12]):
-        monkeypatch.setattr("megatron_pp.runtime.step.build_plan", lambda *_, mutant=mutant: mutant)
+        monkeypatch.setattr("megatron_pp.runtime.host.build_plan", lambda *_, mutant=mutant: mutant)
         check(case, *step(case, HOSTILE_NETWORKS[turn % 3](case.size, seed=turn), overlap_p2p_comm=True))
 
 

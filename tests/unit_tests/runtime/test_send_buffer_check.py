@@ -19,7 +19,7 @@ from megatron_pp.plan.ir.instruction import POST_OF, RECV_F, SEND_F
 from megatron_pp.plan.ir.instruction_text import parse_instruction
 from megatron_pp.plan.ir.spec import BATCHED, Plan, PlanSpec
 from megatron_pp.plan.ir.tasks import Task
-from megatron_pp.runtime import step
+from megatron_pp.runtime import host
 from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.runtime.step import executor_for
 from megatron_pp.testing.adversarial_transports import LastMomentNetwork
@@ -199,7 +199,7 @@ def _swapped_on_rank_0(spec: PlanSpec, announce: object = None) -> Plan:
 
 @pytest.fixture
 def _sent_out_of_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "build_plan", _swapped_on_rank_0)
+    monkeypatch.setattr(host, "build_plan", _swapped_on_rank_0)
 
 
 @pytest.mark.usefixtures("_sent_out_of_order")

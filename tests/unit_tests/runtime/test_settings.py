@@ -17,6 +17,8 @@ from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import P2PError, ScheduleInputError
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.runtime import step
+from megatron_pp.runtime.arguments import StepInputs
+from megatron_pp.runtime.host import Host
 from megatron_pp.runtime.message_shapes import group_sizes, tensor_shapes
 from megatron_pp.runtime.stage import PipelineStage
 from megatron_pp.schedules import (
@@ -260,20 +262,20 @@ def test_no_pipelining_in_a_pipeline_is_refused() -> None:
 def test_a_plug_in_may_let_a_rank_run_without_its_pipeline(tmp_path: Path) -> None:
     """Then what is for the pipeline does not count: its schedule, communicator and trace."""
 
-    class Local(step.StepCall):
+    class Local(Host):
         local = True
 
     config = toy_config(pipeline_schedule="zb_v", trace_dir=str(tmp_path), trace_steps="1")
-    call = Local(
-        chunked=False,
-        alone=True,
+    inputs = StepInputs(
+        False,
         forward_step_func=toy_forward_step,
         data_iterator=DATA.iterator(),
         model=PipelineStage(ToyBlock(0), config),
         num_microbatches=4,
         p2p_communicator=P2PCommunicator(ThreadGroup(1, 2), config, NothingMayPass(2).transport(1)),
     )
-    assert len(call.run()) == 4
+    host = Local(inputs, alone=True)
+    assert len(step.run_step(step.prepared(host), host)) == 4
     assert list(tmp_path.iterdir()) == []
 
 

@@ -22,7 +22,8 @@ from megatron_pp.features.packing import step_plans
 from megatron_pp.features.packing.step_plans import PlansOfKinds, in_steps
 from megatron_pp.features.pairs.pair_runner import in_turn
 from megatron_pp.planner.step_ahead import NextStep
-from megatron_pp.runtime.step import StepCall
+from megatron_pp.runtime import step as step_module
+from megatron_pp.runtime.step import Step
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.toy import ToyBlock, ToyResult
 from tests.harness.toy_training import train_toy
@@ -57,13 +58,13 @@ def cycling(*kinds: list[float]) -> Before:
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Of each rank of two the schedules of its steps."""
     found: list[list[str]] = [[], []]
-    make = StepCall._executor
+    make = step_module._executor
 
-    def noted(self: StepCall, plan: Any, *rest: Any) -> Any:
-        found[self.communicator.rank].append(plan.spec.schedule)
-        return make(self, plan, *rest)
+    def noted(step: Step, host: Any, plan: Any, *rest: Any) -> Any:
+        found[step.communicator.rank].append(plan.spec.schedule)
+        return make(step, host, plan, *rest)
 
-    monkeypatch.setattr(StepCall, "_executor", noted)
+    monkeypatch.setattr(step_module, "_executor", noted)
     return found
 
 

@@ -1,0 +1,171 @@
+"""What a training stack does in its own way in a step. ``Host`` is the library's own loop; the hosts of other stacks
+(Megatron-core's, torch's stages, pipelines of several modules) derive from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatron_pp.comm.communicator import P2PCore
+from megatron_pp.config.settings import StepSettings
+from megatron_pp.on_demand import is_loaded, load
+from megatron_pp.plan.builder import build_plan
+from megatron_pp.plan.ir.spec import Plan
+from megatron_pp.runtime import plan_choice
+from megatron_pp.runtime.arguments import StepInputs
+from megatron_pp.runtime.chunk_places import check_places, describe_layers
+from megatron_pp.runtime.compute import StepOptions
+from megatron_pp.runtime.executor import Feature
+from megatron_pp.runtime.gradient_hooks import finalize_gradients, unsynchronised
+from megatron_pp.runtime.log_once import certify_once
+from megatron_pp.runtime.message_shapes import Shapes, tensor_shapes
+
+if TYPE_CHECKING:
+    from megatron_pp.runtime.model_steps import ModelSteps
+    from megatron_pp.runtime.step import Step
+    from megatron_pp.weight_grad.store import WeightGradStore
+
+
+class Host:
+    """Made for one call of a schedule function. ``inputs``: its arguments; ``alone``: without a pipeline.
+
+    followed_by          what the training loop does with other ranks between steps, in words, that is watched for
+                         failures too; "" for nothing
+    graph_in_evaluation  whether evaluation leaves autograd as the caller has it, or builds no graph
+    local                whether ranks of a pipeline may each make a call without one, as for a teacher
+    whole_by_choice      whether chunks that do not split their backwards are so by the user's setting"""
+
+    followed_by = ""
+    graph_in_evaluation = False
+    local = False
+    whole_by_choice = False
+
+    def __init__(self, inputs: StepInputs, alone: bool) -> None:
+        self.inputs = inputs
+        self.alone = alone
+
+    @property
+    def joins_pairs(self) -> bool:
+        """Whether what ``steps`` makes runs a forward and a backward as one (``forward_and_backward``)."""
+        return False
+
+    # -- before there is any communication; each raises ScheduleInputError ---------------------------------------------
+
+    def read_settings(self) -> StepSettings:
+        """The options of the step."""
+        return StepSettings.from_config(self.inputs.config)
+
+    def step_number(self, settings: StepSettings) -> int | None:
+        """The program's own number of the step, which all ranks compare; None where it gives none."""
+        return settings.given_step_number()
+
+    def weight_store(self, settings: StepSettings) -> WeightGradStore | None:
+        """The store of this rank's chunks, None where they are not converted."""
+        return load("weight_grad").store_of(self.inputs.chunks) if is_loaded("weight_grad") else None
+
+    def tensor_shapes(self, settings: StepSettings, tp_size: int, cp_size: int) -> tuple[list[Any], list[Any]]:
+        """Shapes of the tensors that this rank receives and sends, one per tensor, before
+        ``adjust_tensor_shapes_fn``."""
+        inputs = self.inputs
+        lengths = inputs.seq_length, inputs.micro_batch_size, inputs.decoder_seq_length
+        shapes = tensor_shapes(*lengths, settings, tp_size, cp_size)
+        return shapes, list(shapes)
+
+    # -- the plan ------------------------------------------------------------------------------------------------------
+
+    def plan(self, step: Step) -> Plan:
+        """The verified plan of ``step.spec``; what there is to say of it is logged once."""
+        plan, settings, communicator = build_plan(step.spec, step.announce), step.settings, step.communicator
+        certify_once(plan)
+        if not step.spec.forward_only:
+            plan_choice.warn_of_limits(plan, step.weights is not None or self.whole_by_choice)
+            groups = communicator.pp_group, self.inputs.pg_collection
+            for sentence in unsynchronised(settings, self.inputs.chunks, plan.placement, *groups):
+                step.announce(sentence)
+        if communicator.transport.backend == "nccl":
+            advice = load("queue_advice").advice_on_queues(plan, settings, communicator, self.inputs.chunks)
+            if advice is not None:
+                step.announce(advice)
+        return plan
+
+    def check_chunks(self, step: Step, plan: Plan) -> None:
+        """Raises for a chunk that is not the stage of its place. Called under the guard, so that peers read which rank
+        has a wrong one, and before any communication."""
+        check_places(self.inputs.chunks, plan.placement, step.communicator.rank, step.spec.schedule, step.announce)
+
+    def described(self, step: Step, plan: Plan) -> dict[str, str]:
+        """What else all ranks of the pipeline have to agree on, as text by name."""
+        return describe_layers(self.inputs.chunks, plan.placement, step.communicator.rank)
+
+    def is_last_stage(self, step: Step, plan: Plan) -> list[bool]:
+        """Of each chunk, whether the loss is computed there."""
+        rank = step.communicator.rank
+        return [plan.placement.is_last_stage(rank, chunk) for chunk in range(len(self.inputs.chunks))]
+
+    # -- the step ------------------------------------------------------------------------------------------------------
+
+    def begin(self, step: Step) -> None:
+        timers = step.settings.timers
+        if timers is not None:
+            timers("forward-backward", log_level=1).start(barrier=step.settings.barrier_with_L1_time)
+
+    def steps(self, step: Step, plan: Plan, options: StepOptions) -> Any:
+        """What runs a microbatch through a chunk: a ``Steps`` with the ``record`` of a ModelSteps."""
+        inputs = self.inputs
+        kind: type[ModelSteps] = load("model_steps").ModelSteps
+        if plan.placement.barriers:
+            kind = load("output_layer").OutputLayerSteps
+        elif step.slices:
+            kind = load("slices").SlicedSteps
+        return kind(inputs.forward_step_func, inputs.data_iterators, inputs.chunks, step.settings, options)
+
+    def features(self, step: Step, plan: Plan, steps: Any) -> list[Feature]:
+        """Of ``features_of``."""
+        graphs, pair_function = self.graph_in_evaluation, step.settings.overlapped_forward_backward
+        run = plan, step.communicator, self.inputs.chunks, steps
+        return features_of(*run, step.shapes, step.slices, graphs, pair_function)
+
+    def finish(self, step: Step, steps: Any) -> None:
+        """After the last instruction: gradients are finalised, the timer stops."""
+        inputs, tokens, device = self.inputs, steps.record.num_tokens, step.communicator.device
+        if not inputs.forward_only:
+            more = inputs.pg_collection, inputs.force_all_reduce
+            finalize_gradients(step.settings, inputs.chunks, tokens, device, *more)
+        self.stop_timer(step)
+
+    def stop_timer(self, step: Step) -> None:
+        if step.settings.timers is not None:
+            step.settings.timers("forward-backward").stop()
+
+
+def features_of(
+    plan: Plan,
+    communicator: P2PCore,
+    chunks: Sequence[Any],
+    steps: Any,
+    shapes: Sequence[Shapes],
+    slices: Sequence[int] = (),
+    graph_in_evaluation: bool = False,
+    pair_function: Any = None,
+) -> list[Feature]:
+    """What runs instructions of the plan that are not the engine's own, from the innermost to the outermost. ``shapes``
+    are those of each slice, ``slices`` their lengths in tokens; empty where sequences are whole."""
+    found: list[Feature] = []
+    spec, runner = plan.spec, load("slices").SliceRunner(plan, slices) if slices else None
+    if spec.skip_tensors:
+        graphs = graph_in_evaluation or not spec.forward_only
+        found.append(load("skip_tensors").SkipRunner(plan, [one.send for one in shapes], communicator.dtype, graphs))
+    if keys := plan.offloaded(communicator.rank):
+        shared = None if runner is None else runner.shared
+        found.append(load("offload").Offloads(communicator.host_copies, keys, chunks, shared))
+    if runner is not None:
+        found.append(runner)
+    if plan.placement.barriers:
+        layer = load("output_layer").OutputLayerRunner
+        found.append(layer(plan.placement, communicator, steps, spec.forward_only))
+    if spec.fsdp_collectives:
+        found.append(load("fsdp").FsdpRunner(plan, communicator.rank, chunks))
+    if spec.overlap_pairs:
+        found.append(load("pairs").PairRunner(pair_function, chunks))
+    return found
