@@ -176,6 +176,8 @@ def _check_sources(args: argparse.Namespace, megatron: dict[str, Any]) -> None:
         raise UsageError(f"{' and '.join(found)} each say what the model costs; give one of them")
     sizes = [option(args, name) for name in _SIZES if not getattr(args, name) and name not in megatron]
     if given(args, ("gpu", "gpu_tflops")):
+        if args.gpu is not None:
+            gpu_named(args.gpu)
         if sizes:
             raise UsageError(f"{found[0]} needs the sizes of the model: {' and '.join(sizes)} are missing")
         own = (*_TIMES, *_ENDS, "costs_per", "activation_gb", "static_gb", "attention_share")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TextIO
 
 from megatron_pp.cli import parity, run
 from megatron_pp.cli.errors import BAD_INPUT, ENDED, OK, REFUSED, RefusedError, UsageError
@@ -115,7 +115,14 @@ def _in_words(error: Exception) -> str:
     return f"{error}; `pip install '.[{_EXTRAS[missing]}]'` gets it, and what goes with it"
 
 
-def _show_warning(message: Warning | str, category: type[Warning], filename: str, *_: Any) -> None:
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
     """A note of ours. What another library warns of is not the answer, and does not appear between its lines, unless
     Python was told to show warnings (``-W``, PYTHONWARNINGS)."""
     if sys.warnoptions or Path(filename).is_relative_to(_PACKAGE):

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import math
+import re
 from dataclasses import replace
 
 from megatron_pp.cli.errors import UsageError
@@ -17,6 +18,7 @@ from megatron_pp.tracing.analysis import Findings, analyse
 from megatron_pp.tracing.run import load_run
 
 _GB = 1e9
+_LINK = re.compile(r"([^-:]+)-([^-:]+):([^:]+)(?::([^:]+))?")
 _TIMES = ("forward_ms", "backward_ms", "weight_ms")
 COPIES = ("offload_ms", "offload_bandwidth")
 COLLECTIVES = ("unshard_ms", "reduce_grad_ms")
@@ -111,9 +113,10 @@ def times(text: str) -> tuple[float, ...]:
 
 def link(text: str) -> tuple[tuple[int, int], Link]:
     """``SRC-DST:MS[:GB/S]``, for argparse."""
-    pair, _, rest = text.partition(":")
-    source, _, target = pair.partition("-")
-    latency, _, bandwidth = rest.partition(":")
+    found = _LINK.fullmatch(text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no link; write SRC-DST:MS or SRC-DST:MS:GB/S, as 3-4:0.1:25")
+    source, target, latency, bandwidth = found.groups()
     rate = number(bandwidth) * _GB / 1e3 if bandwidth else math.inf
     if rate == 0:
         raise argparse.ArgumentTypeError(f"{text!r}: the bandwidth must be above 0")

@@ -150,17 +150,16 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= 1):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 999999999")
+    return int(text)
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 < seconds <= 1e9:
-        raise argparse.ArgumentTypeError("must be above 0, and at most 1e9")
-    return seconds
+    with contextlib.suppress(ValueError):
+        if 0 < (seconds := float(text)) <= 1e9:
+            return seconds
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0 and up to 1e9")
 
 
 def cannot_run(message: str, argv: Sequence[str]) -> int:

@@ -268,7 +268,11 @@ def _check_sizes(args: argparse.Namespace, families: Sequence[Family]) -> None:
     for chunks in args.num_chunks or ():
         if all(family.chunks not in (None, chunks) for family in families):
             first = families[0]
-            raise UsageError(f"schedule {first.name} has {first.chunks} model chunk(s) a rank, not {chunks}")
+            fitting = ", ".join(name for name, other in SCHEDULES.items() if other.chunks in (None, chunks))
+            raise UsageError(
+                f"schedule {first.name} has {first.chunks} model chunk(s) a rank, not {chunks}; leave -V out, or take "
+                f"a schedule with {chunks}: {fitting}"
+            )
     shapes = [(family.name, family.shape) for family in families if family.shape]
     for name, shape in shapes:
         for mine, what, way, sizes in (

@@ -133,7 +133,8 @@ def parsed(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
     UsageError where there is no such script."""
     parser.add_argument("-m", dest="module", action="store_true", default=False, help="SCRIPT is a module")
     parser.add_argument("script", metavar="SCRIPT", help="the script, whose arguments follow it")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=argparse.SUPPRESS)
+    rest_of_it = parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=argparse.SUPPRESS)
+    rest_of_it.required = False  # else an error about a missing script also asks for "..."
     args, rest = parser.parse_known_args(argv)
     if rest:
         name = rest[0].partition("=")[0]
@@ -141,7 +142,8 @@ def parsed(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
             parser.error(why)
         parser.error(f"option {name} is not known{did_you_mean(name, parser.options)}")
     if not args.module and not os.path.isfile(args.script):
-        raise UsageError(f"{args.script}: there is no such file")
+        problem = "it is a folder, not a script" if os.path.isdir(args.script) else "there is no such file"
+        raise UsageError(f"{args.script}: {problem}")
     return args
 
 

@@ -17,7 +17,7 @@ plan -P -3 | '-3' is not a whole number from 1 & megatron-pp plan --help
 plan --lookahead -1 | '-1' is not a whole number from 0
 draw -s no_such_module:mine | no_such_module:mine names no module: there is no no_such_module here
 draw -s json:mine | schedule 'mine' is not known
-plan -s 1f1b -V 3 | has 1 model chunk(s) a rank, not 3
+plan -s 1f1b -V 3 | has 1 model chunk(s) a rank, not 3; leave -V out, or take a schedule with 3: interleaved_1f1b
 plan --import nowhere.csv | nowhere.csv & cannot be read
 plan --import nowhere.csv -P 4 | --import brings its own pipeline size
 plan -o plan.xyz | not as 'xyz'
@@ -37,7 +37,10 @@ simulate --link 1-1:1 | --link 1-1 is no link between two of 4 ranks
 simulate -s 1f1b --link 0-2:1 | --link 0-2 changes nothing
 simulate -P 2 -V 1 -M 2 -s 1f1b --p2p-ms 1e308 | '1e308' is neither 0 nor a number from 1e-18 to 1e+18
 report . -o report.svg | reports are written as .html or .png, not as report.svg
-simulate --link 3-4 | argument --link & '' is neither 0 nor a number
+simulate --link 3-4 | argument --link: '3-4' is no link; write SRC-DST:MS or SRC-DST:MS:GB/S
+simulate --link 0:1 | argument --link: '0:1' is no link
+simulate --link 0-1:x | argument --link: 'x' is neither 0 nor a number
+advise -P 4 --gpu h1000 | 'h1000' is not known (did you mean h100?)
 simulate -M 4,8 | -s, -V and -M name 2 plans, and this takes one
 simulate --from-trace . | there are no traces
 draw -o plan.xyz | drawings are written as .svg, .html & not as '.xyz'

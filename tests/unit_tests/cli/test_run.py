@@ -192,7 +192,8 @@ def test_a_missing_script_is_said(command: Callable[..., tuple[int, str, str]]) 
     assert_refused(command("run", "none.py"), 2, "megatron-pp run: none.py: there is no such file")
     for name in ("no_such_module", "package.none", "no_such.module", "scripts", "package/probe.py"):
         assert_refused(command("run", "-m", name), 2, f"megatron-pp run: -m {name}: there is no such module")
-    assert_refused(command("run"), 2, "megatron-pp run: the following arguments are required: SCRIPT")
+    assert_refused(command("run"), 2, "megatron-pp run: the following arguments are required: SCRIPT; see")
+    assert_refused(command("run", "package"), 2, "megatron-pp run: package: it is a folder, not a script")
 
 
 def test_an_error_of_the_package_that_holds_the_module_is_raised(command: Callable[..., tuple[int, str, str]]) -> None:
