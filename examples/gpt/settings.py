@@ -258,9 +258,11 @@ def _parse(argv: Sequence[str]) -> Settings:
         for flag in argv:
             if why := why_removed(flag.partition("=")[0].removeprefix("--").replace("-", "_")):
                 raise ArgumentError(why) from None
-        # What stands between the first two rules of tyro's box, in one line: every rank says it.
-        sentence = re.split("[─-]{3,}", re.sub("[│╭╮]", " ", said.getvalue()))[1]
-        raise ArgumentError(f"{' '.join(sentence.split()).rstrip('.')} (--help lists all flags)") from None
+        # What stands between the rules of tyro's box, in one line: every rank says it. Behind the first may be flags.
+        _, sentence, *rest = re.split("[─-]{3,}", re.sub("[│╭╮]", " ", said.getvalue()))
+        near = re.findall(r"^ *(--[\w-]+)", rest[0] if rest else "", re.MULTILINE)
+        nearest = f"did you mean {' or '.join(near)}? " if near else ""
+        raise ArgumentError(f"{' '.join(sentence.split()).rstrip('.')} ({nearest}--help lists all flags)") from None
 
 
 def _flags_of(values: dict[str, Any]) -> list[str]:

@@ -107,7 +107,8 @@ def test_gpus_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) ->
 BAD_INPUT = r"""
 --no-such-flag | ArgumentError | no-such-flag
 --pipeline-replan every:100 | ArgumentError | pipeline_replan is no setting any more: .* Leave it out
---train-step 3 | ArgumentError | Unrecognized options: --train-step
+--train-step 3 | ArgumentError | Unrecognized options: --train-step, 3 .did you mean --train-steps or --trace-steps
+--schedule zb_v | ArgumentError | did you mean --pipeline-schedule\? --help lists all flags
 --train-steps many | ArgumentError | train-steps.*many
 --num-microbatches 0 | ArgumentError | --num-microbatches is 0; it must be at least 1
 --seq-length 0 | ArgumentError | --seq-length is 0
