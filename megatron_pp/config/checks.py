@@ -47,6 +47,13 @@ def check_switch(name: str, value: Any) -> Any:
     return value
 
 
+def switch(name: str, value: Any) -> bool:
+    """``value``, a setting of ours: no number stands for it."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} is {value!r}; it must be true or false")
+    return value
+
+
 def check_text(name: str, value: Any, kinds: Any = str) -> Any:
     if not isinstance(value, kinds):
         raise ConfigError(f"{name} is {value!r}; it must be a text")

@@ -34,12 +34,6 @@ def read_number(text: str) -> Any:
     return text
 
 
-def switch(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name} is {value!r}; it must be true or false")
-    return value
-
-
 def _path_or_text(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 

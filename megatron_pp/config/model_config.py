@@ -274,10 +274,7 @@ class ModelParallelConfig:
 
     def __post_init__(self) -> None:
         check_values(self, _checked(type(self), kinds.MADE))
-        rules.check_parallel_sizes(self)
-        rules.check_dtypes(self)
-        rules.check_schedule(self)
-        rules.check_training(self)
+        load("made").check_made(self)
         self._filled_in = self._fill_in(
             microbatch_group_size_per_vp_stage=self.pipeline_model_parallel_size,
             batch_p2p_comm=not self.overlap_p2p_comm,
@@ -392,7 +389,7 @@ class TransformerConfig(ModelParallelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        rules.check_model_sizes(self)
+        load("made").check_model_sizes(self)
         kv_channels = self.hidden_size // self.num_attention_heads
         self._filled_in |= self._fill_in(ffn_hidden_size=4 * self.hidden_size, kv_channels=kv_channels)
         self.layers_of_stages()

@@ -1,13 +1,12 @@
-"""What makes a config impossible. Each check raises with the value and the nearest legal one."""
+"""What makes a step's settings impossible. Each check raises with the value and the nearest legal one; ``made.py`` has
+those of whole configs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, SupportsFloat
+from typing import TYPE_CHECKING, Any
 
-from megatron_pp.config.checks import nearest_multiples, whole_number
-from megatron_pp.config.microbatch_counts import check_group_size
 from megatron_pp.errors import ConfigError, PlanError, ScheduleError
 from megatron_pp.on_demand import load
 from megatron_pp.plan import orders
@@ -21,28 +20,6 @@ if TYPE_CHECKING:
     from megatron_pp.plan.costs.measured import Measured
 
 
-def check_parallel_sizes(config: Any) -> None:
-    if config.sequence_parallel and config.tensor_model_parallel_size == 1:
-        raise ConfigError(
-            "sequence_parallel is True with tensor_model_parallel_size 1; it splits over the tensor parallel ranks, "
-            "so use at least 2 or leave it off"
-        )
-    small_groups = config.schedule_name in orders.SCHEDULES and orders.SCHEDULES[config.schedule_name].small_groups
-    group_size = config.microbatch_group_size_per_vp_stage
-    check_group_size(config.pipeline_model_parallel_size, config.num_chunks, group_size, small_groups)
-
-
-def check_dtypes(config: Any) -> None:
-    check_dtype("params_dtype", config.params_dtype)
-    if config.pipeline_dtype is not None:
-        check_dtype("pipeline_dtype", config.pipeline_dtype)
-    elif config.pipeline_model_parallel_size > 1:
-        raise ConfigError(
-            f"pipeline_dtype is missing with pipeline_model_parallel_size {config.pipeline_model_parallel_size}; "
-            f"it is the dtype of the activations between stages, usually params_dtype ({config.params_dtype})"
-        )
-
-
 def check_dtype(name: str, value: Any) -> None:
     if not isinstance(value, load("torch").dtype) or not value.is_floating_point:
         raise ConfigError(f"{name} is {value!r}; it must be a floating point torch.dtype such as torch.bfloat16")
@@ -52,23 +29,6 @@ def check_offload(offload_chunks: int | None, num_chunks: int) -> None:
     """Raises ConfigError where a rank has fewer chunks than are to be offloaded."""
     if offload_chunks is not None and offload_chunks > num_chunks:
         raise ConfigError(f"offload_chunks is {offload_chunks}, more than the {num_chunks} model chunk(s) of a rank")
-
-
-def check_schedule(config: Any) -> None:
-    check_offload(config.offload_chunks, config.num_chunks)
-    family = schedule_family(config.pipeline_schedule, config.num_chunks, config.sequence_slices)
-    searched = family.search is not None
-    sizes = config.pipeline_model_parallel_size, family.chunks or config.num_chunks
-    placement = Placement(family.placement, *sizes)
-    measured_of(config, placement if searched else None)
-    checked_skip_tensors(config.skip_tensors, config.skip_cache, placement)
-    if config.pipeline_placement not in (None, family.placement):
-        fitting = [name for name, other in orders.SCHEDULES.items() if other.placement == config.pipeline_placement]
-        advice = f", or choose one of {', '.join(fitting)}" if fitting else ""
-        raise ScheduleError(
-            f"pipeline_placement is {config.pipeline_placement!r}, but {family.name} places stages as "
-            f"{family.placement!r}; leave pipeline_placement out{advice}"
-        )
 
 
 def measured_of(config: Any, placement: Placement | None = None) -> Measured | None:
@@ -105,33 +65,6 @@ def check_timeouts(config: Any) -> None:
             f"compute_timeout is {config.compute_timeout!r}, below p2p_timeout, {config.p2p_timeout!r}; it must be "
             "at least as long, or None"
         )
-
-
-def check_training(config: Any) -> None:
-    if config.defer_embedding_wgrad_compute and config.pipeline_model_parallel_size == 1:
-        raise ConfigError(
-            "defer_embedding_wgrad_compute is True with pipeline_model_parallel_size 1; there is no pipeline flush to "
-            "hide it in, so leave it off"
-        )
-
-
-def check_model_sizes(config: Any) -> None:
-    hidden, heads = (whole_number(name, getattr(config, name)) for name in ("hidden_size", "num_attention_heads"))
-    split = config.tensor_model_parallel_size
-    if config.kv_channels is None and hidden % heads:
-        raise ConfigError(
-            f"hidden_size is {hidden}, which {heads} num_attention_heads do not divide; nearest: "
-            f"{nearest_multiples(hidden, heads)}, or set kv_channels"
-        )
-    if heads % split:
-        raise ConfigError(
-            f"num_attention_heads is {heads}, which tensor_model_parallel_size {split} does not divide; nearest: "
-            f"{nearest_multiples(heads, split)}"
-        )
-    if not isinstance(config.layernorm_epsilon, SupportsFloat) or not float(config.layernorm_epsilon) > 0.0:
-        raise ConfigError(f"layernorm_epsilon is {config.layernorm_epsilon!r}; it must be above 0, such as 1e-5")
-    if not isinstance(config.init_method_std, SupportsFloat) or not float(config.init_method_std) >= 0.0:
-        raise ConfigError(f"init_method_std is {config.init_method_std!r}; it must be at least 0, such as 0.02")
 
 
 def lowering_policy(config: Any) -> str:

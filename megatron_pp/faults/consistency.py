@@ -41,15 +41,6 @@ class _Agreed(NamedTuple):
     own: dict[int, dict[str, str]]
 
 
-class Difference(NamedTuple):
-    """In ``step`` one rank used agreement ``mine``, the other ``theirs``; both 0 if all that is known is that they
-    differed before ``step``."""
-
-    step: int
-    mine: int
-    theirs: int
-
-
 class Agreements:
     """What one of ``ranks`` ranks has agreed on with the others."""
 
@@ -85,7 +76,7 @@ def changed(changes: tuple[int, ...], step: int, number: int) -> tuple[int, ...]
     listed = [*(changes or (0,)), step, number]
     digest = listed.pop(0)
     while len(listed) > 2 * _CHANGES:
-        digest = _digest(digest, *listed[:2])
+        digest = digest_with(digest, *listed[:2])
         del listed[:2]
     return (digest, *listed)
 
@@ -94,41 +85,23 @@ def in_force(history: tuple[int, ...], step: int) -> int:
     """The agreement that was used in ``step``; 0 if the history does not contain it."""
     if not history or step > history[0]:
         return 0
-    return next((number for since, number in reversed(_pairs(history)) if since <= step), 0)
+    return next((number for since, number in reversed(pairs(history)) if since <= step), 0)
+
+
+def may_differ(mine: tuple[int, ...], theirs: tuple[int, ...]) -> bool:
+    """Whether two histories may show that ranks ran different plans: each has changes, and not the same ones."""
+    return min(len(mine), len(theirs)) >= 4 and mine[1:] != theirs[1:]
 
 
 def last_change(history: tuple[int, ...]) -> int:
     return history[-2] if len(history) > 3 else 0
 
 
-def difference(mine: tuple[int, ...], theirs: tuple[int, ...]) -> Difference | None:
-    """The first step in which the two histories, as far as both are known, differ."""
-    if len(mine) < 4 or len(theirs) < 4:
-        return None
-    start, upto = max(mine[2], theirs[2]), min(mine[0], theirs[0])
-    for step in sorted({since for since, _ in _pairs(mine) + _pairs(theirs) if start <= since <= upto}):
-        one, other = in_force(mine, step), in_force(theirs, step)
-        if one != other:
-            return Difference(step, one, other)
-    before, before_theirs = _digests(mine), _digests(theirs)
-    steps = [s for s, digest in before.items() if s <= upto and before_theirs.get(s, digest) != digest]
-    return Difference(min(steps), 0, 0) if steps else None
-
-
-def _digests(history: tuple[int, ...]) -> dict[int, int]:
-    """For each change that is listed, a digest of all before it."""
-    found, digest = {}, history[1]
-    for step, number in _pairs(history):
-        found[step] = digest
-        digest = _digest(digest, step, number)
-    return found
-
-
-def _digest(digest: int, step: int, number: int) -> int:
+def digest_with(digest: int, step: int, number: int) -> int:
     return (digest * 1_000_003 + step * 8_191 + number) % _DIGESTS
 
 
-def _pairs(history: tuple[int, ...]) -> list[tuple[int, int]]:
+def pairs(history: tuple[int, ...]) -> list[tuple[int, int]]:
     return list(zip(history[2::2], history[3::2], strict=False))
 
 
@@ -179,44 +152,21 @@ def find_mismatch(
             theirs = entry.description
         elif known is not None and entry.step < step <= known.step and known.state != ENTERING:
             agreed = agreements.description(in_force(known.history, step), rank)
-            theirs = {**(agreed or entry.description), NUMBER: _number_in(known, step)}
+            theirs = {**(agreed or entry.description), NUMBER: number_in(known, step)}
         else:  # it has passed this step; or it is not in it yet, or is entering and has yet to publish its entry
             continue
-        found = _compare(own_rank, mine.description, rank, theirs)
+        found = compare(own_rank, mine.description, rank, theirs)
         if found is not None:
             return found
     return None
 
 
-def find_late_mismatch(
-    own_rank: int, own: Progress, progress: Mapping[int, Progress], agreements: Agreements
-) -> Mismatch | None:
-    """Ranks that came back to different agreements in one step: all had agreed on each before, so none was compared
-    when entering."""
-    for rank, seen in sorted(progress.items()):
-        first = difference(own.history, seen.history)
-        if first is None:
-            continue
-        if not first.mine:
-            return Mismatch(f"the plans of the steps before {first.step}", {own_rank: "one", rank: "another"})
-        mine = agreements.description(first.mine, own_rank)
-        theirs = agreements.description(first.theirs, rank)
-        found = None
-        if mine is not None and theirs is not None:
-            mine = {**mine, NUMBER: _number_in(own, first.step)}
-            theirs = {**theirs, NUMBER: _number_in(seen, first.step)}
-            found = _compare(own_rank, mine, rank, theirs)
-        values = {own_rank: f"that of agreement {first.mine}", rank: f"that of agreement {first.theirs}"}
-        return found or Mismatch(f"the plan of step {first.step}", values)
-    return None
-
-
-def _number_in(at: Progress, step: int) -> str:
+def number_in(at: Progress, step: int) -> str:
     """The program's number of ``step``, counted in calls; "" if the rank has published that of another one since."""
     return at.number if at.step == step else ""
 
 
-def _compare(one: int, mine: Mapping[str, str], other: int, theirs: Mapping[str, str]) -> Mismatch | None:
+def compare(one: int, mine: Mapping[str, str], other: int, theirs: Mapping[str, str]) -> Mismatch | None:
     for name in [*mine, *(n for n in theirs if n not in mine)]:
         if name == NUMBER or name in _DIFFERING:
             continue

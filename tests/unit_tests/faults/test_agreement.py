@@ -20,15 +20,13 @@ from megatron_pp.faults.consistency import (
     RECEIVES,
     SENDS,
     Agreements,
-    Difference,
     arrived,
     changed,
-    difference,
-    find_late_mismatch,
     find_mismatch,
     in_force,
     last_change,
 )
+from megatron_pp.faults.histories import Difference, difference, find_late_mismatch
 from megatron_pp.faults.records import DONE, ENTERING, IN_STEP, Entry, Progress
 from megatron_pp.faults.tracker import Tracker
 from megatron_pp.testing.threads import run_ranks

@@ -1,0 +1,72 @@
+"""Ranks that came back to different plans: the first step in which their histories differ, and what differs there."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from megatron_pp.faults.consistency import (
+    NUMBER,
+    Agreements,
+    Mismatch,
+    compare,
+    digest_with,
+    in_force,
+    may_differ,
+    number_in,
+    pairs,
+)
+from megatron_pp.faults.records import Progress
+
+
+class Difference(NamedTuple):
+    """In ``step`` one rank used agreement ``mine``, the other ``theirs``; both 0 if all that is known is that they
+    differed before ``step``."""
+
+    step: int
+    mine: int
+    theirs: int
+
+
+def find_late_mismatch(
+    own_rank: int, own: Progress, progress: Mapping[int, Progress], agreements: Agreements
+) -> Mismatch | None:
+    """Ranks that came back to different agreements in one step: all had agreed on each before, so none was compared
+    when entering."""
+    for rank, seen in sorted(progress.items()):
+        first = difference(own.history, seen.history)
+        if first is None:
+            continue
+        if not first.mine:
+            return Mismatch(f"the plans of the steps before {first.step}", {own_rank: "one", rank: "another"})
+        mine = agreements.description(first.mine, own_rank)
+        theirs = agreements.description(first.theirs, rank)
+        found = None
+        if mine is not None and theirs is not None:
+            mine = {**mine, NUMBER: number_in(own, first.step)}
+            theirs = {**theirs, NUMBER: number_in(seen, first.step)}
+            found = compare(own_rank, mine, rank, theirs)
+        values = {own_rank: f"that of agreement {first.mine}", rank: f"that of agreement {first.theirs}"}
+        return found or Mismatch(f"the plan of step {first.step}", values)
+    return None
+
+
+def difference(mine: tuple[int, ...], theirs: tuple[int, ...]) -> Difference | None:
+    """The first step in which the two histories, as far as both are known, differ."""
+    if not may_differ(mine, theirs):
+        return None
+    start, upto = max(mine[2], theirs[2]), min(mine[0], theirs[0])
+    for step in sorted({since for since, _ in pairs(mine) + pairs(theirs) if start <= since <= upto}):
+        one, other = in_force(mine, step), in_force(theirs, step)
+        if one != other:
+            return Difference(step, one, other)
+    before, before_theirs = _digests(mine), _digests(theirs)
+    steps = [s for s, digest in before.items() if s <= upto and before_theirs.get(s, digest) != digest]
+    return Difference(min(steps), 0, 0) if steps else None
+
+
+def _digests(history: tuple[int, ...]) -> dict[int, int]:
+    """For each change that is listed, a digest of all before it."""
+    found, digest = {}, history[1]
+    for step, number in pairs(history):
+        found[step] = digest
+        digest = digest_with(digest, step, number)
+    return found
