@@ -214,14 +214,14 @@ def _executor(
     step: Step, host: Host, plan: Plan, steps: Any, watching: Sequence[Observer], message_bytes: float
 ) -> PlanExecutor:
     settings, communicator, chunks = step.settings, step.communicator, step.inputs.chunks
-    rank, (_, received, sent) = communicator.rank, step.messages
+    _, received, sent = step.messages
     if received is not None or sent is not None:  # the stages give each other dicts
         steps = load("named_tensors").NamedSteps(steps, received, sent, host.is_last_stage(step, plan))
     return executor_for(communicator)(
         plan,
         communicator,
         steps,
-        SyncHooks(settings, chunks, not prepares_in_forward(plan, rank), last_reentry(plan, rank)),
+        hooks_of(plan, communicator.rank, settings, chunks),
         step.shapes,
         deallocate=settings.deallocate_pipeline_outputs,
         max_pending_sends=settings.max_pending_sends,
@@ -231,6 +231,11 @@ def _executor(
         features=host.features(step, plan, steps),
         observer=nested(instruction_marks(communicator, settings), *watching, ranges_if_profiling()),
     )
+
+
+def hooks_of(plan: Plan, rank: int, settings: StepSettings, chunks: Sequence[Any]) -> SyncHooks:
+    """What the gradient and parameter syncs of ``rank`` call."""
+    return SyncHooks(settings, chunks, not prepares_in_forward(plan, rank), last_reentry(plan, rank))
 
 
 def executor_for(communicator: P2PCore) -> type[PlanExecutor]:

@@ -21,13 +21,14 @@ PLACES, FAULTS, STORES = (
     ("file", "rank 0"),
 )
 ALL = [
-    (place, how, (i + j + k) % RANKS, store)
+    (place, how, (i + j // 2 + k) % RANKS, store)
     for i, place in enumerate(PLACES)
     for j, how in enumerate(FAULTS)
     for k, store in enumerate(STORES)
 ]
 # Every place with every fault, stores in turn; what holds the store is rank 0.
 CASES = ALL if EXHAUSTIVE else [case for k, case in enumerate(ALL) if k % 2 == (k // 2) % 2]
+assert {(victim, store) for _, _, victim, store in CASES} == {(v, store) for v in range(RANKS) for store in STORES}
 SECONDS = PATIENCE + 12.0  # silence, the abort of other groups, and what a rank waits for the cause
 
 

@@ -22,10 +22,10 @@ from megatron_pp.features.slices.sequence_slice import SlicedSteps, sequence_sli
 from megatron_pp.plan.ir.spec import EXPLICIT, ONE_WAY, Plan, PlanSpec
 from megatron_pp.runtime.compute import StepOptions
 from megatron_pp.runtime.executor import PlanExecutor
-from megatron_pp.runtime.gradient_hooks import SyncHooks
 from megatron_pp.runtime.host import features_of
 from megatron_pp.runtime.message_shapes import Shapes
 from megatron_pp.runtime.model_steps import ModelSteps
+from megatron_pp.runtime.step import hooks_of
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import run_ranks
 from megatron_pp.testing.toy import (
@@ -216,7 +216,7 @@ class _RankRun:
         for chunk in self.chunks:
             chunk.inner.weights = weights
         self.watch.weights = weights
-        hooks = SyncHooks(StepSettings.from_config(self.config), self.chunks)
+        hooks = hooks_of(self.plan, self.rank, StepSettings.from_config(self.config), self.chunks)
         executor(
             self.plan,
             core,

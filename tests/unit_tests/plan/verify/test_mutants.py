@@ -42,7 +42,7 @@ def specs_of(schedule: str) -> list[PlanSpec]:
             policy=policy,
             channels=channels,
             variable_shapes=variable and slices == 1,
-            grad_sync=(HOOKS, EXPLICIT)[(turn + i) % 2],
+            grad_sync=(HOOKS, EXPLICIT)[(turn // 4 + i) % 2],  # with fixed and with variable shapes
             param_sync=True,
             slices=slices,
         )
