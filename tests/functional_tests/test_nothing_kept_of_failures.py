@@ -130,11 +130,13 @@ def _threads() -> list[str]:
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_of_a_step_that_failed_is_kept(name: str, closed: bool) -> None:
     """By an exception in forward or backward, a wrong shape, or an operation that takes too long, on the rank itself
-    and on its peer, which is aborted."""
+    and on its peer, which is aborted. Both ranks have each kind but a wrong shape, which the last rank sends to nobody.
+    """
     turn = list(CASES).index(name)
     kinds = [EXCEPTION, BACKWARD] if turn % 2 else [EXCEPTION, DELAY if turn % 4 else SHAPE]
     for kind in kinds:
-        fault = Fault(kind, rank=turn % 2, step=3, chunk=0, mb=2, seconds=6.0)
+        rank = 0 if kind == SHAPE else (turn // 2 + closed) % 2
+        fault = Fault(kind, rank=rank, step=3, chunk=0, mb=2, seconds=6.0)
         size = 2 * SIZE if name in SHARDED else SIZE
         ranks = run_processes(what_is_left, size, (name, fault, closed), timeout=60.0, start_method="forkserver")
         for rank, (error, left, threads) in enumerate(ranks):
