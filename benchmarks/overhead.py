@@ -88,7 +88,9 @@ def run(args: argparse.Namespace) -> Report:
 
 def _stubbed(work: Work, rank: int, args: argparse.Namespace) -> list[Row]:
     with stubbed_group(rank, work.pipeline_size, args.stub) as (group, transport):
-        steps, remarks = available_steps(work, rank, group, functools.partial(_stage, work.shape), transport, MEASURED)
+        steps, remarks = available_steps(
+            work, rank, group, functools.partial(stage_of, work.shape), transport, MEASURED
+        )
         steps[MODEL] = bare_model(work, rank)
         seconds = timed_rounds(
             steps, args.rounds, warmup=3, clock=time.thread_time, around=surroundings, settling=SETTLING
@@ -187,7 +189,9 @@ def _gloo_rank(rank: int, size: int, works: list[Work], rounds: int) -> list[tup
 
     results = []
     for work in works:
-        steps, _ = available_steps(work, rank, dist.group.WORLD, functools.partial(_stage, work.shape), None, MEASURED)
+        steps, _ = available_steps(
+            work, rank, dist.group.WORLD, functools.partial(stage_of, work.shape), None, MEASURED
+        )
         noted = {name: _OnThread(step) for name, step in {**steps, MODEL: bare_model(work, rank)}.items()}
         wall = timed_rounds(noted, rounds, warmup=1, before_each=dist.barrier, around=surroundings, settling=SETTLING)
         timed = slice(1 + SETTLING, None, 1 + SETTLING)  # neither the warm-up nor the settling
@@ -200,5 +204,5 @@ def _gloo_rank(rank: int, size: int, works: list[Work], rounds: int) -> list[tup
     return results
 
 
-def _stage(shape: tuple[int, ...], stage: int) -> AddWeight:
+def stage_of(shape: tuple[int, ...], stage: int) -> AddWeight:
     return AddWeight(shape)

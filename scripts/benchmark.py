@@ -30,6 +30,7 @@ for folder in (str(ROOT), str(Path(__file__).resolve().parent)):
 SUBCOMMANDS = (
     "all",
     "overhead",
+    "instructions",
     "overlap",
     "exposed",
     "sharded",
