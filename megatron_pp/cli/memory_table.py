@@ -9,9 +9,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from megatron_pp.cli.cost_options import number
+from megatron_pp.cli.legend import legend
 from megatron_pp.cli.parser import refuse
 from megatron_pp.cli.plan_options import count
-from megatron_pp.cli.terminal import print_table
+from megatron_pp.cli.terminal import print_line, print_table
 from megatron_pp.draw.facts import size_label
 from megatron_pp.plan.costs.communicators import CONTEXT, MAX_CTAS, Outside
 
@@ -54,6 +55,8 @@ def show_memory(found: Sequence[DeviceMemory], console: Console) -> None:
         names += ["on host", "pinned at most"]
         rows = [[*row, *map(size_label, (one.host, one.pinned))] for row, one in zip(rows, found, strict=True)]
     print_table(console, "Memory of each rank's GPU when it holds most", names, rows)
+    if console.is_terminal and (explained := legend(" ".join(one.at for one in found))):
+        print_line(console, explained)
     kinds = list(dict.fromkeys((one.kind, one.channels) for rank in found for one in rank.communicators))
     rows = [[kind, str(channels), *_of_kind(found, kind)] for kind, channels in kinds]
     names = ["communicators", "NCCL channels in each", "of a rank", "receiving ends", "sending ends", "together"]

@@ -108,27 +108,50 @@ def print_json(console: Console, value: object) -> None:
 
 def print_table(console: Console, title: str, names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """A table. Its first column is left-aligned text, the others are numbers or sentences. Sentences and names of
-    columns are wrapped, nothing else is, however narrow the terminal is. Empty tables are left out.
+    columns are wrapped, nothing else is. Columns that do not fit into a terminal go below, behind the first one again.
+    Empty tables are left out.
     """
-    from rich import box
-    from rich.table import Table
-
     if not rows:
         return
-    before = console.width
-    room = before if "COLUMNS" in os.environ else _room(console)
+    room = console.width if "COLUMNS" in os.environ else _room(console)
     cells = [max(len(row[k]) for row in rows) for k in range(len(names))]
     if _width([max(cell, len(name)) for cell, name in zip(cells, names, strict=True)]) > room:
         names = [name.replace(" ", "\n") for name in names]
+    wraps = [k > 0 and cell > _LEAST_OF_SENTENCES for k, cell in enumerate(cells)]
+    least = [
+        max(_LEAST_OF_SENTENCES if wraps[k] else cell, *map(len, names[k].split("\n"))) for k, cell in enumerate(cells)
+    ]
+    for part in _parts(least, _room(console)):
+        width = max(room, _width([least[k] for k in part]))
+        shown = [[row[k] for k in part] for row in rows]
+        _print_part(console, title, [(names[k], wraps[k]) for k in part], shown, width)
+        title = "More columns"
+
+
+def _parts(least: Sequence[int], room: int) -> list[list[int]]:
+    """The columns, in parts of which each has the first one and fits into ``room``, if any two columns do."""
+    parts = [[0]]
+    for k in range(1, len(least)):
+        if len(parts[-1]) > 1 and _width([least[j] for j in [*parts[-1], k]]) > room:
+            parts.append([0])
+        parts[-1].append(k)
+    return parts
+
+
+def _print_part(
+    console: Console, title: str, columns: Sequence[tuple[str, bool]], rows: Sequence[Sequence[str]], width: int
+) -> None:
+    """``columns``: the name of each, and whether it is wrapped."""
+    from rich import box
+    from rich.table import Table
+
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), title_style="bold")
-    least = []
-    for k, name in enumerate(names):
-        wraps = k > 0 and cells[k] > _LEAST_OF_SENTENCES
-        least.append(max(_LEAST_OF_SENTENCES if wraps else cells[k], *map(len, name.split("\n"))))
+    for k, (name, wraps) in enumerate(columns):
         table.add_column(name, justify="left" if k == 0 else "right", no_wrap=not wraps)
     for row in rows:
         table.add_row(*row)
-    console.width = max(room, _width(least))
+    before = console.width
+    console.width = width
     console.print(table, markup=False, highlight=False)
     console.width = before
 

@@ -260,4 +260,5 @@ def test_numbers_of_a_table_are_never_broken(monkeypatch, is_terminal, lines):
     text = console.file.getvalue()
     assert "interleaved_zb V=4 M=128" in text
     assert "~12345.6" in text
-    assert sum(any(word in line for word in why.split()) for line in text.splitlines()) == lines
+    words = [word for word in why.split() if word != "in"]  # which is in the name
+    assert sum(any(word in line for word in words) for line in text.splitlines()) == lines

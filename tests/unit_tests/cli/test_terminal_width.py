@@ -39,6 +39,7 @@ COMMANDS = {
     "simulate": "simulate -s zb_v -P 4 -M 8 --p2p-ms 0.1",
     "compared": "simulate --compare 1f1b,zb_h1,interleaved_zb,zb_v -P 4 -V 1,2 -M 8 --p2p-ms 0.1",
     "not possible": "simulate --compare 1f1b,zb_v,combined_1f1b -P 4 -V 1,2 -M 3",
+    "memory": "simulate -s zb_v -P 4 -M 8 --memory --layers 32 --hidden-size 4096 --seq-length 4096",
     "draw": "draw -s interleaved_1f1b -P 2 -V 2 -M 4",
     "grid": "draw --style grid -s naive,1f1b -P 2 -M 2",
     "advise": f"{ADVICE} --max-chunks 1 --schedules gpipe,1f1b,zb_h1",
@@ -155,6 +156,24 @@ def test_names_of_instructions_are_explained(shown: tuple[int, dict[str, list[st
     assert "F1.3 chunk 1, microbatch 3" in words["draw"]
     assert "F forward B backward F3 microbatch 3" in words["grid"]
     assert not any(line.startswith("# F0.0 is") for line in piped["plan"].split("\n")), "programs read the lines"
+
+
+def test_columns_that_do_not_fit_go_below_behind_the_first_one(
+    shown: tuple[int, dict[str, list[str]]], piped: dict[str, str]
+) -> None:
+    width, lines = shown
+    titles = [line.strip() for line in lines["memory"]]
+    assert titles.count("More columns") == (width < 103)
+    assert "More columns" not in piped["memory"]
+    assert any(line.startswith("F1.4 is microbatch 4 of the rank's chunk 1") for line in lines["memory"])
+    whole, rows = _memory_rows(piped["memory"].split("\n")), _memory_rows(lines["memory"])
+    assert len(whole) == 4
+    assert [rows[rank] + [cell for again in rows[rank + 4 :: 4] for cell in again[1:]] for rank in range(4)] == whole
+
+
+def _memory_rows(lines: list[str]) -> list[list[str]]:
+    start = next(k for k, line in enumerate(lines) if line.startswith("Memory of each rank's GPU"))
+    return [line.split() for line in lines[start:] if re.match(r"  [0-3] ", line)]
 
 
 def test_a_legend_has_what_the_text_has() -> None:
