@@ -11,10 +11,17 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from megatron_pp.integrations.torch_pipelining import PlanSchedule
+from megatron_pp.plan.builder import stage_numbers
+from megatron_pp.plan.orders import SCHEDULES
+
 H, ROWS = 6, 3
+RANKS, MICROBATCHES = 2, 4
 
 
 class Stage(nn.Module):
@@ -523,16 +530,22 @@ class OneProcess:
         return losses
 
 
+def _whole(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, DTensor):
+        return tensor.full_tensor()
+    return tensor.to_dense() if tensor.is_sparse else tensor
+
+
 def state_of(module: nn.Module) -> dict[str, Tensor | None]:
     """Gradients and buffers by name."""
     found: dict[str, Tensor | None] = {}
     for name, parameter in module.named_parameters():
         grad = parameter.grad
-        found[f"gradient of {name}"] = grad.to_dense() if grad is not None and grad.is_sparse else grad
+        found[f"gradient of {name}"] = None if grad is None else _whole(grad)
         main_grad = getattr(parameter, "main_grad", None)
         if main_grad is not None:
             found[f"main_grad of {name}"] = main_grad
-        found[f"value of {name}"] = parameter.detach()
+        found[f"value of {name}"] = _whole(parameter.detach())
     found |= {f"buffer {name}": buffer for name, buffer in module.named_buffers()}
     found |= {
         name: torch.tensor(float(value if isinstance(value, int) else len(value)))
@@ -540,3 +553,52 @@ def state_of(module: nn.Module) -> dict[str, Tensor | None]:
         if name in ("calls", "history", "kept")
     }
     return found
+
+
+def differences(
+    rank: int, schedule: str, case: Case, group: Any = None, shard: Callable[..., Any] | None = None
+) -> list[str]:
+    """What differs from one process on this ``rank`` of a pipeline, in words. ``shard`` is called with each stage."""
+    chunks = SCHEDULES[schedule].chunks or 2
+    count, numbers = RANKS * chunks, stage_numbers(schedule, RANKS, chunks)[rank]
+    every, whole = stages_of(case, count), OneProcess(case, count, MICROBATCHES)
+    given: list[Any] = every
+    if case.compiles:
+        with compiling():
+            given = [torch.compile(stage, backend="eager") for stage in every]
+    for k in numbers if shard is not None else ():
+        shard(given[k])
+    stages = [PipelineStage(given[k], k, count, torch.device("cpu"), group=group) for k in numbers]
+    ours = PlanSchedule(stages, MICROBATCHES, loss_fn, schedule=schedule)
+    found: list[str] = []
+    for number, trains in enumerate((True, False, True)):
+        if trains and case.before is not None:
+            case.before(number // 2, every)
+            case.before(number // 2, whole.stages)
+        expected = whole.run(number, trains)
+        x, target = batch(number, MICROBATCHES)
+        losses: list[Any] = []
+        run = ours.step if trains else ours.eval
+        run(*((x,) if 0 in numbers else ()), target=target if count - 1 in numbers else None, losses=losses)
+        if losses:
+            found += [f"run {number}: {text}" for text in _compared(_named(losses), _named(expected), case.rounds)]
+        for k in numbers:
+            one, other = state_of(every[k]), state_of(whole.stages[k])
+            found += [f"run {number}: stage {k}: {text}" for text in _compared(one, other, case.rounds)]
+    return found[:5]
+
+
+def _named(losses: list[Any]) -> dict[str, Any]:
+    return {f"loss {k}": loss for k, loss in enumerate(losses)}
+
+
+def _compared(found: dict[str, Any], expected: dict[str, Any], rounds: bool) -> list[str]:
+    texts = [f"{name} only on one side" for name in found.keys() ^ expected.keys()]
+    for name in found.keys() & expected.keys():
+        one, other = found[name], expected[name]
+        if one is None or other is None:
+            if one is not other:
+                texts.append(f"{name} is {one}, in one process {other}")
+        elif not (torch.allclose(one, other, rtol=1e-5, atol=1e-6) if rounds else torch.equal(one, other)):
+            texts.append(f"{name} differs by {(one - other).abs().max()}")
+    return texts

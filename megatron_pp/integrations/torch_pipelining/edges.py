@@ -25,6 +25,8 @@ from megatron_pp.integrations.torch_pipelining.module_state import unchanged
 from megatron_pp.integrations.torch_pipelining.stage_calls import StageCall
 from megatron_pp.plan.ir.placement import Placement
 
+# FSDP2's node on all inputs of a sharded module: the gradient of each goes to that input alone.
+_PASSES_EACH_ON = "RegisterPostBackwardFunctionBackward"
 Links = list[list[int]] | None
 """For each input of a stage, the outputs from which a backward reaches it; None where that is not known."""
 
@@ -127,14 +129,17 @@ def _links(outputs: Sequence[Any], inputs: Sequence[Any]) -> list[list[int]]:
 
 
 def _nodes_from(output: Tensor) -> set[Node]:
-    seen: set[Node] = set()
-    stack: list[Node | None] = [get_gradient_edge(output).node]
+    """The nodes that a backward from ``output`` reaches."""
+    seen: set[tuple[Node, int]] = set()  # with the place of the output from which they were reached
+    start = get_gradient_edge(output)
+    stack: list[tuple[Node | None, int]] = [(start.node, start.output_nr)]
     while stack:
-        node = stack.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            stack += [child for child, _ in node.next_functions]
-    return seen
+        node, place = stack.pop()
+        if node is not None and (node, place) not in seen:
+            seen.add((node, place))
+            after = node.next_functions
+            stack += after[place : place + 1] if node.name() == _PASSES_EACH_ON else after
+    return {node for node, _ in seen}
 
 
 def _mark_unused(edges: list[Edge], links: Sequence[Links]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
+from torch.distributed.fsdp import FSDPModule
 
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.integrations.torch_pipelining.batch import Batch
@@ -40,6 +41,7 @@ class StageSteps:
 
     def __post_init__(self) -> None:
         self._kept: list[set[int] | None] = [None] * len(self.calls)  # per chunk: ``_memory_of`` its module
+        self._sharded = [any(isinstance(one, FSDPModule) for one in call.stage.submod.modules()) for call in self.calls]
 
     def forward(self, chunk: int, mb: int, input_tensor: Hop | None) -> Any:
         call, batch = self.calls[chunk], self.batch
@@ -66,10 +68,12 @@ class StageSteps:
 
     def _of_their_own(self, chunk: int, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """``tensors``, with copies of those in memory that the module keeps: the next forward may write to it while
-        they are sent."""
-        kept = self._kept[chunk]
+        they are sent, and that of whole parameters is given back where they are sharded again."""
+        kept, module = self._kept[chunk], self.calls[chunk].stage.submod
         if kept is None:
-            kept = self._kept[chunk] = _memory_of(self.calls[chunk].stage.submod)
+            kept = self._kept[chunk] = _memory_of(module)
+        if self._sharded[chunk]:
+            kept = kept | {_memory(parameter) for parameter in module.parameters()} - {0}
         return [tensor.clone() if _memory(tensor) in kept else tensor for tensor in tensors]
 
     def backward(
