@@ -73,10 +73,10 @@ def test_runs_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
 def test_the_page_has_a_place_for_every_benchmark_and_its_charts_exist() -> None:
     text = tables.PAGE.read_text()
     assert re.findall(r"<!-- table (\w+) -->", text) == re.findall(r"<!-- end (\w+) -->", text)
-    # Instructions are counted apart, as that needs valgrind.
-    assert set(re.findall(r"<!-- table (\w+) -->", text)) == {*PARTS, "instructions"}
+    places = {*PARTS, "instructions"}  # which are counted apart, as that needs valgrind
+    assert set(re.findall(r"<!-- table (\w+) -->", text)) == places
     measured = {row[0] for row in read_data(tables.PAGE, tables.RUNS)}
-    assert measured == {"table", *PARTS} - {"gpu"}, "no GPU was at hand"
+    assert measured == {"table", *places} - {"gpu"}, "no GPU was at hand"
     charts = re.findall(r"\]\((charts/\w+\.svg)\)", text)
     assert len(charts) == len(PARTS) - 3  # slices and vocabulary have none, and no GPU was at hand
     for chart in charts:
