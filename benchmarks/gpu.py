@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Report:
     if not torch.cuda.is_available():
         raise NoDeviceError("there is no GPU here; the other subcommands run on the CPU")
-    from tests.harness.processes import run_processes
+    from testkit.processes import run_processes
 
     works = [
         Work(schedule, 2, chunks, args.microbatches, (max(1, round(mib * 256)), 1, 1024))

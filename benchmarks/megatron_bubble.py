@@ -17,7 +17,7 @@ from benchmarks.report import Report, Row, add_options, numbers_of
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.tracing.analysis import analyse
 from megatron_pp.tracing.run import load_run
-from tests.megatron.cases import Case, Model
+from testkit.megatron.cases import Case, Model
 
 HELP = "the bubble of 1F1B and zero bubble on Megatron's GPTModel under install(), measured beside the simulator's"
 QUICK = {"rounds": 2}

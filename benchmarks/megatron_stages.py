@@ -16,8 +16,8 @@ from benchmarks.bubble import Lengths
 from benchmarks.rounds import timed_rounds
 from megatron_pp.integrations import megatron_core
 from megatron_pp.plan.orders import SCHEDULES
-from tests.megatron import lab
-from tests.megatron.cases import Case
+from testkit.megatron import lab
+from testkit.megatron.cases import Case
 
 
 class TimedRun(lab.Run):

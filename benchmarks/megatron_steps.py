@@ -13,7 +13,7 @@ from benchmarks.rank_processes import run_ranks
 from benchmarks.report import Report, Row, add_options, numbers_of
 from benchmarks.rounds import print_progress, slowest_rank, summary
 from megatron_pp.plan.ir.spec import OVERLAP, PlanSpec
-from tests.megatron.cases import POLICIES, Case, Model
+from testkit.megatron.cases import POLICIES, Case, Model
 
 HELP = "steps of Megatron's GPTModel whose layers sleep: Megatron's own schedules beside ours under install()"
 QUICK = {"rounds": 1, "forward_ms": 10.0, "backward_ms": 20.0}

@@ -19,9 +19,9 @@ from benchmarks.shaped_network import Place, shaped_network
 def run_ranks(
     function: Callable[..., Any], size: int, args: tuple[Any, ...], peers: bool = False, **options: Any
 ) -> list[Any]:
-    """`tests.harness.processes.run_processes`, with its options: ``function(rank, size, *args)`` on every rank.
+    """`testkit.processes.run_processes`, with its options: ``function(rank, size, *args)`` on every rank.
     ``peers``: import Megatron-core and the checkout before the ranks are forked."""
-    from tests.harness.processes import run_processes
+    from testkit.processes import run_processes
 
     multiprocessing.set_forkserver_preload(["benchmarks.engine_ours", *(["benchmarks.preloaded"] if peers else [])])
     return run_processes(function, size, args, start_method="forkserver", **options)

@@ -14,9 +14,9 @@ from typing import Any
 
 from benchmarks.megatron_library import source, versions
 from benchmarks.report import BenchmarkError, Report, Row, add_options, numbers_of
-from tests.harness.processes import run_processes
-from tests.megatron.cases import Case, Job, Model, Outcome
-from tests.megatron.runner import run_jobs
+from testkit.megatron.cases import Case, Job, Model, Outcome
+from testkit.megatron.runner import run_jobs
+from testkit.processes import run_processes
 
 HELP = "tokens/s of a real GPT: ours, and Megatron-core's GPTModel under our engine and under its own"
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
@@ -108,9 +108,9 @@ def _row(model: str, chunks: int, policy: str, engine: str, args: argparse.Names
 
 
 def measure(case: Any) -> dict[str, list[float]]:
-    """On each rank: seconds per step of either engine, in turns. A ``check`` of ``tests.megatron.runner``."""
+    """On each rank: seconds per step of either engine, in turns. A ``check`` of ``testkit.megatron.runner``."""
     from benchmarks.megatron_stages import in_turns
-    from tests.megatron.lab import Run
+    from testkit.megatron.lab import Run
 
     return in_turns(case, Run, warmup=2)
 

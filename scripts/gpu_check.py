@@ -36,7 +36,7 @@ from gpu_day.bench import TINY, Machine, Result, Sizes  # noqa: E402
 from gpu_day.page import page  # noqa: E402
 from gpu_day.runner import OtherRunError, Run, run_parts, write_whole  # noqa: E402
 
-from tests.functional_tests.race_cases import KEEP_FREED_MEMORY_MAPPED  # noqa: E402
+from testkit.race_cases import KEEP_FREED_MEMORY_MAPPED  # noqa: E402
 
 SECONDS = 1170.0
 PAGE = ROOT / "docs" / "gpu_results.md"

@@ -78,7 +78,7 @@ def draw_measurement(output: Path) -> float:
     from megatron_pp.config.kinds import variable_of
     from megatron_pp.tracing.analysis import analyse
     from megatron_pp.tracing.run import load_run
-    from tests.harness.processes import run_processes
+    from testkit.processes import run_processes
 
     with tempfile.TemporaryDirectory() as folder:
         recorded = {variable_of("trace_dir"): folder, variable_of("trace_steps"): f"{WARMUP + 1}-{WARMUP + STEPS}"}

@@ -46,7 +46,7 @@ def _set_environment() -> None:
 
 _set_environment()
 
-from tests.harness import autograd_draw  # noqa: E402  # of the path that was just set
+from testkit import autograd_draw  # noqa: E402  # of the path that was just set
 
 # No test depends on time, or on chance.
 hypothesis.settings.register_profile("project", deadline=None, derandomize=True)
@@ -56,7 +56,7 @@ hypothesis.settings.load_profile("project")
 # Ranks that a test starts with start_method="forkserver" are forked from a process that has loaded this. Tests of
 # numbers, and of groups that all ranks make in one order, start theirs as a launcher does: each with an interpreter,
 # and an order of sets, of its own.
-multiprocessing.set_forkserver_preload(["tests.harness.preload"])
+multiprocessing.set_forkserver_preload(["testkit.preload"])
 
 
 @pytest.fixture(scope="session")

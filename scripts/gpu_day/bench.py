@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpu_day import outside, ranks
-from tests.functional_tests.race_cases import ONE_GPU_ENVIRONMENT
+from testkit.race_cases import ONE_GPU_ENVIRONMENT
 
 PASS, FAIL, NUMBERS, NOT_RUN = "pass", "fail", "numbers", "not run"
 RESERVE = 2.0  # seconds: ranks end that much before the part, so that it can say which were late

@@ -23,8 +23,8 @@ import torch
 
 from benchmarks import shaped_network
 from megatron_pp.parity.processes import end_with_parent
-from tests.harness.fault_scenarios import Pool
-from tests.harness.processes import run_processes
+from testkit.fault_scenarios import Pool
+from testkit.processes import run_processes
 
 _SMI_SECONDS = 10.0
 _ENDINGS = (signal.SIGINT, signal.SIGTERM)

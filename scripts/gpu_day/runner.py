@@ -22,7 +22,7 @@ from gpu_day.table import PARTS, Part
 
 FORMAT = 2
 NOT_YET = "not yet measured"
-_SOURCES = ("megatron_pp", "scripts", "tests", "benchmarks", "examples")
+_SOURCES = ("megatron_pp", "scripts", "testkit", "tests", "benchmarks", "examples")
 
 
 class OtherRunError(Exception):

@@ -23,8 +23,8 @@ from megatron.core.transformer.enums import CudaGraphScope
 from megatron_pp.errors import NotServedError
 from megatron_pp.integrations import megatron_core
 from megatron_pp.runtime.communicators import _KEPT, close_communicators
-from tests.megatron import lab as megatron_lab
-from tests.megatron.cases import Case
+from testkit.megatron import lab as megatron_lab
+from testkit.megatron.cases import Case
 
 Rollout = Callable[[Any, Case], list[torch.Tensor]]
 VERL = "from megatron.core.pipeline_parallel import get_forward_backward_func"

@@ -1,6 +1,6 @@
 """Microbatches by Megatron's own `forward_step` and `backward_step`, and by what stands for them where they are known.
 
-Runs inside the processes of tests/megatron/runner.py.
+Runs inside the processes of testkit/megatron/runner.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_pp.integrations.known_steps import KnownSteps
 from megatron_pp.integrations.megatron_release import load_megatron
 from megatron_pp.integrations.megatron_steps import MegatronSteps
 from megatron_pp.runtime.compute import StepOptions
-from tests.megatron.cases import Case
+from testkit.megatron.cases import Case
 
 SHAPE = (1, 2, 2)
 LAST: dict[str, Any] = {"is_last": True}

@@ -1,4 +1,4 @@
-"""Checks of the Megatron-core plug-in that run on ranks, inside the processes of tests/megatron/runner.py.
+"""Checks of the Megatron-core plug-in that run on ranks, inside the processes of testkit/megatron/runner.py.
 
 Each takes a case, asserts, and returns what the test wants to know of this rank.
 """
@@ -27,8 +27,8 @@ from megatron.core.pipeline_parallel import p2p_communication, schedules
 
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.integrations import megatron_core, megatron_reads, megatron_release, megatron_versions
-from tests.megatron import lab as megatron_lab
-from tests.megatron.cases import Case
+from testkit.megatron import lab as megatron_lab
+from testkit.megatron.cases import Case
 
 
 def installed_release(case: Case) -> dict[str, Any]:

@@ -40,8 +40,8 @@ def fail(how: str) -> None:
 def train(place: str, how: str, here: bool) -> None:
     """Steps of a GPT of Megatron's, the last of which fails on the rank that is ``here``."""
     from megatron_pp.integrations import megatron_core
-    from tests.megatron import lab
-    from tests.megatron.cases import Case, Model
+    from testkit.megatron import lab
+    from testkit.megatron.cases import Case, Model
 
     case = Case(Model(layers=2), pp=PIPELINE, dp=RANKS // PIPELINE, microbatches=2, steps=3, optimizer="distributed")
     with megatron_core.installed(p2p_timeout=PATIENCE):
@@ -137,7 +137,7 @@ def main() -> None:
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     gc.disable()
-    for name in ("tests.megatron.lab", "megatron_pp.integrations.megatron_core"):
+    for name in ("testkit.megatron.lab", "megatron_pp.integrations.megatron_core"):
         importlib.import_module(name)
     importlib.import_module("megatron_pp.integrations.megatron_release").load_megatron()
     gc.enable()

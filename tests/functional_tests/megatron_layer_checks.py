@@ -1,5 +1,5 @@
 """Checks of Megatron-core's own layers after ``split_weight_grad``, which run on ranks in the processes of
-tests/megatron/runner.py: gradients equal those of the same layers as Megatron runs them, to the last bit.
+testkit/megatron/runner.py: gradients equal those of the same layers as Megatron runs them, to the last bit.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_pp.weight_grad import WeightGradStore, split_weight_grad
-from tests.megatron import lab as megatron_lab
-from tests.megatron.cases import Case
+from testkit.megatron import lab as megatron_lab
+from testkit.megatron.cases import Case
 
 WIDTH, MICROBATCHES = 8, 3
 

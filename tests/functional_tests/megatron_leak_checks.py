@@ -1,6 +1,6 @@
 """A step under ``install()`` that fails on a rank, and what is left of it; for ``test_nothing_kept_under_megatron.py``.
 
-Runs on ranks, inside the processes of tests/megatron/runner.py.
+Runs on ranks, inside the processes of testkit/megatron/runner.py.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from megatron_pp.comm.wait_handle import WaitHandle
 from megatron_pp.runtime.communicators import close_communicators
 from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.runtime.step import Step
-from tests.megatron import lab
-from tests.megatron.cases import Case
+from testkit.megatron import lab
+from testkit.megatron.cases import Case
 
 STEP = (Step, PlanExecutor, WaitHandle, TracebackType)
 FAILS_AT = 3  # of the calls of a layer on the rank that fails, in the second step

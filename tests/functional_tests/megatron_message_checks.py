@@ -1,5 +1,5 @@
 """Checks of messages that are not of the hidden size alone, as with Attention Residuals (Megatron-LM#6840); on ranks,
-inside the processes of tests/megatron/runner.py, under every release."""
+inside the processes of testkit/megatron/runner.py, under every release."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from megatron.core.pipeline_parallel import schedules
 
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.integrations import megatron_core, megatron_release
+from testkit.megatron import lab as megatron_lab
+from testkit.megatron.cases import Case
 from tests.functional_tests.megatron_checks import call_schedule, with_fields
-from tests.megatron import lab as megatron_lab
-from tests.megatron.cases import Case
 
 FIELD = "enable_attention_residuals"
 WIDTH = 3

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_pp.parity import cpu_stand_in
-from tests.harness.module_models import HIDDEN, RankModel, Setup, loss_of, sink_of
+from testkit.module_models import HIDDEN, RankModel, Setup, loss_of, sink_of
 
 
 @dataclass(frozen=True)

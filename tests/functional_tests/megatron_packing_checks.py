@@ -25,8 +25,8 @@ from megatron_pp.features.packing.packing import Pack, PackingRules, packed
 from megatron_pp.features.packing.steps import PackedSteps
 from megatron_pp.integrations import megatron_core
 from megatron_pp.parity.cpu_layers import positions_of
-from tests.megatron import lab as megatron_lab
-from tests.megatron.cases import Case
+from testkit.megatron import lab as megatron_lab
+from testkit.megatron.cases import Case
 
 # In tokens, of each step: even numbers of slots, as Megatron's interleaved schedule needs.
 LENGTHS = [[16, 8, 4, 4, 12, 8, 4, 8, 16], [4, 4, 16, 8, 8, 16], [8, 8, 8, 16, 4, 4, 4, 4]]

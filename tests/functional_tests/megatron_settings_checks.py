@@ -21,9 +21,9 @@ from megatron_pp.features.packing.steps import PackedSteps
 from megatron_pp.integrations import megatron_core
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.runtime import host
+from testkit.megatron import lab as megatron_lab
+from testkit.megatron.cases import Case
 from tests.functional_tests.megatron_checks import call_schedule, logged, raised, with_fields
-from tests.megatron import lab as megatron_lab
-from tests.megatron.cases import Case
 
 OVERRIDES: tuple[dict[str, Any], ...] = (
     {},

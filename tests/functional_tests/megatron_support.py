@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.megatron.cases import Case, Job, Model
-from tests.megatron.runner import run_jobs
+from testkit.megatron.cases import Case, Job, Model
+from testkit.megatron.runner import run_jobs
 
 SCRIPTS = Path(__file__).resolve().parent.parent.parent / "scripts"
 

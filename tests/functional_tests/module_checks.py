@@ -10,7 +10,7 @@ from megatron_pp.errors import MegatronPPError, ScheduleInputError
 from megatron_pp.features.modules.modules_step import ModulesPipeline, forward_backward_modules
 from megatron_pp.runtime.communicators import close_communicators
 from megatron_pp.testing.toy import toy_config
-from tests.harness.module_models import RankChunks, RankModel, Setup, config_of, forward_step, sink_of
+from testkit.module_models import RankChunks, RankModel, Setup, config_of, forward_step, sink_of
 
 
 def steps_of_a_rank(rank: int, size: int, setup: Setup) -> list[Any]:

@@ -19,8 +19,8 @@ from megatron_pp.comm.channels import pipeline_name
 from megatron_pp.plan.costs.transports import GLOO_DETACHED_BYTES
 from megatron_pp.runtime.communicators import close_communicators
 from megatron_pp.testing.toy import HIDDEN, ToyData, ToyResult, merged, reference_run
-from tests.harness.process_ranks import rank_of
-from tests.harness.processes import run_processes
+from testkit.process_ranks import rank_of
+from testkit.processes import run_processes
 
 SIZE = 4
 STEPS = 2

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from testkit.megatron.cases import Case, Job, Model
+from testkit.megatron.runner import run_jobs
+from testkit.processes import run_processes
 from tests.functional_tests.megatron_support import needs_megatron
-from tests.harness.processes import run_processes
-from tests.megatron.cases import Case, Job, Model
-from tests.megatron.runner import run_jobs
 
 LENGTH, HIDDEN, COUNT = 8, 4, 3
 # Tokens that count, of each microbatch: shards (two halves) with 4 and 1, 0 and 2, and none at all.

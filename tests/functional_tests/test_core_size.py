@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from testkit.processes import run_processes
 from tests.functional_tests.megatron_support import needs_megatron
-from tests.harness.processes import run_processes
 
 pytestmark = pytest.mark.callers_thread
 # Lines of a book at most. Of the machine 6,500 are wanted under install(): whoever takes modules out lowers the number.

@@ -22,8 +22,8 @@ from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.schedules import get_forward_backward_func
 from megatron_pp.testing.toy import ToyData, gradients_of, reference_run, toy_chunks, toy_config, toy_forward_step
 from megatron_pp.weight_grad import split_weight_grad
-from tests.harness.process_ranks import rank_of
-from tests.harness.processes import run_processes
+from testkit.process_ranks import rank_of
+from testkit.processes import run_processes
 
 PIPELINE, REPLICAS = 2, 2
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from megatron_pp.errors import PipelineMismatchError
 from megatron_pp.runtime.communicators import close_communicators
 from megatron_pp.testing.toy import ToyData, reference_run
-from tests.harness.process_ranks import rank_of
-from tests.harness.processes import run_processes
+from testkit.process_ranks import rank_of
+from testkit.processes import run_processes
 
 SIZE = 3
 STEPS = 8

@@ -1,6 +1,6 @@
 """The parts of scripts/gpu_check.py: all pass over gloo, in real processes, and each fails with a fault.
 
-``tests/harness/device_scenarios.py`` runs them on virtual devices, every line of them.
+``tests/gpu_programs/device_scenarios.py`` runs them on virtual devices, every line of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gpu_day.bench import FAIL
 from made_parts import with_tables
 
 from tests.functional_tests.megatron_support import SCRIPTS, needs_megatron
-from tests.harness import first_day
+from tests.gpu_programs import first_day
 
 QUICK = ("facts", "ahead", "links", "race", "first_steps", "offload", "output_layer", "faults", "overlap")
 

@@ -27,9 +27,9 @@ from megatron_pp.runtime.executor import Handler, PlanExecutor
 from megatron_pp.runtime.stage import PipelineStage
 from megatron_pp.schedules import get_forward_backward_func
 from megatron_pp.testing.toy import HIDDEN, ToyBlock, ToyData, reference_run, toy_config, toy_loss
-from tests.harness.process_ranks import rank_of
-from tests.harness.processes import run_processes
-from tests.harness.sweeps import EXHAUSTIVE
+from testkit.process_ranks import rank_of
+from testkit.processes import run_processes
+from testkit.sweeps import EXHAUSTIVE
 
 PIPELINE, REPLICAS, MICROBATCHES = 2, 2, 6
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from megatron_pp.testing.toy import TOY_SCHEDULES, ToyData, ToyResult, merged, reference_run
 from megatron_pp.weight_grad import split_weight_grad
-from tests.harness.process_ranks import rank_of
-from tests.harness.processes import run_processes
+from testkit.process_ranks import rank_of
+from testkit.processes import run_processes
 
 WORLD = 4
 # Pipeline size -> the groups, which take cases in turn.

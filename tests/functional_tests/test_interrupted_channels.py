@@ -15,9 +15,9 @@ import torch.distributed as dist
 from megatron_pp.comm import channels as channel_groups
 from megatron_pp.plan.costs.transports import GLOO_DETACHED_BYTES
 from megatron_pp.testing.toy import HIDDEN, ToyData
-from tests.harness.process_ranks import pipeline
-from tests.harness.processes import RankFailedError
-from tests.harness.step_runs import Rank
+from testkit.process_ranks import pipeline
+from testkit.processes import RankFailedError
+from testkit.step_runs import Rank
 
 DATA = ToyData(4, seq_length=GLOO_DETACHED_BYTES // (4 * HIDDEN * 2) + 1)
 WAITING, MAKING = "while it waits for the other end", "right before it makes its own end"

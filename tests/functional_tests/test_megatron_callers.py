@@ -11,8 +11,8 @@ import torch
 
 from tests.functional_tests.megatron_support import in_megatrons_process, needs_megatron
 
-from tests.megatron.cases import Case, Job, Model, Outcome  # isort: skip
-from tests.megatron.runner import run_jobs  # isort: skip
+from testkit.megatron.cases import Case, Job, Model, Outcome  # isort: skip
+from testkit.megatron.runner import run_jobs  # isort: skip
 
 pytestmark = needs_megatron
 

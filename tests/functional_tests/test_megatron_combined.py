@@ -10,8 +10,8 @@ import pytest
 
 from tests.functional_tests.megatron_support import needs_megatron
 
-from tests.megatron.cases import Case, Job, Model  # isort: skip
-from tests.megatron.runner import run_jobs  # isort: skip
+from testkit.megatron.cases import Case, Job, Model  # isort: skip
+from testkit.megatron.runner import run_jobs  # isort: skip
 
 pytestmark = [needs_megatron, pytest.mark.slow]
 
@@ -30,7 +30,7 @@ OURS = {
 
 @pytest.fixture(scope="module", params=CASES)
 def facts(request: pytest.FixtureRequest) -> tuple[str, list[dict[str, Any]]]:
-    job = Job(CASES[request.param], check="tests.megatron.combined:parities", deadline=240.0)
+    job = Job(CASES[request.param], check="testkit.megatron.combined:parities", deadline=240.0)
     (outcome,) = run_jobs([job])
     assert outcome.status == "ok", outcome.message
     return request.param, outcome.facts

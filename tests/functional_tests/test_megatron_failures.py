@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from testkit.sweeps import EXHAUSTIVE
 from tests.functional_tests.megatron_failures import DEADLINE, PATIENCE, RANKS
 from tests.functional_tests.megatron_support import needs_megatron
-from tests.harness.sweeps import EXHAUSTIVE
 
 pytestmark = [needs_megatron, pytest.mark.slow]
 

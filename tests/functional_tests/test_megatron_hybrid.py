@@ -13,8 +13,8 @@ from megatron_pp.plan.ir.placement import Placement
 from tests.functional_tests.megatron_support import assert_equal, needs_megatron
 from tests.functional_tests.test_megatron_v_placement import CHECKS, loop_of, name_of
 
-from tests.megatron.cases import Case, Job, Model, Outcome, compared  # isort: skip
-from tests.megatron.runner import run_jobs  # isort: skip
+from testkit.megatron.cases import Case, Job, Model, Outcome, compared  # isort: skip
+from testkit.megatron.runner import run_jobs  # isort: skip
 
 
 def has_hybrid_model() -> bool:

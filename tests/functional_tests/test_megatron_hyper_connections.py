@@ -10,10 +10,10 @@ import os
 
 import pytest
 
+from testkit.megatron import groups
+from testkit.megatron.cases import Case, Job, Model, Outcome
+from testkit.megatron.runner import run_jobs
 from tests.functional_tests.megatron_support import assert_equal, schedules_source
-from tests.megatron import groups
-from tests.megatron.cases import Case, Job, Model, Outcome
-from tests.megatron.runner import run_jobs
 
 CHECKOUT = os.environ.get("MEGATRON_CHECKOUT", "")
 FIELD = "enable_hyper_connections"

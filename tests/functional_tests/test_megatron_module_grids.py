@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from testkit.module_grids import module_on
 from tests.functional_tests.megatron_support import in_megatrons_process, needs_megatron
-from tests.harness.module_grids import module_on
 
 pytestmark = needs_megatron
 

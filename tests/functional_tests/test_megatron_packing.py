@@ -8,8 +8,8 @@ import pytest
 
 from tests.functional_tests.megatron_support import needs_megatron
 
-from tests.megatron.cases import Case, Job, Model  # isort: skip
-from tests.megatron.runner import run_jobs  # isort: skip
+from testkit.megatron.cases import Case, Job, Model  # isort: skip
+from testkit.megatron.runner import run_jobs  # isort: skip
 
 pytestmark = needs_megatron
 

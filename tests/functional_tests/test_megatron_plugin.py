@@ -9,8 +9,8 @@ import pytest
 from megatron_pp.plan.costs.measured import MeasuredFile
 from tests.functional_tests.megatron_support import needs_megatron
 
-from tests.megatron.cases import Case, Job, Model, Outcome  # isort: skip
-from tests.megatron.runner import run_jobs  # isort: skip
+from testkit.megatron.cases import Case, Job, Model, Outcome  # isort: skip
+from testkit.megatron.runner import run_jobs  # isort: skip
 
 pytestmark = needs_megatron
 

@@ -16,7 +16,7 @@ import pytest
 
 from tests.functional_tests.megatron_support import SCRIPTS, in_megatrons_process, needs_megatron
 
-from tests.megatron.cases import Case  # isort: skip
+from testkit.megatron.cases import Case  # isort: skip
 
 pytestmark = needs_megatron
 

@@ -14,8 +14,8 @@ import pytest
 
 from megatron_pp.plan.ir.spec import OVERLAP
 from megatron_pp.tracing.run import load_run
+from testkit.pages import PageOutput, code_blocks, run_page
 from tests.functional_tests.megatron_support import needs_megatron
-from tests.harness.pages import PageOutput, code_blocks, run_page
 
 pytestmark = needs_megatron
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from testkit.megatron.cases import Case, Job, Model
+from testkit.megatron.runner import ROOT
 from tests.functional_tests.megatron_support import needs_megatron
-from tests.megatron.cases import Case, Job, Model
-from tests.megatron.runner import ROOT
 
 pytestmark = [needs_megatron, pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends them on Linux")]
 
@@ -40,7 +40,7 @@ def wait_for(condition, seconds: float = 60.0) -> bool:
 
 def test_its_ranks_end_when_it_is_killed() -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.megatron.runner"],
+        [sys.executable, "-m", "testkit.megatron.runner"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip

@@ -14,9 +14,9 @@ import pytest
 from megatron_pp.integrations.megatron_versions import release_of
 from tests.functional_tests.megatron_support import assert_equal, needs_megatron
 
-from tests.megatron import groups  # isort: skip
-from tests.megatron.cases import Case, Job, Model, Outcome  # isort: skip
-from tests.megatron.runner import run_jobs  # isort: skip
+from testkit.megatron import groups  # isort: skip
+from testkit.megatron.cases import Case, Job, Model, Outcome  # isort: skip
+from testkit.megatron.runner import run_jobs  # isort: skip
 
 pytestmark = needs_megatron
 

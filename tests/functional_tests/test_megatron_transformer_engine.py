@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from testkit.processes import run_processes
+from testkit.transformer_engine_python import on_cpu
 from tests.functional_tests.megatron_support import needs_megatron
-from tests.harness.processes import run_processes
-from tests.harness.transformer_engine_python import on_cpu
 
 pytestmark = [needs_megatron, pytest.mark.slow]
 MICROBATCHES, WIDTH = 3, 8

@@ -13,12 +13,12 @@ from megatron_pp.integrations.on_import import install_on_import
 from megatron_pp.integrations.settings import read_settings
 from megatron_pp.parity import cpu_stand_in
 from megatron_pp.plan.ir.placement import Placement
+from testkit.processes import run_processes
+from testkit.sweeps import EXHAUSTIVE
 from tests.functional_tests.megatron_support import assert_equal, needs_megatron
-from tests.harness.processes import run_processes
-from tests.harness.sweeps import EXHAUSTIVE
 
-from tests.megatron.cases import Case, Job, Model, Outcome, compared  # isort: skip
-from tests.megatron.runner import parity_jobs, run_jobs  # isort: skip
+from testkit.megatron.cases import Case, Job, Model, Outcome, compared  # isort: skip
+from testkit.megatron.runner import parity_jobs, run_jobs  # isort: skip
 
 pytestmark = [needs_megatron, pytest.mark.slow]
 

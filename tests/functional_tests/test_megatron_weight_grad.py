@@ -12,8 +12,8 @@ import pytest
 
 from tests.functional_tests.megatron_support import assert_equal, needs_megatron
 
-from tests.megatron.cases import Case, Job, Model, Outcome  # isort: skip
-from tests.megatron.runner import parity_jobs, run_jobs  # isort: skip
+from testkit.megatron.cases import Case, Job, Model, Outcome  # isort: skip
+from testkit.megatron.runner import parity_jobs, run_jobs  # isort: skip
 
 pytestmark = needs_megatron
 

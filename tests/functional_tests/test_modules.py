@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from testkit.module_grids import module_on
+from testkit.module_models import Reference, Setup, in_one_process, places_of, sink_of
+from testkit.processes import run_processes
 from tests.functional_tests.module_checks import a_rank_gives_no_dict, refused_arguments, steps_of_a_rank
-from tests.harness.module_grids import module_on
-from tests.harness.module_models import Reference, Setup, in_one_process, places_of, sink_of
-from tests.harness.processes import run_processes
 
 SETUPS = {
     "an encoder": Setup((module_on("vision"), module_on("llm", 1)), {"vision": ["llm"]}),

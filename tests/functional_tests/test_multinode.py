@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from testkit.namespaces import Cable, Host, two_hosts, why_not
+from testkit.training_ranks import train
 from tests.functional_tests.test_train_script import INTERLEAVED, SHORT, numbers
-from tests.harness.namespaces import Cable, Host, two_hosts, why_not
-from tests.harness.training_ranks import train
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE = 180.0

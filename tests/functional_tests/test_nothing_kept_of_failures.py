@@ -26,6 +26,9 @@ from megatron_pp.runtime.communicators import close_communicators, communicator_
 from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.runtime.step import Step
 from megatron_pp.testing.toy import HIDDEN
+from testkit.fault_injection import BACKWARD, DELAY, EXCEPTION, SHAPE, Fault
+from testkit.module_grids import module_on
+from testkit.processes import run_processes
 from tests.functional_tests.failed_steps import (
     MICROBATCHES,
     SIZE,
@@ -36,9 +39,6 @@ from tests.functional_tests.failed_steps import (
     of_the_library,
     of_torchs_stages,
 )
-from tests.harness.fault_injection import BACKWARD, DELAY, EXCEPTION, SHAPE, Fault
-from tests.harness.module_grids import module_on
-from tests.harness.processes import run_processes
 
 # Fields of the config, and arguments of ``of_the_library``.
 LIBRARY: dict[str, dict[str, Any]] = {

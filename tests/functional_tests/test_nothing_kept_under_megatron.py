@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
+from testkit.megatron.cases import Case, Job, Model
+from testkit.megatron.runner import run_jobs
 from tests.functional_tests.megatron_support import needs_megatron
-from tests.megatron.cases import Case, Job, Model
-from tests.megatron.runner import run_jobs
 
 pytestmark = [needs_megatron, pytest.mark.slow]
 

@@ -25,16 +25,16 @@ from megatron_pp.runtime.executor import PlanExecutor, Shapes
 from megatron_pp.runtime.gradient_hooks import SyncHooks
 from megatron_pp.runtime.model_steps import ModelSteps
 from megatron_pp.testing.toy import HIDDEN, toy_forward_step
-from tests.functional_tests.race_cases import (
+from testkit.process_ranks import pipeline
+from testkit.processes import RankFailedError, run_processes
+from testkit.race_cases import (
     KEEP_FREED_MEMORY_MAPPED,
     ONE_GPU_ENVIRONMENT,
     build_reusing_allocator,
     run_cases,
     run_cases_on_one_gpu,
 )
-from tests.harness.process_ranks import pipeline
-from tests.harness.processes import RankFailedError, run_processes
-from tests.harness.step_runs import Rank
+from testkit.step_runs import Rank
 
 REPEATS = int(os.environ.get("MEGATRON_PP_RACE_REPEATS", "2"))
 DTYPES = {"float32": REPEATS, "bfloat16": max(1, REPEATS // 2) if REPEATS < 20 else REPEATS}

@@ -18,7 +18,7 @@ from megatron_pp.comm.group_transport import group_transport
 from megatron_pp.comm.transport import ACT
 from megatron_pp.errors import P2PError
 from megatron_pp.p2p_communication import P2PCommunicator
-from tests.harness.processes import run_processes
+from testkit.processes import run_processes
 
 SHAPE = (6, 1, 4)
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_pp.runtime.communicators import close_communicators, communicator_for
-from tests.harness.packings import SIZE, Meetings, PackedRank, config_of, drawn, one_process
-from tests.harness.processes import run_processes
-from tests.harness.sweeps import EXHAUSTIVE
+from testkit.packings import SIZE, Meetings, PackedRank, config_of, drawn, one_process
+from testkit.processes import run_processes
+from testkit.sweeps import EXHAUSTIVE
 
 RANKS = 2 * SIZE
 SEEDS = 1000 if EXHAUSTIVE else 16

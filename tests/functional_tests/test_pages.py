@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.pages import ROOT, PageOutput, code_blocks, commands_of, run_commands, run_page
+from testkit.pages import ROOT, PageOutput, code_blocks, commands_of, run_commands, run_page
 
 QUICK_START = "docs/quick_start.md"
 MIGRATING = ["before.py", "after.py", "layers.py"]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_pp import parallel_state as state
 from megatron_pp.config.parallel_grid import Grid
 from megatron_pp.errors import ConfigError, ParallelStateError, WorldSizeError
-from tests.harness.processes import run_processes
+from testkit.processes import run_processes
 
 WORLD = 4
 KINDS = ("tensor_model", "context", "data", "pipeline_model")

@@ -22,7 +22,7 @@ from tests.functional_tests.megatron_support import SCRIPTS, needs_megatron
 
 pytestmark = needs_megatron
 
-SMALL = PROJECT_ROOT / "tests" / "megatron" / "small_training"
+SMALL = PROJECT_ROOT / "testkit" / "megatron" / "small_training"
 PRETRAIN = str(SMALL / "pretrain.py")
 OWN_LOOP = str(SCRIPTS / "pretrain_gpt_megatron.py")
 PP2, TP2 = "--pipeline-model-parallel-size 2", "--tensor-model-parallel-size 2"

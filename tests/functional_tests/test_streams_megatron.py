@@ -10,8 +10,8 @@ import logging
 import warnings
 from typing import Any
 
+from testkit.processes import run_processes
 from tests.functional_tests.megatron_support import needs_megatron
-from tests.harness.processes import run_processes
 
 RANKS, MICROBATCHES, LENGTH, WORDS = 2, 4, 8, 32
 POLICIES: dict[str, dict[str, Any]] = {
@@ -39,7 +39,7 @@ def set_up() -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from tests.harness.streams import virtual_cuda
+    from testkit.streams import virtual_cuda
 
     warnings.simplefilter("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
@@ -80,7 +80,7 @@ def run_gpt(policy: str, schedule: str, split: bool, plugged_in: bool) -> dict[s
     from megatron_pp.integrations import megatron_core
     from megatron_pp.schedules import get_forward_backward_func
     from megatron_pp.weight_grad import split_weight_grad
-    from tests.harness.streams import check_streams
+    from testkit.streams import check_streams
 
     set_up()
     config = gpt_config(policy, schedule)

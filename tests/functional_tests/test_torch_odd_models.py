@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from megatron_pp.plan.orders import SCHEDULES
+from testkit.processes import run_processes
+from testkit.sweeps import EXHAUSTIVE
 from tests.functional_tests import torch_odd_models as models
-from tests.harness.processes import run_processes
-from tests.harness.sweeps import EXHAUSTIVE
 
 SPLITTING = sorted(name for name, family in SCHEDULES.items() if family.splits_weight and not family.barriers)
 WHOLE = ("1f1b", "interleaved_1f1b")

@@ -17,9 +17,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from testkit.processes import run_processes
+from testkit.sweeps import EXHAUSTIVE
 from tests.functional_tests import torch_odd_models as models
-from tests.harness.processes import run_processes
-from tests.harness.sweeps import EXHAUSTIVE
 
 pytestmark = pytest.mark.slow
 

@@ -18,8 +18,8 @@ from torch.distributed.pipelining import schedules
 
 from megatron_pp.errors import PlanError
 from megatron_pp.integrations.torch_pipelining import PlanSchedule, get_schedule_class, use_in
+from testkit.processes import run_processes
 from tests.functional_tests import torch_pipelining_checks as checks
-from tests.harness.processes import run_processes
 
 Cases = dict[str, tuple[str, Callable[..., float]]]  # name -> layout, check
 

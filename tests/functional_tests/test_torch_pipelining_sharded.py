@@ -22,11 +22,11 @@ from torch.distributed.tensor import DTensor
 from megatron_pp.config.model_config import ModelParallelConfig
 from megatron_pp.integrations.torch_pipelining import PlanSchedule
 from megatron_pp.plan.builder import stage_numbers
+from testkit.processes import run_processes
+from testkit.sweeps import EXHAUSTIVE
 from tests.functional_tests import torch_pipelining_checks as checks
 from tests.functional_tests.torch_pipelining_checks import Layout, loss_fn
 from tests.functional_tests.torch_pipelining_models import HIDDEN, Block
-from tests.harness.processes import run_processes
-from tests.harness.sweeps import EXHAUSTIVE
 
 REPLICAS = 2
 LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)

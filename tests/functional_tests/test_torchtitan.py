@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from megatron_pp.integrations.torch_pipelining import PlanSchedule, use_in
+from testkit.processes import run_processes
 from tests.functional_tests.torch_pipelining_checks import CHUNKS, largest_difference
-from tests.harness.processes import run_processes
 
 pytestmark = [
     pytest.mark.skipif(find_spec("torchtitan") is None, reason="torchtitan is not installed"),

@@ -18,8 +18,8 @@ from megatron_pp.runtime.communicators import close_communicators
 from megatron_pp.testing.toy import ToyBlock
 from megatron_pp.tracing.analysis import analyse
 from megatron_pp.tracing.run import load_run
-from tests.harness.process_ranks import rank_of
-from tests.harness.processes import RankFailedError, run_processes
+from testkit.process_ranks import rank_of
+from testkit.processes import RankFailedError, run_processes
 
 SECONDS = 0.005
 

@@ -19,10 +19,10 @@ import pytest
 import torch
 
 from examples.gpt import checkpoint, libraries, program
+from testkit.processes import run_processes
+from testkit.standin_libraries import transformer_engine_for_training, write
+from testkit.train_flags import SMALL_MODEL
 from tests.functional_tests.test_train_script import ROOT, TEXT, losses
-from tests.harness.processes import run_processes
-from tests.harness.standin_libraries import transformer_engine_for_training, write
-from tests.harness.train_flags import SMALL_MODEL
 
 SIZES = [*SMALL_MODEL, "--num-layers", "2", "--num-microbatches", "3", "--train-steps", "2", "--warmup-steps", "1"]
 SIZES += ["--no-plot", "--eval-interval", "0", "--data", str(TEXT), "--validation-fraction", "0.2"]

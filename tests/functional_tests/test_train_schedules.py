@@ -14,10 +14,10 @@ import pytest
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.orders import SCHEDULES
+from testkit.plan_text import save_plan
+from testkit.sweeps import EXHAUSTIVE
+from testkit.training_ranks import train
 from tests.functional_tests.test_train_script import ROOT, SHORT, losses, numbers
-from tests.harness.plan_text import save_plan
-from tests.harness.sweeps import EXHAUSTIVE
-from tests.harness.training_ranks import train
 
 RANKS, STEPS, MICROBATCHES = 2, 2, 5
 SIZES = [*SHORT, "--num-microbatches", str(MICROBATCHES), "--train-steps", str(STEPS), "--eval-interval", "0"]

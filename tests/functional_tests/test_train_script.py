@@ -28,10 +28,10 @@ from examples.gpt.checkpoint import find_checkpoint
 from examples.gpt.program import main
 from megatron_pp.faults.liveness import ALIVE, STOPPED, process_of, state_of
 from megatron_pp.tracing.run import load_run
+from testkit.processes import RankFailedError, run_processes
+from testkit.train_flags import SMALL_MODEL
+from testkit.training_ranks import train, train_rank
 from tests.functional_tests.faulty_train import Fault, put_into_optimizer
-from tests.harness.processes import RankFailedError, run_processes
-from tests.harness.train_flags import SMALL_MODEL
-from tests.harness.training_ranks import train, train_rank
 
 ROOT = Path(__file__).resolve().parents[2]
 FAULTY = Path(__file__).with_name("faulty_train.py")

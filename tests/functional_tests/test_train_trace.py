@@ -17,8 +17,8 @@ from megatron_pp.plan.ir.instruction import COMPUTE_OPS, FREE_OPS, WAIT_OPS
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.tracing.analysis import analyse
 from megatron_pp.tracing.run import TracedRun, load_run
+from testkit.training_ranks import train
 from tests.functional_tests.test_train_script import INTERLEAVED, SHORT
-from tests.harness.training_ranks import train
 
 RANKS = 2
 

@@ -1,4 +1,4 @@
-"""Checks of V placement under Megatron-core that run on ranks, inside the processes of tests/megatron/runner.py."""
+"""Checks of V placement under Megatron-core that run on ranks, inside the processes of testkit/megatron/runner.py."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from megatron_pp.errors import ScheduleInputError
 from megatron_pp.integrations import megatron_core
 from megatron_pp.integrations.v_logs import log_on_last_rank
 from megatron_pp.integrations.v_placement import MirroredGroup, chunk_place
-from tests.megatron import lab
-from tests.megatron.cases import Case
+from testkit.megatron import lab
+from testkit.megatron.cases import Case
 
 
 def contents(case: Case) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from megatron_pp import errors
-from tests.harness.pages import ROOT
+from testkit.pages import ROOT
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from gpu_day import outside
 from gpu_day.bench import Bench
 from gpu_day.ranks import OVERLAP
-from tests.harness.fault_injection import EXCEPTION, KILL, Fault
-from tests.harness.fault_scenario_checks import complaints, limit, seconds_to_detect
-from tests.harness.fault_scenarios import Episode, HungError
+from testkit.fault_injection import EXCEPTION, KILL, Fault
+from testkit.fault_scenario_checks import complaints, limit, seconds_to_detect
+from testkit.fault_scenarios import Episode, HungError
 
 MOST_RANKS = 4
 SLACK = 20.0  # seconds more on CPU cores that others use, too

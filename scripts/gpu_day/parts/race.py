@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from gpu_day.bench import Bench
-from tests.functional_tests.race_cases import run_cases
+from testkit.race_cases import run_cases
 
 WHAT = {
     "a": "plain isend, deallocated",

@@ -29,7 +29,7 @@ from megatron_pp.planner.advise.candidates import candidates
 from megatron_pp.planner.advise.evaluate import Outcome
 from megatron_pp.planner.advise.model import PART, Model, layer
 from megatron_pp.planner.advise.question import Question
-from tests.harness.sweeps import EXHAUSTIVE
+from testkit.sweeps import EXHAUSTIVE
 from tests.unit_tests.cli.conftest import assert_refused
 from tests.unit_tests.tracing.test_report import write_traces
 

@@ -21,7 +21,7 @@ from megatron_pp.plan.io.serialize import format_plan, load_plan
 from megatron_pp.plan.ir.spec import ON_NCCL, PlanSpec
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.planner.advise import pipeline_search
-from tests.harness.plan_text import edited, placed, save_plan
+from testkit.plan_text import edited, placed, save_plan
 from tests.unit_tests.cli.conftest import assert_refused
 
 # --- plan

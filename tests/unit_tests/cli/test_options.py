@@ -11,7 +11,7 @@ from megatron_pp.cli import draw, plan, report, simulate, verify
 from megatron_pp.cli.parser import parse
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import PlanSpec
-from tests.harness.plan_text import save_plan
+from testkit.plan_text import save_plan
 from tests.unit_tests.cli.conftest import assert_refused
 
 pytestmark = pytest.mark.usefixtures("files")

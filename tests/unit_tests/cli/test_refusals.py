@@ -8,7 +8,7 @@ from string import Template
 
 import pytest
 
-from tests.harness.plan_text import rows
+from testkit.plan_text import rows
 from tests.unit_tests.cli.conftest import assert_refused
 
 # Command line | parts of what is said

@@ -20,7 +20,7 @@ from megatron_pp.comm.transport import ACT, GRAD
 from megatron_pp.errors import CommunicatorClosedError, P2PTimeoutError
 from megatron_pp.plan.ir.placement import LOOP, V_SHAPE, Placement
 from megatron_pp.testing.threads import run_ranks
-from tests.harness.virtual_groups import VirtualNCCL
+from testkit.virtual_groups import VirtualNCCL
 
 PATIENCE = timedelta(seconds=20)
 LIMIT = timedelta(seconds=30)

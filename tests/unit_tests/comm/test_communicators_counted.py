@@ -15,9 +15,9 @@ from megatron_pp.plan.ir.placement import LOOP, Placement
 from megatron_pp.plan.ir.spec import BATCHED, OVERLAP, PLAIN
 from megatron_pp.testing.pipeline import placement_of, run_rank
 from megatron_pp.testing.toy import ToyData, toy_config
-from tests.harness.nccl_runs import on_nccl
-from tests.harness.streams import StreamNetwork
-from tests.harness.virtual_groups import VirtualNCCL
+from testkit.nccl_runs import on_nccl
+from testkit.streams import StreamNetwork
+from testkit.virtual_groups import VirtualNCCL
 
 POLICIES: dict[str, dict[str, Any]] = {
     OVERLAP: {"overlap_p2p_comm": True},

@@ -19,12 +19,12 @@ from megatron_pp.features.pairs.pair_runner import HalfCall, on_two_streams
 from megatron_pp.testing.pipeline import run_rank
 from megatron_pp.testing.threads import ThreadGroup, run_ranks
 from megatron_pp.testing.toy import ToyData, toy_config
-from tests.harness.nccl_runs import on_nccl
-from tests.harness.stream_runs import on_one_device
-from tests.harness.streams import StreamNetwork, virtual_cuda
-from tests.harness.streams.device import VirtualDevice
-from tests.harness.streams.network import StreamTransport
-from tests.harness.virtual_groups import VirtualNCCL
+from testkit.nccl_runs import on_nccl
+from testkit.stream_runs import on_one_device
+from testkit.streams import StreamNetwork, virtual_cuda
+from testkit.streams.device import VirtualDevice
+from testkit.streams.network import StreamTransport
+from testkit.virtual_groups import VirtualNCCL
 
 SIZE = 3
 

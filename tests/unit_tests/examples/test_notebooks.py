@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.pages import ROOT
+from testkit.pages import ROOT
 
 NOTEBOOKS = ROOT / "examples" / "notebooks"
 

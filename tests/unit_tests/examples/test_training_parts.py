@@ -30,7 +30,7 @@ from examples.gpt.process import StopRequest, report
 from examples.gpt.run_page import steps_to_record, write_page
 from examples.gpt.settings import Settings
 from examples.gpt.trainer import ComputeTimers
-from tests.harness.training_ranks import handlers_kept
+from testkit.training_ranks import handlers_kept
 from tests.unit_tests.examples.test_gpt import WHOLE, gradients_of, make_stages, parameters_of, train_by_hand
 
 

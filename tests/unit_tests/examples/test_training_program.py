@@ -15,8 +15,8 @@ from examples.gpt.checkpoint import find_checkpoint
 from examples.gpt.metrics import METRICS, read_metrics
 from examples.gpt.program import lock_folder, main
 from megatron_pp import parallel_state
-from tests.harness.train_flags import SMALL_MODEL
-from tests.harness.training_ranks import handlers_kept, train_here
+from testkit.train_flags import SMALL_MODEL
+from testkit.training_ranks import handlers_kept, train_here
 
 SMALL = [*SMALL_MODEL, "--num-microbatches", "2", "--max-data-bytes", "100000", "--warmup-steps", "1"]
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from examples.gpt.checkpoint import CheckpointWriter, find_checkpoint, load_tensors
 from examples.gpt.optimizer import GradientClipper
 from examples.gpt.process import check_same_settings
-from tests.harness.processes import run_processes
+from testkit.processes import run_processes
 from tests.unit_tests.examples.test_gpt import CUTS, make_stages
 
 SIZE = 3

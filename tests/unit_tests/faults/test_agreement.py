@@ -30,7 +30,7 @@ from megatron_pp.faults.histories import Difference, difference, find_late_misma
 from megatron_pp.faults.records import DONE, ENTERING, IN_STEP, Entry, Progress
 from megatron_pp.faults.tracker import Tracker
 from megatron_pp.testing.threads import run_ranks
-from tests.harness.guarded_ranks import Call, Outcome, published_entries, run_programs
+from testkit.guarded_ranks import Call, Outcome, published_entries, run_programs
 from tests.unit_tests.faults.guards import new_guard, new_source
 
 SIZE = 3

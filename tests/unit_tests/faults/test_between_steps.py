@@ -25,7 +25,7 @@ from megatron_pp.runtime.host import Host
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import ThreadGroup
 from megatron_pp.testing.toy import toy_config
-from tests.harness.step_runs import Rank, pipeline
+from testkit.step_runs import Rank, pipeline
 from tests.unit_tests.faults.guards import new_guard
 
 WORK = "the optimizer"

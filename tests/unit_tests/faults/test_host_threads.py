@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_pp.faults import host_threads
-from tests.harness.autograd_thread import autograd_thread
+from testkit.autograd_thread import autograd_thread
 
 pytestmark = pytest.mark.callers_thread  # each test has its own
 

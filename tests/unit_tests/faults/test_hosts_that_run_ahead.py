@@ -26,10 +26,10 @@ from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.testing.pipeline import placement_of, toy_step
 from megatron_pp.testing.toy import ToyBlock, ToyData, toy_chunks, toy_config
-from tests.harness.nccl_runs import on_nccl
-from tests.harness.streams import LATER_STEPS, StreamNetwork
-from tests.harness.streams.device import current_device
-from tests.harness.streams.timelines import Clock
+from testkit.nccl_runs import on_nccl
+from testkit.streams import LATER_STEPS, StreamNetwork
+from testkit.streams.device import current_device
+from testkit.streams.timelines import Clock
 
 pytestmark = pytest.mark.usefixtures("nccl_settings")
 SIZE = 3

@@ -28,12 +28,12 @@ from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.spec import DEVICE_RULES, DEVICE_SYNC, Plan, PlanSpec
 from megatron_pp.testing.pipeline import placement_of, toy_step
 from megatron_pp.testing.toy import ToyBlock, ToyData, toy_chunks, toy_config
-from tests.harness.autograd_thread import autograd_thread
-from tests.harness.nccl_runs import on_nccl
-from tests.harness.streams import DeviceRules, StreamNetwork
-from tests.harness.streams.device import current_device
-from tests.harness.streams.network import NO_MORE_RULES
-from tests.harness.streams.timelines import Clock
+from testkit.autograd_thread import autograd_thread
+from testkit.nccl_runs import on_nccl
+from testkit.streams import DeviceRules, StreamNetwork
+from testkit.streams.device import current_device
+from testkit.streams.network import NO_MORE_RULES
+from testkit.streams.timelines import Clock
 
 pytestmark = pytest.mark.usefixtures("nccl_settings")
 TIMEOUT = 1.5

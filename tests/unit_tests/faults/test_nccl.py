@@ -17,8 +17,8 @@ from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.testing.memory_transport import MemoryNetwork, MemoryTransport
 from megatron_pp.testing.threads import ThreadGroup
 from megatron_pp.testing.toy import toy_config
-from tests.harness.streams import StreamNetwork, virtual_cuda
-from tests.harness.virtual_groups import process_group, virtual_distributed
+from testkit.streams import StreamNetwork, virtual_cuda
+from testkit.virtual_groups import process_group, virtual_distributed
 
 
 class Communicator:

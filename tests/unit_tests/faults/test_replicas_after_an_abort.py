@@ -13,8 +13,8 @@ from megatron_pp.errors import CommunicatorClosedError, PipelinePeerError
 from megatron_pp.faults import watchdog
 from megatron_pp.faults.attach import close_guard
 from megatron_pp.faults.heartbeat import Pace
-from tests.harness.guard_mutants import BEFORE_UPDATES
-from tests.harness.replicas import (
+from testkit.guard_mutants import BEFORE_UPDATES
+from testkit.replicas import (
     BEFORE_THE_OPTIMIZER,
     GATHER,
     PHASES,
@@ -26,9 +26,9 @@ from tests.harness.replicas import (
     Job,
     Replica,
 )
-from tests.harness.streams import virtual_cuda
-from tests.harness.sweeps import EXHAUSTIVE
-from tests.harness.virtual_groups import virtual_distributed
+from testkit.streams import virtual_cuda
+from testkit.sweeps import EXHAUSTIVE
+from testkit.virtual_groups import virtual_distributed
 
 LEASE = 0.3  # seconds, for 1.0; other times of the guard in proportion
 BLIND = 3 * LEASE

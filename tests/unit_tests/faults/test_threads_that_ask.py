@@ -1,4 +1,4 @@
-"""The guard's threads under CUDA's rules for threads (``tests/harness/streams/host_process.py``): none makes a context
+"""The guard's threads under CUDA's rules for threads (``testkit/streams/host_process.py``): none makes a context
 on another device, and a query that blocks keeps nobody from finding out who died, and from aborting."""
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from megatron_pp.faults.records import Process
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.testing.pipeline import placement_of, run_rank, toy_step
 from megatron_pp.testing.toy import ToyBlock, ToyData, toy_chunks
-from tests.harness.guard_mutants import InWatchdog, OnDeviceZero, ReportsMemory, WithInterpreterLock
-from tests.harness.nccl_runs import on_nccl
-from tests.harness.plan_text import save_plan, small_plan, with_programs
-from tests.harness.streams import DeviceRules, StreamNetwork
+from testkit.guard_mutants import InWatchdog, OnDeviceZero, ReportsMemory, WithInterpreterLock
+from testkit.nccl_runs import on_nccl
+from testkit.plan_text import save_plan, small_plan, with_programs
+from testkit.streams import DeviceRules, StreamNetwork
 from tests.unit_tests.faults.test_hosts_that_run_ahead import SECONDS, SIZE, Job, Raised, eventually, kill
-from tests.unit_tests.harness.test_first_launches import GIS_H
+from tests.unit_tests.testkit.test_first_launches import GIS_H
 
 pytestmark = pytest.mark.usefixtures("nccl_settings")
 MUTANTS = {"InWatchdog": ("CompletedWork", InWatchdog), "WithInterpreterLock": ("EventQueries", WithInterpreterLock)}

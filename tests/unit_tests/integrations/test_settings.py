@@ -19,7 +19,7 @@ from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ConfigError
 from megatron_pp.features.pairs.pair_runner import in_turn
 from megatron_pp.integrations.settings import OTHER_VARIABLES, PLUGIN, PREFIX, TABLE, InstallSettings, read_settings
-from tests.harness.pages import ROOT
+from testkit.pages import ROOT
 
 # Setting -> its text in the environment, its line in a file, what the engine gets.
 EXAMPLES: dict[str, tuple[str, str, Any]] = {
@@ -202,7 +202,7 @@ def test_the_step_number_cannot_be_written_down(environment: Callable[..., None]
 
 
 def test_variables_of_this_project_that_are_no_settings_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    folders = ("megatron_pp", "scripts", "examples", "benchmarks", "tests", "docs", ".ci")
+    folders = ("megatron_pp", "scripts", "examples", "benchmarks", "testkit", "tests", "docs", ".ci")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".sh", ".md")]
     tests_of_wrong_names = ("test_settings.py", "test_run.py")
     files = [

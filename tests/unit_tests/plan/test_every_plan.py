@@ -20,8 +20,8 @@ from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.verify.verifier import Verdict, verify
-from tests.harness.drawn_specs import DEVICES, NAMED, drawn_spec
-from tests.harness.sweeps import EXHAUSTIVE
+from testkit.drawn_specs import DEVICES, NAMED, drawn_spec
+from testkit.sweeps import EXHAUSTIVE
 
 
 def verified(spec: PlanSpec) -> tuple[Plan, Verdict]:

@@ -18,7 +18,7 @@ from megatron_pp.plan.verify.verifier import verify
 from megatron_pp.planner.bound import Job, bound_of, least_end, lower_bound
 from megatron_pp.planner.naive import naive_orders
 from megatron_pp.planner.plan_search import peak_memory
-from tests.harness.sweeps import EXHAUSTIVE
+from testkit.sweeps import EXHAUSTIVE
 
 FAMILIES = [family for family in SCHEDULES.values() if family.search is None]
 

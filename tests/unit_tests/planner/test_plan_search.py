@@ -28,7 +28,7 @@ from megatron_pp.runtime.step import prepared
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import ThreadGroup
 from megatron_pp.testing.toy import toy_chunks, toy_config, toy_forward_step
-from tests.harness.sweeps import EXHAUSTIVE
+from testkit.sweeps import EXHAUSTIVE
 
 
 def search(

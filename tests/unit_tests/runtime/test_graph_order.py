@@ -16,7 +16,7 @@ from megatron_pp.runtime import graph_order
 from megatron_pp.runtime.graph_order import captured_order, check_graph_order, check_offload_order
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import ToyData
-from tests.harness.p2p_ranks import NothingMayPass
+from testkit.p2p_ranks import NothingMayPass
 
 
 @pytest.mark.slow

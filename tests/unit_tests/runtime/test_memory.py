@@ -21,9 +21,9 @@ from megatron_pp.plan.verify.lifetime import Walk
 from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.toy import TOY_SCHEDULES, ToyBlock, ToyData
-from tests.harness.blocks import EndsInTanh
-from tests.harness.race_support import run_plan
-from tests.harness.skip_block import SkipBlock
+from testkit.blocks import EndsInTanh
+from testkit.race_support import run_plan
+from testkit.skip_block import SkipBlock
 
 STATE = ("inputs", "outputs", "output_grads", "input_grads")
 

@@ -21,8 +21,8 @@ from megatron_pp.plan.verify.verifier import verify
 from megatron_pp.testing.adversarial_transports import HOSTILE_NETWORKS
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.toy import HIDDEN, ToyBlock
-from tests.harness.output_layer_runs import Case, Stage, mean_loss, step, step_on_nccl
-from tests.harness.plan_mutants import mutants
+from testkit.output_layer_runs import Case, Stage, mean_loss, step, step_on_nccl
+from testkit.plan_mutants import mutants
 
 NAMES = ("vocab_1f1b", "vocab_1f1b_alg1")
 

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_pp.integrations.megatron_steps import freed_output
 from megatron_pp.runtime.deallocate import accumulate, backward_root, custom_backward
-from tests.harness.blocks import SquaresInPython
+from testkit.blocks import SquaresInPython
 
 every_way = pytest.mark.parametrize("keep", [backward_root, freed_output])
 

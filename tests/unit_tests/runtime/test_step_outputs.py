@@ -22,9 +22,9 @@ from megatron_pp.testing.threads import ThreadGroup
 from megatron_pp.testing.toy import HIDDEN, ToyBlock, ToyData, ToyResult, merged, reference_run, toy_config, toy_loss
 from megatron_pp.tracing.observers import ranges_if_profiling
 from megatron_pp.weight_grad import split_weight_grad
-from tests.harness.blocks import Views, of_stage
-from tests.harness.step_runs import Rank, every_policy, in_pipeline, pipeline, result_of
-from tests.harness.timers import Timers
+from testkit.blocks import Views, of_stage
+from testkit.step_runs import Rank, every_policy, in_pipeline, pipeline, result_of
+from testkit.timers import Timers
 
 DATA = ToyData(5)
 

@@ -344,7 +344,7 @@ def test_it_needs_nothing_but_torch() -> None:
         for module, owners in _owners().items()
         if not needed & {re.sub(r"[-_.]+", "-", owner).lower() for owner in owners} and not module.startswith("_")
     }
-    missing -= {"tests", "scripts", "benchmarks", "examples", "megatron_pp", *sys.stdlib_module_names}
+    missing -= {"testkit", "tests", "scripts", "benchmarks", "examples", "megatron_pp", *sys.stdlib_module_names}
     assert {"pytest", "hypothesis"} <= missing
     program = BARE.replace("{missing}", repr(missing))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SCRIPTS.parent), str(SCRIPTS)])}

@@ -11,7 +11,7 @@ import parity_table
 import pytest
 from made_parts import with_tables
 
-from tests.megatron.cases import Case, Outcome
+from testkit.megatron.cases import Case, Outcome
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "parity.md"
 OLD = with_tables(PAGE, PAGE.read_text())

@@ -39,9 +39,9 @@ from megatron_pp.plan.simulate.memory import ModelShape, rank_memory
 from megatron_pp.plan.simulate.simulation import Simulation
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.verify.verifier import verify
-from tests.harness import plan_text
-from tests.harness.drawn_specs import drawn_spec
-from tests.harness.plan_text import edited, rows
+from testkit import plan_text
+from testkit.drawn_specs import drawn_spec
+from testkit.plan_text import edited, rows
 
 GATHER = 1.0  # of a stage, as long as its forward
 

@@ -14,9 +14,9 @@ from megatron_pp.features.modules.modules_step import ModulesPipeline, forward_b
 from megatron_pp.testing.adversarial_transports import LastMomentNetwork, PoisoningNetwork, ShuffledNetwork
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import ThreadGroup, run_ranks
+from testkit.module_models import RankChunks, RankModel, Setup, config_of, forward_step, in_one_process, sink_of
+from testkit.streams import StreamNetwork, StreamReport, virtual_cuda
 from tests.functional_tests.test_modules import SETUPS, assert_equal
-from tests.harness.module_models import RankChunks, RankModel, Setup, config_of, forward_step, in_one_process, sink_of
-from tests.harness.streams import StreamNetwork, StreamReport, virtual_cuda
 
 # All ranks are in one graph.
 APART = ("equal replicas", "fan-in of unequal batches")

@@ -19,8 +19,8 @@ from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.simulate.memory import ModelShape, peak_bytes, rank_memory
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.verify.verifier import verify
-from tests.harness.plan_mutants import mutants
-from tests.harness.plan_text import edited, refusal
+from testkit.plan_mutants import mutants
+from testkit.plan_text import edited, refusal
 
 MICROBATCHES_MORE = {"vocab_1f1b": 1, "vocab_1f1b_alg1": 2}  # than 1F1B
 NAMES = sorted(MICROBATCHES_MORE)

@@ -21,9 +21,9 @@ from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.planner.step_ahead import NextStep
 from megatron_pp.testing.toy import ToyResult, merged
 from megatron_pp.weight_grad import split_weight_grad
-from tests.harness import packings
-from tests.harness.packings import SCHEDULES, SIZE, PackedRank, drawn, one_process, run_pipelines, summed
-from tests.harness.sweeps import EXHAUSTIVE
+from testkit import packings
+from testkit.packings import SCHEDULES, SIZE, PackedRank, drawn, one_process, run_pipelines, summed
+from testkit.sweeps import EXHAUSTIVE
 
 
 def trained(pipelines: int, num_chunks: int, step: PackedStep, size: int = SIZE, **fields: Any) -> list[ToyResult]:

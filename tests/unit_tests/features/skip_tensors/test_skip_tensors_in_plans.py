@@ -29,7 +29,7 @@ from megatron_pp.plan.ir.placement import LOOP, V_SHAPE, Placement
 from megatron_pp.plan.ir.spec import CACHES, NO_CACHE, RECEIVED, Plan, PlanSpec
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.verify.verifier import verify
-from tests.harness.plan_text import edited, refusal, rows
+from testkit.plan_text import edited, refusal, rows
 
 # -- counts and routes ---
 

@@ -21,9 +21,9 @@ from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.verify.verifier import verify
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import ToyData
-from tests.harness.mutation import mutated_json, mutated_text
-from tests.harness.plan_text import placed
-from tests.harness.sweeps import EXHAUSTIVE
+from testkit.mutation import mutated_json, mutated_text
+from testkit.plan_text import placed
+from testkit.sweeps import EXHAUSTIVE
 
 PLANS = [build_plan(PlanSpec(*size)) for size in (("1f1b", 2, 1, 4), ("zb_v", 2, 2, 4), ("zb_h1", 1, 1, 2))]
 COMMANDS = (

@@ -15,9 +15,9 @@ from megatron_pp.plan.ir.instruction import POST_OPS, SINGLE_COMPUTE_OPS, each, 
 from megatron_pp.plan.ir.spec import POLICIES
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.verify.verifier import verify
-from tests.harness.make_torch_csv import write_files
-from tests.harness.plan_text import small_plan
-from tests.harness.processes import run_processes
+from testkit.make_torch_csv import write_files
+from testkit.plan_text import small_plan
+from testkit.processes import run_processes
 
 TORCH_SCHEDULES = {
     "ScheduleGPipe": "loop",

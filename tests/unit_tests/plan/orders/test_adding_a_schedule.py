@@ -14,7 +14,7 @@ from megatron_pp.cli.command_line import main
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.orders import SCHEDULES, register
 from megatron_pp.plan.orders.family import Family
-from tests.harness.pages import code_blocks
+from testkit.pages import code_blocks
 
 PAGE = "docs/adding_a_schedule.md"
 EXACT = "largest difference to one process: 0\n"

@@ -13,7 +13,7 @@ from megatron_pp.plan.builder import lowered_plan
 from megatron_pp.plan.ir.spec import DEVICE_SYNC, ONE_QUEUE, POLICIES, STATIC_BUFFERS, PlanSpec
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.verify.verifier import verify
-from tests.harness.sweeps import EXHAUSTIVE
+from testkit.sweeps import EXHAUSTIVE
 
 FAMILIES = [family for family in SCHEDULES.values() if family.search is None]
 RULES = ((), (DEVICE_SYNC,), (STATIC_BUFFERS,), (DEVICE_SYNC, STATIC_BUFFERS))

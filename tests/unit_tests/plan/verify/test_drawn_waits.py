@@ -11,9 +11,9 @@ from megatron_pp.errors import PlanError
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import ON_NCCL, ONE_QUEUE, OVERLAP, STATIC_BUFFERS, Plan, PlanSpec
 from megatron_pp.plan.orders import SCHEDULES
-from tests.harness.drawn_specs import NAMED, drawn_spec
-from tests.harness.drawn_waits import check_with_waits, drawn_waits
-from tests.harness.sweeps import EXHAUSTIVE
+from testkit.drawn_specs import NAMED, drawn_spec
+from testkit.drawn_waits import check_with_waits, drawn_waits
+from testkit.sweeps import EXHAUSTIVE
 
 SHARES = (0.02, 0.05, 0.1, 0.3, 1.0)
 PLANS = 10_000 if EXHAUSTIVE else 1_000

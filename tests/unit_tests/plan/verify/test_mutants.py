@@ -20,9 +20,9 @@ from megatron_pp.plan.ir.spec import CACHES, CHANNELS, EXPLICIT, HOOKS, POLICIES
 from megatron_pp.plan.verify.verifier import verify
 from megatron_pp.testing.adversarial_transports import HOSTILE_NETWORKS
 from megatron_pp.testing.toy import TOY_SCHEDULES, ToyResult, reference_run
-from tests.harness.plan_mutants import KINDS, mutants
-from tests.harness.race_support import exact_block, exact_data, network_for, run_plan
-from tests.harness.sweeps import EXHAUSTIVE
+from testkit.plan_mutants import KINDS, mutants
+from testkit.race_support import exact_block, exact_data, network_for, run_plan
+from testkit.sweeps import EXHAUSTIVE
 
 MICROBATCHES = 4
 

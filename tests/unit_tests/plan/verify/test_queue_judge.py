@@ -23,10 +23,10 @@ from megatron_pp.plan.ir.instruction import BATCH, RECV_OPS
 from megatron_pp.plan.ir.spec import ANY_WAIT, BATCHED, ON_NCCL, ONE_QUEUE, PLAIN, POLICIES, Plan, PlanSpec
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.verify.verifier import verify
-from tests.harness import queue_judge
-from tests.harness.plan_text import edited
-from tests.harness.queue_judge import INSTRUCTIONS, OPERATIONS, Judge
-from tests.harness.sweeps import EXHAUSTIVE
+from testkit import queue_judge
+from testkit.plan_text import edited
+from testkit.queue_judge import INSTRUCTIONS, OPERATIONS, Judge
+from testkit.sweeps import EXHAUSTIVE
 
 FAMILIES = [name for name, family in SCHEDULES.items() if family.search is None]
 FEATURES: dict[str, dict[str, Any]] = {"": {}, "pairs": {"overlap_pairs": True}, "offload": {"offload_chunks": 1}}

@@ -1,0 +1,172 @@
+"""Whether every rank met what it should in an episode: the right error, soon enough, naming the right place; or none,
+and the right numbers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron_pp.plan.builder import build_plan
+from megatron_pp.plan.ir.dataflow import message_of
+from megatron_pp.plan.ir.instruction import FREE_B, FREE_F, WAIT_B, WAIT_F, Instruction
+from megatron_pp.plan.ir.spec import BATCHED, OVERLAP, PLAIN, Plan, PlanSpec
+from testkit.fault_injection import DELAY, HOLD, KILL, MEMORY, OWN_ERRORS, SHAPE, STOP, Fault
+from testkit.fault_scenarios import Episode, Report, Resources
+
+# Seconds within which the other ranks are to know.
+EXCEPTION_SECONDS = 5.0
+KILL_SECONDS = 10.0
+STOP_SECONDS = 5.0  # beyond what a stopped process is given
+
+CACHED_TENSORS = 2  # made once in a process and kept, such as what takes a deallocated output's place
+
+_TYPES = {SHAPE: "P2PShapeError", MEMORY: "OutOfMemoryError"}
+_AT = re.compile(r"step (\d+), .* \((\S+|\[.+?\]), instruction \d+ of \d+\)")
+# For what waits here: in which direction the partner is, and what shows there that the message is through.
+_PARTNER = {WAIT_F: FREE_F, WAIT_B: FREE_B, FREE_F: WAIT_F, FREE_B: WAIT_B}
+
+
+def complaints(episode: Episode, reports: Mapping[int, Report], size: int, slack: float = 0.0) -> list[str]:
+    """What is wrong with the reports of an episode; empty if nothing is. ``slack``: seconds by which a loaded machine
+    may exceed the limits.
+    """
+    found = [
+        f"rank {r}: wrong numbers in steps {report.wrong_steps}" for r, report in reports.items() if report.wrong_steps
+    ]
+    found += [f"rank {rank} gave no report" for rank in range(size) if rank not in reports]
+    fault = episode.fault
+    if fault is None or fault.kind in (DELAY, HOLD):
+        found += _undisturbed(episode, reports)
+    elif fault.kind in OWN_ERRORS:
+        found += _one_exception(_instruction(episode, fault, size), fault, reports, slack)
+    else:
+        found += _stall(episode, fault, reports, size, slack)
+    return found
+
+
+def seconds_to_detect(episode: Episode, reports: Mapping[int, Report]) -> dict[int, float]:
+    """Seconds from the fault until each other rank raised."""
+    fault = episode.fault
+    return {
+        rank: report.raised_at - report.fired_at
+        for rank, report in reports.items()
+        if report.error is not None and report.fired_at is not None and fault is not None and rank != fault.rank
+    }
+
+
+def limit(episode: Episode) -> float:
+    """Seconds within which all other ranks are to have raised."""
+    assert episode.fault is not None
+    if episode.fault.kind == STOP:
+        return min(episode.p2p_timeout, max(episode.stopped_seconds, episode.p2p_timeout / 8)) + STOP_SECONDS
+    return KILL_SECONDS if episode.fault.kind == KILL else EXCEPTION_SECONDS
+
+
+def leaks(before: Resources, after: Resources) -> list[str]:
+    """What a process holds more of after an episode than after an earlier one; memory is looked at over many."""
+    allowed = {"threads": 0, "files": 0, "shared_memory": 0, "handles": 0, "tensors": CACHED_TENSORS}
+    return [
+        f"{name}: {getattr(before, name)} before, {getattr(after, name)} after"
+        for name, more in allowed.items()
+        if getattr(after, name) > getattr(before, name) + more
+    ]
+
+
+def _undisturbed(episode: Episode, reports: Mapping[int, Report]) -> Iterator[str]:
+    for rank, report in reports.items():
+        if report.error is not None:
+            yield f"rank {rank}: raised {report.error[0]} although nothing was wrong: {report.error[1]}"
+        elif report.steps_done != episode.steps:
+            yield f"rank {rank}: did {report.steps_done} of {episode.steps} steps"
+
+
+def _instruction(episode: Episode, fault: Fault, size: int) -> str:
+    """The instruction in which the fault happens: a backward may be split in the plan."""
+    program = {str(at) for at in build_plan(_spec_of(episode, size)).programs[fault.rank]}
+    return fault.instruction if fault.instruction in program else f"I{fault.instruction[1:]}"
+
+
+def _one_exception(instruction: str, fault: Fault, reports: Mapping[int, Report], slack: float) -> Iterator[str]:
+    kind = _TYPES.get(fault.kind, "InjectedError")
+    place = f"chunk {fault.chunk}, microbatch {fault.mb}"
+    words = f"chunk {fault.chunk} for microbatch {fault.mb}" if fault.kind == SHAPE else fault.message
+    for rank, report in reports.items():
+        if report.error is None:
+            yield f"rank {rank}: raised nothing"
+            continue
+        name, text, attributes = report.error
+        late = report.raised_at - (report.fired_at or 0.0) > EXCEPTION_SECONDS + slack
+        if rank == fault.rank:
+            wanted: dict[str, Any] = {}
+            right = name == kind and words in text
+        else:
+            wanted = {"rank": fault.rank, "instruction": instruction}
+            who = f"pipeline rank {fault.rank} (global rank {fault.rank}) raised"
+            right = name == "PipelinePeerError" and who in text and kind in text and place in text and words in text
+        if not right or any(attributes.get(key) != value for key, value in wanted.items()):
+            yield f"rank {rank}: raised {name}: {text!r} {attributes}"
+        if late:
+            yield f"rank {rank}: raised only after {report.raised_at - (report.fired_at or 0.0):.1f} s"
+
+
+def _stall(episode: Episode, fault: Fault, reports: Mapping[int, Report], size: int, slack: float) -> Iterator[str]:
+    plan = build_plan(_spec_of(episode, size))
+    waiting = 0
+    for rank, report in reports.items():
+        if rank == fault.rank and fault.kind == KILL:
+            continue
+        if report.error is None:
+            yield f"rank {rank}: raised nothing"
+            continue
+        name, text, attributes = report.error
+        if name != "PipelineStallError" or fault.rank not in attributes.get("suspects", ()):
+            yield f"rank {rank}: raised {name}: {text!r} {attributes}"
+            continue
+        if rank == fault.rank:
+            continue
+        if report.raised_at - (report.fired_at or 0.0) > limit(episode) + slack:
+            yield f"rank {rank}: raised only after {report.raised_at - (report.fired_at or 0.0):.1f} s"
+        line = attributes["progress"].get(rank, "")
+        waiting += any(f"{word} rank {fault.rank}" in line for word in ("from", "for", "to"))
+        yield from _wrongly_described(plan, fault, rank, line)
+    if not waiting:
+        lines = {rank: report.error[2].get("progress") for rank, report in reports.items() if report.error}
+        yield f"no rank says that it waits for rank {fault.rank}: {lines}"
+
+
+def _wrongly_described(plan: Plan, fault: Fault, rank: int, line: str) -> Iterator[str]:
+    """A rank that says it waits for something of the faulty rank must wait for what that rank has not come to."""
+    at = _AT.match(line)
+    if at is None:
+        yield f"rank {rank}: no instruction in its line {line!r}"
+        return
+    if int(at.group(1)) != fault.step:
+        return  # it had finished the step, and waits in the next one
+    waits = at.group(2)
+    partner = _partner(plan, rank, waits)
+    if partner is None or partner[0] != fault.rank:
+        return
+    _, done = partner
+    if fault.kind == KILL and done.op in (FREE_F, FREE_B):
+        return  # a connection that is reset loses what was sent and not yet read; that of a stopped rank is not
+    program = list(plan.programs[fault.rank])
+    if program.index(done) < [str(one) for one in program].index(fault.instruction):
+        yield f"rank {rank}: at {waits}, whose partner did {done} before it failed in {fault.instruction}"
+
+
+def _spec_of(episode: Episode, size: int) -> PlanSpec:
+    """The plan that the episode's config asks for."""
+    fields = episode.fields
+    policy = OVERLAP if fields.get("overlap_p2p_comm") else BATCHED if fields.get("batch_p2p_comm") else PLAIN
+    return PlanSpec(episode.schedule, size, episode.chunks, episode.microbatches, size, policy)
+
+
+def _partner(plan: Plan, rank: int, at: str) -> tuple[int, Instruction] | None:
+    """The other end of what ``at`` waits for: its rank, and the instruction that has waited for the same message."""
+    waits = next(one for one in plan.programs[rank] if str(one) == at)
+    if waits.op not in _PARTNER:
+        return None
+    op, message = _PARTNER[waits.op], message_of(waits)
+    theirs = (one for one in plan.programs[waits.peer] if one.op == op)
+    return waits.peer, next(one for one in theirs if message_of(one) == message)

@@ -1,0 +1,297 @@
+"""Run jobs of `cases` on sets of processes, with a deadline for each, and print one JSON line per job.
+
+    echo '[{"case": {...}}, ...]' | python -m testkit.megatron.runner
+
+Each line of the input is one list of jobs. Megatron-core is imported once; every list is run by a process that is
+forked from this one, in a session of its own, and every rank is forked from that. A set of ranks runs job after job;
+when one of them raises or misses the job's deadline, the whole set is killed and the next job starts a new one. So a
+schedule that hangs costs its deadline and nothing else. From Python: `run_jobs(jobs)` starts this module as a process
+when it is first called, and keeps it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import gc
+import importlib
+import json
+import multiprocessing
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from megatron_pp.parity.processes import end_with_parent
+from testkit.megatron.cases import Case, Job, Outcome, compared
+
+ROOT = Path(__file__).resolve().parents[2]
+ENDED = "the list has ended"
+_END_SECONDS = 30.0
+
+
+class RankFailedError(Exception):
+    """One rank raised; the message is its exception."""
+
+
+class RankHungError(Exception):
+    """A rank had not answered by the deadline."""
+
+
+class Ranks:
+    """`world` forked processes joined by gloo, which run one job at a time together."""
+
+    def __init__(self, world: int) -> None:
+        context = multiprocessing.get_context("fork")
+        self.world = world
+        self._directory = tempfile.TemporaryDirectory()
+        store = os.path.join(self._directory.name, "store")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, world, store, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, job: Job) -> list[dict[str, Any]]:
+        """Every rank's report. Raises RankFailedError or RankHungError; the set must then be closed."""
+        for pipe in self._pipes:
+            pipe.send(job)
+        answers: dict[int, dict[str, Any]] = {}
+        deadline = time.monotonic() + job.deadline
+        while len(answers) < self.world:
+            waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in answers]
+            ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise RankHungError(
+                    f"ranks {sorted(set(range(self.world)) - set(answers))} silent for {job.deadline:g} s"
+                )
+            for pipe in ready:
+                rank = self._pipes.index(pipe)  # type: ignore[arg-type]
+                answers[rank] = self._receive(rank)
+        return [answers[rank] for rank in range(self.world)]
+
+    def _receive(self, rank: int) -> dict[str, Any]:
+        try:
+            kind, value = self._pipes[rank].recv()
+        except EOFError:
+            raise RankFailedError(f"rank {rank} died") from None
+        if kind == "error":
+            raise RankFailedError(f"rank {rank}: {value}")
+        return value
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._directory.cleanup()
+
+
+def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
+    end_with_parent()
+    import torch
+    import torch.distributed as dist
+
+    from testkit.megatron import lab as megatron_lab
+
+    torch.set_num_threads(1)
+    dist.init_process_group("nccl", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    while True:
+        job = pipe.recv()
+        try:
+            pipe.send(("ok", megatron_lab.run_job(job)))
+        except Exception as error:  # the parent decides; this set of ranks is not used again
+            if os.environ.get("MEGATRON_RUNNER_TRACEBACK"):
+                traceback.print_exc()
+            pipe.send(("error", f"{type(error).__name__}: {error}"))
+
+
+def serve() -> None:
+    """The body of the process: for each line of the input, the list's process id, an Outcome for each job, ENDED.
+
+    All that ranks need is imported before they are forked, so that none of them pays for it again, nor for looking
+    through it for garbage.
+    """
+    gc.disable()
+    for name in ("testkit.megatron.lab", "megatron_pp.integrations.megatron_core"):
+        importlib.import_module(name)
+    importlib.import_module("megatron_pp.integrations.megatron_release").load_megatron()
+    gc.enable()
+    for line in sys.stdin.buffer:
+        jobs = [Job.from_dict(raw) for raw in json.loads(line)]
+        _import_checks(jobs)
+        gc.freeze()
+        child = os.fork()
+        if child == 0:
+            os.setsid()
+            end_with_parent()
+            print(os.getpid(), flush=True)  # here, so that no outcome comes before
+            try:
+                serve_jobs(jobs)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        print("\n" + ENDED, flush=True)  # a line of a process that was killed may be unfinished
+
+
+def _import_checks(jobs: list[Job]) -> None:
+    """An error comes again where the check runs, and is that job's outcome."""
+    for module in {job.check.partition(":")[0] for job in jobs if job.check}:
+        with contextlib.suppress(Exception):
+            importlib.import_module(module)
+
+
+def serve_jobs(jobs: list[Job]) -> None:
+    """Run the jobs, print an Outcome as JSON for each, in order. Ranks that have run a job wait for the next one of
+    their number.
+    """
+    sets: dict[int, Ranks] = {}
+    for job in jobs:
+        world = job.case.world
+        if world not in sets:
+            sets[world] = Ranks(world)
+        try:
+            outcome = merge(sets[world].run(job))
+        except (RankFailedError, RankHungError) as trouble:
+            sets.pop(world).close()
+            outcome = Outcome("hang" if isinstance(trouble, RankHungError) else "error", str(trouble))
+        print(json.dumps(vars(outcome)), flush=True)
+    for ranks in sets.values():
+        ranks.close()
+
+
+def merge(reports: list[dict[str, Any]]) -> Outcome:
+    def largest(key: str) -> float | None:
+        values = [report[key] for report in reports if report.get(key) is not None]
+        return max(values) if values else None
+
+    return Outcome(
+        status="ok",
+        loss_difference=largest("loss_difference"),
+        grad_difference=largest("grad_difference"),
+        param_difference=largest("param_difference"),
+        note_difference=largest("note_difference"),
+        grad_size=largest("grad_size") or 0.0,
+        compared=sum(report.get("compared", 0) for report in reports),
+        losses=next((report["losses"] for report in reversed(reports) if report["losses"]), []),
+        traces=[report.get("trace", []) for report in reports],
+        facts=[report.get("facts") for report in reports],
+    )
+
+
+def run_jobs(
+    jobs: list[Job], deadline: float = 600.0, on_outcome: Any = None, checkout: str | None = None
+) -> list[Outcome]:
+    """Have the jobs run by this module's process, and return one Outcome per job.
+
+    deadline: seconds for all of them together; then the ranks are killed and the rest reported as "hang".
+    on_outcome(job, outcome): called for each as it comes.
+    checkout: folder whose Megatron-core is used instead of the installed one.
+    """
+    process = _process(checkout)
+    assert process.stdin is not None
+    outcomes: list[Outcome] = []
+    end = time.monotonic() + deadline
+    process.stdin.write(json.dumps([job.to_dict() for job in jobs]).encode() + b"\n")
+    child = _read_line(process, end)
+    try:
+        while len(outcomes) < len(jobs):
+            line = _read_line(process, end)
+            if line is None or line.strip() == ENDED.encode():
+                break
+            if line.startswith(b"{"):
+                outcomes.append(Outcome(**json.loads(line)))
+                if on_outcome is not None:
+                    on_outcome(jobs[len(outcomes) - 1], outcomes[-1])
+    finally:
+        _end_list(process, child, len(outcomes) == len(jobs))
+    missing = len(jobs) - len(outcomes)
+    return outcomes + [Outcome("hang", f"not run within {deadline:g} s")] * missing
+
+
+@functools.cache
+def _process(checkout: str | None) -> subprocess.Popen[bytes]:
+    """The process that serves this one, for as long as this one lives; one for each checkout."""
+    environment = dict(os.environ, OMP_NUM_THREADS="1")
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), checkout, environment.get("PYTHONPATH")]))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "testkit.megatron.runner"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        bufsize=0,  # so that select() sees every line that has not been read
+        env=environment,
+        start_new_session=True,
+    )
+    atexit.register(_kill_session, process.pid)
+    return process
+
+
+def _read_line(process: subprocess.Popen[bytes], end: float) -> bytes | None:
+    assert process.stdout is not None
+    ready, _, _ = select.select([process.stdout], [], [], max(0.0, end - time.monotonic()))
+    if not ready:
+        return None
+    return process.stdout.readline() or None
+
+
+def _end_list(process: subprocess.Popen[bytes], child: bytes | None, complete: bool) -> None:
+    """Read the output of a list to its end, after killing its processes if it is not complete."""
+    if child is not None and not complete:
+        _kill_session(int(child))
+    end = time.monotonic() + _END_SECONDS
+    while (line := _read_line(process, end)) is not None:
+        if line.strip() == ENDED.encode():
+            return
+    if child is not None:
+        _kill_session(int(child))
+    _kill_session(process.pid)
+    process.wait()
+    _process.cache_clear()
+
+
+def _kill_session(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def parity_jobs(cases: list[Case], directory: str | Path) -> list[Job]:
+    """The cases as jobs compared with PP=1 of the same model."""
+    return compared(cases, reference_case, f"{directory}/reference{{n}}.pt")
+
+
+def reference_case(case: Case) -> Case:
+    """One process that holds the whole model, under Megatron's own schedule.
+
+    Tied embeddings: a pipeline accumulates the gradients of the embedding and of the output layer apart and adds
+    the two sums in finalisation, so the reference keeps them apart too. Added microbatch by microbatch, the last
+    bit would differ.
+    """
+    return Case(
+        model=case.model,
+        engine="megatron",
+        microbatches=case.microbatches,
+        variable_shapes=case.variable_shapes,
+        deallocate=False,
+        split_tied=case.model.tied,
+    )
+
+
+if __name__ == "__main__":
+    serve()

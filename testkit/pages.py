@@ -1,0 +1,107 @@
+"""The code on the pages, run as it stands there."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from megatron_pp import parallel_state
+from testkit.processes import run_processes
+
+ROOT = Path(__file__).resolve().parents[1]
+_BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
+
+
+_COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:megatron-pp|torchrun|python) ")
+
+
+class PageOutput(NamedTuple):
+    """What a rank printed, and what it logged as a warning."""
+
+    printed: str
+    warnings: str
+
+
+def code_blocks(page: str, language: str = "python") -> dict[str, str]:
+    """The page's blocks of ``language`` by their title, or by their place on the page (``block1``) without one."""
+    found = [block.groups() for block in _BLOCK.finditer((ROOT / page).read_text())]
+    blocks = [(title, code) for kind, title, code in found if kind == language]
+    return {title or f"block{place}": code for place, (title, code) in enumerate(blocks, 1)}
+
+
+def commands_of(page: str) -> list[str]:
+    """The shell commands of the page, in order: those of its blocks of bash, and indented ones. Left out are those with
+    a placeholder (``...``, ``<the usual flags>``), which nobody can paste."""
+    lines = re.sub(r"\\\n *", "", (ROOT / page).read_text()).split("\n")
+    language, found = "", []  # of the block that a line is in; "" outside of blocks
+    for line in lines:
+        if line.startswith("```"):
+            language = "" if language else line[3:] or "text"
+        is_code = language == "bash" or (not language and line.startswith("    "))
+        if is_code and _COMMAND.match(line.strip()) and not re.search(r"\.\.\.|<\w", line):
+            found.append(line.strip())
+    return found
+
+
+def run_commands(commands: list[str], folder: Path, timeout: float = 300.0) -> None:
+    """Run each in ``folder``, with ``megatron-pp`` of this tree. AssertionError where one fails."""
+    tools = folder.parent / f"{folder.name}_bin"
+    tools.mkdir()
+    command = tools / "megatron-pp"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m megatron_pp "$@"\n')
+    command.chmod(0o755)
+    path = [str(tools), str(Path(sys.executable).parent), os.environ["PATH"]]
+    environment = {**os.environ, "PATH": os.pathsep.join(path), "PYTHONPATH": str(ROOT)}
+    for text in commands:
+        done = subprocess.run(
+            ["bash", "-c", text], cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout
+        )
+        assert done.returncode == 0, f"{text}\nends with {done.returncode}: {done.stderr[-2000:]}"
+
+
+def run_page(
+    files: dict[str, str], scripts: list[str], folder: Path, ranks: int, timeout: float = 240.0
+) -> dict[str, list[PageOutput]]:
+    """Write ``files`` (name -> code) into ``folder`` and run each of ``scripts`` on ``ranks`` processes, with
+    torchrun's environment variables; by script, what every rank gave. Raises what ``run_processes`` raises.
+    """
+    for name, code in files.items():
+        (folder / name).write_text(code)
+    # As torchrun's agent has it: ranks meet at a store that is here already, at a port that nobody else can take.
+    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in scripts]
+    args = str(folder), scripts, [store.port for store in stores]
+    options = {"timeout": timeout, "backend": None, "start_method": "forkserver"}
+    results = run_processes(_rank_main, ranks, args, **options)
+    return {script: [of_rank[place] for of_rank in results] for place, script in enumerate(scripts)}
+
+
+def _rank_main(rank: int, size: int, folder: str, scripts: list[str], ports: list[int]) -> list[PageOutput]:
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1")
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    return [_run(script, port) for script, port in zip(scripts, ports, strict=True)]
+
+
+def _run(script: str, port: int) -> PageOutput:
+    os.environ["MASTER_PORT"] = str(port)
+    printed, warnings = io.StringIO(), io.StringIO()
+    handler = logging.StreamHandler(warnings)
+    logging.getLogger("megatron_pp").addHandler(handler)
+    try:
+        with contextlib.redirect_stdout(printed):
+            runpy.run_path(script, run_name="__main__")
+    finally:
+        logging.getLogger("megatron_pp").removeHandler(handler)
+        parallel_state.destroy_model_parallel()  # which a program that ends may leave
+    return PageOutput(printed.getvalue(), warnings.getvalue())

@@ -1,0 +1,224 @@
+"""A checker of stream races that knows nothing of the package under test: it reads a log of calls and judges.
+
+    python stream_judge.py CALLS.jsonl
+
+The format is that of ``testkit/streams/call_log.py``. What happens before what is reachability in a graph:
+its nodes are what streams run, its edges the order of each stream, what the host had waited for when it issued a
+command, events, and the matches of transfers. Judged are
+
+* two accesses to the same bytes, one of them a write, where neither can be reached from the other;
+* memory that was given back and may still be in use when something is allocated for its stream, which may get it;
+* what no program can do: use memory that it does not have, have two things in one place, wait for what was never
+  recorded, give back twice;
+* devices that wait for each other forever.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from bisect import bisect_right, insort
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Record = Mapping[str, Any]
+Place = tuple[int, int]  # rank, address
+
+
+class Access(NamedTuple):
+    """``start``, ``stop``: addresses; ``first``, ``last``: the nodes between which it happens; for memory that is given
+    back both are a node that only what may still use it comes before."""
+
+    start: int
+    stop: int
+    writes: bool
+    first: int
+    last: int
+    words: str
+    gives_back: bool = False
+
+
+class Judge:
+    """``judge`` takes the records of a log in order, and returns the faults in words."""
+
+    def __init__(self) -> None:
+        self.before: list[list[int]] = []  # by node: those right before it
+        self.last: dict[int, int] = {}  # by stream
+        self.rank_of: dict[int, int] = {}  # by stream
+        self.name_of: dict[int, str] = {}  # by stream
+        self.host_of: dict[int, int] = {}  # by rank
+        self.events: dict[int, int] = {}  # by event: the node that ends it
+        self.begun: dict[int, int] = {}  # by event of a post: the node that begins it
+        self.read: dict[int, int] = {}  # by event of a post that is alone: the node by which a send has read its bytes
+        self.missing: dict[int, int] = {}  # by event of a post: matches to come
+        self.ranges: defaultdict[int, list[str]] = defaultdict(list)  # by rank
+        self.live: dict[Place, tuple[int, int]] = {}  # end of the memory, stream that it was allocated for
+        self.starts: defaultdict[int, list[int]] = defaultdict(list)  # by rank: addresses of ``live``, sorted
+        self.users: defaultdict[Place, set[int]] = defaultdict(set)  # streams named by record_stream
+        # By stream: what was given back since the last allocation for it, with the nodes that its memory stays for.
+        self.given_back: defaultdict[int, list[tuple[Place, int, str, list[int | None]]]] = defaultdict(list)
+        self.uses: defaultdict[Place, list[Access]] = defaultdict(list)
+        self.faults: list[str] = []
+
+    def judge(self, records: Iterable[Record]) -> list[str]:
+        for record in records:
+            getattr(self, f"_{record['do']}")(record)
+        reached = self._reached()
+        if any(self.missing.values()) or reached is None:
+            self.faults.append("the devices wait for each other forever")
+        else:
+            for (rank, _), uses in sorted(self.uses.items()):
+                self._compare(rank, uses, reached)
+        return list(dict.fromkeys(self.faults))
+
+    # -- what happens before what ----------------------------------------------------------------------------------
+
+    def _reached(self) -> list[int] | None:
+        """By node: the nodes that happen before it and its own, as bits. None where there is a circle."""
+        after: list[list[int]] = [[] for _ in self.before]
+        left = [len(nodes) for nodes in self.before]
+        for node, nodes in enumerate(self.before):
+            for one in nodes:
+                after[one].append(node)
+        reached, ready = [0] * len(left), [node for node, count in enumerate(left) if not count]
+        for node in ready:
+            reached[node] |= 1 << node
+            for then in after[node]:
+                reached[then] |= reached[node]
+                left[then] -= 1
+                if not left[then]:
+                    ready.append(then)
+        return reached if len(ready) == len(left) else None
+
+    def _node(self, *before: int | None) -> int:
+        self.before.append([node for node in before if node is not None])
+        return len(self.before) - 1
+
+    def _issue(self, stream: int, *before: int | None) -> int:
+        """The next node of ``stream``."""
+        host = self.host_of[self.rank_of[stream]]
+        self.last[stream] = self._node(self.last.get(stream), self.last.get(host), *before)
+        return self.last[stream]
+
+    # -- memory ----------------------------------------------------------------------------------------------------
+
+    def _where(self, rank: int) -> str:
+        return f" in {self.ranges[rank][-1]}" if self.ranges[rank] else ""
+
+    def _use(self, record: Record, first: int, read: int, last: int) -> None:
+        """``first``, ``last``: the nodes between which it is; by ``read`` it has read what it reads."""
+        rank = self.rank_of[record["stream"]]
+        words = f"{record['what']}{self._where(rank)} ({self.name_of[record['stream']]})"
+        for writes, places in enumerate((record["reads"], record["writes"])):
+            for start, size in places:
+                at = bisect_right(self.starts[rank], start) - 1
+                place = (rank, self.starts[rank][at])
+                if at < 0 or start + size > self.live[place][0]:
+                    self.faults.append(f"rank {rank}: {words} uses {size} bytes at {start}, which it does not have")
+                else:
+                    over = last if writes else read
+                    self.uses[place].append(Access(start, start + size, bool(writes), first, over, words))
+
+    def _compare(self, rank: int, uses: list[Access], reached: list[int]) -> None:
+        """``uses`` are those of one place, in the order of issue."""
+        kept: list[Access] = []
+        for use in uses:
+            rest = []
+            for one in kept:
+                in_order = reached[use.first] >> one.last & 1
+                overlap = one.start < use.stop and use.start < one.stop and (one.writes or use.writes)
+                if overlap and not in_order and not reached[one.first] >> use.last & 1:
+                    self.faults.append(f"rank {rank}: {one.words} and {use.words} use the same memory in no order")
+                # What comes later is compared with a write that comes after it and is all over it.
+                covered = use.start <= one.start and one.stop <= use.stop and use.writes and not use.gives_back
+                if not (in_order and covered):
+                    rest.append(one)
+            kept = rest if use.gives_back else [*rest, use]
+
+    # -- by what a record does -------------------------------------------------------------------------------------
+
+    def _format(self, record: Record) -> None:
+        if (record["name"], record["version"]) != ("calls of virtual devices", 1):
+            raise ValueError(f"this is no log of calls, or of another version: {record}")
+
+    def _stream(self, record: Record) -> None:
+        self.rank_of[record["stream"]], self.name_of[record["stream"]] = record["rank"], record["name"]
+        if record["host"]:
+            self.host_of[record["rank"]] = record["stream"]
+
+    def _begin(self, record: Record) -> None:
+        self.ranges[record["rank"]].append(record["name"])
+
+    def _end(self, record: Record) -> None:
+        self.ranges[record["rank"]].pop()
+
+    def _allocate(self, record: Record) -> None:
+        rank, start = record["rank"], record["address"]
+        starts, stop = self.starts[rank], start + record["bytes"]
+        at = bisect_right(starts, start)
+        if (at and self.live[rank, starts[at - 1]][0] > start) or (at < len(starts) and starts[at] < stop):
+            self.faults.append(f"rank {rank} has two things at {start}")
+        insort(starts, start)
+        self.live[rank, start] = stop, record["stream"]
+        host, stream = self.host_of[rank], record["stream"]
+        for place, end, words, before in self.given_back.pop(stream, ()):
+            node = self._node(self.last.get(host), self.last.get(stream), *before)
+            self.uses[place].append(Access(place[1], end, True, node, node, words, gives_back=True))
+
+    def _record_stream(self, record: Record) -> None:
+        self.users[record["rank"], record["address"]].add(record["stream"])
+
+    def _free(self, record: Record) -> None:
+        rank, start = place = record["rank"], record["address"]
+        if place not in self.live:
+            self.faults.append(f"rank {rank} gives back what it does not have, at {start}")
+            return
+        stop, stream = self.live.pop(place)
+        self.starts[rank].remove(start)
+        users = [self.last.get(one) for one in self.users.pop(place, ())]
+        if stream != self.host_of[rank]:  # pinned memory stays until its copies are over
+            words = f"the next owner of what was given back{self._where(rank)}"
+            self.given_back[stream].append((place, stop, words, users))
+
+    def _launch(self, record: Record) -> None:
+        node = self._issue(record["stream"])
+        self._use(record, node, node, node)
+
+    def _record(self, record: Record) -> None:
+        self.events[record["event"]] = self._issue(record["stream"])
+
+    def _wait(self, record: Record) -> None:
+        if record["event"] not in self.events:
+            self.faults.append(f"event {record['event']} is waited for and was never recorded")
+        self._issue(record["stream"], self.events.get(record["event"]))
+
+    def _post(self, record: Record) -> None:
+        event = record["event"]
+        self.begun[event] = self._issue(record["stream"], self.last.get(record["after"]))
+        if record["ends"] == 1:
+            self.read[event] = self._node(self.begun[event])
+        self.events[event] = over = self._issue(record["stream"], self.read.get(event))
+        self.missing[event] = record["ends"]
+        self._use(record, self.begun[event], self.read.get(event, over), over)
+
+    def _match(self, record: Record) -> None:
+        send, receive = record["send"], record["receive"]
+        for event in (send, receive):
+            self.missing[event] -= 1
+        if not record["buffered"]:
+            self.before[self.read.get(send, self.events[send])].append(self.begun[receive])
+        self.before[self.events[receive]].append(self.read.get(send, self.begun[send]))
+
+
+def faults_in(path: Path) -> list[str]:
+    """Of the log at ``path``."""
+    with open(path) as file:
+        return Judge().judge(json.loads(line) for line in file)
+
+
+if __name__ == "__main__":
+    found = faults_in(Path(sys.argv[1]))
+    print("\n".join(found) or "no fault")
+    sys.exit(bool(found))

@@ -1,0 +1,238 @@
+"""Engines with a fault that only streams show: what ``testkit.streams`` has to catch beside the faults of
+``executor_mutants``; and engines that lose time, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_pp.comm.communicator import Receive, Send
+from megatron_pp.features.pairs.pair_runner import HalfCall, PairRunner, _streams
+from megatron_pp.features.skip_tensors.skip_runner import SkipRunner
+from megatron_pp.plan.ir import instruction as ins
+from megatron_pp.plan.ir.tasks import Task
+from megatron_pp.runtime.executor import Handler, PlanExecutor
+from megatron_pp.testing.memory_transport import End, Queue
+from megatron_pp.testing.toy import ToyBlock
+from testkit.streams import StreamNetwork
+from testkit.streams.network import StreamWork
+
+
+class _AfterPosting(PlanExecutor):
+    """Calls ``posted`` for every send and receive, right after it was posted, alone or in a batch."""
+
+    def posted(self, at: Task) -> None:
+        raise NotImplementedError
+
+    def _send_f(self, at: Task) -> None:
+        super()._send_f(at)
+        self.posted(at)
+
+    def _send_b(self, at: Task) -> None:
+        super()._send_b(at)
+        self.posted(at)
+
+    def _recv_f(self, at: Task) -> None:
+        super()._recv_f(at)
+        self.posted(at)
+
+    def _batch(self, at: Task) -> None:
+        super()._batch(at)
+        for one in at.members:
+            self.posted(one)
+
+
+class FreesWhenPosted(_AfterPosting):
+    """Megatron-LM#4047: an output's memory is given back as soon as its send is posted; the send is waited for later,
+    where FREE stands."""
+
+    def posted(self, at: Task) -> None:
+        if at.op == ins.SEND_F:
+            self.drop_data(at.key)
+
+
+class WritesIntoOutput(_AfterPosting):
+    """An output is written to while its send is pending."""
+
+    def posted(self, at: Task) -> None:
+        if at.op == ins.SEND_F:
+            self.outputs[at.key].data.mul_(2.0)
+
+
+class WritesIntoGradient(_AfterPosting):
+    """The same for an input gradient."""
+
+    def posted(self, at: Task) -> None:
+        if at.op == ins.SEND_B:
+            self.input_grads[at.key].data.mul_(2.0)
+
+
+class DropsNamedWhenPosted(PlanExecutor):
+    """The memory of a named tensor is given back as soon as its send is posted; what uses it later has a copy."""
+
+    def post(self, at: Task, request: Send | Receive) -> None:
+        super().post(at, request)
+        (skips,) = (one for one in self.features if isinstance(one, SkipRunner))
+        if at.op == ins.SEND_F:
+            sent, held = skips.request(at)[0], skips.held
+            (key,) = (key for key, tensor in held.items() if tensor is sent)
+            held[key] = sent.detach().clone().requires_grad_(sent.requires_grad)
+
+
+class FreesPostedReceive(_AfterPosting):
+    """The buffer of a receive is given back while the receive is posted, and another one used. (Where shapes vary there
+    is no buffer yet.)"""
+
+    def posted(self, at: Task) -> None:
+        if at.op == ins.RECV_F:
+            buffer = self.handles[at.message].tensor
+            assert isinstance(buffer, torch.Tensor)
+            buffer.data = buffer.data.new_zeros(buffer.shape)
+
+
+class WaitsAtOnce(_AfterPosting):
+    """The compute stream waits for each send right after it was posted."""
+
+    def posted(self, at: Task) -> None:
+        if at.op in ins.SEND_OPS:
+            self.handles[at.message].wait()
+
+
+class TransfersOnComputeStream(StreamNetwork):
+    """A communicator has no stream of its own."""
+
+    sends_only = False
+
+    def post(self, rank: int, queue: Queue, ends: list[End], *more: Any) -> StreamWork:
+        if not self.sends_only or all(end.is_send for end in ends):
+            self._lanes[queue] = self.devices[rank].stream
+        return super().post(rank, queue, ends, *more)
+
+
+class SendsOnComputeStream(TransfersOnComputeStream):
+    """The same for those that send."""
+
+    sends_only = True
+
+
+def forwards_on_the_side(forward_call: HalfCall, backward_call: HalfCall) -> None:
+    """Once the rule of ``on_two_streams``: each forward on the other stream, where autograd then runs its backward."""
+    current = torch.cuda.current_stream()
+    side, events, _ = _streams(current.device)
+    events.order(current, side)
+    with torch.cuda.stream(side):
+        forward_call()
+    backward_call()
+    events.order(side, current)
+
+
+class ReadsWhatABackwardLeft(PairRunner):
+    """Weight gradients of a backward outside of pairs are computed on the caller's stream, without waiting for that of
+    the forward: stage 0 has no input gradient that autograd would make it wait for."""
+
+    def _alone(self, handler: Handler, at: Task) -> None:
+        handler(at)
+
+
+class MainGradBlock(ToyBlock):
+    """A hook copies the weight's gradient to ``main_grad`` on a stream of its own, which waits for the one that
+    AccumulateGrad runs on."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__(stage)
+        self.copies, self.of_backward = torch.cuda.Stream(), torch.cuda.current_stream()
+        weight = self.linear.weight
+        weight.grad, self.main_grad = torch.zeros_like(weight), torch.zeros_like(weight)
+        weight.register_post_accumulate_grad_hook(self._copy)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = super().forward(x)
+        output.register_hook(self._note)
+        return output
+
+    def _note(self, grad: torch.Tensor) -> None:
+        self.of_backward = torch.cuda.current_stream()
+
+    def written_on(self) -> torch.cuda.Stream:
+        """The stream on which the gradient was added to the weight's."""
+        return torch.cuda.current_stream()
+
+    def _copy(self, weight: torch.Tensor) -> None:
+        self.copies.wait_stream(self.written_on())
+        with torch.cuda.stream(self.copies):
+            self.main_grad.copy_(weight.grad)
+        torch.cuda.current_stream().wait_stream(self.copies)
+
+
+class ReadsOnTheStreamOfTheForward(MainGradBlock):
+    """The copy waits for the stream that the layer's backward runs on."""
+
+    def written_on(self) -> torch.cuda.Stream:
+        return self.of_backward
+
+
+class InnerGradBlock(ToyBlock):
+    """A hook looks at an inner gradient on a stream of its own, which waits for the one that the backward runs on."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__(stage)
+        self.looks, self.of_step = torch.cuda.Stream(), torch.cuda.current_stream()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.linear(x))
+        hidden.register_hook(self._look)
+        return hidden * self.scale + x
+
+    def backward_runs_on(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream()
+
+    def _look(self, grad: torch.Tensor) -> None:
+        self.looks.wait_stream(self.backward_runs_on())
+        with torch.cuda.stream(self.looks):
+            grad.abs().max()
+        torch.cuda.current_stream().wait_stream(self.looks)
+
+
+class LooksOnTheStreamOfTheCaller(InnerGradBlock):
+    """It waits for the stream that the step, and so each backward, is called on."""
+
+    def backward_runs_on(self) -> torch.cuda.Stream:
+        return self.of_step
+
+
+class TwoBranchBlock(ToyBlock):
+    """A branch on a stream of its own, as of shared experts; its backward uses what the other one has left."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__(stage)
+        self.side = torch.cuda.Stream()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        current = torch.cuda.current_stream()
+        self.side.wait_stream(current)
+        with torch.cuda.stream(self.side):
+            branch = x * self.scale
+        branch.register_hook(self._use)
+        hidden = torch.tanh(self.linear(x))
+        hidden.register_hook(self._leave)
+        current.wait_stream(self.side)
+        return hidden + branch
+
+    def _leave(self, grad: torch.Tensor) -> None:
+        self.left, self.of_left = grad * 2, torch.cuda.current_stream()
+
+    def _use(self, grad: torch.Tensor) -> None:
+        self.wait_for_left()
+        (grad + self.left).max()
+        self.of_left.wait_stream(torch.cuda.current_stream())
+
+    def wait_for_left(self) -> None:
+        torch.cuda.current_stream().wait_stream(self.of_left)
+
+
+class UsesWhatTheOtherBranchLeft(TwoBranchBlock):
+    """It counts on autograd, which runs the other branch first."""
+
+    def wait_for_left(self) -> None:
+        """Not at all."""

@@ -1,0 +1,24 @@
+"""A race checker for streams: the real engine on CPU tensors, on devices that keep the books of what a GPU may do in
+another order. See ``docs/streams.md``.
+
+``check_streams`` runs a step and reports its races. Below it: ``StreamNetwork`` (devices and transfers) and
+``virtual_cuda`` (``torch.cuda`` for threads that are ranks).
+"""
+
+from testkit.streams.call_log import CallLog
+from testkit.streams.check import StreamReport, check_streams
+from testkit.streams.cuda import virtual_cuda
+from testkit.streams.memory import StreamRace
+from testkit.streams.network import StreamNetwork
+from testkit.streams.rules import LATER_STEPS, DeviceRules
+
+__all__ = [
+    "LATER_STEPS",
+    "CallLog",
+    "DeviceRules",
+    "StreamNetwork",
+    "StreamRace",
+    "StreamReport",
+    "check_streams",
+    "virtual_cuda",
+]

@@ -1,0 +1,59 @@
+"""``run_processes``: every rank's end is known within the deadline, whatever it is, and no process outlives it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from testkit.processes import RankFailedError, RanksTimedOutError, run_processes
+
+GOES_ON, RETURNS, RAISES, IS_KILLED, IGNORES_SIGNALS = range(5)
+
+
+def end_so(rank: int, size: int, ends: tuple[int, ...], folder: str) -> str:
+    with open(os.path.join(folder, str(rank)), "w") as file:
+        file.write(str(os.getpid()))
+    if ends[rank] == RAISES:
+        raise ValueError(f"of rank {rank}")
+    if ends[rank] == IS_KILLED:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if ends[rank] == IGNORES_SIGNALS:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if ends[rank] != RETURNS:
+        time.sleep(60.0)
+    return f"rank {rank} of {size}"
+
+
+def run(ends: tuple[int, ...], folder: str, timeout: float = 120.0) -> list[str]:
+    try:
+        return run_processes(end_so, len(ends), (ends, folder), timeout=timeout, backend=None, patience=1.0)
+    finally:
+        for rank in range(len(ends)):
+            with open(os.path.join(folder, str(rank))) as file, pytest.raises(ProcessLookupError):
+                os.kill(int(file.read()), 0)
+
+
+def test_results_come_in_the_order_of_ranks(tmp_path: object) -> None:
+    assert run((RETURNS, RETURNS, RETURNS), str(tmp_path)) == [f"rank {rank} of 3" for rank in range(3)]
+
+
+def test_a_rank_that_raises_ends_all_and_says_what_the_others_gave(tmp_path: object) -> None:
+    began = time.monotonic()
+    with pytest.raises(RankFailedError, match=r"rank 1: ValueError: of rank 1\n\nof rank 1:\nTraceback") as failed:
+        run((RETURNS, RAISES, GOES_ON), str(tmp_path))
+    assert failed.value.errors == {1: ("ValueError", "of rank 1")}
+    assert failed.value.results in ({}, {0: "rank 0 of 3"})
+    assert time.monotonic() - began < 60.0, "not at the deadline"
+
+
+def test_a_rank_that_is_killed_is_named(tmp_path: object) -> None:
+    with pytest.raises(RankFailedError, match="rank 0: ProcessDied: the process ended without a result"):
+        run((IS_KILLED, GOES_ON), str(tmp_path))
+
+
+def test_ranks_that_go_on_are_killed_at_the_deadline(tmp_path: object) -> None:
+    with pytest.raises(RanksTimedOutError, match=r"rank\(s\) \[1, 2\] were still running after 20.0 s and were killed"):
+        run((RETURNS, GOES_ON, IGNORES_SIGNALS), str(tmp_path), timeout=20.0)

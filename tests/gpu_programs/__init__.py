@@ -1,0 +1,1 @@
+"""What runs the programs for GPUs on virtual devices, with every line of them counted."""
