@@ -360,6 +360,13 @@ class Reused(Stage):
         return self.memory
 
 
+class Constant(Stage):
+    """The last stage gives a part of a parameter."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.linear.bias.expand(ROWS, H) if self.last else torch.tanh(self.linear(x))
+
+
 class Kept(Stage):
     """Outputs that the program keeps, with their gradients."""
 
@@ -464,7 +471,7 @@ CASES: dict[str, Case] = {
         for kind in (
             *(Reversal, Hooks, MainGrad, Probe, ProbeWithin, Beside, SharedWeight, InPlace, Several, Frozen),
             *(BackboneFrozen, Checkpointed, Reentrant, Selective, Sparse, Autocast, Half, OtherLayers, NoLinear, Twins),
-            *(Penalty, Normed, Functional, Branch, Remembers, Reused, Kept, Lazy),
+            *(Penalty, Normed, Functional, Branch, Remembers, Reused, Constant, Kept, Lazy),
         )
     },
     "ReadBeside": Case(ReadBeside, rounds=True),
@@ -503,11 +510,12 @@ class OneProcess:
 
     def __init__(self, case: Case, count: int, microbatches: int) -> None:
         self.case, self.stages, self.microbatches = case, stages_of(case, count), microbatches
+        self.outputs: Any = None  # of the last run
 
     def run(self, step: int, trains: bool) -> list[Tensor]:
         """The losses."""
         x, target = batch(step, self.microbatches)
-        losses = []
+        losses, outputs = [], []
         parameters = [parameter for stage in self.stages for parameter in stage.parameters()]
         earlier = {one: one.grad for one in parameters if one.grad is not None}
         for parameter in earlier:
@@ -520,8 +528,10 @@ class OneProcess:
                     passed = made if isinstance(made, tuple) else (made,)
                 loss = loss_fn(passed[0], wanted)
             losses.append(loss.detach())
+            outputs.append(passed[0].detach().clone())
             if trains:
                 loss.backward()
+        self.outputs = torch.cat(outputs)
         for one in parameters:
             if one.grad is not None and trains:
                 one.grad /= self.microbatches
@@ -579,9 +589,10 @@ def differences(
         x, target = batch(number, MICROBATCHES)
         losses: list[Any] = []
         run = ours.step if trains else ours.eval
-        run(*((x,) if 0 in numbers else ()), target=target if count - 1 in numbers else None, losses=losses)
+        output = run(*((x,) if 0 in numbers else ()), target=target if count - 1 in numbers else None, losses=losses)
         if losses:
-            found += [f"run {number}: {text}" for text in _compared(_named(losses), _named(expected), case.rounds)]
+            one, other = _named(losses) | {"outputs": output}, _named(expected) | {"outputs": whole.outputs}
+            found += [f"run {number}: {text}" for text in _compared(one, other, case.rounds)]
         for k in numbers:
             one, other = state_of(every[k]), state_of(whole.stages[k])
             found += [f"run {number}: stage {k}: {text}" for text in _compared(one, other, case.rounds)]

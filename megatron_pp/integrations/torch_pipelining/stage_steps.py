@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_map_only
 
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.integrations.torch_pipelining.batch import Batch
@@ -50,10 +51,10 @@ class StageSteps:
         if not call.is_last:
             edge = self.edges[call.index]
             hop = checked_hop(output, edge, call.index, mb, self.trains, self.shapes_vary)
-            hop.tensors = self._of_their_own(chunk, hop.tensors)
+            hop.tensors = list(map(self._of_its_own(chunk), hop.tensors))
             return hop
         if self.outputs is not None:
-            self.outputs.add(output)
+            self.outputs.add(tree_map_only(Tensor, self._of_its_own(chunk), output))
         if self.loss_fn is None or batch.targets is None:
             return None
         loss = self.loss_fn(output, batch.targets[mb], **batch.loss_kwargs)
@@ -66,15 +67,16 @@ class StageSteps:
         self.record.data.append(loss.detach())
         return loss
 
-    def _of_their_own(self, chunk: int, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """``tensors``, with copies of those in memory that the module keeps: the next forward may write to it while
-        they are sent, and that of whole parameters is given back where they are sharded again."""
+    def _of_its_own(self, chunk: int) -> Callable[[Tensor], Tensor]:
+        """A function of a tensor that gives a copy of one in memory that the module keeps, another as it is: the next
+        forward may write to it while it is sent, and that of whole parameters is given back where they are sharded
+        again."""
         kept, module = self._kept[chunk], self.calls[chunk].stage.submod
         if kept is None:
             kept = self._kept[chunk] = _memory_of(module)
         if self._sharded[chunk]:
             kept = kept | {_memory(parameter) for parameter in module.parameters()} - {0}
-        return [tensor.clone() if _memory(tensor) in kept else tensor for tensor in tensors]
+        return lambda tensor: tensor.clone() if _memory(tensor) in kept else tensor
 
     def backward(
         self, chunk: int, mb: int, input_tensor: Hop | None, output: Any, output_grad: Hop | None
