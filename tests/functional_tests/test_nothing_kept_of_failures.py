@@ -10,7 +10,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
+from itertools import product
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -83,8 +86,21 @@ CASES: dict[str, Callable[[Trial], str]] = {
 STEP = (Step, PlanExecutor, WaitHandle, TracebackType)
 
 
-def what_is_left(rank: int, size: int, name: str, fault: Fault, closed: bool) -> tuple[str, dict[str, int], list[str]]:
-    """This rank's error, what is left of its step by kind, and the threads that did not end."""
+Left = tuple[str, dict[str, int], list[str]]
+"""A rank's error, what is left of its step by kind, and the threads that did not end."""
+
+
+def left_of_each(rank: int, size: int, name: str, trials: list[tuple[Fault, bool]], folder: str) -> list[Left]:
+    """Of one fault after the other, each in process groups of its own."""
+    found = []
+    for number, (fault, closed) in enumerate(trials):
+        store = dist.FileStore(f"{folder}/{number}", size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=120))
+        found.append(what_is_left(rank, size, name, fault, closed))
+    return found
+
+
+def what_is_left(rank: int, size: int, name: str, fault: Fault, closed: bool) -> Left:
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -126,22 +142,25 @@ def _threads() -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("closed", [True, False], ids=["closed", "dropped"])
 @pytest.mark.parametrize("name", CASES)
-def test_nothing_of_a_step_that_failed_is_kept(name: str, closed: bool) -> None:
+def test_nothing_of_a_step_that_failed_is_kept(name: str, tmp_path: Path) -> None:
     """By an exception in forward or backward, a wrong shape, or an operation that takes too long, on the rank itself
-    and on its peer, which is aborted. Both ranks have each kind but a wrong shape, which the last rank sends to nobody.
+    and on its peer, which is aborted; with a communicator that is closed, and with one that is dropped. Both ranks have
+    each kind but a wrong shape, which the last rank sends to nobody.
     """
     turn = list(CASES).index(name)
     kinds = [EXCEPTION, BACKWARD] if turn % 2 else [EXCEPTION, DELAY if turn % 4 else SHAPE]
-    for kind in kinds:
+    trials = []
+    for kind, closed in product(kinds, (True, False)):
         rank = 0 if kind == SHAPE else (turn // 2 + closed) % 2
-        fault = Fault(kind, rank=rank, step=3, chunk=0, mb=2, seconds=6.0)
-        size = 2 * SIZE if name in SHARDED else SIZE
-        ranks = run_processes(what_is_left, size, (name, fault, closed), timeout=60.0, start_method="forkserver")
-        for rank, (error, left, threads) in enumerate(ranks):
-            assert error != "no error", f"{kind}: rank {rank}"
-            assert (left, threads) == ({}, []), f"{kind}: rank {rank} raised {error}"
+        trials.append((Fault(kind, rank=rank, step=3, chunk=0, mb=2, seconds=6.0), closed))
+    size, given = 2 * SIZE if name in SHARDED else SIZE, (name, trials, str(tmp_path))
+    ranks = run_processes(left_of_each, size, given, timeout=150.0, backend=None, start_method="forkserver")
+    for rank, found in enumerate(ranks):
+        for (fault, closed), (error, left, threads) in zip(trials, found, strict=True):
+            what = f"{fault.kind}, {'closed' if closed else 'dropped'}: rank {rank}"
+            assert error != "no error", what
+            assert (left, threads) == ({}, []), f"{what} raised {error}"
 
 
 def test_the_memory_of_messages_is_watched() -> None:
