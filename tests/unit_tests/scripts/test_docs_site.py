@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -183,3 +184,17 @@ def test_every_picture_has_a_dark_version_or_is_turned_by_the_style_sheet(pictur
     for path in (PROJECT_ROOT / picture).glob("*.svg"):
         turned = f'[src*="{path.parent.name}/"]' in style or f'[src$="{path.name}"]' in style
         assert turned or "prefers-color-scheme" in path.read_text(encoding="utf-8"), path
+
+
+def test_the_api_pages_name_what_there_is() -> None:
+    """Modules, and what they have."""
+    gone, count = [], 0
+    for page in (PROJECT_ROOT / "docs" / "api").glob("*.md"):
+        for name in re.findall(r"^::: (megatron_pp[\w.]*)$", page.read_text(encoding="utf-8"), re.MULTILINE):
+            count += 1
+            try:
+                pkgutil.resolve_name(name)
+            except (ImportError, AttributeError) as error:
+                gone.append(f"{page.name}: {name}: {error}")
+    assert count > 30
+    assert gone == []
