@@ -137,11 +137,19 @@ work_apart(work, 60.0, "importing")
 """
 
 
+def as_in_the_foreground():
+    """What a shell starts in the background ignores Ctrl-C, and so does what that starts, these tests among it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT], ids=lambda number: number.name)
 def test_a_signal_ends_and_removes_everything(tmp_path, number):
     environment = {**os.environ, "PYTHONPATH": str(PROJECT_ROOT)}
     command = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(tmp_path)], env=environment, stderr=subprocess.DEVNULL
+        [sys.executable, "-c", PROGRAM, str(tmp_path)],
+        env=environment,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=as_in_the_foreground,
     )
     worker = process_of(tmp_path / "pid")
     below = descendants(command.pid)
