@@ -82,8 +82,6 @@ MODULES = {
     "static_buffers": "megatron_pp.plan.verify.static_buffers",
     "instruction_text": "megatron_pp.plan.ir.instruction_text",
     "deadlock_report": "megatron_pp.plan.verify.deadlock_report",
-    "stall_detector": "megatron_pp.faults.stall_detector",
-    "mutual_waits": "megatron_pp.faults.mutual_waits",
     "histories": "megatron_pp.faults.histories",
     "failing": "megatron_pp.faults.failing",
     "diagnosis": "megatron_pp.faults.diagnosis",

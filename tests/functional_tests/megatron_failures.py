@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -21,20 +20,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from testkit.ends import fail
+
 RANKS, PIPELINE, PATIENCE = 4, 2, 3.0  # PATIENCE: seconds, config.p2p_timeout
 DEADLINE = 40.0
 FAULT_STEP = 1
-
-
-def fail(how: str) -> None:
-    """The fault, on the rank that has it."""
-    if how == "raise":
-        raise ValueError("injected fault")
-    if how == "exit":
-        sys.exit(3)
-    if how == "os_exit":
-        os._exit(3)
-    os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
 
 
 def train(place: str, how: str, here: bool) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from testkit.megatron.cases import Case, Job, Model
+from testkit.megatron import groups
+from testkit.megatron.cases import Case, Job, Model, Outcome
 from testkit.megatron.runner import run_jobs
 
 SCRIPTS = Path(__file__).resolve().parent.parent.parent / "scripts"
@@ -39,6 +40,14 @@ def assert_equal(outcome: object) -> None:
     assert outcome.grad_difference == 0.0  # type: ignore[attr-defined]
     assert outcome.param_difference in (None, 0.0)  # type: ignore[attr-defined]
     assert outcome.note_difference in (None, 0.0)  # type: ignore[attr-defined]
+
+
+def beside_megatrons_schedule(cases: Iterable[Case], folder: object, checkout: str) -> dict[Case, Outcome]:
+    """What becomes of each case beside Megatron's own schedule; ``folder`` for what both train from, ``checkout``: of
+    the Megatron in there, where it names a folder."""
+    jobs: list[Job] = groups.compared_with_megatron([*cases], str(folder))
+    found = run_jobs(jobs, 60.0 * len(jobs), None, checkout or None)
+    return {job.case: outcome for job, outcome in zip(jobs, found, strict=True)}
 
 
 def in_megatrons_process(function: Callable[[Case], Any]) -> Any:

@@ -13,9 +13,8 @@ import os
 import pytest
 
 from testkit.megatron import groups
-from testkit.megatron.cases import Case, Job, Model, Outcome
-from testkit.megatron.runner import run_jobs
-from tests.functional_tests.megatron_support import assert_equal, schedules_source
+from testkit.megatron.cases import Case, Model, Outcome
+from tests.functional_tests.megatron_support import assert_equal, beside_megatrons_schedule, schedules_source
 
 CHECKOUT = os.environ.get("MEGATRON_CHECKOUT", "")
 FIELD = "enable_attention_residuals"
@@ -46,9 +45,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Outcome]:
-    jobs: list[Job] = groups.compared_with_megatron([*CASES.values()], str(tmp_path_factory.mktemp("references")))
-    found = run_jobs(jobs, 60.0 * len(jobs), None, CHECKOUT or None)
-    return {job.case: outcome for job, outcome in zip(jobs, found, strict=True)}
+    return beside_megatrons_schedule(CASES.values(), tmp_path_factory.mktemp("references"), CHECKOUT)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -8,9 +8,7 @@ first step, for which each stage runs once on zeros.
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
-import sys
 import time
 from typing import Any
 
@@ -22,6 +20,7 @@ from torch.distributed.pipelining import PipelineStage
 from megatron_pp.config.model_config import ModelParallelConfig
 from megatron_pp.integrations.torch_pipelining import PlanSchedule
 from megatron_pp.runtime.communicators import close_communicators
+from testkit.ends import fail
 from testkit.processes import RankFailedError, run_processes
 
 pytestmark = pytest.mark.slow
@@ -34,16 +33,11 @@ PLACES = (BATCH, SHAPES)
 FAULTS = ("raise", "exit", "os_exit", "kill", "stop")
 
 
-def fail(how: str) -> None:
-    if how == "raise":
-        raise ValueError("injected fault")
-    if how == "exit":
-        sys.exit(3)
-    if how == "os_exit":
-        os._exit(3)
-    if how == "stop":  # the others have their errors before it is killed
+def fail_once(how: str) -> None:
+    """One that is stopped is killed later, when the others have their errors."""
+    if how == "stop":
         subprocess.Popen(["/bin/sh", "-c", f"sleep {SECONDS + 5}; kill -KILL {os.getpid()}"])
-    os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+    fail(how)
 
 
 class Microbatches(list[Any]):
@@ -53,7 +47,7 @@ class Microbatches(list[Any]):
 
     def __len__(self) -> int:
         if self.how:
-            fail(self.how)
+            fail_once(self.how)
         return super().__len__()
 
 
@@ -64,7 +58,7 @@ class Stage(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.how:
-            fail(self.how)
+            fail_once(self.how)
         y: torch.Tensor = self.linear(x)
         return y
 

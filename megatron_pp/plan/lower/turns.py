@@ -38,11 +38,6 @@ from megatron_pp.plan.lower.clock import Clocked, run_clock
 if TYPE_CHECKING:
     from megatron_pp.plan.costs.measured import Measured
 
-# Times on the clock, where none were measured.
-_OPERATION = 4  # of a forward, an input gradient or a weight gradient
-_FULL_BACKWARD = 8
-_PASS = 2  # of a split output layer
-_TRANSFER = 1
 _LONGEST = 1 << 20  # the longest operation that was measured
 
 
@@ -54,10 +49,8 @@ class Turns:
         self.size = placement.pipeline_size
         self.ahead = ahead
         self.clocked = clocked
-        if ahead and measured is None:
-            self.clocked = run_clock(clocked.orders, placement, _took, _TRANSFER)
-        elif ahead and measured is not None:
-            times = _Measured(measured, placement.num_stages)
+        if ahead:
+            times = _Usual() if measured is None else _Measured(measured, placement.num_stages)
             self.clocked = run_clock(clocked.orders, placement, times.took, times.transfer)
         self.of_rank = [[self.of(end, rank) for end in ends] for rank, ends in enumerate(self.clocked.ends)]
 
@@ -78,10 +71,16 @@ class Turns:
         return (post.round // self.size, post.place, post.round, post.towards, post.stage, post.mb)
 
 
-def _took(op: str, _stage: int, _mb: int, _part: int) -> int:
-    if op == BACKWARD:
-        return _FULL_BACKWARD
-    return _PASS if op in OUTPUT_OPS else _OPERATION
+class _Usual:
+    """Times on the clock where none were measured."""
+
+    transfer = 1
+
+    def took(self, op: str, _stage: int, _mb: int, _part: int) -> int:
+        """4 of a forward, an input gradient or a weight gradient."""
+        if op == BACKWARD:
+            return 8
+        return 2 if op in OUTPUT_OPS else 4
 
 
 class _Measured:

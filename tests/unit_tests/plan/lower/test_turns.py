@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -27,9 +28,7 @@ UNEVEN = Measured(
 
 def step(spec: PlanSpec, measured: Measured) -> float:
     """Of the plan that is searched for ``measured``, simulated with it."""
-    plan = build_plan(
-        PlanSpec(spec.schedule, spec.pipeline_size, spec.num_chunks, 8, measured=measured, device=spec.device)
-    )
+    plan = build_plan(replace(spec, measured=measured))
     return simulate(plan, measured.costs(plan.placement.num_stages), measured.network()).makespan
 
 
