@@ -1,0 +1,1 @@
+"""`megatron-pp check`: what would fail, compute wrongly, wait or run out of memory in a job, before it is launched."""
