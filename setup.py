@@ -67,7 +67,7 @@ setup(
     keywords=["pipeline parallelism", "distributed training", "PyTorch", "Megatron", "zero bubble"],
     project_urls=project_urls(),
     packages=find_packages(include=["megatron_pp", "megatron_pp.*"]),
-    package_data={"megatron_pp": ["py.typed", "draw/page/*"]},
+    package_data={"megatron_pp": ["py.typed", "tools/draw/page/*"]},
     python_requires=">=3.10",
     install_requires=[
         # An open range: clusters bring their own torch. The scripts pin one in scripts/constraints.txt.
@@ -78,7 +78,7 @@ setup(
         "tomli; python_version < '3.11'",
     ],
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["megatron-pp = megatron_pp.cli.command_line:main"]},
+    entry_points={"console_scripts": ["megatron-pp = megatron_pp.tools.cli.command_line:main"]},
     classifiers=[
         "Development Status :: 4 - Beta",
         "Intended Audience :: Developers",

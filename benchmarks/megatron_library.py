@@ -76,7 +76,7 @@ def load(engine: str) -> Library:
     folder = source()
     if folder is None:
         raise Unavailable("no checkout of Megatron-LM was given (--megatron-source)")
-    from megatron_pp.parity.cpu_stand_in import triton_stand_in
+    from megatron_pp.tools.parity.cpu_stand_in import triton_stand_in
 
     before, path = _take_modules(), list(sys.path)
     sys.path.insert(0, str(folder))

@@ -2,7 +2,7 @@
 
 import sys
 
-from megatron_pp.cli.command_line import main
+from megatron_pp.tools.cli.command_line import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -18,15 +18,15 @@ from made_parts import MadePart, markdown_table, renew  # noqa: E402
 
 from megatron_pp.config.layout_text import balanced_layout  # noqa: E402
 from megatron_pp.plan.simulate.memory import ModelShape  # noqa: E402
-from megatron_pp.planner.advise.answer import layout_of  # noqa: E402
-from megatron_pp.planner.advise.candidates import Candidate, cut_model, states_of  # noqa: E402
-from megatron_pp.planner.advise.evaluate import Outcome, evaluate  # noqa: E402
-from megatron_pp.planner.advise.fit import Room, fitted  # noqa: E402
-from megatron_pp.planner.advise.gpus import GPUS, Gpu  # noqa: E402
-from megatron_pp.planner.advise.model import LETTERS, PART, Layer, Model, layer  # noqa: E402
-from megatron_pp.planner.advise.pipeline_search import search  # noqa: E402
-from megatron_pp.planner.advise.question import Question  # noqa: E402
-from megatron_pp.planner.advise.transformer import Latent, Transformer  # noqa: E402
+from megatron_pp.tools.advise.answer import layout_of  # noqa: E402
+from megatron_pp.tools.advise.candidates import Candidate, cut_model, states_of  # noqa: E402
+from megatron_pp.tools.advise.evaluate import Outcome, evaluate  # noqa: E402
+from megatron_pp.tools.advise.fit import Room, fitted  # noqa: E402
+from megatron_pp.tools.advise.gpus import GPUS, Gpu  # noqa: E402
+from megatron_pp.tools.advise.model import LETTERS, PART, Layer, Model, layer  # noqa: E402
+from megatron_pp.tools.advise.pipeline_search import search  # noqa: E402
+from megatron_pp.tools.advise.question import Question  # noqa: E402
+from megatron_pp.tools.advise.transformer import Latent, Transformer  # noqa: E402
 
 PAGE = ROOT / "docs" / "advise.md"
 NAMED = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zb", "zb_v", "v_half", "v_min")

@@ -3,7 +3,7 @@
 python scripts/advise_published.py [--check]
 
 Each run has the schedule, parallel groups, precision and recomputation that its source names; layers are on stages as
-the advisor puts them. Nothing is fitted to a run: constants are those of `planner/advise/gpus.py`.
+the advisor puts them. Nothing is fitted to a run: constants are those of `tools/advise/gpus.py`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from made_parts import MadeData, Table, data_file, renew  # noqa: E402
 
-from megatron_pp.planner.advise.candidates import Candidate  # noqa: E402
-from megatron_pp.planner.advise.evaluate import evaluate  # noqa: E402
-from megatron_pp.planner.advise.gpus import GB, GPUS  # noqa: E402
-from megatron_pp.planner.advise.megatron_args import read_megatron_args, transformer_of, whole  # noqa: E402
-from megatron_pp.planner.advise.question import Question  # noqa: E402
+from megatron_pp.tools.advise.candidates import Candidate  # noqa: E402
+from megatron_pp.tools.advise.evaluate import evaluate  # noqa: E402
+from megatron_pp.tools.advise.gpus import GB, GPUS  # noqa: E402
+from megatron_pp.tools.advise.megatron_args import read_megatron_args, transformer_of, whole  # noqa: E402
+from megatron_pp.tools.advise.question import Question  # noqa: E402
 
 PAGE = ROOT / "docs" / "advise.md"
 UNLIMITED = 10_000.0  # GB: their runs fit, some with optimizers that keep less

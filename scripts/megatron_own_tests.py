@@ -45,7 +45,7 @@ def prepare(checkout: Path) -> None:
     import torch
 
     sys.path.insert(0, str(ROOT))
-    shim = importlib.import_module("megatron_pp.parity.cpu_stand_in")
+    shim = importlib.import_module("megatron_pp.tools.parity.cpu_stand_in")
     sys.path.insert(0, str(checkout))
     if not torch.cuda.is_available():
         shim.redirect()

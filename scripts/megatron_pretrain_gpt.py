@@ -38,7 +38,7 @@ TRAINING = (
 CHUNKS = ["--num-virtual-stages-per-pipeline-rank", "2"]
 ON_CPU = """
 import contextlib, typing, typing_extensions
-from megatron_pp.parity import cpu_stand_in
+from megatron_pp.tools.parity import cpu_stand_in
 
 cpu_stand_in.redirect()
 triton = contextlib.ExitStack()

@@ -28,9 +28,9 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megatron_pp.parity.flags import Flags  # noqa: E402
-from megatron_pp.parity.layout import PP, Layout, fewest_processes  # noqa: E402
-from megatron_pp.parity.shrink import for_parity  # noqa: E402
+from megatron_pp.tools.parity.flags import Flags  # noqa: E402
+from megatron_pp.tools.parity.layout import PP, Layout, fewest_processes  # noqa: E402
+from megatron_pp.tools.parity.shrink import for_parity  # noqa: E402
 
 CASES = Path("tests/functional_tests/test_cases")
 SCRIPTS = {"bert": "examples/bert/pretrain_bert.py", "hybrid": "pretrain_hybrid.py", "t5": "examples/t5/pretrain_t5.py"}

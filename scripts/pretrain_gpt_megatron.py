@@ -6,7 +6,7 @@
 
 Model, DistributedDataParallel, optimizer and gradient finalisation are Megatron-core's; the one line that plugs in
 megatron_pp is `megatron_core.install()`. Flags are named as Megatron's. Without a GPU it runs on the CPU with gloo,
-through `megatron_pp.parity.cpu_stand_in`. `--compare` trains a second copy of the model under Megatron's own
+through `megatron_pp.tools.parity.cpu_stand_in`. `--compare` trains a second copy of the model under Megatron's own
 schedule, step by step with the first, and prints both losses and the largest difference of any gradient.
 """
 
@@ -36,7 +36,7 @@ import torch.distributed as dist  # noqa: E402
 
 ON_GPU = torch.cuda.is_available()
 if not ON_GPU:
-    from megatron_pp.parity import cpu_stand_in
+    from megatron_pp.tools.parity import cpu_stand_in
 
     cpu_stand_in.redirect()
 

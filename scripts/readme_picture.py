@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from megatron_pp.cli.command_line import main as megatron_pp  # noqa: E402
+from megatron_pp.tools.cli.command_line import main as megatron_pp  # noqa: E402
 
 README, IMAGES = ROOT / "README.md", ROOT / "docs" / "images"
 PREDICTED, MEASURED = IMAGES / "predicted.svg", IMAGES / "measured.svg"

@@ -21,7 +21,7 @@ from unittest import mock
 
 import torch
 
-from megatron_pp.parity.cpu_stand_in import triton_stand_in
+from megatron_pp.tools.parity.cpu_stand_in import triton_stand_in
 from testkit.transformer_engine_torch import Extension
 
 FOLDER = Path(sys.prefix) / "transformer_engine_python"

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
-from megatron_pp.draw.facts import tick_step
-from megatron_pp.draw.timeline import thinned
+from megatron_pp.tools.draw.facts import tick_step
+from megatron_pp.tools.draw.timeline import thinned
 
 _WIDE, _HIGH, _MOST_POINTS = 1000.0, 100.0, 2000
 _COLOURS = "activation", "gradient"

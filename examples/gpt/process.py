@@ -20,10 +20,10 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from examples.gpt.errors import ArgumentError, TrainingError
 from megatron_pp import parallel_state
-from megatron_pp.draw.facts import counted
 from megatron_pp.errors import ConfigError, PlanError, ScheduleInputError
 from megatron_pp.faults.nccl_settings import leave_failures_to_the_guard
 from megatron_pp.runtime.communicators import close_communicators
+from megatron_pp.tools.draw.facts import counted
 
 _PATIENCE = timedelta(minutes=10)  # between the first process that comes and the last
 _ROOT = "megatron_pp/meeting"  # of our keys in torchrun's store

@@ -43,14 +43,14 @@ from examples.gpt.settings import ARGUMENTS, Settings, find_run, parse, save_set
 from examples.gpt.trainer import Trainer
 from megatron_pp import TransformerConfig, parallel_state, split_weight_grad
 from megatron_pp.config.settings import StepSettings
-from megatron_pp.draw.facts import counted
 from megatron_pp.errors import ConfigError, PipelineError, PlanError
 from megatron_pp.faults.liveness import process_of
 from megatron_pp.features.measuring.measuring import FILE_NAME
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.orders import find_family
+from megatron_pp.tools.draw.facts import counted
+from megatron_pp.tools.trace_report import listed, write_timeline
 from megatron_pp.tracing.recorder import flush_traces
-from megatron_pp.tracing.report import listed, write_timeline
 
 LOG = "log.txt"  # beside the metrics
 LOCK, RUNS = "run.lock", Path(__file__).resolve().parents[2] / "runs"

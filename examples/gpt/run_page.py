@@ -7,9 +7,9 @@ from pathlib import Path
 from examples.gpt.curves import Chart, Curve, render_charts
 from examples.gpt.files import write_atomically
 from examples.gpt.metrics import METRICS, read_metrics
-from megatron_pp.draw.html import render_html
 from megatron_pp.errors import PlanError
-from megatron_pp.tracing.report import beside_prediction
+from megatron_pp.tools.draw.html import render_html
+from megatron_pp.tools.trace_report import beside_prediction
 
 REPORT = "report.html"
 _FIRST, _STEPS = 8, 3  # of a start: past what is slow at first, and few enough to cost nothing

@@ -17,11 +17,11 @@ from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.lower.lowering import lowered
 from megatron_pp.plan.orders.list_scheduler import Problem, Rules, Scheduled, schedule
-from megatron_pp.planner.advise.timing import order_time
 from megatron_pp.planner.improve import improved
 from megatron_pp.planner.microbatch_order import Order, shortest_order
 from megatron_pp.planner.plan_search import default_measured, slots_of
 from megatron_pp.planner.proposal import Proposal, proposed
+from megatron_pp.planner.timing import order_time
 
 _TRIALS = 60  # of each order that is begun with, for a step of up to _FULL operations
 _FULL = 1000

@@ -20,8 +20,8 @@ from docs_site.schedule_numbers import (
     output_of,
     slices_of,
 )
-from megatron_pp.cli.command_line import main as megatron_pp
 from megatron_pp.plan.orders import SCHEDULES
+from megatron_pp.tools.cli.command_line import main as megatron_pp
 
 PAGE = "gallery.md"
 PIXELS = "1000"  # about what the page shows, so that letters keep their size

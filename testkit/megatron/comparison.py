@@ -1,4 +1,4 @@
-"""What a run left on this rank, compared with the files that another run has written, by `megatron_pp.parity`."""
+"""What a run left on this rank, compared with the files that another run has written, by `megatron_pp.tools.parity`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_pp.parity.comparison import compare_records
-from megatron_pp.parity.parameters import Place
-from megatron_pp.parity.recorder import GRADIENT, LOSS, PARAMETER, Key, Record, Value
+from megatron_pp.tools.parity.comparison import compare_records
+from megatron_pp.tools.parity.parameters import Place
+from megatron_pp.tools.parity.recorder import GRADIENT, LOSS, PARAMETER, Key, Record, Value
 from testkit.megatron.cases import Case, Job
 
 NOTE = "note"  # of the training loop

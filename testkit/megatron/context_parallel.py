@@ -1,7 +1,8 @@
 """Context parallelism of Megatron-core on the CPU: each rank holds two of the 2 x CP pieces of a sequence.
 
-Megatron's dense attention for it needs Transformer Engine; `megatron_pp.parity.cpu_layers` completes its plain one. The
-sparse attention of its main branch (DSA) has it in plain torch: with `sparse_attention`, attention is Megatron's too.
+Megatron's dense attention for it needs Transformer Engine; `megatron_pp.tools.parity.cpu_layers` completes its plain
+one. The sparse attention of its main branch (DSA) has it in plain torch: with `sparse_attention`, attention is
+Megatron's too.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-from megatron_pp.parity.cpu_layers import positions_of
+from megatron_pp.tools.parity.cpu_layers import positions_of
 
 
 def of_this_rank(tensor: torch.Tensor) -> torch.Tensor:

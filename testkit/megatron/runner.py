@@ -30,7 +30,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from megatron_pp.parity.processes import end_with_parent
+from megatron_pp.tools.parity.processes import end_with_parent
 from testkit.megatron.cases import Case, Job, Outcome, compared
 
 ROOT = Path(__file__).resolve().parents[2]

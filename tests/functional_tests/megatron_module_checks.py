@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_pp.parity import cpu_stand_in
+from megatron_pp.tools.parity import cpu_stand_in
 from testkit.module_models import HIDDEN, RankModel, Setup, loss_of, sink_of
 
 

@@ -24,7 +24,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron_pp.features.packing.packing import Pack, PackingRules, packed
 from megatron_pp.features.packing.steps import PackedSteps
 from megatron_pp.integrations import megatron_core
-from megatron_pp.parity.cpu_layers import positions_of
+from megatron_pp.tools.parity.cpu_layers import positions_of
 from testkit.megatron import lab as megatron_lab
 from testkit.megatron.cases import Case
 

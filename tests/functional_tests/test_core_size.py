@@ -63,12 +63,12 @@ _IMPORTERS = {"megatron_pp.on_demand", "importlib", "importlib._bootstrap", "imp
 
 
 class Importers(MetaPathFinder):
-    """``by``: module of the package -> where it was first asked for. ``parity``: those of ``megatron_pp.parity`` that
-    have started this rank."""
+    """``by``: module of the package -> where it was first asked for. ``tools``: those of ``tools`` that have
+    started this rank."""
 
     def __init__(self) -> None:
         self.by: dict[str, str] = {}
-        self.parity = {name for name in sys.modules if name.startswith("megatron_pp.parity")}
+        self.tools = {name for name in sys.modules if name.startswith("megatron_pp.tools")}
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         if name.partition(".")[0] == "megatron_pp":
@@ -90,7 +90,7 @@ def loaded(importers: Importers) -> dict[str, tuple[int, str]]:
     """Module of the package -> its lines, and where it was first asked for."""
     found = {}
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == "megatron_pp" and name not in importers.parity:
+        if name.partition(".")[0] == "megatron_pp" and name not in importers.tools:
             lines = pathlib.Path(module.__file__ or "").read_text(encoding="utf-8").count("\n")
             found[name] = lines, importers.by.get(name, "the test")
     return found
@@ -98,7 +98,7 @@ def loaded(importers: Importers) -> dict[str, tuple[int, str]]:
 
 def forget_what_the_tests_load() -> None:
     """What the engine loads of it comes back."""
-    for name in [name for name in sys.modules if name.startswith(("megatron_pp.parity", "megatron_pp.comm.bound"))]:
+    for name in [name for name in sys.modules if name.startswith(("megatron_pp.tools", "megatron_pp.comm.bound"))]:
         del sys.modules[name]
 
 
@@ -115,7 +115,7 @@ def own_steps(rank: int, size: int) -> dict[str, tuple[int, str]]:
 def installed_steps(rank: int, size: int) -> dict[str, tuple[int, str]]:
     gc.disable()  # a fifth of the time to import Megatron-core
     sys.meta_path.insert(0, importers := Importers())
-    from megatron_pp.parity import cpu_stand_in
+    from megatron_pp.tools.parity import cpu_stand_in
 
     cpu_stand_in.redirect()
     with cpu_stand_in.triton_stand_in():

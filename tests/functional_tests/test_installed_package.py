@@ -32,7 +32,7 @@ print("difference", result.difference(reference_run(4, data)))
 """
 EVERY_HELP = """
 from contextlib import suppress
-from megatron_pp.cli import main
+from megatron_pp.tools.cli import main
 for command in ([], ["plan"], ["verify"], ["simulate"], ["advise"], ["draw"], ["report"]):
     with suppress(SystemExit):
         main([*command, "--help"])
@@ -109,7 +109,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(installed: Installed) -> N
         if path.is_file() and "__pycache__" not in path.parts
     }
     assert held == tracked
-    assert {"megatron_pp/py.typed", "megatron_pp/draw/page/timeline.js"} < held
+    assert {"megatron_pp/py.typed", "megatron_pp/tools/draw/page/timeline.js"} < held
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 

@@ -60,7 +60,7 @@ def test_an_unchanged_program_overlaps_without_virtual_stages(
 ) -> None:
     """A flag goes before the file, the environment counts too, and the program's config stays as it is."""
     program = OUR_IMPORTS.sub("", code.replace(OUR_LINE, "")) + FIELDS
-    assert "megatron_pp" not in program.replace("megatron_pp.parity", "")
+    assert "megatron_pp" not in program.replace("megatron_pp.tools.parity", "")
     (tmp_path / "train.py").write_text(program)
     (tmp_path / "settings.toml").write_text('trace_steps = "2-3"\noverlap_p2p_comm = false\n')
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -11,8 +11,8 @@ import pytest
 from megatron_pp.integrations.gpt_models import PlacedModel
 from megatron_pp.integrations.on_import import install_on_import
 from megatron_pp.integrations.settings import read_settings
-from megatron_pp.parity import cpu_stand_in
 from megatron_pp.plan.ir.placement import Placement
+from megatron_pp.tools.parity import cpu_stand_in
 from testkit.processes import run_processes
 from testkit.sweeps import EXHAUSTIVE
 from tests.functional_tests.megatron_support import assert_equal, needs_megatron

@@ -21,7 +21,7 @@ FLAGS = "--engine megatron --num-layers 16 --hidden-size 512 --num-attention-hea
 CHUNKS = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
 ONE_PROCESS = """
 import json, sys
-from megatron_pp.cli.command_line import main
+from megatron_pp.tools.cli.command_line import main
 
 for command in json.loads(sys.argv[1]):
     print(main(command))

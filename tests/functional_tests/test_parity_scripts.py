@@ -144,7 +144,7 @@ OF_ITS_OWN = """
 import argparse, os
 import torch
 import torch.distributed as dist
-from megatron_pp.parity import cpu_stand_in
+from megatron_pp.tools.parity import cpu_stand_in
 cpu_stand_in.redirect()
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads

@@ -10,12 +10,12 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from megatron_pp.cli.command_line import main
 from megatron_pp.errors import PipelinePeerError
 from megatron_pp.features.measuring import measuring
 from megatron_pp.plan.costs.measured import MeasuredFile
 from megatron_pp.runtime.communicators import close_communicators
 from megatron_pp.testing.toy import ToyBlock
+from megatron_pp.tools.cli.command_line import main
 from megatron_pp.tracing.analysis import analyse
 from megatron_pp.tracing.run import load_run
 from testkit.process_ranks import rank_of

@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _FOLDERS = ("megatron_pp", "scripts", "examples", "benchmarks")
 _ON_THE_FIRST_DAY = ROOT / "scripts" / "gpu_day"  # nothing of it runs for the first time on a GPU
 # What answers for a device where there is none.
-_PARITY = ROOT / "megatron_pp" / "parity"
+_PARITY = ROOT / "megatron_pp" / "tools" / "parity"
 _STAND_INS = (_PARITY / "cpu_stand_in.py", _PARITY / "cpu_collectives.py")
 
 _DEVICE = re.compile(r"cuda(?![_ ]?graph)|nccl|nvtx", re.IGNORECASE)  # Megatron's options on CUDA graphs are no device

@@ -26,7 +26,6 @@ from examples.gpt import libraries, metrics, process
 from examples.gpt import program as training
 from examples.gpt.errors import ArgumentError
 from examples.gpt.settings import parse
-from megatron_pp.cli import main
 from megatron_pp.comm import abort
 from megatron_pp.comm.channels import SHAPES
 from megatron_pp.comm.group_transport import group_transport
@@ -34,11 +33,12 @@ from megatron_pp.comm.transport import P2PRequest, Preparation
 from megatron_pp.errors import P2PError, P2PTransferError
 from megatron_pp.faults.device_events import CompletedWork, EventQueries
 from megatron_pp.features.pairs.pair_runner import on_two_streams
-from megatron_pp.parity import command
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.runtime.communicators import SoloTransport
 from megatron_pp.testing.toy import ToyData
+from megatron_pp.tools.cli import main
+from megatron_pp.tools.parity import command
 from megatron_pp.tracing.recorder import Tracer, chosen_steps
 from megatron_pp.weight_grad.linear import add_weight_grad, fused_kernels
 from testkit import output_layer_runs, processes

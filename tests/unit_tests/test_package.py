@@ -18,7 +18,7 @@ from megatron_pp.plan.costs.stage_costs import StageCosts
 from megatron_pp.plan.ir.spec import PlanSpec
 from tests.conftest import PROJECT_ROOT
 
-WITHOUT_TORCH = ("megatron_pp.plan", "megatron_pp.draw", "megatron_pp.cli")
+WITHOUT_TORCH = ("megatron_pp.plan", "megatron_pp.tools.draw", "megatron_pp.tools.cli")
 
 
 def modules_of(package: str) -> list[str]:

@@ -12,7 +12,7 @@ from megatron_pp.plan.costs.stage_costs import StageCosts
 from megatron_pp.plan.ir.placement import LOOP, Placement
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.orders.family import Shape
-from megatron_pp.planner.advise.timing import order_time
+from megatron_pp.planner.timing import order_time
 
 
 def bubble(schedule: str, size: int, chunks: int, count: int, group: int) -> float:

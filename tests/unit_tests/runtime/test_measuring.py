@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_pp.cli.command_line import main
 from megatron_pp.comm.link_timing import measure_links
 from megatron_pp.errors import ConfigError, PlanError, ScheduleInputError
 from megatron_pp.features.measuring.measuring import Measuring, gather_by_stage
@@ -28,6 +27,7 @@ from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.pipeline import placement_of
 from megatron_pp.testing.threads import run_ranks
 from megatron_pp.testing.toy import ToyData, ToyResult, toy_chunks, toy_config, toy_loss
+from megatron_pp.tools.cli.command_line import main
 from megatron_pp.tracing.analysis import StageTimes
 from megatron_pp.weight_grad import split_weight_grad
 from testkit.blocks import of_stage

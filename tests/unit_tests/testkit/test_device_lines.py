@@ -19,11 +19,11 @@ EXEMPT = {
     ("benchmarks/engine_megatron.py", 'if kwargs.get("device") == "cuda":'): _ONLY_WITHOUT_A_GPU,
     ("benchmarks/engine_megatron.py", 'kwargs["device"] = "cpu"'): _ONLY_WITHOUT_A_GPU,
     (
-        "megatron_pp/parity/processes.py",
+        "megatron_pp/tools/parity/processes.py",
         'os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # for Megatron',
-    ): ("in ranks that are forked"),
+    ): "in ranks that are forked",
     (
-        "megatron_pp/parity/script.py",
+        "megatron_pp/tools/parity/script.py",
         'if not getattr(torch.cuda, "_megatron_pp_stand_in", False):',
     ): "in processes of scripts",
     ("scripts/megatron_own_tests.py", "if not torch.cuda.is_available():"): "in processes of Megatron's tests",

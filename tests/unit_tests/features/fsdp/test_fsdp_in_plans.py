@@ -15,12 +15,6 @@ import pytest
 import torch
 
 from megatron_pp.config.settings import StepSettings
-from megatron_pp.draw.chrome import render_chrome_trace
-from megatron_pp.draw.facts import GATHERING, REDUCING, legend_entries
-from megatron_pp.draw.figures import as_svg, figure
-from megatron_pp.draw.html import render_html
-from megatron_pp.draw.text import render_text
-from megatron_pp.draw.timeline import simulated_timeline
 from megatron_pp.errors import PlanError, ScheduleInputError
 from megatron_pp.features.fsdp.fsdp_instructions import REDUCE_GRAD, RESHARD, UNSHARD, WAIT_REDUCE_GRAD, WAIT_UNSHARD
 from megatron_pp.features.fsdp.fsdp_runner import check_fsdp
@@ -39,6 +33,12 @@ from megatron_pp.plan.simulate.memory import ModelShape, rank_memory
 from megatron_pp.plan.simulate.simulation import Simulation
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.verify.verifier import verify
+from megatron_pp.tools.draw.chrome import render_chrome_trace
+from megatron_pp.tools.draw.facts import GATHERING, REDUCING, legend_entries
+from megatron_pp.tools.draw.figures import as_svg, figure
+from megatron_pp.tools.draw.html import render_html
+from megatron_pp.tools.draw.text import render_text
+from megatron_pp.tools.draw.timeline import simulated_timeline
 from testkit import plan_text
 from testkit.drawn_specs import drawn_spec
 from testkit.plan_text import edited, rows

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_pp.cli.command_line import main
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.io.schedule_file import family_of_file
@@ -21,6 +20,7 @@ from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.verify.verifier import verify
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import ToyData
+from megatron_pp.tools.cli.command_line import main
 from testkit.mutation import mutated_json, mutated_text
 from testkit.plan_text import placed
 from testkit.sweeps import EXHAUSTIVE

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pp.cli.command_line import main
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.orders import SCHEDULES, register
 from megatron_pp.plan.orders.family import Family
+from megatron_pp.tools.cli.command_line import main
 from testkit.pages import code_blocks
 
 PAGE = "docs/adding_a_schedule.md"

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from megatron_pp.cli import main
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.io.serialize import JSON, format_plan
@@ -23,6 +22,7 @@ from megatron_pp.plan.ir.instruction import BATCH, RECV_OPS
 from megatron_pp.plan.ir.spec import ANY_WAIT, BATCHED, ON_NCCL, ONE_QUEUE, PLAIN, POLICIES, Plan, PlanSpec
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.verify.verifier import verify
+from megatron_pp.tools.cli import main
 from testkit import queue_judge
 from testkit.plan_text import edited
 from testkit.queue_judge import INSTRUCTIONS, OPERATIONS, Judge

@@ -1,0 +1,310 @@
+"""Layers per stage by time and memory, Megatron's text for them, and how many layers of each stage are recomputed so
+that its rank keeps to the memory limit.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate, groupby, pairwise, product
+from typing import NamedTuple
+
+from megatron_pp.errors import PlanError
+from megatron_pp.plan.costs.stage_costs import StageCosts
+from megatron_pp.plan.ir.placement import LOOP, Placement
+from megatron_pp.planner.timing import Kept
+from megatron_pp.tools.advise.model import LETTERS, MTP, PATTERN, Layer, Model, is_hybrid, spreads_mtp, total
+from megatron_pp.tools.advise.rounding import rounded
+
+Units = Sequence[tuple[Layer, ...]]
+Counts = tuple[int, ...]  # units of each stage, in model order
+_MOST_MOVES = 60
+
+
+def balanced(units: Units, num_stages: int) -> Counts:
+    """Contiguous stages whose most expensive one is as cheap as can be, each with at least one unit."""
+    work = [sum(one.work for one in unit) for unit in units]
+    low, high = max(work), sum(work)
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (low, middle) if _greedy(work, num_stages, middle) else (middle, high)
+    return _greedy(work, num_stages, high) or _greedy(work, num_stages, sum(work)) or ()
+
+
+def _greedy(work: Sequence[float], num_stages: int, most: float) -> Counts | None:
+    """Stages of at most ``most`` work, filled from the front; None where there would be more of them."""
+    counts, filled = [0], 0.0
+    for k, one in enumerate(work):
+        left, stages_left = len(work) - k, num_stages - len(counts)
+        if counts[-1] and (filled + one > most * (1 + 1e-12) or left <= stages_left):
+            counts.append(0)
+            filled = 0.0
+        counts[-1] += 1
+        filled += one
+    return tuple(counts) if len(counts) == num_stages else None
+
+
+def stages_of(units: Units, counts: Counts) -> list[tuple[Layer, ...]]:
+    """The layers of each stage, in model order."""
+    ends = list(accumulate(counts, initial=0))
+    return [tuple(one for unit in units[a:b] for one in unit) for a, b in pairwise(ends)]
+
+
+def is_buildable(stages: Sequence[Sequence[Layer]], placement: Placement) -> bool:
+    """Whether Megatron builds them: MTP layers in the last chunk of a rank but the first, on a V with the loss."""
+    if spreads_mtp(one for layers in stages for one in layers):
+        return True
+    allowed = {row[-1] for row in placement.stages[1:]} if placement.kind == LOOP else set()
+    allowed.add(placement.num_stages - 1)
+    return all(stage in allowed or all(one.kind != MTP for one in layers) for stage, layers in enumerate(stages))
+
+
+def layout_text(stages: Sequence[Sequence[Layer]]) -> str:
+    """Megatron's ``pipeline_model_parallel_layout``: ``Et*3|(t*4|)*6t*3L``; of a hybrid model the layers of its
+    ``--hybrid-layer-pattern``: ``M-M*|M-M-``.
+    """
+    if any(is_hybrid(layers) for layers in stages):
+        letters = {kind: letter for letter, kind in PATTERN.items()}
+        return "|".join("".join(letters.get(one.kind, "") for one in layers) for layers in stages)
+    texts = [_letters("".join(LETTERS[one.kind] for one in layers)) for layers in stages]
+    parts = []
+    for text, run in groupby(texts[:-1]):
+        times = len(list(run))
+        parts.append(f"({text}|)*{times}" if times > 1 else f"{text}|")
+    return "".join(parts) + texts[-1]
+
+
+def _letters(text: str) -> str:
+    return re.sub(r"(.)\1+", lambda found: f"{found[1]}*{len(found[0])}", text)
+
+
+States = Sequence[Sequence[Kept]]  # per rank
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a schedule needs of every rank's memory.
+
+    states  what each rank keeps at most, in microbatches (or slices of them) per chunk
+    slices  of each sequence
+    limit   GB of a rank
+    fixed   GB of a rank for pipeline tensors
+    """
+
+    placement: Placement
+    states: States
+    slices: int
+    limit: float
+    fixed: Sequence[float]
+
+    def kept_in_chunks(self, rank: int, activation: Sequence[float], late: Sequence[float]) -> float:
+        """The most that ``rank`` keeps in activations, given those of each of its chunks."""
+        most = 0.0
+        for flight, waiting in self.states[rank]:
+            kept = sum(gb * count for gb, count in zip(activation, flight, strict=True))
+            most = max(most, kept + sum(gb * count for gb, count in zip(late, waiting, strict=True)))
+        return most / self.slices
+
+    def kept(self, rank: int, activation: Sequence[float], late: Sequence[float]) -> float:
+        """As ``kept_in_chunks``, given the activations of all stages."""
+        stages = self.placement.stages[rank]
+        return self.kept_in_chunks(rank, [activation[s] for s in stages], [late[s] for s in stages])
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A cut model on its ranks.
+
+    stages            layers of each stage
+    recomputed        how many of them are recomputed, per stage
+    costs             times per stage, with recomputation
+    activation, late  GB per stage and microbatch
+    static, peaks     GB per rank, without and with activations and tensors
+    """
+
+    stages: tuple[tuple[Layer, ...], ...]
+    recomputed: tuple[int, ...]
+    costs: StageCosts
+    activation: tuple[float, ...]
+    late: tuple[float, ...]
+    static: tuple[float, ...]
+    peaks: tuple[float, ...]
+
+
+def best_counts(units: Units, room: Room, recompute: bool) -> Counts:
+    """Units per stage, for the least work of the busiest rank under the memory limit. Raises PlanError where Megatron
+    builds no such stages.
+    """
+    counts = _fastest(tuple(units), room.placement)
+    cuts = _Cuts(units, room, recompute)
+    return cuts.improved(counts) if cuts.is_short(counts) else counts
+
+
+@lru_cache(maxsize=64)
+def _fastest(units: tuple[tuple[Layer, ...], ...], placement: Placement) -> Counts:
+    """Without a memory limit."""
+    room = Room(placement, ((),) * placement.pipeline_size, 1, math.inf, (0.0,) * placement.pipeline_size)
+    cuts, counts = _Cuts(units, room, False), balanced(units, placement.num_stages)
+    if not cuts.is_buildable(counts):
+        raise PlanError("Megatron builds no layers for multi-token prediction where this layout has them")
+    return cuts.improved(counts)
+
+
+class _OfRank(NamedTuple):
+    """What some layers mean for a rank.
+
+    need     GB without ``fixed`` where nothing is recomputed
+    missing  GB that it lacks where all is recomputed that has to be
+    load     time with that recomputation; ``work``: without
+    """
+
+    need: float
+    missing: float
+    load: float
+    work: float
+
+
+class _Cuts:
+    """What units per stage mean for the ranks. ``recompute``: whether layers may be recomputed."""
+
+    def __init__(self, units: Units, room: Room, recompute: bool) -> None:
+        self.units = units
+        self.room = room
+        self.recompute = recompute
+        totals = [total(unit) for unit in units]
+        numbers = {one: k for k, one in enumerate(dict.fromkeys(totals))}
+        self._known = list(numbers)
+        self._has_mtp = any(one.kind == MTP for unit in units for one in unit)
+        self._kinds = tuple(numbers[one] for one in totals)  # equal units have one number
+        self._found: dict[tuple[int, tuple[tuple[int, ...], ...]], _OfRank] = {}
+
+    def improved(self, counts: Counts) -> Counts:
+        """``counts`` after moves of one unit to another stage, each the best one, while the price falls."""
+        best, stages = self.price(counts), range(len(counts))
+        for _ in range(_MOST_MOVES):
+            found = [(best, counts)]
+            for giver, taker in product(self.givers(counts), stages):
+                moved = tuple(n - (k == giver) + (k == taker) for k, n in enumerate(counts))
+                if giver != taker and counts[giver] > 1 and self.is_buildable(moved):
+                    found.append((self.price(moved), moved))
+            least, moved = min(found)
+            if least >= best:
+                break
+            best, counts = least, moved
+        return counts
+
+    def _ranks(self, counts: Counts) -> list[_OfRank]:
+        ends = accumulate(counts, initial=0)
+        contents = [self._kinds[a:b] for a, b in pairwise(ends)]
+        return [self._of(k, tuple(contents[s] for s in row)) for k, row in enumerate(self.room.placement.stages)]
+
+    def _of(self, rank: int, contents: tuple[tuple[int, ...], ...]) -> _OfRank:
+        """Of ``rank``, whose stages hold these units; kept, as most moves change two ranks only."""
+        if (rank, contents) not in self._found:
+            self._found[rank, contents] = self._worked_out(rank, [[self._known[k] for k in row] for row in contents])
+        return self._found[rank, contents]
+
+    def _worked_out(self, rank: int, rows: Sequence[Sequence[Layer]]) -> _OfRank:
+        """Recomputation counts in proportion to the memory that it has to give."""
+        room = self.room
+        activation = [sum(one.activation for one in row) for row in rows]
+        late = [sum(one.late for one in row) for row in rows]
+        layers = [one for row in rows for one in row]
+        work, static = sum(one.work for one in layers), sum(one.static for one in layers)
+        kept, left = room.kept_in_chunks(rank, activation, late), room.limit - room.fixed[rank] - static
+        load, over = work, kept - left
+        if over > 0 and self.recompute:
+            least = room.kept_in_chunks(rank, [sum(one.least for one in row) for row in rows], late)
+            share = min(1.0, over / (kept - least)) if kept > least else 1.0
+            load += share * sum(one.forward for one in layers if one.recomputed is not None)
+            over = least - left
+        return _OfRank(kept + static, max(0.0, over), load, work)
+
+    def is_buildable(self, counts: Counts) -> bool:
+        return not self._has_mtp or is_buildable(stages_of(self.units, counts), self.room.placement)
+
+    def is_short(self, counts: Counts) -> bool:
+        """Whether a rank lacks memory where nothing is recomputed."""
+        ranks = zip(self._ranks(counts), self.room.fixed, strict=True)
+        return any(one.need + fixed > self.room.limit for one, fixed in ranks)
+
+    def givers(self, counts: Counts) -> Iterator[int]:
+        """Stages of the rank with the most work, and of that with the least room."""
+        ranks, stages = self._ranks(counts), self.room.placement.stages
+        work, needs = [rounded(one.work) for one in ranks], [rounded(one.need) for one in ranks]
+        yield from {*stages[work.index(max(work))], *stages[needs.index(max(needs))]}
+
+    def price(self, counts: Counts) -> tuple[float, ...]:
+        """(GB that no rank has, work of the busiest rank, unevenness)."""
+        ranks = self._ranks(counts)
+        missing, load = sum(one.missing for one in ranks), max(one.load for one in ranks)
+        return rounded(missing), rounded(load), rounded(sum(one.load**2 for one in ranks))
+
+
+def fitted(stages: Sequence[tuple[Layer, ...]], room: Room, model: Model, recompute: bool) -> Fitted:
+    """The stages with as little recomputed as the memory allows; ``peaks`` may exceed the limit all the same."""
+    placement, chosen, peaks = room.placement, [0] * len(stages), []
+    costs, activation, late = _stage_costs(stages, chosen, model.attention, model.output)
+    static = tuple(sum(one.static for s in row for one in stages[s]) for row in placement.stages)
+    for rank, row in enumerate(placement.stages):
+        while True:
+            peak = static[rank] + room.fixed[rank] + room.kept(rank, activation, late) + _workspace(stages, chosen, row)
+            stage = _dearest(stages, chosen, row, room, rank) if recompute and peak > room.limit else None
+            if stage is None:
+                break
+            chosen[stage] += 1
+            costs, activation, late = _stage_costs(stages, chosen, model.attention, model.output)
+        peaks.append(peak)
+    return Fitted(tuple(map(tuple, stages)), tuple(chosen), costs, activation, late, static, tuple(peaks))
+
+
+def with_recomputed(cut: Fitted, counts: Sequence[int]) -> Fitted:
+    """The same stages with ``counts`` layers recomputed; the peaks are still those of ``cut``."""
+    chosen = tuple(min(count, len(_recomputable(layers))) for count, layers in zip(counts, cut.stages, strict=True))
+    costs, activation, late = _stage_costs(cut.stages, chosen, cut.costs.attention)
+    return replace(cut, recomputed=chosen, costs=costs, activation=activation, late=late)
+
+
+def _stage_costs(
+    stages: Sequence[Sequence[Layer]], chosen: Sequence[int], attention: float, output: Layer | None = None
+) -> tuple[StageCosts, tuple[float, ...], tuple[float, ...]]:
+    """Times, activations and late memory of each stage, where the first ``chosen`` layers that can are recomputed."""
+    forward, again, weight, kept, late = [], [], [], [], []
+    for layers, count in zip(stages, chosen, strict=True):
+        sums = total(layers)
+        redone = _recomputable(layers)[:count]
+        forward.append(sums.forward)
+        again.append(sums.backward_input + sum(one.forward for one in redone))
+        weight.append(sums.weight)
+        kept.append(sums.activation - sum(one.saved for one in redone))
+        late.append(sums.late)
+    backward = tuple(i + w for i, w in zip(again, weight, strict=True))
+    costs = StageCosts(tuple(forward), backward, tuple(again), tuple(weight), attention=attention)
+    if output is not None:
+        costs = replace(costs, output_layer=(output.forward, output.backward_input, output.weight))
+    return costs, tuple(kept), tuple(late)
+
+
+def _recomputable(layers: Sequence[Layer]) -> list[Layer]:
+    """Layers that can be, those that give the most memory for their time first; of equals in model order."""
+    found = (one for one in layers if one.saved > 0)
+    return sorted(found, key=lambda one: -rounded(one.saved / (one.forward or 1e-12)))
+
+
+def _workspace(stages: Sequence[Sequence[Layer]], chosen: Sequence[int], row: Sequence[int]) -> float:
+    """GB of the layer that is being recomputed."""
+    return max((one.saved for s in row for one in _recomputable(stages[s])[: chosen[s]]), default=0.0)
+
+
+def _dearest(
+    stages: Sequence[Sequence[Layer]], chosen: Sequence[int], row: Sequence[int], room: Room, rank: int
+) -> int | None:
+    """The stage of ``row`` whose next layer gives the most memory for its time; None where none is left."""
+    found = []
+    for c, s in enumerate(row):
+        left = _recomputable(stages[s])[chosen[s] :]
+        if left:
+            flight = max((state[0][c] for state in room.states[rank]), default=0)
+            found.append((rounded(flight * left[0].saved / (left[0].forward or 1e-12)), s))
+    return max(found)[1] if found else None

@@ -1,0 +1,269 @@
+"""The sizes in a list of Megatron's arguments, or in a YAML file of them."""
+
+import ast
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_pp.errors import PlanError
+from megatron_pp.plan.costs.files import read_text
+from megatron_pp.plan.simulate.memory import FULL, NONE, SELECTIVE, ModelShape
+from megatron_pp.tools.advise.model import PATTERN
+from megatron_pp.tools.advise.transformer import Indexer, Latent, Linear, Mamba, Transformer
+
+_FLAG = re.compile(r"--([A-Za-z][\w-]*)(?:=(.*))?\Z", re.DOTALL)
+_OLD_NAMES = {"model_parallel_size": "tensor_model_parallel_size", "num_layers_per_virtual_pipeline_stage": "_chunk"}
+_NEEDED = ("num_layers", "hidden_size", "seq_length")
+_ENDINGS = (".yaml", ".yml")
+
+
+def read_megatron_args(text: str) -> dict[str, Any]:
+    """Arguments by Megatron's names (``num_layers``) from ``text``: a command line, whose other words are skipped, or
+    the path of a YAML file with ``key: value`` lines, nested or not. Switches are True. Raises PlanError.
+    """
+    if text.strip().endswith(_ENDINGS) and not text.strip().startswith("--"):
+        return _from_yaml(read_text(Path(text.strip())))
+    try:
+        words = shlex.split(text.replace("\\\n", " "), comments=True)
+    except ValueError as error:
+        raise PlanError(f"Megatron's arguments cannot be read: {error}") from error
+    found: dict[str, Any] = {}
+    name = None
+    for word in words:
+        flag = _FLAG.match(word)
+        if flag is not None:
+            name = flag[1].replace("-", "_")
+            found[_OLD_NAMES.get(name, name)] = True if flag[2] is None else flag[2]
+            name = name if flag[2] is None else None
+        elif name is not None:
+            key = _OLD_NAMES.get(name, name)
+            found[key] = word if found[key] is True else f"{found[key]} {word}"
+    if not found:
+        raise PlanError(f"{text[:60]!r} holds no argument of Megatron's; it would look like --num-layers 32")
+    return _with_layers(found)
+
+
+def _with_layers(found: dict[str, Any]) -> dict[str, Any]:
+    """The layers of a hybrid model are in its pattern."""
+    main, mtp = _hybrid(found)
+    return {**found, "num_layers": len(main), "mtp_num_layers": len(mtp)} if main else found
+
+
+def _from_yaml(text: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for line in text.splitlines():
+        key, colon, value = re.sub(r"(^|\s)#.*", "", line).strip().partition(":")
+        value = value.strip().strip("'\"")
+        if not colon or not value:
+            continue
+        name = key.strip().lstrip("-").strip().strip("'\"").replace("-", "_")
+        if value.lower() not in ("false", "null", "none", "~"):
+            found[name] = True if value.lower() == "true" else value
+    if not found:
+        raise PlanError("the YAML file holds no lines such as num_layers: 32")
+    return _with_layers(found)
+
+
+def transformer_of(args: Mapping[str, Any], data_parallel: int = 1) -> Transformer:
+    """The model of the arguments. Raises PlanError for sizes that are missing or no numbers."""
+    main, mtp = _hybrid(args)
+    missing = [name for name in _NEEDED if name not in args]
+    if missing:
+        raise PlanError(f"Megatron's arguments lack {', '.join('--' + name.replace('_', '-') for name in missing)}")
+    shape = ModelShape(
+        num_layers=whole(args, "num_layers"),
+        hidden_size=whole(args, "hidden_size"),
+        seq_length=whole(args, "seq_length"),
+        micro_batch_size=whole(args, "micro_batch_size", 1),
+        num_attention_heads=whole(args, "num_attention_heads", 0),
+        ffn_hidden_size=whole(args, "ffn_hidden_size", 0) or None,
+        vocab_size=whole(args, "padded_vocab_size", 0) or whole(args, "vocab_size", 0),
+        tensor_parallel=whole(args, "tensor_model_parallel_size", 1),
+        context_parallel=whole(args, "context_parallel_size", 1),
+        data_parallel=data_parallel if "use_distributed_optimizer" in args else 1,
+        sequence_parallel="sequence_parallel" in args,
+        recompute=_recompute(args),
+        element_bytes=2 if {"bf16", "fp16"} & set(args) else 4,
+    )
+    mixers = _mixers(args, main)
+    experts, flex = whole(args, "num_experts", 0), str(args.get("moe_token_dispatcher_type")) == "flex"
+    return Transformer(
+        shape,
+        gated="swiglu" in args,
+        query_groups=whole(args, "num_query_groups", 0) or None,
+        kv_channels=whole(args, "kv_channels", 0) or None,
+        latent=_latent(args) if "multi_latent_attention" in args or {"+", "D"} & {*mixers} else None,
+        mamba=Mamba(**_given(args, _MAMBA)),
+        linear=Linear(**_given(args, _LINEAR)),
+        indexer=Indexer(**_given(args, _INDEXER)),
+        window=_window(args),
+        mixers="" if main else mixers,
+        experts=experts,
+        top_k=whole(args, "moe_router_topk", 2),
+        expert_hidden=whole(args, "moe_ffn_hidden_size", 0) or None,
+        shared_hidden=whole(args, "moe_shared_expert_intermediate_size", 0),
+        moe_latent=whole(args, "moe_latent_size", 0),
+        moe_layers=_each_layer(args, "moe_layer_freq", "1", True) if experts and not main else (),
+        expert_parallel=whole(args, "expert_model_parallel_size", 1),
+        expert_split=whole(args, "expert_tensor_parallel_size", 0) or None,
+        groups=(whole(args, "moe_router_group_topk", 0), whole(args, "moe_router_num_groups", 0)),
+        once=flex or "moe_enable_deepep" in args,
+        hides=("overlap_moe_expert_parallel_comm" in args, "tp_comm_overlap" in args),
+        context_comm=_context_comm(args),
+        modules=_modules(args),
+        fp8="fp8_format" in args or "fp8" in args,
+        pattern=mixers if main else "",
+        mtp_pattern=mtp[0] if mtp else "",
+        mtp_layers=whole(args, "mtp_num_layers", 0),
+    )
+
+
+_MAMBA = {
+    "state_dim": "mamba_state_dim",
+    "head_dim": "mamba_head_dim",
+    "groups": "mamba_num_groups",
+    "heads": "mamba_num_heads",
+}
+_LINEAR = {
+    "key_dim": "linear_key_head_dim",
+    "value_dim": "linear_value_head_dim",
+    "key_heads": "linear_num_key_heads",
+    "value_heads": "linear_num_value_heads",
+    "conv": "linear_conv_kernel_dim",
+}
+_INDEXER = {"heads": "dsa_indexer_n_heads", "dim": "dsa_indexer_head_dim", "topk": "dsa_indexer_topk"}
+_LATENT = {
+    "q_rank": "q_lora_rank",
+    "kv_rank": "kv_lora_rank",
+    "qk_head_dim": "qk_head_dim",
+    "rotary_dim": "qk_pos_emb_head_dim",
+    "v_head_dim": "v_head_dim",
+}
+_MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
+_CONTEXT = ("p2p", "all_gather", "a2a")
+
+
+def _latent(args: Mapping[str, Any]) -> Latent:
+    """A rank of queries that is not given is none, as in Megatron's arguments."""
+    return Latent(**{"q_rank": 0, **_given(args, _LATENT)})
+
+
+def _given(args: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, int]:
+    """Sizes by our names, of those that ``args`` has by Megatron's."""
+    return {name: whole(args, named) for name, named in names.items() if named in args}
+
+
+def _hybrid(args: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """Letters of the layers of ``--hybrid-layer-pattern``, and of each MTP layer; pipeline stages are the advisor's."""
+    text = str(args.get("hybrid_layer_pattern", args.get("hybrid_override_pattern", ""))).strip("'\"")
+    main, *mtp = text.replace("|", "").split("/")
+    unknown_ones = sorted({*main, *"".join(mtp)} - {*PATTERN})
+    if unknown_ones or len({*mtp}) > 1 or "" in mtp:
+        known = " ".join(PATTERN)
+        raise PlanError(
+            f"Megatron's --hybrid-layer-pattern is {text!r}; it has the letters {known}, and equal parts behind /"
+        )
+    if "E" in text and "num_experts" not in args:
+        raise PlanError("Megatron's --hybrid-layer-pattern has layers of experts (E), and --num-experts is missing")
+    return main, mtp
+
+
+def _context_comm(args: Mapping[str, Any]) -> str:
+    found = str(args.get("cp_comm_type", "p2p")).replace("allgather", "all_gather")
+    if found not in _CONTEXT:
+        raise PlanError(f"Megatron's --cp-comm-type is {found!r}; {', '.join(_CONTEXT)} of all layers are known")
+    return found
+
+
+def _modules(args: Mapping[str, Any]) -> frozenset[str]:
+    """What selective recomputation computes again, attention's softmax aside, which fused kernels never store."""
+    if args.get("recompute_granularity") != SELECTIVE:
+        return frozenset()
+    found = str(args.get("recompute_modules", "core_attn")).split()
+    wrong = [name for name in found if name not in _MODULES]
+    if wrong:
+        raise PlanError(f"Megatron's --recompute-modules has {wrong[0]}; {', '.join(_MODULES)} are known")
+    return frozenset(found)
+
+
+def whole(args: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """A number among the arguments. Raises PlanError for anything else."""
+    value = args.get(name, default)
+    if not str(value).isdigit():
+        raise PlanError(f"Megatron's --{name.replace('_', '-')} is {value!r}; it must be a whole number")
+    return int(value)
+
+
+def _recompute(args: Mapping[str, Any]) -> str:
+    """What every layer recomputes. The advisor chooses full recomputation of some layers."""
+    if args.get("recompute_granularity") == FULL and "recompute_num_layers" not in args:
+        return FULL
+    flash = "use_flash_attn" in args or args.get("attention_backend") in (None, "flash", "fused", "auto")
+    selective = args.get("recompute_granularity") == SELECTIVE or "recompute_activations" in args
+    return SELECTIVE if flash or selective else NONE
+
+
+def _each_layer(args: Mapping[str, Any], name: str, default: str, first: bool) -> tuple[int, ...]:
+    """0 or 1 for each layer, by a list such as ``([0]*3+[1]*58)`` or by a number N: the ``first`` of N layers, or all
+    but the last of N, have 1.
+    """
+    text, num_layers = str(args.get(name, default)), whole(args, "num_layers")
+    flag = f"Megatron's --{name.replace('_', '-')}"
+    if text.isdigit() and int(text):
+        number = int(text)
+        return tuple(int(layer % number == 0 if first else (layer + 1) % number != 0) for layer in range(num_layers))
+    try:
+        pattern = _listed(ast.parse(text.strip("' \""), mode="eval").body, num_layers)
+    except (ValueError, SyntaxError):
+        raise PlanError(f"{flag} is {text!r}; it would look like 2 or ([0]*3+[1]*58)") from None
+    if len(pattern) != num_layers:
+        raise PlanError(f"{flag} is for {len(pattern)} layers; --num-layers is {num_layers}")
+    return tuple(pattern)
+
+
+def _listed(node: ast.expr, most: int) -> list[int]:
+    """A list of 0 and 1, a sum of lists, or a list times a number up to ``most``. Raises ValueError."""
+    if isinstance(node, ast.List):
+        values = [each.value for each in node.elts if isinstance(each, ast.Constant)]
+        if len(values) == len(node.elts) and {*values} <= {0, 1}:
+            return [int(value == 1) for value in values]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _listed(node.left, most) + _listed(node.right, most)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) and isinstance(node.right, ast.Constant):
+        times, repeated = node.right.value, _listed(node.left, most)
+        if isinstance(times, int) and 0 <= times <= most and len(repeated) <= most:
+            return repeated * times
+    raise ValueError
+
+
+def _mixers(args: Mapping[str, Any], main: str) -> str:
+    """Letters of the layers, or of their attention where they have a feed-forward part, too."""
+    variant = str(args.get("experimental_attention_variant", "")).replace("gated_delta_net", "gdn")
+    if variant not in ("", "gdn", "dsa"):
+        raise PlanError(f"Megatron's --experimental-attention-variant is {variant}; gdn and dsa are known")
+    if variant == "dsa" and "multi_latent_attention" not in args:
+        raise PlanError("Megatron's --experimental-attention-variant dsa needs --multi-latent-attention")
+    mixers = main or ("+" if "multi_latent_attention" in args else "*") * whole(args, "num_layers")
+    if variant == "dsa":
+        mixers = mixers.replace("+", "D")
+    if _window(args) is not None:
+        windowed = _each_layer(args, "window_attn_skip_freq", f"[1]*{len(mixers)}", False)
+        mixers = "".join("w" if one == "*" and is_in else one for one, is_in in zip(mixers, windowed, strict=True))
+    if variant == "gdn" and not main:
+        if "linear_attention_freq" not in args:
+            raise PlanError("Megatron's --experimental-attention-variant gdn needs --linear-attention-freq")
+        linear = _each_layer(args, "linear_attention_freq", "", False)
+        mixers = "".join("G" if is_in else one for one, is_in in zip(mixers, linear, strict=True))
+    return mixers
+
+
+def _window(args: Mapping[str, Any]) -> int | None:
+    """Keys before a query's own; those behind it are masked."""
+    if "window_size" not in args:
+        return None
+    found = re.fullmatch(r"\(?(-?\d+)[, ]+(-?\d+)\)?", str(args["window_size"]).strip("' \""))
+    if found is None:
+        raise PlanError(f"Megatron's --window-size is {args['window_size']!r}; it would look like 128,0")
+    return None if found[1].startswith("-") else int(found[1])

@@ -1,0 +1,62 @@
+"""In which order to run microbatches that cost different times: sequences of different lengths, packed or not."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatron_pp.plan.builder import build_plan
+from megatron_pp.plan.costs.stage_costs import StageCosts
+from megatron_pp.plan.simulate.simulator import simulate
+from megatron_pp.planner.microbatch_order import shortest_order
+from megatron_pp.planner.timing import order_time
+from megatron_pp.tools.advise.evaluate import Outcome
+from megatron_pp.tools.advise.question import Question
+
+_TRIALS = 600  # of each order that is begun with
+_STARTS, _LOOKS = 5, 15  # orders that are begun with, and estimates of them without trials
+_OPERATIONS = 2_400_000  # of all estimates without a budget: 4 s
+
+
+@dataclass(frozen=True)
+class MicrobatchOrder:
+    """``order[k]``: the given microbatch that runs as the k-th. Simulated milliseconds of a step in this order and as
+    given.
+    """
+
+    order: tuple[int, ...]
+    step: float
+    step_as_given: float
+
+
+def best_order(question: Question, outcome: Outcome, seconds: float | None = None) -> MicrobatchOrder | None:
+    """The best order for the outcome's plan found in ``seconds``; None where all microbatches cost the same. Without
+    ``seconds`` a fixed number of operations is looked at, and the answer is the same on every machine.
+
+    The given order is returned where none is faster by the simulator.
+    """
+    given = question.microbatch_costs
+    if outcome.spec is None or outcome.fit is None or len(given) != outcome.candidate.num_microbatches:
+        return None
+    plan, model = build_plan(outcome.spec), question.model(outcome.candidate.micro_batch)
+    costs, transfer, network = outcome.fit.costs, question.transfer(model), question.network(model)
+
+    def costs_in(order: Sequence[int]) -> StageCosts:
+        return replace(costs, microbatches=tuple(given[k] for k in order))
+
+    def estimate(order: Sequence[int]) -> float:
+        return order_time(plan.orders, plan.placement, costs_in(order), transfer, plan.spec.slices)
+
+    def step_in(order: Sequence[int]) -> float:
+        return simulate(plan, costs_in(order), network, plan.spec.device).makespan
+
+    def is_over(share: float) -> bool:
+        return seconds is not None and time.monotonic() > began + share * seconds
+
+    began, in_turn, trials = time.monotonic(), tuple(range(len(given))), _TRIALS
+    if seconds is None:
+        trials = min(_TRIALS, (_OPERATIONS // sum(map(len, plan.orders)) - _LOOKS) // _STARTS)
+    order = in_turn if trials < 0 else shortest_order(given, estimate, trials, is_over)
+    as_given, step = step_in(in_turn), step_in(order)
+    if step >= as_given:
+        order, step = in_turn, as_given
+    return MicrobatchOrder(order, step, as_given)

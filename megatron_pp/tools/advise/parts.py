@@ -1,0 +1,226 @@
+"""What the parts of a transformer's layers compute, keep and send, for one microbatch on one rank.
+
+Operations of matrix products and of attention are those of Megatron's ``num_floating_point_operations``
+(megatron/training/training.py): 2 per multiply and add, attention as causal. Activations are those of arXiv 2205.05198
+(section 4) without its dropout inside attention, and for latent attention, experts and Mamba the inputs of their
+operations that a backward reads. Collectives are those of Megatron-Core: an all-gather and a reduce-scatter around each
+tensor-parallel part (arXiv 2205.05198, section 4.2.2; two all-reduces have the same bytes), keys and values around a
+ring, and an all-to-all of ``topk`` copies of each token to experts and back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from megatron_pp.plan.simulate.memory import NONE
+
+if TYPE_CHECKING:
+    from megatron_pp.tools.advise.transformer import Transformer
+
+_SCAN = 7  # operations per token, channel and state of Mamba's scan (Megatron's count)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a layer, forward, on one rank.
+
+    modules     names by which ``--recompute-modules`` takes it
+    flops       of matrix products, in 8 bits where the model has them
+    core        of attention
+    operands    bytes that matrix products read and write beside parameters
+    parameters  that the rank holds, and ``experts``: those of experts, which fewer replicas have
+    moved       bytes that element-wise operations read and write; a backward moves twice as many
+    kept        bytes kept until the backward; ``late``: of them, and of gradients, until the weight gradients
+    tensor      bytes that the rank sends in its tensor-parallel group
+    context     bytes that it sends in its context-parallel group
+    tokens      copies of tokens, in bytes, that it sends to experts, and as many come back
+    """
+
+    modules: tuple[str, ...] = ()
+    flops: float = 0.0
+    core: float = 0.0
+    operands: float = 0.0
+    parameters: float = 0.0
+    experts: float = 0.0
+    moved: float = 0.0
+    kept: float = 0.0
+    late: float = 0.0
+    tensor: float = 0.0
+    context: float = 0.0
+    tokens: float = 0.0
+
+
+def _products(model: Transformer, rows: float, inner: float, outer: float, *modules: str, **more: float) -> Part:
+    """``rows`` tokens of width ``inner``, multiplied into ``outer``."""
+    operands = rows * (inner + outer) * model.shape.element_bytes
+    return Part(modules, 2 * rows * inner * outer, parameters=inner * outer, operands=operands, **more)
+
+
+def _around(model: Transformer) -> list[Part]:
+    """Normalisation, residual sum and dropout around attention or a feed-forward part, with its collectives: what is
+    outside tensor parallelism (10 s b h for two in arXiv 2205.05198, 4.2).
+    """
+    shape = model.shape
+    width = model.message_tokens * shape.hidden_size * shape.element_bytes
+    sent = 2 * (shape.tensor_parallel - 1) / shape.tensor_parallel * shape.tokens * shape.hidden_size
+    rest = Part(moved=3 * width, kept=1.5 * width, late=2 * width, tensor=sent * shape.element_bytes)
+    return [Part(("layernorm",), moved=2 * width, kept=width), rest]
+
+
+def attention(model: Transformer, reached: int | None = None) -> list[Part]:
+    """Heads, or groups of them that share keys and values; a query reads ``reached`` keys at most."""
+    shape, heads = model.shape, model.heads
+    t, nbytes = shape.tensor_parallel, shape.tokens * shape.element_bytes
+    query, pairs = heads * model.head_dim / t, 2 * (model.query_groups or heads) * model.head_dim / t
+    scores = 5 * heads * shape.seq_length / shape.context_parallel / t * nbytes / 2 if shape.recompute == NONE else 0.0
+    each = nbytes * (query + pairs)
+    rotated = 2 * nbytes * (query + pairs / 2)  # queries and keys, read and written
+    into = _products(model, shape.tokens, shape.hidden_size, query + pairs, kept=each, late=each, moved=rotated)
+    return [*_around(model), into, _core(model, query, query, pairs, scores, reached), _output(model, query)]
+
+
+def windowed_attention(model: Transformer) -> list[Part]:
+    return attention(model, None if model.window is None else model.window + 1)
+
+
+def _core(
+    model: Transformer, query: float, value: float, pairs: float, scores: float = 0.0, reached: int | None = None
+) -> Part:
+    """Two products, of queries and keys and with values. ``pairs``: width of keys and values, which go around a ring of
+    ranks or to all, or, as heads, through an all-to-all.
+    """
+    shape, ranks = model.shape, model.shape.context_parallel
+    flops = 2 * shape.tokens * _keys(model, reached) * (query + value)
+    width = (query + pairs + value) / ranks if model.context_comm == "a2a" else pairs
+    sent = (ranks - 1) * shape.tokens * width * shape.element_bytes
+    return Part(("core_attn",), core=flops, kept=scores, context=sent)
+
+
+def _keys(model: Transformer, reached: int | None = None) -> float:
+    """Keys that a query reads, on average: where causal, half of the sequence, or of that the last ``reached``."""
+    length = model.shape.seq_length
+    whole = length / 2 if model.causal else length
+    return whole if reached is None or reached >= length else reached - reached**2 / (2 * length)
+
+
+def _output(model: Transformer, width: float) -> Part:
+    nbytes = model.shape.tokens * width * model.shape.element_bytes
+    return _products(model, model.shape.tokens, width, model.shape.hidden_size, kept=nbytes, late=nbytes)
+
+
+def latent_attention(model: Transformer, reached: int | None = None) -> list[Part]:
+    """Queries, keys and values from latents (arXiv 2405.04434, section 2.1)."""
+    shape, mla = model.shape, model.latent
+    assert mla is not None
+    t, nbytes, h = shape.tensor_parallel, shape.tokens * shape.element_bytes, shape.hidden_size
+    outside = t if shape.sequence_parallel else 1
+    query = model.heads * (mla.qk_head_dim + mla.rotary_dim) / t
+    value, unrotated = model.heads * mla.v_head_dim / t, model.heads * mla.qk_head_dim / t
+    # The products into latents are not split, but their tokens are where the sequence is.
+    latents = mla.q_rank + mla.kv_rank + mla.rotary_dim
+    small = nbytes * latents / outside
+    into = _products(model, shape.tokens / outside, h, latents, kept=2 * small, late=small, moved=4 * small)
+    above = nbytes * (query + value)
+    queries = _products(model, shape.tokens, mla.q_rank or h, query, "mla_up_proj", kept=nbytes * query)
+    pairs = _products(model, shape.tokens, mla.kv_rank, unrotated + value, "mla_up_proj", kept=above)
+    rotated = 2 * nbytes * query  # queries, and keys that are put together, read and written
+    up = [replace(one, late=one.kept, moved=rotated) for one in (queries, pairs)]
+    core = _core(model, query, value, query + value, reached=reached)
+    return [*_around(model), into, *up, core, _output(model, value)]
+
+
+def sparse_attention(model: Transformer) -> list[Part]:
+    """Latent attention to the keys that an indexer chooses (DeepSeek-V3.2-Exp, section 2.1), by a kernel that reads no
+    others. The indexer is not split over tensor-parallel ranks, and is trained by a loss of its own, not counted.
+    """
+    shape, indexer = model.shape, model.indexer
+    assert model.latent is not None
+    width = indexer.heads * indexer.dim
+    rows, into = shape.tokens, indexer.dim + indexer.heads
+    queries = _products(model, rows, model.latent.q_rank or shape.hidden_size, width)
+    scores = Part(core=2 * rows * _keys(model) * width)
+    return [*latent_attention(model, indexer.topk), queries, _products(model, rows, shape.hidden_size, into), scores]
+
+
+def _feed_forward(model: Transformer, rows: float, width: float, *modules: str) -> list[Part]:
+    """The products of a feed-forward part with ``width`` on this rank, and its activation function in between."""
+    h, gate = model.shape.hidden_size, 2 if model.gated else 1
+    nbytes = rows * model.shape.element_bytes * width
+    first = _products(model, rows, h, gate * width, *modules, kept=gate * nbytes, late=gate * nbytes)
+    second = _products(model, rows, width, h, *modules)
+    act = Part(modules, moved=(gate + 1) * nbytes, kept=nbytes, late=nbytes)
+    return [first, act, second]
+
+
+def dense(model: Transformer) -> list[Part]:
+    width = model.ffn / model.shape.tensor_parallel
+    return [*_around(model), *_feed_forward(model, model.shape.tokens, width, "mlp")]
+
+
+def moe(model: Transformer) -> list[Part]:
+    """Routed experts, evenly loaded, and the shared expert. Each rank sends its own tokens, which sequence parallelism
+    has split; ranks that split experts (expert tensor parallelism) gather theirs.
+    """
+    shape, h = model.shape, model.moe_latent or model.shape.hidden_size
+    nbytes, copies = shape.element_bytes, model.top_k
+    rows = model.shape.tokens / shape.tensor_parallel * copies * model.expert_tensor
+    width = model.expert_width / model.expert_tensor
+    first, act, second = _feed_forward(replace(model, shape=replace(shape, hidden_size=h)), rows, width, "moe")
+    held = model.experts / model.expert_parallel
+    first, second = (replace(one, parameters=0.0, experts=one.parameters * held) for one in (first, second))
+    permuted = rows * h * nbytes
+    own = model.message_tokens * h * nbytes
+    passes = 2 if model.once else 6  # with an all-to-all, tokens are sorted before it and behind it
+    sends = Part(("moe",), moved=2 * own + passes * permuted, kept=permuted, late=permuted, tokens=own)
+    if model.expert_tensor > 1:
+        sends = replace(sends, tensor=2 * (model.expert_tensor - 1) / model.expert_tensor * permuted)
+    router = _products(model, model.message_tokens, shape.hidden_size, model.experts, "moe")
+    act = replace(act, modules=(*act.modules, "moe_act"))
+    parts = [*_around(model), router, sends, first, act, second]
+    if model.moe_latent:
+        parts.append(_products(model, model.message_tokens, shape.hidden_size, 2 * h, "moe"))
+    if model.shared_hidden:
+        split = model.shared_hidden / shape.tensor_parallel
+        parts += _feed_forward(model, shape.tokens, split, "moe", "shared_experts")
+    return parts
+
+
+def mamba(model: Transformer) -> list[Part]:
+    """A Mamba-2 mixer (arXiv 2405.21060); its scan moves its inputs and outputs more than it computes."""
+    shape, sizes, t = model.shape, model.mamba, model.shape.tensor_parallel
+    inner = (sizes.heads * sizes.head_dim if sizes.heads else 2 * shape.hidden_size) / t
+    heads = inner / sizes.head_dim
+    states = 2 * sizes.groups * sizes.state_dim / t
+    nbytes = shape.tokens * shape.element_bytes
+    wide = 2 * inner + states + heads
+    into = _products(model, shape.tokens, shape.hidden_size, wide, kept=nbytes * wide, late=nbytes * wide)
+    flops, moved = _SCAN * shape.tokens * inner * sizes.state_dim, nbytes * (6 * inner + 4 * states)
+    scan = Part(core=flops, moved=moved, kept=nbytes * (2 * inner + states))
+    return [*_around(model), into, scan, _output(model, inner)]
+
+
+def gated_delta_net(model: Transformer) -> list[Part]:
+    """Linear attention (arXiv 2412.06464), with Megatron's count of its convolution and delta rule."""
+    shape, sizes, t = model.shape, model.linear, model.shape.tensor_parallel
+    keys, values = sizes.key_heads * sizes.key_dim / t, sizes.value_heads * sizes.value_dim / t
+    wide = 2 * keys + 2 * values + 2 * sizes.value_heads / t
+    nbytes = shape.tokens * shape.element_bytes
+    into = _products(model, shape.tokens, shape.hidden_size, wide, kept=nbytes * wide, late=nbytes * wide)
+    each = sizes.conv * (2 * keys + values) + 4 * values * sizes.value_dim
+    moved = 4 * (2 * keys + values)  # the convolution, and then the rule, read and write
+    rule = Part(core=2 * shape.tokens * each, moved=nbytes * moved, kept=nbytes * (2 * keys + 2 * values))
+    return [*_around(model), into, rule, _output(model, values)]
+
+
+MIXERS = {
+    "M": mamba,
+    "G": gated_delta_net,
+    "*": attention,
+    "+": latent_attention,
+    "D": sparse_attention,
+    "-": dense,
+    "E": moe,
+    "w": windowed_attention,
+}
+"""By the letters of Megatron's ``--hybrid-layer-pattern``, where each is a layer of its own, and ``w``."""

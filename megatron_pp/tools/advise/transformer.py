@@ -1,0 +1,333 @@
+"""A transformer's layers from its sizes and a GPU's rates: a first guess before anything is measured.
+
+``parts.py`` counts operations, memory and traffic of a layer's parts, ``gpus.py`` has what they take. Times add up:
+matrix products, attention, element-wise operations, and what is exposed of collectives. Not counted are collectives of
+data parallelism, the optimizer, and launches of kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from megatron_pp.errors import PlanError
+from megatron_pp.plan.simulate.memory import FULL, ModelShape
+from megatron_pp.tools.advise.gpus import GB, PROCESSORS, Gpu, Rates
+from megatron_pp.tools.advise.model import (
+    DECODER,
+    EMBEDDING,
+    LOSS,
+    MTP,
+    PATTERN,
+    Layer,
+    Model,
+    total,
+)
+from megatron_pp.tools.advise.parts import MIXERS, Part
+
+_BACKWARD = 2.5  # operations of attention's backward over its forward: the scores are computed again (FlashAttention-2)
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Ranks and widths of multi-latent attention, by Megatron's names; ``q_rank`` 0: queries have no latent."""
+
+    q_rank: int = 512
+    kv_rank: int = 512
+    qk_head_dim: int = 128
+    rotary_dim: int = 64
+    v_head_dim: int = 128
+
+
+@dataclass(frozen=True)
+class Mamba:
+    """Sizes of a Mamba-2 mixer; heads 0: as many as make up twice the hidden size."""
+
+    state_dim: int = 128
+    head_dim: int = 64
+    groups: int = 8
+    heads: int = 0
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Heads of linear attention, by Megatron's names; ``conv``: width of its convolution."""
+
+    key_dim: int = 128
+    value_dim: int = 128
+    key_heads: int = 16
+    value_heads: int = 32
+    conv: int = 4
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """It chooses ``topk`` earlier tokens for each query of sparse attention."""
+
+    heads: int = 64
+    dim: int = 128
+    topk: int = 2048
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """A decoder-only or hybrid model, before any parallel split.
+
+    shape              sizes, parallel ranks and micro-batch; its ``ffn_hidden_size`` is that of dense layers
+    gated              SwiGLU and its like: three products in the feed-forward part
+    query_groups       heads of keys and values; None: as many as heads
+    kv_channels        width of a head; None: the hidden size over heads
+    latent             of multi-latent attention; None: heads attend
+    mamba, linear, indexer  of those mixers
+    window             keys that a query of windowed attention reads beside its own; None: there is none
+    mixers             each layer's attention, by the letters of MIXERS; empty: all layers have the same
+    experts, top_k     of MoE layers: how many there are, and how many a token goes through; 0: all layers are dense
+    expert_hidden      width of an expert, shared_hidden that of the shared one; ``moe_latent`` the width of its tokens
+    moe_layers         1 for each MoE layer, 0 for each dense one, in model order
+    expert_parallel    ranks that share the experts, and ``expert_split`` those that split each; None: as tensors are
+    groups             (groups that a token's experts are from, groups of experts), where routing is limited to some
+    once               a token is sent once to a domain or rank, whatever number of its experts is there (flex)
+    hides              (experts', tensors'): collectives that Megatron runs beside computation
+    context_comm       p2p, all_gather or a2a
+    modules            what ``--recompute-modules`` names
+    fp8                matrix products of layers have 8 bits
+    pattern            letters of a hybrid model's layers; empty: each layer is attention and a feed-forward part
+    mtp_layers         multi-token prediction layers, whose losses are with the last stage's; of a hybrid model each has
+                       the letters ``mtp_pattern``
+    spread_mtp         or may lie, each by itself, on other stages (NVIDIA/Megatron-LM#5318 and #5329)
+    encoder            another model before the first layer, on the first stage
+    causal             attention reads earlier tokens only
+    """
+
+    shape: ModelShape
+    gated: bool = False
+    query_groups: int | None = None
+    experts: int = 0
+    top_k: int = 1
+    expert_hidden: int | None = None
+    shared_hidden: int = 0
+    moe_layers: tuple[int, ...] = ()
+    expert_parallel: int = 1
+    mtp_layers: int = 0
+    spread_mtp: bool = False
+    kv_channels: int | None = None
+    latent: Latent | None = None
+    mamba: Mamba = field(default_factory=Mamba)
+    linear: Linear = field(default_factory=Linear)
+    indexer: Indexer = field(default_factory=Indexer)
+    window: int | None = None
+    mixers: str = ""
+    moe_latent: int = 0
+    expert_split: int | None = None
+    groups: tuple[int, int] = (0, 0)
+    once: bool = False
+    hides: tuple[bool, bool] = (False, False)
+    context_comm: str = "p2p"
+    modules: frozenset[str] = frozenset()
+    fp8: bool = False
+    pattern: str = ""
+    mtp_pattern: str = ""
+    encoder: Transformer | None = None
+    causal: bool = True
+
+    @property
+    def heads(self) -> int:
+        return self.shape.num_attention_heads or 1
+
+    @property
+    def head_dim(self) -> float:
+        return self.kv_channels or self.shape.hidden_size / self.heads
+
+    @property
+    def ffn(self) -> int:
+        return self.shape.ffn_hidden_size or 4 * self.shape.hidden_size
+
+    @property
+    def expert_width(self) -> int:
+        return self.expert_hidden or self.ffn
+
+    @property
+    def expert_tensor(self) -> int:
+        return self.expert_split or self.shape.tensor_parallel
+
+    @property
+    def message_tokens(self) -> float:
+        """Tokens of a rank outside tensor parallelism."""
+        return self.shape.tokens / (self.shape.tensor_parallel if self.shape.sequence_parallel else 1)
+
+    def model(self, gpu: Gpu, efficiency: float | None = None) -> Model:
+        """Its layers' costs on ``gpu``, where matrix products reach the share ``efficiency`` of the peak."""
+        efficiency = gpu.efficiency if efficiency is None else efficiency
+        if not 0 < efficiency <= 1:
+            raise PlanError(f"the efficiency is {efficiency:g}; it is the share of the peak that is reached, up to 1")
+        if self.fp8 and not gpu.fp8:
+            raise PlanError("the model has 8-bit products (--fp8-format), and the GPU has none, or --gpu-tflops")
+        shape, costs = self.shape, _Costs(self, Rates(gpu, efficiency))
+        main, last = self._letters()
+        kinds = {letters: costs.layer(letters) for letters in {*main, last}}
+        layers = [self._first(costs, gpu, efficiency)] if shape.vocab_size or self.encoder else []
+        layers += [kinds[letters] for letters in main]
+        layers += [costs.mtp(kinds[last])] * self.mtp_layers
+        if shape.vocab_size:
+            losses = 1 + self.mtp_layers
+            layers += [costs.loss(1)] * losses if self.spread_mtp else [costs.loss(losses)]
+        text = f"/{self.mtp_pattern}" * self.mtp_layers if self.mtp_pattern else ""
+        parts = [part for letters in main for part in self.parts(letters)]
+        share = _flops(part for part in parts if "core_attn" in part.modules) / _flops(parts)
+        return Model(tuple(layers), shape.message_bytes / GB, share, self.flops(), mtp_pattern=text)
+
+    def flops(self) -> float:
+        """Operations of a microbatch on one rank of each stage, forward and backward, nothing recomputed."""
+        shape, (main, last) = self.shape, self._letters()
+        forward = sum(_flops(self.parts(letters)) for letters in main)
+        forward += self.mtp_layers * (_flops(self.parts(last)) + 2 * shape.tokens * self.joined)
+        head = 2 * shape.tokens * shape.hidden_size * shape.vocab_size / shape.tensor_parallel
+        first = self.encoder.flops() if self.encoder is not None else 0.0
+        return 3 * (forward + (1 + self.mtp_layers) * head) + first
+
+    def parts(self, letters: str) -> list[Part]:
+        return [part for letter in letters for part in MIXERS[letter](self)]
+
+    @property
+    def joined(self) -> float:
+        """Parameters of an MTP layer's product that joins two hidden states."""
+        return 2 * self.shape.hidden_size**2 / self.shape.tensor_parallel
+
+    def _letters(self) -> tuple[list[str], str]:
+        """Of each layer's mixers, and of an MTP layer's."""
+        if self.pattern:
+            return list(self.pattern), self.mtp_pattern or self.pattern[-1]
+        is_moe = self.moe_layers or (1 if self.experts else 0,) * self.shape.num_layers
+        if len(is_moe) != self.shape.num_layers:
+            raise PlanError(f"MoE layers are given for {len(is_moe)} layers; the model has {self.shape.num_layers}")
+        mixers = self.mixers or ("*" if self.latent is None else "+") * self.shape.num_layers
+        found = [mixer + ("E" if moe else "-") for mixer, moe in zip(mixers, is_moe, strict=True)]
+        return found, found[-1]
+
+    def _first(self, costs: _Costs, gpu: Gpu, efficiency: float) -> Layer:
+        """The embedding, and the encoder where there is one."""
+        found = costs.embedding()
+        if self.encoder is None:
+            return found
+        encoder = total(self.encoder.model(gpu, efficiency).layers)
+        return replace(total([found, encoder]), kind=EMBEDDING, recomputed=None)
+
+
+def _flops(parts: Iterable[Part]) -> float:
+    return sum(part.core + part.flops for part in parts)
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """Layers of ``model`` at ``rates``."""
+
+    model: Transformer
+    rates: Rates
+
+    def layer(self, letters: str) -> Layer:
+        """Attention or another mixer, and a feed-forward part; or one of a hybrid model's."""
+        shape, parts = self.model.shape, self.model.parts(letters)
+        again = [part for part in parts if self.model.modules & {*part.modules}]
+        forward, backward = self._pass(parts, 1.0), self._pass(parts, 2.0) + self._pass(again, 1.0)
+        weight = sum(self._products(part, 8) for part in parts)  # fp32 gradients are read and written
+        kept = sum(part.kept for part in parts) - sum(part.kept for part in again)
+        late, recomputed = sum(part.late for part in parts), shape.message_bytes / GB
+        if shape.recompute == FULL:
+            backward, kept = backward + forward, shape.message_bytes
+        dense, experts = (sum(getattr(part, name) for part in parts) for name in ("parameters", "experts"))
+        static = dense * shape.bytes_per_parameter + experts * self._bytes_per_expert_parameter
+        kind = PATTERN.get(letters.replace("w", "*"), DECODER)
+        can = None if shape.recompute == FULL else recomputed
+        return Layer(kind, forward, backward, weight, kept / GB, late / GB, can, static / GB)
+
+    @property
+    def _bytes_per_expert_parameter(self) -> float:
+        """As of other parameters, with the optimizer's states split over the replicas of an expert."""
+        shape, split = self.model.shape, self.model.expert_parallel * self.model.expert_tensor
+        ranks = shape.data_parallel * shape.context_parallel * shape.tensor_parallel
+        replicas = max(1.0, ranks / split) if shape.data_parallel > 1 else 1.0
+        return shape.element_bytes + 4 + 12 / replicas
+
+    def _products(self, part: Part, of_each: int) -> float:
+        """``of_each``: bytes of memory traffic per parameter."""
+        traffic = of_each * (part.parameters + part.experts) + part.operands
+        return self.rates.products(part.flops, traffic, self.model.fp8) if part.flops else 0.0
+
+    def _pass(self, parts: Iterable[Part], factor: float) -> float:
+        """Milliseconds of a forward; with ``factor`` 2 of a backward without weight gradients."""
+        parts, nbytes = list(parts), self.model.shape.element_bytes
+        products = sum(self._products(p, nbytes) for p in parts)
+        core = self.rates.attention(sum(p.core for p in parts)) * (_BACKWARD if factor > 1 else 1.0)
+        moved = factor * sum(p.moved for p in parts)
+        moved += sum(p.operands for p in parts) if self.model.fp8 else 0.0  # read, and written in both layouts
+        compute = products + core + self.rates.moved(moved)
+        exposed = self._tensor(sum(p.tensor for p in parts), factor, products)
+        exposed += self._context(sum(p.context for p in parts), factor, core)
+        return compute + exposed + self._experts(sum(p.tokens for p in parts), compute)
+
+    def _tensor(self, nbytes: float, factor: float, products: float) -> float:
+        """Of a backward, Megatron hides half of the collectives with sequence parallelism behind products, and
+        all-reduces whole. User buffers leave the first of as many pieces as there are ranks.
+        """
+        shape = self.model.shape
+        if factor > 1:
+            nbytes *= 0.5 if shape.sequence_parallel else 0.0
+        time = self.rates.sent(nbytes, shape.tensor_parallel > self.rates.gpu.domain)
+        return max(time / shape.tensor_parallel, time - products) if self.model.hides[1] else time
+
+    def _context(self, nbytes: float, factor: float, core: float) -> float:
+        """A ring runs beside attention; in a backward gradients of keys and values go around it too."""
+        shape, kind = self.model.shape, self.model.context_comm
+        ranks = shape.tensor_parallel * shape.context_parallel
+        time = self.rates.sent(nbytes, ranks > self.rates.gpu.domain) * (1.0 if kind == "a2a" else factor)
+        return max(0.0, time - core) if kind == "p2p" else time
+
+    def _experts(self, nbytes: float, compute: float) -> float:
+        """To the experts and back, on links and network at once. ``nbytes``: one copy of the tokens of this rank."""
+        model, ranks = self.model, self.model.expert_parallel
+        near = min(ranks, max(1, self.rates.gpu.domain // model.expert_tensor))
+        domains = ranks / near
+        if model.once:
+            to_domains, to_ranks = _reached(domains, model.top_k), _reached(ranks, model.top_k)
+            if model.groups[1]:
+                to_domains = min(to_domains, max(1.0, domains * model.groups[0] / model.groups[1]))
+        else:
+            to_domains = to_ranks = model.top_k
+        network = self.rates.sent(nbytes * to_domains * (1 - 1 / domains), True)
+        link = self.rates.sent(nbytes * to_ranks * (near - 1) / (near if model.once else ranks), False)
+        time = 2 * max(network, link)
+        if not model.hides[0]:
+            return time
+        beside = min(time, compute)  # which slows down, with fewer multiprocessors
+        return time - beside + beside * PROCESSORS / (1 - PROCESSORS)
+
+    def mtp(self, last: Layer) -> Layer:
+        shape, joined = self.model.shape, self.model.joined
+        time = self.rates.products(2 * shape.tokens * joined, shape.element_bytes * joined)
+        times = {name: getattr(last, name) + time for name in ("forward", "backward_input", "weight")}
+        static = last.static + joined * shape.bytes_per_parameter / GB
+        return replace(last, kind=MTP, recomputed=None, static=static, **times)
+
+    def embedding(self) -> Layer:
+        shape = self.model.shape
+        table = shape.vocab_size * shape.hidden_size / shape.tensor_parallel
+        lookup = self.rates.moved(3 * shape.message_bytes) if shape.vocab_size else 0.0
+        late = shape.message_bytes / GB
+        return Layer(EMBEDDING, lookup, 0.0, lookup, 0.0, late, None, table * shape.bytes_per_parameter / GB)
+
+    def loss(self, losses: int) -> Layer:
+        """The output layer and ``losses`` losses, whose logits have 32 bits."""
+        shape = self.model.shape
+        table = shape.vocab_size * shape.hidden_size / shape.tensor_parallel
+        logits = shape.tokens * shape.vocab_size / shape.tensor_parallel
+        flops = 2 * shape.tokens * table
+        forward = losses * self.rates.products(flops, shape.element_bytes * table + 4 * logits)
+        weight = losses * self.rates.products(flops, 8 * table + 4 * logits)
+        late = losses * (shape.message_bytes + shape.element_bytes * logits) / GB
+        static = table * shape.bytes_per_parameter / GB
+        return Layer(LOSS, forward, forward, weight, losses * 4 * logits / GB, late, None, static)
+
+
+def _reached(places: float, copies: int) -> float:
+    """How many of ``places`` get at least one of ``copies`` that go to any of them."""
+    return places * (1 - (1 - 1 / places) ** copies)

@@ -1,0 +1,163 @@
+"""What ``megatron-pp advise --costs FILE`` reads: layers, or what was measured of a model's stages."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_pp.errors import FileFormatError, PlanError
+from megatron_pp.plan.costs.files import read_text
+from megatron_pp.plan.costs.measured import GB, LARGEST, MS, MeasuredFile, MeasuredStep, Units
+from megatron_pp.plan.costs.stage_costs import Link
+from megatron_pp.plan.ir.placement import LOOP, Placement
+from megatron_pp.tools.advise.model import DECODER, LETTERS, PART, RECOMPUTED_SHARE, Layer, Model, layer
+from megatron_pp.tools.advise.question import Question
+
+_NUMBERS = ("forward_ms", "backward_ms", "weight_ms", "activation_gb", "static_gb")
+_KEYS = ("kind", "count", *_NUMBERS)
+_OF_ALL = ("layers", "message_mb", "attention_share")
+_MOST_LAYERS = 100_000  # more are a slip of the keyboard
+
+
+@dataclass(frozen=True)
+class FileCosts:
+    """Times in milliseconds, memory in GB.
+
+    ranks           of the pipeline that was measured; None: not in the file
+    link            what every link is like; None: not in the file
+    links           what each link of that many ranks is like
+    host_bandwidth  of copies between a device and host memory; None: not in the file, or measured on a CPU
+    micro_batch     sequences in a microbatch, and ``seq_length`` tokens in a sequence; None: not in the file
+    """
+
+    model: Model
+    ranks: int | None = None
+    link: Link | None = None
+    links: tuple[tuple[tuple[int, int], Link], ...] = ()
+    host_bandwidth: float | None = None
+    micro_batch: int | None = None
+    seq_length: int | None = None
+
+    def with_static(self, static: Sequence[float], ranks: int) -> Model:
+        """The model with GB of parameters, gradients and optimizer states: one number of a rank, or one for each stage.
+        Raises PlanError where the file has them, or another number of stages.
+        """
+        layers = self.model.layers
+        if not self.model.is_fluid or any(one.static for one in layers):
+            raise PlanError("--static-gb is in --costs FILE, as static_gb of its layers")
+        if len(static) not in (1, len(layers)):
+            raise PlanError(f"--static-gb has {len(static)} numbers; --costs FILE has {len(layers)} stages")
+        each = static if len(static) > 1 else (static[0] * ranks / len(layers),) * len(layers)
+        return replace(self.model, layers=tuple(replace(one, static=gb) for one, gb in zip(layers, each, strict=True)))
+
+    def on_its_links(self, question: Question) -> Question:
+        """With the links and copies of the file, where the options say nothing of them."""
+        if question.host_bandwidth is None:
+            question = replace(question, host_bandwidth=self.host_bandwidth)
+        if self.link is None or question.latency or math.isfinite(question.bandwidth) or question.links:
+            return question
+        size = question.pipeline_size
+        links = tuple((pair, one) for pair, one in self.links if self.ranks in (None, size) and max(pair) < size)
+        return replace(question, latency=self.link.latency, bandwidth=self.link.bandwidth, links=links)
+
+
+def read_costs(path: str) -> FileCosts:
+    """Raises FileFormatError naming the file."""
+    try:
+        content = json.loads(read_text(path, plain=True))
+        if not isinstance(content, dict):
+            raise PlanError("it holds no object")
+        return FileCosts(_from_layers(content)) if "layers" in content else _from_measured(content)
+    except FileFormatError:
+        raise
+    except (ValueError, RecursionError, TypeError, OverflowError) as error:  # PlanError is a ValueError
+        raise FileFormatError(f"{path}: {error}") from error
+
+
+def _from_layers(content: dict[str, Any]) -> Model:
+    unknown = sorted(set(content) - set(_OF_ALL))
+    if unknown:
+        raise PlanError(f"{unknown[0]!r} is not known beside layers; its keys are {', '.join(_OF_ALL)}")
+    rows = content["layers"]
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise PlanError("layers is no list of objects, each with forward_ms and backward_ms")
+    layers: list[Layer] = []
+    for row in rows:
+        count = _checked_count(row)
+        if len(layers) + count > _MOST_LAYERS:
+            raise PlanError(f"it has more than {_MOST_LAYERS} layers")
+        layers += [layer_of(row.get("kind", DECODER), row)] * count
+    message, attention = (_checked_number(content, name) for name in _OF_ALL[1:])
+    return Model(tuple(layers), message / 1e3, attention)
+
+
+def _checked_count(row: dict[str, Any]) -> int:
+    """How many layers a row describes. Raises PlanError for an impossible row."""
+    unknown = sorted(set(row) - set(_KEYS))
+    if unknown or "forward_ms" not in row or "backward_ms" not in row:
+        problem = f"{unknown[0]!r} is not known" if unknown else "forward_ms and backward_ms are needed"
+        raise PlanError(f"a layer: {problem}; its keys are {', '.join(_KEYS)}")
+    kind, count = row.get("kind", DECODER), row.get("count", 1)
+    if kind not in (*LETTERS, PART):
+        raise PlanError(f"a layer is of kind {kind!r}; it may be {', '.join((*LETTERS, PART))}")
+    if type(count) is not int or count < 1:
+        raise PlanError(f"the count of a layer is {count!r}; it must be a whole number of at least 1")
+    for name in _NUMBERS:
+        _checked_number(row, name)
+    return count
+
+
+def _checked_number(values: dict[str, Any], name: str) -> float:
+    """0 where it is missing. Raises PlanError."""
+    value = values.get(name, 0.0)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= LARGEST:
+        raise PlanError(f"{name} is {value!r:.40}; it must be a number from 0 to {LARGEST:g}")
+    return float(value)
+
+
+def layer_of(kind: str, row: dict[str, float]) -> Layer:
+    """Without a time for weight gradients, the backward is both, in equal halves."""
+    backward = row["backward_ms"]
+    halves = (backward, row["weight_ms"]) if "weight_ms" in row else (backward / 2, backward / 2)
+    return layer(kind, row["forward_ms"], *halves, row.get("activation_gb", 0.0), row.get("static_gb", 0.0))
+
+
+def _from_measured(content: dict[str, Any]) -> FileCosts:
+    """What ``auto`` reads; lists are of stages in model order."""
+    file = MeasuredFile.from_dict(content)
+    measured, units, network = file.values, file.units or Units(), file.network
+    time, memory = MS[units.time], GB[units.memory]
+    if file.units is not None and "activation" not in content:
+        raise PlanError(
+            f"memory was not measured; add activation, {units.memory} that each stage keeps of a microbatch"
+        )
+    values = (measured.forward, measured.backward_input, measured.weight, measured.activation)
+    lengths = {len(value) for value in values if isinstance(value, tuple)}
+    if len(lengths) > 1:
+        raise PlanError("its lists are of different lengths")
+    count = max(lengths, default=1)
+    if not lengths:
+        raise PlanError("it has no list with a number for each stage, so the number of stages is not known")
+    columns = [value if isinstance(value, tuple) else (value,) * count for value in values]
+    waiting = replace(measured, memory_limit=None).memory(Placement(LOOP, 1, count)).weight
+    layers = [
+        Layer(PART, time * f, time * i, time * w, memory * kept, memory * late, RECOMPUTED_SHARE * memory * kept)
+        for f, i, w, kept, late in zip(*columns, waiting, strict=True)
+    ]
+    run = file.run or MeasuredStep()
+    ranks, sizes = run.pipeline_size or None, (run.micro_batch_size or None, run.seq_length or None)
+    host, copies = None, file.copies
+    if copies is not None and run.device not in ("", "cpu"):
+        host = min(copies.to_host, copies.to_device) * memory / time or None
+    if network is None:
+        links = {pair: Link(time * latency) for pair, latency in measured.each_link.items()}
+        link = Link(time * measured.transfer) if measured.transfer or links else None
+        return FileCosts(Model(tuple(layers)), ranks, link, tuple(links.items()), host, *sizes)
+
+    def scaled(link: Link) -> Link:
+        return Link(time * link.latency, link.bandwidth * memory / time)
+
+    links = {pair: scaled(link) for pair, link in network.each_link.items()}
+    model = Model(tuple(layers), memory * network.message)
+    return FileCosts(model, ranks, scaled(network.link), tuple(links.items()), host, *sizes)

@@ -1,0 +1,286 @@
+"""Options that say what compute, transfers and memory cost, or name a run that was traced."""
+
+import argparse
+import dataclasses
+import math
+import re
+from dataclasses import replace
+
+from megatron_pp.features.modules.modules_plan import ModulesSpec, costs_of_modules
+from megatron_pp.plan.costs.measured import LARGEST
+from megatron_pp.plan.costs.stage_costs import Link, Network, StageCosts, regrouped
+from megatron_pp.plan.ir.spec import Plan, PlanSpec, checked_device
+from megatron_pp.plan.simulate.memory import RECOMPUTE, ModelShape
+from megatron_pp.tools.cli.errors import UsageError
+from megatron_pp.tools.cli.parser import given, option, refuse
+from megatron_pp.tools.cli.plan_options import count, counts, help_of, whole
+from megatron_pp.tracing.analysis import Findings, analyse
+from megatron_pp.tracing.run import load_run
+
+_GB = 1e9
+_LINK = re.compile(r"([^-:]+)-([^-:]+):([^:]+)(?::([^:]+))?")
+_TIMES = ("forward_ms", "backward_ms", "weight_ms")
+COPIES = ("offload_ms", "offload_bandwidth")
+COLLECTIVES = ("unshard_ms", "reduce_grad_ms")
+COSTS = (
+    *_TIMES,
+    "output_ms",
+    *COPIES,
+    *COLLECTIVES,
+    "attention_share",
+    "p2p_ms",
+    "bandwidth",
+    "activation_mb",
+    "gloo",
+    "link",
+)
+MODEL = tuple(field.name for field in dataclasses.fields(ModelShape) if field.name != "element_bytes")
+_NEEDED = ("num_layers", "hidden_size", "seq_length")
+RUN = ("run_name", "rank", "step")
+MILLISECONDS = "ms"
+SLOTS = "slots"
+
+
+def add_cost_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "costs",
+        "of one microbatch. A single number is the time of one rank's share of the model, all its chunks together; "
+        "a list (a,b,c) gives equal stages in model order. Without any, F = B = W = 1 slot a stage, or "
+        "a rank where schedules are compared.",
+    )
+    whole_backward = "backward: its input gradients where --weight-ms is given, else all of it (two equal halves)"
+    group.add_argument("--forward-ms", type=times, metavar="MS", help="forward")
+    group.add_argument("--backward-ms", type=times, metavar="MS", help=whole_backward)
+    group.add_argument("--weight-ms", type=times, metavar="MS", help="weight gradients; an unsplit backward adds them")
+    output = "the whole output layer and its loss, forward, on one rank; its input and weight gradients take as long "
+    output += "each. On the last stage, or split over all ranks; default 0"
+    group.add_argument("--output-ms", type=number, metavar="MS", help=output)
+    attention = "share of causal attention in these times: slices of equal length cost more the later they are; "
+    attention += "default 0, slices of equal cost"
+    group.add_argument("--attention-share", type=number, metavar="A", help=attention)
+    copies = "copy of what a forward keeps to host memory, or back"
+    group.add_argument("--offload-ms", type=times, metavar="MS", help=f"{copies}; default 0")
+    by_size = "of a copy to host memory, and of one back, for the model's activations; default infinite"
+    group.add_argument("--offload-bandwidth", type=number, metavar="GB/S", help=by_size)
+    unshard = "all-gather of the parameters over data-parallel replicas; default 0"
+    group.add_argument("--unshard-ms", type=times, metavar="MS", help=unshard)
+    reduction = "reduce-scatter of the gradients; default that of an unshard"
+    group.add_argument("--reduce-grad-ms", type=times, metavar="MS", help=reduction)
+    group.add_argument("--p2p-ms", type=number, metavar="MS", help="latency of a transfer; default 0")
+    group.add_argument("--bandwidth", type=number, metavar="GB/S", help="of each directed link; default infinite")
+    group.add_argument("--activation-mb", type=number, metavar="MB", help="size of one message; default the model's")
+    announced = "transfers as gloo makes them: a receive is announced behind the data that goes the other way"
+    group.add_argument("--gloo", action="store_true", help=announced)
+    one_link = "one directed link with other numbers, as 3-4:0.1:25; repeatable"
+    group.add_argument("--link", action="append", default=[], type=link, metavar="SRC-DST:MS[:GB/S]", help=one_link)
+
+
+def add_model_options(parser: argparse.ArgumentParser, several: bool = False) -> None:
+    """``several``: the command takes a list of micro-batch sizes."""
+    group = parser.add_argument_group("model", "for memory in bytes; sizes of the whole model")
+    size, many = (counts, "s that are tried, with commas; times are for the first") if several else (count, "")
+    group.add_argument("--layers", dest="num_layers", type=whole, metavar="N", help=help_of("num_layers"))
+    group.add_argument("--hidden-size", type=whole, metavar="H", help=help_of("hidden_size"))
+    group.add_argument("--seq-length", type=whole, metavar="S")
+    group.add_argument("--micro-batch-size", type=size, metavar="B", help=f"sequence{many or 's'}; default 1")
+    heads = help_of("num_attention_heads")
+    group.add_argument("--attention-heads", dest="num_attention_heads", type=whole, metavar="A", help=heads)
+    group.add_argument("--ffn-hidden-size", type=whole, metavar="F", help=help_of("ffn_hidden_size"))
+    group.add_argument("--vocab-size", type=whole, metavar="N")
+    group.add_argument("--tensor-parallel", type=whole, metavar="T", help=help_of("tensor_model_parallel_size"))
+    group.add_argument("--context-parallel", type=whole, metavar="C", help=help_of("context_parallel_size"))
+    group.add_argument("--data-parallel", type=whole, metavar="D", help="of the distributed optimizer")
+    sequence = help_of("sequence_parallel", many="; needs --tensor-parallel")
+    group.add_argument("--sequence-parallel", action="store_true", help=sequence)
+    group.add_argument("--recompute", choices=RECOMPUTE, help=f"default {ModelShape.recompute}")
+
+
+def number(text: str) -> float:
+    """0, or a number whose products and squares are finite, for argparse."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if value != 0 and not 1 / LARGEST <= value <= LARGEST:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither 0 nor a number from {1 / LARGEST:g} to {LARGEST:g}")
+    return value
+
+
+def times(text: str) -> tuple[float, ...]:
+    """Numbers with commas between them, for argparse."""
+    return tuple(number(part) for part in text.split(","))
+
+
+def link(text: str) -> tuple[tuple[int, int], Link]:
+    """``SRC-DST:MS[:GB/S]``, for argparse."""
+    found = _LINK.fullmatch(text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no link; write SRC-DST:MS or SRC-DST:MS:GB/S, as 3-4:0.1:25")
+    source, target, latency, bandwidth = found.groups()
+    rate = number(bandwidth) * _GB / 1e3 if bandwidth else math.inf
+    if rate == 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: the bandwidth must be above 0")
+    return (whole(source), whole(target)), Link(number(latency), rate)
+
+
+def cost_unit(args: argparse.Namespace) -> str:
+    """What times are in: milliseconds, or slots where no cost was given."""
+    times_given = given(args, (*_TIMES, "output_ms", *COPIES, *COLLECTIVES, "p2p_ms", "bandwidth", "link"))
+    return MILLISECONDS if any(times_given.values()) else SLOTS
+
+
+def cost_profile(
+    args: argparse.Namespace, shape: ModelShape | None, pipeline_size: int, num_chunks: int, slices: int
+) -> StageCosts:
+    """The times along the model's depth. Raises UsageError where forward and backward are not both given, for a share
+    of attention without several slices, and for a bandwidth of copies without a model or with their time.
+    """
+    if slices == 1:
+        refuse(args, ["attention_share"], "weighs the slices of a sequence; --sequence-slices says how many")
+    costs = _times_along(args, pipeline_size, num_chunks)
+    copies = _copies_along(args, shape, pipeline_size)
+    if len(copies) > costs.num_stages:
+        costs = costs.regrouped(len(copies))
+    output, attention = (args.output_ms or 0.0,) * 3, args.attention_share or 0.0
+    copied = regrouped(copies, costs.num_stages)
+    unshard = _collective_along(args.unshard_ms, costs.num_stages, pipeline_size)
+    reduced = _collective_along(args.reduce_grad_ms or args.unshard_ms, costs.num_stages, pipeline_size)
+    costs = replace(costs, attention=attention, output_layer=output, offload=copied)
+    return replace(costs, unshard=unshard, reduce_grad=reduced)
+
+
+def _collective_along(given_times: tuple[float, ...] | None, num_stages: int, pipeline_size: int) -> tuple[float, ...]:
+    """Per stage. A single number is the time of one rank's share of the model, as that of compute."""
+    times_of = given_times or (0.0,)
+    return regrouped(times_of if len(times_of) > 1 else (pipeline_size * times_of[0],), num_stages)
+
+
+def _copies_along(args: argparse.Namespace, shape: ModelShape | None, pipeline_size: int) -> tuple[float, ...]:
+    if args.offload_bandwidth is None:
+        copies = args.offload_ms or (0.0,)
+        return copies if len(copies) > 1 else (pipeline_size * copies[0],)
+    refuse(args, ["offload_ms"], "and --offload-bandwidth both say how long a copy takes; give one of them")
+    if shape is None:
+        raise UsageError("--offload-bandwidth needs the shape of the model: --layers, --hidden-size, --seq-length")
+    if args.offload_bandwidth == 0:
+        raise UsageError("--offload-bandwidth must be above 0")
+    return (shape.num_layers * shape.layer_bytes / (args.offload_bandwidth * _GB / 1e3),)
+
+
+def _times_along(args: argparse.Namespace, pipeline_size: int, num_chunks: int) -> StageCosts:
+    lists = {option(args, name): values for name, values in given(args, _TIMES).items()}
+    if not lists:
+        stages = float(pipeline_size * num_chunks)
+        return StageCosts.uniform(1, stages, stages, stages)
+    if "--forward-ms" not in lists or "--backward-ms" not in lists:
+        raise UsageError("--forward-ms and --backward-ms go together")
+    lengths = {name: len(values) for name, values in lists.items() if len(values) > 1}
+    if len(set(lengths.values())) > 1:
+        lengths_given = ", ".join(f"{name} has {length}" for name, length in lengths.items())
+        raise UsageError(f"lists of times must be of one length; {lengths_given}")
+    longest = max(lengths.values(), default=1)  # a single number among lists is that share of every stage
+    forward, backward, *rest = (v if len(v) == longest else v * longest for v in lists.values())
+    (weight,) = rest or (tuple(b / 2 for b in backward),)
+    if not rest:
+        backward = weight
+    if longest == 1:
+        return StageCosts.uniform(1, *(pipeline_size * part[0] for part in (forward, backward, weight)))
+    return StageCosts.per_stage(forward, backward, weight)
+
+
+def network(args: argparse.Namespace, shape: ModelShape | None, pipeline_size: int) -> Network:
+    """The links. Raises UsageError as ``check_links``."""
+    of_model = 0.0 if shape is None else shape.message_bytes
+    size = of_model if args.activation_mb is None else args.activation_mb * 1e6
+    check_links(args, size, pipeline_size)
+    bandwidth = math.inf if args.bandwidth is None else args.bandwidth * _GB / 1e3  # bytes per millisecond
+    return Network(size, link=Link(args.p2p_ms or 0.0, bandwidth), links=dict(args.link), gloo=args.gloo)
+
+
+def check_links(args: argparse.Namespace, message: float, pipeline_size: int) -> None:
+    """Raises UsageError for a bandwidth of 0 or of messages without a size, and a link between ranks there are not."""
+    for (source, target), _ in args.link:
+        if source == target or max(source, target) >= pipeline_size:
+            raise UsageError(
+                f"--link {source}-{target} is no link between two of {pipeline_size} ranks, counted from 0"
+            )
+    if args.bandwidth == 0:
+        raise UsageError("--bandwidth must be above 0")
+    if message == 0 and args.bandwidth is not None:
+        raise UsageError("--bandwidth needs the size of a message: --activation-mb, or the shape of the model")
+
+
+def model_shape(args: argparse.Namespace) -> ModelShape | None:
+    """The shape of the model; None where none is given. Raises UsageError where only a part is."""
+    parts = given(args, MODEL)
+    if not parts:
+        return None
+    missing = [option(args, name) for name in _NEEDED if name not in parts]
+    if missing:
+        raise UsageError(f"the shape of the model also needs {' and '.join(missing)}")
+    if args.tensor_parallel in (None, 1):
+        refuse(args, ["sequence_parallel"], "splits over the tensor parallel ranks: it needs --tensor-parallel above 1")
+    return ModelShape(**parts)
+
+
+def refuse_copies(args: argparse.Namespace, schedule: str, offloads: bool, shards: bool = False) -> None:
+    """Raises UsageError where the time of copies or collectives is given, and the schedule makes none."""
+    if not offloads:
+        refuse(args, COPIES, f"is of copies to host memory; {schedule} has none here")
+    if not shards:
+        refuse(args, COLLECTIVES, "is of collectives of replicas; there are some with --fsdp-collectives")
+
+
+def costs_of(
+    args: argparse.Namespace,
+    spec: PlanSpec,
+    traced: Findings | None,
+    shape: ModelShape | None,
+    of_one_model: bool = False,
+) -> tuple[StageCosts, Network]:
+    """What compute and transfers cost: as measured, or as the options say. ``of_one_model``: without any, the model
+    takes P slots for each of F, I and W, not one a stage.
+    """
+    stages = spec.pipeline_size * spec.num_chunks
+    if traced is not None:
+        return traced.costs.regrouped(stages), traced.network
+    if isinstance(spec, ModulesSpec) and not given(args, _TIMES):
+        return costs_of_modules(spec.graph), network(args, shape, spec.pipeline_size)
+    costs = cost_profile(args, shape, spec.pipeline_size, 1 if of_one_model else spec.num_chunks, spec.slices)
+    return costs.regrouped(stages), network(args, shape, spec.pipeline_size)
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Which run, pipeline and step."""
+    parser.add_argument("--run", dest="run_name", metavar="RUN", help="which run, where the folder holds several")
+    parser.add_argument("--rank", type=whole, metavar="N", help="the pipeline of this global rank; default 0")
+    parser.add_argument("--step", type=whole, metavar="N", help="one step; default all steps of the last plan")
+
+
+def add_from_trace_option(parser: argparse.ArgumentParser, help_text: str) -> None:
+    """``--from-trace FOLDER``, and what chooses within it."""
+    parser.add_argument("--from-trace", metavar="FOLDER", help=help_text)
+    add_run_options(parser)
+
+
+def traced_findings(args: argparse.Namespace) -> Findings | None:
+    """What the run that --from-trace names measured; None without that option."""
+    if args.from_trace is None:
+        refuse(args, RUN, "chooses within the traces that --from-trace names")
+        return None
+    refuse(args, COSTS, "does not go with --from-trace: costs are as measured there")
+    return analyse(load_run(args.from_trace, args.run_name, args.rank or 0), args.step)
+
+
+def is_on_gloo(traced: Findings | None) -> bool:
+    """Whether the run that was traced is one on gloo."""
+    return traced is not None and traced.network.gloo
+
+
+def timed_rules(args: argparse.Namespace, plan: Plan, network: Network) -> tuple[str, ...]:
+    """The rules of the device under which ``plan`` is simulated: those given, or those that it was made for, which on
+    gloo are none.
+    """
+    if args.device is not None:
+        return checked_device(args.device)
+    return () if network.gloo else plan.spec.device

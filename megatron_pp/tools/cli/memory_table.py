@@ -1,0 +1,87 @@
+"""All that each rank's GPU holds, as a table: ``simulate --memory``. And the options of ``simulate`` and ``advise`` for
+what of it torch does not allocate, and for outputs that stay."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from megatron_pp.plan.costs.communicators import CONTEXT, MAX_CTAS, Outside
+from megatron_pp.tools.cli.cost_options import number
+from megatron_pp.tools.cli.legend import legend
+from megatron_pp.tools.cli.parser import refuse
+from megatron_pp.tools.cli.plan_options import count
+from megatron_pp.tools.cli.terminal import print_line, print_table
+from megatron_pp.tools.draw.facts import size_label
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from megatron_pp.plan.simulate.device_memory import DeviceMemory
+
+OPTIONS = ("max_ctas", "context_mb")
+_COLUMNS = ("parameters", "activations", "outputs", "messages", "kept back", "whole stages", "communicators", "context")
+
+
+def add_outside_options(parser: argparse._ActionsContainer) -> None:
+    limit = "NCCL's channels in a communicator at most: p2p_max_ctas, and max_ctas of the pipeline group; default "
+    limit += f"{MAX_CTAS} for one-way channels, NCCL's 32 for the group"
+    parser.add_argument("--max-ctas", type=count, metavar="N", help=limit)
+    context = f"memory of a CUDA context; default {CONTEXT / 1e6:.0f}, an H100's"
+    parser.add_argument("--context-mb", type=number, metavar="MB", help=context)
+    kept = "outputs are not deallocated after their send, or a stage saves them for its backward"
+    parser.add_argument("--keep-outputs", action="store_true", help=kept)
+
+
+def outside_of(args: argparse.Namespace, gloo: bool) -> Outside | None:
+    """None on gloo, which takes none of a GPU."""
+    if gloo:
+        refuse(args, OPTIONS, "is of GPUs; transfers are gloo's here")
+        return None
+    return Outside(CONTEXT if args.context_mb is None else args.context_mb * 1e6, args.max_ctas)
+
+
+def show_memory(found: Sequence[DeviceMemory], console: Console) -> None:
+    """Columns of zeros are left out."""
+    numbers = [[one.parameters, *one.allocated, one.of_communicators, one.context] for one in found]
+    shown = [k for k in range(len(_COLUMNS)) if any(row[k] for row in numbers)]
+    names = ["rank", *(_COLUMNS[k] for k in shown), "together", "at"]
+    rows = []
+    for rank, (one, row) in enumerate(zip(found, numbers, strict=True)):
+        rows.append([str(rank), *(size_label(row[k]) for k in shown), size_label(one.total), one.at])
+    if any(one.host for one in found):
+        names += ["on host", "pinned at most"]
+        rows = [[*row, *map(size_label, (one.host, one.pinned))] for row, one in zip(rows, found, strict=True)]
+    print_table(console, "Memory of each rank's GPU when it holds most", names, rows)
+    if console.is_terminal and (explained := legend(" ".join(one.at for one in found))):
+        print_line(console, explained)
+    kinds = list(dict.fromkeys((one.kind, one.channels) for rank in found for one in rank.communicators))
+    rows = [[kind, str(channels), *_of_kind(found, kind)] for kind, channels in kinds]
+    names = ["communicators", "NCCL channels in each", "of a rank", "receiving ends", "sending ends", "together"]
+    print_table(console, "Communicators", names, rows)
+
+
+def _of_kind(found: Sequence[DeviceMemory], kind: str) -> list[str]:
+    """``2 to 4`` where ranks differ."""
+    made = [one for rank in found for one in rank.communicators if one.kind == kind]
+    numbers = [[getattr(one, field) for one in made] for field in ("count", "receiving", "sending", "nbytes")]
+    labels: Sequence[Callable[[Any], str]] = (str, str, str, size_label)
+    least_and_most = [dict.fromkeys((min(each), max(each))) for each in numbers]
+    return [" to ".join(map(label, each)) for label, each in zip(labels, least_and_most, strict=True)]
+
+
+def memory_facts(one: DeviceMemory) -> dict[str, Any]:
+    made = [{**asdict(of_kind), "bytes": of_kind.nbytes} for of_kind in one.communicators]
+    return {
+        "parameters": one.parameters,
+        **one.allocated._asdict(),
+        "communicators": one.of_communicators,
+        "context": one.context,
+        "total": one.total,
+        "at": one.at,
+        "host": one.host,
+        "host_pinned_at_most": one.pinned,
+        "communicators_made": made,
+    }

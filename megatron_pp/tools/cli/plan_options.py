@@ -1,0 +1,391 @@
+"""Options that name a plan, and the plans that they name."""
+
+import argparse
+import importlib
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron_pp.config.model_config import TransformerConfig
+from megatron_pp.config.rules import schedule_name
+from megatron_pp.errors import PlanError
+from megatron_pp.features.modules.modules_plan import ModulesSpec, lowered_modules, modules_spec
+from megatron_pp.features.modules.modules_text import graphs_in
+from megatron_pp.features.modules.modules_verify import verify_modules
+from megatron_pp.features.skip_tensors.routes import Traffic, skip_tensors, traffic_of
+from megatron_pp.plan.builder import lowered_plan
+from megatron_pp.plan.io.serialize import load_plan
+from megatron_pp.plan.ir.placement import LOOP, Placement
+from megatron_pp.plan.ir.spec import (
+    CACHES,
+    CHANNELS,
+    DEVICE_RULES,
+    DEVICE_SYNC,
+    EXPLICIT,
+    FSDP_COLLECTIVES,
+    HOOKS,
+    ON_NCCL,
+    ONE_WAY,
+    OVERLAP,
+    POLICIES,
+    Plan,
+    PlanSpec,
+    checked_device,
+)
+from megatron_pp.plan.lower.lowering import lowered
+from megatron_pp.plan.names import unknown
+from megatron_pp.plan.orders import SCHEDULES, choices, find_family, names_a_file
+from megatron_pp.plan.orders.family import Family, no_offloads
+from megatron_pp.plan.verify.verifier import Verdict, verify
+from megatron_pp.planner.naive import NAIVE, NAIVE_FAMILY, naive_orders
+from megatron_pp.tools.cli.errors import UsageError, refusing
+from megatron_pp.tools.cli.parser import given, option, refuse
+
+_DEFAULT_RANKS = 4
+_SIZES = ("pipeline_size", "num_chunks", "num_microbatches", "group_size", "slices", "offload_chunks")
+NAMING = ("schedule", *_SIZES, "modules")
+_LOWERING = ("policy", "channels", "forward_only", "variable_shapes", "release_after", "lookahead", "grad_sync")
+_FSDP = ("fsdp_collectives", "fsdp_max_active_stages")
+LOWERING = (*_LOWERING, "param_sync", "device", "offload_slots", "skip_tensors", "skip_cache", *_FSDP)
+PLAN_OPTIONS = (*NAMING, *LOWERING, "source")
+_NOT_OF_MODULES = ("from_trace", "num_layers", "keep_outputs", "optimizer_bypass")
+_OF_MODULES = ("num_microbatches", "modules", "forward_only", "variable_shapes", "release_after", "grad_sync", "device")
+# What ranks keep of named tensors.
+_CACHE_WORDS = {
+    "none": "without a cache",
+    "received": "where ranks keep what they receive",
+    "all": "where they keep what they make too",
+}
+
+
+def add_plan_options(parser: argparse.ArgumentParser, several: bool = False) -> None:
+    """``several``: the command takes several plans, from lists of schedules, chunks and microbatches."""
+    group = parser.add_argument_group("plan", "a schedule by name and size, or --import FILE")
+    many = " (or a list: a,b,c)" if several else ""
+    files = f"MODULE:NAME of your own, or a .csv or .json file, which brings P, V and M{many}"
+    names = f"{', '.join(SCHEDULES)}, {NAIVE}, {files}"
+    default = f"default {schedule_name(None, 1, 1)}, or {schedule_name(None, 1, 2)} with --sequence-slices"
+    group.add_argument("-s", "--schedule", metavar="NAME", help=f"{names}; {default}")
+    ranks = help_of("pipeline_model_parallel_size", _DEFAULT_RANKS)
+    group.add_argument("-P", "--pipeline-size", type=count, metavar="P", help=ranks)
+    chunks = help_of("virtual_pipeline_model_parallel_size", many=many)
+    group.add_argument("-V", "--num-chunks", type=counts, metavar="V", help=chunks)
+    group.add_argument("-M", "--num-microbatches", type=counts, metavar="M", help=f"default 2 P{many}")
+    group.add_argument("--group-size", type=whole, metavar="G", help=help_of("microbatch_group_size_per_vp_stage"))
+    group.add_argument("--sequence-slices", dest="slices", type=count, metavar="N", help=help_of("sequence_slices"))
+    group.add_argument("--offload-chunks", type=whole, metavar="N", help=help_of("offload_chunks"))
+    group.add_argument("--offload-slots", type=count, metavar="N", help=help_of("offload_slots"))
+    collectives = help_of("fsdp_collectives")
+    group.add_argument("--fsdp-collectives", choices=FSDP_COLLECTIVES, help=collectives)
+    group.add_argument("--fsdp-max-active-stages", type=count, metavar="N", help=help_of("fsdp_max_active_stages"))
+    group.add_argument("--policy", choices=POLICIES, help=f"how transfers go out; default {PlanSpec.policy}")
+    group.add_argument("--channels", choices=CHANNELS, help=help_of("p2p_channels"))
+    group.add_argument("--forward-only", action="store_true", help="evaluation: forwards alone")
+    group.add_argument("--variable-shapes", action="store_true", help=help_of("variable_seq_lengths"))
+    release = f"slots from a send to its release; default {PlanSpec.release_after}"
+    group.add_argument("--release-after", type=count, metavar="N", help=release)
+    ahead = f"slots that a receive is posted ahead; default {PlanSpec.lookahead}"
+    group.add_argument("--lookahead", type=whole, metavar="N", help=ahead)
+    rules = f"rules that hold where it runs, {', '.join(DEVICE_RULES)} (or a list: a,b,c): the plan is lowered for "
+    rules += "them and verified under them together; default "
+    rules += f"{' and '.join(ON_NCCL)}, as a run on NCCL, or with --gloo rendezvous alone, which always holds"
+    group.add_argument("--device", action="extend", type=device_rules, metavar="RULE", help=rules)
+    group.add_argument("--grad-sync", choices=(HOOKS, EXPLICIT), help=f"default {PlanSpec.grad_sync}")
+    group.add_argument("--param-sync", action="store_true", help="with PARAM_SYNC marks")
+    group.add_argument("--skip-tensors", metavar="TEXT", help=help_of("skip_tensors"))
+    group.add_argument("--skip-cache", choices=CACHES, help=help_of("skip_cache"))
+    of_modules = "several modules on their ranks, as 'vision=0/1; llm=2,3; vision>llm': replicas apart by /, stages by "
+    of_modules += "commas, tensor-parallel ranks by +; llm#1*2/4=0,1 is chunk 1 of its ranks, a forward takes 2, a "
+    of_modules += "backward 4; with -M and the options of a plan that do not name a schedule"
+    group.add_argument("--modules", metavar="TEXT", help=of_modules)
+    imported = "a plan in our JSON or PyTorch's CSV (where it is compute-only, lowered as --policy and --channels say)"
+    group.add_argument("--import", dest="source", metavar="FILE", help=imported)
+
+
+def help_of(name: str, default: object = None, many: str = "") -> str:
+    """What the config says of a field. In a command None means the default."""
+    field = TransformerConfig.__dataclass_fields__[name]
+    default = default or field.default
+    text = field.metadata["help"].replace("; None: ", "; default ")
+    return f"{text}{many}; default {default}" if default else f"{text}{many}"
+
+
+def whole(text: str, least: int = 0) -> int:
+    """A whole number of at least ``least``, for argparse."""
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= least):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to 999999999")
+    return int(text)
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1, for argparse."""
+    return whole(text, 1)
+
+
+def device_rules(text: str) -> tuple[str, ...]:
+    """Rules of a device with commas between them, for argparse."""
+    try:
+        return checked_device(text.split(","))
+    except PlanError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def rules_of(args: argparse.Namespace, on_gloo: bool = False) -> tuple[str, ...]:
+    """The rules of the device that a plan is made for: those given, else those of NCCL, or none with --gloo or
+    ``on_gloo``, for a run on gloo whose trace the options name.
+    """
+    if args.device is not None:
+        return checked_device(args.device)
+    return () if on_gloo or getattr(args, "gloo", False) else ON_NCCL
+
+
+def counts(text: str) -> list[int]:
+    """Whole numbers of at least 1 with commas between them, for argparse."""
+    return [count(part) for part in text.split(",")]
+
+
+def single_plan(
+    args: argparse.Namespace, fit: Callable[[PlanSpec], PlanSpec] = lambda spec: spec, on_gloo: bool = False
+) -> Plan:
+    """The one plan that the options name, of the spec that ``fit`` makes of theirs; not verified. ``on_gloo``: as in
+    ``rules_of``. Raises PlanError, UsageError, RefusedError.
+    """
+    if args.source is not None:
+        return _imported(args, on_gloo)
+    if args.modules is not None:
+        return _of_modules(args)
+    specs = list(listed_specs(args, named_schedules(args), on_gloo))
+    if len(specs) > 1:
+        raise UsageError(
+            f"-s, -V and -M name {len(specs)} plans, and this takes one; lists are for simulate --compare and draw"
+        )
+    return named_plan(fit(specs[0]))
+
+
+def verified_single_plan(
+    args: argparse.Namespace, fit: Callable[[PlanSpec], PlanSpec] = lambda spec: spec, on_gloo: bool = False
+) -> Plan:
+    """As ``single_plan``. Raises RefusedError where the plan does not verify."""
+    return verified(single_plan(args, fit, on_gloo), args.device)
+
+
+def verified(plan: Plan, device: Sequence[str] | None = None) -> Plan:
+    """``plan``. Raises RefusedError where it does not verify, under ``device`` or the rules that it was lowered for."""
+    with refusing(plan.spec.describe()):
+        verdict_of(plan, device=device)
+    return plan
+
+
+def verdict_of(plan: Plan, deallocate: bool = True, device: Sequence[str] | None = None) -> Verdict:
+    """What ``verify`` finds, or ``verify_modules`` for a plan of several modules. Raises PlanError."""
+    if isinstance(plan.spec, ModulesSpec):
+        return verify_modules(plan, device)
+    return verify(plan, deallocate=deallocate, device=device)
+
+
+def named_plan(spec: PlanSpec) -> Plan:
+    """The plan of a family, of a schedule file, or the naive one, before it is verified."""
+    if spec.schedule == NAIVE:
+        return lowered(spec, Placement(LOOP, spec.pipeline_size, 1), naive_orders(spec.shape))
+    if names_a_file(spec.schedule):
+        with refusing():
+            return lowered_plan(spec)
+    return lowered_plan(spec, warnings.warn)
+
+
+def named_schedules(args: argparse.Namespace) -> list[str]:
+    """The schedules of the option, or the default one. Raises as schedule_names."""
+    return schedule_names(schedule_name(args.schedule, 1, 1 if args.slices is None else 2))
+
+
+def schedule_names(text: str) -> list[str]:
+    """The names in a comma list; ``all`` means every family, ``MODULE:NAME`` one that importing the module registers.
+    Raises PlanError for one that is none.
+    """
+    names = [name.strip() for name in text.split(",")]
+    names = [_imported_from(*name.split(":", 1)) if ":" in name else name for name in names]
+    found = [known for name in names for known in (SCHEDULES if name == "all" else [name])]
+    for name in found:
+        _family(name)
+    return found
+
+
+def _imported_from(module: str, name: str) -> str:
+    sys.path.insert(0, os.getcwd())  # as ``python -m`` has it
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise UsageError(f"{module}:{name} names no module: there is no {error.name} here, nor installed") from error
+    finally:
+        sys.path.pop(0)
+    return name
+
+
+def _family(name: str) -> Family:
+    if name == NAIVE:
+        return NAIVE_FAMILY
+    if name not in SCHEDULES and not names_a_file(name):
+        raise UsageError(unknown("schedule", name, [*SCHEDULES, NAIVE, "all"], choices()))
+    with refusing():
+        return find_family(name)
+
+
+def listed_specs(args: argparse.Namespace, names: Sequence[str], on_gloo: bool = False) -> Iterator[PlanSpec]:
+    """Every combination of schedule, chunks and microbatches that the options list. Families that fix V have theirs;
+    a file among them fixes P and M for all. Raises UsageError for an option that applies to none of them.
+    """
+    families = [_family(name) for name in names]
+    _check_sizes(args, families)
+    _check_lowering(args, families)
+    size, counts = pipeline_size(args, names), args.num_microbatches
+    if counts is None:
+        counts = next(([family.shape.num_microbatches] for family in families if family.shape), [2 * size])
+    options = given(args, ("group_size", "offload_chunks", *LOWERING)) | {"device": rules_of(args, on_gloo)}
+    for family in families:
+        wanted = 1 if args.slices is None or not family.sliced else args.slices
+        slices = family.shape.slices if family.shape else wanted
+        for chunks in _chunks(args, family):
+            for microbatches in counts:
+                spec = PlanSpec(family.name, size, chunks, microbatches, digest=family.digest, **options)
+                yield replace(spec, slices=slices)
+
+
+def pipeline_size(args: argparse.Namespace, names: Sequence[str]) -> int:
+    """P as given, of the first file among ``names``, or by default."""
+    if args.pipeline_size is not None:
+        return int(args.pipeline_size)
+    shapes = (_family(name).shape for name in names)
+    return next((shape.pipeline_size for shape in shapes if shape), _DEFAULT_RANKS)
+
+
+def _check_sizes(args: argparse.Namespace, families: Sequence[Family]) -> None:
+    """What is given has to be what the schedules have: V at least one of them, a file P and M as well."""
+    for chunks in args.num_chunks or ():
+        if all(family.chunks not in (None, chunks) for family in families):
+            first = families[0]
+            fitting = ", ".join(name for name, other in SCHEDULES.items() if other.chunks in (None, chunks))
+            raise UsageError(
+                f"schedule {first.name} has {first.chunks} model chunk(s) a rank, not {chunks}; leave -V out, or take "
+                f"a schedule with {chunks}: {fitting}"
+            )
+    shapes = [(family.name, family.shape) for family in families if family.shape]
+    for name, shape in shapes:
+        for mine, what, way, sizes in (
+            (shape.pipeline_size, "ranks", "-P", [args.pipeline_size]),
+            (shape.slices, "slice(s) a sequence", option(args, "slices"), [args.slices]),
+            (shape.num_microbatches, "microbatches", "-M", args.num_microbatches or ()),
+        ):
+            for size in sizes:
+                if size not in (None, mine):
+                    raise UsageError(f"{name} is a schedule of {mine} {what}; {way} is {size}")
+        one, other = shapes[0][1], shape
+        if (one.pipeline_size, one.num_microbatches) != (other.pipeline_size, other.num_microbatches):
+            raise UsageError(
+                f"{shapes[0][0]} is a schedule of {one.num_microbatches} microbatches on {one.pipeline_size} ranks, "
+                f"{name} of {other.num_microbatches} on {other.pipeline_size}; they cannot be compared"
+            )
+
+
+def _check_lowering(args: argparse.Namespace, families: Sequence[Family]) -> None:
+    """Raises UsageError for an option that would change nothing."""
+    for name, what, field in (("group_size", "with groups", "grouped"), ("slices", "of slices", "sliced")):
+        if not any(getattr(family, field) for family in families):
+            having = ", ".join(known for known, family in SCHEDULES.items() if getattr(family, field))
+            refuse(args, [name], f"is for schedules {what} ({having}), not {families[0].name}")
+    if args.forward_only:
+        refuse(args, ["offload_chunks"], "does not go with --forward-only, which keeps nothing for a backward")
+    if not args.offload_chunks and not any(map(_offloads, families)):
+        refuse(args, ["offload_slots"], f"is for schedules that offload; {families[0].name} does with --offload-chunks")
+    if args.fsdp_collectives is None:
+        refuse(args, ["fsdp_max_active_stages"], "limits the stages of --fsdp-collectives, and there are none")
+    elif NAIVE_FAMILY in families:
+        refuse(args, ["fsdp_collectives"], f"is for other schedules than {NAIVE}")
+    if args.policy not in (None, OVERLAP):
+        refuse(args, ["release_after", "lookahead"], f"is for --policy overlap, not {args.policy}")
+    if args.channels not in (None, ONE_WAY):
+        refuse(args, ["lookahead"], f"is for --channels one_way, not {args.channels}")
+    if args.skip_tensors is None:
+        refuse(args, ["skip_cache"], "says what ranks keep of --skip-tensors, and there are none")
+    if args.variable_shapes:
+        refuse(args, ["lookahead"], "does not go with --variable-shapes, where receives are waited for at once")
+    if args.forward_only:
+        refuse(args, ["grad_sync"], "does not go with --forward-only, which has no gradients")
+    if DEVICE_SYNC in rules_of(args):
+        refuse(args, ["lookahead"], f"does not go with --device {DEVICE_SYNC}, where no receive is posted ahead")
+    if all(_chunks(args, family) == [1] for family in families):
+        refuse(args, ["param_sync"], "marks the parameters of several model chunks a rank; here there is one")
+
+
+def _offloads(family: Family) -> bool:
+    """Whether it does so by itself."""
+    return family.offloads is not no_offloads and (family.shape is None or family.offloads(family.shape) > 0)
+
+
+def _chunks(args: argparse.Namespace, family: Family) -> list[int]:
+    """The numbers of chunks to take of ``family``."""
+    return [family.chunks] if family.chunks is not None else args.num_chunks or [2]
+
+
+def _imported(args: argparse.Namespace, on_gloo: bool) -> Plan:
+    """The plan of --import; what is given must be true of it."""
+    for name in given(args, NAMING):
+        raise UsageError(f"--import brings its own {name.replace('_', ' ')}; leave {option(args, name)} out")
+    lowering: dict[str, Any] = given(args, LOWERING)
+    with refusing():
+        plan = load_plan(args.source, **(lowering | {"device": rules_of(args, on_gloo)}))
+    for name, value in lowering.items():
+        mine = getattr(plan.spec, name)
+        if name == "skip_tensors":
+            value = skip_tensors(value, plan.placement.num_stages)
+        if name != "device" and mine != value:
+            raise UsageError(f"{option(args, name)} is {value}; the plan in {args.source} was lowered with {mine}")
+    return plan
+
+
+def _of_modules(args: argparse.Namespace) -> Plan:
+    """The plan of --modules, before it is verified."""
+    others = {*PLAN_OPTIONS, *_NOT_OF_MODULES} - {*_OF_MODULES}
+    refuse(args, sorted(name for name in others if name in args), "does not go with --modules")
+    if args.forward_only:
+        refuse(args, ["grad_sync"], "does not go with --forward-only, which has no gradients")
+    graphs = graphs_in(args.modules)
+    if len(graphs) > 1:
+        found = "; ".join(map(str, graphs))
+        raise UsageError(f"--modules has {len(graphs)} pipelines that exchange nothing ({found}); name one of them")
+    sizes = args.num_microbatches or [2 * graphs[0].size]
+    if len(sizes) > 1:
+        raise UsageError(f"-M has {len(sizes)} numbers of microbatches; --modules takes one")
+    spec = modules_spec(graphs[0], sizes[0], **(given(args, _OF_MODULES[2:]) | {"device": rules_of(args)}))
+    with refusing(spec.describe()):
+        return lowered_modules(spec)
+
+
+def skip_facts(plan: Plan) -> dict[str, Any]:
+    """For JSON; empty without such tensors."""
+    if not plan.spec.skip_tensors:
+        return {}
+    counts = {cache: traffic._asdict() for cache, traffic in _by_cache(plan).items()}
+    return {"skip_tensors": {"cache": plan.spec.skip_cache, **counts[plan.spec.skip_cache], "by_cache": counts}}
+
+
+def skip_sentences(plan: Plan) -> list[str]:
+    """One line; none without such tensors."""
+    if not plan.spec.skip_tensors:
+        return []
+    counts = _by_cache(plan)
+    mine = counts.pop(plan.spec.skip_cache)
+    others = (f"{_CACHE_WORDS[cache]} {of.messages} ({of.peak})" for cache, of in counts.items())
+    words = f"{_CACHE_WORDS[plan.spec.skip_cache]}: {mine.messages} sent per microbatch, at most {mine.peak} on a hop"
+    return [f"tensors to later stages, {words}; {', '.join(others)}"]
+
+
+def _by_cache(plan: Plan) -> dict[str, Traffic]:
+    plans = {cache: replace(plan.spec, skip_cache=cache) for cache in CACHES if cache != plan.spec.skip_cache}
+    programs = {cache: lowered(spec, plan.placement, plan.orders).programs for cache, spec in plans.items()}
+    programs[plan.spec.skip_cache] = plan.programs
+    return {cache: traffic_of(programs[cache]) for cache in CACHES}

@@ -1,0 +1,200 @@
+"""``megatron-pp run``: a training script of Megatron's, unchanged, on this engine.
+
+Its flags are the settings of the plug-in; what follows the script is the script's, so the command reads its arguments
+itself.
+
+The script runs as ``python SCRIPT`` does, or the module as ``python -m MODULE`` does, within this process. What it
+raises, ``SystemExit`` included, is raised here. Unlike ``runpy``, its ``__main__`` stays in ``sys.modules``: threads
+and exit handlers outlive its last line, and may pickle what it defines.
+"""
+
+import argparse
+import builtins
+import importlib.util
+import io
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.abc import InspectLoader
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from types import CodeType, ModuleType
+from typing import Any
+
+from megatron_pp.config.checks import why_removed
+from megatron_pp.config.kinds import SWITCH
+from megatron_pp.integrations.settings import TABLE, read_settings, value_of_text
+from megatron_pp.plan.names import did_you_mean
+from megatron_pp.tools.cli.errors import UsageError
+from megatron_pp.tools.cli.parser import HelpFormatter, Parser
+
+NAME = "run"
+SUMMARY = "run a training script of Megatron's on this engine, unchanged"
+_EXAMPLES = """\
+Settings come before the script, the script's own flags behind it. Each can also be given in the environment, as
+MEGATRON_PP_P2P_TIMEOUT=60, and in a TOML file, as p2p_timeout = 60. A flag goes before the environment, which goes
+before the file, which goes before what Megatron's config says.
+
+examples:
+  torchrun --nproc-per-node 8 -m megatron_pp run --overlap-p2p-comm pretrain_gpt.py --num-layers 32 ...
+  torchrun --nproc-per-node 8 -m megatron_pp run --settings pipeline.toml -m my_project.train ...
+"""
+
+
+_OTHERS = "the plug-in"
+_GROUPS = {
+    "the schedule": (
+        "pipeline_schedule", "microbatch_group_size_per_vp_stage", "overlapped_forward_backward", "pipeline_measured",
+        "offload_chunks", "offload_slots", "fsdp_collectives", "fsdp_max_active_stages",
+    ),
+    "transfers": (
+        "overlap_p2p_comm", "batch_p2p_comm", "batch_p2p_sync", "pipeline_dtype", "variable_seq_lengths",
+        "p2p_channels", "p2p_max_ctas", "max_pending_sends", "warm_up_p2p", "device_sync",
+        "deallocate_pipeline_outputs",
+    ),
+    "failures": ("p2p_timeout", "compute_timeout", "p2p_debug"),
+    "traces and measurements": ("trace_dir", "trace_steps", "trace_first_step", "measure", "measure_out"),
+}  # fmt: skip
+"""Title in the help -> settings; the others follow."""
+
+
+def prepare(argv: Sequence[str]) -> Callable[[], None]:
+    """What runs the script of a command line. The settings of the command line are read and checked now.
+
+    Raises MegatronPPError for a wrong setting, ImportError where the plug-in misses a package; exits where arguments
+    are not understood.
+    """
+    parser = script_parser(NAME, "settings", SUMMARY, _EXAMPLES)
+    cpu = "run on the CPU with gloo, as parity does: what Megatron asks of a GPU has a stand-in; for trying "
+    parser.add_argument("--cpu", action="store_true", default=False, help=cpu + "a script without a GPU, slowly")
+    add_settings(parser)
+    args = parsed(parser, argv)
+    if args.cpu:
+        _stand_in_for_gpus(args.script, args.module)
+    plugin: Any = importlib.import_module("megatron_pp.integrations.on_import")
+    plugin.install_on_import(read_settings(args.settings, **given_settings(args)))
+    return partial(_run, load_module if args.module else load_script, args.script, args.arguments)
+
+
+def _stand_in_for_gpus(script: str, module: bool) -> None:
+    """What parity does before a script runs on the CPU; until the program ends."""
+    runs: Any = importlib.import_module("megatron_pp.tools.parity.runs")
+    runs.prepare(runs.Program(script, module, steps=0, deadline=0.0, gpu=False, load=None))
+
+
+def _run(load: Callable[[str, Sequence[str]], Callable[[], None]], script: str, arguments: list[str]) -> None:
+    main = load(script, arguments)
+    try:
+        main()
+    finally:
+        plugin: Any = importlib.import_module("megatron_pp.integrations.megatron_core")
+        if not plugin.is_installed():
+            print(f"megatron-pp run: {script} has not imported Megatron-core's schedules", file=sys.stderr)
+
+
+def script_parser(name: str, options: str, summary: str, examples: str) -> Parser:
+    """For a command that takes ``options``, a script, and the script's own arguments."""
+    return Parser(
+        prog=f"megatron-pp {name}",
+        usage=f"%(prog)s [{options}] [-m] SCRIPT [its arguments]",
+        description=summary[0].upper() + summary[1:] + ".",
+        epilog=examples,
+        formatter_class=HelpFormatter,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+
+
+def given_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings of the plug-in that a command line has. Raises ConfigError for an impossible value."""
+    given = {name: getattr(args, name) for name in TABLE if hasattr(args, name)}
+    texts = {name: value for name, value in given.items() if isinstance(value, str)}
+    return given | {name: value_of_text(name, text, _flag(name)) for name, text in texts.items()}
+
+
+def add_settings(parser: Parser) -> None:
+    """An option for each setting of the plug-in, and one for a file of them."""
+    parser.add_argument("--settings", metavar="FILE", default=None, help="a TOML file with settings")
+    groups = {title: parser.add_argument_group(title) for title in (*_GROUPS, _OTHERS)}
+    for name, setting in TABLE.items():
+        if setting.kind.only_keyword:
+            continue
+        how: dict[str, Any] = {"metavar": "VALUE"}
+        if setting.kind is SWITCH:
+            how = {"action": argparse.BooleanOptionalAction}
+        elif setting.kind.choices:  # which the setting checks, with a better error
+            how = {"metavar": "{" + ",".join(setting.kind.choices) + "}"}
+        title = next((title for title, names in _GROUPS.items() if name in names), _OTHERS)
+        groups[title].add_argument(_flag(name), help=setting.help.replace("%", "%%"), **how)
+
+
+def parsed(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
+    """The parser's options, then the script and its own arguments. Exits where they are not understood, raises
+    UsageError where there is no such script."""
+    parser.add_argument("-m", dest="module", action="store_true", default=False, help="SCRIPT is a module")
+    parser.add_argument("script", metavar="SCRIPT", help="the script, whose arguments follow it")
+    rest_of_it = parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=argparse.SUPPRESS)
+    rest_of_it.required = False  # else an error about a missing script also asks for "..."
+    args, rest = parser.parse_known_args(argv)
+    if rest:
+        name = rest[0].partition("=")[0]
+        if why := why_removed(name.removeprefix("--").replace("-", "_")):
+            parser.error(why)
+        parser.error(f"option {name} is not known{did_you_mean(name, parser.options)}")
+    if not args.module and not os.path.isfile(args.script):
+        problem = "it is a folder, not a script" if os.path.isdir(args.script) else "there is no such file"
+        raise UsageError(f"{args.script}: {problem}")
+    return args
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def load_script(path: str, arguments: Sequence[str]) -> Callable[[], None]:
+    """What runs it as ``__main__``. Raises OSError where there is no such file."""
+    file = os.path.abspath(path)
+    with io.open_code(file) as script:
+        source = script.read()
+    _begin(os.path.dirname(os.path.realpath(path)), [path, *arguments])
+    code = compile(source, file, "exec", dont_inherit=True)
+    return partial(_execute, code, file, loader=SourceFileLoader("__main__", file))
+
+
+def load_module(name: str, arguments: Sequence[str]) -> Callable[[], None]:
+    """What runs it as ``__main__``. Raises UsageError where there is no such module, or it has no code."""
+    _begin(os.getcwd(), ["-m", *arguments])  # as Python has them while it looks for the module
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except (ModuleNotFoundError, ValueError) as error:  # of a package that it is in; no name of a module
+        if not f"{name}.".startswith(f"{getattr(error, 'name', name)}."):
+            raise
+        spec = None
+    code = spec.loader.get_code(spec.name) if spec is not None and isinstance(spec.loader, InspectLoader) else None
+    if spec is None or code is None:
+        raise UsageError(f"-m {name}: there is no such module that can be run")
+    sys.argv[0] = spec.origin or name
+    return partial(_execute, code, spec.origin, loader=spec.loader, package=spec.parent, cached=spec.cached, spec=spec)
+
+
+def _begin(folder: str, argv: list[str]) -> None:
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = folder  # what Python has put there is the folder of this command, or the current one
+    sys.argv[:] = argv
+
+
+def _execute(
+    code: CodeType,
+    file: str | None,
+    loader: Any,
+    package: str | None = None,
+    cached: str | None = None,
+    spec: ModuleSpec | None = None,
+) -> None:
+    main = ModuleType("__main__")
+    attributes = {"file": file, "loader": loader, "package": package, "cached": cached, "spec": spec}
+    vars(main).update({f"__{name}__": value for name, value in attributes.items()}, __builtins__=builtins)
+    sys.modules["__main__"] = main
+    exec(code, vars(main))

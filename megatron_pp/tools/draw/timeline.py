@@ -1,0 +1,250 @@
+"""The data of every drawing: blocks, waits, transfers and memory of each rank, simulated or recorded.
+
+Level of detail: blocks thinner than a pixel are added up per pixel, too many steps of memory are thinned.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain, groupby
+from operator import itemgetter
+from typing import NamedTuple
+
+from megatron_pp.plan.costs.activations import activations_timeline
+from megatron_pp.plan.ir.instruction import (
+    BACKWARD,
+    COMPUTE_OPS,
+    COPIES_FROM_HOST,
+    COPIES_TO_HOST,
+    COPY_OF,
+    GATHERS,
+    POST_OF,
+    SCATTERS,
+)
+from megatron_pp.plan.ir.spec import PlanSpec
+from megatron_pp.plan.simulate.memory import ModelShape, rank_memory
+from megatron_pp.plan.simulate.simulation import Event, Simulation, Transfer
+from megatron_pp.tools.draw.palette import OPERATIONS
+
+COPIES, COLLECTIVES = (COPIES_TO_HOST, COPIES_FROM_HOST), (GATHERS, SCATTERS)
+STRIPS = COPIES, COLLECTIVES
+"""What is drawn in pairs of thin bars below a rank's blocks."""
+
+
+@dataclass
+class Lane:
+    """One rank.
+
+    compute  forwards, backwards and weight gradients, in order of time, without overlap
+    waits    WAIT and FREE instructions that took time
+    copies   between device and host, and collectives of replicas, under what posted them; those that took time
+    memory   (time, value) steps: the value holds from its time to the next one's; see Timeline for what it is
+    """
+
+    name: str
+    compute: list[Event] = field(default_factory=list)
+    waits: list[Event] = field(default_factory=list)
+    copies: list[Event] = field(default_factory=list)
+    memory: list[tuple[float, float]] = field(default_factory=list)
+
+    def copied(self, ops: frozenset[str]) -> list[Event]:
+        """The copies, or collectives, of one kind."""
+        return [copy for copy in self.copies if copy.instruction.op in ops]
+
+    @property
+    def busy(self) -> float:
+        return sum(e.end - e.start for e in self.compute)
+
+    @property
+    def peak(self) -> float:
+        return max((value for _, value in self.memory), default=0.0)
+
+
+class Traffic(NamedTuple):
+    """The number of messages, their bytes together, and how long the shortest and the longest took."""
+
+    messages: int
+    size: float
+    shortest: float
+    longest: float
+
+
+@dataclass
+class Timeline:
+    """All ranks of one step. Times are in ``unit``, from 0 on; ``stages[rank][chunk]`` is a global stage.
+
+    Memory is all of a rank's in bytes, or the activations that it keeps, in microbatches: a rank that has run all its
+    chunks forward, and none backward, keeps 1. ``note`` says where another order replaces the schedule's own;
+    ``slices``: how many a sequence is cut into.
+    """
+
+    title: str
+    unit: str
+    lanes: list[Lane]
+    stages: Sequence[Sequence[int]]
+    transfers: Iterable[Transfer] = ()
+    num_microbatches: int = 1
+    memory_in_bytes: bool = False
+    note: str = ""
+    slices: int = 1
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.stages[0])
+
+    @property
+    def end(self) -> float:
+        """The end of the last block or wait."""
+        ends = [events[-1].end for lane in self.lanes for events in (lane.compute, lane.waits) if events]
+        return max(ends, default=0.0)
+
+    @property
+    def bubble_share(self) -> float:
+        whole = self.end * len(self.lanes)
+        return 1.0 - sum(lane.busy for lane in self.lanes) / whole if whole else 0.0
+
+    @cached_property
+    def short_block(self) -> float:
+        """A length that nine of ten blocks reach, which labels have to fit."""
+        lengths = sorted(e.end - e.start for lane in self.lanes for e in lane.compute)
+        return lengths[len(lengths) // 10] if lengths else 0.0
+
+    @cached_property
+    def ops(self) -> list[str]:
+        """The compute operations that occur, in the order of OPERATIONS."""
+        found = {e.instruction.op for lane in self.lanes for e in lane.compute}
+        return [op for op in OPERATIONS if op in found]
+
+    @property
+    def has_waits(self) -> bool:
+        return any(lane.waits for lane in self.lanes)
+
+    @cached_property
+    def traffic(self) -> Traffic:
+        """All transfers in numbers."""
+        messages, size, shortest, longest = 0, 0.0, math.inf, 0.0
+        for t in self.transfers:
+            messages, size = messages + 1, size + t.size
+            shortest, longest = min(shortest, t.end - t.start), max(longest, t.end - t.start)
+        return Traffic(messages, size, shortest, longest)
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether any transfer takes time."""
+        return self.traffic.longest > 0
+
+    def has_copies(self, *kinds: frozenset[str]) -> bool:
+        """Whether any copy between device and host (or collective of replicas), of one of ``kinds``, takes time."""
+        return any(lane.copied(ops) for lane in self.lanes for ops in kinds)
+
+    def strips(self) -> list[list[Sequence[Event] | Sequence[Transfer]]]:
+        """Per rank, what is drawn below its blocks: activations and gradients that it sends, copies to the host and
+        back, all-gathers and reduce-scatters; where no schedule has any of a kind, without it.
+        """
+        found: list[list[Sequence[Event] | Sequence[Transfer]]] = []
+        for lane, sent in zip(self.lanes, self.sent(), strict=True):
+            found.append([*sent] if self.has_transfers else [])
+            for kinds in STRIPS:
+                found[-1] += [lane.copied(ops) for ops in kinds] if self.has_copies(*kinds) else []
+        return found
+
+    @property
+    def most_memory(self) -> float:
+        """The highest memory of any rank; 0 in an evaluation, which keeps nothing."""
+        return max((lane.peak for lane in self.lanes), default=0.0)
+
+    def sent(self) -> list[tuple[list[Transfer], list[Transfer]]]:
+        """Per rank, the activations and the gradients that it sends, in order of time, without those of length 0."""
+        sent: list[tuple[list[Transfer], list[Transfer]]] = [([], []) for _ in self.lanes]
+        for t in sorted(self.transfers, key=lambda t: t.start):
+            if t.end > t.start:
+                sent[t.source][t.kind == BACKWARD].append(t)
+        return sent
+
+
+def simulated_timeline(
+    simulation: Simulation, unit: str = "slots", shape: ModelShape | None = None, title: str | None = None
+) -> Timeline:
+    """The timeline of a simulated or recorded step, with the memory of every rank: in bytes with a model shape."""
+    plan, spec = simulation.plan, simulation.plan.spec
+    lanes = []
+    for rank in range(len(plan.programs)):
+        lane = Lane(f"rank {rank}")
+        for event in simulation.events(rank):
+            op = event.instruction.op
+            if op in COMPUTE_OPS:
+                lane.compute.append(event)
+            elif (op in POST_OF or op in COPY_OF) and event.end > event.start:
+                lane.waits.append(event)
+        lane.copies = [copy for copy in simulation.copies[rank] if copy.end > copy.start] if simulation.copies else []
+        if shape is not None:
+            memory = rank_memory(plan, rank, shape)
+            lane.memory = _steps(simulation.ends[rank], memory.after, memory.static)
+        else:
+            kept = (value / spec.num_chunks for value in activations_timeline(plan, rank))
+            lane.memory = _steps(simulation.ends[rank], kept, 0.0)
+        lanes.append(lane)
+    sizes = simulation.transfers, spec.num_microbatches, shape is not None, plan.remark, spec.slices
+    return Timeline(title or short_title(spec), unit, lanes, plan.placement.stages, *sizes)
+
+
+def short_title(spec: PlanSpec) -> str:
+    """``zb_v P=4 V=2 M=8``, and what differs from the defaults."""
+    sizes = spec.pipeline_size, spec.num_chunks, spec.num_microbatches
+    usual = PlanSpec(spec.schedule, *sizes, slices=spec.slices)
+    extra = [f"slices={spec.slices}"] if spec.slices > 1 else []
+    extra += [f"group={spec.group_size}"] if spec.effective_group_size != usual.effective_group_size else []
+    extra += [f"{value}" for value in (spec.policy, spec.channels) if value not in (usual.policy, usual.channels)]
+    extra += [f"offload={spec.offload_chunks}"] if spec.offload_chunks is not None else []
+    extra += [f"fsdp={spec.fsdp_collectives}"] if spec.fsdp_collectives else []
+    extra += ["forward only"] if spec.forward_only else []
+    return " ".join([spec.schedule, f"P={sizes[0]} V={sizes[1]} M={sizes[2]}", *extra])
+
+
+def _steps(times: Sequence[float], values: Iterable[float], static: float) -> list[tuple[float, float]]:
+    """Steps where the value changes; of several values at one time the highest and the last."""
+    changes = chain([(0.0, 0.0)], zip(times, values, strict=True))
+    steps: list[tuple[float, float]] = []
+    for time, members in groupby(changes, key=itemgetter(0)):
+        found = [static + value for _, value in members]
+        for value in (max(found), found[-1]):
+            if not steps or steps[-1][1] != value:
+                steps.append((time, value))
+    return steps
+
+
+class Piece(NamedTuple):
+    """From ``left`` to ``right`` (pixels): one block, or the shares of operations in one pixel."""
+
+    left: float
+    right: float
+    event: Event | None
+    shares: tuple[tuple[str, float], ...] = ()
+
+
+def pieces(events: Sequence[Event], pixels_per_unit: float) -> Iterator[Piece]:
+    """Blocks of at least a pixel; the others as one piece per pixel, with the share of each operation."""
+    blocks = ((e, e.start * pixels_per_unit, e.end * pixels_per_unit) for e in events)
+    for pixel, group in groupby(blocks, lambda block: int(block[1]) if block[2] - block[1] < 1.0 else None):
+        if pixel is None:
+            yield from (Piece(left, right, event) for event, left, right in group)
+            continue
+        shares: defaultdict[str, float] = defaultdict(float)
+        for event, left, right in group:
+            shares[event.instruction.op] = shares[event.instruction.op] + right - left
+        yield Piece(pixel, pixel + 1, None, tuple(shares.items()))
+
+
+def thinned(steps: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
+    """At most about ``most`` of the steps: the highest and the last of each stretch of time."""
+    if len(steps) <= most:
+        return list(steps)
+    stretch = steps[-1][0] / (most / 2) or 1.0
+    kept: list[tuple[float, float]] = []
+    for _, members in groupby(steps, key=lambda step: int(step[0] / stretch)):
+        group = list(members)
+        highest = max(group, key=lambda step: step[1])
+        kept += [highest] if highest is group[-1] else [highest, group[-1]]
+    return kept

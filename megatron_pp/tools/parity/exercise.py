@@ -1,0 +1,47 @@
+"""What of a script's flags a comparison cannot run, or runs without: named in its answer, so that nobody takes it for
+compared."""
+
+from __future__ import annotations
+
+from megatron_pp.tools.parity.flags import Flags
+from megatron_pp.tools.parity.processes import RunError
+
+_SHARDED = (
+    "parity cannot read parameters that FSDP shards. Compare the layout without it, with --use-distributed-optimizer"
+)
+REFUSED = {
+    "--use-megatron-fsdp": _SHARDED,
+    "--use-custom-fsdp": _SHARDED,
+    "--use-torch-fsdp2": _SHARDED,
+    "--yaml-cfg": "parity reads sizes from flags. Give those of the file as flags",
+}
+_PACKED = "packs of sequences are not made, and their attention needs Transformer Engine and a GPU"
+NOT_MADE = {
+    "--sft": _PACKED,
+    "--dataloader-inter-document-masking": _PACKED,
+    "--hybrid-context-parallel": _PACKED,
+    "--dynamic-context-parallel": _PACKED,
+    "--rampup-batch-size": "the number of microbatches does not change between steps",
+    "--step-batch-size-schedule": "the number of microbatches does not change between steps",
+}
+"""Data and steps that parallel code treats in a way of its own, and that are not made. A layout with one of these is
+not equal, whatever else is."""
+_LEFT_OUT = {
+    "--optimizer-cpu-offload": "the optimizer's state stays where the model is",
+    "--recompute-loss-function": "the loss is not recomputed",
+    "--full-validation": "no evaluation is run",
+}
+DROPOUT = "it is off: layouts draw other random numbers, and these are not compared"
+
+
+def refuse(flags: Flags) -> None:
+    """Raises RunError for flags with which parity cannot compare anything."""
+    for name in flags.having(REFUSED):
+        raise RunError(f"{name}: {REFUSED[name]}")
+
+
+def not_exercised(given: Flags, ran: Flags, needs_gpu: tuple[str, ...]) -> dict[str, str]:
+    """Flag -> why the comparison says nothing about it. ``given``: the script's; ``ran``: those of the runs."""
+    found = {name: why for name, why in (NOT_MADE | _LEFT_OUT).items() if name in given}
+    gone = [name for name in dict.fromkeys(name for name, _ in given.items) if name not in ran]
+    return found | {name: "it needs a GPU" for name in gone if name in needs_gpu}

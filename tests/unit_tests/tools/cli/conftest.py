@@ -1,0 +1,52 @@
+"""The command, called in this process."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from megatron_pp.plan.builder import build_plan
+from megatron_pp.plan.ir.spec import ON_NCCL, PlanSpec
+from megatron_pp.tools.cli.command_line import main
+from testkit.plan_text import save_plan
+
+MODEL = ["--layers", "16", "--hidden-size", "1024", "--seq-length", "1024", "--vocab-size", "32000"]
+
+
+@pytest.fixture
+def command(capsys, monkeypatch, tmp_path):
+    """Run ``megatron-pp LINE ARGUMENTS`` in a folder of the test's: (exit code, what it printed, what it complained
+    about)."""
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.chdir(tmp_path)
+
+    def run(line="", *arguments):
+        try:
+            code = main([*shlex.split(line), *map(str, arguments)])
+        except SystemExit as stop:  # argparse
+            code = stop.code
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return run
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """In the working folder: two compute orders, the first with communication, and as a whole plan."""
+    monkeypatch.chdir(tmp_path)
+    order = build_plan(PlanSpec("1f1b", 2, 1, 4, device=ON_NCCL))
+    save_plan(order, "compute.csv")
+    save_plan(order, "comms.csv", "torch-csv-comms")
+    save_plan(order, "whole.json")
+    save_plan(build_plan(PlanSpec("gpipe", 2, 1, 4)), "other.csv")
+
+
+def assert_refused(result, code, *words):
+    """One line of complaint with ``words`` in it, and nothing else."""
+    assert result[0] == code
+    assert result[1] == ""
+    assert result[2].count("\n") == 1
+    for word in words:
+        assert word in result[2]
