@@ -7,6 +7,7 @@ the run where this process adopts orphans (`process_tree.adopt_orphans`).
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import pickle
 import socket
@@ -94,6 +95,9 @@ def _end(processes: Sequence[BaseProcess], before: set[int]) -> None:
 
 def _rank(body: Callable[[int], object], rank: int, world: int, port: int, folder: Path) -> None:
     process = os.getpid()
+    # A collection would end what the parent has left, such as a process group in a reference cycle: the destructor of
+    # one of gloo's waits for threads that a forked process does not have.
+    gc.freeze()
     end_with_parent()
     os.register_at_fork(after_in_child=end_with_parent)  # of processes that save checkpoints
     output = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -25,6 +26,26 @@ def test_ranks_know_their_number_and_share_an_address(tmp_path: Path):
     run_ranks(body, 2, tmp_path, 60.0)
     (first, size, port), (second, _, same) = ((tmp_path / f"{rank}.txt").read_text().split() for rank in range(2))
     assert (first, second, size, port) == ("0", "1", "2", same)
+
+
+def test_ranks_do_not_end_what_this_process_has_left(tmp_path: Path):
+    """Such as a process group in a cycle, whose destructor joins threads that a forked process lacks."""
+    import torch.distributed as dist
+
+    class Holder:
+        def __init__(self) -> None:
+            self.group = dist.ProcessGroupGloo(dist.PrefixStore("left", dist.HashStore()), 0, 1)
+            self.me = self
+
+    def body(rank: int) -> int:
+        return gc.collect()
+
+    gc.disable()
+    try:
+        Holder()
+        run_ranks(body, 1, tmp_path, 20.0)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.slow
