@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT))
 from made_parts import MadePart, markdown_table, renew  # noqa: E402
 
 from megatron_pp.config.model_config import TransformerConfig  # noqa: E402
-from megatron_pp.integrations.settings import TABLE  # noqa: E402
+from megatron_pp.integrations.megatron.settings import TABLE  # noqa: E402
 
 
 def default_text(field: dataclasses.Field) -> str:

@@ -1,6 +1,6 @@
 #!/usr/bin/env python
-"""Print what the schedules of Megatron-LM checkouts make use of and `integrations/megatron_reads.py` does not know, and
-the digests of sources that `integrations/megatron_sources.py` does not have.
+"""Print what the schedules of Megatron-LM checkouts make use of and `reads.py` does not know, and the digests of
+sources that `sources.py` does not have, both in `integrations/megatron/releases/`.
 
     python scripts/megatron_reads.py ~/Megatron-LM-0.20 ~/Megatron-LM-0.21
 
@@ -19,13 +19,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_pp.integrations.megatron_reads import COMMUNICATOR, known_reads, names_read
-from megatron_pp.integrations.megatron_sources import KNOWN, MODULES
-from megatron_pp.integrations.megatron_versions import ENTRIES
+from megatron_pp.integrations.megatron.releases.reads import COMMUNICATOR, known_reads, names_read
+from megatron_pp.integrations.megatron.releases.sources import KNOWN, MODULES
+from megatron_pp.integrations.megatron.releases.versions import ENTRIES
 
 
 def reads_of(checkout: Path) -> dict[str, set[str]]:
-    """As `megatron_reads.reads_of`, of the files of a checkout."""
+    """As `reads.reads_of`, of the files of a checkout."""
     folder = checkout / "megatron/core/pipeline_parallel"
     reads = {}
     for name in (*ENTRIES, COMMUNICATOR):
@@ -37,7 +37,7 @@ def reads_of(checkout: Path) -> dict[str, set[str]]:
 
 
 def digests_of(checkout: Path) -> dict[str, str]:
-    """As `megatron_versions.digest`, of the functions and classes of a checkout that are in KNOWN."""
+    """As `versions.digest`, of the functions and classes of a checkout that are in KNOWN."""
     found = {}
     for module in MODULES:
         path = checkout / f"megatron/core/pipeline_parallel/{module}.py"

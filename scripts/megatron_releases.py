@@ -30,7 +30,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from made_parts import markdown_table, table_in  # noqa: E402
 from megatron_reads import digests_of  # noqa: E402
 
-from megatron_pp.integrations.megatron_sources import KNOWN  # noqa: E402
+from megatron_pp.integrations.megatron.releases.sources import KNOWN  # noqa: E402
 
 CSV = ROOT / "docs" / "data" / "megatron_releases.csv"
 CONSTRAINTS = ROOT / "scripts" / "constraints.txt"
@@ -101,7 +101,7 @@ def advice(row: Row) -> str:
         found = (
             f"megatron-core {row.release} is not shown to run as it should: {passed}{compared}. Stay with an earlier "
             "release, or leave install() out, until that is mended: read what its functions have beyond the tables "
-            "(below), serve it or hand it back in integrations/megatron_scope.py, and run this again."
+            "(below), serve it or hand it back in integrations/megatron/steps/scope.py, and run this again."
         )
     elif f"\nmegatron-core=={row.release};" in CONSTRAINTS.read_text(encoding="utf-8"):
         found = f"megatron-core {row.release} runs as it should: {passed}{compared}. The constraints pin it already."
@@ -114,7 +114,7 @@ def advice(row: Row) -> str:
     if row.differs != NOT_RUN:
         found += (
             f" It differs from all releases known before in {row.differs}: read the difference, then add what "
-            "`scripts/megatron_reads.py DIR` prints to integrations/megatron_reads.py and megatron_sources.py."
+            "`scripts/megatron_reads.py DIR` prints to reads.py and sources.py in integrations/megatron/releases/."
         )
     return textwrap.fill(found, 120)
 

@@ -29,7 +29,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megatron_pp.integrations.settings_file import parse_toml  # noqa: E402
+from megatron_pp.integrations.megatron.settings_file import parse_toml  # noqa: E402
 
 MODEL = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --max-position-embeddings 32 "

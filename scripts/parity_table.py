@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 from made_parts import MadePart, long_tables_to_data, markdown_table, table_in, with_tables  # noqa: E402
 
-from megatron_pp.integrations.megatron_versions import release_of  # noqa: E402
+from megatron_pp.integrations.megatron.releases.versions import release_of  # noqa: E402
 from testkit.megatron import groups  # noqa: E402
 from testkit.megatron.cases import POLICIES, Case, Job, Model, Outcome  # noqa: E402
 from testkit.megatron.runner import parity_jobs, run_jobs  # noqa: E402

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_pp.comm.channels import ChannelKey
-from megatron_pp.comm.nccl_transport import NcclChannels, NcclTransport
+from megatron_pp.comm.nccl.nccl_transport import NcclChannels, NcclTransport
 from megatron_pp.comm.transport import Preparation, Work
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.tasks import Task

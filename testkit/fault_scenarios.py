@@ -40,7 +40,7 @@ class Episode:
     sample_every  steps between two looks at the resident memory; 0: none
     seq_length  of a message of seq_length * 32 bytes: 3 fits into any socket's buffer, 500,000 into none
     group_timeout  seconds, of the process groups; so long a transfer that gloo cannot end holds a thread, a connection
-                   and its tensor (see ``gloo.py``)
+                   and its tensor (see ``comm/gloo/waiting_threads.py``)
     stopped_seconds  after which a rank that is stopped is given up, if ``p2p_timeout`` does not come before
     """
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron_pp.comm.nccl_transport import NcclTransport
+from megatron_pp.comm.nccl.nccl_transport import NcclTransport
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
 from megatron_pp.faults.attach import close_guard
 from megatron_pp.testing.pipeline import run_rank

@@ -9,7 +9,7 @@ millisecond. It takes 3 to 13 ms; ``destroy_process_group`` and ``init_process_g
 
 gloo does not wake a transfer that is half on the wire, nor a send that was written to a connection which the peer had
 just reset; not even when the peer dies. It wakes queued operations only, and ``Pair::signalException``
-(gloo/transport/tcp/pair.cc) passes over those that wait for the socket. Hence ``gloo.py``.
+(gloo/transport/tcp/pair.cc) passes over those that wait for the socket. Hence ``gloo/waiting_threads.py``.
 
 NCCL: ``ProcessGroup.abort`` (``ncclCommAbort``) makes the kernels leave and the synchronisation of the stream return,
 without an error on the waiting thread, and streams go on without the data; the communicator refuses further calls. The

@@ -1,5 +1,5 @@
-"""Transfers over a ``torch.distributed`` process group: what gloo (``gloo_transport.py``) and NCCL
-(``nccl_transport.py``) have in common."""
+"""Transfers over a ``torch.distributed`` process group: what gloo (``gloo/gloo_transport.py``) and NCCL
+(``nccl/nccl_transport.py``) have in common."""
 
 from __future__ import annotations
 

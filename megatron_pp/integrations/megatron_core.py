@@ -25,14 +25,14 @@ from typing import Any
 
 from megatron_pp.common.object_table import ObjectTable
 from megatron_pp.errors import NotServedError, UnknownMegatronError
-from megatron_pp.integrations.after_step import leave_what_follows, watch_what_follows
-from megatron_pp.integrations.gpt_models import model_classes, place_models, restore_models
-from megatron_pp.integrations.megatron_call import MegatronHost
-from megatron_pp.integrations.megatron_release import Megatron, load_megatron
-from megatron_pp.integrations.megatron_scope import has_modules, reason_not_served, without_defaults
-from megatron_pp.integrations.megatron_versions import ENTRIES
-from megatron_pp.integrations.named_objects import holders_of, replace_in, replace_names
-from megatron_pp.integrations.settings import InstallSettings, read_settings
+from megatron_pp.integrations.megatron.named_objects import holders_of, replace_in, replace_names
+from megatron_pp.integrations.megatron.releases.release import Megatron, load_megatron
+from megatron_pp.integrations.megatron.releases.versions import ENTRIES
+from megatron_pp.integrations.megatron.settings import InstallSettings, read_settings
+from megatron_pp.integrations.megatron.steps.after_step import leave_what_follows, watch_what_follows
+from megatron_pp.integrations.megatron.steps.call import MegatronHost
+from megatron_pp.integrations.megatron.steps.gpt_models import model_classes, place_models, restore_models
+from megatron_pp.integrations.megatron.steps.scope import has_modules, reason_not_served, without_defaults
 from megatron_pp.on_demand import is_loaded, load
 from megatron_pp.runtime.arguments import check_required
 from megatron_pp.runtime.step import prepared, run_step

@@ -7,8 +7,8 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+from megatron_pp.integrations.megatron.settings import InstallSettings
 from megatron_pp.integrations.megatron_core import install_with, take_models
-from megatron_pp.integrations.settings import InstallSettings
 
 _MODELS = ("megatron.core.models.gpt.gpt_model", "megatron.core.models.hybrid.hybrid_model")
 _MODULES = ("megatron.core", "megatron.core.pipeline_parallel.schedules")

@@ -129,7 +129,7 @@ def serve() -> None:
     gc.disable()
     for name in ("testkit.megatron.lab", "megatron_pp.integrations.megatron_core"):
         importlib.import_module(name)
-    importlib.import_module("megatron_pp.integrations.megatron_release").load_megatron()
+    importlib.import_module("megatron_pp.integrations.megatron.releases.release").load_megatron()
     gc.enable()
     for line in sys.stdin.buffer:
         jobs = [Job.from_dict(raw) for raw in json.loads(line)]

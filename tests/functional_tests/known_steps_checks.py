@@ -13,9 +13,9 @@ import torch
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
-from megatron_pp.integrations.known_steps import KnownSteps
-from megatron_pp.integrations.megatron_release import load_megatron
-from megatron_pp.integrations.megatron_steps import MegatronSteps
+from megatron_pp.integrations.megatron.releases.release import load_megatron
+from megatron_pp.integrations.megatron.steps.forward_backward import MegatronSteps
+from megatron_pp.integrations.megatron.steps.known_steps import KnownSteps
 from megatron_pp.runtime.compute import StepOptions
 from testkit.megatron.cases import Case
 

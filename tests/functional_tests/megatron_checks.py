@@ -26,7 +26,10 @@ from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import p2p_communication, schedules
 
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.integrations import megatron_core, megatron_reads, megatron_release, megatron_versions
+from megatron_pp.integrations import megatron_core
+from megatron_pp.integrations.megatron.releases import reads as megatron_reads
+from megatron_pp.integrations.megatron.releases import release as megatron_release
+from megatron_pp.integrations.megatron.releases import versions as megatron_versions
 from testkit.megatron import lab as megatron_lab
 from testkit.megatron.cases import Case
 

@@ -129,7 +129,7 @@ def main() -> None:
     gc.disable()
     for name in ("testkit.megatron.lab", "megatron_pp.integrations.megatron_core"):
         importlib.import_module(name)
-    importlib.import_module("megatron_pp.integrations.megatron_release").load_megatron()
+    importlib.import_module("megatron_pp.integrations.megatron.releases.release").load_megatron()
     gc.enable()
     gc.freeze()
     for case in json.loads(sys.argv[1]):

@@ -16,7 +16,8 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.integrations import megatron_core, megatron_release
+from megatron_pp.integrations import megatron_core
+from megatron_pp.integrations.megatron.releases import release as megatron_release
 from testkit.megatron import lab as megatron_lab
 from testkit.megatron.cases import Case
 from tests.functional_tests.megatron_checks import call_schedule, with_fields

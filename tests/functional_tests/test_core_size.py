@@ -28,9 +28,8 @@ INSTALLED_MACHINE_LINES = 8_300
 # Room -> its modules that a default step loads.
 MACHINE = {
     "": "errors on_demand",
-    "comm": (
-        "at_exit channels communicator gloo gloo_transport group_transport own_groups stores transport wait_handle"
-    ),
+    "comm": ("at_exit channels communicator group_transport own_groups stores transport wait_handle"),
+    "comm.gloo": "gloo_transport waiting_threads",
     "common": "finalizers module_attributes object_table",
     "config": "checks kinds microbatch_counts model_config rules settings",
     "faults": "attach consistency guard heartbeat liveness peers places records tracker watchdog",
@@ -43,10 +42,10 @@ MACHINE = {
 # Where a program is the library's own: it makes its groups and configs, and has its own loop.
 OWN = {"": "parallel_state schedules", "config": "layout made parallel_grid", "runtime": "model_steps"}
 UNDER_INSTALL = {
-    "integrations": (
-        "after_step gpt_models known_steps megatron_call megatron_core megatron_release megatron_scope "
-        "megatron_sources megatron_steps megatron_versions named_objects settings"
-    ),
+    "integrations": "megatron_core",
+    "integrations.megatron": "named_objects settings",
+    "integrations.megatron.releases": "release sources versions",
+    "integrations.megatron.steps": "after_step call forward_backward gpt_models known_steps scope",
 }
 COMPILER = {
     "plan": "bounded_cache builder gc_pause names",

@@ -54,7 +54,7 @@ def _blocked(pipe: Connection, port: int, world: int, does: str, size: int) -> N
     import torch
 
     from megatron_pp.comm.abort import abort_groups
-    from megatron_pp.comm.gloo import ChannelThreads
+    from megatron_pp.comm.gloo.waiting_threads import ChannelThreads
 
     group = _join(0, port, world)
     peer = world - 1

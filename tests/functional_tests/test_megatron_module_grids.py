@@ -23,7 +23,7 @@ def modules_of_grids(case: Any) -> dict[str, Any]:
     os.environ["WORLD_SIZE"] = "16"  # what the grid asks for where there is no process group of that size
     from megatron.core.hyper_comm_grid import HyperCommGrid
 
-    from megatron_pp.integrations.megatron_modules import _module_of
+    from megatron_pp.integrations.megatron.steps.modules import _module_of
 
     found = {}
     for name, sizes in GRIDS.items():

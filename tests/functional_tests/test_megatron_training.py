@@ -11,7 +11,7 @@ import re
 
 import pytest
 
-from megatron_pp.integrations.megatron_versions import release_of
+from megatron_pp.integrations.megatron.releases.versions import release_of
 from tests.functional_tests.megatron_support import assert_equal, needs_megatron
 
 from testkit.megatron import groups  # isort: skip

@@ -8,9 +8,9 @@ import dataclasses
 
 import pytest
 
-from megatron_pp.integrations.gpt_models import PlacedModel
+from megatron_pp.integrations.megatron.settings import read_settings
+from megatron_pp.integrations.megatron.steps.gpt_models import PlacedModel
 from megatron_pp.integrations.on_import import install_on_import
-from megatron_pp.integrations.settings import read_settings
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.tools.parity import cpu_stand_in
 from testkit.processes import run_processes

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_pp.comm.gloo import LARGE_BYTES, InterruptedTransferError
+from megatron_pp.comm.gloo.waiting_threads import LARGE_BYTES, InterruptedTransferError
 from megatron_pp.comm.group_transport import group_transport
 from megatron_pp.comm.transport import ACT
 from megatron_pp.errors import P2PError

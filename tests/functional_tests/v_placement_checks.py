@@ -23,8 +23,8 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron_pp.common.module_attributes import wrapped_attribute
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.integrations import megatron_core
-from megatron_pp.integrations.v_logs import log_on_last_rank
-from megatron_pp.integrations.v_placement import MirroredGroup, chunk_place
+from megatron_pp.integrations.megatron.steps.v_logs import log_on_last_rank
+from megatron_pp.integrations.megatron.steps.v_placement import MirroredGroup, chunk_place
 from testkit.megatron import lab
 from testkit.megatron.cases import Case
 

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_pp.errors import MegatronPPError
-from megatron_pp.integrations.settings import read_settings
+from megatron_pp.integrations.megatron.settings import read_settings
 from megatron_pp.plan.costs.files import check_writable, write_whole
 from megatron_pp.plan.gc_pause import collector_paused
 from megatron_pp.tools.cli import run

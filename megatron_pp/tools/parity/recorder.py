@@ -120,7 +120,7 @@ class Recorder:
         from megatron.core.optimizer import optimizer as optimizers
         from megatron.core.pipeline_parallel import schedules
 
-        from megatron_pp.integrations.named_objects import replace_names
+        from megatron_pp.integrations.megatron.named_objects import replace_names
 
         chosen = schedules.get_forward_backward_func
         replace_names([(chosen, wrapped(chosen, self._choice))])

@@ -120,7 +120,7 @@ class _Examination:
     def _watch_loop(self) -> None:
         from megatron.core.datasets import utils
 
-        from megatron_pp.integrations.named_objects import replace_names
+        from megatron_pp.integrations.megatron.named_objects import replace_names
 
         utils.compile_helpers = lambda: None  # of data sets that are not read
         training: Any = sys.modules[TRAINING_LOOP]
@@ -134,7 +134,7 @@ class _Examination:
         return original(*args, **kwargs)
 
     def _set_up(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        from megatron_pp.integrations.named_objects import replace_names
+        from megatron_pp.integrations.megatron.named_objects import replace_names
         from megatron_pp.tools.parity import cpu_stand_in
 
         if not getattr(torch.cuda, "_megatron_pp_stand_in", False):
@@ -167,7 +167,7 @@ class _Examination:
     def _watch_schedules(self) -> None:
         from megatron.core.pipeline_parallel import schedules
 
-        from megatron_pp.integrations.named_objects import replace_names
+        from megatron_pp.integrations.megatron.named_objects import replace_names
 
         chosen = schedules.get_forward_backward_func
         replace_names([(chosen, wrapped(chosen, self._choice))])

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_pp.comm import abort
 from megatron_pp.comm.channels import ChannelGroups, ChannelKey, in_rounds
-from megatron_pp.comm.nccl_transport import channel_options
+from megatron_pp.comm.nccl.nccl_transport import channel_options
 from megatron_pp.comm.transport import ACT, GRAD
 from megatron_pp.errors import CommunicatorClosedError, P2PTimeoutError
 from megatron_pp.plan.ir.placement import LOOP, V_SHAPE, Placement

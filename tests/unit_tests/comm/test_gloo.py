@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from megatron_pp.comm import gloo as gloo_threads
-from megatron_pp.comm.gloo import ChannelThreads, InterruptedTransferError
+from megatron_pp.comm.gloo import waiting_threads as gloo_threads
+from megatron_pp.comm.gloo.waiting_threads import ChannelThreads, InterruptedTransferError
 
 PATIENCE = timedelta(seconds=20)
 

@@ -16,7 +16,7 @@ UNPICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "j
 # File -> what it may do: run the script that the user names; copy objects between ranks of one job, as torch does.
 ALLOWED = {
     "megatron_pp/tools/cli/run.py": {"running text: compile", "running text: exec"},
-    "megatron_pp/integrations/v_logs.py": {"unpickling: pickle"},
+    "megatron_pp/integrations/megatron/steps/v_logs.py": {"unpickling: pickle"},
     "megatron_pp/tools/parity/keeper.py": {"unpickling: pickle"},  # the outcome of the worker that it has started
     "megatron_pp/tools/parity/processes.py": {"unpickling: pickle"},  # results of the ranks that it has started
     "megatron_pp/tools/parity/script.py": {"unpickling: pickle"},  # writes one, and reads none

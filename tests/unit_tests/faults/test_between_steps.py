@@ -17,8 +17,8 @@ from megatron_pp.faults import attach
 from megatron_pp.faults.attach import close_guard
 from megatron_pp.faults.liveness import this_process
 from megatron_pp.faults.records import AFTER, DONE, EXCEPTION, Failure, FaultStore, Process, Progress
-from megatron_pp.integrations.after_step import WatchedEnd
-from megatron_pp.integrations.megatron_call import MegatronHost
+from megatron_pp.integrations.megatron.steps.after_step import WatchedEnd
+from megatron_pp.integrations.megatron.steps.call import MegatronHost
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.runtime.communicators import _KEPT, communicator_for
 from megatron_pp.runtime.host import Host

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_pp.integrations import megatron_sources
+from megatron_pp.integrations.megatron.releases import sources as megatron_sources
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from megatron_pp.integrations import after_step
+from megatron_pp.integrations.megatron.steps import after_step
 
 
 class Optimizer:

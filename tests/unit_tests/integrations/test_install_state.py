@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from megatron_pp.errors import NotServedError, ScheduleInputError
-from megatron_pp.integrations import megatron_core, v_placement
-from megatron_pp.integrations.megatron_versions import ENTRIES
+from megatron_pp.integrations import megatron_core
+from megatron_pp.integrations.megatron.releases.versions import ENTRIES
+from megatron_pp.integrations.megatron.steps import v_placement
 from tests.unit_tests.integrations.test_megatron_install import CALL, SCHEDULES, _fresh, stand_in
 from tests.unit_tests.integrations.test_megatron_versions import ENTRY, PUBLISHED
 from tests.unit_tests.integrations.test_other_schedules import runs, schedules, training_step

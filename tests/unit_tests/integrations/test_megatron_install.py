@@ -16,8 +16,9 @@ from unittest import mock
 import pytest
 
 from megatron_pp.errors import ScheduleInputError, UnknownMegatronError
-from megatron_pp.integrations import megatron_core, megatron_release
-from megatron_pp.integrations.megatron_versions import ENTRIES
+from megatron_pp.integrations import megatron_core
+from megatron_pp.integrations.megatron.releases import release as megatron_release
+from megatron_pp.integrations.megatron.releases.versions import ENTRIES
 from tests.unit_tests.integrations.test_megatron_versions import ENTRY, PUBLISHED, published_schedules
 
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"

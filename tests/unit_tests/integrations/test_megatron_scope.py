@@ -13,10 +13,12 @@ import pytest
 
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.features.modules.graph import Module, module_graphs
-from megatron_pp.integrations import combined, megatron_modules, megatron_versions
-from megatron_pp.integrations.megatron_release import Megatron
-from megatron_pp.integrations.megatron_scope import reason_not_served, without_defaults
-from megatron_pp.integrations.megatron_versions import ENTRIES
+from megatron_pp.integrations.megatron.releases import versions as megatron_versions
+from megatron_pp.integrations.megatron.releases.release import Megatron
+from megatron_pp.integrations.megatron.releases.versions import ENTRIES
+from megatron_pp.integrations.megatron.steps import combined
+from megatron_pp.integrations.megatron.steps import modules as megatron_modules
+from megatron_pp.integrations.megatron.steps.scope import reason_not_served, without_defaults
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.testing.memory_transport import MemoryNetwork
 

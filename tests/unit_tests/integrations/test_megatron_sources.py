@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
-from megatron_pp.integrations import megatron_sources, megatron_versions
-from megatron_pp.integrations.megatron_versions import ENTRIES, digest
+from megatron_pp.integrations.megatron.releases import sources as megatron_sources
+from megatron_pp.integrations.megatron.releases import versions as megatron_versions
+from megatron_pp.integrations.megatron.releases.versions import ENTRIES, digest
 from tests.unit_tests.integrations.test_megatron_versions import published_schedules
 
 KNOWN = megatron_sources.KNOWN

@@ -18,10 +18,11 @@ from pathlib import Path
 import pytest
 
 from megatron_pp.errors import UnknownMegatronError
-from megatron_pp.integrations import megatron_sources, megatron_versions
-from megatron_pp.integrations.megatron_reads import COMMUNICATOR, known_reads, names_read
-from megatron_pp.integrations.megatron_release import Megatron
-from megatron_pp.integrations.megatron_versions import ENTRIES
+from megatron_pp.integrations.megatron.releases import sources as megatron_sources
+from megatron_pp.integrations.megatron.releases import versions as megatron_versions
+from megatron_pp.integrations.megatron.releases.reads import COMMUNICATOR, known_reads, names_read
+from megatron_pp.integrations.megatron.releases.release import Megatron
+from megatron_pp.integrations.megatron.releases.versions import ENTRIES
 from tests.conftest import PROJECT_ROOT
 
 FORWARD = (

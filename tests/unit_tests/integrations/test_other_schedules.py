@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 
 from megatron_pp.errors import NotServedError, ScheduleInputError
-from megatron_pp.integrations import megatron_core, other_schedules
-from megatron_pp.integrations.megatron_call import MegatronHost
-from megatron_pp.integrations.megatron_versions import ENTRIES
+from megatron_pp.integrations import megatron_core
+from megatron_pp.integrations.megatron.releases import other_schedules
+from megatron_pp.integrations.megatron.releases.versions import ENTRIES
+from megatron_pp.integrations.megatron.steps.call import MegatronHost
 from megatron_pp.runtime.host import Host
 from tests.unit_tests.integrations.test_megatron_install import CALL, _fresh, stand_in
 

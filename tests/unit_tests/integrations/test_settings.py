@@ -18,7 +18,14 @@ import torch
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ConfigError
 from megatron_pp.features.pairs.pair_runner import in_turn
-from megatron_pp.integrations.settings import OTHER_VARIABLES, PLUGIN, PREFIX, TABLE, InstallSettings, read_settings
+from megatron_pp.integrations.megatron.settings import (
+    OTHER_VARIABLES,
+    PLUGIN,
+    PREFIX,
+    TABLE,
+    InstallSettings,
+    read_settings,
+)
 from testkit.pages import ROOT
 
 # Setting -> its text in the environment, its line in a file, what the engine gets.

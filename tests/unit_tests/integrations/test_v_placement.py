@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.integrations import v_logs, v_placement, v_step
-from megatron_pp.integrations.v_placement import ByChunk, MirroredGroup, Use, mirrored, real_group
+from megatron_pp.integrations.megatron.steps import v_logs, v_placement, v_step
+from megatron_pp.integrations.megatron.steps.v_placement import ByChunk, MirroredGroup, Use, mirrored, real_group
 
 
 class Group:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_pp.integrations.megatron_steps import freed_output
+from megatron_pp.integrations.megatron.steps.forward_backward import freed_output
 from megatron_pp.runtime.deallocate import accumulate, backward_root, custom_backward
 from testkit.blocks import SquaresInPython
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_pp.comm import nccl_transport
+from megatron_pp.comm.nccl import nccl_transport
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
 from megatron_pp.comm.transport import ACT
 from megatron_pp.plan.ir.spec import ONE_QUEUE, PlanSpec

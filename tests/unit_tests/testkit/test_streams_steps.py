@@ -15,7 +15,7 @@ import torch
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
 from megatron_pp.errors import PipelineError
 from megatron_pp.features.pairs.pair_runner import BackwardHalf, ForwardHalf, HalfCall, Ready, on_two_streams
-from megatron_pp.integrations.combined import CombinedSteps
+from megatron_pp.integrations.megatron.steps.combined import CombinedSteps
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import PLAIN, PlanSpec
 from megatron_pp.runtime.executor import PlanExecutor

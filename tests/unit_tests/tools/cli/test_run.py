@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from megatron_pp.integrations import megatron_core
-from megatron_pp.integrations.settings import TABLE
+from megatron_pp.integrations.megatron.settings import TABLE
 from megatron_pp.tools.cli import run
 from tests.unit_tests.integrations.test_megatron_versions import published_schedules
 from tests.unit_tests.tools.cli.conftest import assert_refused

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megatron_pp.integrations.megatron_scope import has_attention_residuals
+from megatron_pp.integrations.megatron.steps.scope import has_attention_residuals
 from megatron_pp.on_demand import load
 from megatron_pp.runtime.communicators import pipeline_group
 
 if TYPE_CHECKING:
-    from megatron_pp.integrations.megatron_call import MegatronHost
+    from megatron_pp.integrations.megatron.steps.call import MegatronHost
 
 
 def shapes_of_sides(host: MegatronHost) -> tuple[list[Any], list[Any]]:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from megatron_pp.common.module_attributes import wrapped_attribute
-from megatron_pp.integrations.megatron_release import Megatron
+from megatron_pp.integrations.megatron.releases.release import Megatron
 from megatron_pp.runtime.compute import Activation, LossRecord, StepOptions
 from megatron_pp.runtime.step import Step
 

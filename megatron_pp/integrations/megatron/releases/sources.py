@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
-from megatron_pp.integrations.megatron_versions import STEP_SOURCES, digest
+from megatron_pp.integrations.megatron.releases.versions import STEP_SOURCES, digest
 
 # Function or class -> the first 12 digits of the SHA-256 of its sources, oldest first.
 SCHEDULE_SOURCES: dict[str, str] = {
@@ -40,7 +40,7 @@ def changed_functions(schedules: ModuleType) -> list[str]:
 
 def are_known(schedules: ModuleType, names: Sequence[str]) -> bool:
     """Whether all these functions are those of known releases, none of them replaced by the program or without its
-    source. What they make use of is known then (``megatron_reads.py``)."""
+    source. What they make use of is known then (``reads.py``)."""
     own = dict(_own(schedules))
     return all(name in own and (source := digest(own[name])) and source in KNOWN[name] for name in names)
 

@@ -1,4 +1,4 @@
-"""Transfers over gloo, which the threads of ``gloo.py`` wait for."""
+"""Transfers over gloo, which the threads of ``waiting_threads.py`` wait for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_pp.comm.at_exit import call_at_exit
 from megatron_pp.comm.channels import ChannelKey
-from megatron_pp.comm.gloo import LARGE_BYTES, SMALL_SENDS, ChannelThreads
+from megatron_pp.comm.gloo.waiting_threads import LARGE_BYTES, SMALL_SENDS, ChannelThreads
 from megatron_pp.comm.group_transport import GroupTransport
 from megatron_pp.comm.transport import ACT, Preparation, Work
 from megatron_pp.common.finalizers import finalize_here

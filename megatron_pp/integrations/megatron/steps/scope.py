@@ -8,8 +8,8 @@ from typing import Any
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.common.module_attributes import wrapped_attribute
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.integrations.megatron_release import Megatron
-from megatron_pp.integrations.megatron_versions import ENTRIES, Row, entry_keywords
+from megatron_pp.integrations.megatron.releases.release import Megatron
+from megatron_pp.integrations.megatron.releases.versions import ENTRIES, Row, entry_keywords
 from megatron_pp.on_demand import load
 
 

@@ -14,7 +14,7 @@ from types import CellType, CodeType, FrameType, ModuleType
 from typing import Any
 
 from megatron_pp.errors import NotServedError
-from megatron_pp.integrations.megatron_versions import ENTRIES
+from megatron_pp.integrations.megatron.releases.versions import ENTRIES
 
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 GETTER = "get_forward_backward_func"

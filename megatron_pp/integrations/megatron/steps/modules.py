@@ -22,10 +22,10 @@ from megatron_pp.errors import PlanError
 from megatron_pp.features.modules.graph import Edge, Module, ModuleGraph, module_graphs
 from megatron_pp.features.modules.modules_runner import cut_along
 from megatron_pp.features.modules.modules_step import ModulesPipeline, OnModules, prepared_on_modules, unserved_setting
-from megatron_pp.integrations.megatron_call import MegatronHost
-from megatron_pp.integrations.megatron_release import Megatron
-from megatron_pp.integrations.megatron_steps import MegatronSteps, freed_output
-from megatron_pp.integrations.settings import InstallSettings
+from megatron_pp.integrations.megatron.releases.release import Megatron
+from megatron_pp.integrations.megatron.settings import InstallSettings
+from megatron_pp.integrations.megatron.steps.call import MegatronHost
+from megatron_pp.integrations.megatron.steps.forward_backward import MegatronSteps, freed_output
 from megatron_pp.plan.ir.instruction import FORWARD
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.runtime.arguments import StepInputs

@@ -1,5 +1,5 @@
 """A microbatch through a chunk as Megatron's `forward_step` and `backward_step` run it, where their meaning is known
-(`megatron_versions.STEP_SOURCES`). What they look up for each microbatch is looked up once a step.
+(`STEP_SOURCES` of `releases/versions.py`). What they look up for each microbatch is looked up once a step.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from megatron_pp.integrations.megatron_release import Megatron
-from megatron_pp.integrations.megatron_steps import MegatronSteps
+from megatron_pp.integrations.megatron.releases.release import Megatron
+from megatron_pp.integrations.megatron.steps.forward_backward import MegatronSteps
 from megatron_pp.runtime.compute import Activation, StepOptions, timed_backward
 from megatron_pp.runtime.deallocate import backward_root
 from megatron_pp.runtime.step import Step

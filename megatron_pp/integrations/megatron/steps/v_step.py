@@ -12,8 +12,8 @@ import torch
 
 from megatron_pp.common.module_attributes import unwrapped, wrapped_attribute
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.integrations.megatron_steps import MegatronSteps
-from megatron_pp.integrations.v_placement import ChunkPlace, is_mirrored, shared_weight
+from megatron_pp.integrations.megatron.steps.forward_backward import MegatronSteps
+from megatron_pp.integrations.megatron.steps.v_placement import ChunkPlace, is_mirrored, shared_weight
 from megatron_pp.plan.ir.placement import V_SHAPE
 from megatron_pp.runtime.compute import Activation
 

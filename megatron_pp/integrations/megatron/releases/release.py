@@ -13,8 +13,7 @@ import torch
 
 from megatron_pp.config.settings import LOCAL_GRAPHS
 from megatron_pp.errors import ScheduleInputError, UnknownMegatronError
-from megatron_pp.integrations import megatron_sources
-from megatron_pp.integrations import megatron_versions as versions
+from megatron_pp.integrations.megatron.releases import sources, versions
 from megatron_pp.on_demand import load
 
 
@@ -137,9 +136,9 @@ def load_megatron() -> Megatron:
 def _described(core: ModuleType, schedules: ModuleType, state: ModuleType, version: str) -> Megatron:
     row = versions.row_of(version)
     versions.check_signatures(schedules, row, version)
-    changed, steps = megatron_sources.sentence(schedules, version), versions.known_steps(schedules)
+    changed, steps = sources.sentence(schedules, version), versions.known_steps(schedules)
     unknown = None
-    if not megatron_sources.are_known(schedules, (*versions.ENTRIES, versions.COMMUNICATOR)):
+    if not sources.are_known(schedules, (*versions.ENTRIES, versions.COMMUNICATOR)):
         unknown = load("megatron_reads").unknown_reads(schedules, versions.release_of(version), version)
     return Megatron(version, row, schedules, state, _multi_module_classes(), unknown, changed, steps)
 

@@ -1,9 +1,9 @@
 """What Megatron-core's own schedule functions read and call, as known for each release.
 
 The plug-in replaces these functions. A config field or a hook that a newer release reads or calls in them would be
-missed in silence. So where a release's functions are not those of a known one (`megatron_sources.py`), their source is
+missed in silence. So where a release's functions are not those of a known one (`sources.py`), their source is
 read at `install()`, and what is not in the table is named. Of `forward_step` and `backward_step` there are digests in
-`megatron_versions`. Sources: as for `megatron_versions`.
+`versions.py`. Sources: as for `versions.py`.
 
 `scripts/megatron_reads.py` prints what a checkout has beyond the table.
 """
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from megatron_pp.integrations.megatron_versions import COMMUNICATOR, ENTRIES
+from megatron_pp.integrations.megatron.releases.versions import COMMUNICATOR, ENTRIES
 
 EVERY = "every schedule function"
 

@@ -1,7 +1,7 @@
 """The differences between releases of Megatron-core that the plug-in depends on, as a table.
 
-Functions that run a microbatch are recognised by digests of their sources: `known_steps.py` does what the known ones
-do, others are called. Sources: as for `megatron_sources`.
+Functions that run a microbatch are recognised by digests of their sources: `steps/known_steps.py` does what the known
+ones do, others are called. Sources: as for `sources.py`.
 """
 
 import hashlib

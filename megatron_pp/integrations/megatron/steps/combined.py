@@ -17,9 +17,9 @@ import torch
 
 from megatron_pp.common.module_attributes import wrapped_attribute
 from megatron_pp.features.pairs.pair_runner import BackwardHalf, ForwardHalf, Ready
-from megatron_pp.integrations.megatron_release import Megatron
-from megatron_pp.integrations.megatron_steps import MegatronSteps
-from megatron_pp.integrations.v_placement import ChunkPlace
+from megatron_pp.integrations.megatron.releases.release import Megatron
+from megatron_pp.integrations.megatron.steps.forward_backward import MegatronSteps
+from megatron_pp.integrations.megatron.steps.v_placement import ChunkPlace
 from megatron_pp.runtime.compute import Activation, StepOptions
 from megatron_pp.runtime.step import Step
 
@@ -27,7 +27,7 @@ NOTHING = ForwardHalf(0, 0, None)
 NO_BACKWARD = BackwardHalf(0, 0, None, None, None)
 
 
-# Parameters that its step has in all releases of `megatron_versions.TABLE`.
+# Parameters that its step has in all releases of `releases/versions.py`'s TABLE.
 STEP = (
     "forward_step_func", "data_iterator", "f_model", "num_microbatches", "input_tensor", "forward_data_store",
     "b_model", "b_input_tensor", "b_output_tensor", "b_output_tensor_grad", "config", "f_model_chunk_id",
@@ -81,7 +81,7 @@ class CombinedSteps(MegatronSteps):
     ) -> None:
         super().__init__(megatron, step, overridden, options)
         combined = of_release()
-        assert combined is not None, "megatron_scope hands such a step back"
+        assert combined is not None, "scope.py hands such a step back"
         self.step = combined.step
         chunks = range(len(step.inputs.chunks))
         self.places: list[AbstractContextManager[Any]] = [

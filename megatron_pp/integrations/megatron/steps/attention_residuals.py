@@ -12,11 +12,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.integrations.megatron_call import with_overrides
-from megatron_pp.integrations.megatron_versions import ENTRIES
+from megatron_pp.integrations.megatron.releases.versions import ENTRIES
+from megatron_pp.integrations.megatron.steps.call import with_overrides
 
 if TYPE_CHECKING:
-    from megatron_pp.integrations.megatron_call import MegatronHost
+    from megatron_pp.integrations.megatron.steps.call import MegatronHost
 
 FIELD = "enable_attention_residuals"
 _MODULE = "megatron.core.transformer.attention_residual"

@@ -15,11 +15,11 @@ from megatron_pp.config import rules
 from megatron_pp.config.microbatch_counts import explain_microbatch_count
 from megatron_pp.config.settings import LOCAL_GRAPHS, StepSettings, checked
 from megatron_pp.errors import ScheduleInputError, WeightGradSplitError
-from megatron_pp.integrations.known_steps import KnownSteps
-from megatron_pp.integrations.megatron_release import Megatron
-from megatron_pp.integrations.megatron_scope import has_attention_residuals, is_combined
-from megatron_pp.integrations.megatron_steps import MegatronSteps
-from megatron_pp.integrations.settings import InstallSettings
+from megatron_pp.integrations.megatron.releases.release import Megatron
+from megatron_pp.integrations.megatron.settings import InstallSettings
+from megatron_pp.integrations.megatron.steps.forward_backward import MegatronSteps
+from megatron_pp.integrations.megatron.steps.known_steps import KnownSteps
+from megatron_pp.integrations.megatron.steps.scope import has_attention_residuals, is_combined
 from megatron_pp.on_demand import is_loaded, load
 from megatron_pp.plan.ir.placement import V_SHAPE
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
@@ -30,7 +30,7 @@ from megatron_pp.runtime.host import Host
 from megatron_pp.runtime.step import Step
 
 if TYPE_CHECKING:
-    from megatron_pp.integrations.v_step import StepsInV
+    from megatron_pp.integrations.megatron.steps.v_step import StepsInV
     from megatron_pp.weight_grad import WeightGradStore
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.integrations.gpt_models import PlacedModel, Replacement, Use, are_placed
-from megatron_pp.integrations.named_objects import replace_names
+from megatron_pp.integrations.megatron.named_objects import replace_names
+from megatron_pp.integrations.megatron.steps.gpt_models import PlacedModel, Replacement, Use, are_placed
 from megatron_pp.plan.ir.placement import V_SHAPE, Placement
 
 CHUNKS = 2  # of a rank, in every V schedule
