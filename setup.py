@@ -41,6 +41,8 @@ EXTRAS = {
     "te": ["transformer-engine[pytorch]"],
     # The documentation site; scripts/docs.sh builds it.
     "docs": ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.27"],
+    # What builds and checks a release: scripts/check_wheel.sh.
+    "release": ["build>=1.2", "setuptools>=77", "wheel", "twine>=6"],
     "test": [
         *("pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100", "numpy", "ruff", "mypy", "import-linter"),
         # Source distribution and wheel, which a test builds.
