@@ -25,7 +25,7 @@ MODULES = {
     "deferred_embedding": "megatron_pp.runtime.deferred_embedding",
     "named_tensors": "megatron_pp.features.named_tensors.named_steps",
     "context_parallel_loss": "megatron_pp.runtime.context_parallel_loss",
-    "megatron_order": "megatron_pp.runtime.graph_order",
+    "megatron_order": "megatron_pp.integrations.megatron.graph_order",
     "conversions": "megatron_pp.config.conversions",
     "made": "megatron_pp.config.made",
     "layout": "megatron_pp.config.layout",

@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megatron_pp.comm.transport import Edge, P2PRequest, Preparation, Transport
 from megatron_pp.comm.wait_handle import UNWATCHED, Tensors, WaitHandle, version_of
+from megatron_pp.common.bounded_cache import BoundedCache
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import CommunicatorClosedError, P2PTypeError
 from megatron_pp.on_demand import load
-from megatron_pp.plan.bounded_cache import BoundedCache
 from megatron_pp.plan.ir.spec import BATCHED
 
 if TYPE_CHECKING:

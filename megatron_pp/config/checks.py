@@ -5,8 +5,8 @@ import operator
 from collections.abc import Callable, Iterable
 from typing import Any, SupportsIndex
 
+from megatron_pp.common.names import did_you_mean
 from megatron_pp.errors import ConfigError
-from megatron_pp.plan.names import did_you_mean
 
 REMOVED = {
     "pipeline_replan": "plans no longer change while a job runs. Leave it out. For a plan that fits what stages and "

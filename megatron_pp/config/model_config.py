@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from megatron_pp.common.names import did_you_mean
 from megatron_pp.config import kinds, rules
 from megatron_pp.config.checks import why_removed
 from megatron_pp.config.kinds import Kind, variable_of
@@ -20,7 +21,6 @@ from megatron_pp.errors import ConfigError
 from megatron_pp.on_demand import load
 from megatron_pp.plan.ir.placement import PLACEMENTS
 from megatron_pp.plan.ir.spec import CACHES, CHANNELS, FSDP_COLLECTIVES
-from megatron_pp.plan.names import did_you_mean
 from megatron_pp.plan.orders.family import Family
 
 if TYPE_CHECKING:

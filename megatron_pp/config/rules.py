@@ -7,12 +7,12 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from megatron_pp.common.names import did_you_mean
 from megatron_pp.errors import ConfigError, PlanError, ScheduleError
 from megatron_pp.on_demand import load
 from megatron_pp.plan import orders
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import BATCHED, OVERLAP, PLAIN
-from megatron_pp.plan.names import did_you_mean
 from megatron_pp.plan.orders.family import INTERLEAVED_SEQ, SEQ_1F1B, Family
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ number changes is part of what the ranks agree on, which costs nothing as the ch
 from collections.abc import Hashable, Mapping
 from typing import NamedTuple
 
+from megatron_pp.common.bounded_cache import BoundedCache
 from megatron_pp.faults.records import ENTERING, Entry, Progress
-from megatron_pp.plan.bounded_cache import BoundedCache
 
 MOVE = "step_number"
 """In a description: how the number changed; compared."""

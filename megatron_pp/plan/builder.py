@@ -8,10 +8,10 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from megatron_pp.common.bounded_cache import BoundedCache
+from megatron_pp.common.gc_pause import collector_paused
 from megatron_pp.errors import PlanError
 from megatron_pp.on_demand import load
-from megatron_pp.plan.bounded_cache import BoundedCache
-from megatron_pp.plan.gc_pause import collector_paused
 from megatron_pp.plan.ir.certificate import REPETITION, Certificate
 from megatron_pp.plan.ir.instruction import (
     BACKWARD,

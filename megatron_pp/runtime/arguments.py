@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from megatron_pp.common.module_attributes import wrapped_attribute
+from megatron_pp.common.names import did_you_mean
 from megatron_pp.config.checks import whole_number
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.on_demand import load
-from megatron_pp.plan.names import did_you_mean
 
 REQUIRED_ARGUMENTS = ("forward_step_func", "data_iterator", "model", "num_microbatches")
 whole_argument = partial(whole_number, error=ScheduleInputError)

@@ -48,7 +48,8 @@ UNDER_INSTALL = {
     "integrations.megatron.steps": "after_step call forward_backward gpt_models known_steps scope",
 }
 COMPILER = {
-    "plan": "bounded_cache builder gc_pause names",
+    "common": "bounded_cache gc_pause names",
+    "plan": "builder",
     "plan.costs": "transports",
     "plan.ir": "agenda certificate dataflow feature instruction ledger placement repeated rules spec tasks",
     "plan.lower": "boundaries clock lowering order_check repetition syncs turns",

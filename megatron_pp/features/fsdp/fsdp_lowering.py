@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from megatron_pp.common.names import unknown
 from megatron_pp.errors import PlanError
 from megatron_pp.features.fsdp import fsdp_instructions as fsdp
 from megatron_pp.on_demand import load
@@ -25,7 +26,6 @@ from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import NONE, Instruction, halves
 from megatron_pp.plan.ir.repeated import Line, Lines
 from megatron_pp.plan.ir.spec import BY_COST, FSDP_COLLECTIVES, PER_RUN, PER_STEP, ZERO2, ZERO3, Plan, PlanSpec
-from megatron_pp.plan.names import unknown
 from megatron_pp.plan.orders import find_family
 
 _POSTED = ins.POST_OPS | {ins.BATCH}

@@ -33,11 +33,11 @@ from functools import lru_cache
 from itertools import groupby, product
 from typing import Any, NamedTuple
 
+from megatron_pp.common.gc_pause import collector_paused
 from megatron_pp.errors import PlanError
 from megatron_pp.features.modules.graph import ModuleGraph
 from megatron_pp.features.modules.modules_verify import transfer, verify_modules
 from megatron_pp.plan.costs.stage_costs import StageCosts
-from megatron_pp.plan.gc_pause import collector_paused
 from megatron_pp.plan.ir.agenda import Agenda
 from megatron_pp.plan.ir.dataflow import MOVES
 from megatron_pp.plan.ir.instruction import (

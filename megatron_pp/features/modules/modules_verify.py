@@ -13,9 +13,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from itertools import product
 
+from megatron_pp.common.gc_pause import collector_paused
 from megatron_pp.errors import PlanError
 from megatron_pp.features.modules.graph import Edge, ModuleGraph, check_names
-from megatron_pp.plan.gc_pause import collector_paused
 from megatron_pp.plan.ir import certificate as cert
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir import rules

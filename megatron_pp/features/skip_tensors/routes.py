@@ -21,13 +21,13 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
+from megatron_pp.common.names import unknown
 from megatron_pp.errors import PlanError
 from megatron_pp.features.skip_tensors.skip_instructions import DROP
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import BACKWARD_OPS, FORWARD, FREE_F, SEND_F, Instruction, each
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import ALL, CACHES, NO_CACHE
-from megatron_pp.plan.names import unknown
 
 BLOCKS = "blocks"
 """In place of a declaration: every stage makes a block that all later stages use (Attention Residuals)."""

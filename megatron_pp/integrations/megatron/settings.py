@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from megatron_pp.common.names import unknown
 from megatron_pp.config import kinds, rules
 from megatron_pp.config.checks import why_removed
 from megatron_pp.config.kinds import PREFIX, Kind, variable_of
 from megatron_pp.config.model_config import ModelParallelConfig, setting
 from megatron_pp.errors import ConfigError
 from megatron_pp.on_demand import load
-from megatron_pp.plan.names import unknown
 
 FILE_VARIABLE = variable_of("settings")
 OTHER_VARIABLES = frozenset(

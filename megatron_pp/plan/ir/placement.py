@@ -14,9 +14,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron_pp.common.names import unknown
 from megatron_pp.plan.ir.dataflow import neighbour_of
 from megatron_pp.plan.ir.instruction import NONE, TRANSFER_OPS, Instruction
-from megatron_pp.plan.names import unknown
 
 LOOP = "loop"
 V_SHAPE = "v"

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from megatron_pp.common.gc_pause import collector_paused
+from megatron_pp.common.names import unknown
 from megatron_pp.errors import PlanError
 from megatron_pp.on_demand import load
-from megatron_pp.plan.gc_pause import collector_paused
 from megatron_pp.plan.ir.certificate import Certificate
 from megatron_pp.plan.ir.instruction import COPIES_TO_HOST, NONE, PAIR, Instruction, format_program, without_pairs
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.repeated import Line, Repeated
 from megatron_pp.plan.ir.tasks import Cell, Task
-from megatron_pp.plan.names import unknown
 
 if TYPE_CHECKING:
     from megatron_pp.features.skip_tensors.routes import Routes, SkipTensor

@@ -54,9 +54,9 @@ from itertools import zip_longest
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
+from megatron_pp.common.gc_pause import collector_paused
 from megatron_pp.errors import PlanError
 from megatron_pp.on_demand import load
-from megatron_pp.plan.gc_pause import collector_paused
 from megatron_pp.plan.ir.dataflow import MOVES, RESULT_OF, TOWARDS, consumer_of, source_of
 from megatron_pp.plan.ir.instruction import (
     BACKWARD_OPS,

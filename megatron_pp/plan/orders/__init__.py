@@ -4,10 +4,10 @@ import importlib
 from collections import UserDict
 from collections.abc import Callable
 
+from megatron_pp.common.names import unknown
 from megatron_pp.errors import PlanError
 from megatron_pp.on_demand import load
 from megatron_pp.plan.ir.placement import LOOP
-from megatron_pp.plan.names import unknown
 from megatron_pp.plan.orders.family import COMBINED, INTERLEAVED, INTERLEAVED_SEQ, ONE_F_ONE_B, SEQ_1F1B, Family
 
 _MODULES = {

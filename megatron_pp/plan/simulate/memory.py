@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import NamedTuple
 
+from megatron_pp.common.names import unknown
 from megatron_pp.errors import PlanError
 from megatron_pp.on_demand import load
 from megatron_pp.plan.costs.activations import host_timeline, kept_timeline
 from megatron_pp.plan.ir.ledger import KINDS
 from megatron_pp.plan.ir.spec import Plan
-from megatron_pp.plan.names import unknown
 from megatron_pp.plan.verify.lifetime import Walk
 from megatron_pp.plan.verify.record_stream import recorded_timeline
 

@@ -11,9 +11,9 @@ from array import array
 from collections.abc import Collection, Iterator
 from operator import itemgetter
 
+from megatron_pp.common.gc_pause import collector_paused
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.costs.stage_costs import FREE, Network, StageCosts
-from megatron_pp.plan.gc_pause import collector_paused
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.dataflow import Message, message_of
 from megatron_pp.plan.ir.instruction import POST_OF, Instruction, halves

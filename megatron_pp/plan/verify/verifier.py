@@ -7,9 +7,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from megatron_pp.common.gc_pause import collector_paused
 from megatron_pp.errors import PlanError
 from megatron_pp.on_demand import load
-from megatron_pp.plan.gc_pause import collector_paused
 from megatron_pp.plan.ir import certificate as cert
 from megatron_pp.plan.ir.instruction import COMPUTE_OPS, COPY_OPS
 from megatron_pp.plan.ir.repeated import Block

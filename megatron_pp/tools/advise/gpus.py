@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron_pp.common.names import unknown
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.names import unknown
 
 GB = 1e9
 EFFICIENCY = 0.6

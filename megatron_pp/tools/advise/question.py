@@ -4,12 +4,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_pp.common.names import unknown
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.costs.communicators import Outside
 from megatron_pp.plan.costs.stage_costs import Link, Network
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import BATCHED, OVERLAP, checked_device
-from megatron_pp.plan.names import unknown
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.tools.advise.gpus import GB
 from megatron_pp.tools.advise.model import Model

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from megatron_pp.common.gc_pause import collector_paused
 from megatron_pp.errors import MegatronPPError
 from megatron_pp.integrations.megatron.settings import read_settings
 from megatron_pp.plan.costs.files import check_writable, write_whole
-from megatron_pp.plan.gc_pause import collector_paused
 from megatron_pp.tools.cli import run
 from megatron_pp.tools.cli.errors import BAD_INPUT
 from megatron_pp.tools.cli.terminal import open_terminal, print_command, print_line

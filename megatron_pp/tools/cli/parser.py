@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from megatron_pp import __version__
+from megatron_pp.common.names import did_you_mean, unknown
 from megatron_pp.errors import visible
-from megatron_pp.plan.names import did_you_mean, unknown
 from megatron_pp.tools.cli.errors import BAD_INPUT, UsageError
 from megatron_pp.tools.cli.terminal import wrapped_command, wrapped_for
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from megatron_pp.common.names import unknown
 from megatron_pp.config.model_config import TransformerConfig
 from megatron_pp.config.rules import schedule_name
 from megatron_pp.errors import PlanError
@@ -36,7 +37,6 @@ from megatron_pp.plan.ir.spec import (
     checked_device,
 )
 from megatron_pp.plan.lower.lowering import lowered
-from megatron_pp.plan.names import unknown
 from megatron_pp.plan.orders import SCHEDULES, choices, find_family, names_a_file
 from megatron_pp.plan.orders.family import Family, no_offloads
 from megatron_pp.plan.verify.verifier import Verdict, verify

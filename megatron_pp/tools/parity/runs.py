@@ -19,8 +19,8 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
+from megatron_pp.common.gc_pause import collector_paused
 from megatron_pp.integrations.on_import import WhenImported
-from megatron_pp.plan.gc_pause import collector_paused
 from megatron_pp.tools.parity import float64
 from megatron_pp.tools.parity.layout import NO_OPTIMIZER, RESTORE, SAVE, Layout
 from megatron_pp.tools.parity.processes import RunError, run_ranks

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_pp.common.bounded_cache import BoundedCache
 from megatron_pp.faults.consistency import RECEIVES, SENDS, Agreements
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan import builder
-from megatron_pp.plan.bounded_cache import BoundedCache
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.runtime.communicators import SoloTransport

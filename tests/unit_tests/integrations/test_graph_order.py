@@ -11,9 +11,9 @@ import pytest
 
 from megatron_pp.config.settings import TE_GRAPHS
 from megatron_pp.errors import ScheduleInputError
+from megatron_pp.integrations.megatron import graph_order
+from megatron_pp.integrations.megatron.graph_order import captured_order, check_graph_order, check_offload_order
 from megatron_pp.plan.ir.spec import PlanSpec
-from megatron_pp.runtime import graph_order
-from megatron_pp.runtime.graph_order import captured_order, check_graph_order, check_offload_order
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import ToyData
 from testkit.p2p_ranks import NothingMayPass

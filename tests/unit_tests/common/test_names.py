@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_pp.common.names import nearest_name, unknown
 from megatron_pp.config.model_config import ModelParallelConfig
 from megatron_pp.errors import ConfigError, PlanError, ScheduleError
 from megatron_pp.plan.ir.spec import PlanSpec
-from megatron_pp.plan.names import nearest_name, unknown
 from megatron_pp.plan.orders import SCHEDULES, find_family
 
 
