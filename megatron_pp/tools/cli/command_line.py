@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any, TextIO
 
 from megatron_pp.errors import MegatronPPError, visible
-from megatron_pp.tools.cli import parity, run
+from megatron_pp.tools.cli import check, parity, run
 from megatron_pp.tools.cli.errors import BAD_INPUT, ENDED, OK, REFUSED, RefusedError, UsageError
 from megatron_pp.tools.cli.parser import parse
 from megatron_pp.tools.cli.terminal import open_terminal, wrapped_for
@@ -30,12 +30,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run_script(given[1:])
     if given[:1] == [parity.NAME]:
         return _compare(given[1:])
+    if given[:1] == [check.NAME]:
+        return _check(given[1:])
     try:
         commands = {name: _command(name) for name in _COMMANDS}
     except KeyboardInterrupt:
         _complain("megatron-pp: ended by Ctrl-C")
         return ENDED
-    args = parse(commands, given, {own.NAME: own.SUMMARY for own in (run, parity)})
+    args = parse(commands, given, {own.NAME: own.SUMMARY for own in (check, run, parity)})
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("always", UserWarning)
@@ -96,6 +98,26 @@ def _compare(argv: Sequence[str]) -> int:
     except Exception as error:  # ours: without an answer, and Python's own exit code would say "different"
         traceback.print_exc()
         return parity.cannot_run(f"{type(error).__name__}: {error}", argv)
+
+
+def _check(argv: Sequence[str]) -> int:
+    try:
+        code = check.main(argv)
+        print(end="", flush=True)
+        return code
+    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
+        _drop_output()
+        return OK
+    except (ImportError, OSError, MegatronPPError) as error:
+        _complain(f"megatron-pp {check.NAME}: {_in_words(error)}")
+        return check.cannot_read(_in_words(error), argv)
+    except KeyboardInterrupt:
+        _drop_output()
+        _complain(f"megatron-pp {check.NAME}: ended by Ctrl-C")
+        return ENDED
+    except Exception as error:  # ours: without an answer, and Python's own exit code would say "would fail"
+        traceback.print_exc()
+        return check.cannot_read(f"{type(error).__name__}: {error}", argv)
 
 
 def _command(name: str) -> Any:

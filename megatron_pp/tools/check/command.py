@@ -1,0 +1,98 @@
+"""A check: the sections of its answer, in their order, and what a program does with them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from megatron_pp.errors import MegatronPPError
+from megatron_pp.tools.advise.gpus import Gpu
+from megatron_pp.tools.check.findings import ERROR, LEVELS, NOTE, RISK, SECTIONS, Finding, Section
+from megatron_pp.tools.check.job import Job
+
+NOTHING, FAILS, RISKS = 0, 1, 3
+"""Exit codes: nothing found, something would fail or compute wrongly, risks only."""
+_MODULES = {"time": "step_time"}
+"""Section -> its module, where the names differ."""
+_BESIDE_GPU = ("memory", "time")
+_READ = {NOTE: "layout"}
+"""Level -> the section that has what reading found; "start" has the rest."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    job: Job
+    sections: tuple[Section, ...]
+
+    def findings(self, level: str = "") -> list[Finding]:
+        """All of a level, or all."""
+        found = [one for section in self.sections for one in section.findings]
+        return [one for one in found if level in ("", one.level)]
+
+    def exit_code(self, strict: bool = False) -> int:
+        if self.findings(ERROR):
+            return FAILS
+        if self.findings(RISK):
+            return FAILS if strict else RISKS
+        return NOTHING
+
+    def to_json(self, strict: bool = False) -> dict[str, Any]:
+        """JSON values: the job, each section's data and findings, and the exit code."""
+        job = asdict(replace(self.job, found=()))
+        job.pop("found")
+        sections = {
+            section.name: {
+                "lines": list(section.lines),
+                "data": section.data,
+                "findings": [asdict(one) for one in section.findings],
+            }
+            for section in self.sections
+        }
+        return {"job": job, "sections": sections, "exit_code": self.exit_code(strict)}
+
+
+def check(job: Job, gpu: Gpu | None, numbers: Callable[[], Section] | None = None) -> Answer:
+    """All sections of the answer. ``gpu``: the card that the job runs on; None: not known. ``numbers``: what compares
+    the job with one process, where that is asked for."""
+    sections = [_answered(name, job, gpu) for name in SECTIONS if name != "numbers"]
+    if numbers is not None:
+        sections.append(numbers())
+    return Answer(job, tuple(_with_read(sections, job.found)))
+
+
+def _answered(name: str, job: Job, gpu: Gpu | None) -> Section:
+    """A section that cannot be answered says why: the others are still worth reading."""
+    module = f"megatron_pp.tools.check.{_MODULES.get(name, name)}"
+    if importlib.util.find_spec(module) is None:
+        return Section(name)
+    answer: Any = importlib.import_module(module).section
+    try:
+        section: Section = answer(job, gpu) if name in _BESIDE_GPU else answer(job)
+    except MegatronPPError as error:
+        why = str(error)
+    except Exception as error:  # ours: the job may be right, and nobody has looked
+        why = f"{type(error).__name__}: {error}"
+    else:
+        return section
+    return Section(name, findings=(Finding("not-answered", RISK, f"{name} cannot be answered: {why}"),))
+
+
+def _with_read(sections: Sequence[Section], found: Sequence[Finding]) -> list[Section]:
+    """With what reading found, where no section has it."""
+    known = [one for section in sections for one in section.findings]
+    rest = [one for one in found if one not in known]
+    return [
+        replace(
+            section,
+            findings=(*(one for one in rest if _READ.get(one.level, "start") == section.name), *section.findings),
+        )
+        for section in sections
+    ]
+
+
+def sorted_findings(section: Section) -> list[Finding]:
+    """The worst first."""
+    return sorted(section.findings, key=lambda one: LEVELS.index(one.level))

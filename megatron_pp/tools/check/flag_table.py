@@ -1,0 +1,56 @@
+"""Settings that Megatron's own code has not read: on the defaults of its parser, and with sizes that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from typing import Any
+
+from megatron_pp.plan.names import did_you_mean
+from megatron_pp.tools.check.findings import ERROR, NOTE, RISK, Finding
+from megatron_pp.tools.check.job import Job
+from megatron_pp.tools.check.sizes import completed
+from megatron_pp.tools.flags.read import Read, read_words
+from megatron_pp.tools.flags.table import options
+
+
+def read_flags(words: Sequence[str], gpus: int, why: str, release: str = "") -> Job:
+    """The job of a script and its flags, by the table of Megatron's flags. ``why``: not by Megatron's own parser."""
+    read = read_words(words[1:])
+    found = [Finding("not-read-by-megatron", NOTE, f"{why}; the flags are read by a table of Megatron's flags instead")]
+    for name in read.unknown:
+        text = f"{name} is no flag of Megatron's that is known{did_you_mean(name, options())}; it is not read"
+        found.append(Finding("unknown-flag", RISK, text, "", (name.lstrip("-").replace("-", "_"),)))
+    return job_of("megatron", read, gpus, words[0], found, release)
+
+
+def job_of(
+    framework: str,
+    read: Read,
+    gpus: int,
+    source: str,
+    found: Sequence[Finding] = (),
+    release: str = "",
+    defaults: Mapping[str, Any] | None = None,
+) -> Job:
+    """``defaults``: of the program, where they are not those of Megatron's parser."""
+    wrong = [Finding("value-not-understood", ERROR, text) for text in read.wrong]
+    return Job(
+        framework=framework,
+        gpus=gpus,
+        given=read.given,
+        args=completed(read.given, gpus, defaults or {}),
+        spelling=read.spelling,
+        unknown=tuple(read.unknown),
+        found=(*wrong, *found),
+        release=release or installed_release(),
+        source=source,
+    )
+
+
+def installed_release() -> str:
+    """Of Megatron-core; "" where none is installed."""
+    try:
+        return metadata.version("megatron-core")
+    except metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,175 @@
+"""A Megatron script and its flags, read by Megatron's own parser and checks, as rank 0 of the job."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_pp.plan.names import did_you_mean
+from megatron_pp.tools.check.errors import UnreadableError
+from megatron_pp.tools.check.findings import ERROR, NOTE, RISK, Finding
+from megatron_pp.tools.check.job import Job
+
+PATIENCE = 120.0  # seconds until Megatron has been imported and has read the flags
+HOPPER = 9
+_TOLD = re.compile(
+    r"disabl|ignor|deprecat|overrid|not support|no longer|turn|setting|warning|replac|instead|forc|only|cannot|fall"
+    r"|must|should|recommend",
+    re.IGNORECASE,
+)
+"""Lines of Megatron's that say that it changes something, or advises."""
+_ROUTINE = re.compile(r"Overriding default arguments|python|Setting global batch size|Please specify --split", re.I)
+_ASSUMED = {
+    "transformer_engine": "Transformer Engine is not installed here; checks that need a release of it are passed",
+    "flashinfer": "FlashInfer is not installed here; checks that need a release of it are passed",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "CUDA_DEVICE_MAX_CONNECTIONS is not set here; it is taken to be right in the job",
+}
+
+
+def read_script(
+    words: Sequence[str], gpus: int, *, module: bool = False, generation: int = HOPPER, patience: float = PATIENCE
+) -> Job:
+    """The job of ``words``: a script, or a module's name with ``module``, and its flags. ``generation``: of the GPU, as
+    CUDA numbers it. Raises UnreadableError.
+    """
+    script = _path_of(words[0], module)
+    request = {"script": script, "module": module, "words": [*words[1:]], "gpus": gpus, "generation": generation}
+    answer = _asked(request, patience)
+    if "missing" in answer or not answer["checked"]:
+        from megatron_pp.tools.check import flag_table
+
+        return flag_table.read_flags(words, gpus, _why_not_imported(answer), str(answer.get("release", "")))
+    found = [*_usage(answer, words, script), *_refusals(answer), *_changes(answer), *_assumed(answer)]
+    return Job(
+        framework="megatron",
+        gpus=gpus,
+        given=answer["given"],
+        args=answer["args"] or answer["before"],
+        spelling=answer["spelling"],
+        unknown=tuple(_unknown_flags(answer["unknown"], script)),
+        found=tuple(found),
+        release=answer["release"],
+        validated=bool(answer["args"]) and not answer["failed"],
+        source=words[0],
+    )
+
+
+def _path_of(name: str, module: bool) -> str:
+    if not module:
+        if not Path(name).is_file():
+            problem = "is a folder, not a script" if Path(name).is_dir() else "does not exist"
+            raise UnreadableError(f"{name} {problem}; check takes a script with its flags, or a file of settings")
+        return name
+    sys.path.insert(0, "")
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        spec = None
+    finally:
+        sys.path.remove("")
+    if spec is None or spec.origin is None:
+        raise UnreadableError(f"there is no module {name!r}; -m takes the name of one, such as my_project.train")
+    return spec.origin
+
+
+def _asked(request: Mapping[str, Any], patience: float) -> dict[str, Any]:
+    command = [sys.executable, "-m", "megatron_pp.tools.check.megatron_process", json.dumps(request)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=patience, check=False)
+    except subprocess.TimeoutExpired:
+        why = f"Megatron's parser did not read the flags of {request['script']} within {patience:g} s"
+        raise UnreadableError(f"{why}; --patience SECONDS gives it more time") from None
+    if done.returncode or not done.stdout:
+        last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        return {"missing": f"its process ended: {last[0]}", "release": ""}
+    return json.loads(done.stdout)
+
+
+def _why_not_imported(answer: Mapping[str, Any]) -> str:
+    if answer.get("module") in ("megatron.training", "megatron"):
+        return (
+            "megatron.training cannot be imported: it is not on PyPI, and comes with a checkout of Megatron-LM, beside "
+            "the script or on PYTHONPATH"
+        )
+    if "missing" not in answer:
+        return "the script does not read its flags by Megatron's parser"
+    return f"megatron.training cannot be imported ({answer['missing']})"
+
+
+def _unknown_flags(words: Sequence[str], script: str) -> list[str]:
+    """Flags that Megatron's parser does not know, and that the script does not name either."""
+    names = dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--"))
+    text = own_text(script)
+    return [name for name in names if f'"{name}"' not in text and f"'{name}'" not in text]
+
+
+def own_text(script: str) -> str:
+    """The source of the script; "" where it cannot be read."""
+    try:
+        return Path(script).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _usage(answer: Mapping[str, Any], words: Sequence[str], script: str) -> list[Finding]:
+    found = []
+    for text in answer["usage"]:
+        found.append(Finding("flag-not-understood", ERROR, f"Megatron's parser refuses {text}"))
+    known = ["--" + name.replace("_", "-") for name in answer["before"]]
+    known = [*known, *answer["spelling"].values()]
+    adds_own = "extra_args_provider" in own_text(script) and not answer["own_flags_read"]
+    for name in _unknown_flags(answer["unknown"], script):
+        level, text = ERROR, f"Megatron {answer['release']}'s parser does not know {name}{did_you_mean(name, known)}"
+        if adds_own:
+            level, text = RISK, f"{text}; the script adds flags of its own, which may have it"
+        found.append(Finding("unknown-flag", level, text, f"remove {name}", (name.lstrip("-").replace("-", "_"),)))
+    return found
+
+
+def _refusals(answer: Mapping[str, Any]) -> list[Finding]:
+    found = []
+    for one in answer["refusals"]:
+        settings = tuple(one["settings"])
+        about = settings[0].replace("_", "-") if settings else "settings"
+        text = one["text"].strip() or f"Megatron asks for {one['condition']}"
+        given = ", ".join(_valued(answer, name) for name in settings if name in answer["given"])
+        text = f"Megatron refuses: {text}" + (f" ({given})" if given else "")
+        found.append(Finding(f"megatron-refuses-{about}", ERROR, text, "", settings))
+    for text in answer["failed"]:
+        found.append(Finding("megatron-fails", ERROR, f"Megatron's checks fail: {text}"))
+    return found
+
+
+def _valued(answer: Mapping[str, Any], name: str) -> str:
+    value = answer["given"][name]
+    spelling = answer["spelling"].get(name, name)
+    return spelling if value is True else f"{spelling} {value}"
+
+
+def _changes(answer: Mapping[str, Any]) -> list[Finding]:
+    """What was given and is another value behind Megatron's checks, with what Megatron says of it; then what it says
+    besides."""
+    said = [line for line in answer["said"] if _TOLD.search(line) and not _ROUTINE.search(line)]
+    found, told = [], set()
+    for name, value in answer["given"].items():
+        if not answer["args"] or name not in answer["args"] or answer["args"][name] == value:
+            continue
+        words = re.compile(re.escape(name).replace("_", "[-_ ]?"), re.IGNORECASE)
+        reasons = [line for line in said if words.search(line)]
+        told.update(reasons)
+        reason = f": {'; '.join(reasons)}" if reasons else ""
+        text = f"Megatron changes {_valued(answer, name)} to {answer['args'][name]}{reason}"
+        found.append(Finding(f"megatron-changes-{name.replace('_', '-')}", NOTE, text, "", (name,)))
+    rest = [line for line in said if line not in told]
+    return found + [Finding("megatron-says", NOTE, f"Megatron says: {line}") for line in rest]
+
+
+def _assumed(answer: Mapping[str, Any]) -> list[Finding]:
+    text = "; ".join(_ASSUMED[name] for name in answer["assumed"])
+    return [Finding("assumed", NOTE, text)] if text else []

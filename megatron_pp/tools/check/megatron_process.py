@@ -1,0 +1,356 @@
+"""Reads a script's flags by Megatron's own parser and checks, in a process of its own.
+
+    python -m megatron_pp.tools.check.megatron_process '{"script": ..., "words": [...], "gpus": 64, ...}'
+
+prints one JSON object. No process group is made and no GPU is used: Megatron's `parse_args` and `validate_args` read
+the number of processes from the environment, and ask the device for its generation only. `megatron.training` is
+imported without what its package imports for training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import dataclasses
+import enum
+import gc
+import importlib
+import importlib.util
+import io
+import json
+import logging
+import os
+import sys
+import types
+import typing
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_MOST_ERRORS = 20  # of the parser, each of which needs a run of its own
+_PARSED = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--num-layers")
+"""A parser that knows these is Megatron's."""
+_SAME = {
+    "transformer_pipeline_model_parallel_size": "pipeline_model_parallel_size",
+    "total_model_size": "world_size",
+    "num_layers_per_pipeline_stage": "num_layers",
+}
+"""Names in Megatron's checks -> the setting that they are computed from."""
+
+
+class UsageFound(Exception):  # noqa: N818
+    """What argparse ends a script with."""
+
+
+def main() -> None:
+    request = json.loads(sys.argv[1])
+    answer = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    gc.disable()  # a fifth of the time of an import
+    json.dump(_read(request), answer)
+    answer.close()
+    sys.stderr.flush()
+    os._exit(0)  # at once: torch takes half a second to end
+
+
+def _read(request: dict[str, Any]) -> dict[str, Any]:
+    script = Path(request["script"])
+    sys.path[0] = os.getcwd() if request["module"] else str(script.resolve().parent)
+    os.environ.update(WORLD_SIZE=str(request["gpus"]), RANK="0", LOCAL_RANK="0")
+    sys.argv = [request["script"], *request["words"]]
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    try:
+        refusals, arguments, assumed = import_arguments(request["generation"])
+    except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        return {"missing": f"{type(error).__name__}: {error}", "module": missing, "release": _release()}
+    logging.disable(logging.NOTSET)
+    seen = _Seen(request["words"], provider_of(script, arguments))
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), _warnings_into(said):
+        args = _parsed_and_checked(arguments, refusals, seen)
+        _further_checks(arguments, refusals, args)
+    after = {} if args is None else vars(args)
+    return {
+        "release": _release(),
+        "given": plain(seen.given),
+        "args": plain(after),
+        "before": plain(seen.before),
+        "spelling": seen.spelling,
+        "unknown": seen.unknown,
+        "usage": seen.usage,
+        "refusals": [_with_known_settings(one, {*seen.before, *after}) for one in refusals.found],
+        "failed": [*refusals.failed, *([] if refusals.found else refusals.consequences)],
+        "said": _lines(said.getvalue()),
+        "assumed": assumed,
+        "own_flags_read": seen.own[0] is not None,
+        "checked": hasattr(arguments, "validate_args") or bool(seen.given),
+    }
+
+
+def _with_known_settings(refusal: Any, known: set[str]) -> dict[str, Any]:
+    """Local names and methods of Megatron's are no settings."""
+    names = dict.fromkeys(_SAME.get(name, name) for name in refusal.settings)
+    return {**dataclasses.asdict(refusal), "settings": [name for name in names if name in known]}
+
+
+def import_arguments(generation: int) -> tuple[Any, Any, list[str]]:
+    """Megatron's module of arguments, whose checks record; and what is assumed of libraries that are missing here."""
+    from megatron_pp.tools.check.collecting import collect_refusals
+
+    vars(typing).setdefault("override", lambda function: function)  # Megatron's main branch needs Python 3.12
+    refusals = collect_refusals()
+    _stand_in_for_device(generation)
+    try:
+        arguments, assumed = _imported()
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "triton":
+            raise
+        from megatron_pp.tools.parity.cpu_stand_in import triton_stand_in
+
+        importlib.import_module("torch._dynamo")  # wants the real one, or none
+        with triton_stand_in():
+            arguments, assumed = _imported()
+    vars(arguments)["_print_args"] = lambda *_, **__: None
+    return refusals, arguments, assumed
+
+
+def _imported() -> tuple[Any, list[str]]:
+    spec = importlib.util.find_spec("megatron.training")
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError("No module named 'megatron.training'", name="megatron.training")
+    utils = importlib.import_module("megatron.core.utils")
+    assumed = _assume_libraries(utils)
+    package: Any = types.ModuleType("megatron.training")
+    package.__path__, package.__spec__ = list(spec.submodule_search_locations), spec
+    package.__getattr__ = _not_imported
+    sys.modules["megatron.training"] = package
+    return importlib.import_module("megatron.training.arguments"), assumed
+
+
+def _not_imported(name: str) -> Any:
+    """A function of `megatron.training`: its module imports what is needed to train, and is not imported here."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    if name == "ARGS":
+        return []
+    return lambda *args, **kwargs: None
+
+
+def _stand_in_for_device(generation: int) -> None:
+    import torch
+
+    cuda: Any = torch.cuda
+    cuda.get_device_properties = lambda *_: types.SimpleNamespace(
+        name="GPU", major=generation, minor=0, total_memory=0, multi_processor_count=1
+    )
+    cuda.get_device_capability = lambda *_: (generation, 0)
+    cuda.device_count = lambda: 8
+    cuda.current_device = lambda: 0
+
+
+def _assume_libraries(utils: Any) -> list[str]:
+    """What a machine without GPUs often lacks is taken to be there, in the newest release."""
+    assumed = []
+    for package, name in (("transformer_engine", "is_te_min_version"), ("flashinfer", "is_flashinfer_min_version")):
+        if importlib.util.find_spec(package) is None and hasattr(utils, name):
+            setattr(utils, name, lambda *_, **__: True)
+            assumed.append(package)
+    if "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:
+        assumed.append("CUDA_DEVICE_MAX_CONNECTIONS")
+        sharded = {"--use-megatron-fsdp", "--use-torch-fsdp2", "--use-custom-fsdp"} & {*sys.argv}
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8" if sharded else "1"
+    return assumed
+
+
+@dataclasses.dataclass
+class _Seen:
+    """What the parser reads. ``given``: what is in the words; ``before``: all values, before checks."""
+
+    words: list[str]
+    own: tuple[Any, dict[str, Any]]  # what the script adds to the parser, and its own defaults
+    given: dict[str, Any] = dataclasses.field(default_factory=dict)
+    before: dict[str, Any] = dataclasses.field(default_factory=dict)
+    spelling: dict[str, str] = dataclasses.field(default_factory=dict)
+    unknown: list[str] = dataclasses.field(default_factory=list)
+    usage: list[str] = dataclasses.field(default_factory=list)
+
+
+def _parsed_and_checked(arguments: Any, refusals: Any, seen: _Seen) -> Any:
+    """The arguments behind Megatron's checks; None where they cannot be read."""
+    provider, defaults = seen.own
+    original = argparse.ArgumentParser.parse_known_args
+    parser_class: Any = argparse.ArgumentParser
+
+    def parse_known_args(parser: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:
+        if args is not None or not all(name in parser._option_string_actions for name in _PARSED):
+            return original(parser, args, namespace)
+        found = _parse(parser, original, seen)
+        seen.before = dict(vars(found))
+        return found, []
+
+    parser_class.parse_known_args = parse_known_args
+    args = None
+    try:
+        takes_provider = hasattr(arguments, "add_megatron_arguments") and provider is not None
+        args = arguments.parse_args(provider) if takes_provider else arguments.parse_args()
+        if hasattr(arguments, "validate_args"):
+            if getattr(args, "yaml_cfg", None) is None:
+                arguments.validate_args(args, defaults)
+            else:
+                args = importlib.import_module("megatron.training.yaml_arguments").validate_yaml(args, defaults)
+    except SystemExit as ended:
+        refusals.record(f"Megatron ends the job here (exit code {ended.code})", "", (), "validate_args")
+    except Exception as error:
+        refusals.fail(error, (), "parse_args")
+    return args
+
+
+def _parse(parser: argparse.ArgumentParser, original: Any, seen: _Seen) -> argparse.Namespace:
+    """With what is not understood left out, and recorded."""
+    vars(parser)["error"] = _raise_usage
+    vars(parser)["exit"] = _raise_usage
+    words = list(seen.words)
+    found, unknown = argparse.Namespace(), []
+    for _ in range(_MOST_ERRORS):
+        try:
+            found, unknown = original(parser, words, argparse.Namespace())
+            break
+        except UsageFound as error:
+            text = str(error)
+            seen.usage.append(text)
+            name = next((name for name in _names_in(text) if name in parser._option_string_actions), "")
+            words = without_flag(words, name)
+    seen.unknown = list(unknown)
+    for option, action in parser._option_string_actions.items():
+        if option.startswith("--") and (action.dest not in seen.spelling or _has(words, option)):
+            seen.spelling[action.dest] = option
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
+    parser._defaults.clear()
+    with contextlib.suppress(UsageFound):
+        seen.given = dict(vars(original(parser, words, argparse.Namespace())[0]))
+    return found
+
+
+def _raise_usage(*message: Any) -> typing.NoReturn:
+    raise UsageFound(str(message[-1]) if message else "")
+
+
+def _names_in(text: str) -> list[str]:
+    return [word.strip(":,'\"") for part in text.split() for word in part.split("/") if word.startswith("--")]
+
+
+def _has(words: list[str], option: str) -> bool:
+    return any(word == option or word.startswith(f"{option}=") for word in words)
+
+
+def without_flag(words: list[str], name: str) -> list[str]:
+    """The words without a flag and its values; without any where the name is unknown."""
+    if not name:
+        return []
+    kept, inside = [], False
+    for word in words:
+        if word.startswith("--"):
+            inside = word == name or word.startswith(f"{name}=")
+        if not inside:
+            kept.append(word)
+    return kept
+
+
+def provider_of(script: Path, arguments: Any) -> tuple[Any, dict[str, Any]]:
+    """What the script adds to Megatron's parser, and the defaults that it gives, as far as its source says."""
+    try:
+        tree = ast.parse(script.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return None, {}
+    provider: Any = None
+    defaults: dict[str, Any] = {}
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        for keyword in call.keywords:
+            if keyword.arg == "args_defaults":
+                with contextlib.suppress(ValueError):
+                    defaults = ast.literal_eval(keyword.value)
+            if keyword.arg == "extra_args_provider":
+                value = keyword.value.body if isinstance(keyword.value, ast.IfExp) else keyword.value
+                provider = _function(tree, value.id) if isinstance(value, ast.Name) else None
+    return provider, defaults
+
+
+def _function(tree: ast.Module, name: str) -> Any:
+    """A function that the script defines or imports; None where it needs what is not here."""
+    scope: dict[str, Any] = {"argparse": argparse, "os": os}
+    for node in ast.walk(tree):
+        try:
+            if isinstance(node, ast.FunctionDef) and node.name == name:
+                exec(compile(ast.Module([node], []), "script", "exec"), scope)
+            elif isinstance(node, ast.ImportFrom) and node.module and name in [alias.name for alias in node.names]:
+                scope[name] = getattr(importlib.import_module(node.module), name)
+        except Exception:
+            return None
+    return scope.get(name)
+
+
+def _further_checks(arguments: Any, refusals: Any, args: Any) -> None:
+    """Those of the model's config, and of the number of microbatches."""
+    if args is None or not hasattr(arguments, "validate_args"):
+        return
+    try:
+        arguments.core_transformer_config_from_args(args)
+    except Exception as error:
+        refusals.fail(error, (), "TransformerConfig")
+    sizes = [getattr(args, name, None) for name in ("global_batch_size", "micro_batch_size", "data_parallel_size")]
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        return
+    names = ("global_batch_size", "micro_batch_size", "data_parallel_size")
+    try:
+        calculator = importlib.import_module("megatron.core.num_microbatches_calculator")
+        calculator.init_num_microbatches_calculator(0, getattr(args, "rampup_batch_size", None), *sizes)
+    except Exception as error:
+        refusals.fail(error, names, "num_microbatches_calculator")
+
+
+@contextlib.contextmanager
+def _warnings_into(said: io.StringIO) -> Iterator[None]:
+    """Megatron warns by `warnings` and by loggers; both go where it prints."""
+    handler = logging.StreamHandler(said)
+    logging.getLogger("megatron").addHandler(handler)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda message, *_, **__: print(message, file=said)
+        yield
+    logging.getLogger("megatron").removeHandler(handler)
+
+
+def _lines(text: str) -> list[str]:
+    return list(dict.fromkeys(line.strip() for line in text.splitlines() if line.strip()))
+
+
+def _release() -> str:
+    with contextlib.suppress(Exception):
+        return str(importlib.import_module("megatron.core").__version__)
+    return ""
+
+
+def plain(value: Any) -> Any:
+    """As JSON has it: enums by name, types of torch without "torch.", other objects as text."""
+    if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum)):
+        return value
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, dict):
+        return {str(key): plain(one) for key, one in value.items() if not str(key).startswith("_")}
+    if isinstance(value, (list, tuple, set)):
+        return [plain(one) for one in value]
+    if isinstance(value, types.SimpleNamespace):
+        return plain(vars(value))
+    if type(value).__name__ == "dtype":
+        return str(value).removeprefix("torch.")
+    return getattr(value, "__name__", None) or str(value)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Words of a command line, and values of a file, as Megatron's settings."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_pp.tools.flags.table import EITHER, OFF, ON, SWITCHES, Setting, options, settings
+
+_WORDS = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
+
+
+@dataclass
+class Read:
+    """``given``: setting -> value; ``spelling``: as it was written; ``unknown``: what is no setting of Megatron's;
+    ``wrong``: sentences about values of the wrong kind."""
+
+    given: dict[str, Any] = field(default_factory=dict)
+    spelling: dict[str, str] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+    def put(self, name: str, spelling: str, value: Any) -> None:
+        """A value of a file. One of the wrong kind is kept in ``wrong`` only."""
+        setting = settings().get(name)
+        if setting is None:
+            self.unknown.append(spelling)
+            return
+        try:
+            self.given[name] = typed(setting, value)
+        except ValueError as error:
+            self.wrong.append(f"{spelling} {error}")
+        self.spelling[name] = spelling
+
+
+def read_words(words: Sequence[str]) -> Read:
+    """Flags as Megatron's parser reads them; words before the first flag are left out."""
+    read = Read()
+    for option, values in _split(words):
+        setting = options().get(option)
+        if setting is None:
+            read.unknown.append(option)
+            continue
+        read.spelling[setting.name] = option
+        switched = setting.options[option]
+        if switched is not None:
+            if values:
+                read.wrong.append(f"{option} is a switch and takes no value; {' '.join(values)!r} was given")
+            read.given[setting.name] = switched
+        elif not values:
+            read.wrong.append(f"{option} needs a value, and has none")
+        else:
+            read.put(setting.name, option, values if setting.kind.endswith("list") else " ".join(values))
+    return read
+
+
+def _split(words: Sequence[str]) -> Iterable[tuple[str, list[str]]]:
+    found: list[tuple[str, list[str]]] = []
+    for word in words:
+        if word.startswith("--") and len(word) > 2:
+            option, equals, value = word.partition("=")
+            found.append((option, [value] if equals else []))
+        elif found:
+            found[-1][1].append(word)
+    return found
+
+
+def typed(setting: Setting, value: Any) -> Any:
+    """``value`` as Megatron's parser would have it. Raises ValueError that ends the sentence "NAME ..."."""
+    if value is None:
+        return None
+    if setting.kind in SWITCHES:
+        found = value if isinstance(value, bool) else _WORDS.get(str(value).lower())
+        if found is None:
+            raise ValueError(f"is {value!r}; it is true or false")
+        return found
+    if setting.kind.endswith(" list"):
+        items = value if isinstance(value, (list, tuple)) else str(value).split()
+        return [_one(setting.kind.removesuffix(" list"), item) for item in items]
+    return _one(setting.kind, value)
+
+
+def _one(kind: str, value: Any) -> Any:
+    if kind == "text":
+        return value if isinstance(value, (list, bool)) else str(value)
+    try:
+        if isinstance(value, bool):
+            raise ValueError
+        number = float(value)
+        if kind == "float":
+            return number
+        if number != int(number):
+            raise ValueError
+        return int(value) if isinstance(value, str) and value.lstrip("+-").isdigit() else int(number)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"is {value!r}; it is a {'whole number' if kind == 'int' else 'number'}") from None
+
+
+def defaults() -> Mapping[str, Any]:
+    """Of Megatron's parser."""
+    return {name: one.default for name, one in settings().items()}
+
+
+__all__ = ["EITHER", "OFF", "ON", "Read", "defaults", "read_words", "typed"]

@@ -1,0 +1,64 @@
+"""The table of Megatron's flags, which `scripts/megatron_flags_table.py` makes from checkouts of Megatron-LM."""
+
+import csv
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+COLUMNS = ("setting", "kind", "options", "default", "releases")
+_FILE = Path(__file__).with_name("megatron.csv")
+ON, OFF, EITHER = "on", "off", "either"
+SWITCHES = (ON, OFF, EITHER)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One of Megatron's arguments.
+
+    kind      "int", "float", "text", each with " list" where it takes several; "on", "off" or "either" of a switch
+    options   how it is written -> the value that a switch has then; None where it takes a value
+    default   of Megatron's parser
+    releases  of Megatron-core that have it, among those that the table was made from
+    """
+
+    name: str
+    kind: str
+    options: Mapping[str, bool | None]
+    default: Any
+    releases: tuple[str, ...]
+
+    @property
+    def spelling(self) -> str:
+        return next(iter(self.options))
+
+
+@functools.cache
+def settings() -> Mapping[str, Setting]:
+    """All, by name."""
+    with _FILE.open(encoding="utf-8", newline="") as file:
+        rows = [_setting(row) for row in csv.DictReader(file)]
+    return {one.name: one for one in rows}
+
+
+@functools.cache
+def options() -> Mapping[str, Setting]:
+    """All, by each way to write them."""
+    return {option: one for one in settings().values() for option in one.options}
+
+
+def _setting(row: Mapping[str, str]) -> Setting:
+    found: dict[str, bool | None] = {}
+    for text in row["options"].split():
+        option, _, kind = text.partition(":")
+        found[option] = _value(option, kind or row["kind"])
+    default = json.loads(row["default"]) if row["default"] else None
+    return Setting(row["setting"], row["kind"], found, default, tuple(row["releases"].split()))
+
+
+def _value(option: str, kind: str) -> bool | None:
+    if kind == EITHER:
+        return not option.startswith("--no-")
+    return {ON: True, OFF: False}.get(kind)

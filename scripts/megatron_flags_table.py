@@ -1,0 +1,83 @@
+#!/usr/bin/env python
+"""Write the table of Megatron's flags from checkouts of Megatron-LM, the newest last.
+
+    python scripts/megatron_flags_table.py CHECKOUT... > megatron_pp/tools/flags/megatron.csv
+
+Each checkout is read in a process of its own. A flag that several releases have is as the newest has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_pp.tools.check import megatron_process
+from megatron_pp.tools.flags.table import COLUMNS
+
+_GENERATION = 9
+_KINDS = {int: "int", float: "float"}
+
+
+def main() -> None:
+    if sys.argv[1] == "--one":
+        sys.path[0] = sys.argv[2]
+        print(json.dumps(rows_of_checkout()))
+        return
+    rows: dict[str, dict[str, Any]] = {}
+    for checkout in sys.argv[1:]:
+        done = subprocess.run([sys.executable, __file__, "--one", checkout], capture_output=True, text=True, check=True)
+        found = json.loads(done.stdout.splitlines()[-1])
+        for row in found["rows"]:
+            releases = rows.get(row["setting"], {"releases": []})["releases"]
+            rows[row["setting"]] = {**row, "releases": [*releases, found["release"]]}
+    writer = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    for _, row in sorted(rows.items()):
+        writer.writerow({**row, "options": " ".join(row["options"]), "releases": " ".join(row["releases"])})
+
+
+def rows_of_checkout() -> dict[str, Any]:
+    _, arguments, _ = megatron_process.import_arguments(_GENERATION)
+    parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    rows: dict[str, dict[str, Any]] = {}
+    for action in parser._actions:
+        options = [option for option in action.option_strings if option.startswith("--")]
+        if not options or action.dest in ("help", "version"):
+            continue
+        row = {"setting": action.dest, "kind": _kind(action), "options": options}
+        default = megatron_process.plain(action.default)
+        row["default"] = "" if default is None or default == argparse.SUPPRESS else json.dumps(default)
+        if action.dest in rows:  # a switch on, and one off
+            row["options"] = [*rows[action.dest]["options"], *(f"{option}:{_kind(action)}" for option in options)]
+            row["kind"], row["default"] = rows[action.dest]["kind"], rows[action.dest]["default"]
+        rows[action.dest] = row
+    return {"release": arguments_release(), "rows": list(rows.values())}
+
+
+def arguments_release() -> str:
+    import megatron.core
+
+    return str(megatron.core.__version__)
+
+
+def _kind(action: argparse.Action) -> str:
+    """ "on" and "off" are switches; "either" is a switch with --no-... beside it; "list" takes several words."""
+    if isinstance(action, argparse.BooleanOptionalAction):
+        return "either"
+    if action.nargs == 0:
+        return "off" if getattr(action, "const", True) is False else "on"
+    kind = _KINDS.get(action.type, "text") if isinstance(action.type, type) else "text"
+    if kind == "text" and isinstance(action.default, (int, float)) and not isinstance(action.default, bool):
+        kind = _KINDS.get(type(action.default), "text") if action.type in (int, float) else "text"
+    return f"{kind} list" if action.nargs in ("*", "+") or isinstance(action.nargs, int) else kind
+
+
+if __name__ == "__main__":
+    main()
