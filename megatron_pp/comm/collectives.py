@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from megatron_pp.comm.nccl.events import EventPool
+from megatron_pp.comm.events import EventPool
 
 
 class Collectives(Protocol):

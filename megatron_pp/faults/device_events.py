@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_pp.comm.nccl.events import EventPool
+from megatron_pp.comm.events import EventPool
 
 if TYPE_CHECKING:
     from megatron_pp.faults.tracker import Place

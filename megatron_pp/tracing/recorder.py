@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from megatron_pp.comm.at_exit import call_if_alive
-from megatron_pp.comm.nccl.events import EventPool
+from megatron_pp.comm.events import EventPool
 from megatron_pp.comm.transport import Transport
 from megatron_pp.common.finalizers import call_in
 from megatron_pp.common.object_table import ObjectTable

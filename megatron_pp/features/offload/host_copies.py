@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_pp.comm.nccl.events import EventPool
+from megatron_pp.comm.events import EventPool
 
 Wait = Callable[[], None]  # called once: waits for a copy that was posted, or makes the current stream wait for it
 Copy = tuple[Tensor, Tensor]  # what is written, and what is read: flat, of one size

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from megatron_pp.comm.nccl.events import EventPool
+from megatron_pp.comm.events import EventPool
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.tasks import Cell, Task

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_pp.comm import collectives
-from megatron_pp.comm.nccl import events
+from megatron_pp.comm import collectives, events
 from megatron_pp.faults.device_events import CompletedWork
 from megatron_pp.faults.tracker import Place
 from megatron_pp.features.offload import host_copies
