@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
-from megatron_pp.plan.names import did_you_mean
+from megatron_pp.common.names import did_you_mean
 from megatron_pp.tools.check.findings import ERROR, NOTE, RISK, Finding
 from megatron_pp.tools.check.job import Job
 from megatron_pp.tools.check.sizes import completed

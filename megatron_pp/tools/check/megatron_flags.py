@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_pp.plan.names import did_you_mean
+from megatron_pp.common.names import did_you_mean
 from megatron_pp.tools.check.errors import UnreadableError
 from megatron_pp.tools.check.findings import ERROR, NOTE, RISK, Finding
 from megatron_pp.tools.check.job import Job
