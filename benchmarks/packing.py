@@ -22,13 +22,13 @@ from benchmarks.report import BenchmarkError, Report, Row, add_options, numbers_
 from benchmarks.stages import SplitTimedStage, TimedStage, mean_loss
 from benchmarks.work import step_of
 from megatron_pp.features.packing.packing import PackedStep, PackingRules, packed, pair_cost
+from megatron_pp.features.packing.step_ahead import NextStep, plan_ahead
 from megatron_pp.features.packing.steps import PackedSteps
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs.stage_costs import StageCosts
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.simulate.simulator import simulate
-from megatron_pp.planner.step_ahead import NextStep, plan_ahead
 from megatron_pp.runtime.stage import PipelineStage
 from megatron_pp.schedules import get_forward_backward_func
 from megatron_pp.weight_grad import split_weight_grad

@@ -2,7 +2,7 @@
 
 Order. A rank runs as many forwards ahead as there are stages behind its own on the longest way, then a forward and a
 backward in turn, then the rest of the backwards: Megatron-core's order for such pipelines. Where ranks have several
-chunks the orders are searched for the times of the modules (``planner/graph_orders.py``), so that encoders run in the
+chunks the orders are searched for the times of the modules (``graph_orders.py``), so that encoders run in the
 bubbles of the language model (Optimus, arXiv 2408.03505; BigMac, arXiv 2605.25451).
 
 Communication. The logical clock of ``plan/lower/clock.py`` on a graph: every operation takes one slot, or where orders
@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 from megatron_pp.common.gc_pause import collector_paused
 from megatron_pp.errors import PlanError
 from megatron_pp.features.modules.graph import ModuleGraph
+from megatron_pp.features.modules.graph_orders import GraphOrders, Node
 from megatron_pp.features.modules.modules_verify import transfer, verify_modules
 from megatron_pp.plan.costs.stage_costs import StageCosts
 from megatron_pp.plan.ir.agenda import Agenda
@@ -52,7 +53,6 @@ from megatron_pp.plan.ir.instruction import (
 from megatron_pp.plan.ir.placement import LOOP, Placement
 from megatron_pp.plan.ir.repeated import Line
 from megatron_pp.plan.ir.spec import HOOKS, OVERLAP, Plan, PlanSpec
-from megatron_pp.planner.graph_orders import GraphOrders, Node
 
 _Made = tuple[str, int, int, int]  # an operation: FORWARD or BACKWARD, rank, chunk, microbatch
 

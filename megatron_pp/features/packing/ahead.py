@@ -11,10 +11,10 @@ from typing import Any
 
 from megatron_pp.common.child_process import Child, answer_questions
 from megatron_pp.errors import PipelineError
+from megatron_pp.features.packing.proposal import Proposal
+from megatron_pp.features.packing.step_ahead import NextStep, StepAhead, plan_ahead
 from megatron_pp.plan.costs.measured import Measured
 from megatron_pp.plan.io.serialize import spec_from_values, spec_values
-from megatron_pp.planner.proposal import Proposal
-from megatron_pp.planner.step_ahead import NextStep, StepAhead, plan_ahead
 
 _NICE = 5
 

@@ -25,11 +25,11 @@ from megatron_pp.config.settings import LAYER_GRAPHS, StepSettings, checked
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.faults.attach import PRIVATE_FIELDS, watched
 from megatron_pp.features.packing.ahead import Planner
+from megatron_pp.features.packing.proposal import of_run, why_not
+from megatron_pp.features.packing.step_ahead import NextStep
 from megatron_pp.features.packing.steps import PackedSteps
 from megatron_pp.plan.costs.measured import Measured
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
-from megatron_pp.planner.proposal import of_run, why_not
-from megatron_pp.planner.step_ahead import NextStep
 from megatron_pp.tracing.observers import StepObserver
 
 logger = logging.getLogger("megatron_pp")

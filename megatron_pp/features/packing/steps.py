@@ -12,9 +12,9 @@ from typing import Any
 from megatron_pp.errors import PipelineError, ScheduleInputError
 from megatron_pp.features.packing.ahead import Planner
 from megatron_pp.features.packing.packing import PackedStep, PackingRules, packed
+from megatron_pp.features.packing.proposal import Proposal, of_run
+from megatron_pp.features.packing.step_ahead import NextStep, StepAhead
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
-from megatron_pp.planner.proposal import Proposal, of_run
-from megatron_pp.planner.step_ahead import NextStep, StepAhead
 
 
 class PackedSteps:

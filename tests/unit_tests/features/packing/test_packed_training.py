@@ -16,9 +16,9 @@ from torch.distributed import HashStore
 
 from megatron_pp.errors import PipelineError, PipelineMismatchError, PlanError, ScheduleInputError
 from megatron_pp.features.packing.packing import PackedStep, PackingRules, packed
+from megatron_pp.features.packing.step_ahead import NextStep
 from megatron_pp.features.packing.steps import PackedSteps
 from megatron_pp.plan.ir.spec import PlanSpec
-from megatron_pp.planner.step_ahead import NextStep
 from megatron_pp.testing.toy import ToyResult, merged
 from megatron_pp.weight_grad import split_weight_grad
 from testkit import packings

@@ -19,9 +19,9 @@ from megatron_pp import TransformerConfig
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ConfigError, PipelineError, PipelineMismatchError, ScheduleInputError
 from megatron_pp.features.packing import step_plans
+from megatron_pp.features.packing.step_ahead import NextStep
 from megatron_pp.features.packing.step_plans import PlansOfKinds, in_steps
 from megatron_pp.features.pairs.pair_runner import in_turn
-from megatron_pp.planner.step_ahead import NextStep
 from megatron_pp.runtime import step as step_module
 from megatron_pp.runtime.step import Step
 from megatron_pp.testing.memory_transport import MemoryNetwork

@@ -10,6 +10,8 @@ import pytest
 
 from megatron_pp.errors import PipelineError, PlanError
 from megatron_pp.features.packing import ahead
+from megatron_pp.features.packing.proposal import _sums
+from megatron_pp.features.packing.step_ahead import NextStep, StepAhead, plan_ahead
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs.measured import Measured
 from megatron_pp.plan.costs.stage_costs import StageCosts
@@ -17,8 +19,6 @@ from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.verify.verifier import verify
 from megatron_pp.planner.microbatch_order import shortest_order
-from megatron_pp.planner.proposal import _sums
-from megatron_pp.planner.step_ahead import NextStep, StepAhead, plan_ahead
 
 SPEC = PlanSpec("1f1b", 4, 1, 12)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from megatron_pp.errors import PlanError
+from megatron_pp.features.packing.proposal import Proposal, proposed
 from megatron_pp.plan.builder import build_plan, with_whole_backwards
 from megatron_pp.plan.costs.measured import Measured
 from megatron_pp.plan.ir import instruction as ins
@@ -20,7 +21,6 @@ from megatron_pp.plan.orders.list_scheduler import Problem, Rules, Scheduled, sc
 from megatron_pp.planner.improve import improved
 from megatron_pp.planner.microbatch_order import Order, shortest_order
 from megatron_pp.planner.plan_search import default_measured, slots_of
-from megatron_pp.planner.proposal import Proposal, proposed
 from megatron_pp.planner.timing import order_time
 
 _TRIALS = 60  # of each order that is begun with, for a step of up to _FULL operations

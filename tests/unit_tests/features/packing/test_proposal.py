@@ -9,6 +9,8 @@ from dataclasses import replace
 import pytest
 
 from megatron_pp.errors import PlanError
+from megatron_pp.features.packing.proposal import Proposal, _sums, proposed, why_not
+from megatron_pp.features.packing.step_ahead import _relisted
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs.measured import Measured
 from megatron_pp.plan.costs.stage_costs import Link, Network, StageCosts
@@ -21,8 +23,6 @@ from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.verify.verifier import verify
 from megatron_pp.planner.improve import improved
 from megatron_pp.planner.plan_search import peak_memory, slots_of
-from megatron_pp.planner.proposal import Proposal, _sums, proposed, why_not
-from megatron_pp.planner.step_ahead import _relisted
 
 NARROW = Network(activation_bytes=1.0, link=Link(bandwidth=10.0), links={(0, 1): Link(bandwidth=0.5)}, gloo=True)
 
