@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import argparse
 import csv
+import dataclasses
+import importlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +26,13 @@ from megatron_pp.tools.flags.table import COLUMNS
 
 _GENERATION = 9
 _KINDS = {int: "int", float: "float"}
+CONFIGS = (
+    "megatron.core.model_parallel_config.ModelParallelConfig",
+    "megatron.core.transformer.transformer_config.TransformerConfig",
+    "megatron.core.transformer.transformer_config.MLATransformerConfig",
+    "megatron.core.distributed.DistributedDataParallelConfig",
+    "megatron.core.optimizer.OptimizerConfig",
+)
 
 
 def main() -> None:
@@ -58,7 +68,27 @@ def rows_of_checkout() -> dict[str, Any]:
             row["options"] = [*rows[action.dest]["options"], *(f"{option}:{_kind(action)}" for option in options)]
             row["kind"], row["default"] = rows[action.dest]["kind"], rows[action.dest]["default"]
         rows[action.dest] = row
+    for row in rows_of_configs():
+        rows.setdefault(row["setting"], row)
     return {"release": arguments_release(), "rows": list(rows.values())}
+
+
+def rows_of_configs() -> list[dict[str, Any]]:
+    """Fields of the configs that Megatron makes from its arguments; those that no flag sets have no options."""
+    found = []
+    for place in CONFIGS:
+        module, _, name = place.rpartition(".")
+        for field in dataclasses.fields(getattr(importlib.import_module(module), name)):
+            default = None if field.default is dataclasses.MISSING else megatron_process.plain(field.default)
+            row = {"setting": field.name, "kind": _kind_of_field(str(field.type)), "options": []}
+            found.append({**row, "default": "" if default is None else json.dumps(default)})
+    return found
+
+
+def _kind_of_field(annotation: str) -> str:
+    words = re.findall(r"bool|int|float|List|Callable|str", annotation)
+    kinds = {"bool": "either", "int": "int", "float": "float"}
+    return kinds.get(words[0], "text") if len(set(words)) == 1 else "text"
 
 
 def arguments_release() -> str:

@@ -21,7 +21,8 @@ def read_flags(words: Sequence[str], gpus: int, why: str, release: str = "") -> 
     for name in read.unknown:
         text = f"{name} is no flag of Megatron's that is known{did_you_mean(name, options())}; it is not read"
         found.append(Finding("unknown-flag", RISK, text, "", (name.lstrip("-").replace("-", "_"),)))
-    return job_of("megatron", read, gpus, words[0], found, release)
+    defaults = {"deallocate_pipeline_outputs": True}  # Megatron's training sets it
+    return job_of("megatron", read, gpus, words[0], found, release, defaults)
 
 
 def job_of(

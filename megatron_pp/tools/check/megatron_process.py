@@ -72,8 +72,8 @@ def _read(request: dict[str, Any]) -> dict[str, Any]:
     said = io.StringIO()
     with contextlib.redirect_stdout(said), _warnings_into(said):
         args = _parsed_and_checked(arguments, refusals, seen)
-        _further_checks(arguments, refusals, args)
-    after = {} if args is None else vars(args)
+        config = _further_checks(arguments, refusals, args)
+    after = {} if args is None else {**config, **vars(args)}
     return {
         "release": _release(),
         "given": plain(seen.given),
@@ -294,23 +294,25 @@ def _function(tree: ast.Module, name: str) -> Any:
     return scope.get(name)
 
 
-def _further_checks(arguments: Any, refusals: Any, args: Any) -> None:
-    """Those of the model's config, and of the number of microbatches."""
+def _further_checks(arguments: Any, refusals: Any, args: Any) -> dict[str, Any]:
+    """Those of the model's config, and of the number of microbatches; the config's fields."""
+    config: dict[str, Any] = {}
     if args is None or not hasattr(arguments, "validate_args"):
-        return
+        return config
     try:
-        arguments.core_transformer_config_from_args(args)
+        config = dict(vars(arguments.core_transformer_config_from_args(args)))
     except Exception as error:
         refusals.fail(error, (), "TransformerConfig")
     sizes = [getattr(args, name, None) for name in ("global_batch_size", "micro_batch_size", "data_parallel_size")]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
-        return
+        return config
     names = ("global_batch_size", "micro_batch_size", "data_parallel_size")
     try:
         calculator = importlib.import_module("megatron.core.num_microbatches_calculator")
         calculator.init_num_microbatches_calculator(0, getattr(args, "rampup_batch_size", None), *sizes)
     except Exception as error:
         refusals.fail(error, names, "num_microbatches_calculator")
+    return config
 
 
 @contextlib.contextmanager

@@ -22,7 +22,12 @@ def completed(given: Mapping[str, Any], gpus: int, defaults: Mapping[str, Any]) 
         _fill(args, "ffn_hidden_size", int(4 * hidden * 2 / 3 / 64) * 64 if args.get("swiglu") else 4 * hidden)
         if isinstance(heads, int) and heads:
             _fill(args, "kv_channels", hidden // heads)
-    _fill(args, "num_query_groups", heads)
+    if given.get("num_query_groups") not in (None, heads):
+        args["group_query_attention"] = True
+    if given.get("kv_lora_rank") is not None:
+        args["multi_latent_attention"] = True
+    if not args.get("group_query_attention"):
+        args["num_query_groups"] = heads
     if args.get("num_experts"):
         _fill(args, "moe_ffn_hidden_size", args.get("ffn_hidden_size"))
     if isinstance(args.get("micro_batch_size"), int):
@@ -32,6 +37,8 @@ def completed(given: Mapping[str, Any], gpus: int, defaults: Mapping[str, Any]) 
     args["params_dtype"] = "float16" if args.get("fp16") else "bfloat16" if args.get("bf16") else "float32"
     if args["virtual_pipeline_model_parallel_size"] is None:
         args["overlap_p2p_comm"] = False
+    if given.get("batch_p2p_comm") is None:
+        args["batch_p2p_comm"] = not args["overlap_p2p_comm"]
     return args
 
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from megatron_pp.tools.advise.gpus import GPUS, gpu_named
 from megatron_pp.tools.check.command import check
-from megatron_pp.tools.check.errors import UnreadableError
-from megatron_pp.tools.check.megatron_flags import PATIENCE, read_script
+from megatron_pp.tools.check.megatron_flags import HOPPER, PATIENCE
+from megatron_pp.tools.check.read import Given, read_job
 from megatron_pp.tools.check.text import lines_of
 from megatron_pp.tools.cli import run
 from megatron_pp.tools.cli.errors import BAD_INPUT
@@ -34,9 +34,9 @@ def main(argv: Sequence[str]) -> int:
     """Check, print the answer, and return the exit code. Raises MegatronPPError for what cannot be read."""
     args = _parse(argv)
     gpu = None if args.gpu is None else gpu_named(args.gpu)
-    generation = _GENERATIONS.get((args.gpu or "").partition("-")[0], 9)
+    generation = _GENERATIONS.get((args.gpu or "").partition("-")[0], HOPPER)
     words = [args.script, *args.arguments]
-    job = read_script(words, args.gpus, module=args.module, generation=generation, patience=args.patience)
+    job = read_job(Given(words, args.gpus, args.module, generation, args.patience))
     answer = check(job, gpu)
     if args.json:
         print(json.dumps(answer.to_json(args.strict)), flush=True)
@@ -73,6 +73,3 @@ def cannot_read(message: str, argv: Sequence[str]) -> int:
     if "--json" in argv:
         print(json.dumps({"error": message, "exit_code": BAD_INPUT}), flush=True)
     return BAD_INPUT
-
-
-__all__ = ["NAME", "SUMMARY", "UnreadableError", "cannot_read", "main"]

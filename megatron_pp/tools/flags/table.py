@@ -19,7 +19,8 @@ class Setting:
     """One of Megatron's arguments.
 
     kind      "int", "float", "text", each with " list" where it takes several; "on", "off" or "either" of a switch
-    options   how it is written -> the value that a switch has then; None where it takes a value
+    options   how it is written -> the value that a switch has then; None where it takes a value. Without any it is a
+              field of a config of Megatron-core that no flag sets
     default   of Megatron's parser
     releases  of Megatron-core that have it, among those that the table was made from
     """
@@ -32,7 +33,11 @@ class Setting:
 
     @property
     def spelling(self) -> str:
-        return next(iter(self.options))
+        return next(iter(self.options), self.name)
+
+
+_OWN = (Setting("pipeline_schedule", "text", {}, None, ()),)
+"""What other programs, and this engine, set beside Megatron."""
 
 
 @functools.cache
@@ -40,7 +45,7 @@ def settings() -> Mapping[str, Setting]:
     """All, by name."""
     with _FILE.open(encoding="utf-8", newline="") as file:
         rows = [_setting(row) for row in csv.DictReader(file)]
-    return {one.name: one for one in rows}
+    return {one.name: one for one in (*rows, *_OWN)}
 
 
 @functools.cache

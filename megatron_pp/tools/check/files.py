@@ -1,0 +1,156 @@
+"""Jobs in files: Megatron's YAML, Megatron-Bridge's, verl's and ms-swift's, and torchtitan's TOML."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_pp.plan.costs.files import read_text
+from megatron_pp.tools.check import special
+from megatron_pp.tools.check.errors import UnreadableError
+from megatron_pp.tools.check.findings import RISK, Finding
+from megatron_pp.tools.check.flag_table import job_of
+from megatron_pp.tools.check.job import Job
+from megatron_pp.tools.flags.programs import read_keys
+
+ENDINGS = (".yaml", ".yml", ".toml")
+_PROGRAMS = {
+    "verl": ("actor_rollout_ref",),
+    "megatron-yaml": ("language_model", "model_parallel"),
+    "torchtitan": ("parallelism",),
+    "megatron-bridge": ("model",),
+}
+"""Program -> sections at the top of its files, one of which tells it from others; in the order of the question."""
+_MEGATRON = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "micro_batch_size", "global_batch_size")
+
+
+def read_file(path: str, changes: Sequence[str], gpus: int) -> Job:
+    """The job of a file, with ``changes`` such as ``model.pipeline_model_parallel_size=4`` on top of it. Raises
+    UnreadableError, and FileFormatError for a file that is missing or no text."""
+    if Path(path).is_dir():
+        raise UnreadableError(f"{path} is a folder; check takes a script with its flags, or a file of settings")
+    values = flat(loaded(path))
+    values |= changes_of(changes, path)
+    program = program_of(path, values)
+    return job_of_values(program, values, gpus, path)
+
+
+def job_of_values(program: str, values: Mapping[str, Any], gpus: int, source: str) -> Job:
+    values, found = special.prepared(program, values, gpus, Path(source).parent)
+    read = read_keys(program, values)
+    unknown = f"{len(read.unknown)} keys are not understood and not read: {', '.join(read.unknown)}"
+    if read.unknown:
+        found = [*found, Finding("unknown-keys", RISK, unknown, "", tuple(read.unknown))]
+    name = "megatron" if program == "megatron-yaml" else program
+    return job_of(name, read, gpus, source, found, defaults=special.DEFAULTS.get(program))
+
+
+def loaded(path: str) -> Mapping[str, Any]:
+    text = read_text(path)
+    loaded = _toml(path, text) if path.endswith(".toml") else _yaml(path, text)
+    if loaded is None or loaded == {}:
+        raise UnreadableError(f"{path} is empty; a file of settings has lines such as pipeline_model_parallel_size: 4")
+    if not isinstance(loaded, Mapping):
+        raise UnreadableError(f"{path} holds a {type(loaded).__name__}, not settings with names")
+    return loaded
+
+
+def _yaml(path: str, text: str) -> Any:
+    yaml: Any = importlib.import_module("yaml")
+    try:
+        return yaml.load(text, Loader=_loader(yaml))
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+        why = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise UnreadableError(f"{path}{where}: this is no YAML ({why})") from None
+
+
+def _loader(yaml: Any) -> Any:
+    """PyYAML's safe one. Numbers such as 1e-5 are numbers, and an object with a tag is its values."""
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    def untagged(loader: Any, _: str, node: Any) -> Any:
+        if isinstance(node, yaml.MappingNode):
+            return loader.construct_mapping(node, deep=True)
+        if isinstance(node, yaml.SequenceNode):
+            return loader.construct_sequence(node, deep=True)
+        return loader.construct_scalar(node)
+
+    Loader.add_multi_constructor("", untagged)
+    return Loader
+
+
+def _toml(path: str, text: str) -> Any:
+    try:
+        toml: Any = importlib.import_module("tomllib")
+    except ModuleNotFoundError:
+        toml = importlib.import_module("tomli")
+    try:
+        return toml.loads(text)
+    except toml.TOMLDecodeError as error:
+        raise UnreadableError(f"{path}: this is no TOML ({error})") from None
+
+
+def flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Path with dots -> value. What names an object, such as ``_target_: torch.bfloat16``, is its last name."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        key = f"{before}{name}"
+        if isinstance(value, Mapping) and "_target_" in value and {*value} <= {"_target_", "_call_"}:
+            found[key] = str(value["_target_"]).rpartition(".")[2]
+        elif isinstance(value, Mapping) and value:
+            found |= flat(value, f"{key}.")
+        elif not isinstance(value, Mapping):
+            found[key] = value
+    return found
+
+
+def changes_of(words: Sequence[str], path: str) -> dict[str, Any]:
+    """Hydra's ``name.of.key=value``; ``+`` and ``++`` before it add a key, ``~`` removes one."""
+    found: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.lstrip("+").partition("=")
+        if word.startswith("~"):
+            found[key.lstrip("~")] = None
+        elif not equals or word.startswith("-"):
+            raise UnreadableError(f"{word!r} behind {path} is no change of it; one looks like name.of.key=value")
+        else:
+            found[key] = value_of(value)
+    return found
+
+
+def value_of(text: str) -> Any:
+    """A value as Hydra reads it."""
+    if text.lower() in ("null", "none", ""):
+        return None
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text.strip("'\"")
+
+
+def program_of(path: str, values: Mapping[str, Any]) -> str:
+    """Whose file it is, by what it has. Raises UnreadableError."""
+    tops = {key.partition(".")[0] for key in values}
+    parts = {key.partition(".")[0] for key in values if "." in key}
+    for program, sections in _PROGRAMS.items():
+        if parts & {*sections} and path.endswith(".toml") == (program == "torchtitan"):
+            return program
+    if tops & {*_MEGATRON}:
+        swift = tops & {"model", "dataset", "rlhf_type", "tuner_type", "train_type", "max_length", "mcore_model"}
+        return "ms-swift" if swift else "megatron-yaml"
+    known = "Megatron's, Megatron-Bridge's, verl's or ms-swift's YAML, or torchtitan's TOML"
+    raise UnreadableError(f"{path} has {_few(tops)} at its top: it is not {known}")
+
+
+def _few(names: set[str]) -> str:
+    some = sorted(names)[:6]
+    return ", ".join(some) + (", ..." if len(names) > len(some) else "")

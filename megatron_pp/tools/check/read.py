@@ -1,0 +1,149 @@
+"""A job, from whatever describes it: a script with its flags, a file of settings, a shell script, or a recipe."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron_pp.tools.check import files, megatron_flags, recipes, shell
+from megatron_pp.tools.check.errors import UnreadableError
+from megatron_pp.tools.check.findings import NOTE, RISK, Finding
+from megatron_pp.tools.check.flag_table import read_flags
+from megatron_pp.tools.check.job import Job
+from megatron_pp.tools.flags.words import values_of_words
+
+_SHELL = (".sh", ".bash", ".slurm", ".sbatch")
+_RECIPE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_PYTHON_OF_MEGATRON = "pretrain_gpt.py"
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a command line has. ``generation``: of the GPU, as CUDA numbers it; ``patience``: seconds that Megatron's
+    parser may take."""
+
+    words: Sequence[str]
+    gpus: int
+    module: bool = False
+    generation: int = megatron_flags.HOPPER
+    patience: float = megatron_flags.PATIENCE
+
+
+def read_job(given: Given) -> Job:
+    """Raises UnreadableError, or another MegatronPPError, where nothing can be read."""
+    first, rest = given.words[0], given.words[1:]
+    if given.module:
+        return _script(given)
+    if _RECIPE.fullmatch(first) and not Path(first).exists():
+        return recipes.read_recipe(first, rest, given.gpus, given.patience)
+    if first.endswith(_SHELL):
+        return _shell(given)
+    if first.endswith(files.ENDINGS):
+        words = _functional_test(first)
+        if words is None:
+            return files.read_file(first, rest, given.gpus)
+        return _functional_job(replace(given, words=[first, *words, *rest]))
+    return _script(given)
+
+
+def _script(given: Given) -> Job:
+    return megatron_flags.read_script(
+        given.words, given.gpus, module=given.module, generation=given.generation, patience=given.patience
+    )
+
+
+def _functional_test(path: str) -> list[str] | None:
+    """The flags of a functional test of Megatron-LM's; None where the file is none."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return None  # the reader of files says what is wrong with it
+    if not re.search(r"^MODEL_ARGS\s*:", text, re.MULTILINE):
+        return None
+    arguments = files.loaded(path).get("MODEL_ARGS")
+    if not isinstance(arguments, dict):
+        raise UnreadableError(f"{path}: MODEL_ARGS has no flags; they look like --num-layers: 32")
+    return [word for name, value in arguments.items() for word in words_of(str(name), value)]
+
+
+def words_of(name: str, value: object) -> list[str]:
+    """As Megatron-LM's own shell script writes a flag: true is a switch, false is left out, brackets are a list."""
+    if value is True or value == "":
+        return [name]
+    if value is False or value is None:
+        return []
+    if isinstance(value, list):
+        return [name, *map(str, value)]
+    text = str(value)
+    listed = text.startswith("[") and text.endswith("]") and "*" not in text
+    return [name, *(text[1:-1].replace(",", " ").split() if listed else [text])]
+
+
+def _functional_job(given: Given) -> Job:
+    """By the parser of the checkout that the file lies in, where it lies in one."""
+    path = Path(given.words[0]).resolve()
+    for folder in path.parents:
+        script = folder / _PYTHON_OF_MEGATRON
+        if script.is_file() and (folder / "megatron" / "training").is_dir():
+            job = _script(replace(given, words=[str(script), *given.words[1:]]))
+            return replace(job, source=given.words[0])
+    return read_flags(given.words, given.gpus, "the file lies in no checkout of Megatron-LM")
+
+
+def _shell(given: Given) -> Job:
+    first, rest = given.words[0], list(given.words[1:])
+    command = shell.read_shell(first)
+    words, left = _set_words([*command.words, *rest])
+    found = []
+    if left:
+        text = f"flags with variables that {first} does not set are not read: {', '.join(left)}"
+        found.append(Finding("variables-not-set", NOTE, text))
+    if command.program == "verl":
+        changes = [word for word in words if "=" in word and not word.startswith("--")]
+        job = files.job_of_values("verl", files.changes_of(changes, first), given.gpus, first)
+    elif command.program in ("slime", "ms-swift"):
+        values = values_of_words(words)
+        for name in ("NNODES", "NPROC_PER_NODE"):
+            text = " ".join(command.variables.get(name, []))
+            values |= {name: int(text)} if text.isdigit() else {}
+        job = files.job_of_values(command.program, values, given.gpus, first)
+    else:
+        job = _megatron_in_shell(given, command, words)
+    return replace(job, source=first, found=(*found, *job.found))
+
+
+def _set_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words without flags and changes whose value is a variable that is not set, and those."""
+    kept: list[str] = []
+    left: list[str] = []
+    begin = 0
+    while begin < len(words):
+        end = begin + 1
+        takes_values = words[begin].startswith("--") and "=" not in words[begin]
+        while takes_values and end < len(words) and not words[end].startswith("--"):
+            end += 1
+        part = words[begin:end]
+        unset = any("$" in word for word in part)
+        if unset and part != ["$@"]:
+            left.append(" ".join(part))
+        kept += [] if unset else part
+        begin = end
+    return kept, left
+
+
+def _megatron_in_shell(given: Given, command: shell.Command, words: list[str]) -> Job:
+    first, script, found = given.words[0], command.script, []
+    place = next((one for one in (Path(first).parent / script, Path(script)) if one.is_file()), None)
+    nodes = shell.number_behind(command.launcher, "--nnodes")
+    each = shell.number_behind(command.launcher, "--nproc-per-node")
+    processes = (nodes or 1) * (each or 0)
+    if each is not None and processes != given.gpus and (nodes is not None or each > given.gpus):
+        text = f"the launcher starts {processes} processes, and --gpus is {given.gpus}"
+        found.append(Finding("other-number-of-gpus", RISK, text, f"--gpus {processes}"))
+    if place is not None or command.module:
+        job = _script(replace(given, words=[str(place or script), *words], module=command.module))
+    else:
+        job = read_flags([first, *words], given.gpus, f"{script} is not where {first} has it")
+    return replace(job, found=(*found, *job.found))

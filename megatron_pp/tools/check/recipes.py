@@ -1,0 +1,28 @@
+"""A recipe function of Megatron-Bridge: it is called, and what it returns is read as its YAML is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from megatron_pp.tools.check import files
+from megatron_pp.tools.check.errors import UnreadableError
+from megatron_pp.tools.check.job import Job
+
+
+def read_recipe(name: str, changes: Sequence[str], gpus: int, patience: float) -> Job:
+    """``name``: MODULE:FUNCTION. ``changes`` are as Hydra has them. Raises UnreadableError."""
+    command = [sys.executable, "-m", "megatron_pp.tools.check.recipe_process", name, str(gpus)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=patience, check=False)
+    except subprocess.TimeoutExpired:
+        raise UnreadableError(
+            f"{name} did not return within {patience:g} s; --patience SECONDS gives it more"
+        ) from None
+    if done.returncode or not done.stdout:
+        last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        raise UnreadableError(f"{name} cannot be called: {last[0]}")
+    values = files.flat(json.loads(done.stdout)) | files.changes_of(changes, name)
+    return files.job_of_values("megatron-bridge", values, gpus, name)

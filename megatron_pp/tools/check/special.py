@@ -1,0 +1,161 @@
+"""What takes more than one key of a program's file: sizes that it computes, and the model's own file of sizes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_pp.tools.check.findings import ERROR, NOTE, RISK, Finding
+
+_SAME = {
+    "num_hidden_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_query_groups",
+    "intermediate_size": "ffn_hidden_size",
+    "vocab_size": "vocab_size",
+    "head_dim": "kv_channels",
+    "num_experts": "num_experts",
+    "num_local_experts": "num_experts",
+    "n_routed_experts": "num_experts",
+    "num_experts_per_tok": "moe_router_topk",
+    "moe_intermediate_size": "moe_ffn_hidden_size",
+    "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_rope_head_dim": "qk_pos_emb_head_dim",
+    "qk_nope_head_dim": "qk_head_dim",
+    "v_head_dim": "v_head_dim",
+    "num_nextn_predict_layers": "mtp_num_layers",
+}
+"""Hugging Face's name in a model's config.json -> Megatron's setting."""
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "verl": {"use_distributed_optimizer": True, "sequence_parallel": True, "bf16": True, "swiglu": True},
+    "slime": {"variable_seq_lengths": True, "bf16": True},
+    "ms-swift": {
+        "micro_batch_size": 1,
+        "global_batch_size": 16,
+        "variable_seq_lengths": True,
+        "bf16": True,
+        "use_distributed_optimizer": True,
+        "recompute_granularity": "selective",
+        "swiglu": True,
+    },
+    "torchtitan": {"bf16": True, "swiglu": True, "micro_batch_size": 1, "untie_embeddings_and_output_weights": True},
+}
+"""Program -> settings that it has without being told, where Megatron's parser has others."""
+_FLAVORS = {
+    "8B": {"num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_query_groups": 8},
+    "70B": {"num_layers": 80, "hidden_size": 8192, "num_attention_heads": 64, "num_query_groups": 8},
+    "405B": {"num_layers": 126, "hidden_size": 16384, "num_attention_heads": 128, "num_query_groups": 8},
+}
+"""Sizes of torchtitan's llama3, which are in its code and not in its files."""
+
+Prepared = tuple[dict[str, Any], list[Finding]]
+
+
+def prepared(program: str, values: Mapping[str, Any], gpus: int, folder: Path) -> Prepared:
+    """The values with what follows from several of them, and what was found on the way. ``folder``: of the file."""
+    how: dict[str, Callable[[dict[str, Any], int, Path], Prepared]] = {
+        "megatron-bridge": _bridge,
+        "verl": _verl,
+        "slime": _slime,
+        "ms-swift": _swift,
+        "torchtitan": _torchtitan,
+    }
+    return how[program](dict(values), gpus, folder) if program in how else (dict(values), [])
+
+
+def _bridge(values: dict[str, Any], gpus: int, folder: Path) -> Prepared:
+    """Several sections have the same setting: the one that Megatron-Bridge takes in the end comes last."""
+    found = []
+    lengths = [name for name in ("model.seq_length", "dataset.sequence_length", "dataset.seq_length") if name in values]
+    if len({values[name] for name in lengths if values[name] is not None}) > 1:
+        text = " and ".join(f"{name} {values[name]}" for name in lengths)
+        found.append(Finding("sequence-lengths-differ", ERROR, f"{text} differ", "one length for both", (*lengths,)))
+    order = {name: at for at, name in enumerate(("optimizer", "model", "mixed_precision", "ddp", "comm_overlap"))}
+    keys = sorted(values, key=lambda key: order.get(key.partition(".")[0], len(order)))
+    return {key: values[key] for key in keys}, found
+
+
+def _verl(values: dict[str, Any], gpus: int, folder: Path) -> Prepared:
+    found = _other_gpus(values, ("trainer.nnodes", "trainer.n_gpus_per_node"), gpus)
+    actor, megatron = "actor_rollout_ref.actor", "actor_rollout_ref.actor.megatron"
+    strategy = values.get(f"{actor}.strategy")
+    if strategy not in (None, "megatron", "???"):
+        text = f"{actor}.strategy is {strategy}: the actor is not trained by Megatron, and nothing here is about it"
+        found.append(Finding("not-megatron", RISK, text, f"{actor}.strategy=megatron"))
+    samples, batch = values.get("actor_rollout_ref.rollout.n"), values.get(f"{actor}.ppo_mini_batch_size")
+    if isinstance(samples, int) and isinstance(batch, int):
+        values[f"{actor}.ppo_mini_batch_size"] = batch * samples  # prompts -> sequences
+    length = [values.get(f"data.max_{name}_length") for name in ("prompt", "response")]
+    sizes = _sizes_of_model(values.get("actor_rollout_ref.model.path"), folder)
+    if all(isinstance(one, int) for one in length):
+        sizes["seq_length"] = sum(one for one in length if isinstance(one, int))
+    if values.get(f"{actor}.use_dynamic_bsz"):
+        text = f"{actor}.use_dynamic_bsz: microbatches have as many sequences as fit into ppo_max_token_len_per_gpu"
+        found.append(Finding("dynamic-batch", NOTE, f"{text}; their number is not known before the step"))
+    own = f"{megatron}.override_transformer_config"
+    return {**{f"{own}.{name}": value for name, value in sizes.items()}, **values}, found
+
+
+def _slime(values: dict[str, Any], gpus: int, folder: Path) -> Prepared:
+    found = _other_gpus(values, ("actor_num_nodes", "actor_num_gpus_per_node"), gpus)
+    if values.get("use_dynamic_batch_size"):
+        text = "--use-dynamic-batch-size: microbatches have as many sequences as fit into --max-tokens-per-gpu"
+        found.append(Finding("dynamic-batch", NOTE, f"{text}; their number is not known before the step"))
+        values.setdefault("seq_length", values.get("max_tokens_per_gpu"))
+    return {**_sizes_of_model(values.get("hf_checkpoint"), folder), **values}, found
+
+
+def _swift(values: dict[str, Any], gpus: int, folder: Path) -> Prepared:
+    found = _other_gpus({"NNODES": 1, **values}, ("NNODES", "NPROC_PER_NODE"), gpus)
+    own = {name: value for name, value in values.items() if name not in ("NNODES", "NPROC_PER_NODE")}
+    return {**_sizes_of_model(values.get("model"), folder), **own}, found
+
+
+def _torchtitan(values: dict[str, Any], gpus: int, folder: Path) -> Prepared:
+    found: list[Finding] = []
+    flavor = values.get("model.flavor")
+    sizes = _FLAVORS.get(str(flavor)) if values.get("model.name") == "llama3" else None
+    if sizes is None:
+        text = f"the sizes of {values.get('model.name')} {flavor} are in torchtitan's code, and not known here"
+        found.append(Finding("sizes-not-known", NOTE, text))
+    degrees = [values.get(f"parallelism.{name}_parallel_degree", 1) for name in ("pipeline", "tensor", "context")]
+    shared = [values.get(f"parallelism.data_parallel_{name}_degree", 1) for name in ("replicate", "shard")]
+    if all(isinstance(one, int) for one in (*degrees, *shared)):
+        known = degrees[0] * degrees[1] * degrees[2] * shared[0] * abs(shared[1])
+        if gpus % known or (shared[1] > 0 and gpus != known):
+            text = f"the degrees of [parallelism] make {known} GPUs, and the job has {gpus}"
+            found.append(Finding("gpus-do-not-fit", ERROR, text, f"--gpus {known}"))
+    local, replicas = values.get("training.local_batch_size"), gpus // max(1, degrees[0] * degrees[1] * degrees[2])
+    if isinstance(local, int) and values.get("training.global_batch_size", -1) == -1:
+        values["training.global_batch_size"] = local * max(1, replicas)
+    return {**{f"parallelism.{name}": value for name, value in (sizes or {}).items()}, **values}, found
+
+
+def _other_gpus(values: Mapping[str, Any], names: tuple[str, str], gpus: int) -> list[Finding]:
+    counts = [values.get(name) for name in names]
+    if not all(isinstance(one, int) for one in counts):
+        return []
+    said = counts[0] * counts[1]  # type: ignore[operator]
+    if said == gpus:
+        return []
+    text = f"{names[0]} {counts[0]} x {names[1]} {counts[1]} is {said} GPUs, and --gpus is {gpus}"
+    return [Finding("other-number-of-gpus", RISK, text, f"--gpus {said}", names)]
+
+
+def _sizes_of_model(path: Any, folder: Path) -> dict[str, Any]:
+    """Of a model of Hugging Face's that lies on this machine; nothing is downloaded."""
+    if not isinstance(path, str):
+        return {}
+    for place in (Path(path).expanduser(), folder / path):
+        try:
+            config = json.loads((place / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        config = config.get("text_config", config)
+        sizes = {ours: config[theirs] for theirs, ours in _SAME.items() if isinstance(config.get(theirs), int)}
+        return {**sizes, "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False)}
+    return {}

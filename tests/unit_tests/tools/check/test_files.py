@@ -1,0 +1,249 @@
+"""Jobs in files, in the shapes that their programs write."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_pp.errors import FileFormatError
+from megatron_pp.tools.check.errors import UnreadableError
+from megatron_pp.tools.check.findings import ERROR
+from megatron_pp.tools.check.job import Job
+from megatron_pp.tools.check.read import Given, read_job
+
+BRIDGE = """\
+_target_: megatron.bridge.training.config.ConfigContainer
+checkpoint: {_target_: megatron.bridge.training.config.CheckpointConfig, save: /results, async_save: true}
+dataset: {sequence_length: 4096, num_workers: 8}
+ddp: {overlap_grad_reduce: true, overlap_param_gather: true, use_distributed_optimizer: true}
+logger: {log_interval: 10}
+mixed_precision:
+  bf16: true
+  params_dtype: {_call_: false, _target_: torch.bfloat16}
+model:
+  _target_: megatron.bridge.models.GPTModelProvider
+  num_layers: 62
+  hidden_size: 4096
+  num_attention_heads: 32
+  num_query_groups: 8
+  gated_linear_unit: true
+  share_embeddings_and_output_weights: false
+  num_moe_experts: 64
+  moe_layer_freq: [0, 1, 1]
+  num_layers_in_first_pipeline_stage: 15
+  tensor_model_parallel_size: 2
+  pipeline_model_parallel_size: 4
+  virtual_pipeline_model_parallel_size: null
+  seq_length: 4096
+  made_up_by_a_test: 3
+optimizer: {lr: 3.0e-4, overlap_param_gather: false}
+train: {micro_batch_size: 1, global_batch_size: 64, train_iters: 50, exit_signal: null}
+"""
+VERL = """\
+actor_rollout_ref:
+  actor:
+    strategy: megatron
+    ppo_mini_batch_size: 64
+    ppo_micro_batch_size_per_gpu: 2
+    made_up: 1
+    megatron:
+      _target_: verl.workers.config.McoreEngineConfig
+      param_offload: false
+      pipeline_model_parallel_size: 4
+      virtual_pipeline_model_parallel_size: 2
+      tensor_model_parallel_size: 2
+      made_up: 7
+      override_transformer_config: {recompute_granularity: null, num_layers_in_last_pipeline_stage: 5}
+  rollout: {n: 8}
+  model: {path: MODEL}
+data: {max_prompt_length: 1024, max_response_length: 3072, train_files: [a]}
+trainer: {nnodes: 2, n_gpus_per_node: 8, logger: [console]}
+critic: {megatron: {pipeline_model_parallel_size: 2}}
+"""
+SWIFT = """\
+model: Qwen/Qwen3-30B
+dataset: [swift/self-cognition#500]
+pipeline_model_parallel_size: 2
+decoder_last_pipeline_num_layers: 13
+micro_batch_size: 1
+global_batch_size: 16
+max_length: 8192
+packing: true
+padding_free: true
+moe_permute_fusion: true
+lora_rank: 8
+made_up: 1
+"""
+TITAN = """\
+[job]
+dump_folder = "./outputs"
+[model]
+name = "llama3"
+flavor = "70B"
+[training]
+local_batch_size = 8
+seq_len = 8192
+[parallelism]
+data_parallel_shard_degree = -1
+tensor_parallel_degree = 2
+pipeline_parallel_degree = 4
+pipeline_parallel_schedule = "Interleaved1F1B"
+pipeline_parallel_made_up = 3
+"""
+OLD_MEGATRON = """\
+language_model: {num_layers: 24, hidden_size: 1024, num_attention_heads: 16, num_moe_experts: null}
+model_parallel: {tensor_model_parallel_size: 1, pipeline_model_parallel_size: 2}
+micro_batch_size: 2
+global_batch_size: 128
+seq_length: 4096
+bf16: True
+made_up: 4
+"""
+FUNCTIONAL = """\
+ENV_VARS: {CUDA_DEVICE_MAX_CONNECTIONS: 1}
+MODEL_ARGS:
+  --num-layers: 12
+  --hidden-size: 512
+  --pipeline-model-parallel-size: 4
+  --use-distributed-optimizer: true
+  --sequence-parallel: false
+  --recompute-modules: "[core_attn, mlp]"
+  --moe-layer-freq: ([0]*3+[1]*9)
+  --made-up: 3
+TEST_TYPE: regular
+"""
+
+
+def read(folder: Path, name: str, text: str, *changes: str, gpus: int = 16) -> Job:
+    (folder / name).write_text(text)
+    return read_job(Given([str(folder / name), *changes], gpus))
+
+
+def texts(job: Job) -> str:
+    return "\n".join(one.text for one in job.found)
+
+
+def test_megatron_bridge(tmp_path: Path) -> None:
+    job = read(tmp_path, "bridge.yaml", BRIDGE)
+    assert job.framework == "megatron-bridge"
+    assert job.given["num_experts"] == 64
+    assert job.given["swiglu"]
+    assert job.given["untie_embeddings_and_output_weights"]
+    assert job.given["decoder_first_pipeline_num_layers"] == 15
+    assert job.given["overlap_param_gather"], "of ddp, whatever optimizer says"
+    assert (job.args["data_parallel_size"], job.args["params_dtype"]) == (2, "bfloat16")
+    assert job.args["virtual_pipeline_model_parallel_size"] is None
+    assert job.spell("num_experts") == "model.num_moe_experts"
+    assert job.unknown == ("model.made_up_by_a_test",)
+    assert "1 keys are not understood and not read: model.made_up_by_a_test" in texts(job)
+
+
+def test_changes_are_read_as_hydra_has_them(tmp_path: Path) -> None:
+    changes = ("model.pipeline_model_parallel_size=8", "+model.virtual_pipeline_model_parallel_size=2", "~ddp.bucket")
+    job = read(tmp_path, "bridge.yaml", BRIDGE, *changes)
+    assert (job.args["pipeline_model_parallel_size"], job.args["virtual_pipeline_model_parallel_size"]) == (8, 2)
+    with pytest.raises(UnreadableError, match=r"'--seq-length' behind .* is no change of it; one looks like"):
+        read(tmp_path, "bridge.yaml", BRIDGE, "--seq-length", "3")
+
+
+def test_sequence_lengths_of_megatron_bridge_must_agree(tmp_path: Path) -> None:
+    job = read(tmp_path, "bridge.yaml", BRIDGE, "dataset.sequence_length=8192")
+    assert [one.level for one in job.found if one.name == "sequence-lengths-differ"] == [ERROR]
+
+
+def test_verl(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 28, "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**sizes, "tie_word_embeddings": True}))
+    job = read(tmp_path, "verl.yaml", VERL.replace("MODEL", str(tmp_path / "model")))
+    assert job.framework == "verl"
+    assert (job.args["num_layers"], job.args["num_query_groups"], job.args["seq_length"]) == (28, 4, 4096)
+    assert not job.args["untie_embeddings_and_output_weights"]
+    assert (job.args["micro_batch_size"], job.args["global_batch_size"]) == (2, 512), "64 prompts of 8 samples each"
+    assert (job.args["pipeline_model_parallel_size"], job.args["virtual_pipeline_model_parallel_size"]) == (4, 2)
+    assert job.given["decoder_last_pipeline_num_layers"] == 5
+    assert job.spell("pipeline_model_parallel_size").endswith("actor.megatron.pipeline_model_parallel_size")
+    assert job.unknown == ("actor_rollout_ref.actor.megatron.made_up",)
+
+
+def test_another_number_of_gpus_is_a_risk(tmp_path: Path) -> None:
+    found = read(tmp_path, "verl.yaml", VERL, gpus=8).found
+    assert any(one.name == "other-number-of-gpus" and "is 16 GPUs, and --gpus is 8" in one.text for one in found)
+
+
+def test_ms_swift(tmp_path: Path) -> None:
+    job = read(tmp_path, "swift.yaml", SWIFT)
+    assert (job.framework, job.args["seq_length"], job.args["variable_seq_lengths"]) == ("ms-swift", 8192, True)
+    assert job.given["decoder_last_pipeline_num_layers"] == 13
+    assert job.unknown == ("made_up",)
+
+
+def test_torchtitan(tmp_path: Path) -> None:
+    job = read(tmp_path, "llama.toml", TITAN)
+    assert (job.framework, job.args["num_layers"], job.args["seq_length"]) == ("torchtitan", 80, 8192)
+    assert (job.args["pipeline_model_parallel_size"], job.args["data_parallel_size"]) == (4, 2)
+    assert (job.args["micro_batch_size"], job.args["global_batch_size"]) == (1, 16)
+    assert job.args["pipeline_schedule"] == "Interleaved1F1B"
+    assert job.unknown == ("parallelism.pipeline_parallel_made_up",)
+    assert "make 8 GPUs, and the job has 12" in texts(read(tmp_path, "llama.toml", TITAN, gpus=12))
+
+
+def test_megatrons_own_yaml(tmp_path: Path) -> None:
+    job = read(tmp_path, "gpt.yaml", OLD_MEGATRON)
+    assert (job.framework, job.args["num_layers"], job.args["data_parallel_size"]) == ("megatron", 24, 8)
+    assert job.unknown == ("made_up",)
+
+
+def test_a_functional_test_of_megatrons(tmp_path: Path) -> None:
+    job = read(tmp_path, "model_config.yaml", FUNCTIONAL)
+    assert job.given["recompute_modules"] == ["core_attn", "mlp"]
+    assert job.given["moe_layer_freq"] == "([0]*3+[1]*9)"
+    assert job.given["use_distributed_optimizer"] is True
+    assert "sequence_parallel" not in job.given
+    assert job.unknown == ("--made-up",)
+    assert not job.validated
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("tab.yaml", "model:\n\tnum_layers: 3\n", r"tab.yaml, line 2, column 1: this is no YAML"),
+        ("empty.yaml", "", "is empty; a file of settings has lines such as"),
+        ("comment.yaml", "# nothing\n", "is empty"),
+        ("list.yaml", "- 1\n- 2\n", "holds a list, not settings with names"),
+        ("other.yaml", "services: {web: 1}\n", "has services at its top: it is not Megatron's, Megatron-Bridge's"),
+        ("bad.toml", "[parallelism\n", "this is no TOML"),
+        ("args.yaml", "MODEL_ARGS: 3\n", "MODEL_ARGS has no flags; they look like --num-layers: 32"),
+    ],
+)
+def test_what_cannot_be_read_is_one_sentence(tmp_path: Path, name: str, text: str, words: str) -> None:
+    with pytest.raises(UnreadableError, match=words):
+        read(tmp_path, name, text)
+
+
+def test_files_that_are_missing_or_no_text(tmp_path: Path) -> None:
+    with pytest.raises(FileFormatError, match="cannot be read"):
+        read_job(Given([str(tmp_path / "no.yaml")], 8))
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(FileFormatError, match="not a text file"):
+        read_job(Given([str(tmp_path / "bytes.yaml")], 8))
+    (tmp_path / "folder.yaml").mkdir()
+    with pytest.raises(UnreadableError, match="is a folder"):
+        read_job(Given([str(tmp_path / "folder.yaml")], 8))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("model.num_layers=many", "model.num_layers is 'many'; it is a whole number"),
+        ("model.num_layers=3.5", "model.num_layers is 3.5; it is a whole number"),
+        ("model.sequence_parallel=7", "model.sequence_parallel is 7; it is true or false"),
+        ("optimizer.lr=fast", "optimizer.lr is 'fast'; it is a number"),
+        ("model.num_layers=true", "model.num_layers is True; it is a whole number"),
+    ],
+)
+def test_values_of_the_wrong_kind_are_errors(tmp_path: Path, change: str, words: str) -> None:
+    found = read(tmp_path, "bridge.yaml", BRIDGE, change).found
+    assert any(one.level == ERROR and words in one.text for one in found), found

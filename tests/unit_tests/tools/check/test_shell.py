@@ -1,0 +1,138 @@
+"""The training command of a shell script, which is read and never run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_pp.tools.check.errors import UnreadableError
+from megatron_pp.tools.check.job import Job
+from megatron_pp.tools.check.read import Given, read_job
+from megatron_pp.tools.check.shell import read_shell
+
+MODEL = """\
+NLAYERS=${NLAYERS:-48}
+MODEL_ARGS=(
+   --swiglu
+   --num-layers ${NLAYERS}
+   --hidden-size 2048   # as the model has it
+   --num-attention-heads 32
+   --moe-layer-freq "([0]*3+[1]*45)"
+)
+"""
+SLIME = """\
+#!/bin/bash
+pkill -9 ray
+set -ex
+SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
+source "${SCRIPT_DIR}/models/qwen.sh"
+PERF_ARGS=(
+   --tensor-model-parallel-size 4
+   --pipeline-model-parallel-size 2
+   # --micro-batch-size 1
+   --use-dynamic-batch-size
+   --max-tokens-per-gpu 20480
+)
+ROLLOUT_ARGS=(
+   --rollout-batch-size 32
+   --global-batch-size 256
+   --sglang-cuda-graph-bs 1 2 4 8 $(seq 16 8 256)
+)
+touch RAN
+ray job submit --address="http://127.0.0.1:8265" \\
+   -- python3 train.py \\
+   --actor-num-nodes 1 \\
+   --actor-num-gpus-per-node 8 \\
+   ${MODEL_ARGS[@]} \\
+   ${PERF_ARGS[@]} \\
+   "${ROLLOUT_ARGS[@]}" --made-up 3
+"""
+SWIFT = """\
+# 8 * 60GiB
+NPROC_PER_NODE=8 \\
+megatron sft \\
+    --model Qwen/Qwen3-30B \\
+    --dataset 'swift/self-cognition#500' \\
+    --pipeline_model_parallel_size 2 \\
+    --sequence_parallel true \\
+    --packing true \\
+    --max_length 8192
+"""
+MEGATRON = """\
+GPUS=8
+NODES=2
+TP=2
+COMMON="--hidden-size 512 \\
+        --seq-length 1024"
+if [ "$DEBUG" = 1 ]; then
+  echo debugging
+fi
+torchrun --nproc_per_node $GPUS --nnodes ${NODES} pretrain_gpt.py \\
+    --tensor-model-parallel-size $TP $COMMON --num-layers 8 \\
+    --data-path ${DATA} --overlap-p2p
+"""
+VERL = """\
+HYDRA_FULL_ERROR=1 python3 -m verl.trainer.main_ppo --config-path=./config --config-name='ppo_megatron_trainer' \\
+    actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=4 \\
+    +actor_rollout_ref.actor.megatron.override_transformer_config.num_layers_in_last_pipeline_stage=7 \\
+    trainer.nnodes=1 trainer.n_gpus_per_node=8 $@
+"""
+
+
+def read(folder: Path, text: str, *words: str, gpus: int = 8) -> Job:
+    (folder / "run.sh").write_text(text)
+    return read_job(Given([str(folder / "run.sh"), *words], gpus))
+
+
+def test_slime(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "qwen.sh").write_text(MODEL)
+    job = read(tmp_path, SLIME)
+    assert job.framework == "slime"
+    assert (job.args["num_layers"], job.args["hidden_size"], job.args["swiglu"]) == (48, 2048, True)
+    assert job.given["moe_layer_freq"] == "([0]*3+[1]*45)"
+    assert (job.args["tensor_model_parallel_size"], job.args["pipeline_model_parallel_size"]) == (4, 2)
+    assert (job.args["global_batch_size"], job.args["variable_seq_lengths"]) == (256, True)
+    assert "micro_batch_size" not in job.given, "its line is a comment"
+    assert job.unknown == ("made_up",)
+    assert not (tmp_path / "RAN").exists()
+
+
+def test_ms_swift(tmp_path: Path) -> None:
+    job = read(tmp_path, SWIFT)
+    assert (job.framework, job.args["seq_length"], job.given["sequence_parallel"]) == ("ms-swift", 8192, True)
+    assert job.unknown == ()
+    assert any(
+        "NPROC_PER_NODE 8 is 8 GPUs, and --gpus is 16" in one.text for one in read(tmp_path, SWIFT, gpus=16).found
+    )
+
+
+def test_verl(tmp_path: Path) -> None:
+    job = read(tmp_path, VERL)
+    assert (job.framework, job.given["pipeline_model_parallel_size"]) == ("verl", 4)
+    assert job.given["decoder_last_pipeline_num_layers"] == 7
+
+
+def test_a_megatron_script(tmp_path: Path) -> None:
+    """That is not there: its flags are read by the table."""
+    job = read(tmp_path, MEGATRON, "--bf16", gpus=16)
+    assert (job.framework, job.validated) == ("megatron", False)
+    assert job.given["hidden_size"] == 512
+    assert (job.given["tensor_model_parallel_size"], job.given["bf16"]) == (2, True)
+    words = "\n".join(one.text for one in job.found)
+    assert "pretrain_gpt.py is not where" in words
+    assert "run.sh does not set are not read: --data-path ${DATA}" in words
+    assert job.unknown == ("--overlap-p2p",)
+    assert "did you mean" in words
+    assert any(one.name == "other-number-of-gpus" for one in read(tmp_path, MEGATRON, gpus=4).found)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("echo hello\n", "has no training command that is known"), ("echo 'a\n", "cannot be read as a shell script")],
+)
+def test_scripts_without_a_command(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "run.sh").write_text(text)
+    with pytest.raises(UnreadableError, match=words):
+        read_shell(str(tmp_path / "run.sh"))
