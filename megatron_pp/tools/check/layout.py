@@ -1,0 +1,157 @@
+"""The layout of a job: what is on which rank, and what Megatron makes of the settings without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from megatron_pp.errors import MegatronPPError
+from megatron_pp.tools.check.findings import NOTE, RISK, Finding, Section
+from megatron_pp.tools.check.job import Job
+from megatron_pp.tools.check.stages import Stage, chunks_of, microbatches_of, pipeline_size, stages_of
+
+_WIDTH = 74  # columns of a picture
+_RANKS, _SHOWN = 12, 4  # a longer pipeline is shown by as many ranks at its ends
+_SIZES = {
+    "tensor": "tensor_model_parallel_size",
+    "pipeline": "pipeline_model_parallel_size",
+    "context": "context_parallel_size",
+    "data": "data_parallel_size",
+    "expert": "expert_model_parallel_size",
+    "expert tensor": "expert_tensor_parallel_size",
+}
+_LEGEND = "E embedding, t transformer layer, m multi-token prediction, L loss"
+
+
+def section(job: Job) -> Section:
+    """Sizes, the picture of ranks and chunks, microbatches; findings are what Megatron does silently."""
+    lines = list(_sizes(job))
+    data: dict[str, object] = {"sizes": {name: job.get(setting, 1) for name, setting in _SIZES.items()}}
+    findings = [*_silent(job)]
+    try:
+        stages = stages_of(job)
+    except MegatronPPError as error:  # "start" has it as an error
+        lines.append(f"no picture: {error}")
+    else:
+        data["stages"] = [
+            {
+                "rank": one.rank,
+                "chunk": one.chunk,
+                "layers": [one.layers.start, one.layers.stop],
+                "embedding": one.embedding,
+                "mtp": one.mtp,
+                "loss": one.loss,
+            }
+            for one in stages
+        ]
+        lines += ["", *picture(stages, pipeline_size(job)), "", f"{_LEGEND} ({_placed_by(job)})"]
+        findings += _uneven(job, stages)
+    return Section("layout", tuple(lines), tuple(findings), data)
+
+
+def _sizes(job: Job) -> Iterator[str]:
+    shown = {name: job.get(setting, 1) for name, setting in _SIZES.items()}
+    if not job.get("num_experts"):
+        shown = {name: size for name, size in shown.items() if not name.startswith("expert")}
+    sizes = [f"{name} {size}" for name, size in shown.items() if size != 1]
+    yield f"{job.gpus} GPUs: {', '.join(sizes) or 'no parallelism'}"
+    try:
+        count = microbatches_of(job)
+    except MegatronPPError:
+        return
+    batch, micro = job.get("global_batch_size"), job.get("micro_batch_size", 1)
+    flags = f"{job.spell('global_batch_size')} {batch}, {job.spell('micro_batch_size')} {micro}"
+    yield f"{count} microbatches a step on each of {job.get('data_parallel_size', 1)} replicas ({flags})"
+    if chunks_of(job) > 1:
+        group = job.get("microbatch_group_size_per_vp_stage") or pipeline_size(job)
+        chunks = f"{chunks_of(job)} chunks a rank{_said_by_layout(job)}"
+        yield f"{chunks}; a chunk runs {group} microbatches before the next takes over"
+
+
+def _said_by_layout(job: Job) -> str:
+    """A layout that was made for another number of ranks changes the schedule without a word."""
+    chunked = ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")
+    if not job.given.get("pipeline_model_parallel_layout") or any(map(job.given.get, chunked)):
+        return ""
+    return f", as the layout has {chunks_of(job) * pipeline_size(job)} stages"
+
+
+def picture(stages: Sequence[Stage], size: int) -> list[str]:
+    """A line for each rank, a column for each chunk; long pipelines and many chunks by their ends."""
+    chunks = len(stages) // size
+    cells = [[stages[chunk * size + rank].text() for chunk in range(chunks)] for rank in range(size)]
+    heads = [f"chunk {chunk}" if chunks > 1 else "layers" for chunk in range(chunks)]
+    shown = range(size) if size <= _RANKS else [*range(_SHOWN), -1, *range(size - _SHOWN, size)]
+    wide = [max(len(heads[k]), *(len(row[k]) for row in cells)) for k in range(chunks)]
+    keeps = chunks
+    while keeps > 2 and 8 + sum(wide[: keeps - 1]) + wide[-1] + 2 * (keeps + 1) > _WIDTH:
+        keeps -= 1
+    columns = [*range(chunks)] if keeps == chunks else [*range(keeps - 1), -1, chunks - 1]
+    lines = [_line("rank", columns, heads, wide)]
+    for rank in shown:
+        lines.append("..." if rank < 0 else _line(f"{rank}", columns, cells[rank], wide))
+    return lines
+
+
+def _line(first: str, columns: Sequence[int], row: Sequence[str], wide: Sequence[int]) -> str:
+    parts = ["..." if column < 0 else row[column].ljust(wide[column]) for column in columns]
+    return f"{first:<5} {'  '.join(parts)}".rstrip()
+
+
+def _placed_by(job: Job) -> str:
+    names = ("pipeline_model_parallel_layout", "hybrid_layer_pattern", "decoder_first_pipeline_num_layers")
+    names += ("decoder_last_pipeline_num_layers", "account_for_embedding_in_pipeline_split")
+    names += ("account_for_loss_in_pipeline_split",)
+    used = [job.spell(name) for name in names if job.get(name)]
+    return f"placed by {' and '.join(used)}" if used else f"placed evenly; {job.spell(names[0])} places them otherwise"
+
+
+def _silent(job: Job) -> Iterator[Finding]:
+    """What Megatron changes or ignores. Where its own checks have run, what they changed is known from reading."""
+    size, chunks = pipeline_size(job), chunks_of(job)
+    wanted = bool(job.given.get("overlap_p2p_comm") or job.given.get("overlap_p2p_communication"))
+    if chunks == 1 and size > 1 and wanted:
+        yield Finding(
+            "overlap-without-virtual-stages",
+            RISK,
+            "Megatron turns the overlap of transfers off, as ranks have one chunk each",
+            f"{job.spell('num_virtual_stages_per_pipeline_rank')} 2, or install(overlap_p2p_comm=True), which overlaps "
+            "without virtual stages",
+            ("overlap_p2p_comm",),
+        )
+    chunked = ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")
+    asked = [name for name in chunked if job.given.get(name)]
+    if size == 1 and asked:
+        yield Finding(
+            "virtual-stages-without-pipeline",
+            NOTE,
+            f"{job.spell(asked[0])} has no effect: there is one pipeline rank",
+            "",
+            (asked[0],),
+        )
+    layout = job.given.get("pipeline_model_parallel_layout")
+    if layout is not None:
+        ends = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+        for name in (*ends, "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"):
+            if job.given.get(name):
+                yield Finding(
+                    "ignored-beside-a-layout",
+                    RISK,
+                    f"{job.spell(name)} has no effect beside {job.spell('pipeline_model_parallel_layout')}",
+                    f"leave {job.spell(name)} out",
+                    (name,),
+                )
+
+
+def _uneven(job: Job, stages: Sequence[Stage]) -> Iterator[Finding]:
+    """Ranks with more layers than others, where nothing but the division makes them so."""
+    size = pipeline_size(job)
+    held = [sum(len(one.layers) + one.mtp for one in stages if one.rank == rank) for rank in range(size)]
+    if size > 2 and max(held[1:-1]) != min(held[1:-1]):
+        most, least = held.index(max(held[1:-1]), 1), held.index(min(held[1:-1]), 1)
+        yield Finding(
+            "uneven-middle-ranks",
+            NOTE,
+            f"rank {most} holds {held[most]} layers and rank {least} {held[least]}; the others wait for rank {most}",
+            "",
+            ("pipeline_model_parallel_layout", "num_layers"),
+        )

@@ -1,0 +1,127 @@
+"""What each stage of a job's pipeline holds, by the rules of Megatron-core.
+
+Stages are in the order of the model. Stage ``s`` is chunk ``s // P`` of rank ``s % P``, as in Megatron's interleaved
+schedule.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_pp.config.layout import place_layers
+from megatron_pp.errors import LayoutError
+from megatron_pp.tools.check.job import Job
+from megatron_pp.tools.parity.layout import stages_of as letters_of
+
+_LETTERS = re.compile(r"[EtmL]*\Z")
+_OF_NAMES = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """``layers``: numbers from 0; ``mtp``: layers for multi-token prediction."""
+
+    rank: int
+    chunk: int
+    layers: range
+    embedding: bool = False
+    mtp: int = 0
+    loss: bool = False
+
+    def text(self) -> str:
+        """In the letters of Megatron's layouts: ``Et*3``, ``t*2``, ``mL``; "-" for an empty stage."""
+        parts = ["E" if self.embedding else "", _repeated("t", len(self.layers)), _repeated("m", self.mtp)]
+        return "".join([*parts, "L" if self.loss else ""]) or "-"
+
+
+def _repeated(letter: str, count: int) -> str:
+    return letter * count if count < 3 else f"{letter}*{count}"
+
+
+def pipeline_size(job: Job) -> int:
+    return max(1, int(job.get("pipeline_model_parallel_size", 1)))
+
+
+def chunks_of(job: Job) -> int:
+    """Model chunks of a rank."""
+    return max(1, int(job.get("virtual_pipeline_model_parallel_size", 1)))
+
+
+def microbatches_of(job: Job) -> int:
+    """Of a step, on each data-parallel rank. Raises LayoutError where the batch cannot be divided."""
+    batch, micro = job.get("global_batch_size"), job.get("micro_batch_size", 1)
+    replicas = max(1, int(job.get("data_parallel_size", 1)))
+    if not isinstance(batch, int) or batch < 1 or batch % (micro * replicas):
+        raise LayoutError(
+            f"{job.spell('global_batch_size')} is {batch}; it must be a multiple of {job.spell('micro_batch_size')} "
+            f"times the data-parallel ranks, {micro} x {replicas}"
+        )
+    return batch // (micro * replicas)
+
+
+def stages_of(job: Job) -> tuple[Stage, ...]:
+    """All stages, in the order of the model. Raises LayoutError where the layers do not fill them."""
+    size, chunks = pipeline_size(job), chunks_of(job)
+    given = _letters(job)
+    if given is not None:
+        if len(given) != size * chunks:
+            raise LayoutError(
+                f"the layout has {len(given)} stages; {size} pipeline ranks with {chunks} chunk(s) each have "
+                f"{size * chunks}"
+            )
+        return tuple(_numbered(given, size))
+    counts = place_layers(
+        _count(job, "num_layers"),
+        size,
+        chunks,
+        num_layers_in_first_pipeline_stage=job.get("decoder_first_pipeline_num_layers"),
+        num_layers_in_last_pipeline_stage=job.get("decoder_last_pipeline_num_layers"),
+        account_for_embedding=bool(job.get("account_for_embedding_in_pipeline_split", False)),
+        account_for_loss=bool(job.get("account_for_loss_in_pipeline_split", False)),
+    )
+    texts = ["t" * len(layers) for layers in counts]
+    texts[0] = "E" + texts[0]
+    texts[-1] += "m" * _count(job, "mtp_num_layers") + "L"
+    return tuple(_numbered(texts, size))
+
+
+def _count(job: Job, name: str) -> int:
+    value = job.get(name, 0)
+    return value if isinstance(value, int) else 0
+
+
+def _letters(job: Job) -> list[str] | None:
+    """Letters of each stage where the job says them: in its layout, or in the stages of a hybrid model's pattern."""
+    layout: Any = job.get("pipeline_model_parallel_layout")
+    if isinstance(layout, str):
+        found = letters_of(layout)
+        wrong = next((one for one in found if not _LETTERS.match(one)), None)
+        if wrong is not None:
+            raise LayoutError(
+                f"{job.spell('pipeline_model_parallel_layout')} has a stage {wrong!r}; a stage has the letters E "
+                "(embedding), t (layer), m (multi-token prediction) and L (loss)"
+            )
+        return found
+    if isinstance(layout, Sequence) and layout:
+        return ["".join(_OF_NAMES.get(str(name), "t") for name in stage) for stage in layout]
+    pattern = str(job.get("hybrid_layer_pattern", ""))
+    if "|" in pattern:
+        main, *mtp = pattern.split("/")
+        texts = ["t" * len(part) for part in main.split("|")]
+        texts[0] = "E" + texts[0]
+        texts[-1] += "m" * len(mtp) + "L"
+        return texts
+    return None
+
+
+def _numbered(letters: Sequence[str], size: int) -> list[Stage]:
+    stages, first = [], 0
+    for number, text in enumerate(letters):
+        layers = range(first, first + text.count("t"))
+        first = layers.stop
+        own = "E" in text, text.count("m"), "L" in text
+        stages.append(Stage(number % size, number // size, layers, *own))
+    return stages
