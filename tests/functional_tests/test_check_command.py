@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree as Xml
+
+import pytest
 
 from tests.conftest import PROJECT_ROOT
 from tests.functional_tests.megatron_support import needs_megatron
@@ -17,6 +22,21 @@ pytestmark = needs_megatron
 
 SMALL = PROJECT_ROOT / "testkit" / "megatron" / "small_training"
 PRETRAIN = str(SMALL / "pretrain.py")
+CHECKOUT = os.environ.get("MEGATRON_CHECKOUT", "")
+RIGHT = """\
+language_model: {num_layers: 8, hidden_size: 512, num_attention_heads: 8}
+model_parallel: {pipeline_model_parallel_size: 4}
+micro_batch_size: 1
+global_batch_size: 16
+seq_length: 1024
+vocab_size: 32000
+bf16: true
+"""
+RIGHT_FLAGS = (
+    "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 1024 --max-position-embeddings 1024 "
+    "--micro-batch-size 1 --global-batch-size 16 --pipeline-model-parallel-size 4 --lr 0.1 --train-iters 10 --bf16 "
+    "--tokenizer-type NullTokenizer --vocab-size 1000"
+)
 
 
 @dataclass(frozen=True)
@@ -73,3 +93,83 @@ def test_a_script_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
     assert (said.code, said.out) == (2, "")
     assert said.complaint.startswith("megatron-pp check: nothing.py does not exist; check takes a script")
     assert json.loads(check("--gpus 2 --json nothing.py", tmp_path).out)["exit_code"] == 2
+
+
+def test_answers_for_other_programs(tmp_path: Path) -> None:
+    flags = "--num-layers 7 --pipeline-model-parallel-size 2"
+    said = check(f"--gpus 2 --github --junit check.xml {PRETRAIN} {flags}", tmp_path)
+    assert said.code == 1
+    assert "::error title=start%3A megatron-refuses-num-layers::Megatron refuses: layers should" in said.out
+    suite = Xml.parse(tmp_path / "check.xml").getroot()
+    assert (suite.get("failures"), suite.get("errors")) == ("1", "0")
+    assert suite.find("testcase[@name='start']/failure").get("message").startswith("error: Megatron refuses")
+    said = check("--gpus 2 --github --junit check.xml nothing.py", tmp_path)
+    assert said.code == 2
+    assert said.out.startswith("::error title=megatron-pp check::nothing.py does not exist")
+    assert Xml.parse(tmp_path / "check.xml").getroot().get("errors") == "1"
+
+
+def test_exit_codes(tmp_path: Path) -> None:
+    """Nothing, risks, and risks that count; the other two are above."""
+    (tmp_path / "gpt.yaml").write_text(RIGHT)
+    assert check("--gpus 4 gpt.yaml", tmp_path).code == 0
+    (tmp_path / "gpt.yaml").write_text(RIGHT + "made_up: 3\n")
+    said = check("--gpus 4 gpt.yaml", tmp_path)
+    assert said.code == 3
+    assert "not understood and not read: made_up" in said.out
+    assert check("--gpus 4 --strict gpt.yaml", tmp_path).code == 1
+
+
+def test_numbers_are_compared_where_that_is_asked_for(tmp_path: Path) -> None:
+    flags = "--num-layers 8 --pipeline-model-parallel-size 2 --lr 0.001 --global-batch-size 8"
+    said = check(f"--gpus 2 --json --numbers {PRETRAIN} {flags}", tmp_path, PLANTED_FAULT="log")
+    assert [one["name"] for one in said.findings("numbers")] == ["numbers-differ"]
+    assert said.code == 1
+    (tmp_path / "gpt.yaml").write_text(RIGHT)
+    said = check("--gpus 4 --json --numbers gpt.yaml", tmp_path)
+    assert [one["name"] for one in said.findings("numbers")] == ["numbers-not-compared"]
+
+
+def test_another_release_is_named(tmp_path: Path) -> None:
+    (tmp_path / "gpt.yaml").write_text(RIGHT)
+    assert check("--gpus 4 --json --release 0.17.0 gpt.yaml", tmp_path).answer["job"]["release"] == "0.17.0"
+
+
+@pytest.mark.skipif(not CHECKOUT, reason="MEGATRON_CHECKOUT names no checkout of Megatron-LM")
+def test_megatrons_own_checks_are_collected(tmp_path: Path) -> None:
+    flags = (
+        "--num-layers 30 --hidden-size 1000 --num-attention-heads 15 --seq-length 2048 --max-position-embeddings 1024 "
+        "--micro-batch-size 2 --global-batch-size 33 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 "
+        "--lr 0.1 --train-iters 10 --bf16 --tokenizer-type NullTokenizer --vocab-size 1000"
+    )
+    said = check(f"--gpus 16 --json {CHECKOUT}/pretrain_gpt.py {flags}", tmp_path)
+    texts = "\n".join(one["text"] for one in said.findings("start", "error"))
+    for words in ("divisible", "hidden_size % args.num_attention_heads", "max_position_embeddings (1024)", "size (33)"):
+        assert words in texts
+    assert said.answer["job"]["validated"]
+    said = check(f"--gpus 4 --json {CHECKOUT}/pretrain_gpt.py {RIGHT_FLAGS} --sequence-parallel", tmp_path)
+    assert not said.findings("start", "error")
+    changed = [one for one in said.findings("layout") if one["name"] == "megatron-changes-sequence-parallel"]
+    assert "because tensor model parallelism is disabled" in changed[0]["text"]
+
+
+def test_ctrl_c_ends_it_without_an_answer(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import time\n")
+    (tmp_path / "megatron" / "training").mkdir(parents=True)
+    (tmp_path / "megatron" / "training" / "arguments.py").write_text("import time\nprint('begun')\ntime.sleep(100)\n")
+    command = [sys.executable, "-m", "megatron_pp", "check", "--gpus", "2", "slow.py", "--num-layers", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT_ROOT)}
+    begun = subprocess.Popen(command, env=environment, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    time.sleep(1)
+    begun.send_signal(signal.SIGINT)
+    _, complaint = begun.communicate(timeout=30)
+    assert (begun.returncode, complaint.strip()) == (130, "megatron-pp check: ended by Ctrl-C")
+
+
+def test_megatron_that_hangs_is_ended(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import time\n")
+    (tmp_path / "megatron" / "training").mkdir(parents=True)
+    (tmp_path / "megatron" / "training" / "arguments.py").write_text("import time\ntime.sleep(100)\n")
+    said = check("--gpus 2 --patience 1 slow.py --num-layers 2", tmp_path)
+    assert said.code == 2
+    assert "did not read the flags of slow.py within 1 s; --patience SECONDS gives it more time" in said.complaint

@@ -17,10 +17,16 @@ from megatron_pp.tools.cli.errors import BAD_INPUT, ENDED, OK, REFUSED, RefusedE
 from megatron_pp.tools.cli.parser import parse
 from megatron_pp.tools.cli.terminal import open_terminal, wrapped_for
 
-_EXTRAS = {"megatron": "megatron", "tqdm": "megatron", "matplotlib": "viz"}
+_EXTRAS = {"megatron": "megatron", "tqdm": "megatron", "yaml": "megatron", "matplotlib": "viz"}
 """Package that may be missing -> the extra that brings it."""
 _PACKAGE = Path(__file__).resolve().parents[2]
 _COMMANDS = ("plan", "verify", "simulate", "advise", "draw", "report")
+_GROUPS = {
+    "a job": (check.NAME, run.NAME),
+    "which pipeline": ("advise", "simulate", "draw"),
+    "plans and numbers": ("plan", "verify", "report", parity.NAME),
+}
+"""Title in the help -> commands."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _complain("megatron-pp: ended by Ctrl-C")
         return ENDED
-    args = parse(commands, given, {own.NAME: own.SUMMARY for own in (check, run, parity)})
+    args = parse(commands, given, {own.NAME: own.SUMMARY for own in (check, run, parity)}, _GROUPS)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("always", UserWarning)

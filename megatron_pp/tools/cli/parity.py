@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     for path in filter(None, (args.junit, args.html)):
         check_writable(path)
     try:
-        said = work_apart(partial(_answer, args, settings), args.deadline, f"importing what {args.script} imports")
+        said = _compared(args, settings)
     except (ImportError, MegatronPPError) as error:
         if args.junit is not None:
             write_whole(args.junit, junit.text_of_error(str(error)))
@@ -69,13 +69,23 @@ def main(argv: Sequence[str]) -> int:
     return EXIT_CODES[said.verdict]
 
 
+def compare(argv: Sequence[str]) -> "Said":
+    """The answer, for another command. Raises what ``main`` raises."""
+    args = _parse(argv)
+    return _compared(args, read_settings(args.settings, **run.given_settings(args)))
+
+
+def _compared(args: argparse.Namespace, settings: Any) -> "Said":
+    return work_apart(partial(_answer, args, settings), args.deadline, f"importing what {args.script} imports")
+
+
 def _print(lines: Sequence[str], console: "Console") -> None:
     for line in lines:
         (print_command if line.startswith(REPEAT) else print_line)(console, line)
 
 
 @dataclass(frozen=True)
-class _Said:
+class Said:
     """The answer, as it is printed and written."""
 
     verdict: str
@@ -85,7 +95,7 @@ class _Said:
     html: str
 
 
-def _answer(args: argparse.Namespace, settings: Any, place: Workplace) -> _Said:
+def _answer(args: argparse.Namespace, settings: Any, place: Workplace) -> Said:
     """In a process of its own: it runs the script. What this prints as it is imported goes to standard error."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: ranks share the cores
     with collector_paused():  # a sixth of the time to import torch
@@ -106,7 +116,7 @@ def _answer(args: argparse.Namespace, settings: Any, place: Workplace) -> _Said:
     with contextlib.redirect_stdout(sys.stderr), _progress() as say:
         answer = command.answer(options, load, partial(_install, settings), say, place)
     page: Any = importlib.import_module("megatron_pp.tools.parity.page")
-    return _Said(answer.verdict, answer.to_json(), answer.lines(), junit.text_of(answer), page.text_of(answer))
+    return Said(answer.verdict, answer.to_json(), answer.lines(), junit.text_of(answer), page.text_of(answer))
 
 
 def _install(settings: Any) -> None:
@@ -135,13 +145,13 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = run.script_parser(NAME, "options", SUMMARY, _EXAMPLES)
-    parser.add_argument("--nproc", type=_count, default=None, help="processes; default: what the layout needs")
+    parser.add_argument("--nproc", type=count, default=None, help="processes; default: what the layout needs")
     parser.add_argument("--shrink", choices=("auto", "none"), default="auto", help="make sizes small; default: auto")
     parser.add_argument("--engine", choices=("ours", "megatron", "both"), default="both", help="default: both")
-    parser.add_argument("--steps", type=_count, default=2, help="training steps; default: 2")
+    parser.add_argument("--steps", type=count, default=2, help="training steps; default: 2")
     parser.add_argument("--masks", choices=("uneven", "full"), default="uneven", help="of the loss; default: uneven")
     parser.add_argument("--checkpoint", choices=(*CHECKPOINTS, "all"), default="", help="resume from one")
-    parser.add_argument("--deadline", type=_seconds, default=120.0, help="seconds for each run; default: 120")
+    parser.add_argument("--deadline", type=seconds, default=120.0, help="seconds for each run; default: 120")
     parser.add_argument("--json", action="store_true", default=False, help="print one JSON object")
     parser.add_argument("--junit", metavar="FILE", default=None, help="write a JUnit file")
     parser.add_argument("--html", metavar="FILE", default=None, help="write a page with a map of layers and ranks")
@@ -149,13 +159,13 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return run.parsed(parser, argv)
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= 1):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 999999999")
     return int(text)
 
 
-def _seconds(text: str) -> float:
+def seconds(text: str) -> float:
     with contextlib.suppress(ValueError):
         if 0 < (seconds := float(text)) <= 1e9:
             return seconds

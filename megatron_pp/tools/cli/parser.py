@@ -18,7 +18,8 @@ from megatron_pp.tools.cli.errors import BAD_INPUT, UsageError
 from megatron_pp.tools.cli.terminal import wrapped_command, wrapped_for
 
 _INTRODUCTION = (
-    "Plans of pipeline-parallel training: print, check, simulate, draw, and compare with what really happened."
+    "Pipeline-parallel training: check a job before it is launched, choose a pipeline, look at its plan, and compare "
+    "with what really happened."
 )
 _LONG = 32  # characters of the choices of an option
 # What argparse says of --switch=value.
@@ -109,21 +110,39 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(
-    commands: Mapping[str, Any], argv: Sequence[str] | None, listed: Mapping[str, str] | None = None
+    commands: Mapping[str, Any],
+    argv: Sequence[str] | None,
+    listed: Mapping[str, str] | None = None,
+    groups: Mapping[str, Sequence[str]] | None = None,
 ) -> argparse.Namespace:
     """The arguments, for ``commands``: name -> module with SUMMARY, EXAMPLES, add_arguments and run. ``listed``: name
-    -> summary of those that read their arguments themselves. Exits where they are not understood.
+    -> summary of those that read their arguments themselves. ``groups``: title in the help -> names. Exits where they
+    are not understood.
     """
-    parser = Parser(prog="megatron-pp", description=_INTRODUCTION)
+    usage = "%(prog)s [-h] [--version] COMMAND ..."
+    parser = Parser(prog="megatron-pp", description=_INTRODUCTION, usage=usage)
     parser.add_argument("--version", action="version", version=f"megatron-pp {__version__}")
-    chosen = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    # What argparse says of a command that is not known begins with the parser's prog.
+    chosen = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", prog="megatron-pp")
     parsers = {name: _add_command(chosen, name, module) for name, module in commands.items()}
     for name, summary in (listed or {}).items():
         chosen.add_parser(name, help=summary)
+    _group(parser, chosen, groups or {})
     args, rest = parser.parse_known_args(argv)
     if rest:
         parsers[args.command].error(_not_understood(rest[0], args.command, parsers))
     return args
+
+
+def _group(parser: Parser, chosen: Any, groups: Mapping[str, Sequence[str]]) -> None:
+    """List the commands under their titles, in their order; argparse has one list for all."""
+    listed = {action.dest: action for action in chosen._choices_actions}
+    for title, names in groups.items():
+        group = parser.add_argument_group(title)
+        group._group_actions += [listed.pop(name) for name in names if name in listed]
+    chosen._choices_actions[:] = listed.values()
+    if not listed:
+        chosen.help = argparse.SUPPRESS
 
 
 def _add_command(chosen: Any, name: str, module: Any) -> Parser:

@@ -1,0 +1,73 @@
+"""The answer of a check for other programs: a JUnit file, and annotations of GitHub's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from xml.etree import ElementTree as Xml
+
+from megatron_pp.errors import visible
+from megatron_pp.tools.check.command import Answer, sorted_findings
+from megatron_pp.tools.check.findings import ERROR, NOTE, RISK, Finding
+
+_ANNOTATIONS = {ERROR: "error", RISK: "warning", NOTE: "notice"}
+
+
+def junit_of(answer: Answer, strict: bool) -> str:
+    """A test case for each section. It fails where the section has an error, with ``strict`` a risk too."""
+    levels = (ERROR, RISK) if strict else (ERROR,)
+    failed = {one.name: [f for f in sorted_findings(one) if f.level in levels] for one in answer.sections}
+    suite = _suite(len(answer.sections), sum(map(bool, failed.values())), 0)
+    for section in answer.sections:
+        case = _case(suite, section.name)
+        if failed[section.name]:
+            lines = [in_words(finding) for finding in failed[section.name]]
+            Xml.SubElement(case, "failure", message=visible(lines[0])).text = visible("\n".join(lines))
+        rest = [*section.lines, *(in_words(one) for one in section.findings if one not in failed[section.name])]
+        if rest:
+            Xml.SubElement(case, "system-out").text = visible("\n".join(rest))
+    return _written(suite)
+
+
+def junit_of_error(message: str) -> str:
+    """Where there is no answer."""
+    suite = _suite(1, 0, 1)
+    Xml.SubElement(_case(suite, "read"), "error", message=visible(message)).text = visible(message)
+    return _written(suite)
+
+
+def _suite(tests: int, failures: int, errors: int) -> Xml.Element:
+    suite = Xml.Element("testsuite", name="megatron-pp check", tests=str(tests))
+    suite.set("failures", str(failures))
+    suite.set("errors", str(errors))
+    return suite
+
+
+def _case(suite: Xml.Element, name: str) -> Xml.Element:
+    return Xml.SubElement(suite, "testcase", classname="megatron_pp.tools.check", name=name)
+
+
+def _written(suite: Xml.Element) -> str:
+    return Xml.tostring(suite, encoding="unicode", xml_declaration=True)
+
+
+def in_words(finding: Finding) -> str:
+    change = f"; change: {finding.change}" if finding.change else ""
+    return f"{finding.level}: {finding.text}{change}{''.join(f' {thread}' for thread in finding.threads)}"
+
+
+def annotations_of(answer: Answer) -> Iterator[str]:
+    """A line for each finding, which GitHub Actions shows beside the run."""
+    for section in answer.sections:
+        for finding in sorted_findings(section):
+            title = _escaped(f"{section.name}: {finding.name}").replace(":", "%3A").replace(",", "%2C")
+            text = in_words(finding).removeprefix(f"{finding.level}: ")
+            yield f"::{_ANNOTATIONS[finding.level]} title={title}::{_escaped(text)}"
+
+
+def annotation_of_error(message: str) -> str:
+    return f"::error title=megatron-pp check::{_escaped(message)}"
+
+
+def _escaped(text: str) -> str:
+    """As GitHub reads it: a line is one annotation."""
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
