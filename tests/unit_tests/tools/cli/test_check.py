@@ -1,0 +1,59 @@
+"""``megatron-pp check``: what is refused before anything is read, and the list of commands."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.unit_tests.tools.cli.conftest import assert_refused
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ("--gpus 0 job.py", "argument --gpus: '0' is not a whole number from 1 to 999999999"),
+        ("job.py", "the following arguments are required: --gpus"),
+        ("--gpus 8", "the following arguments are required: JOB"),
+        ("--gpus 8 --gpu h1000 job.yaml", "GPU 'h1000' is not known (did you mean h100?); it is one of v100"),
+        ("--gpus 8 --release new job.yaml", "'new' is no release of Megatron-core; one looks like 0.19.2"),
+        ("--gpus 8 --patience never job.py", "'never' is not a number of seconds"),
+        ("--gpus 8 --junit no/folder/check.xml job.yaml", "no/folder/check.xml: cannot be written"),
+        (
+            "--gpus 8 nothing.py",
+            "nothing.py does not exist; check takes a script with its flags, or a file",
+        ),
+        ("--gpus 8 nothing.yaml", "nothing.yaml: cannot be read (No such file or directory)"),
+        ("--gpus 8 nothing.sh", "nothing.sh: cannot be read (No such file or directory)"),
+        ("--gpus 8 .", ". is a folder, not a script"),
+        ("--gpus 8 -m no.such.module", "there is no module 'no.such.module'; -m takes the name of one"),
+        ("--gpus 8 no_such_module:recipe", "no_such_module:recipe cannot be called: ModuleNotFoundError"),
+    ],
+)
+def test_what_cannot_be_read_is_one_sentence(command, words, complaint):
+    assert_refused(command(f"check {words}"), 2, "megatron-pp check: ", complaint)
+
+
+def test_a_recipe_function_is_called(command, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    (tmp_path / "my_recipes.py").write_text(
+        "from dataclasses import dataclass, field\n"
+        "@dataclass\nclass Model:\n    num_layers: int = 8\n    odd: int = 3\n"
+        "@dataclass\nclass Config:\n    model: Model = field(default_factory=Model)\n"
+        "def pretrain():\n    print('noise')\n    return Config()\n"
+    )
+    code, said, _ = command("check --gpus 8 my_recipes:pretrain model.num_layers=16")
+    assert code == 3
+    assert said.startswith("my_recipes:pretrain: megatron-bridge on 8 GPUs")
+    assert "not understood and not read: model.odd" in said
+
+
+def test_help_groups_the_commands(command):
+    _, said, _ = command("--help")
+    places = [
+        said.index(f"\n{line}") for line in ("a job:\n  check ", "which pipeline:\n  advise ", "plans and numbers:")
+    ]
+    assert places == sorted(places)
+    for name in ("run", "simulate", "draw", "plan", "verify", "report", "parity"):
+        assert f"\n  {name} " in said
+    assert "positional" not in said
