@@ -18,8 +18,6 @@ NOTHING, FAILS, RISKS = 0, 1, 3
 _MODULES = {"time": "step_time"}
 """Section -> its module, where the names differ."""
 _BESIDE_GPU = ("memory", "time")
-_READ = {NOTE: "layout"}
-"""Level -> the section that has what reading found; "start" has the rest."""
 
 
 @dataclass(frozen=True)
@@ -81,14 +79,10 @@ def _answered(name: str, job: Job, gpu: Gpu | None) -> Section:
 
 
 def _with_read(sections: Sequence[Section], found: Sequence[Finding]) -> list[Section]:
-    """With what reading found, where no section has it."""
-    known = [one for section in sections for one in section.findings]
-    rest = [one for one in found if one not in known]
+    """Notes of reading are in front of those of the layout. The section "start" has what else reading found."""
+    notes = tuple(one for one in found if one.level == NOTE)
     return [
-        replace(
-            section,
-            findings=(*(one for one in rest if _READ.get(one.level, "start") == section.name), *section.findings),
-        )
+        replace(section, findings=(*notes, *section.findings)) if section.name == "layout" else section
         for section in sections
     ]
 
