@@ -69,7 +69,7 @@ setup(
     keywords=["pipeline parallelism", "distributed training", "PyTorch", "Megatron", "zero bubble"],
     project_urls=project_urls(),
     packages=find_packages(include=["megatron_pp", "megatron_pp.*"]),
-    package_data={"megatron_pp": ["py.typed", "tools/draw/page/*", "tools/flags/*.csv"]},
+    package_data={"megatron_pp": ["py.typed", "tools/check/*.toml", "tools/draw/page/*", "tools/flags/*.csv"]},
     python_requires=">=3.10",
     install_requires=[
         # An open range: clusters bring their own torch. The scripts pin one in scripts/constraints.txt.

@@ -74,6 +74,9 @@ def _bridge(values: dict[str, Any], gpus: int, folder: Path) -> Prepared:
     if len({values[name] for name in lengths if values[name] is not None}) > 1:
         text = " and ".join(f"{name} {values[name]}" for name in lengths)
         found.append(Finding("sequence-lengths-differ", ERROR, f"{text} differ", "one length for both", (*lengths,)))
+    packed = values.get("dataset.packed_sequence_specs.packed_sequence_size")
+    if isinstance(packed, int) and packed > 0:
+        values["dataset.packed_sequence_specs"] = True  # sequences in packs, which are Megatron's --sft
     order = {name: at for at, name in enumerate(("optimizer", "model", "mixed_precision", "ddp", "comm_overlap"))}
     keys = sorted(values, key=lambda key: order.get(key.partition(".")[0], len(order)))
     return {key: values[key] for key in keys}, found

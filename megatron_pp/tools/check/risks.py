@@ -1,0 +1,185 @@
+"""Known faults of the installed Megatron-core that a job's settings meet, from `known_faults.toml`."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_pp.tools.check.files import loaded
+from megatron_pp.tools.check.findings import ERROR, LEVELS, RISK, Finding, Section
+from megatron_pp.tools.check.job import Job
+
+FILE = Path(__file__).with_name("known_faults.toml")
+SAME, NOT_AFFECTED = "same", "not affected"
+OLDEST = "0.14.0"  # whose sources were looked at
+_WITHOUT_MEGATRON = ("torchtitan",)
+_COMPARED: dict[str, Callable[[Any, Any], bool]] = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+_TERM = re.compile(r"(?P<setting>\w+) (?:(?P<compared>==|!=|<=|>=|<|>) (?P<value>\S+)|is (?P<state>true|false|given))")
+
+
+@dataclass(frozen=True)
+class Term:
+    """``compared``: an operator with its ``value``; "" where the setting ``state`` is "true", "false" or "given"."""
+
+    setting: str
+    compared: str = ""
+    value: int | str = ""
+    state: str = ""
+
+    def holds(self, values: Mapping[str, Any]) -> bool:
+        given = values.get(self.setting)
+        if self.state:
+            return {"true": bool(given), "false": not given, "given": given is not None}[self.state]
+        if isinstance(self.value, int) and (isinstance(given, bool) or not isinstance(given, (int, float))):
+            return False
+        return given is not None and _COMPARED[self.compared](given, self.value)
+
+
+@dataclass(frozen=True)
+class KnownFault:
+    """A row of the file, which says what each field is. ``when``: all of them hold, each by one of its alternatives.
+    ``since``, ``fixed``: releases; "" where the oldest has it and where the newest has it."""
+
+    name: str
+    level: str
+    when: tuple[tuple[Term, ...], ...]
+    what: str
+    change: str
+    engine: str
+    threads: tuple[str, ...]
+    since: str = ""
+    fixed: str = ""
+    shown: str = ""
+    unshown: str = ""
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(term.setting for terms in self.when for term in terms))
+
+    def meets(self, values: Mapping[str, Any]) -> bool:
+        return all(any(term.holds(values) for term in terms) for terms in self.when)
+
+    def is_in(self, release: str) -> bool:
+        """Of a release that is not known, the newest is assumed."""
+        if not release:
+            return not self.fixed
+        version = version_of(release)
+        return version >= version_of(self.since or "0") and (not self.fixed or version < version_of(self.fixed))
+
+
+def section(job: Job) -> Section:
+    if job.framework in _WITHOUT_MEGATRON:
+        return Section("risks")
+    faults, newest = known_faults()
+    here = [fault for fault in faults if fault.is_in(job.release)]
+    values = values_of(job)
+    met = [fault for fault in here if fault.meets(values)]
+    of = f"Megatron-core {job.release}" if job.release else "Megatron-core, whose release is not known"
+    line = f"{len(here)} known faults of {of}: this job meets {len(met) or 'none'}"
+    findings = tuple(_finding(fault, job, newest) for fault in met)
+    return Section("risks", (line,), findings, {"known": len(here), "met": [fault.name for fault in met]})
+
+
+def _finding(fault: KnownFault, job: Job, newest: str) -> Finding:
+    """In a release that nobody has looked at, an error is a risk."""
+    unseen = bool(job.release) and version_of(job.release) > version_of(newest)
+    level = RISK if unseen and fault.level == ERROR else fault.level
+    release = f"Megatron-core {_releases(fault)}"
+    what = f"{release}: {fault.what}" + (f" ({job.release} was not looked at)" if unseen else "")
+    change = fault.change
+    if fault.engine == NOT_AFFECTED:
+        change += "; or megatron-pp run, whose steps do not have this fault"
+    given = tuple(name for name in fault.settings if name not in DERIVED)
+    return Finding(fault.name, level, what, change, given, fault.threads)
+
+
+def _releases(fault: KnownFault) -> str:
+    since = fault.since or OLDEST
+    return f"{since} and newer" if not fault.fixed else f"before {fault.fixed}"
+
+
+def values_of(job: Job) -> dict[str, Any]:
+    """The job's settings, those that Megatron sets by itself, and the names in ``DERIVED``."""
+    values = dict(job.args)
+    if values.get("batch_p2p_comm") is None or (job.validated and "batch_p2p_comm" not in job.given):
+        values["batch_p2p_comm"] = not values.get("overlap_p2p_comm")
+    if job.given.get("deallocate_pipeline_outputs") is None:  # all programs set it; Megatron's config has False
+        values["deallocate_pipeline_outputs"] = True
+    return {**values, **{name: how(job) for name, how in DERIVED.items()}}
+
+
+def layers_without_a_stage(job: Job) -> int:
+    """Layers that are on no stage, as sizes are given for all stages and add up to fewer."""
+    sizes = [job.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last")]
+    stages, layers = job.get("pipeline_model_parallel_size", 1), job.get("num_layers")
+    given = [size for size in sizes if isinstance(size, int)]
+    if not isinstance(layers, int) or not given or stages > len(given):
+        return 0
+    return max(0, layers - (given[-1] if stages == 1 else sum(given)))
+
+
+def _framework(job: Job) -> str:
+    return job.framework
+
+
+DERIVED: Mapping[str, Callable[[Job], Any]] = {
+    "framework": _framework,
+    "layers_without_a_stage": layers_without_a_stage,
+}
+"""Names that terms may have beside Megatron's settings."""
+
+
+@functools.cache
+def known_faults() -> tuple[tuple[KnownFault, ...], str]:
+    """All rows, and the newest release that was looked at. Raises ValueError for a row that is not well formed."""
+    return faults_of(loaded(str(FILE)))
+
+
+def faults_of(values: Mapping[str, Any]) -> tuple[tuple[KnownFault, ...], str]:
+    return tuple(_fault(row) for row in values["fault"]), str(values["newest"])
+
+
+def _fault(row: Mapping[str, Any]) -> KnownFault:
+    values = dict(row)
+    values["since"] = values.pop("from", "")
+    values["when"] = tuple(terms_of(text) for text in values["when"])
+    values["threads"] = tuple(values["threads"])
+    fault = KnownFault(**values)
+    if fault.level not in LEVELS:
+        raise ValueError(f"{fault.name}: level is {fault.level!r}; it is one of {', '.join(LEVELS)}")
+    if fault.engine not in (SAME, NOT_AFFECTED):
+        raise ValueError(f"{fault.name}: engine is {fault.engine!r}; it is {SAME!r} or {NOT_AFFECTED!r}")
+    return fault
+
+
+def terms_of(text: str) -> tuple[Term, ...]:
+    """The alternatives of one term of the file."""
+    return tuple(map(_term, text.split(" or ")))
+
+
+def _term(text: str) -> Term:
+    found = _TERM.fullmatch(text)
+    if found is None:
+        raise ValueError(f"{text!r} is no term; one looks like 'num_layers >= 2' or 'sequence_parallel is true'")
+    value = found["value"] or ""
+    number = int(value) if value.lstrip("-").isdigit() else value
+    return Term(found["setting"], found["compared"] or "", number, found["state"] or "")
+
+
+def version_of(release: str) -> tuple[int, ...]:
+    """The numbers of a release, without what follows them: 0.20.0+d98e8a64 and 0.20.0rc1 are 0.20.0."""
+    found = re.match(r"\d+(?:\.\d+)*", release)
+    numbers: Sequence[str] = found[0].split(".") if found else ()
+    return tuple(int(number) for number in [*numbers, "0", "0", "0"][: max(3, len(numbers))])

@@ -1,0 +1,23 @@
+"""Faults of Megatron-core's own schedules that `megatron-pp check` names, in the installed release."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from tests.functional_tests.megatron_support import needs_megatron
+
+from testkit.megatron.cases import Case  # isort: skip
+from testkit.megatron.runner import parity_jobs, run_jobs  # isort: skip
+
+pytestmark = needs_megatron
+
+
+def test_varying_shapes_on_two_ranks_crash_megatrons_schedule(tmp_path: Path) -> None:
+    """The shapes of an output and of a gradient reach each other's receivers; gloo refuses what then arrives. This engine
+    runs the same case."""
+    theirs = Case(engine="megatron", pp=2, vp=2, policy="plain", variable_shapes=True).short()
+    ours = dataclasses.replace(theirs, engine="ours")
+    *_, crashed, right = run_jobs(parity_jobs([theirs, ours], tmp_path), deadline=120)
+    assert crashed.status == "error", crashed.message
+    assert (right.status, right.grad_difference) == ("ok", 0.0), right.message

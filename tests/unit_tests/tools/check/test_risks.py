@@ -1,0 +1,196 @@
+"""The file of known faults, and which jobs meet them."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from megatron_pp.tools.check.findings import ERROR, NOTE, RISK
+from megatron_pp.tools.check.job import Job
+from megatron_pp.tools.check.risks import DERIVED, KnownFault, known_faults, section, terms_of, values_of, version_of
+from megatron_pp.tools.check.sizes import completed
+from megatron_pp.tools.flags.table import settings
+from tests.conftest import PROJECT_ROOT
+
+FAULTS = {fault.name: fault for fault in known_faults()[0]}
+
+TWO = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+FOUR = {"pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2}
+FLUSH = {**FOUR, "overlap_p2p_comm_warmup_flush": True, "eval_iters": 10}
+LATENT = {"multi_latent_attention": True, "tensor_model_parallel_size": 2}
+SINKS = {"softmax_type": "learnable", "tensor_model_parallel_size": 2}
+DELTA = {"experimental_attention_variant": "gated_delta_net", "tensor_model_parallel_size": 2}
+MASKED = {"context_parallel_size": 2, "sft": True}
+MTP = {"mtp_num_layers": 1, "context_parallel_size": 2}
+SHARDED = {"use_megatron_fsdp": True, "pipeline_model_parallel_size": 2, "ckpt_format": "fsdp_dtensor", "load": "a"}
+PACKED = {"pipeline_model_parallel_size": 12, "sft": True}
+ENDS = {"pipeline_model_parallel_size": 2, "num_layers": 48, "decoder_first_pipeline_num_layers": 11}
+
+NEAR: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
+    "batched-exchange-on-two-ranks": ({**TWO, "overlap_p2p_comm": False}, {"overlap_p2p_comm": True}, "0.19.2", ""),
+    "varying-shapes-on-two-ranks": (
+        {**TWO, "overlap_p2p_comm": False, "batch_p2p_comm": False, "variable_seq_lengths": True},
+        {"overlap_p2p_comm": True},
+        "0.19.2",
+        "",
+    ),
+    "varying-shapes-in-long-pipelines": (
+        {"pipeline_model_parallel_size": 4, "variable_seq_lengths": True},
+        {"pipeline_model_parallel_size": 3},
+        "0.19.2",
+        "",
+    ),
+    "outputs-freed-before-they-are-sent": (FOUR, {"deallocate_pipeline_outputs": False}, "0.17.1", "0.18.0"),
+    "evaluation-with-warmup-flush": (FLUSH, {"eval_iters": 0}, "0.16.1", "0.18.2"),
+    "evaluation-with-warmup-flush-and-kept-outputs": (
+        {**FLUSH, "deallocate_pipeline_outputs": False},
+        {"deallocate_pipeline_outputs": True},
+        "0.19.2",
+        "0.17.1",
+    ),
+    "communicators-made-within-the-first-step": (FOUR, {"overlap_p2p_comm": False}, "0.19.2", ""),
+    "shared-rotary-key-not-summed": (LATENT, {"sequence_parallel": True}, "0.19.2", ""),
+    "attention-sinks-left-out-of-the-norm": (SINKS, {"clip_grad": 0.0}, "0.19.2", "0.14.0"),
+    "gated-delta-net-norm-not-summed": (DELTA, {"sequence_parallel": True}, "0.19.2", "0.15.3"),
+    "masked-loss-of-each-shard": (MASKED, {"calculate_per_token_loss": True}, "0.19.2", ""),
+    "mtp-counts-the-tokens-of-its-shard": (
+        {**MTP, "calculate_per_token_loss": True},
+        {"context_parallel_size": 1},
+        "0.19.2",
+        "0.16.1",
+    ),
+    "mtp-without-tokens-is-nan": (MTP, {"mtp_num_layers": 0}, "0.16.1", "0.17.0"),
+    "fsdp-checkpoint-of-another-pipeline": (SHARDED, {"load": None}, "0.19.2", ""),
+    "layers-without-a-stage": (
+        {**ENDS, "decoder_last_pipeline_num_layers": 13},
+        {"decoder_last_pipeline_num_layers": 37},
+        "0.15.3",
+        "0.16.0",
+    ),
+    "packed-lengths-missing-on-middle-stages": (PACKED, {"pipeline_model_parallel_size": 2}, "0.19.2", ""),
+}
+"""Fault -> settings that meet it, the change that makes a near job which does not, a release that has it, and one that
+has not ("": none is known)."""
+BRIDGE = ("packed-lengths-missing-on-middle-stages",)
+
+
+def a_job(given: Mapping[str, Any], release: str = "0.19.2", framework: str = "megatron") -> Job:
+    gpus = given.get("pipeline_model_parallel_size", 1) * given.get("tensor_model_parallel_size", 1) * 2
+    args = completed({"num_layers": 16, **given}, gpus * given.get("context_parallel_size", 1), {})
+    return Job(framework, gpus, given, args, release=release)
+
+
+def met_by(job: Job) -> list[str]:
+    return [finding.name for finding in section(job).findings]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_job_meets_it_and_a_near_one_does_not(name: str) -> None:
+    given, change, release, without = NEAR[name]
+    framework = "megatron-bridge" if name in BRIDGE else "megatron"
+    assert name in met_by(a_job(given, release, framework))
+    assert name not in met_by(a_job({**given, **change}, release, framework))
+    if without:
+        assert name not in met_by(a_job(given, without, framework))
+
+
+def test_an_ordinary_job_meets_none() -> None:
+    plain = {"pipeline_model_parallel_size": 4, "tensor_model_parallel_size": 2, "context_parallel_size": 2}
+    answer = section(a_job(plain))
+    assert answer.findings == ()
+    assert re.fullmatch(r"\d+ known faults of Megatron-core 0.19.2: this job meets none", answer.lines[0])
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_rows_are_well_formed(fault: KnownFault) -> None:
+    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", fault.name)
+    assert {*fault.settings} <= {*settings(), *DERIVED}, fault.settings
+    for thread in fault.threads:
+        assert re.fullmatch(r"https://github\.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+", thread)
+    for release in filter(None, (fault.since, fault.fixed)):
+        assert re.fullmatch(r"0\.\d+\.\d+", release)
+    assert bool(fault.shown) != bool(fault.unshown), "either it is shown, or the row says why not"
+    assert fault.threads or fault.shown
+    assert fault.change
+    assert fault.what == fault.what.strip()
+    assert not fault.what.endswith(".")
+
+
+@pytest.mark.parametrize("fault", [one for one in FAULTS.values() if one.shown], ids=lambda one: one.name)
+def test_what_shows_a_fault_is_there(fault: KnownFault) -> None:
+    """A test by its name, or a row of a recorded table that has the fault."""
+    file, test, function = fault.shown.partition("::")
+    if test:
+        assert f"def {function}(" in (PROJECT_ROOT / file).read_text(encoding="utf-8")
+        return
+    file, _, begins = fault.shown.partition(": ")
+    with (PROJECT_ROOT / file).open(encoding="utf-8", newline="") as lines:
+        rows = [row for row in csv.reader(lines) if ",".join(row).startswith(begins)]
+    assert len(rows) == 1
+    assert "different" in rows[0] or any("hangs" in cell or "inf" in cell for cell in rows[0])
+
+
+def test_names_are_unique_and_all_have_a_near_job() -> None:
+    assert len(FAULTS) == len(known_faults()[0])
+    assert FAULTS.keys() == NEAR.keys()
+
+
+@pytest.mark.parametrize("text", ["num_layers", "num_layers = 2", "a and b", "num_layers is even", "x == 1 or", ""])
+def test_a_term_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is no term; one looks like"):
+        terms_of(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "values", "holds"),
+    [
+        ("a == 2", {"a": 2}, True),
+        ("a >= 2", {}, False),
+        ("a >= 1", {"a": True}, False),
+        ("a != 2", {"a": None}, False),
+        ("a == learnable", {"a": "learnable"}, True),
+        ("a is false", {}, True),
+        ("a is given", {"a": 0}, True),
+        ("a is true or b > 1", {"b": 2.5}, True),
+        ("a is true or b > 1", {"a": 0, "b": 1}, False),
+    ],
+)
+def test_terms(text: str, values: dict[str, Any], holds: bool) -> None:
+    assert any(term.holds(values) for term in terms_of(text)) is holds
+
+
+def test_releases_are_compared_as_numbers() -> None:
+    assert version_of("0.20.0+d98e8a64") == (0, 20, 0)
+    assert version_of("0.9") < version_of("0.10.1") < version_of("0.10.2rc1")
+
+
+def test_a_release_that_was_not_looked_at_has_risks_only() -> None:
+    job = a_job({**TWO, "overlap_p2p_comm": False}, "0.31.0")
+    (finding,) = section(job).findings
+    assert finding.level == RISK
+    assert "0.31.0 was not looked at" in finding.text
+    assert section(a_job(job.given, "0.19.2")).findings[0].level == ERROR
+    assert section(a_job(job.given, "")).findings[0].level == ERROR
+
+
+def test_jobs_without_megatron_meet_none() -> None:
+    assert met_by(a_job({**TWO, "overlap_p2p_comm": False}, "", "torchtitan")) == []
+
+
+def test_what_megatron_sets_by_itself_is_known() -> None:
+    values = values_of(a_job({**TWO, "overlap_p2p_comm": True}))
+    assert values["batch_p2p_comm"] is False
+    assert values["deallocate_pipeline_outputs"] is True
+
+
+def test_the_engine_is_a_way_out_where_it_has_no_such_fault() -> None:
+    batched = section(a_job({**TWO, "overlap_p2p_comm": False})).findings[0]
+    assert batched.change.endswith("or megatron-pp run, whose steps do not have this fault")
+    latent = section(a_job(LATENT)).findings[0]
+    assert "megatron-pp run" not in latent.change
+    assert {batched.level, latent.level} == {ERROR}
+    assert NOTE in {finding.level for finding in section(a_job(FOUR)).findings}
