@@ -1,47 +1,53 @@
-"""The sizes in a list of Megatron's arguments, or in a YAML file of them."""
+"""The sizes in a list of Megatron's arguments, or among settings that were read from a file."""
 
 import ast
 import re
 import shlex
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.costs.files import read_text
 from megatron_pp.plan.simulate.memory import FULL, NONE, SELECTIVE, ModelShape
 from megatron_pp.tools.advise.model import PATTERN
 from megatron_pp.tools.advise.transformer import Indexer, Latent, Linear, Mamba, Transformer
+from megatron_pp.tools.flags.read import words_of_flags
+from megatron_pp.tools.flags.table import options
 
-_FLAG = re.compile(r"--([A-Za-z][\w-]*)(?:=(.*))?\Z", re.DOTALL)
 _OLD_NAMES = {"model_parallel_size": "tensor_model_parallel_size", "num_layers_per_virtual_pipeline_stage": "_chunk"}
+_FREQUENCIES = ("moe_layer_freq", "linear_attention_freq", "window_attn_skip_freq")
+"""Their lists have a number for each layer."""
 _NEEDED = ("num_layers", "hidden_size", "seq_length")
-_ENDINGS = (".yaml", ".yml")
 
 
 def read_megatron_args(text: str) -> dict[str, Any]:
-    """Arguments by Megatron's names (``num_layers``) from ``text``: a command line, whose other words are skipped, or
-    the path of a YAML file with ``key: value`` lines, nested or not. Switches are True. Raises PlanError.
+    """Arguments by Megatron's names (``num_layers``) from ``text``: a command line, whose other words are skipped.
+    Switches are True. Raises PlanError.
     """
-    if text.strip().endswith(_ENDINGS) and not text.strip().startswith("--"):
-        return _from_yaml(read_text(Path(text.strip())))
     try:
         words = shlex.split(text.replace("\\\n", " "), comments=True)
     except ValueError as error:
         raise PlanError(f"Megatron's arguments cannot be read: {error}") from error
     found: dict[str, Any] = {}
-    name = None
-    for word in words:
-        flag = _FLAG.match(word)
-        if flag is not None:
-            name = flag[1].replace("-", "_")
-            found[_OLD_NAMES.get(name, name)] = True if flag[2] is None else flag[2]
-            name = name if flag[2] is None else None
-        elif name is not None:
-            key = _OLD_NAMES.get(name, name)
-            found[key] = word if found[key] is True else f"{found[key]} {word}"
+    for option, values in words_of_flags(words):
+        setting = options().get(option)
+        name = option.removeprefix("--").replace("-", "_") if setting is None else setting.name
+        switched = None if setting is None else setting.options[option]
+        if switched is not False:
+            found[_OLD_NAMES.get(name, name)] = " ".join(values) if values and switched is None else True
     if not found:
         raise PlanError(f"{text[:60]!r} holds no argument of Megatron's; it would look like --num-layers 32")
+    return _with_layers(found)
+
+
+def arguments_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with the types of Megatron's parser as `transformer_of` takes them: texts, and True for a switch. One
+    that is off is left out."""
+    found = {name: value for name, value in settings.items() if value is not None and value is not False}
+    for name, value in found.items():
+        if isinstance(value, (list, tuple)) and name not in _FREQUENCIES:
+            found[name] = " ".join(map(str, value))
+        elif value is not True:
+            found[name] = str(value)
     return _with_layers(found)
 
 
@@ -49,21 +55,6 @@ def _with_layers(found: dict[str, Any]) -> dict[str, Any]:
     """The layers of a hybrid model are in its pattern."""
     main, mtp = _hybrid(found)
     return {**found, "num_layers": len(main), "mtp_num_layers": len(mtp)} if main else found
-
-
-def _from_yaml(text: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for line in text.splitlines():
-        key, colon, value = re.sub(r"(^|\s)#.*", "", line).strip().partition(":")
-        value = value.strip().strip("'\"")
-        if not colon or not value:
-            continue
-        name = key.strip().lstrip("-").strip().strip("'\"").replace("-", "_")
-        if value.lower() not in ("false", "null", "none", "~"):
-            found[name] = True if value.lower() == "true" else value
-    if not found:
-        raise PlanError("the YAML file holds no lines such as num_layers: 32")
-    return _with_layers(found)
 
 
 def transformer_of(args: Mapping[str, Any], data_parallel: int = 1) -> Transformer:

@@ -24,7 +24,7 @@ _PROGRAMS = {
     "megatron-bridge": ("model",),
 }
 """Program -> sections at the top of its files, one of which tells it from others; in the order of the question."""
-_MEGATRON = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "micro_batch_size", "global_batch_size")
+_MEGATRON = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers", "hidden_size")
 
 
 def read_file(path: str, changes: Sequence[str], gpus: int) -> Job:
@@ -39,6 +39,8 @@ def read_file(path: str, changes: Sequence[str], gpus: int) -> Job:
 
 
 def job_of_values(program: str, values: Mapping[str, Any], gpus: int, source: str) -> Job:
+    if program == "megatron-yaml":
+        values = {f"{key.rpartition('.')[0]}.{name_of(key)}".lstrip("."): value for key, value in values.items()}
     values, found = special.prepared(program, values, gpus, Path(source).parent)
     read = read_keys(program, values)
     unknown = f"{len(read.unknown)} keys are not understood and not read: {', '.join(read.unknown)}"
@@ -144,11 +146,16 @@ def program_of(path: str, values: Mapping[str, Any]) -> str:
     for program, sections in _PROGRAMS.items():
         if parts & {*sections} and path.endswith(".toml") == (program == "torchtitan"):
             return program
-    if tops & {*_MEGATRON}:
+    if {name_of(key) for key in values} & {*_MEGATRON} and not path.endswith(".toml"):
         swift = tops & {"model", "dataset", "rlhf_type", "tuner_type", "train_type", "max_length", "mcore_model"}
         return "ms-swift" if swift else "megatron-yaml"
     known = "Megatron's, Megatron-Bridge's, verl's or ms-swift's YAML, or torchtitan's TOML"
     raise UnreadableError(f"{path} has {_few(tops)} at its top: it is not {known}")
+
+
+def name_of(key: str) -> str:
+    """The setting that a key of Megatron's own files is named as: its last part, written as a flag or not."""
+    return key.rpartition(".")[2].lstrip("-").replace("-", "_")
 
 
 def _few(names: set[str]) -> str:

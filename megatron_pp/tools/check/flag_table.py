@@ -13,6 +13,8 @@ from megatron_pp.tools.check.sizes import completed
 from megatron_pp.tools.flags.read import Read, read_words
 from megatron_pp.tools.flags.table import options
 
+WRONG_VALUE = "value-not-understood"
+
 
 def read_flags(words: Sequence[str], gpus: int, why: str, release: str = "") -> Job:
     """The job of a script and its flags, by the table of Megatron's flags. ``why``: not by Megatron's own parser."""
@@ -35,7 +37,7 @@ def job_of(
     defaults: Mapping[str, Any] | None = None,
 ) -> Job:
     """``defaults``: of the program, where they are not those of Megatron's parser."""
-    wrong = [Finding("value-not-understood", ERROR, text) for text in read.wrong]
+    wrong = [Finding(WRONG_VALUE, ERROR, text) for text in read.wrong]
     return Job(
         framework=framework,
         gpus=gpus,

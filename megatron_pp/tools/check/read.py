@@ -48,6 +48,22 @@ def read_job(given: Given) -> Job:
     return _script(given)
 
 
+def settings_of_file(path: str) -> Job:
+    """What a file of settings or a shell script gives, by the tables alone: Megatron is not imported, and its checks do
+    not run. Raises as ``read_job``."""
+    if path.endswith(_SHELL):
+        return _shell(Given([path], 1), by_table=True)
+    words = _functional_test(path)
+    if words is None:
+        return files.read_file(path, (), 1)
+    return read_flags([path, *words], 1, "sizes alone are read")
+
+
+def is_file_of_settings(text: str) -> bool:
+    """Whether a text that an option has is the name of such a file, and not flags."""
+    return text.endswith((*_SHELL, *files.ENDINGS)) and not text.startswith("--") and "\n" not in text
+
+
 def _script(given: Given) -> Job:
     return megatron_flags.read_script(
         given.words, given.gpus, module=given.module, generation=given.generation, patience=given.patience
@@ -92,7 +108,7 @@ def _functional_job(given: Given) -> Job:
     return read_flags(given.words, given.gpus, "the file lies in no checkout of Megatron-LM")
 
 
-def _shell(given: Given) -> Job:
+def _shell(given: Given, by_table: bool = False) -> Job:
     first, rest = given.words[0], list(given.words[1:])
     command = shell.read_shell(first)
     words, left = _set_words([*command.words, *rest])
@@ -109,6 +125,8 @@ def _shell(given: Given) -> Job:
             text = " ".join(command.variables.get(name, []))
             values |= {name: int(text)} if text.isdigit() else {}
         job = files.job_of_values(command.program, values, given.gpus, first)
+    elif by_table:
+        job = read_flags([first, *words], given.gpus, "sizes alone are read")
     else:
         job = _megatron_in_shell(given, command, words)
     return replace(job, source=first, found=(*found, *job.found))

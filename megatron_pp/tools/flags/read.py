@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_pp.tools.flags.table import EITHER, OFF, ON, SWITCHES, Setting, options, settings
+from megatron_pp.tools.flags.table import SWITCHES, Setting, options, settings
 
 _WORDS = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
 
@@ -35,7 +35,7 @@ class Read:
 def read_words(words: Sequence[str]) -> Read:
     """Flags as Megatron's parser reads them; words before the first flag are left out."""
     read = Read()
-    for option, values in _split(words):
+    for option, values in words_of_flags(words):
         setting = options().get(option)
         if setting is None:
             read.unknown.append(option)
@@ -53,7 +53,8 @@ def read_words(words: Sequence[str]) -> Read:
     return read
 
 
-def _split(words: Sequence[str]) -> Iterable[tuple[str, list[str]]]:
+def words_of_flags(words: Sequence[str]) -> Iterable[tuple[str, list[str]]]:
+    """Each flag with the words up to the next one; words before the first flag are left out."""
     found: list[tuple[str, list[str]]] = []
     for word in words:
         if word.startswith("--") and len(word) > 2:
@@ -98,6 +99,3 @@ def _one(kind: str, value: Any) -> Any:
 def defaults() -> Mapping[str, Any]:
     """Of Megatron's parser."""
     return {name: one.default for name, one in settings().items()}
-
-
-__all__ = ["EITHER", "OFF", "ON", "Read", "defaults", "read_words", "typed"]

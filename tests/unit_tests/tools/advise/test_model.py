@@ -219,18 +219,6 @@ def test_megatrons_arguments():
     assert found.moe_layers == (0,) * 2 + (1,) * 28
 
 
-def test_a_yaml_file_of_them(tmp_path):
-    path = tmp_path / "args.yaml"
-    path.write_text(
-        "ARGS:\n  num_layers: 30  # all\n  hidden-size: 2048\n  --seq-length: '4096'\n  bf16: true\n"
-        "  swiglu: false\n  num_experts: null\n"
-    )
-    assert read_megatron_args(str(path)) == {
-        "num_layers": "30", "hidden_size": "2048", "seq_length": "4096", "bf16": True,
-    }  # fmt: skip
-    assert transformer_of(read_megatron_args(str(path))).shape == ModelShape(30, 2048, 4096)
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [

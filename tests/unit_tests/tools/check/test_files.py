@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from megatron_pp.errors import FileFormatError
+from megatron_pp.plan.simulate.memory import ModelShape
+from megatron_pp.tools.advise.megatron_args import arguments_of, transformer_of
 from megatron_pp.tools.check.errors import UnreadableError
 from megatron_pp.tools.check.findings import ERROR
 from megatron_pp.tools.check.job import Job
-from megatron_pp.tools.check.read import Given, read_job
+from megatron_pp.tools.check.read import Given, read_job, settings_of_file
 
 BRIDGE = """\
 _target_: megatron.bridge.training.config.ConfigContainer
@@ -247,3 +249,23 @@ def test_files_that_are_missing_or_no_text(tmp_path: Path) -> None:
 def test_values_of_the_wrong_kind_are_errors(tmp_path: Path, change: str, words: str) -> None:
     found = read(tmp_path, "bridge.yaml", BRIDGE, change).found
     assert any(one.level == ERROR and words in one.text for one in found), found
+
+
+def test_sizes_of_a_file_for_advise(tmp_path: Path) -> None:
+    """Names as flags or as settings, at any depth; a switch that is off is not there."""
+    (tmp_path / "args.yaml").write_text(
+        "ARGS:\n  num_layers: 30  # all\n  hidden-size: 2048\n  --seq-length: '4096'\n  bf16: true\n"
+        "  swiglu: false\n  num_experts: null\n"
+    )
+    found = arguments_of(settings_of_file(str(tmp_path / "args.yaml")).given)
+    assert found == {"num_layers": "30", "hidden_size": "2048", "seq_length": "4096", "bf16": True}
+    assert transformer_of(found).shape == ModelShape(30, 2048, 4096)
+
+
+@pytest.mark.parametrize(("name", "text"), [("bridge.yaml", BRIDGE), ("args.yaml", FUNCTIONAL), ("llama.toml", TITAN)])
+def test_files_of_all_kinds_for_advise(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text.replace("  --made-up: 3", "  --seq-length: 1024").replace("[0, 1, 1]", "2"))
+    given = settings_of_file(str(tmp_path / name)).given
+    found = transformer_of(arguments_of(given))
+    assert found.shape.num_layers == given["num_layers"]
+    assert found.experts == given.get("num_experts", 0)

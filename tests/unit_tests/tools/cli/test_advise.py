@@ -405,3 +405,20 @@ def test_the_command_names_a_file_that_is_there(command):
     named = re.search(r"--pipeline-measured (\S+)", out)
     assert named is not None
     assert measured_values(named[1]).forward == (1.0,) * 2
+
+
+def test_files_that_check_reads_give_the_same_answer(command, tmp_path):
+    sizes = (
+        "num_layers: 14\nhidden_size: 1024\nseq_length: 2048\nnum_attention_heads: 16\nvocab_size: 32000\nbf16: true\n"
+    )
+    (tmp_path / "gpt.yaml").write_text(sizes)
+    flags = [f"--{line.replace('_', '-').replace(': ', ' ').replace(' true', '')}" for line in sizes.splitlines()]
+    (tmp_path / "run.sh").write_text(f"torchrun pretrain_gpt.py {' '.join(flags)}\n")
+    words = (*SMALL, "--max-chunks", 1, "--schedules", "1f1b", "--gpu", "h100")
+    expected = command(*words, "--megatron-args", " ".join(flags))
+    assert expected[0] == 0
+    for name in ("gpt.yaml", "run.sh"):
+        assert command(*words, "--megatron-args", tmp_path / name)[:2] == expected[:2]
+    (tmp_path / "gpt.yaml").write_text(sizes.replace("14", "many"))
+    code, _, complaint = command(*words, "--megatron-args", tmp_path / "gpt.yaml")
+    assert (code, "num_layers is 'many'; it is a whole number" in complaint) == (2, True)
