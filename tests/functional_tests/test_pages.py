@@ -177,7 +177,9 @@ def test_every_stage_on_a_page_says_its_number() -> None:
     assert [call for call in stages if not re.search(r"\bstage=|PipelineStage\(\.\.\.\)", call)] == []
 
 
-@pytest.mark.parametrize("command", ["config_table.py", "known_faults.py", "readme_tables.py", "readme_picture.py"])
+@pytest.mark.parametrize(
+    "command", ["check_picture.py", "config_table.py", "known_faults.py", "readme_tables.py", "readme_picture.py"]
+)
 def test_what_a_command_made_is_up_to_date(command: str) -> None:
     arguments = [sys.executable, str(ROOT / "scripts" / command), "--check"]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)
