@@ -1,0 +1,36 @@
+"""Whether the plan of a job can hang, under the rules of the device."""
+
+from __future__ import annotations
+
+from megatron_pp.errors import LayoutError, PlanError
+from megatron_pp.plan.builder import verified_plan
+from megatron_pp.tools.check.findings import ERROR, Finding, Section
+from megatron_pp.tools.check.job import Job
+from megatron_pp.tools.check.priced import spec_of
+from megatron_pp.tools.check.stages import pipeline_size
+
+_RULES = {
+    "rendezvous": "a send ends when its receive is posted",
+    "one_queue": "all that a rank issues goes through one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1)",
+    "any_wait": "any operation may wait for an idle device, as at a kernel's first launch",
+}
+
+
+def section(job: Job) -> Section:
+    """What `verify` says of the plan that this engine runs under `install()`."""
+    if pipeline_size(job) == 1:
+        return Section("hangs", ("one pipeline rank sends nothing",), (), {"verified": None})
+    try:
+        spec = spec_of(job)
+        plan, _ = verified_plan(spec)
+    except LayoutError:  # "start" says it
+        return Section("hangs", ("no plan: see Start",), (), {"verified": None})
+    except PlanError as error:
+        found = Finding("plan-refused", ERROR, f"there is no plan for the job: {error}")
+        return Section("hangs", (), (found,), {"verified": False})
+    proof = plan.certificate
+    lines = [f"under install() the plan {spec.describe()} cannot hang. It was verified where"]
+    lines += [f"- {text}" for rule, text in _RULES.items() if rule == "rendezvous" or rule in spec.device]
+    lines.append("Megatron's own order is not verified here; Known faults has what is known of it.")
+    data = {"plan": spec.describe(), "verified": True, "certificate": proof.to_dict() if proof else None}
+    return Section("hangs", tuple(lines), (), data)

@@ -1,0 +1,142 @@
+"""What each pipeline rank's GPU holds at most, beside the card's memory, and what to change where it does not fit.
+
+All parts but communicators are estimates from sizes. Not counted are the workspace of kernels, fragmentation, and the
+communicators of tensor, data and expert parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_pp.errors import MegatronPPError
+from megatron_pp.tools.advise.gpus import Gpu
+from megatron_pp.tools.check.findings import RISK, Finding, Section
+from megatron_pp.tools.check.job import Job
+from megatron_pp.tools.check.priced import Priced, layers_of, priced
+from megatron_pp.tools.check.stages import pipeline_size, stages_of
+
+MOST = 64
+"""Microbatches of the plan whose memory is looked at: a longer step holds no more."""
+_CLOSE = 0.9  # share of the card's memory above which estimates may be wrong
+_REPLICAS = 2**40  # so many that an optimizer's share is nothing
+_SHOWN = 6
+_MORE_ROOM: tuple[tuple[str, Mapping[str, Any], str], ...] = (
+    # the setting that the user writes, what it changes, and its value
+    ("use_distributed_optimizer", {"use_distributed_optimizer": True}, ""),
+    ("recompute_granularity", {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, "selective"),
+    (
+        "recompute_granularity",
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        "full --recompute-method uniform --recompute-num-layers 1",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """GB of one rank."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    tensors: float
+    communicators: float
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.tensors + self.communicators
+
+
+def section(job: Job, gpu: Gpu | None) -> Section:
+    if gpu is None:
+        return Section("memory", ("not looked at; --gpu NAME says which card the job runs on",))
+    try:
+        found = priced(job, gpu, most=MOST)
+    except MegatronPPError as error:
+        return Section("memory", (f"cannot be estimated: {error}",))
+    ranks = memory_of(job, gpu, found)
+    fullest = max(range(len(ranks)), key=lambda rank: ranks[rank].total)
+    lines = [*_table(ranks, fullest), "", _estimated(ranks[fullest], gpu)]
+    data = {"ranks": [{**vars(one), "total": one.total} for one in ranks], "device": gpu.memory, "fullest": fullest}
+    return Section("memory", tuple(lines), tuple(_findings(job, gpu, ranks[fullest].total, fullest)), data)
+
+
+def memory_of(job: Job, gpu: Gpu, found: Priced) -> list[RankMemory]:
+    """Of every rank. Weights, their fp32 gradients and the optimizer's states are told apart by what more replicas of a
+    distributed optimizer would leave of them."""
+    shape = found.transformer.shape
+    shared = replace(found.transformer, shape=replace(shape, data_parallel=_REPLICAS)).model(gpu)
+    kept = [sum(one.static for one in layers) for layers in layers_of(shared, stages_of(job))]
+    weights = shape.element_bytes / (shape.element_bytes + 4)
+    ranks = []
+    for rank, row in enumerate(found.plan.placement.stages):
+        own = sum(kept[stage] for stage in row)
+        static, outside = found.cut.static[rank], found.outside[rank]
+        activations = found.cut.peaks[rank] - static - found.fixed[rank]
+        sizes = own * weights, own * (1 - weights), static - own, activations, found.fixed[rank] - outside, outside
+        ranks.append(RankMemory(*sizes))
+    return ranks
+
+
+def _table(ranks: list[RankMemory], fullest: int) -> Iterator[str]:
+    names = ("parameters", "gradients", "optimizer", "activations", "tensors", "NCCL, CUDA", "together")
+    yield "GB    " + "  ".join(names)
+    last = len(ranks) - 1
+    shown = range(len(ranks)) if len(ranks) <= _SHOWN else sorted({0, 1, fullest, last - 1, last})
+    for place, rank in enumerate(shown):
+        if place and rank != shown[place - 1] + 1:
+            yield "..."
+        one = ranks[rank]
+        sizes = (*vars(one).values(), one.total)
+        cells = (f"{size:.3g}".rjust(len(name)) for size, name in zip(sizes, names, strict=True))
+        yield f"{rank:<5} " + "  ".join(cells) + ("  (fullest)" if rank == fullest else "")
+
+
+def _estimated(one: RankMemory, gpu: Gpu) -> str:
+    share = (one.total - one.communicators) / one.total
+    return (
+        f"the card has {gpu.memory:g} GB. {share:.0%} is estimated from sizes; kernels' workspace, fragmentation and "
+        "the communicators of other groups come on top"
+    )
+
+
+def _findings(job: Job, gpu: Gpu, total: float, rank: int) -> Iterator[Finding]:
+    if total <= gpu.memory * _CLOSE:
+        return
+    settings = ("micro_batch_size", "recompute_granularity", "pipeline_model_parallel_size")
+    if total <= gpu.memory:
+        text = f"rank {rank} needs {total:.3g} of {gpu.memory:g} GB by an estimate; what is not counted may not fit"
+        yield Finding("memory-is-close", RISK, text, _first_change(job, gpu), settings)
+    else:
+        text = f"rank {rank} needs {total:.3g} GB by an estimate, and the card has {gpu.memory:g}"
+        yield Finding("does-not-fit", RISK, text, _first_change(job, gpu), settings)
+
+
+def _first_change(job: Job, gpu: Gpu) -> str:
+    """The first of some changes with which the job fits, or the one that leaves it smallest."""
+    tried = []
+    for setting, change, value in _changes(job):
+        try:
+            peak = max(priced(replace(job, args={**job.args, **change}), gpu, most=MOST).cut.peaks)
+        except MegatronPPError:
+            continue
+        words = f"{job.spell(setting)} {value}".strip()
+        if peak <= gpu.memory * _CLOSE:
+            return f"{words} ({peak:.3g} GB)"
+        tried.append((peak, words))
+    peak, words = min(tried, default=(0.0, ""))
+    return f"{words} leaves {peak:.3g} GB, still too much; more ranks are needed" if words else ""
+
+
+def _changes(job: Job) -> Iterator[tuple[str, Mapping[str, Any], str]]:
+    yield from (one for one in _MORE_ROOM if any(job.args.get(name) != value for name, value in one[1].items()))
+    micro = job.get("micro_batch_size", 1)
+    if isinstance(micro, int) and micro > 1 and micro % 2 == 0:
+        yield "micro_batch_size", {"micro_batch_size": micro // 2}, str(micro // 2)
+    size = pipeline_size(job)
+    if job.gpus % (2 * size) == 0 and int(job.get("data_parallel_size", 1)) % 2 == 0:
+        halved = {"pipeline_model_parallel_size": 2 * size, "data_parallel_size": job.args["data_parallel_size"] // 2}
+        yield "pipeline_model_parallel_size", halved, str(2 * size)

@@ -1,0 +1,146 @@
+"""Memory, time and hangs of jobs: numbers that can be worked out by hand, and what is found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron_pp.tools.advise.gpus import GPUS
+from megatron_pp.tools.check import hangs, memory, step_time
+from megatron_pp.tools.check.job import Job
+from megatron_pp.tools.check.priced import layers_of, priced, transformer_of_job
+from megatron_pp.tools.check.stages import stages_of
+
+H100 = GPUS["h100"]
+LLAMA_8B: dict[str, Any] = {
+    "num_layers": 32,
+    "hidden_size": 4096,
+    "ffn_hidden_size": 14336,
+    "num_attention_heads": 32,
+    "group_query_attention": True,
+    "num_query_groups": 8,
+    "seq_length": 8192,
+    "swiglu": True,
+    "padded_vocab_size": 128256,
+    "bf16": True,
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 4,
+    "data_parallel_size": 2,
+    "use_distributed_optimizer": True,
+    "global_batch_size": 32,
+    "micro_batch_size": 1,
+}
+
+
+def job(**args: Any) -> Job:
+    return Job("megatron", 8, args, {**LLAMA_8B, **args})
+
+
+def test_layers_are_on_the_stages_of_the_layout() -> None:
+    one = job(mtp_num_layers=1, num_layers=6, pipeline_model_parallel_layout="Et|tt|ttt|mL")
+    stages = layers_of(transformer_of_job(one).model(H100), stages_of(one))
+    kinds = [[layer.kind for layer in stage] for stage in stages]
+    assert kinds == [["embedding", "decoder"], ["decoder"] * 2, ["decoder"] * 3, ["mtp", "loss"]]
+
+
+def test_parameters_are_those_of_the_model() -> None:
+    """8.03e9 parameters in 2 bytes, with fp32 gradients, and 12 bytes over two replicas."""
+    ranks = memory.memory_of(job(), H100, priced(job(), H100))
+    assert sum(one.parameters for one in ranks) == pytest.approx(16.06, rel=0.01)
+    assert sum(one.gradients for one in ranks) == pytest.approx(32.1, rel=0.01)
+    assert sum(one.optimizer for one in ranks) == pytest.approx(48.2, rel=0.01)
+    found = memory.section(job(), H100)
+    assert isinstance(found.data, dict)
+    assert [one["total"] for one in found.data["ranks"]] == [pytest.approx(one.total) for one in ranks]
+
+
+def test_without_a_distributed_optimizer_every_replica_has_all_states() -> None:
+    whole = memory.memory_of(
+        job(use_distributed_optimizer=False), H100, priced(job(use_distributed_optimizer=False), H100)
+    )
+    shared = memory.memory_of(job(), H100, priced(job(), H100))
+    assert [one.optimizer for one in whole] == [pytest.approx(2 * one.optimizer) for one in shared]
+
+
+def test_earlier_ranks_keep_more_microbatches() -> None:
+    kept = [one.activations for one in memory.memory_of(job(), H100, priced(job(), H100))]
+    assert kept[0] > kept[1] > kept[2] > 0
+    recomputed = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    less = [one.activations for one in memory.memory_of(job(), H100, priced(job(**recomputed), H100))]
+    assert less[0] < kept[0] / 10
+
+
+def test_recomputed_layers_may_be_a_number() -> None:
+    by_number = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 4}
+    half = priced(job(**by_number), H100)
+    assert half.cut.recomputed == (4, 4, 4, 4)
+    assert half.cut.peaks[0] < priced(job(), H100).cut.peaks[0]
+
+
+def test_a_job_that_does_not_fit_is_told_what_to_change_first() -> None:
+    large = job(num_layers=64, seq_length=16384, pipeline_model_parallel_size=4)
+    (found,) = memory.section(large, H100).findings
+    assert (found.name, found.level) == ("does-not-fit", "risk")
+    assert found.change.startswith("--recompute-granularity full")
+    assert memory.section(job(), GPUS["b300"]).findings == ()
+
+
+def test_without_a_card_memory_and_time_are_not_looked_at() -> None:
+    for section in (memory.section(job(), None), step_time.section(job(), None)):
+        assert section.findings == ()
+        assert "--gpu" in section.lines[0]
+
+
+def test_sizes_that_are_missing_are_named() -> None:
+    known = replace(job(), args={**LLAMA_8B, "hidden_size": None})
+    assert "--hidden-size" in memory.section(known, H100).lines[0]
+
+
+def test_a_long_step_is_estimated_from_shorter_ones() -> None:
+    whole = step_time.timed(job(global_batch_size=32), H100)  # as it is: 16 microbatches are the longer pilot
+    longer = step_time.timed(job(global_batch_size=128), H100)
+    exact = step_time._simulated(priced(job(global_batch_size=128), H100), H100)
+    assert longer.step == pytest.approx(exact.step, rel=0.01)
+    assert longer.bubble == pytest.approx(exact.bubble, abs=0.005)
+    assert longer.step > 3 * whole.step
+
+
+def test_the_bubble_is_that_of_the_schedule() -> None:
+    """(P - 1) / (M + P - 1) of equal stages; embedding and loss make them unequal."""
+    even = job(padded_vocab_size=0, global_batch_size=32)
+    assert step_time.timed(even, GPUS["h100"]._replace(network=1e15)).bubble == pytest.approx(3 / 19, abs=0.01)
+
+
+def test_a_faster_setting_is_named_with_its_flag() -> None:
+    found = step_time.section(job(global_batch_size=16), GPUS["b300"])
+    changes = [one.change for one in found.findings]
+    assert 0 < len(changes) <= 3
+    assert any("--num-virtual-stages-per-pipeline-rank" in one or "zb_h1" in one for one in changes)
+    steps = [one["step_ms"] for one in found.data["better"]]  # type: ignore[index]
+    assert steps == sorted(steps)
+    assert steps[-1] < found.data["step_ms"]  # type: ignore[index]
+
+
+def test_an_unequal_rank_is_named_with_its_dearest_layer() -> None:
+    heavy = job(num_layers=8, padded_vocab_size=1024 * 1024)
+    assert any(
+        line.startswith("rank 3 computes") and "the loss" in line for line in step_time.section(heavy, H100).lines
+    )
+
+
+def test_a_plan_is_verified_under_the_rules_of_the_device() -> None:
+    found = hangs.section(job())
+    assert found.findings == ()
+    assert found.lines[0].startswith("under install() the plan 1f1b P=4 V=1 M=16")
+    assert found.data["verified"] is True  # type: ignore[index]
+    assert hangs.section(job(pipeline_model_parallel_size=1)).data == {"verified": None}
+    assert "see Start" in hangs.section(job(global_batch_size=31)).lines[0]
+
+
+def test_a_plan_that_cannot_be_made_is_an_error() -> None:
+    chunked = {"virtual_pipeline_model_parallel_size": 2, "microbatch_group_size_per_vp_stage": -3}
+    (found,) = hangs.section(job(**chunked)).findings
+    assert (found.name, found.level) == ("plan-refused", "error")
+    assert found.text == "there is no plan for the job: group size is -3; it must be a whole number of at least 0"
