@@ -25,6 +25,7 @@ _TOLD = re.compile(
 )
 """Lines of Megatron's that say that it changes something, or advises."""
 _ROUTINE = re.compile(r"Overriding default arguments|python|Setting global batch size|Please specify --split", re.I)
+_INSTALL = re.compile(r"install (TE|Transformer Engine|transformer[-_]engine)\b", re.IGNORECASE)
 _ASSUMED = {
     "transformer_engine": "Transformer Engine is not installed here; checks that need a release of it are passed",
     "flashinfer": "FlashInfer is not installed here; checks that need a release of it are passed",
@@ -135,6 +136,8 @@ def _usage(answer: Mapping[str, Any], words: Sequence[str], script: str) -> list
 def _refusals(answer: Mapping[str, Any]) -> list[Finding]:
     found = []
     for one in answer["refusals"]:
+        if "transformer_engine" in answer["assumed"] and _INSTALL.search(one["text"]):
+            continue  # of this machine, not of the job
         settings = tuple(one["settings"])
         about = settings[0].replace("_", "-") if settings else "settings"
         text = one["text"].strip() or f"Megatron asks for {one['condition']}"
@@ -158,18 +161,20 @@ def _changes(answer: Mapping[str, Any]) -> list[Finding]:
     said = [line for line in answer["said"] if _TOLD.search(line) and not _ROUTINE.search(line)]
     found, told = [], set()
     for name, value in answer["given"].items():
-        if not answer["args"] or name not in answer["args"] or answer["args"][name] == value:
+        if not answer["args"] or name not in answer["args"]:
+            continue
+        after = answer["args"][name]
+        if after == value or [after] == value:  # Megatron takes single values out of their lists
             continue
         words = re.compile(re.escape(name).replace("_", "[-_ ]?"), re.IGNORECASE)
         reasons = [line for line in said if words.search(line)]
         told.update(reasons)
         reason = f": {'; '.join(reasons)}" if reasons else ""
-        text = f"Megatron changes {_valued(answer, name)} to {answer['args'][name]}{reason}"
+        text = f"Megatron changes {_valued(answer, name)} to {after}{reason}"
         found.append(Finding(f"megatron-changes-{name.replace('_', '-')}", NOTE, text, "", (name,)))
     rest = [line for line in said if line not in told]
     return found + [Finding("megatron-says", NOTE, f"Megatron says: {line}") for line in rest]
 
 
 def _assumed(answer: Mapping[str, Any]) -> list[Finding]:
-    text = "; ".join(_ASSUMED[name] for name in answer["assumed"])
-    return [Finding("assumed", NOTE, text)] if text else []
+    return [Finding("assumed", NOTE, _ASSUMED[name]) for name in answer["assumed"]]

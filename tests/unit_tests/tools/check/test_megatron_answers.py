@@ -1,0 +1,34 @@
+"""What the answer of Megatron's parser and checks becomes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_pp.tools.check import megatron_flags
+
+
+def answer(**fields: Any) -> dict[str, Any]:
+    empty: dict[str, Any] = {"given": {}, "args": {}, "spelling": {}, "said": [], "assumed": [], "refusals": []}
+    return {**empty, "failed": [], **fields}
+
+
+def refused(text: str) -> dict[str, Any]:
+    return {"text": text, "condition": "", "settings": ["num_layers"], "place": ""}
+
+
+def test_a_library_that_this_machine_lacks_is_no_refusal_of_the_job() -> None:
+    refusals = [refused("apply_rope_fusion is not available. Please install TE >= 1.4."), refused("install nothing")]
+    here = answer(refusals=refusals, assumed=["transformer_engine"])
+    assert [one.text for one in megatron_flags._refusals(here)] == ["Megatron refuses: install nothing"]
+    assert len(megatron_flags._refusals(answer(refusals=refusals))) == 2
+
+
+def test_a_value_that_megatron_takes_out_of_its_list_is_no_change() -> None:
+    given = {"moe_aux_loss_coeff": [0.001], "lr": 1.0}
+    changed = answer(given=given, args={"moe_aux_loss_coeff": 0.001, "lr": 2.0})
+    assert [one.text for one in megatron_flags._changes(changed)] == ["Megatron changes lr 1.0 to 2.0"]
+
+
+def test_what_is_assumed_is_said_one_by_one() -> None:
+    found = megatron_flags._assumed(answer(assumed=["flashinfer", "CUDA_DEVICE_MAX_CONNECTIONS"]))
+    assert [one.text.split()[0] for one in found] == ["FlashInfer", "CUDA_DEVICE_MAX_CONNECTIONS"]
