@@ -29,6 +29,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_pp.errors import MegatronPPError
+
 _MOST_ERRORS = 20  # of the parser, each of which needs a run of its own
 _PARSED = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--num-layers")
 """A parser that knows these is Megatron's."""
@@ -40,7 +42,7 @@ _SAME = {
 """Names in Megatron's checks -> the setting that they are computed from."""
 
 
-class UsageFound(Exception):  # noqa: N818
+class UsageFoundError(MegatronPPError):
     """What argparse ends a script with."""
 
 
@@ -219,7 +221,7 @@ def _parse(parser: argparse.ArgumentParser, original: Any, seen: _Seen) -> argpa
         try:
             found, unknown = original(parser, words, argparse.Namespace())
             break
-        except UsageFound as error:
+        except UsageFoundError as error:
             text = str(error)
             seen.usage.append(text)
             name = next((name for name in _names_in(text) if name in parser._option_string_actions), "")
@@ -231,13 +233,13 @@ def _parse(parser: argparse.ArgumentParser, original: Any, seen: _Seen) -> argpa
     for action in parser._actions:
         action.default = argparse.SUPPRESS
     parser._defaults.clear()
-    with contextlib.suppress(UsageFound):
+    with contextlib.suppress(UsageFoundError):
         seen.given = dict(vars(original(parser, words, argparse.Namespace())[0]))
     return found
 
 
 def _raise_usage(*message: Any) -> typing.NoReturn:
-    raise UsageFound(str(message[-1]) if message else "")
+    raise UsageFoundError(str(message[-1]) if message else "")
 
 
 def _names_in(text: str) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_pp.errors import MegatronPPError
+from megatron_pp.errors import LayoutError, MegatronPPError
 from megatron_pp.tools.advise.gpus import Gpu
 from megatron_pp.tools.check.findings import RISK, Finding, Section
 from megatron_pp.tools.check.job import Job
@@ -55,6 +55,8 @@ def section(job: Job, gpu: Gpu | None) -> Section:
         return Section("memory", ("not looked at; --gpu NAME says which card the job runs on",))
     try:
         found = priced(job, gpu, most=MOST)
+    except LayoutError:
+        return Section("memory", ("not estimated: see Start",))
     except MegatronPPError as error:
         return Section("memory", (f"cannot be estimated: {error}",))
     ranks = memory_of(job, gpu, found)

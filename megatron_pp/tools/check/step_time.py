@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_pp.errors import MegatronPPError
+from megatron_pp.errors import LayoutError, MegatronPPError
 from megatron_pp.plan.orders import INTERLEAVED, ONE_F_ONE_B
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.tools.advise.gpus import Gpu
@@ -44,6 +44,8 @@ def section(job: Job, gpu: Gpu | None) -> Section:
         return Section("time", ("not looked at; --gpu NAME says which card the job runs on",))
     try:
         now = timed(job, gpu)
+    except LayoutError:
+        return Section("time", ("not estimated: see Start",))
     except MegatronPPError as error:
         return Section("time", (f"cannot be estimated: {error}",))
     lines = [
