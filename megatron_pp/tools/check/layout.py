@@ -19,6 +19,14 @@ _SIZES = {
     "expert": "expert_model_parallel_size",
     "expert tensor": "expert_tensor_parallel_size",
 }
+_PLACING = (
+    "pipeline_model_parallel_layout",
+    "hybrid_layer_pattern",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
 _LEGEND = "E embedding, t transformer layer, m multi-token prediction, L loss"
 
 
@@ -98,11 +106,10 @@ def _line(first: str, columns: Sequence[int], row: Sequence[str], wide: Sequence
 
 
 def _placed_by(job: Job) -> str:
-    names = ("pipeline_model_parallel_layout", "hybrid_layer_pattern", "decoder_first_pipeline_num_layers")
-    names += ("decoder_last_pipeline_num_layers", "account_for_embedding_in_pipeline_split")
-    names += ("account_for_loss_in_pipeline_split",)
-    used = [job.spell(name) for name in names if job.get(name)]
-    return f"placed by {' and '.join(used)}" if used else f"placed evenly; {job.spell(names[0])} places them otherwise"
+    used = [job.spell(name) for name in _PLACING if job.get(name)]
+    return (
+        f"placed by {' and '.join(used)}" if used else f"placed evenly; {job.spell(_PLACING[0])} places them otherwise"
+    )
 
 
 def _silent(job: Job) -> Iterator[Finding]:
