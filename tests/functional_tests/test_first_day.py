@@ -22,6 +22,7 @@ from gpu_day import table
 from gpu_day.bench import FAIL
 from made_parts import with_tables
 
+from testkit.sweeps import drawn
 from tests.functional_tests.megatron_support import SCRIPTS, needs_megatron
 from tests.gpu_programs import first_day
 
@@ -116,9 +117,12 @@ def test_a_run_that_is_ended_goes_on(tmp_path: Path) -> None:
     assert "facts " not in printed.partition("TO COME")[0]
 
 
+FAULTS = [name for name, planted in first_day.FAULTS.items() if planted.parts]
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("fork_server")
-@pytest.mark.parametrize("fault", [name for name, planted in first_day.FAULTS.items() if planted.parts])
+@pytest.mark.parametrize("fault", drawn(FAULTS, 4))
 def test_a_fault_is_seen(fault: str, tmp_path: Path) -> None:
     """On virtual devices: eight GPUs, one where the parts are for one."""
     places, parts = first_day.FAULTS[fault]

@@ -14,8 +14,8 @@ pytestmark = needs_megatron
 
 
 def test_varying_shapes_on_two_ranks_crash_megatrons_schedule(tmp_path: Path) -> None:
-    """The shapes of an output and of a gradient reach each other's receivers; gloo refuses what then arrives. This engine
-    runs the same case."""
+    """The shapes of an output and of a gradient reach each other's receivers; gloo refuses what then arrives. This
+    engine runs the same case."""
     theirs = Case(engine="megatron", pp=2, vp=2, policy="plain", variable_shapes=True).short()
     ours = dataclasses.replace(theirs, engine="ours")
     *_, crashed, right = run_jobs(parity_jobs([theirs, ours], tmp_path), deadline=120)

@@ -32,6 +32,7 @@ from megatron_pp.testing.toy import HIDDEN
 from testkit.fault_injection import BACKWARD, DELAY, EXCEPTION, SHAPE, Fault
 from testkit.module_grids import module_on
 from testkit.processes import run_processes
+from testkit.sweeps import drawn
 from tests.functional_tests.failed_steps import (
     MICROBATCHES,
     SIZE,
@@ -142,7 +143,7 @@ def _threads() -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", drawn(CASES, 10))
 def test_nothing_of_a_step_that_failed_is_kept(name: str, tmp_path: Path) -> None:
     """By an exception in forward or backward, a wrong shape, or an operation that takes too long, on the rank itself
     and on its peer, which is aborted; with a communicator that is closed, and with one that is dropped. Both ranks have

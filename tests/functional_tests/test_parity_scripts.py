@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from testkit.sweeps import drawn
 from tests.conftest import PROJECT_ROOT
 from tests.functional_tests.megatron_support import SCRIPTS, needs_megatron
 
@@ -64,18 +65,21 @@ def test_megatrons_loop_is_right_under_both_schedules(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "flags", "first"),
-    [
-        ("log", f"--engine megatron {PRETRAIN} {SIZES} --num-layers 8 {PP2}", "what train_step returns as lm loss"),
-        (
-            "schedule",
-            f"--engine megatron --checkpoint resume {PRETRAIN} {SIZES} --num-layers 8 {PP2}",
-            "what Megatron logs as learning rate",
-        ),
-        ("bias", f"--engine megatron --nproc 2 {PRETRAIN} {SIZES} {EXPERTS}", "router.expert_bias after the step"),
-        ("clip", f"--engine megatron {PRETRAIN} {SIZES} --clip-grad 0.1 {PP2}", "optimizer's exp_avg of"),
-        ("positions", f"--engine megatron {PRETRAIN} {SIZES} {PP2} {DOCUMENTS}", "forward of embedding"),
-        ("mask", f"--engine megatron {PRETRAIN} {SIZES} {PP2} {DOCUMENTS}", "self_attention"),
-    ],
+    drawn(
+        [
+            ("log", f"--engine megatron {PRETRAIN} {SIZES} --num-layers 8 {PP2}", "what train_step returns as lm loss"),
+            (
+                "schedule",
+                f"--engine megatron --checkpoint resume {PRETRAIN} {SIZES} --num-layers 8 {PP2}",
+                "what Megatron logs as learning rate",
+            ),
+            ("bias", f"--engine megatron --nproc 2 {PRETRAIN} {SIZES} {EXPERTS}", "router.expert_bias after the step"),
+            ("clip", f"--engine megatron {PRETRAIN} {SIZES} --clip-grad 0.1 {PP2}", "optimizer's exp_avg of"),
+            ("positions", f"--engine megatron {PRETRAIN} {SIZES} {PP2} {DOCUMENTS}", "forward of embedding"),
+            ("mask", f"--engine megatron {PRETRAIN} {SIZES} {PP2} {DOCUMENTS}", "self_attention"),
+        ],
+        3,
+    ),
 )
 def test_faults_outside_of_gradients_are_found(tmp_path: Path, fault: str, flags: str, first: str) -> None:
     """Numbers that a training step leaves beside them, and data that flags ask for."""
@@ -99,22 +103,31 @@ def test_nothing_is_found_without_a_fault(tmp_path: Path, flags: str) -> None:
 
 @pytest.mark.parametrize(
     ("flags", "words"),
-    [
-        (f"{PRETRAIN} {SIZES} --num-layers 7 {PP2}", "layers should be divisible by the stages"),
-        (
-            f"{PRETRAIN} {SIZES} --num-attention-heads 6 --hidden-size 48 --tensor-model-parallel-size 4",
-            "(6) must be a",
-        ),
-        (f"--nproc 2 {PRETRAIN} --lr 0.001 --global-batch-size 7", "global batch size is not divisible by 2"),
-        (
-            f"{PRETRAIN} --lr 0.001 --global-batch-size 5 --num-layers 8 {PP2} {CHUNKS}",
-            "The remainder of M",
-        ),
-        (f"{OWN_LOOP} --num-layers 15 {PP2}", "num_layers should be divisible by pipeline_model_parallel_size"),
-        (f"--nproc 2 {OWN_LOOP} --num-layers 4 --global-batch-size 7 --micro-batch-size 1", "is not a multiple of 2"),
-        (f"{PRETRAIN} {SIZES} {PP2} --numm-layers 3", "pretrain.py: error: unrecognized arguments: --numm-layers 3"),
-        (f"{OWN_LOOP} {PP2} --numm-layers 3", "megatron.py: error: unrecognized arguments: --numm-layers 3"),
-    ],
+    drawn(
+        [
+            (f"{PRETRAIN} {SIZES} --num-layers 7 {PP2}", "layers should be divisible by the stages"),
+            (
+                f"{PRETRAIN} {SIZES} --num-attention-heads 6 --hidden-size 48 --tensor-model-parallel-size 4",
+                "(6) must be a",
+            ),
+            (f"--nproc 2 {PRETRAIN} --lr 0.001 --global-batch-size 7", "global batch size is not divisible by 2"),
+            (
+                f"{PRETRAIN} --lr 0.001 --global-batch-size 5 --num-layers 8 {PP2} {CHUNKS}",
+                "The remainder of M",
+            ),
+            (f"{OWN_LOOP} --num-layers 15 {PP2}", "num_layers should be divisible by pipeline_model_parallel_size"),
+            (
+                f"--nproc 2 {OWN_LOOP} --num-layers 4 --global-batch-size 7 --micro-batch-size 1",
+                "is not a multiple of 2",
+            ),
+            (
+                f"{PRETRAIN} {SIZES} {PP2} --numm-layers 3",
+                "pretrain.py: error: unrecognized arguments: --numm-layers 3",
+            ),
+            (f"{OWN_LOOP} {PP2} --numm-layers 3", "megatron.py: error: unrecognized arguments: --numm-layers 3"),
+        ],
+        4,
+    ),
 )
 def test_sizes_and_flags_that_the_script_refuses(tmp_path: Path, flags: str, words: str) -> None:
     """Before they are made small, and in the script's words."""
@@ -271,7 +284,7 @@ CANNOT_RUN = {
 }
 
 
-@pytest.mark.parametrize("case", CANNOT_RUN)
+@pytest.mark.parametrize("case", drawn(CANNOT_RUN, 6))
 def test_a_script_that_cannot_run_has_no_verdict(tmp_path: Path, case: str) -> None:
     script, module, words = CANNOT_RUN[case]
     (tmp_path / "train.py").write_text(script)

@@ -22,6 +22,7 @@ from megatron_pp.integrations.torch_pipelining import PlanSchedule
 from megatron_pp.runtime.communicators import close_communicators
 from testkit.ends import fail
 from testkit.processes import RankFailedError, run_processes
+from testkit.sweeps import drawn
 
 pytestmark = pytest.mark.slow
 
@@ -88,7 +89,7 @@ def steps_of_a_rank(rank: int, size: int, place: str, how: str, victim: int) -> 
 CASES = [(place, how, (i + j) % SIZE) for i, place in enumerate(PLACES) for j, how in enumerate(FAULTS)]
 
 
-@pytest.mark.parametrize(("place", "how", "victim"), CASES)
+@pytest.mark.parametrize(("place", "how", "victim"), drawn(CASES, 4))
 def test_every_other_rank_names_the_one_that_failed(place: str, how: str, victim: int) -> None:
     try:
         ranks = run_processes(
