@@ -41,7 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare, and write nothing")
     checked = parser.parse_args().check
-    lines = [part for line in said().split("\n") for part in wrapped(line, COLUMNS).split("\n")]
+    lines = [part for line in said().split("\n") for part in wrapped(line, COLUMNS, _hang(line)).split("\n")]
     block = "\n".join(["    $ " + COMMAND, *(f"    {line}".rstrip() for line in lines)])
     made = {
         PAGE: BLOCK.sub(lambda found: f"{found[1]}\n{block}\n\n{found[2]}", PAGE.read_text(encoding="utf-8")),
@@ -52,6 +52,11 @@ def main() -> None:
             path.write_text(text, encoding="utf-8")
         elif not path.is_file() or path.read_text(encoding="utf-8") != text:
             sys.exit(f"{path.relative_to(ROOT)} is not what {Path(__file__).name} makes now: run it without --check")
+
+
+def _hang(line: str) -> int | None:
+    """Columns before the lines that follow one of a finding."""
+    return 9 if line.strip().partition(":")[0] in WORDS[:3] else None
 
 
 def said() -> str:

@@ -26,6 +26,8 @@ _TOLD = re.compile(
 """Lines of Megatron's that say that it changes something, or advises."""
 _ROUTINE = re.compile(r"Overriding default arguments|python|Setting global batch size|Please specify --split", re.I)
 _INSTALL = re.compile(r"install (TE|Transformer Engine|transformer[-_]engine)\b", re.IGNORECASE)
+_OF_PACKAGES = re.compile(r"\binstall(ed)?\b", re.IGNORECASE)
+"""Refusals that are about this machine."""
 _ASSUMED = {
     "transformer_engine": "Transformer Engine is not installed here; checks that need a release of it are passed",
     "flashinfer": "FlashInfer is not installed here; checks that need a release of it are passed",
@@ -138,6 +140,10 @@ def _refusals(answer: Mapping[str, Any]) -> list[Finding]:
     for one in answer["refusals"]:
         if "transformer_engine" in answer["assumed"] and _INSTALL.search(one["text"]):
             continue  # of this machine, not of the job
+        if _OF_PACKAGES.search(one["text"]):
+            text = f"Megatron misses a package here, which the job may have: {one['text']}"
+            found.append(Finding("package-not-here", NOTE, text))
+            continue
         settings = tuple(one["settings"])
         about = settings[0].replace("_", "-") if settings else "settings"
         text = one["text"].strip() or f"Megatron asks for {one['condition']}"

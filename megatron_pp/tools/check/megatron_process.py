@@ -302,7 +302,8 @@ def _further_checks(arguments: Any, refusals: Any, args: Any) -> dict[str, Any]:
     if args is None or not hasattr(arguments, "validate_args"):
         return config
     try:
-        config = dict(vars(arguments.core_transformer_config_from_args(args)))
+        if hasattr(arguments, "core_transformer_config_from_args"):
+            config = dict(vars(arguments.core_transformer_config_from_args(args)))
     except Exception as error:
         refusals.fail(error, (), "TransformerConfig")
     sizes = [getattr(args, name, None) for name in ("global_batch_size", "micro_batch_size", "data_parallel_size")]
