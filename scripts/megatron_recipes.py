@@ -28,6 +28,7 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from megatron_pp.tools.check.read import words_of  # noqa: E402
 from megatron_pp.tools.parity.flags import Flags  # noqa: E402
 from megatron_pp.tools.parity.layout import PP, Layout, fewest_processes  # noqa: E402
 from megatron_pp.tools.parity.shrink import for_parity  # noqa: E402
@@ -80,7 +81,7 @@ def recipes_of(megatron: Path) -> list[Recipe]:
         arguments = yaml.safe_load(path.read_text())["MODEL_ARGS"]
         if not isinstance(arguments, dict) or int(arguments.get(PP) or 1) < 2:
             continue
-        words = [word for name, value in arguments.items() for word in _words(name, value)]
+        words = [word for name, value in arguments.items() for word in words_of(str(name), value)]
         script = SCRIPTS.get(path.parent.parent.name, "pretrain_gpt.py")
         layout = few_enough(Flags.read(words))
         found.append(Recipe(f"{path.parent.parent.name}/{path.parent.name}", script, layout.flags))
@@ -98,14 +99,6 @@ def few_enough(flags: Flags) -> Layout:
             break
         layout = smaller
     return layout
-
-
-def _words(name: str, value: object) -> list[str]:
-    """As Megatron-LM's own shell script reads them: true is a switch, false is left out, brackets are a list."""
-    text = str(value)
-    if text.lower() in ("true", "false"):
-        return [name] if text.lower() == "true" else []
-    return [name, *(text[1:-1] if text.startswith("[") and text.endswith("]") else text).split()]
 
 
 def parity(recipe: Recipe, megatron: Path, engine: str, deadline: float) -> dict[str, Any]:

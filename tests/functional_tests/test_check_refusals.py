@@ -129,7 +129,8 @@ def test_flags_and_defaults_of_the_script_are_known(script: Path) -> None:
 
 
 def test_flags_of_a_script_whose_function_is_elsewhere_may_be_right(script: Path) -> None:
-    script.write_text(SCRIPT.replace("def add_own", "from missing import add_own\n\n\ndef other"))
+    imported = SCRIPT.replace("def add_own", "from missing import add_own\n\n\ndef other")
+    script.write_text(imported.replace("--of-my-own", "--another"))
     job = read(script, "--of-my-own 3")
     assert not texts(job, ERROR)
     assert "the script adds flags of its own, which may have it" in texts(job, RISK)[0]

@@ -85,16 +85,13 @@ def _functional_test(path: str) -> list[str] | None:
 
 
 def words_of(name: str, value: object) -> list[str]:
-    """As Megatron-LM's own shell script writes a flag: true is a switch, false is left out, brackets are a list."""
-    if value is True or value == "":
-        return [name]
-    if value is False or value is None:
-        return []
+    """A flag as Megatron-LM's own shell script writes it: true is a switch, false is left out, brackets are a list."""
     if isinstance(value, list):
         return [name, *map(str, value)]
-    text = str(value)
-    listed = text.startswith("[") and text.endswith("]") and "*" not in text
-    return [name, *(text[1:-1].replace(",", " ").split() if listed else [text])]
+    text = "true" if value is None else str(value)
+    if text.lower() in ("true", "false"):
+        return [name] if text.lower() == "true" else []
+    return [name, *(text[1:-1].replace(",", " ") if text.startswith("[") and text.endswith("]") else text).split()]
 
 
 def _functional_job(given: Given) -> Job:
