@@ -26,7 +26,7 @@ _TOLD = re.compile(
 """Lines of Megatron's that say that it changes something, or advises."""
 _ROUTINE = re.compile(r"Overriding default arguments|python|Setting global batch size|Please specify --split", re.I)
 _INSTALL = re.compile(r"install (TE|Transformer Engine|transformer[-_]engine)\b", re.IGNORECASE)
-_OF_PACKAGES = re.compile(r"\binstall(ed)?\b", re.IGNORECASE)
+_OF_PACKAGES = re.compile(r"please install|not installed|install (it|them) (with|via|by)", re.IGNORECASE)
 """Refusals that are about this machine."""
 _ASSUMED = {
     "transformer_engine": "Transformer Engine is not installed here; checks that need a release of it are passed",
