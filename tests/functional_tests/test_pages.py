@@ -178,7 +178,15 @@ def test_every_stage_on_a_page_says_its_number() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["check_picture.py", "config_table.py", "known_faults.py", "readme_tables.py", "readme_picture.py"]
+    "command",
+    [
+        "check_picture.py",
+        "config_table.py",
+        "known_faults.py",
+        "model_recipes.py",
+        "readme_tables.py",
+        "readme_picture.py",
+    ],
 )
 def test_what_a_command_made_is_up_to_date(command: str) -> None:
     arguments = [sys.executable, str(ROOT / "scripts" / command), "--check"]
