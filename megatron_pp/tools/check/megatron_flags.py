@@ -25,7 +25,6 @@ _TOLD = re.compile(
 )
 """Lines of Megatron's that say that it changes something, or advises."""
 _ROUTINE = re.compile(r"Overriding default arguments|python|Setting global batch size|Please specify --split", re.I)
-_INSTALL = re.compile(r"install (TE|Transformer Engine|transformer[-_]engine)\b", re.IGNORECASE)
 _OF_PACKAGES = re.compile(r"please install|not installed|install (it|them) (with|via|by)", re.IGNORECASE)
 """Refusals that are about this machine."""
 _ASSUMED = {
@@ -33,6 +32,14 @@ _ASSUMED = {
     "flashinfer": "FlashInfer is not installed here; checks that need a release of it are passed",
     "CUDA_DEVICE_MAX_CONNECTIONS": "CUDA_DEVICE_MAX_CONNECTIONS is not set here; it is taken to be right in the job",
 }
+
+
+_NEEDED = re.compile(r"install|not available|your version|>=| > ", re.IGNORECASE)
+_LIBRARIES = {
+    "transformer_engine": re.compile(r"\bTE\b|transformer[-_ ]?engine|NVTE_", re.IGNORECASE),
+    "flashinfer": re.compile("flashinfer", re.IGNORECASE),
+}
+"""Library -> what refusals call it."""
 
 
 def read_script(
@@ -43,7 +50,11 @@ def read_script(
     """
     script = _path_of(words[0], module)
     request = {"script": script, "module": module, "words": [*words[1:]], "gpus": gpus, "generation": generation}
-    answer = _asked(request, patience)
+    return job_of_answer(_asked(request, patience), words, script, gpus)
+
+
+def job_of_answer(answer: Mapping[str, Any], words: Sequence[str], script: str, gpus: int) -> Job:
+    """The job of what a process of `megatron_process` answers. ``script``: the file that ``words`` name."""
     if "missing" in answer or not answer["checked"]:
         from megatron_pp.tools.check import flag_table
 
@@ -138,7 +149,7 @@ def _usage(answer: Mapping[str, Any], words: Sequence[str], script: str) -> list
 def _refusals(answer: Mapping[str, Any]) -> list[Finding]:
     found = []
     for one in answer["refusals"]:
-        if "transformer_engine" in answer["assumed"] and _INSTALL.search(one["text"]):
+        if _asks_for_what_is_assumed(answer, one["text"]):
             continue  # of this machine, not of the job
         if _OF_PACKAGES.search(one["text"]):
             text = f"Megatron misses a package here, which the job may have: {one['text']}"
@@ -153,6 +164,12 @@ def _refusals(answer: Mapping[str, Any]) -> list[Finding]:
     for text in answer["failed"]:
         found.append(Finding("megatron-fails", ERROR, f"Megatron's checks fail: {text}"))
     return found
+
+
+def _asks_for_what_is_assumed(answer: Mapping[str, Any], text: str) -> bool:
+    """Whether a refusal asks for a library, or a release of it, that is taken to be there in the job."""
+    words = (_LIBRARIES[one] for one in answer["assumed"] if one in _LIBRARIES)
+    return bool(_NEEDED.search(text)) and any(one.search(text) for one in words)
 
 
 def _valued(answer: Mapping[str, Any], name: str) -> str:

@@ -51,13 +51,14 @@ def main() -> None:
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     gc.disable()  # a fifth of the time of an import
-    json.dump(_read(request), answer)
+    json.dump(read_request(request), answer)
     answer.close()
     sys.stderr.flush()
     os._exit(0)  # at once: torch takes half a second to end
 
 
-def _read(request: dict[str, Any]) -> dict[str, Any]:
+def read_request(request: dict[str, Any], imported: tuple[Any, Any, list[str]] | None = None) -> dict[str, Any]:
+    """What `megatron_flags` makes a job of. ``imported``: from `import_arguments`, where the process has called it."""
     script = Path(request["script"])
     sys.path[0] = os.getcwd() if request["module"] else str(script.resolve().parent)
     os.environ.update(WORLD_SIZE=str(request["gpus"]), RANK="0", LOCAL_RANK="0")
@@ -65,7 +66,7 @@ def _read(request: dict[str, Any]) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     try:
-        refusals, arguments, assumed = import_arguments(request["generation"])
+        refusals, arguments, assumed = imported or import_arguments(request["generation"])
     except Exception as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         return {"missing": f"{type(error).__name__}: {error}", "module": missing, "release": _release()}

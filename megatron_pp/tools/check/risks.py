@@ -44,6 +44,8 @@ class Term:
             return {"true": bool(given), "false": not given, "given": given is not None}[self.state]
         if isinstance(self.value, int) and (isinstance(given, bool) or not isinstance(given, (int, float))):
             return False
+        if isinstance(given, (list, tuple)) and self.compared == "==":
+            return self.value in given
         return given is not None and _COMPARED[self.compared](given, self.value)
 
 
@@ -87,7 +89,7 @@ def section(job: Job) -> Section:
     values = values_of(job)
     met = [fault for fault in here if fault.meets(values)]
     of = f"Megatron-core {job.release}" if job.release else "Megatron-core, whose release is not known"
-    line = f"{len(here)} known faults of {of}: this job meets {len(met) or 'none'}"
+    line = f"this job meets {len(met) or 'none'} of the known faults of {of}"
     findings = tuple(_finding(fault, job, newest) for fault in met)
     return Section("risks", (line,), findings, {"known": len(here), "met": [fault.name for fault in met]})
 
@@ -134,8 +136,13 @@ def _framework(job: Job) -> str:
     return job.framework
 
 
+def _replicas(job: Job) -> int:
+    return int(job.get("data_parallel_size", 1))
+
+
 DERIVED: Mapping[str, Callable[[Job], Any]] = {
     "framework": _framework,
+    "data_parallel_size": _replicas,
     "layers_without_a_stage": layers_without_a_stage,
 }
 """Names that terms may have beside Megatron's settings."""

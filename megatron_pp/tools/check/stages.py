@@ -52,7 +52,7 @@ def chunks_of(job: Job) -> int:
 
 def microbatches_of(job: Job) -> int:
     """Of a step, on each data-parallel rank. Raises LayoutError where the batch cannot be divided."""
-    batch, micro = job.get("global_batch_size"), job.get("micro_batch_size", 1)
+    batch, micro = _batch_of(job), job.get("micro_batch_size", 1)
     replicas = max(1, int(job.get("data_parallel_size", 1)))
     if not isinstance(batch, int) or batch < 1 or batch % (micro * replicas):
         raise LayoutError(
@@ -60,6 +60,12 @@ def microbatches_of(job: Job) -> int:
             f"times the data-parallel ranks, {micro} x {replicas}"
         )
     return batch // (micro * replicas)
+
+
+def _batch_of(job: Job) -> Any:
+    """Of all replicas, in the first step: a schedule such as "0:384 200B:768" begins with 384."""
+    schedule = re.match(r"\s*0\w*:(\d+)", str(job.get("step_batch_size_schedule", "")))
+    return int(schedule[1]) if schedule else job.get("global_batch_size")
 
 
 def stages_of(job: Job) -> tuple[Stage, ...]:

@@ -13,7 +13,7 @@ from megatron_pp.tools.advise.megatron_args import arguments_of, transformer_of
 from megatron_pp.tools.check.errors import UnreadableError
 from megatron_pp.tools.check.findings import ERROR
 from megatron_pp.tools.check.job import Job
-from megatron_pp.tools.check.read import Given, read_job, settings_of_file
+from megatron_pp.tools.check.read import Given, read_job, settings_of_file, words_of
 
 BRIDGE = """\
 _target_: megatron.bridge.training.config.ConfigContainer
@@ -196,6 +196,23 @@ def test_megatrons_own_yaml(tmp_path: Path) -> None:
     job = read(tmp_path, "gpt.yaml", OLD_MEGATRON)
     assert (job.framework, job.args["num_layers"], job.args["data_parallel_size"]) == ("megatron", 24, 8)
     assert job.unknown == ("made_up",)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("2 2", ["2", "2"]),
+        ("[2 2]", ["2", "2"]),
+        ("[core_attn, mlp]", ["core_attn", "mlp"]),
+        ("([0]*3+[1]*9)", ["([0]*3+[1]*9)"]),
+        ("Et*3|t*4L", ["Et*3|t*4L"]),
+        (8, ["8"]),
+        (True, []),
+    ],
+)
+def test_values_of_a_functional_test_are_words_as_in_megatrons_shell(value: object, words: list[str]) -> None:
+    assert words_of("--flag", value) == ["--flag", *words]
+    assert words_of("--flag", False) == []
 
 
 def test_a_functional_test_of_megatrons(tmp_path: Path) -> None:
