@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from megatron_pp.errors import MegatronPPError
 from megatron_pp.tools.check.findings import NOTE, RISK, Finding, Section
 from megatron_pp.tools.check.job import Job
-from megatron_pp.tools.check.stages import Stage, chunks_of, microbatches_of, pipeline_size, stages_of
+from megatron_pp.tools.check.stages import Stage, batch_of, chunks_of, microbatches_of, pipeline_size, stages_of
 
 _WIDTH = 74  # columns of a picture
 _RANKS, _SHOWN = 12, 4  # a longer pipeline is shown by as many ranks at its ends
@@ -125,28 +125,44 @@ def _silent(job: Job) -> Iterator[Finding]:
             "without virtual stages",
             ("overlap_p2p_comm",),
         )
-    chunked = ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")
-    asked = [name for name in chunked if job.given.get(name)]
-    if size == 1 and asked:
+    group = "microbatch_group_size_per_vp_stage"
+    if chunks == 1 and job.given.get(group):
+        yield Finding("group-without-chunks", NOTE, f"{job.spell(group)} has no effect: ranks have one chunk each")
+    yield from _rounded_batch(job)
+    if not job.validated:
+        yield from _turned_off(job)
+
+
+def _rounded_batch(job: Job) -> Iterator[Finding]:
+    batch = batch_of(job)
+    each = int(job.get("micro_batch_size", 1)) * int(job.get("data_parallel_size", 1))
+    if job.get("decrease_batch_size_if_needed") and isinstance(batch, int) and each and batch % each:
+        named = job.spell("global_batch_size")
         yield Finding(
-            "virtual-stages-without-pipeline",
-            NOTE,
-            f"{job.spell(asked[0])} has no effect: there is one pipeline rank",
-            "",
-            (asked[0],),
+            "rounded-batch",
+            RISK,
+            f"Megatron rounds {named} {batch} down to {batch // each * each}, a multiple of {each}",
+            f"{named} {batch // each * each or each} or {(batch // each + 1) * each}",
+            ("global_batch_size", "decrease_batch_size_if_needed"),
         )
-    layout = job.given.get("pipeline_model_parallel_layout")
-    if layout is not None:
-        ends = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
-        for name in (*ends, "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"):
-            if job.given.get(name):
-                yield Finding(
-                    "ignored-beside-a-layout",
-                    RISK,
-                    f"{job.spell(name)} has no effect beside {job.spell('pipeline_model_parallel_layout')}",
-                    f"leave {job.spell(name)} out",
-                    (name,),
-                )
+
+
+def _turned_off(job: Job) -> Iterator[Finding]:
+    """What Megatron's checks change. Where they have run, it is known from reading, in Megatron's words."""
+    if job.given.get("sequence_parallel") and int(job.get("tensor_model_parallel_size", 1)) == 1:
+        named = job.spell("sequence_parallel")
+        if job.framework != "megatron-bridge":  # which refuses it
+            text = f"{named} has no effect: there is one tensor-parallel rank"
+            yield Finding("sequence-parallelism-alone", NOTE, text, "", ("sequence_parallel",))
+    layers, pattern = job.given.get("num_layers"), job.get("hybrid_layer_pattern")
+    if pattern and isinstance(layers, int):
+        counted = len(str(pattern).split("/")[0].replace("|", ""))
+        if counted != layers:
+            text = (
+                f"{job.spell('num_layers')} {layers} has no effect: {job.spell('hybrid_layer_pattern')} has {counted} "
+            )
+            change = f"leave {job.spell('num_layers')} out"
+            yield Finding("layers-of-a-pattern", RISK, text + "layers", change, ("num_layers", "hybrid_layer_pattern"))
 
 
 def _uneven(job: Job, stages: Sequence[Stage]) -> Iterator[Finding]:

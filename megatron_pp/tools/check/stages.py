@@ -51,10 +51,12 @@ def chunks_of(job: Job) -> int:
 
 
 def microbatches_of(job: Job) -> int:
-    """Of a step, on each data-parallel rank. Raises LayoutError where the batch cannot be divided."""
-    batch, micro = _batch_of(job), job.get("micro_batch_size", 1)
+    """Of a step, on each data-parallel rank; rounded down where the job asks for that. Raises LayoutError where the
+    batch cannot be divided."""
+    batch, micro = batch_of(job), job.get("micro_batch_size", 1)
     replicas = max(1, int(job.get("data_parallel_size", 1)))
-    if not isinstance(batch, int) or batch < 1 or batch % (micro * replicas):
+    rounded = bool(job.get("decrease_batch_size_if_needed")) and isinstance(batch, int) and batch >= micro * replicas
+    if not isinstance(batch, int) or batch < 1 or (batch % (micro * replicas) and not rounded):
         raise LayoutError(
             f"{job.spell('global_batch_size')} is {batch}; it must be a multiple of {job.spell('micro_batch_size')} "
             f"times the data-parallel ranks, {micro} x {replicas}"
@@ -62,7 +64,7 @@ def microbatches_of(job: Job) -> int:
     return batch // (micro * replicas)
 
 
-def _batch_of(job: Job) -> Any:
+def batch_of(job: Job) -> Any:
     """Of all replicas, in the first step: a schedule such as "0:384 200B:768" begins with 384."""
     schedule = re.match(r"\s*0\w*:(\d+)", str(job.get("step_batch_size_schedule", "")))
     return int(schedule[1]) if schedule else job.get("global_batch_size")

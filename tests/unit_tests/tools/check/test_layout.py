@@ -104,11 +104,21 @@ def test_what_megatron_ignores_is_named() -> None:
     assert names(overlap) == ["overlap-without-virtual-stages"]
     assert names(overlap, virtual_pipeline_model_parallel_size=2) == []
     assert names({}) == []
-    assert names({"num_virtual_stages_per_pipeline_rank": 2}, pipeline_model_parallel_size=1) == [
-        "virtual-stages-without-pipeline"
-    ]
-    layout = {"pipeline_model_parallel_layout": "Et*4|t*4L", "decoder_first_pipeline_num_layers": 3}
-    assert names(layout, **layout) == ["ignored-beside-a-layout"]
+    group = {"microbatch_group_size_per_vp_stage": 4}
+    assert names(group, **group) == ["group-without-chunks"]
+    assert names(group, **group, virtual_pipeline_model_parallel_size=2) == []
+    alone = {"sequence_parallel": True}
+    assert names(alone, **alone) == ["sequence-parallelism-alone"]
+    assert names(alone, **alone, tensor_model_parallel_size=2) == []
+    assert names({"num_layers": 8}, hybrid_layer_pattern="M*M-|MM*/*-") == ["layers-of-a-pattern"]
+    assert names({"num_layers": 7}, hybrid_layer_pattern="M*M-|MM*/*-") == []
+
+
+def test_a_batch_that_megatron_rounds_is_named() -> None:
+    rounded = {"global_batch_size": 19, "data_parallel_size": 8, "decrease_batch_size_if_needed": True}
+    shown = section(job(**rounded))
+    assert "2 microbatches a step on each of 8 replicas (--global-batch-size 19, --micro-batch-size 1)" in shown.lines
+    assert [(one.name, one.change) for one in shown.findings] == [("rounded-batch", "--global-batch-size 16 or 24")]
 
 
 def test_uneven_ranks_in_the_middle_are_named() -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from megatron_pp.tools.check.findings import ERROR, NOTE, Finding
 from megatron_pp.tools.check.job import Job
-from megatron_pp.tools.check.start import RULES, section
+from megatron_pp.tools.check.rules import RULES
+from megatron_pp.tools.check.start import section
 
 RIGHT: dict[str, Any] = {
     "num_layers": 8,
@@ -26,10 +27,24 @@ RIGHT: dict[str, Any] = {
 }
 CHUNKED = {"virtual_pipeline_model_parallel_size": 2}
 MOE = {"num_experts": 8, "sequence_parallel": True, "expert_tensor_parallel_size": 1}
+COMBINED = {
+    **MOE,
+    **CHUNKED,
+    "overlap_moe_expert_parallel_comm": True,
+    "expert_model_parallel_size": 2,
+    "moe_token_dispatcher_type": "alltoall",
+}
 
 
-def job(gpus: int = 16, found: tuple[Finding, ...] = (), **args: Any) -> Job:
-    return Job("megatron", gpus, args, {**RIGHT, **args}, found=found, validated=bool(found))
+def job(
+    gpus: int = 16,
+    found: tuple[Finding, ...] = (),
+    framework: str = "megatron",
+    given: dict[str, Any] | None = None,
+    **args: Any,
+) -> Job:
+    given = args if given is None else given
+    return Job(framework, gpus, given, {**RIGHT, **args}, found=found, validated=bool(found))
 
 
 BROKEN: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
@@ -89,7 +104,7 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         {**CHUNKED, "pipeline_model_parallel_size": 4, "overlap_p2p_comm": False},
         "leave --no-overlap-p2p-communication out, or install(), which runs it in any way",
     ),
-    ("attention-heads", {"num_attention_heads": 9}, {}, "--tensor-model-parallel-size 1 or 3"),
+    ("attention-heads", {"num_attention_heads": 9, "hidden_size": 72}, {}, "--tensor-model-parallel-size 1 or 3"),
     (
         "query-groups",
         {"group_query_attention": True, "num_query_groups": 3},
@@ -99,9 +114,10 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     (
         "sequence-length",
         {"seq_length": 66, "sequence_parallel": True, "context_parallel_size": 2, "gpus": 32},
-        {"seq_length": 72, "sequence_parallel": True, "context_parallel_size": 2, "gpus": 32},
-        "--seq-length 64 or 72",
+        {"seq_length": 68, "sequence_parallel": True, "context_parallel_size": 2, "gpus": 32},
+        "--seq-length 64 or 68",
     ),
+    ("sequence-length", {"seq_length": 65, "sequence_parallel": True}, {"seq_length": 65}, "--seq-length 64 or 66"),
     (
         "experts-on-ranks",
         {**MOE, "gpus": 48, "expert_model_parallel_size": 3},
@@ -120,8 +136,14 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     (
         "recomputation",
         {"recompute_granularity": "full"},
-        {"recompute_granularity": "full", "recompute_method": "uniform"},
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
         "--recompute-method uniform --recompute-num-layers 1",
+    ),
+    (
+        "recomputation",
+        {"recompute_granularity": "full", "recompute_method": "uniform"},
+        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
+        "--recompute-num-layers 1",
     ),
     (
         "recomputation",
@@ -148,6 +170,151 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         "--num-virtual-stages-per-pipeline-rank 2",
     ),
     ("two-precisions", {"fp16": True}, {}, "leave --fp16 out"),
+    ("two-precisions", {"fp8": "hybrid", "fp4": "e2m1"}, {"fp8": "hybrid"}, "leave --fp8 out, or leave --fp4 out"),
+    (
+        "offloading-in-a-pipeline",
+        {"cpu_offloading": True, "pipeline_model_parallel_size": 1, "recompute_granularity": "selective"},
+        {"cpu_offloading": True, "pipeline_model_parallel_size": 1},
+        "leave --recompute-granularity out",
+    ),
+    (
+        "pipeline-of-a-feature",
+        {"use_torch_fsdp2": True},
+        {"use_torch_fsdp2": True, "pipeline_model_parallel_size": 1},
+        "leave --use-torch-fsdp2 out",
+    ),
+    (
+        "pipeline-of-a-feature",
+        {"defer_embedding_wgrad_compute": True, "pipeline_model_parallel_size": 1},
+        {"defer_embedding_wgrad_compute": True},
+        "leave --defer-embedding-wgrad-compute out",
+    ),
+    (
+        "combined-1f1b",
+        {"delay_wgrad_compute": True},
+        {},
+        "--overlap-moe-expert-parallel-comm, or leave --delay-wgrad-compute out",
+    ),
+    ("combined-1f1b", {**COMBINED, "mtp_num_layers": 2}, {**COMBINED, "mtp_num_layers": 1}, "--mtp-num-layers 1"),
+    (
+        "combined-1f1b",
+        {**COMBINED, "moe_shared_expert_overlap": True},
+        COMBINED,
+        "leave --moe-shared-expert-overlap out",
+    ),
+    (
+        "lengths-of-tokens",
+        {**MOE, "variable_seq_lengths": True},
+        {**MOE, "variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"},
+        "--moe-token-dispatcher-type alltoall",
+    ),
+    (
+        "overlapped-gather",
+        {"overlap_param_gather": True, "use_distributed_optimizer": True},
+        {"overlap_param_gather": True, "use_distributed_optimizer": True, "overlap_grad_reduce": True},
+        "--overlap-grad-reduce",
+    ),
+    (
+        "optimizer-instances",
+        {"num_distributed_optimizer_instances": 4},
+        {"num_distributed_optimizer_instances": 2},
+        "leave --num-distributed-optimizer-instances out",
+    ),
+    (
+        "sequence-parallel-alone",
+        {"framework": "megatron-bridge", "sequence_parallel": True, "tensor_model_parallel_size": 1},
+        {"framework": "megatron", "sequence_parallel": True, "tensor_model_parallel_size": 1},
+        "leave --sequence-parallel out",
+    ),
+    ("width-of-heads", {"hidden_size": 66}, {"framework": "verl", "hidden_size": 66}, "--num-attention-heads 6 or 11"),
+    (
+        "vocabulary",
+        {"padded_vocab_size": 101},
+        {"padded_vocab_size": 102},
+        "--padded-vocab-size 102",
+    ),
+    ("positions", {"max_position_embeddings": 32}, {"max_position_embeddings": 64}, "--max-position-embeddings 64"),
+    (
+        "heads-of-context-parallelism",
+        {"gpus": 64, "cp_comm_type": ["a2a"], "context_parallel_size": 8},
+        {"gpus": 64, "cp_comm_type": ["a2a"], "context_parallel_size": 4},
+        "--cp-comm-type p2p",
+    ),
+    (
+        "levels-of-context-parallelism",
+        {"gpus": 32, "context_parallel_size": 4, "hierarchical_context_parallel_sizes": [2, 4]},
+        {"gpus": 32, "context_parallel_size": 4, "hierarchical_context_parallel_sizes": [2, 2]},
+        "--context-parallel-size 8",
+    ),
+    (
+        "levels-of-context-parallelism",
+        {"gpus": 32, "context_parallel_size": 4, "cp_comm_type": ["a2a+p2p"]},
+        {},
+        "--hierarchical-context-parallel-sizes A B with A x B = 4",
+    ),
+    (
+        "transfers",
+        {**CHUNKED, "batch_p2p_comm": True},
+        {**CHUNKED, "batch_p2p_comm": False},
+        "--batch-p2p-comm false",
+    ),
+    (
+        "transfers",
+        {"overlap_p2p_comm_warmup_flush": True, "overlap_p2p_comm": False, "batch_p2p_comm": True},
+        {**CHUNKED, "overlap_p2p_comm_warmup_flush": True, "batch_p2p_comm": False},
+        "--num-virtual-stages-per-pipeline-rank 2, or leave --overlap-p2p-comm-warmup-flush out",
+    ),
+    (
+        "global-batch",
+        {"global_batch_size": 1, "decrease_batch_size_if_needed": True},
+        {"global_batch_size": 17, "decrease_batch_size_if_needed": True},
+        "--global-batch-size 2",
+    ),
+    (
+        "batch-size-rampup",
+        {"rampup_batch_size": [4, 5, 100]},
+        {"rampup_batch_size": [4, 4, 100]},
+        "--rampup-batch-size 4 12 100",
+    ),
+    (
+        "batch-size-rampup",
+        {"rampup_batch_size": [4, 3, 100]},
+        {"rampup_batch_size": [4, 2, 100]},
+        "2 or 4 instead of 3",
+    ),
+    (
+        "global-batch",
+        {"global_batch_size": 1, "step_batch_size_schedule": "0:15 2B:32"},
+        {"global_batch_size": 1, "step_batch_size_schedule": "0:16 2B:32"},
+        "--step-batch-size-schedule that begins with 14 or 16",
+    ),
+    ("batch-size-rampup", {"rampup_batch_size": [4, 4]}, {}, ""),
+    (
+        "chunks-without-a-pipeline",
+        {**CHUNKED, "pipeline_model_parallel_size": 1, "num_virtual_stages_per_pipeline_rank": 2},
+        {"pipeline_model_parallel_size": 1},
+        "leave --num-virtual-stages-per-pipeline-rank out",
+    ),
+    (
+        "layers-placed-in-two-ways",
+        {"pipeline_model_parallel_layout": "Ett|tt|tt|ttL", "account_for_loss_in_pipeline_split": True},
+        {"pipeline_model_parallel_layout": "Ett|tt|tt|ttL"},
+        "leave --account-for-loss-in-pipeline-split out",
+    ),
+    (
+        "layers-placed-in-two-ways",
+        {"given": {"pipeline_model_parallel_layout": 1, "num_virtual_stages_per_pipeline_rank": 2}},
+        {"given": {"pipeline_model_parallel_layout": 1}},
+        "leave --num-virtual-stages-per-pipeline-rank out",
+    ),
+    ("layers-on-stages", {"pipeline_model_parallel_layout": "Ett|tt|ttm|ttL", "mtp_num_layers": 1}, {}, ""),
+    ("layers-on-stages", {"pipeline_model_parallel_layout": "Ett|tt|ttttm|mL", "mtp_num_layers": 2}, {}, ""),
+    (
+        "layers-on-stages",
+        {**CHUNKED, "pipeline_model_parallel_layout": "Ettt|ttttt|m|||||L", "mtp_num_layers": 1},
+        {**CHUNKED, "pipeline_model_parallel_layout": "Ettt|ttttt|||||m|L", "mtp_num_layers": 1},
+        "m on one of the last 4 stages",
+    ),
 ]
 
 
@@ -168,7 +335,7 @@ def test_every_rule_is_broken_by_a_case() -> None:
 def test_all_is_found_at_once() -> None:
     found = section(job(gpus=12, num_layers=9, global_batch_size=17, num_attention_heads=9)).findings
     assert [one.name for one in found] == [
-        "gpus-of-the-layout", "layers-on-stages", "global-batch", "attention-heads",
+        "gpus-of-the-layout", "layers-on-stages", "global-batch", "attention-heads", "width-of-heads",
     ]  # fmt: skip
 
 

@@ -1,0 +1,12 @@
+"""What ends a job at its start or in its first step: one file for each subject, a table of rules in each."""
+
+from __future__ import annotations
+
+from megatron_pp.tools.check.rules.batches import BATCHES
+from megatron_pp.tools.check.rules.features import FEATURES
+from megatron_pp.tools.check.rules.placing import PLACING
+from megatron_pp.tools.check.rules.rule import Rule
+from megatron_pp.tools.check.rules.sizes import SIZES
+
+RULES: tuple[Rule, ...] = (*PLACING, *BATCHES, *SIZES, *FEATURES)
+"""In the order of an answer."""

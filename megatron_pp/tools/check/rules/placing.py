@@ -1,0 +1,130 @@
+"""Layers, embedding, loss and multi-token prediction on the stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from megatron_pp.errors import MegatronPPError
+from megatron_pp.tools.check.job import Job
+from megatron_pp.tools.check.rules.rule import MODEL_PARALLEL, Rule, nearest, set_to, unchecked, whole, without
+from megatron_pp.tools.check.stages import Stage, chunks_of, pipeline_size, stages_of
+
+_LAYOUT, _HYBRID = "pipeline_model_parallel_layout", "hybrid_layer_pattern"
+_STAGE_LAYERS, _CHUNKS = "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"
+_ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+_COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+
+
+def _world(job: Job) -> Iterator[tuple[str, str]]:
+    tensor, pipeline, context = (whole(job, name) for name in MODEL_PARALLEL)
+    dense = tensor * pipeline * context
+    if job.gpus % dense:
+        given = " x ".join(f"{job.spell(name)} {whole(job, name)}" for name in MODEL_PARALLEL)
+        yield f"{job.gpus} GPUs cannot be divided by {given} = {dense}", f"{nearest(job.gpus, dense)} GPUs"
+
+
+def _layers(job: Job) -> Iterator[tuple[str, str]]:
+    if not whole(job, "num_layers", 0) and not job.get("hybrid_layer_pattern"):
+        return
+    try:
+        stages = stages_of(job)
+    except MegatronPPError as error:
+        stages_wanted = pipeline_size(job) * chunks_of(job)
+        explicit = job.get("pipeline_model_parallel_layout") or "|" in str(job.get("hybrid_layer_pattern", ""))
+        ends = any(job.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
+        change = "" if explicit or ends else _with_other_layers(job, stages_wanted)
+        yield str(error), change
+        return
+    yield from _letters(job, stages)
+
+
+def _with_other_layers(job: Job, stages: int) -> str:
+    names = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+    counted = whole(job, "num_layers") + sum(bool(job.get(name)) for name in names)
+    left = counted % stages
+    if stages - left == 2 and not any(map(job.get, names)):
+        return f"{job.spell(names[0])} {job.spell(names[1])}"
+    return set_to(job, "num_layers", nearest(whole(job, "num_layers"), stages)) if not any(map(job.get, names)) else ""
+
+
+def _letters(job: Job, stages: Sequence[Stage]) -> Iterator[tuple[str, str]]:
+    """A layout must have what the model has."""
+    layout = job.get("pipeline_model_parallel_layout")
+    if not isinstance(layout, str):
+        return
+    spelled = job.spell("pipeline_model_parallel_layout")
+    layers, mtp = sum(len(one.layers) for one in stages), sum(one.mtp for one in stages)
+    if layers != whole(job, "num_layers", 0):
+        text = f"{spelled} has {layers} layers (t), {job.spell('num_layers')} is {whole(job, 'num_layers', 0)}"
+        yield text, set_to(job, "num_layers", [layers])
+    if mtp != whole(job, "mtp_num_layers", 0):
+        text = f"{spelled} has {mtp} layers for multi-token prediction (m), {job.spell('mtp_num_layers')} is "
+        yield text + f"{whole(job, 'mtp_num_layers', 0)}", set_to(job, "mtp_num_layers", [mtp])
+    if [one.embedding for one in stages] != [True] + [False] * (len(stages) - 1):
+        yield f"{spelled} must have the embedding (E) in its first stage, and nowhere else", ""
+    if [one.loss for one in stages] != [False] * (len(stages) - 1) + [True]:
+        yield f"{spelled} must have the loss (L) in its last stage, and nowhere else", ""
+    yield from _prediction(job, stages)
+
+
+def _prediction(job: Job, stages: Sequence[Stage]) -> Iterator[tuple[str, str]]:
+    """Where a layout may have multi-token prediction (`PipelineParallelLayerLayout.validate_layer_layout`)."""
+    spelled = job.spell(_LAYOUT)
+    holding = [number for number, stage in enumerate(stages) if stage.mtp]
+    if not holding:
+        return
+    if len(holding) > 1:
+        numbers = ", ".join(map(str, holding))
+        yield f"{spelled} has multi-token prediction (m) on stages {numbers}; Megatron takes one stage", ""
+    elif any(stage.layers for stage in stages[holding[0] + 1 :]):
+        yield f"{spelled} has layers (t) behind multi-token prediction (m); Megatron takes all layers in front", ""
+    elif stages[holding[0]].chunk != chunks_of(job) - 1:
+        text = f"{spelled} has multi-token prediction (m) on stage {holding[0]}, which is chunk "
+        text += f"{stages[holding[0]].chunk} of its rank; Megatron takes a rank's last chunk"
+        yield text, f"m on one of the last {pipeline_size(job)} stages"
+
+
+def _one_way(job: Job) -> Iterator[tuple[str, str]]:
+    """Settings that each say how layers are placed. Some of such pairs are refused where layers are placed."""
+    ways = [name for name in (_LAYOUT, _STAGE_LAYERS, _CHUNKS) if job.given.get(name)]
+    if len(ways) > 1 and unchecked(job):
+        yield f"{' and '.join(map(job.spell, ways))} are set; Megatron takes one of them", without(job, ways[-1])
+    beside = [name for name in (*_ENDS, *_COUNTED) if job.get(name)]
+    if job.get(_LAYOUT) and beside:
+        spelled = " and ".join(map(job.spell, beside))
+        yield f"Megatron refuses {spelled} beside {job.spell(_LAYOUT)}", f"leave {spelled} out"
+    ends = [name for name in _ENDS if job.get(name)]
+    if unchecked(job) and ends and job.given.get(_STAGE_LAYERS) and not job.get(_LAYOUT):
+        text = f"{job.spell(_STAGE_LAYERS)} is for ranks with the same number of layers, and "
+        yield text + f"{job.spell(ends[0])} is set", set_to(job, _CHUNKS, [chunks_of(job)])
+    pattern = [name for name in (_LAYOUT, _STAGE_LAYERS, _CHUNKS, *_COUNTED) if job.given.get(name)]
+    if job.get(_HYBRID) and pattern:
+        spelled = " and ".join(map(job.spell, pattern))
+        yield (
+            f"Megatron refuses {spelled} beside {job.spell(_HYBRID)}, whose | divide the stages",
+            (f"leave {spelled} out"),
+        )
+
+
+def _chunks_without_pipeline(job: Job) -> Iterator[tuple[str, str]]:
+    if pipeline_size(job) == 1 and chunks_of(job) > 1:
+        asked = [name for name in (_LAYOUT, _STAGE_LAYERS, _CHUNKS) if job.get(name)]
+        named = asked[0] if asked else "virtual_pipeline_model_parallel_size"
+        text = f"{job.spell(named)} asks for {chunks_of(job)} chunks a rank, and there is one pipeline rank; "
+        yield text + "Megatron refuses chunks without a pipeline", without(job, named)
+
+
+PLACED = (
+    *("num_layers", "pipeline_model_parallel_size", _LAYOUT, "mtp_num_layers", _CHUNKS, _STAGE_LAYERS),
+    *(*_ENDS, *_COUNTED, _HYBRID),
+)
+PLACING = (
+    Rule("gpus-of-the-layout", (*MODEL_PARALLEL, "world_size"), _world),
+    Rule("layers-on-stages", PLACED, _layers),
+    Rule("layers-placed-in-two-ways", (_LAYOUT, _STAGE_LAYERS, _CHUNKS, *_ENDS, *_COUNTED, _HYBRID), _one_way),
+    Rule(
+        "chunks-without-a-pipeline",
+        ("virtual_pipeline_model_parallel_size", "pipeline_model_parallel_size", "overlap_p2p_comm"),
+        _chunks_without_pipeline,
+    ),
+)
