@@ -23,8 +23,9 @@ from benchmarks.rounds import beside_bound, print_progress, slowest_rank, timed_
 from benchmarks.stages import TimedStage
 from benchmarks.sweep import Sweep, best_step, network_of, sweep_settings, work_of
 from benchmarks.work import Step, Unavailable, Work
+from megatron_pp.feature_table import BY_COST, PER_RUN, PER_STEP
 from megatron_pp.features.fsdp.fsdp_instructions import REDUCE_GRAD, WAIT_REDUCE_GRAD
-from megatron_pp.plan.ir.spec import BY_COST, PER_RUN, PER_STEP, Plan
+from megatron_pp.plan.ir.spec import Plan
 
 HELP = "steps of stages in FSDP2 beside torch's, with collectives and messages on slow links (needs root)"
 QUICK = {"rounds": 1, "forward_ms": 35.0, "ratios": [0.5], "chunks": [1, 2]}

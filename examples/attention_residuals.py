@@ -22,10 +22,11 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that the package need not be installed
 
 from megatron_pp import PipelineStage, TransformerConfig, get_forward_backward_func, parallel_state
+from megatron_pp.feature_table import CACHES
 from megatron_pp.features.skip_tensors.routes import BLOCKS, stage_blocks, traffic_of
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.placement import Placement
-from megatron_pp.plan.ir.spec import CACHES, PlanSpec
+from megatron_pp.plan.ir.spec import PlanSpec
 
 HIDDEN, SEQUENCE, SAMPLES, MICROBATCHES = 16, 8, 2, 4
 

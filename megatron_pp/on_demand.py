@@ -7,6 +7,8 @@ import importlib
 import sys
 from typing import Any
 
+from megatron_pp.feature_table import module_names
+
 MODULES = {
     # Settings of a step.
     "measure": "megatron_pp.features.measuring.measuring",
@@ -20,6 +22,7 @@ MODULES = {
     "torch": "torch",
     "prediction": "megatron_pp.planner.compare",
     "model_steps": "megatron_pp.runtime.model_steps",
+    "step_hooks": "megatron_pp.runtime.step_hooks",
     "partial_checkpoints": "megatron_pp.runtime.partial_checkpoints",
     "shared_iterators": "megatron_pp.runtime.shared_iterators",
     "deferred_embedding": "megatron_pp.runtime.deferred_embedding",
@@ -42,28 +45,6 @@ MODULES = {
     "nccl_settings": "megatron_pp.faults.nccl_settings",
     # What a plan has, or has instructions of.
     "causes": "megatron_pp.plan.lower.causes",
-    "slices": "megatron_pp.features.slices.sequence_slice",
-    "key_values": "megatron_pp.features.slices.key_values",
-    "slice_lengths": "megatron_pp.features.slices.lengths",
-    "offload_instructions": "megatron_pp.features.offload.offload_instructions",
-    "offload": "megatron_pp.features.offload.offload_runner",
-    "host_copies": "megatron_pp.features.offload.host_copies",
-    "offload_lowering": "megatron_pp.features.offload.offload_lowering",
-    "skip_instructions": "megatron_pp.features.skip_tensors.skip_instructions",
-    "skip_tensors": "megatron_pp.features.skip_tensors.skip_runner",
-    "skip_routes": "megatron_pp.features.skip_tensors.routes",
-    "skip_lifetime": "megatron_pp.features.skip_tensors.skip_lifetime",
-    "output_instructions": "megatron_pp.features.output_layer.output_instructions",
-    "output_layer": "megatron_pp.features.output_layer.output_runner",
-    "output_layer_lowering": "megatron_pp.features.output_layer.output_lowering",
-    "pairs": "megatron_pp.features.pairs.pair_runner",
-    "fsdp_instructions": "megatron_pp.features.fsdp.fsdp_instructions",
-    "fsdp_lowering": "megatron_pp.features.fsdp.fsdp_lowering",
-    "fsdp_by_cost": "megatron_pp.features.fsdp.by_cost",
-    "fsdp_replicas": "megatron_pp.features.fsdp.replicas",
-    "shard_lifetime": "megatron_pp.features.fsdp.shard_lifetime",
-    "shard_memory": "megatron_pp.features.fsdp.shard_memory",
-    "fsdp": "megatron_pp.features.fsdp.fsdp_runner",
     # Steps of Megatron-core's.
     "megatron_reads": "megatron_pp.integrations.megatron.releases.reads",
     "megatron_losses": "megatron_pp.integrations.megatron.steps.losses",
@@ -87,6 +68,8 @@ MODULES = {
     "diagnosis": "megatron_pp.faults.diagnosis",
     "host_threads": "megatron_pp.faults.host_threads",
     "abort": "megatron_pp.comm.abort",
+    # What features have.
+    **module_names(),
 }
 
 

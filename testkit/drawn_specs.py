@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from megatron_pp.feature_table import CACHES
 from megatron_pp.plan.costs.measured import Measured
 from megatron_pp.plan.ir.spec import (
-    CACHES,
     CHANNELS,
     DEVICE_SYNC,
     EXPLICIT,
@@ -17,9 +17,9 @@ from megatron_pp.plan.ir.spec import (
     POLICIES,
     STATIC_BUFFERS,
     PlanSpec,
+    Shape,
 )
 from megatron_pp.plan.orders import SCHEDULES
-from megatron_pp.plan.orders.family import no_offloads
 
 NAMED = [name for name, family in SCHEDULES.items() if family.search is None]
 # What a run may need together. Static buffers hold few hand-offs between the chunks of a lone rank.
@@ -54,7 +54,7 @@ def drawn_spec(schedule: str, rng: random.Random, **fixed: Any) -> PlanSpec:
 
 def _of_a_feature(feature: str, schedule: str, size: int, chunks: int, rng: random.Random) -> dict[str, Any]:
     last = size * chunks - 1
-    if feature == "pairs" and SCHEDULES[schedule].offloads is no_offloads:
+    if feature == "pairs" and not SCHEDULES[schedule].added(Shape(size, chunks, 2, 2)):
         return {"overlap_pairs": True}
     if feature == "offload":
         return {"offload_chunks": rng.randint(1, chunks), "offload_slots": rng.randint(1, 3)}

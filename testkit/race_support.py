@@ -22,10 +22,10 @@ from megatron_pp.features.slices.sequence_slice import SlicedSteps, sequence_sli
 from megatron_pp.plan.ir.spec import EXPLICIT, ONE_WAY, Plan, PlanSpec
 from megatron_pp.runtime.compute import StepOptions
 from megatron_pp.runtime.executor import PlanExecutor
-from megatron_pp.runtime.host import features_of
 from megatron_pp.runtime.message_shapes import Shapes
 from megatron_pp.runtime.model_steps import ModelSteps
 from megatron_pp.runtime.step import hooks_of
+from megatron_pp.runtime.step_features import features_in
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import run_ranks
 from megatron_pp.testing.toy import (
@@ -224,7 +224,16 @@ class _RankRun:
             hooks,
             shapes,
             weights=weights,
-            features=features_of(self.plan, core, self.chunks, steps, shapes, lengths),
+            features=features_in(
+                self.plan,
+                communicator=core,
+                chunks=self.chunks,
+                steps=steps,
+                shapes=shapes,
+                lengths=lengths,
+                graphs=False,
+                pair_function=None,
+            ),
         ).run()
         self.reports = steps.record.data
         if core.pending:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,7 +25,6 @@ from megatron_pp.plan.ir.spec import BATCHED
 
 if TYPE_CHECKING:
     from megatron_pp.comm.collectives import Collective
-    from megatron_pp.features.offload.host_copies import HostCopies
     from megatron_pp.features.p2p_debug.wire_check import WireCheck
 
 Shape = Sequence[int]
@@ -80,15 +78,11 @@ class P2PCore:
         self.timeout = None if transport.pollable else self.patience
         self.synchronize_batches = settings.batch_p2p_sync and settings.policy == BATCHED and self.device.type == "cuda"
         self.pending: set[WaitHandle] = set()
+        self.kept_for_features: dict[str, Any] = {}  # for as long as this communicator
         self.under_guard = False
         # One element each, expanded: to allocate like one of them is three times as fast as from shape and dtype.
         self._templates: BoundedCache[tuple[int, ...], torch.Tensor] = BoundedCache(_TEMPLATES)
         self._single_shape: Any = ()  # the last shape that was seen to be one, not a list of them
-
-    @cached_property
-    def host_copies(self) -> HostCopies:
-        """For copies between this rank's device and host memory."""
-        return load("host_copies").host_copies(self.device)
 
     def post_send(self, value: Tensors, peer: int, channel: str, dtype: torch.dtype | None = None) -> WaitHandle:
         """Post the send of ``value`` (a tensor of ``dtype``, by default ``pipeline_dtype``, on the transport's device,

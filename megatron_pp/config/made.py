@@ -11,6 +11,7 @@ from megatron_pp.config.checks import nearest_multiples, whole_number
 from megatron_pp.config.microbatch_counts import check_group_size
 from megatron_pp.errors import ConfigError, ScheduleError
 from megatron_pp.plan import orders
+from megatron_pp.plan.ir.feature import hooks_asked_by
 from megatron_pp.plan.ir.placement import Placement
 
 
@@ -64,13 +65,13 @@ def _check_dtypes(config: Any) -> None:
 
 
 def _check_schedule(config: Any) -> None:
-    rules.check_offload(config.offload_chunks, config.num_chunks)
     family = rules.schedule_family(config.pipeline_schedule, config.num_chunks, config.sequence_slices)
     searched = family.search is not None
     sizes = config.pipeline_model_parallel_size, family.chunks or config.num_chunks
     placement = Placement(family.placement, *sizes)
     rules.measured_of(config, placement if searched else None)
-    rules.checked_skip_tensors(config.skip_tensors, config.skip_cache, placement)
+    for hooks in hooks_asked_by(config):
+        hooks.of_config(config, placement, training=True)
     if config.pipeline_placement not in (None, family.placement):
         fitting = [name for name, other in orders.SCHEDULES.items() if other.placement == config.pipeline_placement]
         advice = f", or choose one of {', '.join(fitting)}" if fitting else ""

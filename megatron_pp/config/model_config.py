@@ -18,9 +18,10 @@ from megatron_pp.config.checks import why_removed
 from megatron_pp.config.kinds import Kind, variable_of
 from megatron_pp.config.microbatch_counts import MicrobatchCount, explain_microbatch_count
 from megatron_pp.errors import ConfigError
+from megatron_pp.feature_table import CACHES, FSDP_COLLECTIVES
 from megatron_pp.on_demand import load
 from megatron_pp.plan.ir.placement import PLACEMENTS
-from megatron_pp.plan.ir.spec import CACHES, CHANNELS, FSDP_COLLECTIVES
+from megatron_pp.plan.ir.spec import CHANNELS
 from megatron_pp.plan.orders.family import Family
 
 if TYPE_CHECKING:

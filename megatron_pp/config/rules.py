@@ -16,19 +16,12 @@ from megatron_pp.plan.ir.spec import BATCHED, OVERLAP, PLAIN
 from megatron_pp.plan.orders.family import INTERLEAVED_SEQ, SEQ_1F1B, Family
 
 if TYPE_CHECKING:
-    from megatron_pp.features.skip_tensors.routes import SkipTensor
     from megatron_pp.plan.costs.measured import Measured
 
 
 def check_dtype(name: str, value: Any) -> None:
     if not isinstance(value, load("torch").dtype) or not value.is_floating_point:
         raise ConfigError(f"{name} is {value!r}; it must be a floating point torch.dtype such as torch.bfloat16")
-
-
-def check_offload(offload_chunks: int | None, num_chunks: int) -> None:
-    """Raises ConfigError where a rank has fewer chunks than are to be offloaded."""
-    if offload_chunks is not None and offload_chunks > num_chunks:
-        raise ConfigError(f"offload_chunks is {offload_chunks}, more than the {num_chunks} model chunk(s) of a rank")
 
 
 def measured_of(config: Any, placement: Placement | None = None) -> Measured | None:
@@ -100,23 +93,6 @@ def schedule_family(schedule: str | None, num_chunks: int, slices: int) -> Famil
             f"(virtual_pipeline_model_parallel_size); {num_chunks} fit {', '.join(fitting)}"
         )
     return family
-
-
-def checked_skip_tensors(
-    given: str | Iterable[SkipTensor] | None, cache: str, placement: Placement
-) -> tuple[SkipTensor, ...]:
-    """The tensors that ``config.skip_tensors`` declares. Raises ScheduleError for one that cannot be."""
-    if not given:
-        return ()
-    if not isinstance(given, Iterable):
-        raise ScheduleError(f"skip_tensors is {given!r}; it must be a text such as 'skip=0>3', or a list of SkipTensor")
-    routes = load("skip_routes")
-    try:
-        found: tuple[SkipTensor, ...] = routes.skip_tensors(given, placement.num_stages)
-        routes.routes_of(found, cache, placement)
-    except (PlanError, TypeError) as error:  # one of another length, or no tuple
-        raise ScheduleError(f"skip_tensors: {error}") from error
-    return found
 
 
 def known_family(name: str) -> Family:

@@ -4,7 +4,6 @@ import logging
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
 from typing import Any
 
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from megatron_pp.faults.consistency import RECEIVES, SENDS
 from megatron_pp.faults.guard import FaultGuard
 from megatron_pp.faults.places import Source
 from megatron_pp.faults.tracker import InstructionMarks
+from megatron_pp.feature_table import PRIVATE_SETTINGS
 from megatron_pp.on_demand import load
 from megatron_pp.plan.ir.spec import PlanSpec
 
@@ -28,7 +28,7 @@ logger = logging.getLogger("megatron_pp")
 _GUARDS: ObjectTable[None] = ObjectTable()
 
 # What each rank decides for itself: ranks that differ in these fields neither hang nor mix up messages.
-PRIVATE_FIELDS = {"release_after", "grad_sync", "param_sync", "split_backward", "offload_chunks", "offload_slots"}
+PRIVATE_FIELDS = {"release_after", "grad_sync", "param_sync", "split_backward", *PRIVATE_SETTINGS}
 _SHOWN_AS = {
     "pipeline_size": "pipeline size (P)",
     "num_chunks": "model chunks per rank (V)",
@@ -100,7 +100,7 @@ def close_guard(communicator: P2PCore) -> None:
 
 def describe_step(spec: PlanSpec, shapes: Any, dtype: Any) -> dict[str, str]:
     """What the ranks of a pipeline have to agree on, by the names that a user knows."""
-    described = {_SHOWN_AS.get(k, k): str(v) for k, v in asdict(spec).items() if k not in PRIVATE_FIELDS}
+    described = {_SHOWN_AS.get(k, k): str(v) for k, v in spec.values().items() if k not in PRIVATE_FIELDS}
     return {**described, "pipeline_dtype": str(dtype), SENDS: str(shapes.send), RECEIVES: str(shapes.receive)}
 
 

@@ -6,13 +6,13 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_pp.common.bounded_cache import BoundedCache
 from megatron_pp.common.gc_pause import collector_paused
 from megatron_pp.errors import PlanError
-from megatron_pp.on_demand import load
 from megatron_pp.plan.ir.certificate import REPETITION, Certificate
+from megatron_pp.plan.ir.feature import hooks_of
 from megatron_pp.plan.ir.instruction import (
     BACKWARD,
     BACKWARD_OPS,
@@ -195,8 +195,10 @@ def _size(lines: Iterable[Line]) -> int:
 @collector_paused()
 def lowered_plan(spec: PlanSpec, announce: Announce | None = None) -> Plan:
     """The plan of ``spec`` before it is verified."""
-    if spec.fsdp_collectives:
-        return load("fsdp_lowering").sharded_plan(spec, lambda plain: lowered_plan(plain, announce))
+    for hooks in hooks_of(spec.added):
+        plan = hooks.plan(spec, lambda plain: lowered_plan(plain, announce))
+        if plan is not None:
+            return plan
     if not spec.split_backward:
         return with_whole_backwards(lowered_plan(replace(spec, split_backward=True), announce))
     family = family_of(spec)
@@ -216,7 +218,7 @@ def lowered_plan(spec: PlanSpec, announce: Announce | None = None) -> Plan:
         return Plan(spec, placement, programs, placed, remark)
     try:
         joint = family.joint(spec.shape)
-        return lowered(spec, placement, orders, remark, offloaded_chunks(spec), joint)
+        return lowered(spec, placement, orders, remark, settings_of(spec), joint)
     except PlanError as error:
         if not family.digest:
             raise
@@ -257,9 +259,9 @@ def _whole(program: Sequence[Instruction]) -> tuple[Instruction, ...]:
     )
 
 
-def offloaded_chunks(spec: PlanSpec) -> int:
-    """How many chunks of every rank are offloaded: as the spec says, else as its schedule does."""
-    return family_of(spec).offloads(spec.shape) if spec.offload_chunks is None else spec.offload_chunks
+def settings_of(spec: PlanSpec) -> dict[str, Any]:
+    """Settings of features that the plan has: those of the spec, else those of its schedule."""
+    return {**family_of(spec).added(spec.shape), **dict(spec.added)}
 
 
 def family_of(spec: PlanSpec) -> Family:

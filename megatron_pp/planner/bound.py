@@ -136,7 +136,7 @@ def bound_of(plan: Plan, costs: StageCosts, network: Network = FREE, memory: Mem
     """The bound of all plans with the placement and microbatches of ``plan``, backwards split where the model can split
     them; without memory terms where it offloads. Raises PlanError as ``lower_bound`` does.
     """
-    spec, memory = plan.spec, None if plan.offloads else memory
+    spec, memory = plan.spec, None if plan.copies_to_host else memory
     kind = {"split": spec.split_backward, "forward_only": spec.forward_only}
     return lower_bound(plan.placement, spec.num_microbatches, costs, network, memory, slices=spec.slices, **kind)
 

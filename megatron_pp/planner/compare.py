@@ -9,9 +9,10 @@ from megatron_pp.plan.builder import build_plan, family_of, verified_plan
 from megatron_pp.plan.costs.communicators import Outside
 from megatron_pp.plan.costs.measured import Measured
 from megatron_pp.plan.costs.stage_costs import MemoryModel, Network, StageCosts
+from megatron_pp.plan.ir.feature import hooks_of
 from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD
 from megatron_pp.plan.ir.placement import Placement
-from megatron_pp.plan.ir.spec import BY_COST, Plan, PlanSpec
+from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.simulate.memory import ModelShape, peak_bytes
 from megatron_pp.plan.simulate.simulator import simulate
@@ -111,7 +112,7 @@ def fitted(spec: PlanSpec, costs: StageCosts, network: Network, memory: MemoryMo
     """``spec`` with measured values for its search or its collectives by cost, where it has none: these costs, the mean
     message time, and ``memory`` (None: 1F1B's).
     """
-    family, by_cost = family_of(spec), spec.fsdp_collectives == BY_COST
+    family, by_cost = family_of(spec), any(hooks.needs_times(spec) for hooks in hooks_of(spec.added))
     if (family.search is None and not by_cost) or spec.measured is not None:
         return spec
     placement = Placement(family.placement, spec.pipeline_size, spec.num_chunks)

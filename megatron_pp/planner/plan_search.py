@@ -205,7 +205,7 @@ class _Search:
 
     def _named_orders(self) -> dict[str, list[Order]]:
         """Orders of the families that do not offload by themselves."""
-        return {family.name: family.orders(self.shape) for family in self.families if not family.offloads(self.shape)}
+        return {family.name: family.orders(self.shape) for family in self.families if not family.added(self.shape)}
 
     def _seeds(self, named: dict[str, list[Order]]) -> dict[str, list[Order]]:
         """The named orders and, where groups have more than P microbatches, the same families in groups of P to save
@@ -263,7 +263,8 @@ class _Search:
         for name, order in (orders | made).items():
             for count in range(1, chunks + 1) if wanted is None else [wanted] * (wanted > 0):
                 self.patience.look()
-                plan = lowered(replace(self.spec, offload_slots=slots), self.placement, order, offloaded=count)
+                spec = replace(self.spec, offload_slots=slots)
+                plan = lowered(spec, self.placement, order, settings={**dict(spec.added), "offload_chunks": count})
                 yield self._judged(f"{name} with {count} chunk(s) offloaded", plan, plan.programs)
 
     def _fits(self, one: FoundPlan) -> bool:

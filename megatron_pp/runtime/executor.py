@@ -36,11 +36,11 @@ Handler = Callable[[Task], None]
 
 
 class Feature(Protocol):
-    """What runs the instructions that a setting or a schedule adds.
+    """What runs the instructions that a setting or a schedule adds."""
 
-    tables  what it holds of the step, by a name for the error of a step that leaves something"""
-
-    tables: Mapping[str, Mapping[Any, Any]]
+    @property
+    def tables(self) -> Mapping[str, Mapping[Any, Any]]:
+        """What it holds of the step, by a name for the error of a step that leaves something."""
 
     def attach(self, engine: PlanExecutor, handlers: dict[str, Handler]) -> None:
         """Put what it runs into ``handlers``, by op, and set the calls of ``engine`` that it takes part in."""

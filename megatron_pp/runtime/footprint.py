@@ -198,7 +198,7 @@ class KeptBytes:
 def _two_microbatches(plan: Plan, rank: int) -> tuple[dict[int, int], dict[int, int]]:
     """By stage: the first microbatch, and the one that is counted, the second if there is one. Of those whose forward
     is not offloaded, within hooks of its own; those in pairs only where there are no others."""
-    offloaded = {(stage, mb) for stage, mb, _ in plan.offloaded(rank)}
+    offloaded = {(stage, mb) for stage, mb, _ in plan.copied(rank)}
     alone: defaultdict[int, list[int]] = defaultdict(list)
     paired: defaultdict[int, list[int]] = defaultdict(list)
     for entry in plan.programs[rank]:

@@ -4,10 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.on_demand import is_loaded, load
 from megatron_pp.plan.builder import build_plan
@@ -19,10 +17,10 @@ from megatron_pp.runtime.compute import StepOptions
 from megatron_pp.runtime.executor import Feature
 from megatron_pp.runtime.gradient_hooks import finalize_gradients, unsynchronised
 from megatron_pp.runtime.log_once import certify_once
-from megatron_pp.runtime.message_shapes import Shapes, tensor_shapes
+from megatron_pp.runtime.message_shapes import tensor_shapes
+from megatron_pp.runtime.step_features import features_in, kind_of_steps
 
 if TYPE_CHECKING:
-    from megatron_pp.runtime.model_steps import ModelSteps
     from megatron_pp.runtime.step import Step
     from megatron_pp.weight_grad.store import WeightGradStore
 
@@ -113,18 +111,21 @@ class Host:
     def steps(self, step: Step, plan: Plan, options: StepOptions) -> Any:
         """What runs a microbatch through a chunk: a ``Steps`` with the ``record`` of a ModelSteps."""
         inputs = self.inputs
-        kind: type[ModelSteps] = load("model_steps").ModelSteps
-        if plan.placement.barriers:
-            kind = load("output_layer").OutputLayerSteps
-        elif step.slices:
-            kind = load("slices").SlicedSteps
+        kind = kind_of_steps(plan)
         return kind(inputs.forward_step_func, inputs.data_iterators, inputs.chunks, step.settings, options)
 
     def features(self, step: Step, plan: Plan, steps: Any) -> list[Feature]:
-        """Of ``features_of``."""
-        graphs, pair_function = self.graph_in_evaluation, step.settings.overlapped_forward_backward
-        run = plan, step.communicator, self.inputs.chunks, steps
-        return features_of(*run, step.shapes, step.slices, graphs, pair_function)
+        """What runs instructions of the plan that are not the engine's own, from the innermost to the outermost."""
+        return features_in(
+            plan,
+            communicator=step.communicator,
+            chunks=self.inputs.chunks,
+            steps=steps,
+            shapes=step.shapes,
+            lengths=step.slices,
+            graphs=self.graph_in_evaluation,
+            pair_function=step.settings.overlapped_forward_backward,
+        )
 
     def finish(self, step: Step, steps: Any) -> None:
         """After the last instruction: gradients are finalised, the timer stops."""
@@ -137,35 +138,3 @@ class Host:
     def stop_timer(self, step: Step) -> None:
         if step.settings.timers is not None:
             step.settings.timers("forward-backward").stop()
-
-
-def features_of(
-    plan: Plan,
-    communicator: P2PCore,
-    chunks: Sequence[Any],
-    steps: Any,
-    shapes: Sequence[Shapes],
-    slices: Sequence[int] = (),
-    graph_in_evaluation: bool = False,
-    pair_function: Any = None,
-) -> list[Feature]:
-    """What runs instructions of the plan that are not the engine's own, from the innermost to the outermost. ``shapes``
-    are those of each slice, ``slices`` their lengths in tokens; empty where sequences are whole."""
-    found: list[Feature] = []
-    spec, runner = plan.spec, load("slices").SliceRunner(plan, slices) if slices else None
-    if spec.skip_tensors:
-        graphs = graph_in_evaluation or not spec.forward_only
-        found.append(load("skip_tensors").SkipRunner(plan, [one.send for one in shapes], communicator.dtype, graphs))
-    if keys := plan.offloaded(communicator.rank):
-        shared = None if runner is None else runner.shared
-        found.append(load("offload").Offloads(communicator.host_copies, keys, chunks, shared))
-    if runner is not None:
-        found.append(runner)
-    if plan.placement.barriers:
-        layer = load("output_layer").OutputLayerRunner
-        found.append(layer(plan.placement, communicator, steps, spec.forward_only))
-    if spec.fsdp_collectives:
-        found.append(load("fsdp").FsdpRunner(plan, communicator.rank, chunks))
-    if spec.overlap_pairs:
-        found.append(load("pairs").PairRunner(pair_function, chunks))
-    return found

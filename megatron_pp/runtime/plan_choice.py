@@ -10,12 +10,11 @@ from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.comm.transport import Transport
 from megatron_pp.config import rules
 from megatron_pp.config.microbatch_counts import check_group_size, explain_microbatch_count
-from megatron_pp.config.settings import LAYER_GRAPHS, StepSettings, checked
+from megatron_pp.config.settings import StepSettings, checked
 from megatron_pp.errors import PlanError, ScheduleInputError
-from megatron_pp.on_demand import load
-from megatron_pp.plan.builder import offloaded_chunks
+from megatron_pp.plan.ir.feature import hooks_asked_by
 from megatron_pp.plan.ir.placement import Placement
-from megatron_pp.plan.ir.spec import BY_COST, EXPLICIT, HOOKS, Plan, PlanSpec
+from megatron_pp.plan.ir.spec import EXPLICIT, HOOKS, Plan, PlanSpec
 from megatron_pp.plan.orders import find_family
 from megatron_pp.plan.orders.family import Family
 from megatron_pp.runtime.arguments import StepInputs
@@ -33,9 +32,12 @@ def draft_spec(
     slices = settings.sequence_slices
     family: Family = checked(rules.schedule_family, settings.pipeline_schedule, num_chunks, slices)
     group_size = settings.microbatch_group_size_per_vp_stage
-    checked(rules.check_offload, settings.offload_chunks, num_chunks)
-    placement = Placement(family.placement, pipeline_size, num_chunks)
-    by_cost = settings.fsdp_collectives == BY_COST
+    added = hooks_asked_by(settings)
+    placement = Placement(family.placement, pipeline_size, num_chunks) if added else None
+    more: dict[str, Any] = {}
+    for hooks in added:
+        more |= checked(hooks.of_config, settings, placement, training)
+    timed = family.search is not None or any(hooks.needs_times(settings) for hooks in added)
     try:
         draft = _kept_spec(
             schedule=family.name,
@@ -49,38 +51,15 @@ def draft_spec(
             grad_sync=HOOKS if settings.grad_sync_func is None else EXPLICIT,
             param_sync=training and settings.param_sync_func is not None,
             overlap_pairs=training and (joins_pairs or settings.overlapped_forward_backward is not None),
-            measured=checked(rules.measured_of, settings) if family.search is not None or by_cost else None,
+            measured=checked(rules.measured_of, settings) if timed else None,
             digest=family.digest,
             slices=slices,
-            offload_chunks=settings.offload_chunks if training else None,
-            offload_slots=settings.offload_slots,
-            fsdp_collectives=settings.fsdp_collectives or "",
-            fsdp_max_active_stages=settings.fsdp_max_active_stages or 0,
-            skip_tensors=checked(rules.checked_skip_tensors, settings.skip_tensors, settings.skip_cache, placement),
-            skip_cache=settings.skip_cache,
             split_backward=is_converted or inputs.forward_only or not family.splits_weight,
+            **more,
         )
     except PlanError as error:
         raise ScheduleInputError(f"config: {error}") from error
-    if settings.fsdp_collectives or settings.fsdp_max_active_stages:
-        load("fsdp").check_fsdp(draft, inputs, settings)
-    if training and offloaded_chunks(draft):
-        _check_offloading(settings, draft.overlap_pairs)
     return draft
-
-
-def _check_offloading(settings: StepSettings, pairs: bool) -> None:
-    """Raises ScheduleInputError where what a forward saves cannot be known, or is not its own."""
-    if pairs:
-        raise ScheduleInputError(
-            "pairs of a forward and a backward (overlapped_forward_backward) do not go with offloading: of what they "
-            "save, nothing says for which half; set config.offload_chunks to 0, or leave the pairs out"
-        )
-    if settings.cuda_graph_impl in LAYER_GRAPHS:
-        raise ScheduleInputError(
-            f"config.cuda_graph_impl is {settings.cuda_graph_impl!r}, whose graphs keep activations in buffers of "
-            "their own; set config.offload_chunks to 0"
-        )
 
 
 def plan_spec(draft: PlanSpec, settings: StepSettings, communicator: P2PCore) -> PlanSpec:

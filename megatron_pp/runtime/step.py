@@ -12,10 +12,9 @@ from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.config.settings import LAYER_GRAPHS, StepSettings
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.faults.attach import describe_step, guarded, instruction_marks
-from megatron_pp.on_demand import is_loaded, load
+from megatron_pp.on_demand import load
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.lower.syncs import last_reentry, prepares_in_forward
-from megatron_pp.plan.orders import find_family
 from megatron_pp.runtime import plan_choice
 from megatron_pp.runtime.arguments import StepInputs
 from megatron_pp.runtime.communicators import communicator_for, lone_communicator, pipeline_group
@@ -25,6 +24,7 @@ from megatron_pp.runtime.gradient_hooks import SyncHooks
 from megatron_pp.runtime.host import Host
 from megatron_pp.runtime.log_once import warn_once
 from megatron_pp.runtime.message_shapes import Messages, Shapes, group_sizes, messages
+from megatron_pp.runtime.step_features import step_hooks
 from megatron_pp.tracing.observers import Observer, Recording, StepObserver, message_bytes, nested, ranges_if_profiling
 
 if TYPE_CHECKING:
@@ -106,14 +106,16 @@ def prepared(host: Host) -> Step:
     if weights is not None and not inputs.forward_only:
         load("weight_grad").check_wrappers(weights, inputs.chunks)
     draft = plan_choice.draft_spec(inputs, settings, size, weights is not None, host.joins_pairs)
+    added = step_hooks(draft)
+    for hooks in added:
+        hooks.check_draft(draft, inputs, settings)
     wanted = messages(inputs, settings, size, partial(host.tensor_shapes, settings, tp_size, cp_size))
     shapes: tuple[Shapes, ...] = (wanted.shapes,)
     slices: tuple[int, ...] = ()
-    if settings.sequence_slices > 1:
-        slices, shapes = load("slice_lengths").cut(inputs, settings, tp_size, cp_size, wanted.shapes)
-    _check_output_layer(inputs, draft.schedule, wanted)
-    if draft.skip_tensors:
-        load("skip_tensors").check_skip_tensors(draft.skip_tensors, inputs, settings)
+    for hooks in added:
+        slices, shapes = hooks.cut(inputs, settings, tp_size, cp_size, wanted.shapes) or (slices, shapes)
+    for hooks in added:
+        hooks.check(draft, inputs, settings, wanted)
     costs = () if inputs.forward_only else settings.given_microbatch_costs(inputs.num_microbatches)
     request = StepRequest(
         inputs, settings, alone, number, cp_size, weights, host.joins_pairs, draft, wanted, shapes, slices, costs
@@ -145,13 +147,6 @@ def communicator_of(request: StepRequest, group: Any) -> P2PCore:
     if group is not None:
         return communicator_for(group, request.settings)
     return lone_communicator(request.settings, request.inputs.chunks[0])
-
-
-def _check_output_layer(inputs: StepInputs, schedule: str, wanted: Messages) -> None:
-    """Raises ScheduleInputError where model and schedule do not agree on whether the output layer is split."""
-    barriers = find_family(schedule).barriers
-    if barriers or is_loaded("output_layer"):
-        load("output_layer").check_split_layer(inputs, schedule, barriers, wanted)
 
 
 def run_step(step: Step, host: Host) -> list[Any]:
@@ -225,7 +220,7 @@ def _executor(
         step.shapes,
         deallocate=settings.deallocate_pipeline_outputs,
         max_pending_sends=settings.max_pending_sends,
-        message_bytes=0 if plan.spec.skip_tensors else message_bytes,
+        message_bytes=0 if plan.has_names else message_bytes,
         weights=step.weights,
         graph_in_evaluation=host.graph_in_evaluation,
         features=host.features(step, plan, steps),

@@ -13,7 +13,7 @@ from megatron_pp.plan.simulate.simulation import Simulation
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.tracing.run import TracedRun
 
-TIMED = (ins.FORWARD, ins.BACKWARD, ins.INPUT_GRAD, ins.WEIGHT_GRAD, *ins.OUTPUT_PASSES)
+TIMED = (ins.FORWARD, ins.BACKWARD, ins.INPUT_GRAD, ins.WEIGHT_GRAD, *ins.PASSES)
 Operation = tuple[str, int]
 """One of TIMED, and a stage."""
 
@@ -57,7 +57,7 @@ def stage_costs(medians: Mapping[Operation, float], num_stages: int, slices: int
             halves[s] = weight[s] = both / 2
         elif both == 0:
             whole[s] = one + other
-    passes = tuple(statistics.mean(of(op)) for op in ins.OUTPUT_PASSES)
+    passes = tuple(statistics.mean(of(op)) for op in ins.PASSES)
     return StageCosts(tuple(of(ins.FORWARD)), tuple(whole), tuple(halves), tuple(weight), passes=passes)
 
 

@@ -13,11 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from megatron_pp.feature_table import PER_RUN
 from megatron_pp.features.fsdp.fsdp_lowering import Layout, Sharded, Stay, Uses, preset, reductions, uses_of
 from megatron_pp.plan.costs.stage_costs import FREE, Network, StageCosts
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.repeated import Line
-from megatron_pp.plan.ir.spec import PER_RUN, Plan, PlanSpec
+from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.simulate.simulator import simulate
 
 _NEVER = 1 << 60

@@ -2,10 +2,10 @@
 are of one stage, and have no microbatch. ``shard_lifetime.py`` follows their facts, which are those of a stage.
 """
 
+from megatron_pp.feature_table import ZERO2, ZERO3
 from megatron_pp.plan.ir.feature import PlanFeature
 from megatron_pp.plan.ir.ledger import Memory
 from megatron_pp.plan.ir.rules import Rule
-from megatron_pp.plan.ir.spec import ZERO2, ZERO3
 
 UNSHARD = "UNSHARD"  # allocate the stage's whole parameters and post their all-gather; never blocks
 WAIT_UNSHARD = "WAIT_UNSHARD"  # wait for that all-gather
@@ -42,6 +42,7 @@ ROWS = PlanFeature(
         REDUCING: "the reduction of its gradients was posted",
         REDUCED: "the reduction of its gradients is over",
     },
+    lacking="the plan's spec has no fsdp_collectives",
     changes={UNSHARD: Memory(unsharded=1), RESHARD: Memory(unsharded=-1), WAIT_REDUCE_GRAD: Memory(unreduced=-1)},
 )
 

@@ -14,18 +14,25 @@ later as the limit demands; a stage is waited for right before its use.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_pp.common.names import unknown
 from megatron_pp.errors import PlanError
+from megatron_pp.feature_table import BY_COST, FSDP_COLLECTIVES, PER_RUN, PER_STEP, ZERO2, ZERO3
 from megatron_pp.features.fsdp import fsdp_instructions as fsdp
+from megatron_pp.features.fsdp.replicas import check_replicas
+from megatron_pp.features.fsdp.shard_lifetime import ShardWalk
+from megatron_pp.features.fsdp.shard_memory import sharded_timeline
 from megatron_pp.on_demand import load
+from megatron_pp.plan.hooks import PlanHooks
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import NONE, Instruction, halves
+from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.repeated import Line, Lines
-from megatron_pp.plan.ir.spec import BY_COST, FSDP_COLLECTIVES, PER_RUN, PER_STEP, ZERO2, ZERO3, Plan, PlanSpec
+from megatron_pp.plan.ir.spec import Plan, PlanSpec, check_whole
+from megatron_pp.plan.ir.tasks import Cell
 from megatron_pp.plan.orders import find_family
 
 _POSTED = ins.POST_OPS | {ins.BATCH}
@@ -48,6 +55,47 @@ class Layout(NamedTuple):
     stays: tuple[Stay, ...]
     reduces: Mapping[int, Sequence[int]]
     waits: Mapping[int, Sequence[int]]
+
+
+class _Hooks(PlanHooks):
+    def checked(self, spec: PlanSpec) -> Mapping[str, Any]:
+        check_whole("fsdp_max_active_stages", spec.fsdp_max_active_stages, 0)
+        if spec.fsdp_collectives or spec.fsdp_max_active_stages:
+            check_spec(spec)
+        return {}
+
+    def of_config(self, config: Any, placement: Placement, training: bool) -> Mapping[str, Any]:
+        most = config.fsdp_max_active_stages or 0
+        return {"fsdp_collectives": config.fsdp_collectives or "", "fsdp_max_active_stages": most}
+
+    def needs_times(self, config: Any) -> bool:
+        return bool(config.fsdp_collectives == BY_COST)
+
+    def plan(self, spec: PlanSpec, lower: Callable[[PlanSpec], Plan]) -> Plan | None:
+        return sharded_plan(spec, lower) if spec.fsdp_collectives else None
+
+    def follower(
+        self, plan: Plan, rank: int, facts: Mapping[Cell, int], error: Callable[..., PlanError]
+    ) -> ShardWalk | None:
+        return ShardWalk(plan, rank, error) if plan.spec.fsdp_collectives else None
+
+    def bytes_of_parameters(self, plan: Plan, rank: int, shape: Any) -> tuple[float, Iterable[float]] | None:
+        """Of what is whole only for a time, the gradients are fp32."""
+        if not plan.spec.fsdp_collectives:
+            return None
+        total = plan.placement.num_stages
+        split = shape.parameters(plan.placement.stages[rank], total) * (shape.element_bytes + 4 + 12)
+        of_each = [shape.parameters([stage], total) for stage in range(total)]
+        whole = [shape.element_bytes * count for count in of_each]
+        further = sharded_timeline(plan, rank, whole, [4 * count for count in of_each])
+        return split / shape.data_parallel, further
+
+    def check_plan(self, plan: Plan, device: Sequence[str]) -> None:
+        if plan.spec.fsdp_collectives:
+            check_replicas([plan, plan], device)
+
+
+HOOKS = _Hooks()
 
 
 def check_spec(spec: PlanSpec) -> None:

@@ -25,12 +25,13 @@ from megatron_pp.config.settings import LAYER_GRAPHS, StepSettings
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.features.fsdp import fsdp_instructions as fsdp
 from megatron_pp.features.fsdp.hook_settings import HookSettings
-from megatron_pp.plan.builder import offloaded_chunks
+from megatron_pp.plan.builder import settings_of
 from megatron_pp.plan.ir.instruction import format_program
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.ir.tasks import Task
 from megatron_pp.runtime.arguments import StepInputs
 from megatron_pp.runtime.executor import Handler, PlanExecutor
+from megatron_pp.runtime.step_hooks import Run, StepHooks
 
 _METHOD = "_megatron_pp_pass_on"
 _LAST = {fsdp.RESHARD, fsdp.WAIT_REDUCE_GRAD}  # the last collective of a chunk is one of them
@@ -54,7 +55,10 @@ def check_fsdp(spec: PlanSpec, inputs: StepInputs, settings: StepSettings) -> No
             raise ScheduleInputError(f"model chunk {number} ({type(chunk).__name__}) {_why_not(chunk)}")
     for asked, what in (
         (spec.overlap_pairs and spec.fsdp_max_active_stages == 1, "pairs, which may use two stages at a time"),
-        (offloaded_chunks(spec), "offloading (offload_chunks), which would take whole parameters for activations"),
+        (
+            settings_of(spec).get("offload_chunks"),
+            "offloading (offload_chunks), which would take whole parameters for activations",
+        ),
         (settings.cuda_graph_impl in LAYER_GRAPHS, "CUDA graphs of layers, whose parameters stay where they are"),
         (settings.microbatch_costs is not None, "microbatch_costs, by which replicas may come to different plans"),
     ):
@@ -145,6 +149,17 @@ class _Stage:
 
 def _pass_on(scalar: Tensor) -> Tensor:
     return scalar.clone()
+
+
+class _Step(StepHooks):
+    def check_draft(self, draft: PlanSpec, inputs: StepInputs, settings: StepSettings) -> None:
+        check_fsdp(draft, inputs, settings)
+
+    def runner(self, run: Run) -> FsdpRunner | None:
+        return FsdpRunner(run.plan, run.communicator.rank, run.chunks) if run.plan.spec.fsdp_collectives else None
+
+
+STEP = _Step()
 
 
 class FsdpRunner:

@@ -7,17 +7,19 @@ from typing import Any
 
 from megatron_pp.errors import PlanError
 from megatron_pp.features.fsdp import fsdp_instructions as fsdp
+from megatron_pp.plan.hooks import Change, Follower
 from megatron_pp.plan.ir.instruction import GRADIENT_OPS, Instruction
 from megatron_pp.plan.ir.ledger import Site, change_of
 from megatron_pp.plan.ir.rules import words_of
 from megatron_pp.plan.ir.spec import Plan
 
-Change = tuple[str, int]  # a field of Memory, and by how much it changes
 _CHANGES = {op: [(kind, by) for kind, by in change_of(op, Site())._asdict().items() if by] for op in fsdp.ROWS.rules}
 
 
-class ShardWalk:
+class ShardWalk(Follower):
     """Follows the sharded stages of ``rank``. ``error`` makes an error about an instruction."""
+
+    takes = frozenset(fsdp.ROWS.rules)
 
     def __init__(self, plan: Plan, rank: int, error: Callable[..., PlanError]) -> None:
         spec, self.rank, self.error = plan.spec, rank, error

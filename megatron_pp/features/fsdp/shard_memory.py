@@ -19,9 +19,9 @@ def whole_stages(plan: Plan, rank: int) -> tuple[list[tuple[int, ...]], list[tup
     unreduced: tuple[int, ...] = ()
     for at in plan.timed(rank):
         for one in at.members or (at,):
-            if one.op not in ins.SHARD_OPS | ins.SINGLE_COMPUTE_OPS:
+            if one.op not in ins.STAGE_OPS | ins.SINGLE_COMPUTE_OPS:
                 continue
-            changes = walk.moved(one) if one.op in ins.SHARD_OPS else walk.computed(one)
+            changes = walk.moved(one) if one.op in ins.STAGE_OPS else walk.computed(one)
             for kind, by in changes:
                 if kind == "unsharded":
                     whole = _with(whole, one.stage, by)

@@ -11,11 +11,18 @@ time, and waited for right before its backward. Where that leaves nothing in bet
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from megatron_pp.errors import ConfigError, PlanError
 from megatron_pp.features.offload.offload_instructions import FREE_OFFLOAD, LOAD, OFFLOAD, WAIT_LOAD
+from megatron_pp.plan.builder import settings_of
+from megatron_pp.plan.hooks import PlanHooks
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import BACKWARD_OPS, FORWARD, Instruction
+from megatron_pp.plan.ir.placement import Placement
+from megatron_pp.plan.ir.spec import PlanSpec, check_whole
+from megatron_pp.plan.lower.lowering import RankLowering
 
 Copies = dict[int, list[Instruction]]  # boundary -> the copies to post or to wait for there
 
@@ -47,6 +54,45 @@ def copies_of(order: Sequence[Instruction], ends: Sequence[int], chunks: int, sl
         at_boundary[loaded[_cell(at)]].append(_copy(LOAD, at))
         waits[i].append(_copy(WAIT_LOAD, at))
     return at_boundary, waits
+
+
+class _Hooks(PlanHooks):
+    host_words = "offloaded"
+
+    def checked(self, spec: PlanSpec) -> Mapping[str, Any]:
+        chunks = 0 if spec.offload_chunks is None else spec.offload_chunks
+        check_whole("number of offloaded chunks", chunks, 0)
+        check_whole("offload_slots", spec.offload_slots, 1)
+        if chunks > spec.num_chunks:
+            raise PlanError(f"{chunks} chunks of every rank are to be offloaded; it has {spec.num_chunks}")
+        return {}
+
+    def of_config(self, config: Any, placement: Placement, training: bool) -> Mapping[str, Any]:
+        chunks = config.offload_chunks
+        if chunks is not None and chunks > placement.num_chunks:
+            raise ConfigError(
+                f"offload_chunks is {chunks}, more than the {placement.num_chunks} model chunk(s) of a rank"
+            )
+        return {"offload_chunks": chunks if training else None, "offload_slots": config.offload_slots}
+
+    def check_lowered(self, spec: PlanSpec, settings: Mapping[str, Any]) -> None:
+        if settings.get("offload_chunks") and spec.overlap_pairs:
+            raise PlanError("pairs (overlap_pairs) do not go with offloading: what each half saves cannot be known")
+
+    def lay_out(self, rank: RankLowering) -> None:
+        chunks = rank.settings.get("offload_chunks")
+        if chunks and not rank.spec.forward_only:
+            at_boundary, waits = copies_of(rank.order, rank.ends, chunks, rank.spec.offload_slots)
+            rank.copies.update(at_boundary)
+            rank.before_entry.update(waits)
+
+
+HOOKS = _Hooks()
+
+
+def offloaded_chunks(spec: PlanSpec) -> int:
+    """How many chunks of every rank are offloaded: as the spec says, else as its schedule does."""
+    return settings_of(spec).get("offload_chunks") or 0
 
 
 def _cell(at: Instruction) -> tuple[int, int, int]:

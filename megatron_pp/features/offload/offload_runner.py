@@ -10,6 +10,8 @@ tensors that are more than their memory (subclasses, lazy conjugates), those on 
 values that slices of a sequence share. Of tensors that share memory, that memory is copied once.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,12 +22,19 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
+from megatron_pp.config.settings import LAYER_GRAPHS, StepSettings
+from megatron_pp.errors import ScheduleInputError
+from megatron_pp.features.offload import host_copies
 from megatron_pp.features.offload.host_copies import HostCopies, Wait
 from megatron_pp.features.offload.offload_instructions import FREE_OFFLOAD, LOAD, OFFLOAD, WAIT_LOAD
+from megatron_pp.features.offload.offload_lowering import offloaded_chunks
 from megatron_pp.plan.ir import instruction as ins
+from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.ir.tasks import Cell, Task
+from megatron_pp.runtime.arguments import StepInputs
 from megatron_pp.runtime.compute import each_tensor
 from megatron_pp.runtime.executor import Handler, PlanExecutor
+from megatron_pp.runtime.step_hooks import Run, StepHooks
 
 SMALLEST = 64
 
@@ -92,6 +101,36 @@ class _Saved:
         dtype, size, stride, offset = self.view
         whole = self.block.here
         return whole[: whole.numel() // dtype.itemsize * dtype.itemsize].view(dtype).as_strided(size, stride, offset)
+
+
+class _Step(StepHooks):
+    def check_draft(self, draft: PlanSpec, inputs: StepInputs, settings: StepSettings) -> None:
+        """Raises ScheduleInputError where what a forward saves cannot be known, or is not its own."""
+        if draft.forward_only or not offloaded_chunks(draft):
+            return
+        if draft.overlap_pairs:
+            raise ScheduleInputError(
+                "pairs of a forward and a backward (overlapped_forward_backward) do not go with offloading: of what "
+                "they save, nothing says for which half; set config.offload_chunks to 0, or leave the pairs out"
+            )
+        if settings.cuda_graph_impl in LAYER_GRAPHS:
+            raise ScheduleInputError(
+                f"config.cuda_graph_impl is {settings.cuda_graph_impl!r}, whose graphs keep activations in buffers of "
+                "their own; set config.offload_chunks to 0"
+            )
+
+    def runner(self, run: Run) -> Offloads | None:
+        keys = run.plan.copied(run.communicator.rank)
+        if not keys:
+            return None
+        kept = run.communicator.kept_for_features
+        if "copies" not in kept:
+            kept["copies"] = host_copies.host_copies(run.communicator.device)
+        shared = next((one.shared for one in run.outer if hasattr(one, "shared")), None)
+        return Offloads(kept["copies"], keys, run.chunks, shared)
+
+
+STEP = _Step()
 
 
 @dataclass(eq=False)

@@ -37,6 +37,6 @@ FAMILIES = (
         grouped=True,
         small_groups=True,
         repeats=lambda shape: Repeats(1),
-        offloads=lambda shape: (shape.num_chunks + 1) // 2,
+        added=lambda shape: {"offload_chunks": (shape.num_chunks + 1) // 2},
     ),
 )

@@ -22,6 +22,16 @@ WAIT_REDUCE = "WAIT_REDUCE"
 X_POSTED, X_HERE, S_RAN, R_POSTED, R_HERE, T_RAN, G_POSTED, G_HERE = (1 << k for k in range(13, 21))
 
 
+def output_stages(placement: Placement) -> tuple[int, ...]:
+    """The stages of the passes S and T, one a rank; none where the output layer is whole."""
+    return tuple(range(placement.num_stages)) if placement.barriers else ()
+
+
+def output_root(placement: Placement) -> int:
+    """The rank of the last stage, whose output is broadcast."""
+    return placement.homes[-1][0]
+
+
 def needs_at_root(op: str, needs: int, barriers: int) -> int:
     """What an instruction of the last stage needs: it has its own output, and its backward the gradient that
     collectives bring."""
@@ -47,9 +57,9 @@ def collected_inputs(op: str, stage: int, placement: Placement) -> tuple[Result,
     if op == OUTPUT_S:
         return ((FORWARD, last),)
     if op == OUTPUT_T:
-        return tuple((OUTPUT_S, other) for other in placement.output_stages)
+        return tuple((OUTPUT_S, other) for other in output_stages(placement))
     if stage == last and op in BACKWARD_OPS:
-        return tuple((OUTPUT_S if placement.barriers == 1 else OUTPUT_T, other) for other in placement.output_stages)
+        return tuple((OUTPUT_S if placement.barriers == 1 else OUTPUT_T, other) for other in output_stages(placement))
     return ()
 
 

@@ -9,11 +9,24 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from megatron_pp.features.output_layer.output_instructions import ALL_REDUCE, BROADCAST, OUTPUT_S, OUTPUT_T, REDUCE
+from megatron_pp.features.output_layer.output_instructions import (
+    ALL_REDUCE,
+    BROADCAST,
+    OUTPUT_S,
+    OUTPUT_T,
+    REDUCE,
+    collected_inputs,
+    facts_at_end,
+    needs_at_root,
+    output_root,
+    output_stages,
+)
+from megatron_pp.plan.hooks import PlanHooks
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.dataflow import Result
 from megatron_pp.plan.ir.instruction import NONE, Instruction, each, numbered, placed
 from megatron_pp.plan.ir.placement import Placement
+from megatron_pp.plan.lower.lowering import RankLowering
 
 _ORDER = (REDUCE, ALL_REDUCE, BROADCAST)
 MADE_BY = {BROADCAST: ins.FORWARD, ALL_REDUCE: OUTPUT_S, REDUCE: OUTPUT_T}
@@ -48,7 +61,7 @@ def collectives_of(
     there."""
     found = sorted(_each(order, ends, placement, forward_only), key=lambda each: each[0])
     at = {(one.op, one.mb): i for i, one in numbered(order)}
-    is_root = rank == placement.output_root
+    is_root = rank == output_root(placement)
     backward = (ins.BACKWARD, ins.INPUT_GRAD) if is_root else ()
     users = {  # the root has the broadcast's tensor itself; by the time of T all have theirs
         BROADCAST: (OUTPUT_T if is_root else OUTPUT_S,),
@@ -75,7 +88,7 @@ def _each(
     trains_with_two = placement.barriers == 2 and not forward_only
     for mb in (one.mb for one in each(order) if one.op == OUTPUT_S):
         for place, op in enumerate(_ORDER if trains_with_two else _ORDER[1:]):
-            stages = placement.output_stages if op != BROADCAST else placement.output_stages[-1:]
+            stages = output_stages(placement) if op != BROADCAST else output_stages(placement)[-1:]
             yield (max(ends[(MADE_BY[op], stage)][(mb, NONE)] for stage in stages), place, mb), op
 
 
@@ -100,3 +113,29 @@ def placed_collectives(
             boundaries[k] = max(boundaries[k], min(early(one.use), dues[k], latest))
         latest = boundaries[k]
     return zip(boundaries, collectives, strict=True)
+
+
+class _Hooks(PlanHooks):
+    order_words = ", and S and T of a split output layer"
+    pass_words = "S and T are passes of chunk 0, in a schedule that splits the output layer"
+    barrier_words = "a split output layer has 1 or 2 barriers and one chunk a rank, a whole one 0 barriers"
+    gradient_words = "the output layer's gradient"
+
+    def inputs(self, op: str, stage: int, placement: Placement) -> tuple[Result, ...]:
+        return collected_inputs(op, stage, placement)
+
+    def needs_at_root(self, op: str, needs: int, barriers: int) -> int:
+        return needs_at_root(op, needs, barriers)
+
+    def facts_at_end(self, placement: Placement, forward_only: bool) -> int:
+        return facts_at_end(placement, forward_only)
+
+    def lay_out(self, rank: RankLowering) -> None:
+        clocked = rank.clocked if rank.turns is None else rank.turns.clocked
+        forward_only, ahead = rank.spec.forward_only, not rank.spec.may_wait
+        found = collectives_of(rank.rank, rank.order, clocked.result_ends, rank.placement, forward_only)
+        for boundary, one in placed_collectives(found, clocked.ends[rank.rank], rank.ahead, ahead):
+            rank.place_collective(boundary, one.round, one.post, one.wait, one.use)
+
+
+HOOKS = _Hooks()

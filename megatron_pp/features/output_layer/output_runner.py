@@ -2,6 +2,8 @@
 Parallelism, arXiv 2411.05288): the module that holds a rank's rows, and what the engine runs of it.
 """
 
+from __future__ import annotations
+
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -14,16 +16,21 @@ from megatron_pp.comm.collectives import Collective, Collectives
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.comm.p2p_communicator import timed
 from megatron_pp.comm.wait_handle import WaitHandle
+from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.features.output_layer import output_instructions as ops
+from megatron_pp.features.output_layer.output_instructions import output_root
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.placement import Placement
+from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.ir.tasks import MessageKey, Task
+from megatron_pp.plan.orders import find_family
 from megatron_pp.runtime.arguments import StepInputs
 from megatron_pp.runtime.compute import LossRecord, each_tensor, in_one_block
 from megatron_pp.runtime.executor import Handler, PlanExecutor
 from megatron_pp.runtime.message_shapes import Messages
 from megatron_pp.runtime.model_steps import ModelSteps, scaled_loss
+from megatron_pp.runtime.step_hooks import Run, StepHooks
 
 
 def rows_of_rank(vocab_size: int, rank: int, size: int) -> range:
@@ -172,6 +179,27 @@ def check_split_layer(inputs: StepInputs, schedule: str, barriers: int, messages
         )
 
 
+class _Step(StepHooks):
+    def why_not_in_megatron(self, settings: StepSettings) -> str:
+        return (
+            f"config.pipeline_schedule is {settings.pipeline_schedule!r}, which splits the output layer over all "
+            "ranks; Megatron's GPTModel has it, its loss and its copy of the word embeddings on the last stage alone. "
+            "Choose another schedule, or train a model with a megatron_pp.SplitOutputLayer without install()"
+        )
+
+    def check(self, draft: PlanSpec, inputs: StepInputs, settings: StepSettings, wanted: Messages) -> None:
+        check_split_layer(inputs, draft.schedule, find_family(draft.schedule).barriers, wanted)
+
+    def steps(self) -> type[ModelSteps]:
+        return OutputLayerSteps
+
+    def runner(self, run: Run) -> OutputLayerRunner:
+        return OutputLayerRunner(run.plan.placement, run.communicator, run.steps, run.plan.spec.forward_only)
+
+
+STEP = _Step()
+
+
 class OutputLayerSteps(ModelSteps):
     """``ModelSteps`` whose loss is the split output layer's: a forward notes the microbatch's labels and loss function,
     and the last stage gives its output."""
@@ -244,7 +272,7 @@ class OutputLayerRunner:
 
     def __post_init__(self) -> None:
         self.layer = self.steps.layer
-        self.root = self.placement.output_root
+        self.root = output_root(self.placement)
         self.is_root = self.communicator.rank == self.root
         self.early = self.placement.barriers == 1  # S makes the part of X's gradient
         self.trains = not self.forward_only

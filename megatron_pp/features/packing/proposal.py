@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.builder import family_of, offloaded_chunks, with_whole_backwards
+from megatron_pp.plan.builder import family_of, settings_of, with_whole_backwards
 from megatron_pp.plan.costs.measured import Measured
 from megatron_pp.plan.costs.stage_costs import Network, StageCosts
 from megatron_pp.plan.io.serialize import ComputeOf, spec_from_values, spec_values
@@ -105,9 +105,12 @@ def why_not(spec: PlanSpec) -> str:
         (family.digest, f"{name} is a file, whose order is the program's own"),
         (family.barriers, f"{name} splits the output layer over all ranks, for which no search plans"),
         (spec.slices > 1, "sequences are cut into slices, for which no search plans"),
-        (spec.skip_tensors, "tensors skip stages, which no search plans for"),
+        (dict(spec.added).get("skip_tensors"), "tensors skip stages, which no search plans for"),
         (spec.overlap_pairs, "pairs of a forward and a backward run as one, whose time is not the sum of the two"),
-        (offloaded_chunks(spec), "activations are offloaded, and copies between device and host are not timed"),
+        (
+            settings_of(spec).get("offload_chunks"),
+            "activations are offloaded, and copies between device and host are not timed",
+        ),
         (
             searching is None or searching.chunks not in (None, spec.num_chunks),
             f"no search plans for {spec.num_chunks} chunk(s) a rank on placement {family.placement}",

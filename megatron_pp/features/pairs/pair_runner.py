@@ -21,6 +21,7 @@ from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.tasks import Cell, Task
 from megatron_pp.runtime.compute import Activation, each_tensor, in_one_block
 from megatron_pp.runtime.executor import Handler, PlanExecutor
+from megatron_pp.runtime.step_hooks import Run, StepHooks
 
 Handlers = Mapping[str, Callable[[Task], None]]
 Ready = Callable[[Activation], None]  # is given a result as soon as it is there
@@ -293,3 +294,11 @@ class PairRunner:
                 f"overlapped_forward_backward returned without having called the {' and the '.join(left_out)}; it "
                 "must call both halves once"
             )
+
+
+class _Step(StepHooks):
+    def runner(self, run: Run) -> PairRunner:
+        return PairRunner(run.pair_function, run.chunks)
+
+
+STEP = _Step()

@@ -23,11 +23,12 @@ from typing import NamedTuple
 
 from megatron_pp.common.names import unknown
 from megatron_pp.errors import PlanError
+from megatron_pp.feature_table import ALL, CACHES, NO_CACHE
 from megatron_pp.features.skip_tensors.skip_instructions import DROP
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import BACKWARD_OPS, FORWARD, FREE_F, SEND_F, Instruction, each
 from megatron_pp.plan.ir.placement import Placement
-from megatron_pp.plan.ir.spec import ALL, CACHES, NO_CACHE
+from megatron_pp.plan.ir.spec import Plan
 
 BLOCKS = "blocks"
 """In place of a declaration: every stage makes a block that all later stages use (Attention Residuals)."""
@@ -175,6 +176,12 @@ def routes_of(tensors: tuple[SkipTensor, ...], cache: str, placement: Placement)
                 for stage in stages:
                     table[stage][tensor.name] = held
     return Routes(made, came, used, sent)
+
+
+def routes_in(plan: Plan) -> Routes | None:
+    """The routes of the plan's named tensors; None where there are none."""
+    tensors, cache = plan.spec.skip_tensors, plan.spec.skip_cache
+    return routes_of(tensors, cache, plan.placement) if tensors else None
 
 
 def _route(tensor: SkipTensor, cache: str, placement: Placement) -> list[Held]:

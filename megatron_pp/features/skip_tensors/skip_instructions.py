@@ -12,6 +12,7 @@ ROWS = PlanFeature(
     names={DROP: "release of the tensor"},
     rules={DROP: Rule(0, DROPPED)},  # once per named tensor on a rank
     facts={DROPPED: "it was dropped"},
+    lacking="the plan has no named tensors",
     changes={DROP: Memory(held=-1)},
     ends_use={DROP: (RECV_F, SEND_F)},
 )

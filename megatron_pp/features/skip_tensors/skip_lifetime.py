@@ -9,8 +9,10 @@ from itertools import product
 from typing import Any
 
 from megatron_pp.errors import PlanError
-from megatron_pp.features.skip_tensors.routes import Held
+from megatron_pp.features.skip_tensors.routes import Held, routes_in
 from megatron_pp.features.skip_tensors.skip_instructions import DROP, DROPPED
+from megatron_pp.plan.hooks import Change as _Change
+from megatron_pp.plan.hooks import Follower
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import BACKWARD_OPS, FORWARD, Instruction
 from megatron_pp.plan.ir.ledger import Site, change_of
@@ -31,7 +33,6 @@ from megatron_pp.plan.ir.rules import (
 from megatron_pp.plan.ir.spec import Plan
 
 _COMPUTE = F_RAN | B_RAN
-_Change = tuple[str, int]  # a field of Memory, and by how much it changes
 _Cell = tuple[int, int, int]  # stage, microbatch, slice
 
 _HELD_AS = {"inputs": "held", "outputs": "", "input_grads": "held_grads", "output_grads": ""}
@@ -45,12 +46,15 @@ def _changes_of(op: str) -> list[_Change]:
     return [(kind, by) for kind, by in changes if kind]
 
 
-class NamedWalk:
+class NamedWalk(Follower):
     """``facts`` are those of the rank's stages; ``error`` makes one about an instruction."""
 
+    takes = frozenset[str]()
+
     def __init__(self, plan: Plan, rank: int, facts: Mapping[_Cell, int], error: Callable[..., PlanError]) -> None:
-        assert plan.routes is not None
-        self.spec, self.routes, self.stages = plan.spec, plan.routes, plan.placement.stages[rank]
+        routes = routes_in(plan)
+        assert routes is not None
+        self.spec, self.routes, self.stages = plan.spec, routes, plan.placement.stages[rank]
         self.ran, self.error = facts, error
         self.facts: defaultdict[tuple[_Cell, str], int] = defaultdict(int)
         self.summed: set[tuple[_Cell, str]] = set()  # tensors, where they are held, whose gradient has begun

@@ -4,6 +4,8 @@ A stage that uses some is given, by ``set_input_tensor``, its input and behind i
 makes some returns (output, dict). The plan says which (``routes.py``), moves them, and drops them.
 """
 
+from __future__ import annotations
+
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -16,15 +18,17 @@ from megatron_pp.comm.communicator import Receive, Send
 from megatron_pp.comm.transport import ACT, GRAD
 from megatron_pp.config.settings import TE_GRAPHS, StepSettings
 from megatron_pp.errors import P2PShapeError, ScheduleInputError
-from megatron_pp.features.skip_tensors.routes import Held, SkipTensor
+from megatron_pp.features.skip_tensors.routes import Held, SkipTensor, routes_in
 from megatron_pp.features.skip_tensors.skip_instructions import DROP
 from megatron_pp.plan.ir import instruction as ins
-from megatron_pp.plan.ir.spec import Plan
+from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.ir.tasks import Task
 from megatron_pp.runtime.arguments import StepInputs
 from megatron_pp.runtime.compute import Activation, in_one_block
 from megatron_pp.runtime.deallocate import Root, backward_root
 from megatron_pp.runtime.executor import Handler, PlanExecutor
+from megatron_pp.runtime.message_shapes import Messages
+from megatron_pp.runtime.step_hooks import Run, StepHooks
 
 TensorKey = tuple[int, int, int, str]  # stage where the rank holds it, microbatch, slice, name
 
@@ -53,13 +57,37 @@ def _dtype_of(tensor: SkipTensor, default: torch.dtype | None) -> torch.dtype | 
     return dtype
 
 
+class _Step(StepHooks):
+    def why_not_in_megatron(self, settings: StepSettings) -> str:
+        if not settings.skip_tensors:
+            return ""
+        return (
+            "config.skip_tensors names tensors that skip stages, and Megatron's models give a stage one tensor; "
+            "leave it out, or train stages that take and give named tensors without install()"
+        )
+
+    def check(self, draft: PlanSpec, inputs: StepInputs, settings: StepSettings, wanted: Messages) -> None:
+        if draft.skip_tensors:
+            check_skip_tensors(draft.skip_tensors, inputs, settings)
+
+    def runner(self, run: Run) -> SkipRunner | None:
+        if not run.plan.spec.skip_tensors:
+            return None
+        graphs = run.graphs or not run.plan.spec.forward_only
+        return SkipRunner(run.plan, [one.send for one in run.shapes], run.communicator.dtype, graphs)
+
+
+STEP = _Step()
+
+
 class SkipRunner:
     """``shapes``: of the activations between stages, by slice; None where they are not known before they come.
     ``dtype``: that of the activations. ``graphs``: whether stages build autograd graphs."""
 
     def __init__(self, plan: Plan, shapes: Sequence[Any], dtype: torch.dtype | None, graphs: bool) -> None:
-        assert plan.routes is not None
-        self.routes, self.plan = plan.routes, plan
+        routes = routes_in(plan)
+        assert routes is not None
+        self.routes, self.plan = routes, plan
         self.graphs = graphs
         self.sums_gradients = graphs and not plan.spec.forward_only
         self.held: dict[TensorKey, Tensor] = {}  # leaves where stages of this rank use them

@@ -19,13 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.features.slices.key_values import key_values_change
+from megatron_pp.features.slices.lengths import cut
 from megatron_pp.plan.ir.instruction import BACKWARD_OPS, FORWARD
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.plan.ir.tasks import Task
+from megatron_pp.runtime.arguments import StepInputs
 from megatron_pp.runtime.executor import Handler, PlanExecutor
+from megatron_pp.runtime.message_shapes import Shapes
 from megatron_pp.runtime.model_steps import ModelSteps
+from megatron_pp.runtime.step_hooks import Run, StepHooks
 
 
 class _Grown:
@@ -249,6 +254,30 @@ class _DividedLater(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         total = sum(ctx.tokens)
         return grad / (total.clamp(min=1) if isinstance(total, Tensor) else max(total, 1)), None
+
+
+class _Step(StepHooks):
+    def why_not_in_megatron(self, settings: StepSettings) -> str:
+        return (
+            f"config.sequence_slices is {settings.sequence_slices}, and Megatron's layers run sequences whole: "
+            "their attention keeps no keys and values from slice to slice, and positions, masks and losses are of "
+            "whole sequences; leave it out, or train a model that calls megatron_pp.sequence_slice() without "
+            "install()"
+        )
+
+    def cut(
+        self, inputs: StepInputs, settings: StepSettings, tp_size: int, cp_size: int, shapes: Shapes
+    ) -> tuple[tuple[int, ...], tuple[Shapes, ...]]:
+        return cut(inputs, settings, tp_size, cp_size, shapes)
+
+    def steps(self) -> type[ModelSteps]:
+        return SlicedSteps
+
+    def runner(self, run: Run) -> SliceRunner | None:
+        return SliceRunner(run.plan, run.lengths) if run.lengths else None
+
+
+STEP = _Step()
 
 
 class SlicedSteps(ModelSteps):

@@ -17,6 +17,7 @@ from megatron_pp.config.checks import whole_number
 from megatron_pp.config.model_config import ModelParallelConfig
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.faults.attach import watched
+from megatron_pp.feature_table import BY_COST
 from megatron_pp.integrations.torch_pipelining.agreement import Ranks, RefusedError
 from megatron_pp.integrations.torch_pipelining.batch import Batch, given_batch, split_batch
 from megatron_pp.integrations.torch_pipelining.edges import EdgeFinder, signature
@@ -28,7 +29,7 @@ from megatron_pp.integrations.torch_pipelining.step_call import TorchHost
 from megatron_pp.plan.builder import build_plan, stage_numbers
 from megatron_pp.plan.io.serialize import TORCH_CSV, format_plan
 from megatron_pp.plan.ir.placement import V_SHAPE, Placement
-from megatron_pp.plan.ir.spec import BY_COST, PlanSpec
+from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.orders import find_family
 from megatron_pp.runtime.communicators import communicator_for
 from megatron_pp.runtime.step import prepared, run_step

@@ -162,7 +162,7 @@ class StageCosts:
             BACKWARD: self.backward,
             ins.INPUT_GRAD: self.backward_input,
             ins.WEIGHT_GRAD: self.weight,
-            **{op: (time,) * self.num_stages for op, time in zip(ins.OUTPUT_PASSES, self.passes, strict=False)},
+            **{op: (time,) * self.num_stages for op, time in zip(ins.PASSES, self.passes, strict=False)},
             **dict.fromkeys(ins.COPY_POST_OPS, self.offload),
             **dict.fromkeys(ins.GATHERS, self.unshard),
             **dict.fromkeys(ins.SCATTERS, self.reduce_grad),

@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from megatron_pp.errors import FileFormatError
 from megatron_pp.plan.costs.files import read_text
@@ -39,7 +40,7 @@ def family_of_file(path: str) -> Family:
         digest=hashlib.sha256(text.encode()).hexdigest()[:16],
         shape=spec.shape,
         sliced=spec.slices > 1,
-        offloads=given.offloads,
+        added=given.added,
     )
 
 
@@ -61,10 +62,11 @@ class _FilePlan:
             )
         return [list(without_pairs(order)) for order in self.plan.orders]  # lowering pairs up where it is to
 
-    def offloads(self, shape: Shape) -> int:
+    def added(self, shape: Shape) -> dict[str, Any]:
         """Chunks of a rank whose forwards the file's programs offload, any of them."""
         ran = (at for program in self.plan.programs for at in program)
-        return max((at.chunk + 1 for at in ran if at.op in COPIES_TO_HOST), default=0)
+        chunks = max((at.chunk + 1 for at in ran if at.op in COPIES_TO_HOST), default=0)
+        return {"offload_chunks": chunks} if chunks else {}
 
     def programs(self, spec: PlanSpec) -> Sequence[Line] | None:
         """The file's own programs, where they were lowered for ``spec``. Those of a file that holds orders alone are

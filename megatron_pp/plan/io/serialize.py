@@ -17,22 +17,21 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_pp.errors import FileFormatError, InstructionError, PlanError, visible
+from megatron_pp.feature_table import FEATURES, SPEC_DEFAULTS
 from megatron_pp.on_demand import load
 from megatron_pp.plan.costs.files import read_text
 from megatron_pp.plan.costs.measured import Measured
 from megatron_pp.plan.io.torch_csv import read_torch_csv, write_torch_csv
 from megatron_pp.plan.ir import instruction as ins
+from megatron_pp.plan.ir.feature import hooks_of
 from megatron_pp.plan.ir.instruction import NONE, Instruction, batch, pair, without_pairs
 from megatron_pp.plan.ir.instruction_text import parse_instruction
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.repeated import Line, Lines
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
-
-if TYPE_CHECKING:
-    from megatron_pp.features.skip_tensors.routes import SkipTensor
 
 JSON = "json"
 TORCH_CSV = "torch-csv"
@@ -211,21 +210,6 @@ def _number(node: dict[str, Any], key: str, where: str) -> int:
     return value
 
 
-def _skip_tensor(value: Any) -> SkipTensor:
-    """Raises FileFormatError for what is no object of its fields."""
-    kinds = {"name": str, "source": int, "users": list, "gradient": bool, "shape": list | None, "dtype": str | None}
-    fits = isinstance(value, dict) and {"name", "source", "users"} <= set(value) <= set(kinds)
-    fits = fits and all(isinstance(given, kinds[name]) for name, given in value.items())
-    numbers = [value["source"], *value["users"], *(value.get("shape") or ())] if fits else [None]
-    if any(type(number) is not int or abs(number) >= _MOST for number in numbers):
-        raise FileFormatError(
-            f"the spec's skip_tensors hold {str(value)[:60]}; each is an object with name, source and users (stages), "
-            "and where they apply gradient, shape and dtype"
-        )
-    lists = {name: tuple(given) for name, given in value.items() if isinstance(given, list)}
-    return load("skip_routes").SkipTensor(**{**value, **lists})
-
-
 def placement_of(spec: PlanSpec, kind: str, barriers: int = 0) -> Placement:
     """The placement of ``spec``, a graph of modules where it has one. Raises ValueError as Placement does."""
     placement = Placement(kind, spec.pipeline_size, spec.num_chunks, barriers)
@@ -237,34 +221,38 @@ def placement_of(spec: PlanSpec, kind: str, barriers: int = 0) -> Placement:
 
 def spec_values(spec: PlanSpec) -> dict[str, Any]:
     """The fields of the spec, as JSON takes them."""
-    values = {f.name: getattr(spec, f.name) for f in fields(spec)}
+    values = spec.values()
     if "graph" in values:
         values["graph"] = values["graph"].to_dict()
     values["measured"] = None if spec.measured is None else asdict(spec.measured)
-    values["skip_tensors"] = [one._asdict() for one in spec.skip_tensors]
-    if not spec.skip_tensors:
-        del values["skip_tensors"], values["skip_cache"]
+    has = dict(spec.added)
+    for row in FEATURES:
+        if not row.written and not any(name in has for name in row.spec):
+            values = {name: value for name, value in values.items() if name not in row.spec}
+    for hooks in hooks_of(spec.added):
+        values = {name: hooks.to_file(name, value) for name, value in values.items()}
     return values
 
 
 def spec_from_values(values: dict[str, Any]) -> PlanSpec:
     """The spec of what ``spec_values`` gave, back from a file. Raises FileFormatError, PlanError."""
-    known = {f.name: f for f in fields(PlanSpec)}
+    own = {f.name: f.default for f in fields(PlanSpec) if f.name != "added"}
+    known = {**own, **SPEC_DEFAULTS}
     graph = values.pop("graph", None)
     unknown = sorted(set(values) - set(known))
     if unknown:
         raise FileFormatError(f"the spec has no field {unknown[0]!r}; its fields are {', '.join(known)}")
-    missing = [name for name, f in known.items() if f.default is MISSING and name not in values]
+    missing = [name for name, default in known.items() if default is MISSING and name not in values]
     if missing:
         raise FileFormatError(f"the spec lacks {', '.join(missing)}")
     measured = values.pop("measured", None)
+    for hooks in hooks_of((name, None) for name in values if name in SPEC_DEFAULTS):
+        values = {name: hooks.from_file(name, value) for name, value in values.items()}
     for name, value in values.items():
         if name == "device" and isinstance(value, list):
             value = values[name] = tuple(value)
-        if name == "skip_tensors" and isinstance(value, list):
-            value = values[name] = tuple(map(_skip_tensor, value))
-        expected = _EXPECTED.get(name) or type(known[name].default)
-        if type(value) is not expected and (value is not None or known[name].default is not None):
+        expected = _EXPECTED.get(name) or type(known[name])
+        if type(value) is not expected and (value is not None or known[name] is not None):
             raise FileFormatError(f"the spec's {name} is {value!r}; it must be of type {expected.__name__}")
         if isinstance(value, str) and not value.isprintable():
             raise FileFormatError(f"the spec's {name} is {value!r}; it holds a character that cannot be printed")

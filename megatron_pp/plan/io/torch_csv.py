@@ -34,7 +34,7 @@ _ACTION = re.compile(r"(\d{1,9})(F|I|B|W|SEND_F|RECV_F|SEND_B|RECV_B|WAIT_SEND_F
 _WAITS = {"WAIT_SEND_F": ins.FREE_F, "WAIT_SEND_B": ins.FREE_B}
 _PYTORCHS = {free: wait for wait, free in _WAITS.items()}
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B\Z")
-_FSDP = re.compile(rf"\d+({'|'.join(ins.SHARD_OPS)})\d*\Z")  # lowering sets its own
+_FSDP = re.compile(rf"\d+({'|'.join(ins.STAGE_OPS)})\d*\Z")  # lowering sets its own
 _Row = list[Instruction]  # with stages and microbatches; chunks are not known yet
 
 
@@ -71,7 +71,7 @@ def write_torch_csv(plan: Plan, comms: bool = False, waits: bool = False) -> str
         raise FileFormatError(f"PyTorch's CSV has no slices of sequences; this plan has {plan.spec.slices}: write json")
     if plan.placement.barriers:
         raise FileFormatError("PyTorch's CSV has no passes of a split output layer, as this plan has: write json")
-    if comms and plan.spec.skip_tensors:
+    if comms and plan.has_names:
         raise FileFormatError("PyTorch's CSV has no named tensors, and this plan sends some: write json")
     if hasattr(plan.spec, "graph"):
         raise FileFormatError("PyTorch's CSV has one line of stages, and this plan a graph of modules: write json")

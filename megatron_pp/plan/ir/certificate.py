@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from functools import cached_property
 from typing import Any
 
@@ -33,6 +33,10 @@ PROOFS = {
 """What each rule of a certificate says of the plan."""
 
 
+def _for_json(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else asdict(value) if is_dataclass(value) else value  # type: ignore[arg-type]
+
+
 @dataclass(frozen=True)
 class Certificate:
     """What ``verify`` has proven of a plan.
@@ -50,7 +54,7 @@ class Certificate:
     @classmethod
     def of(cls, rules: Sequence[str], device: Sequence[str], spec: Any, programs: Sequence[Line]) -> Certificate:
         """For the plan of ``spec`` with these programs."""
-        values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(spec).items()}
+        values = {name: _for_json(value) for name, value in spec.values().items()}
         return cls(tuple(rules), tuple(device), values, programs)
 
     @cached_property

@@ -7,15 +7,15 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_pp.on_demand import load
 from megatron_pp.plan.ir import instruction as ins
+from megatron_pp.plan.ir.feature import hooks_of
 from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Instruction
 
 if TYPE_CHECKING:
     from megatron_pp.plan.ir.placement import Placement
 
 Result = tuple[str, int]
-"""What an operation leaves, and its stage: FORWARD (an output), BACKWARD (an input gradient) or one of OUTPUT_OPS."""
+"""What an operation leaves, and its stage: FORWARD (an output), BACKWARD (an input gradient) or one of PASS_OPS."""
 
 RESULT_OF = {FORWARD: FORWARD, BACKWARD: BACKWARD, INPUT_GRAD: BACKWARD}
 """What an operation leaves for other stages; a weight gradient leaves nothing."""
@@ -61,11 +61,10 @@ def inputs_of(op: str, stage: int, num_stages: int) -> tuple[Result, ...]:
 
 
 def collected_inputs(op: str, stage: int, placement: Placement) -> tuple[Result, ...]:
-    """What collectives bring an operation, where the output layer is split over all ranks."""
+    """What collectives bring an operation, where a placement has barriers."""
     if not placement.barriers:
         return ()
-    found: tuple[Result, ...] = load("output_instructions").collected_inputs(op, stage, placement)
-    return found
+    return tuple(one for hooks in hooks_of((), placement.barriers) for one in hooks.inputs(op, stage, placement))
 
 
 @lru_cache(maxsize=1 << 16)
@@ -127,7 +126,7 @@ def message_of(at: Instruction) -> Message:
     """The message that a send, receive, WAIT, FREE or hand-off is about, or the collective."""
     op = at.op
     if op in ins.COLLECTIVE_OPS:  # one of all ranks, or of the replicas of one
-        stage = at.stage if op in ins.SHARD_OPS else ins.NONE
+        stage = at.stage if op in ins.STAGE_OPS else ins.NONE
         return Message(ins.POST_OF.get(op, op), stage, at.mb, at.slice, at.tensor)
     fields = (KIND_OF[op], at.stage + _TO_RECEIVER[op], at.mb, at.slice, at.tensor)
     return tuple.__new__(Message, fields)  # in a third of the time of Message(...): this is a hot path

@@ -1,62 +1,25 @@
-"""What a feature adds to plans: its instructions, listed here by name and kind, and rows for the core's tables in a
-module of its folder, which loads with the first of its instructions (docs/adding_an_instruction.md).
+"""What a feature adds to plans: rows for the core's tables, and hooks where plans are made and verified. Both are in
+modules of its folder, which load where a plan has the feature (docs/adding_an_instruction.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from functools import lru_cache, wraps
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from megatron_pp.feature_table import FEATURE_OPS, FEATURES, ROW_OF, SPEC_DEFAULTS, Row
 from megatron_pp.on_demand import load
 
 if TYPE_CHECKING:
+    from megatron_pp.plan.hooks import PlanHooks
     from megatron_pp.plan.ir.ledger import Memory, Site
     from megatron_pp.plan.ir.rules import Rule
 
-# Kinds: what verification, simulation and drawings have to know of an instruction.
-PASS = "pass"  # compute of every rank, whose inputs collectives bring
-COLLECTIVE = "collective"  # posts one of all ranks; never blocks
-COLLECTIVE_WAIT = "collective wait"
-TO_HOST = "copy to host"  # posts a copy from device to host memory; never blocks
-FROM_HOST = "copy from host"
-COPY_WAIT = "copy wait"
-RELEASE = "release"  # of a named tensor
-GATHER = "gather"  # posts a collective of the rank's data-parallel replicas; never blocks; of a stage, no microbatch
-SCATTER = "scatter"  # likewise
-REPLICA_WAIT = "wait for replicas"
-RESHARDING = "reshard"
-
-
-class FeatureOp(NamedTuple):
-    """``rows``: the module, a name in ``on_demand``; ``kind``: one of those above; ``post``: what a wait waits for."""
-
-    rows: str
-    kind: str
-    post: str = ""
-
-
-FEATURE_OPS = {
-    "S": FeatureOp("output_instructions", PASS),
-    "T": FeatureOp("output_instructions", PASS),
-    "BROADCAST": FeatureOp("output_instructions", COLLECTIVE),
-    "ALL_REDUCE": FeatureOp("output_instructions", COLLECTIVE),
-    "REDUCE": FeatureOp("output_instructions", COLLECTIVE),
-    "WAIT_BROADCAST": FeatureOp("output_instructions", COLLECTIVE_WAIT, "BROADCAST"),
-    "WAIT_ALL_REDUCE": FeatureOp("output_instructions", COLLECTIVE_WAIT, "ALL_REDUCE"),
-    "WAIT_REDUCE": FeatureOp("output_instructions", COLLECTIVE_WAIT, "REDUCE"),
-    "OFFLOAD": FeatureOp("offload_instructions", TO_HOST),
-    "FREE_OFFLOAD": FeatureOp("offload_instructions", COPY_WAIT, "OFFLOAD"),
-    "LOAD": FeatureOp("offload_instructions", FROM_HOST),
-    "WAIT_LOAD": FeatureOp("offload_instructions", COPY_WAIT, "LOAD"),
-    "DROP": FeatureOp("skip_instructions", RELEASE),
-    "UNSHARD": FeatureOp("fsdp_instructions", GATHER),
-    "WAIT_UNSHARD": FeatureOp("fsdp_instructions", REPLICA_WAIT, "UNSHARD"),
-    "RESHARD": FeatureOp("fsdp_instructions", RESHARDING),
-    "REDUCE_GRAD": FeatureOp("fsdp_instructions", SCATTER),
-    "WAIT_REDUCE_GRAD": FeatureOp("fsdp_instructions", REPLICA_WAIT, "REDUCE_GRAD"),
-}
-"""Every instruction of a feature."""
+Settings = tuple[tuple[str, Any], ...]
+Spec = TypeVar("Spec", bound=type)
 
 
 @dataclass(frozen=True)
@@ -66,6 +29,7 @@ class PlanFeature:
     names     in words, for error messages
     rules     what is valid
     facts     in words, by fact: a bit that no other feature has
+    lacking   why a plan without the feature has none of its instructions
     changes   of memory, in all stages or by site
     in_order  of what the loss stage's rank runs in the order of microbatches: name and reason in words
     ends_use  the posts whose tensor nothing reads any more behind the op
@@ -74,9 +38,51 @@ class PlanFeature:
     names: Mapping[str, str]
     rules: Mapping[str, Rule]
     facts: Mapping[int, str]
+    lacking: str = ""
     changes: Mapping[str, Memory | Callable[[Site], Memory]] = field(default_factory=dict)
     in_order: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     ends_use: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+_CONFIG = {name: default for row in FEATURES for name, default in row.config.items()}
+_CONFIG_VALUES, _CONFIG_DEFAULTS = attrgetter(*_CONFIG), tuple(_CONFIG.values())
+
+
+class _Settings:
+    """The settings of features as attributes of a spec, whose ``added`` has those that are not the defaults."""
+
+    added: Settings
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in SPEC_DEFAULTS:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return dict(self.added).get(name, SPEC_DEFAULTS[name])
+
+
+SpecSettings = _Settings
+
+
+def with_settings(added: Settings, given: Mapping[str, Any]) -> Settings:
+    """``added`` with other values for those of ``given``; a setting has one value in one form."""
+    values = {**SPEC_DEFAULTS, **dict(added), **given}
+    return tuple((name, value) for name, value in values.items() if not _same(value, SPEC_DEFAULTS[name]))
+
+
+def _same(value: Any, default: Any) -> bool:
+    return type(value) is type(default) and bool(value == default)
+
+
+def takes_settings(kind: Spec) -> Spec:
+    """A dataclass of a spec that takes each setting of a feature as an argument by its own name."""
+    make: Any = vars(kind)["__init__"]
+
+    @wraps(make)
+    def init(self: Any, *args: Any, added: Settings = (), **given: Any) -> None:
+        settings = {name: given.pop(name) for name in [*given] if name in SPEC_DEFAULTS}
+        make(self, *args, added=with_settings(added, settings) if settings else added, **given)
+
+    setattr(kind, "__init__", init)  # noqa: B010 - a type checker takes it for a method of one object
+    return kind
 
 
 def of_kind(*kinds: str) -> frozenset[str]:
@@ -85,9 +91,51 @@ def of_kind(*kinds: str) -> frozenset[str]:
 
 def feature_of(op: str) -> PlanFeature | None:
     """The rows of the feature that adds ``op``; None for an instruction of the core."""
-    return rows_of(FEATURE_OPS[op].rows) if op in FEATURE_OPS else None
+    return rows_of(ROW_OF[op].rows) if op in ROW_OF else None
 
 
 def rows_of(name: str) -> PlanFeature:
     rows: PlanFeature = load(name).ROWS
     return rows
+
+
+def rows_of_barriers() -> Iterator[PlanFeature]:
+    """Of features that take part in plans whose placement has barriers."""
+    return (rows_of(row.rows) for row in FEATURES if row.of_barriers)
+
+
+def rows_of_names() -> PlanFeature:
+    """Of the feature whose messages have names."""
+    found = next((row.rows for row in FEATURES if row.of_names), None)
+    return PlanFeature({}, {}, {}, "no message has a name") if found is None else rows_of(found)
+
+
+def hooks_of(added: Iterable[tuple[str, Any]], barriers: int = 0) -> tuple[PlanHooks, ...]:
+    """The hooks of features that have one of these settings, or take part where a placement has barriers."""
+    return _hooks(tuple(name for name, _ in added), barriers > 0)
+
+
+@lru_cache(maxsize=256)
+def _hooks(names: tuple[str, ...], placed: bool) -> tuple[PlanHooks, ...]:
+    return _loaded(row for row in FEATURES if any(name in row.spec for name in names) or (placed and row.of_barriers))
+
+
+def rows_asked_by(config: Any) -> tuple[Row, ...]:
+    """Those of features that ``config`` has settings of."""
+    if _CONFIG_VALUES(config) == _CONFIG_DEFAULTS:
+        return ()
+    return tuple(row for row in FEATURES if any(getattr(config, name) != value for name, value in row.config.items()))
+
+
+def hooks_asked_by(config: Any) -> tuple[PlanHooks, ...]:
+    """The hooks of these features."""
+    return _loaded(rows_asked_by(config))
+
+
+def words_of_features(name: str) -> str:
+    """What the hooks of all features say under this name, for a sentence of the core's."""
+    return "; ".join(words for hooks in _loaded(FEATURES) if (words := getattr(hooks, name)))
+
+
+def _loaded(rows: Iterable[Row]) -> tuple[PlanHooks, ...]:
+    return tuple(load(row.plan).HOOKS for row in rows if row.plan)

@@ -3,7 +3,7 @@
 ``F0.3`` is the forward of chunk 0, microbatch 3; ``SEND_F0.3`` the send of its output; ``GRAD_SYNC1`` the gradient sync
 of chunk 1 (no microbatch); ``[SEND_F0.3 RECV_B0.2]`` a batch, whose sends and receives go out as one grouped call;
 ``(F0.3 B1.2)`` a pair, a forward and the full backward of another microbatch that run as one, and ``(F0.3 SEND_F0.3
-B1.2 SEND_B1.2)`` the same with sends that go out within it. A slice of a sequence or a named tensor follows the
+B1.2 SEND_B1.2)`` the same with sends that go out within it. A slice of a sequence or the name of a message follows the
 microbatch: ``F0.3s1``, ``SEND_F0.3:skip``, ``DROP0.3:skip``.
 
 A text names the chunk on its rank (Megatron's ``vp_stage``). ``Placement.place`` adds what follows from the rank: the
@@ -17,9 +17,10 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
+from megatron_pp import feature_table
 from megatron_pp.errors import InstructionError, PlanError
 from megatron_pp.on_demand import load
-from megatron_pp.plan.ir import feature
+from megatron_pp.plan.ir.feature import of_kind
 
 # Compute.
 FORWARD = "F"  # run the chunk; on the last stage also the loss function
@@ -48,31 +49,31 @@ BATCH = "BATCH"
 
 BACKWARD_OPS = frozenset({BACKWARD, INPUT_GRAD})  # what makes an input gradient
 GRADIENT_OPS = frozenset({BACKWARD, WEIGHT_GRAD})  # what completes weight gradients
-OUTPUT_PASSES = tuple(op for op, row in feature.FEATURE_OPS.items() if row.kind == feature.PASS)
-OUTPUT_OPS = frozenset(OUTPUT_PASSES)
-LAST_PASS = frozenset(OUTPUT_PASSES[-1:])  # completes the output layer's weight gradients
-SINGLE_COMPUTE_OPS = frozenset({FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD}) | OUTPUT_OPS
+PASSES = tuple(op for op, row in feature_table.FEATURE_OPS.items() if row.kind == feature_table.PASS)
+PASS_OPS = frozenset(PASSES)
+LAST_PASS = frozenset(PASSES[-1:])  # completes the weight gradients of what every rank runs
+SINGLE_COMPUTE_OPS = frozenset({FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD}) | PASS_OPS
 COMPUTE_OPS = SINGLE_COMPUTE_OPS | {PAIR}
 SEND_OPS = frozenset({SEND_F, SEND_B})
 RECV_OPS = frozenset({RECV_F, RECV_B})
 WAIT_OPS = frozenset({WAIT_F, WAIT_B})
 FREE_OPS = frozenset({FREE_F, FREE_B})
 HAND_OPS = frozenset({HAND_F, HAND_B})
-GATHERS = feature.of_kind(feature.GATHER)
-SCATTERS = feature.of_kind(feature.SCATTER)
+GATHERS = of_kind(feature_table.GATHER)
+SCATTERS = of_kind(feature_table.SCATTER)
 REPLICA_POSTS = GATHERS | SCATTERS
-SHARD_OPS = REPLICA_POSTS | feature.of_kind(feature.REPLICA_WAIT, feature.RESHARDING)
-OUTPUT_LAYER_OPS = OUTPUT_OPS | feature.of_kind(feature.COLLECTIVE, feature.COLLECTIVE_WAIT)
-COLLECTIVE_POSTS = feature.of_kind(feature.COLLECTIVE) | REPLICA_POSTS
-COLLECTIVE_WAITS = feature.of_kind(feature.COLLECTIVE_WAIT, feature.REPLICA_WAIT)
+STAGE_OPS = REPLICA_POSTS | of_kind(feature_table.REPLICA_WAIT, feature_table.STAGE_RELEASE)
+RANKWIDE_OPS = PASS_OPS | of_kind(feature_table.COLLECTIVE, feature_table.COLLECTIVE_WAIT)
+COLLECTIVE_POSTS = of_kind(feature_table.COLLECTIVE) | REPLICA_POSTS
+COLLECTIVE_WAITS = of_kind(feature_table.COLLECTIVE_WAIT, feature_table.REPLICA_WAIT)
 COLLECTIVE_OPS = COLLECTIVE_POSTS | COLLECTIVE_WAITS
 SYNC_OPS = frozenset({PARAM_SYNC, ENABLE_GRAD_SYNC, GRAD_SYNC})
-CHUNK_OPS = SYNC_OPS | SHARD_OPS  # have no microbatch
-COPIES_TO_HOST = feature.of_kind(feature.TO_HOST)
-COPIES_FROM_HOST = feature.of_kind(feature.FROM_HOST)
+CHUNK_OPS = SYNC_OPS | STAGE_OPS  # have no microbatch
+COPIES_TO_HOST = of_kind(feature_table.TO_HOST)
+COPIES_FROM_HOST = of_kind(feature_table.FROM_HOST)
 COPY_POST_OPS = COPIES_TO_HOST | COPIES_FROM_HOST
-COPY_OPS = COPY_POST_OPS | feature.of_kind(feature.COPY_WAIT)
-RELEASE_OPS = feature.of_kind(feature.RELEASE)
+COPY_OPS = COPY_POST_OPS | of_kind(feature_table.COPY_WAIT)
+RELEASE_OPS = of_kind(feature_table.RELEASE)
 POST_OPS = SEND_OPS | RECV_OPS
 TRANSFER_OPS = POST_OPS | WAIT_OPS | FREE_OPS
 GROUP_OPS = frozenset({PAIR, BATCH})
@@ -84,14 +85,14 @@ POST_OF = {
     WAIT_B: RECV_B,
     FREE_F: SEND_F,
     FREE_B: SEND_B,
-    **{op: row.post for op, row in feature.FEATURE_OPS.items() if op in COLLECTIVE_WAITS},
+    **{op: row.post for op, row in feature_table.FEATURE_OPS.items() if op in COLLECTIVE_WAITS},
 }
 """What a WAIT or FREE of a message or a collective waits for."""
 
 FINISHED_BY = {post: finish for finish, post in POST_OF.items()}
 """The WAIT or FREE that waits for it."""
 
-COPY_OF = {op: row.post for op, row in feature.FEATURE_OPS.items() if row.kind == feature.COPY_WAIT}
+COPY_OF = {op: row.post for op, row in feature_table.FEATURE_OPS.items() if row.kind == feature_table.COPY_WAIT}
 """The copy between device and host that a wait waits for."""
 
 SENT_BY = {FORWARD: SEND_F, BACKWARD: SEND_B}

@@ -32,7 +32,7 @@ def parse_instruction(text: str) -> Instruction:
         raise InstructionError(f"{text!r}: {op} takes a tensor (as in DROP0.3:skip)")
     if part is None and tensor is None:
         return instruction(op, int(chunk), NONE if mb is None else int(mb))
-    whole = op in CHUNK_OPS | ins.OUTPUT_LAYER_OPS
+    whole = op in CHUNK_OPS | ins.RANKWIDE_OPS
     if whole or (tensor is not None and op in ins.SINGLE_COMPUTE_OPS | ins.COPY_OPS):
         raise InstructionError(f"{text!r}: {op} takes no {'tensor' if tensor else 'slice'}")
     return Instruction(op, mb=int(mb), chunk=int(chunk), slice=NONE if part is None else int(part), tensor=tensor or "")

@@ -2,14 +2,22 @@
 simulator, searches, ``advise`` and drawings.
 """
 
+from collections import namedtuple
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from megatron_pp.feature_table import FEATURES
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.feature import feature_of
 
+_TENSORS = "outputs", "inputs", "act_buffers", "output_grads", "input_grads", "grad_buffers"
+_VIEWS = "pending_sends", "in_flight", "weight_backlog", "on_host", "key_values"
+_ADDED = [one for row in FEATURES for one in row.tensors], [one for row in FEATURES for one in row.views]
+_NAMES = *_TENSORS, *_ADDED[0], *_VIEWS, *_ADDED[1]
+_named: Any = namedtuple  # type checkers do not know the names
 
-class Memory(NamedTuple):
+
+class Memory(_named("_Counts", _NAMES, defaults=[0] * len(_NAMES))):  # type: ignore[misc]
     """Live pipeline tensors of one rank, in tensors (one per message, whatever its size).
 
     outputs        stage outputs that still hold their data
@@ -18,39 +26,21 @@ class Memory(NamedTuple):
     output_grads   received (or handed) gradients kept for the backward
     input_grads    input gradients that still hold their data
     grad_buffers   posted receives of gradients that were not waited yet
-    held           named tensors that the rank made or received, and has not dropped
-    held_grads     sums of their gradients, which are not sent or used up yet
 
     Views on them, not more of them:
 
     pending_sends  sends posted and not released (their tensors are among outputs and input_grads)
     in_flight      (chunk, microbatch) pairs, or slices of them, between their forward and their backward: what autograd
                    keeps on the device
-    unsharded      stages whose parameters are whole, or on their way, on a rank that shards them (FSDP2)
-    unreduced      stages with whole gradients: from the first one until the reduction is over
-    on_host        those with a buffer in host memory: offloaded, and not back
     weight_backlog pairs between an input-gradient backward and its W
-    logits         microbatches between S and T of a split output layer: their softmax is kept, of the rank's rows
+    on_host        those with a buffer in host memory, to which they were copied
     key_values     pairs whose keys and values attention keeps for later slices: from the forward of the first slice,
                    each forward adding its own, until the backward of the first one (in evaluation, the last forward)
+
+    Features add tensors and views of their own (``Row.tensors``, ``Row.views``).
     """
 
-    outputs: int = 0
-    inputs: int = 0
-    act_buffers: int = 0
-    output_grads: int = 0
-    input_grads: int = 0
-    grad_buffers: int = 0
-    held: int = 0
-    held_grads: int = 0
-    pending_sends: int = 0
-    in_flight: int = 0
-    weight_backlog: int = 0
-    key_values: int = 0
-    logits: int = 0
-    unsharded: int = 0
-    unreduced: int = 0
-    on_host: int = 0
+    __slots__ = ()
 
     @property
     def tensors(self) -> int:
@@ -66,13 +56,13 @@ class Site(NamedTuple):
     """What the changes of a stage depend on; by default a middle stage with its neighbours on other ranks.
 
     has_input   whether a stage before it makes its input
-    has_output  whether a stage behind it, or a split output layer, uses its output
-    is_root     whether a split output layer uses it
+    has_output  whether a stage behind it, or a collective, uses its output
+    is_root     whether collectives bring its output to all ranks
     handed_in   whether the stage before is on the same rank
     handed_on   whether the stage behind is
     gives_back  whether an output's data goes when it was sent or handed on, and not with its backward
     trains      whether there are backwards
-    barriers    of a split output layer
+    barriers    of the placement
     """
 
     has_input: bool = True

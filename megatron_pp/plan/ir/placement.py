@@ -6,8 +6,6 @@ A pipeline of P ranks with V chunks each has S = P * V stages; activations go fr
 ``v``     chunk c runs forward over the ranks when c is even, backward when odd: with two chunks, chunk 0 is stage r
           and chunk 1 stage 2P - 1 - r (arXiv 2405.15362, section 3), so the first and last stage share rank 0 and the
           turn stays on rank P - 1.
-
-The output layer is on the last stage, or split over all ranks (arXiv 2411.05288).
 """
 
 from collections.abc import Iterable
@@ -16,6 +14,7 @@ from functools import cached_property
 
 from megatron_pp.common.names import unknown
 from megatron_pp.plan.ir.dataflow import neighbour_of
+from megatron_pp.plan.ir.feature import words_of_features
 from megatron_pp.plan.ir.instruction import NONE, TRANSFER_OPS, Instruction
 
 LOOP = "loop"
@@ -27,8 +26,8 @@ PLACEMENTS = (LOOP, V_SHAPE)
 class Placement:
     """Stage <-> (rank, chunk), for P ranks with V chunks each.
 
-    ``barriers``: 0 where the last stage has the whole output layer. Else each rank, of one chunk, has a share of its
-    rows, and this is the number of collectives (1 or 2) between its pass S and the last stage's backward.
+    ``barriers``: 0 where a microbatch is over with the last stage's forward and backward. Else each rank, of one chunk,
+    also runs a share of what lies between the two, with this number of collectives (1 or 2) of all ranks.
 
     Raises ValueError for a kind that is not in PLACEMENTS or sizes below 1.
     """
@@ -41,8 +40,7 @@ class Placement:
     def __post_init__(self) -> None:
         if self.barriers not in (0, 1, 2) or (self.barriers and self.num_chunks > 1):
             raise ValueError(
-                f"{self.barriers} barriers with {self.num_chunks} chunks a rank: a split output layer has 1 or 2 "
-                "barriers and one chunk a rank, a whole one 0 barriers"
+                f"{self.barriers} barriers with {self.num_chunks} chunks a rank: {words_of_features('barrier_words')}"
             )
         if self.kind not in PLACEMENTS:
             raise ValueError(unknown("placement", self.kind, PLACEMENTS))
@@ -68,16 +66,6 @@ class Placement:
         """``homes[stage]`` is its (rank, chunk)."""
         where = {s: (r, c) for r, row in enumerate(self.stages) for c, s in enumerate(row)}
         return tuple(where[s] for s in range(self.num_stages))
-
-    @cached_property
-    def output_stages(self) -> tuple[int, ...]:
-        """The stages of the passes S and T, one a rank; none where the output layer is whole."""
-        return tuple(range(self.num_stages)) if self.barriers else ()
-
-    @property
-    def output_root(self) -> int:
-        """The rank of the last stage, whose output is broadcast to a split output layer."""
-        return self.homes[-1][0]
 
     def is_first_stage(self, rank: int, chunk: int) -> bool:
         return self.stage(rank, chunk) == 0

@@ -1,16 +1,16 @@
 """When an instruction is valid in a rank's program: one rule per op.
 
-A *cell* is one (stage, microbatch) on its rank, or a named tensor of it; its facts are bits. An instruction needs
-facts, must find neither its own fact there nor one that bars it, and adds its own. ``facts_at_end`` are the facts of
-each cell of a finished program: with them every handle is waited exactly once, and nothing stays alive.
+A *cell* is one (stage, microbatch) on its rank, or a message with a name of it; its facts are bits. An instruction
+needs facts, must find neither its own fact there nor one that bars it, and adds its own. ``facts_at_end`` are the facts
+of each cell of a finished program: with them every handle is waited exactly once, and nothing stays alive.
 """
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from megatron_pp.on_demand import load
+from megatron_pp.feature_table import FEATURES
 from megatron_pp.plan.ir import instruction as ins
-from megatron_pp.plan.ir.feature import FEATURE_OPS, feature_of, rows_of
+from megatron_pp.plan.ir.feature import feature_of, hooks_of, rows_of
 from megatron_pp.plan.ir.placement import Placement
 
 F_POSTED, F_HERE, F_RAN, F_SENT, F_FREED = 1, 2, 4, 8, 16
@@ -73,12 +73,13 @@ def rule_of(op: str) -> Rule | None:
 
 def needs_at(op: str, needs: int, stage: int, placement: Placement) -> int:
     """Of a rule's ``needs`` those at ``stage``: the first stage waits for no input, and the last one for a gradient
-    only from a split output layer.
+    only where collectives bring one.
     """
     last = placement.num_stages - 1
     needs &= ~(F_HERE if stage == 0 else 0) & ~(B_HERE if stage == last else 0)
     if placement.barriers and stage == last:
-        needs = load("output_instructions").needs_at_root(op, needs, placement.barriers)
+        for hooks in hooks_of((), placement.barriers):
+            needs = hooks.needs_at_root(op, needs, placement.barriers)
     return needs
 
 
@@ -95,8 +96,8 @@ def facts_at_end(placement: Placement, stage: int, forward_only: bool) -> int:
         facts |= (F_SENT | F_FREED) if remote else 0
         if not forward_only:
             facts |= B_HERE | (B_POSTED if remote else 0)
-    if stage in placement.output_stages:
-        facts |= load("output_instructions").facts_at_end(placement, forward_only)
+    for hooks in hooks_of((), placement.barriers) if placement.barriers else ():
+        facts |= hooks.facts_at_end(placement, forward_only)
     return facts if forward_only else facts | B_RAN
 
 
@@ -104,6 +105,6 @@ def words_of(facts: int) -> Iterator[str]:
     """Each fact in words."""
     words = dict(_WORDS)
     if facts >= 2 * W_RAN:
-        for name in dict.fromkeys(op.rows for op in FEATURE_OPS.values()):
-            words |= rows_of(name).facts
+        for row in FEATURES:
+            words |= rows_of(row.rows).facts if row.rows else {}
     return (word for fact, word in words.items() if facts & fact)

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from megatron_pp import feature_table
 from megatron_pp.common.gc_pause import collector_paused
 from megatron_pp.common.names import unknown
 from megatron_pp.errors import PlanError
-from megatron_pp.on_demand import load
+from megatron_pp.feature_table import SPEC_DEFAULTS
 from megatron_pp.plan.ir.certificate import Certificate
+from megatron_pp.plan.ir.feature import hooks_of, takes_settings, with_settings
 from megatron_pp.plan.ir.instruction import COPIES_TO_HOST, NONE, PAIR, Instruction, format_program, without_pairs
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.repeated import Line, Repeated
 from megatron_pp.plan.ir.tasks import Cell, Task
 
 if TYPE_CHECKING:
-    from megatron_pp.features.skip_tensors.routes import Routes, SkipTensor
+    from megatron_pp.feature_table import SpecSettings
     from megatron_pp.plan.costs.measured import Measured
+else:
+    from megatron_pp.plan.ir.feature import SpecSettings
 
 OVERLAP = "overlap"  # posts early, waits late
 BATCHED = "batched"  # one grouped call per compute boundary, waited there
@@ -37,14 +41,6 @@ DEVICE_SYNC = "device_sync"  # every compute operation does so, as under Megatro
 STATIC_BUFFERS = "static_buffers"  # graphed layers reuse an input gradient's buffer after the next backward
 DEVICE_RULES = (RENDEZVOUS, ONE_QUEUE, ANY_WAIT, DEVICE_SYNC, STATIC_BUFFERS)
 ON_NCCL = (ONE_QUEUE, ANY_WAIT)  # those for which plans are made by default where they run on NCCL
-
-NO_CACHE = "none"
-RECEIVED = "received"
-ALL = "all"
-CACHES = (NO_CACHE, RECEIVED, ALL)  # what ranks keep of named tensors (``features/skip_tensors/routes.py``)
-
-PER_STEP, PER_RUN, ZERO2, ZERO3, BY_COST = "per_step", "per_run", "zero2", "zero3", "by_cost"
-FSDP_COLLECTIVES = (PER_STEP, PER_RUN, ZERO2, ZERO3, BY_COST)  # presets, and by cost (``features/fsdp``)
 
 MOST_TASKS = 10**8  # stages times microbatches times slices: larger plans fit into no host's memory
 
@@ -68,8 +64,9 @@ class Shape:
         return range(self.slices) if self.slices > 1 else range(NONE, NONE + 1)
 
 
+@takes_settings
 @dataclass(frozen=True)
-class PlanSpec:
+class PlanSpec(SpecSettings):
     """Everything a plan depends on; hashable, the key of the cache.
 
     schedule          family name, a key of ``megatron_pp.plan.orders.SCHEDULES``, or the path of a schedule file
@@ -93,13 +90,8 @@ class PlanSpec:
     split_backward    whether the model can put weight gradients off; where not, the plan has no W
     device            which of DEVICE_RULES hold where the plan runs: it is lowered and verified for them
     slices            of every sequence; where there are several, operations and messages are of one slice
-    skip_tensors      named tensors that stages send to later ones, or their declaration as text
-    skip_cache        what ranks keep of them, so that it is not sent again: one of CACHES
-    offload_chunks    chunks of every rank, from its first, whose forwards are offloaded; None: the schedule's own
-    offload_slots     compute slots for which a copy between device and host is placed (>= 1)
-    fsdp_collectives  how stages' parameters are gathered and their gradients reduced over data-parallel replicas
-                      (``features/fsdp``); empty: the plan does neither
-    fsdp_max_active_stages  of a rank, whose parameters may be whole at a time; 0: all
+    added             settings of features that are not their defaults, by name in the order of ``SPEC_DEFAULTS``.
+                      Each is an argument and an attribute by its own name
     """
 
     schedule: str
@@ -121,17 +113,12 @@ class PlanSpec:
     split_backward: bool = True
     device: tuple[str, ...] = ()
     slices: int = 1
-    skip_tensors: tuple[SkipTensor, ...] = ()
-    skip_cache: str = RECEIVED
-    offload_chunks: int | None = None
-    offload_slots: int = 1
-    fsdp_collectives: str = ""
-    fsdp_max_active_stages: int = 0
+    added: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
-        _one_of("lowering policy", self.policy, POLICIES)
-        _one_of("channels", self.channels, CHANNELS)
-        _one_of("grad_sync", self.grad_sync, (HOOKS, EXPLICIT))
+        one_of("lowering policy", self.policy, POLICIES)
+        one_of("channels", self.channels, CHANNELS)
+        one_of("grad_sync", self.grad_sync, (HOOKS, EXPLICIT))
         object.__setattr__(self, "device", checked_device(self.device))
         for name, value, least in (
             ("pipeline size", self.pipeline_size, 1),
@@ -141,26 +128,23 @@ class PlanSpec:
             ("release_after", self.release_after, 1),
             ("lookahead", self.lookahead, 0),
             ("number of slices", self.slices, 1),
-            ("number of offloaded chunks", 0 if self.offload_chunks is None else self.offload_chunks, 0),
-            ("offload_slots", self.offload_slots, 1),
-            ("fsdp_max_active_stages", self.fsdp_max_active_stages, 0),
         ):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise PlanError(f"{name} is {value!r}; it must be a whole number of at least {least}")
+            check_whole(name, value, least)
         tasks = self.pipeline_size * self.num_chunks * self.num_microbatches * self.slices
         if tasks > MOST_TASKS:
             raise PlanError(
                 f"pipeline size {self.pipeline_size}, {self.num_chunks} model chunks and {self.num_microbatches} "
                 f"microbatches make {tasks:,} forwards; a plan has at most {MOST_TASKS:,}"
             )
-        if self.offload_chunks is not None and self.offload_chunks > self.num_chunks:
-            raise PlanError(f"{self.offload_chunks} chunks of every rank are to be offloaded; it has {self.num_chunks}")
-        _one_of("cache of skip tensors", self.skip_cache, CACHES)
-        if self.fsdp_collectives or self.fsdp_max_active_stages:
-            load("fsdp_lowering").check_spec(self)
-        if self.skip_tensors:
-            tensors = load("skip_routes").skip_tensors(self.skip_tensors, self.pipeline_size * self.num_chunks)
-            object.__setattr__(self, "skip_tensors", tensors)
+        for hooks in hooks_of(self.added) if self.added else ():
+            object.__setattr__(self, "added", with_settings(self.added, hooks.checked(self)))
+
+    def values(self) -> dict[str, Any]:
+        """Every setting by name, those of features included."""
+        found = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "added"}
+        place = list(PlanSpec.__dataclass_fields__).index("added")  # those of a kind of spec come behind
+        names = [*found][:place], SPEC_DEFAULTS, [*found][place:]
+        return {name: getattr(self, name) for several in names for name in several}
 
     @property
     def effective_group_size(self) -> int:
@@ -188,11 +172,10 @@ class PlanSpec:
         """One line, as error messages and drawings head it."""
         kind = "forward only" if self.forward_only else "training"
         slices = f"slices={self.slices} " if self.slices > 1 else ""
-        count = len(self.skip_tensors)
-        skips = f" skip_tensors={count} cache={self.skip_cache}" if count else ""
+        added = "".join(hooks.described(self) for hooks in hooks_of(self.added))
         return (
             f"{self.schedule} P={self.pipeline_size} V={self.num_chunks} M={self.num_microbatches} "
-            f"{slices}group={self.effective_group_size} {self.policy}/{self.channels} {kind}{skips}"
+            f"{slices}group={self.effective_group_size} {self.policy}/{self.channels} {kind}{added}"
         )
 
 
@@ -212,7 +195,7 @@ class Plan:
     remark: str = ""
     proof: Certificate | None = field(default=None, repr=False, compare=False)
     _tasks: dict[int, tuple[Task, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _offloaded: dict[int, frozenset[Cell]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _copied: dict[int, frozenset[Cell]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def certificate(self) -> Certificate | None:
@@ -229,21 +212,21 @@ class Plan:
         return self._tasks[rank]
 
     @property
-    def routes(self) -> Routes | None:
-        """The routes of named tensors; None where there are none."""
-        tensors, cache = self.spec.skip_tensors, self.spec.skip_cache
-        return load("skip_routes").routes_of(tensors, cache, self.placement) if tensors else None
+    def has_names(self) -> bool:
+        """Whether messages have others with names behind them."""
+        added = self.spec.added
+        return bool(added) and any(hooks.has_names(self.spec) for hooks in hooks_of(added))
 
     @cached_property
-    def offloads(self) -> bool:
+    def copies_to_host(self) -> bool:
         """Whether any rank does."""
         return any(at.op in COPIES_TO_HOST for program in self.programs for at in program)
 
-    def offloaded(self, rank: int) -> frozenset[Cell]:
-        """The forwards that ``rank`` offloads; made once."""
-        if rank not in self._offloaded:
-            self._offloaded[rank] = frozenset(task.key for task in self.tasks(rank) if task.op in COPIES_TO_HOST)
-        return self._offloaded[rank]
+    def copied(self, rank: int) -> frozenset[Cell]:
+        """The forwards of which ``rank`` copies to the host what they keep; made once."""
+        if rank not in self._copied:
+            self._copied[rank] = frozenset(task.key for task in self.tasks(rank) if task.op in COPIES_TO_HOST)
+        return self._copied[rank]
 
     def timed(self, rank: int) -> tuple[Instruction, ...]:
         """``rank``'s program as its times are recorded and simulated: the halves of each pair by themselves."""
@@ -254,6 +237,13 @@ class Plan:
         return "\n".join(f"rank {r}: {format_program(p)}" for r, p in enumerate(self.programs))
 
 
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """What settings of features may be, for programs that import it from here."""
+        return getattr(feature_table, name)
+
+
 def checked_device(rules: Collection[str]) -> tuple[str, ...]:
     """``rules`` in the order of DEVICE_RULES, without RENDEZVOUS, which always holds. Raises PlanError for
     other names.
@@ -261,10 +251,17 @@ def checked_device(rules: Collection[str]) -> tuple[str, ...]:
     if isinstance(rules, str):
         rules = rules.split(",")
     for rule in rules:
-        _one_of("device rule", rule, DEVICE_RULES)
+        one_of("device rule", rule, DEVICE_RULES)
     return tuple(rule for rule in DEVICE_RULES[1:] if rule in rules)
 
 
-def _one_of(what: str, value: str, known: tuple[str, ...]) -> None:
+def check_whole(what: str, value: Any, least: int) -> None:
+    """Raises PlanError unless ``value`` is a whole number that is not below ``least``."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise PlanError(f"{what} is {value!r}; it must be a whole number of at least {least}")
+
+
+def one_of(what: str, value: str, known: tuple[str, ...]) -> None:
+    """Raises PlanError unless ``value`` is one of those ``known``."""
     if value not in known:
         raise PlanError(unknown(what, value, known))

@@ -1,1 +1,1 @@
-"""Order to plan: communication, releases, syncs and offloads are added to a compute order."""
+"""Order to plan: communication, releases, syncs and what features have are added to a compute order."""

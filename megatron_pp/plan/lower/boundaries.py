@@ -25,7 +25,7 @@ class Post(NamedTuple):
     finish: Instruction  # the WAIT or FREE that belongs to it
     use: int  # for a receive, the entry that consumes it; for a send, the one that produced it
     slack: int = 0  # for a send, the slots between its round and the operation that uses it
-    place: int = 0  # in its message: 0, and of the named tensors that go with it 1, 2, ...
+    place: int = 0  # in what goes out together: 0, and of those with names behind it 1, 2, ...
 
     @property
     def channel(self) -> tuple[str, int]:
@@ -34,8 +34,8 @@ class Post(NamedTuple):
 
 
 class Way(NamedTuple):
-    """How a result goes to stage ``to``: by ``post`` and ``finish``, to or from rank ``peer``, with the named tensors
-    ``names``. ``ends``, by microbatch and slice: of the operation at the other end.
+    """How a result goes to stage ``to``: by ``post`` and ``finish``, to or from rank ``peer``, with messages of these
+    ``names`` behind it. ``ends``, by microbatch and slice: of the operation at the other end.
     """
 
     peer: int
@@ -48,7 +48,7 @@ class Way(NamedTuple):
 
 
 def named_posts(way: Way, of: Post) -> Iterable[Post]:
-    """The posts of the named tensors that go with the message ``of``."""
+    """The posts of the messages with names that go with the message ``of``."""
     named = ((place, of.post._replace(tensor=name)) for place, name in enumerate(way.names, 1))
     return (of._replace(post=at, finish=at._replace(op=way.finish), place=place) for place, at in named)
 
@@ -76,7 +76,7 @@ def releases_of(posts: list[Post]) -> list[Instruction]:
 
 
 class Exchanges:
-    """How a rank posts the messages of a boundary. ``named``: whether named tensors may be among them."""
+    """How a rank posts the messages of a boundary. ``named``: whether messages with names may be among them."""
 
     def __init__(self, spec: PlanSpec, looks_ahead: bool, named: bool) -> None:
         self.spec = spec
@@ -133,8 +133,8 @@ class Exchanges:
             program += (p.finish,) if first[p.channel] is p else (p.post, p.finish)
 
     def _emit_named(self, posts: list[Post], program: list[Instruction]) -> None:
-        """The same with named tensors. On one hardware queue one waits for that before it on its channel, so within a
-        round they go out by their places, on which all ranks agree.
+        """The same where some have names. On one hardware queue one waits for that before it on its channel, so within
+        a round they go out by their places, on which all ranks agree.
         """
         first: dict[tuple[str, int], Post] = {}
         for p in posts:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.ir.agenda import Agenda
 from megatron_pp.plan.ir.dataflow import RESULT_OF, Result, collected_inputs, source_of
-from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD, OUTPUT_OPS, Instruction
+from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD, PASS_OPS, Instruction
 from megatron_pp.plan.ir.placement import Placement
 
 Time = Any  # an int, of slots, or what ``took`` counts in
@@ -24,7 +24,7 @@ Ends = dict[Result, dict[tuple[int, int], Time]]  # result -> (microbatch, slice
 class Clocked(NamedTuple):
     """Orders on the clock. ``ends[rank][i]``: the slot in which ``orders[rank][i]`` ends (the first slot ends at 1).
 
-    ``result_ends``: when an output or input gradient is there, and when a pass of a split output layer has run.
+    ``result_ends``: when an output or input gradient is there, and when a pass of every rank has run.
     """
 
     orders: list[list[Instruction]]
@@ -74,7 +74,7 @@ class _Clock:
         self.ends: list[list[Time]] = [[] for _ in orders]
         stages = range(placement.num_stages)
         self.result_ends: Ends = {(op, s): {} for op in (FORWARD, BACKWARD) for s in stages}
-        self.result_ends |= {(op, s): {} for op in OUTPUT_OPS for s in placement.output_stages}
+        self.result_ends |= {(op, s): {} for op in PASS_OPS for s in stages if placement.barriers}
         self.made: dict[Result, _Made] = {result: (ends, {}) for result, ends in self.result_ends.items()}
         self.sites: list[dict[tuple[str, int], _Site]] = [{} for _ in orders]  # by op and chunk
         self.agenda = Agenda(range(len(orders)))

@@ -37,7 +37,7 @@ With ``shared`` channels both ends must post in one order: the order of rounds, 
 ``variable_shapes`` a receive is complete only once its shape has come, so it is waited at its round's boundary: no
 sender is held up by a receiver in no hurry, and nothing that is posted later on the channel overtakes it.
 
-The named tensors of a message follow it on its channel, where on one hardware queue each waits for the one before. So
+Messages with names follow another one on its channel, where on one hardware queue each waits for the one before. So
 all ranks post them in one order too, by round and place in the message: at their round's boundary, behind the other
 posts, and before what waits for that round.
 
@@ -48,16 +48,16 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import zip_longest
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_pp.common.gc_pause import collector_paused
-from megatron_pp.errors import PlanError
 from megatron_pp.on_demand import load
 from megatron_pp.plan.ir.dataflow import MOVES, RESULT_OF, TOWARDS, consumer_of, source_of
+from megatron_pp.plan.ir.feature import hooks_of
 from megatron_pp.plan.ir.instruction import (
     BACKWARD_OPS,
     FORWARD,
@@ -83,8 +83,7 @@ from megatron_pp.plan.lower.syncs import syncs_of
 from megatron_pp.plan.lower.turns import Turns
 
 if TYPE_CHECKING:
-    from megatron_pp.features.offload.offload_lowering import Copies
-    from megatron_pp.features.skip_tensors.routes import Routes
+    from megatron_pp.plan.hooks import PlanHooks
 
 Order = Sequence[Instruction]
 _Turn = tuple[int, int, int]  # at one boundary: round, which of the following, place in the message
@@ -106,12 +105,12 @@ def lowered(
     placement: Placement,
     orders: Sequence[Order],
     remark: str = "",
-    offloaded: int | None = None,
+    settings: Mapping[str, Any] | None = None,
     joint: bool = False,
 ) -> Plan:
     """The plan of ``orders``, placed or not, unverified; each rank's program is laid out when it is asked for.
 
-    ``offloaded``: how many chunks of every rank are, by default as ``spec`` says. ``joint``: whether a forward and the
+    ``settings``: those of features, by default as ``spec`` has them. ``joint``: whether a forward and the
     backward behind it have one exchange where exchanges block. Raises PlanError for orders that are not complete or
     cannot run.
     """
@@ -126,10 +125,11 @@ def lowered(
     if joint:  # the halves by themselves, both with the end of the two
         ends = [[end[i] for i, _ in numbered(order)] for order, end in zip(clocked.orders, clocked.ends, strict=True)]
         clocked = clocked._replace(orders=[list(each(order)) for order in clocked.orders], ends=ends)
-    offloaded = spec.offload_chunks or 0 if offloaded is None else offloaded
-    if offloaded and spec.overlap_pairs:
-        raise PlanError("pairs (overlap_pairs) do not go with offloading: what each half saves cannot be known")
-    programs = _Programs(spec, placement, clocked, 0 if spec.forward_only else offloaded)
+    settings = dict(spec.added) if settings is None else settings
+    added = hooks_of(settings.items(), placement.barriers)
+    for hooks in added:
+        hooks.check_lowered(spec, settings)
+    programs = _Programs(spec, placement, clocked, settings, added)
     return Plan(spec, placement, programs, tuple(lines), remark)
 
 
@@ -138,12 +138,21 @@ def _is_joint(first: Instruction, second: Instruction) -> bool:
 
 
 class _Programs(Lines):
-    def __init__(self, spec: PlanSpec, placement: Placement, clocked: Clocked, offloaded: int) -> None:
+    def __init__(
+        self,
+        spec: PlanSpec,
+        placement: Placement,
+        clocked: Clocked,
+        settings: Mapping[str, Any],
+        added: Sequence[PlanHooks],
+    ) -> None:
         super().__init__(spec.pipeline_size)
         self.spec = spec
         self.placement = placement
         self.clocked = clocked
-        self.offloaded = offloaded
+        self.settings = settings
+        self.added = added
+        self.has_names = any(hooks.has_names(spec) for hooks in added)
         self.looks_ahead = spec.policy == OVERLAP and spec.channels == ONE_WAY and not spec.variable_shapes
 
     @cached_property
@@ -152,25 +161,27 @@ class _Programs(Lines):
         spec = self.spec
         if not self.looks_ahead or not spec.may_wait:
             return None
-        ahead = spec.lookahead > 0 and DEVICE_SYNC not in spec.device and not spec.skip_tensors
+        ahead = spec.lookahead > 0 and DEVICE_SYNC not in spec.device and not self.has_names
         return Turns(self.clocked, self.placement, ahead, spec.measured)
 
     @collector_paused()
     def _make(self, rank: int) -> Line:
-        return tuple(_RankLowering(self, rank).program())
+        return tuple(RankLowering(self, rank).program())
 
 
 def _in_turn(inputs: list[tuple[_Turn, Instruction]]) -> Iterable[Instruction]:
     return (inputs[0][1],) if len(inputs) == 1 else map(_SECOND, sorted(inputs, key=_FIRST))
 
 
-class _RankLowering:
-    """Lays out one rank's program on its boundaries."""
+class RankLowering:
+    """Lays out one rank's program on its boundaries. Features place what is theirs by ``PlanHooks.lay_out``."""
 
     def __init__(self, programs: _Programs, rank: int) -> None:
         spec, placement, clocked = programs.spec, programs.placement, programs.clocked
         self.spec = spec
-        self.offloaded = programs.offloaded
+        self.settings = programs.settings
+        self.added = programs.added
+        self.has_names = programs.has_names
         self.placement = placement
         self.rank = rank
         self.clocked = clocked
@@ -182,10 +193,7 @@ class _RankLowering:
         self.several_chunks = placement.num_chunks > 1
         self.looks_ahead = programs.looks_ahead
         self.sends_within = self.looks_ahead if self.turns is None else self.turns.ahead
-        self.routes: Routes | None = None
-        if spec.skip_tensors:
-            self.routes = load("skip_routes").routes_of(spec.skip_tensors, spec.skip_cache, placement)
-        self.exchanges = Exchanges(spec, self.looks_ahead, self.routes is not None)
+        self.exchanges = Exchanges(spec, self.looks_ahead, self.has_names)
         self.within: dict[tuple[int, str], Instruction] = {}  # by entry of a pair and op: its sends
         # By boundary:
         self.posts: dict[int, list[Post]] = defaultdict(list)
@@ -194,9 +202,12 @@ class _RankLowering:
         self.waits_ahead: dict[Instruction, Instruction] = {}  # by such a post: the wait right ahead of it
         self.releases: dict[int, list[Instruction]] = defaultdict(list)
         self.collectives: dict[int, list[tuple[int, Instruction]]] = defaultdict(list)  # round and post of each
+        self.placed_collectives = 0
         # Hand-offs, waits, and receives behind others, each with the round of what it may have to wait for.
         self.inputs: dict[int, list[tuple[_Turn, Instruction]]] = defaultdict(list)
-        self.behind: dict[Instruction, list[Post]] = {}  # receives of the named tensors that come with another one
+        self.behind: dict[Instruction, list[Post]] = {}  # by a receive: those with names that come behind it
+        self.copies: dict[int, list[Instruction]] = defaultdict(list)
+        self.before_entry: dict[int, list[Instruction]] = defaultdict(list)  # right before the entry
         self.backwards: dict[tuple[int, int, int], int] = {}  # by stage, microbatch and slice: their entries
         self._sites: dict[tuple[str, int], _Site] = {}  # by op and stage
 
@@ -208,9 +219,12 @@ class _RankLowering:
             self._place_in_turn(self.turns, sends, receives)
         else:
             self._place_in_rounds(sends, receives)
-        if self.placement.barriers:
-            self._place_collectives()
-        return self._emit()
+        for hooks in self.added:
+            hooks.lay_out(self)
+        program = self._emit()
+        for hooks in self.added:
+            program = hooks.laid_out(self, program)
+        return program
 
     def _place_in_rounds(self, sends: list[Post], receives: list[Post]) -> None:
         order, posts, sends_within = self.order, self.posts, self.sends_within
@@ -298,7 +312,8 @@ class _RankLowering:
     def _way(self, result: str, source: int, target: int, post: str, finish: str) -> Way:
         other = target if post in SEND_OPS else source
         home = self.placement.homes[other]
-        names = () if self.routes is None else self.routes.over(result, min(source, target))
+        edge = min(source, target)
+        names = tuple(name for hooks in self.added for name in hooks.names(self.spec, self.placement, result, edge))
         ends = self.result_ends if self.turns is None or post in SEND_OPS else self.turns.clocked.result_ends
         return Way(home[0], target, -TOWARDS[result], post, finish, ends[(result, other)], names)
 
@@ -329,26 +344,24 @@ class _RankLowering:
             else:
                 releases[boundary].append(finish)
 
-    def _place_collectives(self) -> None:
-        lowering, turns = load("output_layer_lowering"), self.turns
-        clocked = self.clocked if turns is None else turns.clocked
-        ordered = self.rank, self.order, clocked.result_ends, self.placement, self.spec.forward_only
-        collectives, ends = lowering.collectives_of(*ordered), clocked.ends[self.rank]
-        placed = lowering.placed_collectives(collectives, ends, self._ahead, ahead=not self.spec.may_wait)
-        for count, (boundary, one) in enumerate(placed):
-            use = boundary + 1 if one.use is None else one.use
-            if turns is None:
-                due = one.round
-                self.collectives[boundary].append((due, one.post))
-            else:
-                due = turns.last_of(one.round)
-                self.in_turn[boundary].append(Post(due, _COLLECTIVE, count, NONE, one.post, one.wait, use))
-            if use < len(self.order):
-                self.inputs[use].append(((due, _WAITS, 0), one.wait))
-            else:
-                self.releases[len(self.order)].append(one.wait)
+    def place_collective(self, boundary: int, due: int, post: Instruction, wait: Instruction, use: int | None) -> None:
+        """``post`` goes out at ``boundary``, in its ``due`` round, and is waited for by the entry ``use``; None: one
+        entry behind its post.
+        """
+        use = boundary + 1 if use is None else use
+        if self.turns is None:
+            self.collectives[boundary].append((due, post))
+        else:
+            due = self.turns.last_of(due)
+            count = self.placed_collectives
+            self.in_turn[boundary].append(Post(due, _COLLECTIVE, count, NONE, post, wait, use))
+        self.placed_collectives += 1
+        if use < len(self.order):
+            self.inputs[use].append(((due, _WAITS, 0), wait))
+        else:
+            self.releases[len(self.order)].append(wait)
 
-    def _ahead(self, use: int) -> int:
+    def ahead(self, use: int) -> int:
         """The boundary ``lookahead`` slots before the entry ``use`` starts.
 
         With one chunk idle slots count: a buffer before the bubble is early enough, as the bubble before a backward of
@@ -362,7 +375,7 @@ class _RankLowering:
         return bisect_right(self.ends, self.ends[use] - length - self.spec.lookahead)
 
     def _with_named(self, receives: list[Post]) -> Iterable[Post]:
-        """The receives, each with those of the named tensors that come with it."""
+        """The receives, each with those with names that come behind it."""
         return (one for at in receives for one in (at, *self.behind.get(at.post, ()))) if self.behind else receives
 
     def _due(self, receive: Post) -> int:
@@ -380,8 +393,8 @@ class _RankLowering:
         channel; where that is too late, when it is due or as late as the sender allows.
         """
         lines: dict[tuple[str, int], list[Post]] = defaultdict(list)
-        ends, inputs, ahead = self.ends, self.inputs, self._ahead
-        posts = self.posts if self.routes or self.placement.barriers else self.receives
+        ends, inputs, ahead = self.ends, self.inputs, self.ahead
+        posts = self.posts if self.has_names or self.placement.barriers else self.receives
         where = self.clocked, self.placement, self.rank
         for receive in receives:
             lines[receive.channel].append(receive)
@@ -406,15 +419,15 @@ class _RankLowering:
 
     def _latest(self, receive: Post, after: Post | None) -> int:
         """The last boundary at which nothing waits for the receive: one slot after its round, while its sender runs
-        another operation; at its round where that operation is the channel's next send's own, or where named
-        tensors follow the message.
+        another operation; at its round where that operation is the channel's next send's own, or where
+        messages with names follow it.
         """
         at_once = receive.post in self.behind or (after is not None and after.round == receive.round + 1)
         return min(bisect_right(self.ends, receive.round + (0 if at_once else 1)), receive.use)
 
     def _emit(self) -> list[Instruction]:
         before, after = syncs_of(self.spec, self.rank, self.order)
-        copies, loads = self._copies()
+        copies, before_entry = self.copies, self.before_entry
         program: list[Instruction] = []
         collectives, receives, posts = self.collectives, self.receives, self.posts
         releases, inputs, in_turn = self.releases, self.inputs, self.in_turn
@@ -443,14 +456,12 @@ class _RankLowering:
             if entry is not None:
                 if i in inputs:
                     program += _in_turn(inputs[i])
-                if i in loads:
-                    program += loads[i]
+                if i in before_entry:
+                    program += before_entry[i]
                 if i in before:
                     program += before[i]
                 program.append(self._with_sends(i, entry) if entry.members else entry)
-        if self.routes is None:
-            return program
-        return load("skip_routes").with_drops(program, self.routes, self.placement, self.spec.forward_only)
+        return program
 
     def _emit_in_turn(self, posts: list[Post], program: list[Instruction]) -> None:
         assert self.turns is not None
@@ -458,12 +469,6 @@ class _RankLowering:
             if at.post in self.waits_ahead:
                 program.append(self.waits_ahead[at.post])
             program.append(at.post)
-
-    def _copies(self) -> tuple[Copies, Copies]:
-        """At a boundary, and right before the entry behind it."""
-        if not self.offloaded:
-            return {}, {}
-        return load("offload_lowering").copies_of(self.order, self.ends, self.offloaded, self.spec.offload_slots)
 
     def _with_sends(self, i: int, entry: Instruction) -> Instruction:
         """The pair with those of its sends that go out within it."""

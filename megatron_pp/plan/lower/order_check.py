@@ -6,6 +6,7 @@ from itertools import product, zip_longest
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.dataflow import CAUSAL, RESULT_OF, slice_before
+from megatron_pp.plan.ir.feature import words_of_features
 from megatron_pp.plan.ir.instruction import NONE, Instruction, instruction, refusal, without_pairs
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
@@ -14,9 +15,9 @@ _AFTER = {
     ins.BACKWARD: ins.FORWARD,
     ins.INPUT_GRAD: ins.FORWARD,
     ins.WEIGHT_GRAD: ins.INPUT_GRAD,
-    **dict(zip(ins.OUTPUT_PASSES, (ins.FORWARD, *ins.OUTPUT_PASSES), strict=False)),
+    **dict(zip(ins.PASSES, (ins.FORWARD, *ins.PASSES), strict=False)),
 }
-_OF_EVALUATION = frozenset({ins.FORWARD, *ins.OUTPUT_PASSES[:1]})
+_OF_EVALUATION = frozenset({ins.FORWARD, *ins.PASSES[:1]})
 
 
 def check_orders(
@@ -27,13 +28,13 @@ def check_orders(
     slices: int = 1,
 ) -> None:
     """Raises PlanError unless every rank runs F of each (chunk, microbatch) or slice once and behind it B, or I and
-    then W, and with a split output layer S and T of each microbatch; where ``forward_only``, forwards (and S) will do.
-    Slices run in causal order (``slice_before``).
+    then W, and where the placement has barriers the passes of each microbatch; where ``forward_only``, forwards (and
+    the first pass) will do. Slices run in causal order (``slice_before``).
     """
     if len(orders) != placement.pipeline_size:
         raise PlanError(f"there are orders of {len(orders)} ranks; the pipeline has {placement.pipeline_size}")
     trains = not forward_only or any(at.op not in _OF_EVALUATION for order in orders for at in order)
-    passes = "".join(ins.OUTPUT_PASSES if trains else ins.OUTPUT_PASSES[:1]) if placement.barriers else ""
+    passes = "".join(ins.PASSES if trains else ins.PASSES[:1]) if placement.barriers else ""
     sizes = placement.num_chunks, num_microbatches, slices
     for rank, order in enumerate(orders):
         _check_order(rank, order, sizes, trains, passes)
@@ -48,9 +49,9 @@ def _check_order(
     for at in without_pairs(order):
         op, _, mb, _, chunk, part, _, _ = at
         if op not in ins.SINGLE_COMPUTE_OPS:
-            raise refusal(rank, at, "an order holds compute alone: F, B, I and W, and S and T of a split output layer")
-        if op in ins.OUTPUT_OPS and (chunk or op not in passes):
-            raise refusal(rank, at, "S and T are passes of chunk 0, in a schedule that splits the output layer")
+            raise refusal(rank, at, f"an order holds compute alone: F, B, I and W{words_of_features('order_words')}")
+        if op in ins.PASS_OPS and (chunk or op not in passes):
+            raise refusal(rank, at, words_of_features("pass_words"))
         cell = (chunk, mb, part)
         ops = ran.get(cell)
         if ops is None:
@@ -70,7 +71,7 @@ def _check_order(
         for op in passes if not cell[0] else "":
             if op not in ops:
                 raise refusal(rank, instruction(op, *cell), "the order lacks it")
-        if ops not in complete and "".join(op for op in ops if op not in ins.OUTPUT_OPS) not in complete:
+        if ops not in complete and "".join(op for op in ops if op not in ins.PASS_OPS) not in complete:
             raise _incomplete(rank, ops, cell, trains)
 
 

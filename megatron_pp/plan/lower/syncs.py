@@ -50,7 +50,7 @@ def _grad_syncs(spec: PlanSpec, rank: int, order: Sequence[Instruction], before:
     # sync in.
     if spec.grad_sync == HOOKS or (spec.num_chunks == 1 and rank == 0):
         # Layers that do not split their backward complete their gradients in the last I or B, the others in the last W.
-        # A split output layer's are complete in the last T.
+        # Those of a pass of every rank are complete in the last one.
         last_backward = {at.chunk: i for i, at in singles if at.op in ins.BACKWARD_OPS}
         last_pass = {at.chunk: i for i, at in singles if at.op in ins.LAST_PASS}
         alone = spec.pipeline_size == 1 and spec.num_chunks == 1

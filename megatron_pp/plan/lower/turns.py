@@ -22,7 +22,7 @@ long as a forward, and transfers that take some time.
 
 Not ``ahead``, operations take one slot each and transfers none, and a receive is posted behind every operation of its
 rank that ends with the one that makes its message. Then the posts of one slot go out by their place in the message
-first: the named tensors of a message follow it on its channel, where each waits for the one before.
+first: messages with names follow another one on its channel, where each waits for the one before.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import TYPE_CHECKING
 
-from megatron_pp.plan.ir.instruction import BACKWARD, OUTPUT_OPS
+from megatron_pp.plan.ir.instruction import BACKWARD, PASS_OPS
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.lower.boundaries import Post
 from megatron_pp.plan.lower.clock import Clocked, run_clock
@@ -80,7 +80,7 @@ class _Usual:
         """4 of a forward, an input gradient or a weight gradient."""
         if op == BACKWARD:
             return 8
-        return 2 if op in OUTPUT_OPS else 4
+        return 2 if op in PASS_OPS else 4
 
 
 class _Measured:

@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 from megatron_pp.common.names import unknown
 from megatron_pp.errors import PlanError
+from megatron_pp.feature_table import families_behind
 from megatron_pp.on_demand import load
 from megatron_pp.plan.ir.placement import LOOP
 from megatron_pp.plan.orders.family import COMBINED, INTERLEAVED, INTERLEAVED_SEQ, ONE_F_ONE_B, SEQ_1F1B, Family
 
-_MODULES = {
+_OWN = {
     "gpipe": "one_chunk",
     ONE_F_ONE_B: "one_chunk",
     "eager_1f1b": "one_chunk",
@@ -22,7 +23,6 @@ _MODULES = {
     "zb_h1": "zero_bubble",
     "zb_h2": "zero_bubble",
     "interleaved_zb": "zero_bubble",
-    "pipe_offload": "megatron_pp.features.offload.pipe_offload",
     "zb_v": "v",
     "v_half": "v",
     "v_min": "v",
@@ -32,11 +32,10 @@ _MODULES = {
     INTERLEAVED_SEQ: "sliced",
     "seq_zb": "sliced",
     "interleaved_seq_zb": "sliced",
-    "vocab_1f1b": "megatron_pp.features.output_layer.vocabulary",
-    "vocab_1f1b_alg1": "megatron_pp.features.output_layer.vocabulary",
     "auto": "megatron_pp.planner.auto",
     "auto_v": "megatron_pp.planner.auto",
 }
+_MODULES = {name: module for own, path in _OWN.items() for name, module in ((own, path), *families_behind(own).items())}
 """Name -> the module here, or elsewhere, whose FAMILIES have it. It is loaded when the family is asked for."""
 
 

@@ -2,10 +2,10 @@
 order.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Instruction, instruction
 from megatron_pp.plan.ir.placement import LOOP
@@ -22,8 +22,8 @@ Order = list[Instruction]
 Announce = Callable[[str], None]  # takes a sentence for the log
 
 
-def no_offloads(shape: Shape) -> int:
-    return 0
+def nothing_added(shape: Shape) -> Mapping[str, Any]:
+    return {}
 
 
 class Repeats(NamedTuple):
@@ -62,9 +62,9 @@ class Family:
     small_groups   whether groups of fewer microbatches than ranks are of use
     repeats        of families whose orders have a steady state: Shape -> Repeats
     sliced         whether the orders may be of slices of sequences
-    offloads       Shape -> the chunks of every rank, from its first, that are offloaded unless the spec says how many
+    added          Shape -> settings of features that a plan has unless its spec has others
     joint          Shape -> whether a forward and the backward behind it have one exchange where exchanges block
-    barriers       of ``Placement``: 0 where the output layer is the last stage's, else how it is split over all ranks
+    barriers       of ``Placement``
     """
 
     name: str
@@ -83,7 +83,7 @@ class Family:
     small_groups: bool = False
     repeats: Callable[[Shape], Repeats] | None = None
     sliced: bool = False
-    offloads: Callable[[Shape], int] = no_offloads
+    added: Callable[[Shape], Mapping[str, Any]] = nothing_added
     joint: Callable[[Shape], bool] = lambda shape: False
     barriers: int = 0
 

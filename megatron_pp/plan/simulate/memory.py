@@ -3,9 +3,9 @@
 Activations of a layer are those of arXiv 2205.05198 (section 4, in bytes for 16-bit activations:
 s b h (34 + 5 a s / h), less with tensor parallelism and recomputation); what weight gradients need after a split
 backward is that of arXiv 2401.10241 (appendix: 32 s b h, more than the forward of a recomputed layer kept). Parameters,
-gradients and optimizer states are those of Megatron's mixed-precision optimizer; with ``fsdp_collectives`` all of them
-are split. Messages that the allocator keeps back are counted as on NCCL (``record_stream.py``); workspace of kernels
-and fragmentation are not.
+gradients and optimizer states are those of Megatron's mixed-precision optimizer; a feature may split all of them
+(``PlanHooks.bytes_of_parameters``). Messages that the allocator keeps back are counted as on NCCL
+(``record_stream.py``); workspace of kernels and fragmentation are not.
 """
 
 from array import array
@@ -18,6 +18,7 @@ from megatron_pp.common.names import unknown
 from megatron_pp.errors import PlanError
 from megatron_pp.on_demand import load
 from megatron_pp.plan.costs.activations import host_timeline, kept_timeline
+from megatron_pp.plan.ir.feature import hooks_of
 from megatron_pp.plan.ir.ledger import KINDS
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.plan.verify.lifetime import Walk
@@ -209,12 +210,9 @@ def rank_memory(plan: Plan, rank: int, shape: ModelShape, deallocate: bool = Tru
     stages, total, slices = plan.placement.stages[rank], plan.placement.num_stages, plan.spec.slices
     share = 1 / plan.placement.pipeline_size if plan.placement.barriers else None
     static, logits = shape.static_bytes(stages, total, share), shape.logits_bytes * (share or 0.0)
-    sharded: Iterable[float] = repeat(0.0, len(plan.timed(rank)))
-    if plan.spec.fsdp_collectives:  # of what is whole only for a time, the gradients are fp32
-        static = shape.parameters(stages, total) * (shape.element_bytes + 4 + 12) / shape.data_parallel
-        of_each = [shape.parameters([stage], total) for stage in range(total)]
-        whole = [shape.element_bytes * count for count in of_each]
-        sharded = load("shard_memory").sharded_timeline(plan, rank, whole, [4 * count for count in of_each])
+    whole_timeline: Iterable[float] = repeat(0.0, len(plan.timed(rank)))
+    for hooks in hooks_of(plan.spec.added):
+        static, whole_timeline = hooks.bytes_of_parameters(plan, rank, shape) or (static, whole_timeline)
     shape = shape if share is None else replace(shape, vocab_size=0)  # the output layer is no stage's
     key_values = shape.layers_per_stage(total) * shape.layer_key_value_bytes
     shared = key_values if slices > 1 and shape.recompute != FULL else 0.0  # of slices: counted by itself
@@ -224,9 +222,9 @@ def rank_memory(plan: Plan, rank: int, shape: ModelShape, deallocate: bool = Tru
     pairs_of = load("key_values").key_values_timeline(plan, rank) if slices > 1 else repeat(0.0, len(plan.timed(rank)))
     walk, message, after = Walk(plan, rank, deallocate), shape.message_bytes / slices, array("d")
     most, parts = 0.0, Parts()
-    timelines = inside, walk.tensors(), recorded_timeline(plan, rank, deallocate), pairs_of, sharded
+    timelines = inside, walk.tensors(), recorded_timeline(plan, rank, deallocate), pairs_of, whole_timeline
     for kept_here, alive, recorded, pairs, whole_here in zip(*timelines, strict=True):
-        passes = walk.now[KINDS["logits"]] * logits
+        passes = walk.now[KINDS["logits"]] * logits if logits else 0.0
         after.append(kept_here + passes + (alive + recorded) * message + pairs * key_values + whole_here)
         if after[-1] > most:
             outputs = walk.now[KINDS["outputs"]]

@@ -98,7 +98,7 @@ class TimedQueues(QueueMachine):
         moved = load("output_instructions").moved_by(op, placement.barriers)
         taken = self.network.collective_time(moved, placement.pipeline_size)
         posted = sorted(end.entry.posted for end in ends)
-        root = placement.output_root
+        root = placement.homes[-1][0]
         return Transfer(root, root, op, NONE, mb, 0.0, posted[0], posted[-1], now, now, now + taken)
 
     def _transfer(self, meeting: Meeting, now: float) -> Transfer:

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_pp.errors import InstructionError, PlanError
 from megatron_pp.on_demand import load
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.dataflow import CAUSAL, neighbour_of, slice_before
-from megatron_pp.plan.ir.feature import rows_of
+from megatron_pp.plan.ir.feature import feature_of, hooks_of, rows_of_barriers, rows_of_names
 from megatron_pp.plan.ir.instruction import NONE, Instruction
 from megatron_pp.plan.ir.ledger import KINDS, VIEWS, Memory, Site, change_of
 from megatron_pp.plan.ir.repeated import Block, RepetitionError
 from megatron_pp.plan.ir.rules import B_RAN, F_FREED, F_RAN, W_LEFT, W_RAN, facts_at_end, needs_at, rule_of, words_of
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.plan.verify.sync_check import SyncCheck
-
-if TYPE_CHECKING:
-    from megatron_pp.features.fsdp.shard_lifetime import ShardWalk
-    from megatron_pp.features.skip_tensors.skip_lifetime import NamedWalk
 
 
 def check_rank(plan: Plan, rank: int, deallocate: bool = True, block: Block | None = None) -> RankPeaks:
@@ -108,8 +104,9 @@ class Walk:
         self.facts = dict.fromkeys(product(self.stages, range(self.microbatches), spec.shape.parts), 0)
         # What each chunk runs in the order of microbatches: its name in words, and why.
         self.in_order = {ins.FORWARD: ("forward", "the data iterator gives them in order")}
-        if plan.placement.barriers and rank == plan.placement.output_root:
-            self.in_order |= rows_of("output_instructions").in_order
+        if plan.placement.barriers and self.last_stage in self.stages:
+            for rows in rows_of_barriers():
+                self.in_order |= rows.in_order
         self.checked = ins.HAND_OPS | self.in_order.keys()
         self.then: dict[int, tuple[frozenset[str], int]] = {}  # by fact: what needs other facts where it is true
         self.next = dict.fromkeys(product(self.in_order, range(spec.num_chunks)), (0, spec.shape.parts[0]))
@@ -120,13 +117,13 @@ class Walk:
         self.now = [0] * len(Memory._fields)
         if spec.slices > 1:
             self.key_values_change = load("key_values").key_values_change
-        self.named: NamedWalk | None = None
-        if spec.skip_tensors:
-            self.named = load("skip_lifetime").NamedWalk(plan, rank, self.facts, self._error)
-        self.sharded: ShardWalk | None = None
-        if spec.fsdp_collectives:
-            self.sharded = load("shard_lifetime").ShardWalk(plan, rank, self._error)
-        self.followers = [one for one in (self.named, self.sharded) if one is not None]
+        followed = {
+            hooks: hooks.follower(plan, rank, self.facts, self._error)
+            for hooks in hooks_of(spec.added, plan.placement.barriers)
+        }
+        self.followers = [one for one in followed.values() if one is not None]
+        self.of_names = next((one for hooks, one in followed.items() if one and hooks.has_names(spec)), None)
+        self.of_stages = {op: one for one in self.followers for op in one.takes}
 
     def tensors(self) -> Iterator[int]:
         """Run the program; yields the tensors alive after each instruction."""
@@ -142,8 +139,8 @@ class Walk:
                 cell = stage, mb, part
                 before = facts.get(cell)
                 if before is None:
-                    if op in ins.SHARD_OPS and self.sharded is not None:
-                        self._count(self.sharded.moved(one))
+                    if op in self.of_stages:
+                        self._count(self.of_stages[op].moved(one))
                     elif op not in ins.SYNC_OPS:
                         raise self._no_such_cell(one)
                     continue
@@ -163,13 +160,15 @@ class Walk:
         self._check_end()
 
     def _moved(self, at: Instruction) -> Iterable[tuple[str, int]]:
-        """What a transfer or release of a named tensor changes. Raises PlanError."""
-        if self.named is None or (at.stage, at.mb, at.slice) not in self.facts:
-            raise self._no_such_cell(at) if self.named else self._error(at, "the plan has no named tensors")
-        return self.named.moved(at)
+        """What a message with a name, or its release, changes. Raises PlanError."""
+        if self.of_names is None:
+            raise self._error(at, rows_of_names().lacking)
+        if (at.stage, at.mb, at.slice) not in self.facts:
+            raise self._no_such_cell(at)
+        return self.of_names.moved(at)
 
     def _count(self, changes: Iterable[tuple[str, int]]) -> int:
-        """Add what named tensors change to the memory; returns by how many tensors."""
+        """Add what features change to the memory; returns by how many tensors."""
         together = 0
         for name, difference in changes:
             kind = KINDS[name]
@@ -236,8 +235,9 @@ class Walk:
         )
 
     def _no_such_cell(self, at: Instruction) -> PlanError:
-        if at.op in ins.SHARD_OPS:
-            return self._error(at, "the plan's spec has no fsdp_collectives")
+        rows = feature_of(at.op)
+        if at.op in ins.STAGE_OPS and rows is not None:
+            return self._error(at, rows.lacking)
         slices = f", slices 0..{self.slices - 1}" if self.slices > 1 else ", sequences whole" if at.slice >= 0 else ""
         return self._error(
             at,

@@ -205,7 +205,7 @@ class QueueMachine:
         """The direction of the message of ``at``, and the queue of ``rank`` on which it is posted."""
         if at.op in ins.COLLECTIVE_POSTS:
             member = rank % self._pipeline
-            way = (member, member, _REPLICAS) if at.op in ins.SHARD_OPS else _COLLECTIVES
+            way = (member, member, _REPLICAS) if at.op in ins.STAGE_OPS else _COLLECTIVES
             return way, self.queues.setdefault((rank, *way), deque())
         if at.peer == NONE:
             raise PlanError(f"rank {rank}: {at} ({at.name}): stage {at.stage} has no neighbour on that side")

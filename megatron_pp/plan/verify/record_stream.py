@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator
 
 from megatron_pp.plan.ir import instruction as ins
-from megatron_pp.plan.ir.feature import feature_of
+from megatron_pp.plan.ir.feature import feature_of, hooks_of
 from megatron_pp.plan.ir.instruction import Instruction
 from megatron_pp.plan.ir.spec import ONE_WAY, Plan
 from megatron_pp.plan.ir.tasks import MessageKey
@@ -32,6 +32,7 @@ def recorded_timeline(plan: Plan, rank: int, deallocate: bool = True) -> Iterato
 class _Walk:
     def __init__(self, plan: Plan, gives_back: bool) -> None:
         self.plan, self.gives_back = plan, gives_back
+        self.added = hooks_of(plan.spec.added)
         self.posted: Counter[Hashable] = Counter()
         self.finished: Counter[Hashable] = Counter()
         self.stream_of: dict[MessageKey, Hashable] = {}  # what was posted -> its stream
@@ -49,9 +50,9 @@ class _Walk:
             if at.op == ins.FREE_B or (at.op == ins.FREE_F and self.gives_back and not at.tensor):
                 self._free(ins.POST_OF[at.op], at)
         elif at.op in self.uses:
-            if self.plan.routes is not None:
-                for name in self.plan.routes.sent[at.stage]:  # whose gradients are in the sum
-                    self._free(ins.RECV_B, at._replace(tensor=name))
+            for hooks in self.added:
+                for name in hooks.names(self.plan.spec, self.plan.placement, ins.FORWARD, at.stage):
+                    self._free(ins.RECV_B, at._replace(tensor=name))  # its gradient is in the sum
             self._free(ins.RECV_F, at)
             self._free(ins.RECV_B, at)
             self._free(ins.SEND_F, at)  # of an output that was kept

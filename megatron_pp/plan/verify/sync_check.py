@@ -4,6 +4,7 @@ from bisect import bisect_right
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.ir import instruction as ins
+from megatron_pp.plan.ir.feature import words_of_features
 from megatron_pp.plan.ir.instruction import NONE, Instruction, refusal
 from megatron_pp.plan.ir.spec import EXPLICIT, Plan
 
@@ -24,7 +25,7 @@ class SyncCheck:
         backwards = [(k, at) for k, at in ran if at.op in _BACKWARDS]
         self.backwards = [k for k, _ in backwards]
         # Chunk -> index of the operation that completes its gradients, those of layers that do not split their
-        # backward, those of a split output layer; and index of its first forward.
+        # backward, those of passes; and index of its first forward.
         self.last = {at.chunk: k for k, at in backwards if at.op not in ins.LAST_PASS}
         self.last_backward = {at.chunk: k for k, at in backwards if at.op in ins.BACKWARD_OPS}
         self.last_pass = {at.chunk: k for k, at in backwards if at.op in ins.LAST_PASS}
@@ -34,7 +35,7 @@ class SyncCheck:
         """Raises PlanError."""
         seen: dict[str, set[int]] = {op: set() for op in ins.SYNC_OPS}
         early: set[int] = set()  # chunks whose sync is enabled for their last backward too, before their last WEIGHT
-        passes: set[int] = set()  # chunks whose sync is enabled for the last T
+        passes: set[int] = set()  # chunks whose sync is enabled for the last pass
         for k, at in self.syncs:
             done = passes if self._is_for_pass(k, at) else early if self._is_early(k, at) else seen[at.op]
             if at.chunk in done or not 0 <= at.chunk < self.spec.num_chunks:
@@ -44,7 +45,7 @@ class SyncCheck:
         self._check_kinds(seen[ins.ENABLE_GRAD_SYNC] | passes, seen[ins.GRAD_SYNC], early)
         for chunk in sorted(set() if seen[ins.GRAD_SYNC] else self.last_pass.keys() - passes):
             last = self.program[self.last_pass[chunk]]
-            why = f"no ENABLE_GRAD_SYNC{chunk} stands before it: it completes the output layer's gradient"
+            why = f"no ENABLE_GRAD_SYNC{chunk} stands before it: it completes {words_of_features('gradient_words')}"
             raise refusal(self.rank, last, why)
         wanted = []
         if not self.spec.forward_only:
@@ -80,7 +81,7 @@ class SyncCheck:
         return at.op == ins.ENABLE_GRAD_SYNC and backward != self.last.get(at.chunk) and self._following(k) == backward
 
     def _is_for_pass(self, k: int, at: Instruction) -> bool:
-        """Whether ``at`` enables the sync for the last T."""
+        """Whether ``at`` enables the sync for the last pass."""
         return at.op == ins.ENABLE_GRAD_SYNC and self._following(k) == self.last_pass.get(at.chunk, NONE)
 
     def _check_place(self, k: int, at: Instruction) -> None:

@@ -11,6 +11,7 @@ from megatron_pp.common.gc_pause import collector_paused
 from megatron_pp.errors import PlanError
 from megatron_pp.on_demand import load
 from megatron_pp.plan.ir import certificate as cert
+from megatron_pp.plan.ir.feature import hooks_of, words_of_features
 from megatron_pp.plan.ir.instruction import COMPUTE_OPS, COPY_OPS
 from megatron_pp.plan.ir.repeated import Block
 from megatron_pp.plan.ir.spec import STATIC_BUFFERS, Plan, checked_device
@@ -29,7 +30,7 @@ class Verdict:
     certificate  what was proven, and the programs that it was proven for
     plan         that was verified
     device       further rules than rendezvous that it was verified under
-    on_host      peak of what is offloaded, in the same units
+    on_host      peak of what was copied to the host, in the same units
     num_chunks   of a rank
     """
 
@@ -56,7 +57,9 @@ class Verdict:
     def __str__(self) -> str:
         r = self.worst_rank
         each = self.ranks[r].each
-        host = f", {max(self.on_host) / self.num_chunks:.4g} offloaded" if any(self.on_host) else ""
+        host = ""
+        if any(self.on_host):
+            host = f", {max(self.on_host) / self.num_chunks:.4g} {words_of_features('host_words')}"
         under = f" under {' and '.join(self.device)}" if self.device else ""
         return (
             f"deadlock-free{under}, every send waited before its buffer is released; peak on rank {r}: "
@@ -88,8 +91,8 @@ def verify(
         peaks.append(check_rank(plan, rank, deallocate, block))
         runs.append([at for at in program if at.op in _RUN])
     check_rendezvous(plan, rules, block)
-    if plan.spec.fsdp_collectives:
-        load("fsdp_replicas").check_replicas([plan, plan], rules)
+    for hooks in hooks_of(plan.spec.added, plan.placement.barriers):
+        hooks.check_plan(plan, rules)
     if STATIC_BUFFERS in rules:
         load("static_buffers").check_static_buffers(plan, block)
     check_programs(plan, runs)

@@ -160,7 +160,7 @@ def _why_untried(question: Question, family: Family) -> str:
 
 def _with_offloads(question: Question, one: Candidate) -> Iterator[Candidate]:
     """``one``, and with half and all of its chunks offloaded; a schedule that offloads by itself, as it does."""
-    own = one.family.offloads(one.shape(question.pipeline_size))
+    own = one.family.added(one.shape(question.pipeline_size)).get("offload_chunks", 0)
     if not own:
         yield one
     if question.host_bandwidth is None or one.searches or one.slices > 1 or one.family.barriers:

@@ -116,7 +116,7 @@ def _timelines(args: argparse.Namespace) -> list[Timeline]:
     plans = _plans(args)
     if len(plans) == 1:
         cost_options.refuse_copies(
-            args, plans[0].spec.schedule, plans[0].offloads, bool(plans[0].spec.fsdp_collectives)
+            args, plans[0].spec.schedule, plans[0].copies_to_host, bool(plans[0].spec.fsdp_collectives)
         )
     steps = _simulated(args, plans, of_one_model=len(plans) > 1)
     return [simulated_timeline(step, cost_options.cost_unit(args), shape) for step in steps]

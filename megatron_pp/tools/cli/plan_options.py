@@ -13,6 +13,7 @@ from megatron_pp.common.names import unknown
 from megatron_pp.config.model_config import TransformerConfig
 from megatron_pp.config.rules import schedule_name
 from megatron_pp.errors import PlanError
+from megatron_pp.feature_table import CACHES, FSDP_COLLECTIVES
 from megatron_pp.features.modules.modules_plan import ModulesSpec, lowered_modules, modules_spec
 from megatron_pp.features.modules.modules_text import graphs_in
 from megatron_pp.features.modules.modules_verify import verify_modules
@@ -21,12 +22,10 @@ from megatron_pp.plan.builder import lowered_plan
 from megatron_pp.plan.io.serialize import load_plan
 from megatron_pp.plan.ir.placement import LOOP, Placement
 from megatron_pp.plan.ir.spec import (
-    CACHES,
     CHANNELS,
     DEVICE_RULES,
     DEVICE_SYNC,
     EXPLICIT,
-    FSDP_COLLECTIVES,
     HOOKS,
     ON_NCCL,
     ONE_WAY,
@@ -34,11 +33,12 @@ from megatron_pp.plan.ir.spec import (
     POLICIES,
     Plan,
     PlanSpec,
+    Shape,
     checked_device,
 )
 from megatron_pp.plan.lower.lowering import lowered
 from megatron_pp.plan.orders import SCHEDULES, choices, find_family, names_a_file
-from megatron_pp.plan.orders.family import Family, no_offloads
+from megatron_pp.plan.orders.family import Family
 from megatron_pp.plan.verify.verifier import Verdict, verify
 from megatron_pp.planner.naive import NAIVE, NAIVE_FAMILY, naive_orders
 from megatron_pp.tools.cli.errors import UsageError, refusing
@@ -323,7 +323,7 @@ def _check_lowering(args: argparse.Namespace, families: Sequence[Family]) -> Non
 
 def _offloads(family: Family) -> bool:
     """Whether it does so by itself."""
-    return family.offloads is not no_offloads and (family.shape is None or family.offloads(family.shape) > 0)
+    return bool(family.added(family.shape or Shape(2, 2, 2, 2)))
 
 
 def _chunks(args: argparse.Namespace, family: Family) -> list[int]:

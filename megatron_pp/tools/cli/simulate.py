@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_pp.plan.builder import offloaded_chunks
+from megatron_pp.features.offload.offload_lowering import offloaded_chunks
 from megatron_pp.plan.costs.activations import WEIGHT_SHARE, Shares, peak_activations
 from megatron_pp.plan.ir.instruction import COPIES_FROM_HOST, COPIES_TO_HOST, GATHERS, SCATTERS, WEIGHT_GRAD
 from megatron_pp.plan.ir.spec import Plan
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
             lambda spec: fitted(spec, *cost_options.costs_of(args, spec, traced, shape)),
             cost_options.is_on_gloo(traced),
         )
-    cost_options.refuse_copies(args, plan.spec.schedule, plan.offloads, bool(plan.spec.fsdp_collectives))
+    cost_options.refuse_copies(args, plan.spec.schedule, plan.copies_to_host, bool(plan.spec.fsdp_collectives))
     costs, network = cost_options.costs_of(args, plan.spec, traced, shape)
     device = cost_options.timed_rules(args, plan, network)
     result = simulate(plan, costs, network, device)

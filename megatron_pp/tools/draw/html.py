@@ -14,7 +14,7 @@ from importlib.resources import files
 from typing import Any
 
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.ir.instruction import COPY_OF, POST_OF, SHARD_OPS, Instruction
+from megatron_pp.plan.ir.instruction import COPY_OF, POST_OF, STAGE_OPS, Instruction
 from megatron_pp.plan.simulate.simulation import Event, Transfer
 from megatron_pp.tools.draw import facts
 from megatron_pp.tools.draw.facts import value_ticks
@@ -22,11 +22,11 @@ from megatron_pp.tools.draw.palette import DARK, LIGHT, NAMES, OPERATIONS, block
 from megatron_pp.tools.draw.timeline import COLLECTIVES, COPIES, Lane, Timeline, thinned
 
 _TICKS = 2**31
-_OF_SHARDS = [op for op in POST_OF if op in SHARD_OPS]
+_OF_SHARDS = [op for op in POST_OF if op in STAGE_OPS]
 # The page's numbers of operations, waits, and waits for copies and collectives of replicas: at most 8 each.
 _COMPUTE, _WAITS, _COPY_WAITS = (
     {op: k for k, op in enumerate(ops)}
-    for ops in (OPERATIONS, [op for op in POST_OF if op not in SHARD_OPS], [*COPY_OF, *_OF_SHARDS])
+    for ops in (OPERATIONS, [op for op in POST_OF if op not in STAGE_OPS], [*COPY_OF, *_OF_SHARDS])
 )
 _STRIPS = dict(zip(("offloads", "loads", "gathers", "scatters"), (*COPIES, *COLLECTIVES), strict=True))
 _MOST_CHUNKS, _MOST_MICROBATCHES = 2**9, 2**20

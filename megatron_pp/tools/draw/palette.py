@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD, INPUT_GRAD, OUTPUT_PASSES, WEIGHT_GRAD, Instruction
+from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD, INPUT_GRAD, PASSES, WEIGHT_GRAD, Instruction
 
 
 class Colour(NamedTuple):
@@ -52,7 +52,7 @@ _BLOCKS = {
     BACKWARD: (Colour(230, 159, 0), "backward", "white on red"),
     INPUT_GRAD: (Colour(240, 250, 70), "input gradients", "black on yellow"),
     WEIGHT_GRAD: (Colour(40, 196, 150), "weight gradients", "black on green"),
-    **dict(zip(OUTPUT_PASSES, _PASSES, strict=False)),
+    **dict(zip(PASSES, _PASSES, strict=False)),
 }
 OPERATIONS = {op: colour for op, (colour, _, _) in _BLOCKS.items()}
 NAMES = {op: name for op, (_, name, _) in _BLOCKS.items()}

@@ -52,7 +52,7 @@ def check_memory(plan: Plan, verdict: Verdict) -> None:
     assert verdict.activations == peak_activations(plan)
     slices = plan.spec.slices
     assert peak_activations(plan, 0.0) == pytest.approx([peaks.each.in_flight / slices for peaks in verdict.ranks])
-    if not plan.offloads:
+    if not plan.copies_to_host:
         assert peak_activations(plan, 1.0) == pytest.approx([count / slices for count in result.peak_in_flight()])
     for rank, (program, stages) in enumerate(zip(plan.programs, plan.placement.stages, strict=True)):
         assert list(activations_timeline(plan, rank))[-1] == pytest.approx(0)

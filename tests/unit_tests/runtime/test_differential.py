@@ -20,11 +20,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
+from megatron_pp.feature_table import CACHES
 from megatron_pp.features.pairs.pair_runner import HalfCall, in_turn, on_two_streams
 from megatron_pp.features.skip_tensors.routes import SkipTensor, skip_tensors
 from megatron_pp.features.slices.sequence_slice import sequence_slice
 from megatron_pp.plan.ir.placement import LOOP
-from megatron_pp.plan.ir.spec import CACHES, CHANNELS, ONE_WAY, POLICIES
+from megatron_pp.plan.ir.spec import CHANNELS, ONE_WAY, POLICIES
 from megatron_pp.testing.adversarial_transports import HOSTILE_NETWORKS
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.pipeline import run_in_threads

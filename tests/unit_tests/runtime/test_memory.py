@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatron_pp.feature_table import CACHES
 from megatron_pp.features.skip_tensors.skip_runner import SkipRunner
 from megatron_pp.plan.builder import build_plan, verified_plan
 from megatron_pp.plan.ir.instruction import SEND_OPS, Instruction
-from megatron_pp.plan.ir.spec import CACHES, POLICIES, PlanSpec
+from megatron_pp.plan.ir.spec import POLICIES, PlanSpec
 from megatron_pp.plan.verify.lifetime import Walk
 from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.testing.memory_transport import MemoryNetwork

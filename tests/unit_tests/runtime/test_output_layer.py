@@ -15,7 +15,7 @@ from megatron_pp import SplitOutputLayer
 from megatron_pp.errors import MegatronPPError, PlanError, ScheduleInputError
 from megatron_pp.features.output_layer.output_runner import rows_of_rank
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.ir.instruction import OUTPUT_LAYER_OPS
+from megatron_pp.plan.ir.instruction import RANKWIDE_OPS
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.verify.verifier import verify
 from megatron_pp.testing.adversarial_transports import HOSTILE_NETWORKS
@@ -128,7 +128,7 @@ def test_what_verify_accepts_of_mutants_gives_the_same_numbers(name: str, monkey
 
 
 def is_of_output_layer(what: str) -> bool:
-    return any(f" {op}0" in what for op in OUTPUT_LAYER_OPS)
+    return any(f" {op}0" in what for op in RANKWIDE_OPS)
 
 
 def is_accepted(plan: Plan) -> bool:

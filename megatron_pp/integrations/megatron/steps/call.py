@@ -28,6 +28,7 @@ from megatron_pp.runtime.arguments import StepInputs
 from megatron_pp.runtime.compute import StepOptions
 from megatron_pp.runtime.host import Host
 from megatron_pp.runtime.step import Step
+from megatron_pp.runtime.step_features import why_not_in_megatron
 
 if TYPE_CHECKING:
     from megatron_pp.integrations.megatron.steps.v_step import StepsInV
@@ -124,25 +125,11 @@ class MegatronHost(Host):
         settings = StepSettings.from_config(self.config, self.installed.overrides)
         if self.megatron.captures_layers(self.config):  # 0.14 says so in another field
             settings = settings._replace(cuda_graph_impl=LOCAL_GRAPHS)
-        if settings.sequence_slices > 1:
-            raise ScheduleInputError(
-                f"config.sequence_slices is {settings.sequence_slices}, and Megatron's layers run sequences whole: "
-                "their attention keeps no keys and values from slice to slice, and positions, masks and losses are of "
-                "whole sequences; leave it out, or train a model that calls megatron_pp.sequence_slice() without "
-                "install()"
-            )
-        if settings.skip_tensors:
-            raise ScheduleInputError(
-                "config.skip_tensors names tensors that skip stages, and Megatron's models give a stage one tensor; "
-                "leave it out, or train stages that take and give named tensors without install()"
-            )
         schedule = settings.pipeline_schedule
-        if schedule is not None and checked(rules.known_family, schedule).barriers:
-            raise ScheduleInputError(
-                f"config.pipeline_schedule is {schedule!r}, which splits the output layer over all ranks; Megatron's "
-                "GPTModel has it, its loss and its copy of the word embeddings on the last stage alone. Choose another "
-                "schedule, or train a model with a megatron_pp.SplitOutputLayer without install()"
-            )
+        barriers = 0 if schedule is None else checked(rules.known_family, schedule).barriers
+        why_not = why_not_in_megatron(settings, barriers)
+        if why_not:
+            raise ScheduleInputError(why_not)
         if self.joins_pairs and schedule is None:
             return settings._replace(pipeline_schedule=COMBINED)
         return settings

@@ -16,6 +16,7 @@ import torch
 
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import PlanError, ScheduleInputError
+from megatron_pp.feature_table import BY_COST, FSDP_COLLECTIVES, PER_RUN, PER_STEP
 from megatron_pp.features.fsdp.fsdp_instructions import REDUCE_GRAD, RESHARD, UNSHARD, WAIT_REDUCE_GRAD, WAIT_UNSHARD
 from megatron_pp.features.fsdp.fsdp_runner import check_fsdp
 from megatron_pp.features.fsdp.replicas import check_replicas
@@ -27,7 +28,7 @@ from megatron_pp.plan.io.serialize import TORCH_CSV_COMMS, format_plan, parse_pl
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import format_program
 from megatron_pp.plan.ir.instruction_text import parse_program
-from megatron_pp.plan.ir.spec import BY_COST, FSDP_COLLECTIVES, PER_RUN, PER_STEP, Plan, PlanSpec
+from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.simulate.memory import ModelShape, rank_memory
 from megatron_pp.plan.simulate.simulation import Simulation
@@ -64,7 +65,7 @@ def count(plan: Plan, op: str) -> int:
 
 def of_shards(plan: Plan, rank: int = 0) -> str:
     """``rank``'s compute and collectives of replicas."""
-    shown = ins.SHARD_OPS | ins.COMPUTE_OPS
+    shown = ins.STAGE_OPS | ins.COMPUTE_OPS
     return format_program(at for at in plan.programs[rank] if at.op in shown)
 
 
@@ -234,7 +235,7 @@ def test_collectives_out_of_place_are_refused(edit: str, words: str) -> None:
     assert words in found
 
 
-@pytest.mark.parametrize("op", sorted(ins.SHARD_OPS))
+@pytest.mark.parametrize("op", sorted(ins.STAGE_OPS))
 @pytest.mark.parametrize("kind", ["per_run", "zero3", "by_cost"])
 def test_no_collective_can_be_left_out_or_doubled(op: str, kind: str) -> None:
     plan = build_plan(sharded("interleaved_1f1b", 2, 3, 4, kind, 2))
@@ -314,7 +315,7 @@ def test_collectives_of_a_rank_run_one_after_another_on_a_link_of_their_own() ->
         assert all(event.end - event.start == pytest.approx(0.7) for event in made)
         assert all(one.end <= other.start + 1e-9 for one, other in pairwise(made))
         assert waits.transfer > 0
-    assert not any(t.kind in ins.SHARD_OPS for t in result.transfers)
+    assert not any(t.kind in ins.STAGE_OPS for t in result.transfers)
     free = simulated(sharded("interleaved_1f1b", 2, 3, 4, "zero3"), gather=0.0)
     assert free.makespan == simulate(build_plan(PlanSpec("interleaved_1f1b", 2, 3, 4)), StageCosts.uniform(6)).makespan
 
@@ -351,7 +352,7 @@ def test_plans_are_written_and_read_back(kind: str) -> None:
     for rank, program in enumerate(plan.programs):
         assert plan.placement.place(rank, parse_program(format_program(program))) == program
     actions = parse_plan(format_plan(plan, TORCH_CSV_COMMS))
-    assert not any(at.op in ins.SHARD_OPS for program in actions.programs for at in program)
+    assert not any(at.op in ins.STAGE_OPS for program in actions.programs for at in program)
 
 
 def test_a_file_that_has_them_runs_as_it_is(tmp_path) -> None:

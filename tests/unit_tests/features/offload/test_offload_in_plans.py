@@ -229,7 +229,7 @@ def test_auto_offloads_where_copies_are_measured_and_hidden(copy: float | None, 
     spec = PlanSpec("auto", 2, 2, 4, measured=measured)
     best = auto.found(spec).best
     plan, verdict = verified_plan(spec)
-    assert plan.offloads == offloads
+    assert plan.copies_to_host == offloads
     assert max(verdict.activations) <= 3.0
     assert plan.programs == best.plan.programs
     costs, network = measured.costs(4), measured.network()
@@ -239,4 +239,4 @@ def test_auto_offloads_where_copies_are_measured_and_hidden(copy: float | None, 
 
 
 def test_without_a_limit_auto_offloads_nothing() -> None:
-    assert not build_plan(PlanSpec("auto", 2, 2, 4, measured=Measured(offload=0.0))).offloads
+    assert not build_plan(PlanSpec("auto", 2, 2, 4, measured=Measured(offload=0.0))).copies_to_host

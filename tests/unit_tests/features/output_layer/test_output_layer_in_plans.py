@@ -76,7 +76,7 @@ def test_at_least_four_mutants_of_each_new_instruction_are_caught(name: str) -> 
     """Dropped, repeated, exchanged or moved: refused, or harmless where it stays within its bounds."""
     plan, caught = build_plan(PlanSpec(name, 3, 1, 5)), Counter[str]()
     for what, mutant in mutants(plan, random.Random(7), per_instruction=3):
-        op = next((op for op in ins.OUTPUT_LAYER_OPS if f", {op}0" in what), None)
+        op = next((op for op in ins.RANKWIDE_OPS if f", {op}0" in what), None)
         if op is None:
             continue
         try:
@@ -86,7 +86,7 @@ def test_at_least_four_mutants_of_each_new_instruction_are_caught(name: str) -> 
         else:
             assert what.startswith(("move", "swap")), what
             assert {*map(str, mutant.programs[0])} == {*map(str, plan.programs[0])}, what
-    used = ins.OUTPUT_LAYER_OPS - ({REDUCE, WAIT_REDUCE} if plan.placement.barriers == 1 else set())
+    used = ins.RANKWIDE_OPS - ({REDUCE, WAIT_REDUCE} if plan.placement.barriers == 1 else set())
     assert all(caught[op] >= 4 for op in used), caught
 
 

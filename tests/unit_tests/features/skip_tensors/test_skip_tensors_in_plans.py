@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from megatron_pp.errors import FileFormatError, InstructionError, PlanError
+from megatron_pp.feature_table import CACHES, NO_CACHE, RECEIVED
 from megatron_pp.features.skip_tensors.routes import (
     ALL,
     SkipTensor,
     declared_tensors,
+    routes_in,
     routes_of,
     skip_tensors,
     traffic_of,
@@ -26,7 +28,7 @@ from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import Instruction, each
 from megatron_pp.plan.ir.instruction_text import parse_instruction
 from megatron_pp.plan.ir.placement import LOOP, V_SHAPE, Placement
-from megatron_pp.plan.ir.spec import CACHES, NO_CACHE, RECEIVED, Plan, PlanSpec
+from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.verify.verifier import verify
 from testkit.plan_text import edited, refusal, rows
@@ -169,7 +171,7 @@ def test_refuses_any_operation_with_a_microbatch_and_a_name_that_is_not_in_the_p
 def test_refuses_what_is_used_from_the_cache_before_it_came():
     """The second chunk uses what came to the first one: its forward has no message of that tensor itself."""
     plan = build_plan(PlanSpec("interleaved_1f1b", 2, 2, 2, skip_tensors="a=0>3"))
-    assert plan.routes.used[3]["a"].stage == 1
+    assert routes_in(plan).used[3]["a"].stage == 1
     assert "comes before the tensor a is there" in refusal(edited(plan, 1, "move WAIT_F0.0:a behind F1.0"))
 
 

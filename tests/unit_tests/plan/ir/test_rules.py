@@ -10,11 +10,11 @@ import pytest
 
 import megatron_pp
 from megatron_pp.errors import PlanError
+from megatron_pp.feature_table import FEATURE_OPS, FEATURES, ROW_OF
 from megatron_pp.features.fsdp.fsdp_instructions import GRADIENTS, USED
-from megatron_pp.on_demand import MODULES
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir import instruction as ins
-from megatron_pp.plan.ir.feature import FEATURE_OPS, rows_of
+from megatron_pp.plan.ir.feature import rows_of
 from megatron_pp.plan.ir.instruction import Instruction
 from megatron_pp.plan.ir.rules import rule_of, words_of
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
@@ -30,7 +30,7 @@ RULES = {op: rule for op in ins.SINGLE_OPS if (rule := rule_of(op)) is not None}
 
 
 def plan_with(op: str) -> Plan:
-    return SPLIT_OUTPUT if op in ins.OUTPUT_LAYER_OPS else SHARDED if op in ins.SHARD_OPS else V_PLAN
+    return SPLIT_OUTPUT if op in ins.RANKWIDE_OPS else SHARDED if op in ins.STAGE_OPS else V_PLAN
 
 
 def site_of(op: str) -> tuple[Plan, int, int]:
@@ -40,7 +40,7 @@ def site_of(op: str) -> tuple[Plan, int, int]:
         (plan, rank, i)
         for rank, program in enumerate(plan.programs)
         for i, at in enumerate(program)
-        if at.op == op and (at.mb > 0 or op in ins.SHARD_OPS) and 0 < at.stage < plan.placement.num_stages - 1
+        if at.op == op and (at.mb > 0 or op in ins.STAGE_OPS) and 0 < at.stage < plan.placement.num_stages - 1
     )
 
 
@@ -64,10 +64,12 @@ def test_every_op_has_a_rule_and_every_fact_words() -> None:
 
 def test_a_feature_has_rows_for_the_ops_that_are_registered_and_facts_of_its_own() -> None:
     taken = 0
-    for name in {row.rows for row in FEATURE_OPS.values()}:
-        rows, ops = rows_of(name), {op for op, row in FEATURE_OPS.items() if row.rows == name}
-        assert set(rows.names) == set(rows.rules) == ops
-        assert ops.issuperset([*rows.changes, *rows.in_order, *rows.ends_use])
+    for row in FEATURES:
+        if not row.ops:
+            continue
+        rows = rows_of(row.rows)
+        assert set(rows.names) == set(rows.rules) == set(row.ops)
+        assert set(row.ops).issuperset([*rows.changes, *rows.in_order, *rows.ends_use])
         assert not taken & sum(rows.facts)
         taken |= sum(rows.facts)
     core = [rule for op, rule in RULES.items() if op not in FEATURE_OPS]
@@ -77,11 +79,11 @@ def test_a_feature_has_rows_for_the_ops_that_are_registered_and_facts_of_its_own
 def test_the_core_names_instructions_of_features_where_they_are_registered_alone() -> None:
     package = Path(megatron_pp.__file__).parent
     texts = {path.relative_to(package): path.read_text() for path in package.rglob("*.py")}
-    for op, row in FEATURE_OPS.items():
-        folder = Path(*MODULES[row.rows].split(".")[1:-1])
+    for op, row in ROW_OF.items():
+        folder = Path("features", row.folder)
         outside = [path for path in texts if folder not in path.parents]
         naming = [str(path) for path in outside if len(op) > 1 and re.search(rf"\b{op}\b", texts[path])]
-        assert naming in (["plan/ir/feature.py"], []), op
+        assert naming in (["feature_table.py"], []), op
 
 
 def test_what_a_rule_needs_another_one_adds() -> None:

@@ -148,13 +148,13 @@ def test_the_schedules_without_a_steady_state_are_those_of_the_page() -> None:
 def test_a_rank_lays_out_no_other_program_than_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = build_plan(PlanSpec("interleaved_1f1b", 4, 2, 40))
     laid_out = []
-    program = lower._RankLowering.program
+    program = lower.RankLowering.program
 
-    def recorded(ranked: lower._RankLowering) -> list[Instruction]:
+    def recorded(ranked: lower.RankLowering) -> list[Instruction]:
         laid_out.append(ranked.rank)
         return program(ranked)
 
-    monkeypatch.setattr(lower._RankLowering, "program", recorded)
+    monkeypatch.setattr(lower.RankLowering, "program", recorded)
     plan.tasks(2)
     build_plan(PlanSpec("interleaved_1f1b", 4, 2, 60)).tasks(2)
     assert laid_out == [2]

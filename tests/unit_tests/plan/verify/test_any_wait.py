@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_pp.errors import PlanError
+from megatron_pp.feature_table import CACHES, FSDP_COLLECTIVES
 from megatron_pp.features.modules.modules_plan import lowered_modules, modules_spec
 from megatron_pp.features.modules.modules_text import graphs_in
 from megatron_pp.features.modules.modules_verify import verify_modules
@@ -17,11 +18,9 @@ from megatron_pp.plan.costs.stage_costs import Link, Network, StageCosts
 from megatron_pp.plan.ir.instruction import BATCH, COMPUTE_OPS
 from megatron_pp.plan.ir.spec import (
     ANY_WAIT,
-    CACHES,
     CHANNELS,
     DEVICE_SYNC,
     EXPLICIT,
-    FSDP_COLLECTIVES,
     HOOKS,
     ON_NCCL,
     ONE_QUEUE,

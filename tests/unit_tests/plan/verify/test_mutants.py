@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from megatron_pp.errors import PipelineError, PlanError
+from megatron_pp.feature_table import CACHES
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.ir.spec import CACHES, CHANNELS, EXPLICIT, HOOKS, POLICIES, Plan, PlanSpec
+from megatron_pp.plan.ir.spec import CHANNELS, EXPLICIT, HOOKS, POLICIES, Plan, PlanSpec
 from megatron_pp.plan.verify.verifier import verify
 from megatron_pp.testing.adversarial_transports import HOSTILE_NETWORKS
 from megatron_pp.testing.toy import TOY_SCHEDULES, ToyResult, reference_run

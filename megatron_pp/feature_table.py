@@ -1,0 +1,233 @@
+"""The one table of features. The core names none elsewhere: it finds in a feature's row which module has its hooks,
+and what the feature adds to instructions, specs, memory and schedules (docs/adding_an_instruction.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+# Kinds: what verification, simulation and drawings have to know of an instruction.
+PASS = "pass"  # compute of every rank, whose inputs collectives bring
+COLLECTIVE = "collective"  # posts one of all ranks; never blocks
+COLLECTIVE_WAIT = "collective wait"
+TO_HOST = "copy to host"  # posts a copy from device to host memory; never blocks
+FROM_HOST = "copy from host"
+COPY_WAIT = "copy wait"
+RELEASE = "release"  # of what a message with a name brought
+GATHER = "gather"  # posts a collective of the rank's data-parallel replicas; never blocks; of a stage, no microbatch
+SCATTER = "scatter"  # likewise
+REPLICA_WAIT = "wait for replicas"
+STAGE_RELEASE = "release of a stage"
+
+CACHES = NO_CACHE, RECEIVED, ALL = ("none", "received", "all")
+"""What ranks keep of named tensors (``features/skip_tensors/routes.py``)."""
+
+FSDP_COLLECTIVES = PER_STEP, PER_RUN, ZERO2, ZERO3, BY_COST = ("per_step", "per_run", "zero2", "zero3", "by_cost")
+"""Presets, and by cost (``features/fsdp``)."""
+
+
+class FeatureOp(NamedTuple):
+    """An instruction. ``kind``: one of those above; ``post``: what a wait waits for."""
+
+    kind: str
+    post: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A feature.
+
+    folder      in ``features/``
+    modules     that load late: name in ``on_demand`` -> module in the folder
+    rows        the module whose ROWS, a ``PlanFeature``, has the rows of its instructions
+    plan        the module whose HOOKS, a ``PlanHooks``, take part in orders, lowering and verification
+    step        the module whose STEP, a ``StepHooks``, takes part in a step
+    ops         its instructions
+    spec        its settings of a plan's spec, with their defaults
+    private     those of them in which ranks may differ
+    written     whether files of plans have these settings also where all are the defaults
+    core        fields of the spec by which the core knows it, with their defaults
+    config      its settings of the config, with their defaults
+    tensors     what it adds to the counts of live tensors (``plan/ir/ledger.py``)
+    views       what it adds to the counts that are views on them, or of other memory
+    families    schedules in the folder, name -> module, by the name of the one behind which they are listed
+    of_barriers whether it takes part in plans whose placement has barriers
+    of_names    whether messages with a name are its own
+    of_models   whether it also checks steps once the program has loaded the module of ``step``, as for a layer
+    """
+
+    folder: str
+    modules: Mapping[str, str]
+    rows: str = ""
+    plan: str = ""
+    step: str = ""
+    ops: Mapping[str, FeatureOp] = field(default_factory=dict)
+    spec: Mapping[str, Any] = field(default_factory=dict)
+    private: tuple[str, ...] = ()
+    written: bool = True
+    core: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    tensors: tuple[str, ...] = ()
+    views: tuple[str, ...] = ()
+    families: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    of_barriers: bool = False
+    of_names: bool = False
+    of_models: bool = False
+
+
+FEATURES = (
+    # From the innermost to the outermost of those that run one forward or backward.
+    Row(
+        "skip_tensors",
+        {
+            "skip_instructions": "skip_instructions",
+            "skip_hooks": "skip_hooks",
+            "skip_tensors": "skip_runner",
+            "skip_routes": "routes",
+            "skip_lifetime": "skip_lifetime",
+        },
+        rows="skip_instructions",
+        plan="skip_hooks",
+        step="skip_tensors",
+        ops={"DROP": FeatureOp(RELEASE)},
+        spec={"skip_tensors": (), "skip_cache": RECEIVED},
+        written=False,
+        config={"skip_tensors": None, "skip_cache": RECEIVED},
+        tensors=(
+            "held",  # named tensors that the rank made or received, and has not dropped
+            "held_grads",  # sums of their gradients, which are not sent or used up yet
+        ),
+        of_names=True,
+    ),
+    Row(
+        "offload",
+        {
+            "offload_instructions": "offload_instructions",
+            "offload_lowering": "offload_lowering",
+            "offload": "offload_runner",
+            "host_copies": "host_copies",
+        },
+        rows="offload_instructions",
+        plan="offload_lowering",
+        step="offload",
+        ops={
+            "OFFLOAD": FeatureOp(TO_HOST),
+            "FREE_OFFLOAD": FeatureOp(COPY_WAIT, "OFFLOAD"),
+            "LOAD": FeatureOp(FROM_HOST),
+            "WAIT_LOAD": FeatureOp(COPY_WAIT, "LOAD"),
+        },
+        spec={"offload_chunks": None, "offload_slots": 1},
+        private=("offload_chunks", "offload_slots"),
+        config={"offload_chunks": None, "offload_slots": 1},
+        families={"interleaved_zb": {"pipe_offload": "pipe_offload"}},
+    ),
+    Row(
+        "slices",
+        {"slices": "sequence_slice", "key_values": "key_values", "slice_lengths": "lengths"},
+        step="slices",
+        core={"slices": 1},
+        config={"sequence_slices": 1},
+    ),
+    Row(
+        "output_layer",
+        {
+            "output_instructions": "output_instructions",
+            "output_layer_lowering": "output_lowering",
+            "output_layer": "output_runner",
+        },
+        rows="output_instructions",
+        plan="output_layer_lowering",
+        step="output_layer",
+        ops={
+            "S": FeatureOp(PASS),
+            "T": FeatureOp(PASS),
+            "BROADCAST": FeatureOp(COLLECTIVE),
+            "ALL_REDUCE": FeatureOp(COLLECTIVE),
+            "REDUCE": FeatureOp(COLLECTIVE),
+            "WAIT_BROADCAST": FeatureOp(COLLECTIVE_WAIT, "BROADCAST"),
+            "WAIT_ALL_REDUCE": FeatureOp(COLLECTIVE_WAIT, "ALL_REDUCE"),
+            "WAIT_REDUCE": FeatureOp(COLLECTIVE_WAIT, "REDUCE"),
+        },
+        views=("logits",),  # microbatches between S and T: their softmax is kept, of the rank's rows
+        families={"interleaved_seq_zb": {"vocab_1f1b": "vocabulary", "vocab_1f1b_alg1": "vocabulary"}},
+        of_barriers=True,
+        of_models=True,
+    ),
+    Row(
+        "fsdp",
+        {
+            "fsdp_instructions": "fsdp_instructions",
+            "fsdp_lowering": "fsdp_lowering",
+            "fsdp_by_cost": "by_cost",
+            "fsdp_replicas": "replicas",
+            "fsdp": "fsdp_runner",
+            "shard_lifetime": "shard_lifetime",
+            "shard_memory": "shard_memory",
+        },
+        rows="fsdp_instructions",
+        plan="fsdp_lowering",
+        step="fsdp",
+        ops={
+            "UNSHARD": FeatureOp(GATHER),
+            "WAIT_UNSHARD": FeatureOp(REPLICA_WAIT, "UNSHARD"),
+            "RESHARD": FeatureOp(STAGE_RELEASE),
+            "REDUCE_GRAD": FeatureOp(SCATTER),
+            "WAIT_REDUCE_GRAD": FeatureOp(REPLICA_WAIT, "REDUCE_GRAD"),
+        },
+        spec={"fsdp_collectives": "", "fsdp_max_active_stages": 0},
+        config={"fsdp_collectives": None, "fsdp_max_active_stages": None},
+        views=(
+            "unsharded",  # stages whose parameters are whole, or on their way
+            "unreduced",  # stages with whole gradients: from the first one until the reduction is over
+        ),
+    ),
+    Row("pairs", {"pairs": "pair_runner"}, step="pairs", core={"overlap_pairs": False}),
+)
+
+
+def families_behind(name: str) -> dict[str, str]:
+    """The schedules of features that are listed behind ``name``, with their modules."""
+    return {
+        family: f"megatron_pp.features.{row.folder}.{module}"
+        for row in FEATURES
+        for family, module in row.families.get(name, {}).items()
+    }
+
+
+def module_names() -> dict[str, str]:
+    """The modules of all features for ``on_demand``."""
+    return {
+        name: f"megatron_pp.features.{row.folder}.{module}" for row in FEATURES for name, module in row.modules.items()
+    }
+
+
+FEATURE_OPS = {op: kind for row in FEATURES for op, kind in row.ops.items()}
+"""Every instruction of a feature."""
+ROW_OF = {op: row for row in FEATURES for op in row.ops}
+SPEC_DEFAULTS = {name: default for row in FEATURES for name, default in row.spec.items()}
+"""Every setting of a plan's spec that is a feature's."""
+PRIVATE_SETTINGS = {name for row in FEATURES for name in row.private}
+
+if TYPE_CHECKING:
+
+    @dataclass(frozen=True, kw_only=True)
+    class SpecSettings:
+        """The settings of ``SPEC_DEFAULTS`` as type checkers see them.
+
+        skip_tensors      named tensors that stages send to later ones, or their declaration as text
+        skip_cache        what ranks keep of them, so that it is not sent again: one of CACHES
+        offload_chunks    chunks of every rank, from its first, whose forwards are offloaded; None: the schedule's own
+        offload_slots     compute slots for which a copy between device and host is placed (>= 1)
+        fsdp_collectives  how stages' parameters are gathered and their gradients reduced over data-parallel replicas;
+                          empty: the plan does neither
+        fsdp_max_active_stages  of a rank, whose parameters may be whole at a time; 0: all
+        """
+
+        skip_tensors: tuple[Any, ...] = ()
+        skip_cache: str = RECEIVED
+        offload_chunks: int | None = None
+        offload_slots: int = 1
+        fsdp_collectives: str = ""
+        fsdp_max_active_stages: int = 0

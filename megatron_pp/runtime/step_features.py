@@ -1,0 +1,74 @@
+"""Which features a step has, and their hooks (``step_hooks.py``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from megatron_pp.config.settings import StepSettings
+from megatron_pp.feature_table import FEATURES, Row
+from megatron_pp.on_demand import is_loaded, load
+from megatron_pp.plan.builder import settings_of
+from megatron_pp.plan.ir.feature import rows_asked_by
+from megatron_pp.plan.ir.spec import Plan, PlanSpec
+from megatron_pp.plan.orders import find_family
+from megatron_pp.runtime.executor import Feature
+
+if TYPE_CHECKING:
+    from megatron_pp.runtime.model_steps import ModelSteps
+    from megatron_pp.runtime.step_hooks import StepHooks
+
+_OF_MODELS = [row for row in FEATURES if row.of_models]
+
+
+def step_hooks(spec: PlanSpec) -> list[StepHooks]:
+    """Those of the features that a plan of ``spec`` has, and of those for which the program has made a layer."""
+    rows = _rows_in(spec, find_family(spec.schedule).barriers)
+    of_models = [row for row in _OF_MODELS if row not in rows and is_loaded(row.step)]
+    return [load(row.step).STEP for row in (*rows, *of_models)]
+
+
+def why_not_in_megatron(settings: StepSettings, barriers: int) -> str:
+    """Why Megatron's models cannot have a feature that ``settings`` ask for, or a schedule with ``barriers``; empty
+    where they can."""
+    rows = [*rows_asked_by(settings), *(row for row in FEATURES if row.of_barriers and barriers)]
+    return next((why for row in rows if row.step and (why := load(row.step).STEP.why_not_in_megatron(settings))), "")
+
+
+def features_in(plan: Plan, **run: Any) -> list[Feature]:
+    """What runs instructions of the plan that are not the engine's own, from the innermost to the outermost. ``run``:
+    the fields of a ``Run``."""
+    rows = _rows_in(plan.spec, plan.placement.barriers)
+    found: list[Feature] = []
+    if not rows:
+        return found
+    given = load("step_hooks").Run(plan, outer=found, **run)
+    for row in reversed(rows):
+        made = load(row.step).STEP.runner(given)
+        if made is not None:
+            found.insert(0, made)
+    return found
+
+
+def kind_of_steps(plan: Plan) -> type[ModelSteps]:
+    """What runs a microbatch through a chunk."""
+    for row in _rows_in(plan.spec, plan.placement.barriers):
+        found: type[ModelSteps] | None = load(row.step).STEP.steps()
+        if found is not None:
+            return found
+    return load("model_steps").ModelSteps
+
+
+@lru_cache(maxsize=256)
+def _rows_in(spec: PlanSpec, barriers: int) -> tuple[Row, ...]:
+    settings = settings_of(spec)
+    return tuple(row for row in FEATURES if row.step and _has(row, spec, settings, barriers))
+
+
+def _has(row: Row, spec: PlanSpec, settings: Mapping[str, Any], barriers: int) -> bool:
+    return (
+        any(name in settings for name in row.spec)
+        or (row.of_barriers and barriers > 0)
+        or any(getattr(spec, name) != default for name, default in row.core.items())
+    )

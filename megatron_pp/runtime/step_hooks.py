@@ -1,0 +1,67 @@
+"""The hooks of features in a step: before there is any communication, and in the engine. Features derive from them. A
+step that has no feature loads none (``step_features.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_pp.comm.communicator import P2PCore
+from megatron_pp.config.settings import StepSettings
+from megatron_pp.plan.ir.spec import Plan, PlanSpec
+from megatron_pp.runtime.arguments import StepInputs
+from megatron_pp.runtime.executor import Feature
+from megatron_pp.runtime.message_shapes import Messages, Shapes
+from megatron_pp.runtime.model_steps import ModelSteps
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a feature's part of the engine is made from.
+
+    steps          what runs a microbatch through a chunk
+    shapes         of messages, by slice; ``lengths`` of the slices in tokens, () where sequences are whole
+    graphs         whether stages build autograd graphs in evaluation too
+    pair_function  ``config.overlapped_forward_backward``
+    outer          parts of other features, which run around this one"""
+
+    plan: Plan
+    communicator: P2PCore
+    chunks: Sequence[Any]
+    steps: Any
+    shapes: Sequence[Shapes]
+    lengths: Sequence[int]
+    graphs: bool
+    pair_function: Any
+    outer: list[Feature]
+
+
+class StepHooks:
+    """Where a feature takes part in steps that have it. It holds no state, and by default does nothing."""
+
+    def why_not_in_megatron(self, settings: StepSettings) -> str:
+        """Why Megatron's models cannot have it; empty where they can."""
+        return ""
+
+    def check_draft(self, draft: PlanSpec, inputs: StepInputs, settings: StepSettings) -> None:
+        """Raises ScheduleInputError for a step that it cannot be in."""
+
+    def check(self, draft: PlanSpec, inputs: StepInputs, settings: StepSettings, wanted: Messages) -> None:
+        """The same, with the messages that stages give each other."""
+
+    def cut(
+        self, inputs: StepInputs, settings: StepSettings, tp_size: int, cp_size: int, shapes: Shapes
+    ) -> tuple[tuple[int, ...], tuple[Shapes, ...]] | None:
+        """Lengths in tokens of what it cuts sequences into, and the shapes of their messages; None where it does
+        not."""
+        return None
+
+    def steps(self) -> type[ModelSteps] | None:
+        """What runs a microbatch through a chunk, in place of ``ModelSteps``."""
+        return None
+
+    def runner(self, run: Run) -> Feature | None:
+        """What runs its instructions."""
+        return None

@@ -1,0 +1,158 @@
+"""Deletes a feature from a copy of the repository and runs the tests that do not name it: those of the core and of the
+other features stay green.
+
+python scripts/without_feature.py --list
+python scripts/without_feature.py NAME [TEST_PATH ...] [--keep DIR]
+
+Deleted are the folder of the feature, its row in megatron_pp/feature_table.py, and every file that imports what is
+gone, by any way: tools and test support that are of it. Of the tests those that name it are left out too. What was
+left out is printed. Exits as pytest does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from megatron_pp.feature_table import FEATURES, Row  # noqa: E402
+
+TESTS = ("tests/unit_tests/plan", "tests/unit_tests/config", "tests/unit_tests/features", "tests/unit_tests/runtime")
+PACKAGES = ("megatron_pp", "testkit", "tests", "benchmarks", "scripts")
+TABLE = "megatron_pp/feature_table.py"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("name", nargs="?", choices=[row.folder for row in FEATURES])
+    parser.add_argument("tests", nargs="*", help=f"by default {' '.join(TESTS)}")
+    parser.add_argument("--list", action="store_true", help="name the features, and end")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="make the copy there, and leave it")
+    args = parser.parse_args(arguments)
+    if args.list:
+        print("\n".join(row.folder for row in FEATURES))
+        return 0
+    if args.name is None:
+        parser.error("which feature? --list names them")
+    row = next(row for row in FEATURES if row.folder == args.name)
+    with tempfile.TemporaryDirectory() as scratch:
+        copy = args.keep or Path(scratch, "copy")
+        copy_repository(copy)
+        left_out = delete(row, copy)
+        print(f"without {row.folder}: {len(left_out)} files are left out with it", *left_out, sep="\n    ", flush=True)
+        return run_tests(copy, args.tests or TESTS)
+
+
+def copy_repository(target: Path) -> None:
+    """The files that git knows or does not ignore, as they are now."""
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
+    for name in filter(None, names):
+        source, copy = ROOT / name, target / name
+        if source.is_file():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, copy)
+
+
+def delete(row: Row, copy: Path) -> list[str]:
+    """Delete the feature from ``copy``; returns the other files that went with it."""
+    table = copy / TABLE
+    table.write_text(without_row(table.read_text(encoding="utf-8"), row), encoding="utf-8")
+    folder = f"megatron_pp/features/{row.folder}"
+    shutil.rmtree(copy / folder)
+    shutil.rmtree(copy / "tests/unit_tests/features" / row.folder, ignore_errors=True)
+    gone = importers_of(module_of(folder), copy)
+    words = re.compile(rf"\b({'|'.join(map(re.escape, words_of(row)))})\b")
+    for path in sorted(copy.glob("tests/**/test_*.py")):
+        if words.search(path.read_text(encoding="utf-8")):
+            gone.add(path.relative_to(copy).as_posix())
+    for name in gone:
+        (copy / name).unlink(missing_ok=True)
+    return sorted(gone)
+
+
+def without_row(text: str, row: Row) -> str:
+    """The table without the feature's row."""
+    rows = next(
+        node.value
+        for node in ast.parse(text).body
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "FEATURES"
+    )
+    assert isinstance(rows, ast.Tuple)
+    call = next(one for one in rows.elts if isinstance(one, ast.Call) and ast.literal_eval(one.args[0]) == row.folder)
+    lines = text.splitlines(keepends=True)
+    return "".join(lines[: call.lineno - 1] + lines[call.end_lineno :])
+
+
+def words_of(row: Row) -> set[str]:
+    """What a test calls the feature by: its settings, schedules and instructions, and its folder."""
+    families = {name for listed in row.families.values() for name in listed}
+    operations = {op for op in row.ops if len(op) > 1}
+    return {*row.spec, *row.config, *row.core, *families, *operations, f"features.{row.folder}", f'"{row.folder}"'}
+
+
+def importers_of(gone: str, copy: Path) -> set[str]:
+    """The files that cannot be imported without the module ``gone`` and those in it, by any way."""
+    imported = {
+        path.relative_to(copy).as_posix(): set(imports_of(path, copy))
+        for package in PACKAGES
+        for path in sorted((copy / package).rglob("*.py"))
+    }
+    found: set[str] = set()
+    missing = {gone}
+    while True:
+        new = {
+            name
+            for name, modules in imported.items()
+            if name not in found and any(one == of or one.startswith(f"{of}.") for one in modules for of in missing)
+        }
+        if not new:
+            return found
+        found |= new
+        missing |= {module_of(name) for name in new}
+
+
+def module_of(name: str) -> str:
+    return name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def imports_of(path: Path, copy: Path) -> Iterator[str]:
+    """The modules that a file imports as it is loaded; those for type checkers are not."""
+    for node in _statements(ast.parse(path.read_text(encoding="utf-8")).body):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    for node in body:
+        yield node
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+            yield from _statements(node.orelse)
+        elif isinstance(node, (ast.If, ast.Try, ast.With)):
+            yield from _statements(node.body)
+
+
+def run_tests(copy: Path, paths: Sequence[str]) -> int:
+    existing = [path for path in paths if (copy / path).exists()]
+    options = ["-c", "pyproject.toml", "--rootdir", ".", "-q", "-m", "not slow"]
+    environment = {**os.environ, "PYTHONPATH": str(copy)}
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *existing], cwd=copy, env=environment, check=False
+    ).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""Features stand behind one door: the core names none of them, but in the one table (``feature_table.py``)."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import megatron_pp
+from megatron_pp.config.model_config import TransformerConfig
+from megatron_pp.errors import PlanError
+from megatron_pp.feature_table import FEATURES, SPEC_DEFAULTS
+from megatron_pp.plan.ir.spec import PlanSpec
+from tests.functional_tests.test_core_size import COMPILER, MACHINE, OWN, UNDER_INSTALL
+
+PACKAGE = Path(megatron_pp.__file__).parent
+
+# What a core file calls a feature by, in code or in words.
+NAMES = {
+    "skip_tensors": r"skip[_ ]tensor|skip_cache|skip_routes|SkipTensor|named tensor|\broutes\b",
+    "offload": r"offload_|pipe_offload|\boffload(s|ed)?\b",
+    "slices": r"(?<![a-z_])slices?(?![a-z])|_slices?(?![a-z])|key_values|keys and values",
+    "output_layer": r"output_layer|split output layer|SplitOutputLayer|output_root|output_stages|logits|softmax|vocab_",
+    "fsdp": r"fsdp|unshard|reshard|sharded stage|ShardWalk",
+    "pairs": r"overlap_pairs|overlapped_forward_backward|pair_runner|PairRunner",
+}
+# What others call so: Megatron and torch what they do themselves.
+OF_OTHERS = re.compile(
+    r"fine_grained_activation_offloading|activation[_ ]offload|offload_reset|reset_offload"
+    r"|fsdp_resync|resynchronise_fsdp|megatron[-_]fsdp|DistributedDataParallel (or|and) FSDP|and FSDP\."
+    r"|slice of time|\b_SLICE\b",
+    re.IGNORECASE,
+)
+# Files that still name features. A file leaves the list with the last of its names.
+_PUBLIC = "__init__.py"  # names of the package
+_CONFIG = "config/model_config.py"  # fields of the config are those of a dataclass, for type checkers
+_OF_SLICES = """
+    config/made.py config/rules.py faults/attach.py plan/builder.py plan/ir/dataflow.py
+    plan/ir/instruction.py plan/ir/ledger.py plan/ir/repeated.py plan/ir/spec.py plan/ir/tasks.py
+    plan/lower/boundaries.py plan/lower/clock.py plan/lower/lowering.py plan/lower/order_check.py
+    plan/lower/repetition.py plan/orders/__init__.py plan/orders/family.py plan/orders/interleaved.py
+    plan/verify/lifetime.py plan/verify/verifier.py
+    runtime/executor.py runtime/host.py runtime/plan_choice.py runtime/step.py
+    plan/orders/one_chunk.py
+"""
+_OF_PAIRS = """
+    plan/ir/instruction.py plan/ir/spec.py plan/lower/lowering.py plan/orders/interleaved.py runtime/host.py
+    runtime/plan_choice.py
+"""
+EXCEPTIONS = {
+    "skip_tensors": {_CONFIG},
+    "offload": {_CONFIG},
+    "fsdp": {_CONFIG},
+    "output_layer": {_PUBLIC},
+    "slices": {_PUBLIC, _CONFIG, *_OF_SLICES.split()},
+    "pairs": {_CONFIG, *_OF_PAIRS.split()},
+}
+
+
+def core_files() -> list[Path]:
+    found = []
+    for book in (MACHINE, OWN, UNDER_INSTALL, COMPILER):
+        for room, names in book.items():
+            folder = PACKAGE.joinpath(*room.split("."))
+            found += [folder / f"{name}.py" for name in ("__init__", *names.split())]
+    return sorted({path for path in found if path.exists()})
+
+
+def test_the_list_has_every_feature_of_the_table() -> None:
+    assert set(NAMES) == {row.folder for row in FEATURES}
+    folders = {path.name for path in (PACKAGE / "features").iterdir() if (path / "__init__.py").exists()}
+    assert set(NAMES) <= folders
+
+
+@pytest.mark.parametrize("feature", NAMES)
+def test_no_core_file_names_a_feature(feature: str) -> None:
+    naming = {}
+    for path in core_files():
+        text = OF_OTHERS.sub("", path.read_text(encoding="utf-8"))
+        lines = [
+            f"{number}: {line.strip()}"
+            for number, line in enumerate(text.splitlines(), 1)
+            if re.search(NAMES[feature], line, re.IGNORECASE)
+        ]
+        if lines:
+            naming[path.relative_to(PACKAGE).as_posix()] = lines
+    allowed = EXCEPTIONS.get(feature, set())
+    unexpected = {name: lines for name, lines in naming.items() if name not in allowed}
+    assert not unexpected, f"core files name the feature {feature}: {unexpected}"
+    assert not allowed - set(naming), "take these files off the exceptions: they name the feature no more"
+
+
+def test_a_row_has_the_defaults_of_the_config() -> None:
+    fields = TransformerConfig.__dataclass_fields__
+    for row in FEATURES:
+        assert {name: fields[name].default for name in row.config} == dict(row.config), row.folder
+        assert {name: PlanSpec.__dataclass_fields__[name].default for name in row.core} == dict(row.core), row.folder
+
+
+def test_a_setting_has_one_value_in_one_form() -> None:
+    spec = PlanSpec("1f1b", 2, 1, 4)
+    assert not spec.added
+    assert PlanSpec("1f1b", 2, 1, 4, **SPEC_DEFAULTS) == spec
+    assert hash(PlanSpec("1f1b", 2, 1, 4, **SPEC_DEFAULTS)) == hash(spec)
+    with pytest.raises(AttributeError, match="no_such_setting"):
+        spec.no_such_setting  # noqa: B018
+    with pytest.raises(TypeError, match="no_such_setting"):
+        PlanSpec("1f1b", 2, 1, 4, no_such_setting=1)
+
+
+def test_what_no_feature_allows_is_refused() -> None:
+    for name, wrong in (("offload_slots", 0), ("offload_slots", True), ("fsdp_max_active_stages", -1)):
+        if name in SPEC_DEFAULTS:
+            with pytest.raises(PlanError, match=f"{name} is {wrong}; it must be a whole number"):
+                PlanSpec("1f1b", 2, 1, 4, **{name: wrong})
