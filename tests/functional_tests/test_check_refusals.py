@@ -10,6 +10,7 @@ import pytest
 from megatron_pp.tools.check.findings import ERROR, NOTE, RISK
 from megatron_pp.tools.check.job import Job
 from megatron_pp.tools.check.megatron_flags import read_script
+from megatron_pp.tools.check.read import Given, read_job
 from tests.functional_tests.megatron_support import needs_megatron
 
 pytestmark = needs_megatron
@@ -28,7 +29,7 @@ def positive(text):
 def add_megatron_arguments(parser):
     for name in ("tensor-model-parallel-size", "pipeline-model-parallel-size", "num-layers"):
         parser.add_argument(f"--{name}", type=positive, default=1)
-    for name in ("old-flag", "sequence-parallel", "fused", "mended", "ends"):
+    for name in ("old-flag", "sequence-parallel", "fused", "mended", "ends", "needs-variable"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--no-overlap", action="store_false", dest="overlap")
     parser.add_argument("--yaml-cfg", default=None)
@@ -58,6 +59,8 @@ def validate_args(args, defaults={}):
     if args.sequence_parallel and args.tensor_model_parallel_size == 1:
         print("Disabling sequence parallelism because tensor model parallelism is disabled")
         args.sequence_parallel = False
+    if os.environ.get("NVTE_TEST", "0") != "1" and args.needs_variable:
+        raise ValueError("NVTE_TEST should be set to 1")
     if args.mended:
         args.broken = {}["missing"]
         args.num_layers = args.broken + 1
@@ -166,3 +169,11 @@ def test_the_environment_of_the_caller_stays(script: Path) -> None:
     before = dict(os.environ)
     assert read(script, "", gpus=6).args["data_parallel_size"] == 6
     assert dict(os.environ) == before
+
+
+def test_a_variable_that_is_not_set_here_is_a_risk_and_one_of_the_jobs_file_counts(script: Path) -> None:
+    found = [one for one in read(script, "--needs-variable").found if "NVTE_TEST" in one.text]
+    assert [one.level for one in found] == [RISK]
+    job = script.with_name("job.sh")
+    job.write_text("export NVTE_TEST=1\ntorchrun train.py --needs-variable --num-layers 2\n")
+    assert not [one for one in read_job(Given([str(job)], 8)).found if "NVTE_TEST" in one.text]

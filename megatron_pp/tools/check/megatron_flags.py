@@ -27,6 +27,8 @@ _TOLD = re.compile(
 _ROUTINE = re.compile(r"Overriding default arguments|python|Setting global batch size|Please specify --split", re.I)
 _OF_PACKAGES = re.compile(r"please install|not installed|install (it|them) (with|via|by)", re.IGNORECASE)
 """Refusals that are about this machine."""
+_ENVIRONMENT = re.compile(r"\bos\.(environ|getenv)\b")
+"""Conditions that read variables which a login node may not have."""
 _ASSUMED = {
     "transformer_engine": "Transformer Engine is not installed here; checks that need a release of it are passed",
     "flashinfer": "FlashInfer is not installed here; checks that need a release of it are passed",
@@ -43,13 +45,20 @@ _LIBRARIES = {
 
 
 def read_script(
-    words: Sequence[str], gpus: int, *, module: bool = False, generation: int = HOPPER, patience: float = PATIENCE
+    words: Sequence[str],
+    gpus: int,
+    *,
+    module: bool = False,
+    generation: int = HOPPER,
+    patience: float = PATIENCE,
+    environment: Mapping[str, str] | None = None,
 ) -> Job:
     """The job of ``words``: a script, or a module's name with ``module``, and its flags. ``generation``: of the GPU, as
-    CUDA numbers it. Raises UnreadableError.
+    CUDA numbers it. ``environment``: variables of the job that this process has not. Raises UnreadableError.
     """
     script = _path_of(words[0], module)
     request = {"script": script, "module": module, "words": [*words[1:]], "gpus": gpus, "generation": generation}
+    request["environment"] = dict(environment or {})
     return job_of_answer(_asked(request, patience), words, script, gpus)
 
 
@@ -160,7 +169,10 @@ def _refusals(answer: Mapping[str, Any]) -> list[Finding]:
         text = one["text"].strip() or f"Megatron asks for {one['condition']}"
         given = ", ".join(_valued(answer, name) for name in settings if name in answer["given"])
         text = f"Megatron refuses: {text}" + (f" ({given})" if given else "")
-        found.append(Finding(f"megatron-refuses-{about}", ERROR, text, "", settings))
+        level = ERROR
+        if _ENVIRONMENT.search(one["condition"]):
+            level, text = RISK, f"{text}; the job's environment is not known here"
+        found.append(Finding(f"megatron-refuses-{about}", level, text, "", settings))
     for text in answer["failed"]:
         found.append(Finding("megatron-fails", ERROR, f"Megatron's checks fail: {text}"))
     return found

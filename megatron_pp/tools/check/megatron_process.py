@@ -34,6 +34,8 @@ from megatron_pp.errors import MegatronPPError
 _MOST_ERRORS = 20  # of the parser, each of which needs a run of its own
 _PARSED = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--num-layers")
 """A parser that knows these is Megatron's."""
+_NEWEST = "99.0"
+"""The release of what is taken to be there."""
 _SAME = {
     "transformer_pipeline_model_parallel_size": "pipeline_model_parallel_size",
     "total_model_size": "world_size",
@@ -61,6 +63,7 @@ def read_request(request: dict[str, Any], imported: tuple[Any, Any, list[str]] |
     """What `megatron_flags` makes a job of. ``imported``: from `import_arguments`, where the process has called it."""
     script = Path(request["script"])
     sys.path[0] = os.getcwd() if request["module"] else str(script.resolve().parent)
+    os.environ.update(request.get("environment", {}))
     os.environ.update(WORLD_SIZE=str(request["gpus"]), RANK="0", LOCAL_RANK="0")
     sys.argv = [request["script"], *request["words"]]
     warnings.simplefilter("ignore")
@@ -164,6 +167,8 @@ def _assume_libraries(utils: Any) -> list[str]:
         if importlib.util.find_spec(package) is None and hasattr(utils, name):
             setattr(utils, name, lambda *_, **__: True)
             assumed.append(package)
+    if "transformer_engine" in assumed and hasattr(utils, "get_te_version"):
+        utils.get_te_version = lambda: importlib.import_module("packaging.version").Version(_NEWEST)
     if "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:
         assumed.append("CUDA_DEVICE_MAX_CONNECTIONS")
         sharded = {"--use-megatron-fsdp", "--use-torch-fsdp2", "--use-custom-fsdp"} & {*sys.argv}
@@ -315,7 +320,11 @@ def _further_checks(arguments: Any, refusals: Any, args: Any) -> dict[str, Any]:
     names = ("global_batch_size", "micro_batch_size", "data_parallel_size")
     try:
         calculator = importlib.import_module("megatron.core.num_microbatches_calculator")
-        calculator.init_num_microbatches_calculator(0, getattr(args, "rampup_batch_size", None), *sizes)
+        schedule = getattr(args, "step_batch_size_schedule", None)
+        more = {"step_batch_size_schedule": schedule, "seq_length": args.seq_length} if schedule else {}
+        calculator.init_num_microbatches_calculator(0, getattr(args, "rampup_batch_size", None), *sizes, **more)
+        if schedule:
+            args.global_batch_size = calculator.get_current_global_batch_size()  # of the first steps
     except Exception as error:
         refusals.fail(error, names, "num_microbatches_calculator")
     return config

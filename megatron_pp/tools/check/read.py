@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron_pp.tools.check import files, megatron_flags, recipes, shell
@@ -12,9 +12,12 @@ from megatron_pp.tools.check.errors import UnreadableError
 from megatron_pp.tools.check.findings import NOTE, RISK, Finding
 from megatron_pp.tools.check.flag_table import read_flags
 from megatron_pp.tools.check.job import Job
+from megatron_pp.tools.flags.table import options
 from megatron_pp.tools.flags.words import values_of_words
 
 _SHELL = (".sh", ".bash", ".slurm", ".sbatch")
+_VARIABLES = ("CUDA_", "NCCL_", "NVTE_", "TORCH_", "CUBLAS_")
+"""How variables begin that Megatron's checks read."""
 _RECIPE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _PYTHON_OF_MEGATRON = "pretrain_gpt.py"
 
@@ -22,13 +25,14 @@ _PYTHON_OF_MEGATRON = "pretrain_gpt.py"
 @dataclass(frozen=True)
 class Given:
     """What a command line has. ``generation``: of the GPU, as CUDA numbers it; ``patience``: seconds that Megatron's
-    parser may take."""
+    parser may take. ``environment``: variables that the job's file sets."""
 
     words: Sequence[str]
     gpus: int
     module: bool = False
     generation: int = megatron_flags.HOPPER
     patience: float = megatron_flags.PATIENCE
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_job(given: Given) -> Job:
@@ -44,7 +48,9 @@ def read_job(given: Given) -> Job:
         words = _functional_test(first)
         if words is None:
             return files.read_file(first, rest, given.gpus)
-        return _functional_job(replace(given, words=[first, *words, *rest]))
+        variables = files.loaded(first).get("ENV_VARS")
+        environment = {str(name): str(value) for name, value in variables.items()} if variables else {}
+        return _functional_job(replace(given, words=[first, *words, *rest], environment=environment))
     return _script(given)
 
 
@@ -66,7 +72,12 @@ def is_file_of_settings(text: str) -> bool:
 
 def _script(given: Given) -> Job:
     return megatron_flags.read_script(
-        given.words, given.gpus, module=given.module, generation=given.generation, patience=given.patience
+        given.words,
+        given.gpus,
+        module=given.module,
+        generation=given.generation,
+        patience=given.patience,
+        environment=given.environment,
     )
 
 
@@ -79,7 +90,7 @@ def _functional_test(path: str) -> list[str] | None:
     if not re.search(r"^MODEL_ARGS\s*:", text, re.MULTILINE):
         return None
     arguments = files.loaded(path).get("MODEL_ARGS")
-    if not isinstance(arguments, dict):
+    if not isinstance(arguments, dict) or not isinstance(files.loaded(path).get("ENV_VARS") or {}, dict):
         raise UnreadableError(f"{path}: MODEL_ARGS has no flags; they look like --num-layers: 32")
     return [word for name, value in arguments.items() for word in words_of(str(name), value)]
 
@@ -91,7 +102,10 @@ def words_of(name: str, value: object) -> list[str]:
     text = "true" if value is None else str(value)
     if text.lower() in ("true", "false"):
         return [name] if text.lower() == "true" else []
-    return [name, *(text[1:-1].replace(",", " ") if text.startswith("[") and text.endswith("]") else text).split()]
+    if text.startswith("[") and text.endswith("]"):
+        return [name, *text[1:-1].replace(",", " ").split()]
+    one_word = name in options() and not options()[name].kind.endswith("list")
+    return [name, *([text] if one_word else text.split())]
 
 
 def _functional_job(given: Given) -> Job:
@@ -125,7 +139,8 @@ def _shell(given: Given, by_table: bool = False) -> Job:
     elif by_table:
         job = read_flags([first, *words], given.gpus, "sizes alone are read")
     else:
-        job = _megatron_in_shell(given, command, words)
+        set_here = {name: " ".join(value) for name, value in command.variables.items() if name.startswith(_VARIABLES)}
+        job = _megatron_in_shell(replace(given, environment=set_here), command, words)
     return replace(job, source=first, found=(*found, *job.found))
 
 

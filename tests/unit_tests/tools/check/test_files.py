@@ -286,3 +286,11 @@ def test_files_of_all_kinds_for_advise(tmp_path: Path, name: str, text: str) -> 
     found = transformer_of(arguments_of(given))
     assert found.shape.num_layers == given["num_layers"]
     assert found.experts == given.get("num_experts", 0)
+
+
+def test_values_of_functional_tests_are_words_as_megatrons_runner_makes_them() -> None:
+    assert words_of("--recompute-modules", "[core_attn, mlp]") == ["--recompute-modules", "core_attn", "mlp"]
+    sizes = "--hierarchical-context-parallel-sizes"
+    assert words_of(sizes, "2 2") == words_of(sizes, [2, 2]) == [sizes, "2", "2"]
+    assert words_of("--step-batch-size-schedule", "0:384 200B:768") == ["--step-batch-size-schedule", "0:384 200B:768"]
+    assert (words_of("--swiglu", True), words_of("--swiglu", "false")) == (["--swiglu"], [])
