@@ -128,9 +128,29 @@ def _silent(job: Job) -> Iterator[Finding]:
     group = "microbatch_group_size_per_vp_stage"
     if chunks == 1 and job.given.get(group):
         yield Finding("group-without-chunks", NOTE, f"{job.spell(group)} has no effect: ranks have one chunk each")
+    yield from _left_layout(job)
     yield from _rounded_batch(job)
     if not job.validated:
         yield from _turned_off(job)
+
+
+def _left_layout(job: Job) -> Iterator[Finding]:
+    """Where the number of chunks is a setting, and only the layout says it, the layout may be that of another pipeline.
+    Megatron's own flags leave the number out beside a layout."""
+    said = ("virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank")
+    if job.framework != "megatron-bridge" or chunks_of(job) == 1 or any(map(job.given.get, said)):
+        return
+    named = "pipeline_model_parallel_layout"
+    if job.given.get(named) is not None:
+        size, chunks = pipeline_size(job), chunks_of(job)
+        yield Finding(
+            "chunks-by-a-layout",
+            RISK,
+            f"{job.spell(named)} has {size * chunks} stages, and so the {size} pipeline ranks have {chunks} chunks "
+            "each, which no setting asks for; the layout may have been made for another number of ranks",
+            f"{job.spell(said[0])} {chunks} if that is meant, or a layout of {size} stages",
+            (named, "pipeline_model_parallel_size"),
+        )
 
 
 def _rounded_batch(job: Job) -> Iterator[Finding]:

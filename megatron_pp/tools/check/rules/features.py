@@ -64,6 +64,9 @@ def _combined(job: Job) -> Iterator[tuple[str, str]]:
         yield f"{named} needs another dispatcher", f"{job.spell('moe_token_dispatcher_type')} alltoall"
     if job.get("recompute_granularity") == "full":
         yield f"{named} refuses full recomputation", f"{job.spell('recompute_granularity')} selective"
+    if "moe" in (job.get("recompute_modules") or ()):
+        modules = job.spell("recompute_modules")
+        yield f"{named} refuses the recomputation of moe ({modules})", f"leave moe out of {modules}"
     if job.get("moe_shared_expert_overlap"):
         shared = "moe_shared_expert_overlap"
         yield f"{named} refuses {job.spell(shared)}", without(job, shared)

@@ -49,8 +49,7 @@ def _with_other_layers(job: Job, stages: int) -> str:
 
 def _letters(job: Job, stages: Sequence[Stage]) -> Iterator[tuple[str, str]]:
     """A layout must have what the model has."""
-    layout = job.get("pipeline_model_parallel_layout")
-    if not isinstance(layout, str):
+    if not isinstance(job.get("pipeline_model_parallel_layout"), (str, list)):
         return
     spelled = job.spell("pipeline_model_parallel_layout")
     layers, mtp = sum(len(one.layers) for one in stages), sum(one.mtp for one in stages)
