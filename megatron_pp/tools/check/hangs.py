@@ -7,8 +7,10 @@ from megatron_pp.plan.builder import verified_plan
 from megatron_pp.tools.check.findings import ERROR, Finding, Section
 from megatron_pp.tools.check.job import Job
 from megatron_pp.tools.check.priced import spec_of
-from megatron_pp.tools.check.stages import pipeline_size
+from megatron_pp.tools.check.stages import NoBatchError, microbatches_of, pipeline_size
 
+_PERIODS = 8
+"""Microbatches of the plan that is verified at most, in those of the pipeline's ranks."""
 _RULES = {
     "rendezvous": "a send ends when its receive is posted",
     "one_queue": "all that a rank issues goes through one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1)",
@@ -21,8 +23,10 @@ def section(job: Job) -> Section:
     if pipeline_size(job) == 1:
         return Section("hangs", ("one pipeline rank sends nothing",), (), {"verified": None})
     try:
-        spec = spec_of(job)
+        spec = spec_of(job, most=_PERIODS * pipeline_size(job))
         plan, _ = verified_plan(spec)
+    except NoBatchError as error:
+        return Section("hangs", (f"no plan: {error}",), (), {"verified": None})
     except LayoutError:  # "start" says it
         return Section("hangs", ("no plan: see Start",), (), {"verified": None})
     except PlanError as error:
@@ -31,6 +35,8 @@ def section(job: Job) -> Section:
     proof = plan.certificate
     lines = [f"under install() the plan {spec.describe()} cannot hang. It was verified where"]
     lines += [f"- {text}" for rule, text in _RULES.items() if rule == "rendezvous" or rule in spec.device]
+    if microbatches_of(job) > spec.num_microbatches:
+        lines.append(f"The job's step of {microbatches_of(job)} microbatches repeats this plan.")
     lines.append("Megatron's own order is not verified here; Known faults has what is known of it.")
     data = {"plan": spec.describe(), "verified": True, "certificate": proof.to_dict() if proof else None}
     return Section("hangs", tuple(lines), (), data)

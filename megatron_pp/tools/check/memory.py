@@ -15,7 +15,7 @@ from megatron_pp.tools.advise.gpus import Gpu
 from megatron_pp.tools.check.findings import RISK, Finding, Section
 from megatron_pp.tools.check.job import Job
 from megatron_pp.tools.check.priced import Priced, layers_of, priced
-from megatron_pp.tools.check.stages import pipeline_size, stages_of
+from megatron_pp.tools.check.stages import NoBatchError, pipeline_size, stages_of
 
 MOST = 64
 """Microbatches of the plan whose memory is looked at: a longer step holds no more."""
@@ -55,6 +55,8 @@ def section(job: Job, gpu: Gpu | None) -> Section:
         return Section("memory", ("not looked at; --gpu NAME says which card the job runs on",))
     try:
         found = priced(job, gpu, most=MOST)
+    except NoBatchError as error:
+        return Section("memory", (f"not estimated: {error}",))
     except LayoutError:
         return Section("memory", ("not estimated: see Start",))
     except MegatronPPError as error:

@@ -25,6 +25,7 @@ from megatron_pp.tools.check.job import Job
 from megatron_pp.tools.check.stages import Stage, chunks_of, microbatches_of, pipeline_size, stages_of
 
 LATENCY = 0.01  # ms of a message between GPUs
+_MOST_STAGES = 2048  # more than any model has layers
 _OWN_WORDS = ("moe_layer_freq", "linear_attention_freq", "window_attn_skip_freq", "window_size")
 
 
@@ -32,6 +33,8 @@ def spec_of(job: Job, schedule: str = "", most: int | None = None) -> PlanSpec:
     """The plan that this engine runs for the job: Megatron's schedule, or the one that is named. ``most``: microbatches
     at most, in whole groups. Raises PlanError and LayoutError."""
     size, chunks = pipeline_size(job), chunks_of(job)
+    if size * chunks > _MOST_STAGES:
+        raise PlanError(f"the pipeline has {size * chunks} stages; plans of at most {_MOST_STAGES} are looked at")
     group = int(job.get("microbatch_group_size_per_vp_stage") or size) if chunks > 1 else 0
     count = microbatches_of(job)
     if most is not None and count > most:

@@ -37,6 +37,10 @@ class Stage:
         return "".join([*parts, "L" if self.loss else ""]) or "-"
 
 
+class NoBatchError(LayoutError):
+    """The job does not say how many sequences a step has."""
+
+
 def _repeated(letter: str, count: int) -> str:
     return letter * count if count < 3 else f"{letter}*{count}"
 
@@ -53,7 +57,9 @@ def chunks_of(job: Job) -> int:
 def microbatches_of(job: Job) -> int:
     """Of a step, on each data-parallel rank; rounded down where the job asks for that. Raises LayoutError where the
     batch cannot be divided."""
-    batch, micro = batch_of(job), job.get("micro_batch_size", 1)
+    batch, micro = batch_of(job), max(1, job.get("micro_batch_size", 1))
+    if batch is None:
+        raise NoBatchError(f"{job.spell('global_batch_size')} is not given")
     replicas = max(1, int(job.get("data_parallel_size", 1)))
     rounded = bool(job.get("decrease_batch_size_if_needed")) and isinstance(batch, int) and batch >= micro * replicas
     if not isinstance(batch, int) or batch < 1 or (batch % (micro * replicas) and not rounded):

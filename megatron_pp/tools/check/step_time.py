@@ -14,7 +14,7 @@ from megatron_pp.tools.advise.gpus import Gpu
 from megatron_pp.tools.check.findings import NOTE, Finding, Section
 from megatron_pp.tools.check.job import Job
 from megatron_pp.tools.check.priced import Priced, priced
-from megatron_pp.tools.check.stages import chunks_of, microbatches_of, pipeline_size
+from megatron_pp.tools.check.stages import NoBatchError, chunks_of, microbatches_of, pipeline_size
 
 _PILOTS = (2, 4)  # estimates are of these multiples of P microbatches; more microbatches go on as these
 _GAIN = 0.01  # a better setting saves this share of the step at least
@@ -44,6 +44,8 @@ def section(job: Job, gpu: Gpu | None) -> Section:
         return Section("time", ("not looked at; --gpu NAME says which card the job runs on",))
     try:
         now = timed(job, gpu)
+    except NoBatchError as error:
+        return Section("time", (f"not estimated: {error}",))
     except LayoutError:
         return Section("time", ("not estimated: see Start",))
     except MegatronPPError as error:

@@ -29,8 +29,11 @@ def unchecked(job: Job) -> bool:
 
 
 def whole(job: Job, name: str, default: int = 1) -> int:
+    """A setting; ``default`` for what is no whole number, and for a size below 1, which a rule of its own refuses."""
     value = job.get(name, default)
-    return value if isinstance(value, int) and not isinstance(value, bool) else default
+    if not isinstance(value, int) or isinstance(value, bool) or (default and value < 1):
+        return default
+    return value
 
 
 def nearest(value: int, factor: int) -> str:

@@ -6,8 +6,21 @@ import math
 from collections.abc import Iterator
 
 from megatron_pp.tools.check.job import Job
-from megatron_pp.tools.check.rules.rule import Rule, divisors_near, nearest, set_to, unchecked, whole
+from megatron_pp.tools.check.rules.rule import MODEL_PARALLEL, Rule, divisors_near, nearest, set_to, unchecked, whole
 from megatron_pp.tools.check.stages import pipeline_size
+
+_NUMBERS = (
+    *MODEL_PARALLEL,
+    *("expert_model_parallel_size", "expert_tensor_parallel_size", "virtual_pipeline_model_parallel_size"),
+    *("micro_batch_size", "global_batch_size", "num_layers", "hidden_size", "num_attention_heads", "seq_length"),
+)
+
+
+def _below_one(job: Job) -> Iterator[tuple[str, str]]:
+    for name in _NUMBERS:
+        value = job.args.get(name)
+        if isinstance(value, int) and value < 1:
+            yield f"{job.spell(name)} is {value}; it must be at least 1", ""
 
 
 def _heads(job: Job) -> Iterator[tuple[str, str]]:
@@ -131,6 +144,7 @@ def _routed(job: Job) -> Iterator[tuple[str, str]]:
 
 
 SIZES = (
+    Rule("sizes-below-one", _NUMBERS, _below_one),
     Rule("attention-heads", ("num_attention_heads", "tensor_model_parallel_size"), _heads),
     Rule("query-groups", ("num_query_groups", "tensor_model_parallel_size"), _groups),
     Rule("width-of-heads", ("hidden_size", "num_attention_heads"), _width),

@@ -144,3 +144,22 @@ def test_a_plan_that_cannot_be_made_is_an_error() -> None:
     (found,) = hangs.section(job(**chunked)).findings
     assert (found.name, found.level) == ("plan-refused", "error")
     assert found.text == "there is no plan for the job: group size is -3; it must be a whole number of at least 0"
+
+
+def test_a_pipeline_larger_than_any_model_is_not_looked_at() -> None:
+    huge = job(pipeline_model_parallel_size=10**6)
+    assert "at most 2048 are looked at" in memory.section(huge, H100).lines[0]
+    assert [one.name for one in hangs.section(huge).findings] == ["plan-refused"]
+
+
+def test_a_step_of_very_many_microbatches_repeats_the_plan_that_is_verified() -> None:
+    lines = hangs.section(job(global_batch_size=2 * 10**9)).lines
+    assert "M=32 " in lines[0]
+    assert "The job's step of 1000000000 microbatches repeats this plan." in lines
+
+
+def test_a_job_that_does_not_say_its_batch_is_told_so() -> None:
+    silent = replace(job(), args={**LLAMA_8B, "global_batch_size": None})
+    assert hangs.section(silent).lines == ("no plan: --global-batch-size is not given",)
+    for section in (memory.section(silent, H100), step_time.section(silent, H100)):
+        assert section.lines == ("not estimated: --global-batch-size is not given",)

@@ -49,6 +49,8 @@ def job(
 
 BROKEN: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     # rule, a job that breaks it, one that does not, what would be right
+    ("sizes-below-one", {"context_parallel_size": 0}, {"context_parallel_size": 1}, ""),
+    ("sizes-below-one", {"micro_batch_size": -1}, {}, ""),
     ("gpus-of-the-layout", {"gpus": 12}, {"gpus": 24}, "8 or 16 GPUs"),
     ("layers-on-stages", {"num_layers": 9}, {"num_layers": 12}, "--num-layers 8 or 12"),
     ("layers-on-stages", {"num_layers": 10, "account_for_loss_in_pipeline_split": True}, {"num_layers": 4}, ""),
