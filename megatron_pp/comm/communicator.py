@@ -25,7 +25,7 @@ from megatron_pp.plan.ir.spec import BATCHED
 
 if TYPE_CHECKING:
     from megatron_pp.comm.collectives import Collective
-    from megatron_pp.features.p2p_debug.wire_check import WireCheck
+    from megatron_pp.comm.parts import MessageCheck
 
 Shape = Sequence[int]
 SEND, RECEIVE, _BATCHED = "send", "receive", "batched send or receive"
@@ -70,7 +70,7 @@ class P2PCore:
         self.dtype = settings.pipeline_dtype
         self.shapes_vary = settings.shapes_vary
         # In debug mode a description travels ahead of each tensor, as a shape does where shapes vary.
-        self.wire: WireCheck | None = load("wire_check").WireCheck(self.rank) if settings.p2p_debug else None
+        self.wire: MessageCheck | None = load("wire_check").WireCheck(self.rank) if settings.p2p_debug else None
         self.variable_shapes = self.shapes_vary or self.wire is not None
         self._ahead = load("shapes_ahead") if self.variable_shapes else None
         self.patience = timedelta(seconds=settings.timeouts(transport.limit).transfer)

@@ -91,6 +91,8 @@ class ShapedReceive(WaitHandle):
     """A receive whose shapes travel ahead of it: ``wait()`` reads each shape, allocates its tensor, and receives it.
     ``shapes``: what is expected: one shape or None, or a list of them for a message of several tensors."""
 
+    _core: P2PCore
+
     __slots__ = ("_dtype", "_requires_grad", "_shapes")
 
     def __init__(

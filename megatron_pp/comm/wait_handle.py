@@ -16,7 +16,7 @@ from megatron_pp.comm.transport import Work
 from megatron_pp.errors import CommunicatorClosedError, P2PError, P2PTimeoutError, P2PTransferError, SendBufferError
 
 if TYPE_CHECKING:
-    from megatron_pp.comm.communicator import P2PCore
+    from megatron_pp.comm.parts import HandlesCore
 
 logger = logging.getLogger("megatron_pp")
 UNWATCHED = -1
@@ -39,7 +39,7 @@ class WaitHandle:
 
     def __init__(
         self,
-        core: P2PCore,
+        core: HandlesCore,
         works: tuple[Work, ...],
         held: object,
         tensor: Tensors | None,
@@ -169,7 +169,7 @@ def _warn_of_parts(what: str) -> None:
     )
 
 
-def _named(error: Exception, what: str, core: P2PCore) -> P2PError:
+def _named(error: Exception, what: str, core: HandlesCore) -> P2PError:
     """The error a user sees, for what the transport raised."""
     if isinstance(error, P2PError):
         return copy.copy(error)
