@@ -37,6 +37,7 @@ def section(job: Job) -> Section:
     lines += [f"- {text}" for rule, text in _RULES.items() if rule == "rendezvous" or rule in spec.device]
     if microbatches_of(job) > spec.num_microbatches:
         lines.append(f"The job's step of {microbatches_of(job)} microbatches repeats this plan.")
-    lines.append("Megatron's own order is not verified here; Known faults has what is known of it.")
+    if not job.on_engine:
+        lines.append("Megatron's own order is not verified here; Known faults has what is known of it.")
     data = {"plan": spec.describe(), "verified": True, "certificate": proof.to_dict() if proof else None}
     return Section("hangs", tuple(lines), (), data)

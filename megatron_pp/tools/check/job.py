@@ -25,6 +25,7 @@ class Job:
     found       what reading found: refusals of Megatron's parser and checks, files that are named and missing
     release     of Megatron-core, such as "0.19.2"; "" where none is installed and none was named
     source      what was read, for messages: a script's name, a file's path
+    on_engine   whether this engine runs its steps: it is started by `megatron-pp run`, or the script calls `install()`
     """
 
     framework: str
@@ -37,6 +38,7 @@ class Job:
     release: str = ""
     validated: bool = False
     source: str = ""
+    on_engine: bool = False
 
     def get(self, name: str, default: Any = None) -> Any:
         """A setting; ``default`` where it is missing or None."""

@@ -19,6 +19,8 @@ _SHELL = (".sh", ".bash", ".slurm", ".sbatch")
 _VARIABLES = ("CUDA_", "NCCL_", "NVTE_", "TORCH_", "CUBLAS_")
 """How variables begin that Megatron's checks read."""
 _RECIPE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_RUN = re.compile(r"\bmegatron[-_]pp\s+run\b")
+_INSTALL = re.compile(r"\binstall(ed)?\(")
 _PYTHON_OF_MEGATRON = "pretrain_gpt.py"
 
 
@@ -37,6 +39,17 @@ class Given:
 
 def read_job(given: Given) -> Job:
     """Raises UnreadableError, or another MegatronPPError, where nothing can be read."""
+    return replace(_read(given), on_engine=_names_engine(given.words[0]))
+
+
+def _names_engine(path: str) -> bool:
+    """Whether the shell script starts `megatron-pp run`, or the Python script calls `install()` of this engine."""
+    lines = (line.partition("#")[0] for line in megatron_flags.own_text(path).splitlines())
+    text = "\n".join(lines)
+    return bool(_RUN.search(text)) if path.endswith(_SHELL) else "megatron_pp" in text and bool(_INSTALL.search(text))
+
+
+def _read(given: Given) -> Job:
     first, rest = given.words[0], given.words[1:]
     if given.module:
         return _script(given)

@@ -86,10 +86,13 @@ def section(job: Job) -> Section:
         return Section("risks")
     faults, newest = known_faults()
     here = [fault for fault in faults if fault.is_in(job.release)]
+    if job.on_engine:
+        here = [fault for fault in here if fault.engine != NOT_AFFECTED]
     values = values_of(job)
     met = [fault for fault in here if fault.meets(values)]
     of = f"Megatron-core {job.release}" if job.release else "Megatron-core, whose release is not known"
     line = f"this job meets {len(met) or 'none'} of the known faults of {of}"
+    line += " that steps of this engine have too" if job.on_engine else ""
     findings = tuple(_finding(fault, job, newest) for fault in met)
     return Section("risks", (line,), findings, {"known": len(here), "met": [fault.name for fault in met]})
 

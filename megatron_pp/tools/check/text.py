@@ -38,8 +38,9 @@ def lines_of(answer: Answer) -> Iterator[tuple[str, int]]:
 
 def headline(job: Job) -> str:
     release = f", Megatron-core {job.release}" if job.release else ""
+    engine = " on this engine" if job.on_engine else ""
     how = "read by Megatron's own parser and checks" if job.validated else "read without Megatron's checks"
-    return f"{job.source}: {job.framework} on {job.gpus} GPU{'s' * (job.gpus != 1)}{release}, {how}"
+    return f"{job.source}: {job.framework}{engine} on {job.gpus} GPU{'s' * (job.gpus != 1)}{release}, {how}"
 
 
 def _of_finding(finding: Finding) -> Iterator[str]:

@@ -53,7 +53,7 @@ def _rampup(job: Job) -> Iterator[tuple[str, str]]:
 def _interleaved(job: Job) -> Iterator[tuple[str, str]]:
     """What Megatron's interleaved schedule raises in the first step (`get_schedule_table`, `schedules.py`)."""
     size, chunks = pipeline_size(job), chunks_of(job)
-    if size == 1 or chunks == 1:
+    if size == 1 or chunks == 1 or job.on_engine:
         return
     try:
         count = microbatches_of(job)
@@ -77,6 +77,8 @@ def _interleaved(job: Job) -> Iterator[tuple[str, str]]:
 
 
 def _two_ranks(job: Job) -> Iterator[tuple[str, str]]:
+    if job.on_engine:
+        return
     if pipeline_size(job) == 2 and chunks_of(job) > 1 and not job.get("overlap_p2p_comm", False):
         yield (
             "Megatron's interleaved schedule on 2 ranks needs the overlap of transfers",

@@ -11,7 +11,17 @@ import pytest
 
 from megatron_pp.tools.check.findings import ERROR, NOTE, RISK
 from megatron_pp.tools.check.job import Job
-from megatron_pp.tools.check.risks import DERIVED, KnownFault, known_faults, section, terms_of, values_of, version_of
+from megatron_pp.tools.check.risks import (
+    DERIVED,
+    NOT_AFFECTED,
+    SAME,
+    KnownFault,
+    known_faults,
+    section,
+    terms_of,
+    values_of,
+    version_of,
+)
 from megatron_pp.tools.check.sizes import completed
 from megatron_pp.tools.flags.table import settings
 from tests.conftest import PROJECT_ROOT
@@ -207,3 +217,12 @@ def test_the_engine_is_a_way_out_where_it_has_no_such_fault() -> None:
     assert "megatron-pp run" not in latent.change
     assert {batched.level, latent.level} == {ERROR}
     assert NOTE in {finding.level for finding in section(a_job(FOUR)).findings}
+
+
+def test_a_job_on_this_engine_meets_what_the_engine_has_too() -> None:
+    early = {"overlap_p2p_comm": True, "virtual_pipeline_model_parallel_size": 2, "pipeline_model_parallel_size": 4}
+    there, here = (Job("megatron", 8, early, early, release="0.16.1", on_engine=one) for one in (False, True))
+    faults = {fault.name: fault for fault in known_faults()[0]}
+    met = [one.name for one in section(there).findings]
+    assert any(faults[name].engine == NOT_AFFECTED for name in met)
+    assert [one.name for one in section(here).findings] == [name for name in met if faults[name].engine == SAME]

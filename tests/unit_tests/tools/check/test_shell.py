@@ -136,3 +136,16 @@ def test_scripts_without_a_command(tmp_path: Path, text: str, words: str) -> Non
     (tmp_path / "run.sh").write_text(text)
     with pytest.raises(UnreadableError, match=words):
         read_shell(str(tmp_path / "run.sh"))
+
+
+@pytest.mark.parametrize(
+    ("line", "on_engine"),
+    [
+        ("torchrun -m megatron_pp run --overlap-p2p-comm pretrain_gpt.py --num-layers 4", True),
+        ("torchrun pretrain_gpt.py --num-layers 4  # later: -m megatron_pp run", False),
+        ("megatron-pp check --gpus 8 pretrain_gpt.py --num-layers 4\ntorchrun pretrain_gpt.py --num-layers 4", False),
+    ],
+)
+def test_a_job_on_this_engine_is_seen(tmp_path: Path, line: str, on_engine: bool) -> None:
+    (tmp_path / "job.sh").write_text(f"{line}\n")
+    assert read_job(Given([str(tmp_path / "job.sh")], 8)).on_engine is on_engine

@@ -356,3 +356,10 @@ def test_a_job_is_told_in_its_own_words() -> None:
     spelled = Job("verl", 16, {}, {**RIGHT, "num_layers": 9}, {"num_layers": "model.num_hidden_layers"})
     (found,) = section(spelled).findings
     assert found.change == "model.num_hidden_layers 8 or 12"
+
+
+def test_a_job_on_this_engine_has_no_refusals_of_megatrons_schedules() -> None:
+    odd = {"virtual_pipeline_model_parallel_size": 2, "global_batch_size": 20}
+    assert [one.name for one in section(job(**odd)).findings] == ["microbatches-of-the-last-group"]
+    here = Job("megatron", 16, odd, {**RIGHT, **odd}, on_engine=True)
+    assert section(here).findings == ()
