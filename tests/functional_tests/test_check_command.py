@@ -156,6 +156,7 @@ def test_megatrons_own_checks_are_collected(tmp_path: Path) -> None:
 def test_ctrl_c_ends_it_without_an_answer(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("import time\n")
     (tmp_path / "megatron" / "training").mkdir(parents=True)
+    (tmp_path / "megatron" / "training" / "__init__.py").touch()
     (tmp_path / "megatron" / "training" / "arguments.py").write_text("import time\nprint('begun')\ntime.sleep(100)\n")
     command = [sys.executable, "-m", "megatron_pp", "check", "--gpus", "2", "slow.py", "--num-layers", "2"]
     environment = {**os.environ, "PYTHONPATH": str(PROJECT_ROOT)}
@@ -169,6 +170,7 @@ def test_ctrl_c_ends_it_without_an_answer(tmp_path: Path) -> None:
 def test_megatron_that_hangs_is_ended(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("import time\n")
     (tmp_path / "megatron" / "training").mkdir(parents=True)
+    (tmp_path / "megatron" / "training" / "__init__.py").touch()
     (tmp_path / "megatron" / "training" / "arguments.py").write_text("import time\ntime.sleep(100)\n")
     said = check("--gpus 2 --patience 1 slow.py --num-layers 2", tmp_path)
     assert said.code == 2

@@ -87,6 +87,7 @@ if __name__ == "__main__":
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
     (tmp_path / "megatron" / "training").mkdir(parents=True)
+    (tmp_path / "megatron" / "training" / "__init__.py").touch()  # it goes before the installed Megatron's
     (tmp_path / "megatron" / "training" / "arguments.py").write_text(ARGUMENTS)
     (tmp_path / "train.py").write_text(SCRIPT)
     return tmp_path / "train.py"

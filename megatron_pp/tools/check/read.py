@@ -112,7 +112,7 @@ def words_of(name: str, value: object) -> list[str]:
     """A flag as Megatron-LM's own shell script writes it: true is a switch, false is left out, brackets are a list."""
     if isinstance(value, list):
         return [name, *map(str, value)]
-    text = "true" if value is None else str(value)
+    text = "true" if value is None else str(value).replace("\\", "")  # before what the shell would read
     if text.lower() in ("true", "false"):
         return [name] if text.lower() == "true" else []
     if text.startswith("[") and text.endswith("]"):

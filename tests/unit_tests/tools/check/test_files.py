@@ -206,6 +206,7 @@ def test_megatrons_own_yaml(tmp_path: Path) -> None:
         ("[core_attn, mlp]", ["core_attn", "mlp"]),
         ("([0]*3+[1]*9)", ["([0]*3+[1]*9)"]),
         ("Et*3|t*4L", ["Et*3|t*4L"]),
+        ("Et\\\\|(tt\\\\|)*2L", ["Et|(tt|)*2L"]),
         (8, ["8"]),
         (True, []),
     ],
