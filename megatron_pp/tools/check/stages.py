@@ -87,12 +87,13 @@ def stages_of(job: Job) -> tuple[Stage, ...]:
                 f"{size * chunks}"
             )
         return tuple(_numbered(given, size))
+    first, last = _ends(job)
     counts = place_layers(
         _count(job, "num_layers"),
         size,
         chunks,
-        num_layers_in_first_pipeline_stage=job.get("decoder_first_pipeline_num_layers"),
-        num_layers_in_last_pipeline_stage=job.get("decoder_last_pipeline_num_layers"),
+        num_layers_in_first_pipeline_stage=first,
+        num_layers_in_last_pipeline_stage=last,
         account_for_embedding=bool(job.get("account_for_embedding_in_pipeline_split", False)),
         account_for_loss=bool(job.get("account_for_loss_in_pipeline_split", False)),
     )
@@ -100,6 +101,15 @@ def stages_of(job: Job) -> tuple[Stage, ...]:
     texts[0] = "E" + texts[0]
     texts[-1] += "m" * _count(job, "mtp_num_layers") + "L"
     return tuple(_numbered(texts, size))
+
+
+def _ends(job: Job) -> list[int | None]:
+    """Layers of the first and of the last stage where they are given. Megatron takes one of them without a pipeline,
+    where it has all layers."""
+    ends = [job.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last")]
+    if pipeline_size(job) == 1 and sorted(map(str, ends)) == sorted([str(_count(job, "num_layers")), "None"]):
+        return [None, None]
+    return ends
 
 
 def _count(job: Job, name: str) -> int:

@@ -31,11 +31,20 @@ def _layers(job: Job) -> Iterator[tuple[str, str]]:
     except MegatronPPError as error:
         stages_wanted = pipeline_size(job) * chunks_of(job)
         explicit = job.get("pipeline_model_parallel_layout") or "|" in str(job.get("hybrid_layer_pattern", ""))
-        ends = any(job.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
-        change = "" if explicit or ends else _with_other_layers(job, stages_wanted)
+        ends = any(map(job.get, _ENDS)) and not explicit
+        change = _with_other_ends(job) if ends else "" if explicit else _with_other_layers(job, stages_wanted)
         yield str(error), change
         return
     yield from _letters(job, stages)
+
+
+def _with_other_ends(job: Job) -> str:
+    """Without a pipeline none, on two ranks sizes that add up; on more the ranks between them share what is left."""
+    given = [name for name in _ENDS if job.get(name)]
+    if pipeline_size(job) == 1:
+        return f"leave {' and '.join(map(job.spell, given))} out"
+    rest = whole(job, "num_layers") - whole(job, given[0], 0)
+    return set_to(job, given[1], [rest]) if len(given) == pipeline_size(job) == 2 and rest > 0 else ""
 
 
 def _with_other_layers(job: Job, stages: int) -> str:

@@ -33,6 +33,14 @@ def test_the_ends_may_have_layers_of_their_own() -> None:
     ]  # fmt: skip
 
 
+def test_one_end_with_all_layers_is_taken_without_a_pipeline() -> None:
+    alone = {"pipeline_model_parallel_size": 1, "num_layers": 4}
+    assert texts(**alone, decoder_last_pipeline_num_layers=4) == ["Et*4L"]
+    for ends in ({"first": 1}, {"last": 3}, {"first": 1, "last": 3}):
+        with pytest.raises(LayoutError):
+            texts(**alone, **{f"decoder_{end}_pipeline_num_layers": size for end, size in ends.items()})
+
+
 def test_embedding_and_loss_may_count_as_layers() -> None:
     counted = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
     assert texts(num_layers=6, **counted) == ["Et*3", "t*3L"]

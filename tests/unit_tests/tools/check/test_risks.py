@@ -73,6 +73,7 @@ NEAR: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         "",
     ),
     "masked-loss-of-each-shard": (MASKED, {"calculate_per_token_loss": True}, "0.19.2", ""),
+    "loss-without-tokens-is-nan": ({"sft": True}, {"calculate_per_token_loss": True}, "0.14.0", "0.15.0"),
     "mtp-counts-the-tokens-of-its-shard": (
         {**MTP, "calculate_per_token_loss": True},
         {"context_parallel_size": 1},

@@ -52,6 +52,28 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("sizes-below-one", {"context_parallel_size": 0}, {"context_parallel_size": 1}, ""),
     ("sizes-below-one", {"micro_batch_size": -1}, {}, ""),
     ("gpus-of-the-layout", {"gpus": 12}, {"gpus": 24}, "8 or 16 GPUs"),
+    (
+        "layers-on-stages",
+        {
+            "pipeline_model_parallel_size": 2,
+            "num_layers": 48,
+            "decoder_first_pipeline_num_layers": 11,
+            "decoder_last_pipeline_num_layers": 13,
+        },
+        {
+            "pipeline_model_parallel_size": 2,
+            "num_layers": 24,
+            "decoder_first_pipeline_num_layers": 11,
+            "decoder_last_pipeline_num_layers": 13,
+        },
+        "--decoder-last-pipeline-num-layers 37",
+    ),
+    (
+        "layers-on-stages",
+        {"pipeline_model_parallel_size": 1, "num_layers": 8, "decoder_last_pipeline_num_layers": 3},
+        {"pipeline_model_parallel_size": 1, "num_layers": 8, "decoder_last_pipeline_num_layers": 8},
+        "leave --decoder-last-pipeline-num-layers out",
+    ),
     ("layers-on-stages", {"num_layers": 9}, {"num_layers": 12}, "--num-layers 8 or 12"),
     ("layers-on-stages", {"num_layers": 10, "account_for_loss_in_pipeline_split": True}, {"num_layers": 4}, ""),
     (

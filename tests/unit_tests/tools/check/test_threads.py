@@ -56,6 +56,9 @@ class Broken:
             return read_flags(["pretrain_gpt.py", *self.given.split()], self.gpus, "", self.release)
         (folder / self.file).write_text(self.given, encoding="utf-8")
         job = read_job(Given([str(folder / self.file)], self.gpus))
+        return self.with_release(job)
+
+    def with_release(self, job: Job) -> Job:
         return replace(job, release=self.release)
 
 
