@@ -178,3 +178,10 @@ def test_a_variable_that_is_not_set_here_is_a_risk_and_one_of_the_jobs_file_coun
     job = script.with_name("job.sh")
     job.write_text("export NVTE_TEST=1\ntorchrun train.py --needs-variable --num-layers 2\n")
     assert not [one for one in read_job(Given([str(job)], 8)).found if "NVTE_TEST" in one.text]
+
+
+def test_a_script_with_a_parser_of_its_own_may_know_a_flag(script: Path) -> None:
+    script.write_text("import my_project\n\nmy_project.train()\n")
+    job = read(script, "--of-my-own 3")
+    assert not texts(job, ERROR)
+    assert "may have a parser of its own" in texts(job, RISK)[0]

@@ -14,7 +14,8 @@ from megatron_pp.tools.check.errors import UnreadableError
 from megatron_pp.tools.check.findings import RISK, Finding
 from megatron_pp.tools.check.flag_table import job_of
 from megatron_pp.tools.check.job import Job
-from megatron_pp.tools.flags.programs import read_keys
+from megatron_pp.tools.check.references import resolved
+from megatron_pp.tools.flags.programs import read_keys, setting_of
 
 ENDINGS = (".yaml", ".yml", ".toml")
 _PROGRAMS = {
@@ -41,7 +42,12 @@ def read_file(path: str, changes: Sequence[str], gpus: int) -> Job:
 def job_of_values(program: str, values: Mapping[str, Any], gpus: int, source: str) -> Job:
     if program == "megatron-yaml":
         values = {f"{key.rpartition('.')[0]}.{name_of(key)}".lstrip("."): value for key, value in values.items()}
+    values, references = resolved(values)
     values, found = special.prepared(program, values, gpus, Path(source).parent)
+    references = [key for key in references if setting_of(program, key) != ""]
+    if references:
+        text = f"values that refer to others in a way that check does not follow are not read: {', '.join(references)}"
+        found = [*found, Finding("references-not-followed", RISK, text, "", tuple(references))]
     read = read_keys(program, values)
     unknown = f"{len(read.unknown)} keys are not understood and not read: {', '.join(read.unknown)}"
     if read.unknown:

@@ -146,10 +146,14 @@ def _usage(answer: Mapping[str, Any], words: Sequence[str], script: str) -> list
         found.append(Finding("flag-not-understood", ERROR, f"Megatron's parser refuses {text}"))
     known = ["--" + name.replace("_", "-") for name in answer["before"]]
     known = [*known, *answer["spelling"].values()]
-    adds_own = "extra_args_provider" in own_text(script) and not answer["own_flags_read"]
+    text_of_script = own_text(script)
+    adds_own = "extra_args_provider" in text_of_script and not answer["own_flags_read"]
+    own_parser = "megatron.training" not in text_of_script
     for name in _unknown_flags(answer["unknown"], script):
         level, text = ERROR, f"Megatron {answer['release']}'s parser does not know {name}{did_you_mean(name, known)}"
-        if adds_own:
+        if own_parser:
+            level, text = RISK, f"{text}; the script does not name megatron.training, and may have a parser of its own"
+        elif adds_own:
             level, text = RISK, f"{text}; the script adds flags of its own, which may have it"
         found.append(Finding("unknown-flag", level, text, f"remove {name}", (name.lstrip("-").replace("-", "_"),)))
     return found

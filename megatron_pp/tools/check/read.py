@@ -16,6 +16,7 @@ from megatron_pp.tools.flags.table import options
 from megatron_pp.tools.flags.words import values_of_words
 
 _SHELL = (".sh", ".bash", ".slurm", ".sbatch")
+_YAML = "--yaml-cfg"
 _VARIABLES = ("CUDA_", "NCCL_", "NVTE_", "TORCH_", "CUBLAS_")
 """How variables begin that Megatron's checks read."""
 _RECIPE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -84,6 +85,9 @@ def is_file_of_settings(text: str) -> bool:
 
 
 def _script(given: Given) -> Job:
+    if _YAML in given.words[1:-1]:
+        settings = given.words[given.words.index(_YAML) + 1]  # Megatron takes no other flag then
+        return replace(files.read_file(settings, (), given.gpus), source=f"{given.words[0]} {_YAML} {settings}")
     return megatron_flags.read_script(
         given.words,
         given.gpus,

@@ -71,7 +71,7 @@ def _print(args: argparse.Namespace, answer: Answer) -> None:
     if args.junit is not None:
         write_whole(args.junit, outputs.junit_of(answer, args.strict))
     if args.json:
-        print(json.dumps(answer.to_json(args.strict)), flush=True)
+        print(json.dumps(answer.to_json(args.strict), default=str), flush=True)
         return
     console = open_terminal(no_color=True)
     for line, hang in lines_of(answer):

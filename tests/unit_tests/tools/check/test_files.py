@@ -295,3 +295,25 @@ def test_values_of_functional_tests_are_words_as_megatrons_runner_makes_them() -
     assert words_of(sizes, "2 2") == words_of(sizes, [2, 2]) == [sizes, "2", "2"]
     assert words_of("--step-batch-size-schedule", "0:384 200B:768") == ["--step-batch-size-schedule", "0:384 200B:768"]
     assert (words_of("--swiglu", True), words_of("--swiglu", "false")) == (["--swiglu"], [])
+
+
+def test_references_within_a_file_are_followed(tmp_path: Path) -> None:
+    actor = "actor_rollout_ref.actor"
+    changes = (
+        f"{actor}.megatron.tensor_model_parallel_size=${{{actor}.megatron.pipeline_model_parallel_size}}",
+        f"{actor}.megatron.context_parallel_size=${{oc.select:{actor}.megatron.no_such_key,2}}",
+        f"{actor}.megatron.expert_model_parallel_size=${{oc.env:EP}}",
+        "trainer.project=${oc.env:PROJECT}",
+    )
+    job = read(tmp_path, "verl.yaml", VERL, *changes, gpus=32)
+    assert (job.args["tensor_model_parallel_size"], job.args["context_parallel_size"]) == (4, 2)
+    assert "expert_model_parallel_size" not in job.given
+    found = next(one for one in job.found if one.name == "references-not-followed")
+    assert found.settings == (f"{actor}.megatron.expert_model_parallel_size",)
+
+
+def test_megatrons_yaml_takes_the_place_of_all_flags(tmp_path: Path) -> None:
+    (tmp_path / "gpt.yaml").write_text(OLD_MEGATRON)
+    (tmp_path / "train.py").write_text("")
+    words = [str(tmp_path / "train.py"), "--num-layers", "3", "--yaml-cfg", str(tmp_path / "gpt.yaml")]
+    assert read_job(Given(words, 4)).args["num_layers"] == 24
