@@ -107,6 +107,7 @@ def transformer_of(args: Mapping[str, Any], data_parallel: int = 1) -> Transform
         fp8="fp8_format" in args or "fp8" in args,
         pattern=mixers if main else "",
         mtp_pattern=mtp[0] if mtp else "",
+        dropout=str(args.get("attention_dropout", "0.1")) not in ("0", "0.0"),
         mtp_layers=whole(args, "mtp_num_layers", 0),
     )
 
@@ -191,8 +192,10 @@ def _recompute(args: Mapping[str, Any]) -> str:
     """What every layer recomputes. The advisor chooses full recomputation of some layers."""
     if args.get("recompute_granularity") == FULL and "recompute_num_layers" not in args:
         return FULL
-    flash = "use_flash_attn" in args or args.get("attention_backend") in (None, "flash", "fused", "auto")
-    selective = args.get("recompute_granularity") == SELECTIVE or "recompute_activations" in args
+    backend = str(args.get("attention_backend", "auto")).rpartition(".")[2]
+    fused = backend in ("flash", "fused") or (backend == "auto" and args.get("transformer_impl") != "local")
+    flash = "use_flash_attn" in args or fused
+    selective = "core_attn" in _modules(args) or "recompute_activations" in args
     return SELECTIVE if flash or selective else NONE
 
 

@@ -73,24 +73,25 @@ def attention(model: Transformer, reached: int | None = None) -> list[Part]:
     shape, heads = model.shape, model.heads
     t, nbytes = shape.tensor_parallel, shape.tokens * shape.element_bytes
     query, pairs = heads * model.head_dim / t, 2 * (model.query_groups or heads) * model.head_dim / t
-    scores = 5 * heads * shape.seq_length / shape.context_parallel / t * nbytes / 2 if shape.recompute == NONE else 0.0
     each = nbytes * (query + pairs)
     rotated = 2 * nbytes * (query + pairs / 2)  # queries and keys, read and written
     into = _products(model, shape.tokens, shape.hidden_size, query + pairs, kept=each, late=each, moved=rotated)
-    return [*_around(model), into, _core(model, query, query, pairs, scores, reached), _output(model, query)]
+    return [*_around(model), into, _core(model, query, query, pairs, reached), _output(model, query)]
 
 
 def windowed_attention(model: Transformer) -> list[Part]:
     return attention(model, None if model.window is None else model.window + 1)
 
 
-def _core(
-    model: Transformer, query: float, value: float, pairs: float, scores: float = 0.0, reached: int | None = None
-) -> Part:
+def _core(model: Transformer, query: float, value: float, pairs: float, reached: int | None = None) -> Part:
     """Two products, of queries and keys and with values. ``pairs``: width of keys and values, which go around a ring of
-    ranks or to all, or, as heads, through an all-to-all.
+    ranks or to all, or, as heads, through an all-to-all. Kernels that are not fused keep a score for each pair of
+    tokens (5 a s s b in arXiv 2205.05198, of which dropout has 3).
     """
     shape, ranks = model.shape, model.shape.context_parallel
+    pairs_of_tokens = model.heads * shape.tokens * shape.seq_length / shape.context_parallel / shape.tensor_parallel
+    of_each = (2.5 if model.dropout else 1.0) * shape.element_bytes
+    scores = of_each * pairs_of_tokens if shape.recompute == NONE else 0.0
     flops = 2 * shape.tokens * _keys(model, reached) * (query + value)
     width = (query + pairs + value) / ranks if model.context_comm == "a2a" else pairs
     sent = (ranks - 1) * shape.tokens * width * shape.element_bytes
@@ -126,7 +127,7 @@ def latent_attention(model: Transformer, reached: int | None = None) -> list[Par
     pairs = _products(model, shape.tokens, mla.kv_rank, unrotated + value, "mla_up_proj", kept=above)
     rotated = 2 * nbytes * query  # queries, and keys that are put together, read and written
     up = [replace(one, late=one.kept, moved=rotated) for one in (queries, pairs)]
-    core = _core(model, query, value, query + value, reached=reached)
+    core = _core(model, query, value, query + value, reached)
     return [*_around(model), into, *up, core, _output(model, value)]
 
 

@@ -97,6 +97,7 @@ class Transformer:
     spread_mtp         or may lie, each by itself, on other stages (NVIDIA/Megatron-LM#5318 and #5329)
     encoder            another model before the first layer, on the first stage
     causal             attention reads earlier tokens only
+    dropout            attention drops scores, where its kernels are not fused
     """
 
     shape: ModelShape
@@ -129,6 +130,7 @@ class Transformer:
     mtp_pattern: str = ""
     encoder: Transformer | None = None
     causal: bool = True
+    dropout: bool = True
 
     @property
     def heads(self) -> int:

@@ -15,10 +15,13 @@ from megatron_pp.tools.advise.gpus import Gpu
 from megatron_pp.tools.check.findings import RISK, Finding, Section
 from megatron_pp.tools.check.job import Job
 from megatron_pp.tools.check.priced import Priced, layers_of, priced
+from megatron_pp.tools.check.sizes import vocabulary_of
 from megatron_pp.tools.check.stages import NoBatchError, pipeline_size, stages_of
 
 MOST = 64
 """Microbatches of the plan whose memory is looked at: a longer step holds no more."""
+TOO_LOW, TOO_HIGH = 0.23, 0.09
+"""How far estimates were from what was measured, at most (`scripts/check_memory.py`)."""
 _CLOSE = 0.9  # share of the card's memory above which estimates may be wrong
 _REPLICAS = 2**40  # so many that an optimizer's share is nothing
 _SHOWN = 6
@@ -63,7 +66,7 @@ def section(job: Job, gpu: Gpu | None) -> Section:
         return Section("memory", (f"cannot be estimated: {error}",))
     ranks = memory_of(job, gpu, found)
     fullest = max(range(len(ranks)), key=lambda rank: ranks[rank].total)
-    lines = [*_table(ranks, fullest), "", _estimated(ranks[fullest], gpu)]
+    lines = [*_table(ranks, fullest), "", _estimated(ranks[fullest], gpu), *without_vocabulary(job)]
     data = {"ranks": [{**vars(one), "total": one.total} for one in ranks], "device": gpu.memory, "fullest": fullest}
     return Section("memory", tuple(lines), tuple(_findings(job, gpu, ranks[fullest].total, fullest)), data)
 
@@ -103,8 +106,15 @@ def _estimated(one: RankMemory, gpu: Gpu) -> str:
     share = (one.total - one.communicators) / one.total
     return (
         f"the card has {gpu.memory:g} GB. {share:.0%} is estimated from sizes; kernels' workspace, fragmentation and "
-        "the communicators of other groups come on top"
+        "the communicators of other groups come on top. Beside measured runs, estimates were up to "
+        f"{TOO_LOW:.0%} too low and {TOO_HIGH:.0%} too high"
     )
+
+
+def without_vocabulary(job: Job) -> Iterator[str]:
+    """Embedding and output layer are as large as some layers, and 0 where nobody says of how many words."""
+    if not vocabulary_of(job.args):
+        yield f"without embedding, output layer and logits, as {job.spell('vocab_size')} is not known: add it"
 
 
 def _findings(job: Job, gpu: Gpu, total: float, rank: int) -> Iterator[Finding]:

@@ -22,6 +22,7 @@ from megatron_pp.tools.advise.megatron_args import transformer_of
 from megatron_pp.tools.advise.model import EMBEDDING, LOSS, MTP, Layer, Model
 from megatron_pp.tools.advise.transformer import Transformer
 from megatron_pp.tools.check.job import Job
+from megatron_pp.tools.check.sizes import vocabulary_of
 from megatron_pp.tools.check.stages import Stage, chunks_of, microbatches_of, pipeline_size, stages_of
 
 LATENCY = 0.01  # ms of a message between GPUs
@@ -85,7 +86,7 @@ def priced(job: Job, gpu: Gpu, schedule: str = "", most: int | None = None) -> P
 
 def transformer_of_job(job: Job) -> Transformer:
     """Raises PlanError for sizes that are missing."""
-    words = dict(_words(job.args))
+    words = dict(_words({**job.args, "padded_vocab_size": vocabulary_of(job.args) or None}))
     if not job.get("group_query_attention"):
         words.pop("num_query_groups", None)
     if _recomputed_layers(job):

@@ -75,6 +75,20 @@ def _chunks(args: Mapping[str, Any], stages: int) -> int | None:
     return number if isinstance(number, int) and number > 1 else None
 
 
+_GPT2, _WORDS = "GPT2BPETokenizer", {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
+"""Tokenizers whose number of words is the same whatever files they read."""
+
+
+def vocabulary_of(args: Mapping[str, Any]) -> int:
+    """Words in the embedding, padded; 0 where the tokenizer's files would have to be read."""
+    if isinstance(args.get("padded_vocab_size"), int):
+        return int(args["padded_vocab_size"])
+    tokenizer = args.get("tokenizer_type") or (_GPT2 if args.get("merge_file") else None)
+    known = {**args, "vocab_size": args.get("vocab_size") or _WORDS.get(str(tokenizer))}
+    _pad_vocabulary(known)
+    return int(known.get("padded_vocab_size") or 0)
+
+
 def _pad_vocabulary(args: dict[str, Any]) -> None:
     vocabulary = args.get("vocab_size")
     if isinstance(vocabulary, int):

@@ -13,6 +13,7 @@ from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.tools.advise.gpus import Gpu
 from megatron_pp.tools.check.findings import NOTE, Finding, Section
 from megatron_pp.tools.check.job import Job
+from megatron_pp.tools.check.memory import without_vocabulary
 from megatron_pp.tools.check.priced import Priced, priced
 from megatron_pp.tools.check.stages import NoBatchError, chunks_of, microbatches_of, pipeline_size
 
@@ -56,7 +57,7 @@ def section(job: Job, gpu: Gpu | None) -> Section:
         f"bubble {now.bubble:.1%} of all ranks' time ({job.spell('global_batch_size')}, "
         f"{job.spell('num_virtual_stages_per_pipeline_rank')}), waits for transfers {now.exposed:.1%}",
     ]
-    lines += _imbalance(job, gpu, now)
+    lines += [*without_vocabulary(job), *_imbalance(job, gpu, now)]
     better = [*_better(job, gpu, now)]
     findings = tuple(
         Finding("faster-setting", NOTE, f"{one.saved:.1%} shorter step: {one.text}", one.change, one.settings)

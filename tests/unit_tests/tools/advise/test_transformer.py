@@ -301,3 +301,26 @@ def test_an_encoder_is_on_the_first_stage():
     assert found.layers[0].activation == pytest.approx(sum(one.activation for one in alone.layers))
     assert found.flops == without.flops + alone.flops
     assert alone.flops > Transformer(ModelShape(2, 1024, 576)).flops()
+
+
+@pytest.mark.parametrize("model", [f"--num-layers 1 {DENSE}", DEEPSEEK])
+@pytest.mark.parametrize(
+    ("text", "bytes_of_each"),
+    [
+        ("", 0),
+        ("--attention-backend unfused", 5),
+        ("--attention-backend AttnBackend.unfused", 5),
+        ("--transformer-impl local", 5),
+        ("--transformer-impl local --use-flash-attn", 0),
+        ("--attention-backend unfused --attention-dropout 0.0", 2),
+        ("--attention-backend unfused --recompute-granularity selective", 0),
+        ("--attention-backend unfused --recompute-granularity selective --recompute-modules mlp", 5),
+    ],
+)
+def test_attention_that_is_not_fused_keeps_a_score_for_each_pair_of_tokens(
+    model: str, text: str, bytes_of_each: int
+) -> None:
+    """5 a s s b bytes of 16-bit scores (arXiv 2205.05198, 4.1): their softmax, what dropout left of it, its mask."""
+    found = of(f"{model} {text}")
+    (core,) = [part for part in found.parts("*" if found.latent is None else "+") if "core_attn" in part.modules]
+    assert core.kept == bytes_of_each * found.heads * 4096 * 4096

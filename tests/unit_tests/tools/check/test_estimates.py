@@ -11,6 +11,7 @@ from megatron_pp.tools.advise.gpus import GPUS
 from megatron_pp.tools.check import hangs, memory, step_time
 from megatron_pp.tools.check.job import Job
 from megatron_pp.tools.check.priced import layers_of, priced, transformer_of_job
+from megatron_pp.tools.check.sizes import vocabulary_of
 from megatron_pp.tools.check.stages import stages_of
 
 H100 = GPUS["h100"]
@@ -163,3 +164,20 @@ def test_a_job_that_does_not_say_its_batch_is_told_so() -> None:
     assert hangs.section(silent).lines == ("no plan: --global-batch-size is not given",)
     for section in (memory.section(silent, H100), step_time.section(silent, H100)):
         assert section.lines == ("not estimated: --global-batch-size is not given",)
+
+
+def test_a_vocabulary_that_is_not_known_is_said() -> None:
+    """Embedding and output layer would be missing without a word."""
+    words = {"vocab_size": None, "padded_vocab_size": None}
+    for found in (memory.section(job(**words), H100), step_time.section(job(**words), H100)):
+        assert any("--vocab-size is not known" in line for line in found.lines)
+    for known in ({}, {**words, "merge_file": "merges.txt"}, {**words, "tokenizer_type": "Llama2Tokenizer"}):
+        assert not any("not known" in line for line in memory.section(job(**known), H100).lines)
+
+
+def test_a_tokenizer_says_how_many_words_there_are() -> None:
+    sizes = {"make_vocab_size_divisible_by": 128, "tensor_model_parallel_size": 2}
+    assert vocabulary_of({**sizes, "merge_file": "merges.txt"}) == 50432  # 50257, padded to 256
+    assert vocabulary_of({**sizes, "tokenizer_type": "Llama2Tokenizer"}) == 32000
+    assert vocabulary_of({**sizes, "tokenizer_type": "HuggingFaceTokenizer"}) == 0
+    assert vocabulary_of({**sizes, "vocab_size": 1000}) == 1024
