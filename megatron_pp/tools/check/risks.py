@@ -118,10 +118,10 @@ def _releases(fault: KnownFault) -> str:
 def values_of(job: Job) -> dict[str, Any]:
     """The job's settings, those that Megatron sets by itself, and the names in ``DERIVED``."""
     values = dict(job.args)
-    if values.get("batch_p2p_comm") is None or (job.validated and "batch_p2p_comm" not in job.given):
+    if values.get("batch_p2p_comm") is None:  # Megatron's checks ended before its config was made
         values["batch_p2p_comm"] = not values.get("overlap_p2p_comm")
-    if job.given.get("deallocate_pipeline_outputs") is None:  # all programs set it; Megatron's config has False
-        values["deallocate_pipeline_outputs"] = True
+    if job.given.get("deallocate_pipeline_outputs") is None:  # a config has False, and only verl leaves it there
+        values["deallocate_pipeline_outputs"] = job.framework != "verl"
     return {**values, **{name: how(job) for name, how in DERIVED.items()}}
 
 

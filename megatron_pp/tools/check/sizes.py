@@ -40,7 +40,7 @@ def completed(given: Mapping[str, Any], gpus: int, defaults: Mapping[str, Any]) 
     args["params_dtype"] = "float16" if args.get("fp16") else "bfloat16" if args.get("bf16") else "float32"
     if args["virtual_pipeline_model_parallel_size"] is None:
         args["overlap_p2p_comm"] = False
-    if given.get("batch_p2p_comm") is None:
+    if given.get("batch_p2p_comm") is None and "batch_p2p_comm" not in defaults:
         args["batch_p2p_comm"] = not args["overlap_p2p_comm"]
     return args
 

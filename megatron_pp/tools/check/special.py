@@ -31,7 +31,15 @@ _SAME = {
 }
 """Hugging Face's name in a model's config.json -> Megatron's setting."""
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "verl": {"use_distributed_optimizer": True, "sequence_parallel": True, "bf16": True, "swiglu": True},
+    "verl": {
+        "use_distributed_optimizer": True,
+        "sequence_parallel": True,
+        "bf16": True,
+        "swiglu": True,
+        "variable_seq_lengths": True,
+        "batch_p2p_comm": False,
+        "moe_token_dispatcher_type": "alltoall",
+    },
     "slime": {"variable_seq_lengths": True, "bf16": True},
     "ms-swift": {
         "micro_batch_size": 1,

@@ -166,6 +166,8 @@ def test_verl(tmp_path: Path) -> None:
     assert (job.args["micro_batch_size"], job.args["global_batch_size"]) == (2, 512), "64 prompts of 8 samples each"
     assert (job.args["pipeline_model_parallel_size"], job.args["virtual_pipeline_model_parallel_size"]) == (4, 2)
     assert job.given["decoder_last_pipeline_num_layers"] == 5
+    transfers = ("overlap_p2p_comm", "batch_p2p_comm", "variable_seq_lengths")
+    assert [job.args[name] for name in transfers] == [True, False, True], "as verl's code sets them"
     assert job.spell("pipeline_model_parallel_size").endswith("actor.megatron.pipeline_model_parallel_size")
     assert job.unknown == ("actor_rollout_ref.actor.megatron.made_up",)
 

@@ -199,6 +199,12 @@ def test_jobs_without_megatron_meet_none() -> None:
     assert met_by(a_job({**TWO, "overlap_p2p_comm": False}, "", "torchtitan")) == []
 
 
+def test_verl_keeps_outputs_and_sends_them_one_by_one() -> None:
+    given = {**FOUR, "deallocate_pipeline_outputs": None}
+    assert values_of(a_job(given, framework="verl"))["deallocate_pipeline_outputs"] is False
+    assert "outputs-freed-before-they-are-sent" not in met_by(a_job(given, "0.17.0", "verl"))
+
+
 def test_what_megatron_sets_by_itself_is_known() -> None:
     values = values_of(a_job({**TWO, "overlap_p2p_comm": True}))
     assert values["batch_p2p_comm"] is False
