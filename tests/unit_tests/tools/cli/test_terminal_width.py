@@ -30,7 +30,7 @@ from megatron_pp.tools.cli.terminal import print_command, print_line, wrapped, w
 from megatron_pp.tools.parity.verdicts import REPEAT
 
 ADVICE = "advise -P 2 --global-batch 4 --memory-gb 80 --activation-gb 2 --forward-ms 1 --backward-ms 2 --p2p-ms 0.1"
-_HELPED = ("plan", "verify", "simulate", "advise", "draw", "report", "parity", "run")
+_HELPED = ("plan", "verify", "simulate", "advise", "draw", "report", "parity", "run", "check")
 COMMANDS = {
     "plan": "plan -s zb_v -P 2 -M 3",
     "families": "plan --list",
