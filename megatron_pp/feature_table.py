@@ -85,8 +85,6 @@ FEATURES = (
             "skip_instructions": "skip_instructions",
             "skip_hooks": "skip_hooks",
             "skip_tensors": "skip_runner",
-            "skip_routes": "routes",
-            "skip_lifetime": "skip_lifetime",
         },
         rows="skip_instructions",
         plan="skip_hooks",
@@ -107,7 +105,6 @@ FEATURES = (
             "offload_instructions": "offload_instructions",
             "offload_lowering": "offload_lowering",
             "offload": "offload_runner",
-            "host_copies": "host_copies",
         },
         rows="offload_instructions",
         plan="offload_lowering",
@@ -125,9 +122,14 @@ FEATURES = (
     ),
     Row(
         "slices",
-        {"slices": "sequence_slice", "key_values": "key_values", "slice_lengths": "lengths"},
+        {"slices": "sequence_slice", "key_values": "key_values", "slice_hooks": "slice_hooks"},
+        plan="slice_hooks",
         step="slices",
         core={"slices": 1},
+        # (chunk, microbatch) pairs whose keys and values attention keeps for later slices: from the forward of the
+        # first slice, each forward adding its own, until the backward of the first one (in evaluation, the last
+        # forward).
+        views=("key_values",),
         config={"sequence_slices": 1},
     ),
     Row(
@@ -161,10 +163,7 @@ FEATURES = (
             "fsdp_instructions": "fsdp_instructions",
             "fsdp_lowering": "fsdp_lowering",
             "fsdp_by_cost": "by_cost",
-            "fsdp_replicas": "replicas",
             "fsdp": "fsdp_runner",
-            "shard_lifetime": "shard_lifetime",
-            "shard_memory": "shard_memory",
         },
         rows="fsdp_instructions",
         plan="fsdp_lowering",

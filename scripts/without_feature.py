@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 from megatron_pp.feature_table import FEATURES, Row  # noqa: E402
 
 TESTS = ("tests/unit_tests/plan", "tests/unit_tests/config", "tests/unit_tests/features", "tests/unit_tests/runtime")
-PACKAGES = ("megatron_pp", "testkit", "tests", "benchmarks", "scripts")
+PACKAGES = ("megatron_pp", "testkit", "tests", "benchmarks", "scripts", "examples")
 TABLE = "megatron_pp/feature_table.py"
 
 
@@ -103,8 +103,9 @@ def words_of(row: Row) -> set[str]:
 
 def importers_of(gone: str, copy: Path) -> set[str]:
     """The files that cannot be imported without the module ``gone`` and those in it, by any way."""
+    public = public_names(copy / "megatron_pp/__init__.py")
     imported = {
-        path.relative_to(copy).as_posix(): set(imports_of(path, copy))
+        path.relative_to(copy).as_posix(): {public.get(name, name) for name in imports_of(path)}
         for package in PACKAGES
         for path in sorted((copy / package).rglob("*.py"))
     }
@@ -114,7 +115,7 @@ def importers_of(gone: str, copy: Path) -> set[str]:
         new = {
             name
             for name, modules in imported.items()
-            if name not in found and any(one == of or one.startswith(f"{of}.") for one in modules for of in missing)
+            if name not in found and any(_is_of(one, of) for one in modules for of in missing)
         }
         if not new:
             return found
@@ -122,13 +123,35 @@ def importers_of(gone: str, copy: Path) -> set[str]:
         missing |= {module_of(name) for name in new}
 
 
+def public_names(package: Path) -> dict[str, str]:
+    """``megatron_pp.NAME`` -> the module that has it."""
+    if not package.exists():
+        return {}
+    assigned = [node for node in ast.parse(package.read_text(encoding="utf-8")).body if isinstance(node, ast.Assign)]
+    exports = next(node.value for node in assigned if getattr(node.targets[0], "id", "") == "_EXPORTS")
+    return {f"megatron_pp.{name}": f"megatron_pp.{module}" for name, module in ast.literal_eval(exports).items()}
+
+
+def _is_of(imported: str, module: str) -> bool:
+    if imported.endswith("*"):
+        return module.startswith(imported[:-1])
+    return imported == module or imported.startswith(f"{module}.")
+
+
 def module_of(name: str) -> str:
     return name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def imports_of(path: Path, copy: Path) -> Iterator[str]:
-    """The modules that a file imports as it is loaded; those for type checkers are not."""
-    for node in _statements(ast.parse(path.read_text(encoding="utf-8")).body):
+def imports_of(path: Path) -> Iterator[str]:
+    """The modules that a file imports as it is loaded; those for type checkers are not. ``package.*`` for one that
+    imports modules of a package by names that it puts together, as the command line does."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module":
+            of = node.args[0]
+            if isinstance(of, ast.JoinedStr) and isinstance(of.values[0], ast.Constant):
+                yield f"{of.values[0].value}*"
+    for node in _statements(tree.body):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from megatron_pp.feature_table import CACHES
+from megatron_pp.feature_table import CACHES, SPEC_DEFAULTS
 from megatron_pp.plan.costs.measured import Measured
 from megatron_pp.plan.ir.spec import (
     CHANNELS,
@@ -47,8 +47,10 @@ def drawn_spec(schedule: str, rng: random.Random, **fixed: Any) -> PlanSpec:
         "slices": rng.choice((1, 2, 3)) if family.sliced else 1,
         "measured": rng.choice((None, None, Measured(1.0, (1.5,) * size * chunks, 0.5, transfer=0.1))),
         "device": rng.choice(DEVICES[: 5 if size > 1 else 4]),
-        **_of_a_feature(rng.choice(("pairs", "offload", "named", "", "")), schedule, size, chunks, rng),
     }
+    added = _of_a_feature(rng.choice(("pairs", "offload", "named", "", "")), schedule, size, chunks, rng)
+    known = {"overlap_pairs", *SPEC_DEFAULTS}  # a copy of the package may lack a feature
+    drawn |= {name: value for name, value in added.items() if name in known}
     return PlanSpec(schedule, **{**drawn, **fixed})
 
 

@@ -21,7 +21,7 @@ _AMONG = {"auto": (_ON_LOOP, LOOP), "auto_v": (_ON_V, V_SHAPE)}
 def found(spec: PlanSpec, announce: Announce | None = None) -> SearchResult:
     """What the search of ``spec.schedule`` finds; arguments and errors as of ``search``."""
     names, placement = _AMONG[spec.schedule]
-    return search(spec, [SCHEDULES[name] for name in names], placement, announce)
+    return search(spec, [SCHEDULES[name] for name in names if name in SCHEDULES], placement, announce)
 
 
 def _plan(spec: PlanSpec, announce: Announce | None = None) -> Plan:

@@ -20,6 +20,7 @@ from megatron_pp.plan.costs.stage_costs import Network, StageCosts
 from megatron_pp.plan.io.serialize import ComputeOf, spec_from_values, spec_values
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.certificate import Certificate
+from megatron_pp.plan.ir.feature import known_settings
 from megatron_pp.plan.ir.instruction import Instruction
 from megatron_pp.plan.ir.instruction_text import parse_program
 from megatron_pp.plan.ir.placement import Placement
@@ -94,7 +95,7 @@ class _Read(Lines):
 
 def of_run(spec: PlanSpec) -> PlanSpec:
     """What plans for the same steps have in common."""
-    return replace(spec, schedule="", measured=None, split_backward=True, offload_chunks=None)
+    return replace(spec, schedule="", measured=None, split_backward=True, **known_settings(offload_chunks=None))
 
 
 def why_not(spec: PlanSpec) -> str:
@@ -151,7 +152,8 @@ def proposed(
         return [_sums(order, draws) for order in orders] == before
 
     kind = plan.placement.kind
-    spec = replace(plan.spec, schedule=_SEARCHING[kind], measured=measured, split_backward=splits, offload_chunks=0)
+    whole = known_settings(offload_chunks=0)
+    spec = replace(plan.spec, schedule=_SEARCHING[kind], measured=measured, split_backward=splits, **whole)
     device = () if network.gloo else spec.device
 
     def step_of(other: Plan) -> float:

@@ -44,6 +44,7 @@ class PlanFeature:
     ends_use: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
+_CORE = {name: default for row in FEATURES for name, default in row.core.items()}
 _CONFIG = {name: default for row in FEATURES for name, default in row.config.items()}
 _CONFIG_VALUES, _CONFIG_DEFAULTS = attrgetter(*_CONFIG), tuple(_CONFIG.values())
 
@@ -70,6 +71,11 @@ def with_settings(added: Settings, given: Mapping[str, Any]) -> Settings:
 
 def _same(value: Any, default: Any) -> bool:
     return type(value) is type(default) and bool(value == default)
+
+
+def known_settings(**settings: Any) -> dict[str, Any]:
+    """Those of ``settings`` that a feature of this package has."""
+    return {name: value for name, value in settings.items() if name in SPEC_DEFAULTS}
 
 
 def takes_settings(kind: Spec) -> Spec:
@@ -115,9 +121,20 @@ def hooks_of(added: Iterable[tuple[str, Any]], barriers: int = 0) -> tuple[PlanH
     return _hooks(tuple(name for name, _ in added), barriers > 0)
 
 
+def hooks_of_plan(spec: Any, barriers: int) -> tuple[PlanHooks, ...]:
+    """Also those of features that the core knows by fields of ``spec``."""
+    names = [name for name, _ in spec.added]
+    names += [name for name, default in _CORE.items() if getattr(spec, name) != default]
+    return _hooks(tuple(names), barriers > 0)
+
+
 @lru_cache(maxsize=256)
 def _hooks(names: tuple[str, ...], placed: bool) -> tuple[PlanHooks, ...]:
-    return _loaded(row for row in FEATURES if any(name in row.spec for name in names) or (placed and row.of_barriers))
+    return _loaded(
+        row
+        for row in FEATURES
+        if any(name in row.spec or name in row.core for name in names) or (placed and row.of_barriers)
+    )
 
 
 def rows_asked_by(config: Any) -> tuple[Row, ...]:

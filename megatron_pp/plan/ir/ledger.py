@@ -11,7 +11,7 @@ from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.feature import feature_of
 
 _TENSORS = "outputs", "inputs", "act_buffers", "output_grads", "input_grads", "grad_buffers"
-_VIEWS = "pending_sends", "in_flight", "weight_backlog", "on_host", "key_values"
+_VIEWS = "pending_sends", "in_flight", "weight_backlog", "on_host"
 _ADDED = [one for row in FEATURES for one in row.tensors], [one for row in FEATURES for one in row.views]
 _NAMES = *_TENSORS, *_ADDED[0], *_VIEWS, *_ADDED[1]
 _named: Any = namedtuple  # type checkers do not know the names
@@ -34,8 +34,6 @@ class Memory(_named("_Counts", _NAMES, defaults=[0] * len(_NAMES))):  # type: ig
                    keeps on the device
     weight_backlog pairs between an input-gradient backward and its W
     on_host        those with a buffer in host memory, to which they were copied
-    key_values     pairs whose keys and values attention keeps for later slices: from the forward of the first slice,
-                   each forward adding its own, until the backward of the first one (in evaluation, the last forward)
 
     Features add tensors and views of their own (``Row.tensors``, ``Row.views``).
     """

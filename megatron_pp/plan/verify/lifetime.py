@@ -7,10 +7,9 @@ from itertools import islice, product
 from typing import Any, NamedTuple
 
 from megatron_pp.errors import InstructionError, PlanError
-from megatron_pp.on_demand import load
 from megatron_pp.plan.ir import instruction as ins
-from megatron_pp.plan.ir.dataflow import CAUSAL, neighbour_of, slice_before
-from megatron_pp.plan.ir.feature import feature_of, hooks_of, rows_of_barriers, rows_of_names
+from megatron_pp.plan.ir.dataflow import neighbour_of
+from megatron_pp.plan.ir.feature import feature_of, hooks_of_plan, rows_of_barriers, rows_of_names
 from megatron_pp.plan.ir.instruction import NONE, Instruction
 from megatron_pp.plan.ir.ledger import KINDS, VIEWS, Memory, Site, change_of
 from megatron_pp.plan.ir.repeated import Block, RepetitionError
@@ -115,11 +114,9 @@ class Walk:
         self.gives_back = deallocate or spec.forward_only  # whether an output's data goes when it was sent or handed on
         self.peaks = [0] * len(Memory._fields)
         self.now = [0] * len(Memory._fields)
-        if spec.slices > 1:
-            self.key_values_change = load("key_values").key_values_change
         followed = {
             hooks: hooks.follower(plan, rank, self.facts, self._error)
-            for hooks in hooks_of(spec.added, plan.placement.barriers)
+            for hooks in hooks_of_plan(spec, plan.placement.barriers)
         }
         self.followers = [one for one in followed.values() if one is not None]
         self.of_names = next((one for hooks, one in followed.items() if one and hooks.has_names(spec)), None)
@@ -147,8 +144,6 @@ class Walk:
                 facts[cell], changes, more = step.moves.get(before) or self._move(one, step, before)
                 if op in checked:
                     self._check_turn(one)
-                if part >= 0:
-                    self._follow_slice(one)
                 for kind, difference in changes:
                     now[kind] += difference
                     if now[kind] > peaks[kind]:
@@ -257,15 +252,6 @@ class Walk:
             of, (what, why) = f", slice {part}" if part >= 0 else "", self.in_order[at.op]
             raise self._error(at, f"the next {what} of chunk {at.chunk} is that of microbatch {mb}{of}: {why}")
         self.next[at.op, at.chunk] = (mb, part + 1) if 0 <= part < self.slices - 1 else (mb + 1, min(part, 0))
-
-    def _follow_slice(self, at: Instruction) -> None:
-        """Backwards are in causal order, as forwards are (``_check_turn``). Counts keys and values."""
-        if at.op in ins.BACKWARD_OPS:
-            before = slice_before(at.op, at.slice, self.slices)
-            if before is not None and not self.facts[(at.stage, at.mb, before)] & B_RAN:
-                raise self._error(at, f"it comes before {at._replace(slice=before)}: {CAUSAL[ins.BACKWARD]}")
-        kept = self.key_values_change(at.op, at.slice, self.slices, self.forward_only)
-        self._count([("key_values", kept)])
 
     def state(self, since: int) -> Any:
         """All that the rest of the walk depends on, microbatches counted from ``since``: of cells those that are begun

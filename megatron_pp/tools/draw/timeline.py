@@ -197,8 +197,9 @@ def short_title(spec: PlanSpec) -> str:
     extra = [f"slices={spec.slices}"] if spec.slices > 1 else []
     extra += [f"group={spec.group_size}"] if spec.effective_group_size != usual.effective_group_size else []
     extra += [f"{value}" for value in (spec.policy, spec.channels) if value not in (usual.policy, usual.channels)]
-    extra += [f"offload={spec.offload_chunks}"] if spec.offload_chunks is not None else []
-    extra += [f"fsdp={spec.fsdp_collectives}"] if spec.fsdp_collectives else []
+    added = dict(spec.added)
+    extra += [f"offload={added['offload_chunks']}"] if "offload_chunks" in added else []
+    extra += [f"fsdp={added['fsdp_collectives']}"] if "fsdp_collectives" in added else []
     extra += ["forward only"] if spec.forward_only else []
     return " ".join([spec.schedule, f"P={sizes[0]} V={sizes[1]} M={sizes[2]}", *extra])
 

@@ -1,0 +1,63 @@
+"""Without a feature the core and the other features are whole: one feature a run, which the seed draws."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import without_feature
+
+from megatron_pp.feature_table import FEATURES, Row
+from testkit.sweeps import drawn
+
+# Of the fast tests those that a minute is enough for; the script alone runs more.
+TESTS = [
+    "tests/unit_tests/plan/ir",
+    "tests/unit_tests/plan/lower",
+    "tests/unit_tests/plan/verify",
+    "tests/unit_tests/features",
+]
+
+
+def folders(text: str) -> list[str]:
+    table = next(
+        node.value
+        for node in ast.parse(text).body
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "FEATURES"
+    )
+    assert isinstance(table, ast.Tuple)
+    return [ast.literal_eval(one.args[0]) for one in table.elts if isinstance(one, ast.Call)]
+
+
+@pytest.mark.parametrize("row", FEATURES, ids=lambda row: row.folder)
+def test_the_row_alone_is_taken_out_of_the_table(row: Row) -> None:
+    text = (without_feature.ROOT / without_feature.TABLE).read_text(encoding="utf-8")
+    assert folders(without_feature.without_row(text, row)) == [one.folder for one in FEATURES if one != row]
+
+
+def test_what_imports_the_feature_goes_with_it(tmp_path: Path) -> None:
+    for name, text in {
+        "megatron_pp/features/pairs/pair_runner.py": "",
+        "testkit/of_pairs.py": "from megatron_pp.features.pairs import pair_runner",
+        "tests/test_of_pairs.py": "from testkit.of_pairs import pair_runner",
+        "tests/test_types.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import testkit.of_pairs",
+        "tests/test_other.py": "def late() -> None:\n    import testkit.of_pairs",
+    }.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    found = without_feature.importers_of("megatron_pp.features.pairs", tmp_path)
+    assert found == {"testkit/of_pairs.py", "tests/test_of_pairs.py"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", drawn([row.folder for row in FEATURES], 1))
+def test_the_rest_is_whole_without_a_feature(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    returned = without_feature.main([name, *TESTS, "--keep", str(tmp_path / "copy")])
+    assert returned == 0, capfd.readouterr().out[-3000:]
+
+
+def test_features_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert without_feature.main(["--list"]) == 0
+    assert capsys.readouterr().out.split() == [row.folder for row in FEATURES]
