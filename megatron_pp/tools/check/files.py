@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,11 @@ def read_file(path: str, changes: Sequence[str], gpus: int) -> Job:
     UnreadableError, and FileFormatError for a file that is missing or no text."""
     if Path(path).is_dir():
         raise UnreadableError(f"{path} is a folder; check takes a script with its flags, or a file of settings")
-    values = flat(loaded(path))
-    values |= changes_of(changes, path)
+    nested, found = loaded_with_repeats(path)
+    values = flat(nested) | changes_of(changes, path)
     program = program_of(path, values)
-    return job_of_values(program, values, gpus, path)
+    job = job_of_values(program, values, gpus, path)
+    return replace(job, found=(*found, *job.found))
 
 
 def job_of_values(program: str, values: Mapping[str, Any], gpus: int, source: str) -> Job:
@@ -57,19 +59,28 @@ def job_of_values(program: str, values: Mapping[str, Any], gpus: int, source: st
 
 
 def loaded(path: str) -> Mapping[str, Any]:
+    return loaded_with_repeats(path)[0]
+
+
+def loaded_with_repeats(path: str) -> tuple[Mapping[str, Any], list[Finding]]:
+    """The file's values, and what is given twice in it with unlike values."""
     text = read_text(path)
-    loaded = _toml(path, text) if path.endswith(".toml") else _yaml(path, text)
-    if loaded is None or loaded == {}:
+    values, twice = (_toml(path, text), []) if path.endswith(".toml") else _yaml(path, text)
+    if values is None or values == {}:
         raise UnreadableError(f"{path} is empty; a file of settings has lines such as pipeline_model_parallel_size: 4")
-    if not isinstance(loaded, Mapping):
-        raise UnreadableError(f"{path} holds a {type(loaded).__name__}, not settings with names")
-    return loaded
+    if not isinstance(values, Mapping):
+        raise UnreadableError(f"{path} holds a {type(values).__name__}, not settings with names")
+    text = f"{path} has unlike values for one key; the last one counts: {', '.join(twice)}"
+    return values, [Finding("key-given-twice", RISK, text, "one of them")] if twice else []
 
 
-def _yaml(path: str, text: str) -> Any:
+def _yaml(path: str, text: str) -> tuple[Any, list[str]]:
     yaml: Any = importlib.import_module("yaml")
     try:
-        return yaml.load(text, Loader=_loader(yaml))
+        loader = _loader(yaml)(text)
+        return loader.get_single_data(), loader.twice
+    except RecursionError:
+        raise UnreadableError(f"{path}: this is no file of settings (it is nested too deeply)") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
@@ -78,10 +89,20 @@ def _yaml(path: str, text: str) -> Any:
 
 
 def _loader(yaml: Any) -> Any:
-    """PyYAML's safe one. Numbers such as 1e-5 are numbers, and an object with a tag is its values."""
+    """PyYAML's safe one. An object with a tag is its values; keys that are given twice are in its ``twice``."""
 
     class Loader(yaml.SafeLoader):
-        pass
+        def __init__(self, text: str) -> None:
+            super().__init__(text)
+            self.twice: list[str] = []
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            before: dict[str, Any] = {}
+            for key, value in node.value:
+                given = before.setdefault(key.value, value) if isinstance(key.value, str) else value
+                if given is not value and yaml.serialize(given) != yaml.serialize(value):
+                    self.twice.append(f"{key.value} (line {key.start_mark.line + 1})")
+            return super().construct_mapping(node, deep=deep)
 
     def untagged(loader: Any, _: str, node: Any) -> Any:
         if isinstance(node, yaml.MappingNode):

@@ -64,7 +64,8 @@ def _read(given: Given) -> Job:
             return files.read_file(first, rest, given.gpus)
         variables = files.loaded(first).get("ENV_VARS")
         environment = {str(name): str(value) for name, value in variables.items()} if variables else {}
-        return _functional_job(replace(given, words=[first, *words, *rest], environment=environment))
+        job = _functional_job(replace(given, words=[first, *words, *rest], environment=environment))
+        return replace(job, found=(*files.loaded_with_repeats(first)[1], *job.found))
     return _script(given)
 
 

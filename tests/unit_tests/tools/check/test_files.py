@@ -232,6 +232,7 @@ def test_a_functional_test_of_megatrons(tmp_path: Path) -> None:
     ("name", "text", "words"),
     [
         ("tab.yaml", "model:\n\tnum_layers: 3\n", r"tab.yaml, line 2, column 1: this is no YAML"),
+        ("deep.yaml", "[" * 5000, "nested too deeply"),
         ("empty.yaml", "", "is empty; a file of settings has lines such as"),
         ("comment.yaml", "# nothing\n", "is empty"),
         ("list.yaml", "- 1\n- 2\n", "holds a list, not settings with names"),
@@ -319,3 +320,11 @@ def test_megatrons_yaml_takes_the_place_of_all_flags(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     words = [str(tmp_path / "train.py"), "--num-layers", "3", "--yaml-cfg", str(tmp_path / "gpt.yaml")]
     assert read_job(Given(words, 4)).args["num_layers"] == 24
+
+
+def test_a_key_that_is_given_twice_is_named_where_its_values_differ(tmp_path: Path) -> None:
+    found = read(tmp_path, "gpt.yaml", OLD_MEGATRON + "seq_length: 8192\nbf16: True\n").found
+    texts_of_it = [one.text for one in found if one.name == "key-given-twice"]
+    assert len(texts_of_it) == 1
+    assert texts_of_it[0].endswith("the last one counts: seq_length (line 8)")
+    assert not [one for one in read(tmp_path, "gpt.yaml", OLD_MEGATRON).found if one.name == "key-given-twice"]
