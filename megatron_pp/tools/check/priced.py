@@ -69,10 +69,11 @@ class Priced:
 
 def priced(job: Job, gpu: Gpu, schedule: str = "", most: int | None = None) -> Priced:
     """The job on ``gpu``. Raises PlanError and LayoutError where sizes are missing or do not fit together."""
-    plan, verdict = verified_plan(spec_of(job, schedule, most))
+    spec, placed = spec_of(job, schedule, most), stages_of(job)  # both refuse at once, before a plan is made
+    plan, verdict = verified_plan(spec)
     transformer = transformer_of_job(job)
     model = transformer.model(gpu)
-    stages = layers_of(model, stages_of(job))
+    stages = layers_of(model, placed)
     outside = tuple(nbytes / GB for nbytes in Outside().nbytes(plan.placement, plan.spec.policy))
     tensors = tensors_of(verdict)
     fixed = tuple(gb + count * model.message for gb, count in zip(outside, tensors, strict=True))

@@ -4,7 +4,7 @@ settings that are better."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_pp.errors import LayoutError, MegatronPPError
@@ -15,14 +15,18 @@ from megatron_pp.tools.check.findings import NOTE, Finding, Section
 from megatron_pp.tools.check.job import Job
 from megatron_pp.tools.check.memory import without_vocabulary
 from megatron_pp.tools.check.priced import Priced, priced
+from megatron_pp.tools.check.rules import RULES
 from megatron_pp.tools.check.stages import NoBatchError, chunks_of, microbatches_of, pipeline_size
 
-_PILOTS = (2, 4)  # estimates are of these multiples of P microbatches; more microbatches go on as these
+_PILOTS, _FEWER, _LONG = (2, 4), (1, 2), 32
+"""Estimates are of these multiples of P microbatches, and more microbatches go on as these; of fewer for ``_LONG``
+pipelines, whose first P microbatches are many."""
 _GAIN = 0.01  # a better setting saves this share of the step at least
 _BETTER = 3
 _IMBALANCE = 0.05  # of the mean, by which the busiest rank has to be above it to be named
 _CHUNKS = (1, 2, 3, 4, 5, 6, 8)
-_WORK = 4096  # forwards of a pilot at most: a check takes seconds
+_WORK = 20000  # forwards that are simulated for other settings at most: a check takes seconds
+_DEAR = {"zb_h1": 1.6, "interleaved_zb": 1.6, ONE_F_ONE_B: 3.0}  # time of a forward there beside Megatron's schedule
 _OURS = {False: ("zb_h1",), True: ("interleaved_zb",)}
 """Whether ranks have several chunks -> schedules of this engine that Megatron does not have."""
 
@@ -58,15 +62,13 @@ def section(job: Job, gpu: Gpu | None) -> Section:
         f"{job.spell('num_virtual_stages_per_pipeline_rank')}), waits for transfers {now.exposed:.1%}",
     ]
     lines += [*without_vocabulary(job), *_imbalance(job, gpu, now)]
-    better = [*_better(job, gpu, now)]
+    tried = _looked_at(job, gpu, now)
+    better = tried.better()
     findings = tuple(
         Finding("faster-setting", NOTE, f"{one.saved:.1%} shorter step: {one.text}", one.change, one.settings)
         for one in better
     )
-    if not better:
-        lines.append(
-            "none of the settings that were tried is faster (chunks, embedding and loss as layers, zero bubble)"
-        )
+    lines += tried.lines(gpu)
     data = {
         "step_ms": now.step,
         "bubble": now.bubble,
@@ -74,6 +76,8 @@ def section(job: Job, gpu: Gpu | None) -> Section:
         "waits_for_peers": now.late,
         "busy_ms": list(now.busy),
         "better": [{"step_ms": one.step, "change": one.change} for one in better],
+        "tried": [one.text for one in tried.fast + tried.slow + tried.large],
+        "not_tried": [*tried.left],
     }
     return Section("time", tuple(lines), findings, data)
 
@@ -82,7 +86,7 @@ def timed(job: Job, gpu: Gpu, schedule: str = "") -> Timed:
     """Estimated from two shorter steps where the step has many microbatches."""
     count, size = microbatches_of(job), pipeline_size(job)
     group = int(job.get("microbatch_group_size_per_vp_stage") or size)
-    few, many = (pilot * max(size, group) for pilot in _PILOTS)
+    few, many = (pilot * max(size, group) for pilot in _pilots(size))
     if count <= many:
         return _simulated(priced(job, gpu, schedule), gpu)
     short, long = (_simulated(priced(job, gpu, schedule, most), gpu) for most in (few, many))
@@ -96,6 +100,10 @@ def timed(job: Job, gpu: Gpu, schedule: str = "") -> Timed:
 
     busy = tuple(b + more * (b - a) for a, b in zip(short.busy, long.busy, strict=True))
     return Timed(step, grown("bubble"), grown("exposed"), grown("late"), busy, long.peak)
+
+
+def _pilots(size: int) -> tuple[int, int]:
+    return _FEWER if size >= _LONG else _PILOTS
 
 
 def _simulated(found: Priced, gpu: Gpu) -> Timed:
@@ -118,12 +126,22 @@ def _imbalance(job: Job, gpu: Gpu, now: Timed) -> Iterator[str]:
         yield "ranks are balanced: the busiest computes no more than 5% longer than the mean"
         return
     found = priced(job, gpu, most=2 * pipeline_size(job))
-    layers = [one for stage in found.plan.placement.stages[rank] for one in found.cut.stages[stage]]
-    dearest = max(layers, key=lambda one: one.work)
+    kind, more = _surplus(found, rank)
     yield (
-        f"rank {rank} computes {now.busy[rank] / mean - 1:.0%} longer than the mean; its dearest part is the "
-        f"{dearest.kind} ({dearest.work:.3g} ms a microbatch)"
+        f"rank {rank} computes {now.busy[rank] / mean - 1:.0%} longer than the mean, most of it by the {kind} "
+        f"({more:.3g} ms a microbatch more than the mean of ranks)"
     )
+
+
+def _surplus(found: Priced, rank: int) -> tuple[str, float]:
+    """The kind of layer of which a rank has most more than the mean of ranks, and how much of its work."""
+    works: dict[str, list[float]] = {}
+    for other, row in enumerate(found.plan.placement.stages):
+        for layer in (one for stage in row for one in found.cut.stages[stage]):
+            works.setdefault(layer.kind, [0.0] * len(found.plan.placement.stages))[other] += layer.work
+    surplus = {kind: work[rank] - sum(work) / len(work) for kind, work in works.items()}
+    kind = max(surplus, key=surplus.__getitem__)
+    return kind, surplus[kind]
 
 
 @dataclass(frozen=True)
@@ -135,18 +153,66 @@ class _Better:
     settings: tuple[str, ...]
 
 
-def _better(job: Job, gpu: Gpu, now: Timed) -> list[_Better]:
-    """At most three settings that fit the card and are faster, the fastest first."""
-    found = []
-    for text, change, args, schedule in _tried(job):
+@dataclass
+class _Tried:
+    """Settings by what was found: faster ones that fit the card, faster ones that do not, others; and those that were
+    not looked at."""
+
+    fast: list[_Better] = field(default_factory=list)
+    large: list[_Better] = field(default_factory=list)
+    slow: list[_Better] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+
+    def better(self) -> list[_Better]:
+        """At most three, the fastest first."""
+        return sorted(self.fast, key=lambda one: one.step)[:_BETTER]
+
+    def lines(self, gpu: Gpu) -> Iterator[str]:
+        slow, large = ([one.text for one in found] for found in (self.slow, self.large))
+        if slow:
+            yield f"not faster by {_GAIN:.0%}: {', '.join(slow)}"
+        if large:
+            yield f"faster, but more than the {gpu.memory:g} GB of the card by an estimate: {', '.join(large)}"
+        if self.left:
+            yield f"not looked at, as it takes long: {', '.join(self.left)}; megatron-pp advise does"
+
+
+def _looked_at(job: Job, gpu: Gpu, now: Timed) -> _Tried:
+    """Other settings that Megatron takes, the cheapest to simulate first."""
+    found, work = _Tried(), 0.0
+    usable = [one for one in _tried(job) if not _refused(job, one[2])]
+    for text, change, args, schedule in sorted(usable, key=lambda one: _work_of(job, *one[2:])):
+        other = replace(job, args={**job.args, **args})
+        work += _work_of(job, args, schedule)
+        if work > _WORK:
+            found.left.append(text)
+            continue
         try:
-            other = timed(replace(job, args={**job.args, **args}), gpu, schedule)
+            timing = timed(other, gpu, schedule)
         except MegatronPPError:
             continue
-        fits = other.peak <= max(gpu.memory, now.peak)
-        if fits and other.step < now.step * (1 - _GAIN):
-            found.append(_Better(other.step, 1 - other.step / now.step, text, change, tuple(args)))
-    return sorted(found, key=lambda one: one.step)[:_BETTER]
+        one = _Better(timing.step, 1 - timing.step / now.step, text, change, tuple(args))
+        if timing.step >= now.step * (1 - _GAIN):
+            found.slow.append(one)
+        else:
+            (found.fast if timing.peak <= max(gpu.memory, now.peak) else found.large).append(one)
+    return found
+
+
+def _refused(job: Job, args: Mapping[str, Any]) -> bool:
+    """Whether Megatron refuses more than it does now."""
+    changed = replace(job, args={**job.args, **args})
+    return any([*rule.broken(changed)] and not [*rule.broken(job)] for rule in RULES)
+
+
+def _work_of(job: Job, args: Mapping[str, Any], schedule: str) -> float:
+    """Forwards that are simulated, in those of Megatron's schedule."""
+    changed = replace(job, args={**job.args, **args})
+    size = pipeline_size(changed)
+    group = max(size, int(changed.get("microbatch_group_size_per_vp_stage") or size))
+    counts = {min(pilot * group, microbatches_of(changed)) for pilot in _pilots(size)}
+    dear = _DEAR.get(schedule, 1.0) if args.get("virtual_pipeline_model_parallel_size") is None else 1.0
+    return chunks_of(changed) * size * sum(counts) * dear
 
 
 def _tried(job: Job) -> Iterator[tuple[str, str, Mapping[str, Any], str]]:
@@ -163,11 +229,13 @@ def _tried(job: Job) -> Iterator[tuple[str, str, Mapping[str, Any], str]]:
     placed = ("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "hybrid_layer_pattern")
     if any(map(job.get, (*placed, "decoder_last_pipeline_num_layers"))):
         return
-    virtual = job.spell("num_virtual_stages_per_pipeline_rank")
+    virtual, other = job.spell("num_virtual_stages_per_pipeline_rank"), "num_layers_per_virtual_pipeline_stage"
+    instead = f" instead of {job.spell(other)}" if job.given.get(other) else ""
     for number in _CHUNKS:
-        if number != chunks and number * size * size * _PILOTS[-1] <= _WORK:
+        if number != chunks:
             args = {"virtual_pipeline_model_parallel_size": number, "overlap_p2p_comm": number > 1}
-            yield f"{number} chunks a rank", f"{virtual} {number}", args, INTERLEAVED if number > 1 else ONE_F_ONE_B
+            schedule = INTERLEAVED if number > 1 else ONE_F_ONE_B
+            yield f"{number} chunk{'s' * (number > 1)} a rank", f"{virtual} {number}{instead}", args, schedule
     ends = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
     if not any(map(job.get, ends)):
         yield "embedding and loss as layers", " ".join(map(job.spell, ends)), dict.fromkeys(ends, True), ""

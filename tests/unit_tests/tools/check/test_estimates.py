@@ -181,3 +181,48 @@ def test_a_tokenizer_says_how_many_words_there_are() -> None:
     assert vocabulary_of({**sizes, "tokenizer_type": "Llama2Tokenizer"}) == 32000
     assert vocabulary_of({**sizes, "tokenizer_type": "HuggingFaceTokenizer"}) == 0
     assert vocabulary_of({**sizes, "vocab_size": 1000}) == 1024
+
+
+def test_settings_that_were_tried_are_named_and_no_others() -> None:
+    one = job(pipeline_model_parallel_size=1, data_parallel_size=8)
+    alone = step_time.section(one, H100)
+    assert (alone.data["tried"], alone.data["not_tried"]) == ([], [])  # type: ignore[index]
+    assert not any("faster" in line for line in alone.lines)
+    placed = step_time.section(job(pipeline_model_parallel_layout="Et*8|t*8|t*8|t*8L"), H100)
+    assert not any("chunk" in name for name in placed.data["tried"])  # type: ignore[index]
+
+
+def test_settings_that_take_long_to_look_at_are_named_as_such() -> None:
+    long = job(num_layers=128, pipeline_model_parallel_size=64, data_parallel_size=1, global_batch_size=512)
+    found = step_time.section(replace(long, gpus=64), H100)
+    assert "overlapped transfers" in found.data["not_tried"]  # type: ignore[index]
+    assert any(line.startswith("not looked at, as it takes long: ") for line in found.lines)
+
+
+def test_no_setting_is_recommended_that_megatron_refuses() -> None:
+    """Its interleaved schedule takes no last group of fewer microbatches than ranks: 18 are 4 groups of 4 and 2."""
+    found = step_time.section(job(global_batch_size=36), H100)
+    assert not any("chunks" in name for name in found.data["tried"])  # type: ignore[index]
+    assert any("chunks" in name for name in step_time.section(job(), H100).data["tried"])  # type: ignore[index]
+
+
+def test_chunks_are_asked_for_instead_of_the_layers_of_each() -> None:
+    flag = {"num_layers_per_virtual_pipeline_stage": 4, "virtual_pipeline_model_parallel_size": 2}
+    found = step_time.section(job(**flag, overlap_p2p_comm=True), GPUS["b300"])
+    changes = [one.change for one in found.findings if one.change.startswith("--num-virtual")]
+    assert changes
+    assert all(one.endswith("instead of --num-layers-per-virtual-pipeline-stage") for one in changes)
+
+
+def test_the_layer_that_makes_a_rank_slow_is_the_one_that_others_lack() -> None:
+    """Not its dearest layer, which all ranks have."""
+    long = job(num_layers=128, hidden_size=8192, pipeline_model_parallel_size=64, tensor_model_parallel_size=8,
+               data_parallel_size=1, num_attention_heads=64, global_batch_size=256)  # fmt: skip
+    lines = step_time.section(replace(long, gpus=512), H100).lines
+    assert any(line.startswith("rank 63 computes") and "by the loss" in line for line in lines)
+
+
+def test_a_long_pipeline_is_estimated_from_shorter_steps() -> None:
+    long = job(num_layers=32, pipeline_model_parallel_size=32, data_parallel_size=1, global_batch_size=128)
+    exact = step_time._simulated(priced(long, H100), H100)
+    assert step_time.timed(long, H100).step == pytest.approx(exact.step, rel=0.01)
