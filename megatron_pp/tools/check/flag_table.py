@@ -16,9 +16,11 @@ from megatron_pp.tools.flags.table import options
 WRONG_VALUE = "value-not-understood"
 
 
-def read_flags(words: Sequence[str], gpus: int, why: str, release: str = "") -> Job:
-    """The job of a script and its flags, by the table of Megatron's flags. ``why``: not by Megatron's own parser."""
+def read_flags(words: Sequence[str], gpus: int, why: str, release: str = "", own: str = "") -> Job:
+    """The job of a script and its flags, by the table of Megatron's flags. ``why``: not by Megatron's own parser.
+    ``own``: the script's source, whose flags are known though nothing is read of them."""
     read = read_words(words[1:])
+    read.unknown = [name for name in read.unknown if f'"{name}"' not in own and f"'{name}'" not in own]
     found = [Finding("not-read-by-megatron", NOTE, f"{why}; the flags are read by a table of Megatron's flags instead")]
     for name in read.unknown:
         text = f"{name} is no flag of Megatron's that is known{did_you_mean(name, options())}; it is not read"

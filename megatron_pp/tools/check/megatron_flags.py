@@ -25,6 +25,7 @@ _TOLD = re.compile(
 )
 """Lines of Megatron's that say that it changes something, or advises."""
 _ROUTINE = re.compile(r"Overriding default arguments|python|Setting global batch size|Please specify --split", re.I)
+_TRAINING = "megatron.training"
 _OF_PACKAGES = re.compile(r"please install|not installed|install (it|them) (with|via|by)", re.IGNORECASE)
 """Refusals that are about this machine."""
 _ENVIRONMENT = re.compile(r"\bos\.(environ|getenv)\b")
@@ -57,6 +58,11 @@ def read_script(
     CUDA numbers it. ``environment``: variables of the job that this process has not. Raises UnreadableError.
     """
     script = _path_of(words[0], module)
+    text = own_text(script)
+    if "ArgumentParser(" in text and _TRAINING not in text:
+        from megatron_pp.tools.check import flag_table
+
+        return flag_table.read_flags(words, gpus, f"{words[0]} has a parser of its own", own=text)
     request = {"script": script, "module": module, "words": [*words[1:]], "gpus": gpus, "generation": generation}
     request["environment"] = dict(environment or {})
     return job_of_answer(_asked(request, patience), words, script, gpus)
@@ -148,7 +154,7 @@ def _usage(answer: Mapping[str, Any], words: Sequence[str], script: str) -> list
     known = [*known, *answer["spelling"].values()]
     text_of_script = own_text(script)
     adds_own = "extra_args_provider" in text_of_script and not answer["own_flags_read"]
-    own_parser = "megatron.training" not in text_of_script
+    own_parser = _TRAINING not in text_of_script
     for name in _unknown_flags(answer["unknown"], script):
         level, text = ERROR, f"Megatron {answer['release']}'s parser does not know {name}{did_you_mean(name, known)}"
         if own_parser:
