@@ -140,7 +140,7 @@ def _functional_job(given: Given) -> Job:
 def _shell(given: Given, by_table: bool = False) -> Job:
     first, rest = given.words[0], list(given.words[1:])
     command = shell.read_shell(first)
-    words, left = _set_words([*command.words, *rest])
+    words, left = _set_words([word for word in (*command.words, *rest) if word not in ("$@", "$*")])
     found = []
     if left:
         text = f"flags with variables that {first} does not set are not read: {', '.join(left)}"
@@ -174,8 +174,8 @@ def _set_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
             end += 1
         part = words[begin:end]
         unset = any("$" in word for word in part)
-        if unset and part != ["$@"]:
-            left.append(" ".join(part))
+        if unset:
+            left.append(" ".join(part).replace(f"${{{shell.PRINTED}}}", "$(...)"))
         kept += [] if unset else part
         begin = end
     return kept, left

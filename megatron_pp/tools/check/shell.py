@@ -18,7 +18,7 @@ from megatron_pp.tools.check.errors import UnreadableError
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)\Z", re.DOTALL)
 _USED = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?-([^}]*))?\}|\$(\w+)")
 _COMMENT = re.compile(r"(^|\s)#.*")
-_PRINTED = "WHAT_A_COMMAND_PRINTS"
+PRINTED = "WHAT_A_COMMAND_PRINTS"
 _ENDS = {";", "\n", "&", "|", "&&", "||"}
 _SWIFT = ("sft", "pt", "rlhf", "pretrain")
 
@@ -93,7 +93,7 @@ def _without_substitutions(text: str) -> str:
         while end < len(text) and depth:
             depth += (text[end] == "(") - (text[end] == ")")
             end += 1
-        found += f"{text[at:begin]}${{{_PRINTED}}}"
+        found += f"{text[at:begin]}${{{PRINTED}}}"
         at = end
     return found + text[at:]
 
@@ -111,7 +111,7 @@ def _array(tokens: list[str], at: int) -> tuple[list[str], int]:
         token = tokens[at]
         at += 1
         depth += (token == "(") - (token == ")")
-        if depth == 1 and token not in _ENDS and token not in "()" and _PRINTED not in token:
+        if depth == 1 and token not in _ENDS and token not in "()" and PRINTED not in token:
             words.append(token)
     return words, at
 

@@ -70,7 +70,7 @@ if [ "$DEBUG" = 1 ]; then
 fi
 torchrun --nproc_per_node $GPUS --nnodes ${NODES} pretrain_gpt.py \\
     --tensor-model-parallel-size $TP $COMMON --num-layers 8 \\
-    --data-path ${DATA} --overlap-p2p
+    --data-path ${DATA} --seed $(date +%s) --overlap-p2p --rerun-mode disabled $@
 """
 VERL = """\
 HYDRA_FULL_ERROR=1 python3 -m verl.trainer.main_ppo --config-path=./config --config-name='ppo_megatron_trainer' \\
@@ -122,7 +122,8 @@ def test_a_megatron_script(tmp_path: Path) -> None:
     assert (job.given["tensor_model_parallel_size"], job.given["bf16"]) == (2, True)
     words = "\n".join(one.text for one in job.found)
     assert "pretrain_gpt.py is not where" in words
-    assert "run.sh does not set are not read: --data-path ${DATA}" in words
+    assert "run.sh does not set are not read: --data-path ${DATA}, --seed $(...)" in words
+    assert job.given["rerun_mode"] == "disabled", "whatever $@ adds"
     assert job.unknown == ("--overlap-p2p",)
     assert "did you mean" in words
     assert any(one.name == "other-number-of-gpus" for one in read(tmp_path, MEGATRON, gpus=4).found)
