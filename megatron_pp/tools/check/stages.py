@@ -130,7 +130,7 @@ def _letters(job: Job) -> list[str] | None:
             )
         return found
     if isinstance(layout, Sequence) and layout:
-        return ["".join(_OF_NAMES.get(str(name), "t") for name in stage) for stage in layout]
+        return [_of_names(job, stage) for stage in layout]
     pattern = str(job.get("hybrid_layer_pattern", ""))
     if "|" in pattern:
         main, *mtp = pattern.split("/")
@@ -139,6 +139,19 @@ def _letters(job: Job) -> list[str] | None:
         texts[-1] += "m" * len(mtp) + "L"
         return texts
     return None
+
+
+def _of_names(job: Job, stage: Any) -> str:
+    """Letters of a stage that is a list of Megatron's names of layers."""
+    known = ", ".join(_OF_NAMES)
+    names = stage if isinstance(stage, (list, tuple)) else [stage]
+    found = [str(name).rpartition(".")[2] for name in names]  # also LayerType.decoder
+    wrong = next((name for name in found if name not in _OF_NAMES), None)
+    if wrong is not None or names is not stage:
+        raise LayoutError(
+            f"{job.spell('pipeline_model_parallel_layout')} has a stage {stage!r}; a stage is a list of {known}"
+        )
+    return "".join(_OF_NAMES[name] for name in found)
 
 
 def _numbered(letters: Sequence[str], size: int) -> list[Stage]:

@@ -34,7 +34,8 @@ def _rampup(job: Job) -> Iterator[tuple[str, str]]:
     asked, named = job.get("rampup_batch_size"), job.spell("rampup_batch_size")
     if not asked:
         return
-    if not isinstance(asked, (list, tuple)) or len(asked) != 3:
+    numbers = isinstance(asked, (list, tuple)) and all(str(one).isdigit() for one in asked)
+    if not numbers or len(asked) != 3:
         yield f"{named} is {asked}; it has three numbers: the first batch, the increment, the samples of it", ""
         return
     first, more, batch = int(asked[0]), int(asked[1]), whole(job, "global_batch_size", 0)

@@ -91,13 +91,14 @@ def _heads_of_context(job: Job) -> Iterator[tuple[str, str]]:
 
 
 def _levels_of_context(job: Job) -> Iterator[tuple[str, str]]:
-    levels = job.get("hierarchical_context_parallel_sizes")
+    given = job.get("hierarchical_context_parallel_sizes")
+    levels = [int(one) for one in given if str(one).isdigit()] if isinstance(given, (list, tuple)) else []
     context, kinds = whole(job, "context_parallel_size"), job.get("cp_comm_type", [])
     named = job.spell("hierarchical_context_parallel_sizes")
-    if isinstance(levels, (list, tuple)) and levels and math.prod(map(int, levels)) != context:
+    if levels and math.prod(levels) != context:
         text = f"{named} {' x '.join(map(str, levels))} is not {job.spell('context_parallel_size')} {context}"
-        yield text, set_to(job, "context_parallel_size", [math.prod(map(int, levels))])
-    elif not levels and "a2a+p2p" in ([kinds] if isinstance(kinds, str) else kinds):
+        yield text, set_to(job, "context_parallel_size", [math.prod(levels)])
+    elif not given and "a2a+p2p" in ([kinds] if isinstance(kinds, str) else kinds):
         yield f"{job.spell('cp_comm_type')} a2a+p2p needs {named}", f"{named} A B with A x B = {context}"
 
 

@@ -55,6 +55,11 @@ def test_a_layout_says_it_all() -> None:
     assert found == ["Et*3", "tt", "tt", "m", "L"]
 
 
+def test_a_layout_may_have_the_names_of_layers() -> None:
+    names = [["embedding", "decoder"], ["LayerType.decoder", "mtp", "loss"]]
+    assert texts(pipeline_model_parallel_layout=names) == ["Et", "tmL"]
+
+
 def test_a_hybrid_pattern_has_stages() -> None:
     assert texts(hybrid_layer_pattern="M*M-|MM*-/*-") == ["Et*4", "t*4mL"]
 
@@ -65,6 +70,8 @@ def test_a_hybrid_pattern_has_stages() -> None:
         ({"num_layers": 7}, "num_layers is 7, which does not divide over 2"),
         ({"pipeline_model_parallel_layout": "Et|t|tL"}, "the layout has 3 stages; 2 pipeline ranks"),
         ({"pipeline_model_parallel_layout": "Ex|tL"}, "has a stage 'Ex'"),
+        ({"pipeline_model_parallel_layout": [4, 4]}, "has a stage 4; a stage is a list of embedding, decoder, mtp, "),
+        ({"pipeline_model_parallel_layout": [["decoder"], ["decodr"]]}, r"has a stage \['decodr'\]"),
     ],
 )
 def test_what_fills_no_stages_is_an_error(args: dict[str, Any], match: str) -> None:

@@ -313,6 +313,7 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         "--step-batch-size-schedule that begins with 14 or 16",
     ),
     ("batch-size-rampup", {"rampup_batch_size": [4, 4]}, {}, ""),
+    ("batch-size-rampup", {"rampup_batch_size": ["a", "b", "c"]}, {}, ""),
     (
         "chunks-without-a-pipeline",
         {**CHUNKED, "pipeline_model_parallel_size": 1, "num_virtual_stages_per_pipeline_rank": 2},
