@@ -29,6 +29,13 @@ _WORK = 20000  # forwards that are simulated for other settings at most: a check
 _DEAR = {"zb_h1": 1.6, "interleaved_zb": 1.6, ONE_F_ONE_B: 3.0}  # time of a forward there beside Megatron's schedule
 _OURS = {False: ("zb_h1",), True: ("interleaved_zb",)}
 """Whether ranks have several chunks -> schedules of this engine that Megatron does not have."""
+_WHOLE = (
+    "overlap_moe_expert_parallel_comm",
+    "delay_wgrad_compute",
+    "fine_grained_activation_offloading",
+    "enable_cuda_graph",
+)
+"""What needs whole backwards in Megatron's order, as CUDA graphs do: `install()` refuses it beside these schedules."""
 
 
 @dataclass(frozen=True)
@@ -220,7 +227,7 @@ def _tried(job: Job) -> Iterator[tuple[str, str, Mapping[str, Any], str]]:
     size, chunks = pipeline_size(job), chunks_of(job)
     if size == 1:
         return
-    for name in _OURS[chunks > 1]:
+    for name in () if any(map(job.get, _WHOLE)) or job.get("cuda_graph_impl", "none") != "none" else _OURS[chunks > 1]:
         run = f"install(pipeline_schedule={name!r}), or megatron-pp run --pipeline-schedule {name}"
         yield f"zero bubble, {name}", run, {}, name
     if chunks == 1 and not job.get("overlap_p2p_comm"):

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_pp.config.microbatch_counts import explain_microbatch_count
 from megatron_pp.errors import MegatronPPError
+from megatron_pp.tools.check.findings import RISK
 from megatron_pp.tools.check.job import Job
 from megatron_pp.tools.check.rules.rule import Rule, either, nearest, set_to, whole, without
 from megatron_pp.tools.check.stages import batch_of, chunks_of, microbatches_of, pipeline_size
+
+_ANY_COUNT = "install(any_microbatch_count=True), or megatron-pp run --any-microbatch-count"
 
 
 def _batch(job: Job) -> Iterator[tuple[str, str]]:
@@ -67,14 +71,29 @@ def _interleaved(job: Job) -> Iterator[tuple[str, str]]:
         change = set_to(job, "microbatch_group_size_per_vp_stage", [size]) if size <= count else ""
         change = change or set_to(job, "global_batch_size", [size * whole(job, "global_batch_size") // count])
         text = f"a chunk's group has {group} microbatches ({named}); Megatron's schedule takes {most}"
-        yield text, either(change, "install(), whose schedules take any number of microbatches")
+        yield text, change if group < size <= count else either(change, _ANY_COUNT)
     elif 0 < count % group < size:
         each = whole(job, "global_batch_size") // count
         text = f"a step has {count} microbatches in groups of {group}; the last group has {count % group}, and "
         text += f"Megatron's schedule takes no fewer than the pipeline's {size} ranks there"
         each, below = whole(job, "global_batch_size") // count, count // group * group
         batches = set_to(job, "global_batch_size", [below * each, (below + group) * each])
-        yield text, either(batches, "install(), whose schedules take any number of microbatches")
+        yield text, either(batches, _ANY_COUNT)
+
+
+def _counts_of_engine(job: Job) -> Iterator[tuple[str, str]]:
+    """Under `install()` the same numbers are refused, unless a setting allows them."""
+    size, chunks = pipeline_size(job), chunks_of(job)
+    if not job.on_engine or size == 1 or chunks == 1:
+        return
+    try:
+        group = whole(job, "microbatch_group_size_per_vp_stage", size)
+        count = explain_microbatch_count(microbatches_of(job), size, chunks, group)
+    except MegatronPPError:
+        return  # other sections say it
+    if not count.full_speed:
+        text = f"{count.sentence}; install() refuses such a number unless any_microbatch_count is set"
+        yield text, f"{_ANY_COUNT}, if it is not set yet"
 
 
 def _two_ranks(job: Job) -> Iterator[tuple[str, str]]:
@@ -83,7 +102,7 @@ def _two_ranks(job: Job) -> Iterator[tuple[str, str]]:
     if pipeline_size(job) == 2 and chunks_of(job) > 1 and not job.get("overlap_p2p_comm", False):
         yield (
             "Megatron's interleaved schedule on 2 ranks needs the overlap of transfers",
-            either("leave --no-overlap-p2p-communication out", "install(), which runs it in any way"),
+            "leave --no-overlap-p2p-communication out",
         )
 
 
@@ -111,6 +130,12 @@ BATCHES = (
         "microbatches-of-the-last-group",
         ("global_batch_size", "microbatch_group_size_per_vp_stage", "pipeline_model_parallel_size"),
         _interleaved,
+    ),
+    Rule(
+        "microbatches-of-this-engine",
+        ("global_batch_size", "microbatch_group_size_per_vp_stage"),
+        _counts_of_engine,
+        RISK,
     ),
     Rule("interleaved-on-two-ranks", ("overlap_p2p_comm", "pipeline_model_parallel_size"), _two_ranks),
     Rule("transfers", ("overlap_p2p_comm", "batch_p2p_comm", "overlap_p2p_comm_warmup_flush"), _transfers),

@@ -226,3 +226,13 @@ def test_a_long_pipeline_is_estimated_from_shorter_steps() -> None:
     long = job(num_layers=32, pipeline_model_parallel_size=32, data_parallel_size=1, global_batch_size=128)
     exact = step_time._simulated(priced(long, H100), H100)
     assert step_time.timed(long, H100).step == pytest.approx(exact.step, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [{"cuda_graph_impl": "transformer_engine"}, {"delay_wgrad_compute": True}, {"enable_cuda_graph": True}],
+)
+def test_no_schedule_is_recommended_that_this_engine_refuses(feature: dict[str, Any]) -> None:
+    """Graphs, and what pairs forwards with backwards, keep Megatron's order: `install()` refuses zero bubble there."""
+    assert "zero bubble, zb_h1" in step_time.section(job(), H100).data["tried"]  # type: ignore[index]
+    assert "zero bubble, zb_h1" not in step_time.section(job(**feature), H100).data["tried"]  # type: ignore[index]
