@@ -32,16 +32,14 @@ _FOLDERS = ("megatron_pp", "scripts", "examples", "benchmarks")
 _ON_THE_FIRST_DAY = ROOT / "scripts" / "gpu_day"  # nothing of it runs for the first time on a GPU
 # What answers for a device where there is none.
 _PARITY = ROOT / "megatron_pp" / "tools" / "parity"
-_STAND_INS = (_PARITY / "cpu_stand_in.py", _PARITY / "cpu_collectives.py")
+_CHECK = ROOT / "megatron_pp" / "tools" / "check"  # looks at jobs on machines without a GPU
+_STAND_INS = (_PARITY / "cpu_stand_in.py", _PARITY / "cpu_collectives.py", _CHECK)
 
 _DEVICE = re.compile(r"cuda(?![_ ]?graph)|nccl|nvtx", re.IGNORECASE)  # Megatron's options on CUDA graphs are no device
 _CONDITION = re.compile(rf"{_DEVICE.pattern}|\b(on|has)_gpus?\b", re.IGNORECASE)
 _QUESTIONS = {"is_available", "device_count"}  # answered without a device, too
-# The seam there, what tests of its own run, and what is for machines without a GPU.
-_ELSEWHERE = (
-    *sorted((ROOT / "megatron_pp" / "tools" / "check").rglob("*.py")),
-    *(_ON_THE_FIRST_DAY / "outside.py", _ON_THE_FIRST_DAY / "runner.py"),
-)
+# The seam there, and what tests of its own run.
+_ELSEWHERE = (_ON_THE_FIRST_DAY / "outside.py", _ON_THE_FIRST_DAY / "runner.py")
 NOT_MEASURED = (*_STAND_INS, *_ELSEWHERE)
 _LEAVES = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 _MARK = "_device_line_runs"
