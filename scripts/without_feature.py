@@ -72,7 +72,7 @@ def delete(row: Row, copy: Path) -> list[str]:
     shutil.rmtree(copy / folder)
     shutil.rmtree(copy / "tests/unit_tests/features" / row.folder, ignore_errors=True)
     gone = importers_of(module_of(folder), copy)
-    words = re.compile(rf"\b({'|'.join(map(re.escape, words_of(row)))})\b")
+    words = re.compile(rf"(?<!\w)({'|'.join(map(re.escape, words_of(row)))})(?!\w)")
     for path in sorted(copy.glob("tests/**/test_*.py")):
         if words.search(path.read_text(encoding="utf-8")):
             gone.add(path.relative_to(copy).as_posix())

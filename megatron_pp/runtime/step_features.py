@@ -32,7 +32,9 @@ def step_hooks(spec: PlanSpec) -> list[StepHooks]:
 def why_not_in_megatron(settings: StepSettings, barriers: int) -> str:
     """Why Megatron's models cannot have a feature that ``settings`` ask for, or a schedule with ``barriers``; empty
     where they can."""
-    rows = [*rows_asked_by(settings), *(row for row in FEATURES if row.of_barriers and barriers)]
+    rows = list(rows_asked_by(settings))
+    if barriers:
+        rows += [row for row in FEATURES if row.of_barriers]
     return next((why for row in rows if row.step and (why := load(row.step).STEP.why_not_in_megatron(settings))), "")
 
 

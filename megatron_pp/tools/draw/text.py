@@ -26,7 +26,7 @@ from megatron_pp.tools.draw.facts import legend_entries, name_in_words, summary,
 from megatron_pp.tools.draw.palette import NAMES, OPERATIONS, block_colour, block_name, colour_style
 from megatron_pp.tools.draw.timeline import COLLECTIVES, COPIES, STRIPS, Lane, Timeline
 
-_FILL = dict(zip(OPERATIONS, "-=+~:;", strict=True))
+_FILL = dict(zip(OPERATIONS, "-=+~:;", strict=False))
 _IDLE = "."
 _STRIP_MARKS = " olc", " urm"
 _MAX_PANELS = 6
