@@ -36,7 +36,7 @@ from megatron_pp.tools.check.job import Job  # noqa: E402
 from megatron_pp.tools.check.megatron_flags import HOPPER, job_of_answer  # noqa: E402
 from megatron_pp.tools.check.megatron_process import import_arguments, read_request  # noqa: E402
 from megatron_pp.tools.check.read import words_of  # noqa: E402
-from megatron_pp.tools.parity.flags import Flags  # noqa: E402
+from megatron_pp.tools.flags.flags import Flags  # noqa: E402
 from megatron_pp.tools.parity.layout import PP, fewest_processes  # noqa: E402
 
 RAN = ROOT / "docs" / "data" / "megatron_recipes.csv"

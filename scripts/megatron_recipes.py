@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from megatron_pp.tools.check.read import words_of  # noqa: E402
-from megatron_pp.tools.parity.flags import Flags  # noqa: E402
+from megatron_pp.tools.flags.flags import Flags  # noqa: E402
 from megatron_pp.tools.parity.layout import PP, Layout, fewest_processes  # noqa: E402
 from megatron_pp.tools.parity.shrink import for_parity  # noqa: E402
 

@@ -3,24 +3,17 @@
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_pp.tools.flags.flags import Flags
+
 
 def values_of_words(words: Sequence[str]) -> dict[str, Any]:
     """Flag -> value: True for a switch, a number or a truth value where it looks like one, a list of several words.
     Words before the first flag are left out."""
     found: dict[str, Any] = {}
-    name = ""
-    for word in words:
-        if word.startswith("--") and len(word) > 2:
-            name, equals, value = word[2:].partition("=")
-            name = name.replace("-", "_")
-            found[name] = _value(value) if equals else True
-            name = "" if equals else name
-        elif name:
-            before = found[name]
-            if before is True:
-                found[name] = _value(word)
-            else:
-                found[name] = [*before, word] if isinstance(before, list) else [str(before), word]
+    for flag, values in Flags.read(words).items:
+        name = flag.removeprefix("--").replace("-", "_")
+        if name:
+            found[name] = True if not values else _value(values[0]) if len(values) == 1 else [*values]
     return found
 
 

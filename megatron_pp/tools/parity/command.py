@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_pp.tools.flags.flags import Flags
 from megatron_pp.tools.parity.answer import Answer
 from megatron_pp.tools.parity.comparison import FAR_OFF, FLOAT32, FLOAT64, Comparison, compare_records, same_bits
 from megatron_pp.tools.parity.diagnosis import smallest
 from megatron_pp.tools.parity.exercise import DROPOUT, not_exercised, refuse
-from megatron_pp.tools.parity.flags import Flags
 from megatron_pp.tools.parity.keeper import Workplace
 from megatron_pp.tools.parity.layout import Layout, fewest_processes
 from megatron_pp.tools.parity.processes import RunError

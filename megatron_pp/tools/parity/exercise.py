@@ -3,7 +3,7 @@ compared."""
 
 from __future__ import annotations
 
-from megatron_pp.tools.parity.flags import Flags
+from megatron_pp.tools.flags.flags import Flags
 from megatron_pp.tools.parity.processes import RunError
 
 _SHARDED = (

@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 
-from megatron_pp.tools.parity.flags import Flags
+from megatron_pp.tools.flags.flags import Flags
 
 TP, PP, CP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"
 EP, ETP = "--expert-model-parallel-size", "--expert-tensor-parallel-size"

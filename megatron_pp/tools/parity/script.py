@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from megatron_pp.integrations import megatron_core
 from megatron_pp.integrations.on_import import WhenImported
-from megatron_pp.tools.parity.flags import Flags
+from megatron_pp.tools.flags.flags import Flags
 from megatron_pp.tools.parity.processes import RunError, run_ranks
 from megatron_pp.tools.parity.recorder import TRAINING_LOOP
 from megatron_pp.tools.parity.wrapping import wrap, wrapped

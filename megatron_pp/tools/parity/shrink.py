@@ -6,8 +6,8 @@ import math
 from collections.abc import Collection
 from dataclasses import replace
 
+from megatron_pp.tools.flags.flags import Flags
 from megatron_pp.tools.parity import layout as of
-from megatron_pp.tools.parity.flags import Flags
 from megatron_pp.tools.parity.layout import Layout, stages_of
 
 _HEAD, _SEQUENCE, _VOCABULARY = 8, 16, 160

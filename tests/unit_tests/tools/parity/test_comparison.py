@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from megatron_pp.tools.flags.flags import Flags
 from megatron_pp.tools.parity import junit, page
 from megatron_pp.tools.parity.answer import Answer
 from megatron_pp.tools.parity.comparison import FAR_OFF, Comparison, compare_records, same_bits
 from megatron_pp.tools.parity.diagnosis import Smallest, ratio_in_words, smallest
-from megatron_pp.tools.parity.flags import Flags
 from megatron_pp.tools.parity.layout import Layout
 from megatron_pp.tools.parity.parameters import Place, indices_of, made_values
 from megatron_pp.tools.parity.processes import RunError

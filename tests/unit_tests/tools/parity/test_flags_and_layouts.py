@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_pp.tools.parity.flags import Flags
+from megatron_pp.tools.flags.flags import Flags
 from megatron_pp.tools.parity.layout import Layout, fewest_processes, stages_of
 from megatron_pp.tools.parity.shrink import for_parity, shrink
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_pp.tools.parity.flags import Flags
+from megatron_pp.tools.flags.flags import Flags
 from megatron_pp.tools.parity.hybrid_layers import GatedNorm, mamba_stand_in, split_convolved_scan
 from megatron_pp.tools.parity.layout import HYBRID, Layout
 from megatron_pp.tools.parity.parameters import Place, indices_of, part_of

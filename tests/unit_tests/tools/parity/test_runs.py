@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from megatron_pp.tools.flags.flags import Flags
 from megatron_pp.tools.parity.command import compare_engines
 from megatron_pp.tools.parity.comparison import ROUNDING
-from megatron_pp.tools.parity.flags import Flags
 from megatron_pp.tools.parity.layout import Layout
 from megatron_pp.tools.parity.parameters import Place
 from megatron_pp.tools.parity.recorder import FORWARD, PARAMETER, RESTORED, Key, Record, Value

@@ -1,4 +1,5 @@
-"""The flags of a training script, as they are written: read and changed without knowing the script's parser."""
+"""The flags of a training script, as they are written: read and changed without knowing the script's parser. `check`,
+`advise` and `parity` split words by it."""
 
 from __future__ import annotations
 
