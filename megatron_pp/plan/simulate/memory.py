@@ -37,6 +37,7 @@ class ModelShape:
     num_layers, hidden_size, num_attention_heads, ffn_hidden_size (None: 4 h), vocab_size (0: no embedding and head)
     seq_length, micro_batch_size
     tensor_parallel, context_parallel, data_parallel  ranks; data_parallel > 1 means a distributed optimizer
+    splits_optimizer   context-parallel ranks have one even where data_parallel is 1
     sequence_parallel  whether the parts outside tensor parallelism are split too
     recompute          none, selective or full
     element_bytes      of an activation and of a parameter: 2 for bf16
@@ -55,6 +56,7 @@ class ModelShape:
     sequence_parallel: bool = False
     recompute: str = SELECTIVE
     element_bytes: int = 2
+    splits_optimizer: bool = False
 
     def __post_init__(self) -> None:
         sizes = ("num_layers", "hidden_size", "seq_length", "micro_batch_size", "element_bytes")
@@ -112,7 +114,13 @@ class ModelShape:
     @property
     def bytes_per_parameter(self) -> float:
         """Parameter, fp32 gradient, and fp32 copy with two moments, which a distributed optimizer splits."""
-        return self.element_bytes + 4 + 12 / self.data_parallel
+        return self.element_bytes + 4 + 12 / self.optimizer_ranks
+
+    @property
+    def optimizer_ranks(self) -> int:
+        """Ranks that each have a part of the optimizer's states: Megatron's group of data and context parallelism."""
+        splits = self.splits_optimizer or self.data_parallel > 1
+        return self.data_parallel * self.context_parallel if splits else 1
 
     @property
     def _ffn_share(self) -> float:

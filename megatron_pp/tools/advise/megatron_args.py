@@ -74,6 +74,7 @@ def transformer_of(args: Mapping[str, Any], data_parallel: int = 1) -> Transform
         tensor_parallel=whole(args, "tensor_model_parallel_size", 1),
         context_parallel=whole(args, "context_parallel_size", 1),
         data_parallel=data_parallel if "use_distributed_optimizer" in args else 1,
+        splits_optimizer="use_distributed_optimizer" in args,
         sequence_parallel="sequence_parallel" in args,
         recompute=_recompute(args),
         element_bytes=2 if {"bf16", "fp16"} & set(args) else 4,

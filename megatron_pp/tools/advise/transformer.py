@@ -246,8 +246,7 @@ class _Costs:
     def _bytes_per_expert_parameter(self) -> float:
         """As of other parameters, with the optimizer's states split over the replicas of an expert."""
         shape, split = self.model.shape, self.model.expert_parallel * self.model.expert_tensor
-        ranks = shape.data_parallel * shape.context_parallel * shape.tensor_parallel
-        replicas = max(1.0, ranks / split) if shape.data_parallel > 1 else 1.0
+        replicas = max(1.0, shape.optimizer_ranks * shape.tensor_parallel / split) if shape.optimizer_ranks > 1 else 1.0
         return shape.element_bytes + 4 + 12 / replicas
 
     def _products(self, part: Part, of_each: int) -> float:

@@ -34,7 +34,8 @@ COSTS = (
     "gloo",
     "link",
 )
-MODEL = tuple(field.name for field in dataclasses.fields(ModelShape) if field.name != "element_bytes")
+_NO_OPTIONS = ("element_bytes", "splits_optimizer")
+MODEL = tuple(field.name for field in dataclasses.fields(ModelShape) if field.name not in _NO_OPTIONS)
 _NEEDED = ("num_layers", "hidden_size", "seq_length")
 RUN = ("run_name", "rank", "step")
 MILLISECONDS = "ms"

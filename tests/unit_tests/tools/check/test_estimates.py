@@ -236,3 +236,15 @@ def test_no_schedule_is_recommended_that_this_engine_refuses(feature: dict[str, 
     """Graphs, and what pairs forwards with backwards, keep Megatron's order: `install()` refuses zero bubble there."""
     assert "zero bubble, zb_h1" in step_time.section(job(), H100).data["tried"]  # type: ignore[index]
     assert "zero bubble, zb_h1" not in step_time.section(job(**feature), H100).data["tried"]  # type: ignore[index]
+
+
+def test_context_parallel_ranks_share_the_optimizers_states() -> None:
+    """Megatron's distributed optimizer splits over the group of data and context parallelism."""
+    wide = job(context_parallel_size=2, data_parallel_size=1)
+    for other in (job(), wide):
+        ranks = memory.memory_of(other, H100, priced(other, H100))
+        assert sum(one.optimizer for one in ranks) == pytest.approx(48.2, rel=0.01)  # 12 bytes / 2
+    both = job(context_parallel_size=2)
+    assert sum(one.optimizer for one in memory.memory_of(both, H100, priced(both, H100))) == pytest.approx(
+        24.1, rel=0.01
+    )
