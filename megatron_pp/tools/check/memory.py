@@ -22,6 +22,7 @@ MOST = 64
 """Microbatches of the plan whose memory is looked at: a longer step holds no more."""
 TOO_LOW, TOO_HIGH = 0.23, 0.09
 """How far estimates were from what was measured, at most (`scripts/check_memory.py`)."""
+TORCHTITAN = "torchtitan"
 _CLOSE = 0.9  # share of the card's memory above which estimates may be wrong
 _REPLICAS = 2**40  # so many that an optimizer's share is nothing
 _SHOWN = 6
@@ -66,7 +67,7 @@ def section(job: Job, gpu: Gpu | None) -> Section:
         return Section("memory", (f"cannot be estimated: {error}",))
     ranks = memory_of(job, gpu, found)
     fullest = max(range(len(ranks)), key=lambda rank: ranks[rank].total)
-    lines = [*_table(ranks, fullest), "", _estimated(ranks[fullest], gpu), *without_vocabulary(job)]
+    lines = [*_table(ranks, fullest), "", _estimated(ranks[fullest], gpu), *without_vocabulary(job), *_sharded(job)]
     data = {"ranks": [{**vars(one), "total": one.total} for one in ranks], "device": gpu.memory, "fullest": fullest}
     return Section("memory", tuple(lines), tuple(_findings(job, gpu, ranks[fullest].total, fullest)), data)
 
@@ -111,6 +112,12 @@ def _estimated(one: RankMemory, gpu: Gpu) -> str:
     )
 
 
+def _sharded(job: Job) -> Iterator[str]:
+    names = ("use_torch_fsdp2", "use_megatron_fsdp")
+    if int(job.get("data_parallel_size", 1)) > 1 and (job.framework == TORCHTITAN or any(map(job.get, names))):
+        yield "too high where FSDP splits parameters, gradients and states over replicas: that is not counted"
+
+
 def without_vocabulary(job: Job) -> Iterator[str]:
     """Embedding and output layer are as large as some layers, and 0 where nobody says of how many words."""
     if not vocabulary_of(job.args):
@@ -133,6 +140,8 @@ def _first_change(job: Job, gpu: Gpu) -> str:
     """The first of some changes with which the job fits, or the one that leaves it smallest."""
     tried = []
     for setting, change, value in _changes(job):
+        if job.framework == TORCHTITAN and setting not in job.spelling:
+            continue  # a flag of Megatron's
         try:
             peak = max(priced(replace(job, args={**job.args, **change}), gpu, most=MOST).cut.peaks)
         except MegatronPPError:

@@ -134,7 +134,8 @@ def _torchtitan(values: dict[str, Any], gpus: int, folder: Path) -> Prepared:
         text = f"the sizes of {values.get('model.name')} {flavor} are in torchtitan's code, and not known here"
         found.append(Finding("sizes-not-known", NOTE, text))
     degrees = [values.get(f"parallelism.{name}_parallel_degree", 1) for name in ("pipeline", "tensor", "context")]
-    shared = [values.get(f"parallelism.data_parallel_{name}_degree", 1) for name in ("replicate", "shard")]
+    defaults = {"replicate": 1, "shard": -1}  # -1: the GPUs that are left
+    shared = [values.get(f"parallelism.data_parallel_{name}_degree", one) for name, one in defaults.items()]
     if all(isinstance(one, int) for one in (*degrees, *shared)):
         known = degrees[0] * degrees[1] * degrees[2] * shared[0] * abs(shared[1])
         if gpus % known or (shared[1] > 0 and gpus != known):

@@ -13,7 +13,7 @@ from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.tools.advise.gpus import Gpu
 from megatron_pp.tools.check.findings import NOTE, Finding, Section
 from megatron_pp.tools.check.job import Job
-from megatron_pp.tools.check.memory import without_vocabulary
+from megatron_pp.tools.check.memory import TORCHTITAN, without_vocabulary
 from megatron_pp.tools.check.priced import Priced, priced
 from megatron_pp.tools.check.rules import RULES
 from megatron_pp.tools.check.stages import NoBatchError, chunks_of, microbatches_of, pipeline_size
@@ -225,7 +225,7 @@ def _work_of(job: Job, args: Mapping[str, Any], schedule: str) -> float:
 def _tried(job: Job) -> Iterator[tuple[str, str, Mapping[str, Any], str]]:
     """What it is, how it is asked for, the settings, and the schedule where it is not Megatron's."""
     size, chunks = pipeline_size(job), chunks_of(job)
-    if size == 1:
+    if size == 1 or job.framework == TORCHTITAN:  # whose settings have other names
         return
     for name in () if any(map(job.get, _WHOLE)) or job.get("cuda_graph_impl", "none") != "none" else _OURS[chunks > 1]:
         run = f"install(pipeline_schedule={name!r}), or megatron-pp run --pipeline-schedule {name}"

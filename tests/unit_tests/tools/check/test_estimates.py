@@ -248,3 +248,18 @@ def test_context_parallel_ranks_share_the_optimizers_states() -> None:
     assert sum(one.optimizer for one in memory.memory_of(both, H100, priced(both, H100))) == pytest.approx(
         24.1, rel=0.01
     )
+
+
+def test_a_program_without_megatrons_flags_is_told_none_of_them() -> None:
+    titan = replace(job(num_layers=64, seq_length=16384, use_distributed_optimizer=False), framework="torchtitan")
+    (found,) = memory.section(titan, H100).findings
+    assert (found.name, found.change) == ("does-not-fit", "")
+    shown = step_time.section(titan, H100)
+    assert (shown.findings, shown.data["tried"]) == ((), [])  # type: ignore[index]
+
+
+@pytest.mark.parametrize(("framework", "args"), [("torchtitan", {}), ("megatron", {"use_megatron_fsdp": True})])
+def test_sharded_parameters_are_said_not_to_be_counted(framework: str, args: dict[str, Any]) -> None:
+    lines = memory.section(replace(job(**args), framework=framework), H100).lines
+    assert any(line.startswith("too high where FSDP") for line in lines)
+    assert not any("FSDP" in line for line in memory.section(job(), H100).lines)

@@ -192,6 +192,9 @@ def test_torchtitan(tmp_path: Path) -> None:
     assert job.args["pipeline_schedule"] == "Interleaved1F1B"
     assert job.unknown == ("parallelism.pipeline_parallel_made_up",)
     assert "make 8 GPUs, and the job has 12" in texts(read(tmp_path, "llama.toml", TITAN, gpus=12))
+    unsaid = TITAN.replace("data_parallel_shard_degree = -1\n", "")  # -1 is torchtitan's default
+    assert unsaid != TITAN
+    assert "GPUs" not in texts(read(tmp_path, "llama.toml", unsaid, gpus=16))
 
 
 def test_megatrons_own_yaml(tmp_path: Path) -> None:
