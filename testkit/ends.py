@@ -16,3 +16,9 @@ def fail(how: str) -> None:
     if how == "os_exit":
         os._exit(3)
     os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+
+
+def as_in_the_foreground() -> None:
+    """Of a process that is about to start (``preexec_fn``). What a shell starts in the background ignores Ctrl-C, and so
+    does what that starts, tests among it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -15,6 +15,7 @@ from xml.etree import ElementTree as Xml
 
 import pytest
 
+from testkit.ends import as_in_the_foreground
 from tests.conftest import PROJECT_ROOT
 from tests.functional_tests.megatron_support import needs_megatron
 
@@ -157,11 +158,23 @@ def test_ctrl_c_ends_it_without_an_answer(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("import time\n")
     (tmp_path / "megatron" / "training").mkdir(parents=True)
     (tmp_path / "megatron" / "training" / "__init__.py").touch()
-    (tmp_path / "megatron" / "training" / "arguments.py").write_text("import time\nprint('begun')\ntime.sleep(100)\n")
+    (tmp_path / "megatron" / "training" / "arguments.py").write_text(
+        f"import time\nopen({str(tmp_path / 'begun')!r}, 'w').close()\ntime.sleep(100)\n"
+    )
     command = [sys.executable, "-m", "megatron_pp", "check", "--gpus", "2", "slow.py", "--num-layers", "2"]
     environment = {**os.environ, "PYTHONPATH": str(PROJECT_ROOT)}
-    begun = subprocess.Popen(command, env=environment, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-    time.sleep(1)
+    begun = subprocess.Popen(
+        command,
+        env=environment,
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=as_in_the_foreground,
+    )
+    end = time.monotonic() + 60
+    while not (tmp_path / "begun").exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
     begun.send_signal(signal.SIGINT)
     _, complaint = begun.communicate(timeout=30)
     assert (begun.returncode, complaint.strip()) == (130, "megatron-pp check: ended by Ctrl-C")

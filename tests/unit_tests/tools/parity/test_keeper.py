@@ -16,6 +16,7 @@ from megatron_pp.errors import ConfigError
 from megatron_pp.tools.parity.keeper import Workplace, work_apart
 from megatron_pp.tools.parity.process_tree import descendants
 from megatron_pp.tools.parity.processes import RunError
+from testkit.ends import as_in_the_foreground
 from tests.conftest import PROJECT_ROOT
 
 WHAT = "importing what train.py imports"
@@ -135,11 +136,6 @@ def work(place):
 
 work_apart(work, 60.0, "importing")
 """
-
-
-def as_in_the_foreground():
-    """What a shell starts in the background ignores Ctrl-C, and so does what that starts, these tests among it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT], ids=lambda number: number.name)
