@@ -19,6 +19,6 @@ def fail(how: str) -> None:
 
 
 def as_in_the_foreground() -> None:
-    """Of a process that is about to start (``preexec_fn``). What a shell starts in the background ignores Ctrl-C, and so
-    does what that starts, tests among it."""
+    """Of a process that is about to start (``preexec_fn``). What a shell starts in the background ignores Ctrl-C, and
+    so does what that starts, tests among it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
