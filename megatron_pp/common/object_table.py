@@ -35,6 +35,12 @@ class ObjectTable(Generic[Value]):
         """``pop``, also where it is not there."""
         self._entries.pop(id(key), None)
 
+    def emptied(self) -> list[Value]:
+        """All values, also of keys that are gone; the table has none of them any more."""
+        values = [value for _, value in self._entries.values()]
+        self._entries.clear()
+        return values
+
     def items(self) -> list[tuple[Any, Value]]:
         """Those whose keys are alive."""
         found = []

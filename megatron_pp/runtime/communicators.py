@@ -6,6 +6,7 @@ kept per group and config, until the group is destroyed.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from operator import attrgetter
@@ -38,6 +39,10 @@ _of_transport = attrgetter("p2p_channels", "p2p_max_ctas")  # what its transport
 
 # Process-wide, as process groups are. A communicator holds its group, so weak keys alone would keep a destroyed one.
 _KEPT: ObjectTable[dict[tuple[Any, ...], P2PCore]] = ObjectTable()
+# Of the process that this one was forked from. They are kept and never used: the destructor of gloo's process groups
+# waits for threads that a forked process does not have.
+_OF_PARENT: list[dict[tuple[Any, ...], P2PCore]] = []
+os.register_at_fork(after_in_child=lambda: _OF_PARENT.extend(_KEPT.emptied()))
 # Threads may run a pipeline each. Not held while a communicator is made: that may wait for other ranks, whose threads
 # come in another order.
 _LOCK = threading.Lock()
