@@ -149,7 +149,9 @@ def peers() -> str:
     rows = [*parity_rows(), *performance_rows()]
     first, *others = dict.fromkeys(release for row in rows for release in row.megatron)
     # A release that gives the numbers of the first one has no column.
-    differing = {one for row in rows for one in others if row.megatron.get(one, "") != row.megatron.get(first, "")}
+    differing = {
+        one for row in rows for one in others if row.megatron.get(one, "") not in ("", row.megatron.get(first))
+    }
     releases = [first, *(one for one in others if one in differing)]
     torch = " and ".join(sorted({_release(name, "torch") for name in ("overhead", "exposed", "memory")}))
     heads = [f"Megatron-core {release}" for release in releases]
