@@ -22,6 +22,7 @@ MODULES = {
     "torch": "torch",
     "prediction": "megatron_pp.planner.compare",
     "model_steps": "megatron_pp.runtime.model_steps",
+    "alone": "megatron_pp.runtime.alone",
     "step_hooks": "megatron_pp.runtime.step_hooks",
     "partial_checkpoints": "megatron_pp.runtime.partial_checkpoints",
     "shared_iterators": "megatron_pp.runtime.shared_iterators",

@@ -10,24 +10,19 @@ import os
 import threading
 from collections.abc import Callable
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_pp.comm import own_groups
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.comm.group_transport import group_transport
-from megatron_pp.comm.transport import Transport, Work
+from megatron_pp.comm.transport import Transport
 from megatron_pp.common.object_table import ObjectTable
 from megatron_pp.config.settings import StepSettings
-from megatron_pp.errors import CommunicatorClosedError, P2PError, ScheduleInputError
+from megatron_pp.errors import CommunicatorClosedError, ScheduleInputError
 from megatron_pp.faults.attach import close_guard
-from megatron_pp.on_demand import load
 from megatron_pp.runtime.arguments import StepInputs
-
-if TYPE_CHECKING:
-    from megatron_pp.comm.collectives import Collective
 
 # What a communicator is built from.
 _built_from = attrgetter(
@@ -91,12 +86,6 @@ def _close(unneeded: Callable[[Transport], bool]) -> None:
         communicator.transport.close()
 
 
-def lone_communicator(config: Any, model: torch.nn.Module) -> P2PCore:
-    """For a pipeline of one rank without any process group."""
-    parameter = next(iter(model.parameters()), None)
-    return P2PCore(SoloTransport(torch.device("cpu") if parameter is None else parameter.device), config)
-
-
 def pipeline_group(inputs: StepInputs, alone: bool) -> Any:
     """The pipeline group of the caller's communicator or collection, or that of ``parallel_state``; None for a rank
     alone. Raises ScheduleInputError where there is none."""
@@ -116,27 +105,3 @@ def pipeline_group(inputs: StepInputs, alone: bool) -> Any:
             "torch.distributed.init_process_group"
         )
     return None
-
-
-class SoloTransport(Transport):
-    """A pipeline of one rank: no transfers, no process group."""
-
-    rank = 0
-    size = 1
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> Work:
-        raise P2PError(f"a pipeline of one rank cannot exchange tensors with rank {peer}")
-
-    irecv = isend
-
-    def collective(self, collective: Collective) -> Work:
-        alone = load("collectives")
-        collective(alone.LoneCollectives())
-        done: Work = alone.Done()
-        return done
-
-    def global_rank(self, rank: int) -> int:
-        return dist.get_rank() if dist.is_initialized() else 0

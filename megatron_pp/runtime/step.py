@@ -17,7 +17,7 @@ from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.lower.syncs import last_reentry, prepares_in_forward
 from megatron_pp.runtime import plan_choice
 from megatron_pp.runtime.arguments import StepInputs
-from megatron_pp.runtime.communicators import communicator_for, lone_communicator, pipeline_group
+from megatron_pp.runtime.communicators import communicator_for, pipeline_group
 from megatron_pp.runtime.compute import StepOptions
 from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.runtime.gradient_hooks import SyncHooks
@@ -146,7 +146,8 @@ def communicator_of(request: StepRequest, group: Any) -> P2PCore:
         return given
     if group is not None:
         return communicator_for(group, request.settings)
-    return lone_communicator(request.settings, request.inputs.chunks[0])
+    alone: P2PCore = load("alone").lone_communicator(request.settings, request.inputs.chunks[0])
+    return alone
 
 
 def run_step(step: Step, host: Host) -> list[Any]:

@@ -35,7 +35,7 @@ from megatron_pp.faults.device_events import CompletedWork, EventQueries
 from megatron_pp.features.pairs.pair_runner import on_two_streams
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import PlanSpec
-from megatron_pp.runtime.communicators import SoloTransport
+from megatron_pp.runtime.alone import SoloTransport
 from megatron_pp.testing.toy import ToyData
 from megatron_pp.tools.cli import main
 from megatron_pp.tools.parity import command

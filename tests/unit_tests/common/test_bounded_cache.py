@@ -13,7 +13,7 @@ from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan import builder
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import PlanSpec
-from megatron_pp.runtime.communicators import SoloTransport
+from megatron_pp.runtime.alone import SoloTransport
 from megatron_pp.testing.toy import toy_config
 
 

@@ -21,7 +21,7 @@ from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.simulate.memory import FULL, ModelShape
 from megatron_pp.planner.plan_search import peak_memory
-from megatron_pp.runtime.communicators import lone_communicator
+from megatron_pp.runtime.alone import lone_communicator
 from megatron_pp.runtime.compute import StepOptions
 from megatron_pp.runtime.executor import PlanExecutor, Shapes
 from megatron_pp.runtime.footprint import Footprint, LiveStorages, measure_footprint
