@@ -62,6 +62,9 @@ def _sizes(job: Job) -> Iterator[str]:
         shown = {name: size for name, size in shown.items() if not name.startswith("expert")}
     sizes = [f"{name} {size}" for name, size in shown.items() if size != 1]
     yield f"{job.gpus} GPUs: {', '.join(sizes) or 'no parallelism'}"
+    set_by = [job.spell(_SIZES[name]) for name, size in shown.items() if size != 1 and name != "data"]
+    if set_by:
+        yield f"set by {', '.join(set_by)}; data parallelism takes the GPUs that are left"
     try:
         count = microbatches_of(job)
     except MegatronPPError:
@@ -72,7 +75,8 @@ def _sizes(job: Job) -> Iterator[str]:
     if chunks_of(job) > 1:
         group = job.get("microbatch_group_size_per_vp_stage") or pipeline_size(job)
         chunks = f"{chunks_of(job)} chunks a rank{_said_by_layout(job)}"
-        yield f"{chunks}; a chunk runs {group} microbatches before the next takes over"
+        named = job.spell("microbatch_group_size_per_vp_stage")
+        yield f"{chunks}; a chunk runs {group} microbatches before the next takes over ({named})"
 
 
 def _said_by_layout(job: Job) -> str:

@@ -67,7 +67,8 @@ def section(job: Job, gpu: Gpu | None) -> Section:
         return Section("memory", (f"cannot be estimated: {error}",))
     ranks = memory_of(job, gpu, found)
     fullest = max(range(len(ranks)), key=lambda rank: ranks[rank].total)
-    lines = [*_table(ranks, fullest), "", _estimated(ranks[fullest], gpu), *without_vocabulary(job), *_sharded(job)]
+    lines = [*_table(ranks, fullest), "", *_set_by(job), _estimated(ranks[fullest], gpu)]
+    lines += [*without_vocabulary(job), *_sharded(job)]
     data = {"ranks": [{**vars(one), "total": one.total} for one in ranks], "device": gpu.memory, "fullest": fullest}
     return Section("memory", tuple(lines), tuple(_findings(job, gpu, ranks[fullest].total, fullest)), data)
 
@@ -101,6 +102,17 @@ def _table(ranks: list[RankMemory], fullest: int) -> Iterator[str]:
         sizes = (*vars(one).values(), one.total)
         cells = (f"{size:.3g}".rjust(len(name)) for size, name in zip(sizes, names, strict=True))
         yield f"{rank:<5} " + "  ".join(cells) + ("  (fullest)" if rank == fullest else "")
+
+
+def _set_by(job: Job) -> Iterator[str]:
+    """The settings that change a column."""
+    weights = ["tensor_model_parallel_size", "pipeline_model_parallel_size"]
+    weights += ["expert_model_parallel_size"] if job.get("num_experts") else []
+    kept = ("recompute_granularity", "micro_batch_size", "context_parallel_size", "sequence_parallel")
+    yield f"parameters and gradients: {', '.join(map(job.spell, weights))}; optimizer: also " + job.spell(
+        "use_distributed_optimizer"
+    )
+    yield f"activations: {', '.join(map(job.spell, kept))}"
 
 
 def _estimated(one: RankMemory, gpu: Gpu) -> str:
