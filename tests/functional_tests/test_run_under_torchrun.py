@@ -26,7 +26,7 @@ torch.cuda.set_device(0)
 parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
 weight = torch.ones(4, device="cuda").cuda()
 dist.all_reduce(weight, group=parallel_state.get_pipeline_model_parallel_group())
-print("summed", weight.device.type, float(weight.sum()), flush=True)
+print(f"summed {weight.device.type} {float(weight.sum())}\\n", end="", flush=True)  # in one piece
 parallel_state.destroy_model_parallel()
 dist.destroy_process_group()
 """
