@@ -8,6 +8,9 @@ from typing import Any
 
 from megatron_pp.tools.check.findings import Finding
 
+TORCHTITAN = "torchtitan"
+"""The one program whose jobs run without Megatron."""
+
 
 @dataclass(frozen=True)
 class Job:

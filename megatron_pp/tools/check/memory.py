@@ -10,19 +10,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_pp.errors import LayoutError, MegatronPPError
+from megatron_pp.errors import MegatronPPError
 from megatron_pp.tools.advise.gpus import Gpu
 from megatron_pp.tools.check.findings import RISK, Finding, Section
-from megatron_pp.tools.check.job import Job
-from megatron_pp.tools.check.priced import Priced, layers_of, priced
+from megatron_pp.tools.check.job import TORCHTITAN, Job
+from megatron_pp.tools.check.priced import Priced, layers_of, priced, why_not_priced
 from megatron_pp.tools.check.sizes import vocabulary_of
-from megatron_pp.tools.check.stages import NoBatchError, pipeline_size, stages_of
+from megatron_pp.tools.check.stages import pipeline_size, stages_of
 
 MOST = 64
 """Microbatches of the plan whose memory is looked at: a longer step holds no more."""
 TOO_LOW, TOO_HIGH = 0.23, 0.09
 """How far estimates were from what was measured, at most (`scripts/check_memory.py`)."""
-TORCHTITAN = "torchtitan"
 _CLOSE = 0.9  # share of the card's memory above which estimates may be wrong
 _REPLICAS = 2**40  # so many that an optimizer's share is nothing
 _SHOWN = 6
@@ -59,12 +58,8 @@ def section(job: Job, gpu: Gpu | None) -> Section:
         return Section("memory", ("not looked at; --gpu NAME says which card the job runs on",))
     try:
         found = priced(job, gpu, most=MOST)
-    except NoBatchError as error:
-        return Section("memory", (f"not estimated: {error}",))
-    except LayoutError:
-        return Section("memory", ("not estimated: see Start",))
     except MegatronPPError as error:
-        return Section("memory", (f"cannot be estimated: {error}",))
+        return Section("memory", (why_not_priced(error),))
     ranks = memory_of(job, gpu, found)
     fullest = max(range(len(ranks)), key=lambda rank: ranks[rank].total)
     lines = [*_table(ranks, fullest), "", *_set_by(job), _estimated(ranks[fullest], gpu)]

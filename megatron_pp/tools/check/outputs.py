@@ -8,7 +8,9 @@ from xml.etree import ElementTree as Xml
 from megatron_pp.errors import visible
 from megatron_pp.tools.check.command import Answer, sorted_findings
 from megatron_pp.tools.check.findings import ERROR, NOTE, RISK, Finding
+from megatron_pp.tools.junit import case_in, suite_of, text_of
 
+_COMMAND = "check"
 _ANNOTATIONS = {ERROR: "error", RISK: "warning", NOTE: "notice"}
 
 
@@ -16,38 +18,23 @@ def junit_of(answer: Answer, strict: bool) -> str:
     """A test case for each section. It fails where the section has an error, with ``strict`` a risk too."""
     levels = (ERROR, RISK) if strict else (ERROR,)
     failed = {one.name: [f for f in sorted_findings(one) if f.level in levels] for one in answer.sections}
-    suite = _suite(len(answer.sections), sum(map(bool, failed.values())), 0)
+    suite = suite_of(_COMMAND, len(answer.sections), sum(map(bool, failed.values())), 0)
     for section in answer.sections:
-        case = _case(suite, section.name)
+        case = case_in(suite, _COMMAND, section.name)
         if failed[section.name]:
             lines = [in_words(finding) for finding in failed[section.name]]
             Xml.SubElement(case, "failure", message=visible(lines[0])).text = visible("\n".join(lines))
         rest = [*section.lines, *(in_words(one) for one in section.findings if one not in failed[section.name])]
         if rest:
             Xml.SubElement(case, "system-out").text = visible("\n".join(rest))
-    return _written(suite)
+    return text_of(suite)
 
 
 def junit_of_error(message: str) -> str:
     """Where there is no answer."""
-    suite = _suite(1, 0, 1)
-    Xml.SubElement(_case(suite, "read"), "error", message=visible(message)).text = visible(message)
-    return _written(suite)
-
-
-def _suite(tests: int, failures: int, errors: int) -> Xml.Element:
-    suite = Xml.Element("testsuite", name="megatron-pp check", tests=str(tests))
-    suite.set("failures", str(failures))
-    suite.set("errors", str(errors))
-    return suite
-
-
-def _case(suite: Xml.Element, name: str) -> Xml.Element:
-    return Xml.SubElement(suite, "testcase", classname="megatron_pp.tools.check", name=name)
-
-
-def _written(suite: Xml.Element) -> str:
-    return Xml.tostring(suite, encoding="unicode", xml_declaration=True)
+    suite = suite_of(_COMMAND, 1, 0, 1)
+    Xml.SubElement(case_in(suite, _COMMAND, "read"), "error", message=visible(message)).text = visible(message)
+    return text_of(suite)
 
 
 def in_words(finding: Finding) -> str:

@@ -6,14 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_pp.errors import PlanError
+from megatron_pp.errors import LayoutError, MegatronPPError, PlanError
 from megatron_pp.plan.builder import verified_plan
 from megatron_pp.plan.costs.communicators import Outside
 from megatron_pp.plan.costs.stage_costs import Link, Network
 from megatron_pp.plan.ir.spec import BATCHED, ON_NCCL, OVERLAP, Plan, PlanSpec
 from megatron_pp.plan.orders import INTERLEAVED, ONE_F_ONE_B
 from megatron_pp.plan.simulate.memory import FULL
-from megatron_pp.plan.verify.verifier import Verdict
 from megatron_pp.planner.timing import kept_states
 from megatron_pp.tools.advise.evaluate import tensors_of
 from megatron_pp.tools.advise.fit import Fitted, Room, fitted, with_recomputed
@@ -23,7 +22,7 @@ from megatron_pp.tools.advise.model import EMBEDDING, LOSS, MTP, Layer, Model
 from megatron_pp.tools.advise.transformer import Transformer
 from megatron_pp.tools.check.job import Job
 from megatron_pp.tools.check.sizes import vocabulary_of
-from megatron_pp.tools.check.stages import Stage, chunks_of, microbatches_of, pipeline_size, stages_of
+from megatron_pp.tools.check.stages import NoBatchError, Stage, chunks_of, microbatches_of, pipeline_size, stages_of
 
 LATENCY = 0.01  # ms of a message between GPUs
 _MOST_STAGES = 2048  # more than any model has layers
@@ -52,7 +51,6 @@ class Priced:
     communicators, context and tensors between stages."""
 
     plan: Plan
-    verdict: Verdict
     transformer: Transformer
     model: Model
     cut: Fitted
@@ -82,7 +80,14 @@ def priced(job: Job, gpu: Gpu, schedule: str = "", most: int | None = None) -> P
     cut = with_recomputed(fitted(stages, room, model, False), [_recomputed_layers(job)] * len(stages))
     kept = [room.kept(rank, cut.activation, cut.late) for rank in range(plan.spec.pipeline_size)]
     peaks = tuple(sum(parts) for parts in zip(cut.static, fixed, kept, strict=True))
-    return Priced(plan, verdict, transformer, model, replace(cut, peaks=peaks), outside, fixed)
+    return Priced(plan, transformer, model, replace(cut, peaks=peaks), outside, fixed)
+
+
+def why_not_priced(error: MegatronPPError) -> str:
+    """The line of a section that ``priced`` leaves without numbers."""
+    if isinstance(error, LayoutError) and not isinstance(error, NoBatchError):
+        return "not estimated: see Start"
+    return f"not estimated: {error}" if isinstance(error, NoBatchError) else f"cannot be estimated: {error}"
 
 
 def transformer_of_job(job: Job) -> Transformer:

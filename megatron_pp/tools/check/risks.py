@@ -12,12 +12,11 @@ from typing import Any
 
 from megatron_pp.tools.check.files import loaded
 from megatron_pp.tools.check.findings import ERROR, LEVELS, RISK, Finding, Section
-from megatron_pp.tools.check.job import Job
+from megatron_pp.tools.check.job import TORCHTITAN, Job
 
 FILE = Path(__file__).with_name("known_faults.toml")
 SAME, NOT_AFFECTED = "same", "not affected"
 OLDEST = "0.14.0"  # whose sources were looked at
-_WITHOUT_MEGATRON = ("torchtitan",)
 _COMPARED: dict[str, Callable[[Any, Any], bool]] = {
     "==": operator.eq,
     "!=": operator.ne,
@@ -82,7 +81,7 @@ class KnownFault:
 
 
 def section(job: Job) -> Section:
-    if job.framework in _WITHOUT_MEGATRON:
+    if job.framework == TORCHTITAN:
         return Section("risks")
     faults, newest = known_faults()
     here = [fault for fault in faults if fault.is_in(job.release)]

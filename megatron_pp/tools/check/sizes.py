@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_pp.tools.flags.read import defaults as of_parser
+from megatron_pp.tools.parity.layout import stages_of
 
 
 def completed(given: Mapping[str, Any], gpus: int, defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,8 +62,6 @@ def _chunks(args: Mapping[str, Any], stages: int) -> int | None:
     layers, each = args.get("num_layers"), args.get("num_layers_per_virtual_pipeline_stage")
     layout = args.get("pipeline_model_parallel_layout")
     if not number and isinstance(layout, str):
-        from megatron_pp.tools.parity.layout import stages_of
-
         number = len(stages_of(layout)) // stages
     pattern = args.get("hybrid_layer_pattern")
     if not number and isinstance(pattern, str) and "|" in pattern:

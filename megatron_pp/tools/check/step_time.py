@@ -7,16 +7,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_pp.errors import LayoutError, MegatronPPError
+from megatron_pp.errors import MegatronPPError
 from megatron_pp.plan.orders import INTERLEAVED, ONE_F_ONE_B
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.tools.advise.gpus import Gpu
 from megatron_pp.tools.check.findings import NOTE, Finding, Section
-from megatron_pp.tools.check.job import Job
-from megatron_pp.tools.check.memory import TORCHTITAN, without_vocabulary
-from megatron_pp.tools.check.priced import Priced, priced
+from megatron_pp.tools.check.job import TORCHTITAN, Job
+from megatron_pp.tools.check.memory import without_vocabulary
+from megatron_pp.tools.check.priced import Priced, priced, why_not_priced
 from megatron_pp.tools.check.rules import RULES
-from megatron_pp.tools.check.stages import NoBatchError, chunks_of, microbatches_of, pipeline_size
+from megatron_pp.tools.check.stages import chunks_of, microbatches_of, pipeline_size
 
 _PILOTS, _FEWER, _LONG = (2, 4), (1, 2), 32
 """Estimates are of these multiples of P microbatches, and more microbatches go on as these; of fewer for ``_LONG``
@@ -56,12 +56,8 @@ def section(job: Job, gpu: Gpu | None) -> Section:
         return Section("time", ("not looked at; --gpu NAME says which card the job runs on",))
     try:
         now = timed(job, gpu)
-    except NoBatchError as error:
-        return Section("time", (f"not estimated: {error}",))
-    except LayoutError:
-        return Section("time", ("not estimated: see Start",))
     except MegatronPPError as error:
-        return Section("time", (f"cannot be estimated: {error}",))
+        return Section("time", (why_not_priced(error),))
     lines = [
         f"a step takes {_seconds(now.step)} by an estimate from sizes and data sheets, without data parallelism and "
         "the optimizer",

@@ -73,7 +73,6 @@ def _interleaved(job: Job) -> Iterator[tuple[str, str]]:
         text = f"a chunk's group has {group} microbatches ({named}); Megatron's schedule takes {most}"
         yield text, change if group < size <= count else either(change, _ANY_COUNT)
     elif 0 < count % group < size:
-        each = whole(job, "global_batch_size") // count
         text = f"a step has {count} microbatches in groups of {group}; the last group has {count % group}, and "
         text += f"Megatron's schedule takes no fewer than the pipeline's {size} ranks there"
         each, below = whole(job, "global_batch_size") // count, count // group * group
