@@ -74,7 +74,7 @@ def check_probability(name: str, value: Any) -> Any:
 
 def why_removed(name: str) -> str:
     """What to do instead of a setting that there was, as a sentence; empty for any other name."""
-    return f"{name} is no setting any more: {REMOVED[name]}" if name in REMOVED else ""
+    return f"{name} is no longer a setting: {REMOVED[name]}" if name in REMOVED else ""
 
 
 def callable_or_none(name: str, value: Any, several: bool = False) -> Any:

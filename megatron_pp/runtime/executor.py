@@ -220,7 +220,7 @@ class PlanExecutor:
             return grad
         if not is_any_there(grad):
             warn_once(
-                f"stage {at.stage} makes no use of its input: the rank of the stage before gets gradients of zero, "
+                f"stage {at.stage} does not use its input: the rank of the stage before gets gradients of zero, "
                 "where one process would leave them None, so that its optimizer may still decay weights or move by "
                 "momentum"
             )

@@ -128,7 +128,7 @@ def warn_of_limits(plan: Plan, splits_as_asked: bool) -> None:
         )
     if not splits_as_asked and family.splits_weight and spec.pipeline_size > 1:  # else there is no bubble to fill
         warn_once(
-            f"schedule {family.name} splits backwards, but the model does all of each at once: convert its chunks with "
+            f"schedule {family.name} splits backwards, but the model is not converted: convert its chunks with "
             "megatron_pp.weight_grad.split_weight_grad"
         )
 

@@ -322,7 +322,7 @@ def test_before_python_3_11_the_parser_is_tomli_and_is_named_where_it_is_missing
 def test_a_setting_that_there_was_is_refused_with_what_to_do_instead(
     tmp_path: Path, environment: Callable[..., None]
 ) -> None:
-    advice = "pipeline_replan is no setting any more: plans no longer change while a job runs. Leave it out."
+    advice = "pipeline_replan is no longer a setting: plans no longer change while a job runs. Leave it out."
     assert refusal(pipeline_replan="every:100").startswith(f"install(): {advice}")
     file = tmp_path / "old.toml"
     file.write_text('pipeline_replan = "every:100"\n')

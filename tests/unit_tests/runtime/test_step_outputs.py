@@ -120,7 +120,7 @@ def test_it_is_said_once_that_zeros_are_sent(caplog: pytest.LogCaptureFixture) -
     with caplog.at_level(logging.WARNING, "megatron_pp"):
         for _ in range(2):
             run_in_threads(4, 1, DATA, block=CUTS["the last detached"][1])
-    assert [record.message.partition(":")[0] for record in caplog.records] == ["stage 3 makes no use of its input"]
+    assert [record.message.partition(":")[0] for record in caplog.records] == ["stage 3 does not use its input"]
 
 
 # -- what cannot be given ---------------------------------------------------------------------------------------------

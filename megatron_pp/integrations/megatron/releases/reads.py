@@ -182,20 +182,20 @@ def reads_of(schedules: ModuleType) -> dict[str, set[str]]:
 
 
 def unknown_reads(schedules: ModuleType, release: tuple[int, int], version: str) -> str | None:
-    """A sentence that names what the schedules of `release` make use of and the table does not have up to it; None
-    where there is nothing.
+    """A sentence with the names that the schedules of `release` use and the table lacks up to that release. None if
+    there are no such names.
     """
     try:
         reads = reads_of(schedules)
     except (OSError, TypeError) as error:
-        return f"what the schedules of megatron-core {version} make use of is unknown to megatron_pp ({error})"
+        return f"megatron_pp cannot tell which names the schedules of megatron-core {version} use ({error})"
     unknown = {function: sorted(names - known_reads(function, release)) for function, names in reads.items()}
     if not any(unknown.values()):
         return None
     named = "; ".join(f"{function} uses {', '.join(names)}" for function, names in unknown.items() if names)
     return (
-        f"the schedules of megatron-core {version} make use of what is unknown to megatron_pp and has no effect in the "
-        f"steps that it runs: {named}"
+        f"the schedules of megatron-core {version} use names that megatron_pp does not know and that have no effect "
+        f"in the steps that it runs: {named}"
     )
 
 

@@ -24,7 +24,7 @@ class Megatron:
     version        as Megatron prints it
     row            its row of the table
     multi_module   the classes of pipelines of several modules
-    unknown_reads  what its schedules make use of and is unknown here, in words; None where there is nothing
+    unknown_reads  names that its schedules use and this package does not know, as a sentence; None if there are none
     changed        which of its functions no known release has, in words; None where there are none
     known_steps    the code of its functions for a microbatch; empty where one of them is unknown here
     """

@@ -232,7 +232,7 @@ def test_evaluation_and_one_rank_have_nothing_to_plan() -> None:
 
 # --- the setting that there was
 
-ADVICE = "pipeline_replan is no setting any more: plans no longer change while a job runs. Leave it out."
+ADVICE = "pipeline_replan is no longer a setting: plans no longer change while a job runs. Leave it out."
 
 
 def test_a_config_that_sets_pipeline_replan_is_told_what_to_do_instead() -> None:

@@ -225,6 +225,6 @@ def test_a_missing_package_is_named_with_its_extra(
 def test_an_option_that_there_was_is_refused_with_what_to_do_instead(
     command: Callable[..., tuple[int, str, str]],
 ) -> None:
-    words = "pipeline_replan is no setting any more: plans no longer change while a job runs. Leave it out."
+    words = "pipeline_replan is no longer a setting: plans no longer change while a job runs. Leave it out."
     assert_refused(command("run", "--pipeline-replan=every:100", script()), 2, "megatron-pp run: ", words)
     assert_refused(command("run", "--pipeline-replan", "every:100", script()), 2, "megatron-pp run: ", words)
