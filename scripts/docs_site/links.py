@@ -10,6 +10,7 @@ OUTSIDE_PAGES = {
     "index.md": "README.md",
     "contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
+    "security.md": "SECURITY.md",
     "examples/gpt.md": "examples/gpt/README.md",
 }
 """Path on the site -> path in the project."""

@@ -15,7 +15,7 @@ from made_parts import long_tables_to_data, markdown_table, with_tables
 from tests.conftest import PROJECT_ROOT
 
 PAGES = [
-    *(path for name in ("README", "CHANGELOG", "CONTRIBUTING") for path in PROJECT_ROOT.glob(f"{name}.md")),
+    *(path for name in ("README", "CHANGELOG", "CONTRIBUTING", "RELEASING", "SECURITY") for path in PROJECT_ROOT.glob(f"{name}.md")),
     *sorted((PROJECT_ROOT / "docs").rglob("*.md")),
     *sorted((PROJECT_ROOT / "examples").rglob("*.md")),
 ]
