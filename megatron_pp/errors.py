@@ -19,8 +19,8 @@ __all__ = [
 
 
 def visible(text: str) -> str:
-    """``text`` for a terminal: whatever is not printed as itself, which a file of somebody else's may hold (control
-    characters, lone surrogates), is escaped; ends of lines and tabs stay."""
+    """``text`` for a terminal. Characters that a terminal does not print as themselves, such as control characters in
+    a file, are escaped. Ends of lines and tabs stay."""
     return text if text.isprintable() else "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
@@ -33,7 +33,7 @@ class MegatronPPError(Exception):
 
 @dataclass(eq=False, repr=False)
 class PipelineError(MegatronPPError, RuntimeError):
-    """Anything that ends a pipeline step on a rank which is not itself the cause in user code."""
+    """The base of the errors that end a pipeline step and do not come from the user's code on this rank."""
 
     text: InitVar[str]
 
@@ -93,12 +93,13 @@ class CommunicatorClosedError(P2PTransferError):
 
 
 class WireMismatchError(P2PError, PipelineMismatchError):
-    """Wire check: a tensor arrived that the plan does not expect. ``values`` are the sender's and the receiver's."""
+    """With ``p2p_debug``: a tensor arrived that the plan does not expect. ``values``: those of sender and receiver."""
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class SendBufferError(P2PError):
-    """A tensor was written to while it was being sent; in debug mode also: unseen by autograd, freed or swapped."""
+    """A tensor was written to while it was being sent. With ``p2p_debug`` also: freed, swapped, or written to unseen by
+    autograd."""
 
     rank: int = -1  # pipeline rank whose memory it is
     chunk: int = -1  # chunk of that rank, and
@@ -144,7 +145,7 @@ class InstructionError(MegatronPPError, ValueError):
 
 
 class WeightGradError(MegatronPPError, RuntimeError):
-    """The store was driven in an order that loses or repeats gradients; the message names the chunk and microbatch."""
+    """B and W ran in an order that loses or repeats gradients; the message names the chunk and microbatch."""
 
 
 class WeightGradSplitError(MegatronPPError, ValueError):
@@ -164,7 +165,7 @@ class NotServedError(MegatronPPError, NotImplementedError):
 
 
 class UnknownMegatronError(MegatronPPError, RuntimeError):
-    """Megatron-core is missing, older than the table, or has a signature that the plug-in does not know.
+    """Megatron-core is missing, too old, or has a signature that the plug-in does not know.
 
     The message names the version, the function and the parameter.
     """

@@ -15,10 +15,10 @@
 # Environment. Wrong values are reported before anything starts, with exit code 2.
 #
 #   NNODES          nodes                                 default: Slurm's, or 1
-#   NODE_RANK       this node's number, from 0            default: Slurm's; needed where NNODES > 1
-#   MASTER_ADDR     name or address of node 0             default: Slurm's first node; needed where NNODES > 1
+#   NODE_RANK       this node's number, from 0            default: Slurm's; required if NNODES > 1
+#   MASTER_ADDR     name or address of node 0             default: Slurm's first node; required if NNODES > 1
 #   MASTER_PORT     a free port of node 0                 default: 29500; under Slurm one made from the job's number
-#   NPROC_PER_NODE  ranks on this node                    default: one for each GPU; 1 without
+#   NPROC_PER_NODE  ranks on this node                    default: one for each GPU; 1 without a GPU
 #   MAX_RESTARTS    starts after a failure of any rank    default: 0; a run goes on from its newest checkpoint
 #   SCRIPT          the program to run                    default: scripts/train.py
 #   GLOO_SOCKET_IFNAME  interface that gloo uses          default: the one on the way to MASTER_ADDR

@@ -311,10 +311,10 @@ def _other_backend(backend: str) -> str:
 
 def _faults(arguments: argparse.Namespace, books: Books) -> list[str]:
     lines = [
-        "Seconds are from the fault until the error is raised on another rank: median and worst over all other ranks. "
-        "A fault counts as detected where every rank raised the right error, in time, and its text names rank, chunk "
-        "and microbatch rightly. A slow rank must raise nothing, and the numbers must be right. The message is the "
-        "beginning of what one of the other ranks raised.",
+        "Seconds are from the fault until another rank raises its error: median and worst over all other ranks. A "
+        "fault counts as detected if every rank raises the right error in time, and the error names rank, chunk and "
+        "microbatch correctly. A slow rank must cause no error and no wrong number. The column *message* has the "
+        "beginning of the error on one of the other ranks.",
         "",
     ]
     head = ["fault", "schedule", "backend", "injected", "detected", "median s", "worst s", "limit s", "message"]
@@ -348,7 +348,7 @@ def _totals(books: Books) -> list[str]:
     right = sum(t.detected + t.undisturbed for t in books.tallies.values())
     rows = [
         ("faults injected", injected),
-        ("met as they should be", right),
+        ("faults handled as specified", right),
         ("hangs", books.hangs),
         ("steps with wrong numbers", books.wrong_steps),
         *((f"episodes that left {name.replace('_', ' ')}", books.leaks.get(name, 0)) for name in _LEAKS),
@@ -375,8 +375,8 @@ def _memory(books: Books) -> list[str]:
     lines = [
         "### Memory",
         "",
-        "Resident memory over steps without a fault, in MiB; growth is from the first quarter on, and up to "
-        f"{FLAT_BYTES >> 20} MiB counts as flat.",
+        "Resident memory over steps without a fault, in MiB. Growth is counted from the end of the first quarter. Up "
+        f"to {FLAT_BYTES >> 20} MiB count as flat.",
         "",
     ]
     rows: list[Sequence[str]] = [("schedule", "rank", "at the first quarter", "at the end", "growth")]

@@ -21,7 +21,7 @@ def page(run: Run, path: Path) -> str:
     """Markdown, for the file ``path``, with its tables in files beside it."""
     results = [(part, run.results.get(part.name, Result(NOT_RUN, NOT_YET))) for part in PARTS]
     counts = Counter(result.verdict for _, result in results)
-    what = "Tried without a GPU, which says nothing of one" if run.tried else "Measured on GPUs"
+    what = "tried without a GPU, which says nothing about GPUs" if run.tried else "measured on GPUs"
     parts = [["part", "verdict", "s", "what failed, or why it was not run", "on", "date", "commit"]]
     for part, result in results:
         where = [_cell(result.machine) or "-", result.date or "-", result.commit or "-"]
@@ -30,9 +30,9 @@ def page(run: Run, path: Path) -> str:
     found += [[part.title, *map(_cell, row)] for part, result in results for row in _found(result)]
     text = [
         "# On a GPU",
-        f"{what} by `scripts/gpu_check.sh`, each part when it last ran. "
-        f"{', '.join(f'{number} {verdict}' for verdict, number in counts.items())}. A part that has not run on a GPU "
-        "is not yet measured.",
+        f"What `scripts/gpu_check.sh` has {what}, for whoever wants to know what is proven there. "
+        f"Each part is shown as it last ran: {', '.join(f'{number} {verdict}' for verdict, number in counts.items())}. "
+        "A part that has not run is not yet measured.",
         write_data(path, "gpu_parts", "Parts", parts),
         write_data(path, "gpu_results", "Results", found),
     ]

@@ -1,7 +1,7 @@
 """Programs whose steady state is repeated: a plan for more microbatches from one for fewer.
 
 A *block* is a stretch of every rank's program after which the pipeline is as it was before it, some microbatches later.
-``verify`` proves that of a block (docs/design.md, "A new number of microbatches").
+``verify`` proves that of a block (docs/proofs.md, "A new number of microbatches").
 """
 
 from abc import abstractmethod

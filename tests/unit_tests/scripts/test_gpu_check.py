@@ -245,7 +245,7 @@ def test_the_page_is_made_from_the_json_alone(tmp_path: Path) -> None:
     runner.run_parts(run, parts, 60.0, lambda part, result: None)
     text = page(run, path)
     shown = re.sub(r"\| \d+ \|", "| SECONDS |", with_tables(path, text))
-    assert "Measured on GPUs" in text
+    assert "has measured on GPUs" in text
     assert "| The deallocation race | **fail** | SECONDS | this does not / at all |" in shown
     assert "| The deallocation race | this does not / at all | **NO** |" in shown
     assert "| The deallocation race | this holds | holds |" in shown
