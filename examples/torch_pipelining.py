@@ -5,7 +5,8 @@
 
 The second has two pipelines, whose stages are sharded over both (FSDP2).
 The model is that of llama_stages.py: torchtitan's Llama 3 where torchtitan 0.2 can be imported, else its own. Every
-rank also trains the whole model, and prints the largest difference of a loss or a gradient. See docs/torch_modules.md.
+rank also trains the whole model, and prints the largest difference of a loss or a gradient. See
+docs/migrating/from_torch.md.
 """
 
 from __future__ import annotations

@@ -23,20 +23,20 @@ def parts_of_faults() -> str:
 
 def _part(fault: KnownFault) -> str:
     since = fault.since or OLDEST
-    releases = f"{since} and newer, open" if not fault.fixed else f"{since} up to the last before {fault.fixed}"
-    terms = "; ".join(" or ".join(map(_term, terms)) for terms in fault.when)
-    engine = "without it" if fault.engine == NOT_AFFECTED else "the same"
-    shown = f"`{fault.shown}`" if fault.shown else f"no test: {fault.unshown}"
+    releases = f"{since} and newer; fixed in {fault.fixed}" if fault.fixed else f"{since} and newer; not fixed so far"
+    terms = ", and ".join(" or ".join(map(_term, terms)) for terms in fault.when)
+    engine = "absent" if fault.engine == NOT_AFFECTED else "present: it is outside of the schedule"
+    shown = f"Shown by: `{fault.shown}`" if fault.shown else f"Not shown by a test: {fault.unshown}"
     lines = [
         f"### {fault.name}",
         "",
-        f"{fault.level.capitalize()}. {fault.what[0].upper()}{fault.what[1:]}.",
+        f"**{fault.level.capitalize()}.** {fault.what[0].upper()}{fault.what[1:]}.",
         "",
-        f"- Releases: {releases}.",
-        f"- Where: {terms}.",
+        f"- If: {terms}.",
         f"- Change: {fault.change}.",
+        f"- Megatron-core: {releases}.",
         f"- Under `install()`: {engine}.",
-        f"- Shown by: {shown}.",
+        f"- {shown}.",
     ]
     if fault.threads:
         lines.append(f"- Threads: {', '.join(map(_link, fault.threads))}.")

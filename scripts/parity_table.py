@@ -205,13 +205,19 @@ def trainings(name: str, releases: Releases, old: str) -> tuple[str, bool]:
     named = [row[:TRAINING_NAMES] for row in new]
     table = with_kept(new, [row for row in table_in(old) if row[:TRAINING_NAMES] in named], TRAINING_NAMES)
     earlier = re.search(r"with megatron-core (.*)\.$", old, re.MULTILINE)
-    versions = {short(version): version for version in [*(earlier[1].split(" and ") if earlier else []), *releases]}
+    before = re.split(", | and ", earlier[1]) if earlier else []
+    versions = {short(version): version for version in [*before, *releases]}
     found, ran = (
         [text for row in rows[1:] for text in row[TRAINING_NAMES:] if text != ABSENT] for rows in (table, new)
     )
     equal = f"{found.count('0')} of {len(found)} are equal to the last bit"
-    sentence = f"{equal}, with megatron-core {' and '.join(versions.values())}."
+    sentence = f"{equal}, with megatron-core {_list(list(versions.values()))}."
     return f"{markdown_table(table)}\n\n{sentence}", all(text == "0" for text in ran)
+
+
+def _list(names: list[str]) -> str:
+    """ "a, b and c"."""
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def runs_on(title: str, version: str) -> bool:

@@ -101,40 +101,43 @@ class ModelParallelConfig:
     calculate_per_token_loss: bool = setting(False, "loss functions return token counts, which divide the gradients")
     num_microbatches_with_partial_activation_checkpoints: int | None = setting(
         None,
-        "microbatches in flight with only some layers recomputed; None: forward_step_func decides",
+        "microbatches in flight that recompute only some layers; None: forward_step_func decides",
         kinds.count(0, install=False),
     )
 
     timers: Hook = hook("Megatron's timers", kinds.HOOK, section="hooks")
-    grad_scale_func: Hook = hook("loss -> scaled loss", kinds.HOOK)
-    no_sync_func: Hooks = hook("context manager(s) in which gradients stay local", kinds.HOOKS)
-    grad_sync_func: Hooks = hook("start(s) reducing the gradients of these parameters", kinds.HOOKS)
-    param_sync_func: Hooks = hook("start(s) gathering these parameters", kinds.HOOKS)
+    grad_scale_func: Hook = hook("turns a loss into the scaled loss", kinds.HOOK)
+    no_sync_func: Hooks = hook("context manager(s), one per chunk, in which gradients are not reduced", kinds.HOOKS)
+    grad_sync_func: Hooks = hook(
+        "function(s), one per chunk, that start to reduce gradients of given parameters", kinds.HOOKS
+    )
+    param_sync_func: Hooks = hook("function(s), one per chunk, that start to gather given parameters", kinds.HOOKS)
     finalize_model_grads_func: Hook = hook("called once a step, after the last backward", kinds.HOOK)
     overlapped_forward_backward: Hook = hook(
-        "runs a forward and a backward that are side by side as one (ours; see megatron_pp.features.pairs)",
+        "runs a forward and a backward of another microbatch as a pair (not in Megatron; see "
+        "megatron_pp.features.pairs)",
         kinds.PAIRS,
     )
-    barrier_with_L1_time: bool = setting(True, "level-1 timers start behind a barrier")  # noqa: N815 (Megatron's name)
+    barrier_with_L1_time: bool = setting(True, "level-1 timers start after a barrier")  # noqa: N815 (Megatron's name)
 
     pipeline_dtype: Dtype | None = setting(
-        None, "dtype of what travels between stages; needed when P > 1", kinds.DTYPE, section="pipeline"
+        None, "dtype of the tensors between stages; required if P > 1", kinds.DTYPE, section="pipeline"
     )
     microbatch_group_size_per_vp_stage: int | None = setting(
         None, "G, microbatches a chunk runs before the next chunk takes over; None: P", kinds.count(checked=kinds.NEVER)
     )
     variable_seq_lengths: bool = setting(
-        False, "microbatches differ in shape, which is sent ahead of each", kinds.SWITCH
+        False, "microbatches differ in shape; the shape is sent before each tensor", kinds.SWITCH
     )
     overlap_p2p_comm: bool = setting(False, "send and receive while computing, in warm-up and flush too", kinds.SWITCH)
     batch_p2p_comm: bool | None = setting(
         None, "group sends and receives into one call; None: unless overlap_p2p_comm", kinds.SWITCH
     )
     batch_p2p_sync: bool = setting(
-        False, "synchronize the device after each grouped call, as old PyTorch needed", kinds.SWITCH
+        False, "wait for the device after each grouped call, as old releases of PyTorch needed", kinds.SWITCH
     )
     deallocate_pipeline_outputs: bool = setting(
-        True, "free an output's data once sent, unless its graph needs it", kinds.SWITCH
+        True, "free the data of an output after its send, unless its graph needs the data", kinds.SWITCH
     )
     defer_embedding_wgrad_compute: bool = setting(
         False, "call the last stage's finish_embedding_wgrad_compute() before gradients are finalised"
@@ -142,14 +145,14 @@ class ModelParallelConfig:
 
     pipeline_schedule: str | None = setting(
         None,
-        "schedule family, or a .csv or .json file; None: 1f1b, or interleaved_1f1b where V > 1, and with "
-        "sequence_slices seq_1f1b, or interleaved_seq_1f1b",
+        "name of a schedule, or a .csv or .json file; None: 1f1b, or interleaved_1f1b if V > 1; with sequence_slices: "
+        "seq_1f1b, or interleaved_seq_1f1b",
         kinds.SCHEDULE,
-        section="pipeline, ours",
+        section="pipeline, not in Megatron",
     )
     sequence_slices: int = setting(
         1,
-        "slices that every sequence is cut into, each a step of its own through the pipeline; 1: sequences whole",
+        "slices into which every sequence is cut; each goes through the pipeline by itself; 1: whole sequences",
         kinds.SIZE,
     )
     balance_sequence_slices: bool = setting(
@@ -157,33 +160,33 @@ class ModelParallelConfig:
     )
     offload_chunks: int | None = setting(
         None,
-        "model chunks of every rank, from its first, whose activations are in host memory between forward and "
-        "backward; None: half of them with pipe_offload, else none",
+        "the first so many model chunks of every rank keep their activations in host memory between forward and "
+        "backward; None: half of the chunks under pipe_offload, otherwise none",
         kinds.count(0, "None for the schedule's own"),
     )
     offload_slots: int = setting(
-        1, "compute operations for which a copy to host memory or back is placed in the schedule", kinds.count()
+        1, "compute operations during which the plan lets a copy to host memory, or back, run", kinds.count()
     )
     fsdp_collectives: str | None = setting(
         None,
-        "where the schedule gathers parameters and reduces gradients of stages that fully_shard (FSDP2) shards: "
-        "per_step, per_run, zero2, zero3 (presets) or by_cost; None: FSDP2's own hooks do",
+        "when the plan gathers parameters and reduces gradients of stages that fully_shard (FSDP2) shards: "
+        "per_step, per_run, zero2, zero3 (presets) or by_cost; None: FSDP2's own hooks do it",
         kinds.choice(FSDP_COLLECTIVES, checked=kinds.EVERY_STEP),
     )
     fsdp_max_active_stages: int | None = setting(
         None,
-        "stages of a rank whose parameters may be whole at a time, with fsdp_collectives; None: all",
+        "with fsdp_collectives: how many stages of a rank may have whole parameters at a time; None: all",
         kinds.count(hint="None for all"),
     )
     skip_tensors: Any = setting(
         None,
-        "named tensors that stages send to later ones, as in 'skip=0>3; mask=0>1,2 no_grad', or blocks: one of every "
-        "stage, to all later ones",
+        "named tensors that stages send to later stages, as in 'skip=0>3; mask=0>1,2 no_grad'; blocks: one tensor of "
+        "every stage, to all later stages",
         cli=False,
     )
     skip_cache: str = setting(
         "received",
-        "what a rank keeps of them, so that it is not sent again: none, received, or all (what it made too)",
+        "which skip tensors a rank keeps, so that they are not sent to it again: none, received, or all (its own too)",
         kinds.choice(CACHES, checked=kinds.EVERY_STEP, install=False),
         cli=False,
     )
@@ -199,76 +202,74 @@ class ModelParallelConfig:
     )
     p2p_channels: str = setting(
         "one_way",
-        "one_way: a channel per direction and kind; shared: the given group alone",
+        "one_way: a channel for each direction and kind of message; shared: only the given process group",
         kinds.choice(CHANNELS, checked=kinds.EVERY_STEP),
     )
     p2p_max_ctas: int | None = setting(
         None,
-        "thread blocks of the GPU that one transfer may occupy on NCCL, also while it waits for its peer; None: as the "
-        "pipeline group has it, or else 8",
+        "thread blocks of the GPU that one transfer may occupy on NCCL, also while it waits for its peer; None: the "
+        "number of the pipeline group, or 8 if that has none",
         kinds.count(hint="None for the pipeline group's own"),
     )
     max_pending_sends: int = setting(
-        2, "unfinished sends that may pile up before the schedule waits for one", kinds.count(0)
+        2, "unfinished sends that a rank may have before it waits for one of them", kinds.count(0)
     )
     p2p_timeout: float | None = setting(
         None,
-        "seconds until a transfer without answer is an error; None: 480, or 0.8 of the process group's timeout where "
-        "that is shorter",
+        "seconds after which a transfer without an answer is an error; None: 480, or 0.8 of the process group's "
+        "timeout if that is shorter",
         kinds.SECONDS,
     )
     compute_timeout: float | None = setting(
         None,
-        "seconds that one operation of a rank that gives signs of life may take; None: ten times p2p_timeout, or 0.95 "
-        "of the process group's timeout where that is shorter",
+        "seconds that one operation of a rank may take while the rank sends heartbeats; None: ten times p2p_timeout, "
+        "or 0.95 of the process group's timeout if that is shorter",
         kinds.SECONDS,
     )
     step_number: int | Callable[[], int] | None = setting(
         None,
-        "the program's number of the step, or a function that returns it; ranks compare theirs",
+        "the program's number of this step, or a function that returns it; ranks in different steps are an error",
         kinds.STEP_NUMBER,
         cli=False,
     )
     warm_up_p2p: bool = setting(
-        True, "connect neighbours before the first step, not within it; NCCL's channels always do", kinds.SWITCH
+        True, "connect neighbours before the first step, not within it; NCCL's channels always are", kinds.SWITCH
     )
     device_sync: bool | None = setting(
         None,
-        "whether compute synchronises the device, so that no receive is posted ahead; None: where timers are at log "
-        "level 2, and elsewhere receives are posted ahead where no wait for the device can hang; False: also where one "
-        "can",
+        "True: compute synchronises the device, so no receive is posted ahead; False: receives are posted ahead, also "
+        "if a wait for the device can then hang; None: True with timers at log level 2, otherwise receives are posted "
+        "ahead if no wait for the device can hang",
         kinds.SWITCH,
     )
     p2p_debug: bool = setting_from_env(
         "p2p_debug", False, "check shapes, dtypes and order of every transfer (slow)", kinds.SWITCH
     )
-    trace_dir: str | None = setting_from_env(
-        "trace_dir", None, "folder for timelines of what really happened", kinds.TEXT
-    )
+    trace_dir: str | None = setting_from_env("trace_dir", None, "folder for traces of real steps", kinds.TEXT)
     trace_steps: str | None = setting_from_env(
         "trace_steps", None, "training steps to trace, from 1, as in 3,10-12; None: 2 to 21", kinds.STEPS
     )
     trace_first_step: int = setting(
-        1, "the number of this process's first step, as after a resume", kinds.count(), cli=False
+        1, "the number of this process's first step, such as after a resume", kinds.count(), cli=False
     )
     measure: int = setting_from_env(
         "measure",
         0,
-        "training steps, after the first one, in which times and memory of stages are measured, and then transfers; "
-        "0: none",
+        "number of training steps, after the first one, that measure times and memory of stages; then transfers are "
+        "measured; 0: none",
         kinds.count(0),
     )
     measure_out: str | None = setting_from_env(
         "measure_out",
         None,
-        "where that is written, for pipeline_measured and advise; None: megatron_pp_measured.json in trace_dir, or "
-        "else in the working folder",
+        "file for these measurements, which pipeline_measured and advise read; None: megatron_pp_measured.json in "
+        "trace_dir, or in the working folder if there is none",
         kinds.TEXT,
     )
     microbatch_costs: Sequence[float] | Callable[[], Sequence[float]] | None = setting(
         None,
-        "what each microbatch of the step costs, in any unit, or a function that returns that: steps of unequal "
-        "microbatches have plans of their own; None: all cost the same",
+        "cost of each microbatch of the step, in any unit, or a function that returns the costs; steps of unequal "
+        "microbatches get plans of their own; None: all cost the same",
         kinds.MICROBATCH_COSTS,
         cli=False,
     )

@@ -46,19 +46,19 @@ class InstallSettings:
     strict: bool = setting(False, "raise NotServedError where Megatron's own schedule would run", kinds.SWITCH)
     any_microbatch_count: bool = setting(
         False,
-        "run interleaved steps that Megatron refuses as slow: fewer microbatches than ranks, or a last group that is "
-        "smaller than their number",
+        "run interleaved steps that Megatron refuses as slow: fewer microbatches than ranks, or a last group of fewer "
+        "microbatches than ranks",
         kinds.SWITCH,
     )
     split_weight_grad: bool = setting(
         True,
-        "split backwards where the schedule does, by converting the model chunks before their first training step; on "
-        "unless it is set",
+        "convert the model chunks before their first training step if the schedule splits backwards; on by default",
         kinds.SWITCH,
     )
     whole_sequence_loss: bool = setting(
         False,
-        "divide a loss that counts tokens by those of the whole sequence, not of the context-parallel rank's shard",
+        "divide a loss that counts tokens by the tokens of the whole sequence, not of the shard of the "
+        "context-parallel rank",
         kinds.SWITCH,
     )
     overrides: Mapping[str, Any] = field(default_factory=dict)

@@ -168,7 +168,7 @@ def test_every_page_is_in_the_navigation_and_guides_come_before_the_reference() 
     """mkdocs warns of a page that is missing, where nothing is excused."""
     config = (PROJECT_ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     assert "not_in_nav" not in config
-    for page in ("migrating/from_megatron.md", "recipes/megatron.md", "troubleshooting.md"):
+    for page in ("megatron.md", "migrating/from_torch.md", "recipes/megatron.md", "troubleshooting.md"):
         assert f": {page}\n" in config
     hooks = pytest.importorskip("docs_site.hooks")
     for address, boosted in (("api/schedules.md", True), ("megatron.md", False)):

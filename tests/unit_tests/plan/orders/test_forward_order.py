@@ -14,7 +14,7 @@ from megatron_pp.plan.ir.placement import V_SHAPE
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.orders import SCHEDULES
 
-PAGE = Path(__file__).resolve().parents[4] / "docs" / "migrating" / "from_megatron.md"
+PAGE = Path(__file__).resolve().parents[4] / "docs" / "megatron.md"
 LOOPS = [name for name, family in SCHEDULES.items() if family.placement != V_SHAPE and not family.barriers]
 SLICED = [name for name in LOOPS if "seq" in name]  # refused under Megatron
 OTHERS = ("breadth_first", "gis_h", "pipe_offload")
@@ -37,6 +37,6 @@ def test_with_virtual_stages_the_page_says_which_run_in_another_order(name: str)
 
 
 def test_the_page_names_every_schedule_of_several_chunks() -> None:
-    table = PAGE.read_text(encoding="utf-8").partition("gives other numbers\n")[2].partition("## Settings")[0]
+    table = PAGE.read_text(encoding="utf-8").partition("gives other numbers\n")[2].partition("\n## ")[0]
     in_v = [name for name, family in SCHEDULES.items() if family.placement == V_SHAPE]
     assert [name for name in (*WITH_CHUNKS, *in_v) if f"`{name}`" not in table] == []
