@@ -65,8 +65,8 @@ def lowering_policy(config: Any) -> str:
     overlap, batched = config.overlap_p2p_comm, config.batch_p2p_comm
     if overlap and batched:
         raise ConfigError(
-            "overlap_p2p_comm and batch_p2p_comm are both True; a grouped call is waited as a whole and cannot "
-            "overlap, so set batch_p2p_comm=False or leave it out"
+            "overlap_p2p_comm and batch_p2p_comm are both True; a grouped call cannot overlap with compute, so set "
+            "batch_p2p_comm=False or leave it out"
         )
     return OVERLAP if overlap else BATCHED if batched else PLAIN
 
@@ -90,7 +90,7 @@ def schedule_family(schedule: str | None, num_chunks: int, slices: int) -> Famil
         fitting = [name for name, other in orders.SCHEDULES.items() if other.chunks in (None, num_chunks)]
         raise ScheduleError(
             f"pipeline_schedule {name!r} needs {family.chunks} model chunk(s) a rank; {num_chunks} were given "
-            f"(virtual_pipeline_model_parallel_size); {num_chunks} fit {', '.join(fitting)}"
+            f"(virtual_pipeline_model_parallel_size). Schedules for {num_chunks}: {', '.join(fitting)}"
         )
     return family
 

@@ -126,7 +126,7 @@ def _warn_of_timeout(transport: Transport, settings: StepSettings) -> None:
     if limit is not None and seconds is not None and limit < seconds and transport.rank == 0:
         logger.warning(
             "the process group of pipeline %s gives up after %g s, but config.%s is %g s: a long operation may end in "
-            "the group's error, which contains less; make the group with a longer timeout "
+            "the group's error, which says less; make the group with a longer timeout "
             "(--distributed-timeout-minutes of Megatron)",
             transport.name, limit, name, seconds,
         )  # fmt: skip

@@ -44,7 +44,7 @@ def check_places(
     # Of PipelineStages; models of Megatron's have no such attribute.
     if len(chunks) > 1 and any(wrapped_attributes(chunk, ["stage_in_model"], ...) == [None] for chunk in chunks):
         announce(
-            "the order of the model chunks is not checked, and in a wrong order they train wrongly: give each its "
+            "the order of the model chunks is not checked, and chunks in a wrong order train wrongly: give each its "
             "number in the model, PipelineStage(module, config, stage=number), from "
             f"megatron_pp.stage_numbers({schedule!r}, {placement.pipeline_size}, {len(chunks)})[rank]"
         )

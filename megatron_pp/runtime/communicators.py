@@ -56,7 +56,7 @@ def communicator_for(pp_group: Any, config: Any) -> P2PCore:
         if closed.transport.guard is not None:
             closed.transport.guard.raise_unreported()
         raise CommunicatorClosedError(
-            "the pipeline's process group was aborted after a failure; to go on, call "
+            "the pipeline's process group was aborted after a failure; to continue, call "
             "torch.distributed.destroy_process_group and make the groups anew"
         )
     if found is None:

@@ -220,9 +220,9 @@ class PlanExecutor:
             return grad
         if not is_any_there(grad):
             warn_once(
-                f"stage {at.stage} does not use its input: the rank of the stage before gets gradients of zero, "
-                "where one process would leave them None, so that its optimizer may still decay weights or move by "
-                "momentum"
+                f"stage {at.stage} does not use its input: the rank of the stage before gets gradients of zero. "
+                "One process would leave them None; with gradients of zero an optimizer may still decay weights or "
+                "move by momentum"
             )
         if isinstance(given, (list, tuple)):
             grad = [torch.zeros_like(x) if g is None else g for g, x in zip(grad, given, strict=True)]

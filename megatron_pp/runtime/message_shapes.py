@@ -94,8 +94,8 @@ def check_output(at: Task, output: Any, expected: Any, placement: Placement, var
     if len(tensors) != len(wanted):
         kind = f"is a {type(output).__name__} of {len(tensors)} tensors" if tensors is output else "is one tensor"
         raise P2PShapeError(
-            f"{of} {kind}, but the next stage expects {len(wanted)}; where a stage gives several, "
-            "adjust_tensor_shapes_fn says so"
+            f"{of} {kind}, but the next stage expects {len(wanted)}; if a stage gives several, "
+            "say how many with adjust_tensor_shapes_fn"
         )
     if vary or expected in (None, []):
         return

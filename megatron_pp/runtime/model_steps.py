@@ -167,7 +167,7 @@ def _place_of(error: BaseException) -> str:
 def _checked_setter(setter: Any, chunk: Any) -> Callable[[list[Any]], None]:
     if setter is None:
         raise ScheduleInputError(
-            f"model chunk {type(chunk).__name__} has no set_input_tensor(tensors), by which a stage is given what "
-            "the stage before it sent; wrap a plain module as megatron_pp.PipelineStage(module, config, stage=number)"
+            f"model chunk {type(chunk).__name__} has no set_input_tensor(tensors), by which a stage gets the output "
+            "of the stage before it; wrap a plain module as megatron_pp.PipelineStage(module, config, stage=number)"
         )
     return setter

@@ -37,9 +37,9 @@ class _OfChunk:
         if self._drawn != [self._chunk]:
             raise ScheduleInputError(
                 f"model chunks {self._drawn[0]} and {self._chunk} of this rank draw from one data iterator, a "
-                f"{type(self._given).__name__}, which the list has for both: each gets microbatches of the other. Give "
-                "each chunk an iterator of its own over the same microbatches, as iter(batches) of a list, or as "
-                "itertools.tee(iterator, number of chunks) gives"
+                f"{type(self._given).__name__}: the list has the same object for both, so each gets microbatches of "
+                "the other. Give each chunk an iterator of its own over the same microbatches: iter(batches) of a "
+                "list, or one of itertools.tee(iterator, number of chunks)"
             )
         return next(self._given)
 

@@ -241,7 +241,10 @@ class WeightGradStore:
                 self._touched[parameter] = None
             return
         if current is None:
-            raise WeightGradError("a converted layer's backward ran outside of store.backward(chunk, mb)")
+            raise WeightGradError(
+                "a converted layer's backward ran outside of the step's store.backward(chunk, mb): run it before "
+                "or after the step, or leave the layer unconverted"
+            )
         if not parameter.requires_grad:  # frozen after its forward: autograd drops its gradient
             return
         self._touched[parameter] = None

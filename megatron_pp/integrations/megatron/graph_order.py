@@ -78,8 +78,8 @@ class LocalGraphs(StepObserver):
             )
             raise ScheduleInputError(
                 f"config.cuda_graph_impl is 'local', and {why}: replayed in another order than that of the first "
-                f"training step{order}, graphs overwrite each other's buffers. Keep schedule and number of "
-                "microbatches (of an evaluation a multiple), or leave the graphs out"
+                f"training step{order}, graphs overwrite each other's buffers. Keep the schedule and the number of "
+                "microbatches (in evaluation a multiple of it), or leave the graphs out"
             )
 
     def watch(self, engine: Any) -> None:

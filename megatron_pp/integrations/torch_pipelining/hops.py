@@ -182,9 +182,9 @@ def checked_hop(tensors: Sequence[Any], edge: Edge, stage: int, mb: int, trains:
     for k, (tensor, meta) in enumerate(zip(tensors, edge, strict=True)):
         if trains and tensor.requires_grad and not meta.requires_grad:
             raise ScheduleInputError(
-                f"output {k} of stage {stage} requires a gradient for microbatch {mb}, and did not for the first "
-                "microbatch, from which the ranks have found that none is sent back for it; it would be lost. Let the "
-                "stage call requires_grad_() on this output in microbatches in which it has none"
+                f"output {k} of stage {stage} requires a gradient for microbatch {mb}, but did not for the first "
+                "microbatch, by which the ranks decided that no gradient is sent back for it. Let the stage call "
+                "requires_grad_() on this output in every microbatch"
             )
     return Hop(tensors)
 

@@ -39,7 +39,7 @@ class LastOutputs:
             return merge_chunks(outputs, self._spec)
         except Exception as error:
             raise ScheduleInputError(
-                f"the outputs of the last stage cannot be put together ({type(error).__name__}: {error}): they have to "
-                "be tensors of at least one dimension, or what output_merge_spec puts together. Where only the losses "
-                "are wanted, call step() or eval() with return_outputs=False"
+                f"the outputs of the last stage cannot be put together ({type(error).__name__}: {error}): they must "
+                "be tensors of at least one dimension, or fit output_merge_spec. If you need only the losses, call "
+                "step() or eval() with return_outputs=False"
             ) from error

@@ -95,7 +95,7 @@ EITHER: list[tuple[dict[str, Any], str]] = [
     ({"num_microbatches": 2.5}, "num_microbatches is 2.5; it must be a whole number of at least 1"),
     ({"num_microbatches": "4"}, "num_microbatches is '4'; it must be a whole number of at le"),
     ({"num_microbatches": True}, "num_microbatches is True; it must be a whole number of at least"),
-    ({"config": BOTH}, "config.overlap_p2p_comm and batch_p2p_comm are both True; a grouped call is waited as a whole"),
+    ({"config": BOTH}, "config.overlap_p2p_comm and batch_p2p_comm are both True; a grouped call cannot overlap"),
     ({"config": {"pipeline_dtype": None}}, "config.pipeline_dtype is None; set it to the dtype of the activations bet"),
     ({"config": {"pipeline_dtype": "float32"}}, "config.pipeline_dtype is 'float32'; set it to the dtype of the activ"),
     ({"config": {"pipeline_dtype": torch.bool}}, "config.pipeline_dtype is torch.bool; set it to the dtype of the act"),
