@@ -29,58 +29,57 @@ def overhead(report: Report) -> str:
     ours = _values(report.rows, column, engine="ours")
     if not ours:  # --only-gloo
         return _plugged_in(report.rows, column).strip()
-    text = f"Our engine takes {_range(ours)} us outside the model for each virtual microbatch"
-    peers = []
+    sentences = [f"For each virtual microbatch our engine takes {_typical(ours, ' us')} outside the model."]
     for engine, name in PEERS.items():
         theirs = _values(report.rows, column, engine=engine)
         if theirs:
-            share = _range(_values(report.rows, "ours / it", engine=engine), "{:.2f}")
-            peers.append(f"{name} {_range(theirs)} us (ours is {share} of it)")
-    return f"{text}; {_list(peers)}.{_plugged_in(report.rows, column)}"
+            share = _typical(_values(report.rows, "ours / it", engine=engine), form="{:.2f}")
+            sentences.append(f"{_capital(name)} takes {_typical(theirs, ' us')}; ours is {share} of it.")
+    return f"{' '.join(sentences)}{_plugged_in(report.rows, column)}"
 
 
 def _plugged_in(rows: Sequence[Row], column: str) -> str:
-    """A sentence on ours under `install()`."""
+    """Sentences on ours under `install()`."""
     of = {engine: {row["setting"]: row for row in _rows(rows, engine=engine)} for engine in (PLUG_IN, "megatron")}
 
     def compared(measured: str) -> str:
-        """The range, and that of its ratios to Megatron-core's."""
+        """What is typical, and its ratio to Megatron-core's."""
         both = [
             (mine[measured], theirs[measured])
             for setting, mine in of[PLUG_IN].items()
             if (theirs := of["megatron"].get(setting)) and None not in (mine.get(measured), theirs.get(measured))
         ]
-        ratios = [mine / theirs for mine, theirs in both]
-        return f"{_range([mine for mine, _ in both])} us, {_range(ratios, '{:.2f}')} of" if both else ""
+        ratio = [mine / theirs for mine, theirs in both]
+        ours = [mine for mine, _ in both]
+        return f"{_typical(ours, ' us')}, {_typical(ratio, form='{:.2f}')} of" if both else ""
 
     stubbed, main_thread, wall = compared(column), compared(ON_GLOO[0]), compared(ON_GLOO[1])
     text = ""
     if stubbed:
-        text = f" Under `install()` it is {stubbed} what Megatron-core's schedules take."
+        text = f" Under `install()` it takes {stubbed} what Megatron-core's schedules take."
     if main_thread:
-        text += f" Over gloo it is {main_thread} theirs on the busiest main thread, and a step takes {wall} theirs."
+        text += f" Over gloo the busiest main thread takes {main_thread} theirs, and a step takes {wall} theirs."
     return text
 
 
 def exposed(report: Report) -> str:
-    over, peers = _over_bound([row for row in report.rows if row["transfer / F"] <= 1.0])
-    text = f"As long as a transfer takes no longer than a forward, our steps take {over} times their bound"
-    return f"{text}; {peers}. {_faster(report.rows)}"
+    fast = [row for row in report.rows if row["transfer / F"] <= 1.0]
+    return f"If a transfer takes no longer than a forward, {_over_bound(fast, 'our steps')} {_faster(report.rows)}"
 
 
 def sharded(report: Report) -> str:
-    over, peers = _over_bound(report.rows)
-    return f"Our steps of sharded stages take {over} times their bound; {peers}. {_faster(report.rows)}"
+    return f"{_capital(_over_bound(report.rows, 'our steps of sharded stages'))} {_faster(report.rows)}"
 
 
-def _over_bound(rows: Sequence[Row]) -> tuple[str, str]:
-    """The range of ours, and those of the peers."""
+def _over_bound(rows: Sequence[Row], steps: str) -> str:
+    """Sentences on ours, and on the peers."""
     peers = [
-        f"{name} {_range(theirs, '{:.2f}')}"
+        f"{name} {_typical(theirs, form='{:.2f}')}"
         for engine, name in PEERS.items()
         if (theirs := _values(rows, "over bound", engine=engine))
     ]
-    return _range(_values(rows, "over bound", engine="ours"), "{:.2f}"), _list(peers)
+    ours = _typical(_values(rows, "over bound", engine="ours"), form="{:.2f}")
+    return f"{steps} take {ours} times their bound; those of {_list(peers)}."
 
 
 def _faster(rows: Sequence[Row]) -> str:
@@ -95,15 +94,15 @@ def _faster(rows: Sequence[Row]) -> str:
 
 def overlap(report: Report) -> str:
     ours, waits = (_values(report.rows, "of free at once", variant=variant) for variant in ("ours", "wait at once"))
-    saved = [
-        f"{100 * (row['of free at once'] / mine - 1):.0f}"
+    more = [
+        100 * (row["of free at once"] / mine - 1)
         for row, mine in zip(_rows(report.rows, variant="wait at once"), ours, strict=True)
     ]
-    lowest, highest = min(saved, key=float), max(saved, key=float)
     return (
-        f"Our steps take {_range(ours, '{:.2f}')} of those that free without waiting, in the memory of those that wait "
-        f"at once, which take {_range(waits, '{:.2f}')}: {lowest} to {highest}% longer than ours. Freeing without "
-        f"waiting is not safe; its copies, made to have a defined result, cost time and memory of their own."
+        f"Our steps take {_typical(ours, form='{:.2f}')} of the time of steps that free without waiting. Steps that "
+        f"wait at once take {_typical(waits, form='{:.2f}')} of it. In the same memory they differ from ours by "
+        f"{min(more):+.0f}% to {max(more):+.0f}%. Freeing without waiting is not safe. Here it works on copies, which "
+        "have a defined result but cost time and memory of their own."
     )
 
 
@@ -117,18 +116,19 @@ def memory(report: Report) -> str:
     for engine, name in PEERS.items():
         ratios = [worst[setting, engine] / worst[setting, "ours"] for setting in settings if (setting, engine) in worst]
         if ratios:
-            peers.append(f"that of {name} {_range(ratios)} times as much")
+            peers.append(f"{name} {_typical(ratios)}")
     most = f"{max(off):.2g}"
     near = "" if max(off) == 0 else f"within {most} activation{'' if most == '1' else 's'} of "
-    return f"Our worst rank holds {near}what `verify` predicts; {_list(peers)}."
+    return f"Our fullest rank holds {near}what `verify` predicts. The fullest rank of peers, over ours: {_list(peers)}."
 
 
 def bubble(report: Report) -> str:
     made = [row for row in report.rows if isinstance(row.get("measured"), float)]
     above = [100 * row["measured - simulated"] for row in made]
     return (
-        f"Measured bubbles are {_range(above, '{:.1f}')} percentage points above the simulator's, and steps take "
-        f"{_range(_values(made, 'step over simulated'), '{:.2f}')} of the simulated time, over {len(made)} schedules."
+        f"Measured bubbles are {_typical(above, form='{:.1f}')} percentage points above the simulator's. Steps take "
+        f"{_typical(_values(made, 'step over simulated'), form='{:.2f}')} times the simulated time, over {len(made)} "
+        f"schedules."
     )
 
 
@@ -141,28 +141,28 @@ def megatron_steps(report: Report) -> str:
         for name in SCHEDULES
         if name not in MEGATRONS and (shares := _values(report.rows, "ours / megatron", schedule=name))
     )
-    added = f" Schedules that Megatron lacks, of its steps with as many chunks: {added}." if added else ""
-    named = "".join(", most at {schedule}, P={P}, {policy}, {shapes} shapes".format(**row) for row in slower[:1])
+    added = f" Schedules that Megatron does not have, beside its own with as many chunks: {added}." if added else ""
+    most = "".join(" (most: {schedule}, P={P}, {policy}, {shapes} shapes)".format(**row) for row in slower[:1])
+    above = f"{len(slower) or 'No'} setting{'s are' if len(slower) > 1 else ' is'} above the target of 1.03{most}."
     return (
-        f"Under `install()` steps take {_range(ratios, '{:.2f}')} of the time of Megatron-core's own by medians, "
-        f"{_range(fastest, '{:.2f}')} by their fastest steps, over {len(ratios)} settings; medians above the "
-        f"1.03 that is wanted: {len(slower)}{named}. They take "
-        f"{_range(_values(same, 'ours / simulated'), '{:.2f}')} of the simulator's time.{added}"
+        f"Under `install()` a step takes {_typical(ratios, form='{:.2f}')} of the time of Megatron-core's own, over "
+        f"{len(ratios)} settings. Of the fastest steps it is {_typical(fastest, form='{:.2f}')}. {above} Steps take "
+        f"{_typical(_values(same, 'ours / simulated'), form='{:.2f}')} times the simulator's time.{added}"
     )
 
 
 def prediction(report: Report) -> str:
     off = [100 * abs(row["off by"]) for row in report.rows]
     return (
-        f"The prediction is off by {statistics.median(off):.1f}% at the median and {max(off):.1f}% at the worst of "
-        f"{len(off)} points; {sum(value <= 5 for value in off)} are within the 5% that are wanted."
+        f"The prediction is off by {statistics.median(off):.1f}% in the median, and by {max(off):.1f}% at the worst of "
+        f"{len(off)} points. {sum(value <= 5 for value in off)} of them are within the target of 5%."
     )
 
 
 def tracing(report: Report) -> str:
     return (
-        f"Recording adds {_range(_values(report.rows, 'added us'))} us to each virtual microbatch: "
-        f"{_range([100 * share for share in _values(report.rows, 'share')], '{:.2f}')}% of "
+        f"Recording adds {_typical(_values(report.rows, 'added us'), ' us')} to each virtual microbatch. This is "
+        f"{_typical([100 * share for share in _values(report.rows, 'share')], '%', '{:.2f}')} of "
         f"{report.settings.get('compute ms', 10.0):g} ms of compute."
     )
 
@@ -172,9 +172,9 @@ def training(report: Report) -> str:
     ours, theirs = (_values(rows, "step ms (median)", engine=engine) for engine in ("ours", "megatron"))
     ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
     return (
-        f"With Megatron-core's own GPTModel our steps take {_range(ratios, '{:.2f}')} of the time of Megatron-core's "
-        f"schedules, over {len(ratios)} cases. The cores compute all the time, so that there is little to hide behind: "
-        "what differs is overhead, and the noise of a few steps on a shared machine."
+        f"With Megatron-core's own GPTModel our steps take {_typical(ratios, form='{:.2f}')} of the time of "
+        f"Megatron-core's schedules, over {len(ratios)} cases. The cores compute all the time, so there is little to "
+        f"hide. What differs is overhead, and the noise of a few steps on a shared machine."
     )
 
 
@@ -182,21 +182,21 @@ def growth(report: Report) -> str:
     last = report.rows[-1]
     look_up = _range(_values(report.rows, "cached us"), "{:.2f}")
     return (
-        f"The largest plan, {last['P x V x M']} with {last['instructions']:,} instructions, is ready on a "
-        f"rank in {shown(last['first use s'])} s at its first use, once per training run; made whole, it is built in "
-        f"{shown(last['build s'])} s and verified in {shown(last['verify s'])} s. Looking it up takes {look_up} us at "
-        "any size, and the time outside the model per virtual microbatch falls with the number of microbatches, to "
+        f"The largest plan, {last['P x V x M']}, has {last['instructions']:,} instructions. A rank can use it after "
+        f"{shown(last['first use s'])} s, once per training run. Making all of it takes {shown(last['build s'])} s, "
+        f"verifying it {shown(last['verify s'])} s. Looking it up takes {look_up} us at any size. The time outside the "
+        "model for each virtual microbatch falls with the number of microbatches, to "
         f"{last['outside us / virtual microbatch']:.1f} us."
     )
 
 
 def packing(report: Report) -> str:
     columns = ("simulated planned / fixed", "planned / fixed")
-    simulated, measured = (_range(_values(report.rows, column), "{:.2f}") for column in columns)
+    simulated, measured = (_typical(_values(report.rows, column), form="{:.2f}") for column in columns)
     waited = max(_values(report.rows, "waited ms"))
     return (
-        f"A planned step takes {simulated} of the time in the fixed order by the simulator, {measured} as measured; "
-        f"ranks wait for the search for {waited:.3g} ms a step at most."
+        f"A planned step takes {measured} of the time in the fixed order. The simulator says {simulated}. Ranks wait "
+        f"for the search for {waited:.3g} ms a step at most."
     )
 
 
@@ -216,6 +216,17 @@ def _range(values: Sequence[float], form: str = "") -> str:
     """ "2 to 7", or the value where all look the same; with three digits, and all of a number from 1,000 on."""
     low, high = ((form or ("{:,.0f}" if end >= 1000 else "{:.3g}")).format(end) for end in (min(values), max(values)))
     return low if low == high else f"{low} to {high}"
+
+
+def _typical(values: Sequence[float], unit: str = "", form: str = "") -> str:
+    """ "3 (2 to 7)": the median and the range, or the value where all look the same."""
+    median, whole = _range([statistics.median(values)], form), _range(values, form)
+    return f"{median}{unit}" if whole == median else f"{median}{unit} ({whole})"
+
+
+def _capital(sentence: str) -> str:
+    """``sentence`` with a capital letter, but for the name that is written small."""
+    return sentence if sentence.startswith("torch") else f"{sentence[0].upper()}{sentence[1:]}"
 
 
 def _list(parts: Sequence[str]) -> str:

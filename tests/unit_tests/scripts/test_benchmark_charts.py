@@ -74,51 +74,55 @@ GROWTH = [
 CASES: dict[str, tuple[list[Row], str, list[str]]] = {
     "overhead": (
         OVERHEAD,
-        "Megatron-core 20 us (ours is 0.40 of it). Under `install()` it is 15 us, 0.75 of what Megatron-core's "
-        "schedules take. Over gloo it is 90 us, 0.90 of theirs on the busiest main thread, and a step takes 4,500 us, "
+        "Megatron-core takes 20 us; ours is 0.40 of it. Under `install()` it takes 15 us, 0.75 of what Megatron-core's "
+        "schedules take. Over gloo the busiest main thread takes 90 us, 0.90 of theirs, and a step takes 4,500 us, "
         "0.90 of theirs.",
         ["ours", "plug-in", "megatron", "1f1b P=4 plain"],
     ),
     "exposed": (
         [exposed_row(*point) for point in POINTS] + [exposed_row("ours", 1.5, "eager_1f1b", 1.5)],
-        "1.01 times their bound; Megatron-core 1.20, Megatron-LM main 1.00, torch 1.30 and torch with a group for each "
-        "edge 1.25. A peer is faster than ours at 1 of 4 points, by 1.0% at most.",
+        "1.01 times their bound; those of Megatron-core 1.20, Megatron-LM main 1.00, torch 1.30 and torch with a group "
+        "for each edge 1.25. A peer is faster than ours at 1 of 4 points, by 1.0% at most.",
         ["1f1b, P=2", *(engine for engine, _ in POINTS)],
     ),
     "sharded": (
         [exposed_row(*point) | {"V": 2, "gather / F": 0.5} for point in POINTS if point[0] in ("ours", "torch")],
-        "1.01 times their bound; torch 1.30. No peer is faster than ours at any of 1 points.",
+        "1.01 times their bound; those of torch 1.30. No peer is faster than ours at any of 1 points.",
         ["1f1b, V=2, P=2", "ours", "torch"],
     ),
-    "overlap": (OVERLAP, "1.00 of those that free without waiting, in the memory", ["wait at once", "ours"]),
+    "overlap": (
+        OVERLAP,
+        "take 1.10 of it. In the same memory they differ from ours by +10% to +10%",
+        ["wait at once", "ours"],
+    ),
     "memory": (
         [memory_row("predicted", 2, 4), memory_row("ours", 3, 4), memory_row("torch", 8, 6)],
-        "Our worst rank holds what `verify` predicts; that of torch 2 times as much.",
+        "Our fullest rank holds what `verify` predicts. The fullest rank of peers, over ours: torch 2.",
         ["predicted", "ours", "torch"],
     ),
     "bubble": (BUBBLE, "are 1.0 percentage points above the simulator's", ["1f1b, V=1", "26.0%"]),
     "megatron_steps": (
         MEGATRON_STEPS,
-        "0.95 to 1.12 of the time of Megatron-core's own by medians, 0.94 by their fastest steps, over 2 settings; "
-        "medians above the 1.03 that is wanted: 1, most at interleaved_1f1b, P=4, plain, fixed shapes. They take 1.06 "
-        "to 1.24 of the simulator's time. Schedules that Megatron lacks, of its steps with as many chunks: "
-        "interleaved_zb 0.85.",
+        "1.04 (0.95 to 1.12) of the time of Megatron-core's own, over 2 settings. Of the fastest steps it is 0.94. 1 "
+        "setting is above the target of 1.03 (most: interleaved_1f1b, P=4, plain, fixed shapes). Steps take 1.15 (1.06 "
+        "to 1.24) times the simulator's time. Schedules that Megatron does not have, beside its own with as many "
+        "chunks: interleaved_zb 0.85.",
         ["interleaved_1f1b, P=4, plain, fixed", "simulated", "1.12"],
     ),
-    "prediction": (PREDICTION, "6.0% at the worst of 2 points; 1 are within", ["1f1b, P=2, plain"]),
+    "prediction": (PREDICTION, "6.0% at the worst of 2 points. 1 of them are within", ["1f1b, P=2, plain"]),
     "tracing": (
         [{"setting": "1f1b P=2", "added us": 9.0, "share": 0.0009}],
-        "adds 9 us to each virtual microbatch: 0.09% of 10 ms",
+        "adds 9 us to each virtual microbatch. This is 0.09% of 10 ms",
         ["0.09%"],
     ),
     "training": (TRAINING, "our steps take 0.90 of the time", ["GPTModel, megatron-core, V=1, plain", "megatron"]),
     "packing": (
         PACKING,
-        "takes 0.87 of the time in the fixed order by the simulator, 0.81 to 0.88 as measured; ranks wait for the "
-        "search for 2.25 ms",
+        "takes 0.84 (0.81 to 0.88) of the time in the fixed order. The simulator says 0.87. Ranks wait for the search "
+        "for 2.25 ms",
         ["simulated", "measured", "azure, 1f1b", "azure, 1f1b, W put off", "0.81"],
     ),
-    "growth": (GROWTH, "8x2x32 with 4,880 instructions, is ready on a rank in 0.5 s", ["build", "verify"]),
+    "growth": (GROWTH, "8x2x32, has 4,880 instructions. A rank can use it after 0.5 s", ["build", "verify"]),
 }
 
 

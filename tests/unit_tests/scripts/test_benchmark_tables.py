@@ -56,7 +56,7 @@ def test_a_benchmark_with_a_chart_and_a_reading(tmp_path: Path) -> None:
     text = run(tmp_path / "page.md", tmp_path / "a", text=PAGE.replace("sweep", "tracing"))
     chart, reading, table = text.split("\n\n")[:3]
     assert chart.endswith("![A trace](charts/tracing.svg)")
-    assert reading == "Recording adds 2 us to each virtual microbatch: 0.02% of 10 ms of compute."
+    assert reading == "Recording adds 2 us to each virtual microbatch. This is 0.02% of 10 ms of compute."
     assert table.startswith("[Table: A trace](data/performance_tracing.csv)\n")
     assert (tmp_path / "charts" / "tracing.svg").exists()
 
