@@ -167,34 +167,43 @@ def under_megatron() -> str:
     own = [row for row in rows if row["schedule"] in OF_MEGATRON]
     fixed, variable = (_ratios([row for row in own if row["shapes"] == kind]) for kind in ("fixed", "variable"))
     added = [
-        f"`{schedule}` {_ratios([row for row in rows if row['schedule'] == schedule])} of its {theirs}"
+        f"`{schedule}` takes {_ratios([row for row in rows if row['schedule'] == schedule])} of Megatron's {theirs}"
         for schedule, theirs in BESIDE.items()
         if any(row["schedule"] == schedule for row in rows)
     ]
     (release,) = {_release("overhead", "megatron-core")}
     host = {row["setting"]: number(row["plug-in / it"]) for row in _measured("overhead") if row["engine"] == "megatron"}
-    ratios = sorted(host.values())
-    chunks = sorted(ratio for setting, ratio in host.items() if setting.startswith("interleaved"))
-    sentences = [
-        "**What do I gain under Megatron?** On Megatron's own schedules a step of its GPTModel takes "
-        f"{fixed} of Megatron's time under `install()` with fixed shapes, and {variable} with shapes that vary "
-        f"({len(own)} settings, with layers that sleep and messages that take no time).",
-        f"Schedules that Megatron does not have save more: a step takes with {', with '.join(added)}." if added else "",
-        "With slow links the gain is that of the rows *step over its lower bound*, with and without virtual stages.",
-        f"Outside the model the host takes {median(ratios):.2f} of the time of Megatron-core {release} under "
-        f"`install()` (median of {len(ratios)} settings; range {ratios[0]:.2f} to {ratios[-1]:.2f}; with virtual "
-        f"stages {median(chunks):.2f}, range {chunks[0]:.2f} to {chunks[-1]:.2f}). This matters when the host cannot "
-        "launch kernels as fast as the GPU runs them.",
-        f"Every setting: [steps]({PERFORMANCE}#steps-beside-megatrons-own), [host time]"
-        f"({PERFORMANCE}#overhead-per-virtual-microbatch), [numbers]({PARITY}).",
+    ratios = list(host.values())
+    chunks = [ratio for setting, ratio in host.items() if setting.startswith("interleaved")]
+    lines = [
+        f"- **Steps on Megatron's own schedules.** A step of its GPTModel takes {fixed} of Megatron's time with fixed "
+        f"shapes, and {variable} with shapes that vary (median and range of {len(own)} settings, with layers that "
+        f"sleep and messages that take no time). [Measured]({PERFORMANCE}#steps-beside-megatrons-own).",
+        f"- **Steps on schedules that Megatron does not have.** A step with {', one with '.join(added)}."
+        if added
+        else "",
+        "- **Slow links.** The gain is that of the rows *step over its lower bound*, with and without virtual stages.",
+        f"- **Host time.** Outside the model the host takes {_typical(ratios)} of the time of Megatron-core {release}; "
+        f"with virtual stages {_typical(chunks)}. This matters when the host cannot launch kernels as fast as the GPU "
+        f"runs them. [Measured]({PERFORMANCE}#overhead-per-virtual-microbatch).",
     ]
-    return textwrap.fill(" ".join(filter(None, sentences)), 160, break_long_words=False, break_on_hyphens=False)
+    made = [
+        textwrap.fill(line, 160, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        for line in lines
+        if line
+    ]
+    return "\n".join(["**What do I gain under Megatron, by `install()`?**\n", *made])
 
 
 def _ratios(rows: list[Row]) -> str:
-    """The range of our steps over Megatron's."""
-    found = sorted(number(row["ours / megatron"]) for row in rows)
-    return " to ".join(dict.fromkeys(f"{ratio:.2f}" for ratio in (found[0], found[-1])))
+    """Our steps over Megatron's."""
+    return _typical([number(row["ours / megatron"]) for row in rows])
+
+
+def _typical(values: list[float]) -> str:
+    """The median, and the range where values differ."""
+    middle, low, high = (f"{value:.2f}" for value in (median(values), min(values), max(values)))
+    return middle if low == high else f"{middle} ({low} to {high})"
 
 
 def schedules() -> list[list[str]]:
