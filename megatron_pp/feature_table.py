@@ -20,6 +20,7 @@ GATHER = "gather"  # posts a collective of the rank's data-parallel replicas; ne
 SCATTER = "scatter"  # likewise
 REPLICA_WAIT = "wait for replicas"
 STAGE_RELEASE = "release of a stage"
+JOINED = "joined"  # operations that run as one, each with its send behind it where that goes out within
 
 CACHES = NO_CACHE, RECEIVED, ALL = ("none", "received", "all")
 """What ranks keep of named tensors (``features/skip_tensors/routes.py``)."""
@@ -182,7 +183,17 @@ FEATURES = (
             "unreduced",  # stages with whole gradients: from the first one until the reduction is over
         ),
     ),
-    Row("pairs", {"pairs": "pair_runner"}, step="pairs", core={"overlap_pairs": False}),
+    Row(
+        "pairs",
+        {"pair_instructions": "pair_instructions", "pair_hooks": "pair_hooks", "pairs": "pair_runner"},
+        rows="pair_instructions",
+        plan="pair_hooks",
+        step="pairs",
+        ops={"PAIR": FeatureOp(JOINED)},
+        spec={"overlap_pairs": False},
+        config={"overlapped_forward_backward": None},
+        families={"gis_h": {"combined_1f1b": "combined"}},
+    ),
 )
 
 
@@ -222,6 +233,7 @@ if TYPE_CHECKING:
         fsdp_collectives  how stages' parameters are gathered and their gradients reduced over data-parallel replicas;
                           empty: the plan does neither
         fsdp_max_active_stages  of a rank, whose parameters may be whole at a time; 0: all
+        overlap_pairs     a forward right before a full backward of another microbatch is a pair that runs as one
         """
 
         skip_tensors: tuple[Any, ...] = ()
@@ -230,3 +242,4 @@ if TYPE_CHECKING:
         offload_slots: int = 1
         fsdp_collectives: str = ""
         fsdp_max_active_stages: int = 0
+        overlap_pairs: bool = False

@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from megatron_pp.feature_table import CACHES, SPEC_DEFAULTS
+from megatron_pp.feature_table import CACHES
 from megatron_pp.plan.costs.measured import Measured
+from megatron_pp.plan.ir.feature import known_settings
 from megatron_pp.plan.ir.spec import (
     CHANNELS,
     DEVICE_SYNC,
@@ -49,8 +50,7 @@ def drawn_spec(schedule: str, rng: random.Random, **fixed: Any) -> PlanSpec:
         "device": rng.choice(DEVICES[: 5 if size > 1 else 4]),
     }
     added = _of_a_feature(rng.choice(("pairs", "offload", "named", "", "")), schedule, size, chunks, rng)
-    known = {"overlap_pairs", *SPEC_DEFAULTS}  # a copy of the package may lack a feature
-    drawn |= {name: value for name, value in added.items() if name in known}
+    drawn |= known_settings(**added)  # a copy of the package may lack a feature
     return PlanSpec(schedule, **{**drawn, **fixed})
 
 

@@ -209,14 +209,15 @@ class _RankRun:
         iterators = [data.iterator() for _ in self.chunks]
         slices = self.plan.spec.slices
         kind = ModelSteps if slices == 1 else SlicedSteps
-        steps = kind(toy_forward_step, iterators, self.chunks, StepSettings.from_config(self.config), options)
+        settings = StepSettings.from_config(self.config)
+        steps = kind(toy_forward_step, iterators, self.chunks, settings, options)
         shape = None if data.variable else (data.seq_length // slices, data.micro_batch_size, data.hidden)
         weights, shapes = DeferredWeights(), [Shapes(shape, shape)] * slices
         lengths = (data.seq_length // slices,) * slices if slices > 1 else ()
         for chunk in self.chunks:
             chunk.inner.weights = weights
         self.watch.weights = weights
-        hooks = hooks_of(self.plan, self.rank, StepSettings.from_config(self.config), self.chunks)
+        hooks = hooks_of(self.plan, self.rank, settings, self.chunks)
         executor(
             self.plan,
             core,
@@ -232,7 +233,7 @@ class _RankRun:
                 shapes=shapes,
                 lengths=lengths,
                 graphs=False,
-                pair_function=None,
+                settings=settings,
             ),
         ).run()
         self.reports = steps.record.data

@@ -92,7 +92,7 @@ class TimedStep:
             events = [*self.simulated.events(rank), *self.simulated.copies[rank]]
             times = {str(event.instruction): (event.start, event.end) for event in events}
             for at in program:
-                inside = [str(one) for one in ins.halves(at) if one.op in _TIMED]
+                inside = [str(one) for one in ins.operations(at) if one.op in _TIMED]
                 for name in inside:
                     found[rank, name] = min(times[n][0] for n in inside), max(times[n][1] for n in inside)
         return found
@@ -120,10 +120,10 @@ class TimedStep:
     def pairs(self) -> list[tuple[int, str, str]]:
         """Rank, forward and backward of each."""
         return [
-            (rank, *map(str, ins.halves(at)))  # type: ignore[misc]
+            (rank, *map(str, ins.operations(at)))  # type: ignore[misc]
             for rank, program in enumerate(self.plan.programs)
             for at in program
-            if at.op == ins.PAIR
+            if at.op in ins.JOINED_OPS
         ]
 
 

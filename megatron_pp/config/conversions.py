@@ -72,10 +72,10 @@ def steps(name: str, value: Any) -> str:
     return found
 
 
-def pairs(name: str, value: Any) -> Callable[..., Any]:
+def function_of(module: str, names: str, name: str, value: Any) -> Callable[..., Any]:
     if callable(value):
         return value
-    functions: dict[str, Callable[..., Any]] = load("pairs").PAIR_FUNCTIONS
+    functions: dict[str, Callable[..., Any]] = getattr(load(module), names)
     one_of(name, value, functions)
     return functions[value]
 

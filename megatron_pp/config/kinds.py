@@ -66,6 +66,11 @@ def choice(choices: Sequence[str], **more: Any) -> Kind:
     return Kind(partial(checks.one_of, known=choices), choices=tuple(choices), **more)
 
 
+def function_of(module: str, names: str) -> Kind:
+    """A function, or the name of one of those in ``names`` of the module that a feature has."""
+    return Kind(partial(_convert, "function_of", module, names), checked=EVERY_STEP, check=checks.callable_or_none)
+
+
 HOOK = Kind(checks.callable_or_none, checked=EVERY_STEP, install=False)
 HOOKS = Kind(partial(checks.callable_or_none, several=True), checked=EVERY_STEP, install=False)
 PROBABILITY = Kind(checks.check_probability, checked=MADE, install=False)
@@ -79,6 +84,5 @@ SCHEDULE = Kind(partial(_convert, "schedule"), checked=EVERY_STEP, check=checks.
 MEASURED = Kind(partial(_convert, "measured"))
 DTYPE = Kind(partial(_convert, "dtype"))
 AUTOCAST = Kind(rules.check_dtype, checked=EVERY_STEP, install=False)
-PAIRS = Kind(partial(_convert, "pairs"), checked=EVERY_STEP, check=checks.callable_or_none)
 STEP_NUMBER = Kind(partial(_convert, "step_number"), only_keyword=True)
 MICROBATCH_COSTS = Kind(partial(_convert, "microbatch_costs"), only_keyword=True)

@@ -116,7 +116,7 @@ class ModelParallelConfig:
     overlapped_forward_backward: Hook = hook(
         "runs a forward and a backward of another microbatch as a pair (not in Megatron; see "
         "megatron_pp.features.pairs)",
-        kinds.PAIRS,
+        kinds.function_of("pairs", "PAIR_FUNCTIONS"),
     )
     barrier_with_L1_time: bool = setting(True, "level-1 timers start after a barrier")  # noqa: N815 (Megatron's name)
 

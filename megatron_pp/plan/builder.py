@@ -20,7 +20,7 @@ from megatron_pp.plan.ir.instruction import (
     INPUT_GRAD,
     WEIGHT_GRAD,
     Instruction,
-    without_pairs,
+    unjoined,
 )
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.repeated import Line, Lines, Repeated, Repeating
@@ -208,7 +208,7 @@ def lowered_plan(spec: PlanSpec, announce: Announce | None = None) -> Plan:
     is_found = family.search is not None or family.programs is not None
     if is_found and DEVICE_SYNC in spec.device:  # the order that is found, with nothing posted ahead
         later = replace(spec, device=tuple(rule for rule in spec.device if rule != DEVICE_SYNC))
-        orders, programs = tuple(tuple(without_pairs(order)) for order in build_plan(later, announce).orders), None
+        orders, programs = tuple(tuple(unjoined(order)) for order in build_plan(later, announce).orders), None
     elif family.search is not None:
         return replace(family.search(spec, announce), spec=spec, remark=remark)
     else:

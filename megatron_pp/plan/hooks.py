@@ -14,6 +14,7 @@ from megatron_pp.plan.ir.tasks import Cell
 from megatron_pp.plan.lower.lowering import RankLowering
 
 Change = tuple[str, int]  # a field of Memory, and by how much it changes
+Joins = Callable[[Instruction, Instruction], Instruction | None]  # two operations in a row as one; None: as they are
 
 
 class Follower(Protocol):
@@ -96,6 +97,10 @@ class PlanHooks:
 
     def check_lowered(self, spec: PlanSpec, settings: Mapping[str, Any]) -> None:
         """Raises PlanError for a spec that lowering cannot serve with these ``settings`` of its own."""
+
+    def joins(self, spec: PlanSpec) -> Joins | None:
+        """What joins operations of an order that run as one."""
+        return None
 
     def has_names(self, spec: PlanSpec) -> bool:
         """Whether messages have others with names behind them."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from operator import le
 
 from megatron_pp.plan.costs.stage_costs import StageCosts
-from megatron_pp.plan.ir.instruction import Instruction, without_pairs
+from megatron_pp.plan.ir.instruction import Instruction, unjoined
 from megatron_pp.plan.ir.ledger import IN_FLIGHT, WEIGHT_BACKLOG
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.lower.clock import run_clock
@@ -25,7 +25,7 @@ def order_time(
     def took(op: str, stage: int, mb: int, part: int) -> float:
         return costs.of(op, stage) * shares[part] * (of_mb[mb] if of_mb else 1.0)
 
-    ends = run_clock([list(without_pairs(order)) for order in orders], placement, took, transfer).ends
+    ends = run_clock([list(unjoined(order)) for order in orders], placement, took, transfer).ends
     return max(line[-1] for line in ends if line)
 
 
@@ -36,7 +36,7 @@ def kept_states(order: Sequence[Instruction], num_chunks: int) -> tuple[Kept, ..
     flight, late = [0] * num_chunks, [0] * num_chunks
     states: set[tuple[int, ...]] = set()
     grew = False
-    for at in without_pairs(order):
+    for at in unjoined(order):
         change, left, chunk = IN_FLIGHT[at.op], WEIGHT_BACKLOG[at.op], at.chunk
         if not change and not left:
             continue

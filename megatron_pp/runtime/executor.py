@@ -121,7 +121,7 @@ class PlanExecutor:
 
     @property
     def instruction(self) -> Instruction:
-        """The instruction that is being executed (the last one, after the end); of a pair, a send that goes out."""
+        """The instruction that is being executed (the last one, after the end); within joined ones, a send."""
         return self.within or self.program[max(self.position, 0)]
 
     def _handlers(self) -> dict[str, Handler]:
@@ -149,7 +149,8 @@ class PlanExecutor:
             feature.attach(self, handlers)
         if self.observer is None:
             return handlers
-        return {op: handler if op == ins.PAIR else partial(self._observed, handler) for op, handler in handlers.items()}
+        observed = {op: partial(self._observed, handler) for op, handler in handlers.items()}
+        return observed | {op: handler for op, handler in handlers.items() if op in ins.JOINED_OPS}
 
     def _observed(self, handler: Handler, at: Task) -> None:
         self.observer.begin(at.instruction)

@@ -44,8 +44,8 @@ class Host:
         self.alone = alone
 
     @property
-    def joins_pairs(self) -> bool:
-        """Whether what ``steps`` makes runs a forward and a backward as one (``forward_and_backward``)."""
+    def joins(self) -> bool:
+        """Whether what ``steps`` makes runs two operations as one (``forward_and_backward``)."""
         return False
 
     # -- before there is any communication; each raises ScheduleInputError ---------------------------------------------
@@ -124,7 +124,7 @@ class Host:
             shapes=step.shapes,
             lengths=step.slices,
             graphs=self.graph_in_evaluation,
-            pair_function=step.settings.overlapped_forward_backward,
+            settings=step.settings,
         )
 
     def finish(self, step: Step, steps: Any) -> None:

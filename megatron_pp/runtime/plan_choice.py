@@ -22,17 +22,17 @@ from megatron_pp.runtime.log_once import warn_once
 
 
 def draft_spec(
-    inputs: StepInputs, settings: StepSettings, pipeline_size: int, is_converted: bool, joins_pairs: bool
+    inputs: StepInputs, settings: StepSettings, pipeline_size: int, is_converted: bool, joins: bool
 ) -> PlanSpec:
     """The PlanSpec without what depends on the communicator, so that contradictions raise ScheduleInputError before any
-    communication. ``is_converted``: ``split_weight_grad`` has converted the chunks; ``joins_pairs``: the model runs
-    pairs."""
+    communication. ``is_converted``: ``split_weight_grad`` has converted the chunks; ``joins``: the model runs two
+    operations as one."""
     num_chunks, training = len(inputs.chunks), not inputs.forward_only
     _check_chunks(settings, pipeline_size, num_chunks, inputs.chunked)
     slices = settings.sequence_slices
     family: Family = checked(rules.schedule_family, settings.pipeline_schedule, num_chunks, slices)
     group_size = settings.microbatch_group_size_per_vp_stage
-    added = hooks_asked_by(settings)
+    added = hooks_asked_by(settings, joins)
     placement = Placement(family.placement, pipeline_size, num_chunks) if added else None
     more: dict[str, Any] = {}
     for hooks in added:
@@ -50,7 +50,6 @@ def draft_spec(
             forward_only=inputs.forward_only,
             grad_sync=HOOKS if settings.grad_sync_func is None else EXPLICIT,
             param_sync=training and settings.param_sync_func is not None,
-            overlap_pairs=training and (joins_pairs or settings.overlapped_forward_backward is not None),
             measured=checked(rules.measured_of, settings) if timed else None,
             digest=family.digest,
             slices=slices,

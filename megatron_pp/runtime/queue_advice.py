@@ -77,5 +77,5 @@ def _kept_advice(spec: PlanSpec, placement: Placement, needs_one: bool, needs_mo
     edges = [rank for edge in placement.rank_edges for rank in edge]
     channels = 2 * max(map(edges.count, edges), default=0)  # an edge has one for activations and one for gradients
     shares_one = spec.channels != ONE_WAY or spec.grouped
-    needs_more = needs_more or spec.overlap_pairs or bool(dict(spec.added).get("fsdp_collectives"))
-    return queue_advice(1 + (1 if shares_one else channels) + spec.overlap_pairs, needs_one, needs_more)
+    needs_more = needs_more or spec.joins or bool(dict(spec.added).get("fsdp_collectives"))
+    return queue_advice(1 + (1 if shares_one else channels) + spec.joins, needs_one, needs_more)

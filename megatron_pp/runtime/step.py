@@ -41,7 +41,7 @@ class StepRequest:
     number            the program's own number of the step, which all ranks compare; None where it gives none
     cp_size           ranks that split a sequence
     weights           the store of this rank's chunks, None where they are not converted
-    joins_pairs       whether a forward and a backward can run as one
+    joins             whether the model runs two operations as one
     draft             the plan's spec, without what depends on the communicator
     shapes            of messages, by slice
     slices            their lengths in tokens, where sequences are cut
@@ -53,7 +53,7 @@ class StepRequest:
     number: int | None
     cp_size: int
     weights: WeightGradStore | None
-    joins_pairs: bool
+    joins: bool
     draft: PlanSpec
     messages: Messages
     shapes: tuple[Shapes, ...]
@@ -105,7 +105,7 @@ def prepared(host: Host) -> Step:
     weights = host.weight_store(settings)
     if weights is not None and not inputs.forward_only:
         load("weight_grad").check_wrappers(weights, inputs.chunks)
-    draft = plan_choice.draft_spec(inputs, settings, size, weights is not None, host.joins_pairs)
+    draft = plan_choice.draft_spec(inputs, settings, size, weights is not None, host.joins)
     added = step_hooks(draft)
     for hooks in added:
         hooks.check_draft(draft, inputs, settings)
@@ -118,7 +118,7 @@ def prepared(host: Host) -> Step:
         hooks.check(draft, inputs, settings, wanted)
     costs = () if inputs.forward_only else settings.given_microbatch_costs(inputs.num_microbatches)
     request = StepRequest(
-        inputs, settings, alone, number, cp_size, weights, host.joins_pairs, draft, wanted, shapes, slices, costs
+        inputs, settings, alone, number, cp_size, weights, host.joins, draft, wanted, shapes, slices, costs
     )
     observers = observers_of(request)
     # From here on there may be communication: on NCCL, a new communicator is made by all ranks together.

@@ -24,7 +24,7 @@ class Run:
     steps          what runs a microbatch through a chunk
     shapes         of messages, by slice; ``lengths`` of the slices in tokens, () where sequences are whole
     graphs         whether stages build autograd graphs in evaluation too
-    pair_function  ``config.overlapped_forward_backward``
+    settings       of the step
     outer          parts of other features, which run around this one"""
 
     plan: Plan
@@ -34,7 +34,7 @@ class Run:
     shapes: Sequence[Shapes]
     lengths: Sequence[int]
     graphs: bool
-    pair_function: Any
+    settings: StepSettings
     outer: list[Feature]
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from megatron_pp.errors import FileFormatError, InstructionError, PlanError, visible
 from megatron_pp.plan.costs.files import read_text
 from megatron_pp.plan.io.serialize import spec_from_values, spec_values
-from megatron_pp.plan.ir.instruction import Instruction, each, format_program, without_pairs
+from megatron_pp.plan.ir.instruction import Instruction, each, format_program, unjoined
 from megatron_pp.plan.ir.instruction_text import parse_program
 from megatron_pp.plan.ir.placement import PLACEMENTS, Placement
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
@@ -201,7 +201,7 @@ def _check_plan(header: RunHeader, spec: PlanSpec, program: Sequence[Instruction
 def _check_step(trace: RankTrace, record: StepRecord) -> None:
     if not 0 <= record.plan < len(trace.plans):
         raise FileFormatError(f"step {record.step} is of a plan that does not precede it")
-    expected = sum(1 for _ in without_pairs(trace.plans[record.plan].program))
+    expected = sum(1 for _ in unjoined(trace.plans[record.plan].program))
     if not len(record.starts) == len(record.ends) == expected:
         raise FileFormatError(
             f"step {record.step} has {len(record.starts)} starts and {len(record.ends)} ends of {expected} instructions"

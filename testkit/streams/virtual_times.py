@@ -56,7 +56,7 @@ def durations_of(plan: Plan, costs: StageCosts, beside: bool = False) -> Duratio
     found: dict[tuple[int, str], float] = {}
     for rank, program in enumerate(plan.programs):
         for at in program:
-            timed = [one for one in ins.halves(at) if one.op in ins.SINGLE_COMPUTE_OPS | ins.COPY_POST_OPS]
+            timed = [one for one in ins.operations(at) if one.op in ins.SINGLE_COMPUTE_OPS | ins.COPY_POST_OPS]
             times = [costs.of(one.op, one.stage) * shares[one.slice] * of_mb[one.mb] for one in timed]
             for one, time in zip(timed, times, strict=True):
                 found[rank, str(one)] = sum(times) if beside else time

@@ -85,7 +85,7 @@ def _clocks(plan: Plan, costs: StageCosts, network: Network) -> list[_Clock]:
         events = iter([event for event in result.events(rank) if event.instruction.op in ins.SINGLE_COMPUTE_OPS])
         for at in plan.programs[rank]:
             if at.op in ins.COMPUTE_OPS:
-                halves = [next(events) for _ in ins.halves(at)]
+                halves = [next(events) for _ in ins.operations(at)]
                 starts.append(halves[0].start)
                 ended.append(halves[-1].end)
         gathers, scatters = ([times[stage] for stage in stages] for times in (costs.unshard, costs.reduce_grad))

@@ -28,7 +28,7 @@ from megatron_pp.features.fsdp.shard_memory import sharded_timeline
 from megatron_pp.on_demand import load
 from megatron_pp.plan.hooks import PlanHooks
 from megatron_pp.plan.ir import instruction as ins
-from megatron_pp.plan.ir.instruction import NONE, Instruction, halves
+from megatron_pp.plan.ir.instruction import NONE, Instruction, operations
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.repeated import Line, Lines
 from megatron_pp.plan.ir.spec import Plan, PlanSpec, check_whole
@@ -110,7 +110,7 @@ def check_spec(spec: PlanSpec) -> None:
             f"fsdp_collectives {kind} keeps all {spec.num_chunks} stages of a rank whole, and fsdp_max_active_stages "
             f"is {most}; choose {BY_COST}, {PER_RUN} or {ZERO3}"
         )
-    if spec.overlap_pairs and most == 1 < spec.num_chunks:
+    if spec.joins and most == 1 < spec.num_chunks:
         raise PlanError("fsdp_max_active_stages is 1, and the two halves of a pair may be of two stages; at least 2")
 
 
@@ -144,7 +144,7 @@ class Sharded(Lines):
 
 
 def uses_of(program: Line) -> Uses:
-    return [frozenset(one.chunk for one in halves(at)) for at in program if at.op in ins.COMPUTE_OPS]
+    return [frozenset(one.chunk for one in operations(at)) for at in program if at.op in ins.COMPUTE_OPS]
 
 
 def preset(plan: Plan, spec: PlanSpec, rank: int) -> Layout:
@@ -187,7 +187,7 @@ def reductions(program: Line, each: bool) -> dict[int, list[int]]:
     last: dict[int, int] = {}
     entries = (at for at in program if at.op in ins.COMPUTE_OPS)
     for i, at in enumerate(entries):
-        for one in halves(at):
+        for one in operations(at):
             if one.op in ins.GRADIENT_OPS:
                 last[one.chunk] = i
                 if each:
@@ -199,7 +199,7 @@ def reductions(program: Line, each: bool) -> dict[int, list[int]]:
 
 def with_collectives(program: Line, layout: Layout) -> Line:
     """``program`` with the instructions of ``layout``."""
-    stages = {one.chunk: one.stage for at in program for one in halves(at) if one.op in ins.SINGLE_COMPUTE_OPS}
+    stages = {one.chunk: one.stage for at in program for one in operations(at) if one.op in ins.SINGLE_COMPUTE_OPS}
     at_boundary, before = _instructions(layout)
     made: list[Instruction] = []
 

@@ -54,7 +54,7 @@ def check_fsdp(spec: PlanSpec, inputs: StepInputs, settings: StepSettings) -> No
         if not _sharded(chunk):
             raise ScheduleInputError(f"model chunk {number} ({type(chunk).__name__}) {_why_not(chunk)}")
     for asked, what in (
-        (spec.overlap_pairs and spec.fsdp_max_active_stages == 1, "pairs, which may use two stages at a time"),
+        (spec.joins and spec.fsdp_max_active_stages == 1, "pairs, which may use two stages at a time"),
         (
             settings_of(spec).get("offload_chunks"),
             "offloading (offload_chunks), which would take whole parameters for activations",

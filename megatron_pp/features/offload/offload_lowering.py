@@ -76,7 +76,7 @@ class _Hooks(PlanHooks):
         return {"offload_chunks": chunks if training else None, "offload_slots": config.offload_slots}
 
     def check_lowered(self, spec: PlanSpec, settings: Mapping[str, Any]) -> None:
-        if settings.get("offload_chunks") and spec.overlap_pairs:
+        if settings.get("offload_chunks") and spec.joins:
             raise PlanError("pairs (overlap_pairs) do not go with offloading: what each half saves cannot be known")
 
     def lay_out(self, rank: RankLowering) -> None:

@@ -108,7 +108,7 @@ class _Step(StepHooks):
         """Raises ScheduleInputError where what a forward saves cannot be known, or is not its own."""
         if draft.forward_only or not offloaded_chunks(draft):
             return
-        if draft.overlap_pairs:
+        if draft.joins:
             raise ScheduleInputError(
                 "pairs of a forward and a backward (overlapped_forward_backward) do not go with offloading: of what "
                 "they save, nothing says for which half; set config.offload_chunks to 0, or leave the pairs out"

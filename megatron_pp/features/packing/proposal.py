@@ -107,7 +107,7 @@ def why_not(spec: PlanSpec) -> str:
         (family.barriers, f"{name} splits the output layer over all ranks, for which no search plans"),
         (spec.slices > 1, "sequences are cut into slices, for which no search plans"),
         (dict(spec.added).get("skip_tensors"), "tensors skip stages, which no search plans for"),
-        (spec.overlap_pairs, "pairs of a forward and a backward run as one, whose time is not the sum of the two"),
+        (spec.joins, "pairs of a forward and a backward run as one, whose time is not the sum of the two"),
         (
             settings_of(spec).get("offload_chunks"),
             "activations are offloaded, and copies between device and host are not timed",
@@ -208,7 +208,7 @@ def _sums(order: Sequence[Instruction], draws: bool) -> dict[Any, list[Any]]:
     with ``draws`` the forwards of all chunks.
     """
     rows: defaultdict[Any, list[Any]] = defaultdict(list)
-    for at in ins.without_pairs(order):
+    for at in ins.unjoined(order):
         if at.op == ins.FORWARD:
             rows[ins.FORWARD, None if draws else at.chunk].append((at.chunk, at.mb))
         if at.op in ins.BACKWARD_OPS:

@@ -1,7 +1,7 @@
 """Overlapped slots: what runs the forward of one microbatch together with the backward of another.
 
 Set ``config.overlapped_forward_backward`` to ``in_turn``, ``on_two_streams`` or a function of your own: plans then
-have pairs (``pair_up`` in ``plan/ir/instruction.py``), and the engine calls the function with both halves of each. A
+have pairs (``pair_instructions.py``), and the engine calls the function with both halves of each. A
 function of your own may interleave the halves as its model allows, as DualPipeV does with the all-to-alls of experts.
 """
 
@@ -17,6 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from megatron_pp.comm.events import EventPool
 from megatron_pp.errors import ScheduleInputError
+from megatron_pp.features.pairs.pair_instructions import PAIR
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.tasks import Cell, Task
 from megatron_pp.runtime.compute import Activation, each_tensor, in_one_block
@@ -49,6 +50,12 @@ class BackwardHalf(NamedTuple):
     output_grad: Activation
 
 
+def halves_of(pair: Task) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
+    """Its forward and its backward, each with its send where that goes out within the pair."""
+    second = next(i for i, at in enumerate(pair.members) if at.op == ins.BACKWARD)
+    return pair.members[:second], pair.members[second:]
+
+
 @dataclass(eq=False)
 class JointPair:
     """One PAIR that the engine has come to, which the model runs in one call, operation by operation (``RunJointly``),
@@ -68,7 +75,7 @@ class JointPair:
     running: Task | None = None
 
     def __post_init__(self) -> None:
-        (self.of_forward, *self.output_sends), (self.of_backward, *self.grad_sends) = self.pair.halves
+        (self.of_forward, *self.output_sends), (self.of_backward, *self.grad_sends) = halves_of(self.pair)
 
     def run(self) -> None:
         engine = self.engine
@@ -237,7 +244,7 @@ class PairRunner:
         for op in ins.BACKWARD_OPS:
             handlers[op] = partial(self._alone, handlers[op])
         # Not kept here: they hold the engine, which holds this.
-        handlers[ins.PAIR] = partial(self.run, self._noting_sends(handlers))
+        handlers[PAIR] = partial(self.run, self._noting_sends(handlers))
 
     def run(self, unobserved: Handlers, pair: Task) -> None:
         """``unobserved``: the engine's handlers, without an observer's."""
@@ -281,10 +288,10 @@ class PairRunner:
         """Raises ScheduleInputError where the function left one of the halves out."""
         forward_call, backward_call = (
             HalfCall(at.chunk, at.mb, self.models[at.chunk], partial(_run, handlers, half))
-            for half in pair.halves
+            for half in halves_of(pair)
             for at in half[:1]
         )
-        of_forward, of_backward = (half[0].key for half in pair.halves)
+        of_forward, of_backward = (half[0].key for half in halves_of(pair))
         backward_call.stream = self.streams.pop(of_backward, None)
         function(forward_call, backward_call)
         self.streams[of_forward] = forward_call.stream
@@ -298,7 +305,7 @@ class PairRunner:
 
 class _Step(StepHooks):
     def runner(self, run: Run) -> PairRunner:
-        return PairRunner(run.pair_function, run.chunks)
+        return PairRunner(run.settings.overlapped_forward_backward, run.chunks)
 
 
 STEP = _Step()

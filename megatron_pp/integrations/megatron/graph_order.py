@@ -19,7 +19,7 @@ from megatron_pp.common.object_table import ObjectTable
 from megatron_pp.config.settings import LAYER_GRAPHS, TE_GRAPHS
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.ir.instruction import BACKWARD_OPS, FORWARD, Instruction, without_pairs
+from megatron_pp.plan.ir.instruction import BACKWARD_OPS, FORWARD, Instruction, unjoined
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.orders import find_family
 from megatron_pp.runtime.compute import each_tensor
@@ -36,7 +36,7 @@ def step_observer(step: Any) -> StepObserver | None:
         check_offload_order(spec, interleaved, group)
     if settings.cuda_graph_impl not in LAYER_GRAPHS:
         return None
-    if step.joins_pairs:  # Megatron's own graphs are outside of schedule plans
+    if step.joins:  # Megatron's own graphs are outside of schedule plans
         if settings.cuda_graph_impl == TE_GRAPHS:
             check_graph_order(spec, interleaved, group)
         return None
@@ -64,7 +64,7 @@ class LocalGraphs(StepObserver):
     def check(self, spec: PlanSpec) -> None:
         """Raises ScheduleInputError where a step of ``spec`` would replay graphs in another order."""
         theirs, why = self.captured, None
-        if spec.overlap_pairs:
+        if spec.joins:
             why = "the two halves of a pair (overlapped_forward_backward) run at once"
         elif theirs is None:
             return
@@ -106,7 +106,7 @@ def _runs(spec: PlanSpec) -> list[list[Instruction]]:
 
 
 def _of_order(order: Any) -> list[Instruction]:
-    return [at for at in without_pairs(order) if at.op == FORWARD or at.op in BACKWARD_OPS]
+    return [at for at in unjoined(order) if at.op == FORWARD or at.op in BACKWARD_OPS]
 
 
 def check_graph_order(spec: PlanSpec, interleaved: bool, group_size: int = 0) -> None:
@@ -140,10 +140,10 @@ def check_offload_order(spec: PlanSpec, interleaved: bool, group_size: int = 0) 
 @lru_cache(maxsize=64)
 def _difference(spec: PlanSpec, interleaved: bool, group_size: int, offloads: bool = False) -> str | None:
     plan = build_plan(spec)
-    for rank, order in enumerate(plan.programs if spec.overlap_pairs else plan.orders):
+    for rank, order in enumerate(plan.programs if spec.joins else plan.orders):
         captured = captured_order(
             *(spec.pipeline_size, rank, spec.num_chunks, spec.num_microbatches, group_size, interleaved),
-            joined=spec.overlap_pairs,
+            joined=spec.joins,
         )
         runs = [numbers for numbers in map(_numbers, order) if numbers]
         if offloads:

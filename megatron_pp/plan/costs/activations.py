@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.ir.instruction import Instruction, without_pairs
+from megatron_pp.plan.ir.instruction import Instruction, unjoined
 from megatron_pp.plan.ir.ledger import IN_FLIGHT, ON_HOST, WEIGHT_BACKLOG
 from megatron_pp.plan.ir.spec import Plan
 
@@ -25,13 +25,13 @@ Shares = float | Sequence[float]  # one for all stages, or one per stage in mode
 def kept_timeline(
     order: Sequence[Instruction], stages: Sequence[int], forward: Sequence[float], weight: Sequence[float]
 ) -> Iterator[float]:
-    """Memory after each instruction of one rank's order or program, the halves of a PAIR by themselves. ``stages`` are
+    """Memory after each instruction of one rank's order or program, joined operations by themselves. ``stages`` are
     the rank's, by chunk; per stage of the model, a forward keeps ``forward`` until its backward and a split backward
     ``weight`` until its W, in any unit.
     """
     in_flight, waiting = [0] * len(stages), [0] * len(stages)  # counts, so that sums of shares do not drift
     kept, now = [0.0] * len(stages), 0.0  # of each chunk, and of all
-    for at in without_pairs(order):
+    for at in unjoined(order):
         op = at.op
         if IN_FLIGHT[op] or WEIGHT_BACKLOG[op]:
             chunk = at.chunk
@@ -46,7 +46,7 @@ def kept_timeline(
 def host_timeline(order: Sequence[Instruction], stages: Sequence[int], forward: Sequence[float]) -> Iterator[float]:
     """Host memory of what is offloaded, after each instruction; arguments and unit as of ``kept_timeline``."""
     now = 0.0
-    for at in without_pairs(order):
+    for at in unjoined(order):
         now += ON_HOST[at.op] * forward[stages[at.chunk]]
         yield now
 

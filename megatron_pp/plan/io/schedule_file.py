@@ -14,7 +14,7 @@ from typing import Any
 from megatron_pp.errors import FileFormatError
 from megatron_pp.plan.costs.files import read_text
 from megatron_pp.plan.io.serialize import load_plan
-from megatron_pp.plan.ir.instruction import COPIES_TO_HOST, PAIR, WEIGHT_GRAD, each, without_pairs
+from megatron_pp.plan.ir.instruction import COPIES_TO_HOST, JOINED_OPS, WEIGHT_GRAD, each, unjoined
 from megatron_pp.plan.ir.repeated import Line, Lines
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.orders.family import Family, Order, Shape
@@ -60,7 +60,7 @@ class _FilePlan:
             raise FileFormatError(
                 f"{self.path} is a schedule of {spec.slices} slice(s) a sequence; this step has {shape.slices}"
             )
-        return [list(without_pairs(order)) for order in self.plan.orders]  # lowering pairs up where it is to
+        return [list(unjoined(order)) for order in self.plan.orders]  # lowering joins operations where it is to
 
     def added(self, shape: Shape) -> dict[str, Any]:
         """Chunks of a rank whose forwards the file's programs offload, any of them."""
@@ -75,5 +75,5 @@ class _FilePlan:
         if not isinstance(self.plan.programs, Lines):
             of_the_run.append("device")
         mine = replace(self.plan.spec, **{name: getattr(spec, name) for name in of_the_run})
-        pairs = any(at.op == PAIR for program in self.plan.programs for at in program)
-        return self.plan.programs if mine == spec and (spec.overlap_pairs or not pairs) else None
+        joins = any(at.op in JOINED_OPS for program in self.plan.programs for at in program)
+        return self.plan.programs if mine == spec and (spec.joins or not joins) else None

@@ -27,7 +27,7 @@ from megatron_pp.plan.costs.measured import Measured
 from megatron_pp.plan.io.torch_csv import read_torch_csv, write_torch_csv
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.feature import hooks_of
-from megatron_pp.plan.ir.instruction import NONE, Instruction, batch, pair, without_pairs
+from megatron_pp.plan.ir.instruction import NONE, Instruction, batch, joined, unjoined
 from megatron_pp.plan.ir.instruction_text import parse_instruction
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.repeated import Line, Lines
@@ -75,14 +75,14 @@ def parse_plan(text: str, **lowering: Any) -> Plan:
 
 
 class ComputeOf(Lines):
-    """The compute orders of lowered programs, the halves of a pair by themselves."""
+    """The compute orders of lowered programs, joined operations by themselves."""
 
     def __init__(self, programs: Sequence[Line]) -> None:
         super().__init__(len(programs))
         self.programs = programs
 
     def _make(self, rank: int) -> Line:
-        return tuple(at for at in without_pairs(self.programs[rank]) if at.op in ins.SINGLE_COMPUTE_OPS)
+        return tuple(at for at in unjoined(self.programs[rank]) if at.op in ins.SINGLE_COMPUTE_OPS)
 
 
 def _to_json(plan: Plan, certified: bool) -> str:
@@ -182,10 +182,10 @@ def _instruction(node: Any, where: str) -> Instruction:
         inside = [_instruction(member, where) for member in members]
         if op == ins.BATCH:
             return batch(inside)
-        halves = sum(member.op in ins.SINGLE_COMPUTE_OPS for member in inside)
-        if halves != 2:
-            raise InstructionError(f"{where}: a PAIR has two members, not {halves}")
-        return pair(*inside)
+        try:
+            return joined(op, inside)
+        except InstructionError as error:
+            raise InstructionError(f"{where}: {error}") from error
     tensor = node.get("tensor", "")
     if not isinstance(tensor, str):
         raise InstructionError(f"{where}: 'tensor' is {tensor!r}; it must be a name")

@@ -2,7 +2,7 @@
 
 ``compute_only``   one row per rank, one cell per action: ``0F0`` forward, ``0B0`` full backward, ``0I0`` input
                    gradients, ``0W0`` weight gradients; the first number is the *stage*, the second the microbatch;
-                   ``(0F1;7B0)OVERLAP_F_B`` is a pair; an empty cell is an idle slot
+                   ``(0F1;7B0)OVERLAP_F_B`` are two that run as one; an empty cell is an idle slot
 ``compute_comms``  the same with ``0SEND_F0``, ``1RECV_F0``, ``1SEND_B0``, ``0RECV_B0`` where they are posted, and from
                    PyTorch 2.15 on ``0WAIT_SEND_F0``, ``1WAIT_SEND_B0`` at the latest place where a send is waited for
 
@@ -21,7 +21,7 @@ from typing import Any
 from megatron_pp.errors import FileFormatError, InstructionError, PlanError
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.dataflow import KIND_OF, MOVES, RESULT_OF, Message, channel_of, message_of, source_of
-from megatron_pp.plan.ir.instruction import FORWARD, PAIR, POST_OPS, Instruction, each, instruction, pair
+from megatron_pp.plan.ir.instruction import FORWARD, JOINED_OPS, POST_OPS, Instruction, each, instruction, joined
 from megatron_pp.plan.ir.placement import PLACEMENTS, Placement
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.lower.clock import run_clock
@@ -34,6 +34,7 @@ _ACTION = re.compile(r"(\d{1,9})(F|I|B|W|SEND_F|RECV_F|SEND_B|RECV_B|WAIT_SEND_F
 _WAITS = {"WAIT_SEND_F": ins.FREE_F, "WAIT_SEND_B": ins.FREE_B}
 _PYTORCHS = {free: wait for wait, free in _WAITS.items()}
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B\Z")
+_JOINED = next(iter(JOINED_OPS), "")  # how a group is read; empty where no feature joins operations
 _FSDP = re.compile(rf"\d+({'|'.join(ins.STAGE_OPS)})\d*\Z")  # lowering sets its own
 _Row = list[Instruction]  # with stages and microbatches; chunks are not known yet
 
@@ -104,9 +105,10 @@ def _check_one_queue(plan: Plan) -> None:
 
 
 def _with_posts(at: Instruction) -> Sequence[Instruction]:
-    """A batch's members; a pair, and behind it the sends that go out within it."""
-    if at.op == PAIR:
-        return pair(*ins.halves(at)), *(member for member in at.members if member.op in POST_OPS)
+    """A batch's members; joined operations, and behind them the sends that go out within them."""
+    if at.op in JOINED_OPS:
+        alone = at._replace(members=ins.operations(at))
+        return alone, *(member for member in at.members if member.op in POST_OPS)
     return at.members or (at,)
 
 
@@ -190,9 +192,9 @@ def _parse(cell: str, rank: int, column: int) -> list[Instruction]:
     if not cell or _FSDP.match(cell):
         return []
     group = _OVERLAP.match(cell)
-    if group:
+    if group and _JOINED:
         members = [at for part in group.group(1).split(";") for at in _parse(part.strip(), rank, column)]
-        return [Instruction(PAIR, members=tuple(members))]
+        return [Instruction(_JOINED, members=tuple(members))]
     found = _ACTION.match(cell)
     if found:
         op = _WAITS.get(found.group(2), found.group(2))
@@ -278,7 +280,7 @@ def _on_rank(at: Instruction, placement: Placement, rank: int) -> Instruction:
             raise FileFormatError(f"row {rank + 1}: {_cell(at)}: a pair is of two actions, a forward and a backward")
         members = (_on_rank(member, placement, rank) for member in at.members)
         try:
-            return pair(*sorted(members, key=lambda member: member.op != FORWARD))
+            return joined(at.op, sorted(members, key=lambda member: member.op != FORWARD))
         except InstructionError as error:
             raise FileFormatError(f"row {rank + 1}: {_cell(at)}: {error}") from error
     if not 0 <= at.stage < placement.num_stages or placement.homes[at.stage][0] != rank:

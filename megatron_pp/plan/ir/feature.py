@@ -10,11 +10,12 @@ from functools import lru_cache, wraps
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megatron_pp.feature_table import FEATURE_OPS, FEATURES, ROW_OF, SPEC_DEFAULTS, Row
+from megatron_pp.feature_table import FEATURE_OPS, FEATURES, JOINED, ROW_OF, SPEC_DEFAULTS, Row
 from megatron_pp.on_demand import load
 
 if TYPE_CHECKING:
     from megatron_pp.plan.hooks import PlanHooks
+    from megatron_pp.plan.ir.instruction import Instruction
     from megatron_pp.plan.ir.ledger import Memory, Site
     from megatron_pp.plan.ir.rules import Rule
 
@@ -33,6 +34,8 @@ class PlanFeature:
     changes   of memory, in all stages or by site
     in_order  of what the loss stage's rank runs in the order of microbatches: name and reason in words
     ends_use  the posts whose tensor nothing reads any more behind the op
+    check_members  of joined operations: raises InstructionError for members that it does not join
+    outside   of joined operations: what stands before or behind them, in words
     """
 
     names: Mapping[str, str]
@@ -42,6 +45,8 @@ class PlanFeature:
     changes: Mapping[str, Memory | Callable[[Site], Memory]] = field(default_factory=dict)
     in_order: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     ends_use: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    check_members: Callable[[tuple[Instruction, ...]], None] | None = None
+    outside: str = ""
 
 
 _CORE = {name: default for row in FEATURES for name, default in row.core.items()}
@@ -144,9 +149,12 @@ def rows_asked_by(config: Any) -> tuple[Row, ...]:
     return tuple(row for row in FEATURES if any(getattr(config, name) != value for name, value in row.config.items()))
 
 
-def hooks_asked_by(config: Any) -> tuple[PlanHooks, ...]:
-    """The hooks of these features."""
-    return _loaded(rows_asked_by(config))
+def hooks_asked_by(config: Any, joins: bool = False) -> tuple[PlanHooks, ...]:
+    """The hooks of these features, and where the model ``joins`` operations, of the one whose instructions are such."""
+    rows = rows_asked_by(config)
+    if joins:
+        rows += tuple(row for row in FEATURES if row not in rows and any(op.kind == JOINED for op in row.ops.values()))
+    return _loaded(rows)
 
 
 def words_of_features(name: str) -> str:

@@ -2,8 +2,8 @@
 
 ``F0.3`` is the forward of chunk 0, microbatch 3; ``SEND_F0.3`` the send of its output; ``GRAD_SYNC1`` the gradient sync
 of chunk 1 (no microbatch); ``[SEND_F0.3 RECV_B0.2]`` a batch, whose sends and receives go out as one grouped call;
-``(F0.3 B1.2)`` a pair, a forward and the full backward of another microbatch that run as one, and ``(F0.3 SEND_F0.3
-B1.2 SEND_B1.2)`` the same with sends that go out within it. A slice of a sequence or the name of a message follows the
+``(F0.3 B1.2)`` operations that a feature joins, which run as one, and ``(F0.3 SEND_F0.3 B1.2 SEND_B1.2)`` the same with
+sends that go out within it. A slice of a sequence or the name of a message follows the
 microbatch: ``F0.3s1``, ``SEND_F0.3:skip``, ``DROP0.3:skip``.
 
 A text names the chunk on its rank (Megatron's ``vp_stage``). ``Placement.place`` adds what follows from the rank: the
@@ -14,20 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
-from itertools import pairwise
 from typing import NamedTuple
 
 from megatron_pp import feature_table
 from megatron_pp.errors import InstructionError, PlanError
 from megatron_pp.on_demand import load
-from megatron_pp.plan.ir.feature import of_kind
+from megatron_pp.plan.ir.feature import feature_of, of_kind
 
 # Compute.
 FORWARD = "F"  # run the chunk; on the last stage also the loss function
 BACKWARD = "B"  # input and weight gradients
 INPUT_GRAD = "I"  # input gradients only; the weight gradients are left for W
 WEIGHT_GRAD = "W"  # the weight gradients that I left
-PAIR = "PAIR"  # a forward and a full backward that run as one, each with its send behind it where that goes out within
 # Activations, from a stage to the one after it.
 RECV_F = "RECV_F"  # allocate the buffer and post the receive of the stage's input; never blocks
 WAIT_F = "WAIT_F"  # wait for that receive
@@ -53,7 +51,8 @@ PASSES = tuple(op for op, row in feature_table.FEATURE_OPS.items() if row.kind =
 PASS_OPS = frozenset(PASSES)
 LAST_PASS = frozenset(PASSES[-1:])  # completes the weight gradients of what every rank runs
 SINGLE_COMPUTE_OPS = frozenset({FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD}) | PASS_OPS
-COMPUTE_OPS = SINGLE_COMPUTE_OPS | {PAIR}
+JOINED_OPS = of_kind(feature_table.JOINED)  # operations that run as one, each with its send where that goes out within
+COMPUTE_OPS = SINGLE_COMPUTE_OPS | JOINED_OPS
 SEND_OPS = frozenset({SEND_F, SEND_B})
 RECV_OPS = frozenset({RECV_F, RECV_B})
 WAIT_OPS = frozenset({WAIT_F, WAIT_B})
@@ -76,7 +75,7 @@ COPY_OPS = COPY_POST_OPS | of_kind(feature_table.COPY_WAIT)
 RELEASE_OPS = of_kind(feature_table.RELEASE)
 POST_OPS = SEND_OPS | RECV_OPS
 TRANSFER_OPS = POST_OPS | WAIT_OPS | FREE_OPS
-GROUP_OPS = frozenset({PAIR, BATCH})
+GROUP_OPS = JOINED_OPS | {BATCH}
 SINGLE_OPS = SINGLE_COMPUTE_OPS | TRANSFER_OPS | HAND_OPS | COLLECTIVE_OPS | CHUNK_OPS | COPY_OPS | RELEASE_OPS
 ALL_OPS = SINGLE_OPS | GROUP_OPS
 
@@ -96,11 +95,11 @@ COPY_OF = {op: row.post for op, row in feature_table.FEATURE_OPS.items() if row.
 """The copy between device and host that a wait waits for."""
 
 SENT_BY = {FORWARD: SEND_F, BACKWARD: SEND_B}
-"""What sends the result of a pair's half."""
+"""What sends the result of an operation."""
 
 NONE = -1  # a stage that is not placed, no microbatch, no peer, no slice
 _new = tuple.__new__  # makes an Instruction in a third of the time of Instruction(...)
-BRACKETS = {BATCH: ("[", "]"), PAIR: ("(", ")")}
+BRACKETS = {BATCH: ("[", "]"), **dict.fromkeys(JOINED_OPS, ("(", ")"))}
 
 
 class Instruction(NamedTuple):
@@ -113,7 +112,7 @@ class Instruction(NamedTuple):
     chunk    model chunk on its rank
     slice    slice of the sequence; NONE where sequences are whole
     tensor   name of the tensor that is moved; empty where an edge has one tensor
-    members  what a BATCH or PAIR consists of
+    members  what one of GROUP_OPS consists of
     """
 
     op: str
@@ -185,47 +184,33 @@ def batch(members: Iterable[Instruction]) -> Instruction:
     return Instruction(BATCH, members=inside)
 
 
-def pair(*members: Instruction) -> Instruction:
-    """The members as one instruction. Raises InstructionError unless they are a forward and the full backward of
-    another microbatch, each with nothing behind it or with the send of what it has made.
-    """
-    two = [at for at in members if at.op in SINGLE_COMPUTE_OPS]
-    fits = members[:1] == tuple(two[:1]) and len(two) == 2 and may_pair(*two)
-    for before, at in pairwise(members):
-        is_its_send = at.op == SENT_BY.get(before.op) and at[1:3] == before[1:3] and at.chunk == before.chunk
-        fits = fits and (at.op in SINGLE_COMPUTE_OPS or is_its_send)
-    if not fits:
-        raise InstructionError(
-            f"({' '.join(map(str, members))}) is no pair; it holds a forward and the full backward (B) of another "
-            "microbatch, each with at most its own send behind it"
-        )
-    return Instruction(PAIR, members=members)
+def joined(op: str, members: Iterable[Instruction]) -> Instruction:
+    """The members as one instruction of JOINED_OPS. Raises InstructionError for those that it cannot have."""
+    inside = tuple(members)
+    rows = feature_of(op)
+    assert rows is not None
+    assert rows.check_members is not None
+    rows.check_members(inside)
+    return Instruction(op, members=inside)
 
 
-def halves(at: Instruction) -> tuple[Instruction, ...]:
-    """The forward and the backward of a pair; any other instruction as it is."""
-    return tuple(m for m in at.members if m.op in SINGLE_COMPUTE_OPS) if at.op == PAIR else (at,)
+def operations(at: Instruction) -> tuple[Instruction, ...]:
+    """Those of a joined instruction, without sends; any other instruction as it is."""
+    return tuple(m for m in at.members if m.op in SINGLE_COMPUTE_OPS) if at.op in JOINED_OPS else (at,)
 
 
-def may_pair(first: Instruction, second: Instruction) -> bool:
-    """Whether the two may run as one PAIR."""
-    return first.op == FORWARD and second.op == BACKWARD and first.mb != second.mb
-
-
-def pair_up(
-    order: Iterable[Instruction], joins: Callable[[Instruction, Instruction], bool] = may_pair
+def join(
+    order: Iterable[Instruction], joins: Callable[[Instruction, Instruction], Instruction | None]
 ) -> list[Instruction]:
-    """The order with two operations in a row joined to one entry where ``joins`` says so; by default every forward
-    right before a full backward of another microbatch (``overlapped_forward_backward``): the all-to-alls of one half
-    hide behind the other's compute. Backwards without their weight gradient are short and stay alone.
-    """
-    paired: list[Instruction] = []
+    """The order with two operations in a row as one entry where ``joins`` gives one for them."""
+    found: list[Instruction] = []
     for at in order:
-        if paired and joins(paired[-1], at):
-            paired[-1] = Instruction(PAIR, members=(paired[-1], at))
+        both = joins(found[-1], at) if found else None
+        if both is None:
+            found.append(at)
         else:
-            paired.append(at)
-    return paired
+            found[-1] = both
+    return found
 
 
 def each(program: Iterable[Instruction]) -> Iterator[Instruction]:
@@ -238,9 +223,9 @@ def numbered(program: Iterable[Instruction]) -> Iterator[tuple[int, Instruction]
     return ((i, one) for i, at in enumerate(program) for one in at.members or (at,))
 
 
-def without_pairs(program: Iterable[Instruction]) -> Iterator[Instruction]:
-    """The program with the members of each pair in its place: its halves, and their sends."""
-    return (one for at in program for one in (at.members if at.op == PAIR else (at,)))
+def unjoined(program: Iterable[Instruction]) -> Iterator[Instruction]:
+    """The program with the members of each joined instruction in its place: operations, and their sends."""
+    return (one for at in program for one in (at.members if at.op in JOINED_OPS else (at,)))
 
 
 def format_program(program: Iterable[Instruction]) -> str:

@@ -5,7 +5,7 @@ import re
 from megatron_pp.errors import InstructionError
 from megatron_pp.plan.ir import feature
 from megatron_pp.plan.ir import instruction as ins
-from megatron_pp.plan.ir.instruction import BATCH, CHUNK_OPS, NONE, Instruction, batch, instruction, pair
+from megatron_pp.plan.ir.instruction import BATCH, CHUNK_OPS, NONE, Instruction, batch, instruction, joined
 
 _TOKEN = re.compile(r"([A-Z_]{1,16})(\d{1,9})(?:\.(\d{1,9}))?(?:s(\d{1,9}))?(?::([A-Za-z_]\w{0,63}))?\Z", re.ASCII)
 _ENTRY = re.compile(r"\[[^\]]*\]?|\([^)]*\)?|[^\s\[(]+")
@@ -17,7 +17,7 @@ def parse_instruction(text: str) -> Instruction:
     for op, (opening, closing) in ins.BRACKETS.items():
         if text.startswith(opening) and text.endswith(closing):
             members = [parse_instruction(part) for part in text[1:-1].split()]
-            return batch(members) if op == BATCH else pair(*members)
+            return batch(members) if op == BATCH else joined(op, members)
     found = _TOKEN.match(text)
     if found is None or found.group(1) not in ins.SINGLE_OPS:
         raise InstructionError(
@@ -49,7 +49,6 @@ _NAMES = {
     ins.BACKWARD: "backward",
     ins.INPUT_GRAD: "input gradient",
     ins.WEIGHT_GRAD: "weight gradient",
-    ins.PAIR: "overlapped pair",
     **{
         f"{verb}_{kind}": f"{words} the {what}"
         for kind, what in (("F", "activation"), ("B", "gradient"))

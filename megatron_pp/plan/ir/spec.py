@@ -14,7 +14,7 @@ from megatron_pp.errors import PlanError
 from megatron_pp.feature_table import SPEC_DEFAULTS
 from megatron_pp.plan.ir.certificate import Certificate
 from megatron_pp.plan.ir.feature import hooks_of, takes_settings, with_settings
-from megatron_pp.plan.ir.instruction import COPIES_TO_HOST, NONE, PAIR, Instruction, format_program, without_pairs
+from megatron_pp.plan.ir.instruction import COPIES_TO_HOST, JOINED_OPS, NONE, Instruction, format_program, unjoined
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.repeated import Line, Repeated
 from megatron_pp.plan.ir.tasks import Cell, Task
@@ -84,7 +84,6 @@ class PlanSpec(SpecSettings):
                       under ANY_WAIT 0 posts none ahead, and any other number as early as no wait can hang
     grad_sync         hooks or explicit
     param_sync        whether PARAM_SYNC marks are wanted
-    overlap_pairs     a forward right before a full backward of another microbatch is a pair that runs as one
     measured          times and memory that "auto" and "auto_v" plan for (``measured.py``)
     digest            of the schedule file's content; empty for a named family
     split_backward    whether the model can put weight gradients off; where not, the plan has no W
@@ -107,7 +106,6 @@ class PlanSpec(SpecSettings):
     lookahead: int = 1
     grad_sync: str = HOOKS
     param_sync: bool = False
-    overlap_pairs: bool = False
     measured: Measured | None = None
     digest: str = ""
     split_backward: bool = True
@@ -150,6 +148,11 @@ class PlanSpec(SpecSettings):
     def effective_group_size(self) -> int:
         """Microbatches per group, at most M; when unset, as few as have P slices."""
         return min(self.group_size or -(-self.pipeline_size // self.slices), self.num_microbatches)
+
+    @property
+    def joins(self) -> bool:
+        """Whether operations of its orders that are side by side run as one."""
+        return bool(self.added) and any(hooks.joins(self) is not None for hooks in hooks_of(self.added))
 
     @property
     def may_wait(self) -> bool:
@@ -229,9 +232,9 @@ class Plan:
         return self._copied[rank]
 
     def timed(self, rank: int) -> tuple[Instruction, ...]:
-        """``rank``'s program as its times are recorded and simulated: the halves of each pair by themselves."""
+        """``rank``'s program as its times are recorded and simulated: joined operations by themselves."""
         program = self.programs[rank]
-        return tuple(without_pairs(program)) if PAIR in [at.op for at in program] else program
+        return tuple(unjoined(program)) if not JOINED_OPS.isdisjoint([at.op for at in program]) else program
 
     def __str__(self) -> str:
         return "\n".join(f"rank {r}: {format_program(p)}" for r, p in enumerate(self.programs))

@@ -43,12 +43,6 @@ class Task:
         self.members = tuple([Task(one, microbatches) for one in members]) if members else ()
 
     @property
-    def halves(self) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
-        """Of a pair: its forward and its backward, each with its send where that goes out within the pair."""
-        second = next(i for i, at in enumerate(self.members) if at.op == ins.BACKWARD)
-        return self.members[:second], self.members[second:]
-
-    @property
     def instruction(self) -> Instruction:
         """Made when it is first asked for: by who observes the run, or names an error."""
         if self._instruction is None:

@@ -47,8 +47,8 @@ def run_clock(
     """Put orders on the clock.
 
     ``took``: the time of an operation, by its op, stage, microbatch and slice; ``transfer``: that of a message from one
-    rank to another, which never waits for its link. A PAIR takes the time of both halves, which end with it. A pair
-    that would wait in a circle, which its halves alone do not, is taken apart. Raises PlanError where an operation
+    rank to another, which never waits for its link. Joined operations take the time of all, and end together. Those
+    that would wait in a circle, which they alone do not, are taken apart. Raises PlanError where an operation
     waits for one that never comes before it, naming both.
     """
     return _Clock(orders, placement, took, transfer).run()
@@ -81,7 +81,7 @@ class _Clock:
 
     def run(self) -> Clocked:
         self.agenda.run(self._advance)
-        while self._take_apart_pairs():
+        while self._take_apart():
             self.agenda.run(self._advance)
         for rank, order in enumerate(self.orders):
             if len(self.ends[rank]) < len(order):
@@ -138,8 +138,8 @@ class _Clock:
         needed = self._needed(at.op, self.placement.stages[rank][at.chunk])
         return next((one for one in needed if (at.mb, at.slice) not in self.result_ends[one]), None)
 
-    def _take_apart_pairs(self) -> bool:
-        """All ranks wait or are done: take apart the pairs whose forward could run by itself. Returns whether any."""
+    def _take_apart(self) -> bool:
+        """All ranks wait or are done: take apart joined operations whose first could run. Returns whether any."""
         found = False
         for rank, order in enumerate(self.orders):
             done = len(self.ends[rank])

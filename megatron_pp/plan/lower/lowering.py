@@ -22,9 +22,9 @@ order, that no such wait can make hang (``turns.py``). What follows on boundarie
 At one boundary receives are posted before sends wherever that is free (one-way channels, and within a batch): gloo
 announces a receive in the data of the other direction, behind a message that is already on its way.
 
-With ``overlap_pairs`` a pair is one entry: waits for its halves come before it, their sends after it. Where receives
-are posted ahead and no device is synchronised, sends go out within it, each when its half has made the tensor. Both
-rounds stay the pair's end: in whole slots no other rank can begin with either before.
+Operations that a feature joins are one entry: waits for them come before it, their sends after it. Where receives are
+posted ahead and no device is synchronised, sends go out within it, each when its operation has made the tensor. All
+rounds stay the entry's end: in whole slots no other rank can begin with any before.
 
 Where exchanges block, each boundary makes neighbours meet. In an interleaved order one of them runs a forward while the
 other runs a backward, and meeting after each would make every slot as long as the longer one. With ``joint``, a forward
@@ -67,10 +67,9 @@ from megatron_pp.plan.ir.instruction import (
     SENT_BY,
     Instruction,
     each,
-    may_pair,
+    join,
+    joined,
     numbered,
-    pair,
-    pair_up,
     placed,
 )
 from megatron_pp.plan.ir.placement import Placement
@@ -117,24 +116,28 @@ def lowered(
     check_orders(orders, placement, spec.num_microbatches, spec.forward_only, spec.slices)
     lines = [placement.place(rank, order) for rank, order in enumerate(orders)]
     run = [run_of(order, spec) for order in lines] if spec.forward_only else lines
-    paired = spec.overlap_pairs and not spec.forward_only
-    joint = joint and not paired and (spec.policy != OVERLAP or spec.variable_shapes)
-    if paired or joint:
-        run = [pair_up(order, _is_joint if joint else may_pair) for order in run]
-    clocked = run_clock(run, placement)
-    if joint:  # the halves by themselves, both with the end of the two
-        ends = [[end[i] for i, _ in numbered(order)] for order, end in zip(clocked.orders, clocked.ends, strict=True)]
-        clocked = clocked._replace(orders=[list(each(order)) for order in clocked.orders], ends=ends)
     settings = dict(spec.added) if settings is None else settings
     added = hooks_of(settings.items(), placement.barriers)
+    joins = None if spec.forward_only else next((found for hooks in added if (found := hooks.joins(spec))), None)
+    joint = joint and joins is None and (spec.policy != OVERLAP or spec.variable_shapes)
+    if joint:
+        joins = _jointly
+    if joins is not None:
+        run = [join(order, joins) for order in run]
+    clocked = run_clock(run, placement)
+    if joint:  # each operation by itself, both with the end of the two
+        ends = [[end[i] for i, _ in numbered(order)] for order, end in zip(clocked.orders, clocked.ends, strict=True)]
+        clocked = clocked._replace(orders=[list(each(order)) for order in clocked.orders], ends=ends)
     for hooks in added:
         hooks.check_lowered(spec, settings)
     programs = _Programs(spec, placement, clocked, settings, added)
     return Plan(spec, placement, programs, tuple(lines), remark)
 
 
-def _is_joint(first: Instruction, second: Instruction) -> bool:
-    return first.op == FORWARD and second.op in BACKWARD_OPS
+def _jointly(first: Instruction, second: Instruction) -> Instruction | None:
+    """An entry of the clock alone: a forward and a backward with one exchange."""
+    is_joint = first.op == FORWARD and second.op in BACKWARD_OPS
+    return Instruction("", members=(first, second)) if is_joint else None
 
 
 class _Programs(Lines):
@@ -194,7 +197,7 @@ class RankLowering:
         self.looks_ahead = programs.looks_ahead
         self.sends_within = self.looks_ahead if self.turns is None else self.turns.ahead
         self.exchanges = Exchanges(spec, self.looks_ahead, self.has_names)
-        self.within: dict[tuple[int, str], Instruction] = {}  # by entry of a pair and op: its sends
+        self.within: dict[tuple[int, str], Instruction] = {}  # by entry of joined operations and op: their sends
         # By boundary:
         self.posts: dict[int, list[Post]] = defaultdict(list)
         self.receives: dict[int, list[Post]] = defaultdict(list)  # those before all other posts
@@ -379,13 +382,13 @@ class RankLowering:
         return (one for at in receives for one in (at, *self.behind.get(at.post, ()))) if self.behind else receives
 
     def _due(self, receive: Post) -> int:
-        """The boundary of its round, or behind the joint halves within which that falls."""
+        """The boundary of its round, or behind the joint operations within which that falls."""
         due = bisect_right(self.ends, receive.round)
         behind = self._behind(due)
         return behind if behind == due + 2 and self.ends[due] - 2 < receive.round else due
 
     def _behind(self, use: int) -> int:
-        """The boundary behind the entry ``use``; behind the second of joint halves, which end in one slot."""
+        """The boundary behind the entry ``use``; behind the second of joint operations, which end in one slot."""
         return use + (2 if self.ends[use + 1 : use + 2] == [self.ends[use]] else 1)
 
     def _place_ahead(self, receives: list[Post]) -> None:
@@ -471,9 +474,9 @@ class RankLowering:
             program.append(at.post)
 
     def _with_sends(self, i: int, entry: Instruction) -> Instruction:
-        """The pair with those of its sends that go out within it."""
+        """Joined operations with those of their sends that go out within."""
         found = ((at, self.within.get((i, SENT_BY[at.op]))) for at in entry.members)
-        return pair(*(at for both in found for at in both if at is not None))
+        return joined(entry.op, (at for both in found for at in both if at is not None))
 
     def _emit_with_collectives(self, i: int, program: list[Instruction]) -> None:
         """Messages and collectives in the order of rounds: where one may have to wait, those before it are posted."""

@@ -7,7 +7,7 @@ from megatron_pp.errors import PlanError
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.dataflow import CAUSAL, RESULT_OF, slice_before
 from megatron_pp.plan.ir.feature import words_of_features
-from megatron_pp.plan.ir.instruction import NONE, Instruction, instruction, refusal, without_pairs
+from megatron_pp.plan.ir.instruction import NONE, Instruction, instruction, refusal, unjoined
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 
@@ -46,7 +46,7 @@ def _check_order(
     chunks, microbatches, slices = sizes
     parts = range(slices) if slices > 1 else (NONE,)
     ran = dict.fromkeys(product(range(chunks), range(microbatches), parts), "")  # the ops of each, in order
-    for at in without_pairs(order):
+    for at in unjoined(order):
         op, _, mb, _, chunk, part, _, _ = at
         if op not in ins.SINGLE_COMPUTE_OPS:
             raise refusal(rank, at, f"an order holds compute alone: F, B, I and W{words_of_features('order_words')}")
@@ -105,10 +105,10 @@ def check_programs(plan: Plan, programs: Iterable[Iterable[Instruction]]) -> Non
 
 def run_of(order: Iterable[Instruction], spec: PlanSpec) -> list[Instruction]:
     """What a plan runs of ``order``."""
-    run = without_pairs(order)
+    run = unjoined(order)
     return [at for at in run if at.op in _OF_EVALUATION] if spec.forward_only else list(run)
 
 
 def _compute_of(program: Iterable[Instruction]) -> list[Instruction]:
     run = (at for at in program if at.op in ins.COMPUTE_OPS)
-    return [half for at in run for half in (ins.halves(at) if at.members else (at,))]
+    return [one for at in run for one in (ins.operations(at) if at.members else (at,))]

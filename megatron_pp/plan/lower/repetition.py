@@ -3,7 +3,15 @@
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 
-from megatron_pp.plan.ir.instruction import BACKWARD_OPS, FORWARD, INPUT_GRAD, PAIR, WEIGHT_GRAD, Instruction, later
+from megatron_pp.plan.ir.instruction import (
+    BACKWARD_OPS,
+    FORWARD,
+    INPUT_GRAD,
+    JOINED_OPS,
+    WEIGHT_GRAD,
+    Instruction,
+    later,
+)
 from megatron_pp.plan.ir.repeated import Block
 from megatron_pp.plan.ir.spec import PlanSpec
 
@@ -68,8 +76,8 @@ def _operations(spec: PlanSpec, microbatches: int) -> int:
 
 
 def _ends(line: _Line, spec: PlanSpec) -> list[int]:
-    """The positions right behind each of them, or behind the pair that it is in."""
-    ops = {FORWARD} if spec.forward_only else {*BACKWARD_OPS, PAIR}
+    """The positions right behind each of them, or behind what it is joined in."""
+    ops = {FORWARD} if spec.forward_only else BACKWARD_OPS | JOINED_OPS
     return [k for k, at in enumerate(line, 1) if at.op in ops]
 
 

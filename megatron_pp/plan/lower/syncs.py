@@ -79,9 +79,9 @@ def prepares_in_forward(plan: Plan, rank: int) -> bool:
     following = None
     for at in reversed(plan.programs[rank]):
         if at.op in ins.COMPUTE_OPS:
-            following = at.op
+            following = ins.operations(at)[0].op
         elif at.op == ins.ENABLE_GRAD_SYNC and following != ins.WEIGHT_GRAD:
-            return following in (ins.FORWARD, ins.PAIR)
+            return following == ins.FORWARD
     return True
 
 

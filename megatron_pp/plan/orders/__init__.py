@@ -9,7 +9,7 @@ from megatron_pp.errors import PlanError
 from megatron_pp.feature_table import families_behind
 from megatron_pp.on_demand import load
 from megatron_pp.plan.ir.placement import LOOP
-from megatron_pp.plan.orders.family import COMBINED, INTERLEAVED, INTERLEAVED_SEQ, ONE_F_ONE_B, SEQ_1F1B, Family
+from megatron_pp.plan.orders.family import INTERLEAVED, INTERLEAVED_SEQ, ONE_F_ONE_B, SEQ_1F1B, Family
 
 _OWN = {
     "gpipe": "one_chunk",
@@ -18,7 +18,6 @@ _OWN = {
     INTERLEAVED: "interleaved",
     "gis": "early_backwards",
     "gis_h": "early_backwards",
-    COMBINED: "interleaved",
     "breadth_first": "one_chunk",
     "zb_h1": "zero_bubble",
     "zb_h2": "zero_bubble",
@@ -62,7 +61,7 @@ ENDINGS = (".csv", ".json")  # of schedules that are files
 SCHEDULES = Families()
 
 __all__ = [
-    "COMBINED", "INTERLEAVED", "ONE_F_ONE_B", "SCHEDULES", "Family", "check_slices", "choices",
+    "INTERLEAVED", "ONE_F_ONE_B", "SCHEDULES", "Family", "check_slices", "choices",
     "find_family", "names_a_file", "placement_kind", "register",
 ]  # fmt: skip
 

@@ -14,7 +14,6 @@ from megatron_pp.plan.ir.spec import Plan, PlanSpec, Shape
 
 ONE_F_ONE_B = "1f1b"
 INTERLEAVED = "interleaved_1f1b"
-COMBINED = "combined_1f1b"
 SEQ_1F1B = "seq_1f1b"
 INTERLEAVED_SEQ = "interleaved_seq_1f1b"
 

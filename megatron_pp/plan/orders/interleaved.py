@@ -1,9 +1,9 @@
-"""Several chunks a rank in turn: interleaved 1F1B, and the same with a warm-up for pairs."""
+"""Several chunks a rank in turn: interleaved 1F1B."""
 
 from functools import partial
 
 from megatron_pp.plan.ir.placement import LOOP, Placement
-from megatron_pp.plan.orders.family import COMBINED, INTERLEAVED, Family, Order, Shape, every_group, every_microbatch
+from megatron_pp.plan.orders.family import INTERLEAVED, Family, Order, Shape, every_group
 from megatron_pp.plan.orders.one_chunk import in_order, warmup_then_steady
 
 
@@ -14,20 +14,11 @@ def interleaved(shape: Shape) -> list[Order]:
     table with the chunks reversed. G = P is the classic order; G > P trades memory for slack between a chunk and the
     next one. Where a group is shorter than P, backwards may overtake forwards that still wait for their input.
     """
-    return _in_turns(shape, extra_warmup=0)
+    return in_turns(shape, extra_warmup=0)
 
 
-def combined_1f1b(shape: Shape) -> list[Order]:
-    """Interleaved 1F1B with one forward more in the warm-up, Megatron's order for ``overlap_moe_expert_parallel_comm``:
-    no backward needs the forward right before it, so that from then on the two run as one (``overlap_pairs``).
-
-    With one chunk a rank, as with several, a microbatch needs a pair's time on each rank on its way down and on its way
-    back: 2 (P-1-r) + 1 forwards, so that no pair waits for another rank's.
-    """
-    return _in_turns(shape, extra_warmup=1)
-
-
-def _in_turns(shape: Shape, extra_warmup: int) -> list[Order]:
+def in_turns(shape: Shape, extra_warmup: int) -> list[Order]:
+    """``extra_warmup``: forwards before the first alternation beyond Megatron's number."""
     table = schedule_table(shape.num_microbatches, shape.num_chunks, shape.group_size)
     forwards, backwards = in_order(shape, table)
     ranks = range(shape.pipeline_size)
@@ -80,12 +71,5 @@ FAMILIES = (
         interleaved,
         "arXiv 2104.04473, section 2.2.2",
         "V chunks a rank take turns; bubble 1/V of 1F1B's for V times its transfers",
-    ),
-    in_step_family(
-        COMBINED,
-        combined_1f1b,
-        "Megatron-core, overlap_moe_expert_parallel_comm; arXiv 2412.19437, section 3.2.1, for the pairs",
-        "interleaved 1F1B whose forwards and backwards run in pairs, for one chunk more in memory",
-        repeats=lambda shape: every_group(shape) if shape.num_chunks > 1 else every_microbatch(shape),
     ),
 )

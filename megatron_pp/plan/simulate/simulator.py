@@ -16,7 +16,7 @@ from megatron_pp.errors import PlanError
 from megatron_pp.plan.costs.stage_costs import FREE, Network, StageCosts
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.dataflow import Message, message_of
-from megatron_pp.plan.ir.instruction import POST_OF, Instruction, halves
+from megatron_pp.plan.ir.instruction import POST_OF, Instruction, operations
 from megatron_pp.plan.ir.spec import STATIC_BUFFERS, Plan, checked_device
 from megatron_pp.plan.simulate.network_model import Arrival, TimedQueues
 from megatron_pp.plan.simulate.simulation import Event, Simulation, TransferLog, Waits
@@ -196,8 +196,8 @@ class _Run(DeviceRanks):
             yield idle_from
 
     def _pair(self, me: _Rank, at: Instruction) -> Iterator[Entry | float]:
-        """A pair with sends in it: its halves take what both take, and each send has its share of that time."""
-        whole = sum(map(self._time, halves(at)))
+        """Joined operations with sends in them: they take what all take, and each send has its share of that time."""
+        whole = sum(map(self._time, operations(at)))
         begun = now = self.now
         sends: list[tuple[float, int, Instruction]] = []  # when each goes out, and its index in the rank's times
         backward = 0  # its index

@@ -8,8 +8,8 @@ with time in the simulator.
                  messages, gloo always.
 ``one_queue``    What is posted behind an unfinished operation of its own queue also holds back all that follows on its
                  rank, compute included: with CUDA_DEVICE_MAX_CONNECTIONS=1 everything goes through one hardware queue,
-                 whose head waits for the stream that it belongs to. The sends of a pair are posted in it, once their
-                 half has made its result, so they may hold back the rest of the pair.
+                 whose head waits for the stream that it belongs to. Sends within joined operations are posted once
+                 one has made its result, so they may hold back the others.
 ``any_wait``     Any instruction may wait for an idle device, and so until everything that its rank has posted is over:
                  an operation whose kernel is launched for the first time or compiled, or whose allocation is tried
                  again, the allocation of a receive, the copy of what is sent, a collective's or a library's first call.

@@ -42,23 +42,21 @@ def check_rank(plan: Plan, rank: int, deallocate: bool = True, block: Block | No
 
 
 def _check_groups(plan: Plan, rank: int) -> None:
-    """Groups hold what they may: members in a right order, one by one, may still be no pair."""
+    """Groups hold what they may: members in a right order, one by one, may still not be joined."""
     for at in plan.programs[rank]:
         if at.members and at.op not in ins.GROUP_OPS:
-            raise PlanError(f"rank {rank}: {at.op} has members, {list(at.members)}: only batches and pairs do")
-        if at.op == ins.PAIR:
+            raise PlanError(f"rank {rank}: {at.op} has members, {list(at.members)}: only groups do")
+        if at.op in ins.JOINED_OPS:
             try:
-                ins.pair(*at.members)
+                ins.joined(at.op, at.members)
             except InstructionError as error:
-                raise PlanError(
-                    f"rank {rank}: {error}: what needs the pair's last weight gradient, or a tensor of another "
-                    "operation, stands after or before it"
-                ) from error
+                rows = feature_of(at.op)
+                raise PlanError(f"rank {rank}: {error}: {rows.outside if rows else ''}") from error
 
 
 def _timed_length(program: Sequence[Instruction]) -> int:
-    """Its length as ``Plan.timed`` counts, with the members of a pair by themselves."""
-    return len(program) + sum(len(at.members) - 1 for at in program if at.op == ins.PAIR)
+    """Its length as ``Plan.timed`` counts, with joined operations by themselves."""
+    return len(program) + sum(len(at.members) - 1 for at in program if at.op in ins.JOINED_OPS)
 
 
 class RankPeaks(NamedTuple):

@@ -18,7 +18,7 @@ from textwrap import wrap
 
 from rich.text import Text
 
-from megatron_pp.plan.ir.instruction import FORWARD, Instruction, without_pairs
+from megatron_pp.plan.ir.instruction import FORWARD, Instruction, unjoined
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.plan.lower.clock import run_clock
 from megatron_pp.plan.simulate.simulation import Event, Transfer
@@ -216,7 +216,7 @@ def plain(lines: Sequence[Text]) -> str:
 def grid_cells(plan: Plan) -> list[list[Instruction | None]]:
     """``cells[rank][step]``: what runs there, None where the rank is idle."""
     training = not plan.spec.forward_only
-    orders = [[at for at in without_pairs(order) if at.op == FORWARD or training] for order in plan.orders]
+    orders = [[at for at in unjoined(order) if at.op == FORWARD or training] for order in plan.orders]
     return run_clock(orders, plan.placement).slots()
 
 

@@ -162,7 +162,7 @@ def observed(
     config = SimpleNamespace(microbatch_group_size_per_vp_stage=group)
     draft = PlanSpec(**{"pipeline_size": 2, "num_chunks": 2, "num_microbatches": 12, **spec})
     return graph_order.step_observer(
-        SimpleNamespace(draft=draft, settings=settings, config=config, joins_pairs=joins, weights=None)
+        SimpleNamespace(draft=draft, settings=settings, config=config, joins=joins, weights=None)
     )
 
 

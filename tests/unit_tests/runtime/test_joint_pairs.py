@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_pp.features.pairs.pair_instructions import PAIR
 from megatron_pp.features.pairs.pair_runner import BackwardHalf, ForwardHalf, Ready
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.ir.instruction import PAIR
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.testing.adversarial_transports import HOSTILE_NETWORKS

@@ -10,9 +10,9 @@ import torch
 import torch.utils.checkpoint
 
 from megatron_pp.errors import ScheduleInputError
+from megatron_pp.features.pairs.pair_instructions import PAIR, pair_up
 from megatron_pp.features.pairs.pair_runner import HalfCall, in_turn
 from megatron_pp.plan.builder import verified_plan
-from megatron_pp.plan.ir.instruction import PAIR, pair_up
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.runtime import log_once

@@ -19,11 +19,11 @@ from megatron_pp.integrations.megatron.releases.release import Megatron
 from megatron_pp.integrations.megatron.settings import InstallSettings
 from megatron_pp.integrations.megatron.steps.forward_backward import MegatronSteps
 from megatron_pp.integrations.megatron.steps.known_steps import KnownSteps
-from megatron_pp.integrations.megatron.steps.scope import has_attention_residuals, is_combined
+from megatron_pp.integrations.megatron.steps.scope import COMBINED_1F1B, has_attention_residuals, is_combined
 from megatron_pp.on_demand import is_loaded, load
 from megatron_pp.plan.ir.placement import V_SHAPE
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
-from megatron_pp.plan.orders import COMBINED, INTERLEAVED, find_family
+from megatron_pp.plan.orders import INTERLEAVED, find_family
 from megatron_pp.runtime.arguments import StepInputs
 from megatron_pp.runtime.compute import StepOptions
 from megatron_pp.runtime.host import Host
@@ -100,7 +100,7 @@ class MegatronHost(Host):
     def _refuse_slow_count(self, spec: PlanSpec) -> None:
         """Raises ScheduleInputError for a number of microbatches that Megatron's interleaved schedule refuses, as it
         costs throughput."""
-        if spec.schedule not in (INTERLEAVED, COMBINED) or spec.num_chunks == 1 or spec.pipeline_size == 1:
+        if spec.schedule not in (INTERLEAVED, COMBINED_1F1B) or spec.num_chunks == 1 or spec.pipeline_size == 1:
             return
         sizes = spec.num_microbatches, spec.pipeline_size, spec.num_chunks, spec.group_size or None
         count = explain_microbatch_count(*sizes)
@@ -118,7 +118,7 @@ class MegatronHost(Host):
         return with_overrides(self.config, self.installed.overrides)
 
     @property
-    def joins_pairs(self) -> bool:
+    def joins(self) -> bool:
         return is_combined(self.config, self.inputs.forward_only)
 
     def read_settings(self) -> StepSettings:
@@ -130,8 +130,8 @@ class MegatronHost(Host):
         why_not = why_not_in_megatron(settings, barriers)
         if why_not:
             raise ScheduleInputError(why_not)
-        if self.joins_pairs and schedule is None:
-            return settings._replace(pipeline_schedule=COMBINED)
+        if self.joins and schedule is None:
+            return settings._replace(pipeline_schedule=COMBINED_1F1B)
         return settings
 
     def weight_store(self, settings: StepSettings) -> WeightGradStore | None:
@@ -153,7 +153,7 @@ class MegatronHost(Host):
     @property
     def _delays_wgrad(self) -> bool:
         """Whether Megatron's schedule plans run the weight gradients, after the rest of their backward."""
-        return self.joins_pairs and getattr(self.config, "delay_wgrad_compute", False)
+        return self.joins and getattr(self.config, "delay_wgrad_compute", False)
 
     def begin(self, step: Step) -> None:
         config, schedules = self.config, self.megatron.schedules
@@ -198,7 +198,7 @@ class MegatronHost(Host):
     def steps(self, step: Step, plan: Plan, options: StepOptions) -> MegatronSteps | StepsInV:
         given = self.megatron, step, self.overridden_config, options
         in_v = self.is_in_v(step)
-        if self.joins_pairs:
+        if self.joins:
             return load("combined").CombinedSteps(*given, in_v=in_v)
         steps = (KnownSteps if self.megatron.has_known_steps() else MegatronSteps)(*given)
         if not in_v:

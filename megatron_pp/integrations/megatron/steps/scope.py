@@ -117,6 +117,9 @@ def _unserved_config(schedule: str, arguments: Mapping[str, Any]) -> str | None:
     return None
 
 
+COMBINED_1F1B = "combined_1f1b"  # the schedule of these steps, under our name
+
+
 def is_combined(config: Any, forward_only: bool) -> bool:
     """Whether Megatron runs such a step by schedule plans: in training."""
     return bool(getattr(config, "overlap_moe_expert_parallel_comm", False)) and not forward_only

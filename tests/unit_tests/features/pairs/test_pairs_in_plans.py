@@ -9,20 +9,19 @@ from typing import Any
 
 import pytest
 
+from megatron_pp.features.pairs.pair_instructions import PAIR, pair, pair_up
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs.stage_costs import Link, Network, StageCosts
 from megatron_pp.plan.ir.instruction import (
     COMPUTE_OPS,
-    PAIR,
     SEND_OPS,
     Instruction,
     each,
     format_program,
-    halves,
     instruction,
-    pair_up,
+    operations,
 )
-from megatron_pp.plan.ir.instruction_text import parse_program
+from megatron_pp.plan.ir.instruction_text import parse_instruction, parse_program
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import EXPLICIT, Plan, PlanSpec
 from megatron_pp.plan.lower.clock import run_clock
@@ -39,6 +38,16 @@ def test_what_pairs() -> None:
     order = parse_program("F0.0 B0.0 F0.1 I1.0 W1.0 F1.2 B0.1 F0.3 F0.4")
     # The same microbatch does not pair, nor does a split backward.
     assert format_program(pair_up(order)) == "F0.0 B0.0 F0.1 I1.0 W1.0 (F1.2 B0.1) F0.3 F0.4"
+
+
+def test_the_printed_form() -> None:
+    for text, made in (
+        ("(F0.3 B1.2)", pair(instruction("F", 0, 3), instruction("B", 1, 2))),
+        ("(F0.3 SEND_F0.3 B0.2)", pair(*(instruction(op, 0, 2 + (op != "B")) for op in ("F", "SEND_F", "B")))),
+    ):
+        assert parse_instruction(text) == made
+        assert str(made) == text
+        assert made.name == f"overlapped pair {text}"
 
 
 @pytest.mark.slow
@@ -102,7 +111,7 @@ def test_where_the_sends_of_a_pair_go_out(fields: dict[str, Any], within: bool) 
         sent = {str(at) for at in each(program) if at.op in SEND_OPS}
         for entry in program:
             if entry.op == PAIR:
-                made = {f"SEND_{half.op}{half.chunk}.{half.mb}" for half in halves(entry)}
+                made = {f"SEND_{half.op}{half.chunk}.{half.mb}" for half in operations(entry)}
                 assert set(sends_of(entry)) == (made & sent if within else set())
 
 

@@ -234,10 +234,10 @@ def test_a_drop_names_a_tensor():
 
 def test_a_drop_in_a_pair_is_refused():
     plan: Plan = build_plan(PlanSpec("dualpipe_v", 2, 2, 6, skip_tensors="a=0>3", overlap_pairs=True))
-    assert any(at.op == ins.PAIR for program in plan.programs for at in program)
-    assert not any(m.tensor for p in plan.programs for at in p if at.op == ins.PAIR for m in each((at,)))
+    assert any(at.op in ins.JOINED_OPS for program in plan.programs for at in program)
+    assert not any(m.tensor for p in plan.programs for at in p if at.op in ins.JOINED_OPS for m in each((at,)))
     with pytest.raises(InstructionError, match="is no pair"):
-        ins.pair(*(parse_instruction(text) for text in ("F0.1", "DROP0.1:a", "B0.0")))
+        parse_instruction("(F0.1 DROP0.1:a B0.0)")
 
 
 def test_the_picture_of_the_hops_is_that_of_the_routes():

@@ -16,7 +16,7 @@ from megatron_pp.faults.attach import describe_step
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs.measured import Measured
 from megatron_pp.plan.io.schedule_file import family_of_file
-from megatron_pp.plan.ir.instruction import PAIR
+from megatron_pp.plan.ir.instruction import JOINED_OPS
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.orders import find_family, placement_kind
 from megatron_pp.runtime.executor import Shapes
@@ -75,7 +75,7 @@ def test_pairs_of_a_file_run_as_one_only_where_the_run_asks_for_pairs(form: str,
     joint = replace(spec, schedule=path, digest=family_of_file(path).digest)
     for pairs in (True, False):
         plan = build_plan(replace(joint, overlap_pairs=pairs))
-        assert any(at.op == PAIR for program in plan.programs for at in program) == pairs
+        assert any(at.op in JOINED_OPS for program in plan.programs for at in program) == pairs
 
 
 def test_a_plan_that_cannot_run_is_refused(tmp_path: Path) -> None:

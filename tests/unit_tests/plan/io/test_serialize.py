@@ -87,7 +87,7 @@ GROUP = {"stage": None, "chunk": None, "mb": None}
         ({**SEND, "tensor": "a\nb"}, "is not an instruction"),
         ({"op": "GRAD_SYNC", "stage": 0, "chunk": 0, "mb": None, "slice": 1}, "GRAD_SYNC"),
         ({"op": "PAIR", **GROUP}, "the 'members' of a PAIR are a list of single instructions"),
-        ({"op": "PAIR", **GROUP, "members": [F]}, "a PAIR has two members, not 1"),
+        ({"op": "PAIR", **GROUP, "members": [F]}, "is no pair; it holds a forward and the full backward"),
         ({"op": "PAIR", **GROUP, "members": [B, F]}, "is no pair"),
         ({"op": "PAIR", **GROUP, "members": [F, {**B, "mb": 0}]}, "is no pair"),
         ({"op": "PAIR", **GROUP, "members": [F, {**B, "op": "I"}]}, "is no pair"),

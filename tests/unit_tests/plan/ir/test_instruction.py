@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_pp.errors import InstructionError
 from megatron_pp.plan.ir import instruction as ins
-from megatron_pp.plan.ir.instruction import CHUNK_OPS, POST_OPS, Instruction, batch, format_program, instruction, pair
+from megatron_pp.plan.ir.instruction import CHUNK_OPS, POST_OPS, Instruction, batch, format_program, instruction
 from megatron_pp.plan.ir.instruction_text import op_name, parse_instruction, parse_program
 
 indices = st.integers(min_value=0, max_value=999_999_999)
@@ -48,8 +48,6 @@ def test_programs_and_instructions_print_as_they_parse(program: list[Instruction
         ("SEND_F0.3:skip", Instruction("SEND_F", mb=3, tensor="skip")),
         ("RECV_B1.3s0:kv", Instruction("RECV_B", mb=3, chunk=1, slice=0, tensor="kv")),
         ("[SEND_F0.3 RECV_B0.2]", batch([instruction("SEND_F", 0, 3), instruction("RECV_B", 0, 2)])),
-        ("(F0.3 B1.2)", pair(instruction("F", 0, 3), instruction("B", 1, 2))),
-        ("(F0.3 SEND_F0.3 B0.2)", pair(*(instruction(op, 0, 2 + (op != "B")) for op in ("F", "SEND_F", "B")))),
     ],
 )
 def test_the_printed_form(text: str, expected: Instruction) -> None:

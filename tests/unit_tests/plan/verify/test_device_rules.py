@@ -12,7 +12,15 @@ from megatron_pp.errors import PlanError
 from megatron_pp.plan.builder import lowered_plan
 from megatron_pp.plan.costs.stage_costs import Link, Network, StageCosts
 from megatron_pp.plan.ir.dataflow import RESULT_OF, inputs_of
-from megatron_pp.plan.ir.instruction import BACKWARD, COMPUTE_OPS, FORWARD, INPUT_GRAD, PAIR, WEIGHT_GRAD, instruction
+from megatron_pp.plan.ir.instruction import (
+    BACKWARD,
+    COMPUTE_OPS,
+    FORWARD,
+    INPUT_GRAD,
+    JOINED_OPS,
+    WEIGHT_GRAD,
+    instruction,
+)
 from megatron_pp.plan.ir.placement import PLACEMENTS, Placement
 from megatron_pp.plan.ir.spec import (
     ANY_WAIT,
@@ -125,7 +133,7 @@ def test_a_gradient_that_is_handed_on_too_late_is_refused() -> None:
 @pytest.mark.parametrize("pairs", [False, True])
 def test_a_pairs_forward_runs_before_its_backward_reads(pairs: bool) -> None:
     plan = lowered_plan(PlanSpec("combined_1f1b", 1, 2, 3, group_size=2, overlap_pairs=pairs))
-    assert any(at.op == PAIR for at in plan.programs[0]) == pairs
+    assert any(at.op in JOINED_OPS for at in plan.programs[0]) == pairs
     assert refusal(plan, STATIC_BUFFERS).startswith("rank 0: F1.2 (forward of chunk 1, microbatch 2) may overwrite")
 
 
