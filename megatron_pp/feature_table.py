@@ -49,8 +49,8 @@ class Row:
     spec        its settings of a plan's spec, with their defaults
     private     those of them in which ranks may differ
     written     whether files of plans have these settings also where all are the defaults
-    core        fields of the spec by which the core knows it, with their defaults
     config      its settings of the config, with their defaults
+    shown       settings of a spec by the names that they have for users, where these differ
     tensors     what it adds to the counts of live tensors (``plan/ir/ledger.py``)
     views       what it adds to the counts that are views on them, or of other memory
     families    schedules in the folder, name -> module, by the name of the one behind which they are listed
@@ -68,8 +68,8 @@ class Row:
     spec: Mapping[str, Any] = field(default_factory=dict)
     private: tuple[str, ...] = ()
     written: bool = True
-    core: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
+    shown: Mapping[str, str] = field(default_factory=dict)
     tensors: tuple[str, ...] = ()
     views: tuple[str, ...] = ()
     families: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -77,6 +77,8 @@ class Row:
     of_names: bool = False
     of_models: bool = False
 
+
+_SLICED = "seq_1f1b", "interleaved_seq_1f1b", "seq_zb", "interleaved_seq_zb"
 
 FEATURES = (
     # From the innermost to the outermost of those that run one forward or backward.
@@ -126,12 +128,14 @@ FEATURES = (
         {"slices": "sequence_slice", "key_values": "key_values", "slice_hooks": "slice_hooks"},
         plan="slice_hooks",
         step="slices",
-        core={"slices": 1},
+        spec={"slices": 1},
         # (chunk, microbatch) pairs whose keys and values attention keeps for later slices: from the forward of the
         # first slice, each forward adding its own, until the backward of the first one (in evaluation, the last
         # forward).
         views=("key_values",),
         config={"sequence_slices": 1},
+        shown={"slices": "sequence_slices"},
+        families={"dualpipe_v": dict.fromkeys(_SLICED, "sliced")},
     ),
     Row(
         "output_layer",
@@ -154,7 +158,7 @@ FEATURES = (
             "WAIT_REDUCE": FeatureOp(COLLECTIVE_WAIT, "REDUCE"),
         },
         views=("logits",),  # microbatches between S and T: their softmax is kept, of the rank's rows
-        families={"interleaved_seq_zb": {"vocab_1f1b": "vocabulary", "vocab_1f1b_alg1": "vocabulary"}},
+        families={"dualpipe_v": {"vocab_1f1b": "vocabulary", "vocab_1f1b_alg1": "vocabulary"}},
         of_barriers=True,
         of_models=True,
     ),
@@ -230,6 +234,7 @@ if TYPE_CHECKING:
         skip_cache        what ranks keep of them, so that it is not sent again: one of CACHES
         offload_chunks    chunks of every rank, from its first, whose forwards are offloaded; None: the schedule's own
         offload_slots     compute slots for which a copy between device and host is placed (>= 1)
+        slices            of every sequence; where there are several, operations and messages are of one slice
         fsdp_collectives  how stages' parameters are gathered and their gradients reduced over data-parallel replicas;
                           empty: the plan does neither
         fsdp_max_active_stages  of a rank, whose parameters may be whole at a time; 0: all
@@ -240,6 +245,7 @@ if TYPE_CHECKING:
         skip_cache: str = RECEIVED
         offload_chunks: int | None = None
         offload_slots: int = 1
+        slices: int = 1
         fsdp_collectives: str = ""
         fsdp_max_active_stages: int = 0
         overlap_pairs: bool = False

@@ -98,7 +98,7 @@ def words_of(row: Row) -> set[str]:
     """What a test calls the feature by: its settings, schedules and instructions, and its folder."""
     families = {name for listed in row.families.values() for name in listed}
     operations = {op for op in row.ops if len(op) > 1}
-    return {*row.spec, *row.config, *row.core, *families, *operations, f"features.{row.folder}", f'"{row.folder}"'}
+    return {*row.spec, *row.config, *families, *operations, f"features.{row.folder}", f'"{row.folder}"'}
 
 
 def importers_of(gone: str, copy: Path) -> set[str]:

@@ -45,7 +45,7 @@ def drawn_spec(schedule: str, rng: random.Random, **fixed: Any) -> PlanSpec:
         "grad_sync": rng.choice((HOOKS, EXPLICIT)),
         "param_sync": rng.random() < 0.5,
         "split_backward": rng.random() < 0.8,
-        "slices": rng.choice((1, 2, 3)) if family.sliced else 1,
+        **known_settings(slices=rng.choice((1, 2, 3)) if family.sliced else 1),
         "measured": rng.choice((None, None, Measured(1.0, (1.5,) * size * chunks, 0.5, transfer=0.1))),
         "device": rng.choice(DEVICES[: 5 if size > 1 else 4]),
     }

@@ -84,7 +84,7 @@ class DeallocatesTheNext(PlanExecutor):
             super()._wait_then_free(handle, at)
             return
         handle.wait()
-        deallocate_output_tensor(self.outputs.get((at.stage, at.mb + 1, at.slice)), True)
+        deallocate_output_tensor(self.outputs.get((at.stage, at.mb + 1, at.part)), True)
 
 
 class DropsGradientInFlight(PlanExecutor):

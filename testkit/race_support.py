@@ -133,7 +133,7 @@ class ExactSkipBlock(ExactBlock):
 def exact_block(spec: PlanSpec) -> Callable[[int], ExactBlock]:
     if spec.skip_tensors:
         return partial(ExactSkipBlock, tensors=spec.skip_tensors)
-    return ExactBlock if spec.slices == 1 else ExactCausalBlock
+    return ExactBlock if spec.num_parts == 1 else ExactCausalBlock
 
 
 class ExactData(ToyData):
@@ -207,7 +207,7 @@ class _RankRun:
             forward_only=self.plan.spec.forward_only,
         )
         iterators = [data.iterator() for _ in self.chunks]
-        slices = self.plan.spec.slices
+        slices = self.plan.spec.num_parts
         kind = ModelSteps if slices == 1 else SlicedSteps
         settings = StepSettings.from_config(self.config)
         steps = kind(toy_forward_step, iterators, self.chunks, settings, options)
@@ -242,7 +242,7 @@ class _RankRun:
 
     def outcome(self) -> PlanRun:
         stages = dict(zip(self.plan.placement.stages[self.rank], self.chunks, strict=True))
-        losses, slices = [float(r["loss"]) for r in self.reports], self.plan.spec.slices
+        losses, slices = [float(r["loss"]) for r in self.reports], self.plan.spec.num_parts
         means = [sum(losses[k : k + slices]) / slices for k in range(0, len(losses), slices)]
         result = ToyResult(means, gradients_of(stages))
         return PlanRun(result, [*self.left, *self.watch.complaints()])

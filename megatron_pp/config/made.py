@@ -65,12 +65,13 @@ def _check_dtypes(config: Any) -> None:
 
 
 def _check_schedule(config: Any) -> None:
-    family = rules.schedule_family(config.pipeline_schedule, config.num_chunks, config.sequence_slices)
+    added = hooks_asked_by(config)
+    family = rules.schedule_family(config.pipeline_schedule, config.num_chunks, added)
     searched = family.search is not None
     sizes = config.pipeline_model_parallel_size, family.chunks or config.num_chunks
     placement = Placement(family.placement, *sizes)
     rules.measured_of(config, placement if searched else None)
-    for hooks in hooks_asked_by(config):
+    for hooks in added:
         hooks.of_config(config, placement, training=True)
     if config.pipeline_placement not in (None, family.placement):
         fitting = [name for name, other in orders.SCHEDULES.items() if other.placement == config.pipeline_placement]

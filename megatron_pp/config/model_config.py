@@ -20,6 +20,7 @@ from megatron_pp.config.microbatch_counts import MicrobatchCount, explain_microb
 from megatron_pp.errors import ConfigError
 from megatron_pp.feature_table import CACHES, FSDP_COLLECTIVES
 from megatron_pp.on_demand import load
+from megatron_pp.plan.ir.feature import hooks_asked_by
 from megatron_pp.plan.ir.placement import PLACEMENTS
 from megatron_pp.plan.ir.spec import CHANNELS
 from megatron_pp.plan.orders.family import Family
@@ -303,7 +304,7 @@ class ModelParallelConfig:
     @property
     def schedule_name(self) -> str:
         """The schedule family in use: `pipeline_schedule`, or what V implies."""
-        return rules.schedule_name(self.pipeline_schedule, self.num_chunks, self.sequence_slices)
+        return rules.schedule_name(self.pipeline_schedule, self.num_chunks, hooks_asked_by(self))
 
     @property
     def placement_name(self) -> str:
@@ -312,7 +313,7 @@ class ModelParallelConfig:
 
     @property
     def _family(self) -> Family:
-        return rules.schedule_family(self.pipeline_schedule, self.num_chunks, self.sequence_slices)
+        return rules.schedule_family(self.pipeline_schedule, self.num_chunks, hooks_asked_by(self))
 
     def explain_microbatch_count(self, num_microbatches: int) -> MicrobatchCount:
         """The effect of this number of microbatches on speed; raises MicrobatchCountError unless it is at least 1."""

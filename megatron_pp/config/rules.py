@@ -13,10 +13,11 @@ from megatron_pp.on_demand import load
 from megatron_pp.plan import orders
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import BATCHED, OVERLAP, PLAIN
-from megatron_pp.plan.orders.family import INTERLEAVED_SEQ, SEQ_1F1B, Family
+from megatron_pp.plan.orders.family import Family
 
 if TYPE_CHECKING:
     from megatron_pp.plan.costs.measured import Measured
+    from megatron_pp.plan.hooks import PlanHooks
 
 
 def check_dtype(name: str, value: Any) -> None:
@@ -71,21 +72,19 @@ def lowering_policy(config: Any) -> str:
     return OVERLAP if overlap else BATCHED if batched else PLAIN
 
 
-def schedule_name(schedule: str | None, num_chunks: int, slices: int) -> str:
-    """``config.pipeline_schedule``, or what the numbers of chunks and of slices imply."""
-    whole, sliced = (orders.INTERLEAVED, INTERLEAVED_SEQ) if num_chunks > 1 else (orders.ONE_F_ONE_B, SEQ_1F1B)
-    return schedule or (sliced if slices > 1 else whole)
+def schedule_name(schedule: str | None, num_chunks: int, added: Iterable[PlanHooks]) -> str:
+    """``config.pipeline_schedule``, or what the number of chunks and the features ``added`` by the config imply."""
+    if schedule:
+        return schedule
+    named = next((name for hooks in added if (name := hooks.schedule(num_chunks))), "")
+    return named or (orders.INTERLEAVED if num_chunks > 1 else orders.ONE_F_ONE_B)
 
 
-def schedule_family(schedule: str | None, num_chunks: int, slices: int) -> Family:
+def schedule_family(schedule: str | None, num_chunks: int, added: Iterable[PlanHooks]) -> Family:
     """The family that ``config.pipeline_schedule`` names. Raises ScheduleError for an unknown name, a file that cannot
-    be read, or another number of chunks, or of slices of a sequence, than the family has."""
-    name = schedule_name(schedule, num_chunks, slices)
+    be read, or another number of chunks than the family has."""
+    name = schedule_name(schedule, num_chunks, added)
     family = known_family(name)
-    try:
-        orders.check_slices(family, slices)
-    except PlanError as error:
-        raise ScheduleError(f"sequence_slices: {error}") from error
     if family.chunks not in (None, num_chunks):
         fitting = [name for name, other in orders.SCHEDULES.items() if other.chunks in (None, num_chunks)]
         raise ScheduleError(

@@ -18,7 +18,7 @@ from megatron_pp.faults.consistency import RECEIVES, SENDS
 from megatron_pp.faults.guard import FaultGuard
 from megatron_pp.faults.places import Source
 from megatron_pp.faults.tracker import InstructionMarks
-from megatron_pp.feature_table import PRIVATE_SETTINGS
+from megatron_pp.feature_table import FEATURES, PRIVATE_SETTINGS
 from megatron_pp.on_demand import load
 from megatron_pp.plan.ir.spec import PlanSpec
 
@@ -37,8 +37,8 @@ _SHOWN_AS = {
     "policy": "policy (overlap_p2p_comm, batch_p2p_comm)",
     "channels": "p2p_channels",
     "variable_shapes": "variable_seq_lengths",
-    "slices": "sequence_slices",
     "device": "rules of the device (device_sync, timers at log level 2, cuda_graph_impl)",
+    **{name: shown for row in FEATURES for name, shown in row.shown.items()},
 }
 
 

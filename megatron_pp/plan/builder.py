@@ -28,7 +28,7 @@ from megatron_pp.plan.ir.spec import DEVICE_SYNC, Plan, PlanSpec
 from megatron_pp.plan.lower.lowering import lowered
 from megatron_pp.plan.lower.order_check import run_of
 from megatron_pp.plan.lower.repetition import block_at, fewest_microbatches, steady_place
-from megatron_pp.plan.orders import check_slices, find_family
+from megatron_pp.plan.orders import find_family
 from megatron_pp.plan.orders.family import Announce, Family
 from megatron_pp.plan.verify.verifier import Verdict, verify
 
@@ -90,7 +90,7 @@ def _template(spec: PlanSpec) -> _Template | None:
     key = replace(spec, num_microbatches=period + spec.num_microbatches % period)
     known = _TEMPLATES.get(key)
     if known is None:
-        fewest = fewest_microbatches(family.orders(spec.shape), spec.num_chunks * spec.slices, period)
+        fewest = fewest_microbatches(family.orders(spec.shape), spec.num_chunks * spec.num_parts, period)
         known = _first_template(spec, period, max(least, fewest))
         if known is None:
             return None
@@ -269,7 +269,8 @@ def family_of(spec: PlanSpec) -> Family:
     family = find_family(spec.schedule)
     if family.chunks is not None and spec.num_chunks != family.chunks:
         raise PlanError(f"schedule {family.name} has {family.chunks} model chunk(s) a rank, not {spec.num_chunks}")
-    check_slices(family, spec.slices)
+    for hooks in hooks_of(spec.added) if spec.added else ():
+        hooks.check_family(spec, family)
     return family
 
 

@@ -12,6 +12,7 @@ from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.ir.tasks import Cell
 from megatron_pp.plan.lower.lowering import RankLowering
+from megatron_pp.plan.orders.family import Family
 
 Change = tuple[str, int]  # a field of Memory, and by how much it changes
 Joins = Callable[[Instruction, Instruction], Instruction | None]  # two operations in a row as one; None: as they are
@@ -47,6 +48,7 @@ class PlanHooks:
     barrier_words   how many barriers there may be
     gradient_words  the gradient that its last pass completes
     host_words      what was done to memory that is on the host
+    part_word       what a part of a microbatch is
     """
 
     order_words = ""
@@ -54,10 +56,22 @@ class PlanHooks:
     barrier_words = ""
     gradient_words = ""
     host_words = ""
+    part_word = ""
 
     def checked(self, spec: PlanSpec) -> Mapping[str, Any]:
         """Settings as ``spec`` is to have them, where they differ. Raises PlanError for what cannot be."""
         return {}
+
+    def parts(self, spec: PlanSpec) -> int:
+        """How many parts it divides every microbatch into. Raises PlanError for what cannot be."""
+        return 1
+
+    def check_family(self, spec: PlanSpec, family: Family) -> None:
+        """Raises PlanError for a schedule that has no orders with it."""
+
+    def schedule(self, num_chunks: int) -> str:
+        """The schedule of a config that has it and names none; empty where that is as without it."""
+        return ""
 
     def of_config(self, config: Any, placement: Placement, training: bool) -> Mapping[str, Any]:
         """Its settings of a spec by those of a config. Raises ConfigError for impossible ones."""
@@ -93,6 +107,11 @@ class PlanHooks:
 
     def plan(self, spec: PlanSpec, lower: Callable[[PlanSpec], Plan]) -> Plan | None:
         """The plan of ``spec``, where it is made from that of another spec by ``lower``."""
+        return None
+
+    def comes_behind(self, spec: PlanSpec, at: Instruction) -> tuple[Instruction, str] | None:
+        """The operation of another part of the same microbatch whose result an order has before that of ``at``, and
+        why."""
         return None
 
     def check_lowered(self, spec: PlanSpec, settings: Mapping[str, Any]) -> None:

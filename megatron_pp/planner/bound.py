@@ -138,7 +138,7 @@ def bound_of(plan: Plan, costs: StageCosts, network: Network = FREE, memory: Mem
     """
     spec, memory = plan.spec, None if plan.copies_to_host else memory
     kind = {"split": spec.split_backward, "forward_only": spec.forward_only}
-    return lower_bound(plan.placement, spec.num_microbatches, costs, network, memory, slices=spec.slices, **kind)
+    return lower_bound(plan.placement, spec.num_microbatches, costs, network, memory, slices=spec.num_parts, **kind)
 
 
 @dataclass(frozen=True)

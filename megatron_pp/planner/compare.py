@@ -99,7 +99,7 @@ def _compared(
         spec,
         makespan=result.makespan if steady is None else steady.period,
         bubble_share=result.bubble_share if steady is None else steady.bubble_share,
-        peak_in_flight=max(result.peak_in_flight()) / spec.slices,
+        peak_in_flight=max(result.peak_in_flight()) / spec.num_parts,
         peak_bytes=max(peaks, default=None),
         messages=sum(messages for messages, _ in volume),
         sent_bytes=sum(size for _, size in volume),

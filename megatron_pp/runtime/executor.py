@@ -1,6 +1,6 @@
 """The engine: executes one rank's plan, one dispatch per instruction.
 
-The state of a step is in dictionaries keyed (stage, microbatch, slice), which are empty at the end. The engine knows no
+The state of a step is in dictionaries keyed (stage, microbatch, part), which are empty at the end. The engine knows no
 schedule: order, communication and releases are in the plan, which was verified before.
 """
 
@@ -49,7 +49,7 @@ class Feature(Protocol):
 @dataclass(eq=False)
 class PlanExecutor:
     """Executes ``plan`` on the communicator's rank, once. ``position`` is the index of the current instruction, -1
-    before the first; ``shapes`` are those of the messages, by slice (one where sequences are whole).
+    before the first; ``shapes`` are those of the messages, by part (one where microbatches are whole).
 
     Features may set ``run_forward`` and ``run_backward``, which run a chunk in place of ``call_forward`` and
     ``call_backward``, and of messages with a name ``named_request``, which makes what is posted, and ``named_release``,
@@ -168,10 +168,10 @@ class PlanExecutor:
             if not self.forward_only:
                 self.outputs[key] = output
             return
-        expected = self._sent_shapes[at.slice]
+        expected = self._sent_shapes[at.part]
         is_tensor = isinstance(output, torch.Tensor)  # a nested one has no shape; its send refuses it
         if self._checks_outputs and not (is_tensor and (output.is_nested or output.shape == expected)):
-            check_output(at, output, self.shapes[at.slice].send, self.placement, self.communicator.shapes_vary)
+            check_output(at, output, self.shapes[at.part].send, self.placement, self.communicator.shapes_vary)
         if self.forward_only and self.graphs:
             output = each_tensor(methodcaller("detach"), output)  # the graph ends with the forward, not with the send
         if not (is_tensor and output.is_contiguous()) and self.placement.crosses_ranks(at.stage):
@@ -211,7 +211,7 @@ class PlanExecutor:
         """The backward of a chunk, without what features add."""
         if self.weights is None:
             return self.steps.backward(at.chunk, at.mb, given, output, output_grad)
-        with self.weights.backward(at.chunk, at.mb_slice, split=at.op == ins.INPUT_GRAD):
+        with self.weights.backward(at.chunk, at.mb_part, split=at.op == ins.INPUT_GRAD):
             return self.steps.backward(at.chunk, at.mb, given, output, output_grad)
 
     def _ready_to_send(self, grad: Activation, given: Activation, at: Task) -> Activation:
@@ -231,21 +231,21 @@ class PlanExecutor:
 
     def _weight_grad(self, at: Task) -> None:
         if self.weights is not None:  # else the backward did all of it
-            self.weights.run(at.chunk, at.mb_slice)
+            self.weights.run(at.chunk, at.mb_part)
         if self._sync_open:
             self.close_sync()
 
     def _weight_step(self) -> AbstractContextManager[None]:
-        """The step of the weight-gradient store, with the microbatch (and slice) that completes the gradients of each
+        """The step of the weight-gradient store, with the microbatch (and part) that completes the gradients of each
         chunk."""
         if self.weights is None or self.forward_only:
             return nullcontext()
         tasks = (at for entry in self.plan.tasks(self.rank) for at in entry.members or (entry,))
         completing = (at for at in tasks if at.op in ins.BACKWARD_OPS or at.op == ins.WEIGHT_GRAD)
-        return self.weights.step({at.chunk: at.mb_slice for at in completing})
+        return self.weights.step({at.chunk: at.mb_part for at in completing})
 
     def _recv_f(self, at: Task) -> None:
-        handle = self.communicator.post_recv(self.shapes[at.slice].receive, at.peer, ACT, self.graphs)
+        handle = self.communicator.post_recv(self.shapes[at.part].receive, at.peer, ACT, self.graphs)
         self.handles[at.message] = handle
 
     def _wait_f(self, at: Task) -> None:
@@ -254,7 +254,7 @@ class PlanExecutor:
         self.inputs[at.key] = handle.tensor
 
     def _recv_b(self, at: Task) -> None:
-        self.handles[at.message] = self.communicator.post_recv(self.shapes[at.slice].send, at.peer, GRAD, False)
+        self.handles[at.message] = self.communicator.post_recv(self.shapes[at.part].send, at.peer, GRAD, False)
 
     def _wait_b(self, at: Task) -> None:
         handle = self.handles.pop(at.message)
@@ -285,8 +285,8 @@ class PlanExecutor:
         if at.op == ins.SEND_B:
             return Send(self.input_grads[at.key], at.peer, GRAD)
         if at.op == ins.RECV_F:
-            return Receive(self.shapes[at.slice].receive, at.peer, ACT, self.graphs)
-        return Receive(self.shapes[at.slice].send, at.peer, GRAD, False)
+            return Receive(self.shapes[at.part].receive, at.peer, ACT, self.graphs)
+        return Receive(self.shapes[at.part].send, at.peer, GRAD, False)
 
     def _free(self, at: Task) -> None:
         """Finish a send now, or a few sends later where the transport can report that it is still on its way."""
@@ -339,7 +339,7 @@ class PlanExecutor:
             self._wait_then_free(*self.deferred.popleft())
 
     def _hand_f(self, at: Task) -> None:
-        source = (at.stage - 1, at.mb, at.slice)
+        source = (at.stage - 1, at.mb, at.part)
         output, several = self.outputs[source], isinstance(self.outputs[source], (list, tuple))
         made = [tensor.detach().requires_grad_(self.graphs) for tensor in (output if several else [output])]
         self.inputs[at.key] = made if several else made[0]
@@ -347,7 +347,7 @@ class PlanExecutor:
 
     def _hand_b(self, at: Task) -> None:
         key = at.key
-        grads = self.input_grads.pop((at.stage + 1, at.mb, at.slice))
+        grads = self.input_grads.pop((at.stage + 1, at.mb, at.part))
         if not isinstance(grads, list):
             self.output_grads[key] = grads
         elif is_any_there(grads):

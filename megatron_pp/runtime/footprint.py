@@ -166,7 +166,7 @@ class KeptBytes:
             hooks, self._hooks = self._hooks, None
             hooks.__exit__()
         elif at.op == INPUT_GRAD and at.mb == self._counted.get(at.stage) and self._weights is not None:
-            waiting = self._weights.kept_tensors(at.chunk, at.mb if at.slice < 0 else (at.mb, at.slice))
+            waiting = self._weights.kept_tensors(at.chunk, at.mb if at.part < 0 else (at.mb, at.part))
             kept = self._alive(at) | _storages(waiting)
             self.weight[at.stage] = self.weight.get(at.stage, 0) + self._bytes(kept)
 

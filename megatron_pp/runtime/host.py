@@ -122,7 +122,7 @@ class Host:
             chunks=self.inputs.chunks,
             steps=steps,
             shapes=step.shapes,
-            lengths=step.slices,
+            lengths=step.lengths,
             graphs=self.graph_in_evaluation,
             settings=step.settings,
         )

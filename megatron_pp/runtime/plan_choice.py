@@ -29,10 +29,9 @@ def draft_spec(
     operations as one."""
     num_chunks, training = len(inputs.chunks), not inputs.forward_only
     _check_chunks(settings, pipeline_size, num_chunks, inputs.chunked)
-    slices = settings.sequence_slices
-    family: Family = checked(rules.schedule_family, settings.pipeline_schedule, num_chunks, slices)
-    group_size = settings.microbatch_group_size_per_vp_stage
     added = hooks_asked_by(settings, joins)
+    family: Family = checked(rules.schedule_family, settings.pipeline_schedule, num_chunks, added)
+    group_size = settings.microbatch_group_size_per_vp_stage
     placement = Placement(family.placement, pipeline_size, num_chunks) if added else None
     more: dict[str, Any] = {}
     for hooks in added:
@@ -52,7 +51,6 @@ def draft_spec(
             param_sync=training and settings.param_sync_func is not None,
             measured=checked(rules.measured_of, settings) if timed else None,
             digest=family.digest,
-            slices=slices,
             split_backward=is_converted or inputs.forward_only or not family.splits_weight,
             **more,
         )
@@ -112,7 +110,7 @@ def warn_of_limits(plan: Plan, splits_as_asked: bool) -> None:
     """Warn, once each, of a microbatch count that leaves a bubble, and of what keeps the plan from being its schedule's
     own. ``splits_as_asked``: the model splits its backwards, or the user wants them whole."""
     spec, family = plan.spec, find_family(plan.spec.schedule)
-    if spec.pipeline_size > 1 and spec.slices == 1:
+    if spec.pipeline_size > 1 and spec.num_parts == 1:
         grouped = spec.num_chunks if family.idles_in_short_groups else 1
         count = _explained(spec.num_microbatches, spec.pipeline_size, grouped, spec.group_size or None)
         if not count.full_speed:

@@ -43,8 +43,8 @@ class StepRequest:
     weights           the store of this rank's chunks, None where they are not converted
     joins             whether the model runs two operations as one
     draft             the plan's spec, without what depends on the communicator
-    shapes            of messages, by slice
-    slices            their lengths in tokens, where sequences are cut
+    shapes            of messages, by part
+    lengths           of the parts in tokens, where a feature divides microbatches
     microbatch_costs  what each microbatch costs; () where nothing says so"""
 
     inputs: StepInputs
@@ -57,7 +57,7 @@ class StepRequest:
     draft: PlanSpec
     messages: Messages
     shapes: tuple[Shapes, ...]
-    slices: tuple[int, ...]
+    lengths: tuple[int, ...]
     microbatch_costs: tuple[float, ...]
 
     @property
@@ -111,14 +111,14 @@ def prepared(host: Host) -> Step:
         hooks.check_draft(draft, inputs, settings)
     wanted = messages(inputs, settings, size, partial(host.tensor_shapes, settings, tp_size, cp_size))
     shapes: tuple[Shapes, ...] = (wanted.shapes,)
-    slices: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()
     for hooks in added:
-        slices, shapes = hooks.cut(inputs, settings, tp_size, cp_size, wanted.shapes) or (slices, shapes)
+        lengths, shapes = hooks.cut(inputs, settings, tp_size, cp_size, wanted.shapes) or (lengths, shapes)
     for hooks in added:
         hooks.check(draft, inputs, settings, wanted)
     costs = () if inputs.forward_only else settings.given_microbatch_costs(inputs.num_microbatches)
     request = StepRequest(
-        inputs, settings, alone, number, cp_size, weights, host.joins, draft, wanted, shapes, slices, costs
+        inputs, settings, alone, number, cp_size, weights, host.joins, draft, wanted, shapes, lengths, costs
     )
     observers = observers_of(request)
     # From here on there may be communication: on NCCL, a new communicator is made by all ranks together.

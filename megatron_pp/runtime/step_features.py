@@ -65,12 +65,8 @@ def kind_of_steps(plan: Plan) -> type[ModelSteps]:
 @lru_cache(maxsize=256)
 def _rows_in(spec: PlanSpec, barriers: int) -> tuple[Row, ...]:
     settings = settings_of(spec)
-    return tuple(row for row in FEATURES if row.step and _has(row, spec, settings, barriers))
+    return tuple(row for row in FEATURES if row.step and _has(row, settings, barriers))
 
 
-def _has(row: Row, spec: PlanSpec, settings: Mapping[str, Any], barriers: int) -> bool:
-    return (
-        any(name in settings for name in row.spec)
-        or (row.of_barriers and barriers > 0)
-        or any(getattr(spec, name) != default for name, default in row.core.items())
-    )
+def _has(row: Row, settings: Mapping[str, Any], barriers: int) -> bool:
+    return any(name in settings for name in row.spec) or (row.of_barriers and barriers > 0)

@@ -22,7 +22,7 @@ class Run:
     """What a feature's part of the engine is made from.
 
     steps          what runs a microbatch through a chunk
-    shapes         of messages, by slice; ``lengths`` of the slices in tokens, () where sequences are whole
+    shapes         of messages, by part; ``lengths`` of the parts in tokens, () where microbatches are whole
     graphs         whether stages build autograd graphs in evaluation too
     settings       of the step
     outer          parts of other features, which run around this one"""

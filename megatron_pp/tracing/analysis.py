@@ -118,7 +118,7 @@ def _measured_costs(steps: Sequence[Simulation]) -> StageCosts:
     for step in steps:
         for rank in range(len(plan.programs)):
             times.add(plan.timed(rank), step.starts[rank], step.ends[rank])
-    return stage_costs(times.medians(), plan.placement.num_stages, plan.spec.slices)
+    return stage_costs(times.medians(), plan.placement.num_stages, plan.spec.num_parts)
 
 
 def _measured_network(steps: Sequence[Simulation], on_cpu: bool) -> Network:
@@ -134,5 +134,5 @@ def _measured_network(steps: Sequence[Simulation], on_cpu: bool) -> Network:
         return Link(bandwidth=size / time) if time > 0 else Link()
 
     other = link_of(statistics.median(usual.values()) if usual else 0.0)
-    whole = size * steps[0].plan.spec.slices
+    whole = size * steps[0].plan.spec.num_parts
     return Network(whole, link=other, links={link: link_of(time) for link, time in usual.items()}, gloo=on_cpu)

@@ -190,11 +190,11 @@ def _whole_numbers(content: dict[str, Any], *names: str) -> array[int]:
 def _check_plan(header: RunHeader, spec: PlanSpec, program: Sequence[Instruction]) -> None:
     if spec.pipeline_size != len(header.pipeline):
         raise FileFormatError(f"a plan for {spec.pipeline_size} ranks in a run of {len(header.pipeline)}")
-    sizes = f"{spec.num_chunks} chunks of {spec.num_microbatches} microbatches in {spec.slices} slices"
-    if spec.num_chunks * spec.num_microbatches * spec.slices > len(program):
+    sizes = f"{spec.num_chunks} chunks of {spec.num_microbatches} microbatches in {spec.num_parts} slices"
+    if spec.num_chunks * spec.num_microbatches * spec.num_parts > len(program):
         raise FileFormatError(f"{sizes} do not fit into the program")
     for at in each(program):
-        if at.chunk >= spec.num_chunks or at.mb >= spec.num_microbatches or at.slice >= spec.slices:
+        if at.chunk >= spec.num_chunks or at.mb >= spec.num_microbatches or at.part >= spec.num_parts:
             raise FileFormatError(f"{at} is outside {sizes}")
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_pp.errors import WeightGradError
-from megatron_pp.plan.ir.tasks import MbSlice
+from megatron_pp.plan.ir.tasks import MbPart
 from megatron_pp.weight_grad.deferred import Deferred, Ready, SplitLayer, Waiting, frozen, versions
 from megatron_pp.weight_grad.linear import Casts
 from megatron_pp.weight_grad.parameter_leaf import (
@@ -29,13 +29,13 @@ from megatron_pp.weight_grad.parameter_leaf import (
 from megatron_pp.weight_grad.report import SplitReport, warn_of
 from megatron_pp.weight_grad.transformer_engine import DelayedRun, SwitchedQueue, hooked_names
 
-ChunkSlice = tuple[int, MbSlice]  # (chunk, microbatch or a slice of it)
+ChunkPart = tuple[int, MbPart]  # (chunk, microbatch or a slice of it)
 _NEVER = -1  # the chunk, never complete, of parameters whose layer fires their hooks itself
 
 
 @dataclass
 class _Backward:
-    key: ChunkSlice
+    key: ChunkPart
     split: bool
     final: bool  # whether this (chunk, microbatch) completes the chunk's gradients
     whole: dict[int, Tensor]  # by id: parameters whose gradients autograd computes
@@ -85,7 +85,7 @@ class WeightGradStore:
     # -- called by the engine --------------------------------------------------------------------------------------
 
     @contextmanager
-    def step(self, last: Mapping[int, MbSlice]) -> Iterator[None]:
+    def step(self, last: Mapping[int, MbPart]) -> Iterator[None]:
         """``begin_step``, and ``abort_step`` at the end. Raises WeightGradError where a backward is without its W."""
         self.begin_step(last)
         try:
@@ -98,7 +98,7 @@ class WeightGradStore:
                 f"weight gradients of (chunk, microbatch) {left} were left behind: each B that is split needs its W"
             )
 
-    def begin_step(self, last: Mapping[int, MbSlice]) -> None:
+    def begin_step(self, last: Mapping[int, MbPart]) -> None:
         """Start a step. ``last`` names, per chunk, the microbatch whose W (or unsplit B) completes the chunk's
         gradients."""
         self.abort_step()
@@ -109,7 +109,7 @@ class WeightGradStore:
                 owned.switched.open()
         self.armed = True
 
-    def waiting(self) -> list[ChunkSlice]:
+    def waiting(self) -> list[ChunkPart]:
         """The (chunk, microbatch) pairs whose B has run and whose W has not, sorted."""
         return sorted(self._queues)
 
@@ -120,16 +120,16 @@ class WeightGradStore:
                 owned.switched.close()
         self.casts = Casts()
         self._current: _Backward | None = None
-        self._last: dict[int, MbSlice] = {}
+        self._last: dict[int, MbPart] = {}
         self._chunks_of: dict[Tensor, set[int]] = {}
         self._leaves: dict[int, Tensor] = {}  # by the parameter's id
-        self._queues: dict[ChunkSlice, deque[Waiting]] = {}
+        self._queues: dict[ChunkPart, deque[Waiting]] = {}
         self._complete: set[int] = set()
         self._touched: dict[Tensor, None] = {}  # in the order of the first gradient
         self._fired: set[Tensor] = set()
 
     @contextmanager
-    def backward(self, chunk: int, mb: MbSlice, split: bool = True) -> Iterator[None]:
+    def backward(self, chunk: int, mb: MbPart, split: bool = True) -> Iterator[None]:
         """Around the backward of (chunk, mb): input gradients only where ``split``, else all gradients. A slice of a
         sequence is (mb, slice)."""
         key = (chunk, mb)
@@ -158,7 +158,7 @@ class WeightGradStore:
         if not split:
             self.run(chunk, mb)
 
-    def run(self, chunk: int, mb: MbSlice) -> None:
+    def run(self, chunk: int, mb: MbPart) -> None:
         """W: compute and deliver what the backward of (chunk, mb) left, first in, first out."""
         key = (chunk, mb)
         queue = self._queues.pop(key, None)
@@ -180,7 +180,7 @@ class WeightGradStore:
         if self.timers is not None:
             self.timers("weight-compute").stop()
 
-    def kept_tensors(self, chunk: int, mb: MbSlice) -> list[Tensor]:
+    def kept_tensors(self, chunk: int, mb: MbPart) -> list[Tensor]:
         """What the backward of (chunk, mb), which is just over, has left for W."""
         tensors: list[Tensor] = []
         for waiting in self._queues.get((chunk, mb), ()):

@@ -52,12 +52,12 @@ def durations_of(plan: Plan, costs: StageCosts, beside: bool = False) -> Duratio
     """What ``plan``'s compute and copies take. ``beside``: the halves of a pair run at the same time, and each takes as
     long as both would one after the other, as they share one device."""
     costs = costs.placed(plan.placement)
-    shares, of_mb = costs.of_slices(plan.spec.slices), costs.of_microbatches(plan.spec.num_microbatches)
+    shares, of_mb = costs.of_slices(plan.spec.num_parts), costs.of_microbatches(plan.spec.num_microbatches)
     found: dict[tuple[int, str], float] = {}
     for rank, program in enumerate(plan.programs):
         for at in program:
             timed = [one for one in ins.operations(at) if one.op in ins.SINGLE_COMPUTE_OPS | ins.COPY_POST_OPS]
-            times = [costs.of(one.op, one.stage) * shares[one.slice] * of_mb[one.mb] for one in timed]
+            times = [costs.of(one.op, one.stage) * shares[one.part] * of_mb[one.mb] for one in timed]
             for one, time in zip(timed, times, strict=True):
                 found[rank, str(one)] = sum(times) if beside else time
     return found

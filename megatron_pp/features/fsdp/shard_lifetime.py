@@ -25,7 +25,7 @@ class ShardWalk(Follower):
         spec, self.rank, self.error = plan.spec, rank, error
         self.stages = plan.placement.stages[rank]
         self.facts = dict.fromkeys(self.stages, 0)
-        self.to_come = dict.fromkeys(self.stages, spec.num_microbatches * spec.slices)  # gradients
+        self.to_come = dict.fromkeys(self.stages, spec.num_microbatches * spec.num_parts)  # gradients
         self.trains, self.reduces_each = not spec.forward_only, spec.fsdp_collectives in fsdp.REDUCES_EACH
         self.most = spec.fsdp_max_active_stages or len(self.stages)
 

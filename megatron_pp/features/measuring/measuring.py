@@ -88,7 +88,7 @@ class TimeKeeper(Keeper):
 
     def keep(self, plan: Plan, record: StepRecord) -> None:
         """A slice of a sequence counts as its share of the whole."""
-        scale, counting = 1e-9 * plan.spec.slices, self.counting
+        scale, counting = 1e-9 * plan.spec.num_parts, self.counting
         starts, ends = ([scale * time for time in times] for times in (record.starts, record.ends))
         disturbed = None if counting is None else counting.hooked
         self.times.add(plan.timed(self.rank), starts, ends, disturbed)

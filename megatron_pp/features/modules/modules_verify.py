@@ -121,7 +121,7 @@ class _Walk:
 
     def _compute(self, at: Instruction) -> Memory:
         own = at.chunk in range(self.chunks) and at.stage == at.chunk * self.spec.pipeline_size + self.rank
-        if not own or (at.peer, at.slice, at.tensor) != (NONE, NONE, ""):
+        if not own or (at.peer, at.part, at.tensor) != (NONE, NONE, ""):
             raise self._error(at, "it is none of this rank's")
         rule, before = RULES[at.op], self.ran[(at.chunk, at.mb)]
         edges = self.edges[at.op][at.chunk]

@@ -96,8 +96,8 @@ def offloaded_chunks(spec: PlanSpec) -> int:
 
 
 def _cell(at: Instruction) -> tuple[int, int, int]:
-    return at.chunk, at.mb, at.slice
+    return at.chunk, at.mb, at.part
 
 
 def _copy(op: str, at: Instruction) -> Instruction:
-    return ins.placed(op, at.stage, at.mb, ins.NONE, at.chunk, at.slice)
+    return ins.placed(op, at.stage, at.mb, ins.NONE, at.chunk, at.part)

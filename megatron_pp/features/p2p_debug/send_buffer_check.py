@@ -59,7 +59,7 @@ class WatchedExecutor(PlanExecutor):
 
     def _backward(self, at: Task) -> None:
         # The output is used up; the gradient that has come back shows that its send is done.
-        done = [s for s in self.pending if s.at.op == ins.SEND_F and (s.at.stage, s.at.mb, s.at.slice) == at.key]
+        done = [s for s in self.pending if s.at.op == ins.SEND_F and (s.at.stage, s.at.mb, s.at.part) == at.key]
         self._check(done, at.instruction)
         self._compare(done, at.instruction)
         super()._backward(at)

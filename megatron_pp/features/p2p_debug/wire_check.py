@@ -66,7 +66,7 @@ class WireCheck:
         activation = message.kind == FORWARD
         boundary = message.stage - 1 if activation else message.stage
         kind = _ACTIVATION if activation else _GRADIENT
-        return Stamp(_code(dtype), kind, boundary, at.mb, at.slice, zlib.crc32(at.tensor.encode()))
+        return Stamp(_code(dtype), kind, boundary, at.mb, at.part, zlib.crc32(at.tensor.encode()))
 
     def check(self, peer: int, received: list[int], shape: list[int], expected: Stamp, expected_shape: Any) -> None:
         """Compare the announcement of a message from ``peer`` with what is expected here. Raises WireMismatchError."""

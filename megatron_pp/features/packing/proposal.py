@@ -105,7 +105,7 @@ def why_not(spec: PlanSpec) -> str:
     reasons = (
         (family.digest, f"{name} is a file, whose order is the program's own"),
         (family.barriers, f"{name} splits the output layer over all ranks, for which no search plans"),
-        (spec.slices > 1, "sequences are cut into slices, for which no search plans"),
+        (spec.num_parts > 1, "sequences are cut into slices, for which no search plans"),
         (dict(spec.added).get("skip_tensors"), "tensors skip stages, which no search plans for"),
         (spec.joins, "pairs of a forward and a backward run as one, whose time is not the sum of the two"),
         (

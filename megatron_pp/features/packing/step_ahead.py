@@ -96,7 +96,7 @@ def _order(plan: Plan, given: tuple[float, ...], measured: Measured) -> Order:
 
     def estimate(order: Order) -> float:
         taken = replace(costs, microbatches=_shares(given, order))
-        return order_time(plan.orders, plan.placement, taken, measured.transfer, plan.spec.slices)
+        return order_time(plan.orders, plan.placement, taken, measured.transfer, plan.spec.num_parts)
 
     operations = sum(map(len, plan.orders))
     return shortest_order(given, estimate, _TRIALS * _FULL // max(_FULL, operations))

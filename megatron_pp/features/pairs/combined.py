@@ -1,7 +1,7 @@
 """Interleaved 1F1B with a warm-up for pairs."""
 
 from megatron_pp.plan.orders.family import Order, Repeats, Shape, every_group, every_microbatch
-from megatron_pp.plan.orders.interleaved import in_step_family, in_turns
+from megatron_pp.plan.orders.interleaved import in_step_family, in_turns, overtaken
 
 
 def combined_1f1b(shape: Shape) -> list[Order]:
@@ -11,7 +11,7 @@ def combined_1f1b(shape: Shape) -> list[Order]:
     With one chunk a rank, as with several, a microbatch needs a pair's time on each rank on its way down and on its way
     back: 2 (P-1-r) + 1 forwards, so that no pair waits for another rank's.
     """
-    return in_turns(shape, extra_warmup=1)
+    return overtaken(shape, in_turns(shape, extra_warmup=1))
 
 
 def _repeats(shape: Shape) -> Repeats:

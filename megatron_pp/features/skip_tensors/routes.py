@@ -222,12 +222,12 @@ def with_drops(
         result.append(entry)
         for at in each((entry,)):
             for held in _released_by(at, routes, forward_only):
-                key = held.stage, held.name, at.mb, at.slice
+                key = held.stage, held.name, at.mb, at.part
                 left[key] += 1
                 if left[key] == len(held.sends) + len(held.users):
                     del left[key]
                     chunk = placement.homes[held.stage][1]
-                    result.append(ins.placed(DROP, held.stage, at.mb, ins.NONE, chunk, at.slice, held.name))
+                    result.append(ins.placed(DROP, held.stage, at.mb, ins.NONE, chunk, at.part, held.name))
     return result
 
 
@@ -253,5 +253,5 @@ class Traffic(NamedTuple):
 def traffic_of(programs: Iterable[Iterable[Instruction]]) -> Traffic:
     """The traffic in a plan's programs."""
     sent = (at for program in programs for at in each(program) if at.op == SEND_F and at.tensor and at.mb == 0)
-    hops = Counter(at.stage for at in sent if at.slice <= 0)
+    hops = Counter(at.stage for at in sent if at.part <= 0)
     return Traffic(hops.total(), max(hops.values(), default=0))

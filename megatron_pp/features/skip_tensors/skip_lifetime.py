@@ -81,7 +81,7 @@ class NamedWalk(Follower):
         needs, adds = (0, 0) if rule is None else rule[:2]
         if held is None or not self.required[at.stage].get(at.tensor, 0) & adds:
             raise self.error(at, f"the plan has no such step: stage {at.stage} does not do this with {at.tensor}")
-        cell = at.stage, at.mb, at.slice
+        cell = at.stage, at.mb, at.part
         before = self.facts[cell, at.tensor]
         if adds & before:
             raise self.error(at, " and ".join(words_of(adds & before)) + " already: it stands twice")
@@ -99,8 +99,8 @@ class NamedWalk(Follower):
     def _check_drop(self, at: Instruction, held: Held) -> None:
         """Nothing on the rank uses the tensor any more, nor sends it."""
         last = F_RAN if self.spec.forward_only else B_RAN
-        waits_for = [(stage, last, self.ran[stage, at.mb, at.slice]) for stage in held.users]
-        waits_for += [(s, F_FREED, self.facts[(s, at.mb, at.slice), held.name]) for s in held.sends]
+        waits_for = [(stage, last, self.ran[stage, at.mb, at.part]) for stage in held.users]
+        waits_for += [(s, F_FREED, self.facts[(s, at.mb, at.part), held.name]) for s in held.sends]
         for stage, fact, found in waits_for:
             if not fact & found:
                 why = f"of stage {stage} it is not true yet that {next(words_of(fact))}"
@@ -113,7 +113,7 @@ class NamedWalk(Follower):
             for name in routes.came[stage]:
                 self._check_here(at, stage, name, F_HERE)
             for name, held in routes.used[stage].items():
-                if held.is_made_here and not self.ran[held.stage, at.mb, at.slice] & F_RAN:
+                if held.is_made_here and not self.ran[held.stage, at.mb, at.part] & F_RAN:
                     raise self.error(at, f"stage {held.stage} of this rank has not made {name} yet")
                 if not held.is_made_here:
                     self._check_here(at, held.stage, name, F_HERE)
@@ -127,20 +127,20 @@ class NamedWalk(Follower):
         for held in routes.used[stage].values():
             changes += self._sum(held, at) if held.tensor.gradient else []
         for held in routes.made[stage].values():
-            key = (held.stage, at.mb, at.slice), held.name
+            key = (held.stage, at.mb, at.part), held.name
             if key in self.summed:
                 self.summed.remove(key)
                 changes.append(("held_grads", -1))
         return changes
 
     def _check_here(self, at: Instruction, stage: int, name: str, fact: int) -> None:
-        if not self.facts[(stage, at.mb, at.slice), name] & fact:
+        if not self.facts[(stage, at.mb, at.part), name] & fact:
             what = "tensor" if fact == F_HERE else "gradient"
             raise self.error(at, f"it comes before the {what} {name} is there, which stage {stage} waits for")
 
     def _sum(self, held: Held, at: Instruction) -> list[_Change]:
         """A gradient is added to the rank's sum, or begins it."""
-        key = (held.stage, at.mb, at.slice), held.name
+        key = (held.stage, at.mb, at.part), held.name
         if key in self.summed:
             return []
         self.summed.add(key)

@@ -168,7 +168,7 @@ class SkipRunner:
     def _hold(self, held: Held, at: Task, tensor: Any) -> None:
         if not isinstance(tensor, Tensor):
             raise ScheduleInputError(f"stage {at.stage} gave a {type(tensor).__name__} as {held.name}, not a tensor")
-        expected = self._shapes[held.tensor][at.slice]
+        expected = self._shapes[held.tensor][at.part]
         dtype = self._dtypes[held.tensor] or tensor.dtype
         fits = expected is None or self.plan.spec.variable_shapes or tuple(expected) == tuple(tensor.shape)
         if not fits or tensor.dtype != dtype:
@@ -228,7 +228,7 @@ class SkipRunner:
         channel = ACT if at.op in (ins.SEND_F, ins.RECV_F) else GRAD
         dtype = self._dtypes[held.tensor]
         if at.op in ins.RECV_OPS:
-            shape, leaf = self._shapes[held.tensor][at.slice], at.op == ins.RECV_F and self._is_leaf(held)
+            shape, leaf = self._shapes[held.tensor][at.part], at.op == ins.RECV_F and self._is_leaf(held)
             return Receive(shape, at.peer, channel, leaf, dtype)
         table = self.held if at.op == ins.SEND_F else self.sums
         return Send(table[_key(held, at)], at.peer, channel, dtype)
@@ -251,4 +251,4 @@ def _by_name(plain: Callable[[Task], Any], named: Callable[[Task], Any], at: Tas
 
 
 def _key(held: Held, at: Task) -> TensorKey:
-    return held.stage, at.mb, at.slice, held.name
+    return held.stage, at.mb, at.part, held.name

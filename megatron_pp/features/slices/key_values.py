@@ -22,8 +22,8 @@ def key_values_timeline(plan: Plan, rank: int) -> Iterator[float]:
     Gradients of all slices but the last are collected from the backward of the last slice to that of the first."""
     slices, forward_only, now = plan.spec.slices, plan.spec.forward_only, 0.0
     for at in plan.timed(rank):
-        if at.slice >= 0 and at.op in ins.SINGLE_COMPUTE_OPS:
-            now += key_values_change(at.op, at.slice, slices, forward_only)
-            if at.op in ins.BACKWARD_OPS and at.slice in (0, slices - 1):
-                now += (slices - 1) / slices * (-1 if at.slice == 0 else 1)
+        if at.part >= 0 and at.op in ins.SINGLE_COMPUTE_OPS:
+            now += key_values_change(at.op, at.part, slices, forward_only)
+            if at.op in ins.BACKWARD_OPS and at.part in (0, slices - 1):
+                now += (slices - 1) / slices * (-1 if at.part == 0 else 1)
         yield now

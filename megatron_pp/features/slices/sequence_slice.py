@@ -201,11 +201,11 @@ class SliceRunner:
     def run(self, handler: Callable[[Task], None], at: Task) -> None:
         """``handler`` of ``at``, with ``sequence_slice()`` set."""
         count, cell = len(self.lengths), (at.stage, at.mb)
-        change = key_values_change(at.op, at.slice, count, self.plan.spec.forward_only)
+        change = key_values_change(at.op, at.part, count, self.plan.spec.forward_only)
         if change > 0:
             self.kept[cell] = {}
-        start, stop = self.bounds[at.slice]
-        with _computing(SequenceSlice(at.slice, count, start, stop, self.length, at.mb, self.kept[cell])):
+        start, stop = self.bounds[at.part]
+        with _computing(SequenceSlice(at.part, count, start, stop, self.length, at.mb, self.kept[cell])):
             handler(at)
         if change < 0:
             del self.kept[cell]

@@ -151,7 +151,7 @@ class HopRunner:
         )
 
     def _hand_f(self, at: Task) -> None:
-        source = (at.stage - 1, at.mb, at.slice)
+        source = (at.stage - 1, at.mb, at.part)
         given = zip(self.engine.outputs[source].tensors, self.edges[at.stage - 1], strict=True)
         self.engine.inputs[at.key] = Hop(
             [tensor.detach().requires_grad_(self.trains and meta.requires_grad) for tensor, meta in given]
@@ -159,7 +159,7 @@ class HopRunner:
         self.engine.drop_data(source)
 
     def _hand_b(self, at: Task) -> None:
-        self.engine.output_grads[at.key] = self.engine.input_grads.pop((at.stage + 1, at.mb, at.slice))
+        self.engine.output_grads[at.key] = self.engine.input_grads.pop((at.stage + 1, at.mb, at.part))
 
 
 def _make_contiguous(hop: Any) -> None:

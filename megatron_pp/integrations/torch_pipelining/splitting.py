@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from megatron_pp.errors import WeightGradSplitError
-from megatron_pp.plan.ir.tasks import MbSlice
+from megatron_pp.plan.ir.tasks import MbPart
 from megatron_pp.runtime.log_once import warn_once
 from megatron_pp.weight_grad import (
     SplitReport,
@@ -82,10 +82,10 @@ class StoreWithBuilders:
         self.inner = store
         self.report = SplitReport() if store is None else store.report
         self.wrappers_known = store is None or store.wrappers_known
-        self._runners: dict[tuple[int, MbSlice], Any] = {}
+        self._runners: dict[tuple[int, MbPart], Any] = {}
 
     @contextmanager
-    def step(self, last: Mapping[int, MbSlice]) -> Iterator[None]:
+    def step(self, last: Mapping[int, MbPart]) -> Iterator[None]:
         self._runners = {}
         try:
             known = {self._number[chunk]: mb for chunk, mb in last.items() if chunk in self._number}
@@ -94,7 +94,7 @@ class StoreWithBuilders:
         finally:
             self._runners = {}
 
-    def backward(self, chunk: int, mb: MbSlice, split: bool = True) -> AbstractContextManager[None]:
+    def backward(self, chunk: int, mb: MbPart, split: bool = True) -> AbstractContextManager[None]:
         """Around the backward of (chunk, mb): an I where ``split``, else a whole backward."""
         builder = self.builders[chunk]
         if builder is not None:
@@ -102,7 +102,7 @@ class StoreWithBuilders:
         return nullcontext() if self.inner is None else self.inner.backward(self._number[chunk], mb, split)
 
     @contextmanager
-    def _built(self, builder: Callable[[], Any], chunk: int, mb: MbSlice, split: bool) -> Iterator[None]:
+    def _built(self, builder: Callable[[], Any], chunk: int, mb: MbPart, split: bool) -> Iterator[None]:
         yield
         runner = builder()
         if split:
@@ -110,7 +110,7 @@ class StoreWithBuilders:
         else:
             runner()
 
-    def run(self, chunk: int, mb: MbSlice) -> None:
+    def run(self, chunk: int, mb: MbPart) -> None:
         """W of (chunk, mb)."""
         if self.builders[chunk] is not None:
             self._runners.pop((chunk, mb))()

@@ -39,7 +39,7 @@ def family_of_file(path: str) -> Family:
         programs=given.programs,
         digest=hashlib.sha256(text.encode()).hexdigest()[:16],
         shape=spec.shape,
-        sliced=spec.slices > 1,
+        sliced=spec.num_parts > 1,
         added=given.added,
     )
 
@@ -56,9 +56,9 @@ class _FilePlan:
                 f"{self.path} is a schedule of {spec.num_microbatches} microbatches on {spec.pipeline_size} ranks; "
                 f"this step has {shape.num_microbatches} on {shape.pipeline_size}"
             )
-        if spec.slices != shape.slices:
+        if spec.num_parts != shape.num_parts:
             raise FileFormatError(
-                f"{self.path} is a schedule of {spec.slices} slice(s) a sequence; this step has {shape.slices}"
+                f"{self.path} is a schedule of {spec.num_parts} slice(s) a sequence; this step has {shape.num_parts}"
             )
         return [list(unjoined(order)) for order in self.plan.orders]  # lowering joins operations where it is to
 

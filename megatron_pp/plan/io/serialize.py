@@ -110,8 +110,8 @@ def _node(at: Instruction) -> dict[str, Any]:
     node: dict[str, Any] = {"op": at.op, "stage": stage, "chunk": chunk, "mb": None if at.mb == NONE else at.mb}
     if at.peer != NONE:
         node["peer"] = at.peer
-    if at.slice != NONE:
-        node["slice"] = at.slice
+    if at.part != NONE:
+        node["slice"] = at.part
     if at.tensor:
         node["tensor"] = at.tensor
     if grouped:
@@ -140,8 +140,8 @@ def _from_json(text: str) -> Plan:
     orders = _ranks(content, "orders", spec) if "orders" in content else ComputeOf(programs)
     of_ranks = getattr(placement, "rank_chunks", [spec.num_chunks] * spec.pipeline_size)
     for rank, (program, chunks) in enumerate(zip(programs, of_ranks, strict=True)):
-        if len(program) < chunks * spec.num_microbatches * spec.slices:
-            slices = f" in {spec.slices} slices" if spec.slices > 1 else ""
+        if len(program) < chunks * spec.num_microbatches * spec.num_parts:
+            slices = f" in {spec.num_parts} slices" if spec.num_parts > 1 else ""
             raise FileFormatError(
                 f"rank {rank} has {len(program)} instructions for {chunks} chunk(s) of "
                 f"{spec.num_microbatches} microbatches{slices}: the program is cut off, or the spec is another plan's"
@@ -198,7 +198,7 @@ def _instruction(node: Any, where: str) -> Instruction:
         _number(node, "slice", where) if "slice" in node else NONE,
         tensor,
     )
-    if at.slice != NONE or tensor:
+    if at.part != NONE or tensor:
         parse_instruction(str(at))  # refuses an op that takes none, and what is no name
     return at
 

@@ -21,6 +21,7 @@ from typing import Any
 from megatron_pp.errors import FileFormatError, InstructionError, PlanError
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.dataflow import KIND_OF, MOVES, RESULT_OF, Message, channel_of, message_of, source_of
+from megatron_pp.plan.ir.feature import part_word
 from megatron_pp.plan.ir.instruction import FORWARD, JOINED_OPS, POST_OPS, Instruction, each, instruction, joined
 from megatron_pp.plan.ir.placement import PLACEMENTS, Placement
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
@@ -68,15 +69,16 @@ def write_torch_csv(plan: Plan, comms: bool = False, waits: bool = False) -> str
     FileFormatError for slices, passes of a split output layer, several modules and, with communication, messages of
     named tensors and a plan whose messages PyTorch would receive in each other's place.
     """
-    if plan.spec.slices > 1:
-        raise FileFormatError(f"PyTorch's CSV has no slices of sequences; this plan has {plan.spec.slices}: write json")
+    if plan.spec.num_parts > 1:
+        what = f"{part_word()}s of sequences; this plan has {plan.spec.num_parts}"
+        raise FileFormatError(f"PyTorch's CSV has no {what}: write json")
     if plan.placement.barriers:
         raise FileFormatError("PyTorch's CSV has no passes of a split output layer, as this plan has: write json")
     if comms and plan.has_names:
         raise FileFormatError("PyTorch's CSV has no named tensors, and this plan sends some: write json")
     if hasattr(plan.spec, "graph"):
         raise FileFormatError("PyTorch's CSV has one line of stages, and this plan a graph of modules: write json")
-    check_orders(plan.orders, plan.placement, plan.spec.num_microbatches, plan.spec.forward_only)
+    check_orders(plan.orders, plan.placement, plan.spec)
     if comms:
         _check_one_queue(plan)
     shown = ins.COMPUTE_OPS | POST_OPS | (ins.FREE_OPS if waits else frozenset())

@@ -46,7 +46,7 @@ _TO_RECEIVER = {op: 0 if op in _AT_RECEIVER else TOWARDS[kind] for op, kind in K
 
 @lru_cache(maxsize=1 << 16)
 def inputs_of(op: str, stage: int, num_stages: int) -> tuple[Result, ...]:
-    """The results, of the same microbatch (and slice), that a compute operation of ``stage`` needs: a forward the
+    """The results, of the same microbatch (and part), that a compute operation of ``stage`` needs: a forward the
     output of the stage before; a backward (B or I) its own forward and the input gradient of the stage after; a weight
     gradient its own input gradient; a pass none.
     """
@@ -82,24 +82,6 @@ def consumer_of(op: str, stage: int, num_stages: int) -> int | None:
     return target if 0 <= target < num_stages else None
 
 
-CAUSAL = {
-    FORWARD: "attention reads the keys and values of the slices before its own",
-    BACKWARD: "keys and values get gradients from the slices behind their own",
-}
-"""Why results of one stage and microbatch come in the order of slices."""
-
-
-def slice_before(op: str, part: int, slices: int) -> int | None:
-    """The slice of the same stage and microbatch whose forward (or backward) comes right before that of slice ``part``;
-    None where there is none. Causal attention reads the keys and values of all earlier slices and gives them gradients:
-    forwards run from the first slice to the last, backwards from the last to the first (arXiv 2406.03488).
-    """
-    if op == WEIGHT_GRAD or part == ins.NONE:
-        return None
-    before = part - TOWARDS[RESULT_OF[op]]
-    return before if 0 <= before < slices else None
-
-
 class Message(NamedTuple):
     """One tensor between two stages.
 
@@ -110,7 +92,7 @@ class Message(NamedTuple):
     kind: str
     stage: int
     mb: int
-    slice: int
+    part: int
     tensor: str
 
 
@@ -127,8 +109,8 @@ def message_of(at: Instruction) -> Message:
     op = at.op
     if op in ins.COLLECTIVE_OPS:  # one of all ranks, or of the replicas of one
         stage = at.stage if op in ins.STAGE_OPS else ins.NONE
-        return Message(ins.POST_OF.get(op, op), stage, at.mb, at.slice, at.tensor)
-    fields = (KIND_OF[op], at.stage + _TO_RECEIVER[op], at.mb, at.slice, at.tensor)
+        return Message(ins.POST_OF.get(op, op), stage, at.mb, at.part, at.tensor)
+    fields = (KIND_OF[op], at.stage + _TO_RECEIVER[op], at.mb, at.part, at.tensor)
     return tuple.__new__(Message, fields)  # in a third of the time of Message(...): this is a hot path
 
 

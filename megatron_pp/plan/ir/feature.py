@@ -49,7 +49,6 @@ class PlanFeature:
     outside: str = ""
 
 
-_CORE = {name: default for row in FEATURES for name, default in row.core.items()}
 _CONFIG = {name: default for row in FEATURES for name, default in row.config.items()}
 _CONFIG_VALUES, _CONFIG_DEFAULTS = attrgetter(*_CONFIG), tuple(_CONFIG.values())
 
@@ -126,20 +125,9 @@ def hooks_of(added: Iterable[tuple[str, Any]], barriers: int = 0) -> tuple[PlanH
     return _hooks(tuple(name for name, _ in added), barriers > 0)
 
 
-def hooks_of_plan(spec: Any, barriers: int) -> tuple[PlanHooks, ...]:
-    """Also those of features that the core knows by fields of ``spec``."""
-    names = [name for name, _ in spec.added]
-    names += [name for name, default in _CORE.items() if getattr(spec, name) != default]
-    return _hooks(tuple(names), barriers > 0)
-
-
 @lru_cache(maxsize=256)
 def _hooks(names: tuple[str, ...], placed: bool) -> tuple[PlanHooks, ...]:
-    return _loaded(
-        row
-        for row in FEATURES
-        if any(name in row.spec or name in row.core for name in names) or (placed and row.of_barriers)
-    )
+    return _loaded(row for row in FEATURES if any(name in row.spec for name in names) or (placed and row.of_barriers))
 
 
 def rows_asked_by(config: Any) -> tuple[Row, ...]:
@@ -155,6 +143,18 @@ def hooks_asked_by(config: Any, joins: bool = False) -> tuple[PlanHooks, ...]:
     if joins:
         rows += tuple(row for row in FEATURES if row not in rows and any(op.kind == JOINED for op in row.ops.values()))
     return _loaded(rows)
+
+
+def part_word() -> str:
+    """What a part of a microbatch is, for a sentence."""
+    return words_of_features("part_word") or "part"
+
+
+def words_of_parts(parts: range, part: int) -> str:
+    """Which parts there are, in an error about ``part`` of a microbatch."""
+    if len(parts) > 1:
+        return f", {part_word()}s 0..{parts[-1]}"
+    return ", all of them whole" if part >= 0 else ""
 
 
 def words_of_features(name: str) -> str:

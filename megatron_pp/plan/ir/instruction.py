@@ -3,8 +3,11 @@
 ``F0.3`` is the forward of chunk 0, microbatch 3; ``SEND_F0.3`` the send of its output; ``GRAD_SYNC1`` the gradient sync
 of chunk 1 (no microbatch); ``[SEND_F0.3 RECV_B0.2]`` a batch, whose sends and receives go out as one grouped call;
 ``(F0.3 B1.2)`` operations that a feature joins, which run as one, and ``(F0.3 SEND_F0.3 B1.2 SEND_B1.2)`` the same with
-sends that go out within it. A slice of a sequence or the name of a message follows the
-microbatch: ``F0.3s1``, ``SEND_F0.3:skip``, ``DROP0.3:skip``.
+sends that go out within it. The part or the name of a message follows the microbatch: ``F0.3s1``, ``SEND_F0.3:skip``,
+``DROP0.3:skip``.
+
+A *part* is one of several into which a feature divides every microbatch. Each part passes through the pipeline by
+itself: operations and messages are of one part, and forwards run from the first to the last.
 
 A text names the chunk on its rank (Megatron's ``vp_stage``). ``Placement.place`` adds what follows from the rank: the
 stage, and the peer of a communication.
@@ -97,7 +100,7 @@ COPY_OF = {op: row.post for op, row in feature_table.FEATURE_OPS.items() if row.
 SENT_BY = {FORWARD: SEND_F, BACKWARD: SEND_B}
 """What sends the result of an operation."""
 
-NONE = -1  # a stage that is not placed, no microbatch, no peer, no slice
+NONE = -1  # a stage that is not placed, no microbatch, no peer, no part
 _new = tuple.__new__  # makes an Instruction in a third of the time of Instruction(...)
 BRACKETS = {BATCH: ("[", "]"), **dict.fromkeys(JOINED_OPS, ("(", ")"))}
 
@@ -110,7 +113,7 @@ class Instruction(NamedTuple):
     mb       microbatch; NONE for CHUNK_OPS and groups
     peer     for TRANSFER_OPS the pipeline rank at the other end; else NONE
     chunk    model chunk on its rank
-    slice    slice of the sequence; NONE where sequences are whole
+    part     part of the microbatch; NONE where microbatches are whole
     tensor   name of the tensor that is moved; empty where an edge has one tensor
     members  what one of GROUP_OPS consists of
     """
@@ -120,7 +123,7 @@ class Instruction(NamedTuple):
     mb: int = NONE
     peer: int = NONE
     chunk: int = 0
-    slice: int = NONE
+    part: int = NONE
     tensor: str = ""
     members: tuple[Instruction, ...] = ()
 
@@ -131,8 +134,8 @@ class Instruction(NamedTuple):
         text = f"{self.op}{self.chunk}"
         if self.mb >= 0:
             text += f".{self.mb}"
-        if self.slice >= 0:
-            text += f"s{self.slice}"
+        if self.part >= 0:
+            text += f"s{self.part}"
         return f"{text}:{self.tensor}" if self.tensor else text
 
     def __repr__(self) -> str:
@@ -156,8 +159,8 @@ def refusal(rank: int, at: Instruction, why: str) -> PlanError:
 
 @lru_cache(maxsize=1 << 18)
 def instruction(op: str, chunk: int, mb: int = NONE, part: int = NONE) -> Instruction:
-    """``op`` of (chunk, mb), or of its slice ``part``, not placed; equal ones are one object."""
-    return Instruction(op, mb=mb, chunk=chunk, slice=part)
+    """``op`` of (chunk, mb), or of its ``part``, not placed; equal ones are one object."""
+    return Instruction(op, mb=mb, chunk=chunk, part=part)
 
 
 def placed(op: str, stage: int, mb: int, peer: int, chunk: int, part: int = NONE, tensor: str = "") -> Instruction:

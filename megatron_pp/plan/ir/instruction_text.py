@@ -34,8 +34,8 @@ def parse_instruction(text: str) -> Instruction:
         return instruction(op, int(chunk), NONE if mb is None else int(mb))
     whole = op in CHUNK_OPS | ins.RANKWIDE_OPS
     if whole or (tensor is not None and op in ins.SINGLE_COMPUTE_OPS | ins.COPY_OPS):
-        raise InstructionError(f"{text!r}: {op} takes no {'tensor' if tensor else 'slice'}")
-    return Instruction(op, mb=int(mb), chunk=int(chunk), slice=NONE if part is None else int(part), tensor=tensor or "")
+        raise InstructionError(f"{text!r}: {op} takes no {'tensor' if tensor else feature.part_word()}")
+    return Instruction(op, mb=int(mb), chunk=int(chunk), part=NONE if part is None else int(part), tensor=tensor or "")
 
 
 def parse_program(line: str) -> list[Instruction]:
@@ -76,6 +76,6 @@ def where_of(at: Instruction) -> str:
     """``Instruction.where``."""
     words = [f"chunk {at.chunk}"]
     words += [f"microbatch {at.mb}"] if at.mb >= 0 else []
-    words += [f"slice {at.slice}"] if at.slice >= 0 else []
+    words += [f"{feature.part_word()} {at.part}"] if at.part >= 0 else []
     words += [f"tensor {at.tensor}"] if at.tensor else []
     return ", ".join(words)

@@ -30,9 +30,9 @@ class Memory(_named("_Counts", _NAMES, defaults=[0] * len(_NAMES))):  # type: ig
     Views on them, not more of them:
 
     pending_sends  sends posted and not released (their tensors are among outputs and input_grads)
-    in_flight      (chunk, microbatch) pairs, or slices of them, between their forward and their backward: what autograd
+    in_flight      forwards, each of a chunk and a microbatch or its part, whose backward has not run: what autograd
                    keeps on the device
-    weight_backlog pairs between an input-gradient backward and its W
+    weight_backlog input gradients whose W has not run
     on_host        those with a buffer in host memory, to which they were copied
 
     Features add tensors and views of their own (``Row.tensors``, ``Row.views``).

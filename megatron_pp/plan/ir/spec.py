@@ -13,7 +13,7 @@ from megatron_pp.common.names import unknown
 from megatron_pp.errors import PlanError
 from megatron_pp.feature_table import SPEC_DEFAULTS
 from megatron_pp.plan.ir.certificate import Certificate
-from megatron_pp.plan.ir.feature import hooks_of, takes_settings, with_settings
+from megatron_pp.plan.ir.feature import hooks_of, part_word, takes_settings, with_settings
 from megatron_pp.plan.ir.instruction import COPIES_TO_HOST, JOINED_OPS, NONE, Instruction, format_program, unjoined
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.repeated import Line, Repeated
@@ -42,7 +42,7 @@ STATIC_BUFFERS = "static_buffers"  # graphed layers reuse an input gradient's bu
 DEVICE_RULES = (RENDEZVOUS, ONE_QUEUE, ANY_WAIT, DEVICE_SYNC, STATIC_BUFFERS)
 ON_NCCL = (ONE_QUEUE, ANY_WAIT)  # those for which plans are made by default where they run on NCCL
 
-MOST_TASKS = 10**8  # stages times microbatches times slices: larger plans fit into no host's memory
+MOST_TASKS = 10**8  # stages times microbatches times parts: larger plans fit into no host's memory
 
 HOOKS = "hooks"  # data-parallel hooks fire in the last backward of a chunk, outside no_sync
 EXPLICIT = "explicit"  # config.grad_sync_func is called, staggered by rank as Megatron does
@@ -50,18 +50,18 @@ EXPLICIT = "explicit"  # config.grad_sync_func is called, staggered by rank as M
 
 @dataclass(frozen=True)
 class Shape:
-    """P ranks, V chunks a rank, M microbatches in groups of G (1 <= G <= M), each cut into slices of its sequence."""
+    """P ranks, V chunks a rank, M microbatches in groups of G (1 <= G <= M), each of so many parts."""
 
     pipeline_size: int
     num_chunks: int
     num_microbatches: int
     group_size: int
-    slices: int = 1
+    num_parts: int = 1
 
     @property
     def parts(self) -> range:
-        """``Instruction.slice`` of the operations of one microbatch: NONE alone where sequences are whole."""
-        return range(self.slices) if self.slices > 1 else range(NONE, NONE + 1)
+        """``Instruction.part`` of the operations of one microbatch: NONE alone where microbatches are whole."""
+        return range(self.num_parts) if self.num_parts > 1 else range(NONE, NONE + 1)
 
 
 @takes_settings
@@ -88,7 +88,6 @@ class PlanSpec(SpecSettings):
     digest            of the schedule file's content; empty for a named family
     split_backward    whether the model can put weight gradients off; where not, the plan has no W
     device            which of DEVICE_RULES hold where the plan runs: it is lowered and verified for them
-    slices            of every sequence; where there are several, operations and messages are of one slice
     added             settings of features that are not their defaults, by name in the order of ``SPEC_DEFAULTS``.
                       Each is an argument and an attribute by its own name
     """
@@ -110,7 +109,6 @@ class PlanSpec(SpecSettings):
     digest: str = ""
     split_backward: bool = True
     device: tuple[str, ...] = ()
-    slices: int = 1
     added: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
@@ -125,10 +123,9 @@ class PlanSpec(SpecSettings):
             ("group size", self.group_size, 0),
             ("release_after", self.release_after, 1),
             ("lookahead", self.lookahead, 0),
-            ("number of slices", self.slices, 1),
         ):
             check_whole(name, value, least)
-        tasks = self.pipeline_size * self.num_chunks * self.num_microbatches * self.slices
+        tasks = self.pipeline_size * self.num_chunks * self.num_microbatches * self.num_parts
         if tasks > MOST_TASKS:
             raise PlanError(
                 f"pipeline size {self.pipeline_size}, {self.num_chunks} model chunks and {self.num_microbatches} "
@@ -146,8 +143,13 @@ class PlanSpec(SpecSettings):
 
     @property
     def effective_group_size(self) -> int:
-        """Microbatches per group, at most M; when unset, as few as have P slices."""
-        return min(self.group_size or -(-self.pipeline_size // self.slices), self.num_microbatches)
+        """Microbatches per group, at most M; when unset, as few as have P parts."""
+        return min(self.group_size or -(-self.pipeline_size // self.num_parts), self.num_microbatches)
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of every microbatch; 1 where microbatches are whole."""
+        return max(hooks.parts(self) for hooks in hooks_of(self.added)) if self.added else 1
 
     @property
     def joins(self) -> bool:
@@ -169,16 +171,16 @@ class PlanSpec(SpecSettings):
     @property
     def shape(self) -> Shape:
         sizes = self.pipeline_size, self.num_chunks, self.num_microbatches, self.effective_group_size
-        return Shape(*sizes, self.slices)
+        return Shape(*sizes, self.num_parts)
 
     def describe(self) -> str:
         """One line, as error messages and drawings head it."""
         kind = "forward only" if self.forward_only else "training"
-        slices = f"slices={self.slices} " if self.slices > 1 else ""
+        parts = f"{part_word()}s={self.num_parts} " if self.num_parts > 1 else ""
         added = "".join(hooks.described(self) for hooks in hooks_of(self.added))
         return (
             f"{self.schedule} P={self.pipeline_size} V={self.num_chunks} M={self.num_microbatches} "
-            f"{slices}group={self.effective_group_size} {self.policy}/{self.channels} {kind}{added}"
+            f"{parts}group={self.effective_group_size} {self.policy}/{self.channels} {kind}{added}"
         )
 
 

@@ -5,22 +5,22 @@ from __future__ import annotations
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import Instruction, later
 
-Cell = tuple[int, int, int]  # (stage, microbatch, slice)
-MbSlice = int | tuple[int, int]  # a microbatch, or (microbatch, slice) where sequences are in slices
-MessageKey = tuple[str, int, int, int, str]  # (SEND or RECV, stage, microbatch, slice, tensor)
+Cell = tuple[int, int, int]  # (stage, microbatch, part)
+MbPart = int | tuple[int, int]  # a microbatch, or (microbatch, part) where microbatches are in parts
+MessageKey = tuple[str, int, int, int, str]  # (SEND or RECV, stage, microbatch, part, tensor)
 
 
 class Task:
     """A placed instruction, that many microbatches later, with the keys of what it works on. Plain attributes are read
     in a third of the time that a tuple's named fields take.
 
-    message  of a transfer: the operation that posts it, its stage, microbatch, slice and tensor; equal for a SEND and
+    message  of a transfer: the operation that posts it, its stage, microbatch, part and tensor; equal for a SEND and
              its FREE
     """
 
     __slots__ = (
-        *("_at", "_instruction", "_later", "chunk", "key", "mb", "mb_slice", "members", "message", "op", "peer"),
-        *("slice", "stage", "tensor"),
+        *("_at", "_instruction", "_later", "chunk", "key", "mb", "mb_part", "members", "message", "op", "part"),
+        *("peer", "stage", "tensor"),
     )
 
     def __init__(self, at: Instruction, microbatches: int = 0) -> None:
@@ -35,9 +35,9 @@ class Task:
         self.mb = mb
         self.peer = peer
         self.chunk = chunk
-        self.slice = part
+        self.part = part
         self.tensor = tensor
-        self.mb_slice: MbSlice = mb if part == ins.NONE else (mb, part)
+        self.mb_part: MbPart = mb if part == ins.NONE else (mb, part)
         self.key: Cell = (stage, mb, part)
         self.message: MessageKey = (ins.POST_OF.get(op, op), stage, mb, part, tensor)
         self.members = tuple([Task(one, microbatches) for one in members]) if members else ()

@@ -35,7 +35,7 @@ class Post(NamedTuple):
 
 class Way(NamedTuple):
     """How a result goes to stage ``to``: by ``post`` and ``finish``, to or from rank ``peer``, with messages of these
-    ``names`` behind it. ``ends``, by microbatch and slice: of the operation at the other end.
+    ``names`` behind it. ``ends``, by microbatch and part: of the operation at the other end.
     """
 
     peer: int

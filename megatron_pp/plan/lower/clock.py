@@ -18,7 +18,7 @@ from megatron_pp.plan.ir.placement import Placement
 
 Time = Any  # an int, of slots, or what ``took`` counts in
 Took = Callable[[str, int, int, int], Time]
-Ends = dict[Result, dict[tuple[int, int], Time]]  # result -> (microbatch, slice) -> when it is there
+Ends = dict[Result, dict[tuple[int, int], Time]]  # result -> (microbatch, part) -> when it is there
 
 
 class Clocked(NamedTuple):
@@ -46,7 +46,7 @@ def run_clock(
 ) -> Clocked:
     """Put orders on the clock.
 
-    ``took``: the time of an operation, by its op, stage, microbatch and slice; ``transfer``: that of a message from one
+    ``took``: the time of an operation, by its op, stage, microbatch and part; ``transfer``: that of a message from one
     rank to another, which never waits for its link. Joined operations take the time of all, and end together. Those
     that would wait in a circle, which they alone do not, are taken apart. Raises PlanError where an operation
     waits for one that never comes before it, naming both.
@@ -54,7 +54,7 @@ def run_clock(
     return _Clock(orders, placement, took, transfer).run()
 
 
-_Waiters = dict[tuple[int, int], list[int]]  # (microbatch, slice) -> ranks that wait for it
+_Waiters = dict[tuple[int, int], list[int]]  # (microbatch, part) -> ranks that wait for it
 # The stage of an operation; of each result that it needs of other stages and of the one that it leaves: its ends and
 # those who wait for it, and the time that it travels.
 _Made = tuple[dict[tuple[int, int], Time], _Waiters]
@@ -136,7 +136,7 @@ class _Clock:
     def _lacks(self, rank: int, at: Instruction) -> Result | None:
         """The first of them that is not there yet."""
         needed = self._needed(at.op, self.placement.stages[rank][at.chunk])
-        return next((one for one in needed if (at.mb, at.slice) not in self.result_ends[one]), None)
+        return next((one for one in needed if (at.mb, at.part) not in self.result_ends[one]), None)
 
     def _take_apart(self) -> bool:
         """All ranks wait or are done: take apart joined operations whose first could run. Returns whether any."""

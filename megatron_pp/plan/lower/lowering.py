@@ -113,7 +113,7 @@ def lowered(
     backward behind it have one exchange where exchanges block. Raises PlanError for orders that are not complete or
     cannot run.
     """
-    check_orders(orders, placement, spec.num_microbatches, spec.forward_only, spec.slices)
+    check_orders(orders, placement, spec)
     lines = [placement.place(rank, order) for rank, order in enumerate(orders)]
     run = [run_of(order, spec) for order in lines] if spec.forward_only else lines
     settings = dict(spec.added) if settings is None else settings
@@ -211,7 +211,7 @@ class RankLowering:
         self.behind: dict[Instruction, list[Post]] = {}  # by a receive: those with names that come behind it
         self.copies: dict[int, list[Instruction]] = defaultdict(list)
         self.before_entry: dict[int, list[Instruction]] = defaultdict(list)  # right before the entry
-        self.backwards: dict[tuple[int, int, int], int] = {}  # by stage, microbatch and slice: their entries
+        self.backwards: dict[tuple[int, int, int], int] = {}  # by stage, microbatch and part: their entries
         self._sites: dict[tuple[str, int], _Site] = {}  # by op and stage
 
     def program(self) -> list[Instruction]:
@@ -337,7 +337,7 @@ class RankLowering:
             finish, use = send.finish, send.use
             boundary = self._behind(use) + after + (send.slack if send.slack < apart else apart)
             if finish.op == FREE_F:
-                latest = backwards.get((finish.stage, finish.mb, finish.slice), last)
+                latest = backwards.get((finish.stage, finish.mb, finish.part), last)
             else:
                 following = bisect_right(turns, use)
                 latest = turns[following] + 1 if following < len(turns) else last

@@ -5,8 +5,8 @@ from itertools import product, zip_longest
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.ir import instruction as ins
-from megatron_pp.plan.ir.dataflow import CAUSAL, RESULT_OF, slice_before
-from megatron_pp.plan.ir.feature import words_of_features
+from megatron_pp.plan.ir.dataflow import RESULT_OF
+from megatron_pp.plan.ir.feature import hooks_of, words_of_features, words_of_parts
 from megatron_pp.plan.ir.instruction import NONE, Instruction, instruction, refusal, unjoined
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
@@ -20,31 +20,23 @@ _AFTER = {
 _OF_EVALUATION = frozenset({ins.FORWARD, *ins.PASSES[:1]})
 
 
-def check_orders(
-    orders: Sequence[Sequence[Instruction]],
-    placement: Placement,
-    num_microbatches: int,
-    forward_only: bool,
-    slices: int = 1,
-) -> None:
-    """Raises PlanError unless every rank runs F of each (chunk, microbatch) or slice once and behind it B, or I and
-    then W, and where the placement has barriers the passes of each microbatch; where ``forward_only``, forwards (and
-    the first pass) will do. Slices run in causal order (``slice_before``).
+def check_orders(orders: Sequence[Sequence[Instruction]], placement: Placement, spec: PlanSpec) -> None:
+    """Raises PlanError unless every rank runs F of each (chunk, microbatch) or part once and behind it B, or I and
+    then W, and where the placement has barriers the passes of each microbatch; where ``spec`` is forward only, forwards
+    (and the first pass) will do. Parts run in the order that their feature asks for.
     """
     if len(orders) != placement.pipeline_size:
         raise PlanError(f"there are orders of {len(orders)} ranks; the pipeline has {placement.pipeline_size}")
-    trains = not forward_only or any(at.op not in _OF_EVALUATION for order in orders for at in order)
+    trains = not spec.forward_only or any(at.op not in _OF_EVALUATION for order in orders for at in order)
     passes = "".join(ins.PASSES if trains else ins.PASSES[:1]) if placement.barriers else ""
-    sizes = placement.num_chunks, num_microbatches, slices
     for rank, order in enumerate(orders):
-        _check_order(rank, order, sizes, trains, passes)
+        _check_order(rank, order, placement.num_chunks, spec, trains, passes)
 
 
 def _check_order(
-    rank: int, order: Sequence[Instruction], sizes: tuple[int, int, int], trains: bool, passes: str
+    rank: int, order: Sequence[Instruction], chunks: int, spec: PlanSpec, trains: bool, passes: str
 ) -> None:
-    chunks, microbatches, slices = sizes
-    parts = range(slices) if slices > 1 else (NONE,)
+    microbatches, parts, added = spec.num_microbatches, spec.shape.parts, hooks_of(spec.added)
     ran = dict.fromkeys(product(range(chunks), range(microbatches), parts), "")  # the ops of each, in order
     for at in unjoined(order):
         op, _, mb, _, chunk, part, _, _ = at
@@ -55,16 +47,17 @@ def _check_order(
         cell = (chunk, mb, part)
         ops = ran.get(cell)
         if ops is None:
-            of = f", slices 0..{slices - 1}" if slices > 1 else ", sequences whole" if part != NONE else ""
+            of = words_of_parts(parts, part)
             raise refusal(rank, at, f"chunks are 0..{chunks - 1}, microbatches 0..{microbatches - 1}{of}")
         if op in ops:
             raise refusal(rank, at, "it stands twice in the order")
         before = _AFTER.get(op)
         if before is not None and before not in ops:
             raise refusal(rank, at, f"{at._replace(op=before)} has to come before it")
-        first = None if part == NONE else slice_before(op, part, slices)
-        if first is not None and RESULT_OF[op] not in map(RESULT_OF.get, ran[(chunk, mb, first)]):
-            raise refusal(rank, at, f"{at._replace(slice=first)} has to come before it: {CAUSAL[RESULT_OF[op]]}")
+        for hooks in added if part != NONE else ():
+            needed = hooks.comes_behind(spec, at)
+            if needed is not None and RESULT_OF[op] not in map(RESULT_OF.get, ran[(chunk, mb, needed[0].part)]):
+                raise refusal(rank, at, f"{needed[0]} has to come before it: {needed[1]}")
         ran[cell] = ops + op
     complete = ("FB", "FIW") if trains else ("F",)
     for cell, ops in ran.items():
@@ -76,7 +69,7 @@ def _check_order(
 
 
 def _incomplete(rank: int, ops: str, cell: tuple[int, int, int], trains: bool) -> PlanError:
-    """What is wrong with an order that runs ``ops`` of ``cell`` (chunk, microbatch, slice)."""
+    """What is wrong with an order that runs ``ops`` of ``cell`` (chunk, microbatch, part)."""
     if ins.INPUT_GRAD in ops and ins.BACKWARD in ops:
         other = instruction(ins.INPUT_GRAD, *cell)
         return refusal(rank, instruction(ins.BACKWARD, *cell), f"{other} is there too: a backward is whole or split")
@@ -93,12 +86,12 @@ def check_programs(plan: Plan, programs: Iterable[Iterable[Instruction]]) -> Non
         return
     spec = plan.spec
     if spec.forward_only:  # an evaluation does not run all of its order
-        check_orders(plan.orders, plan.placement, spec.num_microbatches, spec.forward_only, spec.slices)
+        check_orders(plan.orders, plan.placement, spec)
     for rank, (order, program) in enumerate(zip_longest(plan.orders, programs, fillvalue=())):
         wanted, found = run_of(order, spec), _compute_of(program)
         if wanted == found:
             continue
-        check_orders(plan.orders, plan.placement, spec.num_microbatches, spec.forward_only, spec.slices)
+        check_orders(plan.orders, plan.placement, spec)
         one, other = next((a, b) for a, b in zip_longest(wanted, found, fillvalue="nothing more") if a != b)
         raise PlanError(f"rank {rank}: the plan's order has {one} where its program runs {other}")
 

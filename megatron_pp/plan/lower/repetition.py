@@ -21,7 +21,7 @@ _Line = Sequence[Instruction]
 
 def fewest_microbatches(orders: Iterable[_Line], forwards: int, period: int) -> int:
     """Smallest M whose orders show ``period`` microbatches of steady state. ``forwards``: of each microbatch on a rank,
-    one for each chunk and slice.
+    one for each chunk and part.
     """
     return -(-(sum(_edges(orders)) + 2 * _MARGIN) // forwards) + period
 
@@ -72,7 +72,7 @@ def block_at(place: int, spec: PlanSpec, period: int, lines: Iterable[_Line]) ->
 
 def _operations(spec: PlanSpec, microbatches: int) -> int:
     """Backwards, or forwards, of a rank."""
-    return microbatches * spec.num_chunks * spec.slices
+    return microbatches * spec.num_chunks * spec.num_parts
 
 
 def _ends(line: _Line, spec: PlanSpec) -> list[int]:

@@ -9,7 +9,7 @@ from megatron_pp.errors import PlanError
 from megatron_pp.feature_table import families_behind
 from megatron_pp.on_demand import load
 from megatron_pp.plan.ir.placement import LOOP
-from megatron_pp.plan.orders.family import INTERLEAVED, INTERLEAVED_SEQ, ONE_F_ONE_B, SEQ_1F1B, Family
+from megatron_pp.plan.orders.family import INTERLEAVED, ONE_F_ONE_B, Family
 
 _OWN = {
     "gpipe": "one_chunk",
@@ -27,10 +27,6 @@ _OWN = {
     "v_min": "v",
     "1f1b_v": "v",
     "dualpipe_v": "v",
-    SEQ_1F1B: "sliced",
-    INTERLEAVED_SEQ: "sliced",
-    "seq_zb": "sliced",
-    "interleaved_seq_zb": "sliced",
     "auto": "megatron_pp.planner.auto",
     "auto_v": "megatron_pp.planner.auto",
 }
@@ -61,16 +57,9 @@ ENDINGS = (".csv", ".json")  # of schedules that are files
 SCHEDULES = Families()
 
 __all__ = [
-    "INTERLEAVED", "ONE_F_ONE_B", "SCHEDULES", "Family", "check_slices", "choices",
+    "INTERLEAVED", "ONE_F_ONE_B", "SCHEDULES", "Family", "choices",
     "find_family", "names_a_file", "placement_kind", "register",
 ]  # fmt: skip
-
-
-def check_slices(family: Family, slices: int) -> None:
-    """Raises PlanError where ``family`` has no orders of that many slices of a sequence."""
-    if slices > 1 and not family.sliced:
-        names = ", ".join(name for name, other in SCHEDULES.items() if other.sliced)
-        raise PlanError(f"schedule {family.name} runs sequences whole, not in {slices} slices; {names} have slices")
 
 
 def names_a_file(schedule: str) -> bool:

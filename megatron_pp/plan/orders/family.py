@@ -14,8 +14,6 @@ from megatron_pp.plan.ir.spec import Plan, PlanSpec, Shape
 
 ONE_F_ONE_B = "1f1b"
 INTERLEAVED = "interleaved_1f1b"
-SEQ_1F1B = "seq_1f1b"
-INTERLEAVED_SEQ = "interleaved_seq_1f1b"
 
 Order = list[Instruction]
 Announce = Callable[[str], None]  # takes a sentence for the log
@@ -60,7 +58,7 @@ class Family:
     grouped        whether the orders depend on the group size
     small_groups   whether groups of fewer microbatches than ranks are of use
     repeats        of families whose orders have a steady state: Shape -> Repeats
-    sliced         whether the orders may be of slices of sequences
+    sliced         whether the orders may be of slices of sequences, for that feature
     added          Shape -> settings of features that a plan has unless its spec has others
     joint          Shape -> whether a forward and the backward behind it have one exchange where exchanges block
     barriers       of ``Placement``
@@ -93,4 +91,4 @@ class Family:
 
 
 f, b, i, w = (partial(instruction, op) for op in (FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD))
-"""An operation of (chunk, microbatch), or of a slice: (chunk, microbatch, slice)."""
+"""An operation of (chunk, microbatch), or of a part: (chunk, microbatch, part)."""

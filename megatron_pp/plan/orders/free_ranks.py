@@ -13,7 +13,7 @@ class FreeRanks:
     """All ranks in nominal time. A subclass has ``choose(rank, now)``: what a free rank runs, None where it idles.
 
     ``times``: of each op. ``collective``: how long results take where they come by one. ``orders``: what each rank has
-    run so far. ``ends``: when a result is there, by what it is, stage, microbatch and slice.
+    run so far. ``ends``: when a result is there, by what it is, stage, microbatch and part.
     """
 
     def __init__(self, placement: Placement, times: Mapping[str, int], collective: int = 0) -> None:

@@ -14,15 +14,19 @@ def interleaved(shape: Shape) -> list[Order]:
     table with the chunks reversed. G = P is the classic order; G > P trades memory for slack between a chunk and the
     next one. Where a group is shorter than P, backwards may overtake forwards that still wait for their input.
     """
-    return in_turns(shape, extra_warmup=0)
+    return overtaken(shape, in_turns(shape))
 
 
-def in_turns(shape: Shape, extra_warmup: int) -> list[Order]:
-    """``extra_warmup``: forwards before the first alternation beyond Megatron's number."""
+def in_turns(shape: Shape, extra_warmup: int = 0) -> list[Order]:
+    """Strict alternation. ``extra_warmup``: forwards before it beyond Megatron's number."""
     table = schedule_table(shape.num_microbatches, shape.num_chunks, shape.group_size)
     forwards, backwards = in_order(shape, table)
     ranks = range(shape.pipeline_size)
-    strict = [warmup_then_steady(forwards, backwards, warmup_forwards(shape, r) + extra_warmup) for r in ranks]
+    return [warmup_then_steady(forwards, backwards, warmup_forwards(shape, r) + extra_warmup) for r in ranks]
+
+
+def overtaken(shape: Shape, strict: list[Order]) -> list[Order]:
+    """The orders with backwards that overtake forwards, where ``shape`` has a short group."""
     if not has_short_group(shape):
         return strict
     from megatron_pp.plan.orders.overtaking import let_backwards_overtake  # few steps have such a group
@@ -46,20 +50,20 @@ def schedule_table(num_microbatches: int, num_chunks: int, group_size: int) -> l
 
 def warmup_forwards(shape: Shape, rank: int) -> int:
     """Forwards that rank ``rank`` runs before its first alternation, never more than there are."""
-    warmup = 2 * (shape.pipeline_size - 1 - rank) + (shape.num_chunks - 1) * shape.group_size * shape.slices
-    return min(warmup + shape.slices - 1, shape.num_chunks * shape.num_microbatches * shape.slices)
+    warmup = 2 * (shape.pipeline_size - 1 - rank) + (shape.num_chunks - 1) * shape.group_size
+    return min(warmup, shape.num_chunks * shape.num_microbatches)
 
 
 def has_short_group(shape: Shape) -> bool:
     """Whether a group has fewer microbatches than there are ranks: legal here, with a bubble (Megatron refuses it)."""
     last = shape.num_microbatches % shape.group_size or shape.group_size
-    return shape.num_chunks > 1 and last * shape.slices < shape.pipeline_size
+    return shape.num_chunks > 1 and last < shape.pipeline_size
 
 
 def is_in_step(shape: Shape) -> bool:
     """Whether all ranks of an interleaved order run forwards and backwards in turn together, for most of the step:
     with a short group some wait for others, and with one microbatch a rank hardly any take turns."""
-    several = shape.num_microbatches * shape.slices > shape.pipeline_size
+    several = shape.num_microbatches > shape.pipeline_size
     return shape.num_chunks > 1 and several and not has_short_group(shape)
 
 

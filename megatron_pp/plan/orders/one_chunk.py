@@ -9,9 +9,12 @@ from functools import partial
 from megatron_pp.plan.orders.family import ONE_F_ONE_B, Family, Order, Shape, b, every_microbatch, f
 
 
-def one_f_one_b(shape: Shape) -> list[Order]:
-    """P-1-r warm-up forwards, then one forward and one backward in turn. Rank r holds at most P - r microbatches."""
-    return _one_chunk(shape, [shape.pipeline_size - 1 - rank for rank in range(shape.pipeline_size)])
+def one_f_one_b(shape: Shape, extra_warmup: int = 0) -> list[Order]:
+    """P-1-r warm-up forwards, then one forward and one backward in turn. Rank r holds at most P - r microbatches.
+
+    ``extra_warmup``: further forwards in the warm-up.
+    """
+    return _one_chunk(shape, [shape.pipeline_size - 1 - rank + extra_warmup for rank in range(shape.pipeline_size)])
 
 
 def eager_1f1b(shape: Shape) -> list[Order]:
@@ -36,16 +39,15 @@ def breadth_first(shape: Shape) -> list[Order]:
 
 def _one_chunk(shape: Shape, warmups: list[int]) -> list[Order]:
     forwards, backwards = in_order(shape, [(m, 0) for m in range(shape.num_microbatches)])
-    return [warmup_then_steady(forwards, backwards, warmup + shape.slices - 1) for warmup in warmups]
+    return [warmup_then_steady(forwards, backwards, warmup) for warmup in warmups]
 
 
 def in_order(shape: Shape, table: list[tuple[int, int]]) -> tuple[Order, Order]:
     """Forwards and backwards of a rank whose (microbatch, chunk) take turns as in ``table``, backwards with the chunks
-    reversed. Slices run forward from the first to the last, and backward from the last to the first.
+    reversed.
     """
-    last, parts = shape.num_chunks - 1, shape.parts
-    forwards = [f(c, m, part) for m, c in table for part in parts]
-    return forwards, [b(last - c, m, part) for m, c in table for part in reversed(parts)]
+    last = shape.num_chunks - 1
+    return [f(c, m) for m, c in table], [b(last - c, m) for m, c in table]
 
 
 def warmup_then_steady(forwards: Order, backwards: Order, warmup: int) -> Order:

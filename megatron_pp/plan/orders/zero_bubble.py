@@ -34,8 +34,8 @@ def delay_weights(order: Order, delay: int) -> Order:
         if at.op != BACKWARD:
             result.append(at)
             continue
-        result.append(i(at.chunk, at.mb, at.slice))
-        waiting.append(w(at.chunk, at.mb, at.slice))
+        result.append(i(at.chunk, at.mb, at.part))
+        waiting.append(w(at.chunk, at.mb, at.part))
         if len(waiting) > delay:
             result.append(waiting.pop(0))
     return result + waiting

@@ -215,7 +215,7 @@ def rank_memory(plan: Plan, rank: int, shape: ModelShape, deallocate: bool = Tru
     """Bytes of ``rank`` along its program. ``deallocate``: whether an output goes when it was sent. Raises PlanError
     where the layers do not divide over the stages.
     """
-    stages, total, slices = plan.placement.stages[rank], plan.placement.num_stages, plan.spec.slices
+    stages, total, slices = plan.placement.stages[rank], plan.placement.num_stages, plan.spec.num_parts
     share = 1 / plan.placement.pipeline_size if plan.placement.barriers else None
     static, logits = shape.static_bytes(stages, total, share), shape.logits_bytes * (share or 0.0)
     whole_timeline: Iterable[float] = repeat(0.0, len(plan.timed(rank)))

@@ -36,7 +36,7 @@ class TimedQueues(QueueMachine):
         super().__init__(plan, ordered=not network.gloo)
         self.network = network
         self.costs = costs
-        self.slices = plan.spec.slices
+        self.slices = plan.spec.num_parts
         self.placement = plan.placement
         size = network.activation_bytes / self.slices
         detached = self.one_way and not plan.spec.variable_shapes and size >= GLOO_DETACHED_BYTES

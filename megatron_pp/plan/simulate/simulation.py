@@ -23,7 +23,7 @@ class Transfer(NamedTuple):
 
     kind         FORWARD for an activation, BACKWARD for a gradient
     stage, mb    receiving stage and microbatch
-    slice        slice of the sequence; NONE where sequences are whole
+    part         part of the microbatch; NONE where microbatches are whole
     send_posted, receive_posted  when each end was posted
     ready        when both ends were posted and at the head of their queues
     start, end   on the wire, and until it is there
@@ -40,7 +40,7 @@ class Transfer(NamedTuple):
     ready: float
     start: float
     end: float
-    slice: int = NONE
+    part: int = NONE
 
 
 @dataclass
@@ -76,12 +76,12 @@ class TransferLog:
     """All transfers, in columns: half a million of them fit in some 50 MB."""
 
     def __init__(self) -> None:
-        self._whole = array("l")  # source, target, stage, mb, slice in turn
+        self._whole = array("l")  # source, target, stage, mb, part in turn
         self._kinds = bytearray()
         self._times = array("d")  # size, send_posted, receive_posted, ready, start, end in turn
 
     def append(self, t: Transfer) -> None:
-        self._whole.extend((t.source, t.target, t.stage, t.mb, t.slice))
+        self._whole.extend((t.source, t.target, t.stage, t.mb, t.part))
         self._kinds.append(ord(t.kind))
         self._times.extend((t.size, t.send_posted, t.receive_posted, t.ready, t.start, t.end))
 
@@ -146,11 +146,11 @@ class Simulation:
         """Per rank, the most that is offloaded at once, in units of one chunk's forward."""
         plan, ones = self.plan, (1,) * self.plan.placement.num_stages
         lines = zip(plan.programs, plan.placement.stages, strict=True)
-        return tuple(max(host_timeline(line, row, ones), default=0) / plan.spec.slices for line, row in lines)
+        return tuple(max(host_timeline(line, row, ones), default=0) / plan.spec.num_parts for line, row in lines)
 
     def peak_in_flight(self) -> tuple[int, ...]:
         """Per rank, the most (chunk, microbatch) pairs, or slices of them, on the device between forward and weight
         gradient, as papers count. An evaluation has none.
         """
-        slices = self.plan.spec.slices
+        slices = self.plan.spec.num_parts
         return tuple(round(slices * peak) for peak in peak_activations(self.plan, 1.0))

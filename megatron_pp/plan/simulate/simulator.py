@@ -55,15 +55,15 @@ class _CopyEngines:
     def post(self, at: Instruction, now: float) -> Event:
         """The copy that ``at`` posts: it begins once those posted before it in its direction are over."""
         start = max(now, self._free_at.get(at.op, now))
-        copy = Event(at, start, start + self._costs.of(at.op, at.stage) * self._shares[at.slice])
+        copy = Event(at, start, start + self._costs.of(at.op, at.stage) * self._shares[at.part])
         self._free_at[at.op] = copy.end
-        self._posted[(at.op, at.stage, at.mb, at.slice)] = copy
+        self._posted[(at.op, at.stage, at.mb, at.part)] = copy
         self.made.append(copy)
         return copy
 
     def end_of(self, at: Instruction) -> float:
         """When the copy is over that ``at`` waits for."""
-        return self._posted.pop((ins.COPY_OF[at.op], at.stage, at.mb, at.slice)).end
+        return self._posted.pop((ins.COPY_OF[at.op], at.stage, at.mb, at.part)).end
 
     @property
     def idle_from(self) -> float:
@@ -103,7 +103,7 @@ class _Run(DeviceRanks):
     def __init__(self, plan: Plan, costs: StageCosts, network: Network, rules: Collection[str]) -> None:
         super().__init__(plan, TimedQueues(plan, network, costs), rules)
         self.costs = costs
-        self.shares = costs.of_slices(plan.spec.slices)  # of a whole sequence there is one, at the index NONE
+        self.shares = costs.of_slices(plan.spec.num_parts)  # of a whole sequence there is one, at the index NONE
         self.of_mb = costs.of_microbatches(plan.spec.num_microbatches)
         self.posts = {ins.BATCH} | ins.SEND_OPS | ins.COLLECTIVE_POSTS
         self.posts |= set() if self.late_receives else ins.RECV_OPS  # the WAIT posts a late receive
@@ -180,7 +180,7 @@ class _Run(DeviceRanks):
         return end
 
     def _time(self, one: Instruction) -> float:
-        return self.costs.of(one.op, one.stage) * self.shares[one.slice] * self.of_mb[one.mb]
+        return self.costs.of(one.op, one.stage) * self.shares[one.part] * self.of_mb[one.mb]
 
     def _synchronise(self, me: _Rank) -> Iterator[Entry | float]:
         """The operation that is over lasts until all that the rank has posted is over."""

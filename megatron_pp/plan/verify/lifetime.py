@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from megatron_pp.errors import InstructionError, PlanError
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.dataflow import neighbour_of
-from megatron_pp.plan.ir.feature import feature_of, hooks_of_plan, rows_of_barriers, rows_of_names
+from megatron_pp.plan.ir.feature import feature_of, hooks_of, part_word, rows_of_barriers, rows_of_names, words_of_parts
 from megatron_pp.plan.ir.instruction import NONE, Instruction
 from megatron_pp.plan.ir.ledger import KINDS, VIEWS, Memory, Site, change_of
 from megatron_pp.plan.ir.repeated import Block, RepetitionError
@@ -94,11 +94,11 @@ class Walk:
         self.forward_only = spec.forward_only
         self.barred = W_LEFT | W_RAN if not spec.split_backward else 0
         self.microbatches = spec.num_microbatches
-        self.slices = spec.slices
+        self.parts = spec.shape.parts
         self.placement = plan.placement
         self.last_stage = plan.placement.num_stages - 1
         self.stages = plan.placement.stages[rank]
-        self.facts = dict.fromkeys(product(self.stages, range(self.microbatches), spec.shape.parts), 0)
+        self.facts = dict.fromkeys(product(self.stages, range(self.microbatches), self.parts), 0)
         # What each chunk runs in the order of microbatches: its name in words, and why.
         self.in_order = {ins.FORWARD: ("forward", "the data iterator gives them in order")}
         if plan.placement.barriers and self.last_stage in self.stages:
@@ -106,7 +106,7 @@ class Walk:
                 self.in_order |= rows.in_order
         self.checked = ins.HAND_OPS | self.in_order.keys()
         self.then: dict[int, tuple[frozenset[str], int]] = {}  # by fact: what needs other facts where it is true
-        self.next = dict.fromkeys(product(self.in_order, range(spec.num_chunks)), (0, spec.shape.parts[0]))
+        self.next = dict.fromkeys(product(self.in_order, range(spec.num_chunks)), (0, self.parts[0]))
         self.required = {s: facts_at_end(plan.placement, s, self.forward_only) for s in self.stages}
         self.known: dict[tuple[str, int, int, int, bool], Step] = {}  # by op, stage, peer, chunk, and whether named
         self.gives_back = deallocate or spec.forward_only  # whether an output's data goes when it was sent or handed on
@@ -114,7 +114,7 @@ class Walk:
         self.now = [0] * len(Memory._fields)
         followed = {
             hooks: hooks.follower(plan, rank, self.facts, self._error)
-            for hooks in hooks_of_plan(spec, plan.placement.barriers)
+            for hooks in hooks_of(spec.added, plan.placement.barriers)
         }
         self.followers = [one for one in followed.values() if one is not None]
         self.of_names = next((one for hooks, one in followed.items() if one and hooks.has_names(spec)), None)
@@ -156,7 +156,7 @@ class Walk:
         """What a message with a name, or its release, changes. Raises PlanError."""
         if self.of_names is None:
             raise self._error(at, rows_of_names().lacking)
-        if (at.stage, at.mb, at.slice) not in self.facts:
+        if (at.stage, at.mb, at.part) not in self.facts:
             raise self._no_such_cell(at)
         return self.of_names.moved(at)
 
@@ -201,7 +201,7 @@ class Walk:
             )
         rule, needs, adds, bars = rule_of(at.op), 0, 0, 0
         if at.op not in ins.CHUNK_OPS and not at.tensor:
-            if rule is None or (at.stage, at.mb, at.slice) not in self.facts:
+            if rule is None or (at.stage, at.mb, at.part) not in self.facts:
                 raise self._no_such_cell(at)
             adds, bars = rule.adds, rule.bars
             may = 0 if self.forward_only else rule.may & ~self.barred
@@ -231,25 +231,24 @@ class Walk:
         rows = feature_of(at.op)
         if at.op in ins.STAGE_OPS and rows is not None:
             return self._error(at, rows.lacking)
-        slices = f", slices 0..{self.slices - 1}" if self.slices > 1 else ", sequences whole" if at.slice >= 0 else ""
         return self._error(
             at,
             f"there is no such stage and microbatch on this rank: stages are {', '.join(map(str, self.stages))}, "
-            f"microbatches 0..{self.microbatches - 1}{slices}",
+            f"microbatches 0..{self.microbatches - 1}{words_of_parts(self.parts, at.part)}",
         )
 
     def _check_turn(self, at: Instruction) -> None:
         """A hand-off comes after its neighbour stage; forwards come in the order of their data and losses."""
         if at.op in ins.HAND_OPS:
             source, fact = neighbour_of(at.op, at.stage), F_RAN if at.op == ins.HAND_F else B_RAN
-            if not self.facts.get((source, at.mb, at.slice), 0) & fact:
+            if not self.facts.get((source, at.mb, at.part), 0) & fact:
                 raise self._error(at, f"stage {source} has not produced it yet on this rank")
             return
         mb, part = expected = self.next[at.op, at.chunk]
-        if (at.mb, at.slice) != expected:
-            of, (what, why) = f", slice {part}" if part >= 0 else "", self.in_order[at.op]
+        if (at.mb, at.part) != expected:
+            of, (what, why) = f", {part_word()} {part}" if part >= 0 else "", self.in_order[at.op]
             raise self._error(at, f"the next {what} of chunk {at.chunk} is that of microbatch {mb}{of}: {why}")
-        self.next[at.op, at.chunk] = (mb, part + 1) if 0 <= part < self.slices - 1 else (mb + 1, min(part, 0))
+        self.next[at.op, at.chunk] = (mb, part + 1) if part < self.parts[-1] else (mb + 1, self.parts[0])
 
     def state(self, since: int) -> Any:
         """All that the rest of the walk depends on, microbatches counted from ``since``: of cells those that are begun
@@ -278,7 +277,7 @@ class Walk:
 
     def _at_end(self, cell: tuple[int, int, int]) -> str:
         stage, mb, part = cell
-        where = f"chunk {self.stages.index(stage)}, microbatch {mb}" + (f", slice {part}" if part >= 0 else "")
+        where = f"chunk {self.stages.index(stage)}, microbatch {mb}" + (f", {part_word()} {part}" if part >= 0 else "")
         return f"rank {self.rank}: at the end of the plan, of {where}"
 
     def _error(self, at: Instruction, why: str) -> PlanError:

@@ -41,10 +41,10 @@ class _Walk:
 
     def advance(self, at: Instruction) -> None:
         if at.op in ins.POST_OPS:
-            stream = self.stream_of[(at.op, at.stage, at.mb, at.slice, at.tensor)] = self._stream(at)
+            stream = self.stream_of[(at.op, at.stage, at.mb, at.part, at.tensor)] = self._stream(at)
             self.posted[stream] += 1
         elif at.op in _FINISHES:
-            stream = self.stream_of[(ins.POST_OF[at.op], at.stage, at.mb, at.slice, at.tensor)]
+            stream = self.stream_of[(ins.POST_OF[at.op], at.stage, at.mb, at.part, at.tensor)]
             self.finished[stream] += 1
             self.waiting = [(s, count) for s, count in self.waiting if self.finished[s] < count]
             if at.op == ins.FREE_B or (at.op == ins.FREE_F and self.gives_back and not at.tensor):
@@ -62,7 +62,7 @@ class _Walk:
 
     def _free(self, post: str, at: Instruction) -> None:
         """The tensor that ``post`` moved, if there is one, is not used any more."""
-        stream = self.stream_of.pop((post, at.stage, at.mb, at.slice, at.tensor), None)
+        stream = self.stream_of.pop((post, at.stage, at.mb, at.part, at.tensor), None)
         if stream is not None and self.finished[stream] < self.posted[stream]:
             self.waiting.append((stream, self.posted[stream]))
 

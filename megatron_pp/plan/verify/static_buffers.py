@@ -31,7 +31,7 @@ def _check_rank(plan: Plan, rank: int, block: Block | None) -> None:
         for one in each([at]):  # a pair's forward runs before its backward reads
             backward = one.op in BACKWARD_OPS
             if backward or one.op == FREE_B:  # a backward copies the gradient that it uses before it overwrites any
-                read = one.stage + backward, one.mb, one.slice
+                read = one.stage + backward, one.mb, one.part
                 newest.pop(read, None)
                 exposed.pop(read, None)
             if one.op not in SINGLE_COMPUTE_OPS:
@@ -39,7 +39,7 @@ def _check_rank(plan: Plan, rank: int, block: Block | None) -> None:
             if exposed:
                 raise _overwritten(plan, rank, one, next(iter(exposed.values())))
             if backward:
-                exposed, newest = newest, {(one.stage, one.mb, one.slice): one} if one.stage > 0 else {}
+                exposed, newest = newest, {(one.stage, one.mb, one.part): one} if one.stage > 0 else {}
     if block is not None and states[0] != states[1]:
         raise RepetitionError(f"rank {rank}: input gradients differ between both ends of the block")
 

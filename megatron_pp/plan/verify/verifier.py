@@ -98,5 +98,5 @@ def verify(
     check_programs(plan, runs)
     proven = {cert.COMPLETE, cert.LIFETIME if deallocate else cert.KEPT_OUTPUTS, cert.RENDEZVOUS, *rules, cert.ORDER}
     certificate = cert.Certificate.of([r for r in cert.PROOFS if r in proven], rules, plan.spec, plan.programs)
-    on_host = tuple(one.each.on_host / plan.spec.slices for one in peaks)
+    on_host = tuple(one.each.on_host / plan.spec.num_parts for one in peaks)
     return Verdict(tuple(peaks), certificate, plan, rules, on_host, plan.spec.num_chunks)

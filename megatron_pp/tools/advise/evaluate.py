@@ -9,6 +9,7 @@ from megatron_pp.plan.builder import verified_plan
 from megatron_pp.plan.costs.activations import host_timeline
 from megatron_pp.plan.costs.measured import Measured
 from megatron_pp.plan.costs.stage_costs import MemoryModel, StageCosts
+from megatron_pp.plan.ir.feature import known_settings
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.verify.verifier import Verdict, verify
@@ -139,9 +140,11 @@ def spec_of(question: Question, candidate: Candidate, measured: Measured | None 
         measured=measured,
         split_backward=question.splits_backward or not candidate.family.splits_weight,
         device=question.device,
-        slices=candidate.slices,
-        offload_chunks=candidate.offload_chunks,
-        offload_slots=candidate.offload_slots,
+        **known_settings(
+            slices=candidate.slices,
+            offload_chunks=candidate.offload_chunks,
+            offload_slots=candidate.offload_slots,
+        ),
     )
 
 

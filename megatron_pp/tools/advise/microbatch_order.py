@@ -44,7 +44,7 @@ def best_order(question: Question, outcome: Outcome, seconds: float | None = Non
         return replace(costs, microbatches=tuple(given[k] for k in order))
 
     def estimate(order: Sequence[int]) -> float:
-        return order_time(plan.orders, plan.placement, costs_in(order), transfer, plan.spec.slices)
+        return order_time(plan.orders, plan.placement, costs_in(order), transfer, plan.spec.num_parts)
 
     def step_in(order: Sequence[int]) -> float:
         return simulate(plan, costs_in(order), network, plan.spec.device).makespan

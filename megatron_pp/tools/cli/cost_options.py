@@ -247,7 +247,7 @@ def costs_of(
         return traced.costs.regrouped(stages), traced.network
     if isinstance(spec, ModulesSpec) and not given(args, _TIMES):
         return costs_of_modules(spec.graph), network(args, shape, spec.pipeline_size)
-    costs = cost_profile(args, shape, spec.pipeline_size, 1 if of_one_model else spec.num_chunks, spec.slices)
+    costs = cost_profile(args, shape, spec.pipeline_size, 1 if of_one_model else spec.num_chunks, spec.num_parts)
     return costs.regrouped(stages), network(args, shape, spec.pipeline_size)
 
 

@@ -149,7 +149,7 @@ def _draw_grids(args: argparse.Namespace, console: Console) -> None:
         for line in render_grid(plan, args.width or console.width, _has_few_colours(console)):
             console.print(line, soft_wrap=True)
         console.print()
-    sliced = any(plan.spec.slices > 1 for plan in plans)
+    sliced = any(plan.spec.num_parts > 1 for plan in plans)
     shown = {at.op for plan in plans for row in grid_cells(plan) for at in row if at is not None}
     names = [f"{op} {name}" for op, name in NAMES.items() if op in shown]
     names += [name_in_words(chunks, sliced) for chunks in sorted({min(plan.spec.num_chunks, 2) for plan in plans})]
@@ -167,7 +167,7 @@ def _cost_row(step: Simulation) -> list[str]:
     for (source, _), (messages, _) in step.volume().items():
         sent[source] += messages
     spec = step.plan.spec
-    kept = (short(number / spec.num_chunks / spec.slices) for number in step.peak_in_flight())
+    kept = (short(number / spec.num_chunks / spec.num_parts) for number in step.peak_in_flight())
     idle, in_flight, messages_sent = (" ".join(map(str, of_all)) for of_all in (map(short, step.idle), kept, sent))
     bubble = percent(step.bubble_share)
     return [step.plan.spec.schedule, short(step.makespan), idle, bubble, in_flight, messages_sent]

@@ -20,6 +20,7 @@ from megatron_pp.features.modules.modules_verify import verify_modules
 from megatron_pp.features.skip_tensors.routes import Traffic, skip_tensors, traffic_of
 from megatron_pp.plan.builder import lowered_plan
 from megatron_pp.plan.io.serialize import load_plan
+from megatron_pp.plan.ir.feature import hooks_of, known_settings
 from megatron_pp.plan.ir.placement import LOOP, Placement
 from megatron_pp.plan.ir.spec import (
     CHANNELS,
@@ -67,7 +68,7 @@ def add_plan_options(parser: argparse.ArgumentParser, several: bool = False) -> 
     many = " (or a list: a,b,c)" if several else ""
     files = f"MODULE:NAME of your own, or a .csv or .json file, which brings P, V and M{many}"
     names = f"{', '.join(SCHEDULES)}, {NAIVE}, {files}"
-    default = f"default {schedule_name(None, 1, 1)}, or {schedule_name(None, 1, 2)} with --sequence-slices"
+    default = f"default {schedule_name(None, 1, ())}, or {_schedule_of_slices(None)} with --sequence-slices"
     group.add_argument("-s", "--schedule", metavar="NAME", help=f"{names}; {default}")
     ranks = help_of("pipeline_model_parallel_size", _DEFAULT_RANKS)
     group.add_argument("-P", "--pipeline-size", type=count, metavar="P", help=ranks)
@@ -198,7 +199,9 @@ def named_plan(spec: PlanSpec) -> Plan:
 
 def named_schedules(args: argparse.Namespace) -> list[str]:
     """The schedules of the option, or the default one. Raises as schedule_names."""
-    return schedule_names(schedule_name(args.schedule, 1, 1 if args.slices is None else 2))
+    return schedule_names(
+        schedule_name(args.schedule, 1, ()) if args.slices is None else _schedule_of_slices(args.schedule)
+    )
 
 
 def schedule_names(text: str) -> list[str]:
@@ -248,11 +251,15 @@ def listed_specs(args: argparse.Namespace, names: Sequence[str], on_gloo: bool =
     options = given(args, ("group_size", "offload_chunks", *LOWERING)) | {"device": rules_of(args, on_gloo)}
     for family in families:
         wanted = 1 if args.slices is None or not family.sliced else args.slices
-        slices = family.shape.slices if family.shape else wanted
+        slices = family.shape.num_parts if family.shape else wanted
         for chunks in _chunks(args, family):
             for microbatches in counts:
                 spec = PlanSpec(family.name, size, chunks, microbatches, digest=family.digest, **options)
-                yield replace(spec, slices=slices)
+                yield replace(spec, **known_settings(slices=slices))
+
+
+def _schedule_of_slices(schedule: str | None) -> str:
+    return schedule_name(schedule, 1, hooks_of([("slices", 2)]))
 
 
 def pipeline_size(args: argparse.Namespace, names: Sequence[str]) -> int:
@@ -277,7 +284,7 @@ def _check_sizes(args: argparse.Namespace, families: Sequence[Family]) -> None:
     for name, shape in shapes:
         for mine, what, way, sizes in (
             (shape.pipeline_size, "ranks", "-P", [args.pipeline_size]),
-            (shape.slices, "slice(s) a sequence", option(args, "slices"), [args.slices]),
+            (shape.num_parts, "slice(s) a sequence", option(args, "slices"), [args.slices]),
             (shape.num_microbatches, "microbatches", "-M", args.num_microbatches or ()),
         ):
             for size in sizes:

@@ -158,7 +158,7 @@ def _show(result: Simulation, peaks: dict[str, Any], unit: str, console: Console
     columns: dict[str, Iterable[str]] = {"rank": map(str, range(len(result.busy)))}
     columns |= {f"busy {unit}": map(short, result.busy), "idle": map(short, result.idle)}
     columns |= {why: [short(getattr(w, why.replace(" ", "_"))) for w in result.waits] for why in _WAITS}
-    chunks, slices = result.plan.spec.num_chunks, result.plan.spec.slices
+    chunks, slices = result.plan.spec.num_chunks, result.plan.spec.num_parts
     columns["in flight"] = (short(n / chunks / slices) for n in result.peak_in_flight())
     columns["kept"] = (short(kept / chunks) for kept in peaks["peak_activations"])
     if peaks["peak_bytes"]:
@@ -188,7 +188,7 @@ def _facts(result: Simulation, steady: SteadyStep | None, peaks: dict[str, Any],
         "busy": list(result.busy),
         "idle": list(result.idle),
         "waits": [vars(w) for w in result.waits],
-        "peak_in_flight": [chunks / result.plan.spec.slices for chunks in result.peak_in_flight()],
+        "peak_in_flight": [chunks / result.plan.spec.num_parts for chunks in result.peak_in_flight()],
         **peaks,
         "copies": _copies(result),
         "links": [
@@ -238,7 +238,7 @@ def _compare(args: argparse.Namespace, console: Console) -> int:
     if traced is not None:
         costs, network = traced.costs, traced.network
     else:  # without costs, the whole model takes P slots for each of F, B and W, whatever V is
-        costs = cost_options.cost_profile(args, shape, size, 1, max(spec.slices for spec in specs))
+        costs = cost_options.cost_profile(args, shape, size, 1, max(spec.num_parts for spec in specs))
         network = cost_options.network(args, shape, size)
     outside = None if limit is None else outside_of(args, network.gloo)
     found = compare(specs, costs, network, shape, limit, args.optimizer_bypass, outside)

@@ -62,7 +62,7 @@ def _events(timeline: Timeline, began: float, prefix: str) -> Iterator[dict[str,
         if t.end <= t.start:
             continue
         gradient = t.kind == BACKWARD
-        part = f", slice {t.slice}," if t.slice >= 0 else ""
+        part = f", slice {t.part}," if t.part >= 0 else ""
         name = f"{'gradient' if gradient else 'activation'} of microbatch {t.mb}{part} for stage {t.stage}"
         args = {"from": t.source, "to": t.target, "bytes": t.size}
         start, end = (began + t.start) * _MICROS, (began + t.end) * _MICROS
@@ -99,6 +99,6 @@ def _spans(rank: int, lane: Lane, began: float) -> Iterator[dict[str, Any]]:
             span = {"ph": "X", "pid": rank, "tid": thread, "name": str(at), "cat": kind}
             start, length = (began + event.start) * _MICROS, (event.end - event.start) * _MICROS
             args = {"chunk": at.chunk, "microbatch": at.mb, "stage": at.stage}
-            if at.slice >= 0:
-                args["slice"] = at.slice
+            if at.part >= 0:
+                args["slice"] = at.part
             yield {**span, "ts": start, "dur": length, "args": args}

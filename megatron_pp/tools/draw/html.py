@@ -153,7 +153,7 @@ class _Columns:
 
     def _slice_number(self, at: Instruction | Transfer) -> int:
         """The number of a slice, counted through all microbatches; of a microbatch where sequences are whole."""
-        return max(at.mb, 0) * self.slices + max(at.slice, 0)
+        return max(at.mb, 0) * self.slices + max(at.part, 0)
 
     def _spans(self, spans: Sequence[Event] | Sequence[Transfer], codes: list[int]) -> dict[str, list[int]]:
         return {

@@ -111,7 +111,7 @@ def colour_style(op: str, colour: Colour, few_colours: bool) -> str:
 
 def block_name(at: Instruction, num_chunks: int) -> str:
     """``F3`` is microbatch 3; ``F1.3``, with several chunks, microbatch 3 of chunk 1; ``F3s2`` slice 2 of it."""
-    part = f"s{at.slice}" if at.slice >= 0 else ""
+    part = f"s{at.part}" if at.part >= 0 else ""
     return f"{at.op}{at.mb}{part}" if num_chunks == 1 else f"{at.op}{at.chunk}.{at.mb}{part}"
 
 

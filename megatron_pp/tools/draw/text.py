@@ -117,7 +117,7 @@ def _legend(timelines: Sequence[Timeline], width: int, few_colours: bool) -> lis
                 entry.append(letter, style=colour_style(key.kind, colour, few_colours))
             entries.append(entry.append(f" {NAMES[key.kind]}"))
     entries.append(Text(f"{_IDLE} idle"))
-    sliced = any(e.instruction.slice >= 0 for t in timelines for lane in t.lanes for e in lane.compute)
+    sliced = any(e.instruction.part >= 0 for t in timelines for lane in t.lanes for e in lane.compute)
     entries += [Text(name_in_words(chunks, sliced)) for chunks in sorted({min(t.num_chunks, 2) for t in timelines})]
     if any(t.has_transfers for t in timelines):
         entries.append(Text("v ^ x transfers down, up, both"))

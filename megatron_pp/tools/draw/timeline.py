@@ -13,6 +13,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from megatron_pp.plan.costs.activations import activations_timeline
+from megatron_pp.plan.ir.feature import known_settings
 from megatron_pp.plan.ir.instruction import (
     BACKWARD,
     COMPUTE_OPS,
@@ -186,15 +187,15 @@ def simulated_timeline(
             kept = (value / spec.num_chunks for value in activations_timeline(plan, rank))
             lane.memory = _steps(simulation.ends[rank], kept, 0.0)
         lanes.append(lane)
-    sizes = simulation.transfers, spec.num_microbatches, shape is not None, plan.remark, spec.slices
+    sizes = simulation.transfers, spec.num_microbatches, shape is not None, plan.remark, spec.num_parts
     return Timeline(title or short_title(spec), unit, lanes, plan.placement.stages, *sizes)
 
 
 def short_title(spec: PlanSpec) -> str:
     """``zb_v P=4 V=2 M=8``, and what differs from the defaults."""
     sizes = spec.pipeline_size, spec.num_chunks, spec.num_microbatches
-    usual = PlanSpec(spec.schedule, *sizes, slices=spec.slices)
-    extra = [f"slices={spec.slices}"] if spec.slices > 1 else []
+    usual = PlanSpec(spec.schedule, *sizes, **known_settings(slices=spec.num_parts))
+    extra = [f"slices={spec.num_parts}"] if spec.num_parts > 1 else []
     extra += [f"group={spec.group_size}"] if spec.effective_group_size != usual.effective_group_size else []
     extra += [f"{value}" for value in (spec.policy, spec.channels) if value not in (usual.policy, usual.channels)]
     added = dict(spec.added)

@@ -38,10 +38,8 @@ def check_orders(plan: Plan) -> None:
         computed = [at for at in each(program) if at.op in COMPUTE_OPS]
         assert computed == [at for at in each(order) if at.op in "FS" or not plan.spec.forward_only]
         for chunk, op in product(range(plan.spec.num_chunks), "FB"):
-            cells = [
-                (at.mb, max(at.slice, 0)) for at in each(order) if RESULT_OF.get(at.op) == op and at.chunk == chunk
-            ]
-            parts = range(plan.spec.slices)[:: 1 if op == "F" else -1]
+            cells = [(at.mb, max(at.part, 0)) for at in each(order) if RESULT_OF.get(at.op) == op and at.chunk == chunk]
+            parts = range(plan.spec.num_parts)[:: 1 if op == "F" else -1]
             assert cells == list(product(range(plan.spec.num_microbatches), parts))
 
 
@@ -50,7 +48,7 @@ def check_memory(plan: Plan, verdict: Verdict) -> None:
     ones = (1.0,) * plan.placement.num_stages
     result = simulate(plan, StageCosts.uniform(plan.placement.num_stages))
     assert verdict.activations == peak_activations(plan)
-    slices = plan.spec.slices
+    slices = plan.spec.num_parts
     assert peak_activations(plan, 0.0) == pytest.approx([peaks.each.in_flight / slices for peaks in verdict.ranks])
     if not plan.copies_to_host:
         assert peak_activations(plan, 1.0) == pytest.approx([count / slices for count in result.peak_in_flight()])

@@ -77,8 +77,8 @@ def test_no_simulated_plan_is_below_the_bound(family, policy):
         shares = rng.choice([(1.0, 1.0), (0.0, 0.0), (0.3, 0.5)])
         times = [random_times(rng, stages) for _ in range(4)]
         layer = (rng.random(), rng.random(), rng.random()) if rng.random() < 0.5 else (0.0, 0.0, 0.0)
-        costs = StageCosts(*times, shares, 0.5 if spec.slices > 1 else 0.0, layer)
-        network, limited = random_network(rng), spec.slices == 1 and not spec.forward_only
+        costs = StageCosts(*times, shares, 0.5 if spec.num_parts > 1 else 0.0, layer)
+        network, limited = random_network(rng), spec.num_parts == 1 and not spec.forward_only
         if plan.placement.barriers:  # whose collectives the simulator does not have on gloo
             network = replace(network, gloo=False)
         bound = bound_of(plan, costs, network, memory_of(plan, rng) if limited else None)

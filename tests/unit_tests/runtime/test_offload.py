@@ -71,7 +71,7 @@ def test_memory_is_what_the_plan_counts_at_each_instruction(spec: PlanSpec, monk
         rank, kept = self.executor.rank, self.executor.features[0].kept
         blocks = [block for one in kept.values() for block in one.blocks.values()]
         if at.op == LOAD:
-            loaded = kept[(at.stage, at.mb, at.slice)].blocks.values()
+            loaded = kept[(at.stage, at.mb, at.part)].blocks.values()
             alive[rank] += [StorageWeakRef(block.here.untyped_storage()) for block in loaded if block.stop > LARGE]
         on_host[rank].append(sum(block.host is not None and block.stop > LARGE for block in blocks))
         on_device[rank].append(sum(not ref.expired() for ref in alive[rank]))

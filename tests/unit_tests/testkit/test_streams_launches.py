@@ -116,7 +116,7 @@ def log_of(spec: PlanSpec, block: Callable[[int], torch.nn.Module], executor: ty
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_what_is_not_contiguous_is_copied_in_the_operation_that_makes_it(spec: PlanSpec) -> None:
     """Before any receive of the boundary is posted: receives stand behind the operation."""
-    log = log_of(spec, StridedBlock if spec.slices == 1 else StridedCausalBlock, StridedGradients)
+    log = log_of(spec, StridedBlock if spec.num_parts == 1 else StridedCausalBlock, StridedGradients)
     assert log.elsewhere() == set()
 
 

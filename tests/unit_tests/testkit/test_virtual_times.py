@@ -216,7 +216,7 @@ def test_the_halves_of_a_pair_run_beside_each_other(schedule: str, size: int, ch
     step = timed_step(spec_of(schedule, size, chunks, overlap_pairs=True))
     assert not shared(step)
     assert furthest(step, sign=1)[0] < MESSAGE, furthest(step, sign=1)
-    assert furthest(step, sign=-1)[0] < MESSAGE or step.plan.spec.slices > 1, furthest(step, sign=-1)
+    assert furthest(step, sign=-1)[0] < MESSAGE or step.plan.spec.num_parts > 1, furthest(step, sign=-1)
     assert not step.report.races, str(step.report)
 
 

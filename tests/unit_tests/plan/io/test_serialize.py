@@ -46,7 +46,7 @@ def test_the_keys_of_an_instruction():
         *("F0.3", "I0.3s2", "RECV_F0.3", "FREE_B1.0s0:skip", "HAND_B1.0", "PARAM_SYNC1"),
         *("[SEND_F0.3:kv RECV_B0.2]", "(F0.3 B1.0)"),
     ]
-    assert plan.programs[0][3] == Instruction("FREE_B", stage=3, mb=0, peer=0, chunk=1, slice=0, tensor="skip")
+    assert plan.programs[0][3] == Instruction("FREE_B", stage=3, mb=0, peer=0, chunk=1, part=0, tensor="skip")
     written = format_plan(plan, "json")
     assert all(f"   {text}" in written.splitlines() or f"   {text}," in written.splitlines() for text in EVERY_KEY)
     assert json.loads(written)["programs"] == [nodes, nodes]

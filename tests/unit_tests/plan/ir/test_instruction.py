@@ -44,9 +44,9 @@ def test_programs_and_instructions_print_as_they_parse(program: list[Instruction
         ("HAND_F1.0", instruction("HAND_F", 1, 0)),
         ("GRAD_SYNC0", instruction("GRAD_SYNC", 0)),
         ("PARAM_SYNC3", instruction("PARAM_SYNC", 3)),
-        ("F2.3s1", Instruction("F", mb=3, chunk=2, slice=1)),
+        ("F2.3s1", Instruction("F", mb=3, chunk=2, part=1)),
         ("SEND_F0.3:skip", Instruction("SEND_F", mb=3, tensor="skip")),
-        ("RECV_B1.3s0:kv", Instruction("RECV_B", mb=3, chunk=1, slice=0, tensor="kv")),
+        ("RECV_B1.3s0:kv", Instruction("RECV_B", mb=3, chunk=1, part=0, tensor="kv")),
         ("[SEND_F0.3 RECV_B0.2]", batch([instruction("SEND_F", 0, 3), instruction("RECV_B", 0, 2)])),
     ],
 )

@@ -219,7 +219,7 @@ def test_overlap_releases_some_operations_after_the_send(release_after: int) -> 
             if at.op not in ins.SEND_OPS:
                 continue
             kind, target = ("F", at.stage + 1) if at.op == ins.SEND_F else ("B", at.stage - 1)
-            part = at.mb, at.slice
+            part = at.mb, at.part
             is_late = ends[kind, target][part] - 1 > ends[kind, at.stage][part]
             wanted = min(index[i] + release_after + is_late, index[-1] + 1)
             if at.op == ins.SEND_F:  # but before its own backward, by which the send is done
