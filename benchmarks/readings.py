@@ -18,6 +18,15 @@ PEERS = {
 }
 
 
+def _peers(report: Report) -> dict[str, str]:
+    """Engine -> its name, of a Megatron-core with the release that was measured."""
+    names = dict(PEERS)
+    for engine, package in (("megatron", "megatron-core"), ("megatron-main", "Megatron-LM")):
+        if package in report.settings:
+            names[engine] = f"Megatron-core {str(report.settings[package]).partition(' ')[0]}"
+    return names
+
+
 def reading(report: Report) -> str:
     """The paragraph, or an empty string where there is none for this benchmark."""
     write = READINGS.get(report.name)
@@ -30,7 +39,7 @@ def overhead(report: Report) -> str:
     if not ours:  # --only-gloo
         return _plugged_in(report.rows, column).strip()
     sentences = [f"For each virtual microbatch our engine takes {_typical(ours, ' us')} outside the model."]
-    for engine, name in PEERS.items():
+    for engine, name in _peers(report).items():
         theirs = _values(report.rows, column, engine=engine)
         if theirs:
             share = _typical(_values(report.rows, "ours / it", engine=engine), form="{:.2f}")
@@ -64,22 +73,24 @@ def _plugged_in(rows: Sequence[Row], column: str) -> str:
 
 def exposed(report: Report) -> str:
     fast = [row for row in report.rows if row["transfer / F"] <= 1.0]
-    return f"If a transfer takes no longer than a forward, {_over_bound(fast, 'our steps')} {_faster(report.rows)}"
+    over = _over_bound(fast, _peers(report), "our steps")
+    return f"If a transfer takes no longer than a forward, {over} {_faster(report.rows)}"
 
 
 def sharded(report: Report) -> str:
-    return f"{_capital(_over_bound(report.rows, 'our steps of sharded stages'))} {_faster(report.rows)}"
+    over = _over_bound(report.rows, _peers(report), "our steps of sharded stages")
+    return f"{_capital(over)} {_faster(report.rows)}"
 
 
-def _over_bound(rows: Sequence[Row], steps: str) -> str:
-    """Sentences on ours, and on the peers."""
+def _over_bound(rows: Sequence[Row], named: dict[str, str], steps: str) -> str:
+    """A sentence on ours, and on the peers."""
     peers = [
-        f"{name} {_typical(theirs, form='{:.2f}')}"
-        for engine, name in PEERS.items()
+        f"{name} takes {_typical(theirs, form='{:.2f}')}"
+        for engine, name in named.items()
         if (theirs := _values(rows, "over bound", engine=engine))
     ]
     ours = _typical(_values(rows, "over bound", engine="ours"), form="{:.2f}")
-    return f"{steps} take {ours} times their bound; those of {_list(peers)}."
+    return f"{steps} take {ours} times their bound. {_capital(_list(peers))}."
 
 
 def _faster(rows: Sequence[Row]) -> str:
@@ -113,13 +124,13 @@ def memory(report: Report) -> str:
     settings = list(dict.fromkeys(row["setting"] for row in report.rows))
     off = [abs(worst[setting, "ours"] - worst[setting, "predicted"]) for setting in settings]
     peers = []
-    for engine, name in PEERS.items():
+    for engine, name in _peers(report).items():
         ratios = [worst[setting, engine] / worst[setting, "ours"] for setting in settings if (setting, engine) in worst]
         if ratios:
-            peers.append(f"{name} {_typical(ratios)}")
+            peers.append(f"that of {name} holds {_typical(ratios)}")
     most = f"{max(off):.2g}"
     near = "" if max(off) == 0 else f"within {most} activation{'' if most == '1' else 's'} of "
-    return f"Our fullest rank holds {near}what `verify` predicts. The fullest rank of peers, over ours: {_list(peers)}."
+    return f"Our fullest rank holds {near}what `verify` predicts. {_capital(_list(peers))} times as much."
 
 
 def bubble(report: Report) -> str:

@@ -81,13 +81,13 @@ CASES: dict[str, tuple[list[Row], str, list[str]]] = {
     ),
     "exposed": (
         [exposed_row(*point) for point in POINTS] + [exposed_row("ours", 1.5, "eager_1f1b", 1.5)],
-        "1.01 times their bound; those of Megatron-core 1.20, Megatron-LM main 1.00, torch 1.30 and torch with a group "
-        "for each edge 1.25. A peer is faster than ours at 1 of 4 points, by 1.0% at most.",
+        "1.01 times their bound. Megatron-core takes 1.20, Megatron-LM main takes 1.00, torch takes 1.30 and torch with "
+        "a group for each edge takes 1.25. A peer is faster than ours at 1 of 4 points, by 1.0% at most.",
         ["1f1b, P=2", *(engine for engine, _ in POINTS)],
     ),
     "sharded": (
         [exposed_row(*point) | {"V": 2, "gather / F": 0.5} for point in POINTS if point[0] in ("ours", "torch")],
-        "1.01 times their bound; those of torch 1.30. No peer is faster than ours at any of 1 points.",
+        "1.01 times their bound. torch takes 1.30. No peer is faster than ours at any of 1 points.",
         ["1f1b, V=2, P=2", "ours", "torch"],
     ),
     "overlap": (
@@ -97,7 +97,7 @@ CASES: dict[str, tuple[list[Row], str, list[str]]] = {
     ),
     "memory": (
         [memory_row("predicted", 2, 4), memory_row("ours", 3, 4), memory_row("torch", 8, 6)],
-        "Our fullest rank holds what `verify` predicts. The fullest rank of peers, over ours: torch 2.",
+        "Our fullest rank holds what `verify` predicts. That of torch holds 2 times as much.",
         ["predicted", "ours", "torch"],
     ),
     "bubble": (BUBBLE, "are 1.0 percentage points above the simulator's", ["1f1b, V=1", "26.0%"]),
@@ -136,6 +136,12 @@ def test_chart_and_paragraph(name: str, tmp_path: Path) -> None:
     assert path == tmp_path / f"{name}.svg"
     texts = [element.text for element in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")]
     assert not set(words) - set(texts)
+
+
+def test_a_paragraph_names_the_releases_that_were_measured() -> None:
+    settings = {"megatron-core": "0.19.2", "Megatron-LM": "0.16.1 at an unknown commit"}
+    text = reading(Report("exposed", "A title", CASES["exposed"][0], settings, machine={"cores": 2}))
+    assert "Megatron-core 0.19.2 takes 1.20, Megatron-core 0.16.1 takes 1.00, torch takes 1.30" in text
 
 
 @pytest.mark.slow
