@@ -81,8 +81,8 @@ CASES: dict[str, tuple[list[Row], str, list[str]]] = {
     ),
     "exposed": (
         [exposed_row(*point) for point in POINTS] + [exposed_row("ours", 1.5, "eager_1f1b", 1.5)],
-        "1.01 times their bound. Megatron-core takes 1.20, Megatron-LM main takes 1.00, torch takes 1.30 and torch with "
-        "a group for each edge takes 1.25. A peer is faster than ours at 1 of 4 points, by 1.0% at most.",
+        "1.01 times their bound. Megatron-core takes 1.20, Megatron-LM main takes 1.00, torch takes 1.30 and torch "
+        "with a group for each edge takes 1.25. A peer is faster than ours at 1 of 4 points, by 1.0% at most.",
         ["1f1b, P=2", *(engine for engine, _ in POINTS)],
     ),
     "sharded": (
