@@ -230,7 +230,7 @@ def test_transfers_of_another_peer_edge_or_microbatch_are_refused(graph: ModuleG
     plan = lowered_modules(modules_spec(graph, 3))
     for rank, program in enumerate(plan.programs):
         for k, at in enumerate(program):
-            changes = [{"mb": at.mb + 1}, {"chunk": 1}, {"slice": 0}, {"stage": at.stage + 5}]
+            changes = [{"mb": at.mb + 1}, {"chunk": 1}, {"part": 0}, {"stage": at.stage + 5}]
             if at.op not in COMPUTE_OPS | SYNC_OPS:
                 changes += [{"peer": at.peer + 1}, {"tensor": at.tensor + "x"}]
             for change in [] if at.op in SYNC_OPS else changes:
