@@ -14,7 +14,6 @@ from megatron_pp.comm import own_groups
 from megatron_pp.common.module_attributes import wrapped_attribute
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.on_demand import load
 from megatron_pp.plan.orders.family import Shape
 from megatron_pp.plan.orders.interleaved import schedule_table, warmup_forwards
 from megatron_pp.runtime.arguments import StepInputs, check_keywords
@@ -39,7 +38,9 @@ ForwardBackward = Callable[..., list[Any]]
 
 def __getattr__(name: str) -> Any:
     if name == "P2PCommunicator":  # the engine does without it
-        return load("p2p_communicator").P2PCommunicator
+        from megatron_pp.comm.p2p_communicator import P2PCommunicator
+
+        return P2PCommunicator
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

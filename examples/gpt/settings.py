@@ -25,6 +25,7 @@ from examples.gpt.errors import ArgumentError, CheckpointError, NoCheckpointErro
 from examples.gpt.files import read_text, write_atomically
 from megatron_pp import TransformerConfig, build_plan
 from megatron_pp.config.checks import why_removed
+from megatron_pp.config.conversions import chosen_steps
 from megatron_pp.config.parallel_grid import fit_grid
 from megatron_pp.errors import PlanError
 from megatron_pp.features.pairs.pair_runner import PAIR_FUNCTIONS
@@ -33,7 +34,6 @@ from megatron_pp.plan.costs.files import read_text as read_any_text
 from megatron_pp.plan.costs.slice_costs import slice_lengths
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.orders import find_family, names_a_file
-from megatron_pp.tracing.recorder import chosen_steps
 
 ARGUMENTS = "arguments.json"
 # Where this program's default is not the config's.

@@ -25,7 +25,6 @@ import torch.distributed as dist
 
 from megatron_pp.comm.stores import private_client
 from megatron_pp.errors import CommunicatorClosedError, P2PTimeoutError, P2PTransferError
-from megatron_pp.on_demand import load
 
 _SLICE = timedelta(seconds=0.1)  # of a wait in the store, between looks at whether the channels were aborted
 
@@ -177,7 +176,9 @@ class ChannelGroups:
 def end_late_groups(groups: Iterable[dist.ProcessGroup], rank: int, what: str) -> NoReturn:
     """Abort ``groups``, which an abort has missed: they were made after it had looked, or their communicators were,
     which on NCCL the first operation makes. Raises CommunicatorClosedError."""
-    load("abort").abort_groups(groups)
+    from megatron_pp.comm import abort
+
+    abort.abort_groups(groups)
     raise CommunicatorClosedError(f"pipeline rank {rank}: closed while {what} was being made")
 
 

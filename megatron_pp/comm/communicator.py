@@ -70,7 +70,7 @@ class P2PCore:
         self.dtype = settings.pipeline_dtype
         self.shapes_vary = settings.shapes_vary
         # In debug mode a description travels ahead of each tensor, as a shape does where shapes vary.
-        self.wire: MessageCheck | None = load("wire_check").WireCheck(self.rank) if settings.p2p_debug else None
+        self.wire = _wire_check(self.rank) if settings.p2p_debug else None
         self.variable_shapes = self.shapes_vary or self.wire is not None
         self._ahead = load("shapes_ahead") if self.variable_shapes else None
         self.patience = timedelta(seconds=settings.timeouts(transport.limit).transfer)
@@ -260,3 +260,9 @@ def is_single_shape(shapes: Any) -> bool:
         if not isinstance(size, int):
             return False
     return True
+
+
+def _wire_check(rank: int) -> MessageCheck:
+    """The check of debug mode, which a feature has."""
+    check: MessageCheck = load("wire_check").WireCheck(rank)
+    return check

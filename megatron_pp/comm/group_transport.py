@@ -22,7 +22,6 @@ from megatron_pp.comm.channels import (
 from megatron_pp.comm.transport import ACT, GRAD, Edge, Preparation, Transport
 from megatron_pp.common.finalizers import finalize_here
 from megatron_pp.errors import P2PTransferError
-from megatron_pp.on_demand import load
 
 if TYPE_CHECKING:
     from megatron_pp.comm.collectives import GroupCollectives
@@ -31,19 +30,6 @@ if TYPE_CHECKING:
 _TAGS = {ACT: 0x4D5001, GRAD: 0x4D5002}
 _TAGS_OF_ONE_AGREEMENT = 0x100  # tags are 31 bits wide
 _AGREEMENTS = 0x10000
-
-
-def group_transport(
-    group: dist.ProcessGroup, one_way: bool = True, warm_up: bool = True, max_ctas: int | None = None
-) -> GroupTransport:
-    """The transport over ``group``. ``one_way``: channels of one direction (``config.p2p_channels``); ``warm_up``,
-    ``max_ctas``: ``config.warm_up_p2p`` and ``config.p2p_max_ctas``, of NCCL alone. On NCCL this may be collective."""
-    made: GroupTransport
-    if backend_of(group) == "nccl":
-        made = load("nccl_transport").NcclTransport(group, one_way, warm_up, max_ctas)
-    else:
-        made = load("gloo_transport").GlooTransport(group, one_way)
-    return made
 
 
 class GroupTransport(Transport):
@@ -116,7 +102,9 @@ class GroupTransport(Transport):
         """The communicator of collectives of all ranks, warmed up. Collective."""
         groups = self._own_groups()
         group = groups.make_group(timeout)
-        self._collectives = made = load("collectives").GroupCollectives(group, lambda: groups.timeout)
+        from megatron_pp.comm.collectives import GroupCollectives
+
+        self._collectives = made = GroupCollectives(group, lambda: groups.timeout)
         made.broadcast(torch.zeros(1, device=self.device), 0)
         self._end_if_aborted([group], "the group of collectives")
 
@@ -146,7 +134,9 @@ class GroupTransport(Transport):
     def abort(self) -> None:
         self.aborted = True
         made = [] if self._groups is None else self._groups.abort()
-        load("abort").abort_groups([self.group, *made])
+        from megatron_pp.comm import abort
+
+        abort.abort_groups([self.group, *made])
 
     def close(self) -> None:
         if self._groups is not None:

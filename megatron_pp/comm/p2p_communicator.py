@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from megatron_pp.comm.backends import group_transport
 from megatron_pp.comm.communicator import P2PCore, Receive, Send, Shape, is_single_shape
-from megatron_pp.comm.group_transport import group_transport
 from megatron_pp.comm.transport import ACT, GRAD, Transport
 from megatron_pp.comm.wait_handle import Tensors, WaitHandle
 from megatron_pp.config.settings import StepSettings

@@ -3,15 +3,18 @@ function takes the setting's name and a value; it raises ConfigError. Never impo
 """
 
 import os
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 from megatron_pp.config import rules
 from megatron_pp.config.checks import one_of, whole_number
+from megatron_pp.config.dtypes import check_dtype, dtype_named
 from megatron_pp.errors import ConfigError, ScheduleInputError
 from megatron_pp.on_demand import load
 
+_STEPS = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?", re.ASCII)
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("", "0", "false", "no", "off")
 
@@ -58,18 +61,30 @@ def measured(name: str, value: Any) -> Any:
 
 
 def dtype(name: str, value: Any) -> Any:
-    dtype = getattr(load("torch"), value.removeprefix("torch."), value) if isinstance(value, str) else value
-    rules.check_dtype(name, dtype)
+    dtype = dtype_named(value, value) if isinstance(value, str) else value
+    check_dtype(name, dtype)
     return dtype
 
 
 def steps(name: str, value: Any) -> str:
     found = text(name, value)
     try:
-        load("trace_dir").chosen_steps(found)
+        chosen_steps(found)
     except ScheduleInputError as error:
         raise ConfigError(str(error)) from error
     return found
+
+
+def chosen_steps(text: str) -> list[range]:
+    """``3,10-12`` -> the steps 3, 10, 11, 12. Raises ScheduleInputError."""
+    ranges = []
+    for part in text.split(","):
+        found = _STEPS.fullmatch(part.strip())
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+        if last < first:
+            raise ScheduleInputError(f"trace_steps is {text!r}; it must list steps, as in 3,10-12")
+        ranges.append(range(first, last + 1))
+    return ranges
 
 
 def function_of(module: str, names: str, name: str, value: Any) -> Callable[..., Any]:

@@ -5,9 +5,8 @@ from functools import partial
 from os import PathLike
 from typing import Any, NamedTuple
 
-from megatron_pp.config import checks, rules
+from megatron_pp.config import checks, dtypes
 from megatron_pp.errors import ConfigError
-from megatron_pp.on_demand import load
 
 PREFIX = "MEGATRON_PP_"
 NEVER, MADE, EVERY_STEP = range(3)
@@ -48,7 +47,9 @@ def variable_of(name: str) -> str:
 
 def _convert(function: str, *args: Any) -> Any:
     """What this function of `conversions`, which is loaded here, returns."""
-    return getattr(load("conversions"), function)(*args)
+    from megatron_pp.config import conversions
+
+    return getattr(conversions, function)(*args)
 
 
 _read_number = partial(_convert, "read_number")
@@ -83,6 +84,6 @@ STEPS = Kind(partial(_convert, "steps"), checked=MADE)
 SCHEDULE = Kind(partial(_convert, "schedule"), checked=EVERY_STEP, check=checks.check_text)
 MEASURED = Kind(partial(_convert, "measured"))
 DTYPE = Kind(partial(_convert, "dtype"))
-AUTOCAST = Kind(rules.check_dtype, checked=EVERY_STEP, install=False)
+AUTOCAST = Kind(dtypes.check_dtype, checked=EVERY_STEP, install=False)
 STEP_NUMBER = Kind(partial(_convert, "step_number"), only_keyword=True)
 MICROBATCH_COSTS = Kind(partial(_convert, "microbatch_costs"), only_keyword=True)

@@ -9,7 +9,6 @@ from typing import Any
 
 from megatron_pp.config.checks import whole_number
 from megatron_pp.errors import LayoutError
-from megatron_pp.on_demand import load
 from megatron_pp.plan.ir.placement import LOOP, Placement
 
 _MOST_LAYERS = 1_000_000
@@ -44,9 +43,13 @@ def place_layers(
     first, last = num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage
     _check_one_way(layout, first, last, account_for_embedding or account_for_loss)
     if layout is not None:
-        counts = load("layout_text").counts_of(layout, num_layers, place)
+        from megatron_pp.config import layout_text
+
+        counts = layout_text.counts_of(layout, num_layers, place)
     elif first is not None or last is not None:
-        counts = load("layout_text").counts_with_own_ends(num_layers, place, first, last)
+        from megatron_pp.config import layout_text
+
+        counts = layout_text.counts_with_own_ends(num_layers, place, first, last)
     else:
         counts = _even_counts(num_layers, place, bool(account_for_embedding), bool(account_for_loss))
     _check_no_empty_stage(counts)
@@ -69,21 +72,19 @@ def _even_counts(num_layers: int, place: Placement, embedding: bool, loss: bool)
     extra, stages = embedding + loss, place.num_stages
     if (num_layers + extra) % stages:
         counted = " (with embedding and loss as asked)" if extra else ""
+        from megatron_pp.config import layout_text
+
         problem = (
             f"num_layers is {num_layers}, which{counted} does not divide over {place.pipeline_size} pipeline ranks "
-            f"with {chunks_text(place)} each"
+            f"with {layout_text.chunks_text(place)} each"
         )
-        load("layout_text").refuse_division(num_layers, place, -extra, stages, problem)
+        layout_text.refuse_division(num_layers, place, -extra, stages, problem)
     counts = [(num_layers + extra) // stages] * stages
     counts[0] -= embedding
     counts[-1] -= loss
     if min(counts) < 0:
         raise LayoutError(f"num_layers is {num_layers}: nothing is left beside embedding and loss on {stages} stage(s)")
     return counts
-
-
-def chunks_text(place: Placement) -> str:
-    return "1 chunk" if place.num_chunks == 1 else f"{place.num_chunks} chunks"
 
 
 def _check_no_empty_stage(counts: list[int]) -> None:

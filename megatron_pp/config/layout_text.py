@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any, NoReturn, cast
 
 from megatron_pp.config.checks import nearest_multiples, whole_number
-from megatron_pp.config.layout import chunks_text
 from megatron_pp.errors import LayoutError
 from megatron_pp.plan.ir.placement import Placement
 
@@ -25,6 +24,10 @@ _REPEATED_GROUP = re.compile(r"\(([^()]*)\)(?:\*(\d+))?")
 _REPEATED_LETTER = re.compile(r"([A-Za-z|])\*(\d+)")
 _MOST_DIGITS = 18
 _LONGEST_TEXT = 1_000_000  # a repetition that unrolls to more is a typing error, not a model
+
+
+def chunks_text(place: Placement) -> str:
+    return "1 chunk" if place.num_chunks == 1 else f"{place.num_chunks} chunks"
 
 
 def layers_per_stage(layout: Layout) -> list[int]:

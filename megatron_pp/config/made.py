@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any, SupportsFloat
 
-from megatron_pp.config import rules
+from megatron_pp.config import dtypes, rules
 from megatron_pp.config.checks import nearest_multiples, whole_number
 from megatron_pp.config.microbatch_counts import check_group_size
 from megatron_pp.errors import ConfigError, ScheduleError
@@ -54,9 +54,9 @@ def _check_parallel_sizes(config: Any) -> None:
 
 
 def _check_dtypes(config: Any) -> None:
-    rules.check_dtype("params_dtype", config.params_dtype)
+    dtypes.check_dtype("params_dtype", config.params_dtype)
     if config.pipeline_dtype is not None:
-        rules.check_dtype("pipeline_dtype", config.pipeline_dtype)
+        dtypes.check_dtype("pipeline_dtype", config.pipeline_dtype)
     elif config.pipeline_model_parallel_size > 1:
         raise ConfigError(
             f"pipeline_dtype is missing with pipeline_model_parallel_size {config.pipeline_model_parallel_size}; "

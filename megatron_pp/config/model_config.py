@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from megatron_pp.common.names import did_you_mean
 from megatron_pp.config import kinds, rules
 from megatron_pp.config.checks import why_removed
+from megatron_pp.config.dtypes import dtype_named
 from megatron_pp.config.kinds import Kind, variable_of
 from megatron_pp.config.microbatch_counts import MicrobatchCount, explain_microbatch_count
 from megatron_pp.errors import ConfigError
 from megatron_pp.feature_table import CACHES, FSDP_COLLECTIVES
-from megatron_pp.on_demand import load
 from megatron_pp.plan.ir.feature import hooks_asked_by
 from megatron_pp.plan.ir.placement import PLACEMENTS
 from megatron_pp.plan.ir.spec import CHANNELS
@@ -62,10 +62,6 @@ def _read_variable(name: str, unset: Any, kind: Kind) -> Any:
     return kind.value_of(name, text, f"environment variable {variable}") if text else unset
 
 
-def _dtype(name: str) -> Any:
-    return getattr(load("torch"), name)
-
-
 # -- the configuration ------------------------------------------------------------------------------------------------
 
 Config = TypeVar("Config", bound="ModelParallelConfig")
@@ -96,7 +92,7 @@ class ModelParallelConfig:
     )
     sequence_parallel: bool = setting(False, "split activations along the sequence over the tensor parallel ranks")
 
-    params_dtype: Dtype = setting(partial(_dtype, "float32"), "dtype of the parameters", section="training")
+    params_dtype: Dtype = setting(partial(dtype_named, "float32"), "dtype of the parameters", section="training")
     enable_autocast: bool = setting(False, "run the forward step inside torch.autocast")
     autocast_dtype: Dtype | None = setting(None, "dtype of autocast; None: params_dtype", kinds.AUTOCAST)
     calculate_per_token_loss: bool = setting(False, "loss functions return token counts, which divide the gradients")
@@ -277,7 +273,9 @@ class ModelParallelConfig:
 
     def __post_init__(self) -> None:
         check_values(self, _checked(type(self), kinds.MADE))
-        load("made").check_made(self)
+        from megatron_pp.config import made
+
+        made.check_made(self)
         self._filled_in = self._fill_in(
             microbatch_group_size_per_vp_stage=self.pipeline_model_parallel_size,
             batch_p2p_comm=not self.overlap_p2p_comm,
@@ -392,7 +390,9 @@ class TransformerConfig(ModelParallelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        load("made").check_model_sizes(self)
+        from megatron_pp.config import made
+
+        made.check_model_sizes(self)
         kv_channels = self.hidden_size // self.num_attention_heads
         self._filled_in |= self._fill_in(ffn_hidden_size=4 * self.hidden_size, kv_channels=kv_channels)
         self.layers_of_stages()
@@ -400,7 +400,9 @@ class TransformerConfig(ModelParallelConfig):
     def layers_of_stages(self) -> list[list[int]]:
         """Layer numbers (from 0) of each of the P * V stages in model order; `plan.placement` maps stages to ranks.
         Raises LayoutError."""
-        return load("layout").place_layers(
+        from megatron_pp.config import layout
+
+        return layout.place_layers(
             self.num_layers,
             self.pipeline_model_parallel_size,
             self.num_chunks,

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_pp.common.names import did_you_mean
 from megatron_pp.errors import ConfigError, PlanError, ScheduleError
-from megatron_pp.on_demand import load
 from megatron_pp.plan import orders
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import BATCHED, OVERLAP, PLAIN
@@ -20,17 +19,14 @@ if TYPE_CHECKING:
     from megatron_pp.plan.hooks import PlanHooks
 
 
-def check_dtype(name: str, value: Any) -> None:
-    if not isinstance(value, load("torch").dtype) or not value.is_floating_point:
-        raise ConfigError(f"{name} is {value!r}; it must be a floating point torch.dtype such as torch.bfloat16")
-
-
 def measured_of(config: Any, placement: Placement | None = None) -> Measured | None:
     """What the automatic schedules plan for. Raises ScheduleError, also where it does not fit ``placement``."""
     if config.pipeline_measured is None:
         return None
     try:
-        measured: Measured | None = load("pipeline_measured").measured_values(config.pipeline_measured)
+        from megatron_pp.plan.costs.measured import measured_values
+
+        measured = measured_values(config.pipeline_measured)
         if measured is not None and placement is not None:
             measured.costs(placement.num_stages), measured.memory(placement)
     except PlanError as error:

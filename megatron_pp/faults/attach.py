@@ -1,11 +1,14 @@
 """The guard of a communicator: made when its first step begins, kept as long as its transport."""
 
+from __future__ import annotations
+
 import logging
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_pp.comm.at_exit import call_if_alive
@@ -19,8 +22,10 @@ from megatron_pp.faults.guard import FaultGuard
 from megatron_pp.faults.places import Source
 from megatron_pp.faults.tracker import InstructionMarks
 from megatron_pp.feature_table import FEATURES, PRIVATE_SETTINGS
-from megatron_pp.on_demand import load
 from megatron_pp.plan.ir.spec import PlanSpec
+
+if TYPE_CHECKING:
+    from megatron_pp.faults.device_events import CompletedWork
 
 logger = logging.getLogger("megatron_pp")
 
@@ -132,9 +137,24 @@ def _warn_of_timeout(transport: Transport, settings: StepSettings) -> None:
         )  # fmt: skip
 
 
+def _abort_all_groups() -> None:
+    from megatron_pp.comm import abort
+
+    abort.abort_all_groups()
+
+
+def _completed_work(device: torch.device) -> CompletedWork:
+    from megatron_pp.faults.device_events import CompletedWork
+
+    return CompletedWork(device)
+
+
 def _make_guard(transport: Transport, timeout: float) -> FaultGuard:
-    if transport.backend == "nccl" and (text := load("nccl_settings").warning()) is not None:
-        logger.warning(text)
+    if transport.backend == "nccl":
+        from megatron_pp.faults import nccl_settings
+
+        if (text := nccl_settings.warning()) is not None:
+            logger.warning(text)
     # The guard's threads must not keep the transport, nor with it the process group, alive.
     abort: weakref.WeakMethod[Callable[[], object]] = weakref.WeakMethod(transport.abort)
     kept = weakref.ref(transport)
@@ -145,9 +165,9 @@ def _make_guard(transport: Transport, timeout: float) -> FaultGuard:
         transport.size,
         timeout,
         lambda: call_if_alive(abort),
-        escalate=(lambda: load("abort").abort_all_groups()) if transport.backend else None,
+        escalate=_abort_all_groups if transport.backend else None,
         is_gone=lambda: (known := kept()) is None or known.is_gone(),
-        completed=None if transport.blocks_host else load("device_events").CompletedWork(transport.device),
+        completed=None if transport.blocks_host else _completed_work(transport.device),
         global_rank=transport.global_rank(transport.rank),
         world_size=dist.get_world_size() if dist.is_initialized() else transport.size,
         members=[transport.global_rank(rank) for rank in range(transport.size)],

@@ -38,7 +38,6 @@ from megatron_pp.faults.records import (
 )
 from megatron_pp.faults.tracker import InstructionMarks, Outside, Tracker
 from megatron_pp.faults.watchdog import Watchdog
-from megatron_pp.on_demand import load
 
 if TYPE_CHECKING:
     from megatron_pp.faults.device_events import CompletedWork
@@ -151,7 +150,9 @@ class FaultGuard:
     def raise_unreported(self) -> None:
         """Raises the failure that was found since the last step, if no step has raised it."""
         if self.failure is not None and self.over is None:
-            self.over = load("diagnosis").first_line(self.failure)
+            from megatron_pp.faults import diagnosis
+
+            self.over = diagnosis.first_line(self.failure)
             self.tracker.rest()
             raise self.failing.error()
 
@@ -253,7 +254,9 @@ class FaultGuard:
                 mismatch = self._mismatch(step)
                 entries = {**heartbeat.peers.entries, self.rank: entry}
             if self.failure is None and any(consistency.LAYERS in known.description for known in entries.values()):
-                mismatch = mismatch or load("layer_order").find_mismatch(entries, step)
+                from megatron_pp.faults import layer_order
+
+                mismatch = mismatch or layer_order.find_mismatch(entries, step)
             if mismatch is not None:
                 self.failing.conclude(self.failing.mismatch(mismatch), True)
             if self.failure is not None:
@@ -272,7 +275,9 @@ class FaultGuard:
     @cached_property
     def failing(self) -> Failing:
         """What is done where a step stalls or fails."""
-        found: Failing = load("failing").Failing(self)
+        from megatron_pp.faults.failing import Failing
+
+        found: Failing = Failing(self)
         return found
 
     def _leave(self, error: BaseException | None, after: str = "") -> None:
@@ -318,7 +323,9 @@ class FaultGuard:
         with heartbeat.lock:
             others = self.progress_of_others()
         if any(consistency.may_differ(here.history, other.history) for other in others.values()):
-            found = load("histories").find_late_mismatch(self.rank, here, others, self._agreements)
+            from megatron_pp.faults import histories
+
+            found = histories.find_late_mismatch(self.rank, here, others, self._agreements)
             if found is not None:
                 return self.failing.mismatch(found)
         since = consistency.last_change(here.history)

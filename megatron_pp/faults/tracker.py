@@ -13,7 +13,6 @@ from megatron_pp.faults.consistency import changed
 from megatron_pp.faults.liveness import this_process
 from megatron_pp.faults.places import Source, instruction_at, pending_peers, waits_on
 from megatron_pp.faults.records import AFTER, DONE, ENTERING, IN_STEP, NO_HOST, Progress
-from megatron_pp.on_demand import load
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import Instruction
 from megatron_pp.plan.ir.spec import Plan
@@ -135,7 +134,9 @@ class Tracker:
         elif self._device_computes():
             self._host_moved_at = max(self._host_moved_at, self.completed.known_at)
         elif now - self._host_moved_at >= _UNMOVED:
-            places = load("host_threads").places(self._thread)
+            from megatron_pp.faults import host_threads
+
+            places = host_threads.places(self._thread)
             if self._host_places not in (None, places):
                 self._host_moved_at = now
             self._host_places = places
@@ -226,7 +227,11 @@ class Tracker:
     def doing(self) -> str:
         """What this rank does now, as a clause: ``rank 2 waits for ...``."""
         at = self._at(self.where())
-        return f"rank {self.rank} {f'is in {self.place()[1]}' if at is None else load('diagnosis').doing(at)}"
+        if at is None:
+            return f"rank {self.rank} is in {self.place()[1]}"
+        from megatron_pp.faults.diagnosis import doing
+
+        return f"rank {self.rank} {doing(at)}"
 
 
 class InstructionMarks:

@@ -31,9 +31,8 @@ from megatron_pp.integrations.megatron.releases.versions import ENTRIES
 from megatron_pp.integrations.megatron.settings import InstallSettings, read_settings
 from megatron_pp.integrations.megatron.steps.after_step import leave_what_follows, watch_what_follows
 from megatron_pp.integrations.megatron.steps.call import MegatronHost
-from megatron_pp.integrations.megatron.steps.gpt_models import model_classes, place_models, restore_models
+from megatron_pp.integrations.megatron.steps.gpt_models import has_built_v, model_classes, place_models, restore_models
 from megatron_pp.integrations.megatron.steps.scope import has_modules, reason_not_served, without_defaults
-from megatron_pp.on_demand import is_loaded, load
 from megatron_pp.runtime.arguments import check_required
 from megatron_pp.runtime.step import prepared, run_step
 
@@ -89,14 +88,18 @@ class Schedule:
         arguments = without_defaults(self.theirs, megatron.row, arguments)
         reason = reason_not_served(megatron, name, arguments, settings.overrides)
         if reason is not None:
-            if is_loaded("v_placement"):
-                load("v_step").check_handed_back(reason, arguments.get("model"))
+            if has_built_v():
+                from megatron_pp.integrations.megatron.steps import v_step
+
+                v_step.check_handed_back(reason, arguments.get("model"))
             plugin.log_once(reason)
             return self._hand_back(arguments)
         check_required(name, arguments)
         if has_modules(megatron, arguments):
             watch_what_follows()
-            return load("megatron_modules").run(megatron, settings, arguments)
+            from megatron_pp.integrations.megatron.steps import modules_host
+
+            return modules_host.run(megatron, settings, arguments)
         alone = name == "forward_backward_no_pipelining"
         chunked = name == "forward_backward_pipelining_with_interleaving"
         host = MegatronHost(megatron, settings, alone=alone, chunked=chunked, **arguments)
@@ -189,7 +192,9 @@ def _install(state: State, classes: list[type]) -> State:
     others = [now for now in named if now not in schedules]
     taken = [now for now in others if _taken_from(now, module) is not None]
     if len(taken) < len(others) or _names_differ(module):
-        load("other_schedules").check_names(module, [*schedules, *taken], settings.strict)
+        from megatron_pp.integrations.megatron.releases import other_schedules
+
+        other_schedules.check_names(module, [*schedules, *taken], settings.strict)
     if current is None and (news := [one for one in (megatron.unknown_reads, megatron.changed) if one is not None]):
         logger.warning(". ".join(news))
     place_models(settings.overrides.get("pipeline_schedule"), classes)
@@ -197,7 +202,9 @@ def _install(state: State, classes: list[type]) -> State:
     space = vars(module)
     known = [space, named, others, taken, *schedules, *map(vars, schedules)]
     if fetched and (holders := holders_of(fetched, known)):
-        load("other_schedules").name_holders(fetched, holders)
+        from megatron_pp.integrations.megatron.releases import other_schedules
+
+        other_schedules.name_holders(fetched, holders)
     return state
 
 
@@ -250,7 +257,9 @@ def _report_unused() -> None:
     plugin, module = _current(), sys.modules.get(SCHEDULES)
     if plugin is not None and not plugin.called and _names_differ(plugin.megatron.schedules):
         schedules = plugin.megatron.schedules
-        load("other_schedules").report_unused(schedules, _stand_ins(schedules))
+        from megatron_pp.integrations.megatron.releases import other_schedules
+
+        other_schedules.report_unused(schedules, _stand_ins(schedules))
     elif plugin is None and module is not None and any(one.plugin is not None for one, _ in _STAND_INS.items()):
         logger.warning(
             "Megatron-core's modules were removed and imported anew after install(): steps since then ran its own "

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.comm.transport import Transport, Work
 from megatron_pp.errors import P2PError
-from megatron_pp.on_demand import load
 
 if TYPE_CHECKING:
     from megatron_pp.comm.collectives import Collective
@@ -37,10 +36,10 @@ class SoloTransport(Transport):
     irecv = isend
 
     def collective(self, collective: Collective) -> Work:
-        alone = load("collectives")
-        collective(alone.LoneCollectives())
-        done: Work = alone.Done()
-        return done
+        from megatron_pp.comm.collectives import Done, LoneCollectives
+
+        collective(LoneCollectives())
+        return Done()
 
     def global_rank(self, rank: int) -> int:
         return dist.get_rank() if dist.is_initialized() else 0

@@ -12,7 +12,6 @@ from megatron_pp.common.module_attributes import wrapped_attribute
 from megatron_pp.common.names import did_you_mean
 from megatron_pp.config.checks import whole_number
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.on_demand import load
 
 REQUIRED_ARGUMENTS = ("forward_step_func", "data_iterator", "model", "num_microbatches")
 whole_argument = partial(whole_number, error=ScheduleInputError)
@@ -65,7 +64,9 @@ class StepInputs:
         self._check_numbers()
         given = [id(iterator) for iterator in self.data_iterators if iterator is not None]
         if len(set(given)) < len(given):
-            self.data_iterators = load("shared_iterators").told_apart(self.data_iterators)
+            from megatron_pp.runtime import shared_iterators
+
+            self.data_iterators = shared_iterators.told_apart(self.data_iterators)
         if self.config is None:
             self.config = wrapped_attribute(self.chunks[0], "config")
         if self.config is None:

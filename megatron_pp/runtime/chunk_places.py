@@ -12,7 +12,6 @@ from megatron_pp.common.module_attributes import unwrapped, wrapped_attributes
 from megatron_pp.common.object_table import ObjectTable
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.faults.consistency import LAYERS
-from megatron_pp.on_demand import load
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.runtime.log_once import warn_once
 
@@ -73,7 +72,9 @@ def _wrong_chunks(chunks: Sequence[Any], placement: Placement, rank: int) -> Ite
                 which = "first" if name == "pre_process" else "last"
                 yield number, f"{name} of this one is {found}, and of the {which} stage alone it is True"
     if _have_layers(chunks):
-        yield from load("layer_numbers").wrong_chunks(chunks, placement.stages[rank])
+        from megatron_pp.runtime import layer_numbers
+
+        yield from layer_numbers.wrong_chunks(chunks, placement.stages[rank])
 
 
 def describe_layers(chunks: Sequence[Any], placement: Placement, rank: int) -> dict[str, str]:
@@ -81,7 +82,9 @@ def describe_layers(chunks: Sequence[Any], placement: Placement, rank: int) -> d
     ``check_places`` has an error for this rank, which says more."""
     if placement.num_stages == 1 or not _have_layers(chunks) or any(_wrong_chunks(chunks, placement, rank)):
         return {}
-    text: str = load("layer_numbers").described(chunks, placement.stages[rank], rank)
+    from megatron_pp.runtime import layer_numbers
+
+    text: str = layer_numbers.described(chunks, placement.stages[rank], rank)
     return {LAYERS: text} if text else {}
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from megatron_pp.comm import own_groups
+from megatron_pp.comm.backends import group_transport
 from megatron_pp.comm.communicator import P2PCore
-from megatron_pp.comm.group_transport import group_transport
 from megatron_pp.comm.transport import Transport
 from megatron_pp.common.object_table import ObjectTable
 from megatron_pp.config.settings import StepSettings

@@ -13,7 +13,6 @@ from megatron_pp.comm import own_groups
 from megatron_pp.common.object_table import ObjectTable
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.on_demand import load
 from megatron_pp.plan.ir.placement import Placement
 
 
@@ -85,7 +84,9 @@ def finalize_gradients(
     """After the last instruction: finish the embedding's deferred weight gradients, then call
     ``config.finalize_model_grads_func`` with the keywords that it takes (Megatron's order, Megatron-LM#1012)."""
     if settings.defer_embedding_wgrad_compute:
-        load("deferred_embedding").finish_embedding(chunks)
+        from megatron_pp.runtime import deferred_embedding
+
+        deferred_embedding.finish_embedding(chunks)
     finalize = settings.finalize_model_grads_func
     if finalize is None:
         return

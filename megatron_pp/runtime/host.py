@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megatron_pp.config.settings import StepSettings
-from megatron_pp.on_demand import is_loaded, load
+from megatron_pp.on_demand import is_loaded
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.runtime import plan_choice
@@ -60,7 +60,11 @@ class Host:
 
     def weight_store(self, settings: StepSettings) -> WeightGradStore | None:
         """The store of this rank's chunks, None where they are not converted."""
-        return load("weight_grad").store_of(self.inputs.chunks) if is_loaded("weight_grad") else None
+        if not is_loaded("megatron_pp.weight_grad"):  # which converts them
+            return None
+        from megatron_pp.weight_grad import store_of
+
+        return store_of(self.inputs.chunks)
 
     def tensor_shapes(self, settings: StepSettings, tp_size: int, cp_size: int) -> tuple[list[Any], list[Any]]:
         """Shapes of the tensors that this rank receives and sends, one per tensor, before
@@ -82,7 +86,9 @@ class Host:
             for sentence in unsynchronised(settings, self.inputs.chunks, plan.placement, *groups):
                 step.announce(sentence)
         if communicator.transport.backend == "nccl":
-            advice = load("queue_advice").advice_on_queues(plan, settings, communicator, self.inputs.chunks)
+            from megatron_pp.runtime import queue_advice
+
+            advice = queue_advice.advice_on_queues(plan, settings, communicator, self.inputs.chunks)
             if advice is not None:
                 step.announce(advice)
         return plan

@@ -104,7 +104,9 @@ def prepared(host: Host) -> Step:
         settings = settings._replace(**dict.fromkeys(("pipeline_schedule", *_OBSERVED)))
     weights = host.weight_store(settings)
     if weights is not None and not inputs.forward_only:
-        load("weight_grad").check_wrappers(weights, inputs.chunks)
+        from megatron_pp import weight_grad
+
+        weight_grad.check_wrappers(weights, inputs.chunks)
     draft = plan_choice.draft_spec(inputs, settings, size, weights is not None, host.joins)
     added = step_hooks(draft)
     for hooks in added:
@@ -130,12 +132,18 @@ def prepared(host: Host) -> Step:
 def observers_of(request: StepRequest) -> list[StepObserver]:
     """The observers that settings ask for."""
     settings = request.settings
-    asked = [name for name in ("trace_dir", "measure") if getattr(settings, name)]
+    asked = []
+    if settings.trace_dir:
+        from megatron_pp.tracing.recorder import step_observer
+
+        asked.append(step_observer)
+    if settings.measure:
+        asked.append(load("measure").step_observer)
     if settings.microbatch_costs is not None:
-        asked.append("microbatch_costs")
+        asked.append(load("microbatch_costs").step_observer)
     if settings.cuda_graph_impl in LAYER_GRAPHS or settings.fine_grained_activation_offloading:
-        asked.append("megatron_order")
-    found = (load(name).step_observer(request) for name in asked)
+        asked.append(load("megatron_order").step_observer)
+    found = (make(request) for make in asked)
     return [one for one in found if one is not None]
 
 
@@ -146,8 +154,9 @@ def communicator_of(request: StepRequest, group: Any) -> P2PCore:
         return given
     if group is not None:
         return communicator_for(group, request.settings)
-    alone: P2PCore = load("alone").lone_communicator(request.settings, request.inputs.chunks[0])
-    return alone
+    from megatron_pp.runtime.alone import lone_communicator
+
+    return lone_communicator(request.settings, request.inputs.chunks[0])
 
 
 def run_step(step: Step, host: Host) -> list[Any]:
@@ -189,10 +198,14 @@ def _options(step: Step, host: Host, plan: Plan) -> StepOptions:
     flags = None  # Megatron's schedule without a pipeline passes no such flag
     if some is not None and not step.alone:
         order = plan.orders[communicator.rank]
-        flags = load("partial_checkpoints").checkpoint_flags(some, order, inputs.forward_only)
+        from megatron_pp.runtime import partial_checkpoints
+
+        flags = partial_checkpoints.checkpoint_flags(some, order, inputs.forward_only)
     whole_sequence = None
     if step.cp_size > 1 and not inputs.forward_only and not settings.calculate_per_token_loss:
-        whole_sequence = load("context_parallel_loss").WholeSequence(inputs.pg_collection, step.cp_size)
+        from megatron_pp.runtime.context_parallel_loss import WholeSequence
+
+        whole_sequence = WholeSequence(inputs.pg_collection, step.cp_size)
     return StepOptions(
         num_microbatches=inputs.num_microbatches,
         is_last_stage=host.is_last_stage(step, plan),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.feature_table import FEATURES, Row
-from megatron_pp.on_demand import is_loaded, load
+from megatron_pp.on_demand import MODULES, is_loaded, load
 from megatron_pp.plan.builder import settings_of
 from megatron_pp.plan.ir.feature import rows_asked_by
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
@@ -25,7 +25,7 @@ _OF_MODELS = [row for row in FEATURES if row.of_models]
 def step_hooks(spec: PlanSpec) -> list[StepHooks]:
     """Those of the features that a plan of ``spec`` has, and of those for which the program has made a layer."""
     rows = _rows_in(spec, find_family(spec.schedule).barriers)
-    of_models = [row for row in _OF_MODELS if row not in rows and is_loaded(row.step)]
+    of_models = [row for row in _OF_MODELS if row not in rows and is_loaded(MODULES[row.step])]
     return [load(row.step).STEP for row in (*rows, *of_models)]
 
 
@@ -45,7 +45,9 @@ def features_in(plan: Plan, **run: Any) -> list[Feature]:
     found: list[Feature] = []
     if not rows:
         return found
-    given = load("step_hooks").Run(plan, outer=found, **run)
+    from megatron_pp.runtime.step_hooks import Run
+
+    given = Run(plan, outer=found, **run)
     for row in reversed(rows):
         made = load(row.step).STEP.runner(given)
         if made is not None:
@@ -59,7 +61,9 @@ def kind_of_steps(plan: Plan) -> type[ModelSteps]:
         found: type[ModelSteps] | None = load(row.step).STEP.steps()
         if found is not None:
             return found
-    return load("model_steps").ModelSteps
+    from megatron_pp.runtime.model_steps import ModelSteps
+
+    return ModelSteps
 
 
 @lru_cache(maxsize=256)

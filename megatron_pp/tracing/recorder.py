@@ -15,7 +15,6 @@ import atexit
 import itertools
 import logging
 import os
-import re
 import secrets
 import socket
 import time
@@ -32,7 +31,7 @@ from megatron_pp.comm.events import EventPool
 from megatron_pp.comm.transport import Transport
 from megatron_pp.common.finalizers import call_in
 from megatron_pp.common.object_table import ObjectTable
-from megatron_pp.errors import ScheduleInputError
+from megatron_pp.config.conversions import chosen_steps
 from megatron_pp.plan.ir.instruction import Instruction
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.tracing import files
@@ -42,7 +41,6 @@ from megatron_pp.tracing.observers import Observer, StepObserver
 logger = logging.getLogger("megatron_pp")
 
 _STEPS_BETWEEN_SYNCS = 16
-_STEPS = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?", re.ASCII)
 
 # A tracer belongs to a model, and goes with it. Ranks make their models in one order, so their numbers agree.
 _NUMBERS = itertools.count()
@@ -53,18 +51,6 @@ def flush_traces() -> None:
     """Write the steps on GPUs whose times were not read yet. Waits for those steps."""
     for _, tracer in _TRACERS.items():
         tracer.resolve_pending()
-
-
-def chosen_steps(text: str) -> list[range]:
-    """``3,10-12`` -> the steps 3, 10, 11, 12. Raises ScheduleInputError."""
-    ranges = []
-    for part in text.split(","):
-        found = _STEPS.fullmatch(part.strip())
-        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
-        if last < first:
-            raise ScheduleInputError(f"trace_steps is {text!r}; it must list steps, as in 3,10-12")
-        ranges.append(range(first, last + 1))
-    return ranges
 
 
 class _Traced(StepObserver):

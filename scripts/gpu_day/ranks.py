@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_pp.comm.group_transport import group_transport
+from megatron_pp.comm.backends import group_transport
 from megatron_pp.faults.nccl_settings import leave_failures_to_the_guard
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.orders import find_family

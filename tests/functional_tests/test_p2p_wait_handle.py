@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_pp.comm.backends import group_transport
 from megatron_pp.comm.gloo.waiting_threads import LARGE_BYTES, InterruptedTransferError
-from megatron_pp.comm.group_transport import group_transport
 from megatron_pp.comm.transport import ACT
 from megatron_pp.errors import P2PError
 from megatron_pp.p2p_communication import P2PCommunicator

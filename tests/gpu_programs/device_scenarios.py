@@ -27,9 +27,10 @@ from examples.gpt import program as training
 from examples.gpt.errors import ArgumentError
 from examples.gpt.settings import parse
 from megatron_pp.comm import abort
+from megatron_pp.comm.backends import group_transport
 from megatron_pp.comm.channels import SHAPES
-from megatron_pp.comm.group_transport import group_transport
 from megatron_pp.comm.transport import P2PRequest, Preparation
+from megatron_pp.config.conversions import chosen_steps
 from megatron_pp.errors import P2PError, P2PTransferError
 from megatron_pp.faults.device_events import CompletedWork, EventQueries
 from megatron_pp.features.pairs.pair_runner import on_two_streams
@@ -39,7 +40,7 @@ from megatron_pp.runtime.alone import SoloTransport
 from megatron_pp.testing.toy import ToyData
 from megatron_pp.tools.cli import main
 from megatron_pp.tools.parity import command
-from megatron_pp.tracing.recorder import Tracer, chosen_steps
+from megatron_pp.tracing.recorder import Tracer
 from megatron_pp.weight_grad.linear import add_weight_grad, fused_kernels
 from testkit import output_layer_runs, processes
 from testkit.nccl_runs import FailingBlock, step_on_nccl

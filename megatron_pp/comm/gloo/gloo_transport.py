@@ -15,7 +15,6 @@ from megatron_pp.comm.gloo.waiting_threads import LARGE_BYTES, SMALL_SENDS, Chan
 from megatron_pp.comm.group_transport import GroupTransport
 from megatron_pp.comm.transport import ACT, Preparation, Work
 from megatron_pp.common.finalizers import finalize_here
-from megatron_pp.on_demand import load
 from megatron_pp.plan.costs.transports import GLOO_DETACHED_BYTES
 
 if TYPE_CHECKING:
@@ -70,7 +69,9 @@ class GlooTransport(GroupTransport):
 
     def collective(self, collective: Collective) -> Work:
         assert self._collectives is not None, "prepare() makes the communicator"
-        return self._threads.post("collectives", partial(load("collectives").InThread, collective, self._collectives))
+        from megatron_pp.comm.collectives import InThread
+
+        return self._threads.post("collectives", partial(InThread, collective, self._collectives))
 
     def prepare(self, needs: Preparation, timeout: timedelta) -> None:
         super().prepare(needs, timeout)

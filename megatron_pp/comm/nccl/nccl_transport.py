@@ -19,7 +19,6 @@ from megatron_pp.comm.channels import SHAPES, ChannelGroups, ChannelKey, group_a
 from megatron_pp.comm.group_transport import GroupTransport
 from megatron_pp.comm.transport import P2PRequest, Preparation, Work
 from megatron_pp.errors import P2PError
-from megatron_pp.on_demand import load
 from megatron_pp.plan.costs.communicators import MAX_CTAS
 
 if TYPE_CHECKING:
@@ -92,7 +91,9 @@ class NcclTransport(GroupTransport):
         assert self._collectives is not None, "prepare() makes the communicator"
         if self._collective_stream is None:
             self._collective_stream = torch.cuda.Stream(self.device, priority=-1)
-        return load("collectives").OnStream(collective, self._collectives, self._collective_stream)
+        from megatron_pp.comm.collectives import OnStream
+
+        return OnStream(collective, self._collectives, self._collective_stream)
 
     def made_groups(self, *of_pipeline: Any) -> ChannelGroups:
         return NcclChannels(*of_pipeline, max_ctas=self.max_ctas)

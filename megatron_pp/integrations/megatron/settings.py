@@ -4,6 +4,7 @@ A keyword goes before the environment, the environment before the file, the file
 to which nothing is ever written. `TABLE` has every setting; `megatron-pp run` makes its flags from it.
 """
 
+import copy
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -16,7 +17,6 @@ from megatron_pp.config.checks import why_removed
 from megatron_pp.config.kinds import PREFIX, Kind, variable_of
 from megatron_pp.config.model_config import ModelParallelConfig, setting
 from megatron_pp.errors import ConfigError
-from megatron_pp.on_demand import load
 
 FILE_VARIABLE = variable_of("settings")
 OTHER_VARIABLES = frozenset(
@@ -84,7 +84,9 @@ def read_settings(file: str | os.PathLike[str] | None = None, /, **keywords: Any
     given: dict[str, Any] = {}
     layers = [_from_environment(), _accepted(keywords, "install()")]
     if path is not None:
-        content = load("settings_file").read_toml(path)
+        from megatron_pp.integrations.megatron import settings_file
+
+        content = settings_file.read_toml(path)
         layers.insert(0, _accepted(content, f"settings file {path}", as_keywords=False))
     for layer in layers:
         given |= _with_policy(layer)
@@ -137,3 +139,13 @@ def _with_policy(layer: dict[str, Any]) -> dict[str, Any]:
     if overlap is not None and batched is None:
         return {**layer, "batch_p2p_comm": not overlap}
     return {**layer, "overlap_p2p_comm": False} if overlap is None and batched else layer
+
+
+def with_overrides(config: Any, overrides: Mapping[str, Any]) -> Any:
+    """The config; where fields of it have other values in ``overrides``, a copy with these."""
+    changed = {name: value for name, value in overrides.items() if getattr(config, name, value) != value}
+    if not changed:
+        return config
+    config = copy.copy(config)
+    vars(config).update(changed)
+    return config

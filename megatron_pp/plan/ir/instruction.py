@@ -144,12 +144,14 @@ class Instruction(NamedTuple):
     @property
     def name(self) -> str:
         """In words, for error messages: ``forward of chunk 0, microbatch 3``."""
-        return load("instruction_text").name_of(self)
+        text: str = load("instruction_text").name_of(self)
+        return text
 
     @property
     def where(self) -> str:
         """What it works on, in words: ``chunk 0, microbatch 3``."""
-        return load("instruction_text").where_of(self)
+        text: str = load("instruction_text").where_of(self)
+        return text
 
 
 def refusal(rank: int, at: Instruction, why: str) -> PlanError:

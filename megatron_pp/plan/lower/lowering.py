@@ -55,7 +55,6 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_pp.common.gc_pause import collector_paused
-from megatron_pp.on_demand import load
 from megatron_pp.plan.ir.dataflow import MOVES, RESULT_OF, TOWARDS, consumer_of, source_of
 from megatron_pp.plan.ir.feature import hooks_of
 from megatron_pp.plan.ir.instruction import (
@@ -409,7 +408,9 @@ class RankLowering:
                 if due < wanted:
                     wanted = due
                 elif wanted < bisect_right(ends, receive.round - 1):
-                    wanted = load("causes").behind_causes(*where, wanted, receive.post.peer, receive.round)
+                    from megatron_pp.plan.lower import causes
+
+                    wanted = causes.behind_causes(*where, wanted, receive.post.peer, receive.round)
                 if before is None or (used := before.use) < wanted:
                     posts[wanted].append(receive)
                 elif used <= due or (boundary := self._latest(receive, after)) == due:

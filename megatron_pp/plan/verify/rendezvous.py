@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from megatron_pp.errors import PlanError
-from megatron_pp.on_demand import load
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import POST_OF, Instruction, later
 from megatron_pp.plan.ir.repeated import Block, RepetitionError
@@ -101,7 +100,9 @@ class _Run(DeviceRanks):
         """Raises PlanError where a rank has not come to its end, or an operation has no partner."""
         stuck = [r for r in range(len(self.at)) if self.at[r] < len(self.plan.programs[r])]
         if stuck:
-            raise PlanError(load("deadlock_report").cycle_in_words(self, stuck[0]))
+            from megatron_pp.plan.verify import deadlock_report
+
+            raise PlanError(deadlock_report.cycle_in_words(self, stuck[0]))
         unfinished = next((queue[0] for queue in self.queues.queues.values() if queue), None)
         if unfinished is not None:
             end = next(e for e in unfinished.ends if not e.done)

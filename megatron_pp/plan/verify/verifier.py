@@ -9,7 +9,6 @@ from functools import cached_property
 
 from megatron_pp.common.gc_pause import collector_paused
 from megatron_pp.errors import PlanError
-from megatron_pp.on_demand import load
 from megatron_pp.plan.ir import certificate as cert
 from megatron_pp.plan.ir.feature import hooks_of, words_of_features
 from megatron_pp.plan.ir.instruction import COMPUTE_OPS, COPY_OPS
@@ -94,7 +93,9 @@ def verify(
     for hooks in hooks_of(plan.spec.added, plan.placement.barriers):
         hooks.check_plan(plan, rules)
     if STATIC_BUFFERS in rules:
-        load("static_buffers").check_static_buffers(plan, block)
+        from megatron_pp.plan.verify import static_buffers
+
+        static_buffers.check_static_buffers(plan, block)
     check_programs(plan, runs)
     proven = {cert.COMPLETE, cert.LIFETIME if deallocate else cert.KEPT_OUTPUTS, cert.RENDEZVOUS, *rules, cert.ORDER}
     certificate = cert.Certificate.of([r for r in cert.PROOFS if r in proven], rules, plan.spec, plan.programs)

@@ -23,7 +23,7 @@ from benchmarks.work import Unavailable, Work
 from gpu_day import ranks
 from gpu_day.bench import Bench
 from gpu_day.unloaded import Launches, LaunchingBlock
-from megatron_pp.comm.group_transport import group_transport
+from megatron_pp.comm.backends import group_transport
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.ir.spec import DEVICE_RULES
 from megatron_pp.testing.pipeline import run_rank

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from gpu_day import outside, ranks
 from gpu_day.bench import Bench
-from megatron_pp.comm.group_transport import group_transport
+from megatron_pp.comm.backends import group_transport
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.testing.pipeline import run_rank
 from megatron_pp.testing.toy import reference_run

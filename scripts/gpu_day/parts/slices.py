@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gpu_day import ranks
 from gpu_day.bench import Bench
-from megatron_pp.comm.group_transport import group_transport
+from megatron_pp.comm.backends import group_transport
 from megatron_pp.features.slices.sequence_slice import sequence_slice
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.runtime.stage import PipelineStage

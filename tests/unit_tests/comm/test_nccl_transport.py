@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron_pp.comm import abort
+from megatron_pp.comm.backends import group_transport
 from megatron_pp.comm.channels import SHAPES
-from megatron_pp.comm.group_transport import group_transport
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
 from megatron_pp.comm.transport import Preparation
 from megatron_pp.errors import CommunicatorClosedError

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_pp.comm import abort
-from megatron_pp.comm.group_transport import group_transport
+from megatron_pp.comm.backends import group_transport
 from megatron_pp.faults.attach import close_guard, watched
 from megatron_pp.faults.nccl_settings import SETTINGS, leave_failures_to_the_guard, warning
 from megatron_pp.p2p_communication import P2PCommunicator

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_pp.config.conversions import chosen_steps
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import FileFormatError, ScheduleInputError
 from megatron_pp.plan.builder import build_plan
@@ -23,7 +24,7 @@ from megatron_pp.tracing import recorder as trace
 from megatron_pp.tracing.analysis import analyse
 from megatron_pp.tracing.clock_sync import agree_on_clocks
 from megatron_pp.tracing.observers import message_bytes, nested
-from megatron_pp.tracing.recorder import Tracer, chosen_steps
+from megatron_pp.tracing.recorder import Tracer
 from megatron_pp.tracing.run import load_run
 from megatron_pp.weight_grad import split_weight_grad
 from testkit.step_runs import pipeline

@@ -14,7 +14,6 @@ import torch
 from megatron_pp.config.settings import LOCAL_GRAPHS
 from megatron_pp.errors import ScheduleInputError, UnknownMegatronError
 from megatron_pp.integrations.megatron.releases import sources, versions
-from megatron_pp.on_demand import load
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,9 @@ def _described(core: ModuleType, schedules: ModuleType, state: ModuleType, versi
     changed, steps = sources.sentence(schedules, version), versions.known_steps(schedules)
     unknown = None
     if not sources.are_known(schedules, (*versions.ENTRIES, versions.COMMUNICATOR)):
-        unknown = load("megatron_reads").unknown_reads(schedules, versions.release_of(version), version)
+        from megatron_pp.integrations.megatron.releases import reads
+
+        unknown = reads.unknown_reads(schedules, versions.release_of(version), version)
     return Megatron(version, row, schedules, state, _multi_module_classes(), unknown, changed, steps)
 
 

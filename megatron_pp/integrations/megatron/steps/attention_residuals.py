@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.integrations.megatron.releases.versions import ENTRIES
-from megatron_pp.integrations.megatron.steps.call import with_overrides
+from megatron_pp.integrations.megatron.settings import with_overrides
 
 if TYPE_CHECKING:
     from megatron_pp.integrations.megatron.steps.call import MegatronHost

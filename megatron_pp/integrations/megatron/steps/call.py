@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +14,11 @@ from megatron_pp.config.microbatch_counts import explain_microbatch_count
 from megatron_pp.config.settings import LOCAL_GRAPHS, StepSettings, checked
 from megatron_pp.errors import ScheduleInputError, WeightGradSplitError
 from megatron_pp.integrations.megatron.releases.release import Megatron
-from megatron_pp.integrations.megatron.settings import InstallSettings
+from megatron_pp.integrations.megatron.settings import InstallSettings, with_overrides
 from megatron_pp.integrations.megatron.steps.forward_backward import MegatronSteps
+from megatron_pp.integrations.megatron.steps.gpt_models import has_built_v
 from megatron_pp.integrations.megatron.steps.known_steps import KnownSteps
 from megatron_pp.integrations.megatron.steps.scope import COMBINED_1F1B, has_attention_residuals, is_combined
-from megatron_pp.on_demand import is_loaded, load
 from megatron_pp.plan.ir.placement import V_SHAPE
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.orders import INTERLEAVED, find_family
@@ -33,16 +31,6 @@ from megatron_pp.runtime.step_features import why_not_in_megatron
 if TYPE_CHECKING:
     from megatron_pp.integrations.megatron.steps.v_step import StepsInV
     from megatron_pp.weight_grad import WeightGradStore
-
-
-def with_overrides(config: Any, overrides: Mapping[str, Any]) -> Any:
-    """The config; where fields of it have other values in ``overrides``, a copy with these."""
-    changed = {name: value for name, value in overrides.items() if getattr(config, name, value) != value}
-    if not changed:
-        return config
-    config = copy.copy(config)
-    vars(config).update(changed)
-    return config
 
 
 @lru_cache(maxsize=8)
@@ -83,12 +71,18 @@ class MegatronHost(Host):
     def check(self, step: Step) -> None:
         """Raises ScheduleInputError for what Megatron's models cannot do in ``step``."""
         if step.cp_size > 1 and not (self.inputs.forward_only or step.settings.calculate_per_token_loss):
-            load("megatron_losses").watch_losses(self.inputs, self.installed.whole_sequence_loss)
+            from megatron_pp.integrations.megatron.steps import losses
+
+            losses.watch_losses(self.inputs, self.installed.whole_sequence_loss)
         schedule, in_v = step.spec.schedule, self.is_in_v(step)
         if in_v and has_attention_residuals(self.config):
-            load("attention_residuals").refuse_v(schedule)
-        if step.communicator.size > 1 and (in_v or is_loaded("v_placement")):  # which builds the chunks of a V
-            load("v_step").check_chunks(schedule, find_family(schedule).placement, self.inputs.chunks)
+            from megatron_pp.integrations.megatron.steps import attention_residuals
+
+            attention_residuals.refuse_v(schedule)
+        if step.communicator.size > 1 and (in_v or has_built_v()):
+            from megatron_pp.integrations.megatron.steps import v_step
+
+            v_step.check_chunks(schedule, find_family(schedule).placement, self.inputs.chunks)
         if step.weights is not None and self._delays_wgrad:
             raise ScheduleInputError(
                 "with config.delay_wgrad_compute Megatron's schedule plans run delayed weight gradients, and after "
@@ -144,7 +138,9 @@ class MegatronHost(Host):
         if self.alone or schedule is None or not find_family(schedule).splits_weight or self._delays_wgrad:
             return None
         try:
-            return load("weight_grad").split_weight_grad(self.inputs.chunks)
+            from megatron_pp import weight_grad
+
+            return weight_grad.split_weight_grad(self.inputs.chunks)
         except WeightGradSplitError as error:
             raise WeightGradSplitError(
                 f"schedule {schedule} splits backwards, but {error}; install(split_weight_grad=False) leaves them whole"
@@ -164,13 +160,17 @@ class MegatronHost(Host):
         super().begin(step)
         self.megatron.reset_paged_stash(config, self.inputs.forward_only)
         if has_attention_residuals(config):
-            load("attention_residuals").forget_sums()
+            from megatron_pp.integrations.megatron.steps import attention_residuals
+
+            attention_residuals.forget_sums()
 
     def tensor_shapes(self, settings: StepSettings, tp_size: int, cp_size: int) -> tuple[list[Any], list[Any]]:
         """By the release's own function."""
         super().tensor_shapes(settings, tp_size, cp_size)  # raises for what is missing
         if takes_side(self.megatron.schedules.get_tensor_shapes):
-            return load("message_sides").shapes_of_sides(self)
+            from megatron_pp.integrations.megatron.steps import message_sides
+
+            return message_sides.shapes_of_sides(self)
         shapes = self.ask(self.overridden_config)
         return shapes, list(shapes)
 
@@ -199,11 +199,15 @@ class MegatronHost(Host):
         given = self.megatron, step, self.overridden_config, options
         in_v = self.is_in_v(step)
         if self.joins:
-            return load("combined").CombinedSteps(*given, in_v=in_v)
+            from megatron_pp.integrations.megatron.steps.combined import CombinedSteps
+
+            return CombinedSteps(*given, in_v=in_v)
         steps = (KnownSteps if self.megatron.has_known_steps() else MegatronSteps)(*given)
         if not in_v:
             return steps
-        return load("v_step").StepsInV(steps, self.megatron.parallel_state)
+        from megatron_pp.integrations.megatron.steps.v_step import StepsInV
+
+        return StepsInV(steps, self.megatron.parallel_state)
 
     def finish(self, step: Step, steps: MegatronSteps | StepsInV) -> None:
         """The calls of Megatron's schedules after the last backward, in their order."""
@@ -211,10 +215,10 @@ class MegatronHost(Host):
         if self.finalizes(step):
             self._finalize(step, steps.record.num_tokens)
         if self.is_in_v(step):
+            from megatron_pp.integrations.megatron.steps import v_logs
+
             last = communicator.size - 1  # where Megatron's training loop reads the losses
-            load("v_logs").hand_over(
-                steps.record.data, communicator.pp_group, self.last_rank(step), last, communicator.device
-            )
+            v_logs.hand_over(steps.record.data, communicator.pp_group, self.last_rank(step), last, communicator.device)
         megatron.reset_offload(self.config, forward_only, self.inputs.pg_collection)
         if self.alone and forward_only:
             megatron.resynchronise_fsdp(self.inputs.chunks)
@@ -232,7 +236,7 @@ class MegatronHost(Host):
         if in_v and counted is not None:  # on the last stage; finalisation reads them on the last rank
             group = step.communicator.pp_group
             torch.distributed.broadcast(counted, torch.distributed.get_global_rank(group, self.last_rank(step)), group)
-        with load("v_step").shared_gradients_summed() if in_v else nullcontext():
+        with _shared_gradients_summed() if in_v else nullcontext():
             config.finalize_model_grads_func(
                 self.inputs.chunks, counted, **{row.groups_keyword: self.inputs.pg_collection}, **more
             )
@@ -247,3 +251,10 @@ class MegatronHost(Host):
     def last_rank(self, step: Step) -> int:
         """The rank that holds the last stage."""
         return 0 if self.is_in_v(step) else step.communicator.size - 1
+
+
+def _shared_gradients_summed() -> AbstractContextManager[None]:
+    """Around the finalisation of gradients where the chunks are in a V."""
+    from megatron_pp.integrations.megatron.steps.v_step import shared_gradients_summed
+
+    return shared_gradients_summed()

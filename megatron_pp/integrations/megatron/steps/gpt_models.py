@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_pp.common.object_table import ObjectTable
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.on_demand import is_loaded, load
+from megatron_pp.on_demand import MODULES, is_loaded, load
 from megatron_pp.plan.ir.placement import LOOP, V_SHAPE
 from megatron_pp.plan.orders import placement_kind
 
@@ -81,6 +81,11 @@ class Replacement:
         return dict(zip(self.parameters, args, strict=False)) | kwargs
 
 
+def has_built_v() -> bool:
+    """Whether this program has built, or asked for, the chunks of a V."""
+    return is_loaded(MODULES["v_placement"])
+
+
 class PlacedModel(Replacement):
     """Builds a model for its schedule."""
 
@@ -142,5 +147,5 @@ def restore_models() -> None:
         for built, _ in use.in_v.items() if not use.ended else ():
             load("v_placement").refuse_without_install(built)
         use.ended = True
-    if is_loaded("v_placement"):
+    if has_built_v():
         load("v_placement").ask_as_before()

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megatron_pp.integrations.megatron.steps.scope import has_attention_residuals
-from megatron_pp.on_demand import load
 from megatron_pp.runtime.communicators import pipeline_group
 
 if TYPE_CHECKING:
@@ -23,7 +22,9 @@ def shapes_of_sides(host: MegatronHost) -> tuple[list[Any], list[Any]]:
         return host.ask(config, pp_group=group, is_recv=True), host.ask(config, pp_group=group, is_recv=False)
     inner = group is not None and group.rank() > 0  # the side of this rank's only chunk on which another stage is
     if has_attention_residuals(config):
-        shapes = load("attention_residuals").between_chunks(host, {"pp_group": group, "is_recv": inner})
+        from megatron_pp.integrations.megatron.steps import attention_residuals
+
+        shapes = attention_residuals.between_chunks(host, {"pp_group": group, "is_recv": inner})
     else:
         shapes = host.ask(config, pp_group=group, is_recv=inner)
     return shapes, list(shapes)

@@ -1,5 +1,5 @@
-"""Steps of Megatron-core's pipelines of several modules (`MultiModulePipelineCommunicator`): which are served, and how
-they run on the engine's plan of a graph of ranks (`features/modules`).
+"""Megatron-core's pipelines of several modules (`MultiModulePipelineCommunicator`): which are served, and their
+graph of ranks (`features/modules`). `modules_host.py` runs them.
 
 Megatron's `BridgeCommunicator` cuts and joins tensors between unequal grids; its functions do that here too. Where its
 leaders broadcast to the other ranks of their tensor-parallel group, the sending leader sends to each of them.
@@ -21,17 +21,8 @@ from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import PlanError
 from megatron_pp.features.modules.graph import Edge, Module, ModuleGraph, module_graphs
 from megatron_pp.features.modules.modules_runner import cut_along
-from megatron_pp.features.modules.modules_step import ModulesPipeline, OnModules, prepared_on_modules, unserved_setting
+from megatron_pp.features.modules.modules_step import ModulesPipeline, unserved_setting
 from megatron_pp.integrations.megatron.releases.release import Megatron
-from megatron_pp.integrations.megatron.settings import InstallSettings
-from megatron_pp.integrations.megatron.steps.call import MegatronHost
-from megatron_pp.integrations.megatron.steps.forward_backward import MegatronSteps, freed_output
-from megatron_pp.plan.ir.instruction import FORWARD
-from megatron_pp.plan.ir.spec import Plan
-from megatron_pp.runtime.arguments import StepInputs
-from megatron_pp.runtime.compute import StepOptions
-from megatron_pp.runtime.host import Host
-from megatron_pp.runtime.step import Step, run_step
 
 _SCHEDULE = "forward_backward_pipelining_without_interleaving"
 _WHAT = "pipelines of several modules"
@@ -97,7 +88,7 @@ def _layout_of(communicator: Any) -> _Layout:
     return found
 
 
-def _pipeline_of(communicator: Any) -> ModulesPipeline:
+def pipeline_of(communicator: Any) -> ModulesPipeline:
     """Kept from step to step; made by all ranks of the job in their first one."""
     layout = _layout_of(communicator)
     found = _PIPELINES.get(layout)
@@ -171,59 +162,3 @@ class _BridgeParts:
     def cut_gradient(self, edge: Edge, grad: torch.Tensor, shapes: Sequence[torch.Size]) -> Sequence[torch.Tensor]:
         """Megatron cuts it equally, which fails where the parts were unequal."""
         return cut_along(self.bridges[edge.module, edge.bridge]._batch_dim, grad, shapes)
-
-
-def run(megatron: Megatron, installed: InstallSettings, arguments: Mapping[str, Any]) -> list[Any]:
-    """One call of Megatron's schedule with several modules: `arguments` are its keywords."""
-    host = ModulesMegatronHost(megatron, installed, arguments)
-    return run_step(prepared_on_modules(host), host)
-
-
-class ModulesMegatronHost(OnModules, MegatronHost):
-    """Of such a call."""
-
-    def __init__(self, megatron: Megatron, installed: InstallSettings, arguments: Mapping[str, Any]) -> None:
-        self.pipeline = _pipeline_of(arguments["p2p_communicator"])
-        Host.__init__(self, StepInputs(len(self.pipeline.gives_loss) > 1, **arguments), alone=False)
-        self.megatron, self.installed = megatron, installed
-        self.config = self.inputs.config
-        self.embedding: Any = None
-
-    def steps(self, step: Step, plan: Plan, options: StepOptions) -> ModuleMegatronSteps:
-        return ModuleMegatronSteps(self.megatron, step, self.overridden_config, options, self.pipeline)
-
-    def is_in_v(self, step: Step) -> bool:
-        return False
-
-    def holds_last_stage(self, step: Step) -> bool:
-        return any(self.pipeline.gives_loss)
-
-
-class ModuleMegatronSteps(MegatronSteps):
-    """With Megatron's backward of several modules. Tensors of the stage before in the same module come in lists."""
-
-    def __init__(
-        self, megatron: Megatron, step: Step, overridden: Any, options: StepOptions, pipeline: ModulesPipeline
-    ) -> None:
-        super().__init__(megatron, step, overridden, options)
-        graph = pipeline.graph
-        assert graph is not None
-        received = graph.edges[FORWARD][step.communicator.rank][0].received
-        self.in_lists = {edge.module for edge in received if not edge.bridge}
-        self.language_model = step.inputs.pg_collection.language_model_module_name
-
-    def forward(self, chunk: int, mb: int, input_tensor: Any) -> Any:
-        given = {name: [tensor] if name in self.in_lists else tensor for name, tensor in input_tensor.items()}
-        return super().forward(chunk, mb, given)
-
-    def backward(self, chunk: int, mb: int, input_tensor: Any, output: Any, output_grad: Any) -> Any:
-        if isinstance(output, dict) and self.deallocates:
-            output = self.backward_root(output)
-        return self.schedules.backward_step_multimodule(
-            input_tensor, output, output_grad, self.overridden, language_model_module_name=self.language_model
-        )
-
-    def backward_root(self, output: Any) -> Any:
-        if isinstance(output, dict):
-            return {name: freed_output(tensor) for name, tensor in output.items()}
-        return freed_output(output)

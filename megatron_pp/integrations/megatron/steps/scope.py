@@ -10,7 +10,6 @@ from megatron_pp.common.module_attributes import wrapped_attribute
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.integrations.megatron.releases.release import Megatron
 from megatron_pp.integrations.megatron.releases.versions import ENTRIES, Row, entry_keywords
-from megatron_pp.on_demand import load
 
 
 def without_defaults(theirs: Callable[..., Any], row: Row, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -35,7 +34,9 @@ def reason_not_served(
     if unknown := _unknown(megatron.row, arguments):
         return f"the keyword argument {unknown[0]!r} of this release's schedules, which it does not know"
     if has_modules(megatron, arguments):
-        found: str | None = load("megatron_modules").reason_not_served(megatron, schedule, arguments, overrides)
+        from megatron_pp.integrations.megatron.steps import modules
+
+        found: str | None = modules.reason_not_served(megatron, schedule, arguments, overrides)
         return found or _unserved_communicator(megatron, schedule, {}) or _unserved_config(schedule, arguments)
     return _unserved_communicator(megatron, schedule, arguments) or _unserved_config(schedule, arguments)
 
@@ -97,8 +98,11 @@ def _first_chunk(arguments: Mapping[str, Any]) -> Any:
 def _unserved_config(schedule: str, arguments: Mapping[str, Any]) -> str | None:
     chunk = _first_chunk(arguments)
     config = wrapped_attribute(chunk, "config")
-    if is_combined(config, arguments.get("forward_only", False)) and (reason := load("combined").reason(chunk)):
-        return str(reason)
+    if is_combined(config, arguments.get("forward_only", False)):
+        from megatron_pp.integrations.megatron.steps import combined
+
+        if reason := combined.reason(chunk):
+            return reason
     if getattr(config, "hybrid_context_parallel", False):
         if (size := getattr(config, "pipeline_model_parallel_size", 1)) > 1:
             raise ScheduleInputError(
@@ -113,7 +117,9 @@ def _unserved_config(schedule: str, arguments: Mapping[str, Any]) -> str | None:
     if _captures_whole_step(config):
         return "CUDA graphs of a whole iteration (config.cuda_graph_impl, config.cuda_graph_scope)"
     if has_attention_residuals(config):
-        return load("attention_residuals").reason_not_served(schedule)
+        from megatron_pp.integrations.megatron.steps import attention_residuals
+
+        return attention_residuals.reason_not_served(schedule)
     return None
 
 

@@ -22,7 +22,7 @@ from examples.gpt.checkpoint import LATEST, check_layout, find_checkpoint, load_
 from examples.gpt.errors import CheckpointError, TrainingError
 from examples.gpt.metrics import Recorder, read_metrics
 from examples.gpt.settings import Settings, parse
-from megatron_pp.config.conversions import read_flag
+from megatron_pp.config.conversions import chosen_steps, read_flag
 from megatron_pp.config.layout_text import layers_per_stage
 from megatron_pp.errors import (
     ConfigError,
@@ -40,7 +40,6 @@ from megatron_pp.plan.ir.instruction_text import parse_instruction, parse_progra
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.verify.verifier import verify
 from megatron_pp.tracing.files import RunHeader, StepRecord, header_line, plan_line, step_line, sync_line
-from megatron_pp.tracing.recorder import chosen_steps
 from megatron_pp.tracing.run import load_run
 from testkit.forged import sealed
 from testkit.mutation import DEEP, mutated_bytes, mutated_json, mutated_text
