@@ -22,7 +22,7 @@ from megatron_pp.runtime.deallocate import custom_backward, deallocate_output_te
 from megatron_pp.runtime.host import Host
 from megatron_pp.runtime.message_shapes import tensor_shapes
 from megatron_pp.runtime.model_steps import ModelSteps
-from megatron_pp.runtime.step import prepared, run_step
+from megatron_pp.runtime.run_step import prepared, run_step
 
 if TYPE_CHECKING:
     from megatron_pp.comm.p2p_communicator import P2PCommunicator

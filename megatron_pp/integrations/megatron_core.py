@@ -34,7 +34,7 @@ from megatron_pp.integrations.megatron.steps.call import MegatronHost
 from megatron_pp.integrations.megatron.steps.gpt_models import has_built_v, model_classes, place_models, restore_models
 from megatron_pp.integrations.megatron.steps.scope import has_modules, reason_not_served, without_defaults
 from megatron_pp.runtime.arguments import check_required
-from megatron_pp.runtime.step import prepared, run_step
+from megatron_pp.runtime.run_step import prepared, run_step
 
 __all__ = ["NotServedError", "UnknownMegatronError", "install", "installed", "is_installed", "uninstall"]
 

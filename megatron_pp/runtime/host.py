@@ -18,10 +18,10 @@ from megatron_pp.runtime.executor import Feature
 from megatron_pp.runtime.gradient_hooks import finalize_gradients, unsynchronised
 from megatron_pp.runtime.log_once import certify_once
 from megatron_pp.runtime.message_shapes import tensor_shapes
+from megatron_pp.runtime.step import Step
 from megatron_pp.runtime.step_features import features_in, kind_of_steps
 
 if TYPE_CHECKING:
-    from megatron_pp.runtime.step import Step
     from megatron_pp.weight_grad.store import WeightGradStore
 
 

@@ -35,7 +35,7 @@ MACHINE = {
     "faults": "attach consistency guard heartbeat liveness peers places records tracker watchdog",
     "runtime": (
         "arguments chunk_places communicators compute deallocate executor gradient_hooks host log_once message_shapes "
-        "plan_choice step step_features"
+        "plan_choice run_step step step_features"
     ),
     "tracing": "observers",
 }

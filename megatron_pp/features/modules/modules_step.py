@@ -32,7 +32,8 @@ from megatron_pp.runtime.log_once import certify_once
 from megatron_pp.runtime.message_shapes import Messages, Shapes
 from megatron_pp.runtime.model_steps import ModelSteps
 from megatron_pp.runtime.plan_choice import fields_of_device
-from megatron_pp.runtime.step import Step, StepRequest, communicator_of, observers_of, run_step
+from megatron_pp.runtime.run_step import communicator_of, observers_of, run_step
+from megatron_pp.runtime.step import Step, StepRequest
 
 _ONE_F_ONE_B = "1f1b"
 

@@ -32,7 +32,7 @@ from megatron_pp.plan.ir.placement import V_SHAPE, Placement
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.orders import find_family
 from megatron_pp.runtime.communicators import communicator_for
-from megatron_pp.runtime.step import prepared, run_step
+from megatron_pp.runtime.run_step import prepared, run_step
 
 OUR_NAME = {
     "gpipe": "gpipe",

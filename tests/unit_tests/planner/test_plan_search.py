@@ -24,7 +24,7 @@ from megatron_pp.planner.bound import lower_bound
 from megatron_pp.planner.plan_search import SearchResult, peak_memory
 from megatron_pp.runtime.arguments import StepInputs
 from megatron_pp.runtime.host import Host
-from megatron_pp.runtime.step import prepared
+from megatron_pp.runtime.run_step import prepared
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import ThreadGroup
 from megatron_pp.testing.toy import toy_chunks, toy_config, toy_forward_step

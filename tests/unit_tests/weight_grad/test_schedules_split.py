@@ -18,7 +18,7 @@ from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.runtime import log_once
 from megatron_pp.runtime.arguments import StepInputs
 from megatron_pp.runtime.host import Host
-from megatron_pp.runtime.step import prepared
+from megatron_pp.runtime.run_step import prepared
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import (
     TOY_SCHEDULES,

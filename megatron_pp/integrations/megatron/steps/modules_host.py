@@ -16,7 +16,8 @@ from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.runtime.arguments import StepInputs
 from megatron_pp.runtime.compute import StepOptions
 from megatron_pp.runtime.host import Host
-from megatron_pp.runtime.step import Step, run_step
+from megatron_pp.runtime.run_step import run_step
+from megatron_pp.runtime.step import Step
 
 
 def run(megatron: Megatron, installed: InstallSettings, arguments: Mapping[str, Any]) -> list[Any]:
