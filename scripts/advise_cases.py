@@ -23,10 +23,11 @@ from megatron_pp.tools.advise.candidates import Candidate, cut_model, states_of 
 from megatron_pp.tools.advise.evaluate import Outcome, evaluate  # noqa: E402
 from megatron_pp.tools.advise.fit import Room, fitted  # noqa: E402
 from megatron_pp.tools.advise.gpus import GPUS, Gpu  # noqa: E402
+from megatron_pp.tools.advise.layer_sizes import Latent  # noqa: E402
 from megatron_pp.tools.advise.model import LETTERS, PART, Layer, Model, layer  # noqa: E402
 from megatron_pp.tools.advise.pipeline_search import search  # noqa: E402
 from megatron_pp.tools.advise.question import Question  # noqa: E402
-from megatron_pp.tools.advise.transformer import Latent, Transformer  # noqa: E402
+from megatron_pp.tools.advise.transformer import Transformer  # noqa: E402
 
 PAGE = ROOT / "docs" / "advise.md"
 NAMED = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zb", "zb_v", "v_half", "v_min")

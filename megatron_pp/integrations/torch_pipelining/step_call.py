@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from megatron_pp.config.model_config import ModelParallelConfig
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
+from megatron_pp.integrations.torch_pipelining.agreement import Ranks
 from megatron_pp.integrations.torch_pipelining.batch import Batch
 from megatron_pp.integrations.torch_pipelining.hops import Edge, HopRunner
 from megatron_pp.integrations.torch_pipelining.last_outputs import LastOutputs
+from megatron_pp.integrations.torch_pipelining.splitting import Splitting
 from megatron_pp.integrations.torch_pipelining.stage_steps import StageSteps
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.plan.orders import find_family
@@ -23,8 +25,21 @@ from megatron_pp.runtime.executor import Feature
 from megatron_pp.runtime.host import Host
 from megatron_pp.runtime.step import Step
 
-if TYPE_CHECKING:
-    from megatron_pp.integrations.torch_pipelining.schedule import PlanSchedule
+
+class StagesOfRank(Protocol):
+    """What a step needs of a ``PlanSchedule``, whose words these are."""
+
+    calls: list[Any]
+    group: Any
+    loss_fn: Callable[..., Any] | None
+    merge_spec: Any
+    n_microbatches: int
+    ranks: Ranks
+    schedule: str
+    splitting: Splitting
+
+    @property
+    def step(self) -> Callable[..., Any]: ...
 
 
 class TorchHost(Host):
@@ -35,7 +50,7 @@ class TorchHost(Host):
 
     def __init__(
         self,
-        schedule: PlanSchedule,
+        schedule: StagesOfRank,
         config: ModelParallelConfig,
         batch: Batch,
         edges: Sequence[Edge],

@@ -11,12 +11,9 @@ ring, and an all-to-all of ``topk`` copies of each token to experts and back.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from megatron_pp.plan.simulate.memory import NONE
-
-if TYPE_CHECKING:
-    from megatron_pp.tools.advise.transformer import Transformer
+from megatron_pp.tools.advise.layer_sizes import LayerSizes
 
 _SCAN = 7  # operations per token, channel and state of Mamba's scan (Megatron's count)
 
@@ -51,13 +48,13 @@ class Part:
     tokens: float = 0.0
 
 
-def _products(model: Transformer, rows: float, inner: float, outer: float, *modules: str, **more: float) -> Part:
+def _products(model: LayerSizes, rows: float, inner: float, outer: float, *modules: str, **more: float) -> Part:
     """``rows`` tokens of width ``inner``, multiplied into ``outer``."""
     operands = rows * (inner + outer) * model.shape.element_bytes
     return Part(modules, 2 * rows * inner * outer, parameters=inner * outer, operands=operands, **more)
 
 
-def _around(model: Transformer) -> list[Part]:
+def _around(model: LayerSizes) -> list[Part]:
     """Normalisation, residual sum and dropout around attention or a feed-forward part, with its collectives: what is
     outside tensor parallelism (10 s b h for two in arXiv 2205.05198, 4.2).
     """
@@ -68,7 +65,7 @@ def _around(model: Transformer) -> list[Part]:
     return [Part(("layernorm",), moved=2 * width, kept=width), rest]
 
 
-def attention(model: Transformer, reached: int | None = None) -> list[Part]:
+def attention(model: LayerSizes, reached: int | None = None) -> list[Part]:
     """Heads, or groups of them that share keys and values; a query reads ``reached`` keys at most."""
     shape, heads = model.shape, model.heads
     t, nbytes = shape.tensor_parallel, shape.tokens * shape.element_bytes
@@ -79,11 +76,11 @@ def attention(model: Transformer, reached: int | None = None) -> list[Part]:
     return [*_around(model), into, _core(model, query, query, pairs, reached), _output(model, query)]
 
 
-def windowed_attention(model: Transformer) -> list[Part]:
+def windowed_attention(model: LayerSizes) -> list[Part]:
     return attention(model, None if model.window is None else model.window + 1)
 
 
-def _core(model: Transformer, query: float, value: float, pairs: float, reached: int | None = None) -> Part:
+def _core(model: LayerSizes, query: float, value: float, pairs: float, reached: int | None = None) -> Part:
     """Two products, of queries and keys and with values. ``pairs``: width of keys and values, which go around a ring of
     ranks or to all, or, as heads, through an all-to-all. Kernels that are not fused keep a score for each pair of
     tokens (5 a s s b in arXiv 2205.05198, of which dropout has 3).
@@ -98,19 +95,19 @@ def _core(model: Transformer, query: float, value: float, pairs: float, reached:
     return Part(("core_attn",), core=flops, kept=scores, context=sent)
 
 
-def _keys(model: Transformer, reached: int | None = None) -> float:
+def _keys(model: LayerSizes, reached: int | None = None) -> float:
     """Keys that a query reads, on average: where causal, half of the sequence, or of that the last ``reached``."""
     length = model.shape.seq_length
     whole = length / 2 if model.causal else length
     return whole if reached is None or reached >= length else reached - reached**2 / (2 * length)
 
 
-def _output(model: Transformer, width: float) -> Part:
+def _output(model: LayerSizes, width: float) -> Part:
     nbytes = model.shape.tokens * width * model.shape.element_bytes
     return _products(model, model.shape.tokens, width, model.shape.hidden_size, kept=nbytes, late=nbytes)
 
 
-def latent_attention(model: Transformer, reached: int | None = None) -> list[Part]:
+def latent_attention(model: LayerSizes, reached: int | None = None) -> list[Part]:
     """Queries, keys and values from latents (arXiv 2405.04434, section 2.1)."""
     shape, mla = model.shape, model.latent
     assert mla is not None
@@ -131,7 +128,7 @@ def latent_attention(model: Transformer, reached: int | None = None) -> list[Par
     return [*_around(model), into, *up, core, _output(model, value)]
 
 
-def sparse_attention(model: Transformer) -> list[Part]:
+def sparse_attention(model: LayerSizes) -> list[Part]:
     """Latent attention to the keys that an indexer chooses (DeepSeek-V3.2-Exp, section 2.1), by a kernel that reads no
     others. The indexer is not split over tensor-parallel ranks, and is trained by a loss of its own, not counted.
     """
@@ -144,7 +141,7 @@ def sparse_attention(model: Transformer) -> list[Part]:
     return [*latent_attention(model, indexer.topk), queries, _products(model, rows, shape.hidden_size, into), scores]
 
 
-def _feed_forward(model: Transformer, rows: float, width: float, *modules: str) -> list[Part]:
+def _feed_forward(model: LayerSizes, rows: float, width: float, *modules: str) -> list[Part]:
     """The products of a feed-forward part with ``width`` on this rank, and its activation function in between."""
     h, gate = model.shape.hidden_size, 2 if model.gated else 1
     nbytes = rows * model.shape.element_bytes * width
@@ -154,12 +151,12 @@ def _feed_forward(model: Transformer, rows: float, width: float, *modules: str) 
     return [first, act, second]
 
 
-def dense(model: Transformer) -> list[Part]:
+def dense(model: LayerSizes) -> list[Part]:
     width = model.ffn / model.shape.tensor_parallel
     return [*_around(model), *_feed_forward(model, model.shape.tokens, width, "mlp")]
 
 
-def moe(model: Transformer) -> list[Part]:
+def moe(model: LayerSizes) -> list[Part]:
     """Routed experts, evenly loaded, and the shared expert. Each rank sends its own tokens, which sequence parallelism
     has split; ranks that split experts (expert tensor parallelism) gather theirs.
     """
@@ -187,7 +184,7 @@ def moe(model: Transformer) -> list[Part]:
     return parts
 
 
-def mamba(model: Transformer) -> list[Part]:
+def mamba(model: LayerSizes) -> list[Part]:
     """A Mamba-2 mixer (arXiv 2405.21060); its scan moves its inputs and outputs more than it computes."""
     shape, sizes, t = model.shape, model.mamba, model.shape.tensor_parallel
     inner = (sizes.heads * sizes.head_dim if sizes.heads else 2 * shape.hidden_size) / t
@@ -201,7 +198,7 @@ def mamba(model: Transformer) -> list[Part]:
     return [*_around(model), into, scan, _output(model, inner)]
 
 
-def gated_delta_net(model: Transformer) -> list[Part]:
+def gated_delta_net(model: LayerSizes) -> list[Part]:
     """Linear attention (arXiv 2412.06464), with Megatron's count of its convolution and delta rule."""
     shape, sizes, t = model.shape, model.linear, model.shape.tensor_parallel
     keys, values = sizes.key_heads * sizes.key_dim / t, sizes.value_heads * sizes.value_dim / t

@@ -8,11 +8,12 @@ data parallelism, the optimizer, and launches of kernels.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.simulate.memory import FULL, ModelShape
+from megatron_pp.plan.simulate.memory import FULL
 from megatron_pp.tools.advise.gpus import GB, PROCESSORS, Gpu, Rates
+from megatron_pp.tools.advise.layer_sizes import LayerSizes
 from megatron_pp.tools.advise.model import (
     DECODER,
     EMBEDDING,
@@ -29,133 +30,10 @@ _BACKWARD = 2.5  # operations of attention's backward over its forward: the scor
 
 
 @dataclass(frozen=True)
-class Latent:
-    """Ranks and widths of multi-latent attention, by Megatron's names; ``q_rank`` 0: queries have no latent."""
+class Transformer(LayerSizes):
+    """A decoder-only or hybrid model. ``encoder``: another model before the first layer, on the first stage."""
 
-    q_rank: int = 512
-    kv_rank: int = 512
-    qk_head_dim: int = 128
-    rotary_dim: int = 64
-    v_head_dim: int = 128
-
-
-@dataclass(frozen=True)
-class Mamba:
-    """Sizes of a Mamba-2 mixer; heads 0: as many as make up twice the hidden size."""
-
-    state_dim: int = 128
-    head_dim: int = 64
-    groups: int = 8
-    heads: int = 0
-
-
-@dataclass(frozen=True)
-class Linear:
-    """Heads of linear attention, by Megatron's names; ``conv``: width of its convolution."""
-
-    key_dim: int = 128
-    value_dim: int = 128
-    key_heads: int = 16
-    value_heads: int = 32
-    conv: int = 4
-
-
-@dataclass(frozen=True)
-class Indexer:
-    """It chooses ``topk`` earlier tokens for each query of sparse attention."""
-
-    heads: int = 64
-    dim: int = 128
-    topk: int = 2048
-
-
-@dataclass(frozen=True)
-class Transformer:
-    """A decoder-only or hybrid model, before any parallel split.
-
-    shape              sizes, parallel ranks and micro-batch; its ``ffn_hidden_size`` is that of dense layers
-    gated              SwiGLU and its like: three products in the feed-forward part
-    query_groups       heads of keys and values; None: as many as heads
-    kv_channels        width of a head; None: the hidden size over heads
-    latent             of multi-latent attention; None: heads attend
-    mamba, linear, indexer  of those mixers
-    window             keys that a query of windowed attention reads beside its own; None: there is none
-    mixers             each layer's attention, by the letters of MIXERS; empty: all layers have the same
-    experts, top_k     of MoE layers: how many there are, and how many a token goes through; 0: all layers are dense
-    expert_hidden      width of an expert, shared_hidden that of the shared one; ``moe_latent`` the width of its tokens
-    moe_layers         1 for each MoE layer, 0 for each dense one, in model order
-    expert_parallel    ranks that share the experts, and ``expert_split`` those that split each; None: as tensors are
-    groups             (groups that a token's experts are from, groups of experts), where routing is limited to some
-    once               a token is sent once to a domain or rank, whatever number of its experts is there (flex)
-    hides              (experts', tensors'): collectives that Megatron runs beside computation
-    context_comm       p2p, all_gather or a2a
-    modules            what ``--recompute-modules`` names
-    fp8                matrix products of layers have 8 bits
-    pattern            letters of a hybrid model's layers; empty: each layer is attention and a feed-forward part
-    mtp_layers         multi-token prediction layers, whose losses are with the last stage's; of a hybrid model each has
-                       the letters ``mtp_pattern``
-    spread_mtp         or may lie, each by itself, on other stages (NVIDIA/Megatron-LM#5318 and #5329)
-    encoder            another model before the first layer, on the first stage
-    causal             attention reads earlier tokens only
-    dropout            attention drops scores, where its kernels are not fused
-    """
-
-    shape: ModelShape
-    gated: bool = False
-    query_groups: int | None = None
-    experts: int = 0
-    top_k: int = 1
-    expert_hidden: int | None = None
-    shared_hidden: int = 0
-    moe_layers: tuple[int, ...] = ()
-    expert_parallel: int = 1
-    mtp_layers: int = 0
-    spread_mtp: bool = False
-    kv_channels: int | None = None
-    latent: Latent | None = None
-    mamba: Mamba = field(default_factory=Mamba)
-    linear: Linear = field(default_factory=Linear)
-    indexer: Indexer = field(default_factory=Indexer)
-    window: int | None = None
-    mixers: str = ""
-    moe_latent: int = 0
-    expert_split: int | None = None
-    groups: tuple[int, int] = (0, 0)
-    once: bool = False
-    hides: tuple[bool, bool] = (False, False)
-    context_comm: str = "p2p"
-    modules: frozenset[str] = frozenset()
-    fp8: bool = False
-    pattern: str = ""
-    mtp_pattern: str = ""
     encoder: Transformer | None = None
-    causal: bool = True
-    dropout: bool = True
-
-    @property
-    def heads(self) -> int:
-        return self.shape.num_attention_heads or 1
-
-    @property
-    def head_dim(self) -> float:
-        return self.kv_channels or self.shape.hidden_size / self.heads
-
-    @property
-    def ffn(self) -> int:
-        return self.shape.ffn_hidden_size or 4 * self.shape.hidden_size
-
-    @property
-    def expert_width(self) -> int:
-        return self.expert_hidden or self.ffn
-
-    @property
-    def expert_tensor(self) -> int:
-        return self.expert_split or self.shape.tensor_parallel
-
-    @property
-    def message_tokens(self) -> float:
-        """Tokens of a rank outside tensor parallelism."""
-        return self.shape.tokens / (self.shape.tensor_parallel if self.shape.sequence_parallel else 1)
 
     def model(self, gpu: Gpu, efficiency: float | None = None) -> Model:
         """Its layers' costs on ``gpu``, where matrix products reach the share ``efficiency`` of the peak."""

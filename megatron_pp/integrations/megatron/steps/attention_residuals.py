@@ -8,15 +8,13 @@ the others, and its width is that of the widest message between any two stages.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.integrations.megatron.releases.versions import ENTRIES
 from megatron_pp.integrations.megatron.settings import with_overrides
-
-if TYPE_CHECKING:
-    from megatron_pp.integrations.megatron.steps.call import MegatronHost
 
 FIELD = "enable_attention_residuals"
 _MODULE = "megatron.core.transformer.attention_residual"
@@ -48,12 +46,11 @@ def refuse_v(schedule: str) -> None:
     )
 
 
-def between_chunks(host: MegatronHost, side: dict[str, Any]) -> list[Any]:
+def between_chunks(ask: Callable[..., list[Any]], config: Any, side: dict[str, Any]) -> list[Any]:
     """The shapes of messages between stages with several chunks a rank: of a model without such residuals, as
     `get_tensor_shapes` gives them for ``side``, times the number of sums in the widest message."""
-    config = host.overridden_config
     slices = getattr(_of_release(), _WIDTH)(config)
-    plain = host.ask(with_overrides(config, {FIELD: False}), **side)
+    plain = ask(with_overrides(config, {FIELD: False}), **side)
     return [(slices * shape[0], *shape[1:]) for shape in plain]
 
 

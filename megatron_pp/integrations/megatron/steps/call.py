@@ -170,7 +170,7 @@ class MegatronHost(Host):
         if takes_side(self.megatron.schedules.get_tensor_shapes):
             from megatron_pp.integrations.megatron.steps import message_sides
 
-            return message_sides.shapes_of_sides(self)
+            return message_sides.shapes_of_sides(self.inputs, self.alone, self.overridden_config, self.ask)
         shapes = self.ask(self.overridden_config)
         return shapes, list(shapes)
 

@@ -5,26 +5,27 @@ Residuals messages grow from stage to stage.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from megatron_pp.integrations.megatron.steps.scope import has_attention_residuals
+from megatron_pp.runtime.arguments import StepInputs
 from megatron_pp.runtime.communicators import pipeline_group
 
-if TYPE_CHECKING:
-    from megatron_pp.integrations.megatron.steps.call import MegatronHost
 
-
-def shapes_of_sides(host: MegatronHost) -> tuple[list[Any], list[Any]]:
-    """What this rank receives and what it sends. With several chunks a rank all messages have one shape."""
-    group = pipeline_group(host.inputs, host.alone)
-    config = host.overridden_config
-    if not host.inputs.chunked:
-        return host.ask(config, pp_group=group, is_recv=True), host.ask(config, pp_group=group, is_recv=False)
+def shapes_of_sides(
+    inputs: StepInputs, alone: bool, config: Any, ask: Callable[..., list[Any]]
+) -> tuple[list[Any], list[Any]]:
+    """What this rank receives and what it sends. With several chunks a rank all messages have one shape. ``ask``:
+    Megatron's `get_tensor_shapes` for a config and a side."""
+    group = pipeline_group(inputs, alone)
+    if not inputs.chunked:
+        return ask(config, pp_group=group, is_recv=True), ask(config, pp_group=group, is_recv=False)
     inner = group is not None and group.rank() > 0  # the side of this rank's only chunk on which another stage is
     if has_attention_residuals(config):
         from megatron_pp.integrations.megatron.steps import attention_residuals
 
-        shapes = attention_residuals.between_chunks(host, {"pp_group": group, "is_recv": inner})
+        shapes = attention_residuals.between_chunks(ask, config, {"pp_group": group, "is_recv": inner})
     else:
-        shapes = host.ask(config, pp_group=group, is_recv=inner)
+        shapes = ask(config, pp_group=group, is_recv=inner)
     return shapes, list(shapes)

@@ -10,6 +10,7 @@ from megatron_pp.errors import PlanError
 from megatron_pp.plan.simulate.memory import ModelShape
 from megatron_pp.tools.advise.fit import layout_text
 from megatron_pp.tools.advise.gpus import ATTENTION, GPUS, LINK, PROCESSORS, Gpu
+from megatron_pp.tools.advise.layer_sizes import Latent, Mamba
 from megatron_pp.tools.advise.megatron_args import read_megatron_args, transformer_of
 from megatron_pp.tools.advise.model import EMBEDDING
 from megatron_pp.tools.advise.parts import (
@@ -21,7 +22,7 @@ from megatron_pp.tools.advise.parts import (
     sparse_attention,
     windowed_attention,
 )
-from megatron_pp.tools.advise.transformer import Latent, Mamba, Transformer
+from megatron_pp.tools.advise.transformer import Transformer
 
 FREE = Gpu(1e30, 80, 1e30, 1e12, network=1e11)  # computes in no time
 SHAPE = ModelShape(4, 4096, 4096, num_attention_heads=32)
