@@ -16,7 +16,7 @@ from megatron_pp.config.checks import nearest_multiples, whole_number
 from megatron_pp.errors import LayoutError
 from megatron_pp.plan.ir.placement import Placement
 
-Layout = str | Sequence[int] | Sequence[Sequence[int]] | Sequence[Sequence[str]]
+LayerLayout = str | Sequence[int] | Sequence[Sequence[int]] | Sequence[Sequence[str]]
 
 _EMBEDDING, _DECODER, _LOSS = "embedding", "decoder", "loss"
 _LETTERS = {"E": _EMBEDDING, "t": _DECODER, "L": _LOSS}
@@ -30,7 +30,7 @@ def chunks_text(place: Placement) -> str:
     return "1 chunk" if place.num_chunks == 1 else f"{place.num_chunks} chunks"
 
 
-def layers_per_stage(layout: Layout) -> list[int]:
+def layers_per_stage(layout: LayerLayout) -> list[int]:
     """The number of layers of each stage, in model order. Raises LayoutError where the layout is none of the accepted
     kinds, names an unknown layer, repeats, skips or reorders layer numbers, or puts embedding or loss anywhere but at
     the two ends."""
@@ -130,7 +130,7 @@ def _is_whole(entry: object) -> bool:
     return isinstance(entry, int) and not isinstance(entry, bool)
 
 
-def counts_of(layout: Layout, num_layers: int, place: Placement) -> list[int]:
+def counts_of(layout: LayerLayout, num_layers: int, place: Placement) -> list[int]:
     """Layers of each stage of ``place``. Raises LayoutError where they are not ``num_layers`` on that many stages."""
     counts = layers_per_stage(layout)
     if len(counts) != place.num_stages:

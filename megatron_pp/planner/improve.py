@@ -46,7 +46,7 @@ def improved(problem: Problem, found: Scheduled, least: float, budget: int, most
     least   a bound: reaching it ends the search
     budget  work in single operations looked at: a second is some two million
     """
-    return _Search(problem, found).run(least, budget, most)
+    return _Improvement(problem, found).run(least, budget, most)
 
 
 class _Shop:
@@ -169,7 +169,7 @@ class _Shop:
         return self.times[user] + tails[user] + self.transfers[number]
 
 
-class _Search:
+class _Improvement:
     def __init__(self, problem: Problem, found: Scheduled) -> None:
         self.found = found
         whole = any(at.op == BACKWARD for order in found.orders for at in order)

@@ -23,7 +23,7 @@ def no_wait(problem: Problem) -> Scheduled | None:
 
 
 @dataclass
-class _Rank:
+class _UnblockedRank:
     """What one rank runs and keeps.
 
     runs     (start, end, operation), sorted
@@ -37,8 +37,8 @@ class _Rank:
     changes: list[tuple[float, float]] = field(default_factory=list)
     waiting: list[tuple[float, int, int]] = field(default_factory=list)  # end, stage, microbatch
 
-    def copied(self) -> _Rank:
-        return _Rank(self.limit, self.kept, self.runs.copy(), self.changes.copy(), self.waiting.copy())
+    def copied(self) -> _UnblockedRank:
+        return _UnblockedRank(self.limit, self.kept, self.runs.copy(), self.changes.copy(), self.waiting.copy())
 
     def free_from(self, time: float, took: float) -> float:
         """The first start, not before ``time``, of something that takes ``took``."""
@@ -61,7 +61,7 @@ class _Trips:
     def __init__(self, problem: Problem) -> None:
         self.problem, self.costs, self.memory = problem, problem.costs, problem.memory
         self.homes = problem.placement.homes
-        self.ranks = [_Rank(limit * (1 + ROUNDING)) for limit in problem.memory.limits]
+        self.ranks = [_UnblockedRank(limit * (1 + ROUNDING)) for limit in problem.memory.limits]
         stages = range(len(self.homes))
         self.path: list[tuple[float, str, int]] = []  # of a microbatch: start, operation, stage
         now, before = 0.0, self.homes[0][0]
@@ -110,7 +110,7 @@ class _Trips:
             self.ranks = ranks
         return later
 
-    def _add(self, rank: _Rank, start: float, op: str, stage: int, mb: int) -> None:
+    def _add(self, rank: _UnblockedRank, start: float, op: str, stage: int, mb: int) -> None:
         end, forward, weight = start + self.costs.of(op, stage), self.memory.forward[stage], self.memory.weight[stage]
         insort(rank.runs, (start, end, instruction(op, self.homes[stage][1], mb)))
         if op == FORWARD:
@@ -121,7 +121,7 @@ class _Trips:
         else:
             rank.changes.append((end, -weight))
 
-    def _run_weight(self, rank: _Rank) -> float:
+    def _run_weight(self, rank: _UnblockedRank) -> float:
         """Run the oldest weight gradient. Returns its end."""
         after, stage, mb = rank.waiting.pop(0)
         took = self.costs.of(WEIGHT_GRAD, stage)
@@ -129,7 +129,7 @@ class _Trips:
         self._add(rank, start, WEIGHT_GRAD, stage, mb)
         return start + took
 
-    def _make_room(self, rank: _Rank, since: float) -> float:
+    def _make_room(self, rank: _UnblockedRank, since: float) -> float:
         """Run weight gradients for the forwards from ``since`` on; or return how much later they may have room."""
         for now in sorted(start for start, _, at in rank.runs if at.op == FORWARD and start >= since - _CLOSE):
             while rank.waiting and rank.kept_at(now) > rank.limit:

@@ -87,7 +87,7 @@ def search(
     once. Raises PlanError where nothing keeps to the memory limit, with the least that a family needs.
     """
     placement = Placement(placement_kind, spec.pipeline_size, spec.num_chunks)
-    return _Search(spec, placement, families, _Patience(announce, spec)).run()
+    return _PlanSearch(spec, placement, families, _Patience(announce, spec)).run()
 
 
 def default_measured(placement: Placement) -> Measured:
@@ -131,7 +131,7 @@ def _may_run(plan: Plan) -> bool:
     return True
 
 
-class _Search:
+class _PlanSearch:
     def __init__(self, spec: PlanSpec, placement: Placement, families: Iterable[Family], patience: _Patience) -> None:
         self.spec = spec
         self.placement = placement
@@ -279,7 +279,7 @@ class _Search:
             if self.costs.microbatches:
                 fewer = replace(self.measured, microbatches=self.costs.microbatches[:pilot_size])
                 smaller = replace(smaller, measured=fewer)
-            pilot = _Search(smaller, self.placement, self.families, self.patience)
+            pilot = _PlanSearch(smaller, self.placement, self.families, self.patience)
             first = pilot._seeds(pilot._named_orders())
             promising = {(t.seed, t.rules) for t in pilot._try(first.items(), _Pool())}
             return self._try(seeds.items(), _Pool(least), promising)

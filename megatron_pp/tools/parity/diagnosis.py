@@ -32,13 +32,13 @@ class Smallest:
 
 def smallest(layout: Layout, found: Comparison, compare: Compare) -> Smallest:
     """``found``: how ``layout`` differs."""
-    search = _Search(layout, found, compare)
+    search = _FaultSearch(layout, found, compare)
     search.drop_parts()
     search.halve_sizes()
     return Smallest(search.layout, search.guilty(), search.comparison)
 
 
-class _Search:
+class _FaultSearch:
     def __init__(self, layout: Layout, found: Comparison, compare: Compare) -> None:
         self.layout, self.comparison, self.compare = layout, found, compare
 

@@ -44,7 +44,7 @@ class Program:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _RunOfProgram:
     """``engine``: None for one process. ``restored``: folder of a checkpoint."""
 
     layout: Layout
@@ -59,7 +59,7 @@ class Runs:
 
     program: Program
     folder: Path
-    done: dict[_Run, list[Record]] = field(default_factory=dict)
+    done: dict[_RunOfProgram, list[Record]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def layout(self, layout: Layout, engine: str, dtype: str) -> list[Record]:
@@ -67,9 +67,11 @@ class Runs:
         one. Raises RunError."""
         self.alone(layout, dtype)
         if not layout.checkpoint:
-            return self._run(_Run(layout, engine, dtype))
-        whole = _Run(layout.alone(), None, dtype)
-        parts = _Run(replace(layout, checkpoint=SAVE), engine, dtype)  # the same run for all that is done with it
+            return self._run(_RunOfProgram(layout, engine, dtype))
+        whole = _RunOfProgram(layout.alone(), None, dtype)
+        parts = _RunOfProgram(
+            replace(layout, checkpoint=SAVE), engine, dtype
+        )  # the same run for all that is done with it
         writer = whole if layout.checkpoint == RESTORE else parts
         self._run(writer)
         return self._run(replace(whole if layout.checkpoint == SAVE else parts, restored=self._file(writer)))
@@ -77,7 +79,7 @@ class Runs:
     def alone(self, layout: Layout, dtype: str) -> Record:
         """Of one process that computes the same as ``layout``. It goes on where others end and begin again; up to the
         optimizer's next step if its state is not restored."""
-        record = self._run(_Run(layout.alone(), None, dtype))[0]
+        record = self._run(_RunOfProgram(layout.alone(), None, dtype))[0]
         if not layout.checkpoint:
             return record
         begin = self.program.steps
@@ -108,7 +110,7 @@ class Runs:
     def _file(self, what: object) -> str:
         return str(self.folder / f"file{abs(hash(what))}")
 
-    def _run(self, run: _Run) -> list[Record]:
+    def _run(self, run: _RunOfProgram) -> list[Record]:
         if run not in self.done:
             folder = Path(tempfile.mkdtemp(dir=self.folder))
             weights = f"{self._file(run.layout.alone())}.npz"
@@ -123,14 +125,14 @@ class Runs:
         return self.done[run]
 
 
-def _words(run: _Run) -> str:
+def _words(run: _RunOfProgram) -> str:
     if run.engine is None:
         return "in one process"
     schedule = "this engine's" if run.engine == OURS else "Megatron's"
     return f"under {run.layout.label() or 'one process'}, {schedule} schedule"
 
 
-def _train(program: Program, run: _Run, weights: str, saved: str) -> Record:
+def _train(program: Program, run: _RunOfProgram, weights: str, saved: str) -> Record:
     """The body of a rank. ``saved``: folder of the checkpoint that it saves, if any."""
     import torch
 

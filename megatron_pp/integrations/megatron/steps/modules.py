@@ -62,7 +62,7 @@ def reason_not_served(
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _GridsOfModules:
     """What a communicator of Megatron's is for, and why that is not served; None where it is."""
 
     modules: tuple[Module, ...]
@@ -72,11 +72,11 @@ class _Layout:
 
 
 # Process-wide, as process groups are. Programs may make a communicator for each step.
-_LAYOUTS: ObjectTable[_Layout] = ObjectTable()
-_PIPELINES: dict[_Layout, ModulesPipeline] = {}
+_LAYOUTS: ObjectTable[_GridsOfModules] = ObjectTable()
+_PIPELINES: dict[_GridsOfModules, ModulesPipeline] = {}
 
 
-def _layout_of(communicator: Any) -> _Layout:
+def _layout_of(communicator: Any) -> _GridsOfModules:
     found = _LAYOUTS.get(communicator)
     if found is None:
         grids, bridges = communicator.module_to_grid_map, communicator.bridge_comms
@@ -84,7 +84,9 @@ def _layout_of(communicator: Any) -> _Layout:
         topology = tuple((name, tuple(targets)) for name, targets in communicator.topology.items())
         known = tuple(module for module in modules if module is not None)
         reason = _unserved_grids(communicator, modules)
-        found = _LAYOUTS[communicator] = _Layout(known, topology, tuple(one._batch_dim for one in bridges), reason)
+        found = _LAYOUTS[communicator] = _GridsOfModules(
+            known, topology, tuple(one._batch_dim for one in bridges), reason
+        )
     return found
 
 
