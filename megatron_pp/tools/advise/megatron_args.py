@@ -11,6 +11,7 @@ from megatron_pp.plan.simulate.memory import FULL, NONE, SELECTIVE, ModelShape
 from megatron_pp.tools.advise.layer_sizes import Indexer, Latent, Linear, Mamba
 from megatron_pp.tools.advise.model import PATTERN
 from megatron_pp.tools.advise.transformer import Transformer
+from megatron_pp.tools.flags.hybrid_pattern import HybridPattern
 from megatron_pp.tools.flags.read import words_of_flags
 from megatron_pp.tools.flags.table import options
 
@@ -151,15 +152,15 @@ def _given(args: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, int]:
 
 def _hybrid(args: Mapping[str, Any]) -> tuple[str, list[str]]:
     """Letters of the layers of ``--hybrid-layer-pattern``, and of each MTP layer; pipeline stages are the advisor's."""
-    text = str(args.get("hybrid_layer_pattern", args.get("hybrid_override_pattern", ""))).strip("'\"")
-    main, *mtp = text.replace("|", "").split("/")
+    text = HybridPattern.read(args.get("hybrid_layer_pattern", args.get("hybrid_override_pattern")))
+    main, mtp = text.layers, [*text.predictions]
     unknown_ones = sorted({*main, *"".join(mtp)} - {*PATTERN})
     if unknown_ones or len({*mtp}) > 1 or "" in mtp:
         known = " ".join(PATTERN)
         raise PlanError(
-            f"Megatron's --hybrid-layer-pattern is {text!r}; it has the letters {known}, and equal parts behind /"
+            f"Megatron's --hybrid-layer-pattern is {str(text)!r}; it has the letters {known}, and equal parts behind /"
         )
-    if "E" in text and "num_experts" not in args:
+    if "E" in str(text) and "num_experts" not in args:
         raise PlanError("Megatron's --hybrid-layer-pattern has layers of experts (E), and --num-experts is missing")
     return main, mtp
 

@@ -8,6 +8,7 @@ from megatron_pp.errors import MegatronPPError
 from megatron_pp.tools.check.findings import NOTE, RISK, Finding, Section
 from megatron_pp.tools.check.job import Job
 from megatron_pp.tools.check.stages import Stage, batch_of, chunks_of, microbatches_of, pipeline_size, stages_of
+from megatron_pp.tools.flags.hybrid_pattern import HybridPattern
 
 _WIDTH = 74  # columns of a picture
 _RANKS, _SHOWN = 12, 4  # a longer pipeline is shown by as many ranks at its ends
@@ -180,7 +181,7 @@ def _turned_off(job: Job) -> Iterator[Finding]:
             yield Finding("sequence-parallelism-alone", NOTE, text, "", ("sequence_parallel",))
     layers, pattern = job.given.get("num_layers"), job.get("hybrid_layer_pattern")
     if pattern and isinstance(layers, int):
-        counted = len(str(pattern).split("/")[0].replace("|", ""))
+        counted = len(HybridPattern.read(pattern).layers)
         if counted != layers:
             text = (
                 f"{job.spell('num_layers')} {layers} has no effect: {job.spell('hybrid_layer_pattern')} has {counted} "

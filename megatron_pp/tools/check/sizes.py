@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_pp.tools.flags.hybrid_pattern import HybridPattern
 from megatron_pp.tools.flags.read import defaults as of_parser
 from megatron_pp.tools.parity.layout import stages_of
 
@@ -18,9 +19,8 @@ def completed(given: Mapping[str, Any], gpus: int, defaults: Mapping[str, Any]) 
     dense = parallel[0] * parallel[1] * parallel[2]
     args["data_parallel_size"] = gpus // dense
     _fill(args, "expert_tensor_parallel_size", args.get("tensor_model_parallel_size"))
-    pattern = args.get("hybrid_layer_pattern")
-    if isinstance(pattern, str) and pattern:
-        args["num_layers"] = len(pattern.split("/")[0].replace("|", ""))
+    if layers := HybridPattern.read(args.get("hybrid_layer_pattern")).layers:
+        args["num_layers"] = len(layers)
     heads, hidden = args.get("num_attention_heads"), args.get("hidden_size")
     if isinstance(hidden, int):
         _fill(args, "ffn_hidden_size", int(4 * hidden * 2 / 3 / 64) * 64 if args.get("swiglu") else 4 * hidden)
@@ -63,9 +63,9 @@ def _chunks(args: Mapping[str, Any], stages: int) -> int | None:
     layout = args.get("pipeline_model_parallel_layout")
     if not number and isinstance(layout, str):
         number = len(stages_of(layout)) // stages
-    pattern = args.get("hybrid_layer_pattern")
-    if not number and isinstance(pattern, str) and "|" in pattern:
-        number = len(pattern.split("/")[0].split("|")) // stages
+    pattern = HybridPattern.read(args.get("hybrid_layer_pattern"))
+    if not number and pattern.names_stages:
+        number = len(pattern.stages) // stages
     if not number and isinstance(layout, list):
         number = len(layout) // stages
     if not number and isinstance(layers, int) and isinstance(each, int) and each:

@@ -14,6 +14,7 @@ from typing import Any
 from megatron_pp.config.layout import place_layers
 from megatron_pp.errors import LayoutError
 from megatron_pp.tools.check.job import Job
+from megatron_pp.tools.flags.hybrid_pattern import HybridPattern
 from megatron_pp.tools.parity.layout import stages_of as letters_of
 
 _LETTERS = re.compile(r"[EtmL]*\Z")
@@ -131,12 +132,11 @@ def _letters(job: Job) -> list[str] | None:
         return found
     if isinstance(layout, Sequence) and layout:
         return [_of_names(job, stage) for stage in layout]
-    pattern = str(job.get("hybrid_layer_pattern", ""))
-    if "|" in pattern:
-        main, *mtp = pattern.split("/")
-        texts = ["t" * len(part) for part in main.split("|")]
+    pattern = HybridPattern.read(job.get("hybrid_layer_pattern"))
+    if pattern.names_stages:
+        texts = ["t" * len(stage) for stage in pattern.stages]
         texts[0] = "E" + texts[0]
-        texts[-1] += "m" * len(mtp) + "L"
+        texts[-1] += "m" * len(pattern.predictions) + "L"
         return texts
     return None
 

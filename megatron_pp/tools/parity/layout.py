@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, replace
 
 from megatron_pp.tools.flags.flags import Flags
+from megatron_pp.tools.flags.hybrid_pattern import HybridPattern
 
 TP, PP, CP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"
 EP, ETP = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
@@ -114,7 +115,9 @@ class Layout:
         size = self.size(part) if part in (*_SIZES, "DP") else 0
         if size < 4 or size % 2:
             return None
-        if part == "PP" and (self.flags.having((LAYOUT, STAGE_LAYERS)) or "|" in self.flags.text(HYBRID)):
+        if part == "PP" and (
+            self.flags.having((LAYOUT, STAGE_LAYERS)) or HybridPattern.read(self.flags.text(HYBRID)).names_stages
+        ):
             return None
         if part == "DP":
             return self.resized(size // 2)
@@ -160,12 +163,13 @@ def stages_of(text: str) -> list[str]:
 
 def _with_stages(pattern: str, stages: int) -> str:
     """A pattern of hybrid layers with fewer stages, where it says what they are."""
-    layers, slash, predictions = pattern.partition("/")
-    parts = layers.split("|")
-    if len(parts) > 1:
-        each = len(parts) // stages
-        layers = "|".join("".join(parts[first : first + each]) for first in range(0, each * stages, each))
-    return layers + slash + predictions
+    found = HybridPattern.read(pattern)
+    if found.names_stages:
+        each = len(found.stages) // stages
+        found = found.with_stages(
+            "".join(found.stages[first : first + each]) for first in range(0, each * stages, each)
+        )
+    return str(found)
 
 
 def fewest_processes(flags: Flags) -> int:
@@ -185,7 +189,7 @@ def _chunks(flags: Flags) -> int:
     if pp == 1:
         return 1
     if HYBRID in flags:
-        return max(1, (flags.text(HYBRID).partition("/")[0].count("|") + 1) // pp)
+        return max(1, len(HybridPattern.read(flags.text(HYBRID)).stages) // pp)
     if CHUNKS in flags:
         return flags.number(CHUNKS, 1)
     if LAYOUT in flags:

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from megatron_pp.tools.flags.flags import Flags
+from megatron_pp.tools.flags.hybrid_pattern import HybridPattern
 from megatron_pp.tools.parity import layout as of
 from megatron_pp.tools.parity.layout import Layout, stages_of
 
@@ -153,13 +154,11 @@ def _layers(layout: Layout) -> Flags:
 
 
 def _pattern(text: str, stages: int) -> str:
-    """A layer of each kind on each stage. Stages are divided by "|", predictions of further tokens follow "/"."""
-    layers, *predictions = text.split("/")
-    if "|" in layers:
-        layers = "|".join("".join(dict.fromkeys(stage)) for stage in layers.split("|"))
-    else:
-        layers = "".join(dict.fromkeys(layers)) * stages
-    return "/".join([layers, *("".join(dict.fromkeys(each)) for each in predictions)])
+    """A layer of each kind on each stage."""
+    given = HybridPattern.read(text)
+    kinds = ["".join(dict.fromkeys(stage)) for stage in given.stages]
+    predictions = tuple("".join(dict.fromkeys(each)) for each in given.predictions)
+    return str(HybridPattern(tuple(kinds) if given.names_stages else (kinds[0] * stages,), predictions))
 
 
 def _dense_layers(layout: Layout) -> Flags:

@@ -8,6 +8,7 @@ from megatron_pp.errors import MegatronPPError
 from megatron_pp.tools.check.job import Job
 from megatron_pp.tools.check.rules.rule import MODEL_PARALLEL, Rule, nearest, set_to, unchecked, whole, without
 from megatron_pp.tools.check.stages import Stage, chunks_of, pipeline_size, stages_of
+from megatron_pp.tools.flags.hybrid_pattern import HybridPattern
 
 _LAYOUT, _HYBRID = "pipeline_model_parallel_layout", "hybrid_layer_pattern"
 _STAGE_LAYERS, _CHUNKS = "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"
@@ -30,7 +31,7 @@ def _layers(job: Job) -> Iterator[tuple[str, str]]:
         stages = stages_of(job)
     except MegatronPPError as error:
         stages_wanted = pipeline_size(job) * chunks_of(job)
-        explicit = job.get("pipeline_model_parallel_layout") or "|" in str(job.get("hybrid_layer_pattern", ""))
+        explicit = job.get(_LAYOUT) or HybridPattern.read(job.get(_HYBRID)).names_stages
         ends = any(map(job.get, _ENDS)) and not explicit
         change = _with_other_ends(job) if ends else "" if explicit else _with_other_layers(job, stages_wanted)
         yield str(error), change
