@@ -21,7 +21,7 @@ import torch
 import megatron_pp
 from megatron_pp.comm.transport import P2PRequest, Transport
 from megatron_pp.p2p_communication import P2PCommunicator
-from megatron_pp.runtime import step
+from megatron_pp.runtime import run_step
 from megatron_pp.runtime.stage import PipelineStage
 from megatron_pp.schedules import get_forward_backward_func
 from megatron_pp.testing.threads import ThreadGroup
@@ -149,7 +149,7 @@ class Observer:
 
 
 def test_work_added_to_every_instruction_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "ranges_if_profiling", Observer)
+    monkeypatch.setattr(run_step, "ranges_if_profiling", Observer)
     for case, bound in BOUNDS.items():
         calls, _ = calls_per_virtual_microbatch(*case)
         assert calls > bound, case

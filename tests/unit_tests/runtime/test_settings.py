@@ -16,7 +16,7 @@ from megatron_pp.comm import own_groups
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import P2PError, ScheduleInputError
 from megatron_pp.p2p_communication import P2PCommunicator
-from megatron_pp.runtime import step
+from megatron_pp.runtime import run_step
 from megatron_pp.runtime.arguments import StepInputs
 from megatron_pp.runtime.host import Host
 from megatron_pp.runtime.message_shapes import group_sizes, tensor_shapes
@@ -146,7 +146,7 @@ def test_no_communicator_is_made_for_bad_input(changes: dict[str, Any], monkeypa
     def make(group: Any, config: Any) -> None:
         raise AssertionError("a communicator was made")
 
-    monkeypatch.setattr(step, "communicator_for", make)
+    monkeypatch.setattr(run_step, "communicator_for", make)
     groups = SimpleNamespace(pp=ThreadGroup(0, 2))
     refused(2, 0, {**changes, "p2p_communicator": None, "pg_collection": groups})
     with pytest.raises(AssertionError, match="a communicator was made"):
@@ -275,7 +275,7 @@ def test_a_plug_in_may_let_a_rank_run_without_its_pipeline(tmp_path: Path) -> No
         p2p_communicator=P2PCommunicator(ThreadGroup(1, 2), config, NothingMayPass(2).transport(1)),
     )
     host = Local(inputs, alone=True)
-    assert len(step.run_step(step.prepared(host), host)) == 4
+    assert len(run_step.run_step(run_step.prepared(host), host)) == 4
     assert list(tmp_path.iterdir()) == []
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_pp.runtime import step
+from megatron_pp.runtime import run_step
 from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.testing.adversarial_transports import LastMomentNetwork
 from megatron_pp.testing.pipeline import run_in_threads
@@ -63,7 +63,7 @@ def test_nor_where_sends_are_settled_before_the_operation_after_the_next_backwar
     def executor_for(communicator: Any) -> type[PlanExecutor]:
         return SettlesGradients
 
-    monkeypatch.setattr(step, "executor_for", executor_for)
+    monkeypatch.setattr(run_step, "executor_for", executor_for)
     report, difference = toy_step_on_streams(schedule, size, DATA, **GRAPHED, **POLICIES[policy])
     assert not report.races, str(report)
     assert difference == 0.0

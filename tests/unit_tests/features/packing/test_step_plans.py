@@ -22,7 +22,7 @@ from megatron_pp.features.packing import step_plans
 from megatron_pp.features.packing.step_ahead import NextStep
 from megatron_pp.features.packing.step_plans import PlansOfKinds, in_steps
 from megatron_pp.features.pairs.pair_runner import in_turn
-from megatron_pp.runtime import step as step_module
+from megatron_pp.runtime import run_step as step_module
 from megatron_pp.runtime.step import Step
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.toy import ToyBlock, ToyResult
