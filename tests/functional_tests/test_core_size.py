@@ -22,8 +22,8 @@ from tests.functional_tests.megatron_support import needs_megatron
 pytestmark = pytest.mark.callers_thread
 # Lines of a book at most. Of the machine 6,500 are wanted under install(): whoever takes modules out lowers the number.
 COMPILER_LINES = 4_420
-MACHINE_LINES = 7_450
-INSTALLED_MACHINE_LINES = 8_290
+MACHINE_LINES = 7_465
+INSTALLED_MACHINE_LINES = 8_335
 
 # Room -> its modules that a default step loads.
 MACHINE = {
