@@ -23,7 +23,7 @@ pytestmark = pytest.mark.callers_thread
 # Lines of a book at most. Of the machine 6,500 are wanted under install(): whoever takes modules out lowers the number.
 COMPILER_LINES = 4_420
 MACHINE_LINES = 7_465
-INSTALLED_MACHINE_LINES = 8_335
+INSTALLED_MACHINE_LINES = 8_340
 
 # Room -> its modules that a default step loads.
 MACHINE = {
