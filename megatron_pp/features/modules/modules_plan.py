@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 from megatron_pp.common.gc_pause import collector_paused
 from megatron_pp.errors import PlanError
 from megatron_pp.features.modules.graph import ModuleGraph
-from megatron_pp.features.modules.graph_orders import GraphOrders, Node
+from megatron_pp.features.modules.graph_orders import GraphOrders, Node, Row
 from megatron_pp.features.modules.modules_verify import transfer, verify_modules
 from megatron_pp.plan.costs.stage_costs import StageCosts
 from megatron_pp.plan.ir.agenda import Agenda
@@ -139,17 +139,78 @@ def _orders(spec: ModulesSpec) -> list[Line]:
     graph, size = spec.graph, spec.graph.size
     if graph.num_chunks == 1:
         return [_order(spec, rank) for rank in range(size)]
-    nodes = {(rank, k): chunk.times for rank, chunks in enumerate(graph.chunks) for k, chunk in enumerate(chunks)}
-    needs: dict[str, dict[Node, list[Node]]] = {
-        op: {
-            node: [(edge.source, edge.chunks[0]) for edge in graph.edges[op][node[0]][node[1]].received]
-            for node in nodes
-        }
-        for op in (FORWARD, BACKWARD)
-    }
-    fed = {(edge.target, edge.chunks[1]) for edge in graph.activations if edge.bridge}
-    found = GraphOrders(nodes, needs, spec.num_microbatches, fed, spec.forward_only).best()
-    return [tuple(placed(op, k * size + rank, mb, -1, k) for op, k, mb in row) for rank, row in enumerate(found)]
+    try:
+        found = _searched(spec, _together(graph))
+    except PlanError:  # one of them needs another's result of the same chunk
+        found = _searched(spec, list(range(size)))
+    orders = [tuple(placed(op, k * size + rank, mb, -1, k) for op, k, mb in row) for rank, row in enumerate(found)]
+    _check_peers(graph, orders)
+    return orders
+
+
+def _together(graph: ModuleGraph) -> list[int]:
+    """Of each rank the number of its group: of its tensor-parallel peers in any module, and theirs. They run in one
+    order, in which their collectives meet."""
+    leads = list(range(graph.size))
+    for _, stage in _stages_of(graph):
+        lowest = min(leads[rank] for rank in stage)
+        joined = {leads[rank] for rank in stage}
+        leads = [lowest if lead in joined else lead for lead in leads]
+    numbers = {lead: number for number, lead in enumerate(sorted(set(leads)))}
+    return [numbers[lead] for lead in leads]
+
+
+def _stages_of(graph: ModuleGraph) -> Iterator[tuple[str, list[int]]]:
+    """The module and the tensor-parallel ranks of each stage."""
+    place = {rank: k for k, rank in enumerate(graph.members)}
+    for module in graph.modules:
+        yield from ((module.name, [place[rank] for rank in stage]) for replica in module.ranks for stage in replica)
+
+
+def _searched(spec: ModulesSpec, groups: Sequence[int]) -> list[Row]:
+    """The order of each rank, in which those of one group run alike. ``groups``: of each rank its number. Raises
+    PlanError where groups need each other's results in a circle."""
+    graph, number = spec.graph, {module.name: module.chunk for module in spec.graph.modules}
+    own = [[number[chunk.modules[0]] for chunk in chunks] for chunks in graph.chunks]
+    every = [
+        sorted({n for rank, group in enumerate(groups) if group == at for n in own[rank]}) for at in range(graph.size)
+    ]
+
+    def node_of(rank: int, k: int) -> Node:
+        return groups[rank], every[groups[rank]].index(own[rank][k])
+
+    times: dict[Node, tuple[float, float]] = {}
+    needs: dict[str, dict[Node, list[Node]]] = {FORWARD: {}, BACKWARD: {}}
+    for rank, chunks in enumerate(graph.chunks):
+        for k, chunk in enumerate(chunks):
+            node = node_of(rank, k)
+            before = times.get(node, (0.0, 0.0))
+            times[node] = max(before[0], chunk.times[0]), max(before[1], chunk.times[1])
+            for op, of_nodes in needs.items():
+                sources = [node_of(edge.source, edge.chunks[0]) for edge in graph.edges[op][rank][k].received]
+                of_nodes[node] = list(dict.fromkeys([*of_nodes.get(node, ()), *sources]))
+    fed = {node_of(edge.target, edge.chunks[1]) for edge in graph.activations if edge.bridge}
+    rows = GraphOrders(times, needs, spec.num_microbatches, fed, spec.forward_only).best()
+    found: list[Row] = []
+    for rank, group in enumerate(groups):
+        at = [(op, every[group][j], mb) for op, j, mb in rows[group]]
+        found.append(tuple((op, own[rank].index(n), mb) for op, n, mb in at if n in own[rank]))
+    return found
+
+
+def _check_peers(graph: ModuleGraph, orders: Sequence[Line]) -> None:
+    """Raises PlanError where tensor-parallel peers would run a module in different orders."""
+    for name, ranks in _stages_of(graph):
+        rows = [
+            [(at.op, at.mb) for at in orders[rank] if name in graph.chunks[rank][at.chunk].modules] for rank in ranks
+        ]
+        if any(row != rows[0] for row in rows):
+            stage = ", ".join(str(graph.members[rank]) for rank in ranks)
+            raise PlanError(
+                f"ranks {stage} are tensor-parallel in {name}, and no order is found in which they run it alike: a "
+                "module has several stages on ranks that are tensor-parallel in another one; put these stages on other "
+                "ranks"
+            )
 
 
 def _order(spec: ModulesSpec, rank: int) -> Line:

@@ -153,6 +153,29 @@ def test_chunks_that_wait_for_each_other_are_refused() -> None:
         modules_plan(modules_spec(graph, 2))
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "vision*1/2=0+1/2+3; llm#1*4/8=0+1,2+3; vision>llm",
+        "vision*1/2=0/1/2/3; llm#1*4/8=0+1,2+3; vision>llm",
+        "vision*3/1=0+1; llm#1=0+1,2+3,4+5; vision>llm",
+    ],
+)
+@pytest.mark.parametrize("microbatches", [3, 8])
+def test_tensor_parallel_ranks_run_in_one_order_in_which_their_collectives_meet(text: str, microbatches: int) -> None:
+    (graph,) = graphs_in(text)
+    plan = modules_plan(modules_spec(graph, microbatches))
+    for ranks in zip(range(0, graph.size, 2), range(1, graph.size, 2), strict=True):
+        one, other = ([(at.op, at.chunk, at.mb) for at in plan.orders[rank]] for rank in ranks)
+        assert one == other, ranks
+
+
+def test_stages_on_ranks_that_are_tensor_parallel_in_another_module_are_refused_where_orders_differ() -> None:
+    (graph,) = graphs_in("vision*5/1=0,1; llm#1*4/8=0+1,2+3; vision>llm")
+    with pytest.raises(PlanError, match=r"ranks 0, 1 are tensor-parallel in llm.*put these stages on other ranks"):
+        modules_plan(modules_spec(graph, 8))
+
+
 def test_chunks_whose_forwards_alone_wait_for_each_other_are_refused() -> None:
     """Of a tensor-parallel group the last rank sends activations, the first one gradients."""
     graph = graphs_in("a=0+1; b=2; c=3+1; d#1=4; e=4; a>b; b>c; d>c; e>c")[0]
