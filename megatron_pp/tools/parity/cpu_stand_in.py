@@ -31,6 +31,8 @@ What is redirected, and why Megatron needs it:
 | state of a `DistributedOptimizer` that restores | zeros         | without TE, Megatron asks Adam for its step |
 | `moe_utils.te_general_gemm`                             | None                    | 0.16's router without TE        |
 | `inference_layers.Inference…ColumnParallelLinear`       | a class                 | MTP without TE (main branch)    |
+| `multi_latent_attention.TELinear`                       | a class                 | latent attention without TE     |
+| `random.FP8GlobalStateManager` and its contexts         | FP8 is off              | recomputation without TE        |
 | `import triton` (Megatron's main branch only)           | a stand-in, never run   | kernels defined on import       |
 """
 
@@ -160,8 +162,9 @@ def redirect() -> None:
     _add_fused_gradients()
     with triton_stand_in():
         _redirect_rng_tracker()
+        _complete_recomputation()
         _complete_moe_utils()
-        _complete_inference_layers()
+        _complete_asked_layers()
         _complete_sharded_optimizer()
 
 
@@ -267,6 +270,16 @@ def _redirect_rng_tracker() -> None:
     logging.getLogger(tracker.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
 
 
+def _complete_recomputation() -> None:
+    """Without Transformer Engine, recomputation of a part of a layer asks for its FP8 state, which is off here."""
+    import megatron.core.tensor_parallel.random as recomputation
+
+    if not hasattr(recomputation, "FP8GlobalStateManager"):
+        recomputation.FP8GlobalStateManager = types.SimpleNamespace(is_fp8_enabled=lambda: False)
+        for name in ("fp8_autocast", "activation_recompute_forward"):
+            setattr(recomputation, name, lambda *args, **kwargs: contextlib.nullcontext())
+
+
 def _complete_moe_utils() -> None:
     import megatron.core.transformer.moe.moe_utils as moe_utils
 
@@ -274,13 +287,23 @@ def _complete_moe_utils() -> None:
         moe_utils.te_general_gemm = None
 
 
-def _complete_inference_layers() -> None:
-    """Without Transformer Engine these are mocks, and the main branch asks whether a layer is an instance of one."""
-    with contextlib.suppress(ImportError):
-        module = importlib.import_module("megatron.core.tensor_parallel.inference_layers")
-        for name in ("InferenceColumnParallelLinear", "InferenceLayerNormColumnParallelLinear"):
-            if not isinstance(getattr(module, name, None), type):
-                setattr(module, name, type(name, (), {}))
+_ASKED = {
+    "megatron.core.tensor_parallel.inference_layers": (
+        "InferenceColumnParallelLinear",
+        "InferenceLayerNormColumnParallelLinear",
+    ),
+    "megatron.core.transformer.multi_latent_attention": ("TELinear",),
+}
+"""Module -> layers of Transformer Engine: without it they are mocks, and the module asks whether a layer is one."""
+
+
+def _complete_asked_layers() -> None:
+    for place, names in _ASKED.items():
+        with contextlib.suppress(ImportError):
+            module = importlib.import_module(place)
+            for name in names:
+                if not isinstance(getattr(module, name, None), type):
+                    setattr(module, name, type(name, (), {}))
 
 
 def _complete_sharded_optimizer() -> None:
