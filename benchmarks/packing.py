@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import csv
-import random
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.arrivals import as_it_arrives, sequence_lengths
 from benchmarks.engine_ours import step_config
 from benchmarks.rank_processes import run_ranks
 from benchmarks.report import BenchmarkError, Report, Row, add_options, numbers_of
@@ -35,7 +33,6 @@ from megatron_pp.weight_grad import split_weight_grad
 
 HELP = "steps of packed sequences of public length distributions, planned one step ahead, beside a fixed order"
 QUICK = {"steps": 2, "forward_ms": 20.0}
-LENGTHS = Path(__file__).with_name("sequence_lengths.csv")
 _HIDDEN = 8  # floats that a message has for each token
 _LAYER = (4096, 14336)  # hidden and FFN size of the layers, whose attention costs so much of a long sequence
 _RANKS_AND_TOKENS = {"azure": (4, 4096), "mooncake": (8, 16384)}
@@ -67,15 +64,6 @@ def rules_of(trace: str) -> PackingRules:
 def cases(lengths: Sequence[str], schedules: Sequence[str]) -> list[Case]:
     kinds = [("1f1b", False), ("1f1b", True), ("zb_h1", True), ("interleaved_1f1b", False)]
     return [Case(trace, rules_of(trace), *kind) for trace in lengths for kind in kinds if kind[0] in schedules]
-
-
-def sequence_lengths(trace: str, count: int, seed: int) -> list[int]:
-    """Drawn from the trace's histogram, with equal chances for all lengths of a bucket."""
-    with LENGTHS.open(encoding="utf-8", newline="") as lines:
-        buckets = [row for row in csv.DictReader(line for line in lines if line[0] != "#") if row["trace"] == trace]
-    chance = random.Random(seed)
-    drawn = chance.choices(buckets, [int(row["sequences"]) for row in buckets], k=count)
-    return [chance.randint(int(row["tokens from"]), int(row["tokens to"])) for row in drawn]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -145,12 +133,6 @@ def _compared(kind: str, planned: Sequence[float], fixed: Sequence[float]) -> Ro
 
 
 _RUNS = ("planned", "fixed")
-
-
-def as_it_arrives(step: PackedStep) -> PackedStep:
-    """The microbatches in the order of their first sequences."""
-    arrival = [min(place for pack in slot.packs for place in pack.sequences) for slot in step.slots]
-    return step.ordered(sorted(range(len(arrival)), key=arrival.__getitem__))
 
 
 def _simulated(case: Case, size: int, step: PackedStep) -> tuple[float, float, tuple[float, ...]]:

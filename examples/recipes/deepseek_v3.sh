@@ -25,4 +25,4 @@ FLAGS=(
 )
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 torchrun --nnodes 128 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint "$MASTER:29500" \
-    -m megatron_pp run --overlap-p2p-comm pretrain_gpt.py "${FLAGS[@]}"
+    -m megatron_pp run --overlap-p2p-comm pretrain_gpt.py "${FLAGS[@]}" "$@"

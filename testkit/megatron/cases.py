@@ -16,7 +16,8 @@ POLICIES = ("overlap", "overlap+flush", "batched", "plain")
 @dataclass(frozen=True)
 class Model:
     """A small GPT of Megatron-core, and the data it sees. Sizes are in tokens, features and layers. ``hybrid``: the
-    pattern of a HybridModel's layers, which is built in its place."""
+    pattern of a HybridModel's layers, which is built in its place; ``flags``: of Megatron's scripts, which then say all
+    of the config."""
 
     layers: int = 8
     hidden: int = 16
@@ -31,6 +32,7 @@ class Model:
     per_token_loss: bool = False
     hybrid: str = ""
     extra_config: tuple[tuple[str, Any], ...] = ()
+    flags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Case:
     dp: int = 1
     cp: int = 1
     ep: int = 1  # over the data-parallel ranks
+    etp: int | None = None  # tensor-parallel ranks of an expert; None: as many as of other layers
     microbatches: int = 8
     policy: str = "plain"
     deallocate: bool = True
@@ -123,6 +126,7 @@ class Job:
         case = dict(raw.pop("case"))
         model = dict(case.pop("model"))
         model["extra_config"] = tuple((k, v) for k, v in model["extra_config"])
+        model["flags"] = tuple(model["flags"])
         return Job(case=Case(model=Model(**model), **case), **raw)
 
 

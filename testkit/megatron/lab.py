@@ -42,6 +42,7 @@ with cpu_stand_in.triton_stand_in():
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
     from megatron.core.utils import get_model_config
 
+    from testkit.megatron import flagged
     from testkit.megatron import trace as megatron_trace
     from testkit.megatron.context_parallel import of_this_rank, sparse_attention
     from testkit.megatron.loops import LOOPS
@@ -49,6 +50,7 @@ with cpu_stand_in.triton_stand_in():
     cpu_layers.complete_layers()
 from megatron_pp.common.module_attributes import unwrapped  # noqa: E402
 from megatron_pp.plan.orders import find_family  # noqa: E402
+from megatron_pp.tools.flags.flags import Flags  # noqa: E402
 from megatron_pp.tools.parity.parameters import Place, global_name  # noqa: E402
 from megatron_pp.weight_grad import split_weight_grad, store_of  # noqa: E402
 from testkit.megatron.cases import Case, Job, Model  # noqa: E402
@@ -62,7 +64,7 @@ _CUT: ContextVar[tuple[Any, ...] | None] = ContextVar("cut", default=None)
 
 def set_up_parallel_state(case: Case) -> None:
     """Megatron's process groups for the case, made anew only when the cut differs from the last one."""
-    wanted = (case.pp, case.tp, case.cp, case.ep, embedding_ranks(case, list(range(case.pp))))
+    wanted = (case.pp, case.tp, case.cp, case.ep, case.etp, embedding_ranks(case, list(range(case.pp))))
     if not parallel_state.model_parallel_is_initialized() or wanted != _CUT.get():
         if parallel_state.model_parallel_is_initialized():
             parallel_state.destroy_model_parallel()
@@ -71,6 +73,7 @@ def set_up_parallel_state(case: Case) -> None:
             pipeline_model_parallel_size=case.pp,
             context_parallel_size=case.cp,
             expert_model_parallel_size=case.ep,
+            expert_tensor_parallel_size=case.etp,
             get_embedding_ranks=lambda ranks, *unused: embedding_ranks(case, ranks),
         )
         _CUT.set(wanted)
@@ -89,6 +92,7 @@ def embedding_ranks(case: Case, ranks: list[int]) -> list[int]:
     on a stage of its own, that one, and the last one only where the output layer is tied to it; as Megatron's scripts.
     """
     layout = dict(case.model.extra_config).get("pipeline_model_parallel_layout", "")
+    layout = layout or Flags.read(case.model.flags).text("--pipeline-model-parallel-layout")
     predicting = [ranks[stage % case.pp] for stage, layers in enumerate(layout.split("|")) if "m" in layers]
     return sorted({ranks[0], *predicting, *(ranks[-1:] if case.model.tied or not predicting else [])})
 
@@ -100,6 +104,8 @@ def _force_reset() -> dict[str, bool]:
 
 def make_config(case: Case) -> TransformerConfig:
     model = case.model
+    if model.flags:
+        return flagged.config_of(case)
     overlap = case.policy.startswith("overlap")
     more: dict[str, Any] = {"moe_token_dispatcher_type": "alltoall", "mtp_loss_scaling_factor": 0.1}
     if model.experts:
@@ -168,6 +174,8 @@ def build_chunk(case: Case, config: TransformerConfig, vp_stage: int | None) -> 
     }
     if model.hybrid:
         built = importlib.import_module("testkit.megatron.hybrid").hybrid_model(config, model, **place)
+    elif model.flags:
+        built = flagged.build_flagged(case, config, **place)
     else:
         built = GPTModel(
             config,

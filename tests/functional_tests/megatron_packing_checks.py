@@ -21,6 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
+from examples.recipes import packed_rl_update
 from megatron_pp.features.packing.packing import Pack, PackingRules, packed
 from megatron_pp.features.packing.steps import PackedSteps
 from megatron_pp.integrations import megatron_core
@@ -56,6 +57,46 @@ def packs_over_context_sizes(case: Case) -> list[Any]:
         largest = max(float(grad.abs().max()) for grad in reference.values())
         assert all(float((grad - reference[name]).abs().max()) < 1e-5 * largest for name, grad in our.items())
     return found
+
+
+def updates_of_the_recipe(case: Case) -> list[float]:
+    """examples/recipes/packed_rl_update.py: its gradients are those of Megatron's own schedule with its packs. Of each
+    update the largest one."""
+    run = megatron_lab.Run(case)
+    rules = PackingRules(parallel_state.get_data_parallel_world_size(), 8, 0.5)
+    found = []
+    with mock.patch.object(DotProductAttention, "forward", of_sequences(DotProductAttention.forward)):
+        updates = packed_rl_update.Updates(iter(LENGTHS), rules, strict=True)
+        for lengths in LENGTHS:
+            rollouts = [rollout(number, length) for number, length in enumerate(lengths)]
+            _zero(run)
+            updates.run(run.chunks, rollouts)
+            ours = run.gradients()
+            ours = {name: grad.clone() for name, grad in ours.items()}
+            assert updates.steps.current is not None
+            packs = updates.steps.current.of_rank(parallel_state.get_data_parallel_rank())
+            _zero(run)
+            with megatron_core.installed():
+                megatron_core.uninstall()
+                packed_rl_update.run_packs(run.chunks, packs, rollouts, rules)
+            theirs = run.gradients()
+            assert all(torch.equal(grad, theirs[name]) for name, grad in ours.items())
+            found.append(max(float(grad.abs().max()) for grad in ours.values()))
+        megatron_core.uninstall()
+    return found
+
+
+def rollout(number: int, length: int) -> packed_rl_update.Rollout:
+    """Of which the first quarter is the prompt."""
+    tokens = torch.randint(48, (length + 1,), generator=torch.Generator().manual_seed(number))
+    advantage = torch.full((length,), 1.0 if number % 2 else -0.5)
+    advantage[: length // 4] = 0
+    return packed_rl_update.Rollout(tokens, advantage)
+
+
+def _zero(run: megatron_lab.Run) -> None:
+    for chunk in run.chunks:
+        chunk.zero_grad_buffer()
 
 
 def gradients_of(run: megatron_lab.Run, packs: Sequence[Pack], rank: int | None = None) -> Gradients:

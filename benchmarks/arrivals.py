@@ -1,0 +1,26 @@
+"""Sequences as they arrive: lengths drawn from public traces, and microbatches in the order of arrival."""
+
+from __future__ import annotations
+
+import csv
+import random
+from pathlib import Path
+
+from megatron_pp.features.packing.packing import PackedStep
+
+LENGTHS = Path(__file__).with_name("sequence_lengths.csv")
+
+
+def sequence_lengths(trace: str, count: int, seed: int) -> list[int]:
+    """Drawn from the trace's histogram, with equal chances for all lengths of a bucket."""
+    with LENGTHS.open(encoding="utf-8", newline="") as lines:
+        buckets = [row for row in csv.DictReader(line for line in lines if line[0] != "#") if row["trace"] == trace]
+    chance = random.Random(seed)
+    drawn = chance.choices(buckets, [int(row["sequences"]) for row in buckets], k=count)
+    return [chance.randint(int(row["tokens from"]), int(row["tokens to"])) for row in drawn]
+
+
+def as_it_arrives(step: PackedStep) -> PackedStep:
+    """The microbatches in the order of their first sequences."""
+    arrival = [min(place for pack in slot.packs for place in pack.sequences) for slot in step.slots]
+    return step.ordered(sorted(range(len(arrival)), key=arrival.__getitem__))
