@@ -53,8 +53,8 @@ def commands_of(page: str) -> list[str]:
     return found
 
 
-def run_commands(commands: list[str], folder: Path, timeout: float = 300.0) -> None:
-    """Run each in ``folder``, with ``megatron-pp`` of this tree. AssertionError where one fails."""
+def run_commands(commands: list[str], folder: Path, timeout: float = 300.0) -> list[str]:
+    """Run each in ``folder``, with ``megatron-pp`` of this tree; what each printed. AssertionError where one fails."""
     tools = folder.parent / f"{folder.name}_bin"
     tools.mkdir()
     command = tools / "megatron-pp"
@@ -62,11 +62,14 @@ def run_commands(commands: list[str], folder: Path, timeout: float = 300.0) -> N
     command.chmod(0o755)
     path = [str(tools), str(Path(sys.executable).parent), os.environ["PATH"]]
     environment = {**os.environ, "PATH": os.pathsep.join(path), "PYTHONPATH": str(ROOT)}
+    printed = []
     for text in commands:
         done = subprocess.run(
             ["bash", "-c", text], cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout
         )
         assert done.returncode == 0, f"{text}\nends with {done.returncode}: {done.stderr[-2000:]}"
+        printed.append(done.stdout)
+    return printed
 
 
 def run_page(

@@ -139,7 +139,7 @@ def test_blocks_that_skip_stages(outputs: Outputs) -> None:
         assert float(found[1]) < 1e-12
 
 
-@pytest.mark.parametrize(("page", "least"), [("docs/cli.md", 13), ("docs/advise.md", 2), (QUICK_START, 5)])
+@pytest.mark.parametrize(("page", "least"), [("docs/cli.md", 13), (QUICK_START, 5)])
 def test_the_commands_of_a_page_run_one_after_the_other_in_an_empty_folder(
     tmp_path: Path, page: str, least: int
 ) -> None:
@@ -151,6 +151,23 @@ def test_the_commands_of_a_page_run_one_after_the_other_in_an_empty_folder(
     if any("example.py" in command for command in commands):
         (folder / "example.py").write_text(code_blocks(QUICK_START)["example.py"])
     run_commands(commands, folder)
+
+
+def test_advise_answers_what_its_page_shows(tmp_path: Path) -> None:
+    """Each line of the answer on the page is printed; and the times of unequal microbatches."""
+    page = "docs/advise.md"
+    commands = commands_of(page)
+    assert len(commands) == 2
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    printed, unequal = run_commands(commands, folder)
+    shown = [line for line in code_blocks(page, "text")["block1"].splitlines() if line.strip() not in ("", "...")]
+    assert len(shown) > 15
+    assert set(shown) - {line.rstrip() for line in printed.splitlines()} == set()
+    times = re.search(r": ([\d.]+) ms; ([\d.]+) ms as given", unequal)
+    assert times is not None
+    text = (ROOT / page).read_text()
+    assert all(f"{float(time):.1f} ms" in text.partition("## Unequal")[2] for time in times.groups())
 
 
 def _stages_of_ours() -> list[str]:
