@@ -43,15 +43,15 @@ def initialize_model_parallel(
     pipeline_placement: str = LOOP,
     distributed_timeout_minutes: float = 30.0,
 ) -> None:
-    """Make this process's groups. Collective over the world: every rank makes every group, in one order, since gloo
-    connects as a group is made.
+    """Make this process's groups. All ranks of the world must call it together: every rank makes every group, in one
+    order, because gloo connects when a group is made.
 
-    Ranks run in Megatron's order tp-cp-dp-pp, pipeline outermost; data parallelism takes what the others leave
-    (``data_parallel_size`` checks it). ``pipeline_placement`` says which rank holds the last stage ("loop" or "v").
-    ``pipeline_model_parallel_comm_backend`` is the pipeline group's backend, None for the world's.
+    Ranks are numbered in Megatron's order tp-cp-dp-pp, pipeline outermost. Data parallelism takes the ranks that the
+    others leave; ``data_parallel_size`` checks that number. ``pipeline_placement`` says which rank holds the last stage
+    ("loop" or "v"). ``pipeline_model_parallel_comm_backend`` is the pipeline group's backend, None for the world's.
 
-    Raises, before any communication: ParallelStateError where torch.distributed is not initialized or the groups exist;
-    WorldSizeError where the world does not fit the sizes; ConfigError for sizes below 1 or an unknown placement."""
+    Raises, before any communication: ParallelStateError if torch.distributed is not initialized or there are groups;
+    WorldSizeError if the world does not fit the sizes; ConfigError for sizes below 1 or an unknown placement."""
     if groups.model_parallel_is_initialized():
         raise ParallelStateError("model parallel groups exist already; call destroy_model_parallel() first")
     if not dist.is_initialized():
@@ -73,7 +73,7 @@ def initialize_model_parallel(
 
 
 def destroy_model_parallel() -> None:
-    """Destroy the groups and forget the state. Nothing happens where there is none; torch.distributed stays."""
+    """Destroy the groups and forget the state, if there are any. torch.distributed stays initialized."""
     ended = groups.become(None)
     if ended is None or not dist.is_initialized():
         return
@@ -89,7 +89,7 @@ def set_virtual_pipeline_model_parallel_world_size(size: int | None) -> None:
 
 
 def get_tensor_model_parallel_group() -> dist.ProcessGroup:
-    """The ranks that split this rank's layers. Every getter raises ParallelStateError where there are no groups."""
+    """The ranks that split this rank's layers. Every getter raises ParallelStateError if there are no groups."""
     return groups.group_of("tp")
 
 
@@ -114,9 +114,9 @@ def get_model_parallel_group() -> dist.ProcessGroup:
 
 
 def get_embedding_group() -> dist.ProcessGroup:
-    """The ranks of this pipeline that hold its first and its last stage (one rank where they share it).
+    """The ranks of this pipeline that hold its first and its last stage (one rank if it holds both).
 
-    Raises ParallelStateError on ranks that hold neither; ask is_rank_in_embedding_group first.
+    Raises ParallelStateError on ranks that hold neither; call is_rank_in_embedding_group first.
     """
     return groups.group_of("embd")
 
@@ -194,12 +194,12 @@ def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None
 
 
 def get_backend() -> str:
-    """What carries tensors between pipeline stages: "nccl" where the group has it and there is a GPU, else "gloo"."""
+    """What carries tensors between pipeline stages: "nccl" if the group has it and there is a GPU, else "gloo"."""
     return backend_of(groups.group_of("pp"))
 
 
 def get_device() -> torch.device:
-    """Where tensors that travel between pipeline stages lie."""
+    """The device of tensors that travel between pipeline stages."""
     return device_of(get_backend())
 
 

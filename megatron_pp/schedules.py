@@ -1,7 +1,7 @@
 """The entry points that a Megatron user calls, with Megatron-core's signatures and semantics.
 
-One engine (``runtime/executor.py``) runs every schedule; it waits on a send's handle before it frees an output's data,
-in one place.
+One engine (``runtime/executor.py``) runs every schedule. In one place it waits for a send's handle before it frees the
+output's data.
 """
 
 from collections.abc import Callable
@@ -48,7 +48,7 @@ class StepArguments(TypedDict, total=False):
     """The keyword arguments of the schedule functions; the first four are required.
 
     ``forward_step_func`` is (data_iterator, model[, checkpoint_activations_microbatch]) -> (output, loss_func). On the
-    last stage loss_func(output) -> (loss, report) or (loss, num_tokens, report); None reports the output itself.
+    last stage loss_func(output) -> (loss, report) or (loss, num_tokens, report). If it is None, the output is reported.
     Tensors between stages are [seq_length / cp [/ tp], micro_batch_size, hidden_size].
     """
 
@@ -71,12 +71,12 @@ class StepArguments(TypedDict, total=False):
 
 
 def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = None) -> ForwardBackward:
-    """The schedule function for a pipeline of ``pp_size`` ranks with ``vp_size`` model chunks each. With neither given,
-    both are taken from ``parallel_state``.
+    """The schedule function for a pipeline of ``pp_size`` ranks with ``vp_size`` model chunks each. If neither is
+    given, both come from ``parallel_state``.
 
-    The function takes the keywords of StepArguments. It returns what the loss function reported, in the order of the
-    microbatches, on the last stage; an empty list elsewhere. Raises ScheduleInputError before any communication for
-    impossible arguments.
+    The function takes the keywords of StepArguments. On the last stage it returns what the loss function reported, in
+    the order of the microbatches; elsewhere it returns an empty list. It raises ScheduleInputError before any
+    communication if an argument is impossible.
     """
     if pp_size is None and vp_size is None:
         pp_size = own_groups.size_of("pp")
@@ -88,19 +88,19 @@ def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = 
 
 
 def forward_backward_no_pipelining(**arguments: Unpack[StepArguments]) -> list[Any]:
-    """All microbatches through the whole model on this rank. Arguments: StepArguments."""
+    """Run all microbatches through the whole model on this rank. Arguments: StepArguments."""
     check_keywords("forward_backward_no_pipelining", arguments, StepArguments.__annotations__)
     return _run(Host(StepInputs(False, **arguments), alone=True))
 
 
 def forward_backward_pipelining_without_interleaving(**arguments: Unpack[StepArguments]) -> list[Any]:
-    """One model chunk a rank, 1F1B unless the config names another schedule. Arguments: StepArguments."""
+    """Run a step with one model chunk a rank, as 1F1B unless the config names a schedule. Arguments: StepArguments."""
     check_keywords("forward_backward_pipelining_without_interleaving", arguments, StepArguments.__annotations__)
     return _run(Host(StepInputs(False, **arguments), alone=False))
 
 
 def forward_backward_pipelining_with_interleaving(**arguments: Unpack[StepArguments]) -> list[Any]:
-    """Several model chunks a rank, interleaved 1F1B by default. Arguments: StepArguments."""
+    """Run a step with several model chunks a rank, interleaved 1F1B by default. Arguments: StepArguments."""
     check_keywords("forward_backward_pipelining_with_interleaving", arguments, StepArguments.__annotations__)
     return _run(Host(StepInputs(True, **arguments), alone=False))
 
@@ -125,8 +125,8 @@ def forward_step(
     vp_stage: int | None = None,
     is_last_stage: bool = True,
 ) -> tuple[Activation, Any]:
-    """Megatron's function of this name: one microbatch through one chunk. Returns (output or scaled loss, number of
-    tokens).
+    """Megatron's function of this name: run one microbatch forward through one chunk. Returns (output or scaled loss,
+    number of tokens).
 
     ``input_tensor`` is a tensor, None, or a list of them (then a list is returned).
     """
@@ -164,7 +164,7 @@ def backward_step(
 ) -> Activation:
     """Megatron's function of this name, called with ``(..., config)`` or, as up to 0.16, ``(..., model_type, config)``.
 
-    Returns the gradient of ``input_tensor``: None where it has none, a list for a list.
+    Returns the gradient of ``input_tensor``: None if it has none, a list for a list.
     """
     config = model_type if config is None else config
     for x in input_tensor if isinstance(input_tensor, (list, tuple)) else [input_tensor]:

@@ -26,11 +26,11 @@ Tensors = torch.Tensor | list[torch.Tensor]
 class WaitHandle:
     """One posted message (a tensor or a list of tensors).
 
-    Until ``wait()`` has returned, the handle, and the communicator that keeps it, hold the tensors: dropping the handle
-    or deallocating what was sent is harmless. ``tensor`` is what is being received, None for a send.
+    The handle, and the communicator that keeps it, hold the tensors until ``wait()`` has returned. So dropping the
+    handle or deallocating a sent tensor is harmless. ``tensor`` is the received tensor, None for a send.
 
-    ``version``: of what is being sent, when it was posted (``version_of``); UNWATCHED: nobody asks.
-    ``together``: the watched sends of a grouped call, which is over as a whole."""
+    ``version``: ``version_of`` the sent tensor when the send was posted; UNWATCHED: writes are not checked.
+    ``together``: the watched sends of a grouped call, which ends as a whole."""
 
     __slots__ = (
         *("__weakref__", "_channel", "_core", "_error", "_held", "_kind", "_peer", "_works"),
@@ -66,10 +66,10 @@ class WaitHandle:
         return self._kind if self._peer < 0 else f"{self._kind} on channel {self._channel}, with rank {self._peer}"
 
     def wait(self) -> None:
-        """Return when the transfer is done (on CUDA: make the current stream wait for it, not the host); waiting again
-        is a no-op. Raises P2PTimeoutError after ``config.p2p_timeout`` seconds (gloo), CommunicatorClosedError where
-        the communicator or its process group is gone, P2PTransferError where the transfer failed, SendBufferError where
-        what was being sent has been written to."""
+        """Return when the transfer is done. On CUDA the current stream waits for it, not the host. A second call does
+        nothing. Raises P2PTimeoutError after ``config.p2p_timeout`` seconds (gloo), CommunicatorClosedError if the
+        communicator or its process group is gone, P2PTransferError if the transfer failed, and SendBufferError if the
+        tensor was written to while it was being sent."""
         works = self._works
         if works is None:
             if self._error is not None:
@@ -93,7 +93,7 @@ class WaitHandle:
         self._held = None
         self._works = None
         core.pending.discard(self)
-        # On the hot path; of several tensors, or a subclass, _compare() asks.
+        # On the hot path. _compare() handles several tensors, and subclasses of Tensor.
         if self.version != UNWATCHED and (held.__class__ is not torch.Tensor or held._version != self.version):
             self._compare(held)
         if self.together:
@@ -104,7 +104,7 @@ class WaitHandle:
             raise copy.copy(self._error)
 
     def is_over(self) -> None:
-        """The grouped call was waited for: what is written from now on was not sent. An error is raised by ``wait``."""
+        """The grouped call was waited for: later writes cannot affect the transfer. ``wait`` raises what is found."""
         held: Any = self._held
         if held is not None and (held.__class__ is not torch.Tensor or held._version != self.version):
             with suppress(SendBufferError):
@@ -112,7 +112,7 @@ class WaitHandle:
         self.version = UNWATCHED
 
     def check(self) -> None:
-        """Compare what is being sent a last time: its transfer is known to be over. Raises SendBufferError."""
+        """Compare the sent tensor a last time, when its transfer is known to be over. Raises SendBufferError."""
         if self.version != UNWATCHED and self._held is not None:
             self._compare(self._held)
             self.version = UNWATCHED
@@ -123,27 +123,27 @@ class WaitHandle:
         if not is_whole(held):
             _warn_of_parts(self.what)
             return
-        self._error = written_to(self._core.rank, f"what a {self.what}, carries")
+        self._error = written_to(self._core.rank, f"the tensor of a {self.what},")
         raise copy.copy(self._error)
 
     def is_completed(self) -> bool:
-        """Whether the transfer is known to be done; on gloo, a small one only once it was waited for."""
+        """Whether the transfer is known to be done. On gloo a small transfer is known only after it was waited for."""
         return self._works is None or all(work.is_completed() for work in self._works)
 
 
 def written_to(rank: int, what: str, **place: Any) -> SendBufferError:
-    """The error of ``rank`` for ``what``, in words; ``place``: further fields."""
+    """The error that ``what`` on ``rank``, in words, was written to. ``place``: further fields of the error."""
     return SendBufferError(
-        f"pipeline rank {rank}: {what} was written to while it was being sent, and the peer may have got the new "
-        "values: by an in-place operation, or as memory that a later microbatch uses again (a static output buffer, a "
-        "batch that the data iterator refills). Send a clone, or new memory for each microbatch",
+        f"pipeline rank {rank}: {what} was written to while it was being sent, so the peer may have received the new "
+        "values. The cause is an in-place operation, or memory that a later microbatch reuses (a static output buffer, "
+        "a batch that the data iterator refills). Send a clone, or new memory for each microbatch",
         rank=rank,
         **place,
     )
 
 
 def version_of(sent: torch.Tensor | Sequence[torch.Tensor]) -> int:
-    """How often autograd has counted writes to the memory of ``sent``; UNWATCHED where it does not count
+    """How many writes to the memory of ``sent`` autograd has counted; UNWATCHED if it does not count
     (``inference_mode``)."""
     total = 0
     for one in (sent,) if isinstance(sent, torch.Tensor) else sent:
@@ -154,7 +154,7 @@ def version_of(sent: torch.Tensor | Sequence[torch.Tensor]) -> int:
 
 
 def is_whole(sent: torch.Tensor | Sequence[torch.Tensor]) -> bool:
-    """Whether ``sent`` is all of its memory: else a write that was counted may have gone elsewhere."""
+    """Whether ``sent`` fills its memory. If not, a counted write may have changed another part of the memory."""
     tensors = (sent,) if isinstance(sent, torch.Tensor) else sent
     return all(one.untyped_storage().nbytes() == one.numel() * one.element_size() for one in tensors)
 

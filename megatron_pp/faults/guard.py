@@ -48,7 +48,7 @@ logger = logging.getLogger("megatron_pp")
 # Of this process; the guards are the keys. Torch has one list of hooks for all optimizers, and while one of them steps
 # no other thread may change it. So there is one hook, which stays.
 _ASKED_BEFORE_UPDATES: ObjectTable[None] = ObjectTable()
-_MOVING = 1.0  # seconds since a rank's position changed: for as long it holds nobody up, nor is it held up
+_MOVING = 1.0  # seconds since a rank's position changed; within this time it neither blocks nor is blocked
 
 Describe = Callable[[], Mapping[str, str]]
 
@@ -183,13 +183,13 @@ class FaultGuard:
             raise self.failing.error()
 
     def before_update(self) -> None:
-        """Before an optimizer of this thread changes parameters, where the host runs ahead: return when the device has
-        done all that was issued to the current stream, and no rank has published a failure. What was received, and
-        what was reduced from it, is then what was sent.
+        """Called before an optimizer of this thread changes parameters, if the host runs ahead. Returns when the device
+        has done everything that was issued to the current stream and no rank has published a failure. Received tensors,
+        and what was reduced from them, are then those that were sent.
 
-        A rank aborts a lease and more after its failure was published (``failing.py``). So a rank to whom an abort has
-        sent what no peer computed finds that failure: what it read last is not older than a lease. Raises what
-        ``step`` raises."""
+        A rank aborts more than a lease after its failure was published (``failing.py``). This rank's last look at the
+        store is not older than a lease, so a rank that received garbage from an aborted transfer has seen the failure.
+        Raises what ``step`` raises."""
         if self.completed is None or threading.get_ident() != self.caller or self.is_gone():
             return
         heartbeat = self.heartbeat

@@ -4,9 +4,9 @@
     megatron_core.install()
 
 Afterwards Megatron's three schedule functions, `forward_backward_no_pipelining` and the two for pipelines, run through
-this engine, wherever their names have been imported to; so Megatron's own `get_forward_backward_func` returns them.
-Models, optimizers, data-parallel wrappers, configs, process groups and the forward and backward of one microbatch stay
-Megatron's. Megatron's own schedule runs what the engine does not serve, with one warning that names the reason;
+this engine, in every module that has imported them. Megatron's own `get_forward_backward_func` returns them. Models,
+optimizers, data-parallel wrappers, configs, process groups and the forward and backward of one microbatch stay
+Megatron's. Steps that the engine does not serve run on Megatron's own schedule, with one warning that names the reason;
 `install(strict=True)` raises NotServedError instead.
 """
 
@@ -66,8 +66,9 @@ class Plugin:
 
 
 class Schedule:
-    """Stands for one of Megatron's schedule functions under its name: called with the same keywords, with the same
-    signature, and pickled by name. Without a ``plugin``, for who has kept it after `uninstall()`, it is Megatron's.
+    """Replaces one of Megatron's schedule functions under its name. It takes the same keywords, has the same signature,
+    and is pickled by name. Without a ``plugin`` it calls Megatron's function, for callers that still hold it after
+    `uninstall()`.
     """
 
     def __init__(self, theirs: Callable[..., Any]) -> None:
@@ -109,7 +110,7 @@ class Schedule:
         return run_step(step, host)
 
     def stand_for(self, theirs: Callable[..., Any]) -> None:
-        """Stand for this function of Megatron's, as after its module was loaded again."""
+        """Replace this function of Megatron's instead, for example after its module was loaded again."""
         functools.update_wrapper(self, theirs)
         self.theirs = theirs
 
@@ -128,20 +129,20 @@ class Schedule:
 
 
 def install(strict: bool | None = None, *, settings: str | PathLike[str] | None = None, **others: Any) -> None:
-    """Make Megatron-core's training loop use this engine, in this process. A second call changes the settings, and
-    takes schedules that Megatron's module has anew, or that a module has which was imported anew.
+    """Make Megatron-core's training loop use this engine, in this process. A second call changes the settings. It also
+    replaces schedules in modules that were imported or reloaded since the first call.
 
-    strict     raise NotServedError where Megatron's own schedule would run
+    strict     raise NotServedError for a step that Megatron's own schedule would run
     settings   a TOML file with settings; by default the one that the environment variable MEGATRON_PP_SETTINGS names
     others     settings, such as ``overlap_p2p_comm=True``; docs/megatron.md lists them. None: not given
 
-    A keyword goes before the environment variable MEGATRON_PP_<NAME>, that before the file, and that before the field
-    of Megatron's config. Nothing is ever written to the config.
+    A keyword has precedence over the environment variable MEGATRON_PP_<NAME>, the variable over the file, and the file
+    over the field of Megatron's config. Nothing is ever written to the config.
 
-    Raises ConfigError for an unknown name or an impossible value. Raises UnknownMegatronError where megatron-core is
-    missing, too old, or has an unknown signature; under `strict` also where its schedules read or call something
-    unknown. Raises NotServedError under `strict` where another function has the name of a schedule, or of
-    `get_forward_backward_func`, and does not lead there. Nothing is changed then.
+    Raises ConfigError for an unknown name or an impossible value. Raises UnknownMegatronError if megatron-core is
+    missing, too old, or has an unknown signature; under `strict` also if its schedules read or call something unknown.
+    Under `strict` raises NotServedError if another function has the name of a schedule, or of
+    `get_forward_backward_func`, and does not call Megatron's. If it raises, nothing was changed.
     """
     install_with(read_settings(settings, strict=strict, **others))
 
@@ -165,7 +166,7 @@ class State:
 
 @dataclass(eq=False)
 class Block:
-    """A block of `installed()` that has not ended, or what is around all of them. ``state``: None where nothing is
+    """A block of `installed()` that has not ended, or the process outside of all blocks. ``state``: None if nothing is
     installed in it."""
 
     state: State | None
@@ -275,7 +276,7 @@ def take_models() -> None:
 
 
 def uninstall() -> None:
-    """Restore Megatron-core's own schedules everywhere, where they are replaced."""
+    """Restore Megatron-core's own schedules in every module."""
     with _CHANGES:
         _take_out()
         restore_models()
@@ -290,8 +291,8 @@ def is_installed() -> bool:
 
 @contextmanager
 def installed(strict: bool | None = None, **others: Any) -> Iterator[None]:
-    """`install()` for a `with` block; restores the state before it, whatever was installed or uninstalled within. Of
-    blocks that end in another order, as those of threads may, the one that began last decides."""
+    """`install()` for a `with` block. At its end the state before it is restored, whatever was installed or uninstalled
+    within. If blocks end in another order, as in several threads, the state of the block that began last holds."""
     state = State(load_megatron(), read_settings(strict=strict, **others))
     classes = model_classes()
     with _CHANGES:

@@ -53,7 +53,7 @@ def is_any_there(grad: Activation) -> bool:
 
 
 def each_tensor(function: Callable[[torch.Tensor], Any], value: Activation) -> Activation:
-    """``function`` of a tensor, or of each in a list; what is no tensor stays, for the send to refuse."""
+    """``function`` of a tensor, or of each in a list. Non-tensors pass through; the send rejects them."""
     if isinstance(value, (list, tuple)):
         return [each_tensor(function, item) for item in value]
     return function(value) if isinstance(value, torch.Tensor) else value

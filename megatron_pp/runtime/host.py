@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 class Host:
     """Made for one call of a schedule function. ``inputs``: its arguments; ``alone``: without a pipeline.
 
-    followed_by          what the training loop does with other ranks between steps, in words, that is watched for
+    followed_by          what the training loop does with other ranks between steps, in words. It is watched for
                          failures too; "" for nothing
     graph_in_evaluation  whether evaluation leaves autograd as the caller has it, or builds no graph
     local                whether ranks of a pipeline may each make a call without one, as for a teacher
-    whole_by_choice      whether chunks that do not split their backwards are so by the user's setting"""
+    whole_by_choice      the user chose whole backwards: do not warn of chunks that do not split theirs"""
 
     followed_by = ""
     graph_in_evaluation = False

@@ -11,13 +11,14 @@ from megatron_pp.errors import ScheduleInputError
 class PipelineStage(torch.nn.Module):
     """Gives a module what the schedules expect of a model chunk: ``set_input_tensor``, ``config``, ``vp_stage``.
 
-    Called as ``stage(batch)``: on the first stage the module gets ``batch``, elsewhere the tensor (or, for several,
-    the list) that the stage before sent; and as keyword arguments the named tensors of ``config.skip_tensors`` that the
-    stage uses. A module whose stage makes some returns (output, dict of them).
+    Call it as ``stage(batch)``. On the first stage the module gets ``batch``, elsewhere the tensor (or the list of
+    tensors) that the stage before sent. It gets the named tensors of ``config.skip_tensors`` that the stage uses as
+    keyword arguments. A module whose stage makes named tensors returns (output, dict of them).
 
-    ``stage``: the number of the stage in the model, from 0, that ``module`` holds (``megatron_pp.stage_numbers``). A
-    step raises ScheduleInputError before any communication where the chunk is another stage under its schedule. Without
-    ``stage`` chunks in a wrong order train wrongly; the first step of several such chunks warns of it.
+    ``stage``: the number in the model, from 0, of the stage that ``module`` holds (``megatron_pp.stage_numbers``). If
+    the chunk is another stage under the schedule, a step raises ScheduleInputError before any communication. Without
+    ``stage`` nothing is compared, and chunks in a wrong order train wrongly; the first step of several such chunks logs
+    a warning.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class PipelineStage(torch.nn.Module):
         self.spent = False  # whether an input was received, used and dropped
 
     def set_input_tensor(self, tensors: Any) -> None:
-        """What the previous stage sent: a list with one tensor, several, or [None] on the first stage."""
+        """Take what the previous stage sent: a list with one or several tensors, or [None] on the first stage."""
         # Past nn.Module's __setattr__, which looks for parameters, modules and buffers: microseconds per microbatch.
         state = self.__dict__
         if isinstance(tensors, (list, tuple)) and len(tensors) == 1:
@@ -49,7 +50,7 @@ class PipelineStage(torch.nn.Module):
         state["received"], state["named"] = None, {}
 
     def forward(self, batch: Any = None) -> Any:
-        """Raises ScheduleInputError where a checkpoint around the stage computes it anew: its input is dropped."""
+        """Raises ScheduleInputError if a checkpoint around the stage recomputes it, because its input is dropped."""
         state = self.__dict__
         received = state["received"]
         if received is None and state["spent"]:

@@ -1,8 +1,8 @@
 """``split_weight_grad``: convert a rank's model chunks, once, before the first step.
 
-A converted layer gets a derived class of the same name: its parameters read as leaves (``parameter_leaf.py``) during a
-step, its forward splits backward (``split_forward.py``). State dicts do not change; copies and pickles of a converted
-layer have the original class.
+A converted layer gets a derived class of the same name. During a step its parameters read as leaves
+(``parameter_leaf.py``), and its forward splits the backward (``split_forward.py``). State dicts do not change. Copies
+and pickles of a converted layer have the original class.
 """
 
 from collections.abc import Sequence
@@ -36,20 +36,20 @@ def split_weight_grad(
     gradient_accumulation_fusion: bool | None = None,
     delay_transformer_engine: bool = True,
 ) -> WeightGradStore:
-    """Convert a model chunk, or the list of a rank's chunks, so that backward can be split; returns their store.
+    """Convert a model chunk, or the list of a rank's chunks, so that backward can be split. Returns their store.
 
     torch's ``Linear`` and ``Embedding``, Megatron-core's tensor-parallel linear layers and grouped experts, and
-    Transformer Engine's layers defer their weight gradients; every other layer computes all gradients at once. A
-    warning names those with a weight matrix, with their share of the weight gradients' FLOPs
+    Transformer Engine's layers defer their weight gradients. Every other layer computes all gradients at once. A
+    warning names those that have a weight matrix, with their share of the weight gradients' FLOPs
     (``store.report.whole_layers``). Parameters, state dicts, hooks and wrappers (DistributedDataParallel before or
     after) do not change.
 
-    ``gradient_accumulation_fusion``: one kernel (apex's where it can be imported) adds weight gradients into
+    ``gradient_accumulation_fusion``: one kernel (apex's if it can be imported) adds weight gradients into
     ``main_grad``. The default is the field of the model's ``config``.
 
-    ``delay_transformer_engine``: Transformer Engine's layers queue their weight gradients in pipeline steps also where
-    they were built without ``delay_wgrad_compute`` (Megatron-core permits it only with
-    ``overlap_moe_expert_parallel_comm``). Off, such layers compute all gradients at once.
+    ``delay_transformer_engine``: Transformer Engine's layers queue their weight gradients in pipeline steps even if
+    they were built without ``delay_wgrad_compute``, which Megatron-core permits only with
+    ``overlap_moe_expert_parallel_comm``. If off, such layers compute all gradients at once.
 
     Raises WeightGradSplitError for a model that is converted already, or that contains TorchScript."""
     chunks = [model] if isinstance(model, nn.Module) else list(model)
@@ -89,8 +89,8 @@ def unsplit_weight_grad(model: nn.Module | Sequence[nn.Module]) -> None:
 
 
 def store_of(chunks: Sequence[Any]) -> WeightGradStore | None:
-    """The store of a rank's chunks (wrapped or not), None where they are not converted. Raises WeightGradSplitError
-    where only some are, or where they were converted one by one."""
+    """The store of a rank's chunks (wrapped or not), None if they are not converted. Raises WeightGradSplitError if
+    only some are converted, or if they were converted one by one."""
     stores: list[WeightGradStore | None] = [wrapped_attribute(chunk, _STORE) for chunk in chunks]
     if any(store is not stores[0] for store in stores):
         raise WeightGradSplitError(
@@ -100,8 +100,8 @@ def store_of(chunks: Sequence[Any]) -> WeightGradStore | None:
 
 
 def check_wrappers(store: WeightGradStore, chunks: Sequence[Any]) -> None:
-    """Raises WeightGradSplitError for what shards parameters, and for layers built with delay_wgrad_compute in torch's
-    DistributedDataParallel: its hooks fire before such a layer has its gradient."""
+    """Raises WeightGradSplitError for wrappers that shard parameters, and for layers built with delay_wgrad_compute in
+    torch's DistributedDataParallel, whose hooks fire before such a layer has its gradient."""
     if not store.wrappers_known:
         check_sharding(chunks)
         store.wrappers_known = True
@@ -118,8 +118,8 @@ _SHARDING = {"set_requires_gradient_sync": "fully_shard", "_replace_param_with_r
 
 
 def check_sharding(chunks: Sequence[Any]) -> None:
-    """Raises WeightGradSplitError for what shards parameters: what a layer keeps for W would belong to a parameter that
-    is not in the model any more."""
+    """Raises WeightGradSplitError for wrappers that shard parameters: a layer would keep tensors for W whose parameter
+    is no longer in the model."""
     modules = (module for chunk in chunks if isinstance(chunk, nn.Module) for module in chunk.modules())
     for kind in dict.fromkeys(map(type, modules)):
         for method, what in _SHARDING.items():

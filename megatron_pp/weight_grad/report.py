@@ -1,4 +1,4 @@
-"""What becomes of each layer of a converted model, and what share of the weight gradients' compute cannot wait."""
+"""How each layer of a model was converted, and which share of the weight gradients' compute cannot wait for W."""
 
 import logging
 import re
@@ -46,7 +46,7 @@ class SplitReport:
 
 @dataclass(frozen=True)
 class Fate:
-    """What the conversion does with one layer: "split", "delayed", "switched" or "whole", which has a reason."""
+    """How one layer is converted: "split", "delayed", "switched" or "whole". Whole layers have a reason."""
 
     name: str
     kind: str
@@ -56,7 +56,8 @@ class Fate:
 
 
 def report_of(fates: Sequence[Fate]) -> tuple[SplitReport, dict[str, tuple[str, float]]]:
-    """The report, and by a layer's name (of one chunk where two have it): its class, its share of the FLOPs."""
+    """The report, and by a layer's name its class and its share of the FLOPs. If two chunks have a layer of one name,
+    it is that of one of them."""
     total = sum(fate.work for fate in fates) or 1.0
     count = Counter(fate.what for fate in fates)
     whole = [fate for fate in fates if fate.what == "whole" and fate.work > 0]
@@ -67,7 +68,7 @@ def report_of(fates: Sequence[Fate]) -> tuple[SplitReport, dict[str, tuple[str, 
 
 
 def warn_of_whole_layers(report: SplitReport) -> None:
-    """One warning for each class and reason. Names that differ in numbers alone are one: ``layers.*``."""
+    """Log one warning for each class and reason. Names that differ only in numbers are written as one: ``layers.*``."""
     groups: dict[tuple[str, str, str], list[WholeLayer]] = {}
     for layer in report.whole_layers:
         groups.setdefault((re.sub(r"\d+", "*", layer.name), layer.kind, layer.reason), []).append(layer)

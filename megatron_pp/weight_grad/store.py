@@ -1,8 +1,8 @@
 """The store of deferred weight gradients, and the delivery of all gradients of a pipeline step.
 
 Split layers queue their weight gradients here; all other gradients arrive through *parameter leaves*
-(``parameter_leaf.py``). The store adds up the gradients of one backward per parameter in autograd's order, passes the
-sum to the parameter's tensor hooks, and fires accumulation hooks once, with the last gradient.
+(``parameter_leaf.py``). For each parameter the store adds up the gradients of one backward in autograd's order, and
+passes the sum to the parameter's tensor hooks. It fires accumulation hooks once, with the last gradient.
 """
 
 from collections import Counter, deque
@@ -86,7 +86,7 @@ class WeightGradStore:
 
     @contextmanager
     def step(self, last: Mapping[int, MbPart]) -> Iterator[None]:
-        """``begin_step``, and ``abort_step`` at the end. Raises WeightGradError where a backward is without its W."""
+        """``begin_step``, and ``abort_step`` at the end. Raises WeightGradError if a backward has no W."""
         self.begin_step(last)
         try:
             yield
@@ -130,8 +130,8 @@ class WeightGradStore:
 
     @contextmanager
     def backward(self, chunk: int, mb: MbPart, split: bool = True) -> Iterator[None]:
-        """Around the backward of (chunk, mb): input gradients only where ``split``, else all gradients. A slice of a
-        sequence is (mb, slice)."""
+        """Around the backward of (chunk, mb), which computes input gradients only if ``split``, else all gradients. For
+        a slice of a sequence ``mb`` is (mb, slice)."""
         key = (chunk, mb)
         if not self.armed:
             raise WeightGradError(
@@ -181,7 +181,7 @@ class WeightGradStore:
             self.timers("weight-compute").stop()
 
     def kept_tensors(self, chunk: int, mb: MbPart) -> list[Tensor]:
-        """What the backward of (chunk, mb), which is just over, has left for W."""
+        """Tensors that the backward of (chunk, mb), which has just ended, keeps for W."""
         tensors: list[Tensor] = []
         for waiting in self._queues.get((chunk, mb), ()):
             tensors += waiting.deferred.kept

@@ -1,12 +1,13 @@
 """Where a rank's program copies what forwards keep to host memory, and back (PipeOffload, arXiv 2503.01328).
 
-What is offloaded are the first chunks of every rank: of a microbatch their forwards come first and their backwards
-last, so theirs is kept longest, and half of the chunks hold three quarters of the memory (section 3.3 there).
+The first chunks of every rank are offloaded. For each microbatch their forwards come first and their backwards last,
+so their activations live longest, and half of the chunks hold three quarters of the memory (section 3.3 there).
 
 Copies are placed on the logical clock (``clock.py``). One engine for each direction makes one copy at a time, each of
-``offload_slots`` slots. A copy to the host is posted right behind its forward, and waited for, and its memory given
-back, at the first boundary by which it is over; a copy back is posted at the last boundary from which it is over in
-time, and waited for right before its backward. Where that leaves nothing in between, the forward's memory stays.
+``offload_slots`` slots. A copy to the host is posted right behind its forward. It is waited for, and the memory is
+freed, at the first boundary by which it is over. A copy back is posted at the last boundary from which it is over in
+time, and waited for right before its backward. A forward is not offloaded if its copy back would start before the copy
+to the host has finished.
 """
 
 from bisect import bisect_left, bisect_right

@@ -3,11 +3,11 @@ simulator's network with time.
 
 A rank posts *entries*, one end of a message or a batch of ends, on its queues. Only the entry at the head of a queue is
 active. Active ends meet in the order of their channel; when the transfer of a pair that met is over, both entries lose
-an end. An entry without ends left leaves its queue, and the next one becomes active.
+an end. An entry is removed from its queue once all of its ends are done, and the next entry becomes active.
 
 The ends of a collective, one of each rank, meet when it is at the head of every rank's queue: all ranks post their
 collectives on one communicator, and so in one order. So do those of a rank and its data-parallel replicas on theirs.
-Replicas that run one plan run in step, so that one of them stands for all (docs/proofs.md).
+Replicas that run one plan run in step, so one of them represents all (docs/proofs.md).
 
 One-way channels are a queue each; with shared channels everything between two ranks is one queue; batches go over the
 pipeline group's one communicator, whatever is in them.

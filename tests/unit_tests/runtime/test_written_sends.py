@@ -193,5 +193,5 @@ def test_a_handle_of_the_callers_own() -> None:
     x.add_(1.0)
     receiver.post_recv(SHAPE, 0, ACT).wait()
     for _ in range(2):
-        with pytest.raises(SendBufferError, match="what a send on channel A, with rank 1, carries was written to"):
+        with pytest.raises(SendBufferError, match="the tensor of a send on channel A, with rank 1, was written to"):
             handle.wait()
