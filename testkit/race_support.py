@@ -18,20 +18,20 @@ import torch
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.features.skip_tensors.routes import SkipTensor
-from megatron_pp.features.slices.sequence_slice import SlicedSteps, sequence_slice
 from megatron_pp.plan.ir.spec import EXPLICIT, ONE_WAY, Plan, PlanSpec
 from megatron_pp.runtime.compute import StepOptions
 from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.runtime.message_shapes import Shapes
 from megatron_pp.runtime.model_steps import ModelSteps
 from megatron_pp.runtime.run_step import hooks_of
-from megatron_pp.runtime.step_features import features_in
+from megatron_pp.runtime.step_features import features_in, kind_of_steps
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import run_ranks
 from megatron_pp.testing.toy import (
     HIDDEN,
     ToyData,
     ToyResult,
+    current_slice,
     gradients_of,
     merged,
     toy_chunks,
@@ -107,7 +107,7 @@ class ExactCausalBlock(ExactBlock):
     """The same on sums of all tokens so far, of which slices pass on theirs."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if (part := sequence_slice()) is None:
+        if (part := current_slice()) is None:
             return super().forward(x.cumsum(0))
         (seen,) = part.extend(self, x, dim=0)
         return super().forward(seen.cumsum(0)[part.start :])
@@ -208,7 +208,7 @@ class _RankRun:
         )
         iterators = [data.iterator() for _ in self.chunks]
         slices = self.plan.spec.num_parts
-        kind = ModelSteps if slices == 1 else SlicedSteps
+        kind = ModelSteps if slices == 1 else kind_of_steps(self.plan)
         settings = StepSettings.from_config(self.config)
         steps = kind(toy_forward_step, iterators, self.chunks, settings, options)
         shape = None if data.variable else (data.seq_length // slices, data.micro_batch_size, data.hidden)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_pp.comm.at_exit import call_if_alive
 from megatron_pp.faults import heartbeat, watchdog
-from megatron_pp.features.slices import sequence_slice
+from megatron_pp.on_demand import MODULES, load
 from megatron_pp.testing.threads import run_ranks
 from testkit.streams import DeviceRules, StreamNetwork, virtual_cuda
 from testkit.streams.check import StreamReport
@@ -104,6 +104,6 @@ def check_ranks(
 @contextmanager
 def virtual_machine(*places: tuple[Any, str, Any]) -> Iterator[None]:
     """``torch.cuda`` and ``torch.distributed`` are virtual, and so is what ``places`` says: (place, name, new) each."""
-    of_processes = (sequence_slice, "_RUNNING", _OfRank())
-    with virtual_cuda(), virtual_distributed(), patch.dict(os.environ), replaced([of_processes, *places]):
+    of_processes = [(load("slices"), "_RUNNING", _OfRank())] if "slices" in MODULES else []  # a copy may lack it
+    with virtual_cuda(), virtual_distributed(), patch.dict(os.environ), replaced([*of_processes, *places]):
         yield

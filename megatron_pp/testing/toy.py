@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_pp.features.slices.sequence_slice import sequence_slice
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.runtime.stage import PipelineStage
+
+if TYPE_CHECKING:
+    from megatron_pp.features.slices.sequence_slice import SequenceSlice
 
 HIDDEN = 4
 TOY_SCHEDULES = {name: family for name, family in SCHEDULES.items() if not family.barriers}
@@ -63,10 +66,16 @@ def toy_loss(target: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, 
     return loss, {"loss": loss.detach().clone()}
 
 
+def current_slice() -> SequenceSlice | None:
+    """The slice of a sequence that this thread computes. No step without slices loads that feature."""
+    slices = sys.modules.get("megatron_pp.features.slices.sequence_slice")
+    return None if slices is None else slices.sequence_slice()
+
+
 def toy_forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Any, Callable[[Any], Any]]:
     """A ``forward_step_func`` over ``ToyData``; every chunk draws each microbatch, and takes its slice of it."""
     x, target = next(data_iterator)
-    if (part := sequence_slice()) is not None:
+    if (part := current_slice()) is not None:
         x, target = part.of(x, 0), part.of(target, 0)
     return model(x), lambda output: toy_loss(target, output)
 
