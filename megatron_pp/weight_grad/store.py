@@ -29,7 +29,7 @@ from megatron_pp.weight_grad.parameter_leaf import (
 from megatron_pp.weight_grad.report import SplitReport, warn_of
 from megatron_pp.weight_grad.transformer_engine import DelayedRun, SwitchedQueue, hooked_names
 
-ChunkPart = tuple[int, MbPart]  # (chunk, microbatch or a slice of it)
+ChunkPart = tuple[int, MbPart]  # (chunk, microbatch or a part of it)
 _NEVER = -1  # the chunk, never complete, of parameters whose layer fires their hooks itself
 
 
@@ -131,7 +131,7 @@ class WeightGradStore:
     @contextmanager
     def backward(self, chunk: int, mb: MbPart, split: bool = True) -> Iterator[None]:
         """Around the backward of (chunk, mb), which computes input gradients only if ``split``, else all gradients. For
-        a slice of a sequence ``mb`` is (mb, slice)."""
+        a part of a microbatch ``mb`` is (mb, part)."""
         key = (chunk, mb)
         if not self.armed:
             raise WeightGradError(

@@ -128,7 +128,7 @@ def test_a_b_without_its_w_is_an_error_at_the_end_of_the_step() -> None:
 def test_backward_outside_of_the_store_is_an_error() -> None:
     model = nn.Linear(2, 2)
     store = split_weight_grad(model)
-    with pytest.raises(WeightGradError, match=r"outside of store\.backward"), store.step({0: 0}):
+    with pytest.raises(WeightGradError, match=r"outside of the step's store\.backward"), store.step({0: 0}):
         model(torch.ones(1, 2)).sum().backward()
     with pytest.raises(WeightGradError, match="call begin_step first"), store.backward(0, 0):
         pass
