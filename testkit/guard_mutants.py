@@ -85,8 +85,8 @@ def _at_once(failing: Failing) -> None:
 
 def _other_groups_too(failing: Failing) -> None:
     failing.guard.abort()
-    assert failing.guard._watchdog.escalate is not None
-    failing.guard._watchdog.escalate()
+    assert failing.escalate is not None
+    failing.escalate()
 
 
 BEFORE_UPDATES: Mapping[str, Mapping[tuple[type, str], Callable[[Any], None]]] = {

@@ -304,7 +304,7 @@ class Job:
         """For the fault. The watchdog aborts the groups of its own rank."""
         one.fault = fault = self.fault
         guard = one.communicator.transport.guard
-        guard._watchdog.escalate = one.replicas.abort
+        guard.failing.escalate = one.replicas.abort
         if one.rank // self.size != fault.rank // self.size:
             read = guard.heartbeat.store.read_failure
             guard.heartbeat.store.read_failure = lambda: read() if not fault.at or fault.seen.wait(30.0) else None

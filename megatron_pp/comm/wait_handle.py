@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import timedelta
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_pp.comm.transport import Work
-from megatron_pp.errors import CommunicatorClosedError, P2PError, P2PTimeoutError, P2PTransferError, SendBufferError
+from megatron_pp.errors import P2PError, SendBufferError
 
 if TYPE_CHECKING:
     from megatron_pp.comm.parts import HandlesCore
 
-logger = logging.getLogger("megatron_pp")
 UNWATCHED = -1
 Tensors = torch.Tensor | list[torch.Tensor]
 
@@ -87,7 +83,9 @@ class WaitHandle:
                     work.wait(timeout)
         except Exception as error:
             self._works = None
-            self._error = _named(error, self.what, core)
+            from megatron_pp.comm.failed_transfers import named
+
+            self._error = named(error, self.what, core)
             raise copy.copy(self._error) from error
         held: Any = self._held
         self._held = None
@@ -120,8 +118,10 @@ class WaitHandle:
     def _compare(self, held: Any) -> None:
         if version_of(held) == self.version:
             return
+        from megatron_pp.comm.failed_transfers import is_whole, warn_of_parts, written_to
+
         if not is_whole(held):
-            _warn_of_parts(self.what)
+            warn_of_parts(self.what)
             return
         self._error = written_to(self._core.rank, f"the tensor of a {self.what},")
         raise copy.copy(self._error)
@@ -129,17 +129,6 @@ class WaitHandle:
     def is_completed(self) -> bool:
         """Whether the transfer is known to be done. On gloo a small transfer is known only after it was waited for."""
         return self._works is None or all(work.is_completed() for work in self._works)
-
-
-def written_to(rank: int, what: str, **place: Any) -> SendBufferError:
-    """The error that ``what`` on ``rank``, in words, was written to. ``place``: further fields of the error."""
-    return SendBufferError(
-        f"pipeline rank {rank}: {what} was written to while it was being sent, so the peer may have received the new "
-        "values. The cause is an in-place operation, or memory that a later microbatch reuses (a static output buffer, "
-        "a batch that the data iterator refills). Send a clone, or new memory for each microbatch",
-        rank=rank,
-        **place,
-    )
 
 
 def version_of(sent: torch.Tensor | Sequence[torch.Tensor]) -> int:
@@ -151,38 +140,3 @@ def version_of(sent: torch.Tensor | Sequence[torch.Tensor]) -> int:
             return UNWATCHED
         total += one._version
     return total
-
-
-def is_whole(sent: torch.Tensor | Sequence[torch.Tensor]) -> bool:
-    """Whether ``sent`` fills its memory. If not, a counted write may have changed another part of the memory."""
-    tensors = (sent,) if isinstance(sent, torch.Tensor) else sent
-    return all(one.untyped_storage().nbytes() == one.numel() * one.element_size() for one in tensors)
-
-
-@lru_cache(maxsize=1)
-def _warn_of_parts(what: str) -> None:
-    """Once per process."""
-    logger.warning(
-        "%s: it sends a part of a larger tensor, which was written to before the send was done; where that was the "
-        "part that is sent, the peer may have got the new values. Send a clone, or see with p2p_debug which it was",
-        what,
-    )
-
-
-def _named(error: Exception, what: str, core: HandlesCore) -> P2PError:
-    """The error a user sees, for what the transport raised."""
-    if isinstance(error, P2PError):
-        return copy.copy(error)
-    text = str(error)
-    where = f"pipeline rank {core.rank}, {what}"
-    if core.closed or core.transport.is_gone():
-        return CommunicatorClosedError(
-            f"{where}: the communicator or its process group was closed before the transfer was waited for"
-        )
-    if "Timed out" in text or "timeout" in text.lower():
-        seconds = core.timeout.total_seconds() if isinstance(core.timeout, timedelta) else "the process group's"
-        return P2PTimeoutError(
-            f"{where}: not done after {seconds} s (config.p2p_timeout); the peer never posted its end, or is gone: "
-            f"{text}"
-        )
-    return P2PTransferError(f"{where}: the transfer failed: {text}")

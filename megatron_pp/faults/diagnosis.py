@@ -13,9 +13,10 @@ from types import TracebackType
 from torch.distributed import DistError
 
 from megatron_pp import errors
-from megatron_pp.faults import records
+from megatron_pp.faults import failures, records
+from megatron_pp.faults.failures import Failure
 from megatron_pp.faults.places import instruction_at, waits_on
-from megatron_pp.faults.records import Failure, Progress, cut
+from megatron_pp.faults.records import Progress, cut
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import Instruction
 from megatron_pp.plan.ir.spec import Plan
@@ -197,12 +198,12 @@ def error_of(failure: Failure, pipeline: str, rank: int, here: str) -> errors.Pi
     """What ``rank`` of ``pipeline`` raises because of ``failure``; ``here``: what it does itself."""
     elsewhere = "" if failure.pipeline == pipeline else f" of pipeline {failure.pipeline}"
     values = {int(r): value for r, value in failure.values.items() if r.isdigit()}
-    if failure.kind == records.STALL:
+    if failure.kind == failures.STALL:
         text = failure.message
         if elsewhere or failure.rank != rank:
             text += f"\n(detected by rank {failure.rank}{elsewhere}; {here})"
         return errors.PipelineStallError(text, suspects=failure.suspects, progress=values)
-    if failure.kind == records.MISMATCH:
+    if failure.kind == failures.MISMATCH:
         return errors.PipelineMismatchError(failure.message, field=failure.field, values=values)
     at = failure.where + (f" ({failure.instruction})" if failure.instruction else "")
     text = f"pipeline rank {failure.rank} (global rank {failure.global_rank}){elsewhere} raised "
@@ -224,5 +225,5 @@ def first_line(failure: Failure | None) -> str:
     """The failure in one line, for a log."""
     if failure is None:
         return "an error ended its last step"
-    text = f"{failure.exception_type}: {failure.message}" if failure.kind == records.EXCEPTION else failure.message
+    text = f"{failure.exception_type}: {failure.message}" if failure.kind == failures.EXCEPTION else failure.message
     return f"rank {failure.rank}: {text.splitlines()[0] if text else failure.kind}"

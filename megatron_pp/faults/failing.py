@@ -5,18 +5,22 @@ fail, and says what the rank raises. Loaded when a rank has not moved for some t
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from megatron_pp.comm import abort, failed_transfers  # noqa: F401 (loaded now: later there may be no file to open)
 from megatron_pp.errors import CommunicatorClosedError, PipelineError, PipelinePeerError
-from megatron_pp.faults import diagnosis, host_threads, mutual_waits, stall_detector
+from megatron_pp.faults import diagnosis, host_threads, mutual_waits, positions, stall_detector
 from megatron_pp.faults.consistency import Mismatch
+from megatron_pp.faults.failures import EXCEPTION, MISMATCH, STALL, Failure
 from megatron_pp.faults.liveness import state_of
-from megatron_pp.faults.records import AFTER, EXCEPTION, IN_STEP, MISMATCH, STALL, Failure, Progress
+from megatron_pp.faults.records import AFTER, DONE, IN_STEP, Progress
 
 if TYPE_CHECKING:
     from megatron_pp.faults.guard import FaultGuard
+    from megatron_pp.faults.watchdog import Watchdog
 
 logger = logging.getLogger("megatron_pp")
 
@@ -25,6 +29,8 @@ _PUBLISHING = 3.0  # that a rank which failed gives the store to accept its reco
 _ANOTHER_READ = 1.0  # that a finding about a rank waits for the next read of its record
 _LEASES = 1.25  # between a failure's publication and what may follow from it on other ranks, in leases
 _GRACE = 6.0  # that a rank whose transfer failed looks for the cause
+_BEFORE_ESCALATION = 2.0  # after the communicator was aborted
+_BEFORE_SHOWING_STACK = 5.0  # after that
 
 
 class Failing:
@@ -33,6 +39,7 @@ class Failing:
 
     def __init__(self, guard: FaultGuard) -> None:
         self.guard = guard
+        self.escalate = guard.escalate
         self._warned_of: tuple[int, int, str] | None = None
         self._gone_since: dict[tuple[int, ...], float] = {}
 
@@ -106,7 +113,7 @@ class Failing:
                 mutual = self._mutual_waits(everywhere, timeout if working else timeout / 2)
             where, failed = guard.tracker.where(), guard.tracker.failed
             step = here.step if where is None else where.step
-            waits_on, between = guard.tracker.waits_on(), here.state == AFTER
+            waits_on, between = positions.awaited_ranks(guard.tracker), here.state == AFTER
             own = stall_detector.OwnState(
                 guard.rank, guard.size, step, here.idle, waits_on, failed, working, between, mutual
             )
@@ -123,7 +130,7 @@ class Failing:
 
     def _mutual_waits(self, everywhere: Mapping[int, Progress], seconds: float) -> tuple[str, tuple[int, ...]]:
         """Which operations of ranks have waited for each other's messages for ``seconds``, and these ranks."""
-        for place in self.guard.tracker.places() if self.guard.completed is not None else ():
+        for place in positions.within_plans(self.guard.tracker) if self.guard.completed is not None else ():
             assert place.plan is not None
             found = mutual_waits.find(place.plan, place.step, everywhere, seconds)
             if found[1]:
@@ -149,7 +156,7 @@ class Failing:
         logger.warning(
             "pipeline rank %d has been in %s for %.0f s (config.p2p_timeout); the others wait, "
             "and give up after %.0f s (config.compute_timeout). Its stack:\n%s",
-            self.guard.rank, self.guard.tracker.place()[1], here.idle, self.guard.patience,
+            self.guard.rank, positions.described(self.guard.tracker)[1], here.idle, self.guard.patience,
             host_threads.stacks(self.guard.caller),
         )  # fmt: skip
 
@@ -162,7 +169,7 @@ class Failing:
     def conclude(self, failure: Failure, is_news: bool) -> None:
         """Settle on ``failure``, publish it if the others do not know it yet, and make every transfer here fail."""
         guard, heartbeat = self.guard, self.guard.heartbeat
-        seconds = 0.0 if heartbeat.has_lost_store(_PUBLISHING) else _PUBLISHING
+        seconds = 0.0 if self._has_lost_store() else _PUBLISHING
         unknown = is_news and not heartbeat.publish(failure, seconds)
         with heartbeat.lock:
             # What this rank has found may follow from what others published since it last read the store: a rank that
@@ -185,18 +192,50 @@ class Failing:
             time.sleep(max(0.0, guard.known_since + lease - time.monotonic()))
         guard.abort()
 
-    def _await_readers(self) -> None:
-        """By default this process holds the store, which ends with it: the others read the failure before."""
-        pace = self.guard.heartbeat.pace
-        elsewhere = (self.guard.world_size or self.guard.size) > self.guard.size
-        self.guard.heartbeat.await_readers(2 * pace.poll if elsewhere else 0.0, _LEASES * pace.lease)
+    def _has_lost_store(self) -> bool:
+        """Whether the store has failed, or has not answered, for so long that none of its calls will help."""
+        heartbeat = self.guard.heartbeat
+        since = heartbeat.peers.broken_since or heartbeat.peers.asked_at
+        return since is not None and time.monotonic() - since >= min(_PUBLISHING, 8 * heartbeat.pace.poll)
 
-    def show_stack(self) -> None:
-        """For the watchdog: this rank hangs in code that cannot be interrupted. Log where."""
+    def _await_readers(self) -> None:
+        """By default this process holds the store, which ends with it: wait until the ranks that are in a step have
+        read the failure, for a lease at most."""
+        heartbeat, pace = self.guard.heartbeat, self.guard.heartbeat.pace
+        elsewhere = (self.guard.world_size or self.guard.size) > self.guard.size
+        at_least = 2 * pace.poll if elsewhere else 0.0
+        heartbeat.poll_fast(True)
+        begun = time.monotonic()
+        with heartbeat.lock:
+            heartbeat.lock.wait_for(
+                lambda: time.monotonic() - begun >= at_least and not self._unread(begun), _LEASES * pace.lease
+            )
+
+    def _unread(self, since: float) -> bool:
+        """Whether a rank that was in a step after ``since`` has yet to read the failure, as far as can be known."""
+        peers = self.guard.heartbeat.peers
+        if self.guard.heartbeat.closed or peers.broken:
+            return False
+        active = {rank for rank, peer in peers.seen.items() if peer.progress.state != DONE}
+        return peers.failure is None or peers.read_at < since or not active <= peers.have_read
+
+    def await_exit(self, watchdog: Watchdog) -> None:
+        """In the watchdog's thread: the communicator is aborted. Wait for this rank to leave its step, with stronger
+        means if it does not."""
+        if _left_within(watchdog, _BEFORE_ESCALATION):
+            return
+        if self.escalate is not None:
+            self.escalate()
+        if not _left_within(watchdog, _BEFORE_SHOWING_STACK):
+            self._show_stack()
+            _left_within(watchdog, math.inf)
+
+    def _show_stack(self) -> None:
+        """This rank hangs in code that cannot be interrupted. Log where."""
+        _, place = positions.described(self.guard.tracker, of_host=True)
         logger.error(
             "pipeline rank %d has to leave its step (%s) but is still in %s:\n%s",
-            self.guard.rank, diagnosis.first_line(self.guard.failure), self.guard.tracker.place(of_host=True)[1],
-            host_threads.stacks(self.guard.caller),
+            self.guard.rank, diagnosis.first_line(self.guard.failure), place, host_threads.stacks(self.guard.caller),
         )  # fmt: skip
 
     def error(self) -> PipelineError:
@@ -212,10 +251,10 @@ class Failing:
     def _new_error(self) -> PipelineError:
         guard = self.guard
         assert guard.failure is not None
-        return diagnosis.error_of(guard.failure, guard.pipeline, guard.rank, guard.tracker.doing())
+        return diagnosis.error_of(guard.failure, guard.pipeline, guard.rank, positions.doing(guard.tracker))
 
     def _failure(self, kind: str, message: str, **content: Any) -> Failure:
-        place = ("", "") if kind == MISMATCH else self.guard.tracker.place(of_host=kind == EXCEPTION)
+        place = ("", "") if kind == MISMATCH else positions.described(self.guard.tracker, of_host=kind == EXCEPTION)
         who, process = (self.guard.pipeline, self.guard.rank, self.guard.job_rank), self.guard.tracker.process
         return Failure(kind, *who, *place, message=message, at=time.monotonic(), process=process, **content)
 
@@ -233,6 +272,15 @@ class Failing:
         text = diagnosis.stall_text(self.guard.rank, plan, here, seen, self.guard.size, why)
         lines = diagnosis.progress_lines(self.guard.rank, plan, here, seen, self.guard.size)
         return self._failure(STALL, text, suspects=suspects, values=_by_text(lines))
+
+
+def _left_within(watchdog: Watchdog, seconds: float) -> bool:
+    until = time.monotonic() + seconds
+    while watchdog.is_active() and not watchdog.closed:
+        if time.monotonic() >= until:
+            return False
+        time.sleep(0.02)
+    return True
 
 
 def _by_text(by_rank: Mapping[int, str]) -> dict[str, str]:

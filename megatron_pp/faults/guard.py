@@ -27,21 +27,17 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from megatron_pp.common.object_table import ObjectTable
 from megatron_pp.errors import CommunicatorClosedError
 from megatron_pp.faults import consistency
+from megatron_pp.faults.fault_store import FaultStore
 from megatron_pp.faults.heartbeat import Heartbeat, Pace
 from megatron_pp.faults.places import Source
-from megatron_pp.faults.records import (
-    AFTER,
-    Entry,
-    Failure,
-    FaultStore,
-    Progress,
-)
+from megatron_pp.faults.records import AFTER, Entry, Progress
 from megatron_pp.faults.tracker import InstructionMarks, Outside, Tracker
 from megatron_pp.faults.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from megatron_pp.faults.device_events import CompletedWork
     from megatron_pp.faults.failing import Failing
+    from megatron_pp.faults.failures import Failure
 
 logger = logging.getLogger("megatron_pp")
 
@@ -97,7 +93,7 @@ class FaultGuard:
         connect = partial(FaultStore, self.store, *whose, time.monotonic(), self.tracker.process)
         self.heartbeat = Heartbeat(connect, Pace.of(self.timeout, self.world_size or self.size), self.tracker)
         self._watchdog = Watchdog(
-            self.tracker, self.heartbeat, self._act, self.escalate, lambda: self.failing.show_stack()
+            self.tracker, self.heartbeat, self._act, lambda watchdog: self.failing.await_exit(watchdog)
         )
         # By this rank, and handled. Only within steps: its traceback has frames that hold a step's tensors.
         self.raised: BaseException | None = None

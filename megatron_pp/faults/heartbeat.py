@@ -10,11 +10,16 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from megatron_pp.comm.at_exit import call_at_exit
+from megatron_pp.faults.fault_store import FaultStore
 from megatron_pp.faults.peers import Peers
-from megatron_pp.faults.records import AFTER, DONE, Entry, Failure, FaultStore, Progress, RecordError
+from megatron_pp.faults.records import AFTER, DONE, Entry, Progress, RecordError
 from megatron_pp.faults.tracker import Tracker
+
+if TYPE_CHECKING:
+    from megatron_pp.faults.failures import Failure
 
 # Seconds.
 _FAST_POLL = 0.02
@@ -59,7 +64,7 @@ class Heartbeat:
         self._parked = False
         self._fast = False
         self._entering = False
-        self._closed = False
+        self.closed = False
         self._beat = 0
         self._published: Progress | None = None
         self._published_at = 0.0
@@ -80,12 +85,7 @@ class Heartbeat:
             self._fast = True
             self._start()
             self.lock.notify_all()
-            return self.lock.wait_for(lambda: self._closed or record not in self._outbox, seconds)
-
-    def has_lost_store(self, seconds: float) -> bool:
-        """Whether the store has failed, or has not answered, for so long; none of its calls will help then."""
-        since = self.peers.broken_since or self.peers.asked_at
-        return since is not None and time.monotonic() - since >= min(seconds, 8 * self.pace.poll)
+            return self.lock.wait_for(lambda: self.closed or record not in self._outbox, seconds)
 
     def poll_fast(self, on: bool) -> None:
         """Read all records often, while the main thread waits for one."""
@@ -98,32 +98,17 @@ class Heartbeat:
         """Whether the store had no failure within the last ``pace.lease`` seconds, or had one."""
         return self.peers.failure is not None or time.monotonic() - self.peers.checked_at < self.pace.lease
 
-    def await_readers(self, at_least: float, at_most: float) -> None:
-        """Wait until the ranks that are in a step have read the failure, within these seconds."""
-        self.poll_fast(True)
-        begun = time.monotonic()
-        with self.lock:
-            self.lock.wait_for(lambda: time.monotonic() - begun >= at_least and not self._unread(begun), at_most)
-
-    def _unread(self, since: float) -> bool:
-        """Whether a rank that was in a step after ``since`` has yet to read the failure, as far as can be known."""
-        peers = self.peers
-        if self._closed or peers.broken:
-            return False
-        active = {rank for rank, peer in peers.seen.items() if peer.progress.state != DONE}
-        return peers.failure is None or peers.read_at < since or not active <= peers.have_read
-
     def close(self, wait: bool = True) -> None:
         """End the thread; one that is stuck in a call on the store stays until that ends, or the process does."""
         with self.lock:
-            self._closed = True
+            self.closed = True
             self.lock.notify_all()
             thread = self._thread
         if wait and thread is not None and thread is not threading.current_thread():
             thread.join(_JOIN)
 
     def _start(self) -> None:
-        if self._thread is None and not self._closed:
+        if self._thread is None and not self.closed:
             name = f"megatron_pp heartbeat {self._tracker.rank}"
             self._thread = threading.Thread(target=self._run, daemon=True, name=name)
             self._thread.start()
@@ -131,22 +116,22 @@ class Heartbeat:
 
     def _run(self) -> None:
         while True:
-            here = None if self._closed else self._tracker.observe()  # what is over at the end is published as such
+            here = None if self.closed else self._tracker.observe()  # what is over at the end is published as such
             worked = self._exchange(here)
             if not worked and here is not None and here.state == AFTER and self.peers.failure is None:
                 self._tracker.rest()  # the store's process may have ended
             with self.lock:
                 self.lock.notify_all()
-                if self._closed and here is None:
+                if self.closed and here is None:
                     return
-                if self._closed:  # since ``here`` was observed: once more, for the end
+                if self.closed:  # since ``here`` was observed: once more, for the end
                     continue
                 if here is None and not worked:  # outside a step, and no store to publish to
                     self._outbox.clear()
                     self._published = None
                 if here is None and not self._outbox:
                     self._parked = True
-                    self.lock.wait_for(lambda: self._closed or self._outbox or self._tracker.observe() is not None)
+                    self.lock.wait_for(lambda: self.closed or self._outbox or self._tracker.observe() is not None)
                     self._parked = False
                 else:
                     poll = min(self.pace.poll, _FAST_POLL) if self._fast else self.pace.poll
@@ -188,7 +173,7 @@ class Heartbeat:
                 known = self.store.read_failure()  # with what others published since the last read, and before this
                 with self.lock:
                     self.peers.failure = known or self.peers.failure
-                self.store.note_read()
+                self.store.note_failure_read()
             finally:
                 self._remove(record)
 
@@ -228,5 +213,5 @@ class Heartbeat:
             if entries is not None:
                 peers.entries = entries
         if failure is not None:
-            self.store.note_read()
-            peers.have_read = self.store.have_read()
+            self.store.note_failure_read()
+            peers.have_read = self.store.have_read_failure()

@@ -1,9 +1,15 @@
 """What one rank knows about the others of its pipeline."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from megatron_pp.faults.records import Entry, Failure, Process, Progress
+from megatron_pp.faults.records import Entry, Process, Progress
+
+if TYPE_CHECKING:
+    from megatron_pp.faults.failures import Failure
 
 _READS_TO_BE_SURE = 3
 

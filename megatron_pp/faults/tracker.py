@@ -10,8 +10,8 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_pp.faults.consistency import changed
-from megatron_pp.faults.liveness import this_process
-from megatron_pp.faults.places import Source, instruction_at, pending_peers, waits_on
+from megatron_pp.faults.places import Source, instruction_at, waits_on
+from megatron_pp.faults.processes import this_process
 from megatron_pp.faults.records import AFTER, DONE, ENTERING, IN_STEP, NO_HOST, Progress
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import Instruction
@@ -49,6 +49,7 @@ class Tracker:
     after   what follows the last step, in words, where that is watched; else ""
     failed  a failed transfer of this rank, in words, while the guard looks for the cause; else ""
     number  the program's number of the step, as text
+    is_entering  whether plans are compared, before the step's first instruction
     completed  what the device has done, where the host runs ahead of it; else None"""
 
     def __init__(self, rank: int, size: int, completed: CompletedWork | None = None) -> None:
@@ -59,7 +60,7 @@ class Tracker:
         self.failed = ""
         self.number = ""
         self.process = this_process()
-        self._entering = False
+        self.is_entering = False
         self._around: list[tuple[Source | None, str]] = []
         self._last: tuple[int, int, str, bool] = (0, 0, "", False)
         self._moved_at = 0.0
@@ -77,7 +78,7 @@ class Tracker:
         """A step begins, or with ``phase`` something else, which may contain steps. ``entering``: plans are compared
         first. ``agreement``: an earlier one that this step comes back to, 0 if it continues with the last step's."""
         self._around.append((self.source, self.phase))
-        self._entering = entering
+        self.is_entering = entering
         if agreement:
             self._changes = changed(self._changes, self.step + 1, agreement)
         self.number = number
@@ -93,7 +94,7 @@ class Tracker:
 
     def end(self, after: str = "") -> None:
         """What ``begin`` began is over for the host; ``after``: what follows is watched."""
-        self._entering = False
+        self.is_entering = False
         self._done = (self.step, self._changes)
         self.after = after if len(self._around) == 1 else ""
         self.source, self.phase = self._around.pop() if self._around else (None, "")
@@ -116,8 +117,8 @@ class Tracker:
 
     def where(self) -> Place | None:
         """What the device is in or, if it has done all, the host; None outside steps."""
-        mark = None if self.completed is None or self._entering else self.completed.oldest
-        return mark or self._of_host()
+        mark = None if self.completed is None or self.is_entering else self.completed.oldest
+        return mark or self.of_host()
 
     def host(self) -> tuple[int, float]:
         """Where the host runs ahead: how many instructions of its step's program it has issued, NO_HOST outside plans,
@@ -127,7 +128,7 @@ class Tracker:
         source = self.source
         if self.completed is None or source is None or source.plan is None:
             return NO_HOST, 0.0
-        issued = 0 if self._entering else len(source.plan.programs[self.rank]) if self.phase else source.position
+        issued = 0 if self.is_entering else len(source.plan.programs[self.rank]) if self.phase else source.position
         now, place = time.monotonic(), (self.step, issued)
         if place != self._host_place:
             self._host_place, self._host_places, self._host_moved_at = place, None, now
@@ -145,41 +146,37 @@ class Tracker:
     def _device_computes(self) -> bool:
         """Whether the device was last seen in an operation that waits for no message."""
         mark = None if self.completed is None else self.completed.oldest
-        at = self._at(mark)
+        at = self.instruction(mark)
         return mark is not None and (at is None or not waits_on(at))
 
-    def _of_host(self) -> Place | None:
+    def of_host(self) -> Place | None:
         source = self.source
         if source is not None:
             return Place(self.step, source.plan, source.position, self.phase)
         return Place(self.step, None, 0, self.after) if self.after else None
 
-    def places(self) -> list[Place]:
-        """Of the device and of the host, which may be a step ahead: those within plans."""
-        return [place for place in (self.where(), self._of_host()) if place is not None and place.plan is not None]
-
-    def _at(self, place: Place | None) -> Instruction | None:
+    def instruction(self, place: Place | None) -> Instruction | None:
         """The instruction at ``place``; None outside the plan, and while plans are compared."""
-        if place is None or place.plan is None or self._entering or place.phase:
+        if place is None or place.plan is None or self.is_entering or place.phase:
             return None
         return instruction_at(place.plan, self.rank, place.position)
 
     def agreed(self, number: int) -> None:
         """The ranks have agreed, under ``number``, on what this step runs with."""
         self._changes = changed(self._changes, self.step, number)
-        self._entering = False
+        self.is_entering = False
 
     def observe(self) -> Progress | None:
         """Progress now; None outside a step."""
         where = self.where()
         if where is None:
             return None
-        now, step, entering = time.monotonic(), self.step, self._entering
+        now, step, entering = time.monotonic(), self.step, self.is_entering
         here = (where.step, where.position, where.phase, entering)
         if here != self._last:
             self._last = here
             self._moved_at = now
-        text = where.phase or str(self._at(where) or "")
+        text = where.phase or str(self.instruction(where) or "")
         if where.step != step:
             text += f" of step {where.step}"
         idle = round(now - self._moved_at, 3)
@@ -193,45 +190,6 @@ class Tracker:
         None."""
         step, changes = self._done
         return Progress(step, DONE, process=self.process, history=(step, *changes))
-
-    def waits_on(self) -> tuple[int, ...]:
-        """Pipeline ranks that this rank may be waiting for: the peers of a transfer; all others outside the plan; none
-        while it computes. Where the host runs ahead, also the peers of all transfers that may be pending: they may
-        hold up compute that is behind them in one hardware queue."""
-        where = self.where()
-        if where is None:
-            return ()
-        at = self._at(where)
-        if at is None:
-            return tuple(r for r in range(self.size) if r != self.rank)
-        if self.completed is None or where.plan is None:
-            return waits_on(at)
-        source, program = self.source, where.plan.programs[self.rank]
-        is_here = source is not None and source.plan is where.plan and where.step == self.step
-        issued = source.position if source is not None and is_here else len(program)
-        return tuple(sorted({*waits_on(at), *pending_peers(program, where.position, issued)}))
-
-    def place(self, of_host: bool = False) -> tuple[str, str]:
-        """The current instruction as printed and in words; outside the plan "", and what else this rank does.
-        ``of_host``: where the host is, though the device may be behind it."""
-        where = self._of_host() if of_host else self.where()
-        at = self._at(where)
-        if at is not None:
-            return str(at), at.name
-        if self._entering:
-            return "", "the entry of the step"
-        if where is not None and where.plan is not None and where.position < 0 and not where.phase:
-            return "", "the beginning of the step, before its first instruction (channels, no_sync_func)"
-        return "", (where.phase if where else "") or "the step"
-
-    def doing(self) -> str:
-        """What this rank does now, as a clause: ``rank 2 waits for ...``."""
-        at = self._at(self.where())
-        if at is None:
-            return f"rank {self.rank} is in {self.place()[1]}"
-        from megatron_pp.faults.diagnosis import doing
-
-        return f"rank {self.rank} {doing(at)}"
 
 
 class InstructionMarks:

@@ -18,7 +18,7 @@ import torch
 
 from megatron_pp.comm.communicator import P2PCore, Receive, Send, is_single_shape
 from megatron_pp.comm.transport import ACT, GRAD
-from megatron_pp.comm.wait_handle import WaitHandle, written_to
+from megatron_pp.comm.wait_handle import WaitHandle
 from megatron_pp.errors import SendBufferError
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import Instruction
@@ -27,7 +27,7 @@ from megatron_pp.plan.ir.tasks import Cell, MessageKey, Task
 from megatron_pp.runtime.compute import Activation, Steps, each_tensor, in_one_block, is_any_there
 from megatron_pp.runtime.gradient_hooks import SyncHooks
 from megatron_pp.runtime.log_once import warn_once
-from megatron_pp.runtime.message_shapes import Shapes, check_output
+from megatron_pp.runtime.message_shapes import Shapes
 
 if TYPE_CHECKING:
     from megatron_pp.weight_grad.store import WeightGradStore
@@ -171,6 +171,8 @@ class PlanExecutor:
         expected = self._sent_shapes[at.part]
         is_tensor = isinstance(output, torch.Tensor)  # a nested one has no shape; its send refuses it
         if self._checks_outputs and not (is_tensor and (output.is_nested or output.shape == expected)):
+            from megatron_pp.runtime.output_check import check_output
+
             check_output(at, output, self.shapes[at.part].send, self.placement, self.communicator.shapes_vary)
         if self.forward_only and self.graphs:
             output = each_tensor(methodcaller("detach"), output)  # the graph ends with the forward, not with the send
@@ -315,6 +317,8 @@ class PlanExecutor:
         """The error, with the output or gradient that it is about; debug mode has named it."""
         if error.chunk >= 0:
             return error
+        from megatron_pp.comm.failed_transfers import written_to
+
         what = f"the {'output' if at.op == ins.FREE_F else 'input gradient'} of {at.instruction.where}"
         posted = str(at.instruction._replace(op=ins.POST_OF[at.op]))
         place = {"chunk": at.chunk, "microbatch": at.mb, "posted_by": posted, "broken_by": str(self.instruction)}

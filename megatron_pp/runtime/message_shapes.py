@@ -3,14 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import torch
-
-from megatron_pp.comm import own_groups
-from megatron_pp.comm.communicator import is_single_shape
 from megatron_pp.config.settings import StepSettings
-from megatron_pp.errors import P2PShapeError
-from megatron_pp.plan.ir.placement import Placement
-from megatron_pp.plan.ir.tasks import Task
 from megatron_pp.runtime.arguments import StepInputs, whole_argument
 from megatron_pp.runtime.compute import Names
 
@@ -79,45 +72,17 @@ def tensor_shapes(
     return [(length, micro_batch_size, hidden_size)]
 
 
-def check_output(at: Task, output: Any, expected: Any, placement: Placement, vary: bool) -> None:
-    """The receiver has buffers for what was agreed: on gloo a larger message ends its process, a smaller one passes
-    unnoticed, and one that never comes is a timeout.
-
-    ``expected``: the shapes that the next stage receives; ``vary``: their number counts alone. Raises P2PShapeError."""
-    if at.stage == placement.num_stages - 1 or not placement.crosses_ranks(at.stage):
-        return  # nothing is sent
-    tensors = output if isinstance(output, (list, tuple)) else [output]
-    if not all(isinstance(t, torch.Tensor) for t in tensors):
-        return  # it is refused when it is sent
-    wanted = [expected] if expected is None or is_single_shape(expected) else expected
-    of = f"the output of chunk {at.chunk} for microbatch {at.mb}"
-    if len(tensors) != len(wanted):
-        kind = f"is a {type(output).__name__} of {len(tensors)} tensors" if tensors is output else "is one tensor"
-        raise P2PShapeError(
-            f"{of} {kind}, but the next stage expects {len(wanted)}; if a stage gives several, "
-            "say how many with adjust_tensor_shapes_fn"
-        )
-    if vary or expected in (None, []):
-        return
-    found, shapes = [list(t.shape) for t in tensors], [list(shape) for shape in wanted]
-    if found != shapes:
-        raise P2PShapeError(
-            f"{of} has shape {_shown(found)}, but the next stage expects {_shown(shapes)}, from seq_length, "
-            "micro_batch_size and hidden_size; where shapes vary, set variable_seq_lengths"
-        )
-
-
-def _shown(shapes: list[list[int]]) -> str:
-    return str(shapes[0] if len(shapes) == 1 else shapes)
-
-
 def group_sizes(pg_collection: Any, settings: StepSettings) -> tuple[int, int]:
     """(tensor, context) parallel sizes: from the process groups where given, from parallel_state where initialised,
     else from the config."""
     tp, cp = getattr(pg_collection, "tp", None), getattr(pg_collection, "cp", None)
-    if own_groups.model_parallel_is_initialized():
-        tp_default = own_groups.size_of("tp")
-        cp_default = own_groups.size_of("cp")
-    else:
-        tp_default, cp_default = settings.tensor_model_parallel_size, settings.context_parallel_size
-    return (tp_default if tp is None else tp.size()), (cp_default if cp is None else cp.size())
+    return (
+        _own_size("tp", settings.tensor_model_parallel_size) if tp is None else tp.size(),
+        _own_size("cp", settings.context_parallel_size) if cp is None else cp.size(),
+    )
+
+
+def _own_size(kind: str, default: int) -> int:
+    from megatron_pp.comm import own_groups
+
+    return own_groups.size_of(kind) if own_groups.model_parallel_is_initialized() else default

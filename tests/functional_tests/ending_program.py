@@ -21,8 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch.distributed as dist
 
+from megatron_pp.faults.failures import EXCEPTION, Failure
+from megatron_pp.faults.fault_store import FaultStore
 from megatron_pp.faults.guard import FaultGuard
-from megatron_pp.faults.records import EXCEPTION, Failure, FaultStore
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.runtime.communicators import communicator_for

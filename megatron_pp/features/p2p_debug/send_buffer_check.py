@@ -20,7 +20,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_pp.comm.communicator import Receive, Send
-from megatron_pp.comm.wait_handle import UNWATCHED, WaitHandle, is_whole, version_of
+from megatron_pp.comm.failed_transfers import is_whole
+from megatron_pp.comm.wait_handle import UNWATCHED, WaitHandle, version_of
 from megatron_pp.errors import SendBufferError
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import Instruction

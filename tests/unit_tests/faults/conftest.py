@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_pp.faults.liveness import process_of
+from megatron_pp.faults.processes import process_of
 from megatron_pp.faults.records import Process
 from tests.unit_tests.faults.guards import new_guard
 

@@ -15,8 +15,10 @@ import torch.distributed as dist
 from megatron_pp.errors import CommunicatorClosedError, PipelinePeerError, PipelineStallError
 from megatron_pp.faults import attach
 from megatron_pp.faults.attach import close_guard
-from megatron_pp.faults.liveness import this_process
-from megatron_pp.faults.records import AFTER, DONE, EXCEPTION, Failure, FaultStore, Process, Progress
+from megatron_pp.faults.failures import EXCEPTION, Failure
+from megatron_pp.faults.fault_store import FaultStore
+from megatron_pp.faults.processes import this_process
+from megatron_pp.faults.records import AFTER, DONE, Process, Progress
 from megatron_pp.integrations.megatron.steps.after_step import WatchedEnd
 from megatron_pp.integrations.megatron.steps.call import MegatronHost
 from megatron_pp.p2p_communication import P2PCommunicator

@@ -18,7 +18,7 @@ from megatron_pp.errors import PipelinePeerError, PipelineStallError
 from megatron_pp.faults import device_events
 from megatron_pp.faults.device_events import CompletedWork, EventQueries
 from megatron_pp.faults.guard import FaultGuard
-from megatron_pp.faults.places import pending_peers
+from megatron_pp.faults.positions import awaited_ranks, pending_peers
 from megatron_pp.faults.records import DONE, IN_STEP, Process, Progress, decode
 from megatron_pp.faults.tracker import Place, Tracker
 from megatron_pp.p2p_communication import P2PCommunicator
@@ -206,7 +206,7 @@ def test_a_step_is_over_when_the_device_is_done() -> None:
 
     def main(rank: int, communicator: P2PCommunicator) -> None:
         guard = communicator.transport.guard
-        key = guard.heartbeat.store._own("Progress", rank)
+        key = guard.heartbeat.store.own_key("Progress", rank)
 
         def published() -> str:
             return decode(Progress, guard.heartbeat.store.store.get(key)).state
@@ -306,11 +306,11 @@ def test_compute_that_stands_still_waits_for_all_pending_peers() -> None:
     plan = build_plan(PlanSpec("1f1b", 4, 1, 4, policy="overlap"))
     at = next(k for k, one in enumerate(plan.programs[1]) if str(one) == "F0.0")
     tracker.begin(SimpleNamespace(plan=plan, position=at))
-    assert tracker.waits_on() == (0,)
+    assert awaited_ranks(tracker) == (0,)
     assert completed.oldest is None
     blocking = Tracker(1, 4)
     blocking.begin(SimpleNamespace(plan=plan, position=at))
-    assert blocking.waits_on() == ()
+    assert awaited_ranks(blocking) == ()
 
 
 # -- the rules of CUDA ---

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_pp.errors import CommunicatorClosedError, PipelinePeerError
-from megatron_pp.faults import watchdog
+from megatron_pp.faults import failing
 from megatron_pp.faults.attach import close_guard
 from megatron_pp.faults.heartbeat import Pace
 from testkit.guard_mutants import BEFORE_UPDATES
@@ -38,7 +38,7 @@ SECONDS = 10.0  # for all to raise, on a loaded machine
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch, nccl_settings: None) -> Iterator[None]:
     monkeypatch.setattr(Pace, "of", lambda timeout, world_size: Pace(0.06, 0.12, 0.3, LEASE))
-    monkeypatch.setattr(watchdog, "_BEFORE_ESCALATION", 2 * LEASE)
+    monkeypatch.setattr(failing, "_BEFORE_ESCALATION", 2 * LEASE)
     with virtual_cuda(), virtual_distributed():
         yield
 

@@ -22,8 +22,9 @@ from megatron_pp.faults.diagnosis import (
     working_ranks,
 )
 from megatron_pp.faults.heartbeat import Pace
-from megatron_pp.faults.liveness import ALIVE, DEAD, STOPPED, TRACED, UNKNOWN, state_of, this_process
+from megatron_pp.faults.liveness import ALIVE, DEAD, STOPPED, TRACED, UNKNOWN, state_of
 from megatron_pp.faults.peers import Peers
+from megatron_pp.faults.processes import this_process
 from megatron_pp.faults.records import DONE, ENTERING, IN_STEP, Process, Progress
 from megatron_pp.faults.stall_detector import OwnState, find_stall
 from megatron_pp.plan.builder import build_plan

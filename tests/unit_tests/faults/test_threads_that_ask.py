@@ -14,7 +14,7 @@ import torch
 
 from megatron_pp.comm import abort
 from megatron_pp.errors import PipelineError, PipelineStallError
-from megatron_pp.faults import device_events, guard, watchdog
+from megatron_pp.faults import device_events, failing, guard
 from megatron_pp.faults.records import Process
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.testing.pipeline import placement_of, run_rank, toy_step
@@ -126,8 +126,8 @@ NAMED = "operations wait for each other's messages: rank "
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(abort, "_NCCL_PATIENCE", 0.5)
-    monkeypatch.setattr(watchdog, "_BEFORE_ESCALATION", 0.5)
-    monkeypatch.setattr(watchdog, "_BEFORE_SHOWING_STACK", 0.5)
+    monkeypatch.setattr(failing, "_BEFORE_ESCALATION", 0.5)
+    monkeypatch.setattr(failing, "_BEFORE_SHOWING_STACK", 0.5)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_pp.comm import wait_handle
+from megatron_pp.comm import failed_transfers
 from megatron_pp.comm.transport import ACT
 from megatron_pp.errors import SendBufferError
 from megatron_pp.p2p_communication import P2PCommunicator
@@ -160,7 +160,7 @@ def test_writes_that_are_right(writes: str, way: str) -> None:
 @pytest.mark.parametrize("debug", [False, True])
 def test_writes_beside_what_is_sent(debug: bool, caplog: pytest.LogCaptureFixture) -> None:
     """Each microbatch has a part of one tensor, whose writes autograd counts together."""
-    wait_handle._warn_of_parts.cache_clear()
+    failed_transfers.warn_of_parts.cache_clear()
 
     def ring(stage: int) -> torch.nn.Module:
         parts = iter(torch.zeros(DATA.num_microbatches, *SHAPE))
