@@ -18,7 +18,7 @@ from benchmarks.rounds import print_progress, summary, timed_rounds
 from benchmarks.sweep import Sweep, sweep_settings, work_of
 from benchmarks.sweep import add_arguments as add_sweep_arguments
 from benchmarks.work import Work
-from megatron_pp.config.kinds import variable_of
+from megatron_pp.config.setting_names import variable_of
 from megatron_pp.plan.costs.stage_costs import Link, Network
 from megatron_pp.plan.ir.spec import POLICIES
 from megatron_pp.plan.simulate.simulator import simulate

@@ -18,7 +18,7 @@ from benchmarks.stages import AddWeight
 from benchmarks.stubbed import StubTransport, stubbed_group
 from benchmarks.work import Step, Work
 from megatron_pp.comm.collectives import Done
-from megatron_pp.config.kinds import variable_of
+from megatron_pp.config.setting_names import variable_of
 
 HELP = "CPU time that recording a trace adds to a step"
 QUICK = {"rounds": 15}

@@ -4,7 +4,7 @@ One engine (``runtime/executor.py``) runs every schedule. In one place it waits 
 output's data.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
@@ -12,17 +12,18 @@ from typing_extensions import Unpack
 
 from megatron_pp.comm import own_groups
 from megatron_pp.common.module_attributes import wrapped_attribute
+from megatron_pp.common.names import did_you_mean
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.plan.orders.family import Shape
 from megatron_pp.plan.orders.interleaved import schedule_table, warmup_forwards
-from megatron_pp.runtime.arguments import StepInputs, check_keywords
+from megatron_pp.runtime.arguments import StepInputs, check_required
 from megatron_pp.runtime.compute import Activation, StepOptions, backward_through
-from megatron_pp.runtime.deallocate import custom_backward, deallocate_output_tensor
 from megatron_pp.runtime.host import Host
 from megatron_pp.runtime.message_shapes import tensor_shapes
 from megatron_pp.runtime.model_steps import ModelSteps
 from megatron_pp.runtime.run_step import prepared, run_step
+from megatron_pp.runtime.swapped_outputs import custom_backward, deallocate_output_tensor
 
 if TYPE_CHECKING:
     from megatron_pp.comm.p2p_communicator import P2PCommunicator
@@ -89,20 +90,30 @@ def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = 
 
 def forward_backward_no_pipelining(**arguments: Unpack[StepArguments]) -> list[Any]:
     """Run all microbatches through the whole model on this rank. Arguments: StepArguments."""
-    check_keywords("forward_backward_no_pipelining", arguments, StepArguments.__annotations__)
+    _check_keywords("forward_backward_no_pipelining", arguments)
     return _run(Host(StepInputs(False, **arguments), alone=True))
 
 
 def forward_backward_pipelining_without_interleaving(**arguments: Unpack[StepArguments]) -> list[Any]:
     """Run a step with one model chunk a rank, as 1F1B unless the config names a schedule. Arguments: StepArguments."""
-    check_keywords("forward_backward_pipelining_without_interleaving", arguments, StepArguments.__annotations__)
+    _check_keywords("forward_backward_pipelining_without_interleaving", arguments)
     return _run(Host(StepInputs(False, **arguments), alone=False))
 
 
 def forward_backward_pipelining_with_interleaving(**arguments: Unpack[StepArguments]) -> list[Any]:
     """Run a step with several model chunks a rank, interleaved 1F1B by default. Arguments: StepArguments."""
-    check_keywords("forward_backward_pipelining_with_interleaving", arguments, StepArguments.__annotations__)
+    _check_keywords("forward_backward_pipelining_with_interleaving", arguments)
     return _run(Host(StepInputs(True, **arguments), alone=False))
+
+
+def _check_keywords(function: str, arguments: Mapping[str, Any]) -> None:
+    """Raises TypeError, naming the function that the user called, for a keyword it does not take or lacks."""
+    known = StepArguments.__annotations__
+    for name in arguments:
+        if name not in known:
+            hint = did_you_mean(name, known) or f"; it takes {', '.join(known)}"
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
+    check_required(function, arguments)
 
 
 def _run(host: Host) -> list[Any]:

@@ -75,7 +75,7 @@ def rank_main(rank: int, size: int) -> None:
 
 def draw_measurement(output: Path) -> float:
     """Run, and draw the step of median length; returns its length in ms."""
-    from megatron_pp.config.kinds import variable_of
+    from megatron_pp.config.setting_names import variable_of
     from megatron_pp.tracing.analysis import analyse
     from megatron_pp.tracing.run import load_run
     from testkit.processes import run_processes

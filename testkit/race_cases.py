@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_pp.p2p_communication import P2PCommunicator
-from megatron_pp.runtime.deallocate import deallocate_output_tensor
+from megatron_pp.runtime.swapped_outputs import deallocate_output_tensor
 
 BYTES = 64 * 2**20
 LATE = 0.3  # seconds by which the receive is posted after the send, at least

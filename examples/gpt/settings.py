@@ -24,9 +24,9 @@ import tyro
 from examples.gpt.errors import ArgumentError, CheckpointError, NoCheckpointError
 from examples.gpt.files import read_text, write_atomically
 from megatron_pp import TransformerConfig, build_plan
-from megatron_pp.config.checks import why_removed
 from megatron_pp.config.conversions import chosen_steps
 from megatron_pp.config.parallel_grid import fit_grid
+from megatron_pp.config.setting_names import why_removed
 from megatron_pp.errors import PlanError
 from megatron_pp.features.pairs.pair_runner import PAIR_FUNCTIONS
 from megatron_pp.integrations.megatron.settings_file import parse_toml

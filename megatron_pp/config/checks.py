@@ -1,19 +1,11 @@
-"""Checks of single values, shared by the modules that read settings. Never imports torch."""
+"""Checks of single values that steps read. Never imports torch."""
 
-import itertools
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, SupportsIndex
 
 from megatron_pp.common.names import did_you_mean
 from megatron_pp.errors import ConfigError
-
-REMOVED = {
-    "pipeline_replan": "plans no longer change while a job runs. Leave it out. For a plan that fits what stages and "
-    "links take, run some steps with measure=5 (--measure 5), and start the job again with pipeline_schedule='auto' "
-    "and pipeline_measured set to the file that was written. For microbatches that differ, microbatch_costs is enough"
-}
-"""Settings that there were, and what to do instead of them."""
 
 
 def whole_number(
@@ -47,13 +39,6 @@ def check_switch(name: str, value: Any) -> Any:
     return value
 
 
-def switch(name: str, value: Any) -> bool:
-    """``value``, a setting of ours: no number stands for it."""
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name} is {value!r}; it must be true or false")
-    return value
-
-
 def check_text(name: str, value: Any, kinds: Any = str) -> Any:
     if not isinstance(value, kinds):
         raise ConfigError(f"{name} is {value!r}; it must be a text")
@@ -66,17 +51,6 @@ def check_seconds(name: str, value: Any) -> Any:
     return value
 
 
-def check_probability(name: str, value: Any) -> Any:
-    if not isinstance(value, (int, float)) or not 0.0 <= value < 1.0:
-        raise ConfigError(f"{name} is {value!r}; it is a probability from 0.0 up to, but not including, 1.0")
-    return value
-
-
-def why_removed(name: str) -> str:
-    """What to do instead of a setting that there was, as a sentence; empty for any other name."""
-    return f"{name} is no longer a setting: {REMOVED[name]}" if name in REMOVED else ""
-
-
 def callable_or_none(name: str, value: Any, several: bool = False) -> Any:
     """``value``. Raises ConfigError unless it is a callable, a list of them if ``several``, or None."""
     given = value if several and isinstance(value, (list, tuple)) else [value]
@@ -84,16 +58,3 @@ def callable_or_none(name: str, value: Any, several: bool = False) -> Any:
         others = ", or a list of one per chunk, or None" if several else ", or None"
         raise ConfigError(f"{name} is {value!r}; it must be a callable{others}")
     return value
-
-
-def nearest(value: int, works: Callable[[int], bool]) -> tuple[int, ...]:
-    """The closest numbers of at least 1 below and above ``value`` that work; some number above must."""
-    below = next((n for n in range(value - 1, 0, -1) if works(n)), None)
-    above = next(n for n in itertools.count(value + 1) if works(n))
-    return (above,) if below is None else (below, above)
-
-
-def nearest_multiples(value: int, of: int) -> str:
-    """The closest multiples of ``of`` around ``value``, which is none, in words: ``28 or 32``."""
-    below = value // of * of
-    return f"{below} or {below + of}" if below > 0 else str(below + of)

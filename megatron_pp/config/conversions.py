@@ -56,7 +56,9 @@ def schedule(name: str, value: Any) -> str:
 
 def measured(name: str, value: Any) -> Any:
     value = _path_or_text(value)
-    rules.measured_of(SimpleNamespace(pipeline_measured=value))
+    from megatron_pp.config.measured_values import measured_of
+
+    measured_of(SimpleNamespace(pipeline_measured=value))
     return value
 
 
@@ -100,4 +102,6 @@ def step_number(name: str, value: Any) -> Any:
 
 
 def microbatch_costs(name: str, value: Any) -> Any:
-    return value if callable(value) else rules.checked_costs(value)
+    from megatron_pp.config.measured_values import checked_costs
+
+    return value if callable(value) else checked_costs(value)

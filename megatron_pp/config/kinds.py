@@ -1,15 +1,18 @@
-"""What kinds of settings there are: how a value is checked, and how a text becomes one. Never imports torch."""
+"""What kinds of settings there are: how a value of `install()` is checked, and how a text becomes one. Never imports
+torch. Of a config, ``step_fields.py`` checks what steps read, and a config itself the rest when it is made.
+"""
 
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from os import PathLike
 from typing import Any, NamedTuple
 
-from megatron_pp.config import checks, dtypes
+from megatron_pp.config import checks
+from megatron_pp.config.setting_names import variable_of
+from megatron_pp.config.step_fields import CHECKS
 from megatron_pp.errors import ConfigError
 
-PREFIX = "MEGATRON_PP_"
-NEVER, MADE, EVERY_STEP = range(3)
+Accept = Callable[[str, Any], Any]
 
 
 class Kind(NamedTuple):
@@ -17,20 +20,18 @@ class Kind(NamedTuple):
 
     accept        (name, value) -> the value as the engine takes it; raises ConfigError
     read          text of an environment variable or a flag -> a value for ``accept``
-    checked       when the value of a config is checked too: NEVER, when it is MADE, or then and in EVERY_STEP
+    when_made     whether ``accept`` checks the value of a config when that is made; not for what steps check
     install       whether it is a setting of `install()`
     only_keyword  one that can be given as a keyword alone
     choices       all values, where they are few
-    check         what checks the value of a config, which stays as it is, in place of ``accept``
     """
 
-    accept: Callable[[str, Any], Any]
+    accept: Accept
     read: Callable[[str], Any] = str
-    checked: int = NEVER
+    when_made: bool = False
     install: bool = True
     only_keyword: bool = False
     choices: tuple[str, ...] = ()
-    check: Callable[[str, Any], Any] | None = None
 
     def value_of(self, name: str, text: str, where: str) -> Any:
         """The value that ``text`` gives the setting ``name``. Raises ConfigError, which begins with ``where``."""
@@ -38,11 +39,6 @@ class Kind(NamedTuple):
             return self.accept(name, self.read(text))
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
-
-
-def variable_of(name: str) -> str:
-    """The environment variable of a setting."""
-    return PREFIX + name.upper()
 
 
 def _convert(function: str, *args: Any) -> Any:
@@ -55,35 +51,64 @@ def _convert(function: str, *args: Any) -> Any:
 _read_number = partial(_convert, "read_number")
 
 
-def count(at_least: int = 1, hint: str = "", **more: Any) -> Kind:
-    """Whole numbers."""
-    return Kind(
-        partial(checks.whole_number, at_least=at_least, hint=hint), _read_number, **{"checked": EVERY_STEP, **more}
-    )
+def as_in_steps(name: str, value: Any) -> Any:
+    """``value``, if it passes the check of steps for the field ``name``."""
+    return CHECKS[name](name, value)
 
 
-def choice(choices: Sequence[str], **more: Any) -> Kind:
+def _switch(name: str, value: Any) -> Any:
+    """``value``, a setting of ours: no number stands for it."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} is {value!r}; it must be true or false")
+    return value
+
+
+def _probability(name: str, value: Any) -> Any:
+    if not isinstance(value, (int, float)) or not 0.0 <= value < 1.0:
+        raise ConfigError(f"{name} is {value!r}; it is a probability from 0.0 up to, but not including, 1.0")
+    return value
+
+
+def choice(choices: Sequence[str], accept: Accept = as_in_steps, **more: Any) -> Kind:
     """One of several words."""
-    return Kind(partial(checks.one_of, known=choices), choices=tuple(choices), **more)
+    return Kind(accept, choices=tuple(choices), **more)
 
 
 def function_of(module: str, names: str) -> Kind:
     """A function, or the name of one of those in ``names`` of the module that a feature has."""
-    return Kind(partial(_convert, "function_of", module, names), checked=EVERY_STEP, check=checks.callable_or_none)
+    return Kind(partial(_convert, "function_of", module, names))
 
 
-HOOK = Kind(checks.callable_or_none, checked=EVERY_STEP, install=False)
-HOOKS = Kind(partial(checks.callable_or_none, several=True), checked=EVERY_STEP, install=False)
-PROBABILITY = Kind(checks.check_probability, checked=MADE, install=False)
-SIZE = count(install=False)
-SWITCH = Kind(checks.switch, partial(_convert, "read_flag"), EVERY_STEP, check=checks.check_switch)
-FLAG = SWITCH._replace(install=False)
-SECONDS = Kind(checks.check_seconds, _read_number, checked=EVERY_STEP)
-TEXT = Kind(partial(_convert, "text"), checked=EVERY_STEP, check=partial(checks.check_text, kinds=(str, PathLike)))
-STEPS = Kind(partial(_convert, "steps"), checked=MADE)
-SCHEDULE = Kind(partial(_convert, "schedule"), checked=EVERY_STEP, check=checks.check_text)
+HOOK = Kind(as_in_steps, install=False)
+PROBABILITY = Kind(_probability, when_made=True, install=False)
+COUNT = Kind(as_in_steps, _read_number)
+GROUP_SIZE = COUNT._replace(accept=checks.whole_number)
+SIZE = Kind(checks.whole_number, _read_number, when_made=True, install=False)
+SWITCH = Kind(_switch, partial(_convert, "read_flag"))
+FLAG = Kind(checks.check_switch, partial(_convert, "read_flag"), when_made=True, install=False)
+SECONDS = Kind(as_in_steps, _read_number)
+TEXT = Kind(partial(_convert, "text"))
+STEPS = Kind(partial(_convert, "steps"), when_made=True)
+SCHEDULE = Kind(partial(_convert, "schedule"))
 MEASURED = Kind(partial(_convert, "measured"))
 DTYPE = Kind(partial(_convert, "dtype"))
-AUTOCAST = Kind(dtypes.check_dtype, checked=EVERY_STEP, install=False)
+AUTOCAST = Kind(as_in_steps, install=False)
 STEP_NUMBER = Kind(partial(_convert, "step_number"), only_keyword=True)
 MICROBATCH_COSTS = Kind(partial(_convert, "microbatch_costs"), only_keyword=True)
+
+IN_ENVIRONMENT = {
+    "p2p_debug": SWITCH,
+    "trace_dir": TEXT,
+    "trace_steps": STEPS,
+    "measure": COUNT,
+    "measure_out": TEXT,
+}
+"""The kinds of fields whose default may be in an environment variable."""
+
+
+def read_variable(name: str) -> Any:
+    """What its environment variable says of a field of IN_ENVIRONMENT; None where that is not set, or empty. Raises
+    ConfigError."""
+    variable = variable_of(name)
+    text = os.environ.get(variable)
+    return IN_ENVIRONMENT[name].value_of(name, text, f"environment variable {variable}") if text else None

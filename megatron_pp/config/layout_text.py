@@ -12,7 +12,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, NoReturn, cast
 
-from megatron_pp.config.checks import nearest_multiples, whole_number
+from megatron_pp.config.checks import whole_number
+from megatron_pp.config.nearest import nearest_multiples
 from megatron_pp.errors import LayoutError
 from megatron_pp.plan.ir.placement import Placement
 

@@ -4,11 +4,13 @@ under Megatron, which makes its own configs, loads none of this.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, SupportsFloat
 
 from megatron_pp.config import dtypes, rules
-from megatron_pp.config.checks import nearest_multiples, whole_number
-from megatron_pp.config.microbatch_counts import check_group_size
+from megatron_pp.config.checks import whole_number
+from megatron_pp.config.nearest import nearest_multiples
+from megatron_pp.config.step_fields import CHECKS
 from megatron_pp.errors import ConfigError, ScheduleError
 from megatron_pp.plan import orders
 from megatron_pp.plan.ir.feature import hooks_asked_by
@@ -17,6 +19,7 @@ from megatron_pp.plan.ir.placement import Placement
 
 def check_made(config: Any) -> None:
     """What the schedules and the communication between stages read."""
+    _check_values(config)
     _check_parallel_sizes(config)
     _check_dtypes(config)
     _check_schedule(config)
@@ -42,6 +45,18 @@ def check_model_sizes(config: Any) -> None:
         raise ConfigError(f"init_method_std is {config.init_method_std!r}; it must be at least 0, such as 0.02")
 
 
+def _check_values(config: Any) -> None:
+    """Of each field by itself, and what no two of them may be at once."""
+    for field in dataclasses.fields(config):
+        value, kind = getattr(config, field.name), field.metadata.get("kind")
+        default = None if field.default is dataclasses.MISSING else field.default
+        check = CHECKS.get(field.name) or (kind.accept if kind is not None and kind.when_made else None)
+        if check is not None and value is not default:
+            check(field.name, value)
+    rules.check_timeouts(config)
+    rules.lowering_policy(config)
+
+
 def _check_parallel_sizes(config: Any) -> None:
     if config.sequence_parallel and config.tensor_model_parallel_size == 1:
         raise ConfigError(
@@ -50,7 +65,7 @@ def _check_parallel_sizes(config: Any) -> None:
         )
     small_groups = config.schedule_name in orders.SCHEDULES and orders.SCHEDULES[config.schedule_name].small_groups
     group_size = config.microbatch_group_size_per_vp_stage
-    check_group_size(config.pipeline_model_parallel_size, config.num_chunks, group_size, small_groups)
+    rules.check_group_size(config.pipeline_model_parallel_size, config.num_chunks, group_size, small_groups)
 
 
 def _check_dtypes(config: Any) -> None:
@@ -70,7 +85,10 @@ def _check_schedule(config: Any) -> None:
     searched = family.search is not None
     sizes = config.pipeline_model_parallel_size, family.chunks or config.num_chunks
     placement = Placement(family.placement, *sizes)
-    rules.measured_of(config, placement if searched else None)
+    if config.pipeline_measured is not None:
+        from megatron_pp.config.measured_values import measured_of
+
+        measured_of(config, placement if searched else None)
     for hooks in added:
         hooks.of_config(config, placement, training=True)
     if config.pipeline_placement not in (None, family.placement):

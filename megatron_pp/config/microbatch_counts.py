@@ -7,8 +7,10 @@ ranks, and an interleaved schedule whose last group has fewer microbatches than 
 
 from dataclasses import dataclass
 
-from megatron_pp.config.checks import nearest, whole_number
-from megatron_pp.errors import ConfigError, MicrobatchCountError
+from megatron_pp.config.checks import whole_number
+from megatron_pp.config.nearest import nearest
+from megatron_pp.config.rules import check_group_size, runs_at_full_speed
+from megatron_pp.errors import MicrobatchCountError
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,7 @@ def explain_microbatch_count(
     group = check_group_size(pipeline_size, num_chunks, group_size)
 
     def runs_full(count: int) -> bool:
-        if count < pipeline_size:
-            return pipeline_size == 1
-        return num_chunks == 1 or count % group == 0 or count % group >= pipeline_size
+        return runs_at_full_speed(count, pipeline_size, num_chunks, group)
 
     sentence = f"{num_microbatches} microbatches over {pipeline_size} ranks"
     if runs_full(num_microbatches):
@@ -55,23 +55,3 @@ def explain_microbatch_count(
     fast = nearest(num_microbatches, runs_full)
     sentence = f"{sentence} work, slower: {reason}; nearest at full speed: {' and '.join(map(str, fast))}"
     return MicrobatchCount(num_microbatches, False, fast, sentence)
-
-
-def check_group_size(pipeline_size: int, num_chunks: int, group_size: int | None, small_groups: bool = False) -> int:
-    """The group size in use: P where ``group_size`` is None.
-
-    A group larger than M is M. A group smaller than P leaves ranks waiting for their own output in every group, and is
-    refused as in Megatron, but for schedules that save memory by it (``small_groups``).
-
-    Raises ConfigError with the nearest legal value."""
-    whole_number("pipeline_model_parallel_size", pipeline_size)
-    whole_number("virtual_pipeline_model_parallel_size", num_chunks)
-    if group_size is None:
-        return pipeline_size
-    group_size = whole_number("microbatch_group_size_per_vp_stage", group_size, hint=f"default {pipeline_size}")
-    if num_chunks > 1 and group_size < pipeline_size and not small_groups:
-        raise ConfigError(
-            f"microbatch_group_size_per_vp_stage is {group_size}; with {pipeline_size} pipeline ranks and {num_chunks} "
-            f"chunks each the nearest legal value is {pipeline_size}"
-        )
-    return group_size

@@ -6,7 +6,6 @@ lacks a field, the default here holds (`config.settings`).
 
 import dataclasses
 import inspect
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,10 +13,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_pp.common.names import did_you_mean
 from megatron_pp.config import kinds, rules
-from megatron_pp.config.checks import why_removed
+from megatron_pp.config.checks import one_of
 from megatron_pp.config.dtypes import dtype_named
-from megatron_pp.config.kinds import Kind, variable_of
-from megatron_pp.config.microbatch_counts import MicrobatchCount, explain_microbatch_count
+from megatron_pp.config.kinds import Kind
+from megatron_pp.config.setting_names import variable_of, why_removed
+from megatron_pp.config.step_fields import DEFAULTS, Hook, Hooks
 from megatron_pp.errors import ConfigError
 from megatron_pp.feature_table import CACHES, FSDP_COLLECTIVES
 from megatron_pp.plan.ir.feature import hooks_asked_by
@@ -28,10 +28,14 @@ from megatron_pp.plan.orders.family import Family
 if TYPE_CHECKING:
     from torch import dtype as Dtype
 
+    from megatron_pp.config.microbatch_counts import MicrobatchCount
+
 else:  # the command line reads these fields without torch
     Dtype = Any
 
 # -- how a field is written: its default, one line of help, and what kind of value it takes ---------------------------
+
+_AS_IN_STEPS = object()
 
 
 def setting(
@@ -46,30 +50,44 @@ def setting(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def hook(help_text: str, kind: Kind, section: str | None = None) -> Any:
-    """A field for callables, so never a flag."""
-    return setting(None, help_text, kind, cli=False, section=section)
+def read_by_steps(help_text: str, kind: Kind | None = None, *, cli: bool = True, section: str | None = None) -> Any:
+    """A field that steps read: its default, and the check of its value, are in `step_fields.py`."""
+    return setting(_AS_IN_STEPS, help_text, kind, cli=cli, section=section)
 
 
-def setting_from_env(name: str, unset: Any, help_text: str, kind: Kind) -> Any:
-    """A dataclass field whose default is in its environment variable when the object is made, or ``unset``."""
-    return setting(partial(_read_variable, name, unset, kind), f"{help_text} [env {variable_of(name)}]", kind)
+def hook(help_text: str, section: str | None = None) -> Any:
+    """Such a field for callables, so never a flag."""
+    return read_by_steps(help_text, kinds.HOOK, cli=False, section=section)
 
 
-def _read_variable(name: str, unset: Any, kind: Kind) -> Any:
-    variable = variable_of(name)
-    text = os.environ.get(variable)
-    return kind.value_of(name, text, f"environment variable {variable}") if text else unset
+def setting_from_env(name: str, help_text: str) -> Any:
+    """Such a field whose default is in its environment variable when the object is made, if that is set."""
+    return setting(partial(_from_env, name), f"{help_text} [env {variable_of(name)}]", kinds.IN_ENVIRONMENT[name])
+
+
+def _from_env(name: str) -> Any:
+    given = kinds.read_variable(name)
+    return DEFAULTS[name] if given is None else given
+
+
+Class = TypeVar("Class", bound=type[Any])
+
+
+def with_defaults(config: Class) -> Class:
+    """``config``, whose fields that are `read_by_steps` get the defaults of `step_fields.py`."""
+    for name, field in vars(config).items():
+        if isinstance(field, dataclasses.Field) and field.default is _AS_IN_STEPS:
+            field.default = DEFAULTS[name]
+    return config
 
 
 # -- the configuration ------------------------------------------------------------------------------------------------
 
 Config = TypeVar("Config", bound="ModelParallelConfig")
-Hook = Callable[..., Any] | None
-Hooks = Callable[..., Any] | list[Any] | None
 
 
 @dataclass
+@with_defaults
 class ModelParallelConfig:
     """What the schedules and the communication between stages read.
 
@@ -79,192 +97,172 @@ class ModelParallelConfig:
 
     Raises ConfigError or a subclass, with the value and the nearest legal one."""
 
-    tensor_model_parallel_size: int = setting(1, "ranks that split each layer", kinds.SIZE, section="parallel sizes")
+    tensor_model_parallel_size: int = read_by_steps("ranks that split each layer", kinds.SIZE, section="parallel sizes")
     pipeline_model_parallel_size: int = setting(1, "P, ranks that share the layers as a pipeline", kinds.SIZE)
-    virtual_pipeline_model_parallel_size: int | None = setting(
-        None,
+    virtual_pipeline_model_parallel_size: int | None = read_by_steps(
         "V, model chunks per pipeline rank",
-        kinds.count(hint="None for a pipeline without chunks", install=False),
+        kinds.COUNT._replace(install=False),
     )
-    context_parallel_size: int = setting(1, "ranks that split the sequence", kinds.SIZE)
+    context_parallel_size: int = read_by_steps("ranks that split the sequence", kinds.SIZE)
     data_parallel_size: int | None = setting(
         None, "replicas of the pipeline; None: what the world size leaves", kinds.SIZE
     )
-    sequence_parallel: bool = setting(False, "split activations along the sequence over the tensor parallel ranks")
+    sequence_parallel: bool = read_by_steps(
+        "split activations along the sequence over the tensor parallel ranks", kinds.FLAG
+    )
 
     params_dtype: Dtype = setting(partial(dtype_named, "float32"), "dtype of the parameters", section="training")
-    enable_autocast: bool = setting(False, "run the forward step inside torch.autocast")
-    autocast_dtype: Dtype | None = setting(None, "dtype of autocast; None: params_dtype", kinds.AUTOCAST)
-    calculate_per_token_loss: bool = setting(False, "loss functions return token counts, which divide the gradients")
-    num_microbatches_with_partial_activation_checkpoints: int | None = setting(
-        None,
+    enable_autocast: bool = read_by_steps("run the forward step inside torch.autocast", kinds.FLAG)
+    autocast_dtype: Dtype | None = read_by_steps("dtype of autocast; None: params_dtype", kinds.AUTOCAST)
+    calculate_per_token_loss: bool = read_by_steps(
+        "loss functions return token counts, which divide the gradients", kinds.FLAG
+    )
+    num_microbatches_with_partial_activation_checkpoints: int | None = read_by_steps(
         "microbatches in flight that recompute only some layers; None: forward_step_func decides",
-        kinds.count(0, install=False),
+        kinds.COUNT._replace(install=False),
     )
 
-    timers: Hook = hook("Megatron's timers", kinds.HOOK, section="hooks")
-    grad_scale_func: Hook = hook("turns a loss into the scaled loss", kinds.HOOK)
-    no_sync_func: Hooks = hook("context manager(s), one per chunk, in which gradients are not reduced", kinds.HOOKS)
-    grad_sync_func: Hooks = hook(
-        "function(s), one per chunk, that start to reduce gradients of given parameters", kinds.HOOKS
-    )
-    param_sync_func: Hooks = hook("function(s), one per chunk, that start to gather given parameters", kinds.HOOKS)
-    finalize_model_grads_func: Hook = hook("called once a step, after the last backward", kinds.HOOK)
-    overlapped_forward_backward: Hook = hook(
+    timers: Hook = hook("Megatron's timers", section="hooks")
+    grad_scale_func: Hook = hook("turns a loss into the scaled loss")
+    no_sync_func: Hooks = hook("context manager(s), one per chunk, in which gradients are not reduced")
+    grad_sync_func: Hooks = hook("function(s), one per chunk, that start to reduce gradients of given parameters")
+    param_sync_func: Hooks = hook("function(s), one per chunk, that start to gather given parameters")
+    finalize_model_grads_func: Hook = hook("called once a step, after the last backward")
+    overlapped_forward_backward: Hook = read_by_steps(
         "runs a forward and a backward of another microbatch as a pair (not in Megatron; see "
         "megatron_pp.features.pairs)",
         kinds.function_of("pairs", "PAIR_FUNCTIONS"),
+        cli=False,
     )
-    barrier_with_L1_time: bool = setting(True, "level-1 timers start after a barrier")  # noqa: N815 (Megatron's name)
+    barrier_with_L1_time: bool = read_by_steps("level-1 timers start after a barrier", kinds.FLAG)  # noqa: N815 (Megatron's name)
 
-    pipeline_dtype: Dtype | None = setting(
-        None, "dtype of the tensors between stages; required if P > 1", kinds.DTYPE, section="pipeline"
+    pipeline_dtype: Dtype | None = read_by_steps(
+        "dtype of the tensors between stages; required if P > 1", kinds.DTYPE, section="pipeline"
     )
-    microbatch_group_size_per_vp_stage: int | None = setting(
-        None, "G, microbatches a chunk runs before the next chunk takes over; None: P", kinds.count(checked=kinds.NEVER)
+    microbatch_group_size_per_vp_stage: int | None = read_by_steps(
+        "G, microbatches a chunk runs before the next chunk takes over; None: P", kinds.GROUP_SIZE
     )
-    variable_seq_lengths: bool = setting(
-        False, "microbatches differ in shape; the shape is sent before each tensor", kinds.SWITCH
+    variable_seq_lengths: bool = read_by_steps(
+        "microbatches differ in shape; the shape is sent before each tensor", kinds.SWITCH
     )
-    overlap_p2p_comm: bool = setting(False, "send and receive while computing, in warm-up and flush too", kinds.SWITCH)
-    batch_p2p_comm: bool | None = setting(
-        None, "group sends and receives into one call; None: unless overlap_p2p_comm", kinds.SWITCH
+    overlap_p2p_comm: bool = read_by_steps("send and receive while computing, in warm-up and flush too", kinds.SWITCH)
+    batch_p2p_comm: bool | None = read_by_steps(
+        "group sends and receives into one call; None: unless overlap_p2p_comm", kinds.SWITCH
     )
-    batch_p2p_sync: bool = setting(
-        False, "wait for the device after each grouped call, as old releases of PyTorch needed", kinds.SWITCH
+    batch_p2p_sync: bool = read_by_steps(
+        "wait for the device after each grouped call, as old releases of PyTorch needed", kinds.SWITCH
     )
-    deallocate_pipeline_outputs: bool = setting(
-        True, "free the data of an output after its send, unless its graph needs the data", kinds.SWITCH
+    deallocate_pipeline_outputs: bool = read_by_steps(
+        "free the data of an output after its send, unless its graph needs the data", kinds.SWITCH
     )
-    defer_embedding_wgrad_compute: bool = setting(
-        False, "call the last stage's finish_embedding_wgrad_compute() before gradients are finalised"
+    defer_embedding_wgrad_compute: bool = read_by_steps(
+        "call the last stage's finish_embedding_wgrad_compute() before gradients are finalised", kinds.FLAG
     )
 
-    pipeline_schedule: str | None = setting(
-        None,
+    pipeline_schedule: str | None = read_by_steps(
         "name of a schedule, or a .csv or .json file; None: 1f1b, or interleaved_1f1b if V > 1; with sequence_slices: "
         "seq_1f1b, or interleaved_seq_1f1b",
         kinds.SCHEDULE,
         section="pipeline, not in Megatron",
     )
-    sequence_slices: int = setting(
-        1,
+    sequence_slices: int = read_by_steps(
         "slices into which every sequence is cut; each goes through the pipeline by itself; 1: whole sequences",
         kinds.SIZE,
     )
-    balance_sequence_slices: bool = setting(
-        False, "cut sequences into slices of equal cost under causal attention, not of equal length"
+    balance_sequence_slices: bool = read_by_steps(
+        "cut sequences into slices of equal cost under causal attention, not of equal length", kinds.FLAG
     )
-    offload_chunks: int | None = setting(
-        None,
+    offload_chunks: int | None = read_by_steps(
         "the first so many model chunks of every rank keep their activations in host memory between forward and "
         "backward; None: half of the chunks under pipe_offload, otherwise none",
-        kinds.count(0, "None for the schedule's own"),
+        kinds.COUNT,
     )
-    offload_slots: int = setting(
-        1, "compute operations during which the plan lets a copy to host memory, or back, run", kinds.count()
+    offload_slots: int = read_by_steps(
+        "compute operations during which the plan lets a copy to host memory, or back, run", kinds.COUNT
     )
-    fsdp_collectives: str | None = setting(
-        None,
+    fsdp_collectives: str | None = read_by_steps(
         "when the plan gathers parameters and reduces gradients of stages that fully_shard (FSDP2) shards: "
         "per_step, per_run, zero2, zero3 (presets) or by_cost; None: FSDP2's own hooks do it",
-        kinds.choice(FSDP_COLLECTIVES, checked=kinds.EVERY_STEP),
+        kinds.choice(FSDP_COLLECTIVES),
     )
-    fsdp_max_active_stages: int | None = setting(
-        None,
+    fsdp_max_active_stages: int | None = read_by_steps(
         "with fsdp_collectives: how many stages of a rank may have whole parameters at a time; None: all",
-        kinds.count(hint="None for all"),
+        kinds.COUNT,
     )
-    skip_tensors: Any = setting(
-        None,
+    skip_tensors: Any = read_by_steps(
         "named tensors that stages send to later stages, as in 'skip=0>3; mask=0>1,2 no_grad'; blocks: one tensor of "
         "every stage, to all later stages",
         cli=False,
     )
-    skip_cache: str = setting(
-        "received",
+    skip_cache: str = read_by_steps(
         "which skip tensors a rank keeps, so that they are not sent to it again: none, received, or all (its own too)",
-        kinds.choice(CACHES, checked=kinds.EVERY_STEP, install=False),
+        kinds.choice(CACHES, install=False),
         cli=False,
     )
-    pipeline_measured: Any = setting(
-        None,
+    pipeline_measured: Any = read_by_steps(
         "times and memory that auto and auto_v plan for: a Measured, a dict, or a JSON file; None: equal times",
         kinds.MEASURED,
     )
     pipeline_placement: str | None = setting(
         None,
         "which rank holds which stage: loop or v; None: as the schedule says",
-        kinds.choice(PLACEMENTS, checked=kinds.MADE, install=False),
+        kinds.choice(PLACEMENTS, partial(one_of, known=PLACEMENTS), when_made=True, install=False),
     )
-    p2p_channels: str = setting(
-        "one_way",
+    p2p_channels: str = read_by_steps(
         "one_way: a channel for each direction and kind of message; shared: only the given process group",
-        kinds.choice(CHANNELS, checked=kinds.EVERY_STEP),
+        kinds.choice(CHANNELS),
     )
-    p2p_max_ctas: int | None = setting(
-        None,
+    p2p_max_ctas: int | None = read_by_steps(
         "thread blocks of the GPU that one transfer may occupy on NCCL, also while it waits for its peer; None: the "
         "number of the pipeline group, or 8 if that has none",
-        kinds.count(hint="None for the pipeline group's own"),
+        kinds.COUNT,
     )
-    max_pending_sends: int = setting(
-        2, "unfinished sends that a rank may have before it waits for one of them", kinds.count(0)
+    max_pending_sends: int = read_by_steps(
+        "unfinished sends that a rank may have before it waits for one of them", kinds.COUNT
     )
-    p2p_timeout: float | None = setting(
-        None,
+    p2p_timeout: float | None = read_by_steps(
         "seconds after which a transfer without an answer is an error; None: 480, or 0.8 of the process group's "
         "timeout if that is shorter",
         kinds.SECONDS,
     )
-    compute_timeout: float | None = setting(
-        None,
+    compute_timeout: float | None = read_by_steps(
         "seconds that one operation of a rank may take while the rank sends heartbeats; None: ten times p2p_timeout, "
         "or 0.95 of the process group's timeout if that is shorter",
         kinds.SECONDS,
     )
-    step_number: int | Callable[[], int] | None = setting(
-        None,
+    step_number: int | Callable[[], int] | None = read_by_steps(
         "the program's number of this step, or a function that returns it; ranks in different steps are an error",
         kinds.STEP_NUMBER,
         cli=False,
     )
-    warm_up_p2p: bool = setting(
-        True, "connect neighbours before the first step, not within it; NCCL's channels always are", kinds.SWITCH
+    warm_up_p2p: bool = read_by_steps(
+        "connect neighbours before the first step, not within it; NCCL's channels always are", kinds.SWITCH
     )
-    device_sync: bool | None = setting(
-        None,
+    device_sync: bool | None = read_by_steps(
         "True: compute synchronises the device, so no receive is posted ahead; False: receives are posted ahead, also "
         "if a wait for the device can then hang; None: True with timers at log level 2, otherwise receives are posted "
         "ahead if no wait for the device can hang",
         kinds.SWITCH,
     )
-    p2p_debug: bool = setting_from_env(
-        "p2p_debug", False, "check shapes, dtypes and order of every transfer (slow)", kinds.SWITCH
-    )
-    trace_dir: str | None = setting_from_env("trace_dir", None, "folder for traces of real steps", kinds.TEXT)
+    p2p_debug: bool = setting_from_env("p2p_debug", "check shapes, dtypes and order of every transfer (slow)")
+    trace_dir: str | None = setting_from_env("trace_dir", "folder for traces of real steps")
     trace_steps: str | None = setting_from_env(
-        "trace_steps", None, "training steps to trace, from 1, as in 3,10-12; None: 2 to 21", kinds.STEPS
+        "trace_steps", "training steps to trace, from 1, as in 3,10-12; None: 2 to 21"
     )
-    trace_first_step: int = setting(
-        1, "the number of this process's first step, such as after a resume", kinds.count(), cli=False
+    trace_first_step: int = read_by_steps(
+        "the number of this process's first step, such as after a resume", kinds.COUNT, cli=False
     )
     measure: int = setting_from_env(
         "measure",
-        0,
         "number of training steps, after the first one, that measure times and memory of stages; then transfers are "
         "measured; 0: none",
-        kinds.count(0),
     )
     measure_out: str | None = setting_from_env(
         "measure_out",
-        None,
         "file for these measurements, which pipeline_measured and advise read; None: megatron_pp_measured.json in "
         "trace_dir, or in the working folder if there is none",
-        kinds.TEXT,
     )
-    microbatch_costs: Sequence[float] | Callable[[], Sequence[float]] | None = setting(
-        None,
+    microbatch_costs: Sequence[float] | Callable[[], Sequence[float]] | None = read_by_steps(
         "cost of each microbatch of the step, in any unit, or a function that returns the costs; steps of unequal "
         "microbatches get plans of their own; None: all cost the same",
         kinds.MICROBATCH_COSTS,
@@ -272,7 +270,6 @@ class ModelParallelConfig:
     )
 
     def __post_init__(self) -> None:
-        check_values(self, _checked(type(self), kinds.MADE))
         from megatron_pp.config import made
 
         made.check_made(self)
@@ -313,8 +310,10 @@ class ModelParallelConfig:
     def _family(self) -> Family:
         return rules.schedule_family(self.pipeline_schedule, self.num_chunks, hooks_asked_by(self))
 
-    def explain_microbatch_count(self, num_microbatches: int) -> MicrobatchCount:
+    def explain_microbatch_count(self, num_microbatches: int) -> "MicrobatchCount":
         """The effect of this number of microbatches on speed; raises MicrobatchCountError unless it is at least 1."""
+        from megatron_pp.config.microbatch_counts import explain_microbatch_count
+
         sizes: tuple[Any, ...] = (self.pipeline_model_parallel_size,)
         if self._family.idles_in_short_groups:
             sizes = (*sizes, self.num_chunks, self.microbatch_group_size_per_vp_stage)
@@ -336,40 +335,15 @@ class ModelParallelConfig:
         return dataclasses.replace(self, **fresh, **changes)
 
 
-Rows = tuple[tuple[str, Callable[[str, Any], Any], Any], ...]
-
-
-def _checked(config: type, when: int) -> Rows:
-    """(name, check, default) of the fields that are checked ``when``; of one from the environment, None."""
-    rows = ((field.name, field.metadata.get("kind"), field.default) for field in dataclasses.fields(config))
-    return tuple(
-        (name, kind.check or kind.accept, None if default is dataclasses.MISSING else default)
-        for name, kind, default in rows
-        if kind and kind.checked >= when
-    )
-
-
-_OF_STEPS = _checked(ModelParallelConfig, kinds.EVERY_STEP)
-
-
-def check_values(config: Any, rows: Rows = _OF_STEPS) -> None:
-    """Of a config, or of a step's settings. Raises ConfigError."""
-    for name, accept, default in rows:
-        value = getattr(config, name, default)
-        if value is not default:
-            accept(name, value)
-    rules.check_timeouts(config)
-    rules.lowering_policy(config)
-
-
 @dataclass
+@with_defaults
 class TransformerConfig(ModelParallelConfig):
     """Adds the sizes of a transformer and where its layers go. Raises LayoutError where a layer would be left over."""
 
     num_layers: int = setting(0, "transformer layers of the whole model", kinds.SIZE, section="model")
-    hidden_size: int = setting(0, "width of the residual stream", kinds.SIZE)
+    hidden_size: int = read_by_steps("width of the residual stream", kinds.SIZE)
     num_attention_heads: int = setting(0, "attention heads per layer", kinds.SIZE)
-    ffn_hidden_size: int | None = setting(None, "width inside the feed-forward part; None: 4 * hidden_size", kinds.SIZE)
+    ffn_hidden_size: int | None = read_by_steps("width inside the feed-forward part; None: 4 * hidden_size", kinds.SIZE)
     kv_channels: int | None = setting(None, "width of one head; None: hidden_size / num_attention_heads", kinds.SIZE)
     hidden_dropout: float = setting(0.1, "dropout probability on the residual stream", kinds.PROBABILITY)
     attention_dropout: float = setting(0.1, "dropout probability on attention weights", kinds.PROBABILITY)

@@ -3,7 +3,8 @@
 import math
 from typing import NamedTuple
 
-from megatron_pp.config.checks import nearest_multiples, whole_number
+from megatron_pp.config.checks import whole_number
+from megatron_pp.config.nearest import nearest_multiples
 from megatron_pp.errors import WorldSizeError
 
 # From the fastest-running dimension to the slowest, Megatron's default order: ranks of one tensor parallel group are

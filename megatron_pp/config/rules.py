@@ -3,49 +3,18 @@ those of whole configs."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from megatron_pp.common.names import did_you_mean
+from megatron_pp.config.checks import whole_number
 from megatron_pp.errors import ConfigError, PlanError, ScheduleError
 from megatron_pp.plan import orders
-from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import BATCHED, OVERLAP, PLAIN
 from megatron_pp.plan.orders.family import Family
 
 if TYPE_CHECKING:
-    from megatron_pp.plan.costs.measured import Measured
     from megatron_pp.plan.hooks import PlanHooks
-
-
-def measured_of(config: Any, placement: Placement | None = None) -> Measured | None:
-    """What the automatic schedules plan for. Raises ScheduleError, also where it does not fit ``placement``."""
-    if config.pipeline_measured is None:
-        return None
-    try:
-        from megatron_pp.plan.costs.measured import measured_values
-
-        measured = measured_values(config.pipeline_measured)
-        if measured is not None and placement is not None:
-            measured.costs(placement.num_stages), measured.memory(placement)
-    except PlanError as error:
-        raise ScheduleError(f"pipeline_measured: {error}") from error
-    return measured
-
-
-def checked_costs(costs: Any, count: int | None = None) -> tuple[float, ...]:
-    """What each of ``count`` microbatches costs; None: of any number of them."""
-    if not isinstance(costs, Iterable):
-        raise ConfigError(f"microbatch_costs is {costs!r}; it must be a list of numbers above 0, or a function")
-    found = tuple(costs)
-    count = len(found) if count is None else count
-    numbers = [cost for cost in found if isinstance(cost, (int, float)) and not isinstance(cost, bool)]
-    if len(found) != count or len(numbers) != count or not all(0 < cost < math.inf for cost in numbers):
-        raise ConfigError(
-            f"microbatch_costs is {list(found)}; it must be {count} finite numbers above 0, one for each microbatch"
-        )
-    return found
 
 
 def check_timeouts(config: Any) -> None:
@@ -99,3 +68,31 @@ def known_family(name: str) -> Family:
             raise ScheduleError(f"pipeline_schedule: {error}") from error
         hint = did_you_mean(name, orders.SCHEDULES)
         raise ScheduleError(f"pipeline_schedule is {name!r}{hint}; it must be {orders.choices()}") from error
+
+
+def runs_at_full_speed(num_microbatches: int, pipeline_size: int, num_chunks: int, group_size: int) -> bool:
+    """Whether the pipeline fills, and no rank idles longer than the schedule's own bubble. ``group_size``: in use."""
+    if num_microbatches < pipeline_size:
+        return pipeline_size == 1
+    last = num_microbatches % group_size
+    return num_chunks == 1 or last == 0 or last >= pipeline_size
+
+
+def check_group_size(pipeline_size: int, num_chunks: int, group_size: int | None, small_groups: bool = False) -> int:
+    """The group size in use: P where ``group_size`` is None.
+
+    A group larger than M is M. A group smaller than P leaves ranks waiting for their own output in every group, and is
+    refused as in Megatron, but for schedules that save memory by it (``small_groups``).
+
+    Raises ConfigError with the nearest legal value."""
+    whole_number("pipeline_model_parallel_size", pipeline_size)
+    whole_number("virtual_pipeline_model_parallel_size", num_chunks)
+    if group_size is None:
+        return pipeline_size
+    group_size = whole_number("microbatch_group_size_per_vp_stage", group_size, hint=f"default {pipeline_size}")
+    if num_chunks > 1 and group_size < pipeline_size and not small_groups:
+        raise ConfigError(
+            f"microbatch_group_size_per_vp_stage is {group_size}; with {pipeline_size} pipeline ranks and {num_chunks} "
+            f"chunks each the nearest legal value is {pipeline_size}"
+        )
+    return group_size

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import collections
-import dataclasses
 import math
+import os
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_pp.config import rules
-from megatron_pp.config.checks import REMOVED, whole_number, why_removed
-from megatron_pp.config.model_config import ModelParallelConfig, TransformerConfig, check_values
+from megatron_pp.config.checks import whole_number
+from megatron_pp.config.setting_names import REMOVED, variable_of, why_removed
+from megatron_pp.config.step_fields import CHECKS, DEFAULTS, IN_ENVIRONMENT, StepFields
 from megatron_pp.errors import ConfigError, ScheduleInputError
 from megatron_pp.plan.ir.spec import ANY_WAIT, DEVICE_SYNC, ONE_QUEUE, ONE_WAY, STATIC_BUFFERS
 
@@ -34,41 +34,15 @@ class Timeouts(NamedTuple):
     compute: float
 
 
-# Fields that no step reads.
-_NOT_READ = ("pipeline_model_parallel_size", "data_parallel_size", "params_dtype", "pipeline_placement")
-_FIELDS = {f.name: f for f in dataclasses.fields(ModelParallelConfig) if f.name not in _NOT_READ}
-_FIELDS |= {name: TransformerConfig.__dataclass_fields__[name] for name in ("hidden_size", "ffn_hidden_size")}
-_DEFAULTS: dict[str, Any] = {f.name: None if f.default is dataclasses.MISSING else f.default for f in _FIELDS.values()}
-# A config that describes no layers has no dropout; the others are fields of Megatron's alone.
-_DEFAULTS |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "mtp_standalone": False, "cuda_graph_impl": False}
-_DEFAULTS |= {"fine_grained_activation_offloading": False, "moe_paged_stash": False}
-_DEFAULTS |= {"overlap_moe_expert_parallel_comm": False}
-_FROM_ENVIRONMENT = tuple(
-    (list(_DEFAULTS).index(name), field.default_factory)
-    for name, field in _FIELDS.items()
-    if field.default_factory is not dataclasses.MISSING
-)
-
-if TYPE_CHECKING:
-
-    class _Values(TransformerConfig):
-        mtp_standalone: bool
-        cuda_graph_impl: str | bool
-        fine_grained_activation_offloading: bool
-        moe_paged_stash: bool
-        overlap_moe_expert_parallel_comm: bool
-        _make: Any
-        _replace: Any
-
-else:  # five times faster to make than a dataclass
-    _Values = collections.namedtuple("_Values", _DEFAULTS)
+_VARIABLES = [(StepFields._fields.index(name), name, variable_of(name)) for name in IN_ENVIRONMENT]
+_CHECKED = [(StepFields._fields.index(name), name, DEFAULTS[name], check) for name, check in CHECKS.items()]
 
 
-class StepSettings(_Values):
+class StepSettings(StepFields):
     """The options of one step, by the names of the config's fields (see `TransformerConfig`).
 
-    A field that is missing (Megatron's configs lack ours) or None has the default of `TransformerConfig`, environment
-    variables included."""
+    A field that is missing (Megatron's configs lack ours) or None has the default of `StepFields`, or what its
+    environment variable says."""
 
     __slots__ = ()
 
@@ -82,15 +56,17 @@ class StepSettings(_Values):
             if getattr(config, name, None) is not None:
                 raise ScheduleInputError(f"config.{why_removed(name)}")
         read = [
-            default if (given := getattr(config, name, None)) is None else given for name, default in _DEFAULTS.items()
+            default if (given := getattr(config, name, None)) is None else given for name, default in DEFAULTS.items()
         ]
-        for position, from_environment in _FROM_ENVIRONMENT:
-            if read[position] is None:
-                read[position] = from_environment()
-        settings: StepSettings = cls._make(read)
+        for position, name, variable in _VARIABLES:
+            if os.environ.get(variable) and getattr(config, name, None) is None:
+                from megatron_pp.config.kinds import read_variable
+
+                read[position] = read_variable(name)
+        settings = cls._make(read)
         if overrides:
             settings = settings._replace(**overrides)
-        checked(check_values, settings)
+        checked(_check_values, settings)
         return settings
 
     @property
@@ -139,7 +115,12 @@ class StepSettings(_Values):
         they are ``count`` numbers above 0.
         """
         costs = self.microbatch_costs() if callable(self.microbatch_costs) else self.microbatch_costs
-        return () if costs is None else checked(rules.checked_costs, costs, count)
+        if costs is None:
+            return ()
+        from megatron_pp.config.measured_values import checked_costs
+
+        found: tuple[float, ...] = checked(checked_costs, costs, count)
+        return found
 
     def given_step_number(self) -> int | None:
         """``step_number``, called if it is a function; None where there is none. Raises ScheduleInputError."""
@@ -153,3 +134,13 @@ def checked(rule: Callable[..., Any], *args: Any) -> Any:
         return rule(*args)
     except ConfigError as error:
         raise ScheduleInputError(f"config.{error}") from error
+
+
+def _check_values(settings: StepSettings) -> None:
+    """Raises ConfigError."""
+    for position, name, default, check in _CHECKED:
+        value = settings[position]
+        if value is not default:
+            check(name, value)
+    rules.check_timeouts(settings)
+    rules.lowering_policy(settings)

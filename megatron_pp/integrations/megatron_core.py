@@ -13,6 +13,7 @@ Megatron's. Steps that the engine does not serve run on Megatron's own schedule,
 import atexit
 import functools
 import logging
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -25,10 +26,10 @@ from typing import Any
 
 from megatron_pp.common.object_table import ObjectTable
 from megatron_pp.errors import NotServedError, UnknownMegatronError
+from megatron_pp.integrations.megatron.given import FILE_VARIABLE, InstallSettings, in_environment
 from megatron_pp.integrations.megatron.named_objects import holders_of, replace_in, replace_names
 from megatron_pp.integrations.megatron.releases.release import Megatron, load_megatron
 from megatron_pp.integrations.megatron.releases.versions import ENTRIES
-from megatron_pp.integrations.megatron.settings import InstallSettings, read_settings
 from megatron_pp.integrations.megatron.steps.after_step import leave_what_follows, watch_what_follows
 from megatron_pp.integrations.megatron.steps.call import MegatronHost
 from megatron_pp.integrations.megatron.steps.gpt_models import has_built_v, model_classes, place_models, restore_models
@@ -144,7 +145,17 @@ def install(strict: bool | None = None, *, settings: str | PathLike[str] | None 
     Under `strict` raises NotServedError if another function has the name of a schedule, or of
     `get_forward_backward_func`, and does not call Megatron's. If it raises, nothing was changed.
     """
-    install_with(read_settings(settings, strict=strict, **others))
+    install_with(_given(settings, strict, others))
+
+
+def _given(file: str | PathLike[str] | None, strict: bool | None, others: Mapping[str, Any]) -> InstallSettings:
+    """Raises ConfigError."""
+    nothing = file is None and not others and not in_environment(os.environ) and not os.environ.get(FILE_VARIABLE)
+    if nothing and (strict is None or isinstance(strict, bool)):
+        return InstallSettings(strict=strict is True)
+    from megatron_pp.integrations.megatron.settings import read_settings
+
+    return read_settings(file, strict=strict, **others)
 
 
 def install_with(settings: InstallSettings) -> None:
@@ -293,7 +304,7 @@ def is_installed() -> bool:
 def installed(strict: bool | None = None, **others: Any) -> Iterator[None]:
     """`install()` for a `with` block. At its end the state before it is restored, whatever was installed or uninstalled
     within. If blocks end in another order, as in several threads, the state of the block that began last holds."""
-    state = State(load_megatron(), read_settings(strict=strict, **others))
+    state = State(load_megatron(), _given(None, strict, others))
     classes = model_classes()
     with _CHANGES:
         outside = Block(_state())

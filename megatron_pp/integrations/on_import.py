@@ -7,7 +7,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from megatron_pp.integrations.megatron.settings import InstallSettings
+from megatron_pp.integrations.megatron.given import InstallSettings
 from megatron_pp.integrations.megatron_core import install_with, take_models
 
 _MODELS = ("megatron.core.models.gpt.gpt_model", "megatron.core.models.hybrid.hybrid_model")

@@ -1,7 +1,7 @@
 """The arguments of one call of a schedule function, checked and put in order before any communication."""
 
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -9,21 +9,11 @@ from typing import Any
 import torch
 
 from megatron_pp.common.module_attributes import wrapped_attribute
-from megatron_pp.common.names import did_you_mean
 from megatron_pp.config.checks import whole_number
 from megatron_pp.errors import ScheduleInputError
 
 REQUIRED_ARGUMENTS = ("forward_step_func", "data_iterator", "model", "num_microbatches")
 whole_argument = partial(whole_number, error=ScheduleInputError)
-
-
-def check_keywords(function: str, arguments: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raises TypeError, naming the function that the user called, for a keyword it does not take or lacks."""
-    for name in arguments:
-        if name not in known:
-            hint = did_you_mean(name, known) or f"; it takes {', '.join(known)}"
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
-    check_required(function, arguments)
 
 
 def check_required(function: str, arguments: Mapping[str, Any]) -> None:

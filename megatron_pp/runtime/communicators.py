@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from megatron_pp.comm import own_groups
 from megatron_pp.comm.backends import group_transport
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.comm.transport import Transport
@@ -95,8 +94,12 @@ def pipeline_group(inputs: StepInputs, alone: bool) -> Any:
     group = getattr(given, "pp_group", None)
     if group is None:
         group = getattr(inputs.pg_collection, "pp", None)
-    if group is not None or own_groups.model_parallel_is_initialized():
-        group = own_groups.group_of("pp") if group is None else group
+    if group is None:
+        from megatron_pp.comm import own_groups
+
+        if own_groups.model_parallel_is_initialized():
+            group = own_groups.group_of("pp")
+    if group is not None:
         return getattr(group, "group", group)  # slime's groups hold one that they destroy and make anew
     if not alone:
         raise ScheduleInputError(

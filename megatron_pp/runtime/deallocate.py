@@ -2,15 +2,14 @@
 
 Once a stage's output has been sent, only its place in the graph is of use. The engine keeps that (``backward_root``)
 and drops the tensor. Its data goes with it, unless an operation of the same graph saved it, a hook reads it, or the
-user holds it. Megatron-LM's deallocate_pipeline_outputs swaps the data under the tensor, which takes it away from those
-as well: gradients are silently wrong.
+user holds it. Megatron-LM's deallocate_pipeline_outputs swaps the data under the tensor (``swapped_outputs.py``), which
+takes it away from those as well: gradients are silently wrong.
 
 Freeing an output while a send still reads it is the race of Megatron-LM#4047; the engine releases only after it has
 waited on the send's handle, which owns the bytes.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -46,40 +45,6 @@ def backward_root(output: Any) -> Any:
     edge = _OwningEdge(node, output.output_nr)  # type: ignore[arg-type]
     edge.owner = view
     return edge
-
-
-def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool = False) -> None:
-    """Replace the data of ``out`` by a single element of the same dtype on the same device, keeping its graph.
-
-    ``out`` is a tensor of any shape and dtype, views included, a list, tuple or dict of such, or None (nothing
-    happens). Nothing happens unless ``deallocate_pipeline_outputs``. Raises TypeError for anything else.
-
-    Megatron-LM's function, for callers who know that nothing else holds ``out``: an operation that saved it, or a hook
-    that reads it, finds the one element. The engine uses ``backward_root`` instead."""
-    if out is None or not deallocate_pipeline_outputs:
-        return
-    if isinstance(out, torch.Tensor):
-        out.data = _one_element(out.dtype, out.device)
-    elif isinstance(out, (list, tuple, dict)):
-        for item in out.values() if isinstance(out, dict) else out:
-            deallocate_output_tensor(item, True)
-    else:
-        raise TypeError(
-            f"deallocate_output_tensor takes a tensor or a list, tuple or dict of tensors, not {type(out).__name__}"
-        )
-
-
-@lru_cache(maxsize=64)
-def _one_element(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """In place of deallocated data; never read, so all outputs of a kind share it."""
-    return torch.empty((1,), device=device, dtype=dtype)
-
-
-def custom_backward(output: torch.Tensor, grad_output: torch.Tensor | None) -> None:
-    """Megatron's function of this name: ``run_backward`` of one output, which may have been deallocated.
-
-    ``grad_output`` has the shape that ``output`` had; None means 1 and needs an output of one element."""
-    run_backward([output], [grad_output])
 
 
 def run_backward(roots: Sequence[Root], grads: Sequence[torch.Tensor | None]) -> None:

@@ -15,7 +15,6 @@ from megatron_pp.runtime.arguments import StepInputs
 from megatron_pp.runtime.chunk_places import check_places, describe_layers
 from megatron_pp.runtime.compute import StepOptions
 from megatron_pp.runtime.executor import Feature
-from megatron_pp.runtime.gradient_hooks import finalize_gradients, unsynchronised
 from megatron_pp.runtime.log_once import certify_once
 from megatron_pp.runtime.message_shapes import tensor_shapes
 from megatron_pp.runtime.step import Step
@@ -82,9 +81,8 @@ class Host:
         certify_once(plan)
         if not step.spec.forward_only:
             plan_choice.warn_of_limits(plan, step.weights is not None or self.whole_by_choice)
-            groups = communicator.pp_group, self.inputs.pg_collection
-            for sentence in unsynchronised(settings, self.inputs.chunks, plan.placement, *groups):
-                step.announce(sentence)
+            if settings.finalize_model_grads_func is None:
+                self._warn_of_unsynchronised(step, plan)
         if communicator.transport.backend == "nccl":
             from megatron_pp.runtime import queue_advice
 
@@ -92,6 +90,13 @@ class Host:
             if advice is not None:
                 step.announce(advice)
         return plan
+
+    def _warn_of_unsynchronised(self, step: Step, plan: Plan) -> None:
+        from megatron_pp.runtime.unsynchronised import unsynchronised
+
+        groups = step.communicator.pp_group, self.inputs.pg_collection
+        for sentence in unsynchronised(step.settings, self.inputs.chunks, plan.placement, *groups):
+            step.announce(sentence)
 
     def check_chunks(self, step: Step, plan: Plan) -> None:
         """Raises for a chunk that is not the stage of its place. Called under the guard, so that peers read which rank
@@ -137,6 +142,8 @@ class Host:
         """After the last instruction: gradients are finalised, the timer stops."""
         inputs, tokens, device = self.inputs, steps.record.num_tokens, step.communicator.device
         if not inputs.forward_only:
+            from megatron_pp.runtime.finalization import finalize_gradients
+
             more = inputs.pg_collection, inputs.force_all_reduce
             finalize_gradients(step.settings, inputs.chunks, tokens, device, *more)
         self.stop_timer(step)

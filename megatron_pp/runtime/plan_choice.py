@@ -1,15 +1,16 @@
 """The plan that a step's settings and arguments ask for."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.comm.transport import Transport
 from megatron_pp.config import rules
-from megatron_pp.config.microbatch_counts import check_group_size, explain_microbatch_count
 from megatron_pp.config.settings import StepSettings, checked
 from megatron_pp.errors import PlanError, ScheduleInputError
 from megatron_pp.plan.ir.feature import hooks_asked_by
@@ -19,6 +20,9 @@ from megatron_pp.plan.orders import find_family
 from megatron_pp.plan.orders.family import Family
 from megatron_pp.runtime.arguments import StepInputs
 from megatron_pp.runtime.log_once import warn_once
+
+if TYPE_CHECKING:
+    from megatron_pp.plan.costs.measured import Measured
 
 
 def draft_spec(
@@ -43,13 +47,13 @@ def draft_spec(
             pipeline_size=pipeline_size,
             num_chunks=num_chunks,
             num_microbatches=inputs.num_microbatches,
-            group_size=checked(check_group_size, pipeline_size, num_chunks, group_size, family.small_groups),
+            group_size=checked(rules.check_group_size, pipeline_size, num_chunks, group_size, family.small_groups),
             policy=settings.policy,
             channels=settings.p2p_channels,
             forward_only=inputs.forward_only,
             grad_sync=HOOKS if settings.grad_sync_func is None else EXPLICIT,
             param_sync=training and settings.param_sync_func is not None,
-            measured=checked(rules.measured_of, settings) if timed else None,
+            measured=_measured(settings) if timed else None,
             digest=family.digest,
             split_backward=is_converted or inputs.forward_only or not family.splits_weight,
             **more,
@@ -57,6 +61,13 @@ def draft_spec(
     except PlanError as error:
         raise ScheduleInputError(f"config: {error}") from error
     return draft
+
+
+def _measured(settings: StepSettings) -> Measured | None:
+    from megatron_pp.config.measured_values import measured_of
+
+    found: Measured | None = checked(measured_of, settings)
+    return found
 
 
 def plan_spec(draft: PlanSpec, settings: StepSettings, communicator: P2PCore) -> PlanSpec:
@@ -112,9 +123,9 @@ def warn_of_limits(plan: Plan, splits_as_asked: bool) -> None:
     spec, family = plan.spec, find_family(plan.spec.schedule)
     if spec.pipeline_size > 1 and spec.num_parts == 1:
         grouped = spec.num_chunks if family.idles_in_short_groups else 1
-        count = _explained(spec.num_microbatches, spec.pipeline_size, grouped, spec.group_size or None)
-        if not count.full_speed:
-            warn_once(count.sentence)
+        sizes = spec.num_microbatches, spec.pipeline_size, grouped, spec.group_size or spec.pipeline_size
+        if not rules.runs_at_full_speed(*sizes):
+            warn_once(_slow_count(*sizes))
     if plan.remark:
         warn_once(plan.remark)
     if spec.device and not spec.may_wait and spec.pipeline_size > 1:
@@ -130,4 +141,8 @@ def warn_of_limits(plan: Plan, splits_as_asked: bool) -> None:
         )
 
 
-_explained = lru_cache(maxsize=128)(explain_microbatch_count)
+@lru_cache(maxsize=128)
+def _slow_count(*sizes: int) -> str:
+    from megatron_pp.config.microbatch_counts import explain_microbatch_count
+
+    return explain_microbatch_count(*sizes).sentence

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.config.settings import LAYER_GRAPHS, StepSettings
@@ -23,7 +23,10 @@ from megatron_pp.runtime.host import Host
 from megatron_pp.runtime.message_shapes import Shapes, group_sizes, messages
 from megatron_pp.runtime.step import Step, StepRequest
 from megatron_pp.runtime.step_features import step_hooks
-from megatron_pp.tracing.observers import Observer, Recording, StepObserver, message_bytes, nested, ranges_if_profiling
+from megatron_pp.tracing.observers import Observer, Recording, message_bytes, nested, ranges_if_profiling
+
+if TYPE_CHECKING:
+    from megatron_pp.tracing.step_observer import StepObserver
 
 _OBSERVED = ("trace_dir", "measure", "microbatch_costs")
 """Settings that add an observer to the step."""
@@ -45,7 +48,8 @@ def prepared(host: Host) -> Step:
                 f"get_forward_backward_func({size}) returns"
             )
         group, size, inputs.p2p_communicator = None, 1, None
-        settings = settings._replace(**dict.fromkeys(("pipeline_schedule", *_OBSERVED)))
+        defaults: dict[str, Any] = dict.fromkeys(("pipeline_schedule", *_OBSERVED))
+        settings = settings._replace(**defaults)
     weights = host.weight_store(settings)
     if weights is not None and not inputs.forward_only:
         from megatron_pp import weight_grad

@@ -12,9 +12,9 @@ from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.runtime.arguments import StepInputs
 from megatron_pp.runtime.log_once import warn_once
 from megatron_pp.runtime.message_shapes import Messages, Shapes
-from megatron_pp.tracing.observers import StepObserver
 
 if TYPE_CHECKING:
+    from megatron_pp.tracing.step_observer import StepObserver
     from megatron_pp.weight_grad.store import WeightGradStore
 
 

@@ -36,7 +36,8 @@ from megatron_pp.plan.ir.instruction import Instruction
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.tracing import files
 from megatron_pp.tracing.clock_sync import agree_on_clocks
-from megatron_pp.tracing.observers import Observer, StepObserver
+from megatron_pp.tracing.observers import Observer
+from megatron_pp.tracing.step_observer import StepObserver
 
 logger = logging.getLogger("megatron_pp")
 

@@ -1,7 +1,9 @@
 """What a default step loads of the package, in two books: every module by name, and how many lines each book has.
 
 The *machine* is what a rank runs in a step. The *compiler* makes and verifies plans, and never imports torch. A reader
-of either needs no other module; the table of features, which both look into, is in neither.
+of either needs no other module. The table of features, which both look into, is counted with the machine.
+
+The default steps run on gloo. Of a rank on NCCL a virtual device shows which modules it loads in place of gloo's.
 """
 
 from __future__ import annotations
@@ -16,36 +18,51 @@ from typing import Any
 
 import pytest
 
+import megatron_pp
 from testkit.processes import run_processes
 from tests.functional_tests.megatron_support import needs_megatron
 
 pytestmark = pytest.mark.callers_thread
 # Lines of a book at most. Of the machine 6,500 are wanted under install(): whoever takes modules out lowers the number.
-COMPILER_LINES = 4_420
-MACHINE_LINES = 7_465
-INSTALLED_MACHINE_LINES = 8_340
+COMPILER_LINES = 4_375
+MACHINE_LINES = 7_600
+INSTALLED_MACHINE_LINES = 7_525
+NCCL_MACHINE_LINES = 7_790  # under install()
 
 # Room -> its modules that a default step loads.
 MACHINE = {
-    "": "errors on_demand",
-    "comm": ("at_exit backends channels communicator group_transport own_groups stores transport wait_handle"),
-    "comm.gloo": "gloo_transport waiting_threads",
+    "": "errors feature_table on_demand",
+    "comm": "at_exit backends channels communicator group_transport stores transport wait_handle",
     "common": "finalizers module_attributes object_table",
-    "config": "checks dtypes kinds microbatch_counts model_config rules settings",
-    "faults": "attach consistency guard heartbeat liveness peers places records tracker watchdog",
+    "config": "checks dtypes rules setting_names settings step_fields",
+    "faults": "attach consistency fault_store guard heartbeat peers places processes records tracker watchdog",
     "runtime": (
         "arguments chunk_places communicators compute deallocate executor gradient_hooks host log_once message_shapes "
         "plan_choice run_step step step_features"
     ),
     "tracing": "observers",
 }
+# What carries the messages, in a room of its own, and what goes with that.
+GLOO = {"comm.gloo": "gloo_transport waiting_threads"}
+NCCL = {
+    "comm": "events",
+    "comm.nccl": "nccl_transport",
+    "faults": "device_events nccl_settings",
+    "plan.costs": "communicators",
+    "runtime": "queue_advice",
+}
 # Where a program is the library's own: it makes its groups and configs, and has its own loop.
-OWN = {"": "parallel_state schedules", "config": "layout made parallel_grid", "runtime": "model_steps"}
+OWN = {
+    "": "parallel_state schedules",
+    "comm": "own_groups",
+    "config": "kinds layout made model_config nearest parallel_grid",
+    "runtime": "finalization model_steps swapped_outputs unsynchronised",
+}
 UNDER_INSTALL = {
     "integrations": "megatron_core",
-    "integrations.megatron": "named_objects settings",
+    "integrations.megatron": "given named_objects",
     "integrations.megatron.releases": "release sources versions",
-    "integrations.megatron.steps": "after_step call forward_backward gpt_models known_steps scope",
+    "integrations.megatron.steps": "after_step call gpt_models known_steps scope",
 }
 COMPILER = {
     "common": "bounded_cache gc_pause names",
@@ -56,10 +73,11 @@ COMPILER = {
     "plan.orders": "family interleaved one_chunk",
     "plan.verify": "device_ranks lifetime queues rendezvous sync_check verifier",
 }
-# The one table of features: what the two books know of them.
-TABLE = {"": "feature_table"}
 # A rank of a slow machine that waits for more than a second looks for the cause.
-OF_A_SLOW_RANK = {"faults": "diagnosis failing host_threads mutual_waits stall_detector"}
+OF_A_SLOW_RANK = {
+    "comm": "abort failed_transfers",
+    "faults": "diagnosis failing failures host_threads liveness mutual_waits positions stall_detector",
+}
 # They import for others.
 _IMPORTERS = {"megatron_pp.on_demand", "importlib", "importlib._bootstrap", "importlib._bootstrap_external"}
 
@@ -107,7 +125,6 @@ def forget_what_the_tests_load() -> None:
 def own_steps(rank: int, size: int) -> dict[str, tuple[int, str]]:
     forget_what_the_tests_load()
     sys.meta_path.insert(0, importers := Importers())
-    import megatron_pp
     from megatron_pp import parallel_state
 
     train(megatron_pp, parallel_state, size)
@@ -129,12 +146,35 @@ def installed_steps(rank: int, size: int) -> dict[str, tuple[int, str]]:
 
     megatron_core.install(strict=True)
     pipeline_parallel.TransformerConfig = TransformerConfig  # type: ignore[attr-defined]
-    train(pipeline_parallel, parallel_state, size)
+    # Megatron's training loop always has a function that finalises gradients.
+    train(pipeline_parallel, parallel_state, size, finalize_model_grads_func=lambda model, tokens, **groups: None)
     return loaded(importers)
 
 
-def train(library: Any, parallel_state: Any, size: int) -> None:
-    """Two steps of 1F1B, and two of interleaved 1F1B."""
+def steps_on_nccl(rank: int, size: int) -> set[str]:
+    """The modules that ranks on virtual devices load, of those that were loaded for them and forgotten."""
+    from megatron_pp.testing.pipeline import run_rank
+    from megatron_pp.testing.toy import ToyData
+    from testkit.nccl_runs import on_nccl
+    from testkit.streams import StreamNetwork
+
+    forgotten = names_in(GLOO, NCCL) - names_in(MACHINE, COMPILER)
+    for name in sorted(forgotten & set(sys.modules), reverse=True):
+        room, _, module = name.rpartition(".")
+        del sys.modules[name]
+        delattr(sys.modules[room], module)
+    for chunks in (1, 2):
+        on_nccl(
+            StreamNetwork(2, seed=None),
+            lambda communicator, chunks=chunks: run_rank(
+                communicator.rank, 2, chunks, ToyData(4), communicator.config, communicator
+            ),
+        )
+    return forgotten & set(sys.modules)
+
+
+def train(library: Any, parallel_state: Any, size: int, **more: Any) -> None:
+    """Two steps of 1F1B, and two of interleaved 1F1B. ``more``: fields of the config."""
     import torch
 
     class Stage(torch.nn.Module):
@@ -157,7 +197,7 @@ def train(library: Any, parallel_state: Any, size: int) -> None:
         sizes = {"pipeline_model_parallel_size": size, "virtual_pipeline_model_parallel_size": virtual}
         parallel_state.initialize_model_parallel(**sizes)
         config = library.TransformerConfig(
-            num_layers=4, hidden_size=8, num_attention_heads=1, pipeline_dtype=torch.float32, **sizes
+            num_layers=4, hidden_size=8, num_attention_heads=1, pipeline_dtype=torch.float32, **sizes, **more
         )
         model = [Stage(config, chunk) for chunk in range(chunks)]
         for _ in range(2):
@@ -194,8 +234,8 @@ def names_in(*books: Mapping[str, str]) -> set[str]:
 def test_a_default_step_loads_two_books(steps: Any, more: Mapping[str, str], most: int) -> None:
     # The last rank alone starts as a launcher starts ranks: with nothing loaded. Its peer loads the same modules.
     found = run_processes(steps, 2, timeout=120, start_method="mixed")[-1]
-    machine, compiler = names_in(MACHINE, more), names_in(COMPILER)
-    unlisted = set(found) - machine - compiler - names_in(TABLE, OF_A_SLOW_RANK)
+    machine, compiler = names_in(MACHINE, GLOO, more), names_in(COMPILER)
+    unlisted = set(found) - machine - compiler - names_in(OF_A_SLOW_RANK)
     said = "".join(f"\n{name}: {found[name][0]} lines, asked for by {found[name][1]}" for name in sorted(unlisted))
     assert not unlisted, f"a default step loads modules that are in neither book:{said}"
     gone = (machine | compiler) - set(found)
@@ -203,3 +243,16 @@ def test_a_default_step_loads_two_books(steps: Any, more: Mapping[str, str], mos
     for book, limit in ((machine, most), (compiler, COMPILER_LINES)):
         lines = {name: found[name][0] for name in book}
         assert sum(lines.values()) <= limit, f"{sum(lines.values())} lines, and {limit} are wanted: {lines}"
+
+
+def test_a_rank_on_nccl_loads_no_module_of_gloos() -> None:
+    (found,) = run_processes(steps_on_nccl, 1, timeout=120, backend=None)
+    assert found == names_in(NCCL) - names_in(MACHINE, COMPILER)
+    book = names_in(MACHINE, UNDER_INSTALL, NCCL)
+    lines = {name: _file_of(name).read_text(encoding="utf-8").count("\n") for name in book}
+    assert sum(lines.values()) <= NCCL_MACHINE_LINES, f"{sum(lines.values())} lines: {lines}"
+
+
+def _file_of(name: str) -> pathlib.Path:
+    path = pathlib.Path(megatron_pp.__file__).parent.joinpath(*name.split(".")[1:])
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")

@@ -42,8 +42,9 @@ from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.runtime.footprint import KeptBytes
 from megatron_pp.tracing.analysis import TIMED, StageTimes, stage_costs
 from megatron_pp.tracing.files import StepRecord
-from megatron_pp.tracing.observers import Observer, StepObserver
+from megatron_pp.tracing.observers import Observer
 from megatron_pp.tracing.recorder import Keeper
+from megatron_pp.tracing.step_observer import StepObserver
 
 logger = logging.getLogger("megatron_pp")
 

@@ -20,7 +20,7 @@ import torch
 
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.common.object_table import ObjectTable
-from megatron_pp.config import rules
+from megatron_pp.config.measured_values import measured_of
 from megatron_pp.config.settings import LAYER_GRAPHS, StepSettings, checked
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.faults.attach import PRIVATE_FIELDS, watched
@@ -30,7 +30,7 @@ from megatron_pp.features.packing.step_ahead import NextStep
 from megatron_pp.features.packing.steps import PackedSteps
 from megatron_pp.plan.costs.measured import Measured
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
-from megatron_pp.tracing.observers import StepObserver
+from megatron_pp.tracing.step_observer import StepObserver
 
 logger = logging.getLogger("megatron_pp")
 
@@ -187,7 +187,7 @@ class PlansOfKinds(StepPlans):
 
 def _measured(settings: StepSettings) -> Measured | None:
     """What stages take by the settings."""
-    measured: Measured | None = checked(rules.measured_of, settings)
+    measured: Measured | None = checked(measured_of, settings)
     return measured
 
 

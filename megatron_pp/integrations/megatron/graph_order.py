@@ -23,7 +23,7 @@ from megatron_pp.plan.ir.instruction import BACKWARD_OPS, FORWARD, Instruction, 
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.orders import find_family
 from megatron_pp.runtime.compute import each_tensor
-from megatron_pp.tracing.observers import StepObserver
+from megatron_pp.tracing.step_observer import StepObserver
 
 
 def step_observer(step: Any) -> StepObserver | None:

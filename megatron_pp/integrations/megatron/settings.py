@@ -4,30 +4,19 @@ A keyword goes before the environment, the environment before the file, the file
 to which nothing is ever written. `TABLE` has every setting; `megatron-pp run` makes its flags from it.
 """
 
-import copy
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from megatron_pp.common.names import unknown
 from megatron_pp.config import kinds, rules
-from megatron_pp.config.checks import why_removed
-from megatron_pp.config.kinds import PREFIX, Kind, variable_of
-from megatron_pp.config.model_config import ModelParallelConfig, setting
+from megatron_pp.config.kinds import Kind
+from megatron_pp.config.model_config import ModelParallelConfig
+from megatron_pp.config.setting_names import PREFIX, why_removed
 from megatron_pp.errors import ConfigError
-
-FILE_VARIABLE = variable_of("settings")
-OTHER_VARIABLES = frozenset(
-    PREFIX + name
-    for name in (
-        *("SETTINGS", "NVTX", "PYTHON", "PYTHON_VERSION", "OTHER_PYTHON", "VENV", "TORCH", "URL", "LAUNCHER"),
-        *("BENCHMARK_MEGATRON_SOURCE", "TEST_JOBS", "TEST_AUTOGRAD_THREAD", "EXHAUSTIVE", "FUZZ", "RACE_REPEATS"),
-        "SCREENSHOTS",
-    )
-)
-"""Variables of this project that are no settings: of its scripts, build, benchmarks and tests."""
+from megatron_pp.integrations.megatron.given import FILE_VARIABLE, InstallSettings, in_environment
 
 
 class Setting(NamedTuple):
@@ -37,40 +26,21 @@ class Setting(NamedTuple):
     help: str
 
 
-@dataclass(frozen=True)
-class InstallSettings:
-    """What `install()` was given. ``overrides``: field of `StepSettings` -> the value that replaces the config's; the
-    others are settings of the plug-in itself (`PLUGIN`).
-    """
-
-    strict: bool = setting(False, "raise NotServedError where Megatron's own schedule would run", kinds.SWITCH)
-    any_microbatch_count: bool = setting(
-        False,
-        "run interleaved steps that Megatron refuses as slow: fewer microbatches than ranks, or a last group of fewer "
-        "microbatches than ranks",
-        kinds.SWITCH,
-    )
-    split_weight_grad: bool = setting(
-        True,
-        "convert the model chunks before their first training step if the schedule splits backwards; on by default",
-        kinds.SWITCH,
-    )
-    whole_sequence_loss: bool = setting(
-        False,
-        "divide a loss that counts tokens by the tokens of the whole sequence, not of the shard of the "
-        "context-parallel rank",
-        kinds.SWITCH,
-    )
-    overrides: Mapping[str, Any] = field(default_factory=dict)
-
-
-PLUGIN = tuple(option.name for option in fields(InstallSettings) if option.metadata)
-"""Switches that no config has."""
+SWITCHES = {
+    "strict": "raise NotServedError where Megatron's own schedule would run",
+    "any_microbatch_count": "run interleaved steps that Megatron refuses as slow: fewer microbatches than ranks, or a "
+    "last group of fewer microbatches than ranks",
+    "split_weight_grad": "convert the model chunks before their first training step if the schedule splits backwards; "
+    "on by default",
+    "whole_sequence_loss": "divide a loss that counts tokens by the tokens of the whole sequence, not of the shard of "
+    "the context-parallel rank",
+}
+"""Settings that no config has, with what each says."""
 TABLE = {
     option.name: Setting(kind, option.metadata["help"])
-    for option in (*fields(ModelParallelConfig), *fields(InstallSettings))
+    for option in fields(ModelParallelConfig)
     if (kind := option.metadata.get("kind")) is not None and kind.install
-}
+} | {name: Setting(kinds.SWITCH, text) for name, text in SWITCHES.items()}
 
 
 def read_settings(file: str | os.PathLike[str] | None = None, /, **keywords: Any) -> InstallSettings:
@@ -94,7 +64,7 @@ def read_settings(file: str | os.PathLike[str] | None = None, /, **keywords: Any
         rules.lowering_policy(SimpleNamespace(**given))
     if given.keys() >= {"p2p_timeout", "compute_timeout"}:
         rules.check_timeouts(SimpleNamespace(**given))
-    of_plugin = {name: given.pop(name) for name in PLUGIN if name in given}
+    of_plugin = {name: given.pop(name) for name in SWITCHES if name in given}
     return InstallSettings(**of_plugin, overrides=given)
 
 
@@ -104,12 +74,10 @@ def value_of_text(name: str, text: str, where: str) -> Any:
 
 
 def _from_environment() -> dict[str, Any]:
-    """An empty variable counts as not set."""
     given = {}
-    for variable, text in os.environ.items():
-        if variable.startswith(PREFIX) and variable not in OTHER_VARIABLES and text:
-            name = variable.removeprefix(PREFIX).lower()
-            given[name] = value_of_text(name, text, f"environment variable {variable}")
+    for variable, text in in_environment(os.environ).items():
+        name = variable.removeprefix(PREFIX).lower()
+        given[name] = value_of_text(name, text, f"environment variable {variable}")
     return given
 
 
@@ -139,13 +107,3 @@ def _with_policy(layer: dict[str, Any]) -> dict[str, Any]:
     if overlap is not None and batched is None:
         return {**layer, "batch_p2p_comm": not overlap}
     return {**layer, "overlap_p2p_comm": False} if overlap is None and batched else layer
-
-
-def with_overrides(config: Any, overrides: Mapping[str, Any]) -> Any:
-    """The config; where fields of it have other values in ``overrides``, a copy with these."""
-    changed = {name: value for name, value in overrides.items() if getattr(config, name, value) != value}
-    if not changed:
-        return config
-    config = copy.copy(config)
-    vars(config).update(changed)
-    return config

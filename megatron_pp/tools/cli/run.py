@@ -22,8 +22,8 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from megatron_pp.common.names import did_you_mean
-from megatron_pp.config.checks import why_removed
 from megatron_pp.config.kinds import SWITCH
+from megatron_pp.config.setting_names import why_removed
 from megatron_pp.integrations.megatron.settings import TABLE, read_settings, value_of_text
 from megatron_pp.tools.cli.errors import UsageError
 from megatron_pp.tools.cli.parser import HelpFormatter, Parser

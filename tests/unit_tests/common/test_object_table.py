@@ -11,7 +11,8 @@ import torch
 
 import megatron_pp
 from megatron_pp.common.object_table import ObjectTable
-from megatron_pp.runtime import gradient_hooks
+from megatron_pp.config.settings import StepSettings
+from megatron_pp.runtime import unsynchronised
 from megatron_pp.testing.toy import toy_config
 
 PACKAGE = Path(megatron_pp.__file__).parent
@@ -59,10 +60,10 @@ def test_the_death_of_a_model_that_was_trained_runs_no_code_of_tables() -> None:
 
     model = torch.nn.Linear(1, 1)
     config = toy_config()
-    settings = gradient_hooks.StepSettings.from_config(config)
+    settings = StepSettings.from_config(config)
     place: Any = type("Place", (), {"homes": [(0, 0)]})
-    list(gradient_hooks.unsynchronised(settings, [model], place, None, None))
-    assert gradient_hooks._SEEN.get(model)
+    list(unsynchronised.unsynchronised(settings, [model], place, None, None))
+    assert unsynchronised._SEEN.get(model)
     sys.setprofile(profile)
     try:
         del model

@@ -15,17 +15,12 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_pp.config.setting_names import PREFIX
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ConfigError
 from megatron_pp.features.pairs.pair_runner import in_turn
-from megatron_pp.integrations.megatron.settings import (
-    OTHER_VARIABLES,
-    PLUGIN,
-    PREFIX,
-    TABLE,
-    InstallSettings,
-    read_settings,
-)
+from megatron_pp.integrations.megatron.given import OTHER_VARIABLES, InstallSettings
+from megatron_pp.integrations.megatron.settings import SWITCHES, TABLE, read_settings
 from testkit.pages import ROOT
 
 # Setting -> its text in the environment, its line in a file, what the engine gets.
@@ -99,7 +94,7 @@ def file(*lines: str) -> str:
 
 
 def given(settings: InstallSettings) -> dict[str, Any]:
-    return {**settings.overrides, **{name: getattr(settings, name) for name in PLUGIN}}
+    return {**settings.overrides, **{name: getattr(settings, name) for name in SWITCHES}}
 
 
 def refusal(*arguments: Any, **keywords: Any) -> str:
@@ -110,7 +105,7 @@ def refusal(*arguments: Any, **keywords: Any) -> str:
 
 
 def test_every_field_that_the_engine_reads_is_a_setting_or_known_to_be_none() -> None:
-    assert set(TABLE) - set(PLUGIN) == set(StepSettings._fields) - NOT_SETTINGS
+    assert set(TABLE) - set(SWITCHES) == set(StepSettings._fields) - NOT_SETTINGS
     assert set(EXAMPLES) == {name for name, setting in TABLE.items() if not setting.kind.only_keyword}
 
 

@@ -13,8 +13,8 @@ from types import ModuleType
 from typing import Any
 
 from megatron_pp.errors import ScheduleInputError
+from megatron_pp.integrations.megatron.given import with_overrides
 from megatron_pp.integrations.megatron.releases.versions import ENTRIES
-from megatron_pp.integrations.megatron.settings import with_overrides
 
 FIELD = "enable_attention_residuals"
 _MODULE = "megatron.core.transformer.attention_residual"

@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_pp.config import rules
-from megatron_pp.config.microbatch_counts import explain_microbatch_count
 from megatron_pp.config.settings import LOCAL_GRAPHS, StepSettings, checked
 from megatron_pp.errors import ScheduleInputError, WeightGradSplitError
+from megatron_pp.integrations.megatron.given import InstallSettings, with_overrides
 from megatron_pp.integrations.megatron.releases.release import Megatron
-from megatron_pp.integrations.megatron.settings import InstallSettings, with_overrides
-from megatron_pp.integrations.megatron.steps.forward_backward import MegatronSteps
 from megatron_pp.integrations.megatron.steps.gpt_models import has_built_v
-from megatron_pp.integrations.megatron.steps.known_steps import KnownSteps
+from megatron_pp.integrations.megatron.steps.known_steps import KnownSteps, MicrobatchSteps
 from megatron_pp.integrations.megatron.steps.scope import COMBINED_1F1B, has_attention_residuals, is_combined
 from megatron_pp.plan.ir.placement import V_SHAPE
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
@@ -29,6 +27,7 @@ from megatron_pp.runtime.step import Step
 from megatron_pp.runtime.step_features import why_not_in_megatron
 
 if TYPE_CHECKING:
+    from megatron_pp.integrations.megatron.steps.forward_backward import MegatronSteps
     from megatron_pp.integrations.megatron.steps.v_step import StepsInV
     from megatron_pp.weight_grad import WeightGradStore
 
@@ -96,11 +95,13 @@ class MegatronHost(Host):
         costs throughput."""
         if spec.schedule not in (INTERLEAVED, COMBINED_1F1B) or spec.num_chunks == 1 or spec.pipeline_size == 1:
             return
-        sizes = spec.num_microbatches, spec.pipeline_size, spec.num_chunks, spec.group_size or None
-        count = explain_microbatch_count(*sizes)
-        if not count.full_speed:
+        sizes = spec.num_microbatches, spec.pipeline_size, spec.num_chunks, spec.group_size or spec.pipeline_size
+        if not rules.runs_at_full_speed(*sizes):
+            from megatron_pp.config.microbatch_counts import explain_microbatch_count
+
+            sentence = explain_microbatch_count(*sizes).sentence
             raise ScheduleInputError(
-                f"{count.sentence}; Megatron-core refuses such a number, and install(any_microbatch_count=True) runs it"
+                f"{sentence}; Megatron-core refuses such a number, and install(any_microbatch_count=True) runs it"
             )
 
     def finalizes(self, step: Step) -> bool:
@@ -195,21 +196,27 @@ class MegatronHost(Host):
         given = super().step_number(settings)
         return self.megatron.current_iteration() if given is None else given
 
-    def steps(self, step: Step, plan: Plan, options: StepOptions) -> MegatronSteps | StepsInV:
+    def steps(self, step: Step, plan: Plan, options: StepOptions) -> MicrobatchSteps | StepsInV:
         given = self.megatron, step, self.overridden_config, options
         in_v = self.is_in_v(step)
         if self.joins:
             from megatron_pp.integrations.megatron.steps.combined import CombinedSteps
 
             return CombinedSteps(*given, in_v=in_v)
-        steps = (KnownSteps if self.megatron.has_known_steps() else MegatronSteps)(*given)
+        steps: KnownSteps | MegatronSteps
+        if self.megatron.has_known_steps():
+            steps = KnownSteps(self.megatron, step, options)
+        else:
+            from megatron_pp.integrations.megatron.steps.forward_backward import MegatronSteps
+
+            steps = MegatronSteps(*given)
         if not in_v:
             return steps
         from megatron_pp.integrations.megatron.steps.v_step import StepsInV
 
         return StepsInV(steps, self.megatron.parallel_state)
 
-    def finish(self, step: Step, steps: MegatronSteps | StepsInV) -> None:
+    def finish(self, step: Step, steps: MicrobatchSteps | StepsInV) -> None:
         """The calls of Megatron's schedules after the last backward, in their order."""
         megatron, communicator, forward_only = self.megatron, step.communicator, self.inputs.forward_only
         if self.finalizes(step):

@@ -6,31 +6,27 @@ import torch
 
 from megatron_pp.common.module_attributes import wrapped_attribute
 from megatron_pp.integrations.megatron.releases.release import Megatron
-from megatron_pp.runtime.compute import Activation, LossRecord, StepOptions
+from megatron_pp.integrations.megatron.steps.known_steps import MicrobatchSteps
+from megatron_pp.runtime.compute import Activation, StepOptions
 from megatron_pp.runtime.step import Step
 
 
-class MegatronSteps:
+class MegatronSteps(MicrobatchSteps):
     """Runs a microbatch through a chunk with the `forward_step` and `backward_step` of the installed Megatron-core, so
     that MoE's auxiliary loss scale, multi-token prediction, context-parallel loss factors and CUDA graph flags are that
-    release's. `record` holds the reports of the loss function and this rank's number of tokens.
+    release's. For releases whose functions are not known, and for what `KnownSteps` does not do.
 
     `overridden`: the config, with what `install()` overrides.
     """
 
     def __init__(self, megatron: Megatron, step: Step, overridden: Any, options: StepOptions) -> None:
-        self.schedules = megatron.schedules
-        self.inputs = step.inputs
-        self.config = step.config
+        super().__init__(megatron, step, options)
         self.overridden = overridden
         self.deallocates = step.settings.deallocate_pipeline_outputs
-        self.options = options
-        self.record = LossRecord(num_tokens=torch.zeros([], dtype=torch.int, device=step.communicator.device))
         known = {
             "model_type": wrapped_attribute(step.inputs.chunks[0], "model_type"),
             "pipeline_model_parallel_size": step.communicator.size,
         }
-        self.drops = [wrapped_attribute(chunk, "drop_received", lambda: None) for chunk in step.inputs.chunks]
         self.more_for_backward = {name: known[name] for name in megatron.row.backward_only}
 
     def forward(self, chunk: int, mb: int, input_tensor: Activation) -> Activation:

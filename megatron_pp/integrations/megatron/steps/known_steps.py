@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from megatron_pp.common.module_attributes import wrapped_attribute
 from megatron_pp.integrations.megatron.releases.release import Megatron
-from megatron_pp.integrations.megatron.steps.forward_backward import MegatronSteps
-from megatron_pp.runtime.compute import Activation, StepOptions, timed_backward
+from megatron_pp.runtime.compute import Activation, LossRecord, StepOptions, timed_backward
 from megatron_pp.runtime.deallocate import backward_root
 from megatron_pp.runtime.step import Step
 
@@ -20,13 +20,27 @@ _SCALES = (
 )  # fmt: skip
 
 
-class KnownSteps(MegatronSteps):
+class MicrobatchSteps:
+    """What runs microbatches of a step of Megatron's. `record` holds the reports of the loss function and this rank's
+    number of tokens.
+    """
+
+    def __init__(self, megatron: Megatron, step: Step, options: StepOptions) -> None:
+        self.schedules = megatron.schedules
+        self.inputs = step.inputs
+        self.config = step.config
+        self.options = options
+        self.record = LossRecord(num_tokens=torch.zeros([], dtype=torch.int, device=step.communicator.device))
+        self.drops = [wrapped_attribute(chunk, "drop_received", lambda: None) for chunk in step.inputs.chunks]
+
+
+class KnownSteps(MicrobatchSteps):
     """Losses and their scales are still computed by the release's `forward_step_calc_loss`, and microbatches numbered
     by its `set_current_microbatch`, where these two have an effect.
     """
 
-    def __init__(self, megatron: Megatron, step: Step, overridden: Any, options: StepOptions) -> None:
-        super().__init__(megatron, step, overridden, options)
+    def __init__(self, megatron: Megatron, step: Step, options: StepOptions) -> None:
+        super().__init__(megatron, step, options)
         inputs, config, chunks = step.inputs, step.config, step.inputs.chunks
         self.timers = config.timers
         self.grad_scale_func = config.grad_scale_func

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_pp.features.modules.modules_step import ModulesPipeline, OnModules, prepared_on_modules
+from megatron_pp.integrations.megatron.given import InstallSettings
 from megatron_pp.integrations.megatron.releases.release import Megatron
-from megatron_pp.integrations.megatron.settings import InstallSettings
 from megatron_pp.integrations.megatron.steps.call import MegatronHost
 from megatron_pp.integrations.megatron.steps.forward_backward import MegatronSteps, freed_output
 from megatron_pp.integrations.megatron.steps.modules import pipeline_of

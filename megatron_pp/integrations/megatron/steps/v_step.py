@@ -13,6 +13,7 @@ import torch
 from megatron_pp.common.module_attributes import unwrapped, wrapped_attribute
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.integrations.megatron.steps.forward_backward import MegatronSteps
+from megatron_pp.integrations.megatron.steps.known_steps import KnownSteps
 from megatron_pp.integrations.megatron.steps.v_placement import ChunkPlace, is_mirrored, shared_weight
 from megatron_pp.plan.ir.placement import V_SHAPE
 from megatron_pp.runtime.compute import Activation
@@ -21,7 +22,7 @@ from megatron_pp.runtime.compute import Activation
 class StepsInV:
     """``steps`` whose forwards ask Megatron for their data as seen from the stage that the chunk holds."""
 
-    def __init__(self, steps: MegatronSteps, parallel_state: ModuleType) -> None:
+    def __init__(self, steps: KnownSteps | MegatronSteps, parallel_state: ModuleType) -> None:
         self.steps = steps
         self.places = [ChunkPlace(parallel_state, chunk) for chunk in range(len(steps.inputs.chunks))]
         self.record = steps.record
