@@ -63,7 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget-s", type=number, metavar="S", help=budget)
     parser.add_argument("--jobs", type=whole, metavar="N", help="processes that search; default 2, or fewer cores")
     parser.add_argument("--plot", metavar="FILE", help="step time against memory, as .svg or .png")
-    written = "what a recommended search plans for, for --pipeline-measured of a run; default " + answer.MEASURED_FILE
+    written = (
+        "file for the costs of a recommended search, which --pipeline-measured of a run reads; default "
+        + answer.MEASURED_FILE
+    )
     parser.add_argument("--measured-out", metavar="FILE", help=written)
     parser.add_argument("--json", action="store_true", help="for programs")
 

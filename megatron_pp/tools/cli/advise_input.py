@@ -48,73 +48,91 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_layer_options(parser)
     cost_options.add_model_options(parser, several=True)
     _add_transformer_options(parser)
-    add_from_trace_option(parser, "compute times and transfers as measured there")
-    arguments = "sizes from Megatron's arguments as one text, or a file that check reads; options here go before them"
+    add_from_trace_option(parser, "take compute times and transfers from this trace")
+    arguments = (
+        "sizes from Megatron's arguments as one text, or from a file that check reads; other options overrule them"
+    )
     parser.add_argument("--megatron-args", metavar="ARGS", help=arguments)
 
 
 def _add_pipeline_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("pipeline")
     group.add_argument("-P", "--pipeline-size", type=count, metavar="P", help="ranks of the pipeline")
-    group.add_argument("--global-batch", type=count, metavar="N", help="sequences of a step, of all replicas")
+    group.add_argument("--global-batch", type=count, metavar="N", help="sequences of a step, over all replicas")
     group.add_argument("--memory-gb", type=number, metavar="GB", help="memory of a device; default the GPU's")
     add_outside_options(group)
-    most = f"V is tried up to this; default {Question.max_chunks}"
+    most = f"the largest V to try; default {Question.max_chunks}"
     group.add_argument("--max-chunks", type=count, metavar="V", help=most)
     group.add_argument("--schedules", metavar="A,B", help="try these only; default all")
-    tried = "slices of a sequence that are tried, with commas; default 1, whole sequences"
+    tried = "numbers of slices to try, with commas; default 1, whole sequences"
     group.add_argument("--sequence-slices", dest="slices", type=counts, metavar="N", help=tried)
-    group.add_argument("--policy", choices=POLICIES, help="of all plans; default overlap, batched for the best one too")
+    group.add_argument(
+        "--policy", choices=POLICIES, help="policy of all plans; default overlap, for the best one also batched"
+    )
     device = "rules of the device under which every plan is verified, with commas; default those of a run on NCCL"
     group.add_argument("--device", action="extend", type=device_rules, metavar="RULE", help=device)
     group.add_argument("--no-recompute", action="store_true", help="no layer may be recomputed")
-    group.add_argument("--no-split-backward", action="store_true", help="the model cannot put weight gradients off")
+    group.add_argument("--no-split-backward", action="store_true", help="the model cannot split its backwards")
 
 
 def _add_layer_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("layers", "of one microbatch; what their times and memory are of")
-    per = "what a number of the times and of --activation-gb and --static-gb is of; a list has one for each layer or, "
-    per += "with rank, for equal stages in model order; default rank"
+    group = parser.add_argument_group("layers", "times and memory of layers, for one microbatch")
+    per = "whether a number for times, --activation-gb and --static-gb is that of a rank or of a layer; a list has one "
+    per += "for each layer or, with rank, for equal stages in model order; default rank"
     group.add_argument("--costs-per", choices=_LAYERS, help=per)
-    group.add_argument("--activation-gb", type=times, metavar="GB", help="what a forward keeps until its backward")
-    static = "parameters, gradients and optimizer states; default none, or the model's"
+    group.add_argument(
+        "--activation-gb", type=times, metavar="GB", help="memory that a forward keeps until its backward"
+    )
+    static = "memory of parameters, gradients and optimizer states; default 0, or the model's"
     group.add_argument("--static-gb", type=times, metavar="GB", help=static)
-    group.add_argument("--embedding-ms", type=times, metavar="F,B,W", help="of the embedding, on the first stage")
-    group.add_argument("--mtp-ms", type=times, metavar="F,B,W", help="of each layer for multi-token prediction")
-    group.add_argument("--loss-ms", type=times, metavar="F,B,W", help="of the output layer and the loss")
+    group.add_argument("--embedding-ms", type=times, metavar="F,B,W", help="times of the embedding, on the first stage")
+    group.add_argument("--mtp-ms", type=times, metavar="F,B,W", help="times of each layer for multi-token prediction")
+    group.add_argument("--loss-ms", type=times, metavar="F,B,W", help="times of the output layer and the loss")
     group.add_argument("--mtp-layers", type=whole, metavar="N", help="layers for multi-token prediction")
-    spread = "these and their losses (--loss-ms is of one) may lie on different stages: NVIDIA/Megatron-LM#5318, #5329"
+    spread = "layers of multi-token prediction, and their losses (--loss-ms is of one), may be on different stages: "
+    spread += "NVIDIA/Megatron-LM#5318, #5329"
     group.add_argument("--spread-mtp", action="store_true", help=spread)
-    unequal = "what each microbatch of a step costs, relative to the others: the best order to run them in is found"
+    unequal = "costs of the microbatches of a step, relative to each other; the best order to run them in is found"
     group.add_argument("--microbatch-costs", type=times, metavar="A,B,C", help=unequal)
-    costs = "JSON with all of this: `layers`, or what `auto` reads as pipeline_measured, in ms and GB"
+    costs = "JSON file with all of this: `layers`, in ms and GB, or a file that --measure has written"
     group.add_argument("--costs", metavar="FILE", help=costs)
 
 
 def _add_transformer_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("GPU", "where nothing was measured: times from sizes and rates, a first guess")
+    group = parser.add_argument_group("GPU", "estimated times from sizes and data sheets, if nothing was measured")
     of_links = "per direction; default as in data sheets, for --gpu-tflops infinite"
     group.add_argument("--gpu", metavar="NAME", help=f"{', '.join(GPUS)}")
     group.add_argument("--gpu-tflops", type=number, metavar="N", help="dense 16-bit peak of another GPU")
-    group.add_argument("--gpu-bandwidth", type=number, metavar="TB/S", help="of its memory; default 2")
-    group.add_argument("--gpu-link", type=number, metavar="GB/S", help=f"to GPUs of its node, {of_links}")
-    group.add_argument("--gpu-network", type=number, metavar="GB/S", help=f"to others, {of_links}")
-    near = "GPUs that have these links to each other; default 8, 72 of GB200 and GB300"
+    group.add_argument("--gpu-bandwidth", type=number, metavar="TB/S", help="bandwidth of its memory; default 2")
+    group.add_argument("--gpu-link", type=number, metavar="GB/S", help=f"bandwidth to GPUs of its node, {of_links}")
+    group.add_argument(
+        "--gpu-network", type=number, metavar="GB/S", help=f"bandwidth to GPUs of other nodes, {of_links}"
+    )
+    near = "GPUs that have these links to each other; default 8, or 72 for GB200 and GB300"
     group.add_argument("--gpus-per-node", type=count, metavar="N", help=near)
     reached = f"share of the peak that matrix products reach; default {EFFICIENCY:g}, less on AMD's"
     group.add_argument("--gpu-efficiency", type=number, metavar="SHARE", help=reached)
     group.add_argument("--gated", action="store_true", help="SwiGLU: three products in the feed-forward part")
     group.add_argument("--query-groups", type=whole, metavar="N", help="heads of keys and values")
-    group.add_argument("--experts", type=whole, metavar="N", help="of MoE layers")
+    group.add_argument("--experts", type=whole, metavar="N", help="number of experts in MoE layers")
     group.add_argument("--top-k", type=whole, metavar="K", help="experts that a token goes through; default 2")
-    group.add_argument("--expert-hidden-size", type=whole, metavar="F", help="default the dense layers'")
-    group.add_argument("--shared-expert-hidden-size", type=whole, metavar="F", help="default no shared expert")
-    freq = "which layers have experts, as Megatron's option: N, or ([0]*3+[1]*58); default 1, all"
+    group.add_argument(
+        "--expert-hidden-size", type=whole, metavar="F", help="width of an expert; default that of the dense layers"
+    )
+    group.add_argument(
+        "--shared-expert-hidden-size",
+        type=whole,
+        metavar="F",
+        help="width of the shared expert; default no shared expert",
+    )
+    freq = "which layers have experts, as in Megatron: N, or ([0]*3+[1]*58); default 1, all"
     group.add_argument("--moe-layer-freq", metavar="FREQ", help=freq)
     group.add_argument("--expert-parallel", type=whole, metavar="N", help="ranks that share the experts; default 1")
-    group.add_argument("--encoder-layers", type=whole, metavar="N", help="of an encoder on the first stage")
-    group.add_argument("--encoder-hidden-size", type=whole, metavar="H", help="its attention is not causal")
-    group.add_argument("--encoder-seq-length", type=whole, metavar="S", help="its tokens for one sequence")
+    group.add_argument("--encoder-layers", type=whole, metavar="N", help="layers of an encoder on the first stage")
+    group.add_argument(
+        "--encoder-hidden-size", type=whole, metavar="H", help="width of the encoder, whose attention is not causal"
+    )
+    group.add_argument("--encoder-seq-length", type=whole, metavar="S", help="tokens of the encoder for one sequence")
 
 
 def question_of(args: argparse.Namespace) -> Question:

@@ -103,18 +103,18 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.usage = "%(prog)s --gpus N [options] [-m] JOB [its flags or changes]"
     parser.add_argument("--gpus", type=parity.count, required=True, metavar="N", help="GPUs of the whole job")
     parser.add_argument("--gpu", default=None, metavar="NAME", help=f"the card: {', '.join(GPUS)}")
-    numbers = "compare the numbers with one process too, as parity does, on small sizes: minutes"
+    numbers = "also compare the numbers with one process, as parity does, on small sizes; takes minutes"
     parser.add_argument("--numbers", action="store_true", default=False, help=numbers)
-    release = "of Megatron-core, whose known faults count; default the job's, or the installed one"
+    release = "release of Megatron-core whose known faults count; default the job's, or the installed one"
     parser.add_argument("--release", type=_release, default=None, metavar="X.Y.Z", help=release)
-    parser.add_argument("--strict", action="store_true", default=False, help="risks alone end with 1 too")
+    parser.add_argument("--strict", action="store_true", default=False, help="end with 1 for risks too")
     parser.add_argument("--json", action="store_true", default=False, help="print one JSON object")
     parser.add_argument("--junit", metavar="FILE", default=None, help="write a JUnit file")
     parser.add_argument("--github", action="store_true", default=False, help="print annotations of GitHub Actions too")
-    more = f"that Megatron's parser may take to read the flags; default {PATIENCE:g}"
+    more = f"time for Megatron's parser to read the flags; default {PATIENCE:g}"
     parser.add_argument("--patience", type=parity.seconds, default=PATIENCE, metavar="SECONDS", help=more)
     parser.add_argument("-m", dest="module", action="store_true", default=False, help="JOB is a module")
-    parser.add_argument("script", metavar="JOB", help="what describes the job; its own arguments follow it")
+    parser.add_argument("script", metavar="JOB", help="script or file of the job; its own arguments follow it")
     rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=argparse.SUPPRESS)
     rest.required = False
     return parser.parse_args(argv)

@@ -60,26 +60,28 @@ def add_cost_options(parser: argparse.ArgumentParser) -> None:
     attention += "default 0, slices of equal cost"
     group.add_argument("--attention-share", type=number, metavar="A", help=attention)
     copies = "copy of what a forward keeps to host memory, or back"
-    group.add_argument("--offload-ms", type=times, metavar="MS", help=f"{copies}; default 0")
-    by_size = "of a copy to host memory, and of one back, for the model's activations; default infinite"
+    group.add_argument("--offload-ms", type=times, metavar="MS", help=f"time of a {copies}; default 0")
+    by_size = "speed of a copy of the model's activations to host memory, or back; default infinite"
     group.add_argument("--offload-bandwidth", type=number, metavar="GB/S", help=by_size)
-    unshard = "all-gather of the parameters over data-parallel replicas; default 0"
+    unshard = "time of an all-gather of the parameters over data-parallel replicas; default 0"
     group.add_argument("--unshard-ms", type=times, metavar="MS", help=unshard)
-    reduction = "reduce-scatter of the gradients; default that of an unshard"
+    reduction = "time of a reduce-scatter of the gradients; default that of an unshard"
     group.add_argument("--reduce-grad-ms", type=times, metavar="MS", help=reduction)
     group.add_argument("--p2p-ms", type=number, metavar="MS", help="latency of a transfer; default 0")
-    group.add_argument("--bandwidth", type=number, metavar="GB/S", help="of each directed link; default infinite")
+    group.add_argument(
+        "--bandwidth", type=number, metavar="GB/S", help="bandwidth of each directed link; default infinite"
+    )
     group.add_argument("--activation-mb", type=number, metavar="MB", help="size of one message; default the model's")
-    announced = "transfers as gloo makes them: a receive is announced behind the data that goes the other way"
+    announced = "transfers as on gloo, where a receive is announced behind the data that goes the other way"
     group.add_argument("--gloo", action="store_true", help=announced)
-    one_link = "one directed link with other numbers, as 3-4:0.1:25; repeatable"
+    one_link = "latency and bandwidth of one directed link, as in 3-4:0.1:25; repeatable"
     group.add_argument("--link", action="append", default=[], type=link, metavar="SRC-DST:MS[:GB/S]", help=one_link)
 
 
 def add_model_options(parser: argparse.ArgumentParser, several: bool = False) -> None:
     """``several``: the command takes a list of micro-batch sizes."""
-    group = parser.add_argument_group("model", "for memory in bytes; sizes of the whole model")
-    size, many = (counts, "s that are tried, with commas; times are for the first") if several else (count, "")
+    group = parser.add_argument_group("model", "sizes of the whole model, for memory in bytes")
+    size, many = (counts, "s to try, with commas; times are for the first") if several else (count, "")
     group.add_argument("--layers", dest="num_layers", type=whole, metavar="N", help=help_of("num_layers"))
     group.add_argument("--hidden-size", type=whole, metavar="H", help=help_of("hidden_size"))
     group.add_argument("--seq-length", type=whole, metavar="S")
@@ -90,7 +92,9 @@ def add_model_options(parser: argparse.ArgumentParser, several: bool = False) ->
     group.add_argument("--vocab-size", type=whole, metavar="N")
     group.add_argument("--tensor-parallel", type=whole, metavar="T", help=help_of("tensor_model_parallel_size"))
     group.add_argument("--context-parallel", type=whole, metavar="C", help=help_of("context_parallel_size"))
-    group.add_argument("--data-parallel", type=whole, metavar="D", help="of the distributed optimizer")
+    group.add_argument(
+        "--data-parallel", type=whole, metavar="D", help="replicas over which the distributed optimizer is split"
+    )
     sequence = help_of("sequence_parallel", many="; needs --tensor-parallel")
     group.add_argument("--sequence-parallel", action="store_true", help=sequence)
     group.add_argument("--recompute", choices=RECOMPUTE, help=f"default {ModelShape.recompute}")

@@ -146,11 +146,22 @@ def _progress() -> Iterator[Callable[[str], None]]:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = run.script_parser(NAME, "options", SUMMARY, _EXAMPLES)
     parser.add_argument("--nproc", type=count, default=None, help="processes; default: what the layout needs")
-    parser.add_argument("--shrink", choices=("auto", "none"), default="auto", help="make sizes small; default: auto")
-    parser.add_argument("--engine", choices=("ours", "megatron", "both"), default="both", help="default: both")
+    parser.add_argument(
+        "--shrink", choices=("auto", "none"), default="auto", help="make sizes small, or keep them; default: auto"
+    )
+    parser.add_argument(
+        "--engine",
+        choices=("ours", "megatron", "both"),
+        default="both",
+        help="whose schedule runs the layout; default: both",
+    )
     parser.add_argument("--steps", type=count, default=2, help="training steps; default: 2")
-    parser.add_argument("--masks", choices=("uneven", "full"), default="uneven", help="of the loss; default: uneven")
-    parser.add_argument("--checkpoint", choices=(*CHECKPOINTS, "all"), default="", help="resume from one")
+    parser.add_argument(
+        "--masks", choices=("uneven", "full"), default="uneven", help="loss masks of the made data; default: uneven"
+    )
+    parser.add_argument(
+        "--checkpoint", choices=(*CHECKPOINTS, "all"), default="", help="also save and resume a checkpoint (see below)"
+    )
     parser.add_argument("--deadline", type=seconds, default=120.0, help="seconds for each run; default: 120")
     parser.add_argument("--json", action="store_true", default=False, help="print one JSON object")
     parser.add_argument("--junit", metavar="FILE", default=None, help="write a JUnit file")

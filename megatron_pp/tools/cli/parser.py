@@ -153,7 +153,7 @@ def _add_command(chosen: Any, name: str, module: Any) -> Parser:
         epilog=module.EXAMPLES,
         formatter_class=HelpFormatter,
     )
-    parser.add_argument("--no-colour", "--no-color", action="store_true", help="plain text on a terminal too")
+    parser.add_argument("--no-colour", "--no-color", action="store_true", help="no colours, also on a terminal")
     module.add_arguments(parser)
     parser.set_defaults(run=module.run, spelling=parser.spelling)
     return parser

@@ -84,25 +84,27 @@ def add_plan_options(parser: argparse.ArgumentParser, several: bool = False) -> 
     group.add_argument("--fsdp-max-active-stages", type=count, metavar="N", help=help_of("fsdp_max_active_stages"))
     group.add_argument("--policy", choices=POLICIES, help=f"how transfers go out; default {PlanSpec.policy}")
     group.add_argument("--channels", choices=CHANNELS, help=help_of("p2p_channels"))
-    group.add_argument("--forward-only", action="store_true", help="evaluation: forwards alone")
+    group.add_argument("--forward-only", action="store_true", help="evaluation: forwards only")
     group.add_argument("--variable-shapes", action="store_true", help=help_of("variable_seq_lengths"))
     release = f"slots from a send to its release; default {PlanSpec.release_after}"
     group.add_argument("--release-after", type=count, metavar="N", help=release)
     ahead = f"slots that a receive is posted ahead; default {PlanSpec.lookahead}"
     group.add_argument("--lookahead", type=whole, metavar="N", help=ahead)
-    rules = f"rules that hold where it runs, {', '.join(DEVICE_RULES)} (or a list: a,b,c): the plan is lowered for "
-    rules += "them and verified under them together; default "
-    rules += f"{' and '.join(ON_NCCL)}, as a run on NCCL, or with --gloo rendezvous alone, which always holds"
+    rules = f"rules of the device that the plan runs on: {', '.join(DEVICE_RULES)} (or a list: a,b,c). The plan is "
+    rules += "lowered for them and verified under all of them; default "
+    rules += f"{' and '.join(ON_NCCL)}, as on NCCL, or with --gloo only rendezvous, which always holds"
     group.add_argument("--device", action="extend", type=device_rules, metavar="RULE", help=rules)
     group.add_argument("--grad-sync", choices=(HOOKS, EXPLICIT), help=f"default {PlanSpec.grad_sync}")
-    group.add_argument("--param-sync", action="store_true", help="with PARAM_SYNC marks")
+    group.add_argument("--param-sync", action="store_true", help="add PARAM_SYNC marks")
     group.add_argument("--skip-tensors", metavar="TEXT", help=help_of("skip_tensors"))
     group.add_argument("--skip-cache", choices=CACHES, help=help_of("skip_cache"))
     of_modules = "several modules on their ranks, as 'vision=0/1; llm=2,3; vision>llm': replicas apart by /, stages by "
     of_modules += "commas, tensor-parallel ranks by +; llm#1*2/4=0,1 is chunk 1 of its ranks, a forward takes 2, a "
     of_modules += "backward 4; with -M and the options of a plan that do not name a schedule"
     group.add_argument("--modules", metavar="TEXT", help=of_modules)
-    imported = "a plan in our JSON or PyTorch's CSV (where it is compute-only, lowered as --policy and --channels say)"
+    imported = (
+        "a plan in megatron_pp's JSON or PyTorch's CSV; if it is compute-only, --policy and --channels add transfers"
+    )
     group.add_argument("--import", dest="source", metavar="FILE", help=imported)
 
 

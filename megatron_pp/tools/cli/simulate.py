@@ -50,21 +50,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan_options.add_plan_options(parser, several=True)
     cost_options.add_cost_options(parser)
     cost_options.add_model_options(parser)
-    measured = "compute times and transfers as measured there; the plan too, unless another is named"
+    measured = "take compute times and transfers from this trace; the plan too, unless another is named"
     cost_options.add_from_trace_option(parser, measured)
     parser.add_argument("--compare", metavar="A,B,C", help="rank these schedules (all: every one), per microbatch")
-    too_large = "leave out what needs more on any rank"
+    too_large = "leave out schedules that need more memory on any rank"
     parser.add_argument("--memory-limit", type=cost_options.number, metavar="GIB", help=too_large)
-    table = "all that each rank's GPU holds, communicators and CUDA context too; needs the shape of the model"
+    table = (
+        "a table of all that each rank's GPU holds, with communicators and CUDA context; needs the shape of the model"
+    )
     parser.add_argument("--memory", action="store_true", help=table)
     add_outside_options(parser)
-    share = "memory of a waiting weight gradient, as a share of its forward's; by default a transformer layer's, by "
-    share += "the model options where they are given"
+    share = "memory of a waiting weight gradient, as a share of its forward's; default that of a transformer layer, "
+    share += "worked out from the model options if they are given"
     parser.add_argument("--weight-share", type=cost_options.number, metavar="SHARE", help=share)
-    bypass = "steps in a row, between which no rank waits for the others: what a step takes where the optimizer "
-    bypass += "synchronises no ranks (arXiv 2401.10241, section 4)"
+    bypass = "simulate steps in a row without a barrier between them, as if the optimizer synchronised no ranks (arXiv "
+    bypass += "2401.10241, section 4)"
     parser.add_argument("--optimizer-bypass", action="store_true", help=bypass)
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
