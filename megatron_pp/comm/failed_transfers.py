@@ -59,7 +59,7 @@ def is_whole(sent: torch.Tensor | Sequence[torch.Tensor]) -> bool:
 def warn_of_parts(what: str) -> None:
     """Once per process."""
     logger.warning(
-        "%s: it sends a part of a larger tensor, which was written to before the send was done; where that was the "
-        "part that is sent, the peer may have got the new values. Send a clone, or see with p2p_debug which it was",
+        "%s: it sends a part of a larger tensor that was written to before the send was done. If the write was to the "
+        "sent part, the peer may have received the new values. Send a clone, or set p2p_debug to know which it was",
         what,
     )

@@ -42,7 +42,7 @@ def waits_of(placement: Placement, memory: MemoryModel, times: StageTimes) -> tu
         limit, kept = memory.limits[rank] * (1 + ROUNDING), list(accumulate(memory.forward[s] for s in stages))
         if kept[-1] > limit:
             raise PlanError(
-                f"one microbatch alone needs {kept[-1]:g} of memory on rank {rank}, where the limit is "
+                f"one microbatch alone needs {kept[-1]:g} of memory on rank {rank}, but the limit is "
                 f"{memory.limits[rank]:g}"
             )
         if limit == math.inf:

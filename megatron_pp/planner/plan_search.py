@@ -334,7 +334,7 @@ class _PlanSearch:
         single = f"; one microbatch alone needs {least[short[0]]:g} on rank {short[0]}" if short else ""
         return (
             f"no schedule of {self.spec.num_microbatches} microbatches keeps to the memory limit; {name} comes "
-            f"nearest: it needs {limit + excess:g} on rank {rank}, where the limit is {limit:g}{single}"
+            f"nearest: it needs {limit + excess:g} on rank {rank}, but the limit is {limit:g}{single}"
         )
 
 

@@ -42,8 +42,8 @@ class NcclTransport(GroupTransport):
     def prepare(self, needs: Preparation, timeout: timedelta) -> None:
         if torch.cuda.is_current_stream_capturing():
             raise P2PError(
-                "a pipeline step cannot be captured in a CUDA graph as a whole, as it asks which transfers are done: "
-                "capture layers"
+                "a whole pipeline step cannot be captured in a CUDA graph, because it polls its transfers: capture "
+                "layers instead"
             )
         super().prepare(needs, timeout)
 

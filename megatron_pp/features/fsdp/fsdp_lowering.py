@@ -107,7 +107,7 @@ def check_spec(spec: PlanSpec) -> None:
         raise PlanError(unknown("fsdp_collectives", kind, FSDP_COLLECTIVES))
     if kind in (PER_STEP, ZERO2) and 0 < most < spec.num_chunks:
         raise PlanError(
-            f"fsdp_collectives {kind} keeps all {spec.num_chunks} stages of a rank whole, and fsdp_max_active_stages "
+            f"fsdp_collectives {kind} keeps all {spec.num_chunks} stages of a rank whole, but fsdp_max_active_stages "
             f"is {most}; choose {BY_COST}, {PER_RUN} or {ZERO3}"
         )
     if spec.joins and most == 1 < spec.num_chunks:

@@ -36,7 +36,7 @@ class ShardWalk(Follower):
             raise self.error(at, f"stages of this rank are {', '.join(map(str, self.stages))}")
         rule = fsdp.ROWS.rules[at.op]
         if rule.adds & facts:
-            raise self.error(at, " and ".join(words_of(rule.adds & facts)) + " already: it stands twice")
+            raise self.error(at, " and ".join(words_of(rule.adds & facts)) + " already: it occurs twice")
         if missing := rule.needs & ~facts:
             raise self.error(at, "it comes before " + " and before ".join(words_of(missing)))
         if at.op == fsdp.REDUCE_GRAD and not self.reduces_each and self.to_come[at.stage]:

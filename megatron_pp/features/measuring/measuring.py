@@ -218,7 +218,7 @@ class Measuring(StepObserver):
         try:
             write_whole(self.path, json.dumps(file.to_dict(), indent=1) + "\n")
         except FileFormatError as error:
-            logger.warning("what config.measure has found is lost: %s", error)
+            logger.warning("the measurements of config.measure are lost: %s", error)
             return
         counted = isinstance(file.values.activation, tuple)
         memory = "memory" if counted else "no memory, as stages that offload all forwards were not counted"

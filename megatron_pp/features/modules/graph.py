@@ -268,8 +268,8 @@ def check_names(edges: Sequence[Edge]) -> None:
     if times > 1:
         same = [f"{edge.module} {edge.source}>{edge.target}" for edge in edges if edge.name == name]
         raise PlanError(
-            f"names of messages are made of those of modules, and {name} is that of {' and '.join(same)}: two are "
-            "equal; rename a module"
+            f"messages are named after their modules, and the messages {' and '.join(same)} have the same name "
+            f"{name}; rename a module"
         )
 
 

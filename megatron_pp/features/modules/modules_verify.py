@@ -147,7 +147,7 @@ class _Walk:
         if missing:
             raise self._error(at, "it comes before " + " and before ".join(words_of(missing)))
         if twice:
-            raise self._error(at, " and ".join(words_of(twice)) + " already: it stands twice")
+            raise self._error(at, " and ".join(words_of(twice)) + " already: it occurs twice")
 
     def _check_end(self) -> None:
         wanted = rules.F_RAN if self.spec.forward_only else _RAN

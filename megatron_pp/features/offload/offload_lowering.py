@@ -78,7 +78,7 @@ class _Hooks(PlanHooks):
 
     def check_lowered(self, spec: PlanSpec, settings: Mapping[str, Any]) -> None:
         if settings.get("offload_chunks") and spec.joins:
-            raise PlanError("pairs (overlap_pairs) do not go with offloading: what each half saves cannot be known")
+            raise PlanError("pairs (overlap_pairs) cannot be offloaded: it is not known which half saves what")
 
     def lay_out(self, rank: RankLowering) -> None:
         chunks = rank.settings.get("offload_chunks")

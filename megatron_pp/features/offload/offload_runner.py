@@ -110,8 +110,8 @@ class _Step(StepHooks):
             return
         if draft.joins:
             raise ScheduleInputError(
-                "pairs of a forward and a backward (overlapped_forward_backward) do not go with offloading: of what "
-                "they save, nothing says for which half; set config.offload_chunks to 0, or leave the pairs out"
+                "pairs of a forward and a backward (overlapped_forward_backward) cannot be offloaded: it is not known "
+                "which half saves what; set config.offload_chunks to 0, or leave the pairs out"
             )
         if settings.cuda_graph_impl in LAYER_GRAPHS:
             raise ScheduleInputError(

@@ -92,8 +92,8 @@ class PackedSteps:
         NextStep. Raises ScheduleInputError for a step that was not taken by ``next``."""
         if self._asked:
             raise ScheduleInputError(
-                "a training step begins whose microbatches were not taken: call next() of the PackedSteps that is "
-                "config.microbatch_costs before each"
+                "a training step begins, but its microbatches were not taken: before each step call next() of the "
+                "PackedSteps that is config.microbatch_costs"
             )
         if self._following is not None:
             costs = self._following.costs

@@ -84,7 +84,7 @@ class NamedWalk(Follower):
         cell = at.stage, at.mb, at.part
         before = self.facts[cell, at.tensor]
         if adds & before:
-            raise self.error(at, " and ".join(words_of(adds & before)) + " already: it stands twice")
+            raise self.error(at, " and ".join(words_of(adds & before)) + " already: it occurs twice")
         self.facts[cell, at.tensor] = before | adds
         if at.op == DROP:
             self._check_drop(at, held)

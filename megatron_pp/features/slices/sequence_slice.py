@@ -126,7 +126,7 @@ class SequenceSlice:
             if grown.whole is not None and self.of(grown.whole, dim).shape != tensor.shape:  # copies would broadcast
                 raise ScheduleInputError(
                     f"a tensor of shape {list(tensor.shape)} follows those of slices before; the whole has "
-                    f"shape {list(grown.whole.shape)}: they may differ in dimension {dim} alone"
+                    f"shape {list(grown.whole.shape)}: they may differ only in dimension {dim}"
                 )
             extended.append(_Extended.apply(tensor, grown, self, dim % tensor.dim()))
         return tuple(extended)
@@ -152,7 +152,7 @@ def sequence_slice() -> SequenceSlice | None:
     if len(running) > 1:
         raise ScheduleInputError(
             f"sequence_slice() was called in a thread of autograd, where it is not known which of {len(running)} ranks "
-            "of this process asks: run each rank in a process, or give layers the slice that their forward has"
+            "of this process calls it: run each rank in a process of its own, or give layers the slice of their forward"
         )
     return running[0] if running else None
 

@@ -175,9 +175,8 @@ def checked_hop(tensors: Sequence[Any], edge: Edge, stage: int, mb: int, trains:
     wanted = [(meta.shape, meta.dtype) for meta in edge]
     if [one[1:] for one in found] != [one[1:] for one in wanted] if vary else found != wanted:
         raise P2PShapeError(
-            f"stage {stage} gives {_shown(found)} for microbatch {mb}, and when shapes were found it gave "
-            f"{_shown(wanted)}, for which the next stage has its buffers; where shapes vary, set variable_seq_lengths "
-            "in its config"
+            f"stage {stage} gives {_shown(found)} for microbatch {mb}, but {_shown(wanted)} when the ranks exchanged "
+            "shapes, and the next stage has buffers of these; if shapes vary, set variable_seq_lengths in its config"
         )
     for k, (tensor, meta) in enumerate(zip(tensors, edge, strict=True)):
         if trains and tensor.requires_grad and not meta.requires_grad:

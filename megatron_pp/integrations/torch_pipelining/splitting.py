@@ -65,8 +65,8 @@ class Splitting:
                 why = "none of its layers can (the page on torch's stages lists those that can)"
         self._whole = modules
         warn_once(
-            f"schedule {self.schedule} splits backwards, and the stages of this rank do not, as {why}; they run the "
-            "same schedule with whole backwards, and fill no bubble with weight gradients"
+            f"schedule {self.schedule} splits backwards, but the stages of this rank do not, because {why}; they run "
+            "the same schedule with whole backwards, and no weight gradient fills a bubble"
         )
         return None
 

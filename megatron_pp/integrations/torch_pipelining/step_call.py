@@ -89,8 +89,7 @@ class TorchHost(Host):
         builders = [call.stage.dw_builder for call in schedule.calls]
         if any(builder is not None for builder in builders) and settings.measure:
             raise ScheduleInputError(
-                "config.measure counts what a W keeps, which is not known where a dw_builder keeps it; leave one of "
-                "the two out"
+                "config.measure cannot count what a dw_builder keeps for W; leave one of the two out"
             )
         splits = find_family(schedule.schedule).splits_weight
         return schedule.splitting.store(self.inputs.chunks, builders, splits)

@@ -255,7 +255,7 @@ def _check_complete(rows: list[_Row], placement: Placement) -> int:
     for rank, row in enumerate(rows):
         for at in _compute(row):
             if (at.stage, at.mb) in seen[at.op]:
-                raise PlanError(f"row {rank + 1}: {_cell(at)} stands twice")
+                raise PlanError(f"row {rank + 1}: {_cell(at)} occurs twice")
             seen[at.op].add((at.stage, at.mb))
     forwards, whole, halves, weights = (seen[op] for op in "FBIW")
     if whole & halves:

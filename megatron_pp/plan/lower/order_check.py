@@ -50,7 +50,7 @@ def _check_order(
             of = words_of_parts(parts, part)
             raise refusal(rank, at, f"chunks are 0..{chunks - 1}, microbatches 0..{microbatches - 1}{of}")
         if op in ops:
-            raise refusal(rank, at, "it stands twice in the order")
+            raise refusal(rank, at, "it occurs twice in the order")
         before = _AFTER.get(op)
         if before is not None and before not in ops:
             raise refusal(rank, at, f"{at._replace(op=before)} has to come before it")

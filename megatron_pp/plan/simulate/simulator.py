@@ -116,7 +116,7 @@ class _Run(DeviceRanks):
         self.agenda.run(self._happen)
         if self.blocked:
             check_rendezvous(self.plan, self.rules)  # names the cycle
-            raise PlanError("the plan comes to a stop before its end")
+            raise PlanError("the plan stops before its end")
         return Simulation(
             self.plan,
             tuple(rank.starts for rank in self.ranks),
@@ -244,7 +244,7 @@ class _Run(DeviceRanks):
             self._post(me, at._replace(op=POST_OF[at.op]))
         entry = me.posted.pop(message, None)
         if entry is None:
-            raise PlanError(f"rank {me.number}: {at} ({at.name}) waits for what was never posted")
+            raise PlanError(f"rank {me.number}: {at} ({at.name}) waits for a transfer that was never posted")
         return entry
 
     def _post(self, me: _Rank, at: Instruction) -> Entry:

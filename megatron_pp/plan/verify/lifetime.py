@@ -29,7 +29,7 @@ def check_rank(plan: Plan, rank: int, deallocate: bool = True, block: Block | No
     if block is not None:
         program, (start, end) = plan.programs[rank], block.of(rank)
         if any(at.op in ins.SYNC_OPS for at in program[start:end]):
-            raise RepetitionError(f"rank {rank}: a sync stands in the block")
+            raise RepetitionError(f"rank {rank}: the block has a sync")
         together = max(islice(timeline, _timed_length(program[:start])), default=0)
         before = walk.state(0)
         together = max(together, max(islice(timeline, _timed_length(program[start:end])), default=0))
@@ -182,7 +182,7 @@ class Walk:
         if step.bars & before:
             raise self._error(at, "it comes after " + " and after ".join(words_of(step.bars & before)))
         if twice:
-            raise self._error(at, " and ".join(words_of(twice)) + " already: it stands twice")
+            raise self._error(at, " and ".join(words_of(twice)) + " already: it occurs twice")
         after, both, change = before | step.adds, F_FREED | B_RAN, step.change
         if not self.gives_back and after & both == both and before & both != both:  # the data that FREE_F left goes
             change = change._replace(outputs=change.outputs - 1)

@@ -159,7 +159,7 @@ class _Run(DeviceRanks):
     def _shape_of(self, rank: int, at: Instruction) -> Entry:
         shape = self.posted[rank].get((POST_OF[at.op], at[1:], SHAPE))
         if shape is None:
-            raise PlanError(f"rank {rank}: {at} ({at.name}) waits for what was never posted")
+            raise PlanError(f"rank {rank}: {at} ({at.name}) waits for a transfer that was never posted")
         return shape
 
     def _send_off(self, rank: int, at: Instruction) -> Entry | None:

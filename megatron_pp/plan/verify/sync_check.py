@@ -39,7 +39,7 @@ class SyncCheck:
         for k, at in self.syncs:
             done = passes if self._is_for_pass(k, at) else early if self._is_early(k, at) else seen[at.op]
             if at.chunk in done or not 0 <= at.chunk < self.spec.num_chunks:
-                raise refusal(self.rank, at, "it stands twice, or names no chunk of this rank")
+                raise refusal(self.rank, at, "it occurs twice, or names no chunk of this rank")
             done.add(at.chunk)
             self._check_place(k, at)
         self._check_kinds(seen[ins.ENABLE_GRAD_SYNC] | passes, seen[ins.GRAD_SYNC], early)

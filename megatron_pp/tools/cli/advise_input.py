@@ -158,7 +158,7 @@ def question_of(args: argparse.Namespace) -> Question:
     models = tuple((size, of_sizes.of(size, measured or sizes[0])) for size in dict.fromkeys(sizes))
     cost_options.check_links(args, models[0][1].message, ranks)
     if ":" in (args.schedules or ""):
-        raise UsageError(f"--schedules is {args.schedules}; what a module of yours registers is not searched")
+        raise UsageError(f"--schedules is {args.schedules}; schedules of a module of yours are not searched")
     question = Question(
         pipeline_size=ranks,
         global_batch=batch,
@@ -202,11 +202,11 @@ def _check_sources(args: argparse.Namespace, megatron: dict[str, Any]) -> None:
     found = [option(args, name) for name in given(args, _SOURCES)]
     if not found:
         raise UsageError(
-            "nothing says what the model costs; give --forward-ms and --backward-ms, --costs FILE, --from-trace "
+            "the costs of the model are missing; give --forward-ms and --backward-ms, --costs FILE, --from-trace "
             "FOLDER, or --gpu NAME with the model's sizes"
         )
     if len(found) > 1:
-        raise UsageError(f"{' and '.join(found)} each say what the model costs; give one of them")
+        raise UsageError(f"{' and '.join(found)} each give the costs of the model; give one of them")
     sizes = [option(args, name) for name in _SIZES if not getattr(args, name) and name not in megatron]
     if given(args, ("gpu", "gpu_tflops")):
         if args.gpu is not None:
@@ -378,7 +378,10 @@ class _Models:
         parts = [layer_of(DECODER if per_layer else PART, row) for row in rows]
         if not per_layer and known:
             if lengths:
-                raise UsageError("lists are of stages, whose layers stay together; --costs-per layer takes them apart")
+                raise UsageError(
+                    "lists give the costs of stages, and the layers of a stage stay together; give costs of layers "
+                    "with --costs-per layer"
+                )
             parts = [parts[0].scaled(self.ranks / known, parts[0].static * self.ranks / known)] * known
             parts = [replace(one, kind=DECODER) for one in parts]
         return self._with_ends(parts)

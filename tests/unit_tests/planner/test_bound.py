@@ -228,7 +228,7 @@ def test_the_one_machine_bound_is_the_worst_set_of_jobs():
 
 def test_a_limit_below_one_microbatch_is_an_error():
     placement = Placement(LOOP, 2, 2)
-    with pytest.raises(PlanError, match=r"one microbatch alone needs 2 of memory on rank 0, where the limit is 1\.5"):
+    with pytest.raises(PlanError, match=r"one microbatch alone needs 2 of memory on rank 0, but the limit is 1\.5"):
         lower_bound(placement, 4, StageCosts.uniform(4), memory=MemoryModel.in_chunks(placement, 1.5))
     with pytest.raises(PlanError, match="costs are given for 3 stages; the placement has 4"):
         lower_bound(placement, 4, StageCosts.uniform(3))

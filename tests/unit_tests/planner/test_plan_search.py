@@ -145,12 +145,12 @@ def test_what_one_microbatch_needs_is_enough(size: int, chunks: int, m: int, wav
 
 
 def test_less_than_one_microbatch_needs_is_refused_and_says_so() -> None:
-    with pytest.raises(PlanError, match=r"where the limit is 2\.5; one microbatch alone needs 3 on rank 0"):
+    with pytest.raises(PlanError, match=r"but the limit is 2\.5; one microbatch alone needs 3 on rank 0"):
         search("auto", 2, 3, 4, Measured(memory_limit=2.5))
 
 
 def test_an_impossible_limit_is_refused_with_the_nearest() -> None:
-    with pytest.raises(PlanError, match=r"comes nearest: it needs \d.* where the limit is 0.5"):
+    with pytest.raises(PlanError, match=r"comes nearest: it needs \d.* but the limit is 0.5"):
         search("auto", 4, 1, 8, Measured(memory_limit=0.5))
 
 

@@ -263,7 +263,7 @@ def test_a_disk_that_fails_later_does_not_end_training(caplog: pytest.LogCapture
         return block(x)
 
     train(1, measure=1, measure_out="out.json", block=of_stage(make_folder))
-    assert "what config.measure has found is lost: out.json" in caplog.text
+    assert "the measurements of config.measure are lost: out.json" in caplog.text
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, True, "many"])

@@ -301,7 +301,7 @@ def test_ranks_that_share_a_thread_of_autograd_are_refused(device_thread):
                 if self.stage == 1 and backward:
                     asked.set()
 
-    with pytest.raises(ScheduleInputError, match="which of 2 ranks of this process asks"):
+    with pytest.raises(ScheduleInputError, match="which of 2 ranks of this process calls it"):
         summed(size=2, block=Meeting, reentrant=False)
 
 

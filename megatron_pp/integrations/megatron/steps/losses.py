@@ -38,7 +38,7 @@ class _ForwardStep:
         if not self.whole_sequence:
             warn_once(
                 "Megatron-core divides the loss of each context-parallel rank by the tokens that this rank counts: "
-                "where masks leave the shards of a sequence different numbers of tokens, gradients differ from those "
+                "if masks leave the shards of a sequence different numbers of tokens, gradients differ from those "
                 "of one process (NVIDIA/Megatron-LM#7513). Set calculate_per_token_loss, or "
                 "install(whole_sequence_loss=True)"
             )

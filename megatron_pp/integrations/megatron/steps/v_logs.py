@@ -83,7 +83,7 @@ def _tracker(name: str) -> dict[str, Any]:
     found = _trackers().get(name)
     if found is None:
         raise ScheduleInputError(
-            f"what is logged as {name!r} came from the rank of the last stage, and is not known here: call "
+            f"the value logged as {name!r} comes from the rank of the last stage and is not known on this rank: call "
             f"log_on_last_rank({name!r}, ...) on all ranks"
         )
     return found

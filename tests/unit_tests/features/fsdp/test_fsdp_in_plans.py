@@ -199,29 +199,29 @@ PLAN = build_plan(sharded("interleaved_1f1b", 2, 3, 4, PER_RUN, 2))
 ONCE = build_plan(sharded("interleaved_1f1b", 2, 2, 2))
 REFUSED = """
 drop UNSHARD1 | WAIT_UNSHARD1 (wait for the unshard of chunk 1): it comes before its unshard was posted
-twice UNSHARD1 | its unshard was posted already: it stands twice
+twice UNSHARD1 | its unshard was posted already: it occurs twice
 move UNSHARD1 behind F1.0 | WAIT_UNSHARD1
 add UNSHARD1 before FREE_B1.1 | an unshard of the stage is under way
 UNSHARD1 with chunk=0 stage=0 | UNSHARD0 (unshard of chunk 0): its unshard was posted already
 UNSHARD1 with stage=3 | it has stage 3
 drop WAIT_UNSHARD1 | F1.0 (forward of chunk 1, microbatch 0): it comes before its parameters are whole
-twice WAIT_UNSHARD1 | its parameters are whole already: it stands twice
+twice WAIT_UNSHARD1 | its parameters are whole already: it occurs twice
 move WAIT_UNSHARD1 behind F1.0 | F1.0 (forward of chunk 1, microbatch 0): it comes before its parameters are whole
 move WAIT_UNSHARD1 before UNSHARD1 | it comes before its unshard was posted
 WAIT_UNSHARD1 with chunk=0 stage=0 | its parameters are whole already
 drop RESHARD0 | at the end of the plan, of chunk 0 (stage 0) it is not true that its parameters were resharded
-twice RESHARD0 | its parameters were resharded already: it stands twice
+twice RESHARD0 | its parameters were resharded already: it occurs twice
 move RESHARD0 before B0.1 | B0.1 (backward of chunk 0, microbatch 1): it comes before its parameters are whole
 move RESHARD0 before F0.0 | it comes before an operation used its parameters
 move RESHARD0 before WAIT_UNSHARD0 | it comes before its parameters are whole
 RESHARD0 with chunk=1 stage=2 | RESHARD1
 drop REDUCE_GRAD0 | WAIT_REDUCE_GRAD0 (wait for the gradient reduction of chunk 0): it comes before the reduction
-twice REDUCE_GRAD0 | the reduction of its gradients was posted already: it stands twice
+twice REDUCE_GRAD0 | the reduction of its gradients was posted already: it occurs twice
 move REDUCE_GRAD0 before B0.1 | it comes before the stage's last gradient: 1 are still to come
 move REDUCE_GRAD0 before B0.0 | it comes before it has gradients to reduce
 REDUCE_GRAD0 with chunk=1 stage=2 | REDUCE_GRAD1
 drop WAIT_REDUCE_GRAD0 | of chunk 0 (stage 0) it is not true that the reduction of its gradients is over
-twice WAIT_REDUCE_GRAD0 | the reduction of its gradients is over already: it stands twice
+twice WAIT_REDUCE_GRAD0 | the reduction of its gradients is over already: it occurs twice
 move WAIT_REDUCE_GRAD0 before REDUCE_GRAD0 | it comes before the reduction of its gradients was posted
 move WAIT_REDUCE_GRAD0 before B0.0 | it comes before the reduction of its gradients was posted
 WAIT_REDUCE_GRAD0 with chunk=1 stage=2 | WAIT_REDUCE_GRAD1

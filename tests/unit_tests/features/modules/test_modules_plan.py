@@ -88,7 +88,7 @@ def test_names_of_messages_are_unique_over_activations_and_gradients() -> None:
     same = [edge._replace(name="same") if (edge.source, edge.target) == (0, 1) else edge for edge in edges]
     count = len(ON_ONE_STAGE.activations)
     graph = dataclasses.replace(ON_ONE_STAGE, activations=tuple(same[:count]), gradients=tuple(same[count:]))
-    with pytest.raises(PlanError, match=r"same is that of vision 0>1 and vision 0>1: two are equal; rename a module"):
+    with pytest.raises(PlanError, match=r"vision 0>1 and vision 0>1 have the same name .*same; rename a module"):
         modules_plan(modules_spec(graph, 2))
 
 
@@ -119,7 +119,7 @@ def test_depths_are_those_of_the_longest_way() -> None:
         ([module_on("vision", dp=2), module_on("llm", 2, dp=3)], {"vision": ["llm"]}, "2 data-parallel replicas"),
         ([module_on("vision"), module_on("llm")], {"vision": ["llm"]}, "rank 0 has the last stage of vision"),
         ([module_on("vision"), module_on("llm", 1)._replace(times=(0, 1))], {}, "finite and above 0"),
-        ([module_on("a"), module_on("b", 1), module_on("a_b", pp=2)], {"a": ["b"]}, "two are equal"),
+        ([module_on("a"), module_on("b", 1), module_on("a_b", pp=2)], {"a": ["b"]}, "have the same name"),
         (  # The same tensor for both, of which two gradients would come back.
             [module_on("vision"), module_on("a", 1, tp=2), module_on("b", 2, tp=2)],
             {"vision": ["a", "b"]},

@@ -207,10 +207,10 @@ WRONG_PAIRS = """
 2 3 0 1 | is no pair
 0 2 3 | its output was sent
 0 1 2 | its input gradient was sent
-0 1 1 2 3 | it stands twice
+0 1 1 2 3 | it occurs twice
 0 1 mb+1 2 3 | its forward ran
-0 1 1 op=FREE_F 2 3 | it stands twice
-2 op=WAIT_B peer=1 0 1 2 3 | already: it stands twice
+0 1 1 op=FREE_F 2 3 | it occurs twice
+2 op=WAIT_B peer=1 0 1 2 3 | already: it occurs twice
 0 1 | its input gradient was sent
 0 1 0 op=B | its output gradient is there
 """
@@ -241,7 +241,7 @@ def test_a_gradient_sync_before_the_last_weight_gradient_of_a_pair_is_refused() 
 def test_a_send_within_and_behind_the_pair_is_refused() -> None:
     plan = combined()
     members = next(at.members for at in plan.programs[0] if at.op == PAIR and len(at.members) == 4)
-    assert "it stands twice" in refusal(with_members(plan, lambda m: m, behind=(members[1],)))
+    assert "it occurs twice" in refusal(with_members(plan, lambda m: m, behind=(members[1],)))
 
 
 def moved(plan: Plan, rank: int, op: str) -> Plan:

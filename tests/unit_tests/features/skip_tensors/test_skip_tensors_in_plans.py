@@ -125,7 +125,7 @@ def test_what_has_no_named_tensors_is_as_it_was():
 REFUSED = """
 # DROP
 2 | drop DROP0.0:a | tensor a it is not true that it was dropped
-2 | twice DROP0.0:a | it was dropped already: it stands twice
+2 | twice DROP0.0:a | it was dropped already: it occurs twice
 2 | move DROP0.0:a before B0.0 | before the last use of a: of stage 2 .* its backward ran
 0 | move DROP0.0:a before FREE_F0.0:a | before the last use of a: .* its output was released
 2 | DROP0.0:a with tensor=b | stage 2 does not do this with b
@@ -144,8 +144,8 @@ REFUSED = """
 0 | move B0.0 before WAIT_B0.0:a | comes before the gradient a is there
 1 | move SEND_B0.0:a before B0.0 | comes before its backward ran
 1 | drop FREE_B0.0:a | tensor a it is not true that its input gradient was released
-2 | twice SEND_B0.0:a | was sent already: it stands twice
-1 | WAIT_B0.0:a with tensor= | stands twice
+2 | twice SEND_B0.0:a | was sent already: it occurs twice
+1 | WAIT_B0.0:a with tensor= | occurs twice
 """
 
 

@@ -91,8 +91,8 @@ seq_1f1b | 0 | swap F0.0s1 F0.1s0 | next forward of chunk 0 is that of microbatc
 seq_1f1b | 1 | drop B0.0s1 | comes before its backward ran
 seq_1f1b | 0 | F0.0s1 with part=2 | slices 0..1
 seq_1f1b | 0 | F0.0s1 with part=-1 | no such stage and microbatch
-seq_1f1b | 0 | SEND_F0.0s1 with part=0 | stands twice
-seq_1f1b | 1 | RECV_F0.0s1 with part=0 | stands twice
+seq_1f1b | 0 | SEND_F0.0s1 with part=0 | occurs twice
+seq_1f1b | 1 | RECV_F0.0s1 with part=0 | occurs twice
 seq_1f1b | 0 | drop FREE_F0.0s0 | its output was released
 seq_1f1b | 1 | drop SEND_B0.1s0 | comes before its input gradient was sent
 seq_zb | 1 | swap I0.1s0 I0.1s1 | comes before I0.1s1: keys and values get gradients

@@ -81,7 +81,7 @@ GOOD = "F0.0 F0.1 B0.0 B0.1"
 WRONG = {
     "F0.0 F0.1 B0.0 B0.9": r"rank 1: B0\.9 \(backward of .*\): chunks are 0\.\.0, microbatches 0\.\.1",
     "F0.0 F0.1 B0.0 B7.1": r"rank 1: B7\.1 .* chunks are 0\.\.0",
-    "F0.0 F0.1 F0.1 B0.0 B0.1": r"rank 1: F0\.1 .* it stands twice",
+    "F0.0 F0.1 F0.1 B0.0 B0.1": r"rank 1: F0\.1 .* it occurs twice",
     "F0.0 F0.1 B0.1": r"rank 1: B0\.0 .* the order lacks it",
     "F0.0 F0.1": r"rank 1: B0\.0 .* the order lacks it",
     "": r"rank 1: F0\.0 .* the order lacks it",

@@ -100,7 +100,7 @@ def test_pytorch_files_that_hold_no_plan_are_refused_in_one_line(damage, message
     ("damage", "message"),
     [
         (lambda t: t.replace("0B2", ""), r"backward of stage 0, microbatch 2 \(0B2\) is missing"),
-        (lambda t: t.replace("0F2", "0F1"), "row 1: 0F1 stands twice"),
+        (lambda t: t.replace("0F2", "0F1"), "row 1: 0F1 occurs twice"),
         (lambda t: t.replace("1F2", "1F999999999"), r"1F2.* is missing"),
         (lambda t: t.replace("0B0", "0I0"), r"weight gradients.*0W0"),
         (lambda t: t.replace("0B0", "0I0,0B0,0W0"), "0I0 and 0B0 are both there"),

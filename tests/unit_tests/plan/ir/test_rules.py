@@ -100,7 +100,7 @@ def test_what_stands_twice_is_refused(op: str) -> None:
     program = plan.programs[rank]
     words = refusal(changed(plan, rank, *program[: i + 1], *program[i:]))
     assert words.startswith(f"rank {rank}: {program[i]} ({program[i].name}): ")
-    assert words.endswith("already: it stands twice")
+    assert words.endswith("already: it occurs twice")
     assert next(words_of(RULES[op].adds)) in words
 
 

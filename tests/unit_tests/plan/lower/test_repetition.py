@@ -122,7 +122,7 @@ def test_a_block_that_changes_the_pipeline_is_refused(schedule: str, ends: tuple
 def test_a_sync_in_the_block_is_refused() -> None:
     plan = lowered_plan(PlanSpec("1f1b", 1, 1, 4))
     length = len(plan.programs[0])
-    with pytest.raises(RepetitionError, match="a sync stands in the block"):
+    with pytest.raises(RepetitionError, match="the block has a sync"):
         verify(plan, block=Block((0,), (length,), 4))
 
 

@@ -63,8 +63,8 @@ BROKEN = """
 0 | add F0.2 before B0.0 | stages are 0, microbatches 0..1
 # Marks.
 0 | drop ENABLE_GRAD_SYNC0 | rank 0: the gradients of chunk(s) [0] are never synchronised
-0 | twice ENABLE_GRAD_SYNC0 | (start of gradient sync in the backward of chunk 0): it stands twice, or names no chunk of
-0 | add ENABLE_GRAD_SYNC1 before B0.1 | ENABLE_GRAD_SYNC1 (start of gradient sync in the backward of chunk 1): it stands
+0 | twice ENABLE_GRAD_SYNC0 | (start of gradient sync in the backward of chunk 0): it occurs twice, or names no chunk of
+0 | add ENABLE_GRAD_SYNC1 before B0.1 | ENABLE_GRAD_SYNC1 (start of gradient sync in the backward of chunk 1): it occurs
 1 | move ENABLE_GRAD_SYNC0 before B0.0 | in the backward of chunk 0): the backward that follows is not the one
 1 | add GRAD_SYNC0 before SEND_B0.1 | rank 1: GRAD_SYNC0 (gradient sync of chunk 0):
 0 | add PARAM_SYNC0 before B0.0 | PARAM_SYNC0 (parameter sync of chunk 0): it comes after the chunk's first forward
@@ -73,14 +73,14 @@ EXPLICIT_SYNCS = """
 0 | drop GRAD_SYNC1 | rank 0: the gradients of chunk(s) [1] are never synchronised
 0 | move GRAD_SYNC1 before B1.1 | GRAD_SYNC1 (gradient sync of chunk 1): it comes before the chunk's last gradient
 0 | drop PARAM_SYNC1 | rank 0: the parameters of chunk(s) [1] are never synchronised
-1 | twice PARAM_SYNC0 | rank 1: PARAM_SYNC0 (parameter sync of chunk 0): it stands twice
+1 | twice PARAM_SYNC0 | rank 1: PARAM_SYNC0 (parameter sync of chunk 0): it occurs twice
 1 | move PARAM_SYNC1 before F1.1 | PARAM_SYNC1 (parameter sync of chunk 1): it comes after the chunk's first forward
 """
 HAND_OVERS = """
 0 | move HAND_F1.0 before F0.0 | (hand-off of the activation of chunk 1, microbatch 0): stage 0 has not produced
 0 | move HAND_B0.0 before B1.0 | (hand-off of the gradient of chunk 0, microbatch 0): stage 1 has not produced
 0 | drop HAND_F1.1 | rank 0: F1.1 (forward of chunk 1, microbatch 1): it comes before its input is there
-0 | twice HAND_B0.1 | its output gradient is there already: it stands twice
+0 | twice HAND_B0.1 | its output gradient is there already: it occurs twice
 """
 EVALUATION = """
 0 | add ENABLE_GRAD_SYNC0 before F0.1 | gradient sync in the backward of chunk 0): a forward-only plan has no

@@ -108,7 +108,7 @@ plan -s compute.csv --group-size 2 | --group-size is for schedules with groups
 """
 # Behind ADVISE
 NO_ADVICE = """
-advise | nothing says what the model costs
+advise | the costs of the model are missing
 advise $COSTS --gpu h100 $SIZES | give one of them
 advise --gpu h100 | needs the sizes of the model
 advise --gpu h1000 $SIZES | did you mean h100
