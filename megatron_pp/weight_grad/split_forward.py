@@ -119,7 +119,7 @@ def overrides_of(layer: nn.Module) -> tuple[Overrides, str]:
         return (("_forward_impl", _tensor_parallel_impl),), ""
     if has_grouped_gemms(layer):
         return (("forward", _grouped_forward),), ""
-    return (), "its class is none that can be split"
+    return (), "no layer of its class can be split"
 
 
 # -- torch's layers ----------------------------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ def test_each_whole_layer_is_named_with_its_class_its_reason_and_its_share(caplo
     store = split_weight_grad([nn.ModuleDict({"first": Block(), "second": Block()}), Block()])
     said = [record.getMessage() for record in caplog.records]
     line = "layer {} computes its weight gradient in B, not in W: {}% of the weight gradients' FLOPs)"
-    own, none = "its class has a forward of its own (OwnForward, ", "its class is none that can be split (Bilinear, "
+    own, none = "its class has a forward of its own (OwnForward, ", "no layer of its class can be split (Bilinear, "
     assert said == [
         line.format("first.down", own + "13.3"), line.format("first.gate", none + "6.7"),
         line.format("second.down", own + "13.3"), line.format("second.gate", none + "6.7"),
