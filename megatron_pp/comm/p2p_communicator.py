@@ -2,7 +2,7 @@
 conventions.
 
 A method posts all its operations before it waits for one. Activations travel to the next rank and gradients to the
-previous one on channels of their own, so nothing crosses, also when both are the same rank (P=2).
+previous one on separate channels, so messages do not cross, even if both are the same rank (P=2).
 """
 
 from collections.abc import Iterator
@@ -36,20 +36,20 @@ class P2PCommunicator(P2PCore):
     """Sends to and receives from the neighbours in ``pp_group``.
 
     pp_group   the pipeline group: a torch ProcessGroup, or, with ``transport``, anything with ``rank()`` and ``size()``
-    config     any object with Megatron's field names, and ours where present; read once, but for ``timers``
-    transport  what carries the bytes; by default the process group itself
+    config     any object with Megatron's field names, and this package's where present. Read once, except ``timers``
+    transport  what carries the bytes; by default the process group
 
-    Methods raise, before anything is posted: P2PTypeError for what is no tensor of ``pipeline_dtype`` on the device of
-    the transport, or where ``pipeline_dtype`` is None; P2PShapeError for a shape that is missing, or with variable
-    shapes has more than 8 dimensions; CommunicatorClosedError after a failure. What waiting raises: see
-    ``WaitHandle.wait``.
+    Methods raise before anything is posted: P2PTypeError for anything but tensors of ``pipeline_dtype`` on the device
+    of the transport, or if ``pipeline_dtype`` is None; P2PShapeError for a shape that is missing, or has more than 8
+    dimensions with variable shapes; CommunicatorClosedError after a failure. ``WaitHandle.wait`` says what waiting
+    raises.
 
-    With variable shapes and ``batch_p2p_comm`` or shared channels, shapes are exchanged in a batch of their own: both
-    sides of an exchange have to be in matching calls (send_forward_recv_backward with send_backward_recv_forward, not
-    with recv_forward and then send_backward), as those of Megatron's schedules are.
+    With variable shapes and ``batch_p2p_comm`` or shared channels, shapes are exchanged in a batch of their own. Both
+    sides of an exchange must then be in matching calls, as those of Megatron's schedules are:
+    send_forward_recv_backward with send_backward_recv_forward, not with recv_forward and then send_backward.
 
-    Construction on NCCL creates and warms up the neighbours' communicators and is collective over the group. Shapes
-    are in elements, [sequence, microbatch, hidden] in Megatron's models. Receives return tensors with
+    On NCCL the constructor creates and warms up the neighbours' communicators, so all ranks of the group must call it.
+    Shapes are in elements, [sequence, microbatch, hidden] in Megatron's models. Receives return tensors with
     ``requires_grad`` set."""
 
     def __init__(self, pp_group: Any, config: Any, transport: Transport | None = None) -> None:
@@ -93,8 +93,8 @@ class P2PCommunicator(P2PCore):
     def send_forward_recv_backward(
         self, output_tensors: Any, tensor_shapes: Any, is_last_stage: bool
     ) -> Tensors | list[None] | None:
-        """Send activations to, and receive gradients from, the next rank. A single tensor gives a single gradient, a
-        list a list."""
+        """Send activations to, and receive gradients from, the next rank. Returns one gradient for one tensor, a list
+        for a list."""
         shapes = _shapes_like(output_tensors, tensor_shapes)
         if is_last_stage:
             return _nothing(shapes)
@@ -113,8 +113,8 @@ class P2PCommunicator(P2PCore):
         self, output_tensor: torch.Tensor | None, recv_prev: bool, tensor_shape: Shape, overlap_p2p_comm: bool = False
     ) -> Any:
         """Send to the next rank (unless None), receive from the previous one (if ``recv_prev``). With
-        ``overlap_p2p_comm`` nothing is waited and the result is ``(tensor, handles)``, a dict of WaitHandle keyed
-        ``send_next``, ``recv_prev``; the tensor may be read after ``handles["recv_prev"].wait()``."""
+        ``overlap_p2p_comm`` it does not wait, and returns ``(tensor, handles)``, a dict of WaitHandle keyed
+        ``send_next``, ``recv_prev``. The tensor may be read after ``handles["recv_prev"].wait()``."""
         operations = _operations(tensor_shape, recv_prev=recv_prev, send_next=output_tensor)
         got, _, handles = self._exchange("forward-send-forward-recv", operations, not overlap_p2p_comm)
         return (got, handles) if overlap_p2p_comm else got
@@ -207,7 +207,7 @@ def _shapes_like(tensors: Any, shapes: Any) -> Any:
 
 @contextmanager
 def timed(timers: Any, name: str) -> Iterator[None]:
-    """Under one of Megatron's ``config.timers``, where there are any."""
+    """Under one of Megatron's ``config.timers``, if there are any."""
     if timers is None:
         yield
         return

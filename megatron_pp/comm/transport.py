@@ -62,12 +62,12 @@ class Transport(Protocol):
     rank, size   this rank and the number of ranks in the group
     device       where tensors must lie
     shape_device where the shapes that travel ahead of tensors must lie; None: with the tensors
-    pollable     whether ``Work.is_completed`` is right before ``wait`` (NCCL does; gloo of large messages)
-    blocks_host  whether ``Work.wait`` returns when the transfer is done; else (NCCL) the current stream waits for it
+    pollable     whether ``Work.is_completed`` is exact before ``wait`` (on NCCL; on gloo for large messages)
+    blocks_host  whether ``Work.wait`` returns when the transfer is done; if not (NCCL) the current stream waits for it
     groups_calls whether ``batch`` is more than its requests one by one
     aborted      whether ``abort`` was called
     backend      which backend of torch.distributed carries the messages; empty where none does
-    name         of this pipeline, different from others' on the same store
+    name         of this pipeline, unique on the store
     guard        the fault guard of this pipeline, set by ``megatron_pp.faults``; None until the first step"""
 
     rank: int
@@ -84,17 +84,17 @@ class Transport(Protocol):
 
     @property
     def store(self) -> Any:
-        """The torch Store through which ranks learn of each other's failures; None where they share none."""
+        """The torch Store through which ranks learn of each other's failures; None if they share none."""
         return None
 
     @property
     def limit(self) -> timedelta | None:
-        """The process group's own timeout; None where there is none."""
+        """The process group's own timeout; None if it has none."""
         return None
 
     def unfinished_sends(self, allowed: int, message_bytes: float) -> int:
-        """How many sends a rank leaves unfinished before it waits: where their end can be polled, those ``allowed`` by
-        ``config.max_pending_sends``. ``message_bytes``: of the largest; 0 where it is not known."""
+        """How many sends a rank leaves unfinished before it waits: if their end can be polled, those ``allowed`` by
+        ``config.max_pending_sends``. ``message_bytes``: size of the largest message; 0 if it is not known."""
         return allowed if self.pollable else 0
 
     def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> Work:
@@ -112,7 +112,7 @@ class Transport(Protocol):
         raise P2PError(f"{type(self).__name__} has no collectives")
 
     def prepare(self, needs: Preparation, timeout: timedelta) -> None:
-        """Make what ``needs`` says, where it is missing. Collective. ``timeout``: for each channel."""
+        """Make what ``needs`` says and is missing. All ranks call it together. ``timeout``: for each channel."""
         return
 
     def use_agreement(self, number: int) -> None:
@@ -128,7 +128,7 @@ class Transport(Protocol):
         return
 
     def forget(self) -> None:
-        """Drop what is kept of transfers that were aborted; called by the thread that posts them."""
+        """Drop tensors kept for aborted transfers; called by the thread that posts transfers."""
         return
 
     def close(self) -> None:

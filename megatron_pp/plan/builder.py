@@ -45,7 +45,7 @@ def build_plan(spec: PlanSpec, announce: Announce | None = None) -> Plan:
     """The plan of ``spec``, verified. The same spec gives the same object.
 
     Raises PlanError for an unknown schedule, a number of chunks the schedule cannot have, or a plan that ``verify``
-    refuses. ``announce`` is given a sentence where a search for the plan takes long.
+    refuses. ``announce`` is called with a sentence if a search for the plan takes long.
     """
     return verified_plan(spec, announce)[0]
 
@@ -226,7 +226,7 @@ def lowered_plan(spec: PlanSpec, announce: Announce | None = None) -> Plan:
 
 
 def with_whole_backwards(plan: Plan) -> Plan:
-    """``plan`` for a model that does all of each backward in one: B in place of I, no W, no syncs that wait for one.
+    """``plan`` for a model with whole backwards: B in place of I, no W, no syncs that wait for a W.
 
     Communication stays as it is, so that ranks with and without W can run one schedule together.
     """

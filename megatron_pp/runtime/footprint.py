@@ -1,4 +1,4 @@
-"""The memory that a stage keeps of one microbatch: until its backward, and after a split backward until its W.
+"""The memory that a stage keeps for one microbatch: until its backward, and after a split backward until its W.
 
 ``measure_footprint`` runs a microbatch by itself; ``KeptBytes`` counts in a running step, whatever its forward does.
 ``forward`` and ``weight`` are what ``megatron_pp.plan.costs.measured.Measured`` calls ``activation`` and
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes that one microbatch of a stage keeps, its input and output included and parameters and their gradients not.
+    """Bytes that one microbatch of a stage keeps: with its input and output, without parameters and their gradients.
 
     forward  between its forward and the release of its output
     weight   between its input-gradient backward and its W
@@ -47,8 +47,8 @@ class Footprint:
 
 
 class LiveStorages(TorchDispatchMode):
-    """Counts the storages that operations have allocated while it was active and that are still alive. Workspace of
-    kernels is not recorded."""
+    """Counts the storages that operations allocated while it was active and that are still alive. It does not see the
+    workspace of kernels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def measure_footprint(
 
     ``store`` is what ``split_weight_grad(chunks)`` returned. ``forward()`` runs the chunk and returns (its input, its
     output); the output's gradient is zero, so the parameters' gradients stay what they were (zero where they were
-    None) and no accumulation hook fires. The input counts where something keeps it alive."""
+    None) and no accumulation hook fires. The input counts if something keeps it alive."""
     own = list(own_tensors(chunks))
     with LiveStorages() as storages, store.step({}):  # no microbatch is a last one: no hooks fire
         given, output = forward()

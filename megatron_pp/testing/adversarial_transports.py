@@ -1,8 +1,8 @@
-"""Networks with worst-case timing, for ranks as threads: what passes here has no race.
+"""Networks with worst-case timing, for ranks as threads: a step that passes here has no race.
 
 A real transport reads the bytes of a send between the rendezvous and the completion of the send, mostly at a harmless
-moment. These read at the worst one. Like a DMA engine they keep nothing alive: a send whose memory was freed delivers
-NaN (and is listed in ``violations``); the buffer of a receive holds NaN until the transfer.
+moment. These networks read at the worst moment. Like a DMA engine they keep nothing alive: a send whose memory was
+freed delivers NaN (and is listed in ``violations``), and the buffer of a receive holds NaN until the transfer.
 
 ``LastMomentNetwork``  transfers when the sender waits on the send, when no rank can run, or at the end
 ``PoisoningNetwork``   the same; memory that only the communicator still holds counts as freed, and is filled with NaN:
@@ -42,7 +42,7 @@ class Window:
         self.held_by_others = self._holders() > 1
 
     def look(self) -> torch.Tensor | None:
-        """The tensor at this address, None where the memory was freed."""
+        """The tensor at this address, None if the memory was freed."""
         storage = self._alive()
         if storage is None:
             return None
@@ -104,7 +104,7 @@ class WindowNetwork(MemoryNetwork):
         del end.tensor
 
     def deliver(self, send: End, receive: End) -> End | None:
-        """Copy the bytes: NaN where those of the send were freed, nothing where the buffer was. Returns the end whose
+        """Copy the bytes: NaN if those of the send were freed, nothing if the buffer was freed. Returns the end whose
         memory was freed."""
         source, target = self.windows.pop(send), self.windows.pop(receive)
         into, sent = target.look(), source.look()

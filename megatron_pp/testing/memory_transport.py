@@ -2,8 +2,8 @@
 
 A transfer happens when both ends are posted and at the head of their queues; its works complete then. Queues are those
 of ``plan/verify/rendezvous.py``: one per one-way channel, or one per pair of ranks when channels are shared, and one
-per rank for batches; a batch leaves its queue as a whole. What passes here passes on NCCL with large messages, and on
-gloo.
+per rank for batches; a batch leaves its queue as a whole. A step that passes here passes on NCCL with large messages,
+and on gloo.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class MemoryNetwork:
             self.changed.notify_all()
 
     def post_collective(self, rank: int, collective: Collective) -> MemoryWork:
-        """It runs on all ranks when all of them have posted it."""
+        """Post a collective, which runs when all ranks have posted it."""
         with self.changed:
             work = MemoryWork(self, rank, (rank, "collectives"), [])
             work.left = 1

@@ -26,8 +26,8 @@ def run_ranks(
     size: int, rank_main: Callable[[int], T], on_failure: Callable[[str], None] | None = None, timeout: float = 60.0
 ) -> list[T]:
     """Run ``rank_main(rank)`` in a thread per rank and return the results in rank order. Raises the first exception of
-    any rank, after ``on_failure`` (called with its text, to unblock the others); raises TimeoutError where ranks are
-    still running after ``timeout`` seconds."""
+    any rank, after ``on_failure`` (called with its text, to unblock the others). Raises TimeoutError if ranks are still
+    running after ``timeout`` seconds."""
     results: list[Any] = [None] * size
     errors: list[BaseException] = []
 
@@ -91,7 +91,7 @@ class Turns:
         self._sleep(rank, _always)
 
     def wait_until(self, rank: int, ready: Callable[[], bool]) -> bool:
-        """Sleep until ``ready()``. False where no rank can make progress."""
+        """Sleep until ``ready()``. Returns False if no rank can make progress."""
         if not ready():
             self._sleep(rank, ready)
         return ready()

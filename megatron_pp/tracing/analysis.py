@@ -32,8 +32,8 @@ class StageTimes:
         ends: Sequence[float],
         disturbed: Callable[[Instruction], bool] | None = None,
     ) -> None:
-        """One rank's step: when each of ``program`` (``Plan.timed``) began and ended. Operations that were
-        ``disturbed`` count where there are no others."""
+        """One rank's step: when each instruction of ``program`` (``Plan.timed``) began and ended. ``disturbed``
+        operations count only if there are no others."""
         for at, start, end in zip(program, starts, ends, strict=True):
             if at.op in TIMED:
                 kept = self._disturbed if disturbed is not None and disturbed(at) else self._times
@@ -46,7 +46,7 @@ class StageTimes:
 def stage_costs(medians: Mapping[Operation, float], num_stages: int, slices: int = 1) -> StageCosts:
     """The costs of whole sequences, from median times of one slice of ``slices``; 0 for what did not run.
 
-    Whole backwards count as two equal halves; where they ran in halves, a whole one as their sum."""
+    Whole backwards count as two equal halves. If backwards ran in halves, a whole one counts as their sum."""
 
     def of(op: str) -> list[float]:
         return [slices * medians.get((op, stage), 0.0) for stage in range(num_stages)]
@@ -90,8 +90,8 @@ class Findings:
         return max(0.0, 1.0 - exposed / total) if total else 1.0
 
     def host(self, rank: int) -> float:
-        """Time of ``rank`` between first and last instruction that is neither compute nor a wait: Python and posting
-        messages, which the prediction does not have."""
+        """Time of ``rank`` between its first and last instruction that is neither compute nor a wait: Python and
+        posting messages, which the prediction leaves out."""
         starts, ends = self.measured.starts[rank], self.measured.ends[rank]
         if not len(starts):
             return 0.0

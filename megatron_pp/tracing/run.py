@@ -34,7 +34,7 @@ class TracedRun:
         return self.ranks[0].header.run
 
     def plan(self, step: int) -> Plan:
-        """The plan that ``step`` executed. Raises FileFormatError where the ranks disagree."""
+        """The plan that ``step`` executed. Raises FileFormatError if the ranks disagree."""
         records = [trace.plans[trace.steps[step].plan] for trace in self.ranks]
         first = records[0]
         # Each rank decides for itself whether it splits backwards.
@@ -52,13 +52,14 @@ class TracedRun:
         return (_beginning(self, step) - _beginning(self, self.steps[0])) / _NANOSECONDS
 
     def measured(self, step: int) -> Simulation:
-        """The step as it happened, from its first instruction on any rank. Where nothing makes the ranks meet between
-        two steps, one that waits in this step while others compute in the one before it is idle there, not here."""
+        """The step as it happened, from its first instruction on any rank. If nothing makes the ranks meet between two
+        steps, a rank may wait in this step while others still compute in the step before. It counts as idle in that
+        step, not in this one."""
         return _Merge(self, step).simulation()
 
 
 def load_run(folder: str | Path, run: str | None = None, rank: int = 0) -> TracedRun:
-    """The pipeline of global rank ``rank`` in run ``run`` (needed only where the folder holds several). Raises
+    """The pipeline of global rank ``rank`` in run ``run`` (needed only if the folder holds several). Raises
     FileFormatError: no traces, several runs, a missing rank, unreadable files, no step that all ranks recorded."""
     runs = run_names(folder)
     if not runs:

@@ -164,14 +164,14 @@ OverlappedForwardBackward = Callable[[HalfCall, HalfCall], Any]
 
 
 def in_turn(forward_call: HalfCall, backward_call: HalfCall) -> None:
-    """The forward, then the backward, as without pairs."""
+    """Run the forward, then the backward, as without pairs."""
     forward_call()
     backward_call()
 
 
 def on_two_streams(forward_call: HalfCall, backward_call: HalfCall) -> None:
-    """The halves on the current CUDA stream and another one; in turn without a CUDA device. A backward runs
-    where its forward ran, so this forward takes the stream that the backward's own forward did not have.
+    """The halves on the current CUDA stream and another one; in turn without a CUDA device. A backward runs on the
+    stream of its forward, so this forward takes the stream that the backward's own forward did not use.
 
     Both streams wait for each other before and after, so that memory can go from one to the other. The other stream is
     the same for all pairs: torch has 32 of a priority, and the next one would be that of an NCCL communicator."""
@@ -230,8 +230,8 @@ def _run(handlers: Handlers, half: Sequence[Task]) -> None:
 
 @dataclass(eq=False)
 class PairRunner:
-    """Runs pairs by the user's ``function``, else as the model does, else in turn; ``models`` are the chunks of one
-    rank, ``streams`` those of forwards whose backward is to come."""
+    """Runs pairs by the user's ``function``, else as the model does, else in turn. ``models`` are the chunks of one
+    rank, ``streams`` those of forwards whose backward has not run yet."""
 
     function: OverlappedForwardBackward | None
     models: Sequence[Any]

@@ -1,8 +1,8 @@
 """Tensors that later stages use in addition to their input: named, sent on from stage to stage, and kept per rank.
 
-A named tensor goes the way of the activations, a hop at a time: over the edge from stage s to s + 1 behind the stage's
-own output, and its gradient over the same edges in the other direction. Which hops it takes is a question of what a
-rank keeps (``CACHES``):
+A named tensor travels like the activations, a hop at a time: over the edge from stage s to s + 1 behind the stage's
+own output. Its gradient travels over the same edges in the other direction. Which hops it takes depends on what a rank
+keeps (``CACHES``):
 
 ``none``      nothing: every hop up to the last user moves it.
 ``received``  what the rank has received: no hop brings a tensor that came to the rank before (arXiv 2603.15031, section
@@ -10,8 +10,8 @@ rank keeps (``CACHES``):
 ``all``       also what it has made: the fewest hops.
 
 A rank's chunks share one copy (``Held``), and the rank's gradient of it is one sum, which goes back over the hop that
-brought the tensor. Additions are in one order whatever the schedule: from the last stage to the first, at each stage
-the sum that comes from the stage after it, then its own gradient.
+brought the tensor. Additions are in the same order under every schedule: from the last stage to the first, and at each
+stage first the sum from the stage after it, then its own gradient.
 """
 
 import re
@@ -179,7 +179,7 @@ def routes_of(tensors: tuple[SkipTensor, ...], cache: str, placement: Placement)
 
 
 def routes_in(plan: Plan) -> Routes | None:
-    """The routes of the plan's named tensors; None where there are none."""
+    """The routes of the plan's named tensors; None if there are none."""
     tensors, cache = plan.spec.skip_tensors, plan.spec.skip_cache
     return routes_of(tensors, cache, plan.placement) if tensors else None
 

@@ -1,9 +1,9 @@
 """Slices of a sequence as a model sees them, and the keys and values that its attention keeps from slice to slice.
 
-With ``config.sequence_slices`` the engine calls ``forward_step_func`` once for each slice of a microbatch. Where the
-model is, ``sequence_slice()`` says. A layer that looks back, as causal attention does, gives its keys and values to
-``SequenceSlice.extend`` and gets those of all slices so far. Their gradients come back through it: backwards run from
-the last slice to the first, so when that of a slice runs, all that later slices have to add is there.
+With ``config.sequence_slices`` the engine calls ``forward_step_func`` once for each slice of a microbatch.
+``sequence_slice()`` returns the current slice. A layer that looks back, as causal attention does, gives its keys and
+values to ``SequenceSlice.extend`` and gets those of all slices so far. Their gradients come back through it. Backwards
+run from the last slice to the first, so the gradients of all later slices are there when a slice's backward runs.
 """
 
 from __future__ import annotations
@@ -101,14 +101,14 @@ class SequenceSlice:
         return tensor.narrow(dim, self.start, self.stop - self.start)
 
     def extend(self, owner: Hashable, *tensors: Tensor, dim: int) -> tuple[Tensor, ...]:
-        """Each of ``tensors`` behind those that ``owner`` gave here for the slices before, along dimension ``dim``.
+        """Append each of ``tensors`` to those that ``owner`` gave for the slices before, along dimension ``dim``.
 
-        ``owner`` is who asks, such as an attention layer; tensors are distinguished by their place. Each has the
-        slice's tokens in ``dim``; what is returned has all tokens up to ``stop``. It shares memory from slice to slice:
-        it must not be written to. Gradients flow to the slices that gave the parts. What is given here must be used in
-        the slice's own output, as attention uses the keys and values of its own tokens.
+        ``owner`` is the caller, such as an attention layer. Tensors are distinguished by their place. Each has the
+        slice's tokens in ``dim``; the returned tensors have all tokens up to ``stop``. They share memory from slice to
+        slice, so they must not be written to. Gradients flow to the slices that gave the parts. The tensors must be
+        used in the slice's own output, as attention uses the keys and values of its own tokens.
 
-        Raises ScheduleInputError where an owner gives a slice twice, leaves one out, or changes the shape."""
+        Raises ScheduleInputError if an owner gives a slice twice, leaves one out, or changes the shape."""
         extended = []
         for place, tensor in enumerate(tensors):
             if tensor.shape[dim] != self.stop - self.start:
@@ -142,9 +142,9 @@ def _in_backward() -> bool:
 
 
 def sequence_slice() -> SequenceSlice | None:
-    """The slice that the rank is computing, in a forward or backward of a plan with slices; else None. Layers that are
-    recomputed ask in a thread of autograd, which computes for the one rank of the process; raises ScheduleInputError
-    there where several ranks are threads of it."""
+    """The slice that the rank is computing, in a forward or backward of a plan with slices; else None. Recomputed
+    layers call it in a thread of autograd, which computes for the one rank of the process. There it raises
+    ScheduleInputError if several ranks are threads of the process."""
     part: SequenceSlice | None = getattr(_CURRENT, "part", None)
     if part is not None or not _RUNNING or not _in_backward():
         return part
@@ -174,7 +174,7 @@ def _computing(part: SequenceSlice) -> Iterator[None]:
 
 @dataclass(eq=False)
 class SliceRunner:
-    """Runs a rank's forwards and backwards, each as one of its slice.
+    """Runs each forward and backward of a rank with its slice set.
 
     lengths  of the slices, in tokens
     kept     keys and values, by stage and microbatch, from the forward of the first slice until the last operation that

@@ -13,11 +13,11 @@ from megatron_pp.plan.orders import find_family
 
 
 def get_schedule_class(name: str) -> Any:
-    """The PlanSchedule of the schedule ``name``: one of ours, one of torch's (``"ZBVZeroBubble"``), or the path of a
-    file. The class is called as torch's are, ``(stages, n_microbatches, loss_fn, scale_grads=...)``.
+    """The PlanSchedule of the schedule ``name``: this package's, torch's (``"ZBVZeroBubble"``), or the path of a file.
+    The class is called as torch's are, ``(stages, n_microbatches, loss_fn, scale_grads=...)``.
 
-    As torch's, it is a subclass of PipelineScheduleSingle where a rank has one stage, and of PipelineScheduleMulti
-    where it has several, by which programs tell how many stages to make. Raises PlanError for an unknown name."""
+    As torch's, it is a subclass of PipelineScheduleSingle if a rank has one stage, and of PipelineScheduleMulti if it
+    has several. Programs tell by that how many stages to make. Raises PlanError for an unknown name."""
     return _class_of(our_name(name))
 
 
@@ -33,7 +33,7 @@ def _class_of(schedule: str) -> Any:
 
 
 def use_in(module: Any, **instead: str) -> None:
-    """Set torch's ``get_schedule_class`` and schedules, under the names by which ``module`` has imported them, to ours.
+    """Replace torch's ``get_schedule_class`` and schedules in ``module``, under the names by which it imported them.
 
     ``instead``: schedules by torch's name in lower case, as in ``use_in(module, zbvzerobubble="v_half")``."""
     ours = {name: get_schedule_class(instead.get(name, name)) for name in OUR_NAME}

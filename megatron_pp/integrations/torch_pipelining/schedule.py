@@ -1,4 +1,4 @@
-"""``PlanSchedule``: torch's pipeline stages run by our engine under any of our plans."""
+"""``PlanSchedule``: runs torch's pipeline stages on this engine, under any of its schedules."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ TORCHS_WHOLE_STAGES = 3
 
 
 def our_name(schedule: str) -> str:
-    """Ours for a name of torch's; any other as it is."""
+    """This package's name for one of torch's schedules; any other name unchanged."""
     return OUR_NAME.get(schedule.lower().removeprefix("schedule"), schedule)
 
 
@@ -60,19 +60,19 @@ class _Found(NamedTuple):
 
 
 class PlanSchedule:
-    """In the place of one of torch's schedules: its arguments, and its ``step`` and ``eval``.
+    """Replaces one of torch's schedules: takes its arguments, and has its ``step`` and ``eval``.
 
-    stages              this rank's stages, torch's, made by hand or by ``pipeline()``: a list, or one alone
+    stages              this rank's stages of torch, made by hand or by ``pipeline()``: a list, or a single stage
     n_microbatches      M >= 1
     loss_fn             (output, target) -> the loss of a microbatch, a tensor of one element; None: forwards only
-    schedule            any name of ours (docs/schedules.md), one of torch's, or the path of a schedule file; 1f1b
+    schedule            a name on docs/schedules.md, one of torch's names, or the path of a schedule file; default 1f1b
     scale_grads         divide the gradients of a step by M at its end, for losses that are means
     args_chunk_spec, kwargs_chunk_spec, output_merge_spec    torch's: how a batch is cut, and outputs are put together
-    backward_requires_autograd    torch's, and without effect: a training step always wants gradients enabled
-    config              further settings of ours; its schedule and sizes are set here
+    backward_requires_autograd    torch's, without effect: a training step always needs gradients enabled
+    config              further settings of this package; its schedule and sizes are set here
 
-    Raises ScheduleInputError before any communication for stages that are not those that the schedule places on this
-    rank, PlanError for an unknown schedule."""
+    Raises ScheduleInputError before any communication if the schedule places other stages on this rank, and PlanError
+    for an unknown schedule."""
 
     default_schedule = "1f1b"
 
@@ -120,8 +120,8 @@ class PlanSchedule:
 
     @property
     def pipeline_order(self) -> dict[int, list[Any]]:
-        """What each rank computes, as torch's actions, None for an idle slot: what ``_PipelineScheduleRuntime`` of
-        torch takes."""
+        """What each rank computes, as torch's actions; None for an idle slot. torch's ``_PipelineScheduleRuntime``
+        takes it."""
         shape = self.placement.pipeline_size, self.placement.num_chunks, self.n_microbatches
         group_size = self.config.microbatch_group_size_per_vp_stage or 0
         plan = build_plan(PlanSpec(self.schedule, *shape, group_size=group_size))
@@ -145,10 +145,10 @@ class PlanSchedule:
         ``kwarg_mbs``, ``target_mbs``: M entries each). ``args`` are for the first stage, ``kwargs`` for the stages of
         the rank that gives them, ``target`` for the loss. Called by all ranks of the pipeline together.
 
-        ``losses`` is filled with the loss of each microbatch on the rank of the last stage; returned are its outputs,
-        put together, unless ``return_outputs`` is False; None on other ranks. ``finalize_gradients`` is for sharded
-        parameters alone. Raises RuntimeError under ``torch.no_grad()``, ScheduleInputError and TypeError for inputs
-        that are no batch of M."""
+        On the rank of the last stage ``losses`` is filled with the loss of each microbatch, and the merged outputs are
+        returned unless ``return_outputs`` is False. Other ranks return None. ``finalize_gradients`` is only for sharded
+        parameters. Raises RuntimeError under ``torch.no_grad()``, ScheduleInputError and TypeError for inputs that are
+        no batch of M."""
         given = args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, loss_kwargs
         return self._run(given, losses, return_outputs, forward_only=self.loss_fn is None)
 
@@ -164,7 +164,7 @@ class PlanSchedule:
         target_mbs: list[Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """The forwards of ``step`` alone; gradients are not touched. Without a target, no loss is computed."""
+        """Run only the forwards of ``step``; gradients do not change. Without a target no loss is computed."""
         given = args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, loss_kwargs
         return self._run(given, losses, return_outputs, forward_only=True)
 
@@ -227,7 +227,7 @@ class PlanSchedule:
         return batch, known.edges
 
     def parameters(self) -> list[Tensor]:
-        """Those of this rank's stages. Of sharded ones the shards, which have the gradients."""
+        """The parameters of this rank's stages. Of sharded parameters the shards, which have the gradients."""
         for module in self._modules(FSDPModule):
             module.reshard()
         return list({parameter: None for call in self.calls for parameter in call.stage.submod.parameters()})
@@ -242,8 +242,8 @@ class PlanSchedule:
         return [one for call in self.calls for one in call.stage.submod.modules() if isinstance(one, kind)]
 
     def config_of_step(self) -> ModelParallelConfig:
-        """``config``; where stages are sharded and it says nothing of their collectives, the plan has these: as few as
-        keep as many stages whole as torch's runtime does."""
+        """``config``. If stages are sharded and it says nothing about their collectives, the plan has as few
+        collectives as keep as many stages whole as torch's runtime does."""
         if self.config.fsdp_collectives or not self._modules(FSDPModule):
             return self.config
         most = min(TORCHS_WHOLE_STAGES, self.placement.num_chunks)

@@ -7,8 +7,8 @@ The JSON is one object: ``format``, ``version`` (2), ``spec`` (the fields of Pla
 apply) and, where they apply, ``peer``, ``slice``, ``tensor`` and ``members``; also ``orders`` where the compute order
 is not that of the programs.
 
-Nothing in a file is executed: words are matched against the instruction set, and numbers are checked before anything of
-their size is made.
+Nothing in a file is executed. Words are matched against the instruction set, and numbers are checked before anything of
+their size is allocated.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _MOST = 10**9  # no stage, chunk, microbatch or rank of a real plan is as large
 
 
 def format_plan(plan: Plan, form: str, certified: bool = False) -> str:
-    """The plan as text of one of FORMATS. Raises FileFormatError for others. ``certified``: JSON has its certificate
-    too, if there is one; nothing reads it back, as what a file claims is no proof.
+    """The plan as text of one of FORMATS. Raises FileFormatError for others. ``certified``: JSON also has its
+    certificate, if there is one. Nothing reads it back, because a file's claim is no proof.
     """
     if form == JSON:
         return _to_json(plan, certified)

@@ -1,4 +1,4 @@
-"""What identifies a plan, the spec, and the plan itself."""
+"""The spec, which identifies a plan, and the plan itself."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class PlanSpec(SpecSettings):
     param_sync        whether PARAM_SYNC marks are wanted
     measured          times and memory that "auto" and "auto_v" plan for (``measured.py``)
     digest            of the schedule file's content; empty for a named family
-    split_backward    whether the model can put weight gradients off; where not, the plan has no W
+    split_backward    whether the model can defer weight gradients; if not, the plan has no W
     device            which of DEVICE_RULES hold where the plan runs: it is lowered and verified for them
     added             settings of features that are not their defaults, by name in the order of ``SPEC_DEFAULTS``.
                       Each is an argument and an attribute by its own name
@@ -189,7 +189,7 @@ class Plan:
     """A lowered plan: one program per rank.
 
     orders  the compute orders that it came from
-    remark  a sentence for the log where another order is used in place of the schedule's own; empty otherwise
+    remark  a sentence for the log if another order is used in place of the schedule's own; else empty
     proof   what ``verify`` has proven of these programs
     """
 
@@ -204,7 +204,7 @@ class Plan:
 
     @property
     def certificate(self) -> Certificate | None:
-        """What is proven of this plan; None for an unverified plan, and for a copy with other programs."""
+        """What was proven of this plan; None for an unverified plan, and for a copy with other programs."""
         return self.proof if self.proof is not None and self.proof.programs is self.programs else None
 
     @collector_paused()

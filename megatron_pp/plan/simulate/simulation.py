@@ -1,4 +1,4 @@
-"""What a simulated (or recorded) step looks like: who ran what when, what it waited for, what went over which link."""
+"""A simulated (or recorded) step: what each rank ran when, what it waited for, and what went over which link."""
 
 from array import array
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ from megatron_pp.plan.ir.spec import Plan
 
 
 class Event(NamedTuple):
-    """One instruction of one rank, from when the rank came to it until it could go on."""
+    """One instruction of one rank, from when the rank reached it until the rank continued."""
 
     instruction: Instruction
     start: float
@@ -50,7 +50,7 @@ class Waits:
     peer_late  the other side had not posted its end: it was still computing, or waiting itself
     queued     both ends were posted, behind other messages of their channel or link
     transfer   the message was on its way
-    release    its own send was not over, whose buffer it gives back
+    release    its own send was not over, so the buffer could not be freed
     copy       a copy between device and host
     """
 
@@ -99,7 +99,7 @@ class TransferLog:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A plan on the clock.
+    """A simulated step of a plan.
 
     starts, ends  ``[rank][i]`` belong to ``plan.timed(rank)[i]``
     copies        per rank, when each copy between device and host, or collective of replicas, began and ended, under

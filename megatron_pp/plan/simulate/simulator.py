@@ -1,9 +1,9 @@
-"""Put a plan on the clock: compute takes what its stage takes, transfers what their link takes, all else is free.
+"""Simulate a plan: compute takes the time of its stage, transfers that of their link, everything else is free.
 
 Transfers and the rules of the device are those of ``device_ranks.py``, the network's times those of
 ``network_model.py``; a hand-off between chunks of one rank costs nothing. Copies between device and host take turns on
 an engine for each direction and rank.
-Events are worked off in the order of time, so the cost grows with the number of instructions, times the logarithm of
+Events are processed in the order of time, so the cost grows with the number of instructions times the logarithm of
 the number of ranks.
 """
 
@@ -29,10 +29,10 @@ from megatron_pp.plan.verify.rendezvous import check_rendezvous
 def simulate(plan: Plan, costs: StageCosts, network: Network = FREE, device: Collection[str] = ()) -> Simulation:
     """One step of ``plan``: when each instruction of each rank starts and ends, from time 0, in the unit of ``costs``.
 
-    ``device``: the rules of the device, of DEVICE_RULES: ONE_QUEUE holds a rank where it posts behind an unfinished
-    transfer, DEVICE_SYNC at the end of each operation until all that it has posted is over, and under ANY_WAIT nothing
-    waits for the device. Raises PlanError where the costs are not for the plan's stages, where the plan hangs, and for
-    rules but STATIC_BUFFERS on gloo, which has no device.
+    ``device``: rules of the device, out of DEVICE_RULES. ONE_QUEUE holds a rank that posts behind an unfinished
+    transfer. DEVICE_SYNC holds it at the end of each operation until all that it has posted is over. Under ANY_WAIT
+    nothing waits for the device. Raises PlanError if the costs are not for the plan's stages, if the plan hangs, and
+    for rules other than STATIC_BUFFERS on gloo, which has no device.
     """
     rules = checked_device(device)
     if network.gloo and rules and rules != (STATIC_BUFFERS,):
