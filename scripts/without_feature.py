@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -71,11 +71,13 @@ def delete(row: Row, copy: Path) -> list[str]:
     folder = f"megatron_pp/features/{row.folder}"
     shutil.rmtree(copy / folder)
     shutil.rmtree(copy / "tests/unit_tests/features" / row.folder, ignore_errors=True)
-    gone = importers_of(module_of(folder), copy)
     words = re.compile(rf"(?<!\w)({'|'.join(map(re.escape, words_of(row)))})(?!\w)")
-    for path in sorted(copy.glob("tests/**/test_*.py")):
-        if words.search(path.read_text(encoding="utf-8")):
-            gone.add(path.relative_to(copy).as_posix())
+    naming = {
+        path.relative_to(copy).as_posix()
+        for path in sorted(copy.glob("tests/**/test_*.py"))
+        if words.search(path.read_text(encoding="utf-8"))
+    }
+    gone = naming | importers_of([module_of(folder), *map(module_of, naming)], copy)
     for name in gone:
         (copy / name).unlink(missing_ok=True)
     return sorted(gone)
@@ -101,8 +103,8 @@ def words_of(row: Row) -> set[str]:
     return {*row.spec, *row.config, *families, *operations, f"features.{row.folder}", f'"{row.folder}"'}
 
 
-def importers_of(gone: str, copy: Path) -> set[str]:
-    """The files that cannot be imported without the module ``gone`` and those in it, by any way."""
+def importers_of(gone: Iterable[str], copy: Path) -> set[str]:
+    """The files that cannot be imported without the modules ``gone`` and those in them, by any way."""
     public = public_names(copy / "megatron_pp/__init__.py")
     imported = {
         path.relative_to(copy).as_posix(): {public.get(name, name) for name in imports_of(path)}
@@ -110,7 +112,7 @@ def importers_of(gone: str, copy: Path) -> set[str]:
         for path in sorted((copy / package).rglob("*.py"))
     }
     found: set[str] = set()
-    missing = {gone}
+    missing = set(gone)
     while True:
         new = {
             name

@@ -24,7 +24,7 @@ from tests.functional_tests.megatron_support import needs_megatron
 
 pytestmark = pytest.mark.callers_thread
 # Lines of a book at most. Of the machine 6,500 are wanted under install(): whoever takes modules out lowers the number.
-COMPILER_LINES = 4_375
+COMPILER_LINES = 4_390
 MACHINE_LINES = 7_600
 INSTALLED_MACHINE_LINES = 7_525
 NCCL_MACHINE_LINES = 7_790  # under install()

@@ -47,7 +47,7 @@ def test_what_imports_the_feature_goes_with_it(tmp_path: Path) -> None:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    found = without_feature.importers_of("megatron_pp.features.pairs", tmp_path)
+    found = without_feature.importers_of(["megatron_pp.features.pairs"], tmp_path)
     assert found == {"testkit/of_pairs.py", "tests/test_of_pairs.py"}
 
 
