@@ -78,7 +78,8 @@ class Language(torch.nn.Module):
 
     def __init__(self, gpt: torch.nn.Module, config: Any) -> None:
         super().__init__()
-        self.gpt, self.config = gpt, config
+        self.gpt: Any = gpt  # torch's types do not have the methods of Megatron's model
+        self.config = config
         self.images: torch.Tensor | None = None
 
     def set_input_tensor(self, given: list[dict[str, torch.Tensor]]) -> None:
