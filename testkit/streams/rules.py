@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_pp.plan.costs.communicators import MAX_CTAS
+from megatron_pp.plan.costs.transports import MAX_CTAS
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,6 @@ NCCL = {
     "comm": "events",
     "comm.nccl": "nccl_transport",
     "faults": "device_events nccl_settings",
-    "plan.costs": "communicators",
     "runtime": "queue_advice",
 }
 # Where a program is the library's own: it makes its groups and configs, and has its own loop.

@@ -19,7 +19,7 @@ from megatron_pp.comm.channels import SHAPES, ChannelGroups, ChannelKey, group_a
 from megatron_pp.comm.group_transport import GroupTransport
 from megatron_pp.comm.transport import P2PRequest, Preparation, Work
 from megatron_pp.errors import P2PError
-from megatron_pp.plan.costs.communicators import MAX_CTAS
+from megatron_pp.plan.costs.transports import MAX_CTAS
 
 if TYPE_CHECKING:
     from megatron_pp.comm.collectives import Collective

@@ -7,15 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron_pp.plan.costs.transports import MAX_CTAS
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import BATCHED, ONE_WAY
 
 MIB = 2**20
 CONTEXT = 534 * MIB  # of a process on an H100 (meta-pytorch/torchcomms#777)
 RECEIVING, SENDING = 10 * MIB, 2 * MIB  # of a peer in each of NCCL's channels (NVIDIA/nccl#1685)
-MAX_CTAS = 8
-"""NCCL's channels, and so thread blocks, that a communicator of ours has at most where no option says so: two receives
-that wait then hold 12% of the 132 multiprocessors of an H100."""
 _UNLIMITED = 32  # the pipeline group's then (NVIDIA/nccl#1685)
 
 

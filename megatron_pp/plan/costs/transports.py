@@ -1,6 +1,10 @@
-"""What transports do by size, which the simulator and the transport itself have to agree on."""
+"""What transports do, which the simulator, estimates of memory and the transport itself have to agree on."""
 
 GLOO_DETACHED_BYTES = 256 * 1024
 """On gloo, one-way channels for activations of at least this size get a connection of their own, and a thread that
 posts their sends: the hand-over costs tens of microseconds, posting costs milliseconds
 (``comm/gloo/waiting_threads.py``)."""
+
+MAX_CTAS = 8
+"""NCCL's channels, and so thread blocks, that a communicator of ours has at most where no option says so: two receives
+that wait then hold 12% of the 132 multiprocessors of an H100."""

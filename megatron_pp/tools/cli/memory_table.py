@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from megatron_pp.plan.costs.communicators import CONTEXT, MAX_CTAS, Outside
+from megatron_pp.plan.costs.communicators import CONTEXT, Outside
+from megatron_pp.plan.costs.transports import MAX_CTAS
 from megatron_pp.tools.cli.cost_options import number
 from megatron_pp.tools.cli.legend import legend
 from megatron_pp.tools.cli.parser import refuse
