@@ -19,9 +19,9 @@ from megatron_pp.plan.orders.family import Shape
 from megatron_pp.plan.orders.interleaved import schedule_table, warmup_forwards
 from megatron_pp.runtime.arguments import StepInputs, check_required
 from megatron_pp.runtime.compute import Activation, StepOptions, backward_through
-from megatron_pp.runtime.host import Host
 from megatron_pp.runtime.message_shapes import tensor_shapes
 from megatron_pp.runtime.model_steps import ModelSteps
+from megatron_pp.runtime.own_host import OwnHost
 from megatron_pp.runtime.run_step import prepared, run_step
 from megatron_pp.runtime.swapped_outputs import custom_backward, deallocate_output_tensor
 
@@ -91,19 +91,19 @@ def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = 
 def forward_backward_no_pipelining(**arguments: Unpack[StepArguments]) -> list[Any]:
     """Run all microbatches through the whole model on this rank. Arguments: StepArguments."""
     _check_keywords("forward_backward_no_pipelining", arguments)
-    return _run(Host(StepInputs(False, **arguments), alone=True))
+    return _run(OwnHost(StepInputs(False, **arguments), alone=True))
 
 
 def forward_backward_pipelining_without_interleaving(**arguments: Unpack[StepArguments]) -> list[Any]:
     """Run a step with one model chunk a rank, as 1F1B unless the config names a schedule. Arguments: StepArguments."""
     _check_keywords("forward_backward_pipelining_without_interleaving", arguments)
-    return _run(Host(StepInputs(False, **arguments), alone=False))
+    return _run(OwnHost(StepInputs(False, **arguments), alone=False))
 
 
 def forward_backward_pipelining_with_interleaving(**arguments: Unpack[StepArguments]) -> list[Any]:
     """Run a step with several model chunks a rank, interleaved 1F1B by default. Arguments: StepArguments."""
     _check_keywords("forward_backward_pipelining_with_interleaving", arguments)
-    return _run(Host(StepInputs(True, **arguments), alone=False))
+    return _run(OwnHost(StepInputs(True, **arguments), alone=False))
 
 
 def _check_keywords(function: str, arguments: Mapping[str, Any]) -> None:
@@ -116,7 +116,7 @@ def _check_keywords(function: str, arguments: Mapping[str, Any]) -> None:
     check_required(function, arguments)
 
 
-def _run(host: Host) -> list[Any]:
+def _run(host: OwnHost) -> list[Any]:
     return run_step(prepared(host), host)
 
 

@@ -23,8 +23,9 @@ from megatron_pp.runtime.compute import StepOptions
 from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.runtime.message_shapes import Shapes
 from megatron_pp.runtime.model_steps import ModelSteps
+from megatron_pp.runtime.own_host import kind_of_steps
 from megatron_pp.runtime.run_step import hooks_of
-from megatron_pp.runtime.step_features import features_in, kind_of_steps
+from megatron_pp.runtime.step_features import features_in
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import run_ranks
 from megatron_pp.testing.toy import (

@@ -1,5 +1,7 @@
-"""What a training stack does in its own way in a step. ``Host`` is the library's own loop; the hosts of other stacks
-(Megatron-core's, torch's stages, pipelines of several modules) derive from it.
+"""What a training stack does in its own way in a step.
+
+``Host`` has what several stacks do alike. The hosts of the library's own loop (``own_host.py``), of Megatron-core's, of
+torch's stages and of pipelines of several modules derive from it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from megatron_pp.runtime.executor import Feature
 from megatron_pp.runtime.log_once import certify_once
 from megatron_pp.runtime.message_shapes import tensor_shapes
 from megatron_pp.runtime.step import Step
-from megatron_pp.runtime.step_features import features_in, kind_of_steps
+from megatron_pp.runtime.step_features import features_in
 
 if TYPE_CHECKING:
     from megatron_pp.weight_grad.store import WeightGradStore
@@ -121,9 +123,7 @@ class Host:
 
     def steps(self, step: Step, plan: Plan, options: StepOptions) -> Any:
         """What runs a microbatch through a chunk: a ``Steps`` with the ``record`` of a ModelSteps."""
-        inputs = self.inputs
-        kind = kind_of_steps(plan)
-        return kind(inputs.forward_step_func, inputs.data_iterators, inputs.chunks, step.settings, options)
+        raise NotImplementedError
 
     def features(self, step: Step, plan: Plan, steps: Any) -> list[Feature]:
         """What runs instructions of the plan that are not the engine's own, from the innermost to the outermost."""
@@ -140,13 +140,7 @@ class Host:
 
     def finish(self, step: Step, steps: Any) -> None:
         """After the last instruction: gradients are finalised, the timer stops."""
-        inputs, tokens, device = self.inputs, steps.record.num_tokens, step.communicator.device
-        if not inputs.forward_only:
-            from megatron_pp.runtime.finalization import finalize_gradients
-
-            more = inputs.pg_collection, inputs.force_all_reduce
-            finalize_gradients(step.settings, inputs.chunks, tokens, device, *more)
-        self.stop_timer(step)
+        raise NotImplementedError
 
     def stop_timer(self, step: Step) -> None:
         if step.settings.timers is not None:

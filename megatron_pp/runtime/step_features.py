@@ -16,7 +16,6 @@ from megatron_pp.plan.orders import find_family
 from megatron_pp.runtime.executor import Feature
 
 if TYPE_CHECKING:
-    from megatron_pp.runtime.model_steps import ModelSteps
     from megatron_pp.runtime.step_hooks import StepHooks
 
 _OF_MODELS = [row for row in FEATURES if row.of_models]
@@ -24,7 +23,7 @@ _OF_MODELS = [row for row in FEATURES if row.of_models]
 
 def step_hooks(spec: PlanSpec) -> list[StepHooks]:
     """Those of the features that a plan of ``spec`` has, and of those for which the program has made a layer."""
-    rows = _rows_in(spec, find_family(spec.schedule).barriers)
+    rows = rows_in(spec, find_family(spec.schedule).barriers)
     of_models = [row for row in _OF_MODELS if row not in rows and is_loaded(MODULES[row.step])]
     return [load(row.step).STEP for row in (*rows, *of_models)]
 
@@ -41,7 +40,7 @@ def why_not_in_megatron(settings: StepSettings, barriers: int) -> str:
 def features_in(plan: Plan, **run: Any) -> list[Feature]:
     """What runs instructions of the plan that are not the engine's own, from the innermost to the outermost. ``run``:
     the fields of a ``Run``."""
-    rows = _rows_in(plan.spec, plan.placement.barriers)
+    rows = rows_in(plan.spec, plan.placement.barriers)
     found: list[Feature] = []
     if not rows:
         return found
@@ -55,19 +54,9 @@ def features_in(plan: Plan, **run: Any) -> list[Feature]:
     return found
 
 
-def kind_of_steps(plan: Plan) -> type[ModelSteps]:
-    """What runs a microbatch through a chunk."""
-    for row in _rows_in(plan.spec, plan.placement.barriers):
-        found: type[ModelSteps] | None = load(row.step).STEP.steps()
-        if found is not None:
-            return found
-    from megatron_pp.runtime.model_steps import ModelSteps
-
-    return ModelSteps
-
-
 @lru_cache(maxsize=256)
-def _rows_in(spec: PlanSpec, barriers: int) -> tuple[Row, ...]:
+def rows_in(spec: PlanSpec, barriers: int) -> tuple[Row, ...]:
+    """The features that a plan of ``spec`` has."""
     settings = settings_of(spec)
     return tuple(row for row in FEATURES if row.step and _has(row, settings, barriers))
 

@@ -31,6 +31,7 @@ from megatron_pp.runtime.host import Host
 from megatron_pp.runtime.log_once import certify_once
 from megatron_pp.runtime.message_shapes import Messages, Shapes
 from megatron_pp.runtime.model_steps import ModelSteps
+from megatron_pp.runtime.own_host import OwnHost
 from megatron_pp.runtime.plan_choice import fields_of_device
 from megatron_pp.runtime.run_step import communicator_of, observers_of, run_step
 from megatron_pp.runtime.step import Step, StepRequest
@@ -174,7 +175,7 @@ class ModuleSteps(ModelSteps):
         return ModelSteps.backward_root(output)
 
 
-class ModulesHost(OnModules):
+class ModulesHost(OnModules, OwnHost):
     """Of one call of ``forward_backward_modules``."""
 
     def __init__(self, pipeline: ModulesPipeline, arguments: Mapping[str, Any]) -> None:

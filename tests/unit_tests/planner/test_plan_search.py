@@ -23,7 +23,7 @@ from megatron_pp.planner import auto
 from megatron_pp.planner.bound import lower_bound
 from megatron_pp.planner.plan_search import SearchResult, peak_memory
 from megatron_pp.runtime.arguments import StepInputs
-from megatron_pp.runtime.host import Host
+from megatron_pp.runtime.own_host import OwnHost
 from megatron_pp.runtime.run_step import prepared
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import ThreadGroup
@@ -218,5 +218,5 @@ def test_the_first_rank_of_the_job_speaks_for_all(monkeypatch: pytest.MonkeyPatc
             micro_batch_size=1,
             p2p_communicator=P2PCommunicator(ThreadGroup(rank, 3), config, network.transport(rank)),
         )
-        prepared(Host(inputs, alone=False)).announce(f"rank {rank}")
+        prepared(OwnHost(inputs, alone=False)).announce(f"rank {rank}")
     assert said == ["rank 0"]

@@ -18,8 +18,8 @@ from megatron_pp.errors import P2PError, ScheduleInputError
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.runtime import run_step
 from megatron_pp.runtime.arguments import StepInputs
-from megatron_pp.runtime.host import Host
 from megatron_pp.runtime.message_shapes import group_sizes, tensor_shapes
+from megatron_pp.runtime.own_host import OwnHost
 from megatron_pp.runtime.stage import PipelineStage
 from megatron_pp.schedules import (
     forward_backward_no_pipelining,
@@ -262,7 +262,7 @@ def test_no_pipelining_in_a_pipeline_is_refused() -> None:
 def test_a_plug_in_may_let_a_rank_run_without_its_pipeline(tmp_path: Path) -> None:
     """Then what is for the pipeline does not count: its schedule, communicator and trace."""
 
-    class Local(Host):
+    class Local(OwnHost):
         local = True
 
     config = toy_config(pipeline_schedule="zb_v", trace_dir=str(tmp_path), trace_steps="1")

@@ -17,7 +17,7 @@ from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.runtime import log_once
 from megatron_pp.runtime.arguments import StepInputs
-from megatron_pp.runtime.host import Host
+from megatron_pp.runtime.own_host import OwnHost
 from megatron_pp.runtime.run_step import prepared
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import (
@@ -143,7 +143,7 @@ def test_a_model_that_does_not_split_gets_a_plan_without_w(name: str, converted:
     if converted:
         split_weight_grad(chunks)
     arguments = {"forward_step_func": toy_forward_step, "data_iterator": None, "model": chunks[0]}
-    host = Host(StepInputs(False, num_microbatches=2, **arguments), alone=True)
+    host = OwnHost(StepInputs(False, num_microbatches=2, **arguments), alone=True)
     assert prepared(host).spec.split_backward is split
 
 

@@ -1,4 +1,6 @@
-"""What follows the last backward of a step in the library's own loop. Under Megatron its schedules' calls do."""
+"""The library's own loop: what runs its microbatches, and what follows the last backward of a step."""
+
+from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
@@ -7,6 +9,38 @@ from typing import Any
 import torch
 
 from megatron_pp.config.settings import StepSettings
+from megatron_pp.on_demand import load
+from megatron_pp.plan.ir.spec import Plan
+from megatron_pp.runtime.compute import StepOptions
+from megatron_pp.runtime.host import Host
+from megatron_pp.runtime.model_steps import ModelSteps
+from megatron_pp.runtime.step import Step
+from megatron_pp.runtime.step_features import rows_in
+
+
+class OwnHost(Host):
+    """Of one call of the library's own schedule functions."""
+
+    def steps(self, step: Step, plan: Plan, options: StepOptions) -> ModelSteps:
+        inputs = self.inputs
+        kind = kind_of_steps(plan)
+        return kind(inputs.forward_step_func, inputs.data_iterators, inputs.chunks, step.settings, options)
+
+    def finish(self, step: Step, steps: Any) -> None:
+        inputs, tokens, device = self.inputs, steps.record.num_tokens, step.communicator.device
+        if not inputs.forward_only:
+            more = inputs.pg_collection, inputs.force_all_reduce
+            finalize_gradients(step.settings, inputs.chunks, tokens, device, *more)
+        self.stop_timer(step)
+
+
+def kind_of_steps(plan: Plan) -> type[ModelSteps]:
+    """What runs a microbatch through a chunk."""
+    for row in rows_in(plan.spec, plan.placement.barriers):
+        found: type[ModelSteps] | None = load(row.step).STEP.steps()
+        if found is not None:
+            return found
+    return ModelSteps
 
 
 def finalize_gradients(
