@@ -290,7 +290,7 @@ def test_the_stage_of_an_input_still_sees_it() -> None:
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"overlapped_forward_backward": lambda f, b: (f(), b())}, "pairs .* do not go with offloading"),
+        ({"overlapped_forward_backward": lambda f, b: (f(), b())}, "pairs .* cannot be offloaded"),
         ({"cuda_graph_impl": "transformer_engine"}, "graphs keep activations in buffers of their own"),
         ({"cuda_graph_impl": "local"}, "'local', whose graphs keep activations in buffers of their own"),
         ({"offload_chunks": 2}, "offload_chunks is 2, more than the 1 model chunk"),

@@ -125,7 +125,7 @@ def test_what_is_not_kept_any_more_cannot_be_offloaded() -> None:
         ({"offload_chunks": 3}, "3 chunks of every rank are to be offloaded; it has 2"),
         ({"offload_chunks": -1}, "number of offloaded chunks is -1"),
         ({"offload_slots": 0}, "offload_slots is 0"),
-        ({"overlap_pairs": True}, "pairs .* do not go with offloading"),
+        ({"overlap_pairs": True}, "pairs .* cannot be offloaded"),
     ],
 )
 def test_what_cannot_be_is_refused(fields: dict[str, Any], why: str) -> None:
