@@ -152,7 +152,7 @@ def what_the_library_raises(folder: Path) -> None:
         transport.prepare(needs, patience)
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin()
-        with pytest.raises(P2PError, match="cannot be captured in a CUDA graph as a whole"):
+        with pytest.raises(P2PError, match="a whole pipeline step cannot be captured in a CUDA graph"):
             transport.prepare(needs, patience)
         graph.capture_end()
         for channel in transport._channels.values():
