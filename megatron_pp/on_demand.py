@@ -13,6 +13,8 @@ from megatron_pp.feature_table import module_names
 MODULES = {
     # Settings of a step.
     "measure": "megatron_pp.features.measuring.measuring",
+    "metrics": "megatron_pp.features.measuring.metrics",
+    "megatron_scalars": "megatron_pp.integrations.megatron.steps.tensorboard",
     "microbatch_costs": "megatron_pp.features.packing.step_plans",
     "p2p_debug": "megatron_pp.features.p2p_debug.send_buffer_check",
     "wire_check": "megatron_pp.features.p2p_debug.wire_check",

@@ -76,7 +76,7 @@ class Language(torch.nn.Module):
     """A stage of Megatron's GPTModel, made with ``scatter_embedding_sequence_parallel=False``. Images come before the
     text."""
 
-    def __init__(self, gpt: torch.nn.Module, config: Any) -> None:
+    def __init__(self, gpt: Any, config: Any) -> None:
         super().__init__()
         self.gpt: Any = gpt  # torch's types do not have the methods of Megatron's model
         self.config = config

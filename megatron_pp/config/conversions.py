@@ -105,3 +105,7 @@ def microbatch_costs(name: str, value: Any) -> Any:
     from megatron_pp.config.measured_values import checked_costs
 
     return value if callable(value) else checked_costs(value)
+
+
+def metrics(name: str, value: Any) -> Any:
+    return value if callable(value) else whole_number(name, value, at_least=0, hint="or a function of step and numbers")

@@ -94,6 +94,7 @@ MEASURED = Kind(partial(_convert, "measured"))
 DTYPE = Kind(partial(_convert, "dtype"))
 AUTOCAST = Kind(as_in_steps, install=False)
 STEP_NUMBER = Kind(partial(_convert, "step_number"), only_keyword=True)
+METRICS = Kind(partial(_convert, "metrics"), _read_number)
 MICROBATCH_COSTS = Kind(partial(_convert, "microbatch_costs"), only_keyword=True)
 
 IN_ENVIRONMENT = {

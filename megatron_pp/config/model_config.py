@@ -262,6 +262,12 @@ class ModelParallelConfig:
         "file for these measurements, which pipeline_measured and advise read; None: megatron_pp_measured.json in "
         "trace_dir, or in the working folder if there is none",
     )
+    metrics: Any = read_by_steps(
+        "a function metrics(step, numbers) of a rank's compute and waits in a step, or n: TensorBoard's scalars of "
+        "every n-th step, through the writer of Megatron's training loop; 0: none",
+        kinds.METRICS,
+        cli=False,
+    )
     microbatch_costs: Sequence[float] | Callable[[], Sequence[float]] | None = read_by_steps(
         "cost of each microbatch of the step, in any unit, or a function that returns the costs; steps of unequal "
         "microbatches get plans of their own; None: all cost the same",

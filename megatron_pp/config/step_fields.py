@@ -81,6 +81,7 @@ class StepFields(NamedTuple):
     trace_first_step: int = 1
     measure: int = 0
     measure_out: str | None = None
+    metrics: Any = 0
     microbatch_costs: Sequence[float] | Callable[[], Sequence[float]] | None = None
     # Sizes of a transformer. A config that describes no layers has no dropout.
     hidden_size: int = 0

@@ -28,7 +28,7 @@ from megatron_pp.tracing.observers import Observer, Recording, message_bytes, ne
 if TYPE_CHECKING:
     from megatron_pp.tracing.step_observer import StepObserver
 
-_OBSERVED = ("trace_dir", "measure", "microbatch_costs")
+_OBSERVED = ("trace_dir", "measure", "metrics", "microbatch_costs")
 """Settings that add an observer to the step."""
 
 
@@ -85,8 +85,7 @@ def observers_of(request: StepRequest) -> list[StepObserver]:
         from megatron_pp.tracing.recorder import step_observer
 
         asked.append(step_observer)
-    if settings.measure:
-        asked.append(load("measure").step_observer)
+    asked += [load(name).step_observer for name in ("measure", "metrics") if getattr(settings, name)]
     if settings.microbatch_costs is not None:
         asked.append(load("microbatch_costs").step_observer)
     if settings.cuda_graph_impl in LAYER_GRAPHS or settings.fine_grained_activation_offloading:

@@ -21,7 +21,9 @@ def report_tables(found: Findings) -> list[Table]:
 
 def report_picture(found: Findings, traced: TracedRun, output: str) -> str | bytes:
     """The measured step above the predicted one, on one time axis: a PNG if ``output`` ends so, else a page with the
-    tables."""
+    tables. If it ends with .json, a Chrome trace of all recorded steps."""
+    if Path(output).suffix == ".json":
+        return render_chrome_steps(_title(traced, found), _steps(traced))
     timelines = [_measured(found.step, found.measured), _predicted(found)]
     if Path(output).suffix == ".png":
         return draw.png(timelines)
@@ -33,11 +35,16 @@ def write_timeline(folder: Path, page: Path, chrome: Path) -> tuple[int, ...]:
     below the other, then the prediction and the tables of the step with the median time; ``chrome`` is a Chrome trace.
     Raises FileFormatError: no traces, or unreadable ones."""
     traced, found = _newest(folder)
-    steps = [(f"step {step}", traced.began(step), _measured(step, traced.measured(step))) for step in traced.steps]
+    steps = _steps(traced)
     timelines = [*(timeline for _, _, timeline in steps), _predicted(found)]
     write_whole(page, render_html(timelines, _title(traced, found), _page_tables(found)))
     write_whole(chrome, render_chrome_steps(_title(traced, found), steps))
     return traced.steps
+
+
+def _steps(traced: TracedRun) -> list[tuple[str, float, Timeline]]:
+    """Of each recorded step its name, when it began, and its timeline."""
+    return [(f"step {step}", traced.began(step), _measured(step, traced.measured(step))) for step in traced.steps]
 
 
 def beside_prediction(folder: Path) -> tuple[list[Timeline], list[Table]]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
 
 from megatron_pp.errors import ConfigError, ScheduleInputError
@@ -82,6 +85,29 @@ def what_its_stages_cost_is_measured(case: Case) -> dict[str, Any]:
                 assert all(torch.equal(measured[name], unmeasured[name]) for name in unmeasured)
         content: dict[str, Any] = json.loads(Path(path).read_text()) if os.path.exists(path) else {}
     return content
+
+
+def metrics_reach_megatrons_writer(case: Case) -> dict[str, list[Any]]:
+    """The scalars in TensorBoard's files after four steps under `install(metrics=2)`, with the writer where Megatron's
+    training loop has it: on the last rank alone."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    run, last = megatron_lab.Run(case), dist.get_rank() == dist.get_world_size() - 1
+    loop: Any = ModuleType("megatron.training.global_vars")
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(sys.modules, {loop.__name__: loop}):
+        writer = SummaryWriter(folder) if last else None
+        loop.get_tensorboard_writer = lambda: writer
+        with megatron_core.installed(strict=True, metrics=2):
+            for iteration in range(4):
+                loop._GLOBAL_ARGS = SimpleNamespace(curr_iteration=iteration)
+                call_schedule(run, forward_only=False)
+                call_schedule(run, forward_only=True)
+        if writer is None:
+            return {}
+        writer.close()
+        events = EventAccumulator(folder).Reload()
+        return {name: [[one.step, one.value] for one in events.Scalars(name)] for name in events.Tags()["scalars"]}
 
 
 def steps_of_unequal_microbatches_have_their_plans(case: Case) -> list[str]:

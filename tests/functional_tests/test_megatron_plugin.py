@@ -42,6 +42,7 @@ JOBS = {
     SETTINGS + "settings_reach_the_engine_and_not_the_config": SINGLE,
     SETTINGS + "wrong_settings_install_nothing": SINGLE,
     SETTINGS + "what_its_stages_cost_is_measured": PAIR,
+    SETTINGS + "metrics_reach_megatrons_writer": PAIR,
     "tests.functional_tests.known_steps_checks:run_as_megatrons": dataclasses.replace(ALONE, microbatches=1),
     SETTINGS + "steps_of_unequal_microbatches_have_their_plans": PAIR,
     SETTINGS + "packed_steps_are_planned_while_it_trains": SINGLE,
@@ -166,3 +167,13 @@ def test_evaluation_keeps_no_graph_for_a_send(outcomes: dict[str, Outcome]) -> N
 
 def test_interleaved_shapes_are_those_of_the_sequence(outcomes: dict[str, Outcome]) -> None:
     assert outcomes["interleaved_shapes_ignore_the_decoders_length"].facts == [0, PAIR.microbatches]
+
+
+def test_every_second_step_has_scalars_beside_megatrons_own(outcomes: dict[str, Outcome]) -> None:
+    first, last = outcomes[SETTINGS + "metrics_reach_megatrons_writer"].facts
+    assert first == {}
+    assert sorted(last) == ["pipeline/bubble", "pipeline/exposed wait (ms)", "pipeline/time (ms)"]
+    assert all([step for step, _ in values] == [2, 4] for values in last.values())
+    assert all(0 < value < 1 for _, value in last["pipeline/bubble"])
+    for (_, waited), (_, whole) in zip(last["pipeline/exposed wait (ms)"], last["pipeline/time (ms)"], strict=True):
+        assert 0 <= waited < whole

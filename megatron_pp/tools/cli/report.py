@@ -21,22 +21,24 @@ SUMMARY = "a traced run against its plan: bubble, exposed waits by cause, the sl
 EXAMPLES = """examples:
   megatron-pp report traces/
   megatron-pp report traces/ --step 10 -o step10.html
+  megatron-pp report traces/ -o steps.json
   megatron-pp report traces/ --run 195a3f00c2b41 --rank 5
 
 record a run with config.trace_dir, or MEGATRON_PP_TRACE_DIR=traces; see docs/cli.md
 """
+_OUTPUT = "the picture (default FOLDER/report.html), .png too; .json: all recorded steps for https://ui.perfetto.dev"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="FOLDER", help="where the traces lie")
     add_run_options(parser)
-    parser.add_argument("-o", "--output", metavar="FILE", help="the picture (default FOLDER/report.html); .png too")
+    parser.add_argument("-o", "--output", metavar="FILE", help=_OUTPUT)
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
     output = args.output or str(Path(args.folder) / "report.html")
-    if Path(output).suffix not in (".html", ".png") and not is_special(output):
-        raise UsageError(f"reports are written as .html or .png, not as {output}")
+    if Path(output).suffix not in (".html", ".png", ".json") and not is_special(output):
+        raise UsageError(f"reports are written as .html, .png or .json, not as {output}")
     traced = load_run(args.folder, args.run_name, args.rank or 0)
     found = analyse(traced, args.step)
     plan = found.measured.plan.spec.describe()

@@ -53,7 +53,7 @@ _GROUPS = {
         "deallocate_pipeline_outputs",
     ),
     "failures": ("p2p_timeout", "compute_timeout", "p2p_debug"),
-    "traces and measurements": ("trace_dir", "trace_steps", "trace_first_step", "measure", "measure_out"),
+    "traces and measurements": ("trace_dir", "trace_steps", "trace_first_step", "measure", "measure_out", "metrics"),
 }  # fmt: skip
 """Title in the help -> settings; the others follow."""
 

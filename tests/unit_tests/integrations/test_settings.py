@@ -50,6 +50,7 @@ EXAMPLES: dict[str, tuple[str, str, Any]] = {
     "trace_dir": ("traces", '"traces"', "traces"),
     "trace_steps": ("3,10-12", '"3,10-12"', "3,10-12"),
     "trace_first_step": ("101", "101", 101),
+    "metrics": ("10", "10", 10),
     "measure": ("5", "5", 5),
     "measure_out": ("out.json", '"out.json"', "out.json"),
     "strict": ("1", "true", True),

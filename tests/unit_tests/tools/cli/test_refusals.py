@@ -36,7 +36,7 @@ simulate --link 3-4:1 | --link 3-4 is no link between two of 4 ranks
 simulate --link 1-1:1 | --link 1-1 is no link between two of 4 ranks
 simulate -s 1f1b --link 0-2:1 | --link 0-2 changes nothing
 simulate -P 2 -V 1 -M 2 -s 1f1b --p2p-ms 1e308 | '1e308' is neither 0 nor a number from 1e-18 to 1e+18
-report . -o report.svg | reports are written as .html or .png, not as report.svg
+report . -o report.svg | reports are written as .html, .png or .json, not as report.svg
 simulate --link 3-4 | argument --link: '3-4' is no link; write SRC-DST:MS or SRC-DST:MS:GB/S
 simulate --link 0:1 | argument --link: '0:1' is no link
 simulate --link 0-1:x | argument --link: 'x' is neither 0 nor a number

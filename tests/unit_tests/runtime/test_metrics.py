@@ -1,0 +1,188 @@
+"""How long a rank computed and waited, told while the run goes on (``config.metrics``)."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_pp.features.measuring.metrics import Meter, StepMetrics, _OnDevice, metrics_of
+from megatron_pp.plan.builder import build_plan
+from megatron_pp.plan.ir.instruction import COMPUTE_OPS, placed
+from megatron_pp.plan.ir.spec import PlanSpec
+from megatron_pp.testing.toy import ToyBlock, ToyData
+from megatron_pp.tools.cli import main
+from megatron_pp.tracing.run import load_run
+from testkit.nccl_runs import step_on_nccl
+from testkit.step_runs import pipeline
+from testkit.streams import cuda
+
+PROGRAM = tuple(placed(op, 0, 0, -1, 0) for op in ("WAIT_F", "F", "SEND_F", "FREE_F"))
+
+
+class SlowBlock(ToyBlock):
+    """Of the last stage: the first rank waits for it."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__(stage)
+        self.stage = stage
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.stage == 1:
+            time.sleep(0.01)
+        return super().forward(x)
+
+
+def train(steps: int, folder: Any = None, **fields: Any) -> dict[int, dict[int, StepMetrics]]:
+    """By rank and step, what two ranks were told."""
+    told: dict[int, dict[int, StepMetrics]] = defaultdict(dict)
+
+    def fields_of(rank: int) -> dict[str, Any]:
+        return {"metrics": told[rank].__setitem__, "trace_dir": folder}
+
+    def rank_main(rank: Any) -> None:
+        chunks = rank.model(SlowBlock)
+        for _ in range(steps):
+            rank.step(chunks)
+        rank.step(chunks, forward_only=True)
+
+    pipeline(2, 1, 4, rank_main, fields_of=fields_of, **fields)
+    return told
+
+
+def test_every_training_step_is_told_on_every_rank_and_no_evaluation() -> None:
+    told = train(3)
+    assert {rank: sorted(steps) for rank, steps in told.items()} == {0: [1, 2, 3], 1: [1, 2, 3]}
+    for numbers in (*told[0].values(), *told[1].values()):
+        assert 0 < numbers.compute < numbers.pipeline
+        assert 0 < numbers.bubble < 1
+    assert told[0][3].exposed_wait > 0.02, "for the slow rank"
+    assert told[1][3].compute > 0.04
+
+
+def test_the_program_numbers_its_steps() -> None:
+    assert sorted(train(2, step_number=9)[0]) == [9]
+
+
+def test_they_are_within_those_of_a_trace(tmp_path: Any) -> None:
+    """Which is around them."""
+    told, run = train(3, str(tmp_path)), load_run(tmp_path)
+    assert run.steps == (2, 3)
+    for step in run.steps:
+        for rank, trace in enumerate(run.ranks):
+            recorded = trace.steps[step]
+            starts, ends = ([1e-9 * time for time in times] for times in (recorded.starts, recorded.ends))
+            around = metrics_of(run.plan(step).timed(rank), starts, ends)
+            for inner, outer in zip(told[rank][step], around, strict=True):
+                assert 0 < inner <= outer + 1e-6
+
+
+def test_a_trace_for_perfetto_has_the_names_of_the_plans_instructions(tmp_path: Any) -> None:
+    """As ranges of profilers have (tests/unit_tests/runtime/test_step_outputs.py)."""
+    train(3, str(tmp_path))
+    assert main(["report", str(tmp_path), "-o", str(tmp_path / "steps.json")]) == 0
+    events = json.loads((tmp_path / "steps.json").read_text())["traceEvents"]
+    plan = build_plan(PlanSpec("1f1b", 2, 1, 4))
+    for rank in range(2):
+        shown = [event for event in events if event["ph"] == "X" and event["pid"] == rank and event["tid"] in (0, 1)]
+        names = {event["name"] for event in shown}
+        assert names <= {str(at) for at in plan.programs[rank]}
+        assert {str(at) for at in plan.programs[rank] if at.op in COMPUTE_OPS} <= names
+        assert len([event for event in shown if event["tid"] == 0]) == 2 * 8, "of the steps 2 and 3"
+
+
+def test_compute_and_waits_are_told_apart() -> None:
+    found = metrics_of(PROGRAM, [0.0, 1.0, 4.0, 4.5], [1.0, 4.0, 4.25, 5.0])
+    assert found == StepMetrics(pipeline=5.0, compute=3.0, exposed_wait=1.5)
+    assert found.bubble == pytest.approx(0.4)
+    assert metrics_of((), [], []).bubble == 0.0
+
+
+class Event:
+    """Of a device that has come to ``now``."""
+
+    now = 0.0
+
+    def __init__(self, at: float) -> None:
+        self.at = at
+
+    def query(self) -> bool:
+        return self.at <= Event.now
+
+    def elapsed_time(self, other: Event) -> float:
+        return other.at - self.at
+
+
+class Events:
+    """A pool whose events come a millisecond after each other."""
+
+    def __init__(self) -> None:
+        self.made = 0.0
+        self.back: list[Event] = []
+
+    def record(self) -> Event:
+        self.made += 1.0
+        return Event(self.made)
+
+    def give_back(self, event: Event) -> None:
+        self.back.append(event)
+
+
+def on_device(meter: Any, step: int, told: dict[int, StepMetrics]) -> None:
+    one = _OnDevice(meter, step, PROGRAM, told.__setitem__)
+    one.start()
+    for at in PROGRAM:
+        one.begin(at)
+        one.end(at)
+    one.finish()
+
+
+def test_times_of_a_device_are_read_once_it_has_passed_them_and_nothing_waits_for_it() -> None:
+    meter, told = Meter(events=Events()), dict[int, StepMetrics]()  # type: ignore[arg-type]
+    Event.now = 0.0
+    on_device(meter, 1, told)
+    on_device(meter, 2, told)
+    assert told == {}, "the device is in the first step"
+    Event.now = 8.0
+    on_device(meter, 3, told)
+    assert told == {1: StepMetrics(0.007, 0.001, 0.002)}
+    Event.now = 8.0
+    for step in range(4, 12):
+        on_device(meter, step, told)
+    assert [*told] == [1], "the oldest, step 2, is dropped"
+    Event.now = 1e9
+    on_device(meter, 12, told)
+    assert [*told] == [1, *range(3, 12)]
+
+
+def test_a_step_on_a_virtual_gpu_synchronises_no_more_than_without() -> None:
+    calls, numbers = list[str](), list[tuple[int, StepMetrics]]()
+
+    def counted(kind: Any) -> Any:
+        original = kind.synchronize
+
+        def synchronize(self: Any) -> None:
+            calls.append(kind.__name__)
+            original(self)
+
+        return mock.patch.object(kind, "synchronize", synchronize)
+
+    for fields in ({}, {"metrics": lambda *told: numbers.append(told)}):
+        with counted(cuda.Event), counted(cuda.Stream):
+            report, _ = step_on_nccl(2, 1, ToyData(4), overlap_p2p_comm=True, **fields)
+        assert not report.races, str(report)
+        calls.append("end")
+    half = calls.index("end")
+    assert sorted(calls[:half]) == sorted(calls[half + 1 : -1])
+    assert numbers == [], "they come when a later step begins"
+
+
+def test_a_number_needs_megatrons_writer(caplog: pytest.LogCaptureFixture) -> None:
+    pipeline(2, 1, 2, lambda rank: rank.step(rank.model(ToyBlock)), metrics=10)
+    (warning,) = [one.message for one in caplog.records if "metrics=10" in one.message]
+    assert "give --tensorboard-dir, or a function metrics(step, numbers)" in warning
