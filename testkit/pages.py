@@ -56,7 +56,7 @@ def commands_of(page: str) -> list[str]:
 def run_commands(commands: list[str], folder: Path, timeout: float = 300.0) -> list[str]:
     """Run each in ``folder``, with ``megatron-pp`` of this tree; what each printed. AssertionError where one fails."""
     tools = folder.parent / f"{folder.name}_bin"
-    tools.mkdir()
+    tools.mkdir(exist_ok=True)
     command = tools / "megatron-pp"
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m megatron_pp "$@"\n')
     command.chmod(0o755)

@@ -1,7 +1,7 @@
 """The programs on pages and in examples/ run as they stand there, and end with the numbers that they promise: the quick
 start, docs/migrating, docs/recipes/library.md, a Llama and attention residuals. All share a start of two processes, and
-those with replicas one of four. The commands on docs/cli.md, docs/advise.md and the quick start run as printed. What
-commands made in the README and docs/ is up to date.
+those with replicas one of four. What commands made in the README and docs/ is up to date. test_printed.py runs the
+commands.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from testkit.pages import ROOT, PageOutput, code_blocks, commands_of, run_commands, run_page
+from testkit.pages import ROOT, PageOutput, code_blocks, run_page
 
 QUICK_START = "docs/quick_start.md"
 MIGRATING = ["before.py", "after.py", "layers.py"]
@@ -137,37 +137,6 @@ def test_blocks_that_skip_stages(outputs: Outputs) -> None:
         found = re.search(rf"step 1 rank {rank}: loss [\d.]+, largest difference (\S+)", text)
         assert found is not None, text
         assert float(found[1]) < 1e-12
-
-
-@pytest.mark.parametrize(("page", "least"), [("docs/cli.md", 13), (QUICK_START, 5)])
-def test_the_commands_of_a_page_run_one_after_the_other_in_an_empty_folder(
-    tmp_path: Path, page: str, least: int
-) -> None:
-    """Which has the quick start's program, where they name it."""
-    commands = commands_of(page)
-    assert len(commands) >= least
-    folder = tmp_path / "empty"
-    folder.mkdir()
-    if any("example.py" in command for command in commands):
-        (folder / "example.py").write_text(code_blocks(QUICK_START)["example.py"])
-    run_commands(commands, folder)
-
-
-def test_advise_answers_what_its_page_shows(tmp_path: Path) -> None:
-    """Each line of the answer on the page is printed; and the times of unequal microbatches."""
-    page = "docs/advise.md"
-    commands = commands_of(page)
-    assert len(commands) == 2
-    folder = tmp_path / "empty"
-    folder.mkdir()
-    printed, unequal = run_commands(commands, folder)
-    shown = [line for line in code_blocks(page, "text")["block1"].splitlines() if line.strip() not in ("", "...")]
-    assert len(shown) > 15
-    assert set(shown) - {line.rstrip() for line in printed.splitlines()} == set()
-    times = re.search(r": ([\d.]+) ms; ([\d.]+) ms as given", unequal)
-    assert times is not None
-    text = (ROOT / page).read_text()
-    assert all(f"{float(time):.1f} ms" in text.partition("## Unequal")[2] for time in times.groups())
 
 
 def _stages_of_ours() -> list[str]:
