@@ -25,8 +25,8 @@ from tests.functional_tests.megatron_support import needs_megatron
 pytestmark = pytest.mark.callers_thread
 # Lines of a book at most. Of the machine 6,500 are wanted under install(): whoever takes modules out lowers the number.
 COMPILER_LINES = 4_390
-MACHINE_LINES = 7_615
-INSTALLED_MACHINE_LINES = 7_505
+MACHINE_LINES = 7_623
+INSTALLED_MACHINE_LINES = 7_506
 NCCL_MACHINE_LINES = 7_700  # under install()
 
 # Room -> its modules that a default step loads.
