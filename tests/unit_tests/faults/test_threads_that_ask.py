@@ -225,4 +225,4 @@ def test_a_whole_step_is_not_captured() -> None:
             graph.capture_end()
 
     raised = job.run(main)
-    assert all("a whole pipeline step cannot be captured in a CUDA graph" in str(error) for error in raised.values()), raised
+    assert all("step cannot be captured in a CUDA graph" in str(error) for error in raised.values()), raised
