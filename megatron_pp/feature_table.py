@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 # Kinds: what verification, simulation and drawings have to know of an instruction.
 PASS = "pass"  # compute of every rank, whose inputs collectives bring
@@ -223,29 +223,3 @@ ROW_OF = {op: row for row in FEATURES for op in row.ops}
 SPEC_DEFAULTS = {name: default for row in FEATURES for name, default in row.spec.items()}
 """Every setting of a plan's spec that is a feature's."""
 PRIVATE_SETTINGS = {name for row in FEATURES for name in row.private}
-
-if TYPE_CHECKING:
-
-    @dataclass(frozen=True, kw_only=True)
-    class SpecSettings:
-        """The settings of ``SPEC_DEFAULTS`` as type checkers see them.
-
-        skip_tensors      named tensors that stages send to later ones, or their declaration as text
-        skip_cache        what ranks keep of them, so that it is not sent again: one of CACHES
-        offload_chunks    chunks of every rank, from its first, whose forwards are offloaded; None: the schedule's own
-        offload_slots     compute slots for which a copy between device and host is placed (>= 1)
-        slices            of every sequence; where there are several, operations and messages are of one slice
-        fsdp_collectives  how stages' parameters are gathered and their gradients reduced over data-parallel replicas;
-                          empty: the plan does neither
-        fsdp_max_active_stages  of a rank, whose parameters may be whole at a time; 0: all
-        overlap_pairs     a forward right before a full backward of another microbatch is a pair that runs as one
-        """
-
-        skip_tensors: tuple[Any, ...] = ()
-        skip_cache: str = RECEIVED
-        offload_chunks: int | None = None
-        offload_slots: int = 1
-        slices: int = 1
-        fsdp_collectives: str = ""
-        fsdp_max_active_stages: int = 0
-        overlap_pairs: bool = False

@@ -20,8 +20,8 @@ from megatron_pp.plan.ir.repeated import Line, Repeated
 from megatron_pp.plan.ir.tasks import Cell, Task
 
 if TYPE_CHECKING:
-    from megatron_pp.feature_table import SpecSettings
     from megatron_pp.plan.costs.measured import Measured
+    from megatron_pp.plan.ir.added_settings import SpecSettings
 else:
     from megatron_pp.plan.ir.feature import SpecSettings
 
