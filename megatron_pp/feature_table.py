@@ -125,7 +125,12 @@ FEATURES = (
     ),
     Row(
         "slices",
-        {"slices": "sequence_slice", "key_values": "key_values", "slice_hooks": "slice_hooks"},
+        {
+            "slices": "sequence_slice",
+            "key_values": "key_values",
+            "slice_hooks": "slice_hooks",
+            "slice_costs": "slice_costs",
+        },
         plan="slice_hooks",
         step="slices",
         spec={"slices": 1},

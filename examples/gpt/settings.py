@@ -29,9 +29,9 @@ from megatron_pp.config.parallel_grid import fit_grid
 from megatron_pp.config.setting_names import why_removed
 from megatron_pp.errors import PlanError
 from megatron_pp.features.pairs.pair_runner import PAIR_FUNCTIONS
+from megatron_pp.features.slices.slice_costs import slice_lengths
 from megatron_pp.integrations.megatron.settings_file import parse_toml
 from megatron_pp.plan.costs.files import read_text as read_any_text
-from megatron_pp.plan.costs.slice_costs import slice_lengths
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.orders import find_family, names_a_file
 

@@ -43,7 +43,7 @@ class StageTimes:
         cls, placement: Placement, costs: StageCosts, network: Network, split: bool, forward_only: bool, slices: int
     ) -> StageTimes:
         """Those of the cheapest slice where sequences are cut."""
-        count, part = placement.num_stages, min(costs.of_slices(slices))
+        count, part = placement.num_stages, min(costs.of_parts(slices))
         forward = tuple(part * time for time in costs.forward)
         whole = [part * time for time in costs.backward]
         backward, rest = whole, [0.0] * count

@@ -20,7 +20,7 @@ def order_time(
     """When the last operation ends, if every message takes ``transfer``; in the unit of ``costs``. Raises PlanError for
     orders that cannot run.
     """
-    shares, of_mb = costs.of_slices(slices), costs.microbatches
+    shares, of_mb = costs.of_parts(slices), costs.microbatches
 
     def took(op: str, stage: int, mb: int, part: int) -> float:
         return costs.of(op, stage) * shares[part] * (of_mb[mb] if of_mb else 1.0)

@@ -52,7 +52,7 @@ def durations_of(plan: Plan, costs: StageCosts, beside: bool = False) -> Duratio
     """What ``plan``'s compute and copies take. ``beside``: the halves of a pair run at the same time, and each takes as
     long as both would one after the other, as they share one device."""
     costs = costs.placed(plan.placement)
-    shares, of_mb = costs.of_slices(plan.spec.num_parts), costs.of_microbatches(plan.spec.num_microbatches)
+    shares, of_mb = costs.of_parts(plan.spec.num_parts), costs.of_microbatches(plan.spec.num_microbatches)
     found: dict[tuple[int, str], float] = {}
     for rank, program in enumerate(plan.programs):
         for at in program:

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.costs.slice_costs import attention_share
+from megatron_pp.plan.costs.attention import attention_share
 
 
 def pair_cost(hidden_size: int, ffn_hidden_size: int) -> float:
     """What one more token before it adds to a token's cost under causal attention, in units of its linear layers: a
-    sequence of n tokens costs n + pair_cost n^2 (``slice_costs.attention_share``)."""
+    sequence of n tokens costs n + pair_cost n^2 (``attention_share``)."""
     share = attention_share(1, hidden_size, ffn_hidden_size)
     return share / (1 - share)
 

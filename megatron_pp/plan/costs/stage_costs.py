@@ -12,7 +12,8 @@ from functools import cached_property
 from typing import Any
 
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.costs.slice_costs import slice_shares
+from megatron_pp.on_demand import load
+from megatron_pp.plan.costs.attention import check_share
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD
 from megatron_pp.plan.ir.placement import Placement
@@ -32,7 +33,7 @@ class StageCosts:
     pair_sends      shares of a pair's time after which its output and its input gradient are there, where they are sent
                     within it; (1, 1): at its end
     attention       share of causal attention, where sequences are cut into slices of equal length
-                    (``slice_costs.py``); at 0 all slices cost the same
+                    (``features/slices/slice_costs.py``); at 0 all slices cost the same
     output_layer    forward, input gradient and weight gradient of the whole output layer with its loss, without which
                     the stages' times are: on the last stage, or split evenly over the ranks (``placed``)
     passes          S and T of each rank, where the output layer is split: from ``placed``, or measured
@@ -143,9 +144,13 @@ class StageCosts:
         """Time of a single compute operation, copy or collective of ``stage``, of a whole sequence."""
         return self._by_op[op][stage]
 
-    def of_slices(self, slices: int) -> tuple[float, ...]:
+    def of_parts(self, parts: int) -> tuple[float, ...]:
         """The share of each slice in these times. Raises PlanError for an impossible share of attention."""
-        return slice_shares((1,) * slices, self.attention)
+        check_share(self.attention)
+        if parts == 1:
+            return (1.0,)
+        shares: tuple[float, ...] = load("slice_costs").slice_shares((1,) * parts, self.attention)
+        return shares
 
     def of_microbatches(self, count: int) -> tuple[float, ...]:
         """What each of ``count`` microbatches costs of these times. Raises PlanError where others are given."""

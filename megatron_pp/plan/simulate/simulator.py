@@ -103,7 +103,7 @@ class _Run(DeviceRanks):
     def __init__(self, plan: Plan, costs: StageCosts, network: Network, rules: Collection[str]) -> None:
         super().__init__(plan, TimedQueues(plan, network, costs), rules)
         self.costs = costs
-        self.shares = costs.of_slices(plan.spec.num_parts)  # of a whole sequence there is one, at the index NONE
+        self.shares = costs.of_parts(plan.spec.num_parts)  # of a whole sequence there is one, at the index NONE
         self.of_mb = costs.of_microbatches(plan.spec.num_microbatches)
         self.posts = {ins.BATCH} | ins.SEND_OPS | ins.COLLECTIVE_POSTS
         self.posts |= set() if self.late_receives else ins.RECV_OPS  # the WAIT posts a late receive

@@ -32,7 +32,7 @@ OF_OTHERS = re.compile(
     r"|slice of time|\b_SLICE\b|rank: (int \| )?slice\b"
     r"|COMBINED_1F1B( = \"combined_1f1b\")?"  # Megatron's schedule, which its host asks for
     # Other things of which there are two: ranks, ends of a message, an output and its gradient.
-    r"|\ba pair of ranks\b|a pair that met|never pair the new step|\(chunk, microbatch\) pairs|pairs between an"
+    r"|\ba pair of ranks\b|a pair that met|never pair the new step"
     r"|\bpairs\((history|history: [^)]*)\)|    pairs = \[|if pairs:|in pairs\]|A pair \(loss, report\)",
     re.IGNORECASE,
 )

@@ -8,9 +8,10 @@ import pytest
 
 from megatron_pp.errors import FileFormatError, PlanError
 from megatron_pp.features.slices.key_values import key_values_timeline
+from megatron_pp.features.slices.slice_costs import slice_lengths, slice_shares
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs.activations import peak_activations
-from megatron_pp.plan.costs.slice_costs import attention_share, slice_lengths, slice_shares
+from megatron_pp.plan.costs.attention import attention_share
 from megatron_pp.plan.costs.stage_costs import StageCosts
 from megatron_pp.plan.io.serialize import format_plan
 from megatron_pp.plan.ir.instruction import FORWARD

@@ -10,21 +10,14 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from megatron_pp.errors import PlanError
-
-
-def attention_share(seq_length: int, hidden_size: int, ffn_hidden_size: int) -> float:
-    """The share of causal attention in a transformer layer's operations: per token 2 s h (two products with s / 2 keys
-    and values on average), beside 8 h^2 + 4 h f of linear layers.
-    """
-    attention = 2 * seq_length * hidden_size
-    return attention / (attention + 8 * hidden_size**2 + 4 * hidden_size * ffn_hidden_size)
+from megatron_pp.plan.costs.attention import check_share
 
 
 def slice_lengths(seq_length: int, slices: int, attention: float = 0.0, multiple: int = 1) -> tuple[int, ...]:
     """Lengths in tokens of ``slices`` that cost the same, as far as multiples of ``multiple`` allow; equal ones without
     ``attention``. Raises PlanError for too few tokens, and for equal lengths that are not whole.
     """
-    _check_share(attention)
+    check_share(attention)
     units, left = divmod(seq_length, multiple)
     if left or units < slices or (attention == 0 and units % slices):
         least = slices * multiple
@@ -40,7 +33,7 @@ def slice_lengths(seq_length: int, slices: int, attention: float = 0.0, multiple
 
 def slice_shares(lengths: Sequence[int], attention: float = 0.0) -> tuple[float, ...]:
     """What slices of these lengths cost, as shares of the whole sequence. Raises PlanError for an impossible share."""
-    _check_share(attention)
+    check_share(attention)
     if attention == 0 and len(set(lengths)) == 1:
         return (1 / len(lengths),) * len(lengths)
     total, start, shares = sum(lengths), 0, []
@@ -49,8 +42,3 @@ def slice_shares(lengths: Sequence[int], attention: float = 0.0) -> tuple[float,
         shares.append((1 - attention) * length / total + attention * (end**2 - start**2) / total**2)
         start = end
     return tuple(shares)
-
-
-def _check_share(attention: float) -> None:
-    if not 0 <= attention <= 1:
-        raise PlanError(f"the share of attention is {attention}; it must lie between 0 and 1")
