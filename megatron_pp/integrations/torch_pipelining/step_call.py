@@ -22,7 +22,7 @@ from megatron_pp.plan.orders import find_family
 from megatron_pp.runtime.arguments import StepInputs
 from megatron_pp.runtime.compute import StepOptions
 from megatron_pp.runtime.executor import Feature
-from megatron_pp.runtime.host import Host
+from megatron_pp.runtime.own_host import OwnHost
 from megatron_pp.runtime.step import Step
 
 
@@ -42,7 +42,7 @@ class StagesOfRank(Protocol):
     def step(self) -> Callable[..., Any]: ...
 
 
-class TorchHost(Host):
+class TorchHost(OwnHost):
     """Of one call of ``PlanSchedule.step`` or ``eval``."""
 
     followed_by = "the work after the step (optimizer)"
