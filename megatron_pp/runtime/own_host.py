@@ -21,7 +21,7 @@ from megatron_pp.runtime.step_features import rows_in
 class OwnHost(Host):
     """Of one call of the library's own schedule functions."""
 
-    def steps(self, step: Step, plan: Plan, options: StepOptions) -> ModelSteps:
+    def steps(self, step: Step, plan: Plan, options: StepOptions) -> Any:
         inputs = self.inputs
         kind = kind_of_steps(plan)
         return kind(inputs.forward_step_func, inputs.data_iterators, inputs.chunks, step.settings, options)
