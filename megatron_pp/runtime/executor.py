@@ -149,8 +149,7 @@ class PlanExecutor:
             feature.attach(self, handlers)
         if self.observer is None:
             return handlers
-        observed = {op: partial(self._observed, handler) for op, handler in handlers.items()}
-        return observed | {op: handler for op, handler in handlers.items() if op in ins.JOINED_OPS}
+        return {op: h if op in ins.JOINED_OPS else partial(self._observed, h) for op, h in handlers.items()}
 
     def _observed(self, handler: Handler, at: Task) -> None:
         self.observer.begin(at.instruction)
