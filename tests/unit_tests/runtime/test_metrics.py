@@ -12,12 +12,14 @@ import pytest
 import torch
 
 from megatron_pp.features.measuring.metrics import Meter, StepMetrics, _OnDevice, metrics_of
+from megatron_pp.features.pairs.pair_runner import in_turn
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.instruction import COMPUTE_OPS, placed
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.testing.toy import ToyBlock, ToyData
 from megatron_pp.tools.cli import main
 from megatron_pp.tracing.run import load_run
+from megatron_pp.weight_grad import split_weight_grad
 from testkit.nccl_runs import step_on_nccl
 from testkit.step_runs import pipeline
 from testkit.streams import cuda
@@ -63,6 +65,32 @@ def test_every_training_step_is_told_on_every_rank_and_no_evaluation() -> None:
         assert 0 < numbers.bubble < 1
     assert told[0][3].exposed_wait > 0.02, "for the slow rank"
     assert told[1][3].compute > 0.04
+
+
+@pytest.mark.parametrize(
+    ("chunks", "fields"),
+    [
+        (1, {"pipeline_schedule": "zb_h1"}),
+        (2, {"batch_p2p_comm": True}),
+        (2, {"pipeline_schedule": "pipe_offload", "overlap_p2p_comm": True}),
+        (2, {"pipeline_schedule": "dualpipe_v", "overlapped_forward_backward": in_turn}),
+    ],
+)
+def test_instructions_of_all_kinds_are_timed(chunks: int, fields: dict[str, Any]) -> None:
+    told: list[int] = []
+
+    def take(step: int, numbers: StepMetrics) -> None:
+        assert 0 < numbers.compute < numbers.pipeline
+        told.append(step)
+
+    def rank_main(rank: Any) -> None:
+        made = rank.model(ToyBlock)
+        split_weight_grad(made)
+        for _ in range(2):
+            rank.step(made)
+
+    pipeline(2, chunks, 4, rank_main, metrics=take, **fields)
+    assert sorted(told) == [1, 1, 2, 2]
 
 
 def test_the_program_numbers_its_steps() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
 from megatron_pp.errors import ScheduleInputError
+from megatron_pp.features.measuring.metrics import StepMetrics
 from megatron_pp.features.modules.modules_runner import ModulesRunner
 from megatron_pp.features.modules.modules_step import ModulesPipeline, forward_backward_modules
 from megatron_pp.testing.adversarial_transports import LastMomentNetwork, PoisoningNetwork, ShuffledNetwork
@@ -71,6 +72,15 @@ def test_no_stream_races_on_virtual_devices(name: str) -> None:
         report = StreamReport.of(network, [])
         assert not report.races, str(report)
         assert_equal(setup, found, reference)
+
+
+@pytest.mark.parametrize("name", ["fan-in", "an encoder in the bubbles"])
+def test_every_rank_is_told_how_long_it_computed_and_waited(name: str) -> None:
+    told: list[tuple[int, StepMetrics]] = []
+    setup = dataclasses.replace(SETUPS[name], config={"metrics": lambda *numbers: told.append(numbers)})
+    assert_equal(setup, run(setup, MemoryNetwork(size_of(setup))), in_one_process(setup))
+    assert sorted(step for step, _ in told) == sorted([1, 2] * size_of(setup))
+    assert all(0 < numbers.compute < numbers.pipeline for _, numbers in told)
 
 
 @pytest.mark.parametrize("fields", [{"p2p_debug": True}, {"max_pending_sends": 4}, {"batch_p2p_comm": True}])
