@@ -6,13 +6,17 @@ The flags that run are the recipe's. What is smaller is named here: sizes, the p
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from examples.recipes import vlm_in_bubbles
 from megatron_pp.tools.check.shell import read_shell
+from megatron_pp.tools.flags.flags import Flags
 from testkit.sweeps import drawn
 from tests.functional_tests.megatron_support import assert_equal, beside_megatrons_schedule, needs_megatron
 
@@ -22,14 +26,15 @@ from testkit.megatron.runner import run_jobs  # isort: skip
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "examples" / "recipes"
+CHECKOUT = os.environ.get("MEGATRON_CHECKOUT", "")
 BUBBLES = "tests.functional_tests.model_recipe_checks:encoders_in_the_bubbles"
 RANKS = 8
 SMALL = {
     # As in the recipe, the two copies of the embedding (E and m) are on two ranks.
     "deepseek_v3": "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --expert-model-parallel-size 2 "
-    "--pipeline-model-parallel-layout Et*3|(tt|)*5m|L",
+    "--pipeline-model-parallel-layout Et*3|(tt|)*5m|L --num-layers 13 --moe-layer-freq ([0]*3+[1]*10)",
     "llama3_405b": "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
-    "--pipeline-model-parallel-layout E|(t|)*14L",
+    "--pipeline-model-parallel-layout E|(t|)*14L --num-layers 14",
     "llama3_70b_128k": "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --context-parallel-size 2 "
     "--num-layers 40",
     "qwen3_235b_a22b": "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --context-parallel-size 2 "
@@ -86,9 +91,26 @@ def test_only_sizes_and_what_needs_a_gpu_differ(name: str) -> None:
 @pytest.mark.parametrize("name", drawn(SMALL, 1))
 def test_a_recipe_trains_as_under_megatrons_schedule(name: str, tmp_path: Path) -> None:
     case = small(name).case
-    outcomes = beside_megatrons_schedule([case], tmp_path, os.environ.get("MEGATRON_CHECKOUT", ""))
+    outcomes = beside_megatrons_schedule([case], tmp_path, CHECKOUT)
     assert_equal(outcomes[case])
     assert len(outcomes[case].losses) in (0, case.steps * case.microbatches)
+
+
+@pytest.mark.skipif(not CHECKOUT, reason="MEGATRON_CHECKOUT names no checkout of Megatron-LM")
+@pytest.mark.parametrize("name", drawn(SMALL, 1))
+def test_megatrons_own_script_reads_the_flags_and_trains_alike(name: str, tmp_path: Path) -> None:
+    """By `megatron-pp parity`, which makes the sizes small itself, beside one process too."""
+    flags = Flags.read(flags_of(RECIPES / f"{name}.sh"))
+    for flag, values in Flags.read(SMALL[name].split()).items:
+        flags = flags.set(flag, " ".join(values))
+    command = [sys.executable, "-W", "ignore", "-m", "megatron_pp", "parity", "--json", "--masks", "full"]
+    command += ["--nproc", str(RANKS), "--deadline", "300", f"{CHECKOUT}/pretrain_gpt.py", *flags.words()]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), CHECKOUT])}
+    done = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=1200, check=False
+    )
+    said = json.loads(done.stdout)
+    assert (said["verdict"], said["same"]) in (("equal", True), ("rounding", True)), said
 
 
 def small_language() -> SmallRecipe:
