@@ -29,7 +29,7 @@ def draft_spec(
     inputs: StepInputs, settings: StepSettings, pipeline_size: int, is_converted: bool, joins: bool
 ) -> PlanSpec:
     """The PlanSpec without what depends on the communicator, so that contradictions raise ScheduleInputError before any
-    communication. ``is_converted``: ``split_weight_grad`` made the chunks; ``joins``: the model runs two as one."""
+    communication. ``is_converted``: the chunks are, by ``split_weight_grad``; ``joins``: the model runs two as one."""
     num_chunks, training = len(inputs.chunks), not inputs.forward_only
     _check_chunks(settings, pipeline_size, num_chunks, inputs.chunked)
     added = hooks_asked_by(settings, joins)
