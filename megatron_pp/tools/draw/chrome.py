@@ -2,7 +2,9 @@
 
 One process per rank, with a thread for compute, one for waits, four for transfers sent and received, joined by arrows,
 and where there are any two for copies to host memory and back, and two for collectives of replicas; memory is a
-counter, in bytes or microbatches. Several steps of one run follow each other, with a thread for their names.
+counter, in bytes or microbatches. Everything has the name of its instruction in the plan; a transfer is the sender's
+``SEND_F0.3`` and the receiver's ``RECV_F0.3``. Several steps of one run follow each other, with a thread for their
+names.
 """
 
 import json
@@ -10,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-from megatron_pp.plan.ir.instruction import BACKWARD
+from megatron_pp.plan.ir.instruction import BACKWARD, NONE, placed
+from megatron_pp.plan.simulate.simulation import Transfer
 from megatron_pp.tools.draw.palette import NAMES
 from megatron_pp.tools.draw.timeline import COLLECTIVES, COPIES, Lane, Timeline
 
@@ -58,21 +61,27 @@ def _events(timeline: Timeline, began: float, prefix: str) -> Iterator[dict[str,
         yield from _spans(rank, lane, began)
         for time, value in lane.memory:
             yield {"ph": "C", "pid": rank, "name": "memory", "ts": (began + time) * _MICROS, "args": {unit: value}}
+    chunks = [{event.instruction.stage: event.instruction.chunk for event in lane.compute} for lane in timeline.lanes]
     for number, t in enumerate(timeline.transfers):
         if t.end <= t.start:
             continue
         gradient = t.kind == BACKWARD
-        part = f", slice {t.part}," if t.part >= 0 else ""
-        name = f"{'gradient' if gradient else 'activation'} of microbatch {t.mb}{part} for stage {t.stage}"
-        args = {"from": t.source, "to": t.target, "bytes": t.size}
+        args = {"from": t.source, "to": t.target, "bytes": t.size, "microbatch": t.mb, "for stage": t.stage}
         start, end = (began + t.start) * _MICROS, (began + t.end) * _MICROS
-        span = {"ph": "X", "name": name, "ts": start, "dur": end - start, "args": args}
+        span = {"ph": "X", "ts": start, "dur": end - start, "args": args}
         sent, got = _SENT_ACT + gradient, _GOT_ACT + gradient
-        yield {**span, "pid": t.source, "tid": sent}
-        yield {**span, "pid": t.target, "tid": got}
+        made = t.stage + 1 if gradient else t.stage - 1
+        yield {**span, "name": _post("SEND", t, chunks[t.source].get(made)), "pid": t.source, "tid": sent}
+        yield {**span, "name": _post("RECV", t, chunks[t.target].get(t.stage)), "pid": t.target, "tid": got}
         flow = {"cat": "transfer", "name": "transfer", "id": f"{prefix}{number}" if prefix else number}
         yield {**flow, "ph": "s", "pid": t.source, "tid": sent, "ts": start}
         yield {**flow, "ph": "f", "bp": "e", "pid": t.target, "tid": got, "ts": end}
+
+
+def _post(what: str, t: Transfer, chunk: int | None) -> str:
+    """As the plan has it. ``chunk``: None where a tensor with a name comes from a stage that is not beside its own."""
+    op = f"{what}_{t.kind}"
+    return op if chunk is None else str(placed(op, t.stage, t.mb, NONE, chunk, t.part))
 
 
 def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:

@@ -14,7 +14,7 @@ import torch
 from megatron_pp.features.measuring.metrics import Meter, StepMetrics, _OnDevice, metrics_of
 from megatron_pp.features.pairs.pair_runner import in_turn
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.ir.instruction import COMPUTE_OPS, placed
+from megatron_pp.plan.ir.instruction import COMPUTE_OPS, each, placed
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.testing.toy import ToyBlock, ToyData
 from megatron_pp.tools.cli import main
@@ -119,7 +119,11 @@ def test_a_trace_for_perfetto_has_the_names_of_the_plans_instructions(tmp_path: 
     for rank in range(2):
         shown = [event for event in events if event["ph"] == "X" and event["pid"] == rank and event["tid"] in (0, 1)]
         names = {event["name"] for event in shown}
-        assert names <= {str(at) for at in plan.programs[rank]}
+        planned = {str(at) for at in each(plan.programs[rank])}
+        assert names <= planned
+        sent = {event["name"] for event in events if event["pid"] == rank and event.get("tid") in range(2, 6)}
+        sent -= {"transfer", "thread_name", "thread_sort_index"}
+        assert sent == {name for name in planned if name.startswith(("SEND", "RECV"))}
         assert {str(at) for at in plan.programs[rank] if at.op in COMPUTE_OPS} <= names
         assert len([event for event in shown if event["tid"] == 0]) == 2 * 8, "of the steps 2 and 3"
 
