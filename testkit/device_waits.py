@@ -8,10 +8,10 @@ from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import Instruction
 from megatron_pp.plan.ir.spec import ONE_QUEUE, Plan
 from megatron_pp.plan.verify.queues import Entry
-from megatron_pp.plan.verify.rendezvous import _Run
+from megatron_pp.plan.verify.rendezvous import RendezvousRun
 
 
-class _Noting(_Run):
+class _Noting(RendezvousRun):
     """Notes what each rank posts."""
 
     def __init__(self, plan: Plan) -> None:

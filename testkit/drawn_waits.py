@@ -11,7 +11,7 @@ from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.spec import ANY_WAIT, ONE_QUEUE, Plan
 from megatron_pp.plan.ir.tasks import Task
 from megatron_pp.plan.verify.queues import Entry
-from megatron_pp.plan.verify.rendezvous import _Run
+from megatron_pp.plan.verify.rendezvous import RendezvousRun
 from megatron_pp.runtime.executor import Handler, PlanExecutor
 from testkit.streams.device import current_device
 
@@ -25,7 +25,7 @@ def drawn_waits(plan: Plan, share: float, rng: random.Random, compute: bool) -> 
     ]
 
 
-class _Waiting(_Run):
+class _Waiting(RendezvousRun):
     """Where chosen instructions wait for all that their rank has posted."""
 
     def __init__(self, plan: Plan, waits: Sequence[Collection[int]]) -> None:

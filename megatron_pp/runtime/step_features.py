@@ -39,14 +39,14 @@ def why_not_in_megatron(settings: StepSettings, barriers: int) -> str:
 
 def features_in(plan: Plan, **run: Any) -> list[Feature]:
     """What runs instructions of the plan that are not the engine's own, from the innermost to the outermost. ``run``:
-    the fields of a ``Run``."""
+    the fields of a ``FeatureRun``."""
     rows = rows_in(plan.spec, plan.placement.barriers)
     found: list[Feature] = []
     if not rows:
         return found
-    from megatron_pp.runtime.step_hooks import Run
+    from megatron_pp.runtime.step_hooks import FeatureRun
 
-    given = Run(plan, outer=found, **run)
+    given = FeatureRun(plan, outer=found, **run)
     for row in reversed(rows):
         made = load(row.step).STEP.runner(given)
         if made is not None:

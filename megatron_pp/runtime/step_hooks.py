@@ -18,7 +18,7 @@ from megatron_pp.runtime.model_steps import ModelSteps
 
 
 @dataclass(frozen=True)
-class Run:
+class FeatureRun:
     """What a feature's part of the engine is made from.
 
     steps          what runs a microbatch through a chunk
@@ -62,6 +62,6 @@ class StepHooks:
         """What runs a microbatch through a chunk, in place of ``ModelSteps``."""
         return None
 
-    def runner(self, run: Run) -> Feature | None:
+    def runner(self, run: FeatureRun) -> Feature | None:
         """What runs its instructions."""
         return None

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megatron_pp.feature_table import PER_RUN
-from megatron_pp.features.fsdp.fsdp_lowering import Layout, Sharded, Stay, Uses, preset, reductions, uses_of
+from megatron_pp.features.fsdp.fsdp_lowering import Sharded, ShardLayout, Stay, Uses, preset, reductions, uses_of
 from megatron_pp.plan.costs.stage_costs import FREE, Network, StageCosts
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.repeated import Line
@@ -24,7 +24,7 @@ from megatron_pp.plan.simulate.simulator import simulate
 _NEVER = 1 << 60
 
 
-class _Clock(NamedTuple):
+class _CollectiveTimes(NamedTuple):
     """Of one rank, without collectives: when each entry of its compute begins, and when the one before each boundary
     has ended; and what the collectives of each chunk take."""
 
@@ -43,7 +43,7 @@ class _Load(NamedTuple):
     room: int
 
 
-Choose = Callable[[_Clock, int, dict[int, int], dict[int, int]], int]
+Choose = Callable[[_CollectiveTimes, int, dict[int, int], dict[int, int]], int]
 
 
 def costs_of(spec: PlanSpec, num_stages: int) -> tuple[StageCosts, Network]:
@@ -62,7 +62,9 @@ def placed_by_cost(plan: Plan, spec: PlanSpec) -> tuple[Line, ...]:
     costs, network = costs_of(spec, plan.placement.num_stages)
     clocks = _clocks(plan, costs, network)
     most = spec.fsdp_max_active_stages or spec.num_chunks
-    ways: list[Callable[[int], Layout]] = [lambda rank: _layout(plan.programs[rank], clocks[rank], most, _farthest)]
+    ways: list[Callable[[int], ShardLayout]] = [
+        lambda rank: _layout(plan.programs[rank], clocks[rank], most, _farthest)
+    ]
     if most < spec.num_chunks:
         per_run = replace(spec, fsdp_collectives=PER_RUN)
         ways.append(lambda rank: _layout(plan.programs[rank], clocks[rank], most, _hidden))
@@ -78,7 +80,7 @@ def placed_by_cost(plan: Plan, spec: PlanSpec) -> tuple[Line, ...]:
     return best[1]
 
 
-def _clocks(plan: Plan, costs: StageCosts, network: Network) -> list[_Clock]:
+def _clocks(plan: Plan, costs: StageCosts, network: Network) -> list[_CollectiveTimes]:
     result, clocks = simulate(plan, costs, network), []
     for rank, stages in enumerate(plan.placement.stages):
         starts, ended = [], [0.0]
@@ -89,11 +91,11 @@ def _clocks(plan: Plan, costs: StageCosts, network: Network) -> list[_Clock]:
                 starts.append(halves[0].start)
                 ended.append(halves[-1].end)
         gathers, scatters = ([times[stage] for stage in stages] for times in (costs.unshard, costs.reduce_grad))
-        clocks.append(_Clock(starts, ended, gathers, scatters))
+        clocks.append(_CollectiveTimes(starts, ended, gathers, scatters))
     return clocks
 
 
-def _layout(program: Line, clock: _Clock, most: int, choose: Choose) -> Layout:
+def _layout(program: Line, clock: _CollectiveTimes, most: int, choose: Choose) -> ShardLayout:
     uses = uses_of(program)
     stays = _timed(_loads(uses, clock, most, choose), clock)
     reduces, waits = reductions(program, each=False), defaultdict(list)
@@ -104,10 +106,10 @@ def _layout(program: Line, clock: _Clock, most: int, choose: Choose) -> Layout:
             over = next((b for b in range(boundary + 1, len(uses)) if clock.ended[b] >= free), None)
             if over is not None:
                 waits[over].append(chunk)
-    return Layout(stays, reduces, waits)
+    return ShardLayout(stays, reduces, waits)
 
 
-def _loads(uses: Uses, clock: _Clock, most: int, choose: Choose) -> list[_Load]:
+def _loads(uses: Uses, clock: _CollectiveTimes, most: int, choose: Choose) -> list[_Load]:
     """The stays of one rank, at most ``most`` at a time."""
     nexts = _next_uses(uses)
     rooms = [0] * most  # boundaries from which on there is room for a stage
@@ -142,19 +144,19 @@ def _next_uses(uses: Uses) -> dict[int, list[int]]:
     return found
 
 
-def _farthest(clock: _Clock, i: int, others: dict[int, int], lasts: dict[int, int]) -> int:
+def _farthest(clock: _CollectiveTimes, i: int, others: dict[int, int], lasts: dict[int, int]) -> int:
     """Of ``others``, by chunk their next use after entry ``i``, the one that gives way. ``lasts``: their last use."""
     return max(others, key=lambda chunk: (others[chunk], -lasts[chunk]))
 
 
-def _hidden(clock: _Clock, i: int, others: dict[int, int], lasts: dict[int, int]) -> int:
+def _hidden(clock: _CollectiveTimes, i: int, others: dict[int, int], lasts: dict[int, int]) -> int:
     """Of those out of use early enough to hide the all-gather, the farthest; else the one used longest ago."""
     begin = clock.starts[i] - max(clock.gathers)
     early = {chunk: use for chunk, use in others.items() if clock.ended[lasts[chunk] + 1] <= begin}
     return _farthest(clock, i, early, lasts) if early else min(others, key=lambda chunk: lasts[chunk])
 
 
-def _timed(loads: Sequence[_Load], clock: _Clock) -> tuple[Stay, ...]:
+def _timed(loads: Sequence[_Load], clock: _CollectiveTimes) -> tuple[Stay, ...]:
     """Each is unsharded at the last boundary from which it is whole in time, one after another."""
     stays, free, latest = [], float("inf"), _NEVER
     for load in reversed(loads):

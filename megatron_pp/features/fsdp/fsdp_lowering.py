@@ -48,7 +48,7 @@ class Stay(NamedTuple):
     chunk: int
 
 
-class Layout(NamedTuple):
+class ShardLayout(NamedTuple):
     """Of one rank. ``reduces``: by boundary, the chunks whose gradients are reduced there; ``waits``: those whose
     reduction is over there. The others are waited for before the chunk's next one, or at the end."""
 
@@ -129,7 +129,7 @@ def sharded_plan(spec: PlanSpec, lower: Callable[[PlanSpec], Plan]) -> Plan:
 class Sharded(Lines):
     """``programs`` with collectives, by the ``layout`` of each rank."""
 
-    def __init__(self, programs: Sequence[Line], layout: Callable[[int], Layout]) -> None:
+    def __init__(self, programs: Sequence[Line], layout: Callable[[int], ShardLayout]) -> None:
         super().__init__(len(programs))
         self.programs = programs
         self.layout = layout
@@ -147,11 +147,11 @@ def uses_of(program: Line) -> Uses:
     return [frozenset(one.chunk for one in operations(at)) for at in program if at.op in ins.COMPUTE_OPS]
 
 
-def preset(plan: Plan, spec: PlanSpec, rank: int) -> Layout:
+def preset(plan: Plan, spec: PlanSpec, rank: int) -> ShardLayout:
     program, kind = plan.programs[rank], spec.fsdp_collectives
     uses = uses_of(program)
     stays = posted_ahead(_stretches(uses, kind), spec.fsdp_max_active_stages or spec.num_chunks)
-    return Layout(stays, reductions(program, kind in fsdp.REDUCES_EACH), {})
+    return ShardLayout(stays, reductions(program, kind in fsdp.REDUCES_EACH), {})
 
 
 def _stretches(uses: Uses, kind: str) -> list[Stay]:
@@ -197,7 +197,7 @@ def reductions(program: Line, each: bool) -> dict[int, list[int]]:
     return found
 
 
-def with_collectives(program: Line, layout: Layout) -> Line:
+def with_collectives(program: Line, layout: ShardLayout) -> Line:
     """``program`` with the instructions of ``layout``."""
     stages = {one.chunk: one.stage for at in program for one in operations(at) if one.op in ins.SINGLE_COMPUTE_OPS}
     at_boundary, before = _instructions(layout)
@@ -224,7 +224,7 @@ def with_collectives(program: Line, layout: Layout) -> Line:
 _Found = dict[int, list[tuple[str, int]]]  # by boundary: op and chunk
 
 
-def _instructions(layout: Layout) -> tuple[_Found, _Found]:
+def _instructions(layout: ShardLayout) -> tuple[_Found, _Found]:
     """Those at each boundary, and those right before the entry behind it, or at the end."""
     at_boundary: _Found = defaultdict(list)
     before: _Found = defaultdict(list)

@@ -31,7 +31,7 @@ from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.ir.tasks import Task
 from megatron_pp.runtime.arguments import StepInputs
 from megatron_pp.runtime.executor import Handler, PlanExecutor
-from megatron_pp.runtime.step_hooks import Run, StepHooks
+from megatron_pp.runtime.step_hooks import FeatureRun, StepHooks
 
 _METHOD = "_megatron_pp_pass_on"
 _LAST = {fsdp.RESHARD, fsdp.WAIT_REDUCE_GRAD}  # the last collective of a chunk is one of them
@@ -155,7 +155,7 @@ class _Step(StepHooks):
     def check_draft(self, draft: PlanSpec, inputs: StepInputs, settings: StepSettings) -> None:
         check_fsdp(draft, inputs, settings)
 
-    def runner(self, run: Run) -> FsdpRunner | None:
+    def runner(self, run: FeatureRun) -> FsdpRunner | None:
         return FsdpRunner(run.plan, run.communicator.rank, run.chunks) if run.plan.spec.fsdp_collectives else None
 
 

@@ -229,7 +229,7 @@ class _Span(NamedTuple):
     end: float
 
 
-class _Clock(NamedTuple):
+class _NodeTimes(NamedTuple):
     """Of each rank the spans of its operations; when each operation ends; how long the longest takes."""
 
     spans: list[list[_Span]]
@@ -237,7 +237,7 @@ class _Clock(NamedTuple):
     longest: float
 
 
-def _clock(graph: ModuleGraph, orders: Sequence[Line], in_slots: bool) -> _Clock:
+def _clock(graph: ModuleGraph, orders: Sequence[Line], in_slots: bool) -> _NodeTimes:
     """Raises PlanError where ranks wait for each other in a circle."""
     spans: list[list[_Span]] = [[] for _ in orders]
     made: dict[_Made, float] = {}
@@ -266,7 +266,7 @@ def _clock(graph: ModuleGraph, orders: Sequence[Line], in_slots: bool) -> _Clock
             f"rank {graph.members[ranks[0]]} waits for {op}{chunk}.{mb} of rank {graph.members[source]}, which never "
             "comes: the modules of these ranks wait for each other in a circle"
         )
-    return _Clock(spans, made, max((span.end - span.begin for own in spans for span in own), default=0.0))
+    return _NodeTimes(spans, made, max((span.end - span.begin for own in spans for span in own), default=0.0))
 
 
 def _places(graph: ModuleGraph) -> dict[str, int]:
@@ -306,7 +306,7 @@ def _in_turn(one: _Post) -> tuple[float, int, tuple[int, int]]:
 class _Lowering:
     """Lays out one rank's program on the boundaries of its order: boundary i is before entry i."""
 
-    def __init__(self, spec: ModulesSpec, rank: int, order: Line, clock: _Clock, places: Mapping[str, int]) -> None:
+    def __init__(self, spec: ModulesSpec, rank: int, order: Line, clock: _NodeTimes, places: Mapping[str, int]) -> None:
         self.spec, self.rank, self.order, self.clock, self.places = spec, rank, order, clock, places
         self.spans = clock.spans[rank]
         self.edges = {op: spec.graph.edges[op][rank] for op in (FORWARD, BACKWARD)}  # by chunk

@@ -44,7 +44,7 @@ def verify_modules(plan: Plan, device: Collection[str] | None = None) -> Verdict
         raise PlanError(f"the plan has {len(plan.programs)} rank programs for {plan.spec.pipeline_size} ranks")
     graph: ModuleGraph = plan.placement.graph  # type: ignore[attr-defined]
     check_names([*graph.activations, *graph.gradients])
-    peaks = tuple(_Walk(plan, rank).run() for rank in range(len(plan.programs)))
+    peaks = tuple(_ModulesWalk(plan, rank).run() for rank in range(len(plan.programs)))
     for rank, chunks in enumerate(graph.chunks):
         syncs = SyncCheck(plan, rank)
         syncs.spec = replace(plan.spec, num_chunks=len(chunks))
@@ -59,7 +59,7 @@ def verify_modules(plan: Plan, device: Collection[str] | None = None) -> Verdict
     return Verdict(peaks, certificate, plan, found, (0.0,) * len(peaks), plan.spec.num_chunks)
 
 
-class _Walk:
+class _ModulesWalk:
     """What is true on one rank, and alive there, as its program runs."""
 
     def __init__(self, plan: Plan, rank: int) -> None:

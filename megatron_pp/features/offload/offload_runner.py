@@ -34,7 +34,7 @@ from megatron_pp.plan.ir.tasks import Cell, Task
 from megatron_pp.runtime.arguments import StepInputs
 from megatron_pp.runtime.compute import each_tensor
 from megatron_pp.runtime.executor import Handler, PlanExecutor
-from megatron_pp.runtime.step_hooks import Run, StepHooks
+from megatron_pp.runtime.step_hooks import FeatureRun, StepHooks
 
 SMALLEST = 64
 
@@ -119,7 +119,7 @@ class _Step(StepHooks):
                 "their own; set config.offload_chunks to 0"
             )
 
-    def runner(self, run: Run) -> Offloads | None:
+    def runner(self, run: FeatureRun) -> Offloads | None:
         keys = run.plan.copied(run.communicator.rank)
         if not keys:
             return None

@@ -30,7 +30,7 @@ from megatron_pp.runtime.compute import LossRecord, each_tensor, in_one_block
 from megatron_pp.runtime.executor import Handler, PlanExecutor
 from megatron_pp.runtime.message_shapes import Messages
 from megatron_pp.runtime.model_steps import ModelSteps, scaled_loss
-from megatron_pp.runtime.step_hooks import Run, StepHooks
+from megatron_pp.runtime.step_hooks import FeatureRun, StepHooks
 
 
 def rows_of_rank(vocab_size: int, rank: int, size: int) -> range:
@@ -193,7 +193,7 @@ class _Step(StepHooks):
     def steps(self) -> type[ModelSteps]:
         return OutputLayerSteps
 
-    def runner(self, run: Run) -> OutputLayerRunner:
+    def runner(self, run: FeatureRun) -> OutputLayerRunner:
         return OutputLayerRunner(run.plan.placement, run.communicator, run.steps, run.plan.spec.forward_only)
 
 

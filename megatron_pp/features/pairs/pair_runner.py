@@ -22,7 +22,7 @@ from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.tasks import Cell, Task
 from megatron_pp.runtime.compute import Activation, each_tensor, in_one_block
 from megatron_pp.runtime.executor import Handler, PlanExecutor
-from megatron_pp.runtime.step_hooks import Run, StepHooks
+from megatron_pp.runtime.step_hooks import FeatureRun, StepHooks
 
 Handlers = Mapping[str, Callable[[Task], None]]
 Ready = Callable[[Activation], None]  # is given a result as soon as it is there
@@ -304,7 +304,7 @@ class PairRunner:
 
 
 class _Step(StepHooks):
-    def runner(self, run: Run) -> PairRunner:
+    def runner(self, run: FeatureRun) -> PairRunner:
         return PairRunner(run.settings.overlapped_forward_backward, run.chunks)
 
 

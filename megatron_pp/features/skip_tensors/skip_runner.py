@@ -28,7 +28,7 @@ from megatron_pp.runtime.compute import Activation, in_one_block
 from megatron_pp.runtime.deallocate import Root, backward_root
 from megatron_pp.runtime.executor import Handler, PlanExecutor
 from megatron_pp.runtime.message_shapes import Messages
-from megatron_pp.runtime.step_hooks import Run, StepHooks
+from megatron_pp.runtime.step_hooks import FeatureRun, StepHooks
 
 TensorKey = tuple[int, int, int, str]  # stage where the rank holds it, microbatch, slice, name
 
@@ -70,7 +70,7 @@ class _Step(StepHooks):
         if draft.skip_tensors:
             check_skip_tensors(draft.skip_tensors, inputs, settings)
 
-    def runner(self, run: Run) -> SkipRunner | None:
+    def runner(self, run: FeatureRun) -> SkipRunner | None:
         if not run.plan.spec.skip_tensors:
             return None
         graphs = run.graphs or not run.plan.spec.forward_only

@@ -30,7 +30,7 @@ from megatron_pp.runtime.arguments import StepInputs
 from megatron_pp.runtime.executor import Handler, PlanExecutor
 from megatron_pp.runtime.message_shapes import Shapes
 from megatron_pp.runtime.model_steps import ModelSteps
-from megatron_pp.runtime.step_hooks import Run, StepHooks
+from megatron_pp.runtime.step_hooks import FeatureRun, StepHooks
 
 
 class _Grown:
@@ -273,7 +273,7 @@ class _Step(StepHooks):
     def steps(self) -> type[ModelSteps]:
         return SlicedSteps
 
-    def runner(self, run: Run) -> SliceRunner | None:
+    def runner(self, run: FeatureRun) -> SliceRunner | None:
         return SliceRunner(run.plan, run.lengths) if run.lengths else None
 
 

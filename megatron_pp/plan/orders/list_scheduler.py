@@ -87,10 +87,10 @@ class Scheduled:
 
 def schedule(problem: Problem, slots: Slots, rules: Rules, most: float = UNKNOWN) -> Scheduled | None:
     """Run the scheduler; None where memory does not suffice or the result takes longer than ``most``."""
-    return _Clock(problem, slots, rules, most * (1 + ROUNDING)).run()
+    return _ScheduleTimes(problem, slots, rules, most * (1 + ROUNDING)).run()
 
 
-class _Clock:
+class _ScheduleTimes:
     """All ranks on one clock. ``arrivals[(op, stage)][mb]``: when the result is where it is needed next."""
 
     def __init__(self, problem: Problem, slots: Slots, rules: Rules, most: float) -> None:
@@ -101,7 +101,7 @@ class _Clock:
             for op in (FORWARD, BACKWARD)
             for stage in range(self.placement.num_stages)
         }
-        self.ranks = [_Rank(problem, rules, rank, slot, self.arrivals) for rank, slot in enumerate(slots)]
+        self.ranks = [_ScheduledRank(problem, rules, rank, slot, self.arrivals) for rank, slot in enumerate(slots)]
         self.agenda: list[tuple[float, int]] = [(0.0, rank.number) for rank in self.ranks]
 
     def run(self) -> Scheduled | None:
@@ -122,7 +122,7 @@ class _Clock:
             return None
         return Scheduled([rank.order for rank in self.ranks], makespan)
 
-    def _start(self, rank: _Rank, now: float, chosen: Instruction) -> float:
+    def _start(self, rank: _ScheduledRank, now: float, chosen: Instruction) -> float:
         stage = self.placement.stages[rank.number][chosen.chunk]
         end = now + self.costs.of(chosen.op, stage) * self.problem.shares[chosen.mb]
         rank.take(chosen, end)
@@ -139,7 +139,7 @@ class _Clock:
         return end
 
 
-class _Rank:
+class _ScheduledRank:
     """One rank: what is left to do, what memory is used, and the choice of the next operation."""
 
     def __init__(

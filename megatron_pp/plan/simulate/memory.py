@@ -21,7 +21,7 @@ from megatron_pp.plan.costs.activations import host_timeline, kept_timeline
 from megatron_pp.plan.ir.feature import hooks_of
 from megatron_pp.plan.ir.ledger import KINDS
 from megatron_pp.plan.ir.spec import Plan
-from megatron_pp.plan.verify.lifetime import Walk
+from megatron_pp.plan.verify.lifetime import LifetimeWalk
 from megatron_pp.plan.verify.record_stream import recorded_timeline
 
 NONE = "none"
@@ -228,7 +228,7 @@ def rank_memory(plan: Plan, rank: int, shape: ModelShape, deallocate: bool = Tru
     late = [shape.kept_for_weights(s, total) / slices for s in range(total)]
     inside = kept_timeline(plan.programs[rank], stages, kept, late)  # the chunks' own activations
     pairs_of = load("key_values").key_values_timeline(plan, rank) if slices > 1 else repeat(0.0, len(plan.timed(rank)))
-    walk, message, after = Walk(plan, rank, deallocate), shape.message_bytes / slices, array("d")
+    walk, message, after = LifetimeWalk(plan, rank, deallocate), shape.message_bytes / slices, array("d")
     most, parts = 0.0, Parts()
     timelines = inside, walk.tensors(), recorded_timeline(plan, rank, deallocate), pairs_of, whole_timeline
     for kept_here, alive, recorded, pairs, whole_here in zip(*timelines, strict=True):

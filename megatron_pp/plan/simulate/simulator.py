@@ -39,7 +39,7 @@ def simulate(plan: Plan, costs: StageCosts, network: Network = FREE, device: Col
         raise PlanError(f"{' and '.join(rules)}: gloo's transfers wait for no device; leave the rule or gloo out")
     if costs.num_stages != plan.placement.num_stages:
         raise PlanError(f"costs are given for {costs.num_stages} stages; the plan has {plan.placement.num_stages}")
-    return _Run(plan, costs.placed(plan.placement), network, rules).run()
+    return _SimulatedRun(plan, costs.placed(plan.placement), network, rules).run()
 
 
 class _CopyEngines:
@@ -71,7 +71,7 @@ class _CopyEngines:
         return max(self._free_at.values(), default=0.0)
 
 
-class _Rank:
+class _SimulatedRank:
     """What is recorded of one rank, and what it has posted."""
 
     def __init__(self, number: int, copies: _CopyEngines) -> None:
@@ -95,7 +95,7 @@ class _Rank:
             self.waits.add_receive(since, now, entry.last)
 
 
-class _Run(DeviceRanks):
+class _SimulatedRun(DeviceRanks):
     """With time: a rank is busy while it computes, and a transfer is over when it is there."""
 
     queues: TimedQueues
@@ -107,7 +107,7 @@ class _Run(DeviceRanks):
         self.of_mb = costs.of_microbatches(plan.spec.num_microbatches)
         self.posts = {ins.BATCH} | ins.SEND_OPS | ins.COLLECTIVE_POSTS
         self.posts |= set() if self.late_receives else ins.RECV_OPS  # the WAIT posts a late receive
-        self.ranks = [_Rank(r, _CopyEngines(costs, self.shares)) for r in range(len(plan.programs))]
+        self.ranks = [_SimulatedRank(r, _CopyEngines(costs, self.shares)) for r in range(len(plan.programs))]
         self.log = TransferLog()
 
     def run(self) -> Simulation:
@@ -169,7 +169,7 @@ class _Run(DeviceRanks):
                 now = until
             me.ends.append(now)
 
-    def _compute(self, me: _Rank, at: Instruction) -> float:
+    def _compute(self, me: _SimulatedRank, at: Instruction) -> float:
         """Returns when it is over."""
         end = self.now
         for one in at.members or (at,):
@@ -182,7 +182,7 @@ class _Run(DeviceRanks):
     def _time(self, one: Instruction) -> float:
         return self.costs.of(one.op, one.stage) * self.shares[one.part] * self.of_mb[one.mb]
 
-    def _synchronise(self, me: _Rank) -> Iterator[Entry | float]:
+    def _synchronise(self, me: _SimulatedRank) -> Iterator[Entry | float]:
         """The operation that is over lasts until all that the rank has posted is over."""
         while unfinished := self.unfinished(me.number):
             entry, since = unfinished[0], me.ends[-1]
@@ -195,7 +195,7 @@ class _Run(DeviceRanks):
             me.ends[-1] = idle_from
             yield idle_from
 
-    def _pair(self, me: _Rank, at: Instruction) -> Iterator[Entry | float]:
+    def _pair(self, me: _SimulatedRank, at: Instruction) -> Iterator[Entry | float]:
         """Joined operations with sends in them: they take what all take, and each send has its share of that time."""
         whole = sum(map(self._time, operations(at)))
         begun = now = self.now
@@ -225,7 +225,7 @@ class _Run(DeviceRanks):
         if begun + whole + delay > self.now:
             yield begun + whole + delay
 
-    def _copy(self, me: _Rank, at: Instruction) -> float:
+    def _copy(self, me: _SimulatedRank, at: Instruction) -> float:
         """Post a copy, or wait for one. Returns until when that holds the rank."""
         now = self.now
         if at.op in ins.COPY_POST_OPS:
@@ -237,7 +237,7 @@ class _Run(DeviceRanks):
             me.waits.copy += until - now
         return until
 
-    def _awaited(self, me: _Rank, at: Instruction) -> Entry:
+    def _awaited(self, me: _SimulatedRank, at: Instruction) -> Entry:
         """What a WAIT or FREE waits for."""
         message = message_of(at)
         if self.late_receives and at.op in ins.WAIT_OPS and message not in me.posted:
@@ -247,7 +247,7 @@ class _Run(DeviceRanks):
             raise PlanError(f"rank {me.number}: {at} ({at.name}) waits for a transfer that was never posted")
         return entry
 
-    def _post(self, me: _Rank, at: Instruction) -> Entry:
+    def _post(self, me: _SimulatedRank, at: Instruction) -> Entry:
         entry = self.queues.send_off(me.number, at, self.now)
         for end in entry.ends:
             me.posted[end.message] = entry

@@ -24,7 +24,7 @@ def check_rank(plan: Plan, rank: int, deallocate: bool = True, block: Block | No
     ``deallocate``: whether FREE_F gives the output's data back (config.deallocate_pipeline_outputs) or the backward
     does. With ``block``, raises RepetitionError unless the block leaves the rank as it found it.
     """
-    walk = Walk(plan, rank, deallocate)
+    walk = LifetimeWalk(plan, rank, deallocate)
     timeline, together = walk.tensors(), 0
     if block is not None:
         program, (start, end) = plan.programs[rank], block.of(rank)
@@ -84,7 +84,7 @@ class Step(NamedTuple):
     moves: dict[int, _Move]
 
 
-class Walk:
+class LifetimeWalk:
     """What is true of every cell of a rank, and alive on it, as its program runs."""
 
     def __init__(self, plan: Plan, rank: int, deallocate: bool = True) -> None:

@@ -22,14 +22,14 @@ def recorded_timeline(plan: Plan, rank: int, deallocate: bool = True) -> Iterato
     """Freed pipeline tensors of ``rank`` that cannot be used again yet, after each instruction of ``plan.timed``.
     ``deallocate``: whether an output is freed when it was sent, and not with its backward.
     """
-    walk = _Walk(plan, deallocate or plan.spec.forward_only)
+    walk = _StreamWalk(plan, deallocate or plan.spec.forward_only)
     for at in plan.timed(rank):
         for one in at.members or (at,):
             walk.advance(one)
         yield len(walk.waiting)
 
 
-class _Walk:
+class _StreamWalk:
     def __init__(self, plan: Plan, gives_back: bool) -> None:
         self.plan, self.gives_back = plan, gives_back
         self.added = hooks_of(plan.spec.added)

@@ -24,7 +24,7 @@ def check_rendezvous(plan: Plan, device: Collection[str] = (), block: Block | No
     checked here. ``replicas``: of the pipeline, whose ranks follow each other in the plan's programs. With ``block``,
     raises RepetitionError unless ranks that run to its ends come to a standstill as ranks that run to its starts do.
     """
-    run = _Run(plan, [rule for rule in (ONE_QUEUE, ANY_WAIT, DEVICE_SYNC) if rule in device], replicas)
+    run = RendezvousRun(plan, [rule for rule in (ONE_QUEUE, ANY_WAIT, DEVICE_SYNC) if rule in device], replicas)
     if block is not None:
         run.upto(block.starts)
         before = run.state(block.starts, 0)
@@ -45,7 +45,7 @@ class Standstill(NamedTuple):
 
 def standstill(plan: Plan) -> Standstill:
     """Run all ranks of ``plan``, whose programs may end early, as far as they come."""
-    run = _Run(plan, [], 1)
+    run = RendezvousRun(plan, [], 1)
     run.upto([len(program) for program in plan.programs])
     pending: dict[int, list[Instruction]] = {}
     for queue in run.queues.queues.values():
@@ -58,7 +58,7 @@ def _unfinished(entry: Entry) -> list[Instruction]:
     return [end.at for end in entry.ends if not end.done]
 
 
-class _Run(DeviceRanks):
+class RendezvousRun(DeviceRanks):
     """Without time: what has met is over."""
 
     def __init__(self, plan: Plan, rules: list[str], replicas: int) -> None:

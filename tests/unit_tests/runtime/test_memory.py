@@ -18,7 +18,7 @@ from megatron_pp.features.skip_tensors.skip_runner import SkipRunner
 from megatron_pp.plan.builder import build_plan, verified_plan
 from megatron_pp.plan.ir.instruction import SEND_OPS, Instruction
 from megatron_pp.plan.ir.spec import POLICIES, PlanSpec
-from megatron_pp.plan.verify.lifetime import Walk
+from megatron_pp.plan.verify.lifetime import LifetimeWalk
 from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.toy import TOY_SCHEDULES, ToyBlock, ToyData
@@ -97,7 +97,7 @@ def test_live_storages_are_those_predicted(plan: tuple[str, int, int, int], poli
     for deallocate, forward_only in product((True, False), (False, True)):
         made, verdict = verified_plan(spec := PlanSpec(*plan, policy=policy, forward_only=forward_only))
         for rank, census in enumerate(run_counted(spec, deallocate)):
-            assert census.counted == list(Walk(made, rank, deallocate).tensors())
+            assert census.counted == list(LifetimeWalk(made, rank, deallocate).tensors())
             assert max(census.counted) == verdict.ranks[rank].tensors or not deallocate
             assert census.counted[-1] == 0
 
@@ -110,7 +110,7 @@ def test_named_tensors_are_counted_as_they_live(cache: str, forward_only: bool) 
         plan, verdict = verified_plan(spec)
         block = partial(SkipBlock, tensors=spec.skip_tensors)
         for rank, census in enumerate(run_counted(spec, block=block)):
-            assert census.counted == list(Walk(plan, rank).tensors())
+            assert census.counted == list(LifetimeWalk(plan, rank).tensors())
             assert max(census.counted) == verdict.ranks[rank].tensors
             assert census.counted[-1] == 0
 
@@ -133,5 +133,5 @@ def test_outputs_that_the_graph_has_saved_count_as_kept(sizes: tuple[int, int, i
     schedule = "1f1b" if sizes[1] == 1 else "interleaved_1f1b"
     spec = PlanSpec(schedule, *sizes, policy=policy)
     for rank, census in enumerate(run_counted(spec, True, EndsInTanh)):
-        kept = list(Walk(build_plan(spec), rank, deallocate=False).tensors())
+        kept = list(LifetimeWalk(build_plan(spec), rank, deallocate=False).tensors())
         assert census.counted == kept

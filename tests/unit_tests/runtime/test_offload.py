@@ -20,7 +20,7 @@ from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs.activations import activations_timeline, host_timeline
 from megatron_pp.plan.ir.instruction import Instruction
 from megatron_pp.plan.ir.spec import PlanSpec
-from megatron_pp.plan.verify.lifetime import Walk
+from megatron_pp.plan.verify.lifetime import LifetimeWalk
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import ToyBlock, ToyData
 from testkit.step_runs import pipeline
@@ -94,7 +94,7 @@ def test_memory_is_what_the_plan_counts_at_each_instruction(spec: PlanSpec, monk
 
     plan = build_plan(spec)
     for rank, census in enumerate(test_memory.run_counted(spec, block=block)):
-        assert census.counted == list(Walk(plan, rank).tensors()), "pipeline tensors"
+        assert census.counted == list(LifetimeWalk(plan, rank).tensors()), "pipeline tensors"
         assert on_device[rank] == list(activations_timeline(plan, rank))
         ones = (1.0,) * plan.placement.num_stages
         assert on_host[rank] == list(host_timeline(plan.programs[rank], plan.placement.stages[rank], ones))

@@ -26,7 +26,7 @@ from megatron_pp.plan.ir.spec import (
 )
 from megatron_pp.plan.lower.clock import run_clock
 from megatron_pp.plan.orders import SCHEDULES, find_family
-from megatron_pp.plan.verify.lifetime import Walk
+from megatron_pp.plan.verify.lifetime import LifetimeWalk
 from testkit.device_waits import hanging_waits, stopped
 from testkit.plan_text import index_of
 
@@ -279,7 +279,7 @@ def test_the_first_rank_holds_one_output_and_one_gradient_in_a_backward(p: int) 
     """No buffer for the next gradient stands ready while that one cannot come: its sender has a forward to do."""
     plan = lowered_plan(PlanSpec("1f1b", p, 1, 2 * p + 1))
     program = flat(plan.programs[0])
-    held = list(Walk(plan, 0).tensors())
+    held = list(LifetimeWalk(plan, 0).tensors())
     before_backwards = [held[i - 1] for i, at in enumerate(program) if at.op == ins.BACKWARD]
     assert max(before_backwards) == 2
 

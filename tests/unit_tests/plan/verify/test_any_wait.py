@@ -31,7 +31,7 @@ from megatron_pp.plan.ir.spec import (
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.verify.queues import Entry
-from megatron_pp.plan.verify.rendezvous import _Run, check_rendezvous
+from megatron_pp.plan.verify.rendezvous import RendezvousRun, check_rendezvous
 from megatron_pp.plan.verify.verifier import verify
 from testkit.plan_text import edited, refusal
 
@@ -84,7 +84,7 @@ def drawn_specs(seed: int, count: int) -> Iterator[PlanSpec]:
             yield spec
 
 
-class SomeWait(_Run):
+class SomeWait(RendezvousRun):
     """Only the instructions in ``chosen`` (rank, position) wait."""
 
     def __init__(self, plan: Plan, chosen: set[tuple[int, int]]) -> None:

@@ -8,7 +8,7 @@ from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import BATCHED, OVERLAP, PLAIN, PlanSpec
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.simulate.memory import FULL, ModelShape, rank_memory
-from megatron_pp.plan.verify.lifetime import Walk
+from megatron_pp.plan.verify.lifetime import LifetimeWalk
 from megatron_pp.plan.verify.record_stream import recorded_timeline
 
 ONE_LAYER = ModelShape(2, 64, 32, recompute=FULL)
@@ -43,7 +43,7 @@ def test_nothing_stays_where_transfers_are_waited_for_at_once(name: str, policy:
 def test_the_prediction_counts_it(channels: str) -> None:
     plan = build_plan(PlanSpec("1f1b", 2, 1, 4, policy=OVERLAP, channels=channels))
     for rank in range(2):
-        recorded, tensors = list(recorded_timeline(plan, rank)), list(Walk(plan, rank).tensors())
+        recorded, tensors = list(recorded_timeline(plan, rank)), list(LifetimeWalk(plan, rank).tensors())
         after = rank_memory(plan, rank, ONE_LAYER).after
         assert max(recorded) >= 1
         # With all of a layer recomputed, a stage keeps its input only; the first one's is no message.
