@@ -76,6 +76,8 @@ setup(
         "torch>=2.6",
         # The command line's tables and drawings.
         "rich>=13",
+        # Types of keyword arguments, as ``typing`` has them from Python 3.11 on; torch needs it too.
+        "typing_extensions>=4.10",
         # TOML files: settings of the plug-in, and of the training program.
         "tomli; python_version < '3.11'",
     ],

@@ -126,7 +126,7 @@ def test_the_metadata_says_what_it_is(installed: Installed) -> None:
     metadata = metadata_of(installed.wheel)
     assert (metadata["Name"], metadata["Version"]) == ("megatron-pp", megatron_pp.__version__)
     assert (metadata["License-Expression"], metadata["Requires-Python"]) == ("Apache-2.0", ">=3.10")
-    assert {"torch>=2.6", "rich>=13"} <= set(metadata.get_all("Requires-Dist", []))
+    assert {"torch>=2.6", "rich>=13", "typing_extensions>=4.10"} <= set(metadata.get_all("Requires-Dist", []))
     supported = {f"Programming Language :: Python :: 3.{minor}" for minor in (10, 11, 12, 13)}
     assert supported <= set(metadata.get_all("Classifier", []))
     assert f"Issues, {URL}/issues" in metadata.get_all("Project-URL", [])
