@@ -8,6 +8,7 @@ group of the given backend is initialised before it, over a FileStore, so no por
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import pickle
@@ -16,13 +17,18 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 from megatron_pp.errors import MegatronPPError
 from testkit.autograd_draw import follow, for_processes
 
 _JOIN_SECONDS = 5.0
+PRELOADED = ["testkit.preload"]
+"""For ``multiprocessing.set_forkserver_preload``: what ranks are forked with."""
+_OTHER_SERVER = "other server"
 
 
 class RankFailedError(MegatronPPError, RuntimeError):
@@ -48,7 +54,7 @@ def run_processes(
     backend: str | None = "gloo",
     environment: dict[str, str] | None = None,
     group_timeout: float = 120.0,
-    start_method: str = "spawn",
+    start_method: str | Sequence[str] = "spawn",
     patience: float = _JOIN_SECONDS,
 ) -> list[Any]:
     """Run ``rank_main(rank, size, *args)`` in ``size`` processes and return the results (picklable) in rank order.
@@ -56,20 +62,20 @@ def run_processes(
     ``backend`` None leaves process groups to ``rank_main``. ``start_method`` is multiprocessing's: "spawn" starts
     every rank as a launcher does; "forkserver", after ``multiprocessing.set_forkserver_preload(["torch"])``, in a
     twentieth of the time, but then all ranks share one hash seed (no dependence on the order of a set shows), and
-    ``environment`` comes too late for the interpreter. "mixed" spawns the last rank and forks the others: sets have
-    one order there and another here. Raises RankFailedError as soon as a rank has raised (``patience`` seconds later,
-    for what the others give), RanksTimedOutError at the deadline; no process outlives the call.
+    ``environment`` comes too late for the interpreter. "mixed" forks the last rank from a second server, which has
+    another hash seed: sets have one order there and another here. A sequence has one method for each rank. Raises
+    RankFailedError as soon as a rank has raised (``patience`` seconds later, for what the others give),
+    RanksTimedOutError at the deadline; no process outlives the call.
     """
-    fork_or_spawn = ["forkserver"] * (size - 1) + ["spawn"] if start_method == "mixed" else [start_method] * size
     with tempfile.TemporaryDirectory(prefix="megatron_pp_ranks_") as folder:
         store = os.path.join(folder, "store")
         processes, pipes = [], []
-        for rank, method in enumerate(fork_or_spawn):
-            context: Any = multiprocessing.get_context(method)
+        for rank, method in enumerate(_methods(start_method, size)):
+            context: Any = multiprocessing.get_context("forkserver" if method == _OTHER_SERVER else method)
             here, there = context.Pipe(duplex=False)
             setup = _Setup(rank, size, backend, store, group_timeout, {**for_processes(), **(environment or {})})
             process = context.Process(target=_rank_process, args=(there, setup, rank_main, tuple(args)), daemon=True)
-            process.start()
+            _start(process, method)
             there.close()
             processes.append(process)
             pipes.append(here)
@@ -78,6 +84,29 @@ def run_processes(
         finally:
             for process in processes:
                 _reap(process)
+
+
+def _methods(start_method: str | Sequence[str], size: int) -> Sequence[str]:
+    """Of each rank."""
+    if start_method == "mixed":
+        return ["forkserver"] * (size - 1) + [_OTHER_SERVER]
+    return [start_method] * size if isinstance(start_method, str) else start_method
+
+
+def _start(process: Any, method: str) -> None:
+    if method != _OTHER_SERVER:
+        process.start()
+        return
+    with patch.object(forkserver, "connect_to_new_process", _other_server().connect_to_new_process):
+        process.start()
+
+
+@functools.cache
+def _other_server() -> forkserver.ForkServer:
+    """A second process to fork ranks from, with an interpreter of its own. It ends with this process."""
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload(PRELOADED)
+    return server
 
 
 class _Setup(NamedTuple):

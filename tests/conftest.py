@@ -47,6 +47,7 @@ def _set_environment() -> None:
 _set_environment()
 
 from testkit import autograd_draw  # noqa: E402  # of the path that was just set
+from testkit.processes import PRELOADED  # noqa: E402
 
 # No test depends on time, or on chance.
 hypothesis.settings.register_profile("project", deadline=None, derandomize=True)
@@ -54,9 +55,9 @@ hypothesis.settings.load_profile("project")
 
 
 # Ranks that a test starts with start_method="forkserver" are forked from a process that has loaded this. Tests of
-# numbers, and of groups that all ranks make in one order, start theirs as a launcher does: each with an interpreter,
-# and an order of sets, of its own.
-multiprocessing.set_forkserver_preload(["testkit.preload"])
+# numbers, and of groups that all ranks make in one order, fork one rank from a second such process: with an order of
+# sets of its own.
+multiprocessing.set_forkserver_preload(PRELOADED)
 
 
 @pytest.fixture(scope="session")

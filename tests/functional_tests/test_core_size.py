@@ -232,7 +232,7 @@ def names_in(*books: Mapping[str, str]) -> set[str]:
 )
 def test_a_default_step_loads_two_books(steps: Any, more: Mapping[str, str], most: int) -> None:
     # The last rank alone starts as a launcher starts ranks: with nothing loaded. Its peer loads the same modules.
-    found = run_processes(steps, 2, timeout=120, start_method="mixed")[-1]
+    found = run_processes(steps, 2, timeout=120, start_method=("forkserver", "spawn"))[-1]
     machine, compiler = names_in(MACHINE, GLOO, more), names_in(COMPILER)
     unlisted = set(found) - machine - compiler - names_in(OF_A_SLOW_RANK)
     said = "".join(f"\n{name}: {found[name][0]} lines, asked for by {found[name][1]}" for name in sorted(unlisted))

@@ -12,6 +12,7 @@ from xml.etree import ElementTree as Xml
 
 import pytest
 
+from testkit.megatron.parity_commands import run_parity
 from tests.conftest import PROJECT_ROOT
 from tests.functional_tests.megatron_support import SCRIPTS, needs_megatron
 
@@ -19,13 +20,6 @@ pytestmark = needs_megatron
 
 FLAGS = "--engine megatron --num-layers 16 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --train-iters 9"
 CHUNKS = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
-ONE_PROCESS = """
-import json, sys
-from megatron_pp.tools.cli.command_line import main
-
-for command in json.loads(sys.argv[1]):
-    print(main(command))
-"""
 UNSYNCHRONISED = """
 import runpy, sys
 from megatron.core.distributed import finalize_model_grads
@@ -52,27 +46,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def answers(folder: Path) -> Answers:
-    """Of each command, its exit code and the object on standard output. They share a process: importing Megatron-core
-    takes as long as what a command computes, in processes that it forks.
-    """
+    """Of each command, its exit code and the object on standard output. The first one starts an interpreter, which
+    imports Megatron-core: that takes as long as what a command computes."""
     script = str(SCRIPTS / "pretrain_gpt_megatron.py")
     (folder / "train.py").write_text(UNSYNCHRONISED.format(script=script))
-    words = [["parity", "--json", *command.split()] for command in COMMANDS.values()]
-    given = [[script if word == "SCRIPT" else word for word in command] for command in words]
-    done = subprocess.run(
-        [sys.executable, "-c", ONE_PROCESS, json.dumps(given)],
-        env={**os.environ, "PYTHONPATH": str(PROJECT_ROOT)},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("\n") == 2 * len(given), done.stderr[-3000:]  # one line of each, and its exit code
-    assert "Warning" not in done.stderr, "of the libraries that the script imports"
-    lines = list(map(json.loads, done.stdout.splitlines()))
-    return dict(zip(COMMANDS, zip(lines[1::2], lines[::2], strict=True), strict=True))
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT_ROOT)}
+    found = {}
+    for name, command in COMMANDS.items():
+        words = [script if word == "SCRIPT" else word for word in ["--json", *command.split()]]
+        if found:
+            done = run_parity(words, folder, environment)
+        else:
+            interpreter = [sys.executable, "-m", "megatron_pp", "parity", *words]
+            done = subprocess.run(
+                interpreter, env=environment, cwd=folder, capture_output=True, text=True, timeout=300, check=False
+            )
+        assert done.stdout.count("\n") == 1, done.stderr[-3000:]
+        assert "Warning" not in done.stderr, "of the libraries that the script imports"
+        found[name] = done.returncode, json.loads(done.stdout)
+    return found
 
 
 def test_a_pipeline_with_chunks_is_right_under_both_schedules(answers: Answers) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from testkit.megatron.parity_commands import run_parity
 from testkit.sweeps import drawn
 from tests.conftest import PROJECT_ROOT
 from tests.functional_tests.megatron_support import SCRIPTS, needs_megatron
@@ -40,23 +41,22 @@ class Said:
     complaint: str
 
 
-def parity(command: str, folder: Path, fault: str = "", **environment: str) -> Said:
-    """What `megatron-pp parity --json` says of a script, with the small training package beside Megatron-core."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "megatron_pp", "parity", "--json", *command.split()],
-        env={**os.environ, "PYTHONPATH": f"{PROJECT_ROOT}:{SMALL}", "PLANTED_FAULT": fault, **environment},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+def parity(command: str, folder: Path, fault: str = "", starts: bool = False, **environment: str) -> Said:
+    """What `megatron-pp parity --json` says of a script, with the small training package beside Megatron-core.
+    ``starts``: in an interpreter of its own, which imports Megatron-core itself."""
+    words = ["--json", *command.split()]
+    given = {**os.environ, "PYTHONPATH": f"{PROJECT_ROOT}:{SMALL}", "PLANTED_FAULT": fault, **environment}
+    if starts:
+        interpreter = [sys.executable, "-W", "ignore", "-m", "megatron_pp", "parity", *words]
+        done = subprocess.run(interpreter, env=given, cwd=folder, capture_output=True, text=True, timeout=300)
+    else:
+        done = run_parity(words, folder, given)
     assert done.stdout.count("\n") == 1, done.stderr[-3000:]
     return Said(done.returncode, json.loads(done.stdout), done.stderr)
 
 
 def test_megatrons_loop_is_right_under_both_schedules(tmp_path: Path) -> None:
-    said = parity(f"{PRETRAIN} {SIZES} --num-layers 8 {PP2}", tmp_path)
+    said = parity(f"{PRETRAIN} {SIZES} --num-layers 8 {PP2}", tmp_path, starts=True)
     assert (said.code, said.answer["verdict"], said.answer["same"]) == (0, "rounding", True)
     assert {"log", "report", "schedule"} <= set(said.answer["exact"])
     assert said.answer["rounding"].startswith("gradient of embedding.word_embeddings.weight, step 0 (each stage")
@@ -251,7 +251,8 @@ OF_GPT = {
 
 
 def test_a_hybrid_model_whose_layers_need_a_gpu(tmp_path: Path) -> None:
-    """Its specification has layers of Transformer Engine, and Mamba's kernels are Triton's."""
+    """Its specification has layers of Transformer Engine, and Mamba's kernels are Triton's. Megatron-core is imported
+    with the script here: without stand-ins for both it cannot be."""
     megatron = importlib.util.find_spec("megatron")
     folders = (megatron and megatron.submodule_search_locations) or ()
     if not any(Path(folder, "core", "models", "mamba", "mamba_layer_specs.py").exists() for folder in folders):
@@ -261,7 +262,7 @@ def test_a_hybrid_model_whose_layers_need_a_gpu(tmp_path: Path) -> None:
         assert old in script
         script = script.replace(old, new)
     (tmp_path / "train.py").write_text(script)
-    said = parity(f"--engine megatron --nproc 2 train.py {PP2}", tmp_path)
+    said = parity(f"--engine megatron --nproc 2 train.py {PP2}", tmp_path, starts=True)
     assert (said.code, said.answer["verdict"]) == (0, "equal"), said.answer
 
 

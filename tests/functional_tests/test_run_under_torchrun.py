@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from testkit.sweeps import drawn
 from tests.conftest import PROJECT_ROOT
 from tests.functional_tests.megatron_support import needs_megatron
 
@@ -42,8 +43,13 @@ time.sleep(60)
 def torchrun(tmp_path: Path, text: str, *flags: str) -> subprocess.CompletedProcess[str]:
     (tmp_path / "train.py").write_text(text)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return run(tmp_path, launcher, *flags)
+
+
+def run(tmp_path: Path, launcher: list[str], *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [*launcher, "-m", "megatron_pp", "run", *flags, "train.py"]
     env = os.environ | {"PYTHONPATH": str(PROJECT_ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    env |= environment
     return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200, check=False)
 
 
@@ -51,10 +57,12 @@ def test_a_script_that_asks_for_gpus_runs_on_the_cpu(tmp_path: Path) -> None:
     ran = torchrun(tmp_path, ASKS_FOR_A_GPU, "--cpu")
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.count("summed cpu 8.0") == 2
-    assert torchrun(tmp_path, ASKS_FOR_A_GPU).returncode != 0, "the test needs no --cpu"
+    alone = run(tmp_path, [sys.executable], RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    assert alone.returncode != 0, "the test needs no --cpu"
+    assert "NCCL" in alone.stderr
 
 
-@pytest.mark.parametrize("flags", [[], ["--cpu"]])
+@pytest.mark.parametrize("flags", drawn([[], ["--cpu"]], 1))
 def test_torchrun_shows_the_error_of_the_rank_that_failed(tmp_path: Path, flags: list[str]) -> None:
     """It ends the other ranks at once, and its report has the cause only where that is in its error file."""
     ran = torchrun(tmp_path, FAILS, *flags)

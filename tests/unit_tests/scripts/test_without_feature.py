@@ -1,4 +1,5 @@
-"""Without a feature the core and the other features are whole: one feature a run, which the seed draws."""
+"""Without a feature the core and the other features are whole: one feature a run, and a part of the tests that do not
+name it, which the seed draws. With MEGATRON_PP_EXHAUSTIVE=1 every feature, and all of these tests."""
 
 from __future__ import annotations
 
@@ -11,13 +12,19 @@ import without_feature
 from megatron_pp.feature_table import FEATURES, Row
 from testkit.sweeps import drawn
 
-# Of the fast tests those that a minute is enough for; the script alone runs more.
-TESTS = [
-    "tests/unit_tests/plan/ir",
-    "tests/unit_tests/plan/lower",
-    "tests/unit_tests/plan/verify",
-    "tests/unit_tests/features",
-]
+# Of the fast tests; the script alone runs more. Each run has some of the core's and some of the features'.
+CORE = ("tests/unit_tests/plan/ir", "tests/unit_tests/plan/lower", "tests/unit_tests/plan/verify")
+
+
+def files_in(*folders: str) -> list[str]:
+    return sorted(
+        path.relative_to(without_feature.ROOT).as_posix()
+        for folder in folders
+        for path in (without_feature.ROOT / folder).rglob("test_*.py")
+    )
+
+
+TESTS = [*drawn(files_in(*CORE), 6), *drawn(files_in("tests/unit_tests/features"), 5)]
 
 
 def folders(text: str) -> list[str]:
