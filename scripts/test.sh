@@ -6,7 +6,7 @@
 #   scripts/test.sh tests/unit_tests/test_x.py   paths (as seen from here): these only
 #   scripts/test.sh tests/unit_tests -m "not slow"   unit tests without what takes more than a second
 #
-#   MEGATRON_PP_TEST_JOBS=N   files at a time (default: one more than there are cores, at most 8)
+#   MEGATRON_PP_TEST_JOBS=N   files at a time (default: one more than there are cores, two more where no path is named; at most 8)
 # See scripts/setup_env.sh for MEGATRON_PP_VENV and MEGATRON_PP_PYTHON.
 set -euo pipefail
 
@@ -20,7 +20,6 @@ if [[ -d /sys/class/net/lo ]]; then
 fi
 
 cores="$("$python" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')"
-jobs="${MEGATRON_PP_TEST_JOBS:-$((cores < 7 ? cores + 1 : 8))}" # tests of deadlines wait, and leave a core to others
 
 names_a_path=false
 for argument in "$@"; do
@@ -28,9 +27,13 @@ for argument in "$@"; do
         names_a_path=true
     fi
 done
+more=1
 if ! $names_a_path; then
     set -- "$root/tests" "$@"
+    more=2
 fi
+# Tests of deadlines wait and leave a core to others. Functional tests wait for a third of their time.
+jobs="${MEGATRON_PP_TEST_JOBS:-$((cores + more < 8 ? cores + more : 8))}"
 
 # One worker runs the whole of a file, whose tests share processes and plans. tests/conftest.py has the order of files.
 exec "$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root" -n "$jobs" --dist loadfile --no-loadscope-reorder "$@"
