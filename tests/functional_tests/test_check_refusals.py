@@ -1,16 +1,25 @@
-"""Megatron's checks are recorded instead of raised: on a module of arguments that has one of each kind."""
+"""Megatron's checks are recorded instead of raised: on a module of arguments that has one of each kind.
+
+The process that reads them is forked here from one that has imported torch; ``test_check_command.py`` starts it as
+``megatron-pp check`` does.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron_pp.tools.check import megatron_flags
 from megatron_pp.tools.check.findings import ERROR, NOTE, RISK
 from megatron_pp.tools.check.job import Job
 from megatron_pp.tools.check.megatron_flags import read_script
+from megatron_pp.tools.check.megatron_process import read_request
 from megatron_pp.tools.check.read import Given, read_job
+from testkit.processes import run_processes
 from tests.functional_tests.megatron_support import needs_megatron
 
 pytestmark = needs_megatron
@@ -91,6 +100,20 @@ def script(tmp_path: Path) -> Path:
     (tmp_path / "megatron" / "training" / "arguments.py").write_text(ARGUMENTS)
     (tmp_path / "train.py").write_text(SCRIPT)
     return tmp_path / "train.py"
+
+
+def answer_of(rank: int, size: int, request: dict[str, Any]) -> Any:
+    """What the process prints."""
+    return json.loads(json.dumps(read_request(request)))
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(request: dict[str, Any], patience: float) -> Any:
+        (answer,) = run_processes(answer_of, 1, (request,), backend=None, timeout=60.0, start_method="forkserver")
+        return answer
+
+    monkeypatch.setattr(megatron_flags, "_asked", asked)
 
 
 def read(script: Path, flags: str, gpus: int = 8) -> Job:
