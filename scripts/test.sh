@@ -6,7 +6,8 @@
 #   scripts/test.sh tests/unit_tests/test_x.py   paths (as seen from here): these only
 #   scripts/test.sh tests/unit_tests -m "not slow"   unit tests without what takes more than a second
 #
-#   MEGATRON_PP_TEST_JOBS=N   files at a time (default: one more than there are cores, two more where no path is named; at most 8)
+#   MEGATRON_PP_TEST_JOBS=N   files at a time (default: one more than there are cores, two more for the
+#                             whole suite; at most 8)
 # See scripts/setup_env.sh for MEGATRON_PP_VENV and MEGATRON_PP_PYTHON.
 set -euo pipefail
 

@@ -66,8 +66,8 @@ def fork_server() -> None:
     multiprocessing.forkserver.ensure_running()
 
 
-# Workers take files in this order, then all others: what runs long in one piece must not be left for the end. Files that
-# wait for most of their time, such as those of deadlines, stand beside files that compute.
+# Workers take files in this order, then all others: what runs long in one piece must not be left for the end. Files
+# that wait for most of their time, such as those of deadlines, stand beside files that compute.
 LONG = (
     *("test_faults.py", "test_differential.py", "test_multinode.py", "test_device_lines.py"),
     *("test_megatron_failures.py", "test_train_script.py", "test_torch_agreement_failures.py", "test_printed.py"),

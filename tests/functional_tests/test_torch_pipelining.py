@@ -19,6 +19,7 @@ from torch.distributed.pipelining import schedules
 from megatron_pp.errors import PlanError
 from megatron_pp.integrations.torch_pipelining import PlanSchedule, get_schedule_class, use_in
 from testkit.processes import run_processes
+from testkit.sweeps import drawn
 from tests.functional_tests import torch_pipelining_checks as checks
 
 Cases = dict[str, tuple[str, Callable[..., float]]]  # name -> layout, check
@@ -37,13 +38,26 @@ QUICK: Cases = {
     "further settings": ("whole", checks.compare_settings),
     "microbatches given, two steps": ("whole", checks.compare_given),
 }
+# Of the sweeps over all schedules a part is drawn, of schedules with whole and with split backwards each. QUICK has
+# some of them on two ranks.
+WHOLE = [name for name in checks.CHUNKS if name not in checks.SPLITTING]
 SLOW: Cases = {
-    **{f"{name}, 4 ranks": ("whole", partial(checks.compare, name=name)) for name in checks.CHUNKS},
-    **{f"{name}, 2 ranks": ("replicas", partial(checks.compare, name=name)) for name in checks.CHUNKS},
-    **{f"{name}, replicas": ("replicas", partial(checks.compare_replicas, name=name)) for name in checks.CHUNKS},
+    **{
+        f"{name}, 4 ranks": ("whole", partial(checks.compare, name=name))
+        for name in (*drawn(WHOLE, 2), *drawn(checks.SPLITTING, 2))
+    },
+    **{
+        f"{name}, 2 ranks": ("replicas", partial(checks.compare, name=name))
+        for name in checks.CHUNKS
+        if name not in QUICK
+    },
+    **{
+        f"{name}, replicas": ("replicas", partial(checks.compare_replicas, name=name))
+        for name in (*drawn(WHOLE, 2), *drawn(checks.SPLITTING, 2))
+    },
     **{
         f"table of {name}": ("replicas", partial(checks.compare, name=name, table=True))
-        for name in ("Interleaved1F1B", *checks.SPLITTING)
+        for name in ("Interleaved1F1B", *checks.V_SHAPED)
     },
     **{f"our {name} in torch": ("replicas", partial(checks.compare_plan, name=name)) for name in ("v_half", "1f1b_v")},
     **{
@@ -55,22 +69,22 @@ SLOW: Cases = {
 }
 
 
-def _rank_main(rank: int, size: int, names: list[str]) -> dict[str, Any]:
+def _rank_main(rank: int, size: int, cases: Cases) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    layouts, cases = checks.layouts(size), {**QUICK, **SLOW}
-    found: dict[str, Any] = {name: cases[name][1](layouts[cases[name][0]]) for name in names}
+    layouts = checks.layouts(size)
+    found: dict[str, Any] = {name: check(layouts[layout]) for name, (layout, check) in cases.items()}
     return {**found, "refusals": checks.refusals(layouts["whole"])} if size == 2 else found
 
 
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, Any]]:
-    return run_processes(_rank_main, 2, (list(QUICK),), timeout=180, start_method="mixed")
+    return run_processes(_rank_main, 2, (QUICK,), timeout=180, start_method="mixed")
 
 
 @pytest.fixture(scope="module")
 def slow_results() -> list[dict[str, Any]]:
-    return run_processes(_rank_main, 4, (list(SLOW),), timeout=400, start_method="mixed")
+    return run_processes(_rank_main, 4, (SLOW,), timeout=400, start_method="mixed")
 
 
 @pytest.mark.parametrize("case", QUICK)
