@@ -1,6 +1,6 @@
 """Where a rank is in its program, and whom it may wait for there."""
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import NONE, Instruction
@@ -16,6 +16,15 @@ class Source(Protocol):
 
     @property
     def position(self) -> int: ...
+
+
+class Place(NamedTuple):
+    """A place in a step: a position in the program of ``plan``, or with ``phase``, in words, outside of it."""
+
+    step: int
+    plan: Plan | None
+    position: int
+    phase: str
 
 
 def waits_on(at: Instruction) -> tuple[int, ...]:

@@ -7,27 +7,17 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from megatron_pp.faults.consistency import changed
-from megatron_pp.faults.places import Source, instruction_at, waits_on
+from megatron_pp.faults.places import Place, Source, instruction_at, waits_on
 from megatron_pp.faults.processes import this_process
 from megatron_pp.faults.records import AFTER, DONE, ENTERING, IN_STEP, NO_HOST, Progress
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import Instruction
-from megatron_pp.plan.ir.spec import Plan
 
 if TYPE_CHECKING:
     from megatron_pp.faults.device_events import CompletedWork
-
-
-class Place(NamedTuple):
-    """A place in a step: a position in the program of ``plan``, or with ``phase``, in words, outside of it."""
-
-    step: int
-    plan: Plan | None
-    position: int
-    phase: str
 
 
 _UNMOVED = 1.0  # seconds after which it is looked at whether the host moves within its instruction

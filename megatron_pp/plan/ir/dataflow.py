@@ -5,14 +5,10 @@ lowering, clock, lifetime, rendezvous, simulator, search, drawings.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from megatron_pp.plan.ir import instruction as ins
-from megatron_pp.plan.ir.feature import hooks_of
 from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Instruction
-
-if TYPE_CHECKING:
-    from megatron_pp.plan.ir.placement import Placement
 
 Result = tuple[str, int]
 """What an operation leaves, and its stage: FORWARD (an output), BACKWARD (an input gradient) or one of PASS_OPS."""
@@ -58,13 +54,6 @@ def inputs_of(op: str, stage: int, num_stages: int) -> tuple[Result, ...]:
     own = ((FORWARD, stage),) if result == BACKWARD else ()
     source = stage - TOWARDS[result]
     return (*own, (result, source)) if 0 <= source < num_stages else own
-
-
-def collected_inputs(op: str, stage: int, placement: Placement) -> tuple[Result, ...]:
-    """What collectives bring an operation, where a placement has barriers."""
-    if not placement.barriers:
-        return ()
-    return tuple(one for hooks in hooks_of((), placement.barriers) for one in hooks.inputs(op, stage, placement))
 
 
 @lru_cache(maxsize=1 << 16)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_pp.common.names import unknown
-from megatron_pp.plan.ir.dataflow import neighbour_of
-from megatron_pp.plan.ir.feature import words_of_features
+from megatron_pp.plan.ir.dataflow import Result, neighbour_of
+from megatron_pp.plan.ir.feature import hooks_of, words_of_features
 from megatron_pp.plan.ir.instruction import NONE, TRANSFER_OPS, Instruction
 
 LOOP = "loop"
@@ -82,6 +82,12 @@ class Placement:
         """(source, destination) ranks between which activations travel, sorted; gradients go the other way."""
         edges = {(self.homes[s][0], self.homes[s + 1][0]) for s in range(self.num_stages - 1) if self.crosses_ranks(s)}
         return tuple(sorted(edges))
+
+    def collected_inputs(self, op: str, stage: int) -> tuple[Result, ...]:
+        """What collectives bring an operation, where there are barriers."""
+        if not self.barriers:
+            return ()
+        return tuple(one for hooks in hooks_of((), self.barriers) for one in hooks.inputs(op, stage, self))
 
     def place(self, rank: int, program: Iterable[Instruction]) -> tuple[Instruction, ...]:
         """``program`` of ``rank`` with stages and peers; NONE where there is no such chunk or neighbour, which

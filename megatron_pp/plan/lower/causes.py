@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 
-from megatron_pp.plan.ir.dataflow import RESULT_OF, collected_inputs, source_of
+from megatron_pp.plan.ir.dataflow import RESULT_OF, source_of
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.lower.clock import Clocked
 
@@ -27,6 +27,6 @@ def behind_causes(clocked: Clocked, placement: Placement, rank: int, first: int,
         for op, stage, mb, _, _, part, _, _ in entry.members or (entry,):
             needed = source_of(op, stage, placement.num_stages)
             results = [] if needed is None else [(RESULT_OF[op], needed)]
-            for result in (*results, *collected_inputs(op, stage, placement)):
+            for result in (*results, *placement.collected_inputs(op, stage)):
                 places.append((placement.homes[result[1]][0], clocked.result_ends[result][(mb, part)]))
     return behind

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.ir.agenda import Agenda
-from megatron_pp.plan.ir.dataflow import RESULT_OF, Result, collected_inputs, source_of
+from megatron_pp.plan.ir.dataflow import RESULT_OF, Result, source_of
 from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD, PASS_OPS, Instruction
 from megatron_pp.plan.ir.placement import Placement
 
@@ -131,7 +131,7 @@ class _Clock:
         """The results of other stages that an operation needs, by a message or a collective."""
         source = source_of(op, stage, self.placement.num_stages)
         sent = () if source is None else ((RESULT_OF[op], source),)
-        return (*sent, *collected_inputs(op, stage, self.placement))
+        return (*sent, *self.placement.collected_inputs(op, stage))
 
     def _lacks(self, rank: int, at: Instruction) -> Result | None:
         """The first of them that is not there yet."""
