@@ -6,6 +6,7 @@ functional tests.
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import inspect
@@ -217,3 +218,16 @@ def test_the_script_prints_what_a_checkout_has_beyond_the_table(
     for name in (*ENTRIES, COMMUNICATOR):
         source = next(text for text in [*functions, "class P2PCommunicator:\n    x = None\n"] if name in text)
         assert f'source of "{name}": {hashlib.sha256(source.encode()).hexdigest()[:12]}\n' in printed
+
+
+def test_a_source_is_parsed_again_where_another_thread_was_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
+    parse, errors = ast.parse, [SystemError("AST constructor recursion depth mismatch (before=90, after=65)")] * 3
+
+    def disturbed(source: str) -> ast.Module:
+        if errors:
+            raise errors.pop()
+        return parse(source)
+
+    monkeypatch.setattr(ast, "parse", disturbed)
+    assert names_read("def f(config):\n    return config.compresses") == {"config.compresses"}
+    assert not errors

@@ -10,6 +10,7 @@ read at `install()`, and what is not in the table is named. Of `forward_step` an
 
 import ast
 import builtins
+import contextlib
 import inspect
 import textwrap
 from collections.abc import Iterator
@@ -115,6 +116,8 @@ KNOWN: dict[str, dict[tuple[int, int], str]] = {
     },
 }
 
+_TRIES = 10  # to parse a source
+
 # Attributes of lists, dicts and the like.
 _OF_CONTAINERS = {name for kind in (list, dict, set, tuple, str) for name in dir(kind)}
 
@@ -125,12 +128,21 @@ def names_read(source: str) -> set[str]:
     `config.x` (also by getattr), `.x` for an attribute of anything else, `f` for a function or class of its module, and
     `f(k=)` or `config.f(k=)` for a keyword that is passed to it.
     """
-    tree = ast.parse(textwrap.dedent(source)).body[0]
+    tree = _parsed(textwrap.dedent(source)).body[0]
     own = set(_bound_names(tree)) | set(dir(builtins))
     for node in ast.walk(tree):  # types are of no matter
         if isinstance(node, ast.arg):
             node.annotation = None
     return {name for node in ast.walk(tree) for name in _names_of(node, own)}
+
+
+def _parsed(source: str) -> ast.Module:
+    """Python 3.11 counts the depth of what it parses once for all threads, and two that parse at once may end in a
+    SystemError (python/cpython#106905)."""
+    for _ in range(_TRIES - 1):
+        with contextlib.suppress(SystemError):
+            return ast.parse(source)
+    return ast.parse(source)
 
 
 def _bound_names(tree: ast.AST) -> Iterator[str]:
