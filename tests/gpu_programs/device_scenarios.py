@@ -86,12 +86,12 @@ def on_ranks(size: int, program: Callable[[dist.ProcessGroup], None]) -> None:
 
 
 def steps(folder: Path) -> None:
-    """Channels, batches and their synchronisation, traces by events, NVTX ranges, pairs on two streams, debug mode,
+    """Channels, batches and their synchronisation, traces and metrics by events, NVTX ranges, pairs on two streams, debug mode,
     copies to host memory and back.
     """
     for fields in (
         {"overlap_p2p_comm": True, "trace_dir": str(folder), "trace_steps": "1"},
-        {"batch_p2p_comm": True, "batch_p2p_sync": True, "warm_up_p2p": False},
+        {"batch_p2p_comm": True, "batch_p2p_sync": True, "warm_up_p2p": False, "metrics": lambda *_: None},
         {"overlap_p2p_comm": True, "p2p_debug": True, "warm_up_p2p": False},
         {"overlap_p2p_comm": True, "pipeline_schedule": "pipe_offload"},
         {"overlap_p2p_comm": True, "pipeline_schedule": "dualpipe_v", "overlapped_forward_backward": on_two_streams},
