@@ -86,8 +86,8 @@ def on_ranks(size: int, program: Callable[[dist.ProcessGroup], None]) -> None:
 
 
 def steps(folder: Path) -> None:
-    """Channels, batches and their synchronisation, traces and metrics by events, NVTX ranges, pairs on two streams, debug mode,
-    copies to host memory and back.
+    """Channels, batches and their synchronisation, traces and metrics by events, NVTX ranges, pairs on two streams,
+    debug mode, copies to host memory and back.
     """
     for fields in (
         {"overlap_p2p_comm": True, "trace_dir": str(folder), "trace_steps": "1"},
