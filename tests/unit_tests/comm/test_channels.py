@@ -203,6 +203,7 @@ def test_nccl_options_are_the_pipelines_but_for_their_own(
     assert options.config.max_ctas == given.get("max_ctas", dist.ProcessGroupNCCL.Options().config.max_ctas)
 
 
+@pytest.mark.slow
 def test_channels_do_not_wait_for_what_another_thread_waits_for_in_the_store() -> None:
     """A client of a TCPStore answers one thread at a time. Two pipelines in two threads wait for each other then."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -227,6 +227,7 @@ def test_an_exception_before_the_first_instruction_is_placed_there() -> None:
     assert "raised ValueError in the beginning of the step, before its first instruction" in str(error)
 
 
+@pytest.mark.slow
 def test_a_communicator_that_is_closed_within_its_step_is_an_error_in_words() -> None:
     def train(rank: Rank) -> BaseException | None:
         def closing(iterator: Iterator[Any], model: Any) -> Any:

@@ -17,6 +17,7 @@ from benchmarks.report import BenchmarkError
 ROOT = Path(__file__).resolve().parents[3]
 
 
+@pytest.mark.slow
 def test_all_engines_run_one_after_the_other_and_reasons_are_given_for_the_others() -> None:
     """The counted process itself, which runs without callgrind too."""
     command = [sys.executable, "-m", "benchmarks.instructions", "interleaved_1f1b P=2 V=2 plain", "4"]

@@ -336,6 +336,7 @@ raise SystemExit(gpu_check.main(["--list"]))
 """
 
 
+@pytest.mark.slow
 def test_it_needs_nothing_but_torch() -> None:
     """What torch itself does not need is not there."""
     needed = {"torch", *_needs("torch")}
@@ -480,6 +481,7 @@ outside.own_process(lambda send: time.sleep(60.0), 60.0, print)
 """
 
 
+@pytest.mark.slow
 def test_a_signal_as_a_part_starts_ends_the_part() -> None:
     """multiprocessing waits for all its processes at the end of a program."""
     path = os.pathsep.join(map(str, (SCRIPTS.parent, SCRIPTS)))

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[3]
 # Of all sockets of this machine, those that listen on the port of the job's store, by address.
 WORKER = """
@@ -16,6 +18,7 @@ print("listens on", listeners(int(os.environ["MASTER_PORT"])))
 """
 
 
+@pytest.mark.slow
 def test_the_store_of_a_launch_listens_on_the_loopback(tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{WORKER}")

@@ -184,6 +184,7 @@ def test_nothing_of_a_backward_is_kept(in_thread: None) -> None:
     assert alive() is None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_process_has_a_thread_of_its_own() -> None:
     code = """

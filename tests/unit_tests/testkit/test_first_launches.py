@@ -170,6 +170,7 @@ def test_launches_that_wait_in_any_step_end(schedule: str, ranks: tuple[int, ...
     assert result.difference(reference_run(RANKS * CHUNKS, DATA)) == 0.0
 
 
+@pytest.mark.slow
 def test_launches_that_wait_behind_receives_posted_ahead_hang_and_are_named() -> None:
     """Both ranks launch what is not loaded, each with a receive posted that waits for what the other launches."""
     with pytest.raises(PipelineStallError, match=r"wait for each other's messages: .* Set config\.device_sync"):

@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from testkit.pages import ROOT, code_blocks
 
 PAGE = "docs/testkit.md"
 
 
+@pytest.mark.slow
 def test_the_example_prints_what_the_page_says(tmp_path: Path) -> None:
     (tmp_path / "layer.py").write_text(code_blocks(PAGE)["layer.py"])
     done = subprocess.run(

@@ -198,6 +198,7 @@ def specs(graph: ModuleGraph) -> list[ModulesSpec]:
     return [modules_spec(graph, count, device=device, **fields) for fields, device, count in choices]
 
 
+@pytest.mark.slow
 def test_every_plan_is_proven(graph: ModuleGraph) -> None:
     for spec in specs(graph):
         plan = modules_plan(spec)

@@ -247,6 +247,7 @@ def test_a_budget_that_is_too_short_for_one_plan_builds_one():
     assert search(asked, budget=0.0, jobs=2).best is not None
 
 
+@pytest.mark.slow
 def test_a_budget_is_kept_where_an_interrupt_is_lost(monkeypatch):
     """As in a callback of the garbage collector, which prints it."""
     monkeypatch.setattr(search_module, "_AGAIN", 0.1)

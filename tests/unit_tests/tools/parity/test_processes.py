@@ -120,6 +120,7 @@ def test_a_forked_process_that_comes_back_is_not_the_rank(tmp_path: Path):
     assert run_ranks(body, 1, tmp_path, 60.0) == ["rank"]
 
 
+@pytest.mark.slow
 def test_what_a_rank_has_started_ends_with_it(tmp_path: Path):
     def body(rank: int) -> None:
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
