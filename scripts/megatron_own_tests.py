@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
-import multiprocessing
 import os
 import socket
 import sys
@@ -80,9 +78,10 @@ def allow_groups_of_each_rank() -> None:
     dist.new_group = new_group  # type: ignore[assignment]
 
 
-def run_rank(rank: int, port: int, checkout: Path, more: list[str], installs: bool, folder: str) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_PORT=str(port))
-    output = open(Path(folder) / f"{rank}.log", "w")  # noqa: SIM115 (until the process ends)
+def run_rank(rank: int, size: int, port: int, checkout: Path, more: list[str], installs: bool, folder: str) -> Any:
+    """The outcomes on one rank, by test; what it prints goes to a file of ``folder``."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_PORT=str(port))
+    output = open(_log(folder, rank), "w")  # noqa: SIM115 (until the process ends)
     os.dup2(output.fileno(), 1)
     os.dup2(output.fileno(), 2)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -97,36 +96,34 @@ def run_rank(rank: int, port: int, checkout: Path, more: list[str], installs: bo
     outcomes = Outcomes()
     options = ["--noconftest", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts=", "-q", "--tb=short"]
     pytest.main([*options, "--rootdir", str(checkout), str(checkout / TESTS), *more], plugins=[outcomes])
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(outcomes.found))
-    output.flush()
-    os._exit(0)  # process groups may be left open
+    return outcomes.found
+
+
+def _log(folder: str, rank: int) -> Path:
+    return Path(folder) / f"{rank}.log"
 
 
 def run(checkout: Path, more: list[str], installs: bool, deadline: float) -> dict[str, str]:
     """Test -> "passed", or what became of it on the first rank that did not pass it."""
+    processes = importlib.import_module("testkit.processes")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         arguments = (port, checkout, more, installs, folder)
-        ranks = [context.Process(target=run_rank, args=(rank, *arguments)) for rank in range(RANKS)]
-        for process in ranks:
-            process.start()
-        end = time.monotonic() + deadline
-        for process in ranks:
-            process.join(max(0.0, end - time.monotonic()))
-            process.kill()
-        merged: dict[str, str] = {}
-        for rank in range(RANKS):
-            path = Path(folder) / f"{rank}.json"
-            if not path.exists():
-                print((Path(folder) / f"{rank}.log").read_text()[-2000:], file=sys.stderr)
-                raise SystemExit(f"rank {rank} had no result within {deadline:g} s")
-            for name, outcome in json.loads(path.read_text()).items():
-                if merged.get(name, "passed") == "passed":
-                    merged[name] = outcome
-        return merged
+        try:
+            found = processes.run_processes(
+                run_rank, RANKS, arguments, timeout=deadline, backend=None, start_method="fork"
+            )
+        except RuntimeError as failed:  # a rank's, or the deadline's
+            print(_log(folder, 0).read_text()[-2000:], file=sys.stderr)
+            raise SystemExit(str(failed)) from failed
+    merged: dict[str, str] = {}
+    for outcomes in found:
+        for name, outcome in outcomes.items():
+            if merged.get(name, "passed") == "passed":
+                merged[name] = outcome
+    return merged
 
 
 def main() -> int:

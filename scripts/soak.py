@@ -38,7 +38,8 @@ from megatron_pp.plan.ir.placement import Placement  # noqa: E402
 from megatron_pp.plan.orders import SCHEDULES  # noqa: E402
 from testkit.fault_injection import DELAY, KILL, KINDS, SHAPE, Fault  # noqa: E402
 from testkit.fault_scenario_checks import complaints, leaks, limit, seconds_to_detect  # noqa: E402
-from testkit.fault_scenarios import Episode, HungError, Pool, Report, Resources  # noqa: E402
+from testkit.fault_scenarios import Episode, Pool, Report, Resources  # noqa: E402
+from testkit.rank_processes import RanksTimedOutError  # noqa: E402
 
 CHUNKS = {"1f1b": 1, "interleaved_1f1b": 2, "zb_v": 2}
 NAMES = {"1f1b": "1F1B", "interleaved_1f1b": "interleaved", "zb_v": "ZB-V"}
@@ -216,7 +217,7 @@ def run_one(pool: Pool, episode: Episode, ranks: int, books: Books) -> bool:
     books.episodes += 1
     try:
         reports = pool.run(episode, deadline=120.0 + episode.steps)
-    except HungError as error:
+    except RanksTimedOutError as error:
         books.hangs += 1
         books.trouble.append(f"episode {episode.number} ({what}): {error}")
         return False

@@ -10,22 +10,22 @@ from __future__ import annotations
 import contextlib
 import gc
 import glob
-import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any
 
 from megatron_pp.faults.nccl_settings import leave_failures_to_the_guard
 from megatron_pp.faults.stall_detector import STOPPED_SECONDS
 from testkit.fault_injection import KILL, STOP, Fault
+from testkit.rank_processes import DIED, RankProcesses, RanksTimedOutError
 
 _START_SECONDS = 120.0
 _EXIT_SECONDS = 5.0
@@ -89,14 +89,6 @@ class Report:
     samples: tuple[int, ...] = ()
 
 
-class HungError(RuntimeError):
-    """Ranks did not answer by the deadline: what must never happen."""
-
-    def __init__(self, ranks: Sequence[int], seconds: float) -> None:
-        super().__init__(f"ranks {list(ranks)} hang: no report after {seconds:.0f} s")
-        self.ranks = tuple(ranks)
-
-
 class Pool:
     """``size`` worker processes and the store that outlives them. Use as a context manager: no process outlives it.
 
@@ -107,26 +99,32 @@ class Pool:
         import torch.distributed as dist
 
         self.size = size
-        self._context: Any = multiprocessing.get_context(start_method)
+        self._start_method = start_method
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._workers: dict[int, Any] = {}
-        self._pipes: dict[int, Connection] = {}
+        self._ranks = RankProcesses()
 
     def __enter__(self) -> Pool:
-        for rank in range(self.size):
-            self._start(rank)
-        self._await_ready(range(self.size))
+        try:
+            self._start(range(self.size))
+        except BaseException:
+            self._ranks.end()
+            raise
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for rank in list(self._workers):
-            self._end(rank)
+        living = set(self.pids()) - set(self._ranks.dead())
+        for rank in living:
+            os.kill(self.pids()[rank], signal.SIGCONT)
+            with contextlib.suppress(BrokenPipeError):
+                self._ranks.send(rank, None)
+        self._ranks.end(_EXIT_SECONDS)
 
     def run(self, episode: Episode, deadline: float = 60.0) -> dict[int, Report]:
-        """Every rank's report; none of a rank that was killed, except for the time when it was. Raises HungError."""
+        """Every rank's report; none of a rank that was killed, except for the time when it was. Raises
+        RanksTimedOutError."""
         self._replace_the_dead()
-        for pipe in self._pipes.values():
-            pipe.send(episode)
+        for rank in range(self.size):
+            self._ranks.send(rank, episode)
         fault = episode.fault
         awaited = set(range(self.size))
         reports: dict[int, Report] = {}
@@ -135,29 +133,28 @@ class Pool:
         stopped = fault.rank if fault is not None and fault.kind == STOP else None
         while awaited:
             if stopped is not None and awaited == {stopped}:
-                os.kill(self._workers[stopped].pid, signal.SIGCONT)
+                os.kill(self.pids()[stopped], signal.SIGCONT)
                 stopped = None
-            ready = wait([self._pipes[rank] for rank in awaited], max(0.0, until - time.monotonic()))
-            if not ready:
-                raise HungError(sorted(awaited), deadline)
-            for rank in [rank for rank in awaited if self._pipes[rank] in ready]:
-                message = self._receive(rank)
+            heard = self._ranks.hear(awaited, until - time.monotonic())
+            if not heard:
+                raise RanksTimedOutError(awaited, deadline)
+            for rank, message in heard:
                 if isinstance(message, float):
                     fired_at = message
                     continue
                 awaited.discard(rank)
-                if message is not None:
+                if message != DIED:
                     reports[rank] = message
         if fault is not None and fault.kind == KILL and fault.rank not in reports:
             reports[fault.rank] = Report(fault.rank, 0, 0.0)
         return {rank: replace(report, fired_at=fired_at) for rank, report in reports.items()}
 
     def resources(self) -> dict[int, Resources]:
-        """What each rank's process holds now. Raises HungError."""
+        """What each rank's process holds now. Raises RanksTimedOutError."""
         self._replace_the_dead()
-        for pipe in self._pipes.values():
-            pipe.send(_MEASURE)
-        return {rank: self._answer(rank) for rank in self._pipes}
+        for rank in range(self.size):
+            self._ranks.send(rank, _MEASURE)
+        return dict(sorted(self._ranks.answers(range(self.size), _START_SECONDS)))
 
     def await_resources(
         self, held: dict[int, Resources], is_fine: Callable[[dict[int, Resources]], bool], seconds: float
@@ -171,52 +168,22 @@ class Pool:
 
     def pids(self) -> dict[int, int]:
         """Process id of each rank."""
-        return {rank: worker.pid for rank, worker in self._workers.items()}
+        return self._ranks.pids()
 
-    def _answer(self, rank: int) -> Any:
-        """What ``rank`` says, within the time that a process may take to start."""
-        if not self._pipes[rank].poll(_START_SECONDS):
-            raise HungError([rank], _START_SECONDS)
-        return self._receive(rank)
-
-    def _receive(self, rank: int) -> Any:
-        try:
-            return self._pipes[rank].recv()
-        except (EOFError, ConnectionResetError):
-            return None
-
-    def _start(self, rank: int) -> None:
-        here, there = self._context.Pipe()
-        worker = self._context.Process(target=_work, args=(there, rank, self.size, self._store.port), daemon=True)
-        worker.start()
-        there.close()
-        self._workers[rank], self._pipes[rank] = worker, here
-
-    def _await_ready(self, ranks: Sequence[int]) -> None:
+    def _start(self, ranks: Iterable[int]) -> None:
+        """Raises RanksTimedOutError where one is not ready in time."""
+        ranks = list(ranks)
         for rank in ranks:
-            if self._answer(rank) != "ready":
-                raise HungError([rank], _START_SECONDS)
+            self._ranks.start(rank, _work, (rank, self.size, self._store.port), self._start_method)
+        failed = [rank for rank, message in self._ranks.answers(ranks, _START_SECONDS) if message != "ready"]
+        if failed:
+            raise RanksTimedOutError(failed, _START_SECONDS)
 
     def _replace_the_dead(self) -> None:
-        dead = [rank for rank, worker in self._workers.items() if not worker.is_alive()]
+        dead = self._ranks.dead()
         for rank in dead:
-            self._end(rank)
-            self._start(rank)
-        self._await_ready(dead)
-
-    def _end(self, rank: int) -> None:
-        worker = self._workers.pop(rank)
-        pipe = self._pipes.pop(rank)
-        if worker.is_alive():
-            os.kill(worker.pid, signal.SIGCONT)
-            with contextlib.suppress(BrokenPipeError):
-                pipe.send(None)
-            worker.join(_EXIT_SECONDS)
-        if worker.is_alive():
-            worker.kill()
-        worker.join()
-        worker.close()
-        pipe.close()
+            self._ranks.end_one(rank)
+        self._start(dead)
 
 
 # -- in the worker -----------------------------------------------------------------------------------------------------

@@ -8,8 +8,6 @@ group of the given backend is initialised before it, over a FileStore, so no por
 
 from __future__ import annotations
 
-import functools
-import multiprocessing
 import os
 import pickle
 import tempfile
@@ -17,18 +15,14 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from multiprocessing import forkserver
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 from megatron_pp.errors import MegatronPPError
 from testkit.autograd_draw import follow, for_processes
+from testkit.rank_processes import DIED, OTHER_SERVER, RankProcesses, RanksTimedOutError
 
-_JOIN_SECONDS = 5.0
-PRELOADED = ["testkit.preload"]
-"""For ``multiprocessing.set_forkserver_preload``: what ranks are forked with."""
-_OTHER_SERVER = "other server"
+_END_SECONDS = 0.5
 
 
 class RankFailedError(MegatronPPError, RuntimeError):
@@ -41,10 +35,6 @@ class RankFailedError(MegatronPPError, RuntimeError):
         self.errors, self.results = errors, results
 
 
-class RanksTimedOutError(MegatronPPError, RuntimeError):
-    """Ranks were still running at the deadline and were killed."""
-
-
 def run_processes(
     rank_main: Callable[..., Any],
     size: int,
@@ -55,7 +45,7 @@ def run_processes(
     environment: dict[str, str] | None = None,
     group_timeout: float = 120.0,
     start_method: str | Sequence[str] = "spawn",
-    patience: float = _JOIN_SECONDS,
+    patience: float = 5.0,
 ) -> list[Any]:
     """Run ``rank_main(rank, size, *args)`` in ``size`` processes and return the results (picklable) in rank order.
 
@@ -69,44 +59,21 @@ def run_processes(
     """
     with tempfile.TemporaryDirectory(prefix="megatron_pp_ranks_") as folder:
         store = os.path.join(folder, "store")
-        processes, pipes = [], []
-        for rank, method in enumerate(_methods(start_method, size)):
-            context: Any = multiprocessing.get_context("forkserver" if method == _OTHER_SERVER else method)
-            here, there = context.Pipe(duplex=False)
-            setup = _Setup(rank, size, backend, store, group_timeout, {**for_processes(), **(environment or {})})
-            process = context.Process(target=_rank_process, args=(there, setup, rank_main, tuple(args)), daemon=True)
-            _start(process, method)
-            there.close()
-            processes.append(process)
-            pipes.append(here)
+        ranks = RankProcesses()
         try:
-            return _collect(pipes, timeout, patience)
+            for rank, method in enumerate(_methods(start_method, size)):
+                setup = _Setup(rank, size, backend, store, group_timeout, {**for_processes(), **(environment or {})})
+                ranks.start(rank, _rank_process, (setup, rank_main, tuple(args)), method)
+            return _collect(ranks, size, timeout, patience)
         finally:
-            for process in processes:
-                _reap(process)
+            ranks.end(_END_SECONDS)
 
 
 def _methods(start_method: str | Sequence[str], size: int) -> Sequence[str]:
     """Of each rank."""
     if start_method == "mixed":
-        return ["forkserver"] * (size - 1) + [_OTHER_SERVER]
+        return ["forkserver"] * (size - 1) + [OTHER_SERVER]
     return [start_method] * size if isinstance(start_method, str) else start_method
-
-
-def _start(process: Any, method: str) -> None:
-    if method != _OTHER_SERVER:
-        process.start()
-        return
-    with patch.object(forkserver, "connect_to_new_process", _other_server().connect_to_new_process):
-        process.start()
-
-
-@functools.cache
-def _other_server() -> forkserver.ForkServer:
-    """A second process to fork ranks from, with an interpreter of its own. It ends with this process."""
-    server = forkserver.ForkServer()
-    server.set_forkserver_preload(PRELOADED)
-    return server
 
 
 class _Setup(NamedTuple):
@@ -154,44 +121,27 @@ def _rank_process(pipe: Connection, setup: _Setup, rank_main: Callable[..., Any]
         os._exit(1)  # a broken process group may hang in its destructors
 
 
-def _collect(pipes: list[Connection], timeout: float, patience: float) -> list[Any]:
+def _collect(ranks: RankProcesses, size: int, timeout: float, patience: float) -> list[Any]:
     results: dict[int, Any] = {}
     errors: dict[int, tuple[str, str, str]] = {}
-    open_pipes = dict(zip(pipes, range(len(pipes)), strict=True))
+    waiting = set(range(size))
     deadline = time.monotonic() + timeout
-    while open_pipes:
+    while waiting:
         left = deadline - time.monotonic()
-        if errors:
-            left = min(left, patience)
-        ready = wait(list(open_pipes), max(0.0, left))
-        if not ready:
+        heard = ranks.hear(waiting, min(left, patience) if errors else left)
+        if not heard:
             break
-        for pipe in ready:
-            assert isinstance(pipe, Connection)
-            rank = open_pipes.pop(pipe)
-            try:
-                kind, value = pickle.loads(pipe.recv_bytes())
-            except EOFError:
-                kind, value = "error", ("ProcessDied", "the process ended without a result", "no traceback")
+        for rank, message in heard:
+            waiting.discard(rank)
+            if message == DIED:
+                message = ("error", ("ProcessDied", "the process ended without a result", "no traceback"))
+            kind, value = message
             (results if kind == "result" else errors)[rank] = value
     if errors:
         first = min(errors)
         text = "\n".join(f"rank {rank}: {name}: {why}" for rank, (name, why, _) in sorted(errors.items()))
         said = {rank: (name, why) for rank, (name, why, _) in errors.items()}
         raise RankFailedError(f"{text}\n\nof rank {first}:\n{errors[first][2]}", said, results)
-    if open_pipes:
-        raise RanksTimedOutError(
-            f"rank(s) {sorted(open_pipes.values())} were still running after {timeout} s and were killed"
-        )
-    return [results[rank] for rank in range(len(pipes))]
-
-
-def _reap(process: Any) -> None:
-    process.join(0.5)
-    for stop in (process.terminate, process.kill):
-        if not process.is_alive():
-            break
-        stop()
-        process.join(_JOIN_SECONDS)
-    process.join()
-    process.close()
+    if waiting:
+        raise RanksTimedOutError(waiting, timeout)
+    return [results[rank] for rank in range(size)]

@@ -47,7 +47,7 @@ def _set_environment() -> None:
 _set_environment()
 
 from testkit import autograd_draw  # noqa: E402  # of the path that was just set
-from testkit.processes import PRELOADED  # noqa: E402
+from testkit.rank_processes import PRELOADED  # noqa: E402
 
 # No test depends on time, or on chance.
 hypothesis.settings.register_profile("project", deadline=None, derandomize=True)

@@ -17,7 +17,6 @@ import functools
 import gc
 import importlib
 import json
-import multiprocessing
 import os
 import select
 import signal
@@ -26,82 +25,54 @@ import sys
 import tempfile
 import time
 import traceback
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from megatron_pp.tools.parity.processes import end_with_parent
 from testkit.megatron.cases import Case, Job, Outcome, compared
+from testkit.rank_processes import DIED, RankProcesses, RanksTimedOutError
 
 ROOT = Path(__file__).resolve().parents[2]
 ENDED = "the list has ended"
 _END_SECONDS = 30.0
 
 
-class RankFailedError(Exception):
+class JobFailedError(Exception):
     """One rank raised; the message is its exception."""
-
-
-class RankHungError(Exception):
-    """A rank had not answered by the deadline."""
 
 
 class Ranks:
     """`world` forked processes joined by gloo, which run one job at a time together."""
 
     def __init__(self, world: int) -> None:
-        context = multiprocessing.get_context("fork")
         self.world = world
         self._directory = tempfile.TemporaryDirectory()
         store = os.path.join(self._directory.name, "store")
-        self._pipes: list[Connection] = []
-        self._processes = []
+        self._processes = RankProcesses()
         for rank in range(world):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world, store, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
+            self._processes.start(rank, _serve, (rank, world, store), "fork")
 
     def run(self, job: Job) -> list[dict[str, Any]]:
-        """Every rank's report. Raises RankFailedError or RankHungError; the set must then be closed."""
-        for pipe in self._pipes:
-            pipe.send(job)
-        answers: dict[int, dict[str, Any]] = {}
-        deadline = time.monotonic() + job.deadline
-        while len(answers) < self.world:
-            waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in answers]
-            ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise RankHungError(
-                    f"ranks {sorted(set(range(self.world)) - set(answers))} silent for {job.deadline:g} s"
-                )
-            for pipe in ready:
-                rank = self._pipes.index(pipe)  # type: ignore[arg-type]
-                answers[rank] = self._receive(rank)
-        return [answers[rank] for rank in range(self.world)]
-
-    def _receive(self, rank: int) -> dict[str, Any]:
-        try:
-            kind, value = self._pipes[rank].recv()
-        except EOFError:
-            raise RankFailedError(f"rank {rank} died") from None
-        if kind == "error":
-            raise RankFailedError(f"rank {rank}: {value}")
-        return value
+        """Every rank's report. Raises JobFailedError or RanksTimedOutError; the set must then be closed."""
+        for rank in range(self.world):
+            self._processes.send(rank, job)
+        reports: dict[int, dict[str, Any]] = {}
+        for rank, message in self._processes.answers(range(self.world), job.deadline):
+            if message == DIED:
+                raise JobFailedError(f"rank {rank} died")
+            kind, value = message
+            if kind == "error":
+                raise JobFailedError(f"rank {rank}: {value}")
+            reports[rank] = value
+        return [reports[rank] for rank in range(self.world)]
 
     def close(self) -> None:
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
-        for pipe in self._pipes:
-            pipe.close()
+        self._processes.end()
         self._directory.cleanup()
 
 
-def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
+def _serve(pipe: Connection, rank: int, world: int, store: str) -> None:
     end_with_parent()
     import torch
     import torch.distributed as dist
@@ -168,9 +139,9 @@ def serve_jobs(jobs: list[Job]) -> None:
             sets[world] = Ranks(world)
         try:
             outcome = merge(sets[world].run(job))
-        except (RankFailedError, RankHungError) as trouble:
+        except (JobFailedError, RanksTimedOutError) as trouble:
             sets.pop(world).close()
-            outcome = Outcome("hang" if isinstance(trouble, RankHungError) else "error", str(trouble))
+            outcome = Outcome("hang" if isinstance(trouble, RanksTimedOutError) else "error", str(trouble))
         print(json.dumps(vars(outcome)), flush=True)
     for ranks in sets.values():
         ranks.close()

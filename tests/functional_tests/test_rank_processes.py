@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from testkit.processes import RankFailedError, RanksTimedOutError, run_processes
+from testkit.processes import RankFailedError, run_processes
+from testkit.rank_processes import RanksTimedOutError
 
 GOES_ON, RETURNS, RAISES, IS_KILLED, IGNORES_SIGNALS = range(5)
 
@@ -70,5 +71,5 @@ def test_a_rank_that_is_killed_is_named(tmp_path: object) -> None:
 
 
 def test_ranks_that_go_on_are_killed_at_the_deadline(tmp_path: object) -> None:
-    with pytest.raises(RanksTimedOutError, match=r"rank\(s\) \[1, 2\] were still running after 8.0 s and were killed"):
+    with pytest.raises(RanksTimedOutError, match=r"rank\(s\) \[1, 2\] had not answered after 8 s"):
         run((RETURNS, GOES_ON, IGNORES_SIGNALS), str(tmp_path), timeout=8.0)

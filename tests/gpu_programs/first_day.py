@@ -26,7 +26,8 @@ from megatron_pp.features.pairs.pair_runner import in_turn
 from megatron_pp.plan.ir.instruction import FREE_F
 from megatron_pp.runtime.executor import PlanExecutor
 from testkit import race_cases
-from testkit.fault_scenarios import Episode, HungError, Pool, Report
+from testkit.fault_scenarios import Episode, Pool, Report
+from testkit.rank_processes import RanksTimedOutError
 from testkit.streams import StreamNetwork, cuda
 from testkit.streams.device import current_device
 from testkit.streams.timelines import Lane
@@ -195,7 +196,7 @@ class HungPool(GlooPool):
         return self
 
     def run(self, episode: Episode, deadline: float = 60.0) -> dict[int, Report]:
-        raise HungError([0], deadline)
+        raise RanksTimedOutError([0], deadline)
 
 
 def _write_nothing(me: Any) -> None:

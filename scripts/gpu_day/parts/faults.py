@@ -7,7 +7,8 @@ from gpu_day.bench import Bench
 from gpu_day.ranks import OVERLAP
 from testkit.fault_injection import EXCEPTION, KILL, Fault
 from testkit.fault_scenario_checks import complaints, limit, seconds_to_detect
-from testkit.fault_scenarios import Episode, HungError
+from testkit.fault_scenarios import Episode
+from testkit.rank_processes import RanksTimedOutError
 
 MOST_RANKS = 4
 SLACK = 20.0  # seconds more on CPU cores that others use, too
@@ -25,7 +26,7 @@ def run(bench: Bench) -> None:
             what = "without a fault" if fault is None else f"{fault.kind} on rank {fault.rank}"
             try:
                 reports = pool.run(episode, min(bench.left, 60.0))
-            except HungError as hang:
+            except RanksTimedOutError as hang:
                 bench.check(False, f"{what}: {hang}")
                 return
             wrong = complaints(episode, reports, size, 0.0 if bench.machine.has_gpus else SLACK)

@@ -1,0 +1,126 @@
+"""One process for each rank, with a pipe to it: started, heard within a deadline, always ended.
+
+What a rank's process does, and what goes through the pipe, is the caller's: one call and its result
+(``processes.run_processes``), jobs one after the other (``megatron/runner.py``), or episodes in which ranks are killed
+and replaced (``fault_scenarios.Pool``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from typing import Any
+from unittest.mock import patch
+
+from megatron_pp.errors import MegatronPPError
+
+PRELOADED = ["testkit.preload"]
+"""For ``multiprocessing.set_forkserver_preload``: what ranks are forked with."""
+OTHER_SERVER = "other server"
+"""A start method: forked from a second server, whose interpreter has another hash seed."""
+DIED = "the process ended without a word"
+"""In place of a message: the process has ended."""
+
+
+class RanksTimedOutError(MegatronPPError, RuntimeError):
+    """Ranks (``ranks``) said nothing by the deadline."""
+
+    def __init__(self, ranks: Iterable[int], seconds: float) -> None:
+        self.ranks = tuple(sorted(ranks))
+        super().__init__(f"rank(s) {list(self.ranks)} had not answered after {seconds:g} s")
+
+
+class RankProcesses:
+    """Processes by rank. ``end`` must be called, whatever happens."""
+
+    def __init__(self) -> None:
+        self._processes: dict[int, Any] = {}
+        self._pipes: dict[int, Connection] = {}
+
+    def start(
+        self, rank: int, body: Callable[..., None], args: Sequence[Any] = (), start_method: str = "spawn"
+    ) -> None:
+        """Run ``body(pipe, *args)`` in a process. ``start_method``: multiprocessing's, or OTHER_SERVER."""
+        method = "forkserver" if start_method == OTHER_SERVER else start_method
+        context: Any = multiprocessing.get_context(method)
+        here, there = context.Pipe()
+        process = context.Process(target=body, args=(there, *args), daemon=True)
+        with _other_server_asked() if start_method == OTHER_SERVER else contextlib.nullcontext():
+            process.start()
+        there.close()
+        self._processes[rank] = process
+        self._pipes[rank] = here
+
+    def pids(self) -> dict[int, int]:
+        """Process id of each rank."""
+        return {rank: process.pid for rank, process in self._processes.items()}
+
+    def dead(self) -> list[int]:
+        """The ranks whose process has ended."""
+        return [rank for rank, process in self._processes.items() if not process.is_alive()]
+
+    def send(self, rank: int, message: Any) -> None:
+        """Raises BrokenPipeError where the process has ended."""
+        self._pipes[rank].send(message)
+
+    def hear(self, ranks: Iterable[int], seconds: float) -> list[tuple[int, Any]]:
+        """(rank, message) of those of ``ranks`` that say something first, DIED for one that can say no more; nothing
+        after ``seconds``."""
+        asked = {self._pipes[rank]: rank for rank in ranks}
+        ready = wait(list(asked), max(0.0, seconds))
+        return [(rank, self._message(rank)) for pipe, rank in asked.items() if pipe in ready]
+
+    def answers(self, ranks: Iterable[int], seconds: float) -> Iterator[tuple[int, Any]]:
+        """(rank, message), the next one of each of ``ranks`` as it comes. Raises RanksTimedOutError."""
+        waiting = set(ranks)
+        until = time.monotonic() + seconds
+        while waiting:
+            heard = self.hear(waiting, until - time.monotonic())
+            if not heard:
+                raise RanksTimedOutError(waiting, seconds)
+            waiting -= {rank for rank, _ in heard}
+            yield from heard
+
+    def _message(self, rank: int) -> Any:
+        try:
+            return self._pipes[rank].recv()
+        except (EOFError, ConnectionResetError):
+            return DIED
+
+    def end(self, patience: float = 0.0) -> None:
+        """End all. Those that have not ended by themselves after ``patience`` seconds are killed."""
+        until = time.monotonic() + patience
+        for process in self._processes.values():
+            process.join(max(0.0, until - time.monotonic()))
+        for process in self._processes.values():
+            process.kill()
+        for rank in list(self._processes):
+            self.end_one(rank)
+
+    def end_one(self, rank: int, patience: float = 0.0) -> None:
+        """The same of one rank, which can then be started again."""
+        process = self._processes.pop(rank)
+        process.join(patience)
+        process.kill()
+        process.join()
+        process.close()
+        self._pipes.pop(rank).close()
+
+
+@contextlib.contextmanager
+def _other_server_asked() -> Iterator[None]:
+    with patch.object(forkserver, "connect_to_new_process", _other_server().connect_to_new_process):
+        yield
+
+
+@functools.cache
+def _other_server() -> forkserver.ForkServer:
+    """A second process to fork ranks from, with an interpreter of its own. It ends with this process."""
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload(PRELOADED)
+    return server
