@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 BY_TEST = {
+    "docs/advise.md": "functional_tests/test_printed_numbers.py",
     "docs/adding_a_schedule.md": "unit_tests/plan/orders/test_adding_a_schedule.py",
     "docs/migrating/from_deepspeed.md": "functional_tests/test_pages.py",
     "docs/recipes/library.md": "functional_tests/test_pages.py",
@@ -143,11 +144,6 @@ PARTS = {
 
 FIRST = {
     "docs/adding_an_instruction.md": "from megatron_pp.feature_table import *\n",
-    "docs/bound.md": """
-from megatron_pp.plan.costs.stage_costs import Network, StageCosts
-from megatron_pp.plan.ir.placement import Placement
-placement, num_microbatches, costs, network, memory = Placement("loop", 4, 1), 8, StageCosts.uniform(4), Network(), None
-""",
     "docs/schedules.md": """
 import torch
 from megatron_pp import TransformerConfig

@@ -31,7 +31,6 @@ INSPECTS = re.compile(r"megatron-pp (plan|verify|simulate|advise|draw|report|che
 ENDS_WITH = {
     "megatron-pp check --gpus 64 --gpu h100 examples/check/recipe.yaml": 1,
     "megatron-pp check --gpus 64 --gpu h100 recipe.yaml": 1,
-    "megatron-pp check --gpus 64 --gpu h100 --release 0.19.2 recipe.yaml": 1,
 }
 """Commands that find something, and their exit codes."""
 MEASURED = """{"forward": [1, 1, 1, 1, 1, 1, 1, 1], "backward_input": [1, 1, 1, 1, 1, 1, 1, 1],
@@ -58,7 +57,7 @@ def _whole(one: Printed) -> bool:
 
 
 SHELL = sorted({one.page for one in ALL if one.language == "shell" and runs_here(one)})
-LONG = ["README.md", "docs/advise.md", "docs/cli.md", "docs/measuring.md", "docs/quick_start.md"]
+LONG = ["README.md", "docs/cli.md", "docs/measuring.md", "docs/quick_start.md"]
 """Pages whose commands take seconds: a run draws some of them."""
 PYTHON = [one for one in ALL if one.language == "python" and runs_here(one)]
 UNDER_MEGATRON = [
