@@ -17,7 +17,7 @@ whole_argument = partial(whole_number, error=ScheduleInputError)
 
 
 def check_required(function: str, arguments: Mapping[str, Any]) -> None:
-    """Raises TypeError, naming the function that the user called, for a keyword that it lacks."""
+    """Raises TypeError if a required argument is missing; names the function that the user called."""
     missing = [name for name in REQUIRED_ARGUMENTS if name not in arguments]
     if missing:
         raise TypeError(f"{function}() is missing the keyword argument(s) {', '.join(missing)}")

@@ -15,17 +15,17 @@ from megatron_pp.faults.consistency import LAYERS
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.runtime.log_once import warn_once
 
-# By first chunk: the placement, the rank, and the other chunks of a list that was checked.
+# First chunk of a checked list -> the placement, the rank, and the other chunks of the list.
 _CHECKED: ObjectTable[tuple[Any, ...]] = ObjectTable()
 
 
 def check_places(
     chunks: Sequence[Any], placement: Placement, rank: int, schedule: str, announce: Callable[[str], None] = warn_once
 ) -> None:
-    """Raises ScheduleInputError where what a chunk says of itself does not fit its stage: PipelineStage's ``stage``,
-    and Megatron's ``vp_stage``, ``pre_process``, ``post_process`` and layer numbers. A chunk that says nothing is not
-    checked; several PipelineStages that do not say ``stage`` are announced. A list of chunks that was found right is
-    not looked at again."""
+    """Raises ScheduleInputError if an attribute of a chunk contradicts its stage: PipelineStage's ``stage``, or
+    Megatron's ``vp_stage``, ``pre_process``, ``post_process`` and layer numbers. A chunk without these is not checked;
+    several PipelineStages without ``stage`` log a warning. A list of chunks that has passed is not checked again.
+    """
     first = chunks[0]
     if placement.num_stages == 1 or not isinstance(first, torch.nn.Module):
         return
@@ -40,14 +40,14 @@ def check_places(
             f"{wrong}. megatron_pp.stage_numbers({schedule!r}, {placement.pipeline_size}, {len(chunks)})[{rank}] is "
             f"{numbers}: the stages of this rank, numbered from 0, in the order of the list of model chunks"
         )
-    # Of PipelineStages; models of Megatron's have no such attribute.
+    # Only PipelineStages have this attribute; Megatron's models do not.
     if len(chunks) > 1 and any(wrapped_attributes(chunk, ["stage_in_model"], ...) == [None] for chunk in chunks):
         announce(
             "the order of the model chunks is not checked, and chunks in a wrong order train wrongly: give each its "
             "number in the model, PipelineStage(module, config, stage=number), from "
             f"megatron_pp.stage_numbers({schedule!r}, {placement.pipeline_size}, {len(chunks)})[rank]"
         )
-    if all(isinstance(chunk, torch.nn.Module) for chunk in chunks):  # of which there are weak references
+    if all(isinstance(chunk, torch.nn.Module) for chunk in chunks):  # other objects may allow no weak references
         _CHECKED[first] = where, [weakref.ref(chunk) for chunk in chunks[1:]]
 
 
@@ -56,7 +56,7 @@ def _are(chunks: Sequence[Any], known: Sequence[weakref.ref[Any]]) -> bool:
 
 
 def _wrong_chunks(chunks: Sequence[Any], placement: Placement, rank: int) -> Iterator[tuple[int, str]]:
-    """The number of each chunk that does not fit, and what it says."""
+    """The number of each chunk that contradicts its stage, and which of its attributes does."""
     names = "stage_in_model", "vp_stage", "pre_process", "post_process"
     for number, chunk in enumerate(chunks):
         stage, vp_stage, first, last = wrapped_attributes(chunk, names)
@@ -78,8 +78,8 @@ def _wrong_chunks(chunks: Sequence[Any], placement: Placement, rank: int) -> Ite
 
 
 def describe_layers(chunks: Sequence[Any], placement: Placement, rank: int) -> dict[str, str]:
-    """The numbers of Megatron's layers on this rank, for all ranks to compare. Nothing where there are none, and where
-    ``check_places`` has an error for this rank, which says more."""
+    """The numbers of Megatron's layers on this rank, for all ranks to compare. Empty if there are none, and if
+    ``check_places`` raises on this rank, because its error says more."""
     if placement.num_stages == 1 or not _have_layers(chunks) or any(_wrong_chunks(chunks, placement, rank)):
         return {}
     from megatron_pp.runtime import layer_numbers
@@ -89,5 +89,5 @@ def describe_layers(chunks: Sequence[Any], placement: Placement, rank: int) -> d
 
 
 def _have_layers(chunks: Sequence[Any]) -> bool:
-    """Whether they may be models of Megatron's."""
+    """Whether the chunks may be models of Megatron's, which number their layers."""
     return any(hasattr(unwrapped(chunk), "decoder") for chunk in chunks)

@@ -1,7 +1,7 @@
 """The communicator of a pipeline group, kept from step to step.
 
-Megatron makes a communicator per call of a schedule. Ours owns NCCL communicators for its one-way channels, so one is
-kept per group and config, until the group is destroyed.
+Megatron makes a communicator for each call of a schedule. Ours owns NCCL communicators for its one-way channels, which
+are expensive to make. So one is kept for each group and config until the group is destroyed.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from megatron_pp.errors import CommunicatorClosedError, ScheduleInputError
 from megatron_pp.faults.attach import close_guard
 from megatron_pp.runtime.arguments import StepInputs
 
-# What a communicator is built from.
+# The fields of a config that a communicator is built from.
 _built_from = attrgetter(
     *("pipeline_dtype", "shapes_vary", "policy", "batch_p2p_sync", "p2p_channels", "p2p_max_ctas", "p2p_timeout"),
     "p2p_debug",
 )
 _PLAIN = (bool, int, float, str, torch.dtype)
-_of_transport = attrgetter("p2p_channels", "p2p_max_ctas")  # what its transport is, which several may share
+_of_transport = attrgetter("p2p_channels", "p2p_max_ctas")  # communicators with the same values share a transport
 
-# Process-wide, as process groups are. A communicator holds its group, so weak keys alone would keep a destroyed one.
+# Global, as process groups are. A communicator holds its group, so weak keys alone would keep a destroyed group alive.
 _KEPT: ObjectTable[dict[tuple[Any, ...], P2PCore]] = ObjectTable()
-# Of the process that this one was forked from. They are kept and never used: the destructor of gloo's process groups
-# waits for threads that a forked process does not have.
+# Communicators of the process that this one was forked from. They are kept and never used: the destructor of gloo's
+# process groups waits for threads that a forked process does not have.
 _OF_PARENT: list[dict[tuple[Any, ...], P2PCore]] = []
 os.register_at_fork(after_in_child=lambda: _OF_PARENT.extend(_KEPT.emptied()))
-# Threads may run a pipeline each. Not held while a communicator is made: that may wait for other ranks, whose threads
-# come in another order.
+# Each thread may run a pipeline. The lock is not held while a communicator is made, because that may wait for other
+# ranks, whose threads may make theirs in another order.
 _LOCK = threading.Lock()
 
 
 def communicator_for(pp_group: Any, config: Any) -> P2PCore:
-    """The communicator of ``pp_group`` for the communication fields of ``config``; made on first use, which on NCCL is
-    collective. Threads may call it at once, each for a group of its own."""
+    """The communicator of ``pp_group`` for the communication fields of ``config``. The first call makes it, which on
+    NCCL is collective. Several threads may call this at once, each for its own group."""
     _close(lambda transport: transport.is_gone())
     with _LOCK:
         kept = _KEPT.setdefault(pp_group, {})
@@ -63,7 +63,7 @@ def communicator_for(pp_group: Any, config: Any) -> P2PCore:
         transport = next(same, None)
         if transport is None:
             transport = group_transport(pp_group, settings.one_way, settings.warm_up_p2p, settings.p2p_max_ctas)
-        values: Any = settings  # without the step's functions, which hold its model and optimizer
+        values: Any = settings  # not the config, whose functions hold the model and the optimizer
         plain = values._make(value if isinstance(value, _PLAIN) else None for value in values)
         found = kept[key] = P2PCore(transport, plain, pp_group)
     return found
@@ -100,7 +100,7 @@ def pipeline_group(inputs: StepInputs, alone: bool) -> Any:
         if own_groups.model_parallel_is_initialized():
             group = own_groups.group_of("pp")
     if group is not None:
-        return getattr(group, "group", group)  # slime's groups hold one that they destroy and make anew
+        return getattr(group, "group", group)  # a group of slime's wraps the real one, which it destroys and makes anew
     if not alone:
         raise ScheduleInputError(
             "neither p2p_communicator nor pg_collection.pp was given and megatron_pp.parallel_state is not "

@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge
 from megatron_pp.runtime.deallocate import accumulate, run_backward
 
 Activation = Any  # a tensor, a list of tensors, or None at an end of the pipeline
-Names = tuple[str, ...] | None  # of tensors that stages give each other, where they do so in a dict
+Names = tuple[str, ...] | None  # of the tensors between stages; None if stages do not pass dicts
 
 
 class Steps(Protocol):
@@ -29,11 +29,11 @@ class Steps(Protocol):
     def backward(
         self, chunk: int, mb: int, input_tensor: Activation, output: Activation, output_grad: Activation
     ) -> Activation:
-        """Backward through what ``forward`` returned, or ``backward_root`` of it; returns the gradient of
-        ``input_tensor`` (None where it has none)."""
+        """Run backward from what ``forward`` returned, or from its ``backward_root``. Returns the gradient of
+        ``input_tensor``, or None if it has none."""
 
     def backward_root(self, output: Activation) -> Any:
-        """What ``backward`` needs of ``output`` once it has been sent, without its data."""
+        """The part of ``output`` that ``backward`` needs, without the data, which is freed after the send."""
 
 
 @dataclass
@@ -48,21 +48,21 @@ class LossRecord:
 
 
 def is_any_there(grad: Activation) -> bool:
-    """Whether an input has a gradient, or one of several has."""
+    """Whether the input has a gradient; of several inputs, whether any has."""
     return any(g is not None for g in grad) if isinstance(grad, list) else grad is not None
 
 
 def each_tensor(function: Callable[[torch.Tensor], Any], value: Activation) -> Activation:
-    """``function`` of a tensor, or of each in a list. Non-tensors pass through; the send rejects them."""
+    """``function`` of a tensor, or of each tensor in a list. Non-tensors pass through; the send rejects them."""
     if isinstance(value, (list, tuple)):
         return [each_tensor(function, item) for item in value]
     return function(value) if isinstance(value, torch.Tensor) else value
 
 
 def in_one_block(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, or where it is not contiguous a copy that is, at its place in the graph: a send needs one. The
-    operation that made the tensor makes the copy too. The launch of the copy may wait until the device is idle, and at
-    the send it would wait for receives of the same boundary. What has no strides stays, for the send to refuse."""
+    """``tensor``, or a contiguous copy at the same place in the graph, because a send needs contiguous memory. The copy
+    is made here and not at the send: its launch may wait until the device is idle, and at the send it would wait for
+    receives of the same boundary. A tensor without strides is returned as it is; the send rejects it."""
     return tensor.contiguous() if tensor.layout is torch.strided and not tensor.is_nested else tensor
 
 
@@ -73,7 +73,7 @@ def timed_backward(
     output_grad: Activation,
     grad_scale_func: Callable[[Any], Any] | None,
 ) -> Activation:
-    """``backward_through``, under Megatron's timer where there are timers."""
+    """``backward_through``, timed by Megatron's timers if the config has any."""
     if timers is None:
         return backward_through(input_tensor, output, output_grad, grad_scale_func)
     timers("backward-compute", log_level=2).start()
@@ -88,8 +88,8 @@ def backward_through(
     """Run backward from ``output`` (a tensor, possibly deallocated, its ``backward_root``, or a list of them) and
     return the gradient(s) of ``input_tensor``.
 
-    On the last stage ``output_grad`` is None, and the loss is first scaled by ``grad_scale_func``. Outputs that need
-    no gradient are skipped, and all where ``output`` is None; an input that received none gives None."""
+    On the last stage ``output_grad`` is None, and the loss is first scaled by ``grad_scale_func``. Outputs that need no
+    gradient are skipped; if ``output`` is None, all are. An input that received no gradient gives None."""
     lists = isinstance(input_tensor, (list, tuple)) or isinstance(output_grad, (list, tuple))
     is_edge = isinstance(output, GradientEdge)
     if (is_edge or isinstance(output, torch.Tensor)) and not lists:  # the hot path
@@ -123,11 +123,11 @@ def _backward_through_several(
 
 @dataclass
 class StepOptions:
-    """Of one step, for a ``Steps``; see the schedules' arguments of the same names.
+    """Options of one step, for a ``Steps``; see the schedules' arguments of the same names.
 
     is_last_stage     per chunk of this rank
     checkpoint_flags  per (chunk, microbatch): Megatron's third argument of forward_step_func; None where it takes two
-    whole_sequence    a shard's sum and tokens -> as of its whole sequence; None without context parallelism"""
+    whole_sequence    turns a shard's sum and tokens into those of the sequence; None without context parallelism"""
 
     num_microbatches: int
     is_last_stage: Sequence[bool]

@@ -1,8 +1,8 @@
-"""Losses of context-parallel ranks, each with a shard of every sequence, as they are for whole sequences.
+"""Losses of context-parallel ranks, each of which has a shard of every sequence, divided as for whole sequences.
 
-A loss function that returns (sum, tokens, report) counts the tokens of its own shard. Divided by these, a token weighs
-more the fewer its shard has, and masks that leave shards different numbers of tokens change the gradients
-(NVIDIA/Megatron-LM#7513). Here the sum is divided by the tokens of the whole sequence.
+A loss function that returns (sum, tokens, report) counts the tokens of its own shard. If the sum is divided by these, a
+token weighs more in a shard with fewer tokens. So masks that leave shards different numbers of tokens change the
+gradients (NVIDIA/Megatron-LM#7513). Here the sum is divided by the tokens of the whole sequence.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ def tokens_of_all_shards(loss: torch.Tensor, tokens: Any, groups: Any) -> torch.
     """The sum of ``tokens`` (an int, or an integer tensor) over the context-parallel ranks, on the device of ``loss``:
     an all-reduce of one number. The group is ``groups.cp``, or else the one of parallel_state.
 
-    Raises ScheduleInputError where the group is not known."""
+    Raises ScheduleInputError if the group is not known."""
     group = getattr(groups, "cp", None)
     if group is None and own_groups.model_parallel_is_initialized():
         group = own_groups.group_of("cp")
@@ -42,6 +42,6 @@ class WholeSequence:
     cp_size: int
 
     def __call__(self, loss: torch.Tensor, tokens: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """A shard's sum and tokens -> the sum times the context-parallel size, as data-parallel reduction takes the
-        mean over these ranks too, and the tokens of all shards."""
+        """Returns the shard's sum times the context-parallel size, because data-parallel reduction takes the mean over
+        these ranks too, and the tokens of all shards."""
         return loss * self.cp_size, tokens_of_all_shards(loss, tokens, self.groups)

@@ -8,7 +8,7 @@ from megatron_pp.errors import ScheduleInputError
 
 
 def finish_embedding(chunks: Sequence[Any]) -> None:
-    """By the last stage's chunk. Raises ScheduleInputError where that has no function for it."""
+    """Calls the function of the last stage's chunk. Raises ScheduleInputError if it has none."""
     for chunk in chunks:
         finish = wrapped_attribute(chunk, "finish_embedding_wgrad_compute")
         if finish is not None:

@@ -1,7 +1,7 @@
 """The engine: executes one rank's plan, one dispatch per instruction.
 
-The state of a step is in dictionaries keyed (stage, microbatch, part), which are empty at the end. The engine knows no
-schedule: order, communication and releases are in the plan, which was verified before.
+The state of a step is in dictionaries with keys (stage, microbatch, part), which are empty at the end. The engine knows
+no schedule: the plan has the order, the communication and the releases, and was verified before.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ Handler = Callable[[Task], None]
 
 
 class Feature(Protocol):
-    """What runs the instructions that a setting or a schedule adds."""
+    """Runs the instructions that a setting or a schedule adds to plans."""
 
     @property
     def tables(self) -> Mapping[str, Mapping[Any, Any]]:
-        """What it holds of the step, by a name for the error of a step that leaves something."""
+        """The feature's tables of the step, which must be empty at the end; an error calls them by these names."""
 
     def attach(self, engine: PlanExecutor, handlers: dict[str, Handler]) -> None:
-        """Put what it runs into ``handlers``, by op, and set the calls of ``engine`` that it takes part in."""
+        """Add the feature's handlers, by op, to ``handlers``, and replace the calls of ``engine`` that it changes."""
 
 
 @dataclass(eq=False)
 class PlanExecutor:
     """Executes ``plan`` on the communicator's rank, once. ``position`` is the index of the current instruction, -1
-    before the first; ``shapes`` are those of the messages, by part (one where microbatches are whole).
+    before the first. ``shapes`` are those of the messages, by part; whole microbatches have one part.
 
-    Features may set ``run_forward`` and ``run_backward``, which run a chunk in place of ``call_forward`` and
-    ``call_backward``, and of messages with a name ``named_request``, which makes what is posted, and ``named_release``,
-    which gives back what was sent."""
+    Features may replace ``run_forward`` and ``run_backward``, which are ``call_forward`` and ``call_backward``. For
+    messages with a name they may set ``named_request``, which makes the request to post, and ``named_release``, which
+    frees what was sent."""
 
     plan: Plan
     communicator: P2PCore
@@ -63,7 +63,7 @@ class PlanExecutor:
     _: KW_ONLY
     deallocate: bool = True
     max_pending_sends: int = 2
-    message_bytes: float = 0  # of the largest; 0: not known
+    message_bytes: float = 0  # size of the largest message; 0: not known
     weights: WeightGradStore | None = None
     graph_in_evaluation: bool = False
     observer: Any = None  # an Observer, or None
@@ -74,7 +74,7 @@ class PlanExecutor:
         sent = self.shapes[0].send  # those of whole sequences are at the index NONE, the last one, too
         self.rank = communicator.rank
         self._checks_outputs = communicator.size > 1
-        # Compared with each output; None where several tensors are sent, or shapes vary.
+        # The shape that each output must have; None if several tensors are sent or shapes vary.
         single = communicator.size > 1 and not communicator.shapes_vary and sent and is_single_shape(sent)
         self._sent_shapes = [tuple(shapes.send) if single else None for shapes in self.shapes]
         self.forward_only = plan.spec.forward_only
@@ -84,19 +84,19 @@ class PlanExecutor:
         self.run_backward: Callable[[Task, Activation, Any, Activation], Activation] | None = None
         self.named_request: Callable[[Task], Send | Receive] | None = None
         self.named_release: Callable[[Task], None] | None = None
-        self.dispatch: dict[str, Handler] = {}  # of the step that runs, as an observer sees it
+        self.dispatch: dict[str, Handler] = {}  # of the step that runs, with the observer's handlers around ours
         self.placement = plan.placement
         self.loss_stage = plan.placement.num_stages - 1  # NONE where no stage gives the loss
         self.inputs: dict[Cell, Activation] = {}
         self.outputs: dict[Cell, Activation] = {}
         self.output_grads: dict[Cell, Activation] = {}
         self.input_grads: dict[Cell, Activation] = {}
-        self.handles: dict[MessageKey, WaitHandle] = {}  # of what is posted and not waited for
+        self.handles: dict[MessageKey, WaitHandle] = {}  # of messages that are posted and not yet waited for
         self.deferred: deque[tuple[WaitHandle, Task]] = deque()
         self.max_deferred = communicator.transport.unfinished_sends(self.max_pending_sends, self.message_bytes)
         self._finished_in_place = ins.FREE_B if STATIC_BUFFERS in plan.spec.device else None
         self._sync_open = False
-        self.within: Instruction | None = None  # the member of a group that is being executed, where one is noted
+        self.within: Instruction | None = None  # of a group, the member that is being executed, if one is noted
 
     def run(self) -> None:
         """Execute every instruction. Afterwards this object holds no tensor or handle of the step."""
@@ -109,7 +109,7 @@ class PlanExecutor:
                     self.position = position
                     handlers[at.op](at)
                 self._settle(0)
-        finally:  # also after a failure: gradients must not stay local in the steps of a user who goes on
+        finally:  # also after a failure: if the user goes on, gradients of later steps must not stay local
             self.hooks.enable_grad_sync()
             self.dispatch = {}
             self.run_forward = self.run_backward = self.named_request = self.named_release = None
@@ -121,7 +121,7 @@ class PlanExecutor:
 
     @property
     def instruction(self) -> Instruction:
-        """The instruction that is being executed (the last one, after the end); within joined ones, a send."""
+        """The instruction that is being executed; after the end, the last one. Within a group it may be a member."""
         return self.within or self.program[max(self.position, 0)]
 
     def _handlers(self) -> dict[str, Handler]:
@@ -183,7 +183,7 @@ class PlanExecutor:
         """A full backward, or an input gradient, which leaves the weight gradients for later."""
         key = at.key
         for handle, sent in self.deferred:
-            if sent.key == key and sent.op == ins.FREE_F:  # a backward may write to what it has saved
+            if sent.key == key and sent.op == ins.FREE_F:  # a backward may write to tensors that the forward saved
                 try:
                     handle.check()
                 except SendBufferError as error:
@@ -216,8 +216,8 @@ class PlanExecutor:
             return self.steps.backward(at.chunk, at.mb, given, output, output_grad)
 
     def _ready_to_send(self, grad: Activation, given: Activation, at: Task) -> Activation:
-        """Input gradients, some of them None or not contiguous. This rank's chunks pass them on as they are, None as in
-        one process; another rank has posted a receive, and gets zeros."""
+        """Input gradients as they can be sent; some may be None or not contiguous. A chunk of this rank gets None, as
+        in one process. Another rank has posted a receive, so it gets zeros in place of None."""
         if not self.placement.crosses_ranks(at.stage - 1):
             return grad
         if not is_any_there(grad):
@@ -231,13 +231,13 @@ class PlanExecutor:
         return torch.zeros_like(given) if grad is None else each_tensor(in_one_block, grad)
 
     def _weight_grad(self, at: Task) -> None:
-        if self.weights is not None:  # else the backward did all of it
+        if self.weights is not None:  # without a store the backward has computed the weight gradients
             self.weights.run(at.chunk, at.mb_part)
         if self._sync_open:
             self.close_sync()
 
     def _weight_step(self) -> AbstractContextManager[None]:
-        """The step of the weight-gradient store, with the microbatch (and part) that completes the gradients of each
+        """The step of the weight-gradient store. It gets the microbatch (and part) that completes the gradients of each
         chunk."""
         if self.weights is None or self.forward_only:
             return nullcontext()
@@ -290,7 +290,7 @@ class PlanExecutor:
         return Receive(self.shapes[at.part].send, at.peer, GRAD, False)
 
     def _free(self, at: Task) -> None:
-        """Finish a send now, or a few sends later where the transport can report that it is still on its way."""
+        """Finish a send now, or a few sends later if the transport can report that the send is not done yet."""
         handle = self.handles.pop(at.message)
         if self.max_deferred and at.op != self._finished_in_place and not handle.is_completed():
             self.deferred.append((handle, at))
@@ -300,7 +300,7 @@ class PlanExecutor:
             self._settle(self.max_deferred)
 
     def _wait_then_free(self, handle: WaitHandle, at: Task) -> None:
-        """The one place that gives memory back after a send: once the send is done, not before (Megatron-LM#4047)."""
+        """The one place that frees memory after a send, and only once the send is done (Megatron-LM#4047)."""
         try:
             handle.wait()
         except SendBufferError as error:
@@ -313,7 +313,7 @@ class PlanExecutor:
             self.drop_data(at.key)
 
     def _named(self, error: SendBufferError, at: Task) -> SendBufferError:
-        """The error, with the output or gradient that it is about; debug mode has named it."""
+        """The error with the name of the output or gradient that was written to; in debug mode it has the name."""
         if error.chunk >= 0:
             return error
         from megatron_pp.comm.failed_transfers import written_to
@@ -324,18 +324,18 @@ class PlanExecutor:
         return written_to(self.rank, what, **place)
 
     def drop_data(self, key: Cell) -> None:
-        """Keep of an output what its backward needs."""
+        """Drop an output's data and keep what its backward needs."""
         if self.forward_only:
             del self.outputs[key]
         elif self.deallocate and key in self.outputs:  # the backward may have used the output up already
             self.outputs[key] = self.steps.backward_root(self.outputs[key])
 
     def _settle(self, most: int) -> None:
-        """Finish deferred sends, oldest first: those that are done, and those beyond ``most``; on gloo the older half
-        then, as the newest may wait for the peer."""
+        """Finish deferred sends, oldest first: those that are done, and those beyond ``most``. On gloo it is then the
+        older half, because the newest sends may have to wait for the peer."""
         if len(self.deferred) > most and not self.communicator.transport.pollable:
             most //= 2
-            for handle, _ in [*reversed(self.deferred)][most:]:  # a wait for the last of a channel is one for all
+            for handle, _ in [*reversed(self.deferred)][most:]:  # waiting for a channel's last send waits for all
                 with suppress(SendBufferError):  # raised again below
                     handle.wait()
         while self.deferred and (len(self.deferred) > most or self.deferred[0][0].is_completed()):
@@ -370,7 +370,7 @@ class PlanExecutor:
         self.hooks.grad_sync(at.chunk, self.position)
 
     def close_sync(self) -> None:
-        """Gradient hooks fire in the one backward that ENABLE_GRAD_SYNC opened them for."""
+        """Close the gradient hooks again after the one backward that ENABLE_GRAD_SYNC opened them for."""
         if self._sync_open:
             self._sync_open = False
             self.hooks.disable_grad_sync(self.position)

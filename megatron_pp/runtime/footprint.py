@@ -1,6 +1,6 @@
 """The memory that a stage keeps for one microbatch: until its backward, and after a split backward until its W.
 
-``measure_footprint`` runs a microbatch by itself; ``KeptBytes`` counts in a running step, whatever its forward does.
+``measure_footprint`` runs one microbatch by itself; ``KeptBytes`` counts within a real step.
 ``forward`` and ``weight`` are what ``megatron_pp.plan.costs.measured.Measured`` calls ``activation`` and
 ``weight_activation``, and their ratio is the weight share of ``megatron_pp.plan.costs.activations``.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes that one microbatch of a stage keeps: with its input and output, without parameters and their gradients.
+    """Bytes that one microbatch of a stage keeps, with its input and output, without parameters and their gradients.
 
     forward  between its forward and the release of its output
     weight   between its input-gradient backward and its W
@@ -83,8 +83,8 @@ class LiveStorages(TorchDispatchMode):
 def measure_footprint(
     store: WeightGradStore, chunks: Sequence[nn.Module], chunk: int, forward: Callable[[], tuple[Any, Tensor]]
 ) -> Footprint:
-    """Run one microbatch of ``chunks[chunk]``: forward, release of the output, input-gradient backward and W. Measure
-    the memory after each but the last.
+    """Run one microbatch of ``chunks[chunk]``: forward, release of the output, input-gradient backward and W. Memory is
+    measured after each of the first three.
 
     ``store`` is what ``split_weight_grad(chunks)`` returned. ``forward()`` runs the chunk and returns (its input, its
     output); the output's gradient is zero, so the parameters' gradients stay what they were (zero where they were
@@ -112,7 +112,7 @@ def own_tensors(chunks: Sequence[nn.Module]) -> Iterable[Tensor]:
     """Tensors of the model, not of a microbatch."""
     for chunk in chunks:
         yield from chunk.parameters()
-        yield from nn.Module.buffers(chunk)  # Megatron's DistributedDataParallel has a list of this name
+        yield from nn.Module.buffers(chunk)  # ``chunk.buffers`` is a list in Megatron's DistributedDataParallel
     yield from _gradients(chunks)
 
 
@@ -121,16 +121,16 @@ def _gradients(chunks: Sequence[nn.Module]) -> Iterable[Tensor]:
     return (gradient for gradient in found if gradient is not None)
 
 
-Forward = tuple[int, int]  # its stage and microbatch
+Forward = tuple[int, int]  # (stage, microbatch)
 
 
 class KeptBytes:
     """An observer of one step of ``plan`` on ``rank``. ``saved_tensors_hooks`` around two forwards see what their
-    graphs save, and give it back as it is, so no number changes. What both have saved is the model's, not a
-    microbatch's. Not seen: what an operation keeps outside of autograd (an attribute of its context), and what hooks of
-    the model's own around parts of it have seen before, which they may have moved elsewhere.
+    graphs save, and return it unchanged, so no number changes. Storages that both forwards save belong to the model and
+    are not counted. Not seen are tensors that an operation keeps outside of autograd (as an attribute of its context),
+    and tensors that the model's own hooks have replaced, for example by copies elsewhere.
 
-    By stage, afterwards, without stages that offload all forwards:
+    After the step, for each stage, without stages that offload all forwards:
 
     forward   bytes kept from a forward to its backward: what it saved, its input, and its output where the engine keeps
               the data; parameters, buffers and gradients not
@@ -171,11 +171,11 @@ class KeptBytes:
             self.weight[at.stage] = self.weight.get(at.stage, 0) + self._bytes(kept)
 
     def _count(self, at: Instruction) -> None:
-        """Before the first backward of a microbatch's slices."""
+        """Called before the first backward of a microbatch, or of its slices."""
         assert self.engine is not None
         outputs, sent = dict(self.engine.outputs), {task.key for _, task in self.engine.deferred if task.op == FREE_F}
         for key in sent & outputs.keys():
-            del outputs[key]  # of the transport, which keeps it for a while
+            del outputs[key]  # the transport still holds the output for a while; it is not the stage's memory
         given, made = (
             [tensor for key, value in table.items() if key[:2] == (at.stage, at.mb) for tensor in tensors_in(value)]
             for table in (self.engine.inputs, outputs)
@@ -184,7 +184,7 @@ class KeptBytes:
         self.forward[at.stage] = self._bytes(self._alive(at) | _storages([*given, *made]))
 
     def _alive(self, at: Instruction) -> dict[StorageWeakRef, int]:
-        """Storages that this forward has saved, and that of another microbatch has not."""
+        """Storages that this forward has saved and that the other microbatch's forward has not saved."""
         first = self._first[at.stage]
         of_model = self._saved[at.stage, first] if first != at.mb else {}
         saved = self._saved[at.stage, at.mb]
@@ -196,8 +196,8 @@ class KeptBytes:
 
 
 def _two_microbatches(plan: Plan, rank: int) -> tuple[dict[int, int], dict[int, int]]:
-    """By stage: the first microbatch, and the one that is counted, the second if there is one. Of those whose forward
-    is not offloaded, within hooks of its own; those in pairs only where there are no others."""
+    """For each stage, the first microbatch, and the one that is counted: the second, if there is one. Microbatches that
+    are offloaded have hooks of their own and are left out. Those in pairs are taken only if there are no others."""
     offloaded = {(stage, mb) for stage, mb, _ in plan.copied(rank)}
     alone: defaultdict[int, list[int]] = defaultdict(list)
     paired: defaultdict[int, list[int]] = defaultdict(list)

@@ -18,11 +18,11 @@ class SyncHooks:
     ``no_sync`` of chunks that are torch DistributedDataParallel is used. ``grad_sync_func`` and ``param_sync_func``
     take a chunk's parameters: one function or one per chunk.
 
-    ``pipelined``: forwards and backwards do not simply alternate. Raises ScheduleInputError then for a
-    DistributedDataParallel that looks for unused parameters or assumes a static graph: both watch the forward before
-    each backward, which in a pipeline is another microbatch's.
+    ``pipelined``: forwards and backwards do not simply alternate. Then a DistributedDataParallel that looks for unused
+    parameters or assumes a static graph raises ScheduleInputError: both options watch the forward before each backward,
+    and in a pipeline that is the forward of another microbatch.
 
-    ``reenters_before``: no_sync, once left, is not entered again at this position of the program or later."""
+    ``reenters_before``: from this position of the program on, no_sync is not entered again once it was left."""
 
     def __init__(
         self, settings: StepSettings, chunks: Sequence[Any], pipelined: bool = True, reenters_before: float = math.inf
@@ -47,14 +47,14 @@ class SyncHooks:
             self._closed = stack
 
     def enable_grad_sync(self, chunk: int | None = None) -> None:
-        """Leave no_sync: data-parallel hooks fire in the backwards that follow, which are ``chunk``'s."""
+        """Leave no_sync: data-parallel hooks fire in the backwards of ``chunk`` that follow."""
         if self._closed is not None:
             closed, self._closed = self._closed, None
             closed.__exit__(None, None, None)
         wrapper = None if chunk is None else self._unprepared.pop(chunk, None)
         if isinstance(wrapper, DistributedDataParallel):
-            # torch expects the gradients to reduce after the last forward outside of no_sync, and ignores others: those
-            # of a pipeline would stay local.
+            # torch reduces only the gradients of the last forward that ran outside of no_sync. In a pipeline that is
+            # another microbatch's forward, so the gradients would stay local.
             wrapper.reducer.prepare_for_backward([])
 
     def grad_sync(self, chunk: int, position: int = -1) -> None:

@@ -1,7 +1,7 @@
-"""What a training stack does in its own way in a step.
+"""``Host``: the parts of a step that differ between training stacks.
 
-``Host`` has what several stacks do alike. The hosts of the library's own loop (``own_host.py``), of Megatron-core's, of
-torch's stages and of pipelines of several modules derive from it.
+``Host`` has what most stacks do alike. Four hosts derive from it: of the library's own loop (``own_host.py``), of
+Megatron-core's, of torch's stages, and of pipelines of several modules.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 class Host:
-    """Made for one call of a schedule function. ``inputs``: its arguments; ``alone``: without a pipeline.
+    """The host of one call of a schedule function. ``inputs``: the call's arguments; ``alone``: without a pipeline.
 
-    followed_by          what the training loop does with other ranks between steps, in words. It is watched for
-                         failures too; "" for nothing
+    followed_by          what the training loop does with other ranks between steps, in words. The fault guard watches
+                         it too; "" if it does nothing
     graph_in_evaluation  whether evaluation leaves autograd as the caller has it, or builds no graph
     local                whether ranks of a pipeline may each make a call without one, as for a teacher
     whole_by_choice      the user chose whole backwards: do not warn of chunks that do not split theirs"""
@@ -56,12 +56,12 @@ class Host:
         return StepSettings.from_config(self.inputs.config)
 
     def step_number(self, settings: StepSettings) -> int | None:
-        """The program's own number of the step, which all ranks compare; None where it gives none."""
+        """The program's own number of the step, which all ranks compare; None if it gives none."""
         return settings.given_step_number()
 
     def weight_store(self, settings: StepSettings) -> WeightGradStore | None:
-        """The store of this rank's chunks, None where they are not converted."""
-        if not is_loaded("megatron_pp.weight_grad"):  # which converts them
+        """The store of this rank's chunks; None if they are not converted."""
+        if not is_loaded("megatron_pp.weight_grad"):  # nothing else converts chunks
             return None
         from megatron_pp.weight_grad import store_of
 
@@ -78,7 +78,7 @@ class Host:
     # -- the plan ------------------------------------------------------------------------------------------------------
 
     def plan(self, step: Step) -> Plan:
-        """The verified plan of ``step.spec``; what there is to say of it is logged once."""
+        """The verified plan of ``step.spec``. Advice and warnings about it are logged once."""
         plan, settings, communicator = build_plan(step.spec, step.announce), step.settings, step.communicator
         certify_once(plan)
         if not step.spec.forward_only:
@@ -101,16 +101,16 @@ class Host:
             step.announce(sentence)
 
     def check_chunks(self, step: Step, plan: Plan) -> None:
-        """Raises for a chunk that is not the stage of its place. Called under the guard, so that peers read which rank
-        has a wrong one, and before any communication."""
+        """Raises for a chunk that was built for another stage. Called before any communication, and under the guard, so
+        that peers raise an error that names the rank with the wrong chunk."""
         check_places(self.inputs.chunks, plan.placement, step.communicator.rank, step.spec.schedule, step.announce)
 
     def described(self, step: Step, plan: Plan) -> dict[str, str]:
-        """What else all ranks of the pipeline have to agree on, as text by name."""
+        """What else all ranks of the pipeline have to agree on: name -> text."""
         return describe_layers(self.inputs.chunks, plan.placement, step.communicator.rank)
 
     def is_last_stage(self, step: Step, plan: Plan) -> list[bool]:
-        """Of each chunk, whether the loss is computed there."""
+        """For each chunk, whether the loss is computed there."""
         rank = step.communicator.rank
         return [plan.placement.is_last_stage(rank, chunk) for chunk in range(len(self.inputs.chunks))]
 
@@ -122,11 +122,11 @@ class Host:
             timers("forward-backward", log_level=1).start(barrier=step.settings.barrier_with_L1_time)
 
     def steps(self, step: Step, plan: Plan, options: StepOptions) -> Any:
-        """What runs a microbatch through a chunk: a ``Steps`` with the ``record`` of a ModelSteps."""
+        """The ``Steps`` that runs a microbatch through a chunk; it has the ``record`` of a ModelSteps."""
         raise NotImplementedError
 
     def features(self, step: Step, plan: Plan, steps: Any) -> list[Feature]:
-        """What runs instructions of the plan that are not the engine's own, from the innermost to the outermost."""
+        """The features that run instructions of the plan that are not the engine's own, innermost first."""
         return features_in(
             plan,
             communicator=step.communicator,
@@ -139,7 +139,7 @@ class Host:
         )
 
     def finish(self, step: Step, steps: Any) -> None:
-        """After the last instruction: gradients are finalised, the timer stops."""
+        """Called after the last instruction: finalises gradients and stops the timer."""
         raise NotImplementedError
 
     def stop_timer(self, step: Step) -> None:

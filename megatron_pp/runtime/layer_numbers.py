@@ -1,4 +1,4 @@
-"""The numbers of Megatron's layers in the model chunks of a rank: they grow from stage to stage."""
+"""The numbers of Megatron's layers in the model chunks of a rank, which must grow from stage to stage."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_pp.faults import layer_order
 
 
 def wrong_chunks(chunks: Sequence[Any], stages: Sequence[int]) -> Iterator[tuple[int, str]]:
-    """Chunks whose layers do not follow those of the rank's stage before."""
+    """The number of each chunk whose layers do not come after those of the rank's stage before it, and why."""
     most = 0
     for number in sorted(range(len(chunks)), key=lambda chunk: stages[chunk]):
         layers = _layer_numbers(chunks[number])
@@ -22,7 +22,7 @@ def wrong_chunks(chunks: Sequence[Any], stages: Sequence[int]) -> Iterator[tuple
 
 
 def described(chunks: Sequence[Any], stages: Sequence[int], rank: int) -> str:
-    """Them all as text, for the ranks to compare (``faults/layer_order.py``); "" where there are none."""
+    """All layer numbers as text, for the ranks to compare (``faults/layer_order.py``); "" if there are none."""
     return layer_order.described(dict(enumerate(map(_layer_numbers, chunks))), stages, rank)
 
 

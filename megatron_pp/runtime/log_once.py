@@ -1,4 +1,4 @@
-"""What a process logs once."""
+"""Messages that a process logs once."""
 
 import logging
 import threading
@@ -18,8 +18,8 @@ def warn_once(message: str) -> None:
 
 
 def certify_once(plan: Plan) -> None:
-    """Log, for information and once per process, what is proven of ``plan``, and what is predicted of one that was
-    searched for measured times."""
+    """Log once per process, as information, what ``verify`` has proven of ``plan`` and, if the plan was searched for
+    measured times, its predicted step."""
     if logger.isEnabledFor(logging.INFO):
         with _LOCK:
             _log(logging.INFO, f"{plan.spec.describe()}: {plan.certificate}")

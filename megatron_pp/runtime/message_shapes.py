@@ -16,7 +16,7 @@ class Shapes(NamedTuple):
 
 
 class Messages(NamedTuple):
-    """Shapes and, where stages give each other dicts, names of what this rank receives and sends."""
+    """Shapes of what this rank receives and sends and, if stages pass dicts, the names."""
 
     shapes: Shapes
     received: Names
@@ -30,8 +30,8 @@ def messages(
     between_stages: Callable[[], tuple[list[Any], list[Any]]],
 ) -> Messages:
     """``between_stages`` gives the shapes of what this rank receives and of what it sends, before
-    ``adjust_tensor_shapes_fn``, or (), as Megatron does, for one that travels. It is called where shapes are needed.
-    Raises what it raises."""
+    ``adjust_tensor_shapes_fn``; a shape that is sent ahead of its tensor is (), as in Megatron. It is called only if
+    shapes are needed. Raises what it raises."""
     receive: list[Any] = [None]
     send: list[Any] = [None]
     adjust = inputs.adjust_tensor_shapes_fn
@@ -45,7 +45,7 @@ def messages(
 
 
 def _names_and_shapes(given: Any) -> tuple[Names, Any]:
-    """The names (None for a list) and the shapes (one, or a list of several) of what travels."""
+    """The names (None for a list) and the shapes (one, or a list of several) of a message's tensors."""
     shapes = [None if shape == () else shape for shape in (given.values() if isinstance(given, Mapping) else given)]
     return tuple(given) if isinstance(given, Mapping) else None, shapes[0] if len(shapes) == 1 else shapes
 
@@ -59,7 +59,7 @@ def tensor_shapes(
     cp_size: int,
 ) -> list[tuple[int, int, int]]:
     """Shapes of the activations between stages: [(sequence / cp [/ tp under sequence parallelism], microbatch,
-    hidden)]. Raises ScheduleInputError where one of them is unknown."""
+    hidden)]. Raises ScheduleInputError if one of these sizes is unknown."""
     name = "seq_length" if decoder_seq_length is None else "decoder_seq_length"
     given = seq_length if decoder_seq_length is None else decoder_seq_length
     why = "tensors between stages are [seq_length, micro_batch_size, hidden_size] unless config.variable_seq_lengths"
@@ -73,8 +73,8 @@ def tensor_shapes(
 
 
 def group_sizes(pg_collection: Any, settings: StepSettings) -> tuple[int, int]:
-    """(tensor, context) parallel sizes: from the process groups where given, from parallel_state where initialised,
-    else from the config."""
+    """(tensor, context) parallel sizes: of the given process groups, or else of parallel_state if it is initialised, or
+    else of the config."""
     tp, cp = getattr(pg_collection, "tp", None), getattr(pg_collection, "cp", None)
     return (
         _own_size("tp", settings.tensor_model_parallel_size) if tp is None else tp.size(),

@@ -1,5 +1,5 @@
-"""A user's ``forward_step_func`` on this rank's model chunks: forward, with its loss as Megatron scales it, and
-backward. Under Megatron its own functions take this place.
+"""Runs a user's ``forward_step_func`` on this rank's model chunks: forwards, whose loss is scaled as in Megatron, and
+backwards. Under Megatron-core, Megatron's own functions take this place.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class ModelSteps:
 
 
 def _place_of(error: BaseException) -> str:
-    """Where it was raised, in words."""
+    """The place where the error was raised, in words."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next

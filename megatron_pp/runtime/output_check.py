@@ -1,4 +1,4 @@
-"""Whether an output has the shapes that the next stage has buffers for, where the engine does not see so at once."""
+"""Compares an output with the shapes that the next stage expects, in the cases that the engine's quick check skips."""
 
 from typing import Any
 
@@ -11,15 +11,16 @@ from megatron_pp.plan.ir.tasks import Task
 
 
 def check_output(at: Task, output: Any, expected: Any, placement: Placement, vary: bool) -> None:
-    """The receiver has buffers for what was agreed: on gloo a larger message ends its process, a smaller one passes
-    unnoticed, and one that never comes is a timeout.
+    """Raises P2PShapeError for another number of tensors or, unless shapes ``vary``, other shapes than ``expected``,
+    those that the next stage receives.
 
-    ``expected``: the shapes that the next stage receives; ``vary``: their number counts alone. Raises P2PShapeError."""
+    The receiver's buffers have these shapes. On gloo a larger message ends the receiver's process, a smaller one is not
+    noticed, and a missing one is a timeout."""
     if at.stage == placement.num_stages - 1 or not placement.crosses_ranks(at.stage):
         return  # nothing is sent
     tensors = output if isinstance(output, (list, tuple)) else [output]
     if not all(isinstance(t, torch.Tensor) for t in tensors):
-        return  # it is refused when it is sent
+        return  # the send rejects it
     wanted = [expected] if expected is None or is_single_shape(expected) else expected
     of = f"the output of chunk {at.chunk} for microbatch {at.mb}"
     if len(tensors) != len(wanted):

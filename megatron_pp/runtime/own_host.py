@@ -1,4 +1,4 @@
-"""The library's own loop: what runs its microbatches, and what follows the last backward of a step."""
+"""The host of the library's own loop: it runs the microbatches, and what follows the last backward of a step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_pp.runtime.step_features import rows_in
 
 
 class OwnHost(Host):
-    """Of one call of the library's own schedule functions."""
+    """The host of one call of the library's own schedule functions."""
 
     def steps(self, step: Step, plan: Plan, options: StepOptions) -> Any:
         inputs = self.inputs
@@ -35,7 +35,7 @@ class OwnHost(Host):
 
 
 def kind_of_steps(plan: Plan) -> type[ModelSteps]:
-    """What runs a microbatch through a chunk."""
+    """The class that runs a microbatch through a chunk."""
     for row in rows_in(plan.spec, plan.placement.barriers):
         found: type[ModelSteps] | None = load(row.step).STEP.steps()
         if found is not None:
@@ -51,7 +51,7 @@ def finalize_gradients(
     pg_collection: Any,
     force_all_reduce: bool,
 ) -> None:
-    """After the last instruction: finish the embedding's deferred weight gradients, then call
+    """Called after the last instruction. Finishes the embedding's deferred weight gradients, then calls
     ``config.finalize_model_grads_func`` with the keywords that it takes (Megatron's order, Megatron-LM#1012)."""
     if settings.defer_embedding_wgrad_compute:
         from megatron_pp.runtime.deferred_embedding import finish_embedding
@@ -69,7 +69,7 @@ def finalize_gradients(
 
 
 def _keywords_of(function: Any) -> frozenset[str] | None:
-    """The keyword names that ``function`` takes; None for any."""
+    """The keyword names that ``function`` takes; None if it takes any."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

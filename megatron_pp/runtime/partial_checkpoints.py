@@ -1,4 +1,4 @@
-"""Which microbatches recompute all their layers, where the config says how many do so in part."""
+"""Which microbatches recompute all their layers, if the config says how many recompute only some."""
 
 from collections.abc import Sequence
 
@@ -6,9 +6,9 @@ from megatron_pp.plan.ir.instruction import BACKWARD_OPS, FORWARD, Instruction, 
 
 
 def checkpoint_flags(partial: int, order: Sequence[Instruction], forward_only: bool) -> dict[tuple[int, int], bool]:
-    """Per (chunk, microbatch), whether Megatron checkpoints all its layers. Of each window as long as a rank's
-    in-flight microbatches, the first ``partial`` checkpoint in part only (arXiv 2205.05198, appendix C). ``order`` is
-    that of training; evaluation with chunks counts, as in Megatron, as one window."""
+    """For each (chunk, microbatch), whether Megatron checkpoints all its layers. A window is as long as a rank's
+    in-flight microbatches, and the first ``partial`` microbatches of each window checkpoint only some layers (arXiv
+    2205.05198, appendix C). ``order`` is that of training. Evaluation with chunks is one window, as in Megatron."""
     singles = list(unjoined(order))
     forwards = [at for at in singles if at.op == FORWARD]
     window = next((i for i, at in enumerate(singles) if at.op in BACKWARD_OPS), len(singles))

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 def draft_spec(
     inputs: StepInputs, settings: StepSettings, pipeline_size: int, is_converted: bool, joins: bool
 ) -> PlanSpec:
-    """The PlanSpec without what depends on the communicator, so that contradictions raise ScheduleInputError before any
-    communication. ``is_converted``: the chunks are, by ``split_weight_grad``; ``joins``: the model runs two as one."""
+    """The PlanSpec without what depends on the communicator: contradictions raise ScheduleInputError before any
+    communication. ``is_converted``: by ``split_weight_grad``; ``joins``: the model runs two operations as one."""
     num_chunks, training = len(inputs.chunks), not inputs.forward_only
     _check_chunks(settings, pipeline_size, num_chunks, inputs.chunked)
     added = hooks_asked_by(settings, joins)
@@ -70,8 +70,8 @@ def _measured(settings: StepSettings) -> Measured | None:
 
 
 def plan_spec(draft: PlanSpec, settings: StepSettings, communicator: P2PCore) -> PlanSpec:
-    """``draft`` as a plan's spec that ``communicator`` can run. Raises ScheduleInputError where a communicator of the
-    caller's sends shapes ahead, or has channels, as the config does not say."""
+    """``draft`` as a plan's spec that ``communicator`` can run. Raises ScheduleInputError if the caller's communicator
+    has other channels than the config, or sends shapes ahead and the config does not (or the other way round)."""
     for name, field in (("variable_seq_lengths", "shapes_vary"), ("p2p_channels", "p2p_channels")):
         its, ours = getattr(communicator.settings, field), getattr(settings, field)
         if its != ours:
@@ -88,7 +88,7 @@ _completed = lru_cache(maxsize=256)(replace)
 
 def fields_of_device(settings: StepSettings, transport: Transport) -> dict[str, Any]:
     """The fields of a PlanSpec that depend on what the transport runs on."""
-    # A send is posted before the one that is ``release_after`` operations older is waited for: one more is pending.
+    # One more is pending: a send is posted before the rank waits for the one ``release_after`` operations older.
     after = 1 if transport.pollable else max(1, int(settings.max_pending_sends) - 1)
     device = settings.device_rules() if transport.backend == "nccl" else ()
     return {"release_after": after, "device": device}
@@ -117,8 +117,8 @@ def _check_chunks(settings: StepSettings, pipeline_size: int, num_chunks: int, c
 
 
 def warn_of_limits(plan: Plan, splits_as_asked: bool) -> None:
-    """Warn, once each, of a microbatch count that leaves a bubble, and of what keeps the plan from being its schedule's
-    own. ``splits_as_asked``: the model splits its backwards, or the user wants them whole."""
+    """Warn, once each, of a microbatch count that leaves a bubble, and of settings under which another plan than the
+    schedule's own runs. ``splits_as_asked``: the model splits its backwards, or the user wants them whole."""
     spec, family = plan.spec, find_family(plan.spec.schedule)
     if spec.pipeline_size > 1 and spec.num_parts == 1:
         grouped = spec.num_chunks if family.idles_in_short_groups else 1
@@ -133,7 +133,7 @@ def warn_of_limits(plan: Plan, splits_as_asked: bool) -> None:
             "(the first launch of a kernel, a compilation, an allocation that gives cached blocks back), and two ranks "
             "that wait so at once hang; leave it None unless no operation of the model ever waits"
         )
-    if not splits_as_asked and family.splits_weight and spec.pipeline_size > 1:  # else there is no bubble to fill
+    if not splits_as_asked and family.splits_weight and spec.pipeline_size > 1:  # one rank has no bubble to fill
         warn_once(
             f"schedule {family.name} splits backwards, but the model is not converted: convert its chunks with "
             "megatron_pp.weight_grad.split_weight_grad"
