@@ -9,6 +9,11 @@
 set -euo pipefail
 
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
+case "${1:-}" in --help | -h) exec "$root/scripts/print_help.sh" "${BASH_SOURCE[0]}" ;; esac
+if [[ $# -gt 1 || "${1:-}" == -* ]]; then
+    echo "check_wheel.sh: one folder is taken, and $* was given (--help)" >&2
+    exit 2
+fi
 mkdir -p -- "${1:-dist}"
 dist="$(cd -- "${1:-dist}" && pwd -P)"
 if [[ -n "$(find "$dist" -maxdepth 1 -name 'megatron_pp-*')" ]]; then

@@ -8,6 +8,7 @@
 set -euo pipefail
 
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
+case "${1:-}" in --help | -h) exec "$root/scripts/print_help.sh" "${BASH_SOURCE[0]}" ;; esac
 python="$("$root/scripts/setup_env.sh" viz docs)"
 command="${1:-build}"
 shift || true

@@ -3,6 +3,7 @@
 # browser with its driver, or no right to install one: those tests are then skipped, with the reason.
 set -euo pipefail
 
+case "${1:-}" in --help | -h) exec "$(dirname -- "${BASH_SOURCE[0]}")/print_help.sh" "${BASH_SOURCE[0]}" ;; esac
 for browser in chromium chromium-browser google-chrome; do
     if command -v "$browser" > /dev/null && command -v chromedriver > /dev/null; then
         exit 0

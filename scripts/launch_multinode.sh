@@ -45,10 +45,6 @@ check_number() {
     fi
 }
 
-print_help() {
-    sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//;p}' "$self"
-}
-
 # The first of Slurm's nodes, of which the list is written in Slurm's own short form.
 first_slurm_node() {
     local list="${SLURM_STEP_NODELIST:-${SLURM_JOB_NODELIST:-}}"
@@ -82,7 +78,7 @@ count_gpus() {
 dry_run=""
 while [[ $# -gt 0 ]]; do
     case "$1" in
-        --help | -h) print_help; exit 0 ;;
+        --help | -h) exec "$root/scripts/print_help.sh" "$self" ;;
         --dry-run) dry_run=1; shift ;;
         *) break ;;
     esac

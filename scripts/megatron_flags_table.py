@@ -36,12 +36,19 @@ CONFIGS = (
 
 
 def main() -> None:
-    if sys.argv[1] == "--one":
-        sys.path[0] = sys.argv[2]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkouts", nargs="+", metavar="CHECKOUT", help="of Megatron-LM, the newest last")
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)  # in a process of its own
+    given = parser.parse_args()
+    if given.one:
+        sys.path[0] = given.checkouts[0]
         print(json.dumps(rows_of_checkout()))
         return
+    for checkout in given.checkouts:
+        if not Path(checkout, "megatron").is_dir():
+            parser.error(f"{checkout} has no folder megatron; give checkouts of Megatron-LM")
     rows: dict[str, dict[str, Any]] = {}
-    for checkout in sys.argv[1:]:
+    for checkout in given.checkouts:
         done = subprocess.run([sys.executable, __file__, "--one", checkout], capture_output=True, text=True, check=True)
         found = json.loads(done.stdout.splitlines()[-1])
         for row in found["rows"]:

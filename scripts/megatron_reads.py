@@ -10,6 +10,7 @@ Megatron is imported.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import hashlib
 import re
@@ -63,10 +64,10 @@ def release_of(checkout: Path) -> tuple[int, int]:
 
 
 def main() -> None:
-    if len(sys.argv) == 1:
-        sys.exit(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkouts", nargs="+", metavar="CHECKOUT", help="of Megatron-LM, oldest first")
     found: dict[str, set[str]] = {name: set() for name in (*ENTRIES, COMMUNICATOR)}
-    for path in sys.argv[1:]:
+    for path in parser.parse_args().checkouts:
         release = release_of(Path(path))
         print(f"{path}: {release}")
         for name, names in reads_of(Path(path)).items():

@@ -15,6 +15,7 @@
 set -euo pipefail
 
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
+case "${1:-}" in --help | -h) exec "$root/scripts/print_help.sh" "${BASH_SOURCE[0]}" ;; esac
 say() { printf '%s\n' "$*" >&2; }
 die() { say "setup_env.sh: $*"; exit 1; }
 
@@ -43,6 +44,10 @@ if [[ "${1:-}" == --find ]]; then
     python_of "${2:?a version, such as 3.12}"
     exit
 fi
+
+for extra in "$@"; do
+    [[ "$extra" != -* ]] || die "$extra is no extra of setup.py (--help)"
+done
 
 if [[ -n "${MEGATRON_PP_PYTHON:-}" ]]; then
     command -v -- "$MEGATRON_PP_PYTHON" >/dev/null || die "MEGATRON_PP_PYTHON is $MEGATRON_PP_PYTHON, which is no program"

@@ -13,9 +13,16 @@
 set -euo pipefail
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+case "${1:-}" in --help | -h) exec "$here/print_help.sh" "${BASH_SOURCE[0]}" ;; esac
 root="$(dirname "$here")"
 python="${PYTHON:-python}"
 versions=("$@")
+for version in ${versions[@]+"${versions[@]}"}; do
+    if [[ "$version" == -* ]]; then
+        echo "test_megatron_versions.sh: $version is no release; give newest, releases such as 0.16.1, or checkouts (--help)" >&2
+        exit 2
+    fi
+done
 takes_new="$("$python" -c 'import sys; print(int(sys.version_info >= (3, 12)))')"
 if [[ ${#versions[@]} -eq 0 ]]; then
     versions=("0.14.*" "0.15.*" "0.16.*") # what Python 3.10 and 3.11 take

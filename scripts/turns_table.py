@@ -6,6 +6,7 @@ python scripts/turns_table.py
 
 from __future__ import annotations
 
+import argparse
 import csv
 import sys
 from collections.abc import Iterator
@@ -74,8 +75,10 @@ def rows() -> Iterator[list[str]]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    made = list(rows())  # before the file is opened, which a run that is interrupted would leave empty
     with TABLE.open("w", encoding="utf-8", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows(rows())
+        csv.writer(file, lineterminator="\n").writerows(made)
 
 
 if __name__ == "__main__":
