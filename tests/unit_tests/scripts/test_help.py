@@ -31,7 +31,8 @@ def test_a_shell_script_prints_the_comment_at_its_head(name: str, tmp_path: Path
     second = (SCRIPTS / name).read_text().splitlines()[1]
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[0] == second.removeprefix("# ")
-    assert "#!/" not in done.stdout and "set -euo" not in done.stdout
+    assert "#!/" not in done.stdout
+    assert "set -euo" not in done.stdout
 
 
 @pytest.mark.parametrize("name", TAKE_NO_FLAGS)
