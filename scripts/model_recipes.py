@@ -38,6 +38,7 @@ from megatron_pp.tools.check.findings import ERROR  # noqa: E402
 from megatron_pp.tools.check.flag_table import read_flags  # noqa: E402
 from megatron_pp.tools.check.priced import priced, transformer_of_job  # noqa: E402
 from megatron_pp.tools.check.read import Given, read_job  # noqa: E402
+from megatron_pp.tools.check.risks import known_faults  # noqa: E402
 
 PAGE, RECIPES = ROOT / "docs" / "recipes" / "models.md", ROOT / "examples" / "recipes"
 COMMAND = re.compile(r"megatron-pp check --gpus (\d+) --gpu (\S+) examples/recipes/(\S+)")
@@ -76,11 +77,13 @@ def table() -> str:
 
 
 def of_script(path: Path) -> Numbers:
-    """As the command in the file's head asks. The flags are read by the table, also where Megatron-LM is installed."""
+    """As the command in the file's head asks. The flags are read by the table, also where Megatron-LM is installed, and
+    the known faults are those of the newest release that was looked at."""
     found = COMMAND.search(path.read_text(encoding="utf-8"))
     if found is None or found[3] != path.name:
         raise SystemExit(f"{path} does not say how it is checked")
-    answer = check(read_job(Given([str(path)], int(found[1]))), gpu_named(found[2]))
+    job = replace(read_job(Given([str(path)], int(found[1]))), release=known_faults()[1])
+    answer = check(job, gpu_named(found[2]))
     time, memory = _sections(answer, path.name)
     ours = [one for one in time["better"] if "pipeline_schedule" in one["change"]]
     name = re.search(r"pipeline_schedule='(\w+)'", ours[0]["change"]) if ours else None

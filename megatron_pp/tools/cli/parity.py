@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,15 +21,19 @@ from megatron_pp.plan.costs.files import check_writable, write_whole
 from megatron_pp.tools.cli import run
 from megatron_pp.tools.cli.errors import BAD_INPUT
 from megatron_pp.tools.cli.terminal import open_terminal, print_command, print_line
+from megatron_pp.tools.flags.flags import Flags
 from megatron_pp.tools.parity import junit
 from megatron_pp.tools.parity.keeper import Workplace, work_apart
 from megatron_pp.tools.parity.layout import CHECKPOINTS
-from megatron_pp.tools.parity.verdicts import EXIT_CODES, REPEAT
+from megatron_pp.tools.parity.verdicts import DIFFERENT, EXIT_CODES, REPEAT
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from megatron_pp.tools.parity.answer import Answer
+
 NAME = "parity"
+_LAYERS = "--transformer-impl"  # parity sets it on the CPU
 SUMMARY = "compare a parallel configuration of a Megatron script with one process, on small sizes"
 _EXAMPLES = """\
 The script and its flags are those of training. Sizes are made small, data is made up, dropout is off; without a GPU
@@ -115,8 +119,24 @@ def _answer(args: argparse.Namespace, settings: Any, place: Workplace) -> Said:
     load = run.load_module if args.module else run.load_script
     with contextlib.redirect_stdout(sys.stderr), _progress() as say:
         answer = command.answer(options, load, partial(_install, settings), say, place)
+    answer.known_faults = known_faults(answer, options.arguments)
     page: Any = importlib.import_module("megatron_pp.tools.parity.page")
     return Said(answer.verdict, answer.to_json(), answer.lines(), junit.text_of(answer), page.text_of(answer))
+
+
+def known_faults(answer: "Answer", given: Sequence[str]) -> list[dict[str, str]]:
+    """Of Megatron-core as it was imported: those that the smallest layout that differs meets. ``given``: the script's
+    flags as the user wrote them."""
+    if answer.verdict != DIFFERENT:
+        return []
+    risks: Any = importlib.import_module("megatron_pp.tools.check.risks")
+    table: Any = importlib.import_module("megatron_pp.tools.check.flag_table")
+    layout = answer.layout if answer.smallest is None else answer.smallest.layout
+    flags = layout.flags.without(*(name for name in (_LAYERS,) if name not in Flags.read(given)))
+    release = getattr(sys.modules.get("megatron.core"), "__version__", "")
+    job = table.read_flags(["script", *flags.words()], layout.world, "", release)
+    found = risks.section(replace(job, on_engine=answer.whose != "megatron")).findings
+    return [{"name": one.name, "what": one.text, "change": one.change} for one in found]
 
 
 def _install(settings: Any) -> None:

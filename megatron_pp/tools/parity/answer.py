@@ -69,6 +69,7 @@ class Answer:
     checkpoints: dict[str, str] = field(default_factory=dict)  # what was done with them -> the verdict
     same: bool | None = None
     not_exercised: dict[str, str] = field(default_factory=dict)  # flag, or "dropout" -> why
+    known_faults: list[dict[str, str]] = field(default_factory=list)  # that the flags meet: name, what, change
 
     @property
     def verdict(self) -> str:
@@ -166,6 +167,7 @@ class Answer:
             "dimension": self.smallest.dimension if self.smallest else None,
             "whose": self.whose,
             "whose_in_words": _WHOSE[self.whose] if self.whose else None,
+            "known_faults": self.known_faults,
             "not_exercised": self.not_exercised,
             "rounding": self.rounding(),
             "repeat": self.repeat,
@@ -222,6 +224,7 @@ class Answer:
             )
         if self.whose is not None:
             lines.append(f"whose: {_WHOSE[self.whose]}")
+        lines += [f"known fault: {one['name']}: {one['what']}; use {one['change']}" for one in self.known_faults]
         lines += grouped(self.parameters())
         lines += self.comparison.missing[:_SHOWN]
         return lines + ([f"{REPEAT}{self.repeat}"] if self.repeat else [])

@@ -9,6 +9,7 @@ Megatron where it reduces those of Transformer Engine's, attention is Megatron's
 | `DotProductAttention`| context parallelism   | keys and values of all ranks are gathered and put in order |
 |                      | values of other sizes | the widths that multi-latent attention gives are taken   |
 | `ColumnParallelLinear` | layers beside the output layer's where embedding gradients are deferred | theirs are not    |
+| `MLASelfAttention`   | Transformer Engine's structure | see `latent_layers`                             |
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 
+from megatron_pp.tools.parity.latent_layers import complete_latent_attention
 from megatron_pp.tools.parity.wrapping import wrap
 
 
@@ -34,6 +36,7 @@ def complete_layers() -> None:
         wrap(dot_product_attention.DotProductAttention, "__init__", _with_context_parallelism)
         wrap(dot_product_attention.DotProductAttention, "forward", _of_gathered_keys)
         wrap(layers.ColumnParallelLinear, "__init__", _with_its_own_gradients)
+        complete_latent_attention()
     _name_berts_layers()
 
 

@@ -41,6 +41,7 @@ NEEDS_GPU = (
     *("--enable-cuda-graph", "--cuda-graph-impl", "--cuda-graph-scope", "--external-cuda-graph"),
     *("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "--use-nccl-ub", "--moe-enable-deepep"),
     *("--moe-use-legacy-grouped-gemm", "--apply-layernorm-1p", "--distributed-timeout-minutes", "--nccl-ub"),
+    "--mla-down-proj-fusion",
 )
 PRECISION = ("--bf16", "--fp16", "--main-grads-dtype", "--main-params-dtype", "--grad-reduce-in-bf16")
 ON_CPU = {

@@ -32,6 +32,7 @@ TWO = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size"
 FOUR = {"pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2}
 FLUSH = {**FOUR, "overlap_p2p_comm_warmup_flush": True, "eval_iters": 10}
 LATENT = {"multi_latent_attention": True, "tensor_model_parallel_size": 2}
+QUERIES = {"qk_layernorm": True, "q_lora_rank": 1536, "tensor_model_parallel_size": 2}
 SINKS = {"softmax_type": "learnable", "tensor_model_parallel_size": 2}
 DELTA = {"experimental_attention_variant": "gated_delta_net", "tensor_model_parallel_size": 2}
 MASKED = {"context_parallel_size": 2, "sft": True}
@@ -64,6 +65,30 @@ NEAR: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     ),
     "communicators-made-within-the-first-step": (FOUR, {"overlap_p2p_comm": False}, "0.19.2", ""),
     "shared-rotary-key-not-summed": (LATENT, {"sequence_parallel": True}, "0.19.2", ""),
+    "fused-down-projection-under-tensor-parallelism": (
+        {**LATENT, "sequence_parallel": True, "mla_down_proj_fusion": True},
+        {"mla_down_proj_fusion": False},
+        "0.19.2",
+        "0.16.1",
+    ),
+    "norm-of-queries-summed-too-often": (
+        {**QUERIES, "multi_latent_attention": True, "transformer_impl": "local"},
+        {"sequence_parallel": True},
+        "0.19.2",
+        "",
+    ),
+    "norm-of-queries-summed-too-often-in-sparse-attention": (
+        {**QUERIES, "experimental_attention_variant": "dsa"},
+        {"sequence_parallel": True},
+        "0.19.2",
+        "0.18.2",
+    ),
+    "latent-projections-counted-by-each-rank-in-the-norm": (
+        {**LATENT, "sequence_parallel": True},
+        {"clip_grad": 0.0},
+        "0.16.1",
+        "0.17.0",
+    ),
     "attention-sinks-left-out-of-the-norm": (SINKS, {"clip_grad": 0.0}, "0.19.2", "0.14.0"),
     "gated-delta-net-norm-not-summed": (DELTA, {"sequence_parallel": True}, "0.19.2", "0.15.3"),
     "sinkhorn-balances-each-rank-alone": (

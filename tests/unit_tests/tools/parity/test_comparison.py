@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from megatron_pp.tools.cli.parity import known_faults
 from megatron_pp.tools.flags.flags import Flags
 from megatron_pp.tools.parity import junit, page
 from megatron_pp.tools.parity.answer import Answer
@@ -197,6 +198,29 @@ def test_the_answer_as_an_object_and_as_files():
     cells = picture.findall("{*}rect")
     assert [cell.get("fill") == "#b7e1c0" for cell in cells] == [False, True]
     assert "DIFFERENT: TP 2" in page.text_of(answer())
+
+
+LATENT = ["--multi-latent-attention", "--tensor-model-parallel-size", "2"]
+
+
+@pytest.mark.parametrize(
+    ("given", "met"),
+    [
+        (LATENT, True),
+        ([*LATENT, "--sequence-parallel"], False),
+        ([*LATENT, "--sequence-parallel", "--transformer-impl", "local"], True),
+    ],
+)
+def test_known_faults_that_the_flags_meet_are_named(given, met):
+    """Of the layers that the job has, not of those that run here on the CPU."""
+    layout = Layout(Flags.read(given).set("--transformer-impl", "local"), 2, uneven_masks=False)
+    different = Answer(["train.py"], layout, [], {"ours": WRONG, "megatron": WRONG})
+    different.known_faults = known_faults(different, given)
+    names = [one["name"] for one in different.to_json()["known_faults"]]
+    assert ("shared-rotary-key-not-summed" in names) == met
+    assert [line.split(": ")[1] for line in different.lines() if line.startswith("known fault: ")] == names
+    right = Answer(["train.py"], layout, [], {"ours": compared(rank_of(0, 1, "TP"))})
+    assert known_faults(right, given) == []
 
 
 def test_a_parameter_that_is_restored_wrongly_comes_first():
