@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from typing import Any
 
 import pytest
 
 from testkit.processes import RankFailedError, run_processes
-from testkit.rank_processes import RanksTimedOutError
+from testkit.rank_processes import PRELOADED, RanksTimedOutError
 
 GOES_ON, RETURNS, RAISES, IS_KILLED, IGNORES_SIGNALS = range(5)
 
@@ -45,6 +46,16 @@ def run(ends: tuple[int, ...], folder: str, timeout: float = 120.0, start_method
 def test_results_come_in_the_order_of_ranks(tmp_path: object, start_method: str) -> None:
     given = run((RETURNS, RETURNS), str(tmp_path), start_method=start_method)
     assert given == ["rank 0 of 2", "rank 1 of 2"]
+
+
+def is_preloaded(rank: int, size: int) -> bool:
+    return all(name in sys.modules for name in PRELOADED)
+
+
+def test_ranks_are_forked_from_a_process_that_has_imported_what_they_run() -> None:
+    """Whatever is collected in this process: where a module sets another list at import, each rank imports for a
+    second."""
+    assert run_processes(is_preloaded, 3, backend=None, start_method="mixed") == [True] * 3
 
 
 def hash_of_a_word(rank: int, size: int) -> int:

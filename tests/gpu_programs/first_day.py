@@ -155,8 +155,14 @@ def _free_slowly(engine: PlanExecutor, at: Any) -> None:
 
 
 def _pool(kind: type[GlooPool]) -> Callable[[int, str], GlooPool]:
-    multiprocessing.set_forkserver_preload(["testkit.fault_scenario_worker"])
-    return lambda size, start: kind(size, "forkserver")
+    """Makes a pool whose ranks are forked."""
+
+    def started(size: int, start: str) -> GlooPool:
+        # Not when this module is imported: then ranks of all tests would be forked from a process without the rest.
+        multiprocessing.set_forkserver_preload(["testkit.fault_scenario_worker"])
+        return kind(size, "forkserver")
+
+    return started
 
 
 class SilentPool(GlooPool):
