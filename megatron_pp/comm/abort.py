@@ -1,20 +1,20 @@
-"""Make the operations of a process group fail that block, or will block, another thread of this process.
+"""Makes operations of a process group fail that block, or would later block, another thread of this process.
 
 Measured on torch 2.13, two processes, one thread inside ``work.wait()`` without a timeout:
 
 gloo: ``ProcessGroup.abort`` and ``shutdown`` have no effect, and ``Work.abort`` exists in C++ only. But a wait that
-times out closes all connections of the group, which wakes every waiting thread ("Application timeout caused pair
-closure" here, "Connection closed by peer" there). So the abort is a receive that no peer answers, given one
-millisecond. It takes 3 to 13 ms; ``destroy_process_group`` and ``init_process_group`` work afterwards.
+times out closes all connections of the group. That wakes every waiting thread ("Application timeout caused pair
+closure" on this rank, "Connection closed by peer" on its peers). So the abort is a receive that no peer answers, with a
+timeout of 1 ms. It takes 3 to 13 ms; ``destroy_process_group`` and ``init_process_group`` work afterwards.
 
 gloo does not wake a transfer that is half on the wire, nor a send that was written to a connection which the peer had
-just reset; not even when the peer dies. It wakes queued operations only, and ``Pair::signalException``
-(gloo/transport/tcp/pair.cc) passes over those that wait for the socket. Hence ``gloo/waiting_threads.py``.
+just reset; not even when the peer dies. It wakes queued operations only: ``Pair::signalException``
+(gloo/transport/tcp/pair.cc) skips operations that wait for the socket. ``gloo/waiting_threads.py`` deals with these.
 
-NCCL: ``ProcessGroup.abort`` (``ncclCommAbort``) makes the kernels leave and the synchronisation of the stream return,
-without an error on the waiting thread, and streams go on without the data; the communicator refuses further calls. The
-guard looks for a failure when the step ends, and before parameters change (``FaultGuard.before_update``). Read in
-c10d's source; to be run on GPUs. ``nccl_settings.py`` describes torch's own watchdog.
+NCCL: ``ProcessGroup.abort`` (``ncclCommAbort``) ends the kernels. The synchronisation of the stream returns without an
+error, and streams go on without the data. The communicator refuses further calls. So the guard looks for a failure when
+the step ends, and before parameters change (``FaultGuard.before_update``). ``nccl_settings.py`` describes torch's own
+watchdog.
 """
 
 import contextlib
@@ -36,8 +36,8 @@ _NCCL_PATIENCE = 5.0  # seconds
 
 
 def abort_groups(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Abort each of ``groups``: what is blocked on it in this process raises or returns, and later calls fail. Never
-    raises."""
+    """Abort each of ``groups``: operations that are blocked on it in this process raise or return, and later calls
+    fail. Never raises."""
     nccl: list[dist.ProcessGroup] = []
     for group in groups:
         if _has_backend(group, "cuda", "nccl"):
@@ -61,21 +61,21 @@ def _has_backend(group: dist.ProcessGroup, device: str, name: str) -> bool:
 
 
 def _abort_gloo(group: dist.ProcessGroup) -> None:
-    """One receive that times out closes the connections to all peers. But one on a connection that its peer has closed
-    already is refused and closes nothing, so every peer gets one."""
+    """Post one receive from every peer. One that times out closes the connections to all peers. One on a connection
+    that its peer has closed already is refused and closes nothing; hence one for each peer."""
     # gloo has one set of connections per network interface and picks it by tag.
     interfaces = len(os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
     for tag in range(_ABORT_TAG, _ABORT_TAG + interfaces):
         for peer in range(group.size()):
             if peer != group.rank():
-                with contextlib.suppress(RuntimeError):  # the timeout is what was wanted
+                with contextlib.suppress(RuntimeError):  # the timeout is intended
                     group.recv([torch.empty(1)], peer, tag).wait(_AT_ONCE)
 
 
 def _abort_nccl(groups: list[dist.ProcessGroup]) -> None:
-    """All at once, each from a thread of its own: an abort returns when its kernels have left the GPU, and may wait for
-    another communicator's (pytorch#119797). ``ncclGroupStart`` cannot combine them: it is for calls of one thread, and
-    ``ProcessGroupNCCL::abort`` uses a thread of its own."""
+    """Abort all groups at once, each from a thread of its own: an abort returns when its kernels have left the GPU, and
+    may wait for kernels of another communicator (pytorch#119797). ``ncclGroupStart`` cannot combine the aborts: it
+    works for calls of one thread, and ``ProcessGroupNCCL::abort`` starts a thread of its own."""
     threads = [threading.Thread(target=_abort_one, args=(group,), daemon=True) for group in groups]
     for thread in threads:
         thread.start()

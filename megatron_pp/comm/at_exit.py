@@ -13,7 +13,7 @@ from megatron_pp.common.finalizers import finalize_here
 
 def call_at_exit(method: Callable[..., object]) -> None:
     """Call the bound ``method`` when the program ends, unless its object is gone by then. Methods that are registered
-    last are called first. Not in processes that are forked from this one."""
+    last are called first. Processes that are forked from this one do not call it."""
     finalize_here(method.__self__, call_if_alive, weakref.WeakMethod(method))  # type: ignore[attr-defined]
 
 

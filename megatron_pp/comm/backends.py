@@ -1,4 +1,4 @@
-"""The transport over a process group, which its backend decides. Only that of the backend in use is loaded."""
+"""Makes the transport over a process group. Only the module of the group's own backend is loaded."""
 
 import torch.distributed as dist
 
@@ -9,7 +9,7 @@ def group_transport(
     group: dist.ProcessGroup, one_way: bool = True, warm_up: bool = True, max_ctas: int | None = None
 ) -> GroupTransport:
     """The transport over ``group``. ``one_way``: channels of one direction (``config.p2p_channels``); ``warm_up``,
-    ``max_ctas``: ``config.warm_up_p2p`` and ``config.p2p_max_ctas``, of NCCL alone. On NCCL this may be collective."""
+    ``max_ctas``: ``config.warm_up_p2p`` and ``config.p2p_max_ctas``, for NCCL only. On NCCL this may be collective."""
     if backend_of(group) == "nccl":
         from megatron_pp.comm.nccl.nccl_transport import NcclTransport
 

@@ -29,8 +29,8 @@ _NAMES = ("host_name", "port", "world_size", "is_master", "timeout", "wait_for_w
 
 
 class BoundStore(_OF_TORCH):
-    """A ``TCPStore`` with the same arguments. One that cannot listen there, as it is no address of this machine, or as
-    a store of this process listens there already, is made as torch makes it."""
+    """A ``TCPStore`` with the same arguments. If it cannot listen there, because the address is not of this machine or
+    a store of this process already listens there, it is made as torch makes it."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         given = dict(zip(_NAMES, args, strict=False)) | more
@@ -43,7 +43,7 @@ class BoundStore(_OF_TORCH):
 
 
 def _bound_socket(host: str, port: int) -> socket.socket | None:
-    """A socket bound to that address; None where that is impossible."""
+    """A socket bound to that address; None if that is impossible."""
     with suppress(OSError):
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
@@ -62,7 +62,7 @@ def _bound_socket(host: str, port: int) -> socket.socket | None:
 def bind_stores() -> None:
     """From now on, the stores that torch makes in this process listen on the address that is given for them."""
     if "master_listen_fd" not in (inspect.getdoc(_OF_TORCH) or "") + (_OF_TORCH.__init__.__doc__ or ""):
-        return  # a release that cannot be given a socket
+        return  # in this release of torch a store does not take a socket
     for path in _MAKERS:
         module = importlib.import_module(path)
         if getattr(module, "TCPStore", None) is _OF_TORCH:

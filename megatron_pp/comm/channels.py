@@ -26,7 +26,7 @@ import torch.distributed as dist
 from megatron_pp.comm.stores import private_client
 from megatron_pp.errors import CommunicatorClosedError, P2PTimeoutError, P2PTransferError
 
-_SLICE = timedelta(seconds=0.1)  # of a wait in the store, between looks at whether the channels were aborted
+_SLICE = timedelta(seconds=0.1)  # a wait in the store is cut into these, and looks between them for an abort
 
 ChannelKey = tuple[int, int, str]
 """(source, target, kind of message), ranks of the pipeline."""
@@ -43,10 +43,10 @@ class Channel(NamedTuple):
 
 
 def in_rounds(keys: Iterable[ChannelKey]) -> list[list[ChannelKey]]:
-    """``keys`` in rounds; a rank is an end once in a round: a colouring of the edges by first fit.
+    """``keys`` in rounds, such that a rank is an end at most once in a round: a colouring of the edges by first fit.
 
-    Ranks that make their channels in this order wait for each other along a chain of one step a round, not along the
-    pipeline. Neighbours in a loop need 4 rounds (6 where their number is odd), in a V 8."""
+    If ranks make their channels in this order, a rank waits for at most one other in each round, and not for the whole
+    pipeline. Neighbours in a loop need 4 rounds (6 if their number is odd), in a V 8."""
     rounds: list[list[ChannelKey]] = []
     busy: defaultdict[int, set[int]] = defaultdict(set)  # rank -> its rounds
     for key in keys:
@@ -72,11 +72,11 @@ class ChannelGroups:
         self.aborted = False
         self.channels: dict[ChannelKey, Channel] = {}
         self.collective: dist.ProcessGroup | None = None
-        self._lock = threading.Lock()  # for what another thread's abort has to see whole
+        self._lock = threading.Lock()  # so that an abort from another thread sees every group that exists
 
     @cached_property
     def _client(self) -> dist.Store:
-        """Other threads may make the channels of other pipelines at the same time."""
+        """A client of its own: other threads may make the channels of other pipelines at the same time."""
         return private_client(self.store)
 
     def make(self, keys: Iterable[ChannelKey], patience: timedelta) -> list[ChannelKey]:
@@ -103,7 +103,7 @@ class ChannelGroups:
         return group
 
     def abort(self) -> list[dist.ProcessGroup]:
-        """From another thread: nothing more is made. Returns what there is, for the caller to abort."""
+        """Stop making channels; called from another thread. Returns the groups that exist, for the caller to abort."""
         with self._lock:
             self.aborted = True
             groups = [channel.group for channel in self.channels.values()]
@@ -112,7 +112,7 @@ class ChannelGroups:
     def connect(
         self, kind: str, store: dist.Store, end: int, ranks: list[int], name: str, patience: timedelta
     ) -> dist.ProcessGroup:
-        """Rank ``end`` of a group of ``ranks``, of the whole job; ``name``: its name. Raises RuntimeError."""
+        """Connect as rank ``end`` of a group of ``ranks`` of the whole job, called ``name``. Raises RuntimeError."""
         backend = dist.ProcessGroupGloo(store, end, len(ranks), patience)
         kind_of_backend = dist.ProcessGroup.BackendType.GLOO
         return group_around(backend, torch.device("cpu"), kind_of_backend, store, end, len(ranks))
@@ -121,14 +121,14 @@ class ChannelGroups:
         self.timeout = timeout
 
     def end(self, group: dist.ProcessGroup) -> None:
-        """Shut ``group`` down, unless it was aborted; on gloo nothing is to be done."""
+        """Shut ``group`` down, unless it was aborted. On gloo there is nothing to do."""
 
     def _group(self, ends: Sequence[int], kind: str, what: str, patience: timedelta) -> dist.ProcessGroup:
         """A group of ``ends``, ranks of the pipeline."""
         end, size = ends.index(self.rank), len(ends)
         between = "-".join(map(str, ends)) if size == 2 else "all"
         where = f"megatron_pp/channels/{self.name}/{between}-{kind}"
-        # The nth time at this end meets the nth time at the other: keys of an earlier time are not read.
+        # The nth attempt at this end meets the nth attempt at the other: keys of earlier attempts are not read.
         nth = self._client.add(f"{where}/made by {end}", 1)
         store = dist.PrefixStore(f"{where}/{nth}", self._client)
         for other in range(size):
@@ -148,8 +148,8 @@ class ChannelGroups:
         return group
 
     def _meet_other_end(self, store: dist.Store, end: int, other: int, what: str, patience: timedelta) -> None:
-        """gloo and NCCL wait for the other end without a way to be woken, so it must be there before they begin. It
-        answers as well: it may have left while it waited."""
+        """Wait in the store until the other end is there, because gloo and NCCL cannot be woken while they wait for it.
+        Both ends answer: the other end may have left while it waited."""
         until = time.monotonic() + patience.total_seconds()
         for word in ("came", "answered"):
             store.set(f"end {end} {word} to {other}", "1")
@@ -174,8 +174,8 @@ class ChannelGroups:
 
 
 def end_late_groups(groups: Iterable[dist.ProcessGroup], rank: int, what: str) -> NoReturn:
-    """Abort ``groups``, which an abort has missed: they were made after it had looked, or their communicators were,
-    which on NCCL the first operation makes. Raises CommunicatorClosedError."""
+    """Abort ``groups`` that an abort has missed, because they were made after it had looked. On NCCL the communicator
+    of a group is made later still, by its first operation. Raises CommunicatorClosedError."""
     from megatron_pp.comm import abort
 
     abort.abort_groups(groups)
@@ -186,17 +186,17 @@ def _is_set(store: dist.Store, key: str) -> bool:
     """Whether ``key`` is set, within a slice of time."""
     try:
         store.wait([key], _SLICE)
-    except RuntimeError:  # the time is over, or the store is gone, which the next line reports
+    except RuntimeError:  # timed out, or the store is gone; the next line raises if it is gone
         return store.check([key])
     return True
 
 
 def pipeline_name(group: dist.ProcessGroup, backend: str, device: torch.device) -> str:
-    """The global ranks of ``group`` and torch's name of it: ``0-1 in group 3``; differs between any two groups.
+    """A name that no two groups share: the global ranks of ``group`` and torch's name of it, as ``0-1 in group 3``.
 
-    Members share torch's name for a group of ``new_group``, numbered in the order in which all ranks of the job make
-    groups. ``split_group`` (NCCL) hashes how many groups the rank is in, which may differ between members. There the
-    first member's name counts, broadcast over the group: collective."""
+    Members share torch's name for a group of ``new_group``, which is a number that counts the groups of the whole job.
+    ``split_group`` (NCCL) hashes how many groups the rank is in, which may differ between members. So on NCCL the first
+    member's name is broadcast over the group, which is collective."""
     names = [group.group_name]
     if backend == "nccl" and not names[0].isdecimal():
         dist.broadcast_object_list(names, src=dist.get_global_rank(group, 0), group=group, device=device)
@@ -206,7 +206,7 @@ def pipeline_name(group: dist.ProcessGroup, backend: str, device: torch.device) 
 def group_around(
     backend: Any, device: torch.device, kind: Any, store: dist.Store, rank: int, size: int
 ) -> dist.ProcessGroup:
-    """A group around ``backend``, whose own methods would hold Python's interpreter lock while they work."""
+    """A group around ``backend``. The methods of the backend itself hold Python's interpreter lock while they work."""
     group = dist.ProcessGroup(store, rank, size)
     group._set_default_backend(kind)
     group._register_backend(device, kind, backend)

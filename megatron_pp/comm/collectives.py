@@ -16,16 +16,17 @@ from megatron_pp.comm.events import EventPool
 
 
 class Collectives(Protocol):
-    """What a collective may call, on all ranks alike; each call returns when its tensors may be used by the next."""
+    """The operations of which a collective consists, the same on all ranks. When a call returns, the next one may use
+    its tensors."""
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """``tensor`` of rank ``root``, into that of every other rank."""
+        """Copy ``tensor`` of rank ``root`` into ``tensor`` of every other rank."""
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensors of all ranks, stacked in the order of ranks."""
 
     def reduce(self, tensor: torch.Tensor, root: int) -> None:
-        """The sum over all ranks, into that of rank ``root``; others' is undefined afterwards."""
+        """Sum ``tensor`` over all ranks into that of rank ``root``. On other ranks it is undefined afterwards."""
 
 
 Collective = Callable[[Collectives], None]
@@ -60,7 +61,7 @@ class LoneCollectives:
     """For a pipeline of one rank."""
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Nothing is left to do."""
+        """Does nothing: there is no other rank."""
 
     reduce = broadcast
 
@@ -102,7 +103,7 @@ class OnStream:
         self._event: Any = self._events.record(stream)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Once; a handle waits for its work no more than that."""
+        """Called once: a handle waits for its work once."""
         torch.cuda.current_stream().wait_event(self._event)
         self._events.give_back(self._event)
         self._event = None

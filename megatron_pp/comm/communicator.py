@@ -1,9 +1,9 @@
 """The core of point-to-point communication that the engine uses: post a send, a receive or a batch; each returns a
 WaitHandle.
 
-A send goes out on a detached alias of the tensor, and the handle keeps the alias: where the tensor is dropped, or
-``deallocate_output_tensor`` swaps its storage, the alias still holds the bytes until the send is done. PyTorch's own
-reference is to the tensor *object*, whose storage is swapped along (pytorch#148590), so it does not protect.
+A send reads a detached alias of the tensor, and the handle keeps the alias. If the tensor is dropped, or
+``deallocate_output_tensor`` swaps its storage, the alias holds the bytes until the send is done. PyTorch's own
+reference does not protect them: it is to the tensor *object*, whose storage is then another one (pytorch#148590).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Shape = Sequence[int]
 SEND, RECEIVE, _BATCHED = "send", "receive", "batched send or receive"
-_TEMPLATES, _TEMPLATE = 1 << 20, 1 << 10  # bytes for templates of receive buffers, and of one, roughly
+_TEMPLATES, _TEMPLATE = 1 << 20, 1 << 10  # about as many bytes for all templates of receive buffers, and for each
 
 
 class Send(NamedTuple):
@@ -69,7 +69,7 @@ class P2PCore:
         self.settings = settings = StepSettings.from_config(config)
         self.dtype = settings.pipeline_dtype
         self.shapes_vary = settings.shapes_vary
-        # In debug mode a description travels ahead of each tensor, as a shape does where shapes vary.
+        # In debug mode a description is sent ahead of each tensor, as the shape is if shapes vary.
         self.wire = _wire_check(self.rank) if settings.p2p_debug else None
         self.variable_shapes = self.shapes_vary or self.wire is not None
         self._ahead = load("shapes_ahead") if self.variable_shapes else None
@@ -78,16 +78,16 @@ class P2PCore:
         self.timeout = None if transport.pollable else self.patience
         self.synchronize_batches = settings.batch_p2p_sync and settings.policy == BATCHED and self.device.type == "cuda"
         self.pending: set[WaitHandle] = set()
-        self.kept_for_features: dict[str, Any] = {}  # for as long as this communicator
+        self.kept_for_features: dict[str, Any] = {}  # state that features keep as long as this communicator lives
         self.under_guard = False
-        # One element each, expanded: to allocate like one of them is three times as fast as from shape and dtype.
+        # Each template is one element, expanded. empty_like of a template is three times as fast as torch.empty.
         self._templates: BoundedCache[tuple[int, ...], torch.Tensor] = BoundedCache(_TEMPLATES)
         self._single_shape: Any = ()  # the last shape that was seen to be one, not a list of them
 
     def post_send(self, value: Tensors, peer: int, channel: str, dtype: torch.dtype | None = None) -> WaitHandle:
         """Post the send of ``value`` (a tensor of ``dtype``, by default ``pipeline_dtype``, on the transport's device,
-        or a list of them); never blocks. What is not contiguous is sent as a copy. Raises P2PTypeError for a wrong
-        dtype, device or type, CommunicatorClosedError; nothing is posted then."""
+        or a list of them); never blocks. A tensor that is not contiguous is sent as a copy. Raises P2PTypeError for a
+        wrong dtype, device or type, and CommunicatorClosedError; then nothing was posted."""
         if isinstance(value, torch.Tensor) and not self.variable_shapes:  # the usual case, on the hot path
             if self.transport.aborted:
                 self._check_open()
@@ -129,8 +129,8 @@ class P2PCore:
         return WaitHandle(self, works, tensors, tensors, RECEIVE, peer, channel)
 
     def post_batch(self, requests: Sequence[Send | Receive]) -> list[WaitHandle]:
-        """Post all requests as one grouped call. Where shapes travel, they are exchanged before it, in a grouped call
-        that is waited for."""
+        """Post all requests as one grouped call. If shapes vary, they are exchanged before, in a grouped call of their
+        own that is waited for."""
         if not self.variable_shapes and not self.transport.groups_calls:
             return [self.post_send(*one) if isinstance(one, Send) else self.post_recv(*one) for one in requests]
         shapes = {} if self._ahead is None else self._ahead.exchange_shapes(self, requests)
@@ -155,7 +155,7 @@ class P2PCore:
         works = self.transport.batch(posts)
         handles = []
         for request, (first, tensors, received, version) in zip(requests, moved, strict=True):
-            # A grouped call may have given a single work for all.
+            # A grouped call may return a single work for all its requests.
             own = tuple(works) if len(works) == 1 else tuple(works[first : first + len(tensors)])
             held = tensors[0] if len(tensors) == 1 else tensors
             handles.append(WaitHandle(self, own, held, received, _BATCHED, request.peer, request.channel, version))
@@ -168,8 +168,8 @@ class P2PCore:
         return handles
 
     def post_collective(self, collective: Collective, what: str) -> WaitHandle:
-        """Post a collective of all ranks, which post them in one order; ``what`` it is, in words. The handle keeps what
-        ``collective`` holds."""
+        """Post a collective of all ranks, which must all post their collectives in one order. ``what``: its name in
+        errors. The handle keeps what ``collective`` holds."""
         self._check_open()
         return WaitHandle(self, (self.transport.collective(collective),), collective, None, what)
 
@@ -181,7 +181,7 @@ class P2PCore:
         self.transport.prepare(needs, self.patience)
 
     def forget(self) -> None:
-        """Drop what a step that was aborted has left: its handles hold tensors, each other and this communicator."""
+        """Drop the handles of an aborted step: they hold tensors, each other and this communicator."""
         for handle in self.pending:
             handle.together = ()
         self.pending.clear()
@@ -206,7 +206,7 @@ class P2PCore:
         return buffer.requires_grad_() if requires_grad else buffer
 
     def require_dtype(self) -> None:
-        """Raises P2PTypeError where ``pipeline_dtype`` is not set, without which nothing can be received."""
+        """Raises P2PTypeError if ``pipeline_dtype`` is not set: a receive needs it for its buffer."""
         if self.dtype is None:
             raise P2PTypeError(
                 "config.pipeline_dtype is None; to receive between stages it must be the dtype of the activations, "
@@ -214,7 +214,7 @@ class P2PCore:
             )
 
     def aliases(self, value: Tensors, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, ...]:
-        """Contiguous detached aliases of what is to be sent, checked before anything is posted."""
+        """Contiguous detached aliases of the tensors to send. They are checked here, before anything is posted."""
         self._check_open()
         tensors = value if isinstance(value, (list, tuple)) else (value,)
         for tensor in tensors:
@@ -263,6 +263,6 @@ def is_single_shape(shapes: Any) -> bool:
 
 
 def _wire_check(rank: int) -> MessageCheck:
-    """The check of debug mode, which a feature has."""
+    """Makes the check of debug mode, which is a feature and loaded only then."""
     check: MessageCheck = load("wire_check").WireCheck(rank)
     return check

@@ -1,4 +1,4 @@
-"""CUDA events that are recorded again and again, as making one takes longer than recording it."""
+"""CUDA events that are recorded again and again, because making one takes longer than recording it."""
 
 from typing import Any
 
@@ -6,25 +6,25 @@ import torch
 
 
 class EventPool:
-    """Of one rank; any thread may give back, one records. ``timing``: whether times between them are asked for."""
+    """The events of one rank. One thread records; any thread may give back. ``timing``: events measure times."""
 
     def __init__(self, timing: bool = False) -> None:
         self._kind = {"enable_timing": True} if timing else {}
         self._free: list[Any] = []
 
     def record(self, stream: Any = None) -> Any:
-        """An event behind all that was issued to ``stream``, by default the current one."""
+        """Record an event behind all that was issued to ``stream``, by default the current one."""
         event = self._free.pop() if self._free else torch.cuda.Event(**self._kind)
         event.record(stream)
         return event
 
     def give_back(self, event: Any) -> None:
-        """Nothing asks ``event`` again, nor will wait for it. Streams that were made to wait for it keep waiting for
-        what it was recorded behind then (``cudaStreamWaitEvent``)."""
+        """Return ``event`` to the pool; the caller must not use it again. Streams that were made to wait for it still
+        wait for what it was recorded behind at that time (``cudaStreamWaitEvent``)."""
         self._free.append(event)
 
     def order(self, first: Any, then: Any) -> None:
-        """Stream ``then`` waits for what was issued to ``first``; ``then.wait_stream(first)`` makes an event."""
+        """Let stream ``then`` wait for what was issued to ``first``. ``then.wait_stream(first)`` makes an event."""
         event = self.record(first)
         then.wait_event(event)
         self.give_back(event)

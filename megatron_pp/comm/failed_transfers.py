@@ -1,4 +1,4 @@
-"""What is raised of a transfer that failed, and of a tensor that was written to while it was being sent."""
+"""The errors of a transfer that failed, and of a tensor that was written to while it was being sent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger("megatron_pp")
 
 
 def named(error: Exception, what: str, core: HandlesCore) -> P2PError:
-    """The error a user sees, for what the transport raised."""
+    """The error that the user sees in place of ``error``, which the transport raised."""
     if isinstance(error, P2PError):
         return copy.copy(error)
     text = str(error)
@@ -57,7 +57,7 @@ def is_whole(sent: torch.Tensor | Sequence[torch.Tensor]) -> bool:
 
 @lru_cache(maxsize=1)
 def warn_of_parts(what: str) -> None:
-    """Once per process."""
+    """Warn once per process of a write that may have changed a tensor while it was sent."""
     logger.warning(
         "%s: it sends a part of a larger tensor that was written to before the send was done. If the write was to the "
         "sent part, the peer may have received the new values. Send a clone, or set p2p_debug to know which it was",

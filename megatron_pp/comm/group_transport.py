@@ -26,7 +26,7 @@ from megatron_pp.errors import P2PTransferError
 if TYPE_CHECKING:
     from megatron_pp.comm.collectives import GroupCollectives
 
-# gloo keeps messages of different tags apart; the numbers only have to differ from what users send on the same group.
+# gloo keeps messages of different tags apart. These numbers only have to differ from tags of users on the same group.
 _TAGS = {ACT: 0x4D5001, GRAD: 0x4D5002}
 _TAGS_OF_ONE_AGREEMENT = 0x100  # tags are 31 bits wide
 _AGREEMENTS = 0x10000
@@ -43,7 +43,7 @@ class GroupTransport(Transport):
         self.group, self.one_way = group, one_way
         self.rank, self.size = group.rank(), group.size()
         self.device = device_of(self.backend)
-        # Here, as construction is the one place that all members reach together.
+        # Made here, because construction is the one place that all members reach together.
         self.name = pipeline_name(group, self.backend, self.device)
         self._tags = self._base_tags = _TAGS
         self._agreement = 0
@@ -54,7 +54,7 @@ class GroupTransport(Transport):
 
     def prepare(self, needs: Preparation, timeout: timedelta) -> None:
         if self._groups is not None and self.limit != self._groups.timeout:
-            # It was changed (torch's ``_set_pg_timeout``, Megatron's ``update_pg_timeout``).
+            # The timeout was changed (torch's ``_set_pg_timeout``, Megatron's ``update_pg_timeout``).
             self._groups.follow_timeout(self.limit)
         needs = self._what_counts(needs)
         if needs in self._prepared:
@@ -67,15 +67,15 @@ class GroupTransport(Transport):
         self._prepared.add(needs)
 
     def _what_counts(self, needs: Preparation) -> Preparation:
-        """``needs`` without what makes no difference on this backend."""
+        """``needs`` without the fields that make no difference on this backend."""
         raise NotImplementedError
 
     def _channels_for(self, needs: Preparation) -> list[ChannelKey]:
-        """The channels that ``needs`` wants of this rank."""
+        """The channels of this rank that ``needs`` asks for."""
         raise NotImplementedError
 
     def _warm_up(self, needs: Preparation, made: list[ChannelKey]) -> None:
-        """``made``: the new channels."""
+        """Warm up the channels in ``made``, which are new."""
 
     def _ways(self, edges: Iterable[Edge], with_shapes: bool = False) -> list[ChannelKey]:
         """The channels of this rank, in an order that is the same on all ranks."""
@@ -88,7 +88,7 @@ class GroupTransport(Transport):
         if self._groups is None:
             members = dist.get_process_group_ranks(self.group)
             self._groups = self.made_groups(self.store, self.name, self.rank, members, self._options)
-            if self.aborted:  # by another thread, which may have come before the line above
+            if self.aborted:  # another thread may have aborted before the line above
                 self._groups.abort()
             self._channels = self._groups.channels
             # torch does not end these groups: they are closed with the transport, or when the program ends.
@@ -99,7 +99,7 @@ class GroupTransport(Transport):
         return ChannelGroups(*of_pipeline)
 
     def _make_collectives(self, timeout: timedelta) -> None:
-        """The communicator of collectives of all ranks, warmed up. Collective."""
+        """Make and warm up the communicator for collectives of all ranks. Collective."""
         groups = self._own_groups()
         group = groups.make_group(timeout)
         from megatron_pp.comm.collectives import GroupCollectives
@@ -109,7 +109,7 @@ class GroupTransport(Transport):
         self._end_if_aborted([group], "the group of collectives")
 
     def _end_if_aborted(self, groups: Iterable[dist.ProcessGroup], what: str) -> None:
-        """After the first operation on ``groups``. Raises CommunicatorClosedError."""
+        """Called after the first operation on ``groups``. Raises CommunicatorClosedError if there was an abort."""
         if self.aborted:
             end_late_groups(groups, self.rank, what)
 
@@ -120,9 +120,9 @@ class GroupTransport(Transport):
         raise P2PTransferError(f"pipeline rank {self.rank}, {what}: it cannot be posted: {error}") from error
 
     def use_agreement(self, number: int) -> None:
-        """On gloo, tags keep the messages of different plans apart, whose shapes may differ: ranks that are at
-        different plans wait for each other, and the fault guard reports it. (NCCL has no tags; there the guard finds
-        out a moment later.)"""
+        """On gloo, tags keep the messages of different plans apart, because their shapes may differ. Ranks that run
+        different plans then wait for each other, and the fault guard reports it. NCCL has no tags; there the guard
+        detects it a moment later."""
         if number != self._agreement:
             self._agreement = number
             shift = number % _AGREEMENTS * _TAGS_OF_ONE_AGREEMENT
@@ -160,11 +160,10 @@ class GroupTransport(Transport):
 
 
 def backend_of(group: dist.ProcessGroup) -> str:
-    """``nccl`` or ``gloo``: which of the group's backends carries the tensors. A mixed group uses NCCL where there is
-    a GPU."""
+    """``nccl`` or ``gloo``: the group's backend that carries the tensors. A mixed group uses NCCL if there is a GPU."""
     return "nccl" if "nccl" in dist.get_backend(group) and torch.cuda.is_available() else "gloo"
 
 
 def device_of(backend: str) -> torch.device:
-    """Where tensors that ``backend`` carries lie."""
+    """The device of the tensors that ``backend`` carries."""
     return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")

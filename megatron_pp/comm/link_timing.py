@@ -1,9 +1,9 @@
-"""Between steps, blocking and over prepared channels: messages of a few numbers between neighbours of a pipeline, and
-how long transfers of several sizes take on its links, and copies to host memory.
+"""Measures how long transfers of several sizes take on a pipeline's links, and copies to host memory. Also exchanges a
+few numbers between neighbours. Everything here runs between steps, blocks, and uses prepared channels.
 
-Both ends of a link send a message of each size back and forth; half of a round trip is a transfer. Links are measured
-in rounds, in one order on all ranks; a rank is an end once in a round. The first trip warms up; after that both ends go
-on until they have made _TRIPS, or _SECONDS are over: before each trip the rank that keeps time says so.
+Both ends of a link send a message of each size back and forth; a transfer is half of a round trip. Links are measured
+in rounds, in one order on all ranks; a rank is an end at most once in a round. The first trip warms up. Then both ends
+go on until they have made _TRIPS, or _SECONDS are over; the rank that keeps time announces each trip.
 """
 
 import statistics
@@ -31,14 +31,14 @@ def send_numbers(
 def receive_numbers(
     transport: Transport, peer: int, kind: str, count: int, dtype: torch.dtype = torch.int64
 ) -> list[float]:
-    """What ``send_numbers`` of ``peer`` has sent, ``count`` numbers; whole ones where ``dtype`` is."""
+    """The ``count`` numbers that ``send_numbers`` of ``peer`` has sent; integers if ``dtype`` is an integer type."""
     message = torch.empty(count, dtype=dtype, device=transport.device)
     _wait(transport, peer, transport.irecv(message, peer, kind))
     return message.tolist()  # on a GPU this waits for the message
 
 
 def _wait(transport: Transport, peer: int, work: Work) -> None:
-    """Raises P2PTransferError where the transfer fails, as handles do."""
+    """Raises P2PTransferError if the transfer fails, as handles do."""
     try:
         work.wait()
     except RuntimeError as error:
@@ -47,8 +47,8 @@ def _wait(transport: Transport, peer: int, work: Work) -> None:
 
 
 def gather_numbers(transport: Transport, mine: Sequence[float]) -> list[list[float]]:
-    """The numbers of every rank, by rank, on every rank; all have the same count. They go up the chain of neighbours to
-    the first rank, and all of them down again. Collective over the pipeline."""
+    """Returns the numbers of all ranks on every rank, by rank; all ranks must give as many. Numbers travel along the
+    chain of neighbours to the first rank, and from there all of them back. Collective over the pipeline."""
     rank, size, each = transport.rank, transport.size, len(mine)
     known = [float(number) for number in mine]
     if rank < size - 1:
@@ -62,13 +62,13 @@ def gather_numbers(transport: Transport, mine: Sequence[float]) -> list[list[flo
 
 
 def sizes_around(message: float) -> tuple[int, ...]:
-    """In bytes: of nearly nothing, a quarter of ``message``, itself, and twice that."""
+    """Four sizes in bytes: nearly nothing, a quarter of ``message``, ``message``, and twice that."""
     size = max(1, round(message))
     return tuple(sorted({_SMALL, max(1, size // 4), size, 2 * size}))
 
 
 def measure_links(transport: Transport, edges: Iterable[Edge], sizes: Sequence[int]) -> dict[Edge, list[float]]:
-    """Of each of ``edges`` whose source this rank is: seconds of a transfer of each of ``sizes`` bytes, medians.
+    """For each of ``edges`` whose source is this rank, the median seconds of a transfer of each of ``sizes`` bytes.
     Collective over the pipeline; the channels of ``edges`` must have been prepared."""
     times: dict[Edge, list[float]] = {}
     for together in in_rounds([(source, target, ACT) for source, target in sorted(set(edges))]):
@@ -86,7 +86,7 @@ def _ask(transport: Transport, peer: int, sizes: Sequence[int]) -> list[float]:
     until = time.perf_counter() + _SECONDS
     while not trips or (len(trips) <= _TRIPS and time.perf_counter() < until):
         send_numbers(transport, peer, ACT, [1])
-        receive_numbers(transport, peer, GRAD, 1)  # the peer is there
+        receive_numbers(transport, peer, GRAD, 1)  # wait until the peer is ready
         trips.append([_round_trip(transport, peer, message) / 2 for message in messages])
     send_numbers(transport, peer, ACT, [0])
     return [statistics.median(taken) for taken in zip(*(trips[1:] or trips), strict=True)]
@@ -120,8 +120,8 @@ _COPIES = 5
 
 
 def copy_rates(device: torch.device) -> tuple[str, float, float]:
-    """What is copied, in words, and bytes per second to the host and back; on a CPU, of a copy in memory. Waits for the
-    device."""
+    """What is copied, in words, and the bytes per second to the host and back. On a CPU it is a copy in memory. Waits
+    for the device."""
     on_device = torch.zeros(_BYTES, dtype=torch.uint8, device=device)
     if device.type == "cuda":
         host = torch.zeros(_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -131,10 +131,10 @@ def copy_rates(device: torch.device) -> tuple[str, float, float]:
 
 
 def _rate(target: torch.Tensor, source: torch.Tensor) -> float:
-    """Bytes per second, the median; the first copy warms up."""
+    """The median bytes per second of a copy; the first copy warms up."""
     times = []
     for _ in range(1 + _COPIES):
         began = time.perf_counter()
-        target.copy_(source)  # returns when it is done
+        target.copy_(source)  # blocks until the copy is done
         times.append(time.perf_counter() - began)
     return _BYTES / statistics.median(times[1:])

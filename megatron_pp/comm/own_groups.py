@@ -1,5 +1,5 @@
-"""The model-parallel groups that this library made for this process, where it made them: ``parallel_state`` makes them,
-and has Megatron's functions for them. Under Megatron there are none.
+"""The model-parallel groups that this library's ``parallel_state`` has made for this process. ``parallel_state`` also
+has Megatron's functions for them. Under Megatron there are no such groups.
 
 The state belongs to the process, as in Megatron. Ranks that run as threads of one process do not use this module.
 
@@ -31,7 +31,7 @@ _state: GroupState | None = None
 
 
 def become(state: GroupState | None) -> GroupState | None:
-    """``state`` is this process's from now on; returns the one before."""
+    """Make ``state`` this process's state; returns the previous one."""
     global _state
     before, _state = _state, state
     return before

@@ -25,8 +25,8 @@ __all__ = ["P2PCommunicator", "WaitHandle", "is_single_shape"]
 
 Handles = dict[str, WaitHandle]
 
-# The order of posting. Two ranks that are each other's next and previous on one channel meet only if one of them sends
-# where the other receives; both post activations before gradients.
+# The order of posting. If two ranks are each other's next and previous on one channel, their operations meet only if
+# one sends where the other receives; both post activations before gradients.
 _SENDS_FIRST = ("send_next", "recv_prev", "send_prev", "recv_next")
 _RECEIVES_FIRST = ("recv_prev", "send_next", "recv_next", "send_prev")
 _ACTIVATIONS = ("send_next", "recv_prev")
@@ -62,7 +62,7 @@ class P2PCommunicator(P2PCore):
         self.next_rank: int | None = transport.global_rank(self.next_in_group)
         self.prev_rank: int | None = transport.global_rank(self.prev_in_group)
         self.virtual_pipeline_model_parallel_size = self.settings.virtual_pipeline_model_parallel_size
-        # Between neighbours of the config's own placement; where no schedule is named, stages are placed in a loop.
+        # Edges between neighbours of the config's own placement. If no schedule is named, stages are placed in a loop.
         kind = placement_kind(self.settings.pipeline_schedule)
         placement = Placement(kind, self.size, self.virtual_pipeline_model_parallel_size or 1)
         self.prepare(placement.rank_edges, batched=self.settings.policy == BATCHED)
@@ -148,15 +148,15 @@ class P2PCommunicator(P2PCore):
     def _exchange(self, timer: str, operations: dict[str, Any], wait: bool = True) -> tuple[Any, Any, Handles]:
         """Check and post ``operations`` (name -> what to send, or the shape to receive), as a batch or singly; wait if
         ``wait``. Returns (from previous, from next, handles)."""
-        # Where channels are one-way any order is safe, and gloo announces a receive behind what is sent before it.
-        # Where one carries both directions, neighbours must not both begin with the same.
+        # With one-way channels any order is safe; on gloo a receive is announced behind what was sent before it. If
+        # one channel carries both directions, neighbours must not both begin with a send, or both with a receive.
         order = _RECEIVES_FIRST if self.settings.one_way or self.rank % 2 else _SENDS_FIRST
         with timed(getattr(self.config, "timers", None), timer):  # read at each call: a loop may set them late
             wanted = {name: self._checked(name, operations[name]) for name in order if name in operations}
             handles = self._post_all(wanted)
             receives = [name for name in wanted if name.startswith("recv")]
-            if wait or self.variable_shapes:  # a tensor whose shape is still on its way cannot be returned
-                for name in receives:  # first: with variable shapes, the wait is what lets the peer's send go on
+            if wait or self.variable_shapes:  # a tensor cannot be returned before its shape has arrived
+                for name in receives:  # before sends: with variable shapes, this wait lets the peer's send go on
                     handles[name].wait()
             if wait:
                 for name in wanted.keys() - receives:
@@ -178,8 +178,8 @@ class P2PCommunicator(P2PCore):
         return Receive(value, peer, channel)
 
     def _post_all(self, wanted: dict[str, Send | Receive]) -> Handles:
-        # Where one channel carries both directions, shapes that travel ahead of tensors have to go as a batch: singly,
-        # a tensor whose receiver has yet to read its shape would hold up the shape that comes the other way.
+        # If one channel carries both directions, shapes must be sent as a batch. Sent singly, a tensor whose receiver
+        # has not read its shape yet would block the shape that comes the other way.
         apart = self.settings.one_way or not self.variable_shapes
         if wanted and (self.settings.policy == BATCHED or not apart):
             return dict(zip(wanted, self.post_batch(list(wanted.values())), strict=True))

@@ -1,4 +1,4 @@
-"""What modules of this room see of others that they cannot import. For type checkers alone."""
+"""Protocols, for type checkers only: what modules of this room use of modules that they cannot import."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_pp.comm.transport import Transport
 
 
 class HandlesCore(Protocol):
-    """What a handle sees of the communicator that keeps it (``communicator.py``: ``P2PCore``)."""
+    """What a handle uses of the communicator that keeps it (``communicator.py``: ``P2PCore``)."""
 
     rank: int
     transport: Transport
@@ -25,15 +25,15 @@ class HandlesCore(Protocol):
 
 
 class MessageCheck(Protocol):
-    """What debug mode announces of a message ahead of it, in whole numbers, and compares at its other end."""
+    """Debug mode's description of a message, in integers: sent ahead of the message and compared by the receiver."""
 
     stamp_length: int
 
     def stamp(self, dtype: torch.dtype, member: int = 0) -> tuple[int, ...]:
-        """Of the message of the current instruction; ``member``: its place within a batch."""
+        """The description of the current instruction's message; ``member``: its place within a batch."""
 
     def check(self, peer: int, received: list[int], shape: list[int], expected: Any, expected_shape: Any) -> None:
-        """Raises WireMismatchError where ``peer`` announced another message."""
+        """Raises WireMismatchError if ``peer`` announced another message than the expected one."""
 
     def within(self, source: Any) -> AbstractContextManager[None]:
-        """While ``source`` executes its plan."""
+        """The context in which ``source`` executes its plan."""

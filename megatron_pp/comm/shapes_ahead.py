@@ -1,4 +1,4 @@
-"""Shapes that travel ahead of tensors, where they vary; in debug mode with a description of the tensor.
+"""Shapes that are sent ahead of tensors if shapes vary; in debug mode together with a description of the tensor.
 
 A header is the number of dimensions and the dimensions, as int64, in debug mode with the stamp of the wire check.
 """
@@ -19,7 +19,7 @@ MAX_DIMENSIONS = 8
 
 
 def check_dimensions(tensor: torch.Tensor) -> None:
-    """Raises P2PShapeError for a tensor whose shape is no header."""
+    """Raises P2PShapeError for a tensor with more dimensions than a header can hold."""
     if tensor.dim() > MAX_DIMENSIONS:
         raise P2PShapeError(
             f"a tensor of {tensor.dim()} dimensions cannot be sent with variable_seq_lengths; at most {MAX_DIMENSIONS} "
@@ -50,8 +50,8 @@ def decode_header(
     member: int = 0,
     dtype: torch.dtype | None = None,
 ) -> list[int]:
-    """The shape that a header holds. Raises P2PShapeError where it cannot be one; in debug mode WireMismatchError where
-    the tensor is not the expected one (``expected``: its shape, None if unknown)."""
+    """The shape that a header holds. Raises P2PShapeError if the header holds no shape, and in debug mode
+    WireMismatchError if the tensor is not the expected one (``expected``: its shape, None if unknown)."""
     dims, *rest = header.tolist()
     sizes = rest[:MAX_DIMENSIONS]
     if not 0 <= dims <= MAX_DIMENSIONS or any(size < 0 for size in sizes[:dims]):
@@ -88,8 +88,8 @@ def exchange_shapes(core: P2PCore, requests: Sequence[Send | Receive]) -> dict[i
 
 
 class ShapedReceive(WaitHandle):
-    """A receive whose shapes travel ahead of it: ``wait()`` reads each shape, allocates its tensor, and receives it.
-    ``shapes``: what is expected: one shape or None, or a list of them for a message of several tensors."""
+    """A receive whose shapes are sent ahead of it: ``wait()`` reads each shape, allocates its tensor, and receives it.
+    ``shapes``: the expected ones, that is one shape or None, or a list of them for a message of several tensors."""
 
     _core: P2PCore
 
@@ -129,7 +129,7 @@ class ShapedReceive(WaitHandle):
 
 
 def _is_one(shapes: Any) -> bool:
-    """Whether one tensor is meant, not a list of them; with variable shapes None is one, too."""
+    """Whether ``shapes`` stands for one tensor, not a list of tensors. With variable shapes None is one, too."""
     return shapes is None or is_single_shape(shapes)
 
 

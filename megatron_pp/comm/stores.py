@@ -1,8 +1,8 @@
 """Clients of torch's stores.
 
-A call on a TCPStore's client blocks while another thread's ``get`` or ``wait`` on the same client does. Two threads of
-a process that each wait there for a peer's thread, which waits for the other's client, wait for ever. So what has a
-thread of its own, and each pipeline, has a client of its own.
+A call on a TCPStore's client blocks while another thread is in a ``get`` or ``wait`` on the same client. So two threads
+of a process could hang: each waits for a peer's thread that cannot use the client which the other thread blocks. To
+prevent this, each of our threads and each pipeline has a client of its own.
 """
 
 import socket
@@ -16,13 +16,13 @@ _CALL_TIMEOUT = timedelta(seconds=30)
 
 
 def private_client(store: Any) -> Any:
-    """A client of the same store with a connection of its own, if the kind of store has connections. Raises OSError
-    where its process is gone."""
+    """A client of the same store with a connection of its own, if the kind of store has connections. Raises OSError if
+    the store's process is gone."""
     below = store
     while isinstance(below, PrefixStore):
         below = below.underlying_store
     if isinstance(below, TCPStore):
-        # A client of torch's would try again for as long as the store's own timeout.
+        # torch's client would try to connect for as long as the store's own timeout.
         socket.create_connection((below.host, below.port), _CONNECTING).close()
     if hasattr(store, "clone"):
         return store.clone()

@@ -1,7 +1,7 @@
 """The interface below the communicator: transfers between the ranks of one pipeline.
 
 ``group_transport.py`` has the implementation on process groups, ``megatron_pp.testing`` one for ranks that are threads.
-Peers are ranks within the pipeline group. A channel is ``ACT`` or ``GRAD``; with source and target it names a FIFO.
+Peers are ranks within the pipeline group. A channel is ``ACT`` or ``GRAD``; source, target and channel name a FIFO.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class P2PRequest(NamedTuple):
 
 
 class Preparation(NamedTuple):
-    """What plans need of a transport.
+    """What plans need from a transport.
 
     edges           (source, target) of activations; gradients go back along them
     batched         whether all messages go out as batches
-    with_shapes     whether shapes travel ahead of tensors
+    with_shapes     whether shapes are sent ahead of tensors
     received_bytes, sent_bytes  sizes of the activations that this rank receives and sends, 0 if unknown
     collectives     whether there are collectives of all ranks"""
 
@@ -61,7 +61,7 @@ class Transport(Protocol):
 
     rank, size   this rank and the number of ranks in the group
     device       where tensors must lie
-    shape_device where the shapes that travel ahead of tensors must lie; None: with the tensors
+    shape_device where shapes that are sent ahead of tensors must lie; None: with the tensors
     pollable     whether ``Work.is_completed`` is exact before ``wait`` (on NCCL; on gloo for large messages)
     blocks_host  whether ``Work.wait`` returns when the transfer is done; if not (NCCL) the current stream waits for it
     groups_calls whether ``batch`` is more than its requests one by one
@@ -93,8 +93,8 @@ class Transport(Protocol):
         return None
 
     def unfinished_sends(self, allowed: int, message_bytes: float) -> int:
-        """How many sends a rank leaves unfinished before it waits: if their end can be polled, those ``allowed`` by
-        ``config.max_pending_sends``. ``message_bytes``: size of the largest message; 0 if it is not known."""
+        """How many sends a rank leaves unfinished before it waits. If their end can be polled it is ``allowed``, which
+        is ``config.max_pending_sends``. ``message_bytes``: size of the largest message; 0 if it is not known."""
         return allowed if self.pollable else 0
 
     def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> Work:
@@ -104,19 +104,19 @@ class Transport(Protocol):
         """Post a receive into ``tensor``, contiguous and of the sender's shape and dtype; never blocks the host."""
 
     def batch(self, requests: Sequence[P2PRequest]) -> Sequence[Work]:
-        """Post all requests as one grouped call; one work per request, or one for all. Here each by itself."""
+        """Post all requests as one grouped call (by default singly). Returns one work per request, or one for all."""
         return [(self.isend if request.is_send else self.irecv)(*request[1:]) for request in requests]
 
     def collective(self, collective: Collective) -> Work:
-        """Post a collective of all ranks; they run on all ranks in the order in which they are posted."""
+        """Post a collective of all ranks. Collectives run on all ranks in the order in which they are posted."""
         raise P2PError(f"{type(self).__name__} has no collectives")
 
     def prepare(self, needs: Preparation, timeout: timedelta) -> None:
-        """Make what ``needs`` says and is missing. All ranks call it together. ``timeout``: for each channel."""
+        """Make the channels that ``needs`` asks for and that are missing. Collective. ``timeout``: for each channel."""
         return
 
     def use_agreement(self, number: int) -> None:
-        """A step begins that runs plan ``number`` of those that the ranks have agreed on."""
+        """Called when a step begins that runs plan ``number`` of those that the ranks have agreed on."""
         return
 
     def global_rank(self, rank: int) -> int:
@@ -124,11 +124,11 @@ class Transport(Protocol):
         return rank
 
     def abort(self) -> None:
-        """Make every blocked or later operation of this rank fail; called from another thread when a peer failed."""
+        """Make every blocked or later operation of this rank fail. Another thread calls it when a peer has failed."""
         return
 
     def forget(self) -> None:
-        """Drop tensors kept for aborted transfers; called by the thread that posts transfers."""
+        """Drop tensors kept for aborted transfers. The thread that posts transfers calls it."""
         return
 
     def close(self) -> None:

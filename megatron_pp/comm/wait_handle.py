@@ -47,7 +47,7 @@ class WaitHandle:
         self._core = core
         self._works: tuple[Work, ...] | None = works
         self._held = held
-        self._error: P2PError | None = None  # never raised itself: a traceback would lead back to this handle
+        self._error: P2PError | None = None  # copies of it are raised: a traceback would hold this handle
         self.tensor = tensor
         self._kind = kind
         self._peer = peer
@@ -58,7 +58,7 @@ class WaitHandle:
 
     @property
     def what(self) -> str:
-        """The transfer in words, for errors."""
+        """The transfer in words, for messages of errors."""
         return self._kind if self._peer < 0 else f"{self._kind} on channel {self._channel}, with rank {self._peer}"
 
     def wait(self) -> None:
@@ -75,7 +75,7 @@ class WaitHandle:
         timeout = None if core.under_guard else core.timeout
         try:
             if not core.under_guard and core.transport.is_gone():
-                raise RuntimeError("the group is gone")  # gloo would wait for its timeout first
+                raise RuntimeError("the group is gone")  # gloo would raise only after its timeout
             for work in works:
                 if timeout is None:
                     work.wait()
@@ -102,7 +102,7 @@ class WaitHandle:
             raise copy.copy(self._error)
 
     def is_over(self) -> None:
-        """The grouped call was waited for: later writes cannot affect the transfer. ``wait`` raises what is found."""
+        """Compare the sent tensor when its grouped call was waited for: later writes do no harm. ``wait`` raises."""
         held: Any = self._held
         if held is not None and (held.__class__ is not torch.Tensor or held._version != self.version):
             with suppress(SendBufferError):

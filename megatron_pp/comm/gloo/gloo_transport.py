@@ -24,7 +24,7 @@ _SHARED_TAG = 0x4D5000
 
 
 class GlooTransport(GroupTransport):
-    """Channels of large messages have groups of their own; others share the pipeline's group, with a tag each."""
+    """Each channel of large messages has a group of its own. Others share the pipeline's group, with a tag each."""
 
     backend = "gloo"
     groups_calls = False
@@ -33,13 +33,13 @@ class GlooTransport(GroupTransport):
         super().__init__(group, one_way)
         if not one_way:
             self._tags = self._base_tags = dict.fromkeys(self._base_tags, _SHARED_TAG)
-        self._large = False  # whether any message was: small ones may get stuck behind it
+        self._large = False  # whether any message was large: small ones may then get stuck behind it
         self._threads = ChannelThreads()
         finalize_here(self, self._threads.close)
         call_at_exit(self.end)
 
     def unfinished_sends(self, allowed: int, message_bytes: float) -> int:
-        """A wait for a send wakes a thread, so small ones are waited for together."""
+        """Small sends are left unfinished and waited for together, because each wait wakes a thread."""
         return SMALL_SENDS if 0 < message_bytes < LARGE_BYTES else 0
 
     def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> Work:
@@ -79,7 +79,7 @@ class GlooTransport(GroupTransport):
             self._threads.limit = (self._groups.timeout,)
 
     def _what_counts(self, needs: Preparation) -> Preparation:
-        """``needs`` with the sizes of large messages alone."""
+        """``needs`` with sizes of large messages only."""
         received, sent = map(self._size_if_large, (needs.received_bytes, needs.sent_bytes))
         return Preparation(needs.edges, received_bytes=received, sent_bytes=sent, collectives=needs.collectives)
 
@@ -91,7 +91,7 @@ class GlooTransport(GroupTransport):
     def _channels_for(self, needs: Preparation) -> list[ChannelKey]:
         keys = []
         for key in self._ways(needs.edges):
-            # Both ends of an edge know the same size: one of what it sends, the other of what it receives.
+            # Both ends of an edge know the same size: the sender as what it sends, the receiver as what it receives.
             source = key[0] if key[2] == ACT else key[1]
             if (needs.sent_bytes if source == self.rank else needs.received_bytes) > 0:
                 keys.append(key)
@@ -109,7 +109,7 @@ class GlooTransport(GroupTransport):
         super().close()
 
     def end(self) -> None:
-        """The program ends. A transfer that is still on its way is aborted, which wakes its thread."""
+        """Called when the program ends. Aborts unfinished transfers, which wakes their threads."""
         if self._threads.end():
             self.abort()
             self._threads.end()

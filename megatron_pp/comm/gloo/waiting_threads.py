@@ -8,9 +8,9 @@ Three limits of gloo make it necessary:
 - gloo cannot report whether a transfer is done before it is waited for. A thread that has waited ahead knows, and a
   wait for what is done costs nothing.
 - gloo writes to the socket in the thread that posts a send, for as long as the socket takes bytes. Measured with torch
-  2.13 at 1 Gbit/s, receive posted: 4 to 20 ms for 0.5 to 16 MB, up to 160 ms where the same connection receives at the
-  time, as its lock is contended. That is compute time lost. So the large sends of a channel with a connection of its
-  own are posted by its thread, in order, each when the one before it is done.
+  2.13 at 1 Gbit/s and the receive posted: 4 to 20 ms for 0.5 to 16 MB, and up to 160 ms if the same connection receives
+  at the time, because of its lock. In this time the rank does not compute. So if a channel has a connection of its own,
+  its thread posts the large sends, in order, each when the one before it is done.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from megatron_pp.errors import MegatronPPError
 
 logger = logging.getLogger("megatron_pp")
 
-# At least this goes into a TCP socket whose peer does not read, on Linux: net.core.wmem_default is 212,992 bytes, half
-# of it payload.
+# A TCP socket takes at least as many bytes on Linux although its peer does not read: net.core.wmem_default is 212,992
+# bytes, half of it payload.
 LARGE_BYTES = 64 * 1024
-SMALL_SENDS = 16  # that a rank leaves unfinished: less than 1 MiB is kept for them
+SMALL_SENDS = 16  # as many a rank leaves unfinished: they keep less than 1 MiB
 _PREFIX = "megatron_pp "  # of the threads' names
-_PATIENCE = 1.0  # seconds for all threads to end; those that are stuck stay
+_PATIENCE = 1.0  # seconds for all threads to end; threads that are stuck stay
 
 
 class InterruptedTransferError(MegatronPPError, RuntimeError):
-    """The wait was ended from another thread; the transfer is not done and never will be."""
+    """Another thread has ended the wait; the transfer is not done and never will be."""
 
 
 class Transfer:
@@ -54,14 +54,14 @@ class Transfer:
     ) -> None:
         self._threads = threads
         self._queue: Queue | None = queue
-        self._later = later  # the channel's transfers that its thread has not been given yet
+        self._later = later  # transfers of the channel that its thread has not got yet
         self._work = work
         self._post = post
         self._error: BaseException | None = None
         self.is_over = False
 
     def begin(self) -> None:
-        """Hand it to the channel's thread, once, after those that were posted before it."""
+        """Give this transfer to the channel's thread, once, after all that were posted before it."""
         queue, later = self._queue, self._later
         if queue is None:
             return
@@ -73,14 +73,14 @@ class Transfer:
             queue.put(transfer)
 
     def follow(self) -> None:
-        """In the channel's thread: post it, if that is still to be done, and wait for it."""
+        """Runs in the channel's thread: posts the transfer, if it is not posted yet, and waits for it."""
         work, post = self._work, self._post
         self._work = self._post = None
         try:
             (work if post is None else post()).wait(*self._threads.limit)
-        except BaseException as error:  # raised by ``wait``
-            self._error = error.with_traceback(None)  # its frames hold this transfer
-        del work, post  # they hold the tensor
+        except BaseException as error:  # ``wait`` raises it
+            self._error = error.with_traceback(None)  # the frames of the traceback hold this transfer
+        del work, post  # both hold the tensor
         self.is_over = True
         self._threads.notify(self)
 
@@ -92,7 +92,7 @@ class Transfer:
             self._threads.await_end(self, timeout)
         error = self._error
         if error is not None:
-            self._error = RuntimeError(str(error))  # for a later wait: the traceback of ``error`` will lead here
+            self._error = RuntimeError(str(error))  # a copy for later waits: the traceback of ``error`` holds ``self``
             try:
                 raise error
             finally:
@@ -118,11 +118,11 @@ class ChannelThreads:
         self._later: dict[Hashable, list[Transfer]] = {}
         self._threads: list[threading.Thread] = []
         self._awaited: Transfer | None = None
-        self._calls: SimpleQueue[None] = SimpleQueue()  # each means: look again
+        self._calls: SimpleQueue[None] = SimpleQueue()  # an entry wakes the waiting thread, which then looks again
 
     def follow(self, channel: Hashable, work: Any, ahead: bool = True) -> Transfer:
-        """A posted transfer of ``channel``, followed at once, or with ``ahead=False`` when it or a later one of the
-        channel is waited for: small messages are done when they are posted, and waking a thread for each costs more
+        """A posted transfer of ``channel``. Its thread waits for it at once, or with ``ahead=False`` when the rank does
+        so for it or a later one: small messages are done when they are posted, and waking a thread for each costs more
         than it saves."""
         later = self._later.setdefault(channel, [])
         transfer = Transfer(self, self._queue_of(channel), work, later=later)
@@ -132,7 +132,7 @@ class ChannelThreads:
         return transfer
 
     def post(self, channel: Hashable, post: Callable[[], Any]) -> Transfer:
-        """A transfer of ``channel`` that its thread is to post: ``post()`` returns torch's work."""
+        """A transfer that the thread of ``channel`` posts: ``post()`` returns torch's work."""
         transfer = Transfer(self, self._queue_of(channel), None, post)
         transfer.begin()
         return transfer
@@ -140,7 +140,7 @@ class ChannelThreads:
     def await_end(self, transfer: Transfer, timeout: timedelta | None) -> None:
         """Return when ``transfer`` is over; raises as its ``wait``."""
         until = None if timeout is None else time.monotonic() + timeout.total_seconds()
-        self._awaited = transfer  # before ``is_over`` is read: the channel's thread reads and writes in opposite order
+        self._awaited = transfer  # before reading ``is_over``: the channel's thread writes it, then reads ``_awaited``
         try:
             while not transfer.is_over:
                 if self._why is not None:
@@ -153,20 +153,20 @@ class ChannelThreads:
             self._awaited = None
 
     def notify(self, transfer: Transfer) -> None:
-        """``transfer`` is over: wake the thread that waits for it."""
+        """Wake the thread that waits for ``transfer``, which is over."""
         if self._awaited is transfer:
             self._calls.put(None)
 
     def interrupt(self, why: str) -> None:
-        """End the current wait, and every later one for what is not over. The threads end as soon as they are not
-        inside a transfer."""
+        """End the current wait, and every later wait for a transfer that is not over. The threads end as soon as they
+        are not inside a transfer."""
         self._why = self._why or why
         self._calls.put(None)
         for queue in list(self._queues.values()):
             queue.put(None)
 
     def forget(self) -> None:
-        """Drop the transfers that no thread was given, which hold tensors; for the thread that posts and waits."""
+        """Drop the transfers that no thread has got, because they hold tensors. Called by the thread that posts."""
         for later in self._later.values():
             later.clear()
 
@@ -181,8 +181,8 @@ class ChannelThreads:
             )  # fmt: skip
 
     def end(self) -> list[str]:
-        """End the threads, when they have posted what they were given; call when no wait is going on. Returns the
-        names of those that stay."""
+        """End the threads once they have posted what they got. Not to be called during a wait. Returns the names of
+        threads that stay."""
         self.interrupt("the communicator was closed")
         self.forget()
         until = time.monotonic() + _PATIENCE
@@ -195,7 +195,7 @@ class ChannelThreads:
         queue = self._queues.get(channel)
         if queue is None:
             queue = self._queues[channel] = Queue()
-            if self._why is None:  # otherwise the thread would never end
+            if self._why is None:  # after an interrupt the thread must end
                 named = " ".join(map(str, channel)) if isinstance(channel, tuple) else channel
                 thread = threading.Thread(target=_serve, args=(queue,), daemon=True, name=f"{_PREFIX}{named}")
                 self._threads.append(thread)
@@ -206,4 +206,4 @@ class ChannelThreads:
 def _serve(queue: Queue) -> None:
     while (transfer := queue.get()) is not None:
         transfer.follow()
-        del transfer  # it would stay until the next one comes
+        del transfer  # or this frame would hold it until the next one comes

@@ -1,8 +1,8 @@
 """Transfers over NCCL: the host never waits for them, the current stream does.
 
-Each one-way channel has a communicator of its own, warmed up where it is made. Batches go over the given group; plans
-that have nothing else make no channels for tensors. Shapes that travel ahead of tensors go from host to host over gloo:
-the host needs them, and would otherwise wait for the device.
+Each one-way channel has a communicator of its own, which is warmed up when it is made. Batches use the given group, so
+plans that send only batches make no channels for tensors. Shapes that are sent ahead of tensors go from host to host
+over gloo: the host needs them, and over NCCL it would have to wait for the device.
 """
 
 from __future__ import annotations
@@ -107,16 +107,16 @@ class NcclTransport(GroupTransport):
         return [key for key in self._ways(needs.edges, needs.with_shapes) if with_tensors or key[2] == SHAPES]
 
     def _warm_up(self, needs: Preparation, made: list[ChannelKey]) -> None:
-        """Small messages: the communicators that ``needs`` uses exist before the first step. The first operation on one
-        makes it, for which the host waits for the other end: that of a channel may come only after what a receive is
-        posted ahead of. The first batch makes the group's communicator, which takes all ranks; they cannot wait for
-        shapes then."""
+        """Send small messages, so that the communicators that ``needs`` uses exist before the first step. The first
+        operation makes a communicator, and the host then waits for the other end. Within a step that could hang: a
+        receive is posted ahead of work that the other end waits for. The first batch makes the group's communicator,
+        for which all ranks are needed; none of them may wait for shapes then."""
         on_channels = self.one_way and not needs.batched
         if not self.warm_up and not on_channels and not (needs.batched and needs.with_shapes):
             return
         keys = [key for key in made if key[2] != SHAPES] if on_channels else self._ways(needs.edges)
         tokens = [self._token(*key) for key in keys]
-        if not tokens:  # a pipeline of one rank, or no new channel
+        if not tokens:  # a pipeline of one rank, or there is no new channel
             return
         groups = [self._channels[key].group for key in keys] if on_channels else [self.group]
         if needs.batched:
@@ -163,18 +163,18 @@ class NcclChannels(ChannelGroups):
             return
         try:
             group.shutdown()
-        except RuntimeError as error:  # the program goes on, or ends, without it
+        except RuntimeError as error:  # the communicator is not needed any more, so this is only logged
             logger.warning("closing an NCCL communicator: %s", error)
 
 
 def channel_options(pipeline: Any, max_ctas: int | None) -> Any:
     """``ProcessGroupNCCL.Options`` of a channel: the NCCL settings that the pipeline group was made with (``pipeline``,
     its options), on a stream of high priority: neither ``torch.cuda.Stream()`` nor the communicators of other groups
-    take theirs from that pool by default. A kernel that waits for its peer occupies all thread blocks (CTAs, of 640
-    threads) that its communicator may use, and receives are posted ahead: so their number is limited, far below NCCL's
-    default (32 on Hopper).
+    take their streams from that pool by default. A kernel that waits for its peer occupies all thread blocks (CTAs, of
+    640 threads) that its communicator may use, and receives are posted ahead. So their number is limited, far below
+    NCCL's default (32 on Hopper).
 
-    ``max_ctas``: the most thread blocks for each transfer; None: what the pipeline group has, or else 8."""
+    ``max_ctas``: the most thread blocks for each transfer; None: the pipeline group's number, or 8 if it has none."""
     options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     unset: Any = dist.ProcessGroupNCCL.Options().config
     given = pipeline.config
@@ -191,8 +191,8 @@ def channel_options(pipeline: Any, max_ctas: int | None) -> Any:
 
 
 class ShapeTransfer:
-    """The work of a shape that travels ahead of a tensor. A tensor is received only once its shape is known, so whoever
-    asks whether a message is done asks for its tensors."""
+    """The work of a shape that is sent ahead of a tensor. A tensor is received only once its shape is known, so whether
+    a message is done is read from its tensors, not from this work."""
 
     __slots__ = ("_groups", "_work")
 
@@ -201,7 +201,7 @@ class ShapeTransfer:
         self._groups = groups
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """The host waits for as long as NCCL would."""
+        """Block the host, for at most as long as NCCL would wait."""
         return self._work.wait(self._groups.timeout if timeout is None else timeout)
 
     def is_completed(self) -> bool:
