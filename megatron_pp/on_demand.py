@@ -19,6 +19,7 @@ MODULES = {
     "p2p_debug": "megatron_pp.features.p2p_debug.send_buffer_check",
     "wire_check": "megatron_pp.features.p2p_debug.wire_check",
     "shapes_ahead": "megatron_pp.comm.shapes_ahead",
+    "batches": "megatron_pp.comm.batches",
     "modules_file": "megatron_pp.features.modules.modules_file",
     "schedule_file": "megatron_pp.plan.io.schedule_file",
     "instruction_text": "megatron_pp.plan.ir.instruction_text",

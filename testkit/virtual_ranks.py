@@ -12,7 +12,7 @@ from weakref import WeakMethod
 
 import torch.distributed as dist
 
-from megatron_pp.comm.at_exit import call_if_alive
+from megatron_pp.common.finalizers import call_if_alive
 from megatron_pp.faults import heartbeat, watchdog
 from megatron_pp.on_demand import MODULES, load
 from megatron_pp.testing.threads import run_ranks

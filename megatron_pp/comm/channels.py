@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_pp.comm.stores import private_client
+from megatron_pp.comm.transport import ACT, GRAD, Edge
 from megatron_pp.errors import CommunicatorClosedError, P2PTimeoutError, P2PTransferError
 
 _SLICE = timedelta(seconds=0.1)  # a wait in the store is cut into these, and looks between them for an abort
@@ -40,6 +41,14 @@ class Channel(NamedTuple):
 
     group: dist.ProcessGroup
     peer: int
+
+
+def channels_of(rank: int, edges: Iterable[Edge], with_shapes: bool = False) -> list[ChannelKey]:
+    """The channels of ``rank`` along ``edges``, in an order that is the same on all ranks."""
+    keys = [key for s, t in sorted(edges) for key in ((s, t, ACT), (t, s, GRAD))]
+    if with_shapes:
+        keys += sorted({(min(edge), max(edge), SHAPES) for edge in edges})
+    return [key for together in in_rounds(keys) for key in together if rank in key[:2]]
 
 
 def in_rounds(keys: Iterable[ChannelKey]) -> list[list[ChannelKey]]:
@@ -189,18 +198,6 @@ def _is_set(store: dist.Store, key: str) -> bool:
     except RuntimeError:  # timed out, or the store is gone; the next line raises if it is gone
         return store.check([key])
     return True
-
-
-def pipeline_name(group: dist.ProcessGroup, backend: str, device: torch.device) -> str:
-    """A name that no two groups share: the global ranks of ``group`` and torch's name of it, as ``0-1 in group 3``.
-
-    Members share torch's name for a group of ``new_group``, which is a number that counts the groups of the whole job.
-    ``split_group`` (NCCL) hashes how many groups the rank is in, which may differ between members. So on NCCL the first
-    member's name is broadcast over the group, which is collective."""
-    names = [group.group_name]
-    if backend == "nccl" and not names[0].isdecimal():
-        dist.broadcast_object_list(names, src=dist.get_global_rank(group, 0), group=group, device=device)
-    return f"{'-'.join(map(str, dist.get_process_group_ranks(group)))} in group {names[0]}"
 
 
 def group_around(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from megatron_pp.comm.transport import Edge, P2PRequest, Preparation, Transport
+from megatron_pp.comm.transport import Edge, Preparation, Transport
 from megatron_pp.comm.wait_handle import UNWATCHED, Tensors, WaitHandle, version_of
 from megatron_pp.common.bounded_cache import BoundedCache
 from megatron_pp.config.settings import StepSettings
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megatron_pp.comm.parts import MessageCheck
 
 Shape = Sequence[int]
-SEND, RECEIVE, _BATCHED = "send", "receive", "batched send or receive"
+SEND, RECEIVE = "send", "receive"
 _TEMPLATES, _TEMPLATE = 1 << 20, 1 << 10  # about as many bytes for all templates of receive buffers, and for each
 
 
@@ -70,9 +70,10 @@ class P2PCore:
         self.dtype = settings.pipeline_dtype
         self.shapes_vary = settings.shapes_vary
         # In debug mode a description is sent ahead of each tensor, as the shape is if shapes vary.
-        self.wire = _wire_check(self.rank) if settings.p2p_debug else None
+        self.wire: MessageCheck | None = load("wire_check").WireCheck(self.rank) if settings.p2p_debug else None
         self.variable_shapes = self.shapes_vary or self.wire is not None
-        self._ahead = load("shapes_ahead") if self.variable_shapes else None
+        self.ahead = load("shapes_ahead") if self.variable_shapes else None
+        self._batches = load("batches") if self.variable_shapes or transport.groups_calls else None
         self.patience = timedelta(seconds=settings.timeouts(transport.limit).transfer)
         # NCCL's wait with a timeout would block the host; there the fault guard and NCCL's own watchdog keep time.
         self.timeout = None if transport.pollable else self.patience
@@ -102,7 +103,7 @@ class P2PCore:
             return WaitHandle(self, (work,), alias, None, SEND, peer, channel, version)
         held: list[torch.Tensor] = []
         for alias in self.aliases(value, dtype):
-            held += [alias] if self._ahead is None else [self._ahead.header_of(self, alias), alias]
+            held += [alias] if self.ahead is None else [self.ahead.header_of(self, alias), alias]
         version = version_of(held)
         works = tuple(self.transport.isend(tensor, peer, channel) for tensor in held)
         return WaitHandle(self, works, held, None, SEND, peer, channel, version)
@@ -115,8 +116,8 @@ class P2PCore:
         counts; the buffers are allocated in ``wait``."""
         if self.transport.aborted:
             self._check_open()
-        if self._ahead is not None:
-            received: WaitHandle = self._ahead.ShapedReceive(self, shapes, peer, channel, requires_grad, dtype)
+        if self.ahead is not None:
+            received: WaitHandle = self.ahead.ShapedReceive(self, shapes, peer, channel, requires_grad, dtype)
             return received
         if shapes is not self._single_shape and is_single_shape(shapes):
             self._single_shape = shapes
@@ -131,40 +132,9 @@ class P2PCore:
     def post_batch(self, requests: Sequence[Send | Receive]) -> list[WaitHandle]:
         """Post all requests as one grouped call. If shapes vary, they are exchanged before, in a grouped call of their
         own that is waited for."""
-        if not self.variable_shapes and not self.transport.groups_calls:
+        if self._batches is None:
             return [self.post_send(*one) if isinstance(one, Send) else self.post_recv(*one) for one in requests]
-        shapes = {} if self._ahead is None else self._ahead.exchange_shapes(self, requests)
-        posts: list[P2PRequest] = []
-        moved: list[tuple[int, Sequence[torch.Tensor], Tensors | None, int]] = []  # tensors of each request
-        for k, request in enumerate(requests):
-            received: Tensors | None = None
-            version = UNWATCHED
-            if isinstance(request, Send):
-                tensors: Sequence[torch.Tensor] = self.aliases(request.value, request.dtype)
-                version = version_of(tensors)
-            else:
-                wanted = shapes[k] if shapes else request.shapes
-                like = request.requires_grad, request.dtype
-                if is_single_shape(wanted):
-                    received = self.allocate(wanted, *like)
-                    tensors = [received]
-                else:
-                    received = tensors = [self.allocate(shape, *like) for shape in wanted]
-            moved.append((len(posts), tensors, received, version))
-            posts += [P2PRequest(received is None, one, request.peer, request.channel) for one in tensors]
-        works = self.transport.batch(posts)
-        handles = []
-        for request, (first, tensors, received, version) in zip(requests, moved, strict=True):
-            # A grouped call may return a single work for all its requests.
-            own = tuple(works) if len(works) == 1 else tuple(works[first : first + len(tensors)])
-            held = tensors[0] if len(tensors) == 1 else tensors
-            handles.append(WaitHandle(self, own, held, received, _BATCHED, request.peer, request.channel, version))
-        if len(works) == 1:
-            watched = [handle for handle in handles if handle.version != UNWATCHED]
-            for handle in handles:
-                handle.together = watched
-        if self.synchronize_batches:
-            torch.cuda.synchronize(self.device)
+        handles: list[WaitHandle] = self._batches.post(self, requests)
         return handles
 
     def post_collective(self, collective: Collective, what: str) -> WaitHandle:
@@ -222,28 +192,20 @@ class P2PCore:
         return tuple(tensor.detach().contiguous() for tensor in tensors)
 
     def _check_sendable(self, tensor: Any, dtype: torch.dtype | None) -> None:
-        if not isinstance(tensor, torch.Tensor):
-            raise P2PTypeError(
-                f"a {type(tensor).__name__} cannot be sent between stages; it must be a tensor or a list of tensors"
-            )
-        if tensor.dtype != (dtype or self.dtype):
-            declared = f"config.pipeline_dtype is {self.dtype}" if dtype is None else f"it is declared as {dtype}"
-            raise P2PTypeError(
-                f"a tensor of {tensor.dtype} cannot be sent between stages: {declared}, and the receiver expects that"
-            )
-        if tensor.device != self.device:
-            raise P2PTypeError(
-                f"a tensor on {tensor.device} cannot be sent between stages: this communicator's tensors lie on "
-                f"{self.device}"
-            )
-        plain = tensor.__class__ is torch.Tensor or not is_traceable_wrapper_subclass(tensor)
-        if tensor.layout is not torch.strided or tensor.is_nested or not plain:
-            raise P2PTypeError(
-                f"a {'nested ' * tensor.is_nested}{type(tensor).__name__} of layout {tensor.layout} cannot be sent "
-                "between stages: it is not one block of memory; give a dense tensor (to_dense(), DTensor.to_local())"
-            )
-        if self._ahead is not None:
-            self._ahead.check_dimensions(tensor)
+        is_sendable = (
+            isinstance(tensor, torch.Tensor)
+            and tensor.dtype is (dtype or self.dtype)
+            and tensor.device == self.device
+            and tensor.layout is torch.strided
+            and not tensor.is_nested
+            and (tensor.__class__ is torch.Tensor or not is_traceable_wrapper_subclass(tensor))
+        )
+        if not is_sendable:
+            from megatron_pp.comm import refused_sends
+
+            raise refused_sends.error_of(tensor, dtype, self.dtype, self.device)
+        if self.ahead is not None:
+            self.ahead.check_dimensions(tensor)
 
     def _check_open(self) -> None:
         if self.closed:
@@ -260,9 +222,3 @@ def is_single_shape(shapes: Any) -> bool:
         if not isinstance(size, int):
             return False
     return True
-
-
-def _wire_check(rank: int) -> MessageCheck:
-    """Makes the check of debug mode, which is a feature and loaded only then."""
-    check: MessageCheck = load("wire_check").WireCheck(rank)
-    return check

@@ -10,20 +10,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from megatron_pp.comm.channels import (
-    SHAPES,
-    Channel,
-    ChannelGroups,
-    ChannelKey,
-    end_late_groups,
-    in_rounds,
-    pipeline_name,
-)
-from megatron_pp.comm.transport import ACT, GRAD, Edge, Preparation, Transport
+from megatron_pp.comm.transport import ACT, GRAD, Preparation, Transport
 from megatron_pp.common.finalizers import finalize_here
 from megatron_pp.errors import P2PTransferError
 
 if TYPE_CHECKING:
+    from megatron_pp.comm.channels import Channel, ChannelGroups, ChannelKey
     from megatron_pp.comm.collectives import GroupCollectives
 
 # gloo keeps messages of different tags apart. These numbers only have to differ from tags of users on the same group.
@@ -77,13 +69,6 @@ class GroupTransport(Transport):
     def _warm_up(self, needs: Preparation, made: list[ChannelKey]) -> None:
         """Warm up the channels in ``made``, which are new."""
 
-    def _ways(self, edges: Iterable[Edge], with_shapes: bool = False) -> list[ChannelKey]:
-        """The channels of this rank, in an order that is the same on all ranks."""
-        keys = [key for s, t in sorted(edges) for key in ((s, t, ACT), (t, s, GRAD))]
-        if with_shapes:
-            keys += sorted({(min(edge), max(edge), SHAPES) for edge in edges})
-        return [key for together in in_rounds(keys) for key in together if self.rank in key[:2]]
-
     def _own_groups(self) -> ChannelGroups:
         if self._groups is None:
             members = dist.get_process_group_ranks(self.group)
@@ -96,6 +81,8 @@ class GroupTransport(Transport):
         return self._groups
 
     def made_groups(self, *of_pipeline: Any) -> ChannelGroups:
+        from megatron_pp.comm.channels import ChannelGroups
+
         return ChannelGroups(*of_pipeline)
 
     def _make_collectives(self, timeout: timedelta) -> None:
@@ -111,6 +98,8 @@ class GroupTransport(Transport):
     def _end_if_aborted(self, groups: Iterable[dist.ProcessGroup], what: str) -> None:
         """Called after the first operation on ``groups``. Raises CommunicatorClosedError if there was an abort."""
         if self.aborted:
+            from megatron_pp.comm.channels import end_late_groups
+
             end_late_groups(groups, self.rank, what)
 
     def _post_failed(self, error: RuntimeError, what: str) -> NoReturn:
@@ -157,6 +146,18 @@ class GroupTransport(Transport):
     @property
     def store(self) -> dist.Store:
         return dist.distributed_c10d._get_default_store()
+
+
+def pipeline_name(group: dist.ProcessGroup, backend: str, device: torch.device) -> str:
+    """A name that no two groups share: the global ranks of ``group`` and torch's name of it, as ``0-1 in group 3``.
+
+    Members share torch's name for a group of ``new_group``, which is a number that counts the groups of the whole job.
+    ``split_group`` (NCCL) hashes how many groups the rank is in, which may differ between members. So on NCCL the first
+    member's name is broadcast over the group, which is collective."""
+    names = [group.group_name]
+    if backend == "nccl" and not names[0].isdecimal():
+        dist.broadcast_object_list(names, src=dist.get_global_rank(group, 0), group=group, device=device)
+    return f"{'-'.join(map(str, dist.get_process_group_ranks(group)))} in group {names[0]}"
 
 
 def backend_of(group: dist.ProcessGroup) -> str:

@@ -11,26 +11,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from megatron_pp.comm.at_exit import call_if_alive
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.comm.transport import Transport
-from megatron_pp.common.finalizers import finalize_here
+from megatron_pp.common.finalizers import call_if_alive, finalize_here
 from megatron_pp.common.object_table import ObjectTable
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.faults.consistency import RECEIVES, SENDS
 from megatron_pp.faults.guard import FaultGuard
 from megatron_pp.faults.places import Source
-from megatron_pp.faults.tracker import InstructionMarks
 from megatron_pp.feature_table import FEATURES, PRIVATE_SETTINGS
 from megatron_pp.plan.ir.spec import PlanSpec
 
 if TYPE_CHECKING:
     from megatron_pp.faults.device_events import CompletedWork
+    from megatron_pp.faults.host_ahead import InstructionMarks
 
 logger = logging.getLogger("megatron_pp")
 
 # Of this process; the guards are the keys.
-_GUARDS: ObjectTable[None] = ObjectTable()
+GUARDS: ObjectTable[None] = ObjectTable()
 
 # What each rank decides for itself: ranks that differ in these fields neither hang nor mix up messages.
 PRIVATE_FIELDS = {"release_after", "grad_sync", "param_sync", "split_backward", *PRIVATE_SETTINGS}
@@ -86,15 +85,6 @@ def watched(communicator: P2PCore, config: Any, what: str) -> AbstractContextMan
     """``FaultGuard.watch`` of the communicator's guard; a context that does nothing where there is none."""
     guard = _guard_of(communicator.transport, StepSettings.from_config(config))
     return nullcontext() if guard is None else guard.watch(what)
-
-
-def cause_between_steps(error: BaseException) -> BaseException:
-    """What is to be raised for ``error``, which was raised between steps; see ``FaultGuard.ended_by``."""
-    for guard, _ in _GUARDS.items():
-        found: BaseException = guard.ended_by(error)
-        if found is not error:
-            return found
-    return error
 
 
 def close_guard(communicator: P2PCore) -> None:
@@ -172,7 +162,7 @@ def _make_guard(transport: Transport, timeout: float) -> FaultGuard:
         world_size=dist.get_world_size() if dist.is_initialized() else transport.size,
         members=[transport.global_rank(rank) for rank in range(transport.size)],
     )
-    _GUARDS[guard] = None
+    GUARDS[guard] = None
     # Weakly: after a failure the guard holds frames that hold the transport. At exit, threads are waited for.
     finalize_here(transport, call_if_alive, weakref.WeakMethod(guard.close), False).atexit = False
     return guard

@@ -19,31 +19,26 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-from megatron_pp.common.object_table import ObjectTable
 from megatron_pp.errors import CommunicatorClosedError
 from megatron_pp.faults import consistency
 from megatron_pp.faults.fault_store import FaultStore
 from megatron_pp.faults.heartbeat import Heartbeat, Pace
 from megatron_pp.faults.places import Source
 from megatron_pp.faults.records import AFTER, Entry, Progress
-from megatron_pp.faults.tracker import InstructionMarks, Outside, Tracker
+from megatron_pp.faults.tracker import Outside, Tracker
 from megatron_pp.faults.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from megatron_pp.faults.device_events import CompletedWork
     from megatron_pp.faults.failing import Failing
     from megatron_pp.faults.failures import Failure
+    from megatron_pp.faults.host_ahead import InstructionMarks
 
 logger = logging.getLogger("megatron_pp")
 
-# Of this process; the guards are the keys. Torch has one list of hooks for all optimizers, and while one of them steps
-# no other thread may change it. So there is one hook, which stays.
-_ASKED_BEFORE_UPDATES: ObjectTable[None] = ObjectTable()
 _MOVING = 1.0  # seconds since a rank's position changed; within this time it neither blocks nor is blocked
 
 Describe = Callable[[], Mapping[str, str]]
@@ -87,8 +82,7 @@ class FaultGuard:
     def __post_init__(self) -> None:
         self.patience = self.timeout
         self.job_rank = self.rank if self.global_rank is None else self.global_rank
-        self.tracker = Tracker(self.rank, self.size, self.completed)
-        self.marks = None if self.completed is None else InstructionMarks(self.tracker)
+        self.tracker, self.marks = self._made_tracker()
         whose = self.pipeline, self.rank, self.size, self.job_rank, self.members
         connect = partial(FaultStore, self.store, *whose, time.monotonic(), self.tracker.process)
         self.heartbeat = Heartbeat(connect, Pace.of(self.timeout, self.world_size or self.size), self.tracker)
@@ -98,7 +92,7 @@ class FaultGuard:
         # By this rank, and handled. Only within steps: its traceback has frames that hold a step's tensors.
         self.raised: BaseException | None = None
         self.caller = 0
-        self._followed_by = ""  # ``after`` of the last step, also when its watch has ended with the store
+        self.followed_by = ""  # ``after`` of the last step, also when its watch has ended with the store
         self.failure: Failure | None = None
         self.known_since: float | None = None  # a failure, by the monotonic clock
         self.agreement = 0
@@ -107,8 +101,17 @@ class FaultGuard:
         self._agreements = consistency.Agreements(self.size)
         self._number = consistency.StepNumber()
         if self.completed is not None:
-            _hook_optimizers()
-            _ASKED_BEFORE_UPDATES[self] = None
+            from megatron_pp.faults import optimizer_hooks
+
+            optimizer_hooks.ask_before_updates(self)
+
+    def _made_tracker(self) -> tuple[Tracker, InstructionMarks | None]:
+        if self.completed is None:
+            return Tracker(self.rank, self.size), None
+        from megatron_pp.faults.host_ahead import InstructionMarks, TrackerOfDevice
+
+        tracker = TrackerOfDevice(self.rank, self.size, self.completed)
+        return tracker, InstructionMarks(tracker)
 
     @contextmanager
     def step(
@@ -157,21 +160,6 @@ class FaultGuard:
         steps: failures are handled as in a step."""
         return self.step(Outside(), phase=what)
 
-    def ended_by(self, error: BaseException) -> BaseException:
-        """``error`` was raised between steps, where what follows a step is watched: it is handled as in a step, so that
-        one of this rank's own is published, and of a failed transfer the cause is found. Returns what is to be raised
-        in its place, ``error`` itself where this rank is the cause."""
-        after = self._followed_by
-        if not after or self.over is not None or threading.get_ident() != self.caller or self.is_gone():
-            return error
-        traceback_of_it = error.__traceback__
-        try:
-            with self.step(Outside(), phase=after):
-                raise error
-        except BaseException as found:
-            error.__traceback__ = traceback_of_it
-            return found
-
     def check(self) -> None:
         """Raises the failure that ends this step, if there is one; for a rank that waits for something else than a
         transfer."""
@@ -205,7 +193,9 @@ class FaultGuard:
         """``wait``: for the end of the threads."""
         self.over = self.over or "it was closed"
         if self.completed is not None:
-            _ASKED_BEFORE_UPDATES.discard(self)
+            from megatron_pp.faults import optimizer_hooks
+
+            optimizer_hooks.ask_no_more(self)
         self.tracker.end()
         self.tracker.rest()
         self._watchdog.close(wait)
@@ -288,7 +278,7 @@ class FaultGuard:
                 self.failing.end()
                 after = ""
             self.tracker.end(after)
-            self._followed_by = after
+            self.followed_by = after
             if not self.tracker.is_within:
                 self.raised = None
 
@@ -328,13 +318,3 @@ class FaultGuard:
         if len(others) == self.size - 1 and all(p.history and p.history[0] >= since for p in others.values()):
             heartbeat.settled_to = since
         return None
-
-
-@cache
-def _hook_optimizers() -> None:
-    register_optimizer_step_pre_hook(_before_update)
-
-
-def _before_update(*_step: object) -> None:
-    for guard, _ in _ASKED_BEFORE_UPDATES.items():
-        guard.before_update()

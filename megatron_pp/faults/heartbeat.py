@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from megatron_pp.comm.at_exit import call_at_exit
+from megatron_pp.common.finalizers import call_at_exit
 from megatron_pp.faults.fault_store import FaultStore
 from megatron_pp.faults.peers import Peers
 from megatron_pp.faults.records import AFTER, DONE, Entry, Progress, RecordError

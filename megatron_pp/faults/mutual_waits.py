@@ -8,7 +8,7 @@ and nothing of the positions alone tells this from two long computations. What i
 * Hosts of a cycle: each has a receive posted whose message the next one sends only after the operation that it is in.
   Plans that are verified for any wait have no such cycle, at no position.
 * A host in a waiting call does nothing else: its threads, autograd's among them, stay at one place in their Python
-  code. A host that compiles or computes in Python moves (``Tracker.host``).
+  code. A host that compiles or computes in Python moves (``TrackerOfDevice.host``).
 * Its device has done all that was issued before, but for transfers. One that runs a long kernel has not.
 """
 

@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from megatron_pp.faults.records import Entry, Process, Progress
+from megatron_pp.faults.records import Entry, Progress
 
 if TYPE_CHECKING:
     from megatron_pp.faults.failures import Failure
-
-_READS_TO_BE_SURE = 3
 
 
 @dataclass
@@ -31,10 +29,6 @@ class Peer:
         self.beat_at = now
         self.moved_at = now - progress.idle  # its own clock measured idle; clocks of machines are not compared
         self.reads_since = 0
-
-    def silent_for(self, now: float) -> float:
-        """Seconds without a heartbeat; 0 until several reads found none, as this rank may itself have been stopped."""
-        return now - self.beat_at if self.reads_since >= _READS_TO_BE_SURE else 0.0
 
 
 @dataclass
@@ -69,13 +63,3 @@ class Peers:
         """Forget what was read: it gets old from now on."""
         self.reading_since = None
         self.seen.clear()
-
-    def process_of(self, rank: int) -> Process | None:
-        """The process that ``rank`` published."""
-        if rank in self.seen and self.seen[rank].progress.process.pid:
-            return self.seen[rank].progress.process
-        return self.entries[rank].process if rank in self.entries else None
-
-    def moved_at(self, rank: int) -> float | None:
-        """When the position of ``rank`` last changed, as far as this rank knows; None if it does not poll."""
-        return self.seen[rank].moved_at if rank in self.seen else self.reading_since

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_pp.faults.liveness import DEAD, STOPPED, TRACED
-from megatron_pp.faults.peers import Peers
+from megatron_pp.faults.peers import Peer, Peers
 from megatron_pp.faults.records import DONE, Process
 
 StateOf = Callable[[Process], str]
@@ -24,6 +24,7 @@ _SILENCE_AFTER_FAILURE = 4.0
 _FRESH = 10.0
 _QUIET = 2.0  # without a heartbeat, until the kernel is asked about the process
 _LOOKS_APART = 5.0  # a longer time between two looks: this rank was itself stopped
+_READS_TO_BE_SURE = 3  # of the same heartbeat, until a rank is silent: this one may itself have been stopped
 
 STOPPED_SECONDS = 60.0
 """Without a heartbeat, where the kernel says all that time that the process is stopped, as by SIGSTOP."""
@@ -83,7 +84,7 @@ def _dead(peers: Peers, own: OwnState, state_of: StateOf) -> Stall | None:
     awaited = own.others if own.failed else own.waits_on if own.idle >= _WAIT_BEFORE_LOOKING else ()
     gone = {}
     for r in awaited:
-        seen, process = peers.seen.get(r), peers.process_of(r)
+        seen, process = peers.seen.get(r), _process_of(peers, r)
         finished = seen is not None and seen.progress.step >= own.step and seen.progress.state == DONE
         if not finished and process is not None and state_of(process) == DEAD:
             gone[r] = f"rank {r} (pid {process.pid})"
@@ -127,7 +128,7 @@ def ended(peers: Peers, state_of: StateOf) -> dict[int, str]:
     or by ``sys.exit``. No reason to give up a step, but a transfer that failed for no other reason fails by that."""
     found = {}
     for r, seen in sorted(peers.seen.items()):
-        process = peers.process_of(r)
+        process = _process_of(peers, r)
         if seen.progress.state == DONE and process is not None and state_of(process) == DEAD:
             found[r] = f"the program of rank {r} (pid {process.pid}) has ended after step {seen.progress.step}"
     return found
@@ -139,7 +140,7 @@ def _silent(peers: Peers, own: OwnState, timeout: float, now: float, state_of: S
     patience = min(timeout, _SILENCE_AFTER_FAILURE) if own.failed else timeout
     quiet = {}
     for r, seen in sorted(peers.seen.items()):
-        process, silent = peers.process_of(r), seen.silent_for(now)
+        process, silent = _process_of(peers, r), _silent_for(seen, now)
         if seen.progress.state == DONE or silent < min(patience, _QUIET):
             peers.stopped.pop(r, None)
             continue
@@ -174,7 +175,7 @@ def _stuck(peers: Peers, own: OwnState, timeout: float, now: float, patience: fl
     fresh = now - peers.read_at < min(timeout / 2, _FRESH)  # this rank may itself have been stopped for long
     if own.idle < timeout or peers.reading_since is None or not fresh:
         return None
-    moved = [peers.moved_at(r) for r in own.others]
+    moved = [_moved_at(peers, r) for r in own.others]
     if any(at is None or now - at < timeout for at in moved):
         return None
     # A failed transfer may be why this rank does not move, but does not explain why another one does not.
@@ -194,3 +195,20 @@ def _stuck(peers: Peers, own: OwnState, timeout: float, now: float, patience: fl
     if own.working and still < patience:
         return None
     return Stall(f"no rank has made progress for {still:.0f} s{failed}")
+
+
+def _process_of(peers: Peers, rank: int) -> Process | None:
+    """The process that ``rank`` published."""
+    if rank in peers.seen and peers.seen[rank].progress.process.pid:
+        return peers.seen[rank].progress.process
+    return peers.entries[rank].process if rank in peers.entries else None
+
+
+def _silent_for(peer: Peer, now: float) -> float:
+    """Seconds without a heartbeat; 0 until several reads found none."""
+    return now - peer.beat_at if peer.reads_since >= _READS_TO_BE_SURE else 0.0
+
+
+def _moved_at(peers: Peers, rank: int) -> float | None:
+    """When the position of ``rank`` last changed, as far as this rank knows; None if it does not poll."""
+    return peers.seen[rank].moved_at if rank in peers.seen else peers.reading_since

@@ -1,27 +1,18 @@
-"""Where this rank is. The engine only assigns ``position``; the guard's threads read it from here.
-
-Where the host runs ahead of the device, the rank is where the device is.
-"""
+"""Where this rank is. The engine only assigns ``position``; the guard's threads read it from here."""
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import TYPE_CHECKING
 
 from megatron_pp.faults.consistency import changed
-from megatron_pp.faults.places import Place, Source, instruction_at, waits_on
+from megatron_pp.faults.places import Place, Source, instruction_at
 from megatron_pp.faults.processes import this_process
 from megatron_pp.faults.records import AFTER, DONE, ENTERING, IN_STEP, NO_HOST, Progress
-from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import Instruction
 
 if TYPE_CHECKING:
     from megatron_pp.faults.device_events import CompletedWork
-
-
-_UNMOVED = 1.0  # seconds after which it is looked at whether the host moves within its instruction
-_NOT_ON_A_STREAM = ins.POST_OPS | ins.HAND_OPS | {ins.BATCH}
 
 
 class Outside:
@@ -42,8 +33,9 @@ class Tracker:
     is_entering  whether plans are compared, before the step's first instruction
     completed  what the device has done, where the host runs ahead of it; else None"""
 
-    def __init__(self, rank: int, size: int, completed: CompletedWork | None = None) -> None:
-        self.rank, self.size, self.completed = rank, size, completed
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.completed: CompletedWork | None = None
         self.after = ""
         self.source: Source | None = None
         self.phase = ""
@@ -54,10 +46,6 @@ class Tracker:
         self._around: list[tuple[Source | None, str]] = []
         self._last: tuple[int, int, str, bool] = (0, 0, "", False)
         self._moved_at = 0.0
-        self._thread = 0  # that runs the steps
-        self._host_place = (0, 0)  # of the step, and in its program
-        self._host_places: tuple[tuple[int, int], ...] | None = None  # where in Python code it was seen there
-        self._host_moved_at = 0.0
         self.step = 0
         self._changes: tuple[int, ...] = ()  # replaced, never altered
         self._done: tuple[int, tuple[int, ...]] = (0, ())  # steps, and changes up to the last of them
@@ -75,8 +63,7 @@ class Tracker:
         self.step += source.plan is not None
         self.phase = phase
         self.failed = ""
-        self._moved_at = self._host_moved_at = time.monotonic()
-        self._thread = threading.get_ident()
+        self._moved_at = time.monotonic()
         # Publish ``source`` last: observers must never pair the new step with the old plan. ``observe`` reads what is
         # assigned here in the opposite order, for the same reason.
         self.source = source
@@ -97,47 +84,18 @@ class Tracker:
     def rest(self) -> None:
         """Nothing is watched until the next step."""
         self.after = ""
-        if self.completed is not None:
-            self.completed.clear()
 
     def mark(self, phase: str = "") -> None:
         """The host has issued the current instruction or, with ``phase``, what it does outside the plan."""
-        if self.completed is not None and self.source is not None:
-            self.completed.mark(Place(self.step, self.source.plan, self.source.position, self.phase or phase))
 
     def where(self) -> Place | None:
         """What the device is in or, if it has done all, the host; None outside steps."""
-        mark = None if self.completed is None or self.is_entering else self.completed.oldest
-        return mark or self.of_host()
+        return self.of_host()
 
     def host(self) -> tuple[int, float]:
-        """Where the host runs ahead: how many instructions of its step's program it has issued, NO_HOST outside plans,
-        and for how many seconds neither the host nor the device has been seen to do anything but wait: the host has
-        stayed at one place in its code, and the device has done all that was issued, but for transfers. Where no query
-        of an event returns, the host is in a call that waits for the device, which is not seen to do anything."""
-        source = self.source
-        if self.completed is None or source is None or source.plan is None:
-            return NO_HOST, 0.0
-        issued = 0 if self.is_entering else len(source.plan.programs[self.rank]) if self.phase else source.position
-        now, place = time.monotonic(), (self.step, issued)
-        if place != self._host_place:
-            self._host_place, self._host_places, self._host_moved_at = place, None, now
-        elif self._device_computes():
-            self._host_moved_at = max(self._host_moved_at, self.completed.known_at)
-        elif now - self._host_moved_at >= _UNMOVED:
-            from megatron_pp.faults import host_threads
-
-            places = host_threads.places(self._thread)
-            if self._host_places not in (None, places):
-                self._host_moved_at = now
-            self._host_places = places
-        return issued, round(now - self._host_moved_at, 3)
-
-    def _device_computes(self) -> bool:
-        """Whether the device was last seen in an operation that waits for no message."""
-        mark = None if self.completed is None else self.completed.oldest
-        at = self.instruction(mark)
-        return mark is not None and (at is None or not waits_on(at))
+        """Where the host runs ahead (``host_ahead.py``): how many instructions of its step's program it has issued, and
+        for how many seconds neither it nor the device was seen to do anything."""
+        return NO_HOST, 0.0
 
     def of_host(self) -> Place | None:
         source = self.source
@@ -180,17 +138,3 @@ class Tracker:
         None."""
         step, changes = self._done
         return Progress(step, DONE, process=self.process, history=(step, *changes))
-
-
-class InstructionMarks:
-    """An observer of the engine: marks what the host has issued."""
-
-    def __init__(self, tracker: Tracker) -> None:
-        self._tracker = tracker
-
-    def begin(self, at: Instruction) -> None:
-        """Nothing to mark."""
-
-    def end(self, at: Instruction) -> None:
-        if at.op not in _NOT_ON_A_STREAM:
-            self._tracker.mark()

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_pp.comm.at_exit import call_at_exit
+from megatron_pp.common.finalizers import call_at_exit
 from megatron_pp.faults.heartbeat import Heartbeat
 from megatron_pp.faults.tracker import Tracker
 

@@ -26,10 +26,9 @@ from typing import Any
 
 import torch
 
-from megatron_pp.comm.at_exit import call_if_alive
 from megatron_pp.comm.events import EventPool
 from megatron_pp.comm.transport import Transport
-from megatron_pp.common.finalizers import call_in
+from megatron_pp.common.finalizers import call_if_alive, call_in
 from megatron_pp.common.object_table import ObjectTable
 from megatron_pp.config.conversions import chosen_steps
 from megatron_pp.plan.ir.instruction import Instruction

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_pp.comm.channels import pipeline_name
+from megatron_pp.comm.group_transport import pipeline_name
 from megatron_pp.plan.costs.transports import GLOO_DETACHED_BYTES
 from megatron_pp.runtime.communicators import close_communicators
 from megatron_pp.testing.toy import HIDDEN, ToyData, ToyResult, merged, reference_run

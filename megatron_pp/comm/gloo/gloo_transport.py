@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from megatron_pp.comm.at_exit import call_at_exit
-from megatron_pp.comm.channels import ChannelKey
 from megatron_pp.comm.gloo.waiting_threads import LARGE_BYTES, SMALL_SENDS, ChannelThreads
 from megatron_pp.comm.group_transport import GroupTransport
 from megatron_pp.comm.transport import ACT, Preparation, Work
-from megatron_pp.common.finalizers import finalize_here
+from megatron_pp.common.finalizers import call_at_exit, finalize_here
 from megatron_pp.plan.costs.transports import GLOO_DETACHED_BYTES
 
 if TYPE_CHECKING:
+    from megatron_pp.comm.channels import ChannelKey
     from megatron_pp.comm.collectives import Collective
 
 _SHARED_TAG = 0x4D5000
@@ -89,8 +88,12 @@ class GlooTransport(GroupTransport):
         return size if has_channels and size >= GLOO_DETACHED_BYTES else 0
 
     def _channels_for(self, needs: Preparation) -> list[ChannelKey]:
-        keys = []
-        for key in self._ways(needs.edges):
+        keys: list[ChannelKey] = []
+        if not needs.received_bytes and not needs.sent_bytes:
+            return keys
+        from megatron_pp.comm.channels import channels_of
+
+        for key in channels_of(self.rank, needs.edges):
             # Both ends of an edge know the same size: the sender as what it sends, the receiver as what it receives.
             source = key[0] if key[2] == ACT else key[1]
             if (needs.sent_bytes if source == self.rank else needs.received_bytes) > 0:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from megatron_pp.comm.channels import SHAPES, ChannelGroups, ChannelKey, group_around
+from megatron_pp.comm.channels import SHAPES, ChannelGroups, ChannelKey, channels_of, group_around
 from megatron_pp.comm.group_transport import GroupTransport
 from megatron_pp.comm.transport import P2PRequest, Preparation, Work
 from megatron_pp.errors import P2PError
@@ -104,7 +104,8 @@ class NcclTransport(GroupTransport):
 
     def _channels_for(self, needs: Preparation) -> list[ChannelKey]:
         with_tensors = self.one_way and not needs.batched
-        return [key for key in self._ways(needs.edges, needs.with_shapes) if with_tensors or key[2] == SHAPES]
+        keys = channels_of(self.rank, needs.edges, needs.with_shapes)
+        return [key for key in keys if with_tensors or key[2] == SHAPES]
 
     def _warm_up(self, needs: Preparation, made: list[ChannelKey]) -> None:
         """Send small messages, so that the communicators that ``needs`` uses exist before the first step. The first
@@ -114,7 +115,7 @@ class NcclTransport(GroupTransport):
         on_channels = self.one_way and not needs.batched
         if not self.warm_up and not on_channels and not (needs.batched and needs.with_shapes):
             return
-        keys = [key for key in made if key[2] != SHAPES] if on_channels else self._ways(needs.edges)
+        keys = [key for key in made if key[2] != SHAPES] if on_channels else channels_of(self.rank, needs.edges)
         tokens = [self._token(*key) for key in keys]
         if not tokens:  # a pipeline of one rank, or there is no new channel
             return

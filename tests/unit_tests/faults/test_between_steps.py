@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron_pp.errors import CommunicatorClosedError, PipelinePeerError, PipelineStallError
 from megatron_pp.faults import attach
 from megatron_pp.faults.attach import close_guard
+from megatron_pp.faults.between_steps import ended_by
 from megatron_pp.faults.failures import EXCEPTION, Failure
 from megatron_pp.faults.fault_store import FaultStore
 from megatron_pp.faults.processes import this_process
@@ -195,14 +196,14 @@ def test_what_was_found_between_steps_is_raised_where_the_communicator_is_asked_
 def test_an_exception_between_steps_is_published_and_stays_what_it_was() -> None:
     rank = First()
     error = ValueError("bad")
-    assert rank.guard.ended_by(error) is error
+    assert ended_by(rank.guard, error) is error
     known = rank.other.read_failure()
     assert known is not None
     assert (known.kind, known.where, known.exception_type, known.message) == (EXCEPTION, WORK, "ValueError", "bad")
     assert rank.aborted.is_set()
     with pytest.raises(CommunicatorClosedError):
         rank.step()
-    assert rank.guard.ended_by(error) is error, "once"
+    assert ended_by(rank.guard, error) is error, "once"
     rank.guard.close()
 
 
@@ -216,7 +217,7 @@ def of_gloo() -> BaseException:
 def test_what_a_collective_raises_between_steps_is_replaced_by_its_cause() -> None:
     rank = First()
     rank.other.publish_failure(Failure(EXCEPTION, "p", 1, 1, "", WORK, "ValueError", "bad"))
-    found = rank.guard.ended_by(of_gloo())
+    found = ended_by(rank.guard, of_gloo())
     assert isinstance(found, PipelinePeerError)
     assert f"ValueError in {WORK}: bad" in str(found)
     rank.guard.close()
@@ -226,7 +227,7 @@ def test_what_a_collective_raises_between_steps_is_replaced_by_its_cause() -> No
 def test_a_program_that_ended_is_named_where_a_collective_fails_for_no_other_reason(gone: Process) -> None:
     rank = First(timeout=30.0)
     rank.other_is(DONE, gone)
-    found = rank.guard.ended_by(of_gloo())
+    found = ended_by(rank.guard, of_gloo())
     assert isinstance(found, PipelineStallError)
     assert found.suspects == (1,)
     assert f"the program of rank 1 (pid {gone.pid}) has ended after step 1" in str(found)
@@ -247,7 +248,7 @@ def test_a_rank_without_a_heartbeat_is_found_between_steps_too() -> None:
 def test_the_program_ends_with_the_cause(capsys: pytest.CaptureFixture[str]) -> None:
     rank = First()
     rank.other.publish_failure(Failure(EXCEPTION, "p", 1, 1, "", WORK, "ValueError", "bad"))
-    attach._GUARDS[rank.guard] = None
+    attach.GUARDS[rank.guard] = None
     error = of_gloo()
     WatchedEnd(sys.__excepthook__)(type(error), error, error.__traceback__)
     shown = capsys.readouterr().err

@@ -18,6 +18,7 @@ from megatron_pp.errors import PipelinePeerError, PipelineStallError
 from megatron_pp.faults import device_events
 from megatron_pp.faults.device_events import CompletedWork, EventQueries
 from megatron_pp.faults.guard import FaultGuard
+from megatron_pp.faults.host_ahead import TrackerOfDevice
 from megatron_pp.faults.positions import awaited_ranks, pending_peers
 from megatron_pp.faults.records import DONE, IN_STEP, Process, Progress, decode
 from megatron_pp.faults.tracker import Place, Tracker
@@ -302,7 +303,7 @@ def test_pending_peers() -> None:
 
 def test_compute_that_stands_still_waits_for_all_pending_peers() -> None:
     """In one hardware queue it may be behind a transfer."""
-    tracker = Tracker(1, 4, completed := CompletedWork())
+    tracker = TrackerOfDevice(1, 4, completed := CompletedWork())
     plan = build_plan(PlanSpec("1f1b", 4, 1, 4, policy="overlap"))
     at = next(k for k, one in enumerate(plan.programs[1]) if str(one) == "F0.0")
     tracker.begin(SimpleNamespace(plan=plan, position=at))

@@ -7,6 +7,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from megatron_pp.faults import between_steps
+from megatron_pp.integrations.megatron import removal
 from megatron_pp.integrations.megatron.steps import after_step
 
 
@@ -43,7 +45,7 @@ def test_steps_are_what_they_were_and_come_back(module: ModuleType) -> None:
     assert Late().step(3) == 6
     assert Chained.step.__doc__ == before.__doc__
     assert "step" not in vars(Late)
-    after_step.leave_what_follows()
+    removal.leave_what_follows()
     assert vars(Chained)["step"] is before
     assert sys.excepthook is hook
 
@@ -53,15 +55,15 @@ def test_an_exception_is_raised_as_the_guard_says(module: ModuleType, monkeypatc
     try:
         with pytest.raises(ValueError, match="no such number"):
             Chained().step(-1)
-        monkeypatch.setattr(after_step, "cause_between_steps", lambda error: RuntimeError("rank 1 raised"))
+        monkeypatch.setattr(between_steps, "cause_between_steps", lambda error: RuntimeError("rank 1 raised"))
         with pytest.raises(RuntimeError, match="rank 1 raised") as caught:
             Chained().step(-1)
         assert isinstance(caught.value.__cause__, ValueError)
     finally:
-        after_step.leave_what_follows()
+        removal.leave_what_follows()
 
 
 def test_another_hook_that_came_later_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "excepthook", theirs := SimpleNamespace())
-    after_step.leave_what_follows()
+    removal.leave_what_follows()
     assert sys.excepthook is theirs

@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator
 from types import MethodType, TracebackType
 from typing import Any
 
-from megatron_pp.faults.attach import cause_between_steps
-
 
 class WatchedStep:
     """Stands for the method ``step`` of a class of Megatron's optimizers: raises what the fault guard makes of an
@@ -30,7 +28,7 @@ class WatchedStep:
         try:
             return self.theirs(*args, **more)
         except BaseException as error:
-            found = cause_between_steps(error)
+            found = _cause_of(error)
             if found is error:
                 raise
             raise found from error
@@ -43,15 +41,21 @@ class WatchedEnd:
         self.theirs = theirs
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        found = cause_between_steps(error)
+        found = _cause_of(error)
         if found is not error:
             found.__cause__, kind, trace = error, type(found), found.__traceback__
         self.theirs(kind, found, trace)
 
 
+def _cause_of(error: BaseException) -> BaseException:
+    from megatron_pp.faults.between_steps import cause_between_steps
+
+    return cause_between_steps(error)
+
+
 def watch_what_follows() -> None:
     """From now on, also for optimizers that were made before. A second call takes classes that have come since."""
-    for kind in _optimizers():
+    for kind in optimizers():
         theirs = vars(kind).get("step")
         if theirs is not None and not isinstance(theirs, WatchedStep):
             kind.step = WatchedStep(theirs)  # type: ignore[attr-defined]
@@ -59,17 +63,7 @@ def watch_what_follows() -> None:
         sys.excepthook = WatchedEnd(sys.excepthook)
 
 
-def leave_what_follows() -> None:
-    """What ``watch_what_follows`` has replaced is as before."""
-    for kind in _optimizers():
-        watched = vars(kind).get("step")
-        if isinstance(watched, WatchedStep):
-            kind.step = watched.theirs  # type: ignore[attr-defined]
-    if isinstance(sys.excepthook, WatchedEnd):
-        sys.excepthook = sys.excepthook.theirs
-
-
-def _optimizers() -> Iterator[type]:
+def optimizers() -> Iterator[type]:
     """Megatron's class and those derived from it, as far as they are loaded."""
     module = sys.modules.get("megatron.core.optimizer.optimizer")
     first = getattr(module, "MegatronOptimizer", None)

@@ -8,7 +8,6 @@ those in a V.
 import functools
 import importlib
 import inspect
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ class Use:
     kind         where the models with virtual stages place them; None before the first
     first_stage  the latest model that holds the first stage
     in_v         the models that are built for a V
-    ended        `restore_models` was called: models that are built by what a program has kept are Megatron's
+    ended        the engine was uninstalled: models that are built by what a program has kept are Megatron's
     """
 
     schedule: str | None = None
@@ -100,19 +99,19 @@ class PlacedModel(Replacement):
 
 
 # Module and class of each model that is built for a V; a release may not have all of them.
-_MODELS = (
+MODELS = (
     ("megatron.core.models.gpt.gpt_model", "GPTModel"),
     ("megatron.core.models.hybrid.hybrid_model", "HybridModel"),
 )
 
 # Process-wide, as the models' classes are. Of classes that were removed with their modules too.
-_USES: ObjectTable[None] = ObjectTable()
+USES: ObjectTable[None] = ObjectTable()
 
 
 def model_classes() -> list[type]:
     """Those of Megatron's models that can be imported."""
     found = []
-    for module, name in _MODELS:
+    for module, name in MODELS:
         with suppress(ImportError, AttributeError):
             found.append(getattr(importlib.import_module(module), name))
     return found
@@ -125,27 +124,8 @@ def place_models(schedule: str | None, classes: Sequence[type]) -> None:
     use = next((one.use for one in placed if isinstance(one, PlacedModel)), None) or Use()
     in_place = [one if isinstance(one, PlacedModel) else PlacedModel(one, use) for one in placed]
     use.schedule = schedule
-    _USES[use] = None
+    USES[use] = None
     for model, one in zip(classes, in_place, strict=True):
         model.__init__ = one  # type: ignore[misc]
     if classes and placement_kind(schedule) == V_SHAPE:
         load("v_placement").ask_by_chunk(use)
-
-
-def are_placed(model: type) -> bool:
-    """Whether models of this class are built for their schedule now."""
-    return any(isinstance(vars(kind).get("__init__"), PlacedModel) for kind in model.__mro__)
-
-
-def restore_models() -> None:
-    """Undo `place_models`."""
-    for module, name in _MODELS:
-        model = getattr(sys.modules.get(module), name, None)
-        if model is not None and isinstance(placed := vars(model)["__init__"], PlacedModel):
-            model.__init__ = placed.original
-    for use, _ in _USES.items():
-        for built, _ in use.in_v.items() if not use.ended else ():
-            load("v_placement").refuse_without_install(built)
-        use.ended = True
-    if has_built_v():
-        load("v_placement").ask_as_before()

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any
 
@@ -10,6 +11,9 @@ from megatron_pp.common.module_attributes import wrapped_attribute
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.integrations.megatron.releases.release import Megatron
 from megatron_pp.integrations.megatron.releases.versions import ENTRIES, Row, entry_keywords
+
+# Whether Megatron's own schedule runs: the schedule functions that it calls by name are Megatron's too then.
+HANDED_BACK: ContextVar[bool] = ContextVar("megatron_pp_handed_back", default=False)
 
 
 def without_defaults(theirs: Callable[..., Any], row: Row, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import torch
 
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.integrations.megatron.named_objects import replace_names
-from megatron_pp.integrations.megatron.steps.gpt_models import PlacedModel, Replacement, Use, are_placed
+from megatron_pp.integrations.megatron.steps.gpt_models import PlacedModel, Replacement, Use
 from megatron_pp.plan.ir.placement import V_SHAPE, Placement
 
 CHUNKS = 2  # of a rank, in every V schedule
@@ -174,7 +174,7 @@ def refuse_without_install(model: torch.nn.Module) -> None:
 
 
 def _check_installed(model: torch.nn.Module, given: Any) -> None:
-    if not are_placed(type(model)):
+    if not _are_placed(type(model)):
         raise ScheduleInputError(
             f"this {type(model).__name__} was built for stages in a v under install(), which uninstall() has ended: "
             "Megatron-core's own schedules take stages in a loop, and would wait for each other or compute wrong "
@@ -254,3 +254,8 @@ def _replace_functions(replacement: Callable[[Any, type[Replacement]], Any]) -> 
             functions.append((now, new))
     if functions:
         replace_names(functions)
+
+
+def _are_placed(model: type) -> bool:
+    """Whether models of this class are built for their schedule now."""
+    return any(isinstance(vars(kind).get("__init__"), PlacedModel) for kind in model.__mro__)

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 
 from megatron_pp.integrations import megatron_core
+from megatron_pp.integrations.megatron import stand_ins
 from megatron_pp.integrations.megatron.settings import TABLE
 from megatron_pp.tools.cli import run
 from tests.unit_tests.integrations.test_megatron_versions import published_schedules
@@ -119,10 +120,10 @@ def test_the_engine_is_installed_when_the_script_has_imported_megatron(
         "from megatron.core.pipeline_parallel import get_forward_backward_func",
         "from megatron_pp.integrations import megatron_core",
         "assert megatron_core.is_installed()",
-        "assert type(get_forward_backward_func(1)).__module__ == megatron_core.__name__",
+        "assert type(get_forward_backward_func(1)).__module__ == 'megatron_pp.integrations.megatron.stand_ins'",
     )
     assert command("run", "--settings", "settings.toml", "--overlap-p2p-comm", script(*lines))[0] == 0
-    installed = megatron_core._current()
+    installed = stand_ins.current()
     assert installed is not None
     assert installed.settings.strict
     policy = {"overlap_p2p_comm": True, "batch_p2p_comm": False}
