@@ -1,9 +1,9 @@
 """A rank of a Megatron job fails where its step is nearly over: in the finalisation of gradients, in the optimizer.
 
-    python -m tests.functional_tests.megatron_failures '[["finalize", "raise", 1, "file"], ...]'
+    python -m tests.functional_tests.megatron_failures '[["finalize", "raise", 1, "file", 0], ...]'
 
-Each case is a place, a fault, the rank and who holds the store; the ranks are forked from this process. One line of
-JSON per case: by rank, what it raised and after how many seconds, null for a rank that ended without a word.
+Each case is a place, a fault, the rank, who holds the store, and metrics=N; the ranks are forked from this process. One
+line of JSON per case: by rank, what it raised and after how many seconds, null for a rank that ended without a word.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from testkit.ends import fail
@@ -27,19 +28,32 @@ DEADLINE = 40.0
 FAULT_STEP = 1
 
 
-def train(place: str, how: str, here: bool) -> None:
+def train(place: str, how: str, here: bool, metrics: int) -> None:
     """Steps of a GPT of Megatron's, the last of which fails on the rank that is ``here``."""
     from megatron_pp.integrations import megatron_core
     from testkit.megatron import lab
     from testkit.megatron.cases import Case, Model
 
     case = Case(Model(layers=2), pp=PIPELINE, dp=RANKS // PIPELINE, microbatches=2, steps=3, optimizer="distributed")
-    with megatron_core.installed(p2p_timeout=PATIENCE):
+    if metrics:
+        _with_a_writer()
+    with megatron_core.installed(p2p_timeout=PATIENCE, metrics=metrics):
         run = lab.Run(case)
         for step in range(case.steps):
             if here and step == FAULT_STEP:
                 _arm(run, place, how)
             run.step(step)
+
+
+def _with_a_writer() -> None:
+    """As Megatron's training loop has it: on the last rank."""
+    import torch.distributed as dist
+
+    loop: Any = ModuleType("megatron.training.global_vars")
+    writer = SimpleNamespace(add_scalar=lambda name, value, step: None) if dist.get_rank() == RANKS - 1 else None
+    loop.get_tensorboard_writer = lambda: writer
+    loop._GLOBAL_ARGS = SimpleNamespace(tensorboard_dir="a folder")
+    sys.modules[loop.__name__] = loop
 
 
 def _arm(run: Any, place: str, how: str) -> None:
@@ -64,7 +78,7 @@ def _rank(rank: int, case: list[Any], folder: str, port: int, pipe: Connection) 
     import torch
     import torch.distributed as dist
 
-    place, how, victim, store_of = case
+    place, how, victim, store_of, metrics = case
     log = os.open(f"{folder}/log{rank}", os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):
         os.dup2(log, stream)
@@ -78,7 +92,7 @@ def _rank(rank: int, case: list[Any], folder: str, port: int, pipe: Connection) 
         dist.init_process_group(
             "nccl", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=DEADLINE + 30)
         )
-        train(place, how, rank == victim)
+        train(place, how, rank == victim, metrics)
     except BaseException as error:
         said = f"{type(error).__name__}: {error}"
     pipe.send((said, round(time.monotonic() - began, 2)))

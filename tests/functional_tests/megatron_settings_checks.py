@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -18,10 +19,12 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
 
 from megatron_pp.errors import ConfigError, ScheduleInputError
+from megatron_pp.features.measuring import rank_numbers
 from megatron_pp.features.packing.packing import Pack, PackingRules, packed
 from megatron_pp.features.packing.step_plans import PlansOfKinds
 from megatron_pp.features.packing.steps import PackedSteps
 from megatron_pp.integrations import megatron_core
+from megatron_pp.integrations.megatron.steps.tensorboard import TensorBoardScalars
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.runtime import host
 from testkit.megatron import lab as megatron_lab
@@ -89,25 +92,33 @@ def what_its_stages_cost_is_measured(case: Case) -> dict[str, Any]:
 
 def metrics_reach_megatrons_writer(case: Case) -> dict[str, list[Any]]:
     """The scalars in TensorBoard's files after four steps under `install(metrics=2)`, with the writer where Megatron's
-    training loop has it: on the last rank alone."""
+    training loop has it: on the last rank alone. Each rank adds what it measured itself."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.tensorboard import SummaryWriter
 
     run, last = megatron_lab.Run(case), dist.get_rank() == dist.get_world_size() - 1
     loop: Any = ModuleType("megatron.training.global_vars")
+    own: list[list[float]] = []
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(sys.modules, {loop.__name__: loop}):
         writer = SummaryWriter(folder) if last else None
         loop.get_tensorboard_writer = lambda: writer
         with megatron_core.installed(strict=True, metrics=2):
             for iteration in range(4):
-                loop._GLOBAL_ARGS = SimpleNamespace(curr_iteration=iteration)
+                loop._GLOBAL_ARGS = SimpleNamespace(curr_iteration=iteration, tensorboard_dir=folder)
                 call_schedule(run, forward_only=False)
                 call_schedule(run, forward_only=True)
+        ((transport, numbers),) = rank_numbers._GATHERED.items()
+        own = [values for _, values in sorted(numbers._own.items())]
         if writer is None:
-            return {}
+            return {"own": own}
+        until = time.monotonic() + 20.0
+        while numbers._waiting and time.monotonic() < until:
+            time.sleep(0.05)
+        TensorBoardScalars(writer, 2).of_pipeline(transport)  # as when a later step begins
         writer.close()
         events = EventAccumulator(folder).Reload()
-        return {name: [[one.step, one.value] for one in events.Scalars(name)] for name in events.Tags()["scalars"]}
+        written = {name: [[one.step, one.value] for one in events.Scalars(name)] for name in events.Tags()["scalars"]}
+        return {**written, "own": own}
 
 
 def steps_of_unequal_microbatches_have_their_plans(case: Case) -> list[str]:

@@ -21,14 +21,14 @@ PLACES, FAULTS, STORES = (
     ("file", "rank 0"),
 )
 ALL = [
-    (place, how, (i + j // 2 + k) % RANKS, store)
+    (place, how, (i + j // 2 + k) % RANKS, store, (i + j) % 2)
     for i, place in enumerate(PLACES)
     for j, how in enumerate(FAULTS)
     for k, store in enumerate(STORES)
 ]
-# Every place with every fault, stores in turn; what holds the store is rank 0.
+# Every place with every fault; stores, and metrics of every step, in turn; what holds the store is rank 0.
 CASES = ALL if EXHAUSTIVE else [case for k, case in enumerate(ALL) if k % 2 == (k // 2) % 2]
-assert {(victim, store) for _, _, victim, store in CASES} == {(v, store) for v in range(RANKS) for store in STORES}
+assert {(victim, store) for _, _, victim, store, _ in CASES} == {(v, store) for v in range(RANKS) for store in STORES}
 SECONDS = PATIENCE + 12.0  # silence, the abort of other groups, and what a rank waits for the cause
 
 
@@ -42,7 +42,7 @@ def found() -> list[list[Any]]:
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=["-".join(map(str, case)) for case in CASES])
 def test_every_other_rank_names_it(number: int, found: list[list[Any]]) -> None:
-    place, how, victim, store = CASES[number]
+    place, how, victim, store, _ = CASES[number]
     for rank, said in enumerate(found[number]):
         if rank == victim:
             own = {"raise": "ValueError: injected fault", "exit": "SystemExit: 3"}

@@ -169,11 +169,15 @@ def test_interleaved_shapes_are_those_of_the_sequence(outcomes: dict[str, Outcom
     assert outcomes["interleaved_shapes_ignore_the_decoders_length"].facts == [0, PAIR.microbatches]
 
 
-def test_every_second_step_has_scalars_beside_megatrons_own(outcomes: dict[str, Outcome]) -> None:
+def test_every_second_step_has_scalars_of_all_ranks_beside_megatrons_own(outcomes: dict[str, Outcome]) -> None:
     first, last = outcomes[SETTINGS + "metrics_reach_megatrons_writer"].facts
-    assert first == {}
-    assert sorted(last) == ["pipeline/bubble", "pipeline/exposed wait (ms)", "pipeline/time (ms)"]
-    assert all([step for step, _ in values] == [2, 4] for values in last.values())
-    assert all(0 < value < 1 for _, value in last["pipeline/bubble"])
-    for (_, waited), (_, whole) in zip(last["pipeline/exposed wait (ms)"], last["pipeline/time (ms)"], strict=True):
-        assert 0 <= waited < whole
+    own = [first.pop("own"), last.pop("own")]
+    assert first == {}, "the last rank writes"
+    names = [("bubble {}", 0), ("exposed wait {} (ms)", 1), ("time {} (ms)", 2)]
+    assert sorted(last) == sorted(f"pipeline/{name.format(which)}" for name, _ in names for which in ("mean", "max"))
+    for name, at in names:
+        for k, step in enumerate((2, 4)):
+            of_ranks = [numbers[k][at] for numbers in own]
+            for which, value in (("mean", sum(of_ranks) / 2), ("max", max(of_ranks))):
+                assert last[f"pipeline/{name.format(which)}"][k] == [step, pytest.approx(value, rel=1e-6)]
+    assert all(0 < value < 1 for _, value in last["pipeline/bubble max"])

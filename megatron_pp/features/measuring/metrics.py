@@ -1,7 +1,7 @@
 """How long this rank computed and waited in a training step, for plots of a run that goes on (``config.metrics``).
 
 Instructions are timed as a trace times them. On GPUs the times are of CUDA events, which are read once the device has
-passed them: nothing waits for the device, and numbers come when a later step begins. No rank tells another one.
+passed them: nothing waits for the device, and numbers come when a later step begins.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class StepMetrics(NamedTuple):
 
 
 Sink = Callable[[int, StepMetrics], None]
-"""Takes the number of a step, and what was measured in it. With a method ``takes(step)``, of some steps alone."""
+"""Takes the number of a step, and what was measured in it. With a method ``takes(step)``, of some steps alone. With a
+method ``of_pipeline(transport)``, what that returns takes its place in each step; None: nothing is measured."""
 
 
 # As tracers: one belongs to a model, and goes with it.
@@ -88,10 +89,13 @@ class Meter(StepObserver):
         sink = self.sink
         if sink is None:
             return ()
-        takes = getattr(sink, "takes", None)
-        if takes is not None and not takes(self.step):
-            return ()
         communicator = step.communicator
+        of_pipeline = getattr(sink, "of_pipeline", None)
+        if of_pipeline is not None:
+            sink = of_pipeline(communicator.transport)
+        takes = getattr(sink, "takes", None)
+        if sink is None or (takes is not None and not takes(self.step)):
+            return ()
         program = plan.timed(communicator.rank)
         kind = _OnDevice if communicator.device.type == "cuda" else _OnHost
         return (kind(self, self.step, program, sink),)

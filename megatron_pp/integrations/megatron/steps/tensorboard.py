@@ -1,4 +1,4 @@
-"""Scalars of the pipeline beside Megatron's own: through its TensorBoard writer, on the rank that has it."""
+"""Scalars of the pipeline beside Megatron's own: through its TensorBoard writer, which the last rank of the job has."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ import torch.distributed as dist
 from megatron_pp.runtime.log_once import warn_once
 
 if TYPE_CHECKING:
+    from megatron_pp.comm.transport import Transport
     from megatron_pp.features.measuring.metrics import StepMetrics
+    from megatron_pp.features.measuring.rank_numbers import RankNumbers
 
 _WRITERS = "megatron.training.global_vars"
-NAMES = ("pipeline/bubble", "pipeline/exposed wait (ms)", "pipeline/time (ms)")
+NAMES = ("pipeline/bubble {}", "pipeline/exposed wait {} (ms)", "pipeline/time {} (ms)")
+"""Of each, the mean over the pipeline's ranks and the max."""
 
 
 def scalars(every: int) -> TensorBoardScalars | None:
-    """What writes the metrics of every ``every``-th step; None on a rank without a writer, where nothing is measured.
-    Megatron's training loop makes the writer on the last rank of the job, with `--tensorboard-dir`."""
-    module = sys.modules.get(_WRITERS)
+    """What writes the metrics of every ``every``-th step; None where there is no writer. Megatron's training loop makes
+    one on the last rank of the job, with `--tensorboard-dir`."""
+    module: Any = sys.modules.get(_WRITERS)
     writer = None if module is None else module.get_tensorboard_writer()
-    if writer is not None:
+    if writer is not None or getattr(getattr(module, "_GLOBAL_ARGS", None), "tensorboard_dir", None):
         return TensorBoardScalars(writer, every)
     if not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1:
         warn_once(
@@ -34,8 +37,34 @@ def scalars(every: int) -> TensorBoardScalars | None:
 
 @dataclass(frozen=True)
 class TensorBoardScalars:
+    """``writer``: None on other ranks than the last one."""
+
     writer: Any
     every: int
+
+    def of_pipeline(self, transport: Transport) -> PipelineScalars | None:
+        """For a step that begins. None in pipelines without the job's last rank, which measure nothing."""
+        last = dist.get_world_size() - 1 if dist.is_initialized() else 0
+        if last not in map(transport.global_rank, range(transport.size)):
+            return None
+        if transport.store is None and transport.size > 1:
+            warn_once(f"metrics={self.every} writes nothing: the ranks of the pipeline share no store")
+            return None
+        from megatron_pp.features.measuring.rank_numbers import rank_numbers
+
+        found = PipelineScalars(self.writer, self.every, rank_numbers(transport, self.writer is not None))
+        found.write()
+        return found
+
+
+@dataclass(frozen=True)
+class PipelineScalars:
+    """Of one pipeline: each rank gives its numbers, and the one with the writer writes those of all, as soon as they
+    have come, when a step begins or ends."""
+
+    writer: Any
+    every: int
+    numbers: RankNumbers
 
     def takes(self, step: int) -> bool:
         """``step``: as Megatron's loop has it within the step. What it logs of that step has the next number."""
@@ -43,5 +72,11 @@ class TensorBoardScalars:
 
     def __call__(self, step: int, numbers: StepMetrics) -> None:
         values = numbers.bubble, 1e3 * numbers.exposed_wait, 1e3 * numbers.pipeline
-        for name, value in zip(NAMES, values, strict=True):
-            self.writer.add_scalar(name, value, step + 1)
+        self.numbers.post(step, values)
+        self.write()
+
+    def write(self) -> None:
+        for step, rows in self.numbers.take():
+            for name, values in zip(NAMES, zip(*rows, strict=True), strict=True):
+                self.writer.add_scalar(name.format("mean"), sum(values) / len(values), step + 1)
+                self.writer.add_scalar(name.format("max"), max(values), step + 1)
