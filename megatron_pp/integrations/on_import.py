@@ -1,4 +1,4 @@
-"""`install()` for a program that is about to start: once it has itself imported Megatron-core, from wherever."""
+"""Calls `install()` for a program that is about to start, as soon as the program has imported Megatron-core."""
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -15,8 +15,8 @@ _MODULES = ("megatron.core", "megatron.core.pipeline_parallel.schedules")
 
 
 def install_on_import(settings: InstallSettings) -> None:
-    """`install()` with these settings, when the program has imported Megatron's schedules; now, if it has already; and
-    again, where it has removed them and imports them anew.
+    """Call `install()` with these settings as soon as the program has imported Megatron's schedules, which may be now,
+    and again each time that it has removed them and imports them anew.
 
     What `install()` raises is raised by that import.
     """
@@ -26,8 +26,8 @@ def install_on_import(settings: InstallSettings) -> None:
 
 
 class WhenImported(MetaPathFinder):
-    """Calls ``then`` when all ``modules`` (full names) have run to their end; now, if they have already; and each time
-    that some of them, which were removed, have been imported anew."""
+    """Calls ``then`` as soon as all ``modules`` (full names) have run to their end, which may be now, and each time
+    that some of them were removed and have been imported anew."""
 
     def __init__(self, modules: Iterable[str], then: Callable[[], None]) -> None:
         self.modules = frozenset(modules)
@@ -40,7 +40,7 @@ class WhenImported(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """What the finders behind this one find, with a loader that reports the end of the import."""
+        """The spec that the finders behind this one find, with a loader that reports the end of the import."""
         if fullname not in self.modules:
             return None
         others = sys.meta_path[sys.meta_path.index(self) + 1 :]
@@ -52,14 +52,14 @@ class WhenImported(MetaPathFinder):
         return spec
 
     def imported(self, name: str) -> None:
-        """The module of this name has run to its end."""
+        """Called when the module of this name has run to its end."""
         self.missing.discard(name)
         if not self.missing:
             self.then()
 
 
 class _ReportingLoader(Loader):
-    """Loads as ``loader`` does, and leaves that one behind as the module's."""
+    """Loads as ``loader`` does. Afterwards the module has ``loader`` as its loader."""
 
     def __init__(self, loader: Loader, observer: WhenImported) -> None:
         self.loader = loader

@@ -1,1 +1,1 @@
-"""Megatron-core's training loop on this engine: what `integrations.megatron_core` has behind its `install()`."""
+"""Megatron-core's training loop on this engine: the modules behind `install()` of `integrations.megatron_core`."""

@@ -1,5 +1,5 @@
-"""What `install()` was given, and whether it was given more than ``strict``: ``settings.py``, which has the table of
-settings and reads them, is loaded for that alone.
+"""The arguments of `install()`. ``settings.py``, which has the table of settings and reads them, is loaded only if
+`install()` was given more than ``strict``.
 """
 
 import copy
@@ -18,13 +18,13 @@ OTHER_VARIABLES = frozenset(
         "SCREENSHOTS",
     )
 )
-"""Variables of this project that are no settings: of its scripts, build, benchmarks and tests."""
+"""Environment variables of this project's scripts, build, benchmarks and tests, which are not settings."""
 
 
 @dataclass(frozen=True)
 class InstallSettings:
-    """What `install()` was given. ``overrides``: field of `StepSettings` -> the value that replaces the config's; the
-    others are settings of the plug-in itself (``SWITCHES`` of ``settings.py``).
+    """The settings that `install()` was given. ``overrides``: field of `StepSettings` -> the value that replaces the
+    config's. The other fields are settings of the plug-in itself (``SWITCHES`` of ``settings.py``).
     """
 
     strict: bool = False
@@ -44,7 +44,7 @@ def in_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def with_overrides(config: Any, overrides: Mapping[str, Any]) -> Any:
-    """The config; where fields of it have other values in ``overrides``, a copy with these."""
+    """The config, or a copy with the values of ``overrides`` if any of them differ."""
     changed = {name: value for name, value in overrides.items() if getattr(config, name, value) != value}
     if not changed:
         return config

@@ -1,12 +1,13 @@
-"""The order in which Megatron captures CUDA graphs of layers, or copies activations back, against that of a plan.
+"""Compares a plan's order with the order in which Megatron captures CUDA graphs of layers, or copies activations back.
 
-The graphs of one microbatch have memory of another that is over by then in the order of capture; replayed in another
-order, they overwrite what is still needed. Transformer Engine's (``make_graphed_callables(_order=...)``) are captured
-in the order of Megatron's own schedules (``get_schedule_table``, ``convert_schedule_table_to_order``), whatever runs
-afterwards; Megatron's own in that of the first training step (``_CudagraphGlobalRecord``).
+In the order of capture a microbatch's graphs reuse the memory of a microbatch that is over by then. Replayed in another
+order, they overwrite memory that is still needed. Transformer Engine's graphs (``make_graphed_callables(_order=...)``)
+are captured in the order of Megatron's own schedules (``get_schedule_table``, ``convert_schedule_table_to_order``),
+whatever schedule runs later. Megatron's own graphs are captured in the order of the first training step
+(``_CudagraphGlobalRecord``).
 
-Fine-grained offloading gives the k-th backward the copies of the forward that is k-th in the backward order of
-Megatron's schedules (``PipelineOffloadManager.flush``), whichever backward it is.
+Fine-grained offloading copies activations back in the backward order of Megatron's schedules: the k-th backward gets
+those of the k-th forward in that order, whichever backward it is (``PipelineOffloadManager.flush``).
 """
 
 from collections.abc import Callable
@@ -27,8 +28,8 @@ from megatron_pp.tracing.step_observer import StepObserver
 
 
 def step_observer(step: Any) -> StepObserver | None:
-    """What keeps the graphs of a step's model in order; None where nothing has to. Raises ScheduleInputError, on
-    all ranks alike, where they, or copies of activations, would not be."""
+    """The observer that keeps the graphs of a step's model in order; None if none is needed. Raises ScheduleInputError
+    on all ranks alike if graphs, or copies of activations, would be out of order."""
     spec, settings = step.draft, step.settings
     interleaved = settings.virtual_pipeline_model_parallel_size is not None
     group = getattr(step.config, "microbatch_group_size_per_vp_stage", None) or 0  # Megatron reads no other setting
@@ -56,13 +57,13 @@ def step_observer(step: Any) -> StepObserver | None:
 
 
 class LocalGraphs(StepObserver):
-    """Those that Megatron captures of one model. Each microbatch has its own, which take turns."""
+    """The graphs that Megatron itself captures of one model. Each microbatch has its own; they are used in turn."""
 
     def __init__(self) -> None:
-        self.captured: PlanSpec | None = None  # in its order
+        self.captured: PlanSpec | None = None  # the plan in whose order the graphs were captured
 
     def check(self, spec: PlanSpec) -> None:
-        """Raises ScheduleInputError where a step of ``spec`` would replay graphs in another order."""
+        """Raises ScheduleInputError if a step of ``spec`` would replay graphs in another order."""
         theirs, why = self.captured, None
         if spec.joins:
             why = "the two halves of a pair (overlapped_forward_backward) run at once"
@@ -83,7 +84,8 @@ class LocalGraphs(StepObserver):
             )
 
     def watch(self, engine: Any) -> None:
-        """In an evaluation no backward keeps the graphs that come next from overwriting an output that is sent."""
+        """In evaluation, protect outputs that are being sent: no backward delays the next graphs, which overwrite
+        them."""
         if self.captured is not None and engine.plan.spec.forward_only:
             engine.run_forward = partial(_copy_of_forward, engine.run_forward or engine.call_forward)
 
@@ -92,7 +94,7 @@ class LocalGraphs(StepObserver):
             self.captured = plan.spec
 
 
-# One belongs to a model, and goes with it.
+# Each belongs to a model, and is dropped with it.
 _LOCAL_GRAPHS: ObjectTable[LocalGraphs] = ObjectTable()
 
 
@@ -101,7 +103,7 @@ def _copy_of_forward(call: Callable[..., Any], at: Any, given: Any) -> Any:
 
 
 def _runs(spec: PlanSpec) -> list[list[Instruction]]:
-    """Forwards and backwards, by rank."""
+    """The forwards and backwards of each rank, in order."""
     return [_of_order(order) for order in build_plan(spec).orders]
 
 
@@ -110,9 +112,9 @@ def _of_order(order: Any) -> list[Instruction]:
 
 
 def check_graph_order(spec: PlanSpec, interleaved: bool, group_size: int = 0) -> None:
-    """Raises ScheduleInputError, on all ranks alike, where a rank's forwards and backwards in the plan of ``spec`` are
-    in another order than its graphs were captured in. ``interleaved``: by Megatron's schedule for model chunks, in
-    groups of ``group_size`` microbatches (0: of the plan)."""
+    """Raises ScheduleInputError on all ranks alike if a rank's forwards and backwards in the plan of ``spec`` have
+    another order than its graphs were captured in. ``interleaved``: they were captured by Megatron's schedule for model
+    chunks, in groups of ``group_size`` microbatches (0: the plan's group size)."""
     difference = None if spec.forward_only else _difference(spec, interleaved, group_size or spec.group_size)
     if difference is not None:
         raise ScheduleInputError(
@@ -124,8 +126,8 @@ def check_graph_order(spec: PlanSpec, interleaved: bool, group_size: int = 0) ->
 
 
 def check_offload_order(spec: PlanSpec, interleaved: bool, group_size: int = 0) -> None:
-    """As `check_graph_order`, of forwards among themselves and backwards among themselves, for
-    ``fine_grained_activation_offloading``."""
+    """As `check_graph_order`, for ``fine_grained_activation_offloading``. It compares forwards with forwards, and
+    backwards with backwards."""
     if spec.forward_only or spec.pipeline_size == 1:
         return
     difference = _difference(spec, interleaved, group_size or spec.group_size, offloads=True)
@@ -158,12 +160,12 @@ def _difference(spec: PlanSpec, interleaved: bool, group_size: int, offloads: bo
 
 
 def _numbers(entry: Any) -> tuple[int, ...]:
-    """Of an entry of an order, or the two halves of a pair: as `captured_order` writes them."""
+    """The numbers of an operation, or of the two halves of a pair, as `captured_order` writes them."""
     return tuple(at.chunk + 1 if at.op == FORWARD else -at.chunk - 1 for at in _of_order([entry]))
 
 
 def _by_direction(runs: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Forwards, then backwards."""
+    """All forwards, followed by all backwards."""
     return sorted(((one,) for entry in runs for one in entry), key=lambda entry: entry[0] < 0)
 
 
@@ -176,9 +178,9 @@ def captured_order(
     interleaved: bool = True,
     joined: bool = False,
 ) -> list[tuple[int, ...]]:
-    """Operations of a rank of Megatron's schedule, in the notation of ``make_graphed_callables``: c + 1 for a forward
-    of chunk c, -(c + 1) for a backward. ``group_size``: 0 for the pipeline's size. ``joined``: pairs of a forward and a
-    backward are one operation, as in combined 1F1B (``get_overlap_moe_expert_parallel_comm_order``)."""
+    """The operations of a rank under Megatron's schedule, in the notation of ``make_graphed_callables``: c + 1 for a
+    forward of chunk c, -(c + 1) for a backward. ``group_size``: 0 for the pipeline's size. ``joined``: a forward and a
+    backward in a pair are one operation, as in combined 1F1B (``get_overlap_moe_expert_parallel_comm_order``)."""
     group_size = group_size or pipeline_size
     chunks = [
         chunk

@@ -1,16 +1,16 @@
-"""Replace objects under every name that imported modules have for them, and find what else refers to them."""
+"""Replaces objects under every name that imported modules have for them, and finds what else refers to them."""
 
 import gc
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-# Three in four names are in these; none of them imports Megatron.
+# Modules that are skipped: they have three of four names, and none of them imports Megatron.
 _ELSEWHERE = sys.stdlib_module_names | {"torch", "numpy", "sympy", "mpmath", "networkx"}
 
 
 def replace_names(replacements: Sequence[tuple[Any, Any]]) -> None:
-    """For each (old, new): put ``new`` in place of ``old`` in all modules, those that have imported its name too."""
+    """For each (old, new), put ``new`` in place of ``old`` in all modules, also in those that imported the name."""
     by_id = {id(old): new for old, new in replacements}
     for path, module in list(sys.modules.items()):
         names = None if path.partition(".")[0] in _ELSEWHERE else getattr(module, "__dict__", None)
@@ -22,7 +22,7 @@ def replace_names(replacements: Sequence[tuple[Any, Any]]) -> None:
 
 
 def replace_in(names: dict[str, Any], replacements: Sequence[tuple[Any, Any]]) -> None:
-    """The same in ``names``, those of one module."""
+    """``replace_names`` for ``names``, the names of one module."""
     by_id = {id(old): new for old, new in replacements}
     for name, value in list(names.items()):
         if id(value) in by_id:
@@ -30,10 +30,10 @@ def replace_in(names: dict[str, Any], replacements: Sequence[tuple[Any, Any]]) -
 
 
 def holders_of(objects: Sequence[Any], known: Sequence[Any]) -> list[Any]:
-    """What refers to one of ``objects``, except ``objects`` itself and those in ``known``."""
+    """The objects that refer to one of ``objects``, except ``objects`` itself and those in ``known``."""
     mark = object()
     own = {id(objects), id(known), *map(id, known)}
     found = [each for each in gc.get_referrers(mark, *objects) if id(each) not in own]
-    # Since Python 3.13 get_referrers() reports the tuple of its own arguments: whatever refers to the mark is of this
-    # call.
+    # Since Python 3.13 get_referrers() reports the tuple of its own arguments. So a mark is passed with them: whatever
+    # refers to the mark belongs to this call.
     return [each for each in found if not any(one is mark for one in gc.get_referents(each))]

@@ -1,7 +1,7 @@
 """The settings of `install()`: keywords, environment variables and a TOML file, read and checked in this one place.
 
-A keyword goes before the environment, the environment before the file, the file before the training stack's own config,
-to which nothing is ever written. `TABLE` has every setting; `megatron-pp run` makes its flags from it.
+The first of these that has a setting wins: a keyword, the environment, the file, the training stack's own config. The
+config is never written to. `TABLE` has every setting; `megatron-pp run` makes its flags from it.
 """
 
 import os
@@ -35,7 +35,7 @@ SWITCHES = {
     "whole_sequence_loss": "divide a loss that counts tokens by the tokens of the whole sequence, not of the shard of "
     "the context-parallel rank",
 }
-"""Settings that no config has, with what each says."""
+"""Settings that no config has, each with its help text."""
 TABLE = {
     option.name: Setting(kind, option.metadata["help"])
     for option in fields(ModelParallelConfig)
@@ -44,8 +44,8 @@ TABLE = {
 
 
 def read_settings(file: str | os.PathLike[str] | None = None, /, **keywords: Any) -> InstallSettings:
-    """The settings of ``keywords`` (None: not given), of the environment, and of the TOML ``file`` or else the one that
-    ``MEGATRON_PP_SETTINGS`` names.
+    """The settings of ``keywords`` (None: not given), of the environment, and of the TOML ``file``, by default the one
+    that ``MEGATRON_PP_SETTINGS`` names.
 
     Raises ConfigError for an unknown name, with the nearest known one, for a value that the setting cannot have, and
     for a file that cannot be read.
@@ -69,7 +69,7 @@ def read_settings(file: str | os.PathLike[str] | None = None, /, **keywords: Any
 
 
 def value_of_text(name: str, text: str, where: str) -> Any:
-    """The value that ``text`` gives the setting ``name``. Raises ConfigError; ``where`` says where the text is from."""
+    """The value of ``text`` for the setting ``name``. Raises ConfigError, which says ``where`` the text is from."""
     return _named(name, where).value_of(name, text, where)
 
 
@@ -82,7 +82,7 @@ def _from_environment() -> dict[str, Any]:
 
 
 def _named(name: str, where: str, as_keyword: bool = False) -> Kind:
-    """The kind of the setting of this name. Raises ConfigError where there is none, or it cannot be given like this."""
+    """The kind of the setting ``name``. Raises ConfigError if there is none, or if it cannot be given in this way."""
     if name not in TABLE:
         raise ConfigError(f"{where}: {why_removed(name) or unknown('setting', name, TABLE)}")
     if TABLE[name].kind.only_keyword and not as_keyword:
@@ -100,8 +100,8 @@ def _accepted(values: Mapping[str, Any], where: str, as_keywords: bool = True) -
 
 
 def _with_policy(layer: dict[str, Any]) -> dict[str, Any]:
-    """Transfers overlap or are batched: a source that asks for one, and is silent about the other, decides both. As in
-    Megatron, what does not overlap is batched.
+    """``layer`` with both fields of the policy if it has one of them: transfers either overlap or are batched. As in
+    Megatron, transfers that do not overlap are batched.
     """
     overlap, batched = layer.get("overlap_p2p_comm"), layer.get("batch_p2p_comm")
     if overlap is not None and batched is None:

@@ -9,24 +9,24 @@ from megatron_pp.errors import ConfigError, FileFormatError
 from megatron_pp.plan.costs.files import read_text
 
 _LARGEST = 1 << 14
-# A switch in words that TOML does not have.
+# A truth value in a spelling that is not TOML's.
 _SWITCH = re.compile(r"^\s*([\w.-]+)\s*=\s*(yes|no|on|off|True|False|Yes|No|On|Off)\s*(?:#.*)?$", re.MULTILINE)
 
 
 def read_toml(path: str | PathLike[str]) -> dict[str, Any]:
-    """Raises ConfigError, which names the file, for one that cannot be read, is no TOML or too long, and where no
-    parser is installed."""
+    """The settings in a file. Raises ConfigError, which names the file, if it cannot be read, is not TOML or too long,
+    or if no parser is installed."""
     try:
         return parse_toml(read_text(path))
-    except FileFormatError as error:  # which names the file
+    except FileFormatError as error:  # its text names the file
         raise ConfigError(f"settings file {error}") from error
     except ValueError as error:
         raise ConfigError(f"settings file {path}: {error}") from error
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Raises ValueError for what is no TOML, or too long, ConfigError where no parser is installed."""
-    if len(text) > _LARGEST:  # one key with this many parts takes the parser a second, a key of ten times, minutes
+    """The settings in ``text``. Raises ValueError if it is not TOML or too long, ConfigError without a parser."""
+    if len(text) > _LARGEST:  # the parser takes a second for one key with this many parts, and minutes for ten times
         raise ValueError(f"it has {len(text):,} characters; settings have at most {_LARGEST:,}")
     if sys.version_info >= (3, 11):
         import tomllib

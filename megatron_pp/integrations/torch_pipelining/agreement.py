@@ -1,4 +1,4 @@
-"""What the ranks of torch's stages tell each other around a step, in collectives of the pipeline's group."""
+"""What ranks with torch's stages tell each other before a step, by collectives of the pipeline's group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_pp.errors import MegatronPPError, ScheduleInputError
 
 
 class RefusedError(MegatronPPError):
-    """All ranks know that the step does not begin; ``error`` is what this rank raises. The communicator is intact."""
+    """The step does not begin, and all ranks know it. This rank raises ``error``. The communicator stays usable."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -20,7 +20,7 @@ class RefusedError(MegatronPPError):
 
 
 class Ranks:
-    """The ranks of a pipeline ``group``; ``device``: of this rank's stages. All ranks call each method together."""
+    """The ranks of a pipeline ``group``; ``device``: of this rank's stages. Each method is collective."""
 
     def __init__(self, group: Any, device: Any) -> None:
         self.group = group
@@ -28,7 +28,7 @@ class Ranks:
         self.device = None if dist.get_backend(group) == "gloo" else device
 
     def any_of(self, own: Sequence[bool]) -> list[bool]:
-        """For each place of ``own``, whether some rank has True there."""
+        """For each place of ``own``, whether any rank has True there."""
         if self.size == 1:
             return list(own)
         flags = torch.tensor([int(one) for one in own], dtype=torch.int32, device=self.device)
@@ -43,8 +43,8 @@ class Ranks:
         return objects[0]
 
     def refuse(self, problem: Exception | None) -> None:
-        """Raises RefusedError with ``problem``, what this rank's input is refused for, or where it is another's that is
-        refused, with a ScheduleInputError. Called where some rank has a problem."""
+        """Raises RefusedError. ``problem`` is the error of this rank's input; if only another rank has a problem, the
+        error is a ScheduleInputError that names it. Called if any rank has a problem."""
         refused = []
         for rank in range(self.size):
             refused.append(self.of_rank(rank, None if problem is None else f"{type(problem).__name__}: {problem}"))

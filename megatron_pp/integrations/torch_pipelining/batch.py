@@ -13,7 +13,7 @@ from megatron_pp.errors import ScheduleInputError
 
 @dataclass
 class Batch:
-    """Per microbatch: positional arguments of the first stage, keyword arguments of this rank's stages, targets."""
+    """For each microbatch: positional arguments of the first stage, keyword arguments of this rank's stages, target."""
 
     args: Sequence[tuple[Any, ...]]
     kwargs: Sequence[Mapping[str, Any]]
@@ -22,8 +22,8 @@ class Batch:
 
 
 def split_batch(count: int, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, *specs: Any) -> Batch:
-    """A whole batch in ``count`` microbatches. ``specs``: of ``args`` and ``kwargs``, as torch's helper takes them.
-    Raises ScheduleInputError where the batch has fewer samples than that."""
+    """A whole batch, cut into ``count`` microbatches. ``specs``: of ``args`` and ``kwargs``, as torch's helper takes
+    them. Raises ScheduleInputError if the batch has fewer samples than that."""
     arg_mbs: list[Any] = [()] * count
     kwarg_mbs: list[Any] = [{}] * count
     if args or kwargs:
@@ -42,8 +42,8 @@ def _check_count(what: str, found: int, count: int) -> None:
 
 
 def given_batch(count: int, arg_mbs: Any, kwarg_mbs: Any, target_mbs: Any, whole: Mapping[str, Any]) -> Batch:
-    """A batch that the caller has cut. ``whole``: what the caller gave uncut, by name. Raises ScheduleInputError for
-    another number of microbatches, TypeError for other containers than torch's."""
+    """A batch that the caller has cut. ``whole``: the inputs that the caller gave uncut, by name. Raises
+    ScheduleInputError for another number of microbatches, TypeError for other containers than torch's."""
     there = [name for name, value in whole.items() if value is not None and value != () and value != {}]
     if there:
         raise ScheduleInputError(

@@ -1,8 +1,8 @@
-"""The shapes, dtypes and gradients of what stages give each other, found by a forward of each stage.
+"""Finds the shapes, dtypes and gradients of the tensors between stages, by a forward of each stage.
 
-As torch's runtime does: stage by stage, on the first microbatch, the first stage with its arguments and each later one
-with tensors of zeros. They are found before the first step, and again where a rank's parameters or arguments differ
-since in what they say of shapes or of gradients (``signature``). Modules are afterwards as before.
+As in torch's runtime the stages run one after the other on the first microbatch: the first stage with its arguments,
+each later one with tensors of zeros. This happens before the first step, and again if a rank's parameters or arguments
+have changed in a way that matters to shapes or gradients (``signature``). It leaves the modules unchanged.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from megatron_pp.integrations.torch_pipelining.module_state import unchanged
 from megatron_pp.integrations.torch_pipelining.stage_calls import StageCall
 from megatron_pp.plan.ir.placement import Placement
 
-# FSDP2's node on all inputs of a sharded module: the gradient of each goes to that input alone.
+# FSDP2's node on all inputs of a sharded module. The gradient of an input goes to that input only.
 _PASSES_EACH_ON = "RegisterPostBackwardFunctionBackward"
 Links = list[list[int]] | None
-"""For each input of a stage, the outputs from which a backward reaches it; None where that is not known."""
+"""For each input of a stage, the outputs from which a backward reaches it; None if that is not known."""
 
 
 def signature(calls: Sequence[StageCall], batch: Batch, trains: bool, shapes_vary: bool) -> tuple[Any, ...]:
-    """What decides, on this rank, which tensors between stages have which shapes and carry gradients: which parameters
-    are trained, and the first microbatch. Where shapes vary, those of the microbatch do not count."""
+    """A value that changes whenever, because of this rank, shapes or gradients of tensors between stages may change. It
+    is made of the trained parameters and the first microbatch, whose shapes do not count if shapes vary."""
     trained: list[bool] = []
     if trains:
         trained = [parameter.requires_grad for call in calls for parameter in call.stage.submod.parameters()]
@@ -45,7 +45,7 @@ def signature(calls: Sequence[StageCall], batch: Batch, trains: bool, shapes_var
 
 
 class EdgeFinder:
-    """Runs each stage once; on all ranks, which make and call it together. ``calls``: of this rank's stages."""
+    """Runs each stage once. All ranks make it and call it together. ``calls``: those of this rank's stages."""
 
     def __init__(self, calls: Sequence[StageCall], placement: Placement, ranks: Ranks, trains: bool) -> None:
         self.calls = {call.index: call for call in calls}
@@ -54,9 +54,9 @@ class EdgeFinder:
         self.trains = trains
 
     def find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Edge]:
-        """What each stage but the last gives the next one. ``args``, ``kwargs``: of the first microbatch.
+        """What each stage but the last passes to the next one. ``args``, ``kwargs``: of the first microbatch.
 
-        Raises RefusedError with what a stage's forward raises, and on the other ranks with a ScheduleInputError."""
+        If a stage's forward raises, raises RefusedError with its error, on other ranks with a ScheduleInputError."""
         last = self.placement.num_stages - 1
         edges: list[Edge] = []
         links: list[Links] = []  # of the stages from the second on

@@ -1,4 +1,4 @@
-"""A forward that leaves a module as it was: the shapes between stages are found by one that is not part of training."""
+"""Runs a forward that leaves a module unchanged, because the forward that finds shapes is not part of training."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Undo = Callable[[], None]
 
 @contextmanager
 def unchanged(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Within it, forwards of ``module`` may run. Afterwards these are as before: its parameters and buffers, and all
-    other attributes of its modules, by name, with what is in their lists, dicts, sets and dataclasses; the random
-    states of torch, Python and NumPy; and autocast's copies of weights.
+    """A context for forwards of ``module``. At its end these are as before: parameters and buffers; all other
+    attributes of the modules, with the content of their lists, dicts, sets and dataclasses; the random states of torch,
+    Python and NumPy; and autocast's copies of weights.
 
-    It holds a copy of all parameters and buffers: a forward may write to them past their version counters. What a
-    forward does elsewhere, such as in a closure, is not undone."""
+    It holds a copy of all parameters and buffers, because a forward may write to them past their version counters.
+    Changes elsewhere, such as in a closure, are not undone."""
     undo = [*_random_states(), *_attributes(module)]
     devices = [] if device.type == "cpu" else [device]
     try:
@@ -57,7 +57,7 @@ def _attributes(module: nn.Module) -> Iterator[Undo]:
     sharded = any(isinstance(one, FSDPModule) for one in module.modules())
     for one in module.modules():
         seen |= {id(vars(one)), id(one._modules), id(one._parameters)}
-        # FSDP2 exchanges parameters, and knows itself which are in place.
+        # FSDP2 exchanges parameters and keeps track of them itself.
         parameters = [] if sharded else [_contents(one._parameters)]
         for undo in (_own(one), _contents(one._modules), *parameters):
             yield _unless_another_class(one, undo)
@@ -67,7 +67,7 @@ def _attributes(module: nn.Module) -> Iterator[Undo]:
 
 
 def _unless_another_class(module: nn.Module, undo: Undo) -> Undo:
-    """A lazy layer has become another one in its first forward, for good."""
+    """``undo``, unless the class has changed: a lazy layer becomes another class in its first forward, for good."""
     kind = type(module)
 
     def checked() -> None:
@@ -90,7 +90,7 @@ def _own(module: nn.Module) -> Undo:
 
 
 def _inside(value: Any, seen: set[int]) -> Iterator[Undo]:
-    """What undoes changes within ``value``, which its own name still holds."""
+    """The calls that undo changes within ``value``, which keeps its place."""
     if id(value) in seen:
         return
     seen.add(id(value))
@@ -135,7 +135,7 @@ def _contents(container: Any) -> Undo:
 
 
 def _tensor(tensor: Tensor) -> Undo:
-    """The values of ``tensor``, in its own memory; its version counter does not change."""
+    """Restores the values of ``tensor`` in its own memory, without a change of its version counter."""
     own = tensor.data
     values = own.clone()
 

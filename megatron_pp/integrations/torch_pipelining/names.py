@@ -28,7 +28,7 @@ def _class_of(schedule: str) -> Any:
         "__module__": __name__,
         "default_schedule": schedule,
         "_step_microbatches": None,
-    }  # which ``step`` never calls
+    }  # ``step`` never calls these
     return type(f"PlanSchedule_{schedule}", (PlanSchedule, base), own)
 
 

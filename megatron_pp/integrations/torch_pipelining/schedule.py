@@ -53,7 +53,7 @@ def our_name(schedule: str) -> str:
 
 
 class _Found(NamedTuple):
-    """What stages give each other, with the ``signature`` of this rank for which it was found."""
+    """What stages pass to each other, with the ``signature`` of this rank for which it was found."""
 
     signature: tuple[Any, ...]
     edges: list[Edge]
@@ -115,7 +115,7 @@ class PlanSchedule:
             pipeline_schedule=self.schedule,
             pipeline_model_parallel_size=size,
             virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-            pipeline_dtype=config.pipeline_dtype or torch.float32,  # tensors between stages say theirs themselves
+            pipeline_dtype=config.pipeline_dtype or torch.float32,  # tensors between stages have their own
         )
 
     @property
@@ -198,14 +198,14 @@ class PlanSchedule:
         return host.merged
 
     def _watched(self, config: ModelParallelConfig) -> AbstractContextManager[Any]:
-        """What the ranks agree on before a step, under the guard of its communicator."""
+        """A context for the ranks' agreement before a step, under the fault guard of the step's communicator."""
         if self.ranks.size == 1:
             return nullcontext()
         return watched(communicator_for(self.group, config), config, "the agreement of the ranks before the step")
 
     def _agreed(self, given: tuple[Any, ...], losses: list[Any] | None, trains: bool) -> tuple[Batch, list[Edge]]:
-        """The batch, and what stages give each other. What a rank refuses is raised on all, in each step: the others
-        would wait for what it sends. So what stages give each other is found anew where one rank has to."""
+        """The batch, and what stages pass to each other. If a rank refuses its input, all ranks raise, in each step:
+        the others would wait for its messages. If one rank has to find shapes anew, all do."""
         problem: Exception | None = None
         known: _Found | None = self._found.get(trains)
         signed: tuple[Any, ...] = ()
@@ -227,7 +227,7 @@ class PlanSchedule:
         return batch, known.edges
 
     def parameters(self) -> list[Tensor]:
-        """The parameters of this rank's stages. Of sharded parameters the shards, which have the gradients."""
+        """The parameters of this rank's stages. For sharded parameters these are the shards, which have gradients."""
         for module in self._modules(FSDPModule):
             module.reshard()
         return list({parameter: None for call in self.calls for parameter in call.stage.submod.parameters()})
@@ -242,8 +242,8 @@ class PlanSchedule:
         return [one for call in self.calls for one in call.stage.submod.modules() if isinstance(one, kind)]
 
     def config_of_step(self) -> ModelParallelConfig:
-        """``config``. If stages are sharded and it says nothing about their collectives, the plan has as few
-        collectives as keep as many stages whole as torch's runtime does."""
+        """``config``. If stages are sharded and it does not say when they are gathered, the plan keeps as many stages
+        whole as torch's runtime does, with the fewest collectives."""
         if self.config.fsdp_collectives or not self._modules(FSDPModule):
             return self.config
         most = min(TORCHS_WHOLE_STAGES, self.placement.num_chunks)
@@ -251,7 +251,7 @@ class PlanSchedule:
 
 
 def _in_order(stages: Sequence[Any], schedule: str, placement: Placement, rank: int) -> list[Any]:
-    """The stages by chunk. Raises ScheduleInputError where they are not those of ``rank``."""
+    """The stages by chunk. Raises ScheduleInputError if they are not those of ``rank``."""
     size, chunks, count = placement.pipeline_size, placement.num_chunks, stages[0].num_stages
     here = f"{schedule} on {size} ranks with {chunks} stage(s) each"
     if count != placement.num_stages:

@@ -1,8 +1,8 @@
-"""How the backwards of torch's stages are split into I and W: by ``weight_grad``, as those of this engine's own stages,
-or by a stage's ``dw_builder``.
+"""Splits the backwards of torch's stages into I and W: by ``weight_grad``, as in this engine's own stages, or by a
+stage's ``dw_builder``.
 
-No graph of autograd is run in two parts. A graph that runs twice applies its hooks twice, adds twice to what a custom
-backward adds to, and finds what a checkpoint or a sparse layer needs only once.
+No autograd graph runs twice, as it does in torch's runtime. A second run would call hooks a second time and add
+twice to tensors that a custom backward adds to, and checkpoints and sparse layers fail in it.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Splitting:
 
     def __init__(self, schedule: str) -> None:
         self.schedule = schedule
-        self._whole: list[nn.Module] = []  # the modules that were found not to split
+        self._whole: list[nn.Module] = []  # modules that cannot split
 
     def store(self, modules: Sequence[nn.Module], builders: Sequence[Builder], splits: bool) -> Any:
-        """What the engine calls around each backward and in each W; None for whole backwards. ``splits``: whether the
-        schedule has W. Modules that the caller, or an earlier step, has converted stay so."""
+        """The store that the engine calls around each backward and in each W; None for whole backwards. ``splits``:
+        whether the schedule has W. Modules that the caller or an earlier step has converted stay converted."""
         numbers = [chunk for chunk, builder in enumerate(builders) if builder is None]
         own = [modules[chunk] for chunk in numbers]
         store = store_of(own)
@@ -72,9 +72,9 @@ class Splitting:
 
 
 class StoreWithBuilders:
-    """In the place of a ``WeightGradStore`` where stages have torch's ``dw_builder``: their backward leaves the weight
-    gradients to what the builder returns, which is called in W. ``store``: of the other stages; None where their
-    backwards are whole. ``numbers``: the chunks that it counts from 0 on."""
+    """Replaces a ``WeightGradStore`` if stages have torch's ``dw_builder``. The backward of such a stage leaves weight
+    gradients to the function that the builder returns, which W calls. ``store``: of the other stages; None if their
+    backwards are whole. ``numbers``: the chunks of ``store``, which numbers them from 0."""
 
     def __init__(self, store: WeightGradStore | None, builders: Sequence[Builder], numbers: Sequence[int]) -> None:
         self.builders = builders
@@ -95,7 +95,7 @@ class StoreWithBuilders:
             self._runners = {}
 
     def backward(self, chunk: int, mb: MbPart, split: bool = True) -> AbstractContextManager[None]:
-        """Around the backward of (chunk, mb): an I where ``split``, else a whole backward."""
+        """The context of the backward of (chunk, mb): of an I if ``split``, else of a whole backward."""
         builder = self.builders[chunk]
         if builder is not None:
             return self._built(builder, chunk, mb, split)
@@ -111,7 +111,7 @@ class StoreWithBuilders:
             runner()
 
     def run(self, chunk: int, mb: MbPart) -> None:
-        """W of (chunk, mb)."""
+        """Run W of (chunk, mb)."""
         if self.builders[chunk] is not None:
             self._runners.pop((chunk, mb))()
         elif self.inner is not None:
@@ -123,7 +123,7 @@ def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def _why_whole(modules: Sequence[nn.Module]) -> str:
-    """Why these modules are not converted; empty where they may be."""
+    """Why these modules are not converted; empty if they may be."""
     try:
         check_sharding(modules)
     except WeightGradSplitError as error:
@@ -139,8 +139,8 @@ def _why_whole(modules: Sequence[nn.Module]) -> str:
 
 
 def _is_compiled(layer: nn.Module) -> bool:
-    """Whether ``torch.compile(layer)`` made it, ``layer.compile()`` was called, or it holds a compiled function, as its
-    forward or as another attribute."""
+    """Whether ``torch.compile`` made the layer, ``layer.compile()`` was called, or the layer holds a compiled function
+    as its forward or as another attribute."""
     if getattr(layer, "_compiled_call_impl", None) is not None:
         return True
     held = [*vars(layer).values(), *vars(type(layer)).values()]

@@ -1,7 +1,7 @@
-"""How a stage's module is called: with the tensors that travel to it, and what travels on from it.
+"""Calls a stage's module with the tensors that were sent to the stage, and returns those that it sends on.
 
-A stage made by hand gets what the stage before gave, and gives what its module returns. A stage of ``pipeline()`` may
-use outputs of earlier stages than the one before it (skip connections): these travel through the stages between, as
+A stage made by hand gets the outputs of the stage before it, and sends what its module returns. A stage of
+``pipeline()`` may use outputs of earlier stages (skip connections). Stages in between pass these on as
 further tensors of each hop.
 """
 
@@ -15,15 +15,15 @@ from megatron_pp.errors import ScheduleInputError
 
 
 class Value(NamedTuple):
-    """An output of the module of ``stage``, by its place among them."""
+    """An output of the module of ``stage``, by its place among the module's outputs."""
 
     stage: int
     place: int
 
 
 class StageCall:
-    """Calls the module of torch's ``stage``, which is read for each call: programs replace it after the stage is
-    made."""
+    """Calls the module of torch's ``stage``. The attribute is read in each call, because programs replace the module
+    after the stage is made."""
 
     def __init__(self, stage: Any) -> None:
         self.stage = stage
@@ -31,8 +31,8 @@ class StageCall:
         self.is_first, self.is_last = self.index == 0, self.index == stage.num_stages - 1
 
     def __call__(self, given: Sequence[Any], kwargs: Mapping[str, Any], module: Any = None) -> Any:
-        """``given``: the user's arguments on the first stage, elsewhere the tensors of a hop. Returns what the module
-        gives, on the last stage as it is, else as a tuple of tensors. ``module``: in the place of the stage's."""
+        """``given``: the user's arguments on the first stage, on others the tensors of a hop. Returns the module's
+        output, on the last stage as it is, on others as a tuple of tensors. ``module``: replaces the stage's."""
         output = (self.stage.submod if module is None else module)(*given, **kwargs)
         return output if self.is_last else outputs_of(output)
 
@@ -67,12 +67,12 @@ def stage_call(stage: Any) -> StageCall:
 
 
 def outputs_of(output: Any) -> tuple[Any, ...]:
-    """torch's rule: what is no tuple or list is the only output."""
+    """The outputs as a tuple. torch's rule: a value that is not a tuple or list is the only output."""
     return tuple(output) if type(output) in (tuple, list) else (output,)
 
 
 def _used_values(graph: Any) -> list[list[Value]]:
-    """Per stage, in the order of its arguments: the outputs of earlier stages that it uses."""
+    """For each stage, the outputs of earlier stages that it uses, in the order of its arguments."""
     nodes = [node for node in graph.nodes if node.op == "call_module"]
     number = {node: stage for stage, node in enumerate(nodes)}
     used = []
@@ -91,6 +91,6 @@ def _value(argument: Any, number: Mapping[Any, int]) -> Value | None:
 
 
 def _carried(used: Sequence[Sequence[Value]], stage: int) -> list[Value]:
-    """What goes from ``stage`` to the next one: all outputs up to here that later stages use."""
+    """The values that ``stage`` sends to the next stage: all outputs up to here that later stages use."""
     later = {value for values in used[stage + 1 :] for value in values}
     return sorted(value for value in later if value.stage <= stage)

@@ -24,12 +24,12 @@ from megatron_pp.runtime.model_steps import check_loss
 
 @dataclass
 class StageSteps:
-    """``record.data`` are the losses, in the order of the forwards.
+    """Runs microbatches. ``record.data`` has the losses, in the order of the forwards.
 
-    calls    of this rank's stages, by chunk
-    edges    of all stages but the last
+    calls    the calls of this rank's stages, by chunk
+    edges    the edges behind all stages but the last
     loss_fn  None: no loss is computed
-    outputs  what takes the outputs of the last stage; None where the caller does not want them"""
+    outputs  takes the outputs of the last stage; None if the caller does not want them"""
 
     calls: Sequence[StageCall]
     edges: Sequence[Edge]
@@ -41,7 +41,7 @@ class StageSteps:
     record: LossRecord = field(default_factory=LossRecord)
 
     def __post_init__(self) -> None:
-        self._kept: list[set[int] | None] = [None] * len(self.calls)  # per chunk: ``_memory_of`` its module
+        self._kept: list[set[int] | None] = [None] * len(self.calls)  # for each chunk ``_memory_of`` its module
         self._sharded = [any(isinstance(one, FSDPModule) for one in call.stage.submod.modules()) for call in self.calls]
 
     def forward(self, chunk: int, mb: int, input_tensor: Hop | None) -> Any:
@@ -68,8 +68,8 @@ class StageSteps:
         return loss
 
     def _of_its_own(self, chunk: int) -> Callable[[Tensor], Tensor]:
-        """A function of a tensor that gives a copy of one in memory that the module keeps, another as it is: the next
-        forward may write to it while it is sent, and that of whole parameters is given back where they are sharded
+        """A function that copies a tensor if its memory is the module's, and returns any other as it is. The next
+        forward may write to the module's memory while it is sent, and whole parameters are freed when they are sharded
         again."""
         kept, module = self._kept[chunk], self.calls[chunk].stage.submod
         if kept is None:
@@ -81,7 +81,7 @@ class StageSteps:
     def backward(
         self, chunk: int, mb: int, input_tensor: Hop | None, output: Any, output_grad: Hop | None
     ) -> Hop | None:
-        """Gradients of what came to the stage: zeros where it has made none, as another rank may wait for them."""
+        """The gradients of the stage's inputs: zeros for inputs without one, because another rank waits for them."""
         inputs = [] if input_tensor is None else input_tensor.tensors
         roots, grads = self._starts(self.calls[chunk], output, output_grad)
         if roots:
@@ -103,7 +103,7 @@ class StageSteps:
         roots, grads = [], []
         for root, grad, meta in zip(output.tensors, output_grad.tensors, self.edges[call.index], strict=True):
             has_graph = isinstance(root, GradientEdge) or (root is not None and root.requires_grad)
-            # One process runs no backward where later stages do not use an output: here zeros stand for no gradient.
+            # If later stages do not use an output, zeros arrive. One process would run no backward from that output.
             if has_graph and grad is not None and (meta.comes_back or bool(grad.any())):
                 roots.append(root)
                 grads.append(grad)
@@ -114,12 +114,12 @@ class StageSteps:
 
 
 def _memory_of(module: nn.Module) -> set[int]:
-    """The memory of the buffers of ``module``, and of tensors that are attributes of its modules."""
+    """The addresses of the buffers of ``module``, and of tensors that are attributes of its modules."""
     held = [value for one in module.modules() for value in vars(one).values() if isinstance(value, Tensor)]
     return {_memory(tensor) for tensor in (*module.buffers(), *held)} - {0}
 
 
 def _memory(tensor: Tensor) -> int:
-    """The address of the memory that ``tensor`` is in; 0 for one without, such as a sparse or sharded one."""
+    """The address of the memory of ``tensor``; 0 if it has none, as a sparse or sharded tensor."""
     plain = tensor.layout is torch.strided and not tensor.is_nested and type(tensor) in (Tensor, nn.Parameter)
     return tensor.untyped_storage().data_ptr() if plain else 0

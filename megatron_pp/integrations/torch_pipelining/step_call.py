@@ -27,7 +27,7 @@ from megatron_pp.runtime.step import Step
 
 
 class StagesOfRank(Protocol):
-    """What a step needs of a ``PlanSchedule``, whose words these are."""
+    """What a step needs of a ``PlanSchedule``, whose documentation explains the fields."""
 
     calls: list[Any]
     group: Any
@@ -43,10 +43,10 @@ class StagesOfRank(Protocol):
 
 
 class TorchHost(OwnHost):
-    """Of one call of ``PlanSchedule.step`` or ``eval``."""
+    """The host of one call of ``PlanSchedule.step`` or ``eval``."""
 
     followed_by = "the work after the step (optimizer)"
-    whole_by_choice = True  # ``Splitting`` says itself why a rank's backwards are whole
+    whole_by_choice = True  # no second warning: ``Splitting`` logs why a rank's backwards are whole
 
     def __init__(
         self,
@@ -74,15 +74,15 @@ class TorchHost(OwnHost):
         super().__init__(inputs, alone=False)
 
     def tensor_shapes(self, settings: StepSettings, tp_size: int, cp_size: int) -> tuple[list[Any], list[Any]]:
-        """As one shape, the elements of the largest hop; ``HopRunner`` knows what it is made of."""
+        """One shape with the number of elements of the largest hop; ``HopRunner`` knows the tensors of each hop."""
         width = (settings.pipeline_dtype or torch.float32).itemsize
         sizes = (sum(torch.Size(m.shape).numel() * m.dtype.itemsize for m in edge) for edge in self.edges)
         shapes: list[Any] = [(max(sizes, default=0) // width,)]
         return shapes, list(shapes)
 
     def weight_store(self, settings: StepSettings) -> Any:
-        """Of ``split_weight_grad``, which is called for the modules of a schedule that splits backwards, and of stages
-        with a ``dw_builder``."""
+        """The store of ``split_weight_grad``, which is called if the schedule splits backwards, and of stages with a
+        ``dw_builder``."""
         if self.inputs.forward_only:
             return None
         schedule = self.schedule
@@ -108,7 +108,7 @@ class TorchHost(OwnHost):
         if self.outputs is not None and any(call.is_last for call in schedule.calls):
             self.merged = self.outputs.merged()
         if self.inputs.forward_only:
-            # No backward of an earlier stage is waited for: it may still find that what it sent was written to.
+            # This rank does not wait for backwards of earlier stages, which may still raise a SendBufferError.
             schedule.ranks.any_of([False])
 
     def features(self, step: Step, plan: Plan, steps: Any) -> list[Feature]:

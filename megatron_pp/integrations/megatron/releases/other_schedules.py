@@ -1,8 +1,9 @@
-"""What keeps steps of a program away from the schedules that `install()` puts in place of Megatron's: other functions
-under their names or under that of `get_forward_backward_func`, and copies of Megatron's functions that are in use.
+"""Finds what keeps the steps of a program away from the engine: functions that others have put under the names of
+Megatron's schedules or of `get_forward_backward_func`, and references to Megatron's functions that are still in use.
 
-Frameworks replace these names, by their own schedules or by wrappers of Megatron's (Primus: `patch_primus_pipeline`,
-`patch_zero_bubble`, `dump_pp_data`, its load balancing and DeepSeek-V4); wrapper classes hold what was fetched.
+Frameworks replace these names by their own schedules or by wrappers of Megatron's (Primus: `patch_primus_pipeline`,
+`patch_zero_bubble`, `dump_pp_data`, its load balancing and DeepSeek-V4). Wrapper classes keep a function that they got
+before `install()`.
 """
 
 import gc
@@ -22,8 +23,8 @@ logger = logging.getLogger("megatron_pp")
 
 
 def check_names(schedules: ModuleType, installed: Sequence[Any], strict: bool) -> None:
-    """Warn of each name of Megatron's schedules under which a step does not reach one of ``installed``: what
-    `install()` puts in place, or takes the place of. Raises NotServedError under ``strict``."""
+    """Warn of each name of Megatron's schedules by which a step does not reach one of ``installed``, the functions of
+    `install()` and those that it replaces. Raises NotServedError under ``strict``."""
     for reason in [*_taken_entries(schedules, installed), *_taken_getters(schedules, installed)]:
         if strict:
             raise NotServedError(f"megatron_pp does not serve {reason}; install() without strict=True accepts that")
@@ -67,14 +68,14 @@ def _megatrons_modules() -> list[tuple[str, ModuleType]]:
 
 
 def report_unused(schedules: ModuleType, installed: Sequence[Any]) -> None:
-    """Warn, at the end of a program in which no step has reached the engine, of names taken after `install()`."""
+    """If no step of a program has reached the engine, warn at its end of names that were replaced after `install()`."""
     for reason in _taken_getters(schedules, installed):
         logger.warning("no step of this program has run through megatron_pp: it does not serve %s", reason)
 
 
 def leads_to(function: Any, ends: Sequence[Any], depth: int = 4) -> bool:
-    """Whether ``function`` is one of ``ends``, or may call one: by its closure, its attributes, or the names that it
-    uses, at most ``depth`` functions away."""
+    """Whether ``function`` is one of ``ends``, or may call one through its closure, its attributes, or the names that
+    it uses, at most ``depth`` functions away."""
     if any(function is end for end in ends):
         return True
     if depth == 0:
@@ -92,7 +93,7 @@ def _used_by(function: Any) -> list[Callable[..., Any]]:
         return [each for each in getattr(function, "__dict__", {}).values() if callable(each)]
     names, space = _names(code), function.__globals__
     megatrons = vars(sys.modules[SCHEDULES]) if SCHEDULES in sys.modules else {}
-    imported = [megatrons[name] for name in names & {*ENTRIES, GETTER} & megatrons.keys()]  # within the function
+    imported = [megatrons[name] for name in names & {*ENTRIES, GETTER} & megatrons.keys()]  # imported in its body
     cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
     used = [*imported, *cells, *(space[name] for name in names if name in space)]
     return [each for each in used if callable(each) and not isinstance(each, type)]
@@ -111,7 +112,7 @@ def _is_filled(cell: CellType) -> bool:
 
 
 def name_holders(fetched: Sequence[Callable[..., Any]], holders: Sequence[Any]) -> None:
-    """Warn of ``holders``, which refer to ``fetched``, Megatron's schedules, since before `install()`."""
+    """Warn of ``holders``: they have referred to ``fetched``, Megatron's schedules, since before `install()`."""
     described = sorted({_owner(holder) for holder in holders if not isinstance(holder, FrameType)})
     if described:
         names = [one.__name__ for one in fetched if any(_refers(holder, one) for holder in holders)]
@@ -128,7 +129,7 @@ def _refers(holder: Any, function: Any) -> bool:
 
 
 def _owner(holder: Any) -> str:
-    """What a person knows the object by: of an attribute its object's class, of a closure the function's name."""
+    """A name that a person knows: for an attribute the class of its object, for a closure the function's name."""
     if isinstance(holder, dict):
         owners = [each for each in gc.get_referrers(holder) if getattr(each, "__dict__", None) is holder]
         return _owner(owners[0]) if owners else f"a dict of {holder.get('__name__', 'the program')}"

@@ -1,9 +1,9 @@
-"""What Megatron-core's own schedule functions read and call, as known for each release.
+"""The names that Megatron-core's own schedule functions read and call, as known for each release.
 
-The plug-in replaces these functions. A config field or a hook that a newer release reads or calls in them would be
-missed in silence. So where a release's functions are not those of a known one (`sources.py`), their source is
-read at `install()`, and what is not in the table is named. Of `forward_step` and `backward_step` there are digests in
-`versions.py`. Sources: as for `versions.py`.
+The plug-in replaces these functions. If a newer release reads a new config field or calls a new hook in them, the
+plug-in would ignore it without a word. So if a function's source is not that of a known release (`sources.py`),
+`install()` reads the source and names what is not in this table. For `forward_step` and `backward_step` there are
+digests in `versions.py`. The releases that were read are those of `sources.py`.
 
 `scripts/megatron_reads.py` prints what a checkout has beyond the table.
 """
@@ -21,8 +21,7 @@ from megatron_pp.integrations.megatron.releases.versions import COMMUNICATOR, EN
 
 EVERY = "every schedule function"
 
-# Function or class -> the first release (major, minor) that makes use of the names -> the names, as `names_read` writes
-# them.
+# Function or class -> the first release (major, minor) that uses the names -> the names, as `names_read` writes them.
 KNOWN: dict[str, dict[tuple[int, int], str]] = {
     EVERY: {
         (0, 14): """
@@ -116,29 +115,29 @@ KNOWN: dict[str, dict[tuple[int, int], str]] = {
     },
 }
 
-_TRIES = 10  # to parse a source
+_TRIES = 10  # attempts to parse a source
 
 # Attributes of lists, dicts and the like.
 _OF_CONTAINERS = {name for kind in (list, dict, set, tuple, str) for name in dir(kind)}
 
 
 def names_read(source: str) -> set[str]:
-    """Names that a function or class makes use of and that do not come from itself.
+    """Names that a function or class uses and does not define itself.
 
     `config.x` (also by getattr), `.x` for an attribute of anything else, `f` for a function or class of its module, and
     `f(k=)` or `config.f(k=)` for a keyword that is passed to it.
     """
     tree = _parsed(textwrap.dedent(source)).body[0]
     own = set(_bound_names(tree)) | set(dir(builtins))
-    for node in ast.walk(tree):  # types are of no matter
+    for node in ast.walk(tree):  # annotations do not count
         if isinstance(node, ast.arg):
             node.annotation = None
     return {name for node in ast.walk(tree) for name in _names_of(node, own)}
 
 
 def _parsed(source: str) -> ast.Module:
-    """Python 3.11 counts the depth of what it parses once for all threads, and two that parse at once may end in a
-    SystemError (python/cpython#106905)."""
+    """The parsed source. Tries again after a SystemError: Python 3.11 keeps one count of the parser's depth for all
+    threads, so two that parse at once may raise it (python/cpython#106905)."""
     for _ in range(_TRIES - 1):
         with contextlib.suppress(SystemError):
             return ast.parse(source)
@@ -174,7 +173,8 @@ def _attribute(owner: ast.AST, name: Any) -> str:
 
 
 def _called(function: ast.AST, own: set[str]) -> str | None:
-    """What is called, where it is a function of the module, a builtin that reads an attribute, or a config's."""
+    """The name of the called function if it is the module's, a builtin that reads an attribute, or a config's; else
+    None."""
     if isinstance(function, ast.Name):
         return function.id if function.id in ("getattr", "hasattr") or function.id not in own else None
     if isinstance(function, ast.Attribute) and _attribute(function.value, "") == "config.":
@@ -183,8 +183,8 @@ def _called(function: ast.AST, own: set[str]) -> str | None:
 
 
 def reads_of(schedules: ModuleType) -> dict[str, set[str]]:
-    """Function of Megatron's schedules -> `names_read` of its source; of the communicator its config fields alone.
-    Without those that the program has replaced. Raises OSError where there is no source.
+    """Function of Megatron's schedules -> `names_read` of its source. The communicator has only its config fields.
+    Functions that the program has replaced are left out. Raises OSError if there is no source.
     """
     functions = {name: inspect.unwrap(getattr(schedules, name)) for name in ENTRIES}
     own = {name: f for name, f in functions.items() if f.__globals__ is vars(schedules)}

@@ -1,4 +1,4 @@
-"""The installed Megatron-core: modules, its row in the table of releases, and calls that differ between releases."""
+"""The installed Megatron-core: its modules, its row in the table of releases, and calls that differ by release."""
 
 import contextlib
 import importlib
@@ -18,14 +18,14 @@ from megatron_pp.integrations.megatron.releases import sources, versions
 
 @dataclass(frozen=True)
 class Megatron:
-    """Megatron-core as it is installed.
+    """The installed Megatron-core.
 
     version        as Megatron prints it
     row            its row of the table
     multi_module   the classes of pipelines of several modules
     unknown_reads  names that its schedules use and this package does not know, as a sentence; None if there are none
-    changed        which of its functions no known release has, in words; None where there are none
-    known_steps    the code of its functions for a microbatch; empty where one of them is unknown here
+    changed        a sentence with its functions that no known release has; None if there are none
+    known_steps    the code of its functions for a microbatch; empty if one of them is not known
     """
 
     version: str
@@ -38,7 +38,7 @@ class Megatron:
     known_steps: Mapping[str, CodeType] = field(default_factory=dict)
 
     def has_known_steps(self) -> bool:
-        """Whether the meaning of the functions for a microbatch is known, and the program has replaced none."""
+        """Whether all functions for a microbatch are known, and the program has replaced none of them."""
         return bool(self.known_steps) and self.known_steps == versions.codes(self.schedules, self.known_steps)
 
     def require_initialised(self) -> None:
@@ -81,7 +81,7 @@ class Megatron:
         return iteration if type(iteration) is int else None
 
     def reset_offload(self, config: Any, forward_only: bool, groups: Any) -> None:
-        """Reset the fine-grained activation offload of this step, where this release does (Megatron-LM#3739)."""
+        """Reset the fine-grained activation offload of this step, if this release does (Megatron-LM#3739)."""
         when = self.row.offload_reset
         if when == versions.NEVER or (when == versions.AFTER_TRAINING and forward_only):
             return
@@ -93,7 +93,7 @@ class Megatron:
                 self.schedules.off_interface.reset()
 
     def reset_paged_stash(self, config: Any, forward_only: bool) -> None:
-        """Reset the paged stash of MoE activations, where this release has it."""
+        """Reset the paged stash of MoE activations, if this release has it."""
         reset = getattr(self.schedules, "paged_stash_reset", None)
         if reset is not None and getattr(config, "moe_paged_stash", False):
             reset(enabled=not forward_only, config=config)
@@ -116,10 +116,10 @@ class Megatron:
 
 
 def load_megatron() -> Megatron:
-    """Import Megatron-core and check the signatures of its schedules against the table. Modules that the program has
+    """Import Megatron-core and compare the signatures of its schedules with the table. Modules that the program has
     removed and imported anew are read anew.
 
-    Raises UnknownMegatronError where it is missing, older than the table, or has a signature not in the table.
+    Raises UnknownMegatronError if it is missing, older than the table, or has a signature that is not in the table.
     """
     try:
         core = importlib.import_module("megatron.core")

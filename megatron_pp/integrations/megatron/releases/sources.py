@@ -1,7 +1,7 @@
-"""Functions of Megatron-core that the plug-in replaces, does the work of, or takes messages from, by digests of their
-sources: which of them differ in the installed release from those of all releases that the plug-in was read against.
+"""Tells which functions of the installed Megatron-core differ from those of all known releases, by digests of their
+sources. The functions are those that the plug-in replaces, does the work of, or takes message shapes from.
 
-Sources: all releases from 0.14.0 to 0.19.2, and the branches dev (`d48bd6be`) and main (`d98e8a64`, 0.20) of August
+Known are all releases from 0.14.0 to 0.19.2, and the branches dev (`d48bd6be`) and main (`d98e8a64`, 0.20) of August
 2026. `scripts/megatron_reads.py` prints the digests of a checkout that are not here.
 """
 
@@ -29,18 +29,18 @@ SCHEDULE_SOURCES: dict[str, str] = {
     "combined_forward_backward_step": "734d6f8080fd fc58e7c5bc28 0960241d1211 c88509af0f94 eebee7421ea0",
 }
 KNOWN = SCHEDULE_SOURCES | STEP_SOURCES
-MODULES = ("schedules", "p2p_communication", "combined_1f1b")  # that define them
+MODULES = ("schedules", "p2p_communication", "combined_1f1b")  # the modules that define these functions
 _PACKAGE = "megatron.core.pipeline_parallel"
 
 
 def changed_functions(schedules: ModuleType) -> list[str]:
-    """The names in KNOWN whose source is that of no known release, without those that the program has replaced."""
+    """The names in KNOWN whose source no known release has. Functions that the program has replaced are left out."""
     return [name for name, found in _own(schedules) if (source := digest(found)) and source not in KNOWN[name]]
 
 
 def are_known(schedules: ModuleType, names: Sequence[str]) -> bool:
-    """Whether all these functions are those of known releases, none of them replaced by the program or without its
-    source. What they make use of is known then (``reads.py``)."""
+    """Whether all these functions are those of known releases; a function without its source, or that the program has
+    replaced, is not. The names that known functions use need not be read (``reads.py``)."""
     own = dict(_own(schedules))
     return all(name in own and (source := digest(own[name])) and source in KNOWN[name] for name in names)
 
@@ -56,7 +56,7 @@ def _own(schedules: ModuleType) -> Iterator[tuple[str, Any]]:
 
 
 def sentence(schedules: ModuleType, version: str) -> str | None:
-    """What to say of a release whose functions differ; None where all are known."""
+    """A sentence with the functions that differ; None if all are known."""
     if not (changed := changed_functions(schedules)):
         return None
     return (

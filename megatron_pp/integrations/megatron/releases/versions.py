@@ -1,7 +1,7 @@
-"""The differences between releases of Megatron-core that the plug-in depends on, as a table.
+"""A table of the differences between releases of Megatron-core that matter to the plug-in.
 
-Functions that run a microbatch are recognised by digests of their sources: `steps/known_steps.py` does what the known
-ones do, others are called. Sources: as for `sources.py`.
+Functions that run a microbatch are recognised by digests of their sources. `steps/known_steps.py` does what known
+functions do; unknown functions are called. The releases that were read are those of `sources.py`.
 """
 
 import hashlib
@@ -19,17 +19,17 @@ NEVER, AFTER_TRAINING, ALWAYS = "never", "after training", "always"
 
 @dataclass(frozen=True)
 class Row:
-    """One minor release, and all later ones until the next row."""
+    """The differences of one minor release, and of all later ones until the next row."""
 
     release: tuple[int, int]  # (major, minor)
     backward_only: tuple[str, ...] = ("model_type",)  # parameters of `backward_step` after BACKWARD_STEP
-    groups_keyword: str = "pg_collection"  # under which schedules and finalisation take the process groups
-    force_all_reduce: bool = True  # whether both take `force_all_reduce`
+    groups_keyword: str = "pg_collection"  # keyword of schedules and finalisation for the process groups
+    force_all_reduce: bool = True  # whether schedules and finalisation take `force_all_reduce`
     offload_reset: str = ALWAYS  # when the fine-grained activation offload is reset
     graphs_field: str = "cuda_graph_impl"  # config field by which CUDA graphs are captured at a schedule's end
-    joint_group: bool = False  # whether finalisation is given, as tp_dp_cp, all ranks of this pipeline stage
+    joint_group: bool = False  # whether finalisation gets tp_dp_cp, the group of all ranks of this pipeline stage
     fsdp_resync: bool = False  # without a pipeline, whether evaluation ends with Megatron-FSDP's parameter gathering
-    groups: tuple[str, ...] = ("tp", "cp", "pp", "embd", "pos_embd", "dp_cp")  # that its schedules ask for
+    groups: tuple[str, ...] = ("tp", "cp", "pp", "embd", "pos_embd", "dp_cp")  # process groups that its schedules need
 
 
 _EARLY = ("model_type", "pipeline_model_parallel_size")
@@ -61,7 +61,7 @@ ENTRIES = (
 COMMUNICATOR = "P2PCommunicator"
 
 # Function of Megatron's schedules.py -> the first 12 digits of the SHA-256 of its sources in the releases 0.14 to 0.20.
-# One that a release does not have is not called by the others.
+# If a release lacks a function, no other function of that release calls it.
 STEP_SOURCES: dict[str, str] = {
     "forward_step": "24c526af4445 d24e8a478a19",
     "forward_step_calc_loss": (
@@ -75,12 +75,12 @@ STEP_SOURCES: dict[str, str] = {
 
 
 def codes(schedules: ModuleType, names: Iterable[str]) -> dict[str, CodeType | None]:
-    """The code of each of these functions; None where it is no plain function."""
+    """The code of each of these functions; None if it is not a plain function."""
     return {name: getattr(getattr(schedules, name, None), "__code__", None) for name in names}
 
 
 def known_steps(schedules: ModuleType) -> dict[str, CodeType]:
-    """The code of the functions that run a microbatch; empty unless all have one of the sources in the table."""
+    """The code of the functions that run a microbatch; empty unless the table has the sources of all of them."""
     found = codes(schedules, (name for name in STEP_SOURCES if hasattr(schedules, name)))
     known = {name: code for name, code in found.items() if code is not None and _is_known(name, code)}
     return known if len(known) == len(found) else {}
@@ -106,7 +106,7 @@ def release_of(version: str) -> tuple[int, int]:
 
 
 def row_of(version: str) -> Row:
-    """The row for a version; the newest row for newer ones. Raises UnknownMegatronError for one before the table."""
+    """The row for a version; newer versions get the newest row. Raises UnknownMegatronError for an older version."""
     rows = [row for row in TABLE if row.release <= release_of(version)]
     if not rows:
         oldest = ".".join(map(str, TABLE[0].release))
@@ -117,7 +117,7 @@ def row_of(version: str) -> Row:
 
 
 def entry_keywords(row: Row) -> tuple[str, ...]:
-    """The keywords of the schedules, but for `p2p_communicator`, which early releases take in pipelines only."""
+    """The keywords of the schedules without `p2p_communicator`, which early releases take in pipelines only."""
     return (*ENTRY, row.groups_keyword, *(("force_all_reduce",) if row.force_all_reduce else ()))
 
 
@@ -145,7 +145,7 @@ def check_signatures(schedules: ModuleType, row: Row, version: str) -> None:
         if function is None:
             raise UnknownMegatronError(f"{where} megatron.core.pipeline_parallel.schedules has no {name}")
         parameters, ours = inspect.signature(function).parameters, f"{name}({', '.join(expected)})"
-        if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):  # the program's own, around Megatron's
+        if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):  # the program's own wrapper
             continue
         for missing in [p for p in expected if p not in parameters]:
             raise UnknownMegatronError(

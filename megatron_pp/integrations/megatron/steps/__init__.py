@@ -1,1 +1,1 @@
-"""Steps of Megatron-core's training loop: which are served, and what runs in them."""
+"""Steps of Megatron-core's training loop: which of them the engine serves, and how it runs them."""

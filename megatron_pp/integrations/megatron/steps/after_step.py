@@ -1,7 +1,7 @@
-"""What Megatron's training loop does between two steps, watched: an exception there reaches the other ranks by name.
+"""Watches what Megatron's training loop does between two steps: other ranks learn of an exception there by its name.
 
-The optimizer's collectives, and those of the loop around it, run outside of the schedules. Without this an exception in
-them ends the program of one rank, and the others get what gloo says when a connection ends, or on NCCL nothing.
+The optimizer's collectives, and those of the loop around it, run outside of the schedules. Without this module, an
+exception in them ends the program of one rank, and the others get gloo's error of a closed connection, or hang on NCCL.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 
 class WatchedStep:
-    """Stands for the method ``step`` of a class of Megatron's optimizers: raises what the fault guard makes of an
-    exception."""
+    """Replaces the method ``step`` of a class of Megatron's optimizers. It passes an exception to the fault guard, and
+    raises the error that the guard returns."""
 
     def __init__(self, theirs: Callable[..., Any]) -> None:
         functools.update_wrapper(self, theirs)
@@ -35,7 +35,7 @@ class WatchedStep:
 
 
 class WatchedEnd:
-    """Stands for ``sys.excepthook``: shows the cause of what ends the program, and tells other ranks of it."""
+    """Replaces ``sys.excepthook``: shows the cause of the exception that ends the program, and tells other ranks."""
 
     def __init__(self, theirs: Callable[..., Any]) -> None:
         self.theirs = theirs

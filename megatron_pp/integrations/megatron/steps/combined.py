@@ -38,7 +38,7 @@ STEP = (
 
 @dataclass(frozen=True)
 class Combined:
-    """What the installed release has for combined 1F1B: its step, and the function that makes its streams."""
+    """The installed release's functions for combined 1F1B: the step, and the one that makes its streams."""
 
     step: Callable[..., Any]
     set_streams: Callable[..., Any]
@@ -46,7 +46,7 @@ class Combined:
 
 
 def of_release() -> Combined | None:
-    """What the installed release has; None where that is nothing, or has another signature."""
+    """The installed release's functions; None if it has none, or if they have another signature."""
     try:
         step = importlib.import_module("megatron.core.pipeline_parallel.combined_1f1b").combined_forward_backward_step
         set_streams = importlib.import_module("megatron.core.pipeline_parallel.utils").set_streams
@@ -65,7 +65,7 @@ def _checked(step: Callable[..., Any], set_streams: Callable[..., Any]) -> Combi
 
 
 def reason(chunk: Any) -> str | None:
-    """Why such a step of this model chunk is not served, as the object of "does not serve ..."; None where it is."""
+    """Why such a step of this model chunk is not served, as the object of "does not serve ..."; None if it is."""
     if of_release() is None:
         return "the combined 1F1B as this release has it (config.overlap_moe_expert_parallel_comm)"
     if getattr(wrapped_attribute(chunk, "ddp_config"), "use_megatron_fsdp", False):
@@ -138,14 +138,14 @@ class CombinedSteps(MegatronSteps):
         return output, grad
 
     def backward_root(self, output: Activation) -> Any:
-        """`output` itself, which carries its schedule plan, without its data."""
+        """`output` itself without its data, because it carries its schedule plan."""
         for tensor in output if isinstance(output, (list, tuple)) else (output,):
-            if tensor.is_cuda:  # it was made on the stream of the all-to-alls, and the send waited for on this one
+            if tensor.is_cuda:  # the stream of the all-to-alls made it, and the current stream has waited for the send
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
             self.schedules.deallocate_output_tensor(tensor, True)
         return output
 
 
 def _hook(ready: Ready | None) -> Callable[..., None] | None:
-    """What a schedule plan calls with a result and the chunk's number."""
+    """The function that a schedule plan calls with a result and the chunk's number."""
     return None if ready is None else lambda result, vp_stage=None: ready(result)

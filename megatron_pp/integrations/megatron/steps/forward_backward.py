@@ -14,9 +14,9 @@ from megatron_pp.runtime.step import Step
 class MegatronSteps(MicrobatchSteps):
     """Runs a microbatch through a chunk with the `forward_step` and `backward_step` of the installed Megatron-core, so
     that MoE's auxiliary loss scale, multi-token prediction, context-parallel loss factors and CUDA graph flags are that
-    release's. For releases whose functions are not known, and for what `KnownSteps` does not do.
+    release's. It is used for releases whose functions are not known, and for models that `KnownSteps` does not serve.
 
-    `overridden`: the config, with what `install()` overrides.
+    `overridden`: the config with the fields that `install()` overrides.
     """
 
     def __init__(self, megatron: Megatron, step: Step, overridden: Any, options: StepOptions) -> None:
@@ -51,7 +51,7 @@ class MegatronSteps(MicrobatchSteps):
             vp_stage=chunk if inputs.chunked else None,
             is_last_stage=options.is_last_stage[chunk],
         )
-        if options.is_last_stage[chunk]:  # elsewhere Megatron counts none
+        if options.is_last_stage[chunk]:  # on other stages Megatron counts no tokens
             self.record.num_tokens += num_tokens
         self.drops[chunk]()
         return output
@@ -61,7 +61,7 @@ class MegatronSteps(MicrobatchSteps):
     ) -> Activation:
         """Megatron's `backward_step`; the gradient of `input_tensor`."""
         if output_grad is not None and self.deallocates:
-            output = self.backward_root(output)  # also where its send is still pending
+            output = self.backward_root(output)  # needed also if its send is still pending
         return self.schedules.backward_step(
             input_tensor=input_tensor,
             output_tensor=output,
@@ -71,12 +71,12 @@ class MegatronSteps(MicrobatchSteps):
         )
 
     def backward_root(self, output: Activation) -> Any:
-        """What Megatron's `backward_step` can start from, without the data: its `custom_backward` wants one element."""
+        """An output of one element from which Megatron's `backward_step` can start; its `custom_backward` needs one."""
         return freed_output(output)
 
 
 class _InItsPlace(torch.autograd.Function):
-    """A tensor without the data of ``x``, at its place in the graph."""
+    """A tensor at the place of ``x`` in the graph, without the data of ``x``."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -88,7 +88,7 @@ class _InItsPlace(torch.autograd.Function):
 
 
 def freed_output(output: Any) -> Any:
-    """``output``, or each tensor of a list, with one element. What is saved of it or held by others keeps its data."""
+    """``output``, or each tensor of a list, with one element. Tensors saved or held elsewhere keep their data."""
     if isinstance(output, (list, tuple)):
         return [freed_output(item) for item in output]
     if not isinstance(output, torch.Tensor) or output.numel() == 1:

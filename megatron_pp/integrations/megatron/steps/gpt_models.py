@@ -1,8 +1,8 @@
-"""Megatron-core's GPTModel and HybridModel, built for the placement of their schedule: `PlacedModel` replaces their
+"""Builds Megatron-core's GPTModel and HybridModel for the placement of their schedule: `PlacedModel` replaces their
 `__init__`.
 
-Models whose stages are in a loop are built as before. `v_placement`, which is loaded for the first other one, builds
-those in a V.
+Models whose stages are in a loop are built as before. `v_placement` builds those in a V; it is loaded for the first of
+them.
 """
 
 import functools
@@ -23,10 +23,10 @@ from megatron_pp.plan.orders import placement_kind
 
 @dataclass(eq=False)
 class Use:
-    """What the models of this process are built for.
+    """The placement that the models of this process are built for.
 
-    schedule     given to `place_models`; None: what the model's config names
-    kind         where the models with virtual stages place them; None before the first
+    schedule     the argument of `place_models`; None: the schedule that the model's config names
+    kind         the placement of the models with virtual stages; None before the first of them
     first_stage  the latest model that holds the first stage
     in_v         the models that are built for a V
     ended        the engine was uninstalled: models that are built by what a program has kept are Megatron's
@@ -39,7 +39,7 @@ class Use:
     ended: bool = False
 
     def placement_of(self, config: Any) -> str:
-        """Where a model with this config places its stages."""
+        """The placement of the stages of a model with this config."""
         if self.ended or config.pipeline_model_parallel_size == 1:
             return LOOP
         return placement_kind(self.schedule_of(config))
@@ -48,7 +48,7 @@ class Use:
         return self.schedule or getattr(config, "pipeline_schedule", None)
 
     def agree(self, kind: str) -> None:
-        """One process builds for one placement: Megatron's functions of a chunk number do not say for which model."""
+        """Raises for a second placement in a process: Megatron's functions get a chunk's number, and not its model."""
         if self.kind not in (None, kind):
             raise ScheduleInputError(
                 f"a model with stages in a {kind} was built after one with stages in a {self.kind}; call uninstall() "
@@ -58,7 +58,7 @@ class Use:
 
 
 class Replacement:
-    """Stands for a function or method of Megatron's, with its signature; pickled by name, as a function is."""
+    """Replaces a function or method of Megatron's, with the same signature. It is pickled by name, as a function is."""
 
     def __init__(self, original: Callable[..., Any], use: Use) -> None:
         functools.update_wrapper(self, original)
@@ -76,12 +76,12 @@ class Replacement:
         return self if instance is None else MethodType(self, instance)
 
     def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """What a call passes, by name."""
+        """The arguments of a call, by name."""
         return dict(zip(self.parameters, args, strict=False)) | kwargs
 
 
 def has_built_v() -> bool:
-    """Whether this program has built, or asked for, the chunks of a V."""
+    """Whether this program has built the chunks of a V, or has asked for them."""
     return is_loaded(MODULES["v_placement"])
 
 
@@ -109,7 +109,7 @@ USES: ObjectTable[None] = ObjectTable()
 
 
 def model_classes() -> list[type]:
-    """Those of Megatron's models that can be imported."""
+    """The classes of MODELS that can be imported."""
     found = []
     for module, name in MODELS:
         with suppress(ImportError, AttributeError):
@@ -118,8 +118,8 @@ def model_classes() -> list[type]:
 
 
 def place_models(schedule: str | None, classes: Sequence[type]) -> None:
-    """Let models of these ``classes`` be built for ``schedule``, or else for that of their config; a further call
-    changes ``schedule``."""
+    """Build models of these ``classes`` for ``schedule``, or for that of their config if it is None, from now on. A
+    further call changes ``schedule``."""
     placed = [vars(model)["__init__"] for model in classes]
     use = next((one.use for one in placed if isinstance(one, PlacedModel)), None) or Use()
     in_place = [one if isinstance(one, PlacedModel) else PlacedModel(one, use) for one in placed]

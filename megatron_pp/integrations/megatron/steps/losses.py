@@ -1,7 +1,7 @@
 """Losses that count tokens, under context parallelism and Megatron-core.
 
-Megatron's schedules divide a shard's loss by the shard's own tokens (NVIDIA/Megatron-LM#7513). That is kept, with a
-warning, unless `install(whole_sequence_loss=True)`.
+Megatron's schedules divide a shard's loss by the shard's own tokens (NVIDIA/Megatron-LM#7513). The engine does the same
+and warns, unless `install(whole_sequence_loss=True)`.
 """
 
 from collections.abc import Callable
@@ -15,8 +15,8 @@ from megatron_pp.runtime.log_once import warn_once
 
 
 def watch_losses(inputs: StepInputs, whole_sequence: bool) -> None:
-    """Have the loss functions that ``inputs.forward_step_func`` returns corrected, or the first of them that counts
-    tokens named in a warning."""
+    """Wrap the loss functions that ``inputs.forward_step_func`` returns: with ``whole_sequence`` they are corrected,
+    otherwise the first one that counts tokens causes a warning."""
     if not inputs.collect_non_loss_data:
         inputs.forward_step_func = _ForwardStep(inputs.forward_step_func, whole_sequence, inputs.pg_collection)
 

@@ -1,5 +1,5 @@
-"""Shapes of messages under releases of Megatron-core whose `get_tensor_shapes` takes the side of a stage: with
-hyper-connections what a stage gives the next one is wider than what enters and leaves the pipeline, and with Attention
+"""Shapes of messages for releases of Megatron-core whose `get_tensor_shapes` takes the side of a stage. With
+hyper-connections messages between stages are wider than the tensors at the ends of the pipeline. With Attention
 Residuals messages grow from stage to stage.
 """
 
@@ -16,8 +16,8 @@ from megatron_pp.runtime.communicators import pipeline_group
 def shapes_of_sides(
     inputs: StepInputs, alone: bool, config: Any, ask: Callable[..., list[Any]]
 ) -> tuple[list[Any], list[Any]]:
-    """What this rank receives and what it sends. With several chunks a rank all messages have one shape. ``ask``:
-    Megatron's `get_tensor_shapes` for a config and a side."""
+    """The shapes that this rank receives and sends. With several chunks on each rank all messages have one shape.
+    ``ask``: Megatron's `get_tensor_shapes` for a config and a side."""
     group = pipeline_group(inputs, alone)
     if not inputs.chunked:
         return ask(config, pp_group=group, is_recv=True), ask(config, pp_group=group, is_recv=False)

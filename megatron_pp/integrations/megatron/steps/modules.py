@@ -1,8 +1,8 @@
-"""Megatron-core's pipelines of several modules (`MultiModulePipelineCommunicator`): which are served, and their
+"""Megatron-core's pipelines of several modules (`MultiModulePipelineCommunicator`): which of them are served, and their
 graph of ranks (`features/modules`). `modules_host.py` runs them.
 
-Megatron's `BridgeCommunicator` cuts and joins tensors between unequal grids; its functions do that here too. Where its
-leaders broadcast to the other ranks of their tensor-parallel group, the sending leader sends to each of them.
+Megatron's `BridgeCommunicator` cuts and joins tensors between unequal grids; the engine calls its functions for that.
+Megatron's receiving leader broadcasts to its tensor-parallel group; here the sending leader sends to each rank of it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OLDEST = (0, 18)  # before, `backward_step_multimodule` raises for what it rece
 def reason_not_served(
     megatron: Megatron, schedule: str, arguments: Mapping[str, Any], overrides: Mapping[str, Any]
 ) -> str | None:
-    """Why Megatron's own `schedule` runs this call, the same on all ranks; None where the engine does."""
+    """Why Megatron's own `schedule` runs this call, the same on all ranks; None if the engine runs it."""
     groups: Any = arguments.get(megatron.row.groups_keyword)
     communicator, model = arguments.get("p2p_communicator"), arguments.get("model")
     config: Any = wrapped_attribute(model[0] if isinstance(model, (list, tuple)) and model else model, "config")
@@ -63,15 +63,15 @@ def reason_not_served(
 
 @dataclass(frozen=True)
 class _GridsOfModules:
-    """What a communicator of Megatron's is for, and why that is not served; None where it is."""
+    """The graph that a communicator of Megatron's is for, and why it is not served; None if it is."""
 
     modules: tuple[Module, ...]
     topology: tuple[tuple[str, tuple[str, ...]], ...]
-    batch_dims: tuple[int, ...]  # of the bridges
+    batch_dims: tuple[int, ...]  # the bridges' batch dimensions
     unserved: str | None
 
 
-# Process-wide, as process groups are. Programs may make a communicator for each step.
+# Global, as process groups are: a program may make a communicator for each step.
 _LAYOUTS: ObjectTable[_GridsOfModules] = ObjectTable()
 _PIPELINES: dict[_GridsOfModules, ModulesPipeline] = {}
 
@@ -91,7 +91,7 @@ def _layout_of(communicator: Any) -> _GridsOfModules:
 
 
 def pipeline_of(communicator: Any) -> ModulesPipeline:
-    """Kept from step to step; made by all ranks of the job in their first one."""
+    """The pipeline of a communicator. All ranks of the job make it in their first step, and keep it."""
     layout = _layout_of(communicator)
     found = _PIPELINES.get(layout)
     if found is None or found.group not in dist.distributed_c10d._world.pg_map:
@@ -134,7 +134,7 @@ def _unserved_grids(communicator: Any, modules: Sequence[Module | None]) -> str 
 
 
 def _module_of(name: str, grid: Any) -> Module | None:
-    """The module on `grid`, a `HyperCommGrid`; None where its ranks are not replicas of lines of stages."""
+    """The module on `grid`, a `HyperCommGrid`; None if its ranks are not replicas of a line of stages."""
     replicas = grid._gen_rank_enum([one for one in grid.dim_names if one not in ("dp", "gtp_remat")])
     lines = grid._gen_rank_enum(["pp"])
     stage_of = {rank: k for line in lines for k, rank in enumerate(line)}
@@ -149,7 +149,7 @@ def _module_of(name: str, grid: Any) -> Module | None:
 
 
 class _BridgeParts:
-    """Megatron's own cutting and joining, of the bridge that an edge is part of."""
+    """Cuts and joins tensors by Megatron's own functions, those of the bridge that an edge belongs to."""
 
     def __init__(self, communicator: Any) -> None:
         self.bridges = {(one.src_module_name, one.dest_module_name): one for one in communicator.bridge_comms}
@@ -162,5 +162,5 @@ class _BridgeParts:
         return torch.cat(tuple(parts), dim=self.bridges[edge.module, edge.bridge]._batch_dim)
 
     def cut_gradient(self, edge: Edge, grad: torch.Tensor, shapes: Sequence[torch.Size]) -> Sequence[torch.Tensor]:
-        """Megatron cuts it equally, which fails where the parts were unequal."""
+        """The gradient of each part. Megatron cuts a gradient equally, which fails if the parts were unequal."""
         return cut_along(self.bridges[edge.module, edge.bridge]._batch_dim, grad, shapes)

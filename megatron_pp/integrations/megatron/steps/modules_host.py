@@ -27,7 +27,7 @@ def run(megatron: Megatron, installed: InstallSettings, arguments: Mapping[str, 
 
 
 class ModulesMegatronHost(OnModules, MegatronHost):
-    """Of such a call."""
+    """The host of one call with several modules."""
 
     def __init__(self, megatron: Megatron, installed: InstallSettings, arguments: Mapping[str, Any]) -> None:
         self.pipeline = pipeline_of(arguments["p2p_communicator"])
@@ -47,7 +47,7 @@ class ModulesMegatronHost(OnModules, MegatronHost):
 
 
 class ModuleMegatronSteps(MegatronSteps):
-    """With Megatron's backward of several modules. Tensors of the stage before in the same module come in lists."""
+    """Runs microbatches with Megatron's backward of several modules. Tensors from the same module come in lists."""
 
     def __init__(
         self, megatron: Megatron, step: Step, overridden: Any, options: StepOptions, pipeline: ModulesPipeline

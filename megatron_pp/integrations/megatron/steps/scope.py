@@ -17,8 +17,8 @@ HANDED_BACK: ContextVar[bool] = ContextVar("megatron_pp_handed_back", default=Fa
 
 
 def without_defaults(theirs: Callable[..., Any], row: Row, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The keyword ``arguments`` without unknown ones that have the default of ``theirs``, Megatron's schedule function:
-    a call without them means the same. Raises TypeError for one that ``theirs`` does not take.
+    """The keyword ``arguments`` without those that the engine does not know and that have their default in ``theirs``,
+    Megatron's schedule function. Raises TypeError for a keyword that ``theirs`` does not take.
     """
     unknown = _unknown(row, arguments)
     if not unknown:
@@ -32,8 +32,8 @@ def reason_not_served(
     megatron: Megatron, schedule: str, arguments: Mapping[str, Any], overrides: Mapping[str, Any]
 ) -> str | None:
     """Why Megatron's own ``schedule`` runs a call with these keyword ``arguments``, as the object of "does not serve
-    ..."; None where the engine runs it. ``overrides``: fields of the config that `install()` sets. Raises
-    ScheduleInputError for what no schedule of Megatron's runs either.
+    ..."; None if the engine runs it. ``overrides``: fields of the config that `install()` sets. Raises
+    ScheduleInputError for a call that no schedule of Megatron's runs either.
     """
     if unknown := _unknown(megatron.row, arguments):
         return f"the keyword argument {unknown[0]!r} of this release's schedules, which it does not know"
@@ -46,7 +46,7 @@ def reason_not_served(
 
 
 def has_modules(megatron: Megatron, arguments: Mapping[str, Any]) -> bool:
-    """Whether it is a call for a pipeline of several modules."""
+    """Whether the call is for a pipeline of several modules."""
     given = arguments.get(megatron.row.groups_keyword), arguments.get("p2p_communicator")
     return any(isinstance(one, megatron.multi_module) for one in given)
 
@@ -63,7 +63,7 @@ def _known(row: Row) -> frozenset[str]:
 
 # Modules of the methods of Megatron's communicator, and of the ranges that its releases put around them.
 _THEIR_MODULES = ("megatron.core.", "nvtx.", "contextlib", "nemo.lens.")
-_OF_TENSORS = ("variable_seq_lengths", "mtp_standalone", "pipeline_dtype")  # what a communicator reads of its config
+_OF_TENSORS = ("variable_seq_lengths", "mtp_standalone", "pipeline_dtype")  # config fields that a communicator reads
 
 
 def _unserved_communicator(megatron: Megatron, schedule: str, arguments: Mapping[str, Any]) -> str | None:
@@ -82,8 +82,8 @@ def _unserved_communicator(megatron: Megatron, schedule: str, arguments: Mapping
 
 
 def _own_transfers(own: Mapping[str, Any], kind: type, base: type) -> list[str]:
-    """Methods by which a communicator of ``kind``, with the attributes ``own``, sends or receives otherwise than
-    Megatron's, which ``base`` is unless the program has replaced it or methods of it."""
+    """Methods by which a communicator of ``kind``, with the attributes ``own``, sends or receives in another way than
+    Megatron's. ``base`` is Megatron's class, unless the program has replaced it or methods of it."""
     found = []
     for name in vars(base):
         if name.startswith(("send_", "recv_", "_communicate")):
@@ -131,7 +131,7 @@ COMBINED_1F1B = "combined_1f1b"  # the schedule of these steps, under our name
 
 
 def is_combined(config: Any, forward_only: bool) -> bool:
-    """Whether Megatron runs such a step by schedule plans: in training."""
+    """Whether Megatron runs such a step by schedule plans, which it does in training only."""
     return bool(getattr(config, "overlap_moe_expert_parallel_comm", False)) and not forward_only
 
 
@@ -141,7 +141,7 @@ def has_attention_residuals(config: Any) -> bool:
 
 
 def _captures_whole_step(config: Any) -> bool:
-    """Releases ask for it in three ways: a field of its own; a scope (a string, an enum, or a list of them); a kind."""
+    """Releases ask for this by a field of its own, a scope (a string, an enum, or a list of them), or a kind."""
     kind, scope = getattr(config, "cuda_graph_impl", None), getattr(config, "cuda_graph_scope", None)
     if kind == "full_iteration":
         return True

@@ -67,7 +67,7 @@ class PipelineScalars:
     numbers: RankNumbers
 
     def takes(self, step: int) -> bool:
-        """``step``: as Megatron's loop has it within the step. What it logs of that step has the next number."""
+        """Whether step ``step`` is written. ``step``: its number within Megatron's loop, which logs it as the next."""
         return (step + 1) % self.every == 0
 
     def __call__(self, step: int, numbers: StepMetrics) -> None:

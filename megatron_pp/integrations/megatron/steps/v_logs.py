@@ -1,7 +1,7 @@
-"""What is logged on the last stage of a V reaches the last rank, where Megatron's training loop reads and prints it:
-the reports of the loss function, and the trackers in which losses are added up during a step.
+"""Sends what the last stage of a V logs to the last rank, where Megatron's training loop reads and prints it: the
+reports of the loss function, and the trackers that add up losses during a step.
 
-In a V the last stage is on rank 0. In a loop it is on the last rank, so that a tracker there needs no transfer.
+In a V the last stage is on rank 0. In a loop it is on the last rank, and its trackers need no transfer.
 """
 
 import io
@@ -15,30 +15,32 @@ import torch.distributed as dist
 
 from megatron_pp.errors import ScheduleInputError
 
-# Megatron's own: the module, and the class whose `tracker` has what the last stage alone adds up. Those of auxiliary
-# losses of experts and of sparse attention are summed over the pipeline by Megatron.
+# Megatron's own tracker: the module, and the class whose `tracker` adds up losses of the last stage only. Megatron sums
+# the trackers of auxiliary losses of experts and of sparse attention over the pipeline.
 _MEGATRONS = (("megatron.core.transformer.multi_token_prediction", "MTPLossLoggingHelper"),)
 
-# Process-wide, as what programs log: by name.
+# Trackers by name. Global, because programs log from anywhere.
 _TRACKERS: dict[str, dict[str, Any]] = {}
 
 
 def log_on_last_rank(name: str, tracker: dict[str, Any]) -> None:
-    """Have the content of ``tracker``, a dict in which your model or loss function logs on the last stage, moved to the
-    last rank of the pipeline after each step whose stages are in a V. Call it on all ranks, with the same ``name``.
+    """Move the content of ``tracker`` to the last rank of the pipeline after each step whose stages are in a V.
+    ``tracker`` is a dict in which your model or loss function logs on the last stage. Call this on all ranks, with the
+    same ``name``.
 
-    What is there already is added to: tensors of one shape and numbers are summed, lists go on. Else the new value
-    replaces the old one. In the dict are tensors, process groups of `parallel_state`, and what can be pickled.
+    Values are added to those on the last rank: tensors of one shape and numbers are summed, lists are joined. Any other
+    value replaces the old one. The dict may hold tensors, process groups of `parallel_state`, and objects that can be
+    pickled.
     """
     _TRACKERS[name] = tracker
 
 
 def hand_over(reports: list[Any], group: Any, source: int, target: int, device: torch.device) -> None:
-    """Copy ``reports`` of the rank ``source`` of ``group`` into the list of ``target``, and move there what is in the
-    trackers, tensors from device to device.
+    """Copy ``reports`` of rank ``source`` of ``group`` into the list of rank ``target``, and move the content of the
+    trackers there. Tensors go from device to device.
 
-    Called by both with their own list. ``target`` waits for the device; ``source`` does not. Raises ScheduleInputError
-    on both for what cannot be sent.
+    Both ranks call it with their own list. ``target`` waits for the device; ``source`` does not. A value that cannot be
+    sent raises ScheduleInputError on both.
     """
     peers = [dist.get_global_rank(group, rank) for rank in (source, target)]
     if group.rank() == source:
@@ -90,7 +92,7 @@ def _tracker(name: str) -> dict[str, Any]:
 
 
 def _add(tracker: dict[str, Any], values: dict[str, Any]) -> None:
-    """As if ``values`` had been logged in ``tracker``."""
+    """Log ``values`` in ``tracker``."""
     for name, value in values.items():
         before = tracker.get(name)
         if isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor) and before.shape == value.shape:
@@ -106,12 +108,12 @@ def _adds_up(value: Any) -> bool:
 
 
 def _packed(given: Any) -> tuple[bytes | str, list[torch.Tensor]]:
-    """What is sent of ``given``, and its tensors; where that cannot be pickled, why."""
+    """``given`` as bytes without its tensors, and the tensors. Gives a reason, not bytes, if it cannot be pickled."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     try:
         pickler.dump(given)
-    except Exception as error:  # of a user's object
+    except Exception as error:  # a user's object may raise anything
         return (
             "what the loss function reports, or the last stage logs, must go to the last rank of the pipeline, and "
             f"cannot be pickled ({type(error).__name__}: {error}); report tensors, numbers, text, and lists and dicts "
@@ -126,7 +128,7 @@ def _check(content: bytes | str) -> None:
 
 
 class _Pickler(pickle.Pickler):
-    """Puts dense tensors aside, into ``tensors``, and names process groups."""
+    """Pickles all but dense tensors, which it collects in ``tensors``, and process groups, which it names."""
 
     def __init__(self, file: Any) -> None:
         super().__init__(file)
@@ -135,14 +137,14 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> int | str | None:
         if isinstance(obj, dist.ProcessGroup):
             return _name_of(obj)
-        if not isinstance(obj, torch.Tensor) or obj.layout is not torch.strided:  # whose dense parts follow
+        if not isinstance(obj, torch.Tensor) or obj.layout is not torch.strided:  # a sparse tensor's parts are dense
             return None
         self.tensors.append(obj.detach())
         return len(self.tensors) - 1
 
 
 class _Unpickler(pickle.Unpickler):
-    """Takes the tensors that were put aside from ``tensors``, and this rank's process group of each name."""
+    """Reads the tensors from ``tensors``, and gives this rank's process group for each name."""
 
     def __init__(self, file: Any, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__(file)
@@ -160,11 +162,11 @@ def _name_of(group: dist.ProcessGroup) -> str:
 
 
 def _groups() -> dict[str, Any]:
-    """Of `parallel_state`, by the names that it gives them: each rank has its own under a name."""
+    """The groups of `parallel_state` by its names for them; each rank has its own group under a name."""
     state = vars(sys.modules["megatron.core.parallel_state"])
     return {name: value for name, value in state.items() if isinstance(value, dist.ProcessGroup)}
 
 
 def _dtypes(shapes: Sequence[tuple[torch.dtype, torch.Size]]) -> list[torch.dtype]:
-    """Each dtype once, in order of appearance: one message each."""
+    """Each dtype once, in order of appearance, because the tensors of a dtype go as one message."""
     return list(dict.fromkeys(dtype for dtype, _ in shapes))

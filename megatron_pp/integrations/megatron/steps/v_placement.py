@@ -1,7 +1,7 @@
-"""V placement of Megatron-core's GPTModel and HybridModel: chunk 1 of rank r holds stage 2P - 1 - r, as a loop would
-place it on rank P - 1 - r. So whatever Megatron computes for chunk 1 from this rank's place in the pipeline (layers,
-their numbers and checkpoint keys, embeddings, output layer, which data to read) comes out right when it is given the
-mirrored rank.
+"""V placement of Megatron-core's GPTModel and HybridModel: chunk 1 of rank r holds stage 2P - 1 - r, which a loop would
+place on rank P - 1 - r. Megatron computes many things of a chunk from the rank's place in the pipeline: its layers,
+their numbers and checkpoint keys, embeddings, output layer, and which data to read. All of them are right for chunk 1
+if Megatron gets the mirrored rank, P - 1 - r.
 
 `build` makes such a model. `ask_by_chunk` replaces the functions of Megatron that take a `vp_stage`.
 """
@@ -21,7 +21,7 @@ from megatron_pp.integrations.megatron.named_objects import replace_names
 from megatron_pp.integrations.megatron.steps.gpt_models import PlacedModel, Replacement, Use
 from megatron_pp.plan.ir.placement import V_SHAPE, Placement
 
-CHUNKS = 2  # of a rank, in every V schedule
+CHUNKS = 2  # model chunks on each rank, in every V schedule
 
 # Functions and methods in megatron.core that depend on the rank's place in the pipeline and take the chunk as
 # `vp_stage`.
@@ -37,10 +37,10 @@ _BY_CHUNK = (
 
 
 class MirroredGroup:
-    """The process group of a pipeline with its ranks in reverse order: no communicator of its own.
+    """A pipeline's process group with its ranks in reverse order. It has no communicator of its own.
 
-    Only `rank()` differs. It equals the group, also as a key of torch.distributed's tables, so that collectives over it
-    run over the group.
+    Only `rank()` differs. The object equals the group, also as a key of torch.distributed's tables, so collectives over
+    it run over the group.
     """
 
     def __init__(self, group: Any) -> None:
@@ -63,14 +63,14 @@ class MirroredGroup:
 
 
 def real_group(group: Any) -> Any:
-    """The group itself, of one that may be mirrored."""
+    """The group itself, or the group that ``group`` mirrors."""
     return group.group if isinstance(group, MirroredGroup) else group
 
 
 class ChunkPlace:
-    """While it is entered, Megatron's `parallel_state` answers as seen from ``chunk`` of a V: the pipeline rank is
-    mirrored for an odd chunk, and there is no embedding group, as the first and the last stage share a rank. Without
-    a pipeline in `parallel_state` nothing changes.
+    """A context in which Megatron's `parallel_state` answers for ``chunk`` of a V: for an odd chunk the pipeline rank
+    is mirrored, and there is no embedding group, because the first and the last stage are on one rank. Without a
+    pipeline in `parallel_state` nothing changes.
     """
 
     def __init__(self, parallel_state: ModuleType, chunk: int) -> None:
@@ -100,22 +100,22 @@ class ChunkPlace:
 
 
 def mirrored(group: Any, chunk: int) -> Any:
-    """The pipeline group as ``chunk`` of a V sees it."""
+    """The pipeline group for ``chunk`` of a V: mirrored if the chunk is odd."""
     return MirroredGroup(real_group(group)) if chunk % 2 else real_group(group)
 
 
 def chunk_place(chunk: int) -> ChunkPlace:
-    """For your own code that asks Megatron about ``chunk`` of a V, such as a model other than GPTModel."""
+    """A context for your own code that asks Megatron about ``chunk`` of a V, such as a model other than GPTModel."""
     return ChunkPlace(importlib.import_module("megatron.core.parallel_state"), chunk)
 
 
 def is_mirrored(chunk_groups: Any) -> bool:
-    """Whether a model chunk with this `pg_collection` has been built for the way back of a V."""
+    """Whether a model chunk with this `pg_collection` was built for the second half of a V."""
     return isinstance(getattr(chunk_groups, "pp", None), MirroredGroup)
 
 
 class ByChunk(Replacement):
-    """Replaces a function or method with a parameter `vp_stage`. With models in a V it runs as seen from that chunk."""
+    """Replaces a function or method with a parameter `vp_stage`. For models in a V it runs in that chunk's place."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = self.given(args, kwargs)
@@ -127,9 +127,9 @@ class ByChunk(Replacement):
 
 
 class SegmentInV(Replacement):
-    """Replaces HybridModel's `select_pipeline_segment`, which cuts its pattern of layers at each "|". It asks
-    torch.distributed for the rank in the group, which is not that of a mirrored one; so for a chunk on the way back it
-    is given the number of the stage, as one of a pipeline that is not cut over ranks.
+    """Replaces HybridModel's `select_pipeline_segment`, which cuts its pattern of layers at each "|". That function
+    asks torch.distributed for the rank in the group, which is never mirrored. So for a chunk in the second half of a V
+    it gets the number of the stage, and a pipeline of one rank.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -137,14 +137,14 @@ class SegmentInV(Replacement):
         group, chunk = given.get("pp_group"), given.get("vp_stage")
         stages = len(given["main_pattern"].split("|"))
         if self.use.ended or chunk is None or not isinstance(group, MirroredGroup) or stages != CHUNKS * group.size():
-            return super().__call__(*args, **kwargs)  # which raises for another number of stages
+            return super().__call__(*args, **kwargs)  # raises for another number of stages
         return self.original(**given | {"pp_group": None, "vp_stage": chunk * group.size() + group.rank()})
 
 
 def build(placed: PlacedModel, given: dict[str, Any]) -> None:
-    """Make the model of ``given``, the arguments of its `__init__` by name, as a chunk of a V. `pre_process`,
-    `post_process` and the pipeline group of `pg_collection` become those of the chunk's stage. A weight that the first
-    and the last stage share starts equal. Raises ScheduleInputError.
+    """Build a chunk of a V from ``given``, the arguments of the model's `__init__` by name. `pre_process`,
+    `post_process` and the pipeline group of `pg_collection` become those of the chunk's stage. Both copies of a weight
+    that the first and the last stage share start equal. Raises ScheduleInputError.
     """
     use, model = placed.use, given["self"]
     chunk: Any = given.get("vp_stage")
@@ -169,7 +169,7 @@ def build(placed: PlacedModel, given: dict[str, Any]) -> None:
 
 
 def refuse_without_install(model: torch.nn.Module) -> None:
-    """From now on a forward of ``model``, a chunk of a V, raises where the engine is not installed."""
+    """Make a forward of ``model``, a chunk of a V, raise while the engine is not installed."""
     model.register_forward_pre_hook(_check_installed)
 
 
@@ -195,7 +195,7 @@ def _check(placed: PlacedModel, config: Any, chunk: Any) -> None:
     layout = getattr(config, "pipeline_model_parallel_layout", None)
     if layout is None:
         return
-    # Megatron keeps the layers of a stage by rank and chunk.
+    # Megatron stores the layers of a stage by rank and chunk.
     stages = [row[chunk] for chunk in range(len(layout.layout[0])) for row in layout.layout]
     if any(kind.name == "mtp" for stage in stages[:-1] for kind in stage):
         raise ScheduleInputError(
@@ -218,7 +218,7 @@ def _share_weight(model: Any, use: Use) -> None:
 
 
 def shared_weight(model: Any) -> Any:
-    """The parameter of a first or last stage that both hold a copy of; None where they share none."""
+    """The parameter of which the first and the last stage both hold a copy; None if there is none."""
     shares = model.share_embeddings_and_output_weights or getattr(model.config, "mtp_num_layers", None)
     return model.shared_embedding_or_output_weight() if shares else None
 
@@ -227,7 +227,7 @@ _SEGMENTS = ("models.hybrid.hybrid_layer_allocation", "select_pipeline_segment",
 
 
 def ask_by_chunk(use: Use) -> None:
-    """Replace Megatron's functions of a chunk, under all their names, as far as they are imported."""
+    """Replace Megatron's functions that take a chunk's number, under all their names, as far as they are imported."""
     _replace_functions(lambda now, kind: now if isinstance(now, Replacement) else kind(now, use))
 
 
@@ -237,7 +237,7 @@ def ask_as_before() -> None:
 
 
 def _replace_functions(replacement: Callable[[Any, type[Replacement]], Any]) -> None:
-    """Put ``replacement`` of each function that the installed release has, and its kind, in its place."""
+    """Replace each function that the installed release has by ``replacement`` of the function and its kind."""
     functions = []
     for module, path, replaced_by in (*((*row, ByChunk) for row in _BY_CHUNK), _SEGMENTS):
         owner: Any = sys.modules.get(f"megatron.core.{module}")

@@ -1,5 +1,5 @@
-"""What is different in a step of Megatron-core's when its stages are placed in a V: the first and the last stage share
-rank 0, where Megatron's loop and finalisation look for the last stage on rank P - 1.
+"""The differences of a step of Megatron-core's whose stages are placed in a V: the first and the last stage are on rank
+0, and Megatron's loop and finalisation expect the last stage on rank P - 1.
 """
 
 import importlib
@@ -20,7 +20,7 @@ from megatron_pp.runtime.compute import Activation
 
 
 class StepsInV:
-    """``steps`` whose forwards ask Megatron for their data as seen from the stage that the chunk holds."""
+    """Runs ``steps``. In a forward Megatron's functions answer for the chunk's stage, so it reads the right data."""
 
     def __init__(self, steps: KnownSteps | MegatronSteps, parallel_state: ModuleType) -> None:
         self.steps = steps
@@ -36,7 +36,7 @@ class StepsInV:
 
 def check_chunks(schedule: str, placement: str, chunks: Sequence[Any]) -> None:
     """Raises ScheduleInputError for model chunks that were built for another placement than the schedule's."""
-    # Any of them: one in a wrong place is named in the step, on all ranks (``runtime/chunk_places.py``).
+    # Any chunk will do: the step names one in a wrong place, on all ranks (``runtime/chunk_places.py``).
     built = len(chunks) > 1 and any(is_mirrored(wrapped_attribute(chunk, "pg_collection")) for chunk in chunks)
     if placement == V_SHAPE and not built:
         raise ScheduleInputError(
