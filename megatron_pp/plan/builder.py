@@ -1,4 +1,4 @@
-"""Build, verify and cache plans: a training step only executes."""
+"""Builds, verifies and caches plans, so that a training step only executes them."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from megatron_pp.plan.orders.family import Announce, Family
 from megatron_pp.plan.verify.verifier import Verdict, verify
 
 _PLANS: BoundedCache[PlanSpec, tuple[Plan, Verdict]] = BoundedCache(256 << 20, least=2)  # training and evaluation
-_BUILDING = threading.RLock()  # ranks that are threads of one process build a plan once
+_BUILDING = threading.RLock()  # if ranks are threads of one process, a plan is built once
 _TEMPLATES: BoundedCache[PlanSpec, tuple[_Template | None]] = BoundedCache(256 << 20, least=2)
 _INSTRUCTION = 136  # bytes of an instruction and the pointer to it
 _TASK = 400  # bytes of a task and its instruction
-_PLACES: dict[PlanSpec, int | None] = {}  # of a block, in plans that were tried as templates
-_TRIALS = 3  # sizes that are tried for a template
+_PLACES: dict[PlanSpec, int | None] = {}  # plan that was tried as a template -> the place of its block
+_TRIALS = 3  # number of sizes that are tried for a template
 
 
 def build_plan(spec: PlanSpec, announce: Announce | None = None) -> Plan:
@@ -72,7 +72,7 @@ def verified_plan(spec: PlanSpec, announce: Announce | None = None) -> tuple[Pla
 
 
 class _Template(NamedTuple):
-    """A verified plan from which plans of whole periods of microbatches more are made, with what ``verify`` found."""
+    """A verified plan, with what ``verify`` found. Plans with whole periods of microbatches more are made from it."""
 
     plan: Plan
     verdict: Verdict
@@ -80,8 +80,8 @@ class _Template(NamedTuple):
 
 
 def _template(spec: PlanSpec) -> _Template | None:
-    """The template of ``spec``, made with its first plan. None where a plan has to be made by itself: its family or its
-    few microbatches have no steady state, or not one that is proven to repeat.
+    """The template of ``spec``, made with its first plan. None if the plan has to be made by itself: its family, or so
+    few microbatches, have no steady state, or none that is proven to repeat.
     """
     family = family_of(spec)
     if family.repeats is None:
@@ -101,8 +101,8 @@ def _template(spec: PlanSpec) -> _Template | None:
 
 
 def _first_template(spec: PlanSpec, period: int, fewest: int) -> tuple[_Template | None] | None:
-    """The smallest template from ``fewest`` microbatches on, with None in its place where ``_TRIALS`` have failed; None
-    where only plans of more microbatches than ``spec`` may have one.
+    """The smallest template from ``fewest`` microbatches on, in a tuple; (None,) if ``_TRIALS`` sizes have failed. None
+    if only plans of more microbatches than ``spec`` may have one.
     """
     fewest += (spec.num_microbatches - fewest) % period
     step = period if spec.num_microbatches % period else -(-fewest // (2 * period)) * period
@@ -115,7 +115,7 @@ def _first_template(spec: PlanSpec, period: int, fewest: int) -> tuple[_Template
         template = _proven(trial, period, place)
         if template is not None:
             return (template,)
-        _PLACES[trial] = None  # not to be tried again
+        _PLACES[trial] = None  # do not try it again
         tried += 1
         if tried == _TRIALS:
             return (None,)
@@ -123,7 +123,7 @@ def _first_template(spec: PlanSpec, period: int, fewest: int) -> tuple[_Template
 
 
 def _steady_place(spec: PlanSpec, period: int) -> int | None:
-    """``steady_place`` of what the ranks run; looked for once."""
+    """``steady_place`` of the programs of ``spec``, kept after the first call."""
     if spec not in _PLACES:
         more = replace(spec, num_microbatches=spec.num_microbatches + period)
         runs = [run_of(order, spec) for order in _orders(spec)]
@@ -134,24 +134,24 @@ def _steady_place(spec: PlanSpec, period: int) -> int | None:
 
 @collector_paused()
 def _proven(spec: PlanSpec, period: int, place: int) -> _Template | None:
-    """The plan of ``spec`` as a template; None where that is not proven."""
+    """The plan of ``spec`` as a template; None if it is not proven to repeat."""
     try:
         plan = lowered_plan(spec)
         programs = Repeating(plan.programs, block_at(place, spec, period, plan.programs), {})
         more = replace(spec, num_microbatches=spec.num_microbatches + period)
-        # A shorter last group has effects far ahead of it.
+        # A shorter last group changes the order far before it.
         if spec.num_microbatches % period and Repeated(programs, 1) != lowered_plan(more).programs:
             return None
         verdict = verify(plan, block=programs.block)
         if isinstance(plan.programs, Lines):
-            plan.programs.forget()  # a rank makes its own again
+            plan.programs.forget()  # saves memory; each rank makes its own program again
         return _Template(plan, verdict, programs)
-    except PlanError:  # also where the plan itself is refused: so will be that of more microbatches, in its own words
+    except PlanError:  # also if the plan itself is refused: the plan of more microbatches then raises its own error
         return None
 
 
 def _enlarged(template: _Template, spec: PlanSpec) -> Plan:
-    """The plan of ``spec``: the template's with its block repeated."""
+    """The plan of ``spec``, which is the template's plan with its block repeated."""
     more = spec.num_microbatches - template.plan.spec.num_microbatches
     programs = Repeated(template.programs, more // template.programs.block.microbatches)
     placement = template.plan.placement
@@ -161,7 +161,7 @@ def _enlarged(template: _Template, spec: PlanSpec) -> Plan:
 
 
 class _Orders(Lines):
-    """The compute orders of ``spec``, made when one is asked for."""
+    """The compute orders of ``spec``, made on first use."""
 
     def __init__(self, spec: PlanSpec, placement: Placement) -> None:
         super().__init__(spec.pipeline_size)
@@ -174,7 +174,7 @@ class _Orders(Lines):
         return self._made[rank]
 
 
-@lru_cache(maxsize=2)  # those of one period more are the next ones that are tried as a template
+@lru_cache(maxsize=2)  # the programs of one period more are tried next as a template
 def _orders(spec: PlanSpec) -> tuple[Sequence[Instruction], ...]:
     orders = family_of(spec).orders(spec.shape)
     return tuple(orders if spec.split_backward else map(_whole, orders))
@@ -206,7 +206,7 @@ def lowered_plan(spec: PlanSpec, announce: Announce | None = None) -> Plan:
     remark = family.remark(spec.shape)
     orders: tuple[Sequence[Instruction], ...]
     is_found = family.search is not None or family.programs is not None
-    if is_found and DEVICE_SYNC in spec.device:  # the order that is found, with nothing posted ahead
+    if is_found and DEVICE_SYNC in spec.device:  # the found order, with no receive posted ahead
         later = replace(spec, device=tuple(rule for rule in spec.device if rule != DEVICE_SYNC))
         orders, programs = tuple(tuple(unjoined(order)) for order in build_plan(later, announce).orders), None
     elif family.search is not None:
@@ -235,7 +235,7 @@ def with_whole_backwards(plan: Plan) -> Plan:
 
 
 class _WithWholeBackwards(Lines):
-    """``programs`` for such a model."""
+    """``programs`` for a model with whole backwards."""
 
     def __init__(self, programs: Sequence[Line]) -> None:
         super().__init__(len(programs))
@@ -260,7 +260,7 @@ def _whole(program: Sequence[Instruction]) -> tuple[Instruction, ...]:
 
 
 def settings_of(spec: PlanSpec) -> dict[str, Any]:
-    """Settings of features that the plan has: those of the spec, else those of its schedule."""
+    """The settings of features in the plan: those of the spec, or else those of its schedule."""
     return {**family_of(spec).added(spec.shape), **dict(spec.added)}
 
 

@@ -1,8 +1,7 @@
-"""A user's own schedule: a file, named where the name of a schedule is expected, in a format that ``serialize.py``
-reads.
+"""A user's own schedule from a file, whose path is given in place of a schedule's name. ``serialize.py`` reads it.
 
-What counts is its compute order, to which lowering adds communication as the run's config says; a whole plan that was
-lowered for just such a run is taken as it is. Either is verified before it runs.
+The file's compute order is used, and lowering adds communication as the run's config says. If the file holds a whole
+plan that was lowered for just such a run, it is used as it is. Either is verified before it runs.
 """
 
 import hashlib
@@ -22,8 +21,8 @@ from megatron_pp.plan.orders.family import Family, Order, Shape
 
 @lru_cache(maxsize=16)
 def family_of_file(path: str) -> Family:
-    """The family of the file at ``path``, of one pipeline size, number of chunks and of microbatches. The file is read
-    once per process. Raises FileFormatError, PlanError.
+    """The family of the file at ``path``, for one pipeline size, number of chunks and number of microbatches. The file
+    is read once per process. Raises FileFormatError, PlanError.
     """
     text = read_text(path)
     plan = load_plan(path)
@@ -60,16 +59,16 @@ class _FilePlan:
             raise FileFormatError(
                 f"{self.path} is a schedule of {spec.num_parts} slice(s) a sequence; this step has {shape.num_parts}"
             )
-        return [list(unjoined(order)) for order in self.plan.orders]  # lowering joins operations where it is to
+        return [list(unjoined(order)) for order in self.plan.orders]  # lowering joins operations again if it should
 
     def added(self, shape: Shape) -> dict[str, Any]:
-        """Chunks of a rank whose forwards the file's programs offload, any of them."""
+        """The number of chunks of a rank that offload in the file's programs, as a setting."""
         ran = (at for program in self.plan.programs for at in program)
         chunks = max((at.chunk + 1 for at in ran if at.op in COPIES_TO_HOST), default=0)
         return {"offload_chunks": chunks} if chunks else {}
 
     def programs(self, spec: PlanSpec) -> Sequence[Line] | None:
-        """The file's own programs, where they were lowered for ``spec``. Those of a file that holds orders alone are
+        """The file's own programs if they were lowered for ``spec``. If a file holds only orders, its programs are
         lowered for the device of the run."""
         of_the_run = ["schedule", "measured", "digest", "group_size", "split_backward"]
         if not isinstance(self.plan.programs, Lines):

@@ -1,5 +1,5 @@
-"""Plans in files: JSON, the whole plan, so that reading gives back an equal ``Plan``; and PyTorch's CSV
-(``torch_csv.py``). ``load_plan`` knows them by their content.
+"""Reads and writes plans in files: as JSON, which holds the whole plan, so that reading gives an equal ``Plan``; and as
+PyTorch's CSV (``torch_csv.py``). ``load_plan`` tells them apart by their content.
 
 The JSON is one object: ``format``, ``version`` (2), ``spec`` (the fields of PlanSpec, and of several modules their
 ``graph``), ``placement``, ``remark``, and
@@ -36,7 +36,7 @@ from megatron_pp.plan.ir.spec import Plan, PlanSpec
 JSON = "json"
 TORCH_CSV = "torch-csv"
 TORCH_CSV_COMMS = "torch-csv-comms"
-TORCH_CSV_WAITS = "torch-csv-waits"  # as PyTorch 2.15 has it
+TORCH_CSV_WAITS = "torch-csv-waits"  # the form of PyTorch 2.15
 FORMATS = (JSON, TORCH_CSV, TORCH_CSV_COMMS, TORCH_CSV_WAITS)
 _HEAD = "megatron_pp.plan"
 _VERSION = 2
@@ -211,7 +211,7 @@ def _number(node: dict[str, Any], key: str, where: str) -> int:
 
 
 def placement_of(spec: PlanSpec, kind: str, barriers: int = 0) -> Placement:
-    """The placement of ``spec``, a graph of modules where it has one. Raises ValueError as Placement does."""
+    """The placement of ``spec``: a graph of modules if the spec has one. Raises ValueError as Placement does."""
     placement = Placement(kind, spec.pipeline_size, spec.num_chunks, barriers)
     of_graph: Placement = getattr(spec, "placement", placement)
     if (of_graph.kind, of_graph.barriers) != (kind, barriers):
@@ -235,7 +235,7 @@ def spec_values(spec: PlanSpec) -> dict[str, Any]:
 
 
 def spec_from_values(values: dict[str, Any]) -> PlanSpec:
-    """The spec of what ``spec_values`` gave, back from a file. Raises FileFormatError, PlanError."""
+    """The spec from the values in a file, as ``spec_values`` gives them. Raises FileFormatError, PlanError."""
     own = {f.name: f.default for f in fields(PlanSpec) if f.name != "added"}
     known = {**own, **SPEC_DEFAULTS}
     graph = values.pop("graph", None)

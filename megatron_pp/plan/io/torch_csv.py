@@ -35,8 +35,8 @@ _ACTION = re.compile(r"(\d{1,9})(F|I|B|W|SEND_F|RECV_F|SEND_B|RECV_B|WAIT_SEND_F
 _WAITS = {"WAIT_SEND_F": ins.FREE_F, "WAIT_SEND_B": ins.FREE_B}
 _PYTORCHS = {free: wait for wait, free in _WAITS.items()}
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B\Z")
-_JOINED = next(iter(JOINED_OPS), "")  # how a group is read; empty where no feature joins operations
-_FSDP = re.compile(rf"\d+({'|'.join(ins.STAGE_OPS)})\d*\Z")  # lowering sets its own
+_JOINED = next(iter(JOINED_OPS), "")  # the op of a group in a file; empty if no feature joins operations
+_FSDP = re.compile(rf"\d+({'|'.join(ins.STAGE_OPS)})\d*\Z")  # skipped on reading: lowering adds its own
 _Row = list[Instruction]  # with stages and microbatches; chunks are not known yet
 
 
@@ -91,8 +91,8 @@ def write_torch_csv(plan: Plan, comms: bool = False, waits: bool = False) -> str
 
 
 def _check_one_queue(plan: Plan) -> None:
-    """Raises FileFormatError where two ranks post the messages of one direction in different orders: PyTorch has one
-    queue for activations and gradients, and would hand them over as each other."""
+    """Raises FileFormatError if two ranks post the messages of one direction in different orders. PyTorch has one queue
+    for activations and gradients, so one would be received as the other."""
     posted: dict[bool, dict[tuple[int, int], list[Message]]] = {True: defaultdict(list), False: defaultdict(list)}
     for rank, program in enumerate(plan.programs):
         for at in (one for entry in program for one in _with_posts(entry) if one.op in POST_OPS):
@@ -107,7 +107,7 @@ def _check_one_queue(plan: Plan) -> None:
 
 
 def _with_posts(at: Instruction) -> Sequence[Instruction]:
-    """A batch's members; joined operations, and behind them the sends that go out within them."""
+    """The members of a batch; of joined operations, the operations and behind them the sends that go out within."""
     if at.op in JOINED_OPS:
         alone = at._replace(members=ins.operations(at))
         return alone, *(member for member in at.members if member.op in POST_OPS)
@@ -126,16 +126,16 @@ def _cell(at: Instruction) -> str:
 
 
 def _completed(spec: PlanSpec, placement: Placement, rank: int, program: Sequence[Instruction]) -> list[Instruction]:
-    """A rank's compute, sends and receives with what PyTorch's rows imply: each WAIT and hand-off right before its use,
-    each FREE ``release_after`` operations after its send and before its own backward, or where the row waits for the
-    send if that is earlier, and syncs.
+    """A rank's compute, sends and receives, together with the instructions that PyTorch's rows imply: each WAIT and
+    hand-off right before its use; each FREE ``release_after`` operations after its send and before its own backward, or
+    earlier if the row waits for the send earlier; and syncs.
     """
     compute = [at for at in program if at.op not in ins.TRANSFER_OPS]
     before, after = syncs_of(spec, rank, compute)
     backwards = {
         (at.stage, at.mb): i for i, entry in enumerate(compute) for at in each([entry]) if at.op in ins.BACKWARD_OPS
     }
-    due: dict[Instruction, int] = {}  # each FREE that is to come: before which operation
+    due: dict[Instruction, int] = {}  # a FREE that is still to come -> the operation before which it is due
     sent: set[Instruction] = set()
     completed: list[Instruction] = []
     index = 0
@@ -164,7 +164,7 @@ def _completed(spec: PlanSpec, placement: Placement, rank: int, program: Sequenc
 
 
 def _inputs(placement: Placement, rank: int, at: Instruction) -> list[Instruction]:
-    """The WAIT or hand-off of the input of ``at``."""
+    """The WAIT or hand-off that brings the input of ``at``."""
     source = source_of(at.op, at.stage, placement.num_stages)
     if source is None:
         return []
@@ -276,7 +276,7 @@ def _check_complete(rows: list[_Row], placement: Placement) -> int:
 
 
 def _on_rank(at: Instruction, placement: Placement, rank: int) -> Instruction:
-    """``at`` with its chunk in place of its stage. Raises FileFormatError where ``rank`` does not hold the stage."""
+    """``at`` with its chunk in place of its stage. Raises FileFormatError if ``rank`` does not hold the stage."""
     if at.members:
         if len(at.members) != 2:
             raise FileFormatError(f"row {rank + 1}: {_cell(at)}: a pair is of two actions, a forward and a backward")

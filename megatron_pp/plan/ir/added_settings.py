@@ -1,4 +1,4 @@
-"""The settings of a plan's spec that features have. For type checkers alone: when a program runs, ``feature.py`` takes
+"""The settings that features add to a plan's spec, for type checkers only. When a program runs, ``feature.py`` takes
 them from the table of features.
 """
 
@@ -15,13 +15,13 @@ class SpecSettings:
     """The settings of ``feature_table.SPEC_DEFAULTS``.
 
     skip_tensors      named tensors that stages send to later ones, or their declaration as text
-    skip_cache        what ranks keep of them, so that it is not sent again: one of CACHES
+    skip_cache        which named tensors a rank keeps, so that they are not sent again: one of CACHES
     offload_chunks    chunks of every rank, from its first, whose forwards are offloaded; None: the schedule's own
     offload_slots     compute slots for which a copy between device and host is placed (>= 1)
-    slices            of every sequence; where there are several, operations and messages are of one slice
+    slices            number of slices of every sequence; with several, operations and messages are of one slice
     fsdp_collectives  how stages' parameters are gathered and their gradients reduced over data-parallel replicas;
                       empty: the plan does neither
-    fsdp_max_active_stages  of a rank, whose parameters may be whole at a time; 0: all
+    fsdp_max_active_stages  how many stages of a rank may have whole parameters at a time; 0: all
     overlap_pairs     a forward right before a full backward of another microbatch is a pair that runs as one
     """
 

@@ -1,5 +1,5 @@
-"""The loop that advances ranks: lowering's clock, orders, ``verify`` and the simulator say what a rank does in its
-turn.
+"""The loop that advances ranks in time. Lowering's clock, orders, ``verify`` and the simulator use it; each says what a
+rank does in its turn.
 """
 
 from collections.abc import Callable, Iterable
@@ -10,7 +10,7 @@ What = TypeVar("What")
 
 
 class Agenda(Generic[What]):
-    """What happens when, in any unit of time. Of two at one time, the one that was planned first happens first."""
+    """Planned events, in any unit of time. Of two events at one time, the one that was planned first happens first."""
 
     def __init__(self, first: Iterable[What] = ()) -> None:
         self._due: list[tuple[float, int, What]] = []
@@ -23,7 +23,7 @@ class Agenda(Generic[What]):
         heappush(self._due, (when, self._planned, what))
 
     def run(self, happen: Callable[[What, float], object]) -> None:
-        """Call ``happen(what, when)`` for what is planned, and for what that plans in turn, until nothing is left."""
+        """Call ``happen(what, when)`` for each planned event, also those that such calls plan, until none is left."""
         due = self._due
         while due:
             when, _, what = heappop(due)

@@ -30,7 +30,7 @@ PROOFS = {
     ORDER: "each rank's program runs the compute order of its schedule",
     REPETITION: "proven for fewer microbatches, and that the block between them can be repeated",
 }
-"""What each rule of a certificate says of the plan."""
+"""Rule of a certificate -> what it says about the plan."""
 
 
 def _for_json(value: Any) -> Any:
@@ -53,7 +53,7 @@ class Certificate:
 
     @classmethod
     def of(cls, rules: Sequence[str], device: Sequence[str], spec: Any, programs: Sequence[Line]) -> Certificate:
-        """For the plan of ``spec`` with these programs."""
+        """The certificate for the plan of ``spec`` with these programs."""
         values = {name: _for_json(value) for name, value in spec.values().items()}
         return cls(tuple(rules), tuple(device), values, programs)
 
@@ -66,11 +66,11 @@ class Certificate:
         for rank, program in enumerate(self.programs):
             found.update(f"rank {rank}: {format_program(program)}\n".encode())
         if isinstance(self.programs, Lines):
-            self.programs.forget()  # a rank makes its own again
+            self.programs.forget()  # saves memory; each rank makes its own program again
         return f"sha256:{found.hexdigest()}"
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The certificate as a value for JSON."""
         lists = {"rules": list(self.rules), "device": list(self.device)}
         return {**lists, "spec": dict(self.spec), "digest": self.digest}
 

@@ -1,5 +1,5 @@
-"""What an operation depends on, and which message an instruction moves on which channel, for all that follows a plan:
-lowering, clock, lifetime, rendezvous, simulator, search, drawings.
+"""Says what an operation depends on, and which message an instruction moves on which channel. Everything that follows a
+plan uses it: lowering, the clock, lifetime, rendezvous, the simulator, searches and drawings.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Instruction
 
 Result = tuple[str, int]
-"""What an operation leaves, and its stage: FORWARD (an output), BACKWARD (an input gradient) or one of PASS_OPS."""
+"""The result of an operation, and its stage: FORWARD (an output), BACKWARD (an input gradient) or one of PASS_OPS."""
 
 RESULT_OF = {FORWARD: FORWARD, BACKWARD: BACKWARD, INPUT_GRAD: BACKWARD}
-"""What an operation leaves for other stages; a weight gradient leaves nothing."""
+"""Operation -> its result for other stages; a weight gradient has none."""
 
 TOWARDS = {FORWARD: 1, BACKWARD: -1}
-"""Stages that a result travels."""
+"""Result -> the number of stages that it moves on, negative towards the first stage."""
 
 
 class Moves(NamedTuple):
@@ -35,16 +35,16 @@ MOVES = {
     BACKWARD: Moves(ins.RECV_B, ins.WAIT_B, ins.HAND_B, ins.SEND_B, ins.FREE_B),
 }
 KIND_OF = {op: kind for kind, moves in MOVES.items() for op in moves}
-"""FORWARD for what moves an activation, BACKWARD for what moves a gradient."""
-_AT_RECEIVER = frozenset({*MOVES[FORWARD][:3], *MOVES[BACKWARD][:3]})  # what the receiving stage runs
+"""Instruction -> FORWARD if it moves an activation, BACKWARD if it moves a gradient."""
+_AT_RECEIVER = frozenset({*MOVES[FORWARD][:3], *MOVES[BACKWARD][:3]})  # instructions that the receiving stage runs
 _TO_RECEIVER = {op: 0 if op in _AT_RECEIVER else TOWARDS[kind] for op, kind in KIND_OF.items()}
 
 
 @lru_cache(maxsize=1 << 16)
 def inputs_of(op: str, stage: int, num_stages: int) -> tuple[Result, ...]:
-    """The results, of the same microbatch (and part), that a compute operation of ``stage`` needs: a forward the
+    """The results of the same microbatch (and part) that a compute operation of ``stage`` needs. A forward needs the
     output of the stage before; a backward (B or I) its own forward and the input gradient of the stage after; a weight
-    gradient its own input gradient; a pass none.
+    gradient its own input gradient; a pass nothing.
     """
     if op == WEIGHT_GRAD:
         return ((BACKWARD, stage),)
@@ -58,13 +58,13 @@ def inputs_of(op: str, stage: int, num_stages: int) -> tuple[Result, ...]:
 
 @lru_cache(maxsize=1 << 16)
 def source_of(op: str, stage: int, num_stages: int) -> int | None:
-    """The other stage whose result a compute operation of ``stage`` needs; None where there is none."""
+    """The other stage whose result a compute operation of ``stage`` needs; None if there is none."""
     return next((source for _, source in inputs_of(op, stage, num_stages) if source != stage), None)
 
 
 @lru_cache(maxsize=1 << 16)
 def consumer_of(op: str, stage: int, num_stages: int) -> int | None:
-    """The other stage that needs the result of a compute operation of ``stage``; None where there is none."""
+    """The other stage that needs the result of a compute operation of ``stage``; None if there is none."""
     if op not in RESULT_OF:
         return None
     target = stage + TOWARDS[RESULT_OF[op]]
@@ -74,8 +74,8 @@ def consumer_of(op: str, stage: int, num_stages: int) -> int | None:
 class Message(NamedTuple):
     """One tensor between two stages.
 
-    kind   FORWARD for an activation, BACKWARD for a gradient; of a collective, what posts it
-    stage  the stage that receives it; NONE where every rank does
+    kind   FORWARD for an activation, BACKWARD for a gradient; for a collective, the op that posts it
+    stage  the stage that receives it; NONE if every rank does
     """
 
     kind: str
@@ -94,17 +94,17 @@ class Channel(NamedTuple):
 
 
 def message_of(at: Instruction) -> Message:
-    """The message that a send, receive, WAIT, FREE or hand-off is about, or the collective."""
+    """The message of a send, receive, WAIT, FREE or hand-off, or the collective of an instruction."""
     op = at.op
     if op in ins.COLLECTIVE_OPS:  # one of all ranks, or of the replicas of one
         stage = at.stage if op in ins.STAGE_OPS else ins.NONE
         return Message(ins.POST_OF.get(op, op), stage, at.mb, at.part, at.tensor)
     fields = (KIND_OF[op], at.stage + _TO_RECEIVER[op], at.mb, at.part, at.tensor)
-    return tuple.__new__(Message, fields)  # in a third of the time of Message(...): this is a hot path
+    return tuple.__new__(Message, fields)  # a hot path: this takes a third of the time of Message(...)
 
 
 def channel_of(at: Instruction, rank: int) -> Channel:
-    """The channel of that message, where ``at`` is an instruction of ``rank``."""
+    """The channel of the message of ``at``, an instruction of ``rank``."""
     kind = KIND_OF[at.op]
     return Channel(at.peer, rank, kind) if at.op in _AT_RECEIVER else Channel(rank, at.peer, kind)
 

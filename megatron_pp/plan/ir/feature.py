@@ -1,5 +1,5 @@
-"""What a feature adds to plans: rows for the core's tables, and hooks where plans are made and verified. Both are in
-modules of its folder, which load where a plan has the feature (docs/adding_an_instruction.md).
+"""What a feature adds to plans: rows for the core's tables, and hooks that are called when plans are made and verified.
+Both are in modules of its folder, which are loaded if a plan has the feature (docs/adding_an_instruction.md).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ Spec = TypeVar("Spec", bound=type)
 class PlanFeature:
     """The rows of a feature, by op.
 
-    names     in words, for error messages
-    rules     what is valid
-    facts     in words, by fact: a bit that no other feature has
+    names     the op in words, for error messages
+    rules     when the op is valid
+    facts     fact -> words; a fact is a bit that no other feature has
     lacking   why a plan without the feature has none of its instructions
-    changes   of memory, in all stages or by site
-    in_order  of what the loss stage's rank runs in the order of microbatches: name and reason in words
-    ends_use  the posts whose tensor nothing reads any more behind the op
-    check_members  of joined operations: raises InstructionError for members that it does not join
-    outside   of joined operations: what stands before or behind them, in words
+    changes   changes of memory, in all stages or by site
+    in_order  ops that the loss stage's rank runs in the order of microbatches: name and reason in words
+    ends_use  posts whose tensor is not read any more after the op
+    check_members  for joined operations: raises InstructionError for members that the feature does not join
+    outside   for joined operations: what is before or after them, in words
     """
 
     names: Mapping[str, str]
@@ -54,7 +54,7 @@ _CONFIG_VALUES, _CONFIG_DEFAULTS = attrgetter(*_CONFIG), tuple(_CONFIG.values())
 
 
 class _Settings:
-    """The settings of features as attributes of a spec, whose ``added`` has those that are not the defaults."""
+    """The settings of features as attributes of a spec. Its field ``added`` has those that are not the defaults."""
 
     added: Settings
 
@@ -68,7 +68,7 @@ SpecSettings = _Settings
 
 
 def with_settings(added: Settings, given: Mapping[str, Any]) -> Settings:
-    """``added`` with other values for those of ``given``; a setting has one value in one form."""
+    """``added`` with the values of ``given`` in place of its own. Defaults are left out: a setting has one form."""
     values = {**SPEC_DEFAULTS, **dict(added), **given}
     return tuple((name, value) for name, value in values.items() if not _same(value, SPEC_DEFAULTS[name]))
 
@@ -78,12 +78,12 @@ def _same(value: Any, default: Any) -> bool:
 
 
 def known_settings(**settings: Any) -> dict[str, Any]:
-    """Those of ``settings`` that a feature of this package has."""
+    """The ``settings`` that belong to a feature of this package."""
     return {name: value for name, value in settings.items() if name in SPEC_DEFAULTS}
 
 
 def takes_settings(kind: Spec) -> Spec:
-    """A dataclass of a spec that takes each setting of a feature as an argument by its own name."""
+    """Makes the dataclass of a spec take each setting of a feature as an argument of its own name."""
     make: Any = vars(kind)["__init__"]
 
     @wraps(make)
@@ -110,18 +110,18 @@ def rows_of(name: str) -> PlanFeature:
 
 
 def rows_of_barriers() -> Iterator[PlanFeature]:
-    """Of features that take part in plans whose placement has barriers."""
+    """The rows of features that take part in plans whose placement has barriers."""
     return (rows_of(row.rows) for row in FEATURES if row.of_barriers)
 
 
 def rows_of_names() -> PlanFeature:
-    """Of the feature whose messages have names."""
+    """The rows of the feature whose messages have names."""
     found = next((row.rows for row in FEATURES if row.of_names), None)
     return PlanFeature({}, {}, {}, "no message has a name") if found is None else rows_of(found)
 
 
 def hooks_of(added: Iterable[tuple[str, Any]], barriers: int = 0) -> tuple[PlanHooks, ...]:
-    """The hooks of features that have one of these settings, or take part where a placement has barriers."""
+    """The hooks of features that own one of these settings, or that take part if a placement has barriers."""
     return _hooks(tuple(name for name, _ in added), barriers > 0)
 
 
@@ -131,14 +131,14 @@ def _hooks(names: tuple[str, ...], placed: bool) -> tuple[PlanHooks, ...]:
 
 
 def rows_asked_by(config: Any) -> tuple[Row, ...]:
-    """Those of features that ``config`` has settings of."""
+    """The rows of features for which ``config`` has settings."""
     if _CONFIG_VALUES(config) == _CONFIG_DEFAULTS:
         return ()
     return tuple(row for row in FEATURES if any(getattr(config, name) != value for name, value in row.config.items()))
 
 
 def hooks_asked_by(config: Any, joins: bool = False) -> tuple[PlanHooks, ...]:
-    """The hooks of these features, and where the model ``joins`` operations, of the one whose instructions are such."""
+    """The hooks of these features and, if the model ``joins`` operations, those of the feature that joins them."""
     rows = rows_asked_by(config)
     if joins:
         rows += tuple(row for row in FEATURES if row not in rows and any(op.kind == JOINED for op in row.ops.values()))
@@ -146,19 +146,19 @@ def hooks_asked_by(config: Any, joins: bool = False) -> tuple[PlanHooks, ...]:
 
 
 def part_word() -> str:
-    """What a part of a microbatch is, for a sentence."""
+    """The word for a part of a microbatch, such as "slice"."""
     return words_of_features("part_word") or "part"
 
 
 def words_of_parts(parts: range, part: int) -> str:
-    """Which parts there are, in an error about ``part`` of a microbatch."""
+    """The parts that exist, in words for an error about ``part`` of a microbatch."""
     if len(parts) > 1:
         return f", {part_word()}s 0..{parts[-1]}"
     return ", all of them whole" if part >= 0 else ""
 
 
 def words_of_features(name: str) -> str:
-    """What the hooks of all features say under this name, for a sentence of the core's."""
+    """The words of all features' hooks under this name, for an error message of the core."""
     return "; ".join(words for hooks in _loaded(FEATURES) if (words := getattr(hooks, name)))
 
 

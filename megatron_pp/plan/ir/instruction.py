@@ -48,13 +48,13 @@ GRAD_SYNC = "GRAD_SYNC"  # config.grad_sync_func[chunk]
 # Several sends and receives as one grouped call.
 BATCH = "BATCH"
 
-BACKWARD_OPS = frozenset({BACKWARD, INPUT_GRAD})  # what makes an input gradient
-GRADIENT_OPS = frozenset({BACKWARD, WEIGHT_GRAD})  # what completes weight gradients
+BACKWARD_OPS = frozenset({BACKWARD, INPUT_GRAD})  # ops that make an input gradient
+GRADIENT_OPS = frozenset({BACKWARD, WEIGHT_GRAD})  # ops that complete weight gradients
 PASSES = tuple(op for op, row in feature_table.FEATURE_OPS.items() if row.kind == feature_table.PASS)
 PASS_OPS = frozenset(PASSES)
-LAST_PASS = frozenset(PASSES[-1:])  # completes the weight gradients of what every rank runs
+LAST_PASS = frozenset(PASSES[-1:])  # the pass that completes the weight gradients of the layer on every rank
 SINGLE_COMPUTE_OPS = frozenset({FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD}) | PASS_OPS
-JOINED_OPS = of_kind(feature_table.JOINED)  # operations that run as one, each with its send where that goes out within
+JOINED_OPS = of_kind(feature_table.JOINED)  # ops for operations that run as one, with sends that go out within them
 COMPUTE_OPS = SINGLE_COMPUTE_OPS | JOINED_OPS
 SEND_OPS = frozenset({SEND_F, SEND_B})
 RECV_OPS = frozenset({RECV_F, RECV_B})
@@ -89,19 +89,19 @@ POST_OF = {
     FREE_B: SEND_B,
     **{op: row.post for op, row in feature_table.FEATURE_OPS.items() if op in COLLECTIVE_WAITS},
 }
-"""What a WAIT or FREE of a message or a collective waits for."""
+"""WAIT or FREE of a message or a collective -> the post that it waits for."""
 
 FINISHED_BY = {post: finish for finish, post in POST_OF.items()}
-"""The WAIT or FREE that waits for it."""
+"""Post -> the WAIT or FREE that waits for it."""
 
 COPY_OF = {op: row.post for op, row in feature_table.FEATURE_OPS.items() if row.kind == feature_table.COPY_WAIT}
-"""The copy between device and host that a wait waits for."""
+"""WAIT -> the copy between device and host that it waits for."""
 
 SENT_BY = {FORWARD: SEND_F, BACKWARD: SEND_B}
-"""What sends the result of an operation."""
+"""Operation -> the instruction that sends its result."""
 
 NONE = -1  # a stage that is not placed, no microbatch, no peer, no part
-_new = tuple.__new__  # makes an Instruction in a third of the time of Instruction(...)
+_new = tuple.__new__  # takes a third of the time of Instruction(...)
 BRACKETS = {BATCH: ("[", "]"), **dict.fromkeys(JOINED_OPS, ("(", ")"))}
 
 
@@ -113,9 +113,9 @@ class Instruction(NamedTuple):
     mb       microbatch; NONE for CHUNK_OPS and groups
     peer     for TRANSFER_OPS the pipeline rank at the other end; else NONE
     chunk    model chunk on its rank
-    part     part of the microbatch; NONE where microbatches are whole
+    part     part of the microbatch; NONE if microbatches are whole
     tensor   name of the tensor that is moved; empty where an edge has one tensor
-    members  what one of GROUP_OPS consists of
+    members  the instructions in one of GROUP_OPS
     """
 
     op: str
@@ -149,29 +149,29 @@ class Instruction(NamedTuple):
 
     @property
     def where(self) -> str:
-        """What it works on, in words: ``chunk 0, microbatch 3``."""
+        """The chunk and microbatch in words: ``chunk 0, microbatch 3``."""
         text: str = load("instruction_text").where_of(self)
         return text
 
 
 def refusal(rank: int, at: Instruction, why: str) -> PlanError:
-    """The error about ``at`` of ``rank``."""
+    """The error that ``at`` of ``rank`` is refused."""
     return PlanError(f"rank {rank}: {at} ({at.name}): {why}")
 
 
 @lru_cache(maxsize=1 << 18)
 def instruction(op: str, chunk: int, mb: int = NONE, part: int = NONE) -> Instruction:
-    """``op`` of (chunk, mb), or of its ``part``, not placed; equal ones are one object."""
+    """``op`` of (chunk, mb), or of its ``part``, not placed. Equal instructions are one object."""
     return Instruction(op, mb=mb, chunk=chunk, part=part)
 
 
 def placed(op: str, stage: int, mb: int, peer: int, chunk: int, part: int = NONE, tensor: str = "") -> Instruction:
-    """The instruction of these fields."""
+    """The instruction with these fields."""
     return _new(Instruction, (op, stage, mb, peer, chunk, part, tensor, ()))
 
 
 def later(at: Instruction, microbatches: int) -> Instruction:
-    """``at`` of the microbatch that many later; where it has none, as it is."""
+    """``at`` with a microbatch later by ``microbatches``; unchanged if it has no microbatch."""
     op, stage, mb, peer, chunk, part, tensor, members = at
     if members:
         members = tuple(later(member, microbatches) for member in members)
@@ -190,7 +190,7 @@ def batch(members: Iterable[Instruction]) -> Instruction:
 
 
 def joined(op: str, members: Iterable[Instruction]) -> Instruction:
-    """The members as one instruction of JOINED_OPS. Raises InstructionError for those that it cannot have."""
+    """The members as one instruction of JOINED_OPS. Raises InstructionError for members that it cannot have."""
     inside = tuple(members)
     rows = feature_of(op)
     assert rows is not None
@@ -200,14 +200,14 @@ def joined(op: str, members: Iterable[Instruction]) -> Instruction:
 
 
 def operations(at: Instruction) -> tuple[Instruction, ...]:
-    """Those of a joined instruction, without sends; any other instruction as it is."""
+    """The operations of a joined instruction, without sends. Any other instruction is returned as it is."""
     return tuple(m for m in at.members if m.op in SINGLE_COMPUTE_OPS) if at.op in JOINED_OPS else (at,)
 
 
 def join(
     order: Iterable[Instruction], joins: Callable[[Instruction, Instruction], Instruction | None]
 ) -> list[Instruction]:
-    """The order with two operations in a row as one entry where ``joins`` gives one for them."""
+    """The order in which two operations in a row are one entry if ``joins`` returns an instruction for them."""
     found: list[Instruction] = []
     for at in order:
         both = joins(found[-1], at) if found else None
@@ -224,7 +224,7 @@ def each(program: Iterable[Instruction]) -> Iterator[Instruction]:
 
 
 def numbered(program: Iterable[Instruction]) -> Iterator[tuple[int, Instruction]]:
-    """As ``each``, with the index of the entry that holds it."""
+    """As ``each``; every instruction comes with the index of the entry that holds it."""
     return ((i, one) for i, at in enumerate(program) for one in at.members or (at,))
 
 

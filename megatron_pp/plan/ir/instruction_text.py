@@ -62,7 +62,7 @@ _NAMES = {
 
 
 def op_name(op: str) -> str:
-    """In words."""
+    """``op`` in words."""
     rows = feature.feature_of(op)
     return (_NAMES if rows is None else rows.names)[op]
 

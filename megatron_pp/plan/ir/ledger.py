@@ -1,5 +1,5 @@
-"""The ledger of memory: what each instruction adds to what a rank keeps, for all who count it: verification, the
-simulator, searches, ``advise`` and drawings.
+"""The ledger of memory: how each instruction changes the memory of a rank. Verification, the simulator, searches,
+``advise`` and drawings all count by it.
 """
 
 from collections import namedtuple
@@ -14,7 +14,7 @@ _TENSORS = "outputs", "inputs", "act_buffers", "output_grads", "input_grads", "g
 _VIEWS = "pending_sends", "in_flight", "weight_backlog", "on_host"
 _ADDED = [one for row in FEATURES for one in row.tensors], [one for row in FEATURES for one in row.views]
 _NAMES = *_TENSORS, *_ADDED[0], *_VIEWS, *_ADDED[1]
-_named: Any = namedtuple  # type checkers do not know the names
+_named: Any = namedtuple  # as Any, because type checkers do not know the names of its fields
 
 
 class Memory(_named("_Counts", _NAMES, defaults=[0] * len(_NAMES))):  # type: ignore[misc]
@@ -22,18 +22,18 @@ class Memory(_named("_Counts", _NAMES, defaults=[0] * len(_NAMES))):  # type: ig
 
     outputs        stage outputs that still hold their data
     inputs         received (or handed) activations kept for the backward
-    act_buffers    posted receives of activations that were not waited yet
+    act_buffers    posted receives of activations that were not waited for yet
     output_grads   received (or handed) gradients kept for the backward
     input_grads    input gradients that still hold their data
-    grad_buffers   posted receives of gradients that were not waited yet
+    grad_buffers   posted receives of gradients that were not waited for yet
 
-    Views on them, not more of them:
+    Further counts of the same tensors:
 
     pending_sends  sends posted and not released (their tensors are among outputs and input_grads)
     in_flight      forwards, each of a chunk and a microbatch or its part, whose backward has not run: what autograd
                    keeps on the device
     weight_backlog input gradients whose W has not run
-    on_host        those with a buffer in host memory, to which they were copied
+    on_host        forwards that have a buffer in host memory, to which their activations were copied
 
     Features add tensors and views of their own (``Row.tensors``, ``Row.views``).
     """
@@ -51,14 +51,14 @@ VIEWS = KINDS["pending_sends"]  # the first that counts no more tensors
 
 
 class Site(NamedTuple):
-    """What the changes of a stage depend on; by default a middle stage with its neighbours on other ranks.
+    """The facts on which the changes of a stage depend; by default those of a middle stage with neighbours elsewhere.
 
     has_input   whether a stage before it makes its input
     has_output  whether a stage behind it, or a collective, uses its output
     is_root     whether collectives bring its output to all ranks
-    handed_in   whether the stage before is on the same rank
-    handed_on   whether the stage behind is
-    gives_back  whether an output's data goes when it was sent or handed on, and not with its backward
+    handed_in   whether the stage before it is on the same rank
+    handed_on   whether the stage behind it is on the same rank
+    gives_back  whether an output's data is freed once it was sent or handed on, and not by its backward
     trains      whether there are backwards
     barriers    of the placement
     """
@@ -74,7 +74,7 @@ class Site(NamedTuple):
 
     @property
     def own_input(self) -> bool:
-        """Whether its input is a tensor of its own, and not the output of the stage before."""
+        """Whether the stage's input is a tensor of its own, and not the output of the stage before."""
         return self.has_input and (self.gives_back or not self.handed_in)
 
 
@@ -91,7 +91,7 @@ def _backward(at: Site) -> Memory:
 _CHANGES: Mapping[str, Memory | Callable[[Site], Memory]] = {
     ins.RECV_F: Memory(act_buffers=1),
     ins.WAIT_F: Memory(act_buffers=-1, inputs=1),
-    # Given back, the output's storage becomes the input's; else it stays the output's until its backward.
+    # If outputs are freed early, the output's storage becomes the input's. Otherwise its backward frees it.
     ins.HAND_F: lambda at: Memory(outputs=-1, inputs=1) if at.gives_back else Memory(),
     ins.FORWARD: lambda at: Memory(
         outputs=at.has_output, inputs=-(at.has_input and not at.trains), in_flight=at.trains
@@ -110,14 +110,14 @@ _CHANGES: Mapping[str, Memory | Callable[[Site], Memory]] = {
 
 
 def change_of(op: str, site: Site) -> Memory:
-    """What ``op`` adds to the memory."""
+    """The change of memory by ``op``."""
     feature = feature_of(op)
     change = (_CHANGES if feature is None else feature.changes).get(op, Memory())
     return change(site) if callable(change) else change
 
 
 class _Column(dict[str, int]):
-    """By op, what it adds to one kind of memory in a plan that trains; kept, as searches ask all the time."""
+    """Op -> its change of one kind of memory in a training plan. Values are kept: searches look them up often."""
 
     def __init__(self, name: str) -> None:
         self.kind = KINDS[name]

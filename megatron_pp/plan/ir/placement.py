@@ -24,10 +24,10 @@ PLACEMENTS = (LOOP, V_SHAPE)
 
 @dataclass(frozen=True)
 class Placement:
-    """Stage <-> (rank, chunk), for P ranks with V chunks each.
+    """Maps stages to (rank, chunk) and back, for P ranks with V chunks each.
 
-    ``barriers``: 0 where a microbatch is over with the last stage's forward and backward. Else each rank, of one chunk,
-    also runs a share of what lies between the two, with this number of collectives (1 or 2) of all ranks.
+    ``barriers``: with 0, the last stage's backward follows its forward. With 1 or 2, all ranks (of one chunk each) run
+    shares of a layer between the two, connected by this number of collectives of all ranks.
 
     Raises ValueError for a kind that is not in PLACEMENTS or sizes below 1.
     """
@@ -74,24 +74,24 @@ class Placement:
         return self.stage(rank, chunk) == self.num_stages - 1
 
     def crosses_ranks(self, stage: int) -> bool:
-        """Whether what stage ``stage`` hands to ``stage + 1`` travels between ranks; the last one hands nothing on."""
+        """Whether ``stage`` sends its output to another rank. The last stage sends nothing."""
         return stage + 1 < len(self.homes) and self.homes[stage][0] != self.homes[stage + 1][0]
 
     @cached_property
     def rank_edges(self) -> tuple[tuple[int, int], ...]:
-        """(source, destination) ranks between which activations travel, sorted; gradients go the other way."""
+        """The (source, destination) ranks of activations, sorted. Gradients go the other way."""
         edges = {(self.homes[s][0], self.homes[s + 1][0]) for s in range(self.num_stages - 1) if self.crosses_ranks(s)}
         return tuple(sorted(edges))
 
     def collected_inputs(self, op: str, stage: int) -> tuple[Result, ...]:
-        """What collectives bring an operation, where there are barriers."""
+        """The results that collectives bring to an operation if there are barriers."""
         if not self.barriers:
             return ()
         return tuple(one for hooks in hooks_of((), self.barriers) for one in hooks.inputs(op, stage, self))
 
     def place(self, rank: int, program: Iterable[Instruction]) -> tuple[Instruction, ...]:
-        """``program`` of ``rank`` with stages and peers; NONE where there is no such chunk or neighbour, which
-        ``verify`` refuses.
+        """``program`` of ``rank`` with stages and peers. They are NONE if there is no such chunk or neighbour, and
+        ``verify`` then refuses the plan.
         """
         sites: dict[tuple[str, int], tuple[int, int]] = {}  # (op, chunk) -> (stage, peer)
         result = []
@@ -101,12 +101,12 @@ class Placement:
                 result.append(at._replace(members=self.place(rank, members)))
                 continue
             stage, peer = sites.get((op, chunk)) or sites.setdefault((op, chunk), self.site(rank, op, chunk))
-            # In a third of the time of Instruction(...).
+            # This takes a third of the time of Instruction(...).
             result.append(tuple.__new__(Instruction, (op, stage, mb, peer, chunk, part, tensor, ())))
         return tuple(result)
 
     def site(self, rank: int, op: str, chunk: int) -> tuple[int, int]:
-        """(stage, peer) of an instruction; NONE where there is none."""
+        """The (stage, peer) of an instruction; NONE if there is none."""
         if not 0 <= chunk < self.num_chunks:
             return NONE, NONE
         stage = self.stages[rank][chunk]

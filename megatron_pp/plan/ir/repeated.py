@@ -1,7 +1,7 @@
-"""Programs whose steady state is repeated: a plan for more microbatches from one for fewer.
+"""Programs whose steady state is repeated, which make a plan for more microbatches from a plan for fewer.
 
-A *block* is a stretch of every rank's program after which the pipeline is as it was before it, some microbatches later.
-``verify`` proves that of a block (docs/proofs.md, "A new number of microbatches").
+A *block* is a stretch of every rank's program. After it the pipeline is in the same state as before it, with a few
+microbatches more done. ``verify`` proves this for each block (docs/proofs.md, "A new number of microbatches").
 """
 
 from abc import abstractmethod
@@ -17,11 +17,11 @@ Line = tuple[Instruction, ...]
 
 
 class RepetitionError(PlanError):
-    """A block does not leave the pipeline as it found it, so that it cannot be repeated."""
+    """A block cannot be repeated, because it does not leave the pipeline in the state in which it found it."""
 
 
 class Block(NamedTuple):
-    """Instructions ``starts[r]`` up to ``ends[r]`` of each rank r; ``microbatches``: by how many a copy is later."""
+    """Instructions ``starts[r]`` up to ``ends[r]`` of each rank r. A copy is later by ``microbatches``."""
 
     starts: tuple[int, ...]
     ends: tuple[int, ...]
@@ -32,7 +32,7 @@ class Block(NamedTuple):
 
 
 class Lines(Sequence[Line]):
-    """One line of instructions per rank, made and kept when it is asked for. Equal to a tuple of the same lines."""
+    """One line of instructions per rank, made on first use and kept. Equal to a tuple of the same lines."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
@@ -76,7 +76,7 @@ class Repeating(NamedTuple):
     made: dict[tuple[int, int], tuple[Task, ...]]
 
     def tasks(self, rank: int, copy: int) -> tuple[Task, ...]:
-        """Copy 0 is the program up to the end of the block, copy k the block k times later; each is made once."""
+        """The tasks of a copy, made once. Copy 0 is the program up to the block's end, copy k the k-th repetition."""
         found = self.made.get((rank, copy))
         if found is None:
             start, end = self.block.of(rank)
@@ -86,7 +86,7 @@ class Repeating(NamedTuple):
 
 
 class Repeated(Lines):
-    """The programs of ``repeating``, with the block ``times`` times more."""
+    """The programs of ``repeating`` with the block repeated ``times`` more times."""
 
     def __init__(self, repeating: Repeating, times: int) -> None:
         super().__init__(len(repeating.programs))

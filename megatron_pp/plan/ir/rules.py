@@ -1,8 +1,8 @@
-"""When an instruction is valid in a rank's program: one rule per op.
+"""One rule for each op: when its instruction is valid in a rank's program.
 
-A *cell* is one (stage, microbatch) on its rank, or a message with a name of it; its facts are bits. An instruction
-needs facts, must find neither its own fact there nor one that bars it, and adds its own. ``facts_at_end`` are the facts
-of each cell of a finished program: with them every handle is waited exactly once, and nothing stays alive.
+A *cell* is one (stage, microbatch) on its rank, or a message of it that has a name. Its facts are bits. An instruction
+needs some facts, must not find its own fact or one that bars it, and adds its own fact. ``facts_at_end`` are the facts
+of each cell of a finished program. They mean that every handle was waited for exactly once and nothing stays alive.
 """
 
 from collections.abc import Iterator
@@ -36,8 +36,8 @@ _WORDS = {
 class Rule(NamedTuple):
     """The facts that an instruction needs, adds, and is barred by.
 
-    may   added facts that only some cells of a plan that trains have
-    then  operations that need other facts once it has run, and these facts
+    may   added facts that only some cells of a training plan have
+    then  operation -> the facts that it needs instead, once this instruction has run
     """
 
     needs: int
@@ -66,14 +66,14 @@ RULES = {
 
 
 def rule_of(op: str) -> Rule | None:
-    """The rule of ``op``; None for what has none, such as a sync."""
+    """The rule of ``op``; None if it has none, as a sync."""
     feature = feature_of(op)
     return (RULES if feature is None else feature.rules).get(op)
 
 
 def needs_at(op: str, needs: int, stage: int, placement: Placement) -> int:
-    """Of a rule's ``needs`` those at ``stage``: the first stage waits for no input, and the last one for a gradient
-    only where collectives bring one.
+    """The part of a rule's ``needs`` that holds at ``stage``. The first stage waits for no input. The last stage waits
+    for a gradient only if collectives bring one.
     """
     last = placement.num_stages - 1
     needs &= ~(F_HERE if stage == 0 else 0) & ~(B_HERE if stage == last else 0)
@@ -84,7 +84,7 @@ def needs_at(op: str, needs: int, stage: int, placement: Placement) -> int:
 
 
 def facts_at_end(placement: Placement, stage: int, forward_only: bool) -> int:
-    """What must be true of every cell of ``stage`` after the step; weight gradients that were left must run too."""
+    """The facts that every cell of ``stage`` must have after the step; of weight gradients that were left, W too."""
     facts = F_RAN
     if stage > 0:
         remote = placement.crosses_ranks(stage - 1)

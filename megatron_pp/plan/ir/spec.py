@@ -34,13 +34,13 @@ ONE_WAY = "one_way"  # every (source, destination, activation or gradient) is a 
 SHARED = "shared"  # everything between two ranks is one FIFO, in the order each of them posted
 CHANNELS = (ONE_WAY, SHARED)
 
-RENDEZVOUS = "rendezvous"  # a send completes when its receive is posted, a channel runs in posting order: always true
+RENDEZVOUS = "rendezvous"  # always holds: a send completes when its receive is posted; channels run in posting order
 ONE_QUEUE = "one_queue"  # all that a rank issues goes through one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1)
 ANY_WAIT = "any_wait"  # any instruction may wait for an idle device, and so for all that its rank has posted
-DEVICE_SYNC = "device_sync"  # every compute operation does so, as under Megatron's timers at log level 2
+DEVICE_SYNC = "device_sync"  # every compute operation waits so, as under Megatron's timers at log level 2
 STATIC_BUFFERS = "static_buffers"  # graphed layers reuse an input gradient's buffer after the next backward
 DEVICE_RULES = (RENDEZVOUS, ONE_QUEUE, ANY_WAIT, DEVICE_SYNC, STATIC_BUFFERS)
-ON_NCCL = (ONE_QUEUE, ANY_WAIT)  # those for which plans are made by default where they run on NCCL
+ON_NCCL = (ONE_QUEUE, ANY_WAIT)  # the rules for which plans on NCCL are made by default
 
 MOST_TASKS = 10**8  # stages times microbatches times parts: larger plans fit into no host's memory
 
@@ -50,7 +50,7 @@ EXPLICIT = "explicit"  # config.grad_sync_func is called, staggered by rank as M
 
 @dataclass(frozen=True)
 class Shape:
-    """P ranks, V chunks a rank, M microbatches in groups of G (1 <= G <= M), each of so many parts."""
+    """P ranks with V chunks each, M microbatches in groups of G (1 <= G <= M), and the parts of each microbatch."""
 
     pipeline_size: int
     num_chunks: int
@@ -60,14 +60,14 @@ class Shape:
 
     @property
     def parts(self) -> range:
-        """``Instruction.part`` of the operations of one microbatch: NONE alone where microbatches are whole."""
+        """The values of ``Instruction.part`` in one microbatch; only NONE if microbatches are whole."""
         return range(self.num_parts) if self.num_parts > 1 else range(NONE, NONE + 1)
 
 
 @takes_settings
 @dataclass(frozen=True)
 class PlanSpec(SpecSettings):
-    """Everything a plan depends on; hashable, the key of the cache.
+    """Everything a plan depends on. It is hashable, and is the key of the cache.
 
     schedule          family name, a key of ``megatron_pp.plan.orders.SCHEDULES``, or the path of a schedule file
     pipeline_size     P, ranks in the pipeline
@@ -77,8 +77,8 @@ class PlanSpec(SpecSettings):
                       families without groups ignore it
     policy            overlap, batched or plain
     channels          one_way or shared
-    forward_only      evaluation: forwards alone
-    variable_shapes   shapes travel before the tensors
+    forward_only      evaluation: only forwards
+    variable_shapes   shapes are sent before the tensors
     release_after     compute slots between posting a send and its release under ``overlap`` (>= 1)
     lookahead         slots by which a receive is posted ahead of its use, under ``overlap`` on one_way channels (>= 0);
                       under ANY_WAIT 0 posts none ahead, and any other number as early as no wait can hang
@@ -87,7 +87,7 @@ class PlanSpec(SpecSettings):
     measured          times and memory that "auto" and "auto_v" plan for (``measured.py``)
     digest            of the schedule file's content; empty for a named family
     split_backward    whether the model can defer weight gradients; if not, the plan has no W
-    device            which of DEVICE_RULES hold where the plan runs: it is lowered and verified for them
+    device            the DEVICE_RULES that hold on the device: the plan is lowered and verified for them
     added             settings of features that are not their defaults, by name in the order of ``SPEC_DEFAULTS``.
                       Each is an argument and an attribute by its own name
     """
@@ -137,18 +137,18 @@ class PlanSpec(SpecSettings):
     def values(self) -> dict[str, Any]:
         """Every setting by name, those of features included."""
         found = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "added"}
-        place = list(PlanSpec.__dataclass_fields__).index("added")  # those of a kind of spec come behind
+        place = list(PlanSpec.__dataclass_fields__).index("added")  # fields of derived specs come behind it
         names = [*found][:place], SPEC_DEFAULTS, [*found][place:]
         return {name: getattr(self, name) for several in names for name in several}
 
     @property
     def effective_group_size(self) -> int:
-        """Microbatches per group, at most M; when unset, as few as have P parts."""
+        """Microbatches per group, at most M; by default the fewest that have P parts together."""
         return min(self.group_size or -(-self.pipeline_size // self.num_parts), self.num_microbatches)
 
     @property
     def num_parts(self) -> int:
-        """Parts of every microbatch; 1 where microbatches are whole."""
+        """The number of parts of every microbatch; 1 if microbatches are whole."""
         return max(hooks.parts(self) for hooks in hooks_of(self.added)) if self.added else 1
 
     @property
@@ -163,8 +163,8 @@ class PlanSpec(SpecSettings):
 
     @property
     def grouped(self) -> bool:
-        """Whether messages go out as grouped calls. Where shapes vary and any instruction may wait, they do under every
-        policy: all shapes of a call are known before its buffers are allocated and its tensors go out.
+        """Whether messages go out as grouped calls. If shapes vary and any instruction may wait, they do so under every
+        policy: then all shapes of a call are known before its buffers are allocated and its tensors go out.
         """
         return self.policy == BATCHED or (self.variable_shapes and self.may_wait)
 
@@ -174,7 +174,7 @@ class PlanSpec(SpecSettings):
         return Shape(*sizes, self.num_parts)
 
     def describe(self) -> str:
-        """One line, as error messages and drawings head it."""
+        """The spec in one line, for error messages and titles of drawings."""
         kind = "forward only" if self.forward_only else "training"
         parts = f"{part_word()}s={self.num_parts} " if self.num_parts > 1 else ""
         added = "".join(hooks.described(self) for hooks in hooks_of(self.added))
@@ -188,7 +188,7 @@ class PlanSpec(SpecSettings):
 class Plan:
     """A lowered plan: one program per rank.
 
-    orders  the compute orders that it came from
+    orders  the compute orders from which it was lowered
     remark  a sentence for the log if another order is used in place of the schedule's own; else empty
     proof   what ``verify`` has proven of these programs
     """
@@ -204,12 +204,12 @@ class Plan:
 
     @property
     def certificate(self) -> Certificate | None:
-        """What was proven of this plan; None for an unverified plan, and for a copy with other programs."""
+        """What ``verify`` has proven of this plan; None for an unverified plan, and for a copy with other programs."""
         return self.proof if self.proof is not None and self.proof.programs is self.programs else None
 
     @collector_paused()
     def tasks(self, rank: int) -> tuple[Task, ...]:
-        """``rank``'s program for the engine; made once."""
+        """``rank``'s program for the engine, made once."""
         if rank not in self._tasks:
             programs = self.programs
             made = programs.tasks(rank) if isinstance(programs, Repeated) else tuple(map(Task, programs[rank]))
@@ -218,23 +218,23 @@ class Plan:
 
     @property
     def has_names(self) -> bool:
-        """Whether messages have others with names behind them."""
+        """Whether messages with names follow the plan's other messages."""
         added = self.spec.added
         return bool(added) and any(hooks.has_names(self.spec) for hooks in hooks_of(added))
 
     @cached_property
     def copies_to_host(self) -> bool:
-        """Whether any rank does."""
+        """Whether any rank copies activations to the host."""
         return any(at.op in COPIES_TO_HOST for program in self.programs for at in program)
 
     def copied(self, rank: int) -> frozenset[Cell]:
-        """The forwards of which ``rank`` copies to the host what they keep; made once."""
+        """The forwards whose activations ``rank`` copies to the host; made once."""
         if rank not in self._copied:
             self._copied[rank] = frozenset(task.key for task in self.tasks(rank) if task.op in COPIES_TO_HOST)
         return self._copied[rank]
 
     def timed(self, rank: int) -> tuple[Instruction, ...]:
-        """``rank``'s program as its times are recorded and simulated: joined operations by themselves."""
+        """``rank``'s program with joined operations taken apart, because times are recorded and simulated for each."""
         program = self.programs[rank]
         return tuple(unjoined(program)) if not JOINED_OPS.isdisjoint([at.op for at in program]) else program
 
@@ -245,7 +245,7 @@ class Plan:
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """What settings of features may be, for programs that import it from here."""
+        """Values that settings of features may have, for programs that import them from here."""
         return getattr(feature_table, name)
 
 

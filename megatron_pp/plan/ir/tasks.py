@@ -1,4 +1,4 @@
-"""Instructions as the engine executes them: what a handler reads, made once per plan instead of in every step."""
+"""Instructions in the form that the engine executes: the values that a handler reads, made once per plan."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ MessageKey = tuple[str, int, int, int, str]  # (SEND or RECV, stage, microbatch,
 
 
 class Task:
-    """A placed instruction, that many microbatches later, with the keys of what it works on. Plain attributes are read
-    in a third of the time that a tuple's named fields take.
+    """A placed instruction, moved on by some microbatches, with the keys of the tables that it uses. It has plain
+    attributes, because reading them takes a third of the time of a tuple's named fields.
 
-    message  of a transfer: the operation that posts it, its stage, microbatch, part and tensor; equal for a SEND and
-             its FREE
+    message  for a transfer: the op that posts it, its stage, microbatch, part and tensor; equal for a SEND and its FREE
     """
 
     __slots__ = (
@@ -44,7 +43,7 @@ class Task:
 
     @property
     def instruction(self) -> Instruction:
-        """Made when it is first asked for: by who observes the run, or names an error."""
+        """The instruction, made on first use: only observers and error messages need it."""
         if self._instruction is None:
             self._instruction = later(self._at, self._later)
         return self._instruction
