@@ -10,27 +10,7 @@ from megatron_pp.errors import MegatronPPError, ScheduleInputError
 from megatron_pp.features.modules.modules_step import ModulesPipeline, forward_backward_modules
 from megatron_pp.runtime.communicators import close_communicators
 from megatron_pp.testing.toy import toy_config
-from testkit.module_models import RankChunks, RankModel, Setup, config_of, forward_step, sink_of
-
-
-def steps_of_a_rank(rank: int, size: int, setup: Setup) -> list[Any]:
-    """Of each step: (losses, gradients by place)."""
-    pipeline = ModulesPipeline(setup.modules, setup.topology)
-    chunks = RankChunks(setup, rank)
-    found = []
-    try:
-        for step in range(setup.steps):
-            reports = forward_backward_modules(
-                pipeline,
-                forward_step_func=forward_step(sink_of(setup)),
-                num_microbatches=setup.microbatches,
-                forward_only=setup.forward_only,
-                **chunks.arguments(step),
-            )
-            found.append(([report["loss"] for report in reports], chunks.gradients()))
-    finally:
-        close_communicators()
-    return found
+from testkit.module_models import RankModel, Setup, config_of, forward_step, sink_of
 
 
 def a_rank_gives_no_dict(rank: int, size: int, setup: Setup) -> str:

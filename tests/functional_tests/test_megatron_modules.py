@@ -18,7 +18,7 @@ from testkit.module_models import Setup, in_one_process
 from testkit.processes import run_processes
 from tests.functional_tests.megatron_module_checks import MegatronCase, handed_back, own_and_ours
 from tests.functional_tests.megatron_support import schedules_source
-from tests.functional_tests.test_modules import SETUPS, assert_equal
+from tests.functional_tests.numbers.several_modules import SETUPS, assert_equal
 
 CHECKOUT = os.environ.get("MEGATRON_CHECKOUT", "")
 

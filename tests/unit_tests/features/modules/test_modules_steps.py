@@ -17,10 +17,10 @@ from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import ThreadGroup, run_ranks
 from testkit.module_models import RankChunks, RankModel, Setup, config_of, forward_step, in_one_process, sink_of
 from testkit.streams import StreamNetwork, StreamReport, virtual_cuda
-from tests.functional_tests.test_modules import SETUPS, assert_equal
+from tests.functional_tests.numbers.several_modules import SETUPS, assert_equal
 
-# All ranks are in one graph.
-APART = ("equal replicas", "fan-in of unequal batches")
+# All ranks are in one graph, and have gradients.
+APART = ("equal replicas", "fan-in of unequal batches", "evaluation", "outputs kept")
 JOINED = {name: setup for name, setup in SETUPS.items() if name not in APART}
 NETWORKS = (LastMomentNetwork, PoisoningNetwork, ShuffledNetwork)
 
