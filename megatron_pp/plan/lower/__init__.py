@@ -1,1 +1,1 @@
-"""Order to plan: communication, releases, syncs and what features have are added to a compute order."""
+"""Makes a plan of a compute order: adds communication, releases, syncs, and the instructions of features."""

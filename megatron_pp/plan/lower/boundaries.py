@@ -1,4 +1,4 @@
-"""Ends of messages, as lowering lays them out on a rank's boundaries."""
+"""The ends of messages, which lowering lays out on a rank's boundaries."""
 
 from collections.abc import Iterable
 from itertools import groupby
@@ -9,12 +9,12 @@ from megatron_pp.plan.ir.instruction import RECV_OPS, SEND_OPS, Instruction, bat
 from megatron_pp.plan.ir.spec import ONE_WAY, OVERLAP, PLAIN, PlanSpec
 
 _CHANNEL = itemgetter(*map(Instruction._fields.index, ("op", "peer")))
-_new = tuple.__new__  # in a third of the time of Post(...) and Instruction(...)
+_new = tuple.__new__  # takes a third of the time of Post(...) and Instruction(...)
 
 
 class Post(NamedTuple):
-    """One end of one message. Sorted, posts are in the order in which both ends agree: round, activations first,
-    receiving stage, microbatch.
+    """One end of one message. Sorting puts posts into an order that is the same at both ends: by round, activations
+    first, receiving stage, microbatch.
     """
 
     round: int
@@ -25,17 +25,17 @@ class Post(NamedTuple):
     finish: Instruction  # the WAIT or FREE that belongs to it
     use: int  # for a receive, the entry that consumes it; for a send, the one that produced it
     slack: int = 0  # for a send, the slots between its round and the operation that uses it
-    place: int = 0  # in what goes out together: 0, and of those with names behind it 1, 2, ...
+    place: int = 0  # place in a group of messages: 0 for the first, 1, 2, ... for those with names behind it
 
     @property
     def channel(self) -> tuple[str, int]:
-        """Among the one-way channels of its rank."""
+        """The one-way channel, among those of its rank."""
         return _CHANNEL(self.post)
 
 
 class Way(NamedTuple):
-    """How a result goes to stage ``to``: by ``post`` and ``finish``, to or from rank ``peer``, with messages of these
-    ``names`` behind it. ``ends``, by microbatch and part: of the operation at the other end.
+    """How a result reaches stage ``to``: by the ops ``post`` and ``finish``, to or from rank ``peer``, with messages of
+    these ``names`` behind it. ``ends``: (microbatch, part) -> when the operation at the other end ends.
     """
 
     peer: int
@@ -54,7 +54,7 @@ def named_posts(way: Way, of: Post) -> Iterable[Post]:
 
 
 def post_of(way: Way, due: int, at: Instruction, use: int, slack: int = 0) -> Post:
-    """This rank's end of the message that ``at``, in its entry ``use``, needs or makes; ``due``: its round."""
+    """This rank's end of the message that ``at``, an operation of entry ``use``, needs or makes. ``due``: its round."""
     peer, to, towards, post, finish, _, _ = way
     _, stage, mb, _, chunk, part, _, _ = at
     first = _new(Instruction, (post, stage, mb, peer, chunk, part, "", ()))
@@ -63,7 +63,7 @@ def post_of(way: Way, due: int, at: Instruction, use: int, slack: int = 0) -> Po
 
 
 def receives_first(posts: list[Post]) -> list[Post]:
-    """Sends stay in their order, and receives in theirs."""
+    """``posts`` with all receives before all sends, each in the same order as before."""
     return [p for p in posts if p.post.op in RECV_OPS] + [p for p in posts if p.post.op in SEND_OPS]
 
 
@@ -76,7 +76,7 @@ def releases_of(posts: list[Post]) -> list[Instruction]:
 
 
 class Exchanges:
-    """How a rank posts the messages of a boundary. ``named``: whether messages with names may be among them."""
+    """Posts the messages of a rank's boundaries. ``named``: whether messages with names may be among them."""
 
     def __init__(self, spec: PlanSpec, looks_ahead: bool, named: bool) -> None:
         self.spec = spec
@@ -84,7 +84,7 @@ class Exchanges:
         self.named = named
 
     def emit(self, posts: list[Post], program: list[Instruction]) -> None:
-        """Append those of one boundary to ``program``, with their waits there."""
+        """Append the posts of one boundary to ``program``, with the waits that belong to this boundary."""
         if self.spec.grouped:
             for together in map(receives_first, self._batches(posts)):
                 program.append(batch(p.post for p in together))
@@ -103,14 +103,14 @@ class Exchanges:
             program += releases_of(posts)
 
     def _batches(self, posts: list[Post]) -> Iterable[list[Post]]:
-        """All messages of a boundary in one batch; where shapes travel ahead, one per round, as their peers have."""
+        """All messages of a boundary in one batch; one batch per round, as at peers, if shapes are sent ahead."""
         if not self.spec.variable_shapes:
             return [posts]
         return [list(same) for _, same in groupby(posts, key=lambda p: p.round)]
 
     def _completed_in_turn(self, posts: list[Post]) -> list[list[Post]]:
-        """All messages of a boundary; where shapes travel ahead, those of rounds before the last send's come first, as
-        the send's shape holds a hardware queue back.
+        """All messages of a boundary. If shapes are sent ahead, messages of rounds before the last send's come first,
+        because the shape of that send blocks a hardware queue.
         """
         if not self.spec.variable_shapes:
             return [posts]
@@ -119,8 +119,8 @@ class Exchanges:
         return [early, posts[len(early) :]] if any(p.post.op in RECV_OPS for p in early) else [posts]
 
     def _emit_one_way(self, posts: list[Post], program: list[Instruction]) -> None:
-        """Receives, sends, then waits; behind a wait, the next receive of its channel."""
-        if self.looks_ahead:  # receives behind others have their places already
+        """Append receives, sends, then waits; behind a wait the next receive of its channel."""
+        if self.looks_ahead:  # receives that follow others on their channel are placed already
             program += [p.post for p in receives_first(posts)]
             return
         receives = [p for p in posts if p.post.op in RECV_OPS]
@@ -133,8 +133,8 @@ class Exchanges:
             program += (p.finish,) if first[p.channel] is p else (p.post, p.finish)
 
     def _emit_named(self, posts: list[Post], program: list[Instruction]) -> None:
-        """The same where some have names. On one hardware queue one waits for that before it on its channel, so within
-        a round they go out by their places, on which all ranks agree.
+        """The same for posts of which some have names. On one hardware queue a message waits for the one before it on
+        its channel. So within a round messages go out in the order of their places, which is the same on all ranks.
         """
         first: dict[tuple[str, int], Post] = {}
         for p in posts:

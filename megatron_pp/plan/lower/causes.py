@@ -1,4 +1,4 @@
-"""Which operations of a rank a message to it comes from."""
+"""Finds the operations of a rank on which a message to this rank depends."""
 
 from bisect import bisect_left
 
@@ -8,8 +8,8 @@ from megatron_pp.plan.lower.clock import Clocked
 
 
 def behind_causes(clocked: Clocked, placement: Placement, rank: int, first: int, source: int, due: int) -> int:
-    """The boundary of ``rank``, from ``first`` on, behind all of its entries that the message of ``source``, another
-    rank, that is there at ``due`` depends on: by way of other messages and of the ranks' orders."""
+    """The first boundary of ``rank``, not before ``first``, that is behind all of its entries on which a message of
+    rank ``source``, made at ``due``, depends: through other messages and through the ranks' orders."""
     ends, latest, behind = clocked.ends, clocked.ends[rank][first], first
     seen, places = set(), [(source, due)]
     while places:

@@ -1,10 +1,10 @@
-"""The logical clock of a compute order: when each operation would end if every one took one slot and transfers took
-none, or as long as ``advise`` estimates.
+"""The logical clock of a compute order: when each operation would end if every operation took one slot and transfers
+took no time. ``advise`` uses it with other times.
 
-Lowering hangs communication on this clock. Since every operation takes whole slots, all ranks' boundaries fall on whole
-numbers, and the end of the producing operation is a number (the message's *round*) that both ends of a transfer know.
-Exchanges that every rank works off in the order of rounds cannot deadlock: the lowest unfinished round waits for
-no other.
+Lowering places communication by this clock. Every operation takes whole slots, so all ranks' boundaries are whole
+numbers. The end of the producing operation is then a number (the message's *round*) that both ends of a transfer know.
+If every rank does its exchanges in the order of rounds they cannot deadlock, because the lowest unfinished round waits
+for no other.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,15 +16,15 @@ from megatron_pp.plan.ir.dataflow import RESULT_OF, Result, source_of
 from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD, PASS_OPS, Instruction
 from megatron_pp.plan.ir.placement import Placement
 
-Time = Any  # an int, of slots, or what ``took`` counts in
+Time = Any  # an int that counts slots, or the unit of ``took``
 Took = Callable[[str, int, int, int], Time]
-Ends = dict[Result, dict[tuple[int, int], Time]]  # result -> (microbatch, part) -> when it is there
+Ends = dict[Result, dict[tuple[int, int], Time]]  # result -> (microbatch, part) -> when the result exists
 
 
 class Clocked(NamedTuple):
-    """Orders on the clock. ``ends[rank][i]``: the slot in which ``orders[rank][i]`` ends (the first slot ends at 1).
+    """Orders with their times. ``ends[rank][i]``: the slot in which ``orders[rank][i]`` ends (the first ends at 1).
 
-    ``result_ends``: when an output or input gradient is there, and when a pass of every rank has run.
+    ``result_ends``: when an output or input gradient exists, and when every rank has run a pass.
     """
 
     orders: list[list[Instruction]]
@@ -32,7 +32,7 @@ class Clocked(NamedTuple):
     result_ends: Ends
 
     def slots(self) -> list[list[Instruction | None]]:
-        """``slots[rank][slot]``: what ends there; None where the rank is idle, or goes on with what it began."""
+        """``slots[rank][slot]``: the operation that ends there; None if the rank is idle or in the middle of one."""
         count = max((ends[-1] for ends in self.ends if ends), default=0)
         rows = []
         for order, ends in zip(self.orders, self.ends, strict=True):
@@ -44,19 +44,19 @@ class Clocked(NamedTuple):
 def run_clock(
     orders: Sequence[Sequence[Instruction]], placement: Placement, took: Took = lambda *_: 1, transfer: Time = 0
 ) -> Clocked:
-    """Put orders on the clock.
+    """Give all operations of orders their times.
 
-    ``took``: the time of an operation, by its op, stage, microbatch and part; ``transfer``: that of a message from one
-    rank to another, which never waits for its link. Joined operations take the time of all, and end together. Those
-    that would wait in a circle, which they alone do not, are taken apart. Raises PlanError where an operation
-    waits for one that never comes before it, naming both.
+    ``took``: the time of an operation, by op, stage, microbatch and part. ``transfer``: the time of a message from one
+    rank to another, which never waits for its link. Joined operations take the time of all and end together; they are
+    taken apart if they would wait in a circle and would not do so singly. Raises PlanError, which names both, if an
+    operation waits for one that never comes before it.
     """
     return _Clock(orders, placement, took, transfer).run()
 
 
 _Waiters = dict[tuple[int, int], list[int]]  # (microbatch, part) -> ranks that wait for it
-# The stage of an operation; of each result that it needs of other stages and of the one that it leaves: its ends and
-# those who wait for it, and the time that it travels.
+# The stage of an operation. For each result that it needs from other stages, and for its own: the ends, the ranks that
+# wait for them, and the time of the transfer.
 _Made = tuple[dict[tuple[int, int], Time], _Waiters]
 _Site = tuple[int, list[tuple[_Made, Time]], _Made | None]
 
@@ -76,7 +76,7 @@ class _Clock:
         self.result_ends: Ends = {(op, s): {} for op in (FORWARD, BACKWARD) for s in stages}
         self.result_ends |= {(op, s): {} for op in PASS_OPS for s in stages if placement.barriers}
         self.made: dict[Result, _Made] = {result: (ends, {}) for result, ends in self.result_ends.items()}
-        self.sites: list[dict[tuple[str, int], _Site]] = [{} for _ in orders]  # by op and chunk
+        self.sites: list[dict[tuple[str, int], _Site]] = [{} for _ in orders]  # for each rank: (op, chunk) -> site
         self.agenda = Agenda(range(len(orders)))
 
     def run(self) -> Clocked:
@@ -89,7 +89,7 @@ class _Clock:
         return Clocked(self.orders, self.ends, self.result_ends)
 
     def _advance(self, rank: int, _: float) -> None:
-        """Run ``rank`` until it has to wait for another one; wake whoever waited for what it made."""
+        """Run ``rank`` until it has to wait for another one. Wakes ranks that waited for its results."""
         order, ends, sites = self.orders[rank], self.ends[rank], self.sites[rank]
         took = self.took
         now = ends[-1] if ends else 0
@@ -134,12 +134,12 @@ class _Clock:
         return (*sent, *self.placement.collected_inputs(op, stage))
 
     def _lacks(self, rank: int, at: Instruction) -> Result | None:
-        """The first of them that is not there yet."""
+        """The first result that ``at`` needs and that does not exist yet."""
         needed = self._needed(at.op, self.placement.stages[rank][at.chunk])
         return next((one for one in needed if (at.mb, at.part) not in self.result_ends[one]), None)
 
     def _take_apart(self) -> bool:
-        """All ranks wait or are done: take apart joined operations whose first could run. Returns whether any."""
+        """Take apart joined operations whose first could run, once all ranks wait or are done. Returns whether any."""
         found = False
         for rank, order in enumerate(self.orders):
             done = len(self.ends[rank])

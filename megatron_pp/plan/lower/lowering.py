@@ -1,45 +1,44 @@
 """Lowering: from a compute order to a full plan with communication.
 
 *Boundary* i of a rank's order is before its entry i. It has, in this order: posts (sends and receives), releases,
-gradient syncs, copies between device and host memory, waits and hand-offs for the entry (in order of rounds), other
-syncs. A message's *round* is the logical slot at whose end it is produced (``clock.py``).
+gradient syncs, copies between device and host memory, waits and hand-offs for the entry (in the order of rounds), other
+syncs. A message's *round* is the logical slot at whose end it is made (``clock.py``).
 
-``overlap``  A send is posted right after its operation and released ``release_after`` entries later. A receive is
-             posted when its message is due, or ``lookahead`` slots ahead of its use if that is earlier, but behind the
-             operations of its rank that its message depends on, and waited right before its use.
-``batched``  All messages whose round falls on a boundary go out there as one batch, waited at once (with
-             ``variable_shapes``, one per round).
-``plain``    The same messages, singly, waited together.
+``overlap``  A send is posted right after its operation, and its buffer is released ``release_after`` entries later. A
+             receive is posted when its message is due, or ``lookahead`` slots ahead of its use if that is earlier, but
+             behind the operations of its rank on which the message depends. The wait is right before the use.
+``batched``  All messages whose round is at a boundary go out there as one batch, and the rank waits for it there (with
+             ``variable_shapes`` there is one batch per round).
+``plain``    The same messages go out singly, and the rank waits for all of them together.
 
-On a one-way channel the next receive is posted once the one before has been waited for: with one hardware queue it
-would hold back compute until then. Under ``overlap`` a receive that is due long before the use of the one before is
-posted all the same, as late as its sender allows: what then holds the queue back has an earlier round, so nothing
-hangs.
+On a one-way channel a receive is posted after the wait for the receive before it: with one hardware queue it would
+block compute until then. An exception under ``overlap`` is a receive that is due long before the use of the one before
+it. It is posted as late as its sender allows. What then blocks the queue has an earlier round, so nothing hangs.
 
-Where any instruction may wait for an idle device (ANY_WAIT), receives are posted as early, and at one boundary in the
-order, that no such wait can make hang (``turns.py``). What follows on boundaries holds elsewhere.
+If any instruction may wait for an idle device (ANY_WAIT), receives are posted as early as no such wait can hang, and at
+one boundary in an order in which none can hang (``turns.py``). The next paragraphs are about plans without ANY_WAIT.
 
-At one boundary receives are posted before sends wherever that is free (one-way channels, and within a batch): gloo
-announces a receive in the data of the other direction, behind a message that is already on its way.
+At one boundary receives are posted before sends if the order is free (on one-way channels, and within a batch). gloo
+announces a receive in the data of the other direction, behind any message that was posted before it.
 
-Operations that a feature joins are one entry: waits for them come before it, their sends after it. Where receives are
-posted ahead and no device is synchronised, sends go out within it, each when its operation has made the tensor. All
-rounds stay the entry's end: in whole slots no other rank can begin with any before.
+Operations that a feature joins are one entry: waits for them come before it, their sends after it. If receives are
+posted ahead and no device is synchronised, sends go out within the entry, each when its operation has made the tensor.
+The round of all these messages is the entry's end, because in whole slots no other rank can use one of them earlier.
 
-Where exchanges block, each boundary makes neighbours meet. In an interleaved order one of them runs a forward while the
-other runs a backward, and meeting after each would make every slot as long as the longer one. With ``joint``, a forward
-and the backward behind it have one exchange, at the end of both, as in Megatron's interleaved schedule without overlap;
-a message whose round falls within them waits for it. That cannot hang: of all ranks that wait, the one at the earliest
-boundary waits for messages of that round or the one before, and their other ends lie at most one slot later, behind an
-entry that begins before it.
+If exchanges block, neighbours wait for each other at each boundary. In an interleaved order one of them may run a
+forward while the other runs a backward, and each slot would then take as long as the longer of the two. With ``joint``,
+a forward and the backward behind it have one exchange, at the end of both, as in Megatron's interleaved schedule
+without overlap. A message whose round is within the two waits for that end. This cannot hang: of all ranks that wait,
+take the one at the earliest boundary. It waits for messages of that round or the one before. Their other ends are at
+most one slot later, behind an entry that begins before it.
 
-With ``shared`` channels both ends must post in one order: the order of rounds, no receive ahead of its round. With
-``variable_shapes`` a receive is complete only once its shape has come, so it is waited at its round's boundary: no
-sender is held up by a receiver in no hurry, and nothing that is posted later on the channel overtakes it.
+With ``shared`` channels both ends must post in the same order: by rounds, and no receive ahead of its round. With
+``variable_shapes`` a receive is complete only once its shape has come, so the wait is at its round's boundary: a slow
+receiver then does not block the sender, and no later message on the channel overtakes this one.
 
-Messages with names follow another one on its channel, where on one hardware queue each waits for the one before. So
-all ranks post them in one order too, by round and place in the message: at their round's boundary, behind the other
-posts, and before what waits for that round.
+Messages with names follow another one on its channel, and on one hardware queue each waits for the one before it. So
+all ranks post them in the same order, by round and place in the message: at their round's boundary, behind the other
+posts, and before instructions that wait for that round.
 
 With STATIC_BUFFERS a gradient is released before the operation after the next backward.
 """
@@ -84,14 +83,14 @@ if TYPE_CHECKING:
     from megatron_pp.plan.hooks import PlanHooks
 
 Order = Sequence[Instruction]
-_Turn = tuple[int, int, int]  # at one boundary: round, which of the following, place in the message
+_Turn = tuple[int, int, int]  # order at one boundary: round, one of the values below, place in the message
 _POSTS, _WAITS, _BEHIND_WAITS = range(3)
-_COLLECTIVE = 2  # in the place of a message's direction
+_COLLECTIVE = 2  # stands in place of a message's direction
 _FIRST, _SECOND = itemgetter(0), itemgetter(1)
 
 
 class _Site(NamedTuple):
-    """How the input of an operation comes, handed on this rank or received, and where its result is sent."""
+    """How an operation gets its input (from this rank, or by a receive), and where its result is sent."""
 
     hand: str | None
     came: Way | None
@@ -106,11 +105,10 @@ def lowered(
     settings: Mapping[str, Any] | None = None,
     joint: bool = False,
 ) -> Plan:
-    """The plan of ``orders``, placed or not, unverified; each rank's program is laid out when it is asked for.
+    """The unverified plan of ``orders``, which may be placed or not. Each rank's program is laid out on first use.
 
-    ``settings``: those of features, by default as ``spec`` has them. ``joint``: whether a forward and the
-    backward behind it have one exchange where exchanges block. Raises PlanError for orders that are not complete or
-    cannot run.
+    ``settings``: those of features, by default those of ``spec``. ``joint``: if exchanges block, a forward and the
+    backward behind it have one exchange. Raises PlanError for orders that are not complete or cannot run.
     """
     check_orders(orders, placement, spec)
     lines = [placement.place(rank, order) for rank, order in enumerate(orders)]
@@ -134,7 +132,7 @@ def lowered(
 
 
 def _jointly(first: Instruction, second: Instruction) -> Instruction | None:
-    """An entry of the clock alone: a forward and a backward with one exchange."""
+    """A forward and a backward with one exchange as one entry, which only the clock sees."""
     is_joint = first.op == FORWARD and second.op in BACKWARD_OPS
     return Instruction("", members=(first, second)) if is_joint else None
 
@@ -159,7 +157,7 @@ class _Programs(Lines):
 
     @cached_property
     def turns(self) -> Turns | None:
-        """By which receives are posted; None where no instruction waits for the device, or exchanges wait at once."""
+        """The turns by which receives are posted. None if no instruction waits for the device, or exchanges block."""
         spec = self.spec
         if not self.looks_ahead or not spec.may_wait:
             return None
@@ -176,7 +174,7 @@ def _in_turn(inputs: list[tuple[_Turn, Instruction]]) -> Iterable[Instruction]:
 
 
 class RankLowering:
-    """Lays out one rank's program on its boundaries. Features place what is theirs by ``PlanHooks.lay_out``."""
+    """Lays out one rank's program on its boundaries. Features place their instructions by ``PlanHooks.lay_out``."""
 
     def __init__(self, programs: _Programs, rank: int) -> None:
         spec, placement, clocked = programs.spec, programs.placement, programs.clocked
@@ -190,28 +188,28 @@ class RankLowering:
         self.turns = programs.turns
         self.order = clocked.orders[rank]
         self.ends = clocked.ends[rank]
-        self.rounds = self.ends if self.turns is None else self.turns.of_rank[rank]  # of what each entry makes
+        self.rounds = self.ends if self.turns is None else self.turns.of_rank[rank]  # of the messages of each entry
         self.result_ends = clocked.result_ends
         self.several_chunks = placement.num_chunks > 1
         self.looks_ahead = programs.looks_ahead
         self.sends_within = self.looks_ahead if self.turns is None else self.turns.ahead
         self.exchanges = Exchanges(spec, self.looks_ahead, self.has_names)
-        self.within: dict[tuple[int, str], Instruction] = {}  # by entry of joined operations and op: their sends
-        # By boundary:
+        self.within: dict[tuple[int, str], Instruction] = {}  # (entry of joined operations, op) -> the op's send
+        # Tables with a boundary as their key:
         self.posts: dict[int, list[Post]] = defaultdict(list)
-        self.receives: dict[int, list[Post]] = defaultdict(list)  # those before all other posts
-        self.in_turn: dict[int, list[Post]] = defaultdict(list)  # all posts, where turns rule
-        self.waits_ahead: dict[Instruction, Instruction] = {}  # by such a post: the wait right ahead of it
+        self.receives: dict[int, list[Post]] = defaultdict(list)  # receives that come before all other posts
+        self.in_turn: dict[int, list[Post]] = defaultdict(list)  # all posts, if they are placed by turns
+        self.waits_ahead: dict[Instruction, Instruction] = {}  # a post placed by its turn -> the wait right before it
         self.releases: dict[int, list[Instruction]] = defaultdict(list)
-        self.collectives: dict[int, list[tuple[int, Instruction]]] = defaultdict(list)  # round and post of each
+        self.collectives: dict[int, list[tuple[int, Instruction]]] = defaultdict(list)  # (round, post) of each
         self.placed_collectives = 0
-        # Hand-offs, waits, and receives behind others, each with the round of what it may have to wait for.
+        # Hand-offs, waits, and receives that follow others, each with the round for which it may have to wait.
         self.inputs: dict[int, list[tuple[_Turn, Instruction]]] = defaultdict(list)
-        self.behind: dict[Instruction, list[Post]] = {}  # by a receive: those with names that come behind it
+        self.behind: dict[Instruction, list[Post]] = {}  # a receive -> the receives with names that follow it
         self.copies: dict[int, list[Instruction]] = defaultdict(list)
         self.before_entry: dict[int, list[Instruction]] = defaultdict(list)  # right before the entry
-        self.backwards: dict[tuple[int, int, int], int] = {}  # by stage, microbatch and part: their entries
-        self._sites: dict[tuple[str, int], _Site] = {}  # by op and stage
+        self.backwards: dict[tuple[int, int, int], int] = {}  # (stage, microbatch, part) -> the entry of its backward
+        self._sites: dict[tuple[str, int], _Site] = {}  # (op, stage) -> site
 
     def program(self) -> list[Instruction]:
         sends, receives = self._messages()
@@ -248,13 +246,13 @@ class RankLowering:
                 self.posts[self._due(receive)].append(receive)
 
     def _place_in_turn(self, turns: Turns, sends: list[Post], receives: list[Post]) -> None:
-        """Where any instruction may wait for the device: posts at the boundaries, and in the order, of ``turns``."""
+        """Place posts at the boundaries and in the order of ``turns``, for plans in which any instruction may wait."""
         for send in sends:
             if self.sends_within and self.order[send.use].members:
                 self.within[(send.use, send.post.op)] = send.post
             else:
                 self.in_turn[send.use + 1].append(send)
-        before: dict[tuple[str, int], Post] = {}  # by channel: the receive before, which is not waited for yet
+        before: dict[tuple[str, int], Post] = {}  # channel -> its last receive, if no wait for it was placed yet
         for receive in self._with_named(receives):
             boundary = turns.boundary(self.rank, receive.round)
             self.in_turn[boundary].append(receive)
@@ -271,7 +269,7 @@ class RankLowering:
         self.inputs[receive.use].append(((receive.round, _WAITS, receive.place), receive.finish))
 
     def _messages(self) -> tuple[list[Post], list[Post]]:
-        """This rank's sends and receives, in the order of rounds; its hand-offs are placed at once."""
+        """This rank's sends and receives, in the order of rounds. Places its hand-offs at once."""
         sends: list[Post] = []
         receives: list[Post] = []
         sites, ends, inputs, backwards = self._sites, self.ends, self.inputs, self.backwards
@@ -320,13 +318,13 @@ class RankLowering:
         return Way(home[0], target, -TOWARDS[result], post, finish, ends[(result, other)], names)
 
     def _place_releases(self, sends: list[Post]) -> None:
-        """Under ``overlap``, some entries after the send; with several chunks a rank up to P / 2 more, where the
-        message arrives too early.  Where a backward takes longer than a forward, which the clock does not know, two
-        ranks come to a round up to P / 2 operations apart, and the receive is posted that much later. (Simulated:
-        interleaved 1F1B with P=16 V=4 M=64, groups of 32 and backwards of two forwards would take 9.5% longer.)
+        """Place releases: under ``overlap`` some entries after the send, and with several chunks on a rank up to P / 2
+        more for messages that arrive too early. If a backward takes longer than a forward, which the clock does not
+        know, two ranks reach a round up to P / 2 operations apart, and the receive is posted that much later. (In the
+        simulator, interleaved 1F1B with P=16 V=4 M=64, groups of 32 and backwards of two forwards takes 9.5% longer.)
 
         An output is released before its own backward at the latest: the gradient that comes back shows that the send is
-        done, and the backward needs no memory for it.
+        done, and the backward does not need the output's data.
         """
         backwards = self.backwards
         turns = sorted(set(backwards.values())) if STATIC_BUFFERS in self.spec.device else []
@@ -341,7 +339,7 @@ class RankLowering:
                 following = bisect_right(turns, use)
                 latest = turns[following] + 1 if following < len(turns) else last
             boundary = min(boundary, latest, last)
-            if boundary == use + 1 < last:  # right before its backward: behind the gradient
+            if boundary == use + 1 < last:  # right before its backward: behind the wait for the gradient
                 self.inputs[boundary].append(((self.rounds[boundary], _POSTS, send.place), finish))
             else:
                 releases[boundary].append(finish)
@@ -377,22 +375,22 @@ class RankLowering:
         return bisect_right(self.ends, self.ends[use] - length - self.spec.lookahead)
 
     def _with_named(self, receives: list[Post]) -> Iterable[Post]:
-        """The receives, each with those with names that come behind it."""
+        """The receives, each followed by the receives with names that belong to it."""
         return (one for at in receives for one in (at, *self.behind.get(at.post, ()))) if self.behind else receives
 
     def _due(self, receive: Post) -> int:
-        """The boundary of its round, or behind the joint operations within which that falls."""
+        """The boundary of the receive's round. If the round is within joint operations, the boundary behind them."""
         due = bisect_right(self.ends, receive.round)
         behind = self._behind(due)
         return behind if behind == due + 2 and self.ends[due] - 2 < receive.round else due
 
     def _behind(self, use: int) -> int:
-        """The boundary behind the entry ``use``; behind the second of joint operations, which end in one slot."""
+        """The boundary behind the entry ``use``; of two joint operations, which end in one slot, behind the second."""
         return use + (2 if self.ends[use + 1 : use + 2] == [self.ends[use]] else 1)
 
     def _place_ahead(self, receives: list[Post]) -> None:
-        """Post each receive when it is due, or by look-ahead earlier, but behind the wait of the one before on its
-        channel; where that is too late, when it is due or as late as the sender allows.
+        """Post each receive when it is due, or earlier by look-ahead, but behind the wait for the one before it on its
+        channel. If that is too late, post it when it is due, or as late as the sender allows.
         """
         lines: dict[tuple[str, int], list[Post]] = defaultdict(list)
         ends, inputs, ahead = self.ends, self.inputs, self.ahead
@@ -422,9 +420,9 @@ class RankLowering:
                 before = receive
 
     def _latest(self, receive: Post, after: Post | None) -> int:
-        """The last boundary at which nothing waits for the receive: one slot after its round, while its sender runs
-        another operation; at its round where that operation is the channel's next send's own, or where
-        messages with names follow it.
+        """The last boundary at which nothing waits for the receive. It is one slot after its round, while the sender
+        runs another operation. It is the round itself if the channel's next send belongs to that operation, or if
+        messages with names follow.
         """
         at_once = receive.post in self.behind or (after is not None and after.round == receive.round + 1)
         return min(bisect_right(self.ends, receive.round + (0 if at_once else 1)), receive.use)
@@ -435,7 +433,7 @@ class RankLowering:
         program: list[Instruction] = []
         collectives, receives, posts = self.collectives, self.receives, self.posts
         releases, inputs, in_turn = self.releases, self.inputs, self.in_turn
-        alone = self.looks_ahead  # a post is, where it is the only one at its boundary
+        alone = self.looks_ahead  # whether the post at this boundary is the only one
         for i, entry in enumerate((*self.order, None)):
             if i in in_turn:
                 self._emit_in_turn(in_turn[i], program)
@@ -475,12 +473,12 @@ class RankLowering:
             program.append(at.post)
 
     def _with_sends(self, i: int, entry: Instruction) -> Instruction:
-        """Joined operations with those of their sends that go out within."""
+        """The entry with the sends that go out within joined operations."""
         found = ((at, self.within.get((i, SENT_BY[at.op]))) for at in entry.members)
         return joined(entry.op, (at for both in found for at in both if at is not None))
 
     def _emit_with_collectives(self, i: int, program: list[Instruction]) -> None:
-        """Messages and collectives in the order of rounds: where one may have to wait, those before it are posted."""
+        """Emit messages and collectives in the order of rounds, so that all before one that waits are posted."""
         posts = sorted(self.posts.pop(i, ()))
         for due, post in self.collectives[i]:
             before = [p for p in posts if p.round < due]

@@ -1,4 +1,4 @@
-"""Compute orders, checked before anything is built on them: they may come from a file."""
+"""Checks compute orders before they are lowered, because they may come from a file."""
 
 from collections.abc import Iterable, Sequence
 from itertools import product, zip_longest
@@ -21,9 +21,9 @@ _OF_EVALUATION = frozenset({ins.FORWARD, *ins.PASSES[:1]})
 
 
 def check_orders(orders: Sequence[Sequence[Instruction]], placement: Placement, spec: PlanSpec) -> None:
-    """Raises PlanError unless every rank runs F of each (chunk, microbatch) or part once and behind it B, or I and
-    then W, and where the placement has barriers the passes of each microbatch; where ``spec`` is forward only, forwards
-    (and the first pass) will do. Parts run in the order that their feature asks for.
+    """Raises PlanError unless every rank runs F of each (chunk, microbatch) or part once, and behind it B, or I and
+    then W. If the placement has barriers, the passes of each microbatch must be there too. If ``spec`` is forward only,
+    forwards (and the first pass) are enough. Parts must be in the order that their feature requires.
     """
     if len(orders) != placement.pipeline_size:
         raise PlanError(f"there are orders of {len(orders)} ranks; the pipeline has {placement.pipeline_size}")
@@ -37,7 +37,7 @@ def _check_order(
     rank: int, order: Sequence[Instruction], chunks: int, spec: PlanSpec, trains: bool, passes: str
 ) -> None:
     microbatches, parts, added = spec.num_microbatches, spec.shape.parts, hooks_of(spec.added)
-    ran = dict.fromkeys(product(range(chunks), range(microbatches), parts), "")  # the ops of each, in order
+    ran = dict.fromkeys(product(range(chunks), range(microbatches), parts), "")  # cell -> its ops so far, in order
     for at in unjoined(order):
         op, _, mb, _, chunk, part, _, _ = at
         if op not in ins.SINGLE_COMPUTE_OPS:
@@ -69,7 +69,7 @@ def _check_order(
 
 
 def _incomplete(rank: int, ops: str, cell: tuple[int, int, int], trains: bool) -> PlanError:
-    """What is wrong with an order that runs ``ops`` of ``cell`` (chunk, microbatch, part)."""
+    """The error of an order that runs only ``ops`` of ``cell`` (chunk, microbatch, part)."""
     if ins.INPUT_GRAD in ops and ins.BACKWARD in ops:
         other = instruction(ins.INPUT_GRAD, *cell)
         return refusal(rank, instruction(ins.BACKWARD, *cell), f"{other} is there too: a backward is whole or split")
@@ -79,8 +79,8 @@ def _incomplete(rank: int, ops: str, cell: tuple[int, int, int], trains: bool) -
 
 
 def check_programs(plan: Plan, programs: Iterable[Iterable[Instruction]]) -> None:
-    """Raises PlanError where the compute of one of ``programs`` is not the plan's order; a plan may come without
-    orders. The programs are complete (``check_rank``), and so is an order that runs the same.
+    """Raises PlanError if the compute of one of ``programs`` is not the plan's order. A plan may have no orders. The
+    programs must be complete (``check_rank``); then an order with the same operations is complete too.
     """
     if not plan.orders:
         return
@@ -97,7 +97,7 @@ def check_programs(plan: Plan, programs: Iterable[Iterable[Instruction]]) -> Non
 
 
 def run_of(order: Iterable[Instruction], spec: PlanSpec) -> list[Instruction]:
-    """What a plan runs of ``order``."""
+    """The operations of ``order`` that a plan of ``spec`` runs."""
     run = unjoined(order)
     return [at for at in run if at.op in _OF_EVALUATION] if spec.forward_only else list(run)
 

@@ -1,7 +1,7 @@
-"""Where Megatron's data-parallel hooks are called: parameter and gradient syncs.
+"""Places the calls of Megatron's data-parallel hooks: parameter and gradient syncs.
 
-Collectives slow compute down, so Megatron starts them in the same slot on every pipeline rank: rank r is r slots behind
-rank 0 in the forward direction and ahead in the backward one (Megatron's interleaved schedule; apex#1611).
+Collectives slow compute down, so Megatron starts them in the same slot on every pipeline rank. Rank r is r slots behind
+rank 0 in the forward direction and r slots ahead in the backward one (Megatron's interleaved schedule; apex#1611).
 """
 
 from collections import defaultdict
@@ -17,7 +17,7 @@ Syncs = dict[int, list[Instruction]]  # index of an entry of a compute order -> 
 
 
 def syncs_of(spec: PlanSpec, rank: int, order: Sequence[Instruction]) -> tuple[Syncs, Syncs]:
-    """(before, after): syncs to run right before and right after the entry of that index of ``rank``'s placed order."""
+    """(before, after): the syncs right before and right after each entry of ``rank``'s placed order, by its index."""
     before: Syncs = defaultdict(list)
     after: Syncs = defaultdict(list)
     if spec.param_sync:
@@ -28,8 +28,8 @@ def syncs_of(spec: PlanSpec, rank: int, order: Sequence[Instruction]) -> tuple[S
 
 
 def _param_syncs(spec: PlanSpec, rank: int, order: Sequence[Instruction], before: Syncs) -> None:
-    """Chunks 0 and 1 up front; chunk c + 1 when the first microbatch of chunk c is due on rank 0. One chunk alone is
-    left to the wrapper's own pre-forward hooks, as in Megatron.
+    """Syncs of chunks 0 and 1 come first; that of chunk c + 1 when the first microbatch of chunk c is due on rank 0. If
+    a rank has one chunk there are none: as in Megatron the wrapper's own pre-forward hooks do it.
     """
     if spec.num_chunks == 1:
         return
@@ -45,18 +45,18 @@ def _grad_syncs(spec: PlanSpec, rank: int, order: Sequence[Instruction], before:
     singles = list(numbered(order))
     stages = {at.chunk: at.stage for _, at in singles}
     completing = [(i, at) for i, at in singles if at.op in ins.GRADIENT_OPS]
-    last = {at.chunk: k for k, (_, at) in enumerate(completing)}  # chunk -> ordinal of the one that completes it
-    # Megatron: the first rank of a pipeline without chunks has no bubble after its last backward to hide an explicit
-    # sync in.
+    last = {at.chunk: k for k, (_, at) in enumerate(completing)}  # chunk -> ordinal of the operation that completes it
+    # As in Megatron: without chunks the first rank of a pipeline has no bubble after its last backward that could hide
+    # an explicit sync.
     if spec.grad_sync == HOOKS or (spec.num_chunks == 1 and rank == 0):
-        # Layers that do not split their backward complete their gradients in the last I or B, the others in the last W.
-        # Those of a pass of every rank are complete in the last one.
+        # Layers that do not split their backward complete their gradients in the last I or B, others in the last W.
+        # Gradients of a layer that all ranks share are complete in the last pass.
         last_backward = {at.chunk: i for i, at in singles if at.op in ins.BACKWARD_OPS}
         last_pass = {at.chunk: i for i, at in singles if at.op in ins.LAST_PASS}
         alone = spec.pipeline_size == 1 and spec.num_chunks == 1
         for chunk, k in last.items():
             for entry in sorted({completing[k][0], last_backward[chunk], last_pass.get(chunk, completing[k][0])}):
-                # Without a pipeline before a forward right in front, for wrappers that prepare in forward.
+                # Without a pipeline it comes before the forward, for wrappers that prepare in forward.
                 early = alone and entry > 0 and order[entry - 1].op == ins.FORWARD
                 before[entry - early].append(_sync(ins.ENABLE_GRAD_SYNC, chunk, stages))
         return
@@ -71,8 +71,8 @@ def _sync(op: str, chunk: int, stages: dict[int, int]) -> Instruction:
 
 
 def prepares_in_forward(plan: Plan, rank: int) -> bool:
-    """Whether wrappers that prepare for a reduction in forward may do so: without a pipeline, where the sync is enabled
-    before the last forward.
+    """Whether wrappers that prepare a reduction in forward may do so. They may without a pipeline, if the sync is
+    enabled before the last forward.
     """
     if plan.spec.pipeline_size > 1 or plan.spec.num_chunks > 1:
         return False
@@ -86,8 +86,8 @@ def prepares_in_forward(plan: Plan, rank: int) -> bool:
 
 
 def last_reentry(plan: Plan, rank: int) -> int:
-    """The position in ``rank``'s program behind which no_sync is not entered again: that of the last gradients; behind
-    all in Megatron's interleaved schedule, which enters it after every backward.
+    """The position in ``rank``'s program behind which no_sync is not entered again. It is that of the last gradients,
+    or the program's end under Megatron's interleaved schedule, which enters no_sync after every backward.
     """
     program, spec = plan.programs[rank], plan.spec
     if spec.num_chunks > 1 and (spec.grad_sync == HOOKS or rank == 0):

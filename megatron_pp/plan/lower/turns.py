@@ -1,28 +1,28 @@
-"""Turns: the order in which the operations of all ranks end. By it receives are posted where any instruction may wait.
+"""Turns: the order in which the operations of all ranks end. If any instruction may wait, receives are posted by it.
 
-Any instruction may wait for an idle device (ANY_WAIT in ``plan/ir/spec.py``), and so for all that its rank has posted:
-for the operations that make the messages it is to receive, and for the receives of those that it has sent. A plan hangs
-where such waits form a circle.
+Any instruction may wait for an idle device (ANY_WAIT in ``plan/ir/spec.py``). It then waits for all that its rank has
+posted: for the operations that make the messages of its receives, and for the receives of its sends at other ranks. If
+such waits form a circle, the plan hangs.
 
 The *turn* of an operation is its place in one order of all operations of all ranks, by their ends on a clock
-(``clock.py``). Of two that end together the one of the lower rank comes first. An operation comes behind all that it
-depends on, whatever times the clock gives to operations and transfers. Two rules follow:
+(``clock.py``). Of two that end together the one of the lower rank comes first. An operation always comes behind all
+that it depends on, whatever times the clock has. Turns give two rules:
 
 - A receive is posted right before the first operation of its rank that has a later turn than the operation that makes
   its message. That is the operation that runs while the message is made.
-- What is posted at one boundary is posted in the order of the turns at which the messages are made, the sends of the
-  operation that has just ended among them.
+- Messages at one boundary are posted in the order of the turns at which they are made. Sends of the operation that has
+  just ended are among them.
 
-Then every wait is for something with an earlier turn, and no waits form a circle: a receive stands just before the
-operation that makes its message, and a send just behind it. docs/proofs.md has the argument.
+Then every wait is for something with an earlier turn, so waits form no circle: a receive is just before the operation
+that makes its message, and a send just behind it. docs/proofs.md has the argument.
 
-Of all clocks that would do, this one has times like those of a real step, so that a receive is posted about when its
-transfer can begin: those that the plan was searched for, where it was, and else a full backward that takes twice as
-long as a forward, and transfers that take some time.
+Any clock would do. This one has times like those of a real step, so that a receive is posted about when its transfer
+can begin. They are the times that the plan was searched for, if there are any. Otherwise a full backward takes twice as
+long as a forward, and transfers take some time.
 
-Not ``ahead``, operations take one slot each and transfers none, and a receive is posted behind every operation of its
-rank that ends with the one that makes its message. Then the posts of one slot go out by their place in the message
-first: messages with names follow another one on its channel, where each waits for the one before.
+Without ``ahead``, operations take one slot each and transfers no time. A receive is then posted behind every operation
+of its rank that ends together with the one that makes its message. The posts of one slot go out by their place in the
+message, because messages with names follow another one on its channel, where each waits for the one before it.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _LONGEST = 1 << 20  # the longest operation that was measured
 
 
 class Turns:
-    """The turns of all operations of ``clocked``, whole numbers that grow along each rank's order. ``measured``: the
-    times that the plan was searched for."""
+    """The turns of all operations of ``clocked``: integers that grow along each rank's order. ``measured``: the times
+    that the plan was searched for."""
 
     def __init__(self, clocked: Clocked, placement: Placement, ahead: bool, measured: Measured | None = None) -> None:
         self.size = placement.pipeline_size
@@ -63,32 +63,32 @@ class Turns:
         return end * self.size + self.size - 1
 
     def boundary(self, rank: int, turn: int) -> int:
-        """The boundary at which ``rank`` posts the receive of what is made at ``turn``."""
+        """The boundary at which ``rank`` posts the receive of a message that is made at ``turn``."""
         return bisect_right(self.of_rank[rank], turn if self.ahead else self.last_of(turn // self.size))
 
     def place_of(self, post: Post) -> tuple[int, ...]:
-        """By which the posts of one boundary are sorted."""
+        """The key by which the posts of one boundary are sorted."""
         return (post.round // self.size, post.place, post.round, post.towards, post.stage, post.mb)
 
 
 class _Usual:
-    """Times on the clock where none were measured."""
+    """The clock's times if none were measured."""
 
     transfer = 1
 
     def took(self, op: str, _stage: int, _mb: int, _part: int) -> int:
-        """4 of a forward, an input gradient or a weight gradient."""
+        """The time of an operation: 4 for a forward, an input gradient or a weight gradient."""
         if op == BACKWARD:
             return 8
         return 2 if op in PASS_OPS else 4
 
 
 class _Measured:
-    """Times on the clock as they were measured, whole numbers. No operation takes none: turns grow along every rank's
+    """The clock's times as they were measured, as integers of at least 1, because turns must grow along every rank's
     order, and from each operation to those that need it."""
 
     def __init__(self, measured: Measured, num_stages: int) -> None:
-        in_parts, _ = measured.in_parts()  # of the longest time: the same in every unit
+        in_parts, _ = measured.in_parts()  # times as parts of the longest one, so that the unit does not matter
         self.costs = in_parts.costs(num_stages)
         self.transfer = round(in_parts.transfer * _LONGEST)
 

@@ -1,1 +1,1 @@
-"""Whether a plan may run: completeness, lifetimes, memory, deadlock."""
+"""Decides whether a plan may run: it checks completeness, lifetimes, memory and deadlock."""

@@ -1,4 +1,4 @@
-"""Why ranks wait for each other, in words."""
+"""Says in words why ranks wait for each other."""
 
 from typing import Any
 
@@ -8,8 +8,8 @@ from megatron_pp.plan.verify.queues import DATA, End, Entry
 
 
 def cycle_in_words(run: Any, rank: int) -> str:
-    """Who waits for whom, from ``rank`` until a rank comes up again or is not waiting. ``run``: the stopped run of
-    ``rendezvous.py``."""
+    """Which rank waits for which, from ``rank`` on until a rank comes up again or does not wait. ``run``: the stopped
+    run of ``rendezvous.py``."""
     seen: list[int] = []
     lines: list[str] = []
     current = rank
@@ -19,7 +19,7 @@ def cycle_in_words(run: Any, rank: int) -> str:
         if entry is None:
             lines.append(f"rank {current} is at its end")
             break
-        head = next(e for e in entry.queue[0].ends if not e.done)  # without a partner
+        head = next(e for e in entry.queue[0].ends if not e.done)  # the end that has no partner
         other = "collective" if head.is_collective else "receive" if head.is_send else "send"
         peer = run.queues.missing_peer(head)
         lines.append(
@@ -39,7 +39,7 @@ def _held_at(run: Any, rank: int) -> str:
 
 
 def _waits_for_device(run: Any, rank: int) -> bool:
-    """Whether the rank waits before its instruction, for what it has posted until then."""
+    """Whether the rank waits before its instruction for all that it has posted."""
     if not run.any_wait:
         return False
     at = run.plan.programs[rank][run.at[rank]]
@@ -48,7 +48,7 @@ def _waits_for_device(run: Any, rank: int) -> bool:
 
 
 def _queued(run: Any, rank: int, entry: Entry, head: End) -> str:
-    """Which instruction of the rank is behind ``head`` in its queue, where it is another one."""
+    """The words that an instruction of the rank is behind ``head`` in its queue; empty if it is ``head`` itself."""
     at = run.plan.programs[rank][run.at[rank]]
     if (at.op in ins.POST_OPS or at.op in ins.GROUP_OPS) and not _waits_for_device(run, rank):
         return "" if head.entry.at is at else f" (its {at} is queued behind it, and all that follows behind that)"

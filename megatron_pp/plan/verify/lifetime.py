@@ -21,8 +21,8 @@ from megatron_pp.plan.verify.sync_check import SyncCheck
 def check_rank(plan: Plan, rank: int, deallocate: bool = True, block: Block | None = None) -> RankPeaks:
     """The peaks of memory of ``rank``'s program. Raises PlanError naming the rank, the instruction and what is missing.
 
-    ``deallocate``: whether FREE_F gives the output's data back (config.deallocate_pipeline_outputs) or the backward
-    does. With ``block``, raises RepetitionError unless the block leaves the rank as it found it.
+    ``deallocate``: whether FREE_F frees the output's data (config.deallocate_pipeline_outputs), or else the backward
+    does. With ``block``, raises RepetitionError unless the rank's state is the same before and after the block.
     """
     walk = LifetimeWalk(plan, rank, deallocate)
     timeline, together = walk.tensors(), 0
@@ -42,7 +42,7 @@ def check_rank(plan: Plan, rank: int, deallocate: bool = True, block: Block | No
 
 
 def _check_groups(plan: Plan, rank: int) -> None:
-    """Groups hold what they may: members in a right order, one by one, may still not be joined."""
+    """Raises PlanError if a group has members that may not be joined. Their order alone does not show it."""
     for at in plan.programs[rank]:
         if at.members and at.op not in ins.GROUP_OPS:
             raise PlanError(f"rank {rank}: {at.op} has members, {list(at.members)}: only groups do")
@@ -55,19 +55,19 @@ def _check_groups(plan: Plan, rank: int) -> None:
 
 
 def _timed_length(program: Sequence[Instruction]) -> int:
-    """Its length as ``Plan.timed`` counts, with joined operations by themselves."""
+    """The length of ``program`` with joined operations taken apart, as in ``Plan.timed``."""
     return len(program) + sum(len(at.members) - 1 for at in program if at.op in ins.JOINED_OPS)
 
 
 class RankPeaks(NamedTuple):
-    """Peaks over one rank's program: of each kind for itself (``each``), and of all tensors together (``tensors``)."""
+    """Peaks over one rank's program: of each kind by itself (``each``), and of all tensors together (``tensors``)."""
 
     each: Memory
     tensors: int
 
 
 class _Move(NamedTuple):
-    """What a step makes of a cell's facts, and of the memory: ``changes`` are (index in Memory, difference)."""
+    """How a step changes a cell's facts and the memory. ``changes`` are pairs (index in Memory, difference)."""
 
     facts: int
     changes: tuple[tuple[int, int], ...]
@@ -75,7 +75,7 @@ class _Move(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What an op of one chunk needs and does; ``moves``: what it was found to do, by the facts before it."""
+    """What an op of one chunk needs and does. ``moves``: facts before it -> what it does then."""
 
     needs: int
     adds: int
@@ -85,7 +85,7 @@ class Step(NamedTuple):
 
 
 class LifetimeWalk:
-    """What is true of every cell of a rank, and alive on it, as its program runs."""
+    """Follows a rank's program: the facts of every cell, and the tensors that are alive."""
 
     def __init__(self, plan: Plan, rank: int, deallocate: bool = True) -> None:
         spec = plan.spec
@@ -99,17 +99,17 @@ class LifetimeWalk:
         self.last_stage = plan.placement.num_stages - 1
         self.stages = plan.placement.stages[rank]
         self.facts = dict.fromkeys(product(self.stages, range(self.microbatches), self.parts), 0)
-        # What each chunk runs in the order of microbatches: its name in words, and why.
+        # Ops that each chunk runs in the order of microbatches -> the op in words, and the reason.
         self.in_order = {ins.FORWARD: ("forward", "the data iterator gives them in order")}
         if plan.placement.barriers and self.last_stage in self.stages:
             for rows in rows_of_barriers():
                 self.in_order |= rows.in_order
         self.checked = ins.HAND_OPS | self.in_order.keys()
-        self.then: dict[int, tuple[frozenset[str], int]] = {}  # by fact: what needs other facts where it is true
+        self.then: dict[int, tuple[frozenset[str], int]] = {}  # fact -> ops that need other facts once it holds, these
         self.next = dict.fromkeys(product(self.in_order, range(spec.num_chunks)), (0, self.parts[0]))
         self.required = {s: facts_at_end(plan.placement, s, self.forward_only) for s in self.stages}
-        self.known: dict[tuple[str, int, int, int, bool], Step] = {}  # by op, stage, peer, chunk, and whether named
-        self.gives_back = deallocate or spec.forward_only  # whether an output's data goes when it was sent or handed on
+        self.known: dict[tuple[str, int, int, int, bool], Step] = {}  # keys: op, stage, peer, chunk, is it named
+        self.gives_back = deallocate or spec.forward_only  # whether an output's data is freed once sent or handed on
         self.peaks = [0] * len(Memory._fields)
         self.now = [0] * len(Memory._fields)
         followed = {
@@ -153,7 +153,7 @@ class LifetimeWalk:
         self._check_end()
 
     def _moved(self, at: Instruction) -> Iterable[tuple[str, int]]:
-        """What a message with a name, or its release, changes. Raises PlanError."""
+        """The changes of memory by a message with a name, or by its release. Raises PlanError."""
         if self.of_names is None:
             raise self._error(at, rows_of_names().lacking)
         if (at.stage, at.mb, at.part) not in self.facts:
@@ -161,7 +161,7 @@ class LifetimeWalk:
         return self.of_names.moved(at)
 
     def _count(self, changes: Iterable[tuple[str, int]]) -> int:
-        """Add what features change to the memory; returns by how many tensors."""
+        """Add the changes of features to the memory. Returns the number of tensors that they add."""
         together = 0
         for name, difference in changes:
             kind = KINDS[name]
@@ -171,7 +171,7 @@ class LifetimeWalk:
         return together
 
     def _move(self, at: Instruction, step: Step, before: int) -> _Move:
-        """What ``at`` does, for all instructions of its step that find the same facts. Raises PlanError."""
+        """What ``at`` does. It holds for all instructions of its step that find the same facts. Raises PlanError."""
         needs, twice = step.needs, step.adds & before
         for fact, (ops, others) in self.then.items():
             if before & fact and at.op in ops:
@@ -184,14 +184,14 @@ class LifetimeWalk:
         if twice:
             raise self._error(at, " and ".join(words_of(twice)) + " already: it occurs twice")
         after, both, change = before | step.adds, F_FREED | B_RAN, step.change
-        if not self.gives_back and after & both == both and before & both != both:  # the data that FREE_F left goes
+        if not self.gives_back and after & both == both and before & both != both:  # frees the data that FREE_F kept
             change = change._replace(outputs=change.outputs - 1)
         changes = tuple((kind, difference) for kind, difference in enumerate(change) if difference)
         move = step.moves[before] = _Move(after, changes, change.tensors)
         return move
 
     def step(self, at: Instruction) -> Step:
-        """What all instructions of this op and chunk have in common. Raises PlanError where ``at`` is none of them."""
+        """What all instructions of this op and chunk have in common. Raises PlanError if ``at`` is not one of them."""
         stage, peer = self.placement.site(self.rank, at.op, at.chunk)
         if (at.stage, at.peer) != (stage, peer):
             raise self._error(
@@ -238,7 +238,7 @@ class LifetimeWalk:
         )
 
     def _check_turn(self, at: Instruction) -> None:
-        """A hand-off comes after its neighbour stage; forwards come in the order of their data and losses."""
+        """Raises PlanError if a hand-off comes before its neighbour stage, or forwards are out of order."""
         if at.op in ins.HAND_OPS:
             source, fact = neighbour_of(at.op, at.stage), F_RAN if at.op == ins.HAND_F else B_RAN
             if not self.facts.get((source, at.mb, at.part), 0) & fact:
@@ -251,8 +251,8 @@ class LifetimeWalk:
         self.next[at.op, at.chunk] = (mb, part + 1) if part < self.parts[-1] else (mb + 1, self.parts[0])
 
     def state(self, since: int) -> Any:
-        """All that the rest of the walk depends on, microbatches counted from ``since``: of cells those that are begun
-        and not complete, as nothing touches the others between complete ones and their chunk's next forward.
+        """The state on which the rest of the program depends; microbatches are counted from ``since``. It has the cells
+        that are begun and not complete, because nothing touches other cells before their chunk's next forward.
         """
         begun = {
             (stage, mb - since, part): facts

@@ -1,16 +1,17 @@
-"""The queue machine: in which order posted sends and receives may meet. ``rendezvous.py`` runs it without time, the
+"""The queue machine decides which posted sends and receives meet, and when. ``rendezvous.py`` runs it without time, the
 simulator's network with time.
 
-A rank posts *entries*, one end of a message or a batch of ends, on its queues. Only the entry at the head of a queue is
-active. Active ends meet in the order of their channel; when the transfer of a pair that met is over, both entries lose
-an end. An entry is removed from its queue once all of its ends are done, and the next entry becomes active.
+A rank posts *entries* on its queues. An entry is one end of a message, or a batch of ends. Only the entry at the head
+of a queue is active. Active ends meet in the order of their channel. When the transfer of two ends is over, both
+entries lose an end. An entry is removed from its queue once all of its ends are done, and the next entry becomes
+active.
 
-The ends of a collective, one of each rank, meet when it is at the head of every rank's queue: all ranks post their
-collectives on one communicator, and so in one order. So do those of a rank and its data-parallel replicas on theirs.
-Replicas that run one plan run in step, so one of them represents all (docs/proofs.md).
+The ends of a collective, one of each rank, meet when the collective is at the head of every rank's queue: all ranks
+post their collectives on one communicator, and so in one order. The same holds for a rank and its data-parallel
+replicas. Replicas run one plan in step, so one of them represents all (docs/proofs.md).
 
-One-way channels are a queue each; with shared channels everything between two ranks is one queue; batches go over the
-pipeline group's one communicator, whatever is in them.
+Each one-way channel has a queue. With shared channels there is one queue for everything between two ranks. Batches go
+over the pipeline group's communicator, whatever they contain.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from megatron_pp.plan.ir.instruction import NONE, Instruction, later
 from megatron_pp.plan.ir.spec import ONE_WAY, Plan
 
 DATA = "data"
-SHAPE = "shape"  # where shapes vary, a message's shape goes ahead of it on the same channel
+SHAPE = "shape"  # if shapes vary, a message's shape is sent ahead of it on the same channel
 _GROUP = "group"
 _COLLECTIVES = (NONE, NONE, "collectives")
 _REPLICAS = "replicas"
 
-Direction = tuple[int, int, str]  # source rank, target rank, and what orders messages between them
+Direction = tuple[int, int, str]  # source rank, target rank, and the channel that orders messages between them
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """Something posted: one end of a message, or a batch of them. ``left`` counts its unfinished ends; ``posted`` and
-    ``last`` are for the caller: when it was posted, and what finished it.
+    """A posted end of a message, or a batch of ends. ``left`` counts its unfinished ends. ``posted`` and ``last`` are
+    for the caller: when the entry was posted, and which transfer finished it.
     """
 
     rank: int
@@ -49,7 +50,7 @@ class Entry:
     last: Any = None
 
     def state(self, since: int) -> Any:
-        """What it is and what it still waits for, microbatches counted from ``since``."""
+        """The entry and its unfinished ends as a comparable value; microbatches are counted from ``since``."""
         return self.rank, later(self.at, -since), [(end.content, end.done) for end in self.ends]
 
 
@@ -90,15 +91,15 @@ Gathering = tuple[End, ...]
 class QueueMachine:
     """All queues and channels of a pipeline. ``met`` collects meetings until the caller takes them.
 
-    ``ordered``: whether a rank's queues hold back what is behind their head, as NCCL's streams do and gloo's
-    connections do not; collectives always do. ``replicas``: of the pipeline, whose ranks follow each other in the plan.
+    ``ordered``: whether the head of a queue blocks the entries behind it, as in NCCL's streams and not in gloo's
+    connections; collectives always do. ``replicas``: of the pipeline; their ranks follow each other in the plan.
     """
 
     def __init__(self, plan: Plan, ordered: bool = True, replicas: int = 1) -> None:
         self.one_way = plan.spec.channels == ONE_WAY
         self.ordered = ordered
         self.met: list[Meeting | Gathering] = []
-        # By what orders them, and rank: the ends of the collective that some ranks have come to.
+        # (channel, rank) -> the ends of the collective that some ranks have reached.
         self.gathered: dict[Direction, dict[int, End]] = {}
         self._size = len(plan.programs)
         self._pipeline = self._size // replicas
@@ -108,7 +109,7 @@ class QueueMachine:
         self._open_receives: dict[Direction, deque[End]] = {}
 
     def post(self, rank: int, at: Instruction, content: str = DATA, now: float = 0.0) -> Entry:
-        """Post a send, a receive or a BATCH. Raises PlanError where it has no other end."""
+        """Post a send, a receive or a BATCH. Raises PlanError if it has no other end."""
         grouped = bool(at.members)
         posts = at.members or (at,)
         directions = []
@@ -125,20 +126,20 @@ class QueueMachine:
         return entry
 
     def finish(self, end: End, now: float = 0.0) -> bool:
-        """The transfer of ``end`` is over. Returns whether that completes its entry."""
+        """Called when the transfer of ``end`` is over. Returns whether this completes its entry."""
         end.done = True
         entry = end.entry
         entry.left -= 1
         if entry.left:
             return False
         entry.queue.popleft()
-        entry.ends = []  # they hold the entry
+        entry.ends = []  # breaks a cycle: the ends hold the entry
         if entry.queue:
             self.activate(entry.queue[0], now)
         return True
 
     def state(self, since: int) -> Any:
-        """All that is in queues or waits for its partner, in order; microbatches counted from ``since``."""
+        """All entries in queues and all ends that wait for a partner, in order; microbatches counted from ``since``."""
         queues = {key: [entry.state(since) for entry in queue] for key, queue in self.queues.items() if queue}
         waiting = [
             {way: [(later(end.at, -since), end.content) for end in ends] for way, ends in by_direction.items() if ends}
@@ -148,13 +149,13 @@ class QueueMachine:
         return queues, waiting, gathered
 
     def activate(self, entry: Entry, now: float) -> None:
-        """The entry has come to the head of its queue: its ends meet their partners, or wait for them."""
+        """Called when the entry is at the head of its queue: its ends meet their partners, or wait for them."""
         for end in entry.ends:
             self.meet(end)
 
     def meet(self, end: End) -> None:
-        """``end`` is active: it meets the first partner on its channel, or waits for one. Raises PlanError where that
-        is another message's.
+        """Called when ``end`` is active: it meets the first partner on its channel, or waits for one. Raises PlanError
+        if the partner belongs to another message.
         """
         if end.is_collective:
             self._gather(end)
@@ -177,7 +178,7 @@ class QueueMachine:
         self.met.append(Meeting(send, receive))
 
     def _gather(self, end: End) -> None:
-        """A rank has come to a collective; with the last of them it is met."""
+        """Called when a rank reaches a collective. With the last rank the collective is met."""
         gathered = self.gathered.setdefault(end.direction, {})
         first = next(iter(gathered.values()), end)
         if first.message != end.message:
@@ -196,7 +197,7 @@ class QueueMachine:
         return range(self._size) if source == NONE else range(source, self._size, self._pipeline)
 
     def missing_peer(self, end: End) -> int:
-        """The rank that ``end`` waits for, the first of several."""
+        """The rank that ``end`` waits for; of several ranks the first."""
         if not end.is_collective:
             return end.peer
         return next(rank for rank in self._members(end) if rank not in self.gathered[end.direction])

@@ -1,9 +1,9 @@
-"""Memory that PyTorch's allocator keeps back after a transfer over NCCL.
+"""Counts memory that PyTorch's allocator does not reuse at once after a transfer over NCCL.
 
 torch calls ``record_stream`` for every tensor that is sent or received (``ProcessGroupNCCL::pointToPoint``). Freed
-memory can then be used again only when its communicator's stream has done all that was posted to it until then, also
-receives that wait for their peers. So a received input stays after its backward until the receives that were posted
-ahead on its channel are there.
+memory can be used again only when the communicator's stream has finished all that was posted to it before, including
+receives that wait for their peers. So a received input keeps its memory after its backward, until the receives that
+were posted ahead on its channel are done.
 """
 
 from collections import Counter
@@ -19,8 +19,8 @@ _FINISHES = ins.WAIT_OPS | ins.FREE_OPS
 
 
 def recorded_timeline(plan: Plan, rank: int, deallocate: bool = True) -> Iterator[int]:
-    """Freed pipeline tensors of ``rank`` that cannot be used again yet, after each instruction of ``plan.timed``.
-    ``deallocate``: whether an output is freed when it was sent, and not with its backward.
+    """The number of freed pipeline tensors of ``rank`` whose memory cannot be used again yet, after each instruction of
+    ``plan.timed``. ``deallocate``: an output is freed once it was sent, and not by its backward.
     """
     walk = _StreamWalk(plan, deallocate or plan.spec.forward_only)
     for at in plan.timed(rank):
@@ -35,8 +35,8 @@ class _StreamWalk:
         self.added = hooks_of(plan.spec.added)
         self.posted: Counter[Hashable] = Counter()
         self.finished: Counter[Hashable] = Counter()
-        self.stream_of: dict[MessageKey, Hashable] = {}  # what was posted -> its stream
-        self.waiting: list[tuple[Hashable, int]] = []  # freed tensors: stream, and how much of it must be done
+        self.stream_of: dict[MessageKey, Hashable] = {}  # posted message -> its stream
+        self.waiting: list[tuple[Hashable, int]] = []  # for each freed tensor: the stream, and how far it must get
         self.uses = (ins.FORWARD,) if plan.spec.forward_only else ins.BACKWARD_OPS
 
     def advance(self, at: Instruction) -> None:
@@ -61,13 +61,13 @@ class _StreamWalk:
                 self._free(post, at)
 
     def _free(self, post: str, at: Instruction) -> None:
-        """The tensor that ``post`` moved, if there is one, is not used any more."""
+        """Called when the tensor that ``post`` moved, if there is one, is not used any more."""
         stream = self.stream_of.pop((post, at.stage, at.mb, at.part, at.tensor), None)
         if stream is not None and self.finished[stream] < self.posted[stream]:
             self.waiting.append((stream, self.posted[stream]))
 
     def _stream(self, at: Instruction) -> Hashable:
-        """The communicator's: the group's for batches, a pair's, or a channel's."""
+        """The stream of the communicator: of the group for batches, of a pair, or of a channel."""
         if self.plan.spec.grouped:
             return None
         return (at.peer, at.op) if self.plan.spec.channels == ONE_WAY else at.peer

@@ -1,7 +1,7 @@
-"""The half of ``verify`` that runs all ranks against each other, under the rules of the device (``device_ranks.py``).
+"""The part of ``verify`` that runs all ranks against each other, under the rules of the device (``device_ranks.py``).
 
-The outcome does not depend on the order in which ranks are advanced (each step only ever enables more), so one run
-decides. A rule only adds to what is waited for: a plan that passes under several rules together passes under each.
+The outcome does not depend on the order in which ranks are advanced, because a step of one rank never blocks another.
+So one run decides. A rule only adds waits: a plan that passes under several rules together passes under each.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -19,10 +19,10 @@ _POSTS = ins.POST_OPS | ins.COLLECTIVE_POSTS | {ins.BATCH}
 
 
 def check_rendezvous(plan: Plan, device: Collection[str] = (), block: Block | None = None, replicas: int = 1) -> None:
-    """Raises PlanError where the plan can hang or a receive would get another message than it is meant for, with the
-    cycle in words. ``device``: further rules that hold; those other than ONE_QUEUE, ANY_WAIT and DEVICE_SYNC are not
-    checked here. ``replicas``: of the pipeline, whose ranks follow each other in the plan's programs. With ``block``,
-    raises RepetitionError unless ranks that run to its ends come to a standstill as ranks that run to its starts do.
+    """Raises PlanError, with the cycle in words, if the plan can hang, or if a receive would get a message that is
+    meant for another. ``device``: further rules that hold; only ONE_QUEUE, ANY_WAIT and DEVICE_SYNC are checked here.
+    ``replicas``: of the pipeline; their ranks follow each other in the plan's programs. With ``block``, raises
+    RepetitionError unless the standstill of ranks that run to its ends is that of ranks that run to its starts.
     """
     run = RendezvousRun(plan, [rule for rule in (ONE_QUEUE, ANY_WAIT, DEVICE_SYNC) if rule in device], replicas)
     if block is not None:
@@ -36,15 +36,15 @@ def check_rendezvous(plan: Plan, device: Collection[str] = (), block: Block | No
 
 
 class Standstill(NamedTuple):
-    """Where nothing moves any more. By rank, the sends, receives and collectives that it has posted and that are not
-    over (``pending``), and those of them that it has stopped at (``awaited``; no entry for a rank at its end)."""
+    """The state in which nothing moves any more. ``pending``: for each rank the posted sends, receives and collectives
+    that are not over. ``awaited``: rank -> those of them at which it has stopped; a rank at its end has no entry."""
 
     pending: dict[int, list[Instruction]]
     awaited: dict[int, list[Instruction]]
 
 
 def standstill(plan: Plan) -> Standstill:
-    """Run all ranks of ``plan``, whose programs may end early, as far as they come."""
+    """Run all ranks of ``plan`` as far as they get. Its programs may end early."""
     run = RendezvousRun(plan, [], 1)
     run.upto([len(program) for program in plan.programs])
     pending: dict[int, list[Instruction]] = {}
@@ -59,13 +59,13 @@ def _unfinished(entry: Entry) -> list[Instruction]:
 
 
 class RendezvousRun(DeviceRanks):
-    """Without time: what has met is over."""
+    """A run without time: two ends that have met are over at once."""
 
     def __init__(self, plan: Plan, rules: list[str], replicas: int) -> None:
         super().__init__(plan, QueueMachine(plan, replicas=replicas), rules)
         self.at = [0] * len(plan.programs)
         self.limits: Sequence[int] = self.at
-        # By op, what follows it in an instruction, and content.
+        # Keys: op, the rest of the instruction, and content.
         self.posted: list[dict[tuple[str, tuple[Any, ...], str], Entry]] = [{} for _ in plan.programs]
 
     def upto(self, limits: Sequence[int]) -> None:
@@ -77,9 +77,9 @@ class RendezvousRun(DeviceRanks):
         self.agenda.run(self.resume)
 
     def state(self, limits: Sequence[int], since: int) -> Any:
-        """All that the rest of the run depends on; positions counted from ``limits``, microbatches from ``since``. Of a
-        rank that has not come to its limit, what it has still to run; what it waits for and has posted tells how far it
-        is within an instruction.
+        """The state on which the rest of the run depends. Positions are counted from ``limits``, microbatches from
+        ``since``. For a rank before its limit it has the instructions that are left; how far the rank is within an
+        instruction follows from its posts and from what it waits for.
         """
         programs = [
             [later(one, -since) for one in program[at:limit]]
@@ -97,7 +97,7 @@ class RendezvousRun(DeviceRanks):
         return programs, blocked, posted, unfinished, self.queues.state(since)
 
     def check_end(self) -> None:
-        """Raises PlanError where a rank has not come to its end, or an operation has no partner."""
+        """Raises PlanError if a rank has not reached its end, or if an operation has no partner."""
         stuck = [r for r in range(len(self.at)) if self.at[r] < len(self.plan.programs[r])]
         if stuck:
             from megatron_pp.plan.verify import deadlock_report
@@ -133,11 +133,11 @@ class RendezvousRun(DeviceRanks):
                         entry = self._post(rank, shape.at, DATA)
                     if entry.left:
                         yield entry
-                    del posted[key]  # nothing asks for it again
+                    del posted[key]  # it is not needed again
                     if self.late_receives and at.op not in ins.COLLECTIVE_WAITS:
                         del posted[(key[0], key[1], SHAPE)]
                 elif at.op in _POSTS:
-                    if at.op == ins.BATCH and self.late_receives:  # the shapes of a batch are waited for at once
+                    if at.op == ins.BATCH and self.late_receives:  # the rank waits at once for the shapes of a batch
                         shape = self._post(rank, at, SHAPE)
                         if shape.left:
                             yield shape
@@ -163,7 +163,7 @@ class RendezvousRun(DeviceRanks):
         return shape
 
     def _send_off(self, rank: int, at: Instruction) -> Entry | None:
-        """Post ``at``; of a single receive whose shape comes first, that alone. Returns what holds back the rest."""
+        """Post ``at``, or only the shape of a single receive whose shape comes first. Returns what blocks the rest."""
         first = self.late_receives and at.op in ins.POST_OPS
         entry = self._post(rank, at, SHAPE if first else DATA)
         if first and at.op in ins.SEND_OPS:

@@ -1,4 +1,4 @@
-"""Buffers of gradients that CUDA graphs reuse."""
+"""Checks that a gradient is used before CUDA graphs reuse its buffer."""
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.ir.instruction import BACKWARD_OPS, FREE_B, SINGLE_COMPUTE_OPS, Instruction, each
@@ -9,20 +9,20 @@ _Cell = tuple[int, int, int]  # stage, microbatch, slice
 
 
 def check_static_buffers(plan: Plan, block: Block | None = None) -> None:
-    """The rule of layers in CUDA graphs: an input gradient is read (sent, or used by the stage before on the same rank)
-    before the operation after the next backward. Transformer Engine gives its buffer to the graphs that were captured
-    after that backward (``_reuse_graph_input_output_buffers``), and autograd hands it out as it is.
+    """Raises PlanError, which names rank, operation and gradient, unless every input gradient is read (sent, or used by
+    the stage before on the same rank) before the operation after the next backward. Transformer Engine gives the buffer
+    to the graphs that were captured after that backward (``_reuse_graph_input_output_buffers``), and autograd passes it
+    on without a copy.
 
-    Raises PlanError, naming rank, operation and gradient. With ``block``, raises RepetitionError unless the block
-    leaves the gradients as it found them.
+    With ``block``, raises RepetitionError unless the gradients are in the same state before and after the block.
     """
     for rank in range(len(plan.programs)):
         _check_rank(plan, rank, block)
 
 
 def _check_rank(plan: Plan, rank: int, block: Block | None) -> None:
-    newest: dict[_Cell, Instruction] = {}  # gradients of the last backward that are not settled, and that backward
-    exposed: dict[_Cell, Instruction] = {}  # of backwards before it: the next operation may overwrite them
+    newest: dict[_Cell, Instruction] = {}  # gradient of the last backward that is not read yet -> that backward
+    exposed: dict[_Cell, Instruction] = {}  # the same of earlier backwards: the next operation may overwrite these
     ends = {} if block is None else dict(zip(block.of(rank), (0, block.microbatches), strict=True))
     states = []
     for position, at in enumerate(plan.programs[rank]):
@@ -30,7 +30,7 @@ def _check_rank(plan: Plan, rank: int, block: Block | None) -> None:
             states.append([{(s, mb - ends[position], part) for s, mb, part in cells} for cells in (newest, exposed)])
         for one in each([at]):  # a pair's forward runs before its backward reads
             backward = one.op in BACKWARD_OPS
-            if backward or one.op == FREE_B:  # a backward copies the gradient that it uses before it overwrites any
+            if backward or one.op == FREE_B:  # a backward reads its gradient before its graph overwrites any
                 read = one.stage + backward, one.mb, one.part
                 newest.pop(read, None)
                 exposed.pop(read, None)

@@ -1,4 +1,4 @@
-"""Whether gradient and parameter syncs are where nothing is lost or reduced too early."""
+"""Checks that gradient and parameter syncs are at places where no gradient is lost or reduced too early."""
 
 from bisect import bisect_right
 
@@ -13,7 +13,7 @@ _BACKWARDS = ins.BACKWARD_OPS | ins.LAST_PASS | {ins.WEIGHT_GRAD}
 
 
 class SyncCheck:
-    """Whether syncs are there once per chunk, gradient syncs behind all that they cover, parameter syncs before it."""
+    """Checks that each chunk has its syncs once: gradient syncs behind gradients, parameter syncs before forwards."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.rank = rank
@@ -24,8 +24,8 @@ class SyncCheck:
         ran = [(k, at) for k, entry in noted for at in entry.members or (entry,)]
         backwards = [(k, at) for k, at in ran if at.op in _BACKWARDS]
         self.backwards = [k for k, _ in backwards]
-        # Chunk -> index of the operation that completes its gradients, those of layers that do not split their
-        # backward, those of passes; and index of its first forward.
+        # Chunk -> index of the operation that completes its gradients; those of layers that do not split their
+        # backward; those of passes; and chunk -> index of its first forward.
         self.last = {at.chunk: k for k, at in backwards if at.op not in ins.LAST_PASS}
         self.last_backward = {at.chunk: k for k, at in backwards if at.op in ins.BACKWARD_OPS}
         self.last_pass = {at.chunk: k for k, at in backwards if at.op in ins.LAST_PASS}
@@ -34,7 +34,7 @@ class SyncCheck:
     def run(self) -> None:
         """Raises PlanError."""
         seen: dict[str, set[int]] = {op: set() for op in ins.SYNC_OPS}
-        early: set[int] = set()  # chunks whose sync is enabled for their last backward too, before their last WEIGHT
+        early: set[int] = set()  # chunks whose sync is enabled also for their last backward, before their last WEIGHT
         passes: set[int] = set()  # chunks whose sync is enabled for the last pass
         for k, at in self.syncs:
             done = passes if self._is_for_pass(k, at) else early if self._is_early(k, at) else seen[at.op]
@@ -58,7 +58,8 @@ class SyncCheck:
                 raise PlanError(f"rank {self.rank}: the {what} of chunk(s) {lost} are never synchronised")
 
     def _check_kinds(self, enabled: set[int], explicit: set[int], early: set[int]) -> None:
-        """One kind of gradient sync a rank, and hooks in both places where gradients become complete."""
+        """Raises PlanError if a rank has both kinds of gradient sync, or hooks at only one of the places where
+        gradients become complete."""
         if explicit and (enabled or early):
             raise PlanError(
                 f"rank {self.rank}: ENABLE_GRAD_SYNC{min(enabled | early)} and GRAD_SYNC{min(explicit)}: a rank "

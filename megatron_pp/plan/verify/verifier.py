@@ -1,6 +1,6 @@
-"""Accept or refuse a plan: completeness, buffer lifetime and memory (``lifetime.py``), deadlock and crossing messages
-(``rendezvous.py``), buffers that are reused under the rules of the device (``static_buffers.py``), and its own compute
-order (``order_check.py``). A refusal names the rank, the instruction, and the cycle or the missing piece.
+"""Accepts or refuses a plan. Checked are completeness, buffer lifetime and memory (``lifetime.py``), deadlock and
+crossing messages (``rendezvous.py``), buffers that the device reuses (``static_buffers.py``), and the plan's own
+compute order (``order_check.py``). A refusal names the rank, the instruction, and the cycle or the missing piece.
 """
 
 from collections.abc import Collection
@@ -23,14 +23,14 @@ _RUN = COMPUTE_OPS | COPY_OPS
 
 @dataclass(frozen=True)
 class Verdict:
-    """What an accepted plan needs, per rank.
+    """What an accepted plan needs on each rank.
 
     ranks        peaks of live pipeline tensors
-    certificate  what was proven, and the programs that it was proven for
-    plan         that was verified
-    device       further rules than rendezvous that it was verified under
-    on_host      peak of what was copied to the host, in the same units
-    num_chunks   of a rank
+    certificate  what was proven, and for which programs
+    plan         the verified plan
+    device       the rules besides rendezvous under which it was verified
+    on_host      peak of activations on the host, in the same units
+    num_chunks   chunks of a rank
     """
 
     ranks: tuple[RankPeaks, ...]
@@ -42,9 +42,9 @@ class Verdict:
 
     @cached_property
     def activations(self) -> tuple[float, ...]:
-        """Peak of what the chunks themselves keep, in units of one chunk's forward; a waiting weight gradient counts
-        its share (``activations.py``)."""
-        from megatron_pp.plan.costs.activations import peak_activations  # no step asks for it
+        """The peak of activations that chunks keep, in units of one chunk's forward. A waiting weight gradient counts
+        with its share (``activations.py``)."""
+        from megatron_pp.plan.costs.activations import peak_activations  # a step does not need it
 
         return peak_activations(self.plan)
 
@@ -78,9 +78,9 @@ def verify(
 ) -> Verdict:
     """Raises PlanError for a plan that is incomplete, hangs, or reads, frees or receives wrongly.
 
-    ``device``: which of DEVICE_RULES hold together where the plan runs; by default those it was lowered for. Rendezvous
-    always does. ``block``: raises RepetitionError unless the plan with further copies of this block, each of later
-    microbatches, is verified with it (docs/proofs.md, "A new number of microbatches").
+    ``device``: the DEVICE_RULES that hold together on the device, by default those for which the plan was lowered.
+    Rendezvous always holds. ``block``: raises RepetitionError unless this run also verifies the plan with further
+    copies of the block, each of later microbatches (docs/proofs.md, "A new number of microbatches").
     """
     rules = plan.spec.device if device is None else checked_device(device)
     if len(plan.programs) != plan.spec.pipeline_size:
