@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import logging
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
+import torch.distributed.run
 
 from megatron_pp import parallel_state
 from testkit.processes import run_processes
 
 ROOT = Path(__file__).resolve().parents[1]
 _BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
-
-
-_COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:megatron-pp|torchrun|python) ")
 
 
 class PageOutput(NamedTuple):
@@ -37,20 +37,6 @@ def code_blocks(page: str, language: str = "python") -> dict[str, str]:
     found = [block.groups() for block in _BLOCK.finditer((ROOT / page).read_text())]
     blocks = [(title, code) for kind, title, code in found if kind == language]
     return {title or f"block{place}": code for place, (title, code) in enumerate(blocks, 1)}
-
-
-def commands_of(page: str) -> list[str]:
-    """The shell commands of the page, in order: those of its blocks of bash, and indented ones. Left out are those with
-    a placeholder (``...``, ``<the usual flags>``), which nobody can paste."""
-    lines = re.sub(r"\\\n *", "", (ROOT / page).read_text()).split("\n")
-    language, found = "", []  # of the block that a line is in; "" outside of blocks
-    for line in lines:
-        if line.startswith("```"):
-            language = "" if language else line[3:] or "text"
-        is_code = language == "bash" or (not language and line.startswith("    "))
-        if is_code and _COMMAND.match(line.strip()) and not re.search(r"\.\.\.|<\w", line):
-            found.append(line.strip())
-    return found
 
 
 def run_commands(commands: list[str], folder: Path, timeout: float = 300.0) -> list[str]:
@@ -72,6 +58,21 @@ def run_commands(commands: list[str], folder: Path, timeout: float = 300.0) -> l
     return printed
 
 
+def run_torchrun(command: str, folder: Path, timeout: float = 240.0) -> None:
+    """Run ``[NAME=VALUE ...] torchrun FLAGS SCRIPT [ARGUMENTS]`` in ``folder``. torchrun's own parser reads the flags.
+    The ranks are forked: torchrun and each of its ranks would import torch first. Raises SystemExit for a wrong flag,
+    and what ``run_processes`` raises.
+    """
+    words = shlex.split(command)
+    variables = dict(word.split("=", 1) for word in words[: words.index("torchrun")])
+    given = torch.distributed.run.parse_args(words[len(variables) + 1 :])
+    assert given.standalone, f"{command}: ranks would look for a host"
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    args = str(folder), [(given.training_script, *given.training_script_args)], [store.port]
+    options: dict[str, Any] = {"timeout": timeout, "backend": None, "start_method": "forkserver"}
+    run_processes(_rank_main, int(given.nproc_per_node), args, environment=variables, **options)
+
+
 def run_page(
     files: dict[str, str], scripts: list[str], folder: Path, ranks: int, timeout: float = 240.0
 ) -> dict[str, list[PageOutput]]:
@@ -82,28 +83,34 @@ def run_page(
         (folder / name).write_text(code)
     # As torchrun's agent has it: ranks meet at a store that is here already, at a port that nobody else can take.
     stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in scripts]
-    args = str(folder), scripts, [store.port for store in stores]
+    args = str(folder), [(script,) for script in scripts], [store.port for store in stores]
     options = {"timeout": timeout, "backend": None, "start_method": "forkserver"}
     results = run_processes(_rank_main, ranks, args, **options)
     return {script: [of_rank[place] for of_rank in results] for place, script in enumerate(scripts)}
 
 
-def _rank_main(rank: int, size: int, folder: str, scripts: list[str], ports: list[int]) -> list[PageOutput]:
+def _rank_main(
+    rank: int, size: int, folder: str, programs: list[tuple[str, ...]], ports: list[int]
+) -> list[PageOutput]:
+    """``programs``: a script with its arguments each."""
     os.chdir(folder)
     sys.path.insert(0, folder)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1")
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    return [_run(script, port) for script, port in zip(scripts, ports, strict=True)]
+    outputs = [_run(program, port) for program, port in zip(programs, ports, strict=True)]
+    atexit._run_exitfuncs()  # as an interpreter does at its end, and a process of multiprocessing does not
+    return outputs
 
 
-def _run(script: str, port: int) -> PageOutput:
+def _run(program: tuple[str, ...], port: int) -> PageOutput:
     os.environ["MASTER_PORT"] = str(port)
+    sys.argv = [*program]
     printed, warnings = io.StringIO(), io.StringIO()
     handler = logging.StreamHandler(warnings)
     logging.getLogger("megatron_pp").addHandler(handler)
     try:
         with contextlib.redirect_stdout(printed):
-            runpy.run_path(script, run_name="__main__")
+            runpy.run_path(program[0], run_name="__main__")
     finally:
         logging.getLogger("megatron_pp").removeHandler(handler)
         parallel_state.destroy_model_parallel()  # which a program that ends may leave

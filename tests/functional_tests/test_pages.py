@@ -29,12 +29,14 @@ Outputs = dict[str, list[PageOutput]]
 
 
 def _quick_start() -> dict[str, str]:
-    """As it stands, and with the other schedule that it names."""
+    """As it stands, and the first 10 of its 50 steps with the other schedule that it names."""
     example = code_blocks(QUICK_START)["example.py"]
     named = re.search(r'`(SCHEDULE = "\w+")`', (ROOT / QUICK_START).read_text())
     assert named is not None
     other = re.sub(r'SCHEDULE = "\w+"', named[1], example)
     assert other != example
+    other, count = re.subn(r"in range\(50\):", "in range(10):", other)
+    assert count == 1
     return {"example.py": example, "other.py": other}
 
 
@@ -92,7 +94,7 @@ def test_the_quick_start_trains_the_same_under_any_schedule(outputs: Outputs) ->
     assert first == ""
     assert len(losses) == 5
     assert losses[-1] < 0.9 * losses[0]
-    assert _printed(outputs, "other.py") == [last, first]  # in a V the last stage is on rank 0
+    assert _printed(outputs, "other.py") == [last.splitlines(keepends=True)[0], ""]  # in a V rank 0 has the last stage
 
 
 def test_torchs_schedule_and_ours_give_the_same_losses(outputs: Outputs) -> None:

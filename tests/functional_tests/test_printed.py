@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from megatron_pp.tools.cli import main
-from testkit.pages import ROOT, code_blocks, run_commands
+from testkit.pages import ROOT, code_blocks, run_commands, run_torchrun
 from testkit.printed import Printed, names_from_elsewhere, pages, printed
 from testkit.sweeps import drawn
 from tests.functional_tests.megatron_support import in_megatrons_process, needs_megatron
@@ -28,6 +28,7 @@ from testkit.megatron.cases import Case  # isort: skip
 ALL = [one for page in pages() for one in printed(page)]
 NEEDS_MEGATRON = re.compile(r"\bmegatron_core\b")
 INSPECTS = re.compile(r"megatron-pp (plan|verify|simulate|advise|draw|report|check) ")
+TORCHRUN = re.compile(r"(\w+=\S+ )*torchrun ")
 ENDS_WITH = {
     "megatron-pp check --gpus 64 --gpu h100 examples/check/recipe.yaml": 1,
     "megatron-pp check --gpus 64 --gpu h100 recipe.yaml": 1,
@@ -79,15 +80,19 @@ def test_the_commands_of_a_page_run_one_after_the_other_in_an_empty_folder(
             code, said = _in_this_process(command)
             assert code == ENDS_WITH.get(command, 0), f"{command}: {capfd.readouterr().err}"
             assert said
+        elif TORCHRUN.match(command):
+            run_torchrun(command, folder)
         else:
             run_commands([command], folder)
 
 
 def _prepare(folder: Path, commands: str) -> None:
-    """The files that commands name."""
+    """The files that commands name. The example takes ten of its 50 steps; test_pages.py runs them all."""
     (folder / "examples").symlink_to(ROOT / "examples")
     if "example.py" in commands:
-        (folder / "example.py").write_text(code_blocks("docs/quick_start.md")["example.py"])
+        program = code_blocks("docs/quick_start.md")["example.py"]
+        assert "in range(50):" in program
+        (folder / "example.py").write_text(program.replace("in range(50):", "in range(10):"))
     if " recipe.yaml" in commands:
         shutil.copy(ROOT / "examples" / "check" / "recipe.yaml", folder)
     if "measured.json" in commands:
@@ -95,8 +100,11 @@ def _prepare(folder: Path, commands: str) -> None:
 
 
 def _in_this_process(command: str) -> tuple[int, str]:
-    """The exit code of a `megatron-pp` command and what it prints, which goes to a file where the command says so."""
+    """The exit code of a `megatron-pp` command and what it prints, which goes to a file where the command says so.
+    `advise` searches for a second; test_printed_numbers.py has its whole answer."""
     words = shlex.split(command)
+    if words[1] == "advise" and "--budget-s" not in words:
+        words[2:2] = ["--budget-s", "1"]
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         code = main(words[1 : words.index(">")] if ">" in words else words[1:])
