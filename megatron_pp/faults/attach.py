@@ -1,4 +1,4 @@
-"""The guard of a communicator: made when its first step begins, kept as long as its transport."""
+"""Makes the guard of a communicator when its first step begins, and keeps it as long as its transport."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("megatron_pp")
 
-# Of this process; the guards are the keys.
+# The guards of this process are the keys.
 GUARDS: ObjectTable[None] = ObjectTable()
 
-# What each rank decides for itself: ranks that differ in these fields neither hang nor mix up messages.
+# Fields that each rank decides for itself: ranks that differ in them neither hang nor mix up messages.
 PRIVATE_FIELDS = {"release_after", "grad_sync", "param_sync", "split_backward", *PRIVATE_SETTINGS}
 _SHOWN_AS = {
     "pipeline_size": "pipeline size (P)",
@@ -56,8 +56,8 @@ def guarded(
     number: int | None = None,
     after: str = "",
 ) -> Iterator[FaultGuard | None]:
-    """One step of ``communicator`` under its guard, which keeps time for all transfers; see ``FaultGuard.step``. None
-    where there is nothing to guard."""
+    """The context of one step of ``communicator`` under its guard, which keeps time for all transfers; see
+    ``FaultGuard.step``. It gives None if there is nothing to guard."""
     guard = _guard_of(communicator.transport, settings)
     if guard is None:
         yield None
@@ -75,14 +75,14 @@ def guarded(
 
 
 def instruction_marks(communicator: P2PCore, settings: StepSettings) -> InstructionMarks | None:
-    """An observer of the engine, by which the guard knows what the device has completed. None where the host waits for
-    transfers, and where there is no guard."""
+    """The observer of the engine by which the guard knows what the device has completed. None if the host waits for
+    transfers, or if there is no guard."""
     guard = _guard_of(communicator.transport, settings)
     return None if guard is None else guard.marks
 
 
 def watched(communicator: P2PCore, config: Any, what: str) -> AbstractContextManager[Any]:
-    """``FaultGuard.watch`` of the communicator's guard; a context that does nothing where there is none."""
+    """``FaultGuard.watch`` of the communicator's guard; a context that does nothing if there is no guard."""
     guard = _guard_of(communicator.transport, StepSettings.from_config(config))
     return nullcontext() if guard is None else guard.watch(what)
 
@@ -94,7 +94,7 @@ def close_guard(communicator: P2PCore) -> None:
 
 
 def describe_step(spec: PlanSpec, shapes: Any, dtype: Any) -> dict[str, str]:
-    """What the ranks of a pipeline have to agree on, by the names that a user knows."""
+    """The values that the ranks of a pipeline have to agree on, by names that a user knows."""
     described = {_SHOWN_AS.get(k, k): str(v) for k, v in spec.values().items() if k not in PRIVATE_FIELDS}
     return {**described, "pipeline_dtype": str(dtype), SENDS: str(shapes.send), RECEIVES: str(shapes.receive)}
 
@@ -113,7 +113,7 @@ def _guard_of(transport: Transport, settings: StepSettings) -> FaultGuard | None
 
 
 def _warn_of_timeout(transport: Transport, settings: StepSettings) -> None:
-    """Where the group's own timeout comes before one that the config sets: the group's errors contain less, and NCCL's
+    """Warn if the group's own timeout ends before one that the config sets. The group's error says less, and NCCL's
     ends the process by default."""
     name = "p2p_timeout" if settings.compute_timeout is None else "compute_timeout"
     seconds = getattr(settings, name)
@@ -163,6 +163,6 @@ def _make_guard(transport: Transport, timeout: float) -> FaultGuard:
         members=[transport.global_rank(rank) for rank in range(transport.size)],
     )
     GUARDS[guard] = None
-    # Weakly: after a failure the guard holds frames that hold the transport. At exit, threads are waited for.
+    # A weak reference: after a failure the guard holds frames that hold the transport. At exit it waits for threads.
     finalize_here(transport, call_if_alive, weakref.WeakMethod(guard.close), False).atexit = False
     return guard

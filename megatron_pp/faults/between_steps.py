@@ -1,4 +1,4 @@
-"""An exception that is raised between two steps, where what follows a step is watched."""
+"""Handles an exception that is raised between two steps, if the work after a step is watched."""
 
 import threading
 
@@ -8,7 +8,7 @@ from megatron_pp.faults.tracker import Outside
 
 
 def cause_between_steps(error: BaseException) -> BaseException:
-    """What is to be raised for ``error``, by the guards of this process; see ``ended_by``."""
+    """The error to raise in place of ``error``, by the guards of this process; see ``ended_by``."""
     for guard, _ in GUARDS.items():
         found: BaseException = ended_by(guard, error)
         if found is not error:
@@ -17,9 +17,9 @@ def cause_between_steps(error: BaseException) -> BaseException:
 
 
 def ended_by(guard: FaultGuard, error: BaseException) -> BaseException:
-    """``error`` was raised between steps: it is handled as in a step, so that one of this rank's own is published, and
-    of a failed transfer the cause is found. Returns what is to be raised in its place, ``error`` itself where this rank
-    is the cause."""
+    """Handle ``error``, which was raised between steps, as in a step: an error of this rank's own is published, and for
+    a failed transfer the cause is found. Returns the error to raise in its place; ``error`` itself if this rank is the
+    cause."""
     after = guard.followed_by
     if not after or guard.over is not None or threading.get_ident() != guard.caller or guard.is_gone():
         return error

@@ -1,14 +1,14 @@
-"""Whether all ranks enter a step with the same plan, fitting shapes and the same step number (``config.step_number``).
+"""Checks that all ranks enter a step with the same plan, matching shapes and the same ``config.step_number``.
 
-Ranks that enter with a new plan compare descriptions of it. What they agree on is kept under a number: a plan that they
-come back to needs no new comparison, only a check that all came back to the same. Every rank takes part in each
+Ranks that enter with a new plan compare descriptions of it. What they agree on is kept under a number. If they return
+to a plan they do not compare it again, but only check that all have returned to the same. Every rank takes part in each
 agreement, in the same step, so a number means the same on all ranks. A rank publishes the numbers that it used as a
 *history* ``(upto, digest, step, number, step, number, ...)``: the last changes in order, complete up to step ``upto``,
 and a digest of all changes before them.
 
-The nth call of one rank always meets the nth call of the others: messages have no other order. So a rank that calls a
-step once too often is detected only by the program's own number: it stays on that rank and goes on elsewhere. How the
-number changes is part of what the ranks agree on, which costs nothing as the change is the same in almost every call.
+The nth call of one rank always meets the nth call of the others, because messages have no other order. So a rank that
+calls a step once too often is detected only by the program's own number, which then differs from that of other ranks.
+The change of the number is a part of what ranks agree on. This costs nothing, as it is the same in almost every call.
 """
 
 from collections.abc import Hashable, Mapping
@@ -24,17 +24,17 @@ NUMBER = "the number itself"
 SENDS = "shape sent towards the last stage"
 RECEIVES = "shape received from the stage before"
 LAYERS = "the order of the layers"
-_DIFFERING = frozenset({SENDS, RECEIVES, LAYERS})  # fields in which ranks that agree may differ
+_DIFFERING = frozenset({SENDS, RECEIVES, LAYERS})  # fields that may differ between ranks that agree
 
 _BUDGET = 4 << 20  # bytes; all ranks evict the same agreements, as they use the same ones and count sizes alike
-_MIN_BYTES = _BUDGET // 64  # of one agreement: no more than 64 are kept
-_BYTES_PER_RANK = 512  # for what differs
-_CHANGES = 32  # listed in a history
+_MIN_BYTES = _BUDGET // 64  # each agreement counts at least this much, so at most 64 are kept
+_BYTES_PER_RANK = 512  # for values that differ by rank
+_CHANGES = 32  # changes that a history lists
 _DIGESTS = 2**61 - 1  # a prime
 
 
 class _Agreed(NamedTuple):
-    """``common`` to all ranks, and ``own``: what differs, by rank."""
+    """An agreement: ``common``, the values of all ranks; and ``own``, the values that differ, by rank."""
 
     key: Hashable
     common: dict[str, str]
@@ -42,7 +42,7 @@ class _Agreed(NamedTuple):
 
 
 class Agreements:
-    """What one of ``ranks`` ranks has agreed on with the others."""
+    """The agreements of one rank with the others; ``ranks`` is their number."""
 
     def __init__(self, ranks: int = 1) -> None:
         self._made = 0
@@ -50,13 +50,13 @@ class Agreements:
         self._kept: BoundedCache[int, _Agreed] = BoundedCache(_BUDGET)
 
     def use(self, key: Hashable) -> int:
-        """The number of the agreement on ``key``; 0 where there is none."""
+        """The number of the agreement on ``key``; 0 if there is none."""
         found = next((number for number, agreed in self._kept.entries.items() if agreed.key == key), 0)
         self._kept.get(found)
         return found
 
     def add(self, key: Hashable, descriptions: Mapping[int, Mapping[str, str]]) -> int:
-        """A new agreement; its number, from 1. ``descriptions``: what each rank entered with."""
+        """Add an agreement; returns its number, from 1. ``descriptions``: what each rank entered with."""
         self._made += 1
         one = next(iter(descriptions.values()), {})
         common = {name: value for name, value in one.items() if name not in _DIFFERING}
@@ -106,13 +106,13 @@ def pairs(history: tuple[int, ...]) -> list[tuple[int, int]]:
 
 
 class StepNumber:
-    """The number in the last call of one rank."""
+    """The program's number of the step in the last call of one rank."""
 
     def __init__(self) -> None:
         self._last: int | None = None
 
     def move(self, number: int | None) -> str:
-        """How ``number`` differs from that of the last call, in words; "" for a program that gives none."""
+        """The difference of ``number`` from that of the last call, in words; "" if the program gives no number."""
         if number is None:
             return ""
         before, self._last = self._last, number
@@ -122,7 +122,7 @@ class StepNumber:
 
 
 class Mismatch(NamedTuple):
-    """What differs: the field and the value of each of two ranks."""
+    """A field that differs, and its values on two ranks."""
 
     field: str
     values: dict[int, str]
@@ -133,18 +133,18 @@ class Mismatch(NamedTuple):
 
 
 def arrived(entries: Mapping[int, Entry], step: int) -> set[int]:
-    """Ranks that have published an entry for ``step``, or for a later one (which they do only after all agreed)."""
+    """Ranks that have published an entry for ``step``, or for a later one, which they do only after all agreed."""
     return {rank for rank, entry in entries.items() if entry.step >= step}
 
 
 def find_mismatch(
     own_rank: int, entries: Mapping[int, Entry], progress: Mapping[int, Progress], step: int, agreements: Agreements
 ) -> Mismatch | None:
-    """Compare what is known so far with this rank's entry: ranks that entered ``step`` with a description, and ranks
-    that are in it with what they agreed on in an earlier step. Returns the lowest rank that differs, in the first field
-    that does."""
+    """Compare this rank's entry with all that is known: with ranks that entered ``step`` with a description, and with
+    ranks that are in it with an earlier agreement. Returns the lowest rank that differs, and the first field in which
+    it does."""
     mine = entries.get(own_rank)
-    if mine is None or mine.step < step:  # what was read is older than what this rank has published since
+    if mine is None or mine.step < step:  # the records were read before this rank published its entry
         return None
     for rank, entry in sorted(entries.items()):
         known = progress.get(rank)
@@ -153,7 +153,7 @@ def find_mismatch(
         elif known is not None and entry.step < step <= known.step and known.state != ENTERING:
             agreed = agreements.description(in_force(known.history, step), rank)
             theirs = {**(agreed or entry.description), NUMBER: number_in(known, step)}
-        else:  # it has passed this step; or it is not in it yet, or is entering and has yet to publish its entry
+        else:  # the rank has passed this step, is not in it yet, or has not yet published its entry
             continue
         found = compare(own_rank, mine.description, rank, theirs)
         if found is not None:
@@ -162,7 +162,7 @@ def find_mismatch(
 
 
 def number_in(at: Progress, step: int) -> str:
-    """The program's number of ``step``, counted in calls; "" if the rank has published that of another one since."""
+    """The program's number of ``step``, which counts calls; "" if the rank has published another step's since."""
     return at.number if at.step == step else ""
 
 

@@ -1,9 +1,9 @@
-"""What the device has done, asked from a thread of its own.
+"""Asks in a thread of its own what the device has completed.
 
-``torch.cuda.Event.query`` keeps Python's interpreter lock, and a query may block as long as another thread synchronises
-the device (pytorch#130844): where that waits for a dead peer, until an abort. So another thread asks than the one that
-aborts, and ctypes gives the lock back around each call. A new thread is on device 0, where a call would make a context
-of half a GiB (torchcomms#777), and fails while a CUDA graph is captured.
+``torch.cuda.Event.query`` keeps Python's interpreter lock, and a query may block while another thread synchronises the
+device (pytorch#130844). If that thread waits for a dead peer, the query blocks until an abort. So the thread that asks
+is not the one that aborts, and ctypes releases the lock around each call. A new thread is on device 0, where a call
+would make a context of half a GiB (torchcomms#777); and its calls fail while a CUDA graph is captured.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ _SUCCESS, _NOT_READY = 0, 600
 _RELAXED = 2
 
 # Seconds.
-_ANSWER = 0.05  # that an answer is waited for; it takes microseconds where no query blocks
+_ANSWER = 0.05  # time to wait for an answer, which takes microseconds if no query blocks
 _JOIN = 1.0
 
 
 class EventQueries:
-    """``is_over(event)`` in the thread that has called ``begin``; ``device``: where the events are recorded."""
+    """Queries events in the thread that has called ``begin``. ``device``: the device on which they are recorded."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
         self._runtime: Any = None
 
     def begin(self) -> None:
-        """Choose the device for this thread, and let it ask while the main thread captures a CUDA graph: by default
-        that is an error and ends the capture (``cudaThreadExchangeStreamCaptureMode``)."""
+        """Choose the device for this thread, and allow queries while the main thread captures a CUDA graph. By default
+        such a query is an error and ends the capture (``cudaThreadExchangeStreamCaptureMode``)."""
         if self._device is not None:
             torch.cuda.set_device(self._device)
         if torch.version.cuda is None:
@@ -62,20 +62,20 @@ class EventQueries:
             )  # fmt: skip
 
     def is_over(self, event: Any) -> bool:
-        """Raises RuntimeError where an earlier kernel has failed."""
+        """Whether ``event`` is over. Raises RuntimeError if an earlier kernel has failed."""
         if self._runtime is None:
             return bool(event.query())
         code = self._runtime.cudaEventQuery(event.cuda_event)
         if code == _NOT_READY:
-            self._runtime.cudaGetLastError()  # else the next call of this thread would report it
+            self._runtime.cudaGetLastError()  # clears the error, which this thread's next call would report again
         elif code != _SUCCESS:
             raise RuntimeError(f"cudaEventQuery returned {code}")
         return bool(code == _SUCCESS)
 
 
 class CompletedWork:
-    """Marks on the streams of one rank, over all steps. The main thread adds them; a thread of their own, which the
-    watchdog ``ask``s, removes those that are over."""
+    """Marks on the streams of one rank, in all steps. The main thread adds marks. Another thread, which the watchdog
+    ``ask``s, removes those that are over."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._marks: deque[tuple[Place, Any]] = deque()
@@ -87,12 +87,12 @@ class CompletedWork:
         self._closed = False
 
     def mark(self, place: Place) -> None:
-        """``place`` is over when all that was issued to the current stream is."""
+        """Add a mark: ``place`` is over when all that was issued to the current stream is over."""
         self._marks.append((place, self.events.record()))
 
     def ask(self) -> None:
-        """For the watchdog: have the marks removed that are over. Where a query blocks, return a moment later; the
-        marks stay as they are until it returns."""
+        """Called by the watchdog: have marks removed that are over. If a query blocks, this returns a moment later, and
+        marks stay as they are until the query returns."""
         if not self._marks or self._closed:
             return
         if self._thread is None:
@@ -108,13 +108,13 @@ class CompletedWork:
 
     @property
     def known_at(self) -> float:
-        """When what ``oldest`` says was so, by the monotonic clock: now, or when the query began that has not
+        """The time for which ``oldest`` is right, by the monotonic clock: now, or the beginning of a query that has not
         returned."""
         since = self._unanswered_since
         return time.monotonic() if since is None else since
 
     def close(self, wait: bool = True) -> None:
-        """End the thread; one that is stuck in a query stays until that returns, and asks nothing more."""
+        """End the thread. If it is stuck in a query it stays until the query returns, and then ends."""
         self._closed = True
         self._asked.set()
         if wait and self._thread is not None:
@@ -139,7 +139,7 @@ class CompletedWork:
             marks.clear()
 
     def synchronize(self) -> None:
-        """The host waits for all that was issued to the current stream, unless a graph is captured on it."""
+        """Block the host until all that was issued to the current stream is over, unless a graph is captured on it."""
         if torch.cuda.is_current_stream_capturing():
             return
         event = self.events.record()
@@ -147,7 +147,7 @@ class CompletedWork:
         self.events.give_back(event)
 
     def clear(self) -> None:
-        """The first of them may be asked for just now: none of their events is used again."""
+        """Forget all marks. Their events are not used again, because a query of the first may be going on."""
         self._marks = deque()
 
     @property

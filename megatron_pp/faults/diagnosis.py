@@ -1,7 +1,7 @@
-"""What an error reports: what each rank waits for, its last position and the instructions around that.
+"""Writes the text of errors: what each rank waits for, its last position, and the instructions around it.
 
-Exceptions of user code may raise when they are inspected; such errors are caught here, and no decision rests on the
-text of a user's exception.
+Exceptions of user code may raise when they are inspected; such errors are caught here. No decision depends on the text
+of a user's exception.
 """
 
 import dis
@@ -22,14 +22,14 @@ from megatron_pp.plan.ir.instruction import Instruction
 from megatron_pp.plan.ir.spec import Plan
 
 _TRACEBACK_LINES = 12
-# The place in gloo's source that raised it; one error has none. Wherever in the text: what runs in a future's callback,
-# as a communication hook of DDP, has the name of the error before it.
+# The place in gloo's source that raised the error; one kind of error has none. It may be anywhere in the text: in a
+# future's callback, such as a communication hook of DDP, the name of the error comes before it.
 _FROM_GLOO = re.compile(r"\[[^\]\n]*/gloo/[^\]\n]+:\d+\] |Application timeout caused pair closure")
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether ``error`` means that a transfer failed, rather than why: our transport raised it, or a collective of
-    torch.distributed, such as one that a user's model runs."""
+    """Whether ``error`` only means that a transfer failed, without the cause. Our transport raises such errors, and so
+    does a collective of torch.distributed, for example one of the user's model."""
     kind = type(error)
     if issubclass(kind, errors.P2PTransferError):
         return True
@@ -61,7 +61,7 @@ def type_name(error: BaseException) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """``str(error)``, at most as long as a record may be."""
+    """``str(error)``, cut to the length of a record."""
     return _safely(lambda: str(error), "(its __str__ raises)")
 
 
@@ -74,7 +74,7 @@ def tail_of(error: BaseException) -> str:
 
 
 def _safely(read: Callable[[], str], otherwise: str) -> str:
-    """What ``read`` returns, as a plain string of bounded length; ``otherwise`` where it raises."""
+    """The result of ``read`` as a plain string of bounded length; ``otherwise`` if it raises."""
     try:
         return cut(str.__getitem__(read(), slice(None)))
     except BaseException:  # a user's __str__ may raise anything
@@ -91,7 +91,7 @@ _WORDS = {
 
 
 def doing(at: Instruction) -> str:
-    """What a rank does in instruction ``at``: ``waits for the activation of chunk 1, microbatch 3 from rank 1``."""
+    """What a rank does in ``at``, in words: ``waits for the activation of chunk 1, microbatch 3 from rank 1``."""
     if at.op in _WORDS:
         return _WORDS[at.op].format(where=at.where, peer=at.peer)
     if at.op in ins.SEND_OPS:
@@ -102,13 +102,13 @@ def doing(at: Instruction) -> str:
 
 
 def _reported_at(plan: Plan | None, rank: int, progress: Progress) -> Instruction | None:
-    """The instruction of ``plan`` that ``progress`` is at; None if it is at none, or at another plan's."""
+    """The instruction of ``plan`` at which ``progress`` is; None if it is at none, or at that of another plan."""
     at = instruction_at(plan, rank, progress.position) if plan is not None else None
     return at if at is not None and str(at) == progress.text else None
 
 
 def progress_line(plan: Plan | None, rank: int, progress: Progress | None, idle: float | None) -> str:
-    """Where ``rank`` last was, in one line. ``idle``: seconds since its position changed, None if unknown."""
+    """The last position of ``rank`` in one line. ``idle``: seconds since its position changed, None if unknown."""
     if progress is None:
         return "has not reported since this rank began to poll it"
     ago = "" if idle is None else f" {max(idle, 0.0):.1f} s ago"
@@ -129,14 +129,14 @@ def progress_line(plan: Plan | None, rank: int, progress: Progress | None, idle:
 
 
 def busy_ranks(plan: Plan, where: Mapping[int, Progress]) -> tuple[int, ...]:
-    """Ranks that compute: when no rank moves, they hold the others up. One that is behind its program is none of them:
-    it may wait in a collective for a rank of another pipeline."""
+    """Ranks that compute: if no rank moves, the others wait for these. A rank that has finished its program is not one
+    of them, because it may wait in a collective for a rank of another pipeline."""
     at = {rank: _reported_at(plan, rank, progress) for rank, progress in sorted(where.items())}
     return tuple(rank for rank, one in at.items() if one is not None and one.op in ins.COMPUTE_OPS)
 
 
 def working_ranks(plan: Plan | None, where: Mapping[int, Progress]) -> tuple[int, ...]:
-    """Ranks that compute or run user code, in the plan or after it, rather than a transfer."""
+    """Ranks that compute or run user code, in the plan or after it, and are not in a transfer."""
     at = {rank: _reported_at(plan, rank, progress) for rank, progress in sorted(where.items())}
     return tuple(r for r, one in at.items() if where[r].state == records.IN_STEP and (one is None or not waits_on(one)))
 
@@ -152,7 +152,7 @@ def _window(program: Sequence[Instruction], position: int) -> str:
     return " ".join((["..."] if start > 0 else []) + words + (["..."] if stop < len(program) else []))
 
 
-Seen = Mapping[int, tuple[Progress, float]]  # of other ranks: progress, and seconds since the position changed
+Seen = Mapping[int, tuple[Progress, float]]  # other rank -> its progress, and seconds since its position changed
 
 
 def progress_lines(rank: int, plan: Plan | None, own: Progress, seen: Seen, size: int) -> dict[int, str]:
@@ -195,7 +195,7 @@ def _headline(rank: int, plan: Plan | None, own: Progress, seen: Seen) -> str:
 
 
 def error_of(failure: Failure, pipeline: str, rank: int, here: str) -> errors.PipelineError:
-    """What ``rank`` of ``pipeline`` raises because of ``failure``; ``here``: what it does itself."""
+    """The error that ``rank`` of ``pipeline`` raises because of ``failure``. ``here``: what this rank does itself."""
     elsewhere = "" if failure.pipeline == pipeline else f" of pipeline {failure.pipeline}"
     values = {int(r): value for r, value in failure.values.items() if r.isdigit()}
     if failure.kind == failures.STALL:

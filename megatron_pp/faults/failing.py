@@ -1,5 +1,5 @@
-"""What a guard does where a step stalls or fails: it finds the cause, tells the other ranks, makes every transfer here
-fail, and says what the rank raises. Loaded when a rank has not moved for some time, or fails.
+"""What a guard does if a step stalls or fails: it finds the cause, tells other ranks, makes every transfer of this rank
+fail, and decides which error the rank raises. Loaded when a rank fails, or has not moved for some time.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger("megatron_pp")
 
 # Seconds.
-_PUBLISHING = 3.0  # that a rank which failed gives the store to accept its record
-_ANOTHER_READ = 1.0  # that a finding about a rank waits for the next read of its record
-_LEASES = 1.25  # between a failure's publication and what may follow from it on other ranks, in leases
-_GRACE = 6.0  # that a rank whose transfer failed looks for the cause
+_PUBLISHING = 3.0  # for a failed rank, until it stops waiting for the store to accept its record
+_ANOTHER_READ = 1.0  # for the next read of a rank's record, before a finding about this rank is used
+_LEASES = 1.25  # between a failure's publication and its effects on other ranks, in leases
+_GRACE = 6.0  # for a rank whose transfer failed, to find the cause
 _BEFORE_ESCALATION = 2.0  # after the communicator was aborted
 _BEFORE_SHOWING_STACK = 5.0  # after that
 
 
 class Failing:
-    """Of one guard, whose fields hold what is known of the failure. Its methods are called in the thread of the step
-    and in the watchdog's."""
+    """The failing part of one guard, whose fields hold what is known of the failure. Both the thread of the step and
+    the watchdog's thread call its methods."""
 
     def __init__(self, guard: FaultGuard) -> None:
         self.guard = guard
@@ -46,11 +46,11 @@ class Failing:
     # -- the step of this rank ends --
 
     def leave_with(self, error: BaseException) -> None:
-        """``error`` was raised within the step. Returns where it is what the caller should see, with its record
-        published; raises what the caller should see instead of it."""
+        """Handle ``error``, which was raised within the step. If the caller should see it, publish its record and
+        return; otherwise raise the error that the caller should see in its place."""
         guard = self.guard
         if error is guard.raised:
-            return  # handled where it was raised, inside
+            return  # an inner call has handled it
         if guard.over is not None and guard.failure is None:  # closed within the step, which is not watched since
             if diagnosis.is_consequence(error):
                 raise CommunicatorClosedError(
@@ -58,11 +58,11 @@ class Failing:
                     "close_communicators(); close it between steps"
                 ) from error
             return
-        # A RuntimeError of torch's is perhaps of a group that was aborted.
+        # A RuntimeError of torch's may come from a group that was aborted.
         of_torch = type(error) is RuntimeError and not diagnosis.is_raised_by_python(error)
         if diagnosis.is_consequence(error) or (guard.failure is not None and of_torch):
             found = self._cause_of(error)
-            # What failed here only follows from what happened on another rank: its traceback would come first.
+            # The failure here follows from one on another rank. Its own traceback would be printed first, so drop it.
             try:
                 raise found from (None if isinstance(found, PipelinePeerError) else error)
             finally:
@@ -72,7 +72,7 @@ class Failing:
         self.conclude(self._failure(EXCEPTION, diagnosis.text_of(error), **content), True)
 
     def end(self) -> None:
-        """The guard's last step has ended."""
+        """Called when the guard's last step has ended."""
         guard = self.guard
         if guard.over is None and guard.job_rank == 0:
             self._await_readers()
@@ -80,8 +80,8 @@ class Failing:
         guard.tracker.rest()
 
     def _cause_of(self, error: BaseException) -> PipelineError:
-        """Why a transfer failed: another rank's record, a process that is gone, a rank without a heartbeat; or, found
-        within some seconds, none of these."""
+        """The error with the cause of a failed transfer: another rank's record, a process that is gone, or a rank
+        without a heartbeat. If none is found within some seconds, the error says so."""
         reason = diagnosis.text_of(error).partition("\n")[0]
         failed = f"a transfer of rank {self.guard.rank} failed ({diagnosis.type_name(error)}: {reason})"
         self.guard.tracker.failed = failed
@@ -101,8 +101,8 @@ class Failing:
     # -- no rank moves --
 
     def find_stall(self, here: Progress) -> Failure | None:
-        """This rank is at ``here`` and has not moved for some time, or a transfer of its failed: whether that is a
-        stall. Where it is not, a rank that others wait for says so."""
+        """The stall, if there is one. This rank is at ``here`` and has not moved for some time, or one of its transfers
+        failed. If there is no stall and others wait for this rank, it logs that its operation takes long."""
         guard, timeout = self.guard, self.guard.timeout
         with guard.heartbeat.lock:
             working: tuple[int, ...] = ()
@@ -124,12 +124,12 @@ class Failing:
         if found is None and guard.rank in working:
             self._warn_that_it_takes_long(here)
         if found is not None and mutual[0] and mutual[0] in found.why:
-            # Now, not where it is raised: the host is perhaps in a call that no abort ends.
+            # Logged now and not when it is raised, because the host may be in a call that no abort ends.
             logger.error("pipeline rank %d gives up its step: %s", guard.rank, found.why)
         return None if found is None else self._stall_failure(here, found.why, found.suspects)
 
     def _mutual_waits(self, everywhere: Mapping[int, Progress], seconds: float) -> tuple[str, tuple[int, ...]]:
-        """Which operations of ranks have waited for each other's messages for ``seconds``, and these ranks."""
+        """The operations that have waited for each other's messages for ``seconds``, in words, and their ranks."""
         for place in positions.within_plans(self.guard.tracker) if self.guard.completed is not None else ():
             assert place.plan is not None
             found = mutual_waits.find(place.plan, place.step, everywhere, seconds)
@@ -138,7 +138,7 @@ class Failing:
         return "", ()
 
     def _confirmed(self, suspects: tuple[int, ...]) -> bool:
-        """Whether peers were read since these were suspected, if they can be: one that ends has published it first."""
+        """Whether peers were read, if possible, since these were suspected: a rank publishes its end before it ends."""
         now = time.monotonic()
         since = self._gone_since.setdefault(suspects, now)
         return self.guard.heartbeat.peers.read_at > since or now - since > _ANOTHER_READ
@@ -148,7 +148,7 @@ class Failing:
         return None if where is None else where.plan
 
     def _warn_that_it_takes_long(self, here: Progress) -> None:
-        """Once per operation, on the rank that is in it, with the place in the user's code."""
+        """Warn once per operation, on the rank that runs it, with the place in the user's code."""
         operation = (here.step, here.position, here.text)
         if self._warned_of == operation:
             return
@@ -163,7 +163,7 @@ class Failing:
     # -- a failure is known --
 
     def mismatch(self, found: Mismatch) -> Failure:
-        """That of ranks which have entered a step with different plans."""
+        """The failure of ranks that have entered a step with different plans."""
         return self._failure(MISMATCH, str(found), field=found.field, values=_by_text(found.values))
 
     def conclude(self, failure: Failure, is_news: bool) -> None:
@@ -172,20 +172,20 @@ class Failing:
         seconds = 0.0 if self._has_lost_store() else _PUBLISHING
         unknown = is_news and not heartbeat.publish(failure, seconds)
         with heartbeat.lock:
-            # What this rank has found may follow from what others published since it last read the store: a rank that
-            # publishes its error ends, and others find that its process is gone.
+            # This finding may follow from a record that this rank has not read yet: a rank that publishes its error
+            # ends, and others find that its process is gone.
             known = heartbeat.peers.failure
             guard.failure = guard.failure or (failure if known is None or failure.kind == EXCEPTION else known)
-            heartbeat.peers.failure = known or guard.failure  # the watch goes on, also where the store is gone
+            heartbeat.peers.failure = known or guard.failure  # so the watch goes on, even if the store is gone
             guard.known_since = guard.known_since or time.monotonic()
             heartbeat.lock.notify_all()
         if unknown and guard.completed is not None and guard.escalate is not None:
-            guard.escalate()  # before the pipeline: others, who find no failure, would reduce what that leaves behind
+            guard.escalate()  # before the pipeline's group: ranks that see no failure would reduce what its abort left
         self._abort()
 
     def _abort(self) -> None:
-        """Where the host runs ahead, streams go on after an abort without what was not delivered, and may reduce with
-        others what they make of it. So it waits until no rank relies any more on having found no failure."""
+        """Abort transfers. If the host runs ahead, streams go on after an abort without the missing data, and may
+        reduce wrong values with others. So it waits until no rank relies any more on having found no failure."""
         guard = self.guard
         if guard.completed is not None and guard.known_since is not None:
             lease = _LEASES * guard.heartbeat.pace.lease
@@ -193,14 +193,14 @@ class Failing:
         guard.abort()
 
     def _has_lost_store(self) -> bool:
-        """Whether the store has failed, or has not answered, for so long that none of its calls will help."""
+        """Whether the store has failed, or has not answered, for so long that no further call is worth waiting for."""
         heartbeat = self.guard.heartbeat
         since = heartbeat.peers.broken_since or heartbeat.peers.asked_at
         return since is not None and time.monotonic() - since >= min(_PUBLISHING, 8 * heartbeat.pace.poll)
 
     def _await_readers(self) -> None:
-        """By default this process holds the store, which ends with it: wait until the ranks that are in a step have
-        read the failure, for a lease at most."""
+        """Wait until ranks that are in a step have read the failure, for a lease at most. By default this process holds
+        the store, which ends with the process."""
         heartbeat, pace = self.guard.heartbeat, self.guard.heartbeat.pace
         elsewhere = (self.guard.world_size or self.guard.size) > self.guard.size
         at_least = 2 * pace.poll if elsewhere else 0.0
@@ -212,7 +212,7 @@ class Failing:
             )
 
     def _unread(self, since: float) -> bool:
-        """Whether a rank that was in a step after ``since`` has yet to read the failure, as far as can be known."""
+        """Whether some rank that was in a step after ``since`` has not read the failure yet, as far as is known."""
         peers = self.guard.heartbeat.peers
         if self.guard.heartbeat.closed or peers.broken:
             return False
@@ -220,7 +220,7 @@ class Failing:
         return peers.failure is None or peers.read_at < since or not active <= peers.have_read
 
     def await_exit(self, watchdog: Watchdog) -> None:
-        """In the watchdog's thread: the communicator is aborted. Wait for this rank to leave its step, with stronger
+        """Called in the watchdog's thread after the abort. Waits for this rank to leave its step, and uses stronger
         means if it does not."""
         if _left_within(watchdog, _BEFORE_ESCALATION):
             return
@@ -231,7 +231,7 @@ class Failing:
             _left_within(watchdog, math.inf)
 
     def _show_stack(self) -> None:
-        """This rank hangs in code that cannot be interrupted. Log where."""
+        """Log the stack of this rank, which hangs in code that cannot be interrupted."""
         _, place = positions.described(self.guard.tracker, of_host=True)
         logger.error(
             "pipeline rank %d has to leave its step (%s) but is still in %s:\n%s",
@@ -239,13 +239,13 @@ class Failing:
         )  # fmt: skip
 
     def error(self) -> PipelineError:
-        """What this rank raises now because of the failure."""
+        """The error that this rank raises now because of the failure."""
         error = self._new_error()
         self.guard.raised = error if self.guard.tracker.is_within else None
         return error
 
     def log(self, here: Progress) -> None:
-        """It was found between steps, at ``here``: the next step raises it."""
+        """Log a failure that was found between steps, at ``here``. The next step raises it."""
         logger.error("pipeline rank %d, %s: %s", self.guard.rank, here.text, self._new_error())
 
     def _new_error(self) -> PipelineError:

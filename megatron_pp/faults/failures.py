@@ -1,4 +1,4 @@
-"""Why ranks leave their step, as they publish it in the job's store. Loaded where a rank fails, or looks for causes."""
+"""The record of a failure, which ranks publish in the job's store. Loaded if a rank fails or looks for causes."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Failure:
     rank: int  # pipeline rank that reports it: the one that raised; for a stall the one that detected it
     global_rank: int  # its rank in the whole job
     instruction: str = ""  # as printed, such as F0.3; empty if it was outside the plan
-    where: str = ""  # the same in words
+    where: str = ""  # the instruction in words
     exception_type: str = ""  # qualified name
     message: str = ""  # of the exception, mismatch or stall
-    traceback_tail: str = ""  # last lines
-    suspects: tuple[int, ...] = ()  # of a stall: pipeline ranks that do not respond, or hold the others up
-    field: str = ""  # what differs
-    values: dict[str, str] = dataclasses.field(default_factory=dict)  # by pipeline rank: what it has, or where it was
-    at: float = 0.0  # when, by the monotonic clock of its process
+    traceback_tail: str = ""  # last lines of the traceback
+    suspects: tuple[int, ...] = ()  # for a stall: pipeline ranks that do not respond, or for which the others wait
+    field: str = ""  # for a mismatch: the field that differs
+    values: dict[str, str] = dataclasses.field(default_factory=dict)  # pipeline rank -> its value, or its position
+    at: float = 0.0  # time of the failure, by the monotonic clock of its process
     process: Process = dataclasses.field(default_factory=Process)
 
     def __post_init__(self) -> None:
@@ -43,7 +43,7 @@ class Failure:
 
 
 def publish(store: FaultStore, failure: Failure) -> None:
-    """Publish it to the job. Readers see the record before they see that there is one."""
+    """Publish ``failure`` to the job. The record is written before the key that announces it."""
     ticket = store.store.add(store.job_key(TICKETS), 1)
     store.store.set(store.job_key(f"failure/{ticket}"), encode(failure))
     store.store.set(store.job_key(FAILED), "1")
@@ -62,9 +62,9 @@ def read(store: FaultStore) -> Failure | None:
 
 
 def _is_handled(store: FaultStore, failure: Failure, ticket: int) -> bool:
-    """Whether a member published it in another pipeline and then went on to this one: by its process's own clock,
-    as the store is called some time after a step has begun; by what it found when it came if that is another
-    process (a job that is started anew may have the same store); while it is not here, by what this rank found."""
+    """Whether a member published ``failure`` in another pipeline and then went on to this one. The clock of its process
+    decides, because the store is called some time after a step has begun. For another process (a restarted job may
+    have the same store) what the member found when it came decides, or what this rank found if it has not come yet."""
     if failure.global_rank not in store.members:
         return False
     key = store.own_key("began", store.members.index(failure.global_rank))

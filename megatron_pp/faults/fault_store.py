@@ -1,7 +1,7 @@
-"""The job's store, as the guard of one rank uses it: under which keys ranks publish what.
+"""The job's store, as the guard of one rank uses it, and the keys under which ranks publish their records.
 
-Needed are torch's Store methods ``set``, ``get``, ``check``, ``add`` and ``compare_set``. Only keys that ``check`` has
-found are read, since ``get`` waits for a missing key.
+It needs torch's Store methods ``set``, ``get``, ``check``, ``add`` and ``compare_set``. Only keys that ``check`` has
+found are read, because ``get`` waits for a missing key.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class FaultStore:
         self._known: dict[str, set[int]] = {}
 
     def publish_failure(self, failure: Failure) -> None:
-        """Publish it to the job."""
+        """Publish ``failure`` to the job."""
         from megatron_pp.faults import failures
 
         failures.publish(self, failure)
@@ -75,7 +75,7 @@ class FaultStore:
         return failures.read(self)
 
     def note_failure_read(self) -> None:
-        """This rank has read a failure, and needs the store no more for it."""
+        """Note in the store that this rank has read the failure."""
         self.store.set(self.own_key("read", self.rank), "1")
 
     def have_read_failure(self) -> set[int]:
@@ -98,9 +98,9 @@ class FaultStore:
         return {rank: decode(kind, value) for rank, value in zip(ranks, values, strict=True)}
 
     def job_key(self, name: str) -> str:
-        """Of the whole job."""
+        """The key of ``name`` for the whole job."""
         return f"{_ROOT}/{self.epoch}/{name}"
 
     def own_key(self, what: str, rank: int) -> str:
-        """Of a rank of the pipeline."""
+        """The key of ``what`` for ``rank`` of the pipeline."""
         return f"{self._life}/{what}/{rank}"

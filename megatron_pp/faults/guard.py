@@ -89,12 +89,12 @@ class FaultGuard:
         self._watchdog = Watchdog(
             self.tracker, self.heartbeat, self._act, lambda watchdog: self.failing.await_exit(watchdog)
         )
-        # By this rank, and handled. Only within steps: its traceback has frames that hold a step's tensors.
+        # The error that this rank raised and handled. Kept within steps only: its traceback holds a step's tensors.
         self.raised: BaseException | None = None
         self.caller = 0
         self.followed_by = ""  # ``after`` of the last step, also when its watch has ended with the store
         self.failure: Failure | None = None
-        self.known_since: float | None = None  # a failure, by the monotonic clock
+        self.known_since: float | None = None  # when a failure became known, by the monotonic clock
         self.agreement = 0
         self.over: str | None = None
         self._entered_with: Hashable = None
@@ -123,11 +123,12 @@ class FaultGuard:
         phase: str = "",
         after: str = "",
     ) -> Iterator[FaultGuard]:
-        """Around one step; ``source`` has its position. If ``key`` is new, ``describe()`` (field name -> value) is
-        compared among all ranks before the step begins; if it was agreed on before, but not for the last step, the
-        ranks check during the step that all have changed to the same. How the program's ``number`` of the step differs
-        from the last one is part of the key. ``after``: what the program does with other ranks until the next step, in
-        words; if given, dead peers and published failures are looked for until then, or until the guard is closed.
+        """A context for one step; ``source`` has its position. If ``key`` is new, ``describe()`` (field name -> value)
+        is compared among all ranks before the step begins. If ``key`` was agreed on before, but not for the last step,
+        the ranks check during the step that all have changed to the same. The difference between the program's
+        ``number`` of this step and of the last one is a part of the key. ``after``: what the program does with other
+        ranks until the next step, in words. If given, the guard looks for dead peers and failures until then, or until
+        it is closed.
 
         Raises, entering or leaving: PipelinePeerError, PipelineStallError, PipelineMismatchError,
         CommunicatorClosedError after a failure. An error of this rank's own is raised as it is."""
@@ -156,13 +157,13 @@ class FaultGuard:
             raise self.failing.error()
 
     def watch(self, what: str) -> AbstractContextManager[FaultGuard]:
-        """Around ``what`` a program does with other ranks between steps, such as an optimizer step, or around that and
-        steps: failures are handled as in a step."""
+        """A context for ``what`` a program does with other ranks between steps, such as an optimizer step. It may also
+        contain steps. Failures are handled as in a step."""
         return self.step(Outside(), phase=what)
 
     def check(self) -> None:
-        """Raises the failure that ends this step, if there is one; for a rank that waits for something else than a
-        transfer."""
+        """Raises the failure that ends this step, if there is one. Called by a rank that waits for something other than
+        a transfer."""
         if self.failure is not None:
             raise self.failing.error()
 
@@ -190,7 +191,7 @@ class FaultGuard:
         self.tracker.phase = text
 
     def close(self, wait: bool = True) -> None:
-        """``wait``: for the end of the threads."""
+        """End the guard. ``wait``: also wait for the end of its threads."""
         self.over = self.over or "it was closed"
         if self.completed is not None:
             from megatron_pp.faults import optimizer_hooks
@@ -216,7 +217,7 @@ class FaultGuard:
         if known:
             self.heartbeat.asked_from = self.tracker.step
         else:
-            # The number first: ranks in different steps differ in more.
+            # The number comes first, because ranks in different steps differ in other fields too.
             description = {consistency.MOVE: move, consistency.NUMBER: shown, **describe()}
             known = self._agreements.add(key, self._check_entry(description))
             self.tracker.agreed(known)
@@ -224,7 +225,7 @@ class FaultGuard:
         self._entered_with = key
 
     def _check_entry(self, description: dict[str, str]) -> dict[int, Mapping[str, str]]:
-        """Compare plans with all ranks; what each entered with."""
+        """Compare plans with all ranks. Returns what each rank entered with."""
         heartbeat, step = self.heartbeat, self.tracker.step
         entry = Entry(step, description, self.tracker.process)
         try:
@@ -260,14 +261,14 @@ class FaultGuard:
 
     @cached_property
     def failing(self) -> Failing:
-        """What is done where a step stalls or fails."""
+        """The part of the guard that handles a step that stalls or fails."""
         from megatron_pp.faults.failing import Failing
 
         found: Failing = Failing(self)
         return found
 
     def _leave(self, error: BaseException | None, after: str = "") -> None:
-        """The step ended, with ``error`` or without; raises what the caller should see instead of it."""
+        """Called when the step has ended, with ``error`` or without. Raises what the caller should see in its place."""
         try:
             if error is not None:
                 self.failing.leave_with(error)
@@ -283,8 +284,8 @@ class FaultGuard:
                 self.raised = None
 
     def _act(self) -> bool:
-        """For the watchdog: if there is a failure, make every transfer here fail. Returns whether there is one."""
-        in_step = self.tracker.source is not None  # read first: once it fails, the step ends at any time
+        """Called by the watchdog: if there is a failure, make every transfer fail. Returns whether there is one."""
+        in_step = self.tracker.source is not None  # read first: after a failure the step may end at any time
         known = self.failure or self.heartbeat.peers.failure
         here = self.tracker.observe()
         if here is None:
@@ -302,7 +303,7 @@ class FaultGuard:
         return failure is not None
 
     def _find_late_mismatch(self, here: Progress) -> Failure | None:
-        """The ranks came back to different plans. Once all are seen to have changed to the same, polling ends."""
+        """The failure if ranks returned to different plans. Polling ends once all were seen to use the same plan."""
         heartbeat = self.heartbeat
         if not heartbeat.peers.seen:
             return None

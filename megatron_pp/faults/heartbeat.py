@@ -1,6 +1,6 @@
-"""The thread that calls the store: publishes where this rank is, and reads what the others published.
+"""The thread that calls the store: it publishes this rank's position, and reads what other ranks published.
 
-It is separate from the watchdog, because a call on the store can block for as long as the network is cut.
+It is not the watchdog's thread, because a call on the store can block for as long as the network is cut.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _AFTER_ERROR = 1.0  # torch's client writes a page of warnings for each call on 
 class Pace:
     poll: float  # seconds between checks for a failure
     beat: float  # seconds between heartbeats
-    quiet: float  # seconds without moving until this rank begins to read where the others are
+    quiet: float  # seconds without moving until this rank begins to read the positions of others
     lease: float  # seconds for which a rank may rely on having found no failure; the same on all ranks
 
     @classmethod
     def of(cls, timeout: float, world_size: int) -> Pace:
-        """Quick for small jobs and short timeouts; slower where thousands of ranks poll one store."""
+        """A quick pace for small jobs and short timeouts; a slower one if thousands of ranks poll one store."""
         crowd = max(1.0, world_size / 500)
         poll, beat, quiet = (min(seconds * crowd, timeout / 8) for seconds in (0.25, 0.5, 1.0))
         return cls(poll, beat, quiet, _LEASE * crowd)
@@ -45,7 +45,7 @@ class Pace:
 
 class Heartbeat:
     """Owns the store: only this thread calls it, and connects to it by ``connect``, which may block. ``lock`` guards
-    ``peers`` and everything that is handed over."""
+    ``peers`` and all records that other threads pass to this one."""
 
     store: FaultStore  # from the first exchange on
 
@@ -54,8 +54,8 @@ class Heartbeat:
         self._connect = connect
         self.peers = Peers(connected=False)
         self.lock = threading.Condition()
-        # Set by the guard: peers are read, although this rank moves, until ``settled_to``, the step in which all have
-        # been seen, is ``asked_from``.
+        # Set by the guard: peers are read although this rank moves, until ``settled_to`` (the step in which all were
+        # seen) has reached ``asked_from``.
         self.asked_from = 0
         self.settled_to = 0
         self._tracker = tracker
@@ -70,15 +70,15 @@ class Heartbeat:
         self._published_at = 0.0
 
     def wake(self) -> None:
-        """At the start of a step: costs an attribute lookup while the thread is awake."""
+        """Called at the start of a step. It costs an attribute lookup while the thread is awake."""
         if self._parked or self._thread is None:
             with self.lock:
                 self._start()
                 self.lock.notify_all()
 
     def publish(self, record: Entry | Failure, seconds: float) -> bool:
-        """Hand over a record; whether it was in the store within ``seconds``. After a failure, ``peers.failure`` then
-        is what the store had."""
+        """Give a record to this thread. Returns whether it was in the store within ``seconds``. After a failure,
+        ``peers.failure`` is then the one that the store had."""
         with self.lock:
             self._outbox.append(record)
             self._entering = isinstance(record, Entry)
@@ -99,7 +99,7 @@ class Heartbeat:
         return self.peers.failure is not None or time.monotonic() - self.peers.checked_at < self.pace.lease
 
     def close(self, wait: bool = True) -> None:
-        """End the thread; one that is stuck in a call on the store stays until that ends, or the process does."""
+        """End the thread. If it is stuck in a call on the store, it stays until the call or the process ends."""
         with self.lock:
             self.closed = True
             self.lock.notify_all()
@@ -116,7 +116,7 @@ class Heartbeat:
 
     def _run(self) -> None:
         while True:
-            here = None if self.closed else self._tracker.observe()  # what is over at the end is published as such
+            here = None if self.closed else self._tracker.observe()  # once closed, the end is published
             worked = self._exchange(here)
             if not worked and here is not None and here.state == AFTER and self.peers.failure is None:
                 self._tracker.rest()  # the store's process may have ended
@@ -124,7 +124,7 @@ class Heartbeat:
                 self.lock.notify_all()
                 if self.closed and here is None:
                     return
-                if self.closed:  # since ``here`` was observed: once more, for the end
+                if self.closed:  # closed since ``here`` was observed: publish once more, for the end
                     continue
                 if here is None and not worked:  # outside a step, and no store to publish to
                     self._outbox.clear()
@@ -138,7 +138,7 @@ class Heartbeat:
                     self.lock.wait(poll if worked else _AFTER_ERROR)
 
     def _exchange(self, here: Progress | None) -> bool:
-        """One round with the store; whether it answered."""
+        """Exchange records with the store once. Returns whether it answered."""
         with self.lock:
             self.peers.asked_at = time.monotonic()
         try:
@@ -153,7 +153,7 @@ class Heartbeat:
             error = None
         except RecordError as problem:
             error = f"unreadable record: {problem}"
-        except Exception as problem:  # whatever the store's client raises when its server is gone
+        except Exception as problem:  # the store's client may raise anything when its server is gone
             error = f"{type(problem).__name__}: {str(problem).splitlines()[0] if str(problem) else ''}"
         with self.lock:
             self.peers.asked_at = None

@@ -1,4 +1,4 @@
-"""Ranks that came back to different plans: the first step in which their histories differ, and what differs there."""
+"""Finds ranks that returned to different plans: the first step in which their histories differ, and what differs."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -29,8 +29,8 @@ class Difference(NamedTuple):
 def find_late_mismatch(
     own_rank: int, own: Progress, progress: Mapping[int, Progress], agreements: Agreements
 ) -> Mismatch | None:
-    """Ranks that came back to different agreements in one step: all had agreed on each before, so none was compared
-    when entering."""
+    """The mismatch of ranks that returned to different agreements in one step. All ranks had agreed on each of these
+    before, so none was compared on entry."""
     for rank, seen in sorted(progress.items()):
         first = difference(own.history, seen.history)
         if first is None:

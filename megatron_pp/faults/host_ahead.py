@@ -1,4 +1,4 @@
-"""Where a rank is whose host runs ahead of its device: where the device is."""
+"""Tracks a rank whose host runs ahead of its device. The rank's position is that of the device."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from megatron_pp.plan.ir.instruction import Instruction
 if TYPE_CHECKING:
     from megatron_pp.faults.device_events import CompletedWork
 
-_UNMOVED = 1.0  # seconds after which it is looked at whether the host moves within its instruction
+_UNMOVED = 1.0  # seconds in an instruction, after which the tracker checks whether the host moves within it
 _NOT_ON_A_STREAM = ins.POST_OPS | ins.HAND_OPS | {ins.BATCH}
 
 
 class TrackerOfDevice(Tracker):
-    """The tracker of such a rank. ``completed``: what the device has done."""
+    """The tracker of such a rank. ``completed``: what the device has completed."""
 
     completed: CompletedWork
 
     def __init__(self, rank: int, size: int, completed: CompletedWork) -> None:
         super().__init__(rank, size)
         self.completed = completed
-        self._thread = 0  # that runs the steps
-        self._host_place = (0, 0)  # of the step, and in its program
-        self._host_places: tuple[tuple[int, int], ...] | None = None  # where in Python code it was seen there
+        self._thread = 0  # the thread that runs the steps
+        self._host_place = (0, 0)  # the host's step, and its position in the program
+        self._host_places: tuple[tuple[int, int], ...] | None = None  # the place in Python code at which it was seen
         self._host_moved_at = 0.0
 
     def begin(
@@ -52,10 +52,10 @@ class TrackerOfDevice(Tracker):
         return mark or self.of_host()
 
     def host(self) -> tuple[int, float]:
-        """How many instructions of its step's program the host has issued, NO_HOST outside plans, and for how many
-        seconds neither the host nor the device has been seen to do anything but wait: the host has stayed at one place
-        in its code, and the device has done all that was issued, but for transfers. Where no query of an event returns,
-        the host is in a call that waits for the device, which is not seen to do anything."""
+        """The number of instructions of its step's program that the host has issued (NO_HOST outside plans), and the
+        seconds for which host and device were seen to do nothing but wait: the host has stayed at one place in its
+        code, and the device has done all that was issued except transfers. If no query of an event returns, the host is
+        in a call that waits for the device, and the device then counts as waiting."""
         source = self.source
         if source is None or source.plan is None:
             return NO_HOST, 0.0
@@ -75,20 +75,20 @@ class TrackerOfDevice(Tracker):
         return issued, round(now - self._host_moved_at, 3)
 
     def _device_computes(self) -> bool:
-        """Whether the device was last seen in an operation that waits for no message."""
+        """Whether the device, when it was last seen, was in an operation that waits for no message."""
         mark = self.completed.oldest
         at = self.instruction(mark)
         return mark is not None and (at is None or not waits_on(at))
 
 
 class InstructionMarks:
-    """An observer of the engine: marks what the host has issued."""
+    """An observer of the engine that marks the instructions which the host has issued."""
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
 
     def begin(self, at: Instruction) -> None:
-        """Nothing to mark."""
+        """Does nothing: marks are set at the end of instructions."""
 
     def end(self, at: Instruction) -> None:
         if at.op not in _NOT_ON_A_STREAM:

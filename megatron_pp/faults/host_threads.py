@@ -1,4 +1,4 @@
-"""The threads of this process that may run a step, and where they are in their Python code."""
+"""The threads of this process that may run a step, and their places in Python code."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from types import FrameType
 
-_LAST = 8  # frames of a thread that are shown
+_LAST = 8  # number of frames of a thread that are shown
 
 
 def frames(caller: int) -> list[FrameType]:
-    """The innermost frames of the thread ``caller`` (an ident), which calls steps, and of those that no Python code
-    started: autograd has such a thread for each device, in which it runs backwards and what they recompute, while the
-    caller stays at one place. That of ``caller`` comes first."""
+    """The innermost frames of the thread ``caller`` (an ident), which calls steps, and of threads that no Python code
+    has started. Autograd has such a thread for each device: it runs backwards and recomputation there, while the caller
+    stays at one place. The frame of ``caller`` comes first."""
     started = {thread.ident for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
-    # Without this call's own frame, which would hold itself by its variable: a cycle with all that the others hold.
+    # Without this call's own frame: it would hold itself by its variable, a cycle with all that other frames hold.
     here = threading.get_ident()
     found = {ident: frame for ident, frame in sys._current_frames().items() if ident != here}
     first = found.pop(caller, None)
@@ -27,7 +27,7 @@ def frames(caller: int) -> list[FrameType]:
 
 
 def places(caller: int) -> tuple[tuple[int, int], ...]:
-    """Where the threads of ``frames`` are: two answers are equal where none has moved between them."""
+    """The places of the threads of ``frames``. Two answers are equal if no thread has moved between them."""
     found = []
     frame: FrameType | None
     for frame in frames(caller):

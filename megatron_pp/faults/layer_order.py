@@ -1,4 +1,4 @@
-"""Whether the layers of all ranks follow each other, by the numbers that Megatron's layers have."""
+"""Checks that the layers of all ranks follow each other, by the numbers of Megatron's layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ONE_CHUNK = re.compile(r"layers (-?\d{1,9}) to (-?\d{1,9}) in chunk (\d{1,9}) \
 
 
 class _Held(NamedTuple):
-    """Layers of a model chunk, and the stage that it runs as."""
+    """The layers of a model chunk, and the stage as which it runs."""
 
     stage: int
     chunk: int
@@ -27,14 +27,14 @@ class _Held(NamedTuple):
 
 
 def described(numbers: Mapping[int, Sequence[int]], stages: Sequence[int], rank: int) -> str:
-    """What ``rank`` enters a step with, as text: ``numbers`` of the layers by chunk, and the stage of each chunk."""
+    """The layers of ``rank`` as text for its entry: ``numbers`` of the layers by chunk, and the stage of each chunk."""
     held = [_Held(stages[chunk], chunk, min(found), max(found), rank) for chunk, found in numbers.items() if found]
     return "; ".join(map(str, held))
 
 
 def find_mismatch(entries: Mapping[int, Entry], step: int) -> Mismatch | None:
-    """Compare the layers of all ranks, once all have published their entry for ``step``: every rank finds the same.
-    A stage has higher numbers than the stages before it; which numbers those are is the model's."""
+    """Compare the layers of all ranks once all have published their entry for ``step``; every rank finds the same. A
+    stage must have higher numbers than the stages before it. The model may choose the numbers."""
     held = []
     for rank, entry in entries.items():
         if entry.step == step:

@@ -1,4 +1,4 @@
-"""Whether the process of a rank is alive, as far as this machine can determine (Linux only)."""
+"""Tells whether the process of a rank is alive, as far as this machine can know (Linux only)."""
 
 from megatron_pp.faults.processes import stat_of, this_host
 from megatron_pp.faults.records import Process
@@ -11,7 +11,7 @@ UNKNOWN = "unknown"  # another machine, or no /proc
 
 
 def state_of(process: Process) -> str:
-    """ALIVE, STOPPED, TRACED, DEAD, or UNKNOWN where it is not a process of this machine."""
+    """ALIVE, STOPPED, TRACED or DEAD; UNKNOWN if it is not a process of this machine."""
     if not process.host or process.host != this_host():
         return UNKNOWN
     try:

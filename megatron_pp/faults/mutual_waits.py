@@ -1,15 +1,15 @@
-"""Which operations wait for each other's messages, where hosts run ahead of their devices.
+"""Finds operations that wait for each other's messages, on ranks whose hosts run ahead of their devices.
 
 A call of CUDA may wait until the device is idle: a kernel's first launch, an allocation that gives cached blocks back,
-a synchronisation in the user's code. The device is not idle while it has a receive to do. So two ranks hang where each
-is in such a call with a receive posted that waits for what the other sends after it. Both hosts are in compute then,
-and nothing of the positions alone tells this from two long computations. What is known of the two:
+a synchronisation in the user's code. The device is not idle while it has an unfinished receive. So two ranks hang if
+each is in such a call and has posted a receive whose message the other rank sends after its call. Both hosts are then
+in compute, and their positions look like those of two long computations. Three facts tell them apart:
 
-* Hosts of a cycle: each has a receive posted whose message the next one sends only after the operation that it is in.
-  Plans that are verified for any wait have no such cycle, at no position.
-* A host in a waiting call does nothing else: its threads, autograd's among them, stay at one place in their Python
-  code. A host that compiles or computes in Python moves (``TrackerOfDevice.host``).
-* Its device has done all that was issued before, but for transfers. One that runs a long kernel has not.
+* The hosts form a cycle: each has posted a receive whose message the next host sends only after its current operation.
+  Plans that are verified for any wait have no such cycle at any position.
+* A host in a waiting call does nothing else: its threads, autograd's included, stay at one place in their Python code.
+  A host that compiles or computes in Python moves (``TrackerOfDevice.host``).
+* Its device has done all that was issued before, except transfers. A device that runs a long kernel has not.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ REMEDY = (
 
 
 class Wait(NamedTuple):
-    """``rank`` has posted ``receive``, whose message rank ``sender`` has yet to send."""
+    """``rank`` has posted ``receive``, whose message rank ``sender`` has not sent yet."""
 
     rank: int
     receive: Instruction
@@ -41,11 +41,11 @@ class Wait(NamedTuple):
 
 
 def find(plan: Plan, step: int, where: Mapping[int, Progress], timeout: float) -> tuple[str, tuple[int, ...]]:
-    """Which operations of ranks in ``step``, which runs ``plan``, have waited for each other's messages for ``timeout``
-    seconds, in words, and these ranks; "" and none where there are none. ``where``: of every rank."""
+    """The operations in ``step``, which runs ``plan``, that have waited for each other's messages for ``timeout``
+    seconds, in words, and their ranks; "" and () if there are none. ``where``: the progress of every rank."""
     size = len(plan.programs)
     if len(where) < size or any(progress.step < step for progress in where.values()):
-        return "", ()  # a rank is not in the step yet: what it waits for is known to itself
+        return "", ()  # a rank is not in the step yet, and only that rank knows what it waits for
     ends = [len(program) for program in plan.programs]
     here = {rank: where[rank].host if _is_within(where[rank], step) else ends[rank] for rank in range(size)}
     stuck = {rank for rank in here if here[rank] < ends[rank] and where[rank].host_idle >= timeout}
@@ -54,16 +54,16 @@ def find(plan: Plan, step: int, where: Mapping[int, Progress], timeout: float) -
 
 
 def _is_within(progress: Progress, step: int) -> bool:
-    """Whether the host of a rank has not issued all of ``step``."""
+    """Whether the host of a rank has not yet issued all instructions of ``step``."""
     return progress.step == step and progress.host != NO_HOST
 
 
 def mutual_waits(plan: Plan, hosts: Mapping[int, int], stuck: Collection[int]) -> list[Wait]:
-    """Waits of which each one's sender is the next one's rank, and the last one's the first; empty where there are
-    none. ``hosts``: by rank, how many instructions its host has issued; ``stuck``: the ranks whose hosts may wait for
-    their devices, and so for all receives that are posted. Other ranks wait for a message only where their program
-    does."""
-    # A send that was freed may still be pending: no FREE holds a rank back for sure.
+    """A cycle of waits: the sender of each is the rank of the next, and the sender of the last is the rank of the
+    first. Empty if there is none. ``hosts``: rank -> the number of instructions that its host has issued. ``stuck``:
+    the ranks whose hosts may wait for their devices, and so for all posted receives. Other ranks wait for a message
+    only where their program does."""
+    # A send that was freed may still be pending, so a FREE does not always block a rank.
     programs = [
         tuple(at for at in program[: hosts[rank]] if at.op not in ins.FREE_OPS)
         for rank, program in enumerate(plan.programs)
@@ -78,8 +78,8 @@ def mutual_waits(plan: Plan, hosts: Mapping[int, int], stuck: Collection[int]) -
 
 
 def _cycle_from(rank: int, waits: Mapping[int, Sequence[Wait]], path: list[Wait], seen: set[int]) -> list[Wait]:
-    """The waits of a cycle that can be reached from ``rank``. ``path``: those that lead to it; ``seen``: ranks that
-    need not be looked at again."""
+    """The waits of a cycle that can be reached from ``rank``. ``path``: the waits that lead to ``rank``. ``seen``:
+    ranks that need not be visited again."""
     start = next((k for k, wait in enumerate(path) if wait.rank == rank), None)
     if start is not None:
         return path[start:]
@@ -90,7 +90,7 @@ def _cycle_from(rank: int, waits: Mapping[int, Sequence[Wait]], path: list[Wait]
 
 
 def in_words(plan: Plan, hosts: Mapping[int, int], stuck: Collection[int], waits: Sequence[Wait]) -> str:
-    """Which operations wait for each other, and which setting ends it."""
+    """The message: which operations wait for each other, and which setting prevents it."""
     lines = []
     for wait in waits:
         at = instruction_at(plan, wait.rank, hosts[wait.rank])

@@ -1,12 +1,12 @@
-"""What torch's own watchdog does when NCCL fails, and how it leaves failures to the fault guard.
+"""Settings by which torch's own watchdog leaves failures of NCCL to the fault guard.
 
 Source: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp; run by two ranks that share a GPU. By default, when a peer is
 gone or an operation has exceeded the group's timeout, torch's watchdog blocks every new operation of that group for
 four times ``TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC``, a minute, and then ends the process
 (``TORCH_NCCL_ASYNC_ERROR_HANDLING=3``).
-A guard that aborts the communicators first, as when a rank raised, was killed or stopped, prevents that; when NCCL
-detects the failure first, a rank may be ended or blocked before it can report why. ``TORCH_NCCL_DUMP_ON_TIMEOUT`` makes
-all ranks' monitor threads pause for eight minutes, which ``destroy_process_group`` waits for.
+If the guard aborts the communicators first (a rank raised, was killed or stopped), this does not happen. If NCCL
+detects the failure first, a rank may be ended or blocked before it can report the cause. ``TORCH_NCCL_DUMP_ON_TIMEOUT``
+makes all ranks' monitor threads pause for eight minutes, and ``destroy_process_group`` waits for them.
 """
 
 import os
@@ -21,7 +21,8 @@ SETTINGS = {
 
 
 def leave_failures_to_the_guard(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set what the user has not set. torch reads them when a group is made: call it before ``init_process_group``."""
+    """Set the variables that the user has not set. torch reads them when a group is made, so call this before
+    ``init_process_group``."""
     for name, value in SETTINGS.items():
         environ.setdefault(name, value)
 

@@ -1,4 +1,4 @@
-"""Guards of hosts that run ahead are asked before an optimizer changes parameters (``FaultGuard.before_update``)."""
+"""Calls ``FaultGuard.before_update`` of guards whose host runs ahead before an optimizer changes parameters."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron_pp.common.object_table import ObjectTable
 
-# Of this process; the guards are the keys. Torch has one list of hooks for all optimizers, and while one of them steps
-# no other thread may change it. So there is one hook, which stays.
+# The guards of this process are the keys. torch has one list of hooks for all optimizers, and no thread may change it
+# while an optimizer steps. So there is one hook, which stays.
 _ASKED: ObjectTable[None] = ObjectTable()
 
 
 class Guard(Protocol):
-    """What is seen here of a ``FaultGuard``."""
+    """The part of a ``FaultGuard`` that this module uses."""
 
     def before_update(self) -> None: ...
 
 
 def ask_before_updates(guard: Guard) -> None:
-    """From now on, until ``ask_no_more``."""
+    """Call ``guard.before_update`` before updates, until ``ask_no_more``."""
     _hook_optimizers()
     _ASKED[guard] = None
 
 
 def ask_no_more(guard: Guard) -> None:
-    """Also where it was not asked."""
+    """Undo ``ask_before_updates``. Does nothing for a guard that was not added."""
     _ASKED.discard(guard)
 
 

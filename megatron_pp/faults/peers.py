@@ -19,7 +19,7 @@ class Peer:
     progress: Progress
     beat_at: float  # when its beat was first seen
     moved_at: float  # when its position last changed
-    reads_since: int = 0  # how often it was read since with the same beat
+    reads_since: int = 0  # number of reads since then with the same beat
 
     def update(self, progress: Progress, now: float) -> None:
         if progress.beat == self.progress.beat:
@@ -39,17 +39,17 @@ class Peers:
     seen: dict[int, Peer] = field(default_factory=dict)
     entries: dict[int, Entry] = field(default_factory=dict)
     stopped: dict[int, tuple[float, float]] = field(default_factory=dict)  # rank -> its first and its last look
-    reading_since: float | None = None  # since when peers are polled without a break; None while there is no need to
+    reading_since: float | None = None  # start of the current polling of peers; None while there is no need to poll
     read_at: float = 0.0  # when they were last read
-    broken_since: float | None = None  # since when the store returns errors; None while it answers
-    broken: str = ""  # that error
-    asked_at: float | None = None  # when the store was asked what it has not answered yet
-    checked_at: float = 0.0  # when the store was asked for failures, the last time that it answered
-    have_read: set[int] = field(default_factory=set)  # ranks that have read the failure, where there is one
+    broken_since: float | None = None  # first error of the store; None while it answers
+    broken: str = ""  # the store's error
+    asked_at: float | None = None  # time of a question to the store that it has not answered yet
+    checked_at: float = 0.0  # time of the last question about failures that the store has answered
+    have_read: set[int] = field(default_factory=set)  # ranks that have read the failure, if there is one
     connected: bool = True  # whether this rank has had a connection to the store of its own
 
     def note_progress(self, records: Mapping[int, Progress], now: float) -> None:
-        """Take in the records of the other ranks, read at ``now``."""
+        """Note the records of the other ranks, which were read at ``now``."""
         self.read_at = now
         if self.reading_since is None:
             self.reading_since = now
@@ -60,6 +60,6 @@ class Peers:
                 self.seen[rank] = Peer(progress, now, now - progress.idle)
 
     def stop_reading(self) -> None:
-        """Forget what was read: it gets old from now on."""
+        """Forget the records, which are no longer renewed."""
         self.reading_since = None
         self.seen.clear()

@@ -1,4 +1,4 @@
-"""Where a rank is in its program, and whom it may wait for there."""
+"""A rank's place in its program, and the ranks for which it may wait there."""
 
 from typing import NamedTuple, Protocol
 
@@ -8,7 +8,7 @@ from megatron_pp.plan.ir.spec import Plan
 
 
 class Source(Protocol):
-    """What is being executed, such as the engine's ``PlanExecutor``: ``position`` is the index of the current
+    """The work that is being executed, such as the engine's ``PlanExecutor``. ``position`` is the index of the current
     instruction; ``plan`` is None for work outside any plan."""
 
     @property
@@ -28,7 +28,7 @@ class Place(NamedTuple):
 
 
 def waits_on(at: Instruction) -> tuple[int, ...]:
-    """Pipeline ranks that ``at`` may have to wait for: the peers of a transfer; empty for compute."""
+    """Pipeline ranks for which ``at`` may have to wait: the peers of a transfer; none for compute."""
     return tuple(sorted({one.peer for one in ins.each([at]) if one.peer != NONE}))
 
 

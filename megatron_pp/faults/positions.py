@@ -1,4 +1,4 @@
-"""A rank's position for errors: in words, and for whom the rank may be waiting there."""
+"""A rank's position for errors: in words, and with the ranks for which it may be waiting."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _DEFERRED = 2  # sends that may be pending after their FREE, by default (config.
 
 
 def awaited_ranks(tracker: Tracker) -> tuple[int, ...]:
-    """Pipeline ranks that this rank may be waiting for: the peers of a transfer; all others outside the plan; none
-    while it computes. Where the host runs ahead, also the peers of all transfers that may be pending: they may hold up
+    """Pipeline ranks for which this rank may be waiting: the peers of a transfer; outside the plan all others; none
+    while it computes. If the host runs ahead, also the peers of all transfers that may be pending: these may block
     compute that is behind them in one hardware queue."""
     where = tracker.where()
     if where is None:
@@ -41,13 +41,13 @@ def pending_peers(program: Sequence[Instruction], done: int, issued: int) -> set
 
 
 def within_plans(tracker: Tracker) -> list[Place]:
-    """Of the device and of the host, which may be a step ahead: those within plans."""
+    """The places of the device and of the host, which may be a step ahead, as far as they are within plans."""
     return [place for place in (tracker.where(), tracker.of_host()) if place is not None and place.plan is not None]
 
 
 def described(tracker: Tracker, of_host: bool = False) -> tuple[str, str]:
-    """The current instruction as printed and in words; outside the plan "", and what else this rank does. ``of_host``:
-    where the host is, though the device may be behind it."""
+    """The current instruction as printed and in words. Outside the plan "", and what this rank does. ``of_host``: the
+    position of the host, even if the device is behind it."""
     where = tracker.of_host() if of_host else tracker.where()
     at = tracker.instruction(where)
     if at is not None:

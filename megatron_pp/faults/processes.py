@@ -1,4 +1,4 @@
-"""Which process a rank is, as other ranks of this machine can find it (Linux only)."""
+"""The identity of a rank's process, by which other ranks of this machine can find it (Linux only)."""
 
 import os
 from functools import lru_cache
@@ -21,7 +21,7 @@ def process_of(pid: int) -> Process:
 
 @lru_cache(maxsize=1)
 def this_host() -> str:
-    """This boot of this kernel and its process namespace: only there do pids mean the same. Empty without /proc."""
+    """The name of this boot of the kernel and its process namespace, in which a pid is unique. Empty without /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}"

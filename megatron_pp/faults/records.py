@@ -1,6 +1,6 @@
-"""What ranks publish in the job's store, as JSON: where they are, and what they entered a step with.
+"""The records that ranks publish in the job's store, as JSON: their progress, and what they entered a step with.
 
-``failures.py`` has what they publish of a failure, ``fault_store.py`` the store.
+``failures.py`` has the record of a failure, ``fault_store.py`` the store.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_TEXT = 20_000
 
 IN_STEP = "in_step"
 ENTERING = "entering"
-AFTER = "after"  # between steps, where that is watched
+AFTER = "after"  # between steps, if that time is watched
 DONE = "done"
 NO_HOST = -1
 
@@ -94,7 +94,7 @@ def _build(kind: Any, content: object) -> Any:
 
 
 def _checked(kind: Any, name: str, declared: str, value: object) -> object:
-    """``value``, if it is what the field is declared to hold."""
+    """``value``, if it has the field's type. Raises RecordError."""
     if declared == "Process":
         return _build(Process, value)
     if not _FITS[declared](value):
@@ -116,6 +116,6 @@ _FITS: dict[str, Callable[[Any], bool]] = {
 
 
 def cut(text: str) -> str:
-    """``text``, without its middle where it is long."""
+    """``text``; if it is long, without its middle."""
     half = MAX_TEXT // 2
     return f"{text[:half]} [...] {text[-half:]}" if len(text) > MAX_TEXT else text

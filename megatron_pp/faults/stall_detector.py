@@ -1,10 +1,10 @@
-"""Whether the pipeline has stalled, and which ranks are the cause: functions of what is known, so that each rule can be
-tested.
+"""Decides whether the pipeline has stalled, and which ranks are the cause. All are functions of the known facts, so
+that each rule can be tested.
 
-While every heartbeat arrives and any rank has moved within ``timeout`` seconds, there is no stall. When none has, it is
-a stall if all wait for each other, or if one has not entered the step. A rank that computes has until ``patience``, as
-a long operation cannot be distinguished from one that never ends; unless its operation and another rank's wait for
-each other's messages (``mutual_waits.py``).
+While every heartbeat arrives and any rank has moved within ``timeout`` seconds, there is no stall. If no rank has
+moved, it is a stall if all wait for each other, or if one has not entered the step. A rank that computes has until
+``patience``, because a long operation looks like one that never ends. An exception are operations of several ranks that
+wait for each other's messages (``mutual_waits.py``).
 """
 
 from collections.abc import Callable
@@ -22,12 +22,12 @@ _STORE_PATIENCE = 3.0
 _CONNECTING = 20.0
 _SILENCE_AFTER_FAILURE = 4.0
 _FRESH = 10.0
-_QUIET = 2.0  # without a heartbeat, until the kernel is asked about the process
-_LOOKS_APART = 5.0  # a longer time between two looks: this rank was itself stopped
-_READS_TO_BE_SURE = 3  # of the same heartbeat, until a rank is silent: this one may itself have been stopped
+_QUIET = 2.0  # time without a heartbeat, after which the kernel is asked about the process
+_LOOKS_APART = 5.0  # if two looks are further apart, this rank was itself stopped
+_READS_TO_BE_SURE = 3  # a rank is silent after so many reads of one heartbeat: this rank may itself have been stopped
 
 STOPPED_SECONDS = 60.0
-"""Without a heartbeat, where the kernel says all that time that the process is stopped, as by SIGSTOP."""
+"""Time without a heartbeat, if the kernel says all that time that the process is stopped, as by SIGSTOP."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class OwnState:
     size: int
     step: int
     idle: float  # seconds since its position changed
-    waits_on: tuple[int, ...] = ()  # ranks whose message the current instruction waits for; empty while it computes
-    failed: str = ""  # which of its transfers has failed, and how
+    waits_on: tuple[int, ...] = ()  # ranks for which the current instruction waits; empty while it computes
+    failed: str = ""  # the transfer of this rank that has failed, and how
     working: tuple[int, ...] = ()  # ranks, this one or others, that compute or run user code
     is_between: bool = False  # between steps, which may take any time
     mutual: tuple[str, tuple[int, ...]] = ("", ())  # operations that wait for each other's messages, and their ranks
@@ -58,10 +58,10 @@ class OwnState:
 def find_stall(
     peers: Peers, own: OwnState, timeout: float, now: float, state_of: StateOf, patience: float | None = None
 ) -> Stall | None:
-    """The first of: a process that is gone; a store that does not answer; ranks without a heartbeat; no rank moving.
-    Between steps no time is too long that ranks show life in, so the last is not looked for, nor a store that has
-    ended. ``state_of``: see ``liveness``; ``patience``: for ranks that compute, by default
-    ``timeout``. Times in seconds."""
+    """The first of these: a process that is gone; a store that does not answer; ranks without a heartbeat; no rank that
+    moves. Between steps ranks may take any time while they send heartbeats, so the last one is not looked for, nor is a
+    store that has ended. ``state_of``: see ``liveness``. ``patience``: for ranks that compute, by default ``timeout``.
+    Times in seconds."""
     if own.is_between:
         return (
             _dead(peers, own, state_of)
@@ -78,9 +78,9 @@ def find_stall(
 
 
 def _dead(peers: Peers, own: OwnState, state_of: StateOf) -> Stall | None:
-    """Only of ranks that are waited for: others may have finished and exited before they published it."""
+    """The stall if a process is gone. Only ranks that are waited for count: others may have finished and exited."""
     if peers.reading_since is None and peers.broken_since is None:
-        return None  # the rank would be known, but not its position
+        return None  # peers are not read yet: an error could not say where the rank was
     awaited = own.others if own.failed else own.waits_on if own.idle >= _WAIT_BEFORE_LOOKING else ()
     gone = {}
     for r in awaited:
@@ -97,7 +97,7 @@ def _dead(peers: Peers, own: OwnState, state_of: StateOf) -> Stall | None:
 
 
 def _store_gone(peers: Peers, own: OwnState, timeout: float, now: float) -> Stall | None:
-    """Only of a rank that does not move: another rank's failure would not reach it."""
+    """The stall if the store has failed and this rank does not move: a failure of another rank would not reach it."""
     patience = min(timeout, _STORE_PATIENCE)
     broken = 0.0 if peers.broken_since is None else now - peers.broken_since
     if broken >= patience and (own.failed or own.idle >= patience):
@@ -111,7 +111,7 @@ def _store_failed(peers: Peers) -> str:
 
 
 def _store_silent(peers: Peers, own: OwnState, timeout: float, now: float) -> Stall | None:
-    """Also only of a rank that does not move."""
+    """The stall if the store does not answer and this rank does not move."""
     if own.failed:
         patience = min(timeout, _STORE_PATIENCE)
     else:
@@ -124,8 +124,8 @@ def _store_silent(peers: Peers, own: OwnState, timeout: float, now: float) -> St
 
 
 def ended(peers: Peers, state_of: StateOf) -> dict[int, str]:
-    """Ranks, in words, that said that they were done and whose processes have ended since: by the end of the program,
-    or by ``sys.exit``. No reason to give up a step, but a transfer that failed for no other reason fails by that."""
+    """Ranks, in words, that published that they were done and whose processes have ended since, by the end of the
+    program or ``sys.exit``. This alone ends no step, but it is the cause of a failed transfer that has no other."""
     found = {}
     for r, seen in sorted(peers.seen.items()):
         process = _process_of(peers, r)
@@ -135,8 +135,8 @@ def ended(peers: Peers, state_of: StateOf) -> dict[int, str]:
 
 
 def _silent(peers: Peers, own: OwnState, timeout: float, now: float, state_of: StateOf) -> Stall | None:
-    """A process that is stopped sends no heartbeat; nor does one whose code keeps the interpreter's lock, as a
-    compilation in C++, which is none of its faults. The kernel tells them apart, of processes of this machine."""
+    """The stall if ranks send no heartbeat. A stopped process sends none; nor does a healthy one whose code keeps the
+    interpreter's lock, as a compilation in C++. For processes of this machine the kernel tells them apart."""
     patience = min(timeout, _SILENCE_AFTER_FAILURE) if own.failed else timeout
     quiet = {}
     for r, seen in sorted(peers.seen.items()):
@@ -155,7 +155,7 @@ def _silent(peers: Peers, own: OwnState, timeout: float, now: float, state_of: S
 
 
 def _patience_with_stopped(timeout: float) -> float:
-    """One knob for both: who sets a longer ``p2p_timeout`` than the default may also stop a rank for longer."""
+    """The time for which a rank may be stopped. With a longer ``timeout`` ranks may be stopped for longer."""
     return min(timeout, max(STOPPED_SECONDS, timeout / 8))
 
 
