@@ -15,10 +15,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_pp.comm.at_exit import call_at_exit, call_if_alive
 from megatron_pp.comm.stores import private_client
 from megatron_pp.comm.transport import Transport
-from megatron_pp.common.finalizers import finalize_here
+from megatron_pp.common.finalizers import call_at_exit, call_if_alive, finalize_here
 from megatron_pp.common.object_table import ObjectTable
 
 logger = logging.getLogger("megatron_pp")
