@@ -38,7 +38,7 @@ def reads_of(checkout: Path) -> dict[str, set[str]]:
 
 
 def digests_of(checkout: Path) -> dict[str, str]:
-    """As `versions.digest`, of the functions and classes of a checkout that are in KNOWN."""
+    """As `sources.digest`, of the functions and classes of a checkout that are in KNOWN."""
     found = {}
     for module in MODULES:
         path = checkout / f"megatron/core/pipeline_parallel/{module}.py"

@@ -5,12 +5,16 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+from types import ModuleType
 
 import pytest
 
+from megatron_pp.integrations.megatron.releases import differences as megatron_differences
 from megatron_pp.integrations.megatron.releases import sources as megatron_sources
 from megatron_pp.integrations.megatron.releases import versions as megatron_versions
-from megatron_pp.integrations.megatron.releases.versions import ENTRIES, digest
+from megatron_pp.integrations.megatron.releases.differences import expected_signatures
+from megatron_pp.integrations.megatron.releases.sources import NEEDED, Functions, digest
+from megatron_pp.integrations.megatron.releases.versions import COMMUNICATOR, ENTRIES, Row
 from tests.unit_tests.integrations.test_megatron_versions import published_schedules
 
 KNOWN = megatron_sources.KNOWN
@@ -28,15 +32,18 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("known")
 def test_a_known_release_is_known() -> None:
-    assert megatron_sources.sentence(published_schedules("0.20.0"), "0.20.0") is None
+    schedules = published_schedules("0.20.0")
+    assert not megatron_sources.functions_of(schedules).changed
+    assert megatron_differences.sentence((), "0.20.0") is None
 
 
 @pytest.mark.usefixtures("known")
 def test_functions_that_differ_are_named() -> None:
     body = "return send_to_two_stages(model)"
     schedules = published_schedules("0.20.0", body, backward_step="input_tensor, output_tensor, grads, config")
-    assert set(megatron_sources.changed_functions(schedules)) == {ENTRIES[0], "backward_step"}
-    said = megatron_sources.sentence(schedules, "0.21.0")
+    changed = megatron_sources.functions_of(schedules).changed
+    assert set(changed) == {ENTRIES[0], "backward_step"}
+    said = megatron_differences.sentence(changed, "0.21.0")
     assert said is not None
     assert said.startswith("megatron-core 0.21.0 differs from every release that megatron_pp knows")
     assert f" {ENTRIES[0]}" in said
@@ -54,17 +61,47 @@ def test_what_the_program_has_put_there_is_not_megatrons() -> None:
 
     schedules.backward_step = profiled  # around Megatron's
     setattr(schedules, ENTRIES[0], own)
-    assert megatron_sources.changed_functions(schedules) == []
+    functions = megatron_sources.functions_of(schedules)
+    assert functions.changed == ()
+    assert "backward_step" in functions.known
+    assert ENTRIES[0] not in functions.known
 
 
 @pytest.mark.usefixtures("known")
 def test_what_known_functions_make_use_of_need_not_be_read() -> None:
-    assert megatron_sources.are_known(published_schedules("0.20.0"), ENTRIES)
-    assert not megatron_sources.are_known(published_schedules("0.20.0", "return None"), ENTRIES)
+    assert known_entries(published_schedules("0.20.0")) == [*ENTRIES]
+    assert known_entries(published_schedules("0.20.0", "return None")) == [*ENTRIES[1:]]
     replaced = published_schedules("0.20.0")
     setattr(replaced, ENTRIES[1], lambda model: None)
-    assert not megatron_sources.are_known(replaced, ENTRIES)
-    assert megatron_sources.are_known(replaced, ENTRIES[2:])
+    assert known_entries(replaced) == [ENTRIES[0], ENTRIES[2]]
+
+
+def known_entries(schedules: ModuleType) -> list[str]:
+    functions = megatron_sources.functions_of(schedules)
+    return [name for name in ENTRIES if name in functions.known]
+
+
+@pytest.mark.parametrize("row", megatron_versions.TABLE, ids=lambda row: "{}.{}".format(*row.release))
+def test_functions_whose_signatures_matter_have_digests(row: Row) -> None:
+    """So that what is known by its digests is known to have the signatures of the table."""
+    assert {*expected_signatures(row), COMMUNICATOR} == NEEDED
+    assert set(KNOWN) > NEEDED
+
+
+# Two minor releases without a row of their own, and the branches, have the newest.
+@pytest.mark.parametrize(
+    ("number", "row"), [*enumerate([*megatron_versions.TABLE, *[megatron_versions.TABLE[-1]] * 3])]
+)
+def test_known_functions_are_of_the_release_of_their_schedules(number: int, row: Row) -> None:
+    digests = {name: KNOWN[name].split() for name in NEEDED}
+    assert {len(digests[name]) for name in ENTRIES} == {8}
+    known = {name: found[number if name in ENTRIES else 0] for name, found in digests.items()}
+    assert [one for one in megatron_versions.TABLE if Functions(known, ()).are_of(one)] == [row]
+    assert not Functions(known, ("get_tensor_shapes",)).are_of(row)
+    mixed = {**known, ENTRIES[0]: digests[ENTRIES[0]][number - 1]}
+    assert not Functions(mixed, ()).are_of(row)
+    for name in NEEDED:
+        assert not Functions({one: digest for one, digest in known.items() if one != name}, ()).are_of(row)
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -76,4 +113,5 @@ def test_digests_are_written_once(name: str) -> None:
 
 def test_without_a_source_there_is_nothing_to_compare() -> None:
     assert digest(len) == digest(compile("1", "<nowhere>", "exec")) == ""
-    assert megatron_versions.known_steps(sys) == {}
+    assert megatron_sources.functions_of(sys) == Functions({}, ())
+    assert megatron_sources.known_steps(sys, Functions({}, ())) == {}

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from megatron_pp.errors import UnknownMegatronError
+from megatron_pp.integrations.megatron.releases import differences as megatron_differences
 from megatron_pp.integrations.megatron.releases import sources as megatron_sources
 from megatron_pp.integrations.megatron.releases import versions as megatron_versions
 from megatron_pp.integrations.megatron.releases.reads import COMMUNICATOR, known_reads, names_read
@@ -64,7 +65,7 @@ def published_schedules(version: str, body: str = "...", **changed: str) -> type
         "custom_backward": "output, grad_output",
         "clear_embedding_activation_buffer": "config, model, is_last_stage",
         "finish_embedding_wgrad_compute": "config, embedding_module, is_last_stage, tp_group",
-        "get_tensor_shapes": ", ".join(["*", *megatron_versions.TENSOR_SHAPES]),
+        "get_tensor_shapes": ", ".join(["*", *megatron_differences.TENSOR_SHAPES]),
         "forward_backward_no_pipelining": f"{ENTRY}, {alone}",
         "forward_backward_pipelining_without_interleaving": f"{ENTRY}, {pipelined}",
         "forward_backward_pipelining_with_interleaving": f"{ENTRY}, {pipelined}",
@@ -84,7 +85,7 @@ def published_schedules(version: str, body: str = "...", **changed: str) -> type
 @pytest.mark.parametrize("version", PUBLISHED)
 def test_every_release_of_the_table_has_the_signatures_it_says(version: str) -> None:
     row = megatron_versions.row_of(version)
-    megatron_versions.check_signatures(published_schedules(version), row, version)
+    megatron_differences.check_signatures(published_schedules(version), row, version)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +102,7 @@ def test_every_release_of_the_table_has_the_signatures_it_says(version: str) -> 
 def test_an_unknown_signature_is_named(changed: dict[str, str], named: str) -> None:
     version = "0.20.0"
     with pytest.raises(UnknownMegatronError, match=named) as caught:
-        megatron_versions.check_signatures(
+        megatron_differences.check_signatures(
             published_schedules(version, **changed), megatron_versions.row_of(version), version
         )
     assert version in str(caught.value)
@@ -112,14 +113,14 @@ def test_a_missing_function_is_named() -> None:
     schedules = published_schedules("0.20.0")
     del schedules.backward_step
     with pytest.raises(UnknownMegatronError, match="has no backward_step"):
-        megatron_versions.check_signatures(schedules, megatron_versions.row_of("0.20.0"), "0.20.0")
+        megatron_differences.check_signatures(schedules, megatron_versions.row_of("0.20.0"), "0.20.0")
 
 
 def test_new_parameters_with_defaults_are_left_alone() -> None:
     more = f"{FORWARD}, something_new=None"
     version = "0.21.3"
     schedules = published_schedules("0.20.0", forward_step=more)
-    megatron_versions.check_signatures(schedules, megatron_versions.row_of(version), version)
+    megatron_differences.check_signatures(schedules, megatron_versions.row_of(version), version)
 
 
 @pytest.mark.parametrize(
@@ -143,20 +144,25 @@ def test_older_than_the_table(version: str) -> None:
         megatron_versions.row_of(version)
 
 
+def known_steps(schedules: types.ModuleType) -> dict[str, types.CodeType]:
+    return megatron_sources.known_steps(schedules, megatron_sources.functions_of(schedules))
+
+
 def test_functions_of_unknown_source_or_replaced_ones_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
     schedules = published_schedules("0.20.0")
-    assert megatron_versions.known_steps(schedules) == {}
+    assert known_steps(schedules) == {}
     sources = {name: inspect.getsource(getattr(schedules, name)) for name in ("forward_step", "backward_step")}
     digests = {name: hashlib.sha256(source.encode()).hexdigest()[:12] for name, source in sources.items()}
-    monkeypatch.setattr(megatron_versions, "STEP_SOURCES", {**digests, "of_a_newer_release": "0"})
-    known = megatron_versions.known_steps(schedules)
+    monkeypatch.setattr(megatron_sources, "KNOWN", digests)
+    monkeypatch.setattr(megatron_sources, "STEP_SOURCES", {**digests, "of_a_newer_release": "0"})
+    known = known_steps(schedules)
     assert list(known) == list(digests)
     row = megatron_versions.row_of("0.20.0")
     megatron = Megatron("0.20.0", row, schedules, schedules, known_steps=known)
     assert megatron.has_known_steps()
     monkeypatch.setattr(schedules, "backward_step", functools.wraps(schedules.backward_step)(lambda **given: None))
     assert not megatron.has_known_steps()
-    assert megatron_versions.known_steps(schedules) == {}
+    assert known_steps(schedules) == {}
     assert not Megatron("0.20.0", row, schedules, schedules).has_known_steps()
 
 

@@ -3,7 +3,7 @@
 The plug-in replaces these functions. If a newer release reads a new config field or calls a new hook in them, the
 plug-in would ignore it without a word. So if a function's source is not that of a known release (`sources.py`),
 `install()` reads the source and names what is not in this table. For `forward_step` and `backward_step` there are
-digests in `versions.py`. The releases that were read are those of `sources.py`.
+digests, too. The releases that were read are those of `sources.py`.
 
 `scripts/megatron_reads.py` prints what a checkout has beyond the table.
 """

@@ -39,7 +39,7 @@ class Megatron:
 
     def has_known_steps(self) -> bool:
         """Whether all functions for a microbatch are known, and the program has replaced none of them."""
-        return bool(self.known_steps) and self.known_steps == versions.codes(self.schedules, self.known_steps)
+        return bool(self.known_steps) and self.known_steps == sources.codes(self.schedules, self.known_steps)
 
     def require_initialised(self) -> None:
         """Raises ScheduleInputError unless the process groups of a pipeline exist."""
@@ -133,14 +133,16 @@ def load_megatron() -> Megatron:
 
 @lru_cache(maxsize=1)
 def _described(core: ModuleType, schedules: ModuleType, state: ModuleType, version: str) -> Megatron:
-    row = versions.row_of(version)
-    versions.check_signatures(schedules, row, version)
-    changed, steps = sources.sentence(schedules, version), versions.known_steps(schedules)
-    unknown = None
-    if not sources.are_known(schedules, (*versions.ENTRIES, versions.COMMUNICATOR)):
-        from megatron_pp.integrations.megatron.releases import reads
+    row, functions = versions.row_of(version), sources.functions_of(schedules)
+    changed = unknown = None
+    if not functions.are_of(row):
+        from megatron_pp.integrations.megatron.releases import differences, reads
 
-        unknown = reads.unknown_reads(schedules, versions.release_of(version), version)
+        differences.check_signatures(schedules, row, version)
+        changed = differences.sentence(functions.changed, version)
+        if not functions.known.keys() >= {*versions.ENTRIES, versions.COMMUNICATOR}:
+            unknown = reads.unknown_reads(schedules, versions.release_of(version), version)
+    steps = sources.known_steps(schedules, functions)
     return Megatron(version, row, schedules, state, _multi_module_classes(), unknown, changed, steps)
 
 

@@ -1,5 +1,5 @@
 """A microbatch through a chunk as Megatron's `forward_step` and `backward_step` run it, where their meaning is known
-(`STEP_SOURCES` of `releases/versions.py`). What they look up for each microbatch is looked up once a step.
+(`STEP_SOURCES` of `releases/sources.py`). What they look up for each microbatch is looked up once a step.
 """
 
 from contextlib import AbstractContextManager, nullcontext
