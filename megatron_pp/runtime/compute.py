@@ -9,31 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, _engine_run_backward
 
-from megatron_pp.runtime.deallocate import accumulate, run_backward
-
+Root = torch.Tensor | GradientEdge
 Activation = Any  # a tensor, a list of tensors, or None at an end of the pipeline
 Names = tuple[str, ...] | None  # of the tensors between stages; None if stages do not pass dicts
-
-
-class Steps(Protocol):
-    """What the engine calls; ``chunk`` is the chunk's index on this rank, ``mb`` the microbatch."""
-
-    def forward(self, chunk: int, mb: int, input_tensor: Activation) -> Activation:
-        """Run the chunk; on the last stage return the scaled loss."""
-
-    def backward(
-        self, chunk: int, mb: int, input_tensor: Activation, output: Activation, output_grad: Activation
-    ) -> Activation:
-        """Run backward from what ``forward`` returned, or from its ``backward_root``. Returns the gradient of
-        ``input_tensor``, or None if it has none."""
-
-    def backward_root(self, output: Activation) -> Any:
-        """The part of ``output`` that ``backward`` needs, without the data, which is freed after the send."""
 
 
 @dataclass
@@ -119,6 +102,27 @@ def _backward_through_several(
     ]
     if pairs:
         run_backward([o for o, _ in pairs], [g for _, g in pairs])
+
+
+def run_backward(roots: Sequence[Root], grads: Sequence[torch.Tensor | None]) -> None:
+    """As ``accumulate``. Raises ValueError if a gradient is None and the output is not known to have one element."""
+    filled = []
+    for root, grad in zip(roots, grads, strict=True):
+        if grad is None:
+            if not isinstance(root, torch.Tensor) or root.numel() != 1:
+                shape = f" of shape {tuple(root.shape)}" if isinstance(root, torch.Tensor) else ""
+                raise ValueError(f"an output{shape} needs a gradient; only a scalar's may be left out")
+            grad = torch.ones_like(root, memory_format=torch.preserve_format)
+        filled.append(grad)
+    accumulate(tuple(roots), tuple(filled))
+
+
+def accumulate(roots: tuple[Root, ...], grads: tuple[torch.Tensor, ...]) -> None:
+    """Backward from ``roots`` (outputs, deallocated or not, or edges) with ``grads``, accumulating into leaves.
+
+    Calls the engine below ``torch.autograd.backward``, because that function requires an output and its gradient to
+    have the same shape, and a deallocated output has another one."""
+    _engine_run_backward(roots, grads, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 @dataclass

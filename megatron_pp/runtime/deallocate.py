@@ -1,4 +1,4 @@
-"""Frees an output's memory while its graph is still needed, and runs backward from what is left of the output.
+"""Frees an output's memory while its graph is still needed.
 
 Once a stage's output has been sent, only its place in the graph is needed. The engine keeps this place
 (``backward_root``) and drops the tensor. The data is freed with the tensor, unless an operation of the same graph saved
@@ -9,13 +9,11 @@ Freeing an output while a send still reads it is the race of Megatron-LM#4047. T
 has waited for the send's handle, which owns the bytes.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, _engine_run_backward
+from torch.autograd.graph import GradientEdge
 
-Root = torch.Tensor | GradientEdge
 _CustomFunction = torch._C._FunctionBase
 
 
@@ -45,24 +43,3 @@ def backward_root(output: Any) -> Any:
     edge = _OwningEdge(node, output.output_nr)  # type: ignore[arg-type]
     edge.owner = view
     return edge
-
-
-def run_backward(roots: Sequence[Root], grads: Sequence[torch.Tensor | None]) -> None:
-    """As ``accumulate``. Raises ValueError if a gradient is None and the output is not known to have one element."""
-    filled = []
-    for root, grad in zip(roots, grads, strict=True):
-        if grad is None:
-            if not isinstance(root, torch.Tensor) or root.numel() != 1:
-                shape = f" of shape {tuple(root.shape)}" if isinstance(root, torch.Tensor) else ""
-                raise ValueError(f"an output{shape} needs a gradient; only a scalar's may be left out")
-            grad = torch.ones_like(root, memory_format=torch.preserve_format)
-        filled.append(grad)
-    accumulate(tuple(roots), tuple(filled))
-
-
-def accumulate(roots: tuple[Root, ...], grads: tuple[torch.Tensor, ...]) -> None:
-    """Backward from ``roots`` (outputs, deallocated or not, or edges) with ``grads``, accumulating into leaves.
-
-    Calls the engine below ``torch.autograd.backward``, because that function requires an output and its gradient to
-    have the same shape, and a deallocated output has another one."""
-    _engine_run_backward(roots, grads, False, False, (), allow_unreachable=True, accumulate_grad=True)

@@ -24,12 +24,13 @@ from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import Instruction
 from megatron_pp.plan.ir.spec import STATIC_BUFFERS, Plan
 from megatron_pp.plan.ir.tasks import Cell, MessageKey, Task
-from megatron_pp.runtime.compute import Activation, Steps, each_tensor, in_one_block, is_any_there
+from megatron_pp.runtime.compute import Activation, each_tensor, in_one_block, is_any_there
 from megatron_pp.runtime.gradient_hooks import SyncHooks
 from megatron_pp.runtime.log_once import warn_once
 from megatron_pp.runtime.message_shapes import Shapes
 
 if TYPE_CHECKING:
+    from megatron_pp.runtime.parts import Steps
     from megatron_pp.weight_grad.store import WeightGradStore
 
 Handler = Callable[[Task], None]
@@ -314,14 +315,9 @@ class PlanExecutor:
 
     def _named(self, error: SendBufferError, at: Task) -> SendBufferError:
         """The error with the name of the output or gradient that was written to; in debug mode it has the name."""
-        if error.chunk >= 0:
-            return error
-        from megatron_pp.comm.failed_transfers import written_to
+        from megatron_pp.runtime import written_sends
 
-        what = f"the {'output' if at.op == ins.FREE_F else 'input gradient'} of {at.instruction.where}"
-        posted = str(at.instruction._replace(op=ins.POST_OF[at.op]))
-        place = {"chunk": at.chunk, "microbatch": at.mb, "posted_by": posted, "broken_by": str(self.instruction)}
-        return written_to(self.rank, what, **place)
+        return written_sends.named(error, at, self.rank, str(self.instruction))
 
     def drop_data(self, key: Cell) -> None:
         """Drop an output's data and keep what its backward needs."""

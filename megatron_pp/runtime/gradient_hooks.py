@@ -8,7 +8,6 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_pp.config.settings import StepSettings
-from megatron_pp.errors import ScheduleInputError
 
 
 class SyncHooks:
@@ -32,7 +31,9 @@ class SyncHooks:
         self._unprepared = dict(enumerate(chunks)) if pipelined else {}
         for number, chunk in self._unprepared.items():
             if isinstance(chunk, DistributedDataParallel):
-                _check_follows_pipelines(number, chunk)
+                from megatron_pp.runtime import torch_wrappers
+
+                torch_wrappers.check_follows_pipelines(number, chunk)
         self._no_sync = _no_sync_functions(settings.no_sync_func, chunks)
         self._grad_sync = _per_chunk(settings.grad_sync_func, chunks)
         self._param_sync = _per_chunk(settings.param_sync_func, chunks)
@@ -53,9 +54,9 @@ class SyncHooks:
             closed.__exit__(None, None, None)
         wrapper = None if chunk is None else self._unprepared.pop(chunk, None)
         if isinstance(wrapper, DistributedDataParallel):
-            # torch reduces only the gradients of the last forward that ran outside of no_sync. In a pipeline that is
-            # another microbatch's forward, so the gradients would stay local.
-            wrapper.reducer.prepare_for_backward([])
+            from megatron_pp.runtime import torch_wrappers
+
+            torch_wrappers.expect_gradients(wrapper)
 
     def grad_sync(self, chunk: int, position: int = -1) -> None:
         if self._grad_sync is not None:
@@ -66,15 +67,6 @@ class SyncHooks:
     def param_sync(self, chunk: int) -> None:
         if self._param_sync is not None:
             self._param_sync[chunk](self.chunks[chunk].parameters())
-
-
-def _check_follows_pipelines(number: int, chunk: DistributedDataParallel) -> None:
-    for option in ("find_unused_parameters", "static_graph"):
-        if getattr(chunk, option, False):
-            raise ScheduleInputError(
-                f"model chunk {number} is wrapped as DistributedDataParallel({option}=True), which cannot follow "
-                f"a pipeline; wrap it with {option}=False"
-            )
 
 
 def _no_sync_functions(given: Any, chunks: Sequence[Any]) -> list[Callable[[], AbstractContextManager[Any]]]:

@@ -2,8 +2,6 @@
 
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -32,22 +30,11 @@ class Recording(Observer, Protocol):
 def nested(*candidates: Observer | None) -> Observer | None:
     """One observer for all that are not None; None if all are."""
     found = [one for one in candidates if one is not None]
-    return _Nested(found) if len(found) > 1 else next(iter(found), None)
+    if len(found) < 2:
+        return found[0] if found else None
+    from megatron_pp.tracing.nested_observers import NestedObservers
 
-
-@dataclass
-class _Nested:
-    """Observers, the later ones within the earlier ones."""
-
-    observers: Sequence[Observer]
-
-    def begin(self, at: Instruction) -> None:
-        for one in self.observers:
-            one.begin(at)
-
-    def end(self, at: Instruction) -> None:
-        for one in reversed(self.observers):
-            one.end(at)
+    return NestedObservers(found)
 
 
 def message_bytes(shapes: Any, dtype: torch.dtype | None) -> float:

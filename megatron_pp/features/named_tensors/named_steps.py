@@ -1,11 +1,16 @@
 """Steps of a model whose stages give each other several tensors by name."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.runtime.compute import Activation, Names, Steps
+from megatron_pp.runtime.compute import Activation, Names
+
+if TYPE_CHECKING:
+    from megatron_pp.runtime.parts import Steps
 
 
 @dataclass(eq=False)

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_pp.integrations.megatron.steps.forward_backward import freed_output
-from megatron_pp.runtime.deallocate import accumulate, backward_root
+from megatron_pp.runtime.compute import accumulate
+from megatron_pp.runtime.deallocate import backward_root
 from megatron_pp.runtime.swapped_outputs import custom_backward
 from testkit.blocks import SquaresInPython
 

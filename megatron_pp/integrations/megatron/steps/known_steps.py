@@ -2,7 +2,9 @@
 (`STEP_SOURCES` of `releases/sources.py`). What they look up for each microbatch is looked up once a step.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -10,7 +12,6 @@ import torch
 from megatron_pp.common.module_attributes import wrapped_attribute
 from megatron_pp.integrations.megatron.releases.release import Megatron
 from megatron_pp.runtime.compute import Activation, LossRecord, StepOptions, timed_backward
-from megatron_pp.runtime.deallocate import backward_root
 from megatron_pp.runtime.step import Step
 
 # Config fields by which `forward_step_calc_loss` has work on stages without a loss.
@@ -105,8 +106,12 @@ class KnownSteps(MicrobatchSteps):
         given = input_tensor, _first(output), _first(output_grad)
         return timed_backward(self.timers, *given, self.grad_scale_func)
 
-    def backward_root(self, output: Activation) -> Any:
-        return backward_root(output)
+    @cached_property
+    def backward_root(self) -> Callable[[Activation], Any]:
+        """Called where the config asks for outputs without their data."""
+        from megatron_pp.runtime.deallocate import backward_root
+
+        return backward_root
 
 
 def _first(values: Activation) -> Any:
