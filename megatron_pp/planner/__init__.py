@@ -1,1 +1,1 @@
-"""Searches for plans, lower bounds, and advice. Nothing that runs in a step imports this."""
+"""Searches for plans, and lower bounds. A step loads it only for ``auto``, ``auto_v`` and unequal microbatches."""

@@ -1,5 +1,5 @@
 """``auto`` and ``auto_v``: the best plan that ``search`` finds for measured times and a memory limit. There is one
-family for each placement, as the placement decides which layers a rank builds, long before a plan is made.
+family for each placement, because the placement decides which layers a rank builds, long before a plan is made.
 """
 
 from functools import partial
@@ -19,7 +19,7 @@ _AMONG = {"auto": (_ON_LOOP, LOOP), "auto_v": (_ON_V, V_SHAPE)}
 
 
 def found(spec: PlanSpec, announce: Announce | None = None) -> SearchResult:
-    """What the search of ``spec.schedule`` finds; arguments and errors as of ``search``."""
+    """The result of the search of ``spec.schedule``. Arguments and errors are those of ``search``."""
     names, placement = _AMONG[spec.schedule]
     return search(spec, [SCHEDULES[name] for name in names if name in SCHEDULES], placement, announce)
 
@@ -29,7 +29,7 @@ def _plan(spec: PlanSpec, announce: Announce | None = None) -> Plan:
 
 
 def _orders(name: str, shape: Shape) -> list[Order]:
-    """Without measured values."""
+    """The orders of a search without measured values."""
     spec = PlanSpec(name, shape.pipeline_size, shape.num_chunks, shape.num_microbatches, shape.group_size)
     return [list(order) for order in _plan(spec).orders]
 

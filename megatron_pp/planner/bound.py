@@ -1,20 +1,21 @@
 """A lower bound of a step's time: no plan on the same placement is shorter, whatever its order.
 
-Each term is a part of what every plan has to do, so the largest term is a bound:
+Each term holds for every plan, so the largest term is a bound:
 
 critical path     One microbatch goes forward through all stages and back. Operations of one stage take turns, so the
                   k-th microbatch comes at least k times the slowest stage later.
 work of a rank    A rank's operations take turns. Each has a shortest path to it (the warm-up) and from it to the end of
                   the step (the drain). ``least_end`` is the best preemptive schedule of such jobs on one machine.
 link a to b       The messages of a directed link take turns on the wire in the same way.
-memory            The memory limit lets forwards wait for earlier backwards and W: more paths (``bound_work.py``).
-memory of rank r  Its work with these paths before and behind it. Before backwards come, and after its last ones, it has
-                  no more to do than its memory holds, so it is idle, and later work starts later: paths again, of all
-                  ranks. From a forward that leaves no room for anything else until its microbatch is back, the rank has
-                  nothing else to do.
+memory            The memory limit makes forwards wait for earlier backwards and W, which gives more paths
+                  (``bound_work.py``).
+memory of rank r  Its work with these paths before and behind it. Before its first backwards and after its last ones the
+                  rank can do only what fits into memory. So it is idle and later work starts later, which gives more
+                  paths for all ranks. If a forward leaves no room for anything else, the rank has nothing else to do
+                  until that microbatch comes back.
 
-Microbatches are alike. Where sequences are cut into slices, every slice counts as the cheapest one on paths, and memory
-is left out.
+Microbatches are alike. If sequences are cut into slices, every slice counts as the cheapest one on paths, and memory is
+left out.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from megatron_pp.planner.bound_work import RankWork, alone_from, waits_of
 
 
 class Job(NamedTuple):
-    """Time before it can start (``head``), on the machine, and behind it (``tail``)."""
+    """The times before a job can start (``head``), on the machine, and after it (``tail``)."""
 
     head: float
     time: float
@@ -42,10 +43,10 @@ class Job(NamedTuple):
 
 
 def least_end(jobs: Iterable[Job]) -> float:
-    """When the last tail is over at the earliest, if jobs may be interrupted: 0 without jobs.
+    """The earliest time at which the last tail can be over if jobs may be interrupted; 0 without jobs.
 
-    Jackson's preemptive schedule is the best one with interruptions: of the jobs that can start, always the one with
-    the longest tail (Carlier 1982, "The one-machine sequencing problem").
+    Jackson's preemptive schedule is the best one with interruptions. It always runs the job with the longest tail, of
+    those that can start (Carlier 1982, "The one-machine sequencing problem").
     """
     waiting: list[tuple[float, float]] = []  # (-tail, time left)
     now = end = 0.0
@@ -75,10 +76,10 @@ _CLOSE = 1e-9  # share of a time: the rounding of sums
 
 @dataclass(frozen=True)
 class Bound:
-    """No plan takes less.
+    """A lower bound: no plan takes less time.
 
     step    time of a step, in the unit of the costs
-    reason  its term: critical path, work of rank r, link a to b, memory, memory of rank r
+    reason  the term that gives it: critical path, work of rank r, link a to b, memory, memory of rank r
     terms   every term with its time
     """
 
@@ -92,11 +93,11 @@ class Bound:
         return 0.0 if abs(excess) < _CLOSE else excess
 
     def of_step(self, step: float) -> Bound:
-        """The same bound beside a step of ``step``, which sums in another order may have made shorter by rounding."""
+        """The same bound, or ``step`` if that is shorter only by rounding, because its sums were in another order."""
         return replace(self, step=step) if step < self.step <= step * (1 + _CLOSE) else self
 
     def beside(self, step: float, unit: str = "") -> str:
-        """How far a step of ``step`` is from the bound, in words."""
+        """The distance of a step of ``step`` from the bound, in words."""
         least = f"{self.step:.4g} {unit}".strip()
         return f"within {self.excess(step):.1%} of the bound, {least} ({self.reason})"
 
@@ -115,7 +116,7 @@ def lower_bound(
     """The bound of all plans for ``num_microbatches`` on ``placement``, in the unit of ``costs``.
 
     ``memory`` limits activations as for ``auto``; None is no limit. Without ``split`` every backward is whole. Raises
-    PlanError for costs of another number of stages, and where one microbatch alone exceeds the memory limit.
+    PlanError for costs of another number of stages, or if one microbatch alone exceeds the memory limit.
     """
     if costs.num_stages != placement.num_stages:
         raise PlanError(f"costs are given for {costs.num_stages} stages; the placement has {placement.num_stages}")
@@ -133,8 +134,8 @@ def lower_bound(
 
 
 def bound_of(plan: Plan, costs: StageCosts, network: Network = FREE, memory: MemoryModel | None = None) -> Bound:
-    """The bound of all plans with the placement and microbatches of ``plan``, backwards split where the model can split
-    them; without memory terms where it offloads. Raises PlanError as ``lower_bound`` does.
+    """The bound of all plans with the placement and microbatches of ``plan``. Backwards are split if the model can
+    split them. If ``plan`` offloads, memory terms are left out. Raises PlanError as ``lower_bound`` does.
     """
     spec, memory = plan.spec, None if plan.copies_to_host else memory
     kind = {"split": spec.split_backward, "forward_only": spec.forward_only}
@@ -178,8 +179,8 @@ class _Problem:
             yield f"memory of rank {number}", max(*ends, rank.end(heads, tails, max(known, *ends)))
 
     def _work(self, rank: int, heads: Paths, tails: Paths, alone: int | None = None) -> Iterator[Job]:
-        """All operations of ``rank`` as jobs. A backward is two: up to its input gradient, and the rest, which is in
-        its W or at the end of a whole B. With a split output layer its passes are a job.
+        """All operations of ``rank`` as jobs. A backward is two jobs: up to its input gradient, and the rest, which is
+        in its W or at the end of a whole B. The passes of a split output layer are one job.
         """
         times, each = self.times, self.num_microbatches / len(heads.forward)
         if self.placement.barriers:

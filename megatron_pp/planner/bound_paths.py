@@ -15,7 +15,7 @@ from megatron_pp.plan.costs.stage_costs import Network, StageCosts
 from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD
 from megatron_pp.plan.ir.placement import Placement
 
-Times = tuple[float, ...]  # per stage
+Times = tuple[float, ...]  # one time for each stage
 Table = list[list[float]]  # [k][stage]
 
 
@@ -24,11 +24,11 @@ class StageTimes:
     """The least times of one operation of each stage, in any plan.
 
     forward    a forward
-    backward   from the start of a backward to its input gradient: I, or B where that is shorter or nothing is split
-    rest       the rest of the microbatch's backward work: all of B or I + W, whichever is less
+    backward   from the start of a backward to its input gradient: I, or B if that is shorter or backwards are whole
+    rest       the rest of the microbatch's backward work, of B or I + W, whichever is less
     output     from the start of a forward to the output's arrival at the next stage
     gradient   from the start of a backward to the input gradient's arrival at the stage before
-    early      how long before the end of its backward's work a gradient may go out (within a pair)
+    early      the time by which a gradient may go out before the end of its backward's work (within a pair)
     """
 
     forward: Times
@@ -42,7 +42,7 @@ class StageTimes:
     def of(
         cls, placement: Placement, costs: StageCosts, network: Network, split: bool, forward_only: bool, slices: int
     ) -> StageTimes:
-        """Those of the cheapest slice where sequences are cut."""
+        """The times for ``costs``; if sequences are cut, those of the cheapest slice."""
         count, part = placement.num_stages, min(costs.of_parts(slices))
         forward = tuple(part * time for time in costs.forward)
         whole = [part * time for time in costs.backward]
@@ -71,7 +71,8 @@ class StageTimes:
     @cached_property
     def trips(self) -> Times:
         """The least time from the start of a stage's forward to the end of the same microbatch's backward there."""
-        there, trips = 0.0, []  # from the output's arrival at the stage after to that of its gradient here
+        there = 0.0  # from the output's arrival at the next stage to the arrival of its gradient here
+        trips = []
         for stage in reversed(range(len(self.forward))):
             before = max(self.forward[stage], self.output[stage] + there)
             trips.append(before + self.backward[stage])
@@ -91,7 +92,7 @@ class Paths:
 
 class Wait(NamedTuple):
     """Forward k + ``most`` of ``stage`` starts ``time`` after the start of backward k of ``until``: after its input
-    gradient, or after its W where it waits for the ``whole``.
+    gradient, or after its W if it waits for the ``whole``.
     """
 
     stage: int
@@ -103,7 +104,9 @@ class Wait(NamedTuple):
 
 @dataclass(frozen=True)
 class PathFinder:
-    """``waits``: what forwards wait for because of memory. ``least``: known heads or tails, from which paths go on."""
+    """Finds longest paths. ``waits``: waits of forwards because of memory. ``least``: known heads or tails to start
+    with.
+    """
 
     times: StageTimes
     rounds: int

@@ -1,14 +1,14 @@
-"""What a memory limit adds to a step's lower bound: waits of forwards, microbatches that have a rank for themselves,
-and how much work a rank can have done by a time.
+"""The terms that a memory limit adds to a step's lower bound: waits of forwards, microbatches that have a rank for
+themselves, and the most work that a rank can have done by a time.
 
-By time t a rank has run only what a path lets start before t. Its forwards fit into the memory limit and what the
-backwards and W until then give back, so the most work by t, m(t), is a fractional knapsack of forwards. The rank was
-idle for t - m(t), and by a later t' it has done at most m(t) + t' - t. So an operation behind work w of its own rank
-starts no earlier than w + max(t - m(t) | m(t) < w).
+By time t a rank has run only operations that some path lets start before t. Its forwards fit into the memory limit and
+the memory that backwards and W have freed by then. So the most work by t, m(t), is a fractional knapsack of forwards.
+The rank was idle for t - m(t), and by a later t' it has done at most m(t) + t' - t. So an operation behind work w of
+its own rank starts no earlier than w + max(t - m(t) | m(t) < w).
 
-The same holds backwards from the end of the step. In the last u only operations run whose path to the end is no longer.
-What has its W there keeps memory when they begin, unless its forward is there too: the knapsack is of backwards with
-their W, and of W alone.
+The same holds backwards from the end of the step. In the last time u only operations run whose path to the end is at
+most u. A microbatch whose W is there keeps memory from the start of that time, unless its forward is there too. So this
+knapsack is of backwards with their W, and of W alone.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from megatron_pp.planner.bound_paths import Paths, StageTimes, Table, Wait
 
 
 def waits_of(placement: Placement, memory: MemoryModel, times: StageTimes) -> tuple[Wait, ...]:
-    """What forwards of each stage wait for. Raises PlanError where one microbatch alone exceeds the limit.
+    """The waits of forwards of each stage. Raises PlanError if one microbatch alone exceeds the limit.
 
-    Of n microbatches between their forward of a stage and their backward of ``until``, a stage of the same rank, each
-    keeps the chunks up to the earlier of the two, and one keeps more: where ``until`` is later, the first to run that
-    backward has all chunks up to there, else the last one has those up to ``stage`` when its forward starts. With a
-    wait for the end of W, each of the others may keep no more than what waits for W.
+    Take n microbatches between their forward of a stage and their backward of ``until``, a stage of the same rank. Each
+    of them keeps the chunks up to the earlier of the two stages, and one keeps more. If ``until`` is later, it is the
+    first to run that backward, which has all chunks up to there. Otherwise it is the last one, which has the chunks up
+    to ``stage`` when its forward starts. If forwards wait for the end of W, each of the others may keep only what waits
+    for W.
     """
     waits: list[Wait] = []
     for rank, stages in enumerate(placement.stages):
@@ -49,7 +50,7 @@ def waits_of(placement: Placement, memory: MemoryModel, times: StageTimes) -> tu
             continue
         for stage, own in zip(stages, kept, strict=True):
             for until, whole in zip(stages, kept, strict=True):
-                least = min(own, whole)  # of each of the others until that backward
+                least = min(own, whole)  # what each of the others keeps until that backward
                 if not least:
                     continue
                 most = int((limit - whole) / own) if until >= stage else int((limit - own) / least)
@@ -62,8 +63,8 @@ def waits_of(placement: Placement, memory: MemoryModel, times: StageTimes) -> tu
 
 
 def alone_from(stages: Sequence[int], memory: MemoryModel, limit: float) -> int | None:
-    """The first of a rank's chunks from whose forward until the last chunk's backward the rank can keep nothing else,
-    not even what waits for a W; None where there is none.
+    """The first chunk of a rank such that, from its forward to the last chunk's backward, the rank has no room for
+    anything else, not even for what waits for a W. None if there is none.
     """
     kept = list(accumulate(memory.forward[s] for s in stages))
     left = limit * (1 + ROUNDING) - min(kept[0], *(memory.weight[s] for s in stages))
@@ -74,7 +75,7 @@ _F, _B, _W = range(3)
 
 
 class _Item(NamedTuple):
-    """An operation: the time it takes, and the memory, less than 0 where it gives some back."""
+    """An operation: its time, and its memory, which is below 0 if it frees some."""
 
     time: float
     memory: float
@@ -82,7 +83,8 @@ class _Item(NamedTuple):
 
 @dataclass(frozen=True)
 class Curve:
-    """By ``times[i]`` at most ``works[i]`` is done, and the rank was idle for at least ``idles[i]``; all ascending."""
+    """By ``times[i]`` at most ``works[i]`` is done, and the rank was idle for at least ``idles[i]``. All are
+    ascending."""
 
     times: Sequence[float]
     works: Sequence[float]
@@ -92,8 +94,8 @@ class Curve:
     def of(
         cls, items: Sequence[_Item], counts: Sequence[int], starts: Iterable[tuple[float, int]], room: float
     ) -> Curve:
-        """``counts`` of each item can start at once, and one more of an item (by index) from each of ``starts`` on.
-        ``room``: the memory.
+        """The curve of items of which ``counts`` can start at once, and one more of an item (by index) at each of
+        ``starts``. ``room``: the memory.
         """
         takers = [i for i, item in enumerate(items) if item.memory > 0]
         takers.sort(key=lambda i: -items[i].time / items[i].memory)
@@ -117,7 +119,7 @@ class Curve:
         return cls(times, works, list(accumulate(idles, max)))
 
     def time_for(self, work: float) -> float:
-        """When ``work`` is done at the earliest."""
+        """The earliest time at which ``work`` is done."""
         behind = bisect_left(self.works, work * (1 - ROUNDING))
         return work + (self.idles[behind - 1] if behind else 0.0)
 
@@ -128,7 +130,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class RankWork:
-    """The operations of a rank's ``stages``, ``count`` of each. ``waits``: of its forwards."""
+    """The operations of a rank's ``stages``, ``count`` of each. ``waits``: those of its forwards."""
 
     stages: Sequence[int]
     count: int
@@ -139,12 +141,12 @@ class RankWork:
 
     @cached_property
     def _each(self) -> list[float]:
-        """Times of F, B and the rest of B's work (W) of each chunk."""
+        """The times of F, B and the rest of B's work (W) of each chunk."""
         times = self.times
         return [time for s in self.stages for time in (times.forward[s], times.backward[s], times.rest[s])]
 
     def _kept(self, stage: int) -> tuple[float, float]:
-        """Memory that a forward keeps, and what of it waits for W."""
+        """The memory that a forward keeps, and the part of it that waits for W."""
         return self.memory.forward[stage], min(self.memory.forward[stage], self.memory.weight[stage])
 
     def from_start(self, heads: Paths) -> Curve:
@@ -159,7 +161,7 @@ class RankWork:
         return Curve.of(items, [0] * len(items), starts, self.limit * (1 + ROUNDING))
 
     def from_end(self, tails: Paths) -> Curve:
-        """``times`` are counted from the end of the step."""
+        """The curve with ``times`` counted from the end of the step."""
         items, starts, times = list[_Item](), list[tuple[float, int]](), self.times
         for stage in self.stages:
             first, (kept, late) = len(items), self._kept(stage)

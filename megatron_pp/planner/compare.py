@@ -1,4 +1,4 @@
-"""Which schedule, how many chunks and microbatches: simulates plans and ranks those that fit into memory."""
+"""Compares schedules and numbers of chunks and microbatches: simulates plans and ranks those that fit into memory."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from megatron_pp.plan.simulate.steady import steady_step
 from megatron_pp.planner.bound import Bound, bound_of
 from megatron_pp.planner.plan_search import default_measured, peak_memory
 
-_FITS = 4  # searches for a plan that fits into memory with all its messages
+_FITS = 4  # attempts to find a plan that fits into memory with all its messages
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class ComparedSchedule:
     """One schedule with its numbers, which are 0 where it is refused.
 
     per_microbatch        makespan / M: the cost of a fixed global batch
-    peak_bytes            of the fullest rank; None without a model shape
-    peak_in_flight        (chunk, microbatch) pairs of the fullest rank; a slice counts its share
-    messages, sent_bytes  of all ranks together
-    refused               why it is refused; empty where it is not
-    bound                 of the makespan, under the memory limit; None where steps in a row are compared
+    peak_bytes            memory of the fullest rank; None without a model shape
+    peak_in_flight        (chunk, microbatch) pairs of the fullest rank; a slice counts with its share
+    messages, sent_bytes  those of all ranks together
+    refused               why it is refused; empty if it is not
+    bound                 bound of the makespan under the memory limit; None if steps in a row are compared
     """
 
     spec: PlanSpec
@@ -59,11 +59,11 @@ def compare(
     optimizer_bypass: bool = False,
     outside: Outside | None = None,
 ) -> list[ComparedSchedule]:
-    """Every spec simulated: possible ones first, fastest per microbatch first, then the refused ones.
+    """Simulate every spec. The result has the possible ones, the fastest per microbatch first, then the refused ones.
 
     ``costs`` are of the whole model in any number of equal parts. ``memory_limit`` is in bytes per rank, and needs
-    ``shape``; ``outside`` takes its part of it. Schedules that search plan for these costs and this limit. With
-    ``optimizer_bypass`` makespan and bubble are those of one step among many (``steady.py``).
+    ``shape``; ``outside`` takes a part of it. Schedules that search plan for these costs and this limit. With
+    ``optimizer_bypass`` makespan and bubble are those of one of many steps in a row (``steady.py``).
     """
     if memory_limit is not None and shape is None:
         raise PlanError("a memory limit needs the shape of the model")
@@ -109,8 +109,8 @@ def _compared(
 
 
 def fitted(spec: PlanSpec, costs: StageCosts, network: Network, memory: MemoryModel | None = None) -> PlanSpec:
-    """``spec`` with measured values for its search or its collectives by cost, where it has none: these costs, the mean
-    message time, and ``memory`` (None: 1F1B's).
+    """``spec`` with measured values for its search, or for its collectives by cost, if it has none: these costs, the
+    mean message time, and ``memory`` (None: 1F1B's).
     """
     family, by_cost = family_of(spec), any(hooks.needs_times(spec) for hooks in hooks_of(spec.added))
     if (family.search is None and not by_cost) or spec.measured is not None:
@@ -136,13 +136,13 @@ def fitted(spec: PlanSpec, costs: StageCosts, network: Network, memory: MemoryMo
 
 
 def searched_memory(plan: Plan) -> MemoryModel | None:
-    """The limits that a search planned for; an order that was not searched for has none."""
+    """The memory limits for which a plan was searched; None if it was not searched."""
     measured, family = plan.spec.measured, SCHEDULES.get(plan.spec.schedule)
     return None if measured is None or family is None or family.search is None else measured.memory(plan.placement)
 
 
 def _limits(placement: Placement, spec: PlanSpec, limit: float, outside: Outside | None) -> tuple[float, ...]:
-    """What torch may allocate on each rank."""
+    """The bytes that torch may allocate on each rank."""
     if outside is None:
         return (limit,) * spec.pipeline_size
     return tuple(limit - nbytes for nbytes in outside.nbytes(placement, spec.policy, spec.channels))
@@ -156,8 +156,8 @@ def _plan(
     limit: float | None,
     outside: Outside | None,
 ) -> Plan:
-    """The verified plan. A search counts activations without the plan's messages; where both exceed the limit, the
-    search is repeated with less.
+    """The verified plan. A search counts activations without the plan's messages. If both together exceed the limit,
+    the search is repeated with a lower one.
     """
     family = family_of(spec)
     if family.search is None or shape is None or limit is None:
@@ -180,7 +180,7 @@ def _plan(
 
 
 def _memory(placement: Placement, shape: ModelShape, limits: Sequence[float]) -> MemoryModel:
-    """What microbatches keep, and what parameters leave of each rank's limit, in bytes."""
+    """The memory that microbatches keep, and the part of each rank's limit that parameters leave, in bytes."""
     count = placement.num_stages
     forward = tuple(shape.kept_bytes(stage, count) for stage in range(count))
     weight = tuple(shape.kept_for_weights(stage, count) for stage in range(count))
@@ -191,7 +191,7 @@ def _memory(placement: Placement, shape: ModelShape, limits: Sequence[float]) ->
 
 @lru_cache(maxsize=128)
 def predicted(spec: PlanSpec) -> str:
-    """One line: step, bubble, and how far the step is from its lower bound."""
+    """One line with the step, the bubble, and the distance of the step from its lower bound."""
     plan, measured = build_plan(spec), spec.measured or Measured()
     conditions = measured.costs(plan.placement.num_stages), measured.network()
     step = simulate(plan, *conditions)

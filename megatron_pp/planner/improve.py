@@ -29,8 +29,8 @@ Rows = tuple[Row, ...]
 
 @dataclass(frozen=True)
 class _Timing:
-    """Rows on the clock. Per operation: its start, the arrival of its result at the user, and the least time from its
-    end to the end of the step. ``lines``: the operations of each rank.
+    """Rows with their times. For each operation: its start, the arrival of its result at the operation that uses it,
+    and the least time from its end to the end of the step. ``lines``: the operations of each rank.
     """
 
     makespan: float
@@ -41,10 +41,10 @@ class _Timing:
 
 
 def improved(problem: Problem, found: Scheduled, least: float, budget: int, most: int = 1) -> list[Scheduled]:
-    """The ``most`` shortest orders on the way from ``found``, shortest first.
+    """The ``most`` shortest orders that the search visits from ``found`` on, shortest first.
 
-    least   a bound: reaching it ends the search
-    budget  work in single operations looked at: a second is some two million
+    least   a bound; the search ends if it is reached
+    budget  number of single operations to look at; two million take about a second
     """
     return _Improvement(problem, found).run(least, budget, most)
 
@@ -63,8 +63,8 @@ class _Shop:
         each = [time for s in range(stages) for time in (costs.forward[s], backward[s], costs.weight[s])]
         self.times = [time * share for time in each for share in problem.shares]
         self.needs, self.users = [-1] * len(self.times), [-1] * len(self.times)
-        self.channels = [-1] * len(self.times)  # of the message that carries its result; none on the same rank
-        self.transfers = [0.0] * len(self.times)  # what that message takes
+        self.channels = [-1] * len(self.times)  # channel of the message with its result; -1 on the same rank
+        self.transfers = [0.0] * len(self.times)  # time of that message
         for s in range(stages):
             if s:
                 self._connect((s - 1, _F), (s, _F), problem)
@@ -72,7 +72,7 @@ class _Shop:
         self.bases = [[(3 * s + kind) * self.count for s in row for kind in range(3)] for row in self.placement.stages]
 
     def _connect(self, source: tuple[int, int], target: tuple[int, int], problem: Problem) -> None:
-        """``target`` needs the result of ``source``: (stage, kind) each."""
+        """Note that ``target`` needs the result of ``source``; each is (stage, kind)."""
         one, two = (self.count * (3 * stage + kind) for stage, kind in (source, target))
         rank, other = (self.placement.homes[stage][0] for stage, _ in (source, target))
         ranks = self.placement.pipeline_size
@@ -116,10 +116,10 @@ class _Shop:
         return True
 
     def timed(self, rows: Rows) -> _Timing | None:
-        """The rows on the clock; None where they wait for each other."""
+        """The rows with their times; None if operations wait for each other."""
         lines = [self.numbered(rank, row) for rank, row in enumerate(rows)]
         starts, arrivals = [0.0] * len(self.times), [_NEVER] * len(self.times)
-        waiting: dict[int, int] = {}  # for a result: the rank
+        waiting: dict[int, int] = {}  # result -> the rank that waits for it
         free, at, turn = [0.0] * len(rows), [0] * len(rows), [0.0] * (2 * len(rows) ** 2)
         ran: list[int] = []
         ready = list(range(len(rows)))
@@ -162,7 +162,7 @@ class _Shop:
         return tails
 
     def tail_by_user(self, number: int, tails: Sequence[float]) -> float:
-        """The least time from the end of an operation to the end of the step through what uses its result."""
+        """The least time from the end of an operation to the end of the step through the user of its result."""
         user = self.users[number]
         if user < 0:
             return 0.0
@@ -202,7 +202,7 @@ class _Improvement:
         return [Scheduled([self._order(rank, row) for rank, row in enumerate(rows)], time) for time, _, rows in found]
 
     def _kicked(self, rows: Rows) -> tuple[Rows, _Timing] | None:
-        """``rows`` after a few random swaps of neighbours; None where none is possible."""
+        """``rows`` after a few random swaps of neighbours; None if none is possible."""
         found, made = None, 0
         for _ in range(_TRIES):
             rank = self.random.randrange(len(rows))
@@ -231,7 +231,7 @@ class _Improvement:
         return [instruction(ops[t % 3], t // 3, number % count) for t, number in zip(row, line, strict=True)]
 
     def _step(self, rows: Rows, timing: _Timing) -> tuple[Rows, _Timing] | None:
-        """The best move to rows not seen before; of equals the first."""
+        """The best move to rows that were not seen before; of equal ones the first."""
         moves = []
         for i, (rank, row, low, high) in enumerate(self._moves(rows, timing)):
             moves.append((self._judged(rank, row, low, high, timing), i, rank, row))

@@ -1,4 +1,4 @@
-"""In which order to run microbatches that cost different times."""
+"""Finds an order for microbatches that take different times."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -14,11 +14,11 @@ def shortest_order(
     trials: int,
     is_over: Callable[[float], bool] = lambda share: False,
 ) -> Order:
-    """The order with the least ``estimate`` that is found for microbatches of the ``given`` costs.
+    """The order with the least ``estimate`` that the search finds for microbatches of the ``given`` costs.
 
-    Starts are as given, ascending, descending, and the short ones at both ends (they fill and drain the pipeline
-    quickly) or in the middle. ``trials`` swaps of two and moves of one of each follow, until ``is_over(share)``, with
-    the share of starts up to this one. Equal arguments give equal orders as long as it is never over.
+    It starts from several orders: as given, ascending, descending, and with the short ones at both ends (they fill and
+    drain the pipeline quickly) or in the middle. From each it tries ``trials`` swaps of two and moves of one, until
+    ``is_over(share)``; the share is that of the starts so far. Equal arguments give equal orders if it is never over.
     """
     starts = sorted(_first_orders(given), key=estimate)
     found = [_improved(one, estimate, trials, partial(is_over, k / len(starts))) for k, one in enumerate(starts, 1)]
@@ -33,7 +33,7 @@ def _first_orders(given: Sequence[float]) -> list[Order]:
 
 
 def _improved(order: Order, estimate: Callable[[Order], float], trials: int, is_over: Callable[[], bool]) -> Order:
-    """After swaps of two and moves of one that do not lengthen the estimate."""
+    """The order after swaps of two and moves of one that do not lengthen the estimate."""
     chance, best = random.Random(0), estimate(order)
     for _ in range(trials if len(order) > 1 else 0):
         if is_over():

@@ -1,7 +1,7 @@
 """Orders in which no microbatch waits: each starts when all ranks have room for its whole way there and back.
 
-Where memory is what makes a step long, the way must not take longer than it has to. Weight gradients fill the gaps: the
-oldest one runs as early as possible once a forward needs its memory.
+If memory is what makes a step long, a microbatch must not take longer than necessary. Weight gradients fill the gaps:
+the oldest one runs as early as possible once a forward needs its memory.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from megatron_pp.plan.ir.instruction import FORWARD, INPUT_GRAD, WEIGHT_GRAD, In
 from megatron_pp.plan.orders.list_scheduler import ROUNDING, Problem, Scheduled
 
 _CLOSE = 1e-9
-_TRIES = 100  # starts of one microbatch
+_TRIES = 100  # starts that are tried for one microbatch
 
 
 def no_wait(problem: Problem) -> Scheduled | None:
-    """The orders and their end; None where none are found. Two starts are at least the busiest rank's work apart."""
+    """The orders and their end; None if none are found. Two starts are at least the busiest rank's work apart."""
     return _Trips(problem).run()
 
 
 @dataclass
 class _UnblockedRank:
-    """What one rank runs and keeps.
+    """The operations of one rank, and its memory.
 
     runs     (start, end, operation), sorted
-    kept     memory at the time up to which it was forgotten; ``changes``: (time, amount) from then on
-    waiting  (end of its backward, stage, microbatch) of each W to come
+    kept     memory at the time up to which changes were merged; ``changes``: (time, amount) from then on
+    waiting  (end of its backward, stage, microbatch) of each W that is still to come
     """
 
     limit: float
@@ -41,7 +41,7 @@ class _UnblockedRank:
         return _UnblockedRank(self.limit, self.kept, self.runs.copy(), self.changes.copy(), self.waiting.copy())
 
     def free_from(self, time: float, took: float) -> float:
-        """The first start, not before ``time``, of something that takes ``took``."""
+        """The first start, not before ``time``, of an operation that takes ``took``."""
         for start, end, _ in self.runs[max(0, bisect_left(self.runs, (time,)) - 1) :]:
             if start >= time + took - _CLOSE:
                 break
@@ -52,7 +52,7 @@ class _UnblockedRank:
         return self.kept + sum(amount for when, amount in self.changes if when <= time + _CLOSE)
 
     def forget(self, time: float) -> None:
-        """Merge changes up to ``time``: nothing asks about earlier times any more."""
+        """Merge changes up to ``time``, because earlier times are not needed any more."""
         self.kept = self.kept_at(time)
         self.changes = [change for change in self.changes if change[0] > time + _CLOSE]
 
@@ -93,7 +93,7 @@ class _Trips:
         return Scheduled(orders, max(rank.runs[-1][1] for rank in self.ranks))
 
     def _blocked(self, start: float) -> float:
-        """How much later a microbatch can start, as its ranks are busy."""
+        """The time by which a microbatch must start later because its ranks are busy."""
         later = 0.0
         for time, op, stage in self.path:
             rank = self.ranks[self.homes[stage][0]]
@@ -101,7 +101,7 @@ class _Trips:
         return later if later > _CLOSE else 0.0
 
     def _started(self, mb: int, start: float) -> float:
-        """Start the microbatch; or do not, and return how much later there may be memory for it."""
+        """Start the microbatch and return 0, or return the time after which there may be memory for it."""
         ranks = [rank.copied() for rank in self.ranks]
         for time, op, stage in self.path:
             self._add(ranks[self.homes[stage][0]], start + time, op, stage, mb)
@@ -130,7 +130,8 @@ class _Trips:
         return start + took
 
     def _make_room(self, rank: _UnblockedRank, since: float) -> float:
-        """Run weight gradients for the forwards from ``since`` on; or return how much later they may have room."""
+        """Run weight gradients to make room for forwards from ``since`` on, or return the time after which there may be
+        room."""
         for now in sorted(start for start, _, at in rank.runs if at.op == FORWARD and start >= since - _CLOSE):
             while rank.waiting and rank.kept_at(now) > rank.limit:
                 first = rank.waiting[0][0]

@@ -1,10 +1,10 @@
 """The automatic scheduler: the best verified plan it finds for measured times and a memory limit (arXiv 2401.10241,
 section 3.1).
 
-Every named family that fits is looked at. Every named order, fitting or not, is also a pattern for the greedy
-scheduler, which puts it on the measured clock under the memory limit by many rules; the best results become patterns in
-turn. Local search (``improve.py``) goes on from the best, down to the lower bound (``bound.py``). The shortest plan by
-the simulator wins, so the result is never worse than the best named family under the limit.
+Every named family that fits is a candidate. Every named order, whether it fits or not, is also a pattern for the greedy
+scheduler, which runs it with the measured times under the memory limit by many rules. The best results become patterns
+themselves. Local search (``improve.py``) goes on from the best ones until the lower bound (``bound.py``). The shortest
+plan by the simulator wins, so the result is never worse than the best named family under the limit.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ from megatron_pp.planner.no_wait import no_wait
 
 _FINALISTS = 6  # searched orders that are lowered and simulated
 _IMPROVED = 3  # seeds whose best orders go into local search
-_LOCAL, _MOST_LOCAL = 50, 400_000  # budget of local search: per pair of operations, and at most; a million take 2 s
+_LOCAL = 50  # budget of local search per pair of operations
+_MOST_LOCAL = 400_000  # its largest budget; a million take 2 s
 _SIMULATED = 2_000  # operations in all finalists of one seed: lowering makes a difference between equal orders
-_ROUNDS = 2  # times that the best results become patterns in turn
+_ROUNDS = 2  # rounds in which the best results become patterns themselves
 _PATIENCE = 5.0  # seconds of search before it is announced
-_PILOT = 6  # a step of more than 6 P microbatches is searched at 6 P first, as the steady state repeats itself
+_PILOT = 6  # a step of more than 6 P microbatches is searched at 6 P first, because the steady state repeats
 
 
 @dataclass(frozen=True)
 class FoundPlan:
-    """One plan that was looked at. ``peaks``: memory per rank, in the unit of the measured activations."""
+    """A candidate. ``peaks``: memory of each rank, in the unit of the measured activations."""
 
     name: str
     plan: Plan
@@ -54,7 +55,7 @@ class FoundPlan:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """``best``, and all named families with whether they keep to the limit."""
+    """The ``best`` plan, and all named families with whether they keep to the limit."""
 
     best: FoundPlan
     named: tuple[tuple[FoundPlan, bool], ...]
@@ -62,7 +63,7 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class _Trial:
-    """What the greedy scheduler made of one seed by one rule."""
+    """The result of the greedy scheduler for one seed and one rule."""
 
     seed: str
     rules: Rules
@@ -81,10 +82,10 @@ def slots_of(orders: Sequence[Order]) -> Slots:
 def search(
     spec: PlanSpec, families: Iterable[Family], placement_kind: str, announce: Announce | None = None
 ) -> SearchResult:
-    """The best plan for ``spec`` on one placement, among ``families`` and what grows out of them.
+    """The best plan for ``spec`` on one placement, among ``families`` and plans that are made from them.
 
     Without ``spec.measured``: F = B = W = 1, free transfers, and 1F1B's memory. A search of more than 5 s is announced
-    once. Raises PlanError where nothing keeps to the memory limit, with the least that a family needs.
+    once. Raises PlanError, with the least memory that a family needs, if no plan keeps to the memory limit.
     """
     placement = Placement(placement_kind, spec.pipeline_size, spec.num_chunks)
     return _PlanSearch(spec, placement, families, _Patience(announce, spec)).run()
@@ -166,15 +167,15 @@ class _PlanSearch:
         raise PlanError(self._why_none(named))
 
     def _as_given(self, one: FoundPlan) -> FoundPlan:
-        """With the makespan in the unit of the measured times."""
+        """The plan with its makespan in the unit of the measured times."""
         if self.unit == 1.0 and self.measured == self.given:
             return one
         costs = self.given.costs(self.placement.num_stages)
         return replace(one, makespan=simulate(one.plan, costs, self.given.network()).makespan)
 
     def _beside(self, other: FoundPlan, one: FoundPlan, best: FoundPlan) -> FoundPlan:
-        """``other`` in the unit of the measured times, in which ``one`` is ``best``. Where it is no shorter than
-        ``one``, the rounding of sums in that unit does not make it so.
+        """``other`` in the unit of the measured times, in which ``one`` is ``best``. If it is not shorter than ``one``,
+        the rounding of sums in that unit does not make it shorter.
         """
         found = self._as_given(other)
         if other.makespan >= one.makespan and found.makespan < best.makespan:
@@ -182,18 +183,19 @@ class _PlanSearch:
         return found
 
     def _without_waits(self) -> list[_Trial]:
-        """Orders for one chunk a rank: several chunks of one microbatch are in each other's way."""
+        """Orders without waits, for one chunk on each rank: several chunks of one microbatch would block each other."""
         possible = self.spec.num_chunks == 1 and not self.costs.microbatches
         found = no_wait(self.problem) if possible else None
         return [] if found is None else [_Trial("microbatches without waits", Rules(), found)]
 
     def _fitting(self, trials: Iterable[_Trial]) -> Iterator[FoundPlan]:
-        """Their plans within the limit: a backward may need more than it frees."""
+        """The plans of ``trials`` that keep to the limit. Some do not, because a backward may need more than it
+        frees."""
         return (one for trial in trials for one in self._lowered(trial) if self._fits(one))
 
     def _lowered(self, trial: _Trial) -> Iterator[FoundPlan]:
-        """The trial's plan; where messages delay it, also with receives and releases a slot further apart, as the clock
-        of lowering knows no unequal times.
+        """The trial's plan. If messages delay it, also plans with receives and releases a slot further apart, because
+        the clock of lowering does not know unequal times.
         """
         name, spec = f"{self.spec.schedule} from {trial.seed}", self.spec
         first = self._simulated(name, trial.result.orders)
@@ -230,8 +232,8 @@ class _PlanSearch:
             raise PlanError(self._why_none(named)) from error
 
     def _improved(self, trials: Sequence[_Trial], least: float) -> Iterator[_Trial]:
-        """What moves of single operations make of the shortest trials."""
-        of_seeds = {trial.seed: trial for trial in reversed(trials)}  # the shortest of each
+        """The trials that moves of single operations make from the shortest trials."""
+        of_seeds = {trial.seed: trial for trial in reversed(trials)}  # seed -> its shortest trial
         for trial in sorted(of_seeds.values(), key=lambda one: one.result.makespan)[:_IMPROVED]:
             self.patience.look()
             size = sum(map(len, trial.result.orders))
@@ -271,7 +273,7 @@ class _PlanSearch:
         return all(peak <= limit * (1 + ROUNDING) for peak, limit in zip(one.peaks, self.memory.limits, strict=True))
 
     def _grow(self, named: dict[str, list[Order]], least: float) -> list[_Trial]:
-        """The best that the greedy scheduler makes of the named orders, shortest first."""
+        """The best results of the greedy scheduler for the named orders, shortest first."""
         seeds = self._seeds(named)
         pilot_size = _PILOT * self.spec.pipeline_size
         if self.spec.num_microbatches > pilot_size:
@@ -295,8 +297,8 @@ class _PlanSearch:
         pool: _Pool,
         promising: Collection[tuple[str, Rules]] | None = None,
     ) -> list[_Trial]:
-        """Every rule on every pattern, or the ``promising`` ones, into ``pool``, until a plan is the best possible one.
-        Returns the pool's trials.
+        """Try every rule, or the ``promising`` ones, on every pattern, and put the results into ``pool``, until a plan
+        is the best possible one. Returns the pool's trials.
         """
         for name, orders in patterns:
             slots = slots_of(orders)
@@ -313,7 +315,7 @@ class _PlanSearch:
         return pool.trials
 
     def _rules(self) -> list[Rules]:
-        """What to try on every pattern."""
+        """The rules to try on every pattern."""
         size = self.spec.pipeline_size
         unit = max(self.memory.forward)
         base = [
@@ -339,7 +341,8 @@ class _PlanSearch:
 
 
 class _Pool:
-    """The shortest trials, each order once, shortest first, older before equals. None is shorter than ``least``."""
+    """The shortest trials, each order once. They are sorted by length, of equal ones the older first. None is shorter
+    than ``least``."""
 
     def __init__(self, least: float = 0.0) -> None:
         self.trials: list[_Trial] = []
@@ -347,7 +350,7 @@ class _Pool:
 
     @property
     def most(self) -> float:
-        """Longer results are not taken."""
+        """The greatest length of a result that is taken."""
         return self.trials[-1].result.makespan if len(self.trials) == _FINALISTS else UNKNOWN
 
     def add(self, trial: _Trial) -> None:

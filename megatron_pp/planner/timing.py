@@ -1,5 +1,5 @@
-"""A first look at compute orders, much faster than the simulator: when they end if every message takes its link's time
-and none waits for another, and what they keep at most.
+"""Estimates compute orders much faster than the simulator: their end if every message takes its link's time and none
+waits for another, and the most that they keep in memory.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ Kept = tuple[tuple[int, ...], tuple[int, ...]]  # per chunk: forwards before the
 def order_time(
     orders: Sequence[Sequence[Instruction]], placement: Placement, costs: StageCosts, transfer: float, slices: int = 1
 ) -> float:
-    """When the last operation ends, if every message takes ``transfer``; in the unit of ``costs``. Raises PlanError for
+    """The end of the last operation if every message takes ``transfer``, in the unit of ``costs``. Raises PlanError for
     orders that cannot run.
     """
     shares, of_mb = costs.of_parts(slices), costs.microbatches
@@ -30,8 +30,8 @@ def order_time(
 
 
 def kept_states(order: Sequence[Instruction], num_chunks: int) -> tuple[Kept, ...]:
-    """What a rank keeps at the moments when no other moment has as much of everything. ``order`` may be a program with
-    its copies to host memory.
+    """What a rank keeps at the moments of its peaks: no other moment has at least as much of everything. ``order`` may
+    be a program with its copies to host memory.
     """
     flight, late = [0] * num_chunks, [0] * num_chunks
     states: set[tuple[int, ...]] = set()
@@ -40,7 +40,7 @@ def kept_states(order: Sequence[Instruction], num_chunks: int) -> tuple[Kept, ..
         change, left, chunk = IN_FLIGHT[at.op], WEIGHT_BACKLOG[at.op], at.chunk
         if not change and not left:
             continue
-        if change <= 0 and grew:  # only a state before something is given back can be a peak
+        if change <= 0 and grew:  # only a state right before memory is freed can be a peak
             states.add((*flight, *late))
         grew = change > 0 or left > 0
         flight[chunk] += change

@@ -1,6 +1,7 @@
-"""The process that plans later steps than the one that runs: one of each rank, so that no search holds up training.
+"""A process that plans later steps while one step runs. Each rank has its own, so that no search delays training.
 
-All ranks ask the same and get the same answer, so none waits for another's. Never imports torch.
+All ranks ask the same questions and get the same answers, so no rank waits for the answer of another. This module never
+imports torch.
 """
 
 from __future__ import annotations
@@ -20,23 +21,23 @@ _NICE = 5
 
 
 class Planner:
-    """Plans steps one after the other in a process of its own, which begins with the first question. ``what``: the
-    steps, in words."""
+    """Plans steps one after the other in a process of its own, which starts with the first question. ``what``: a name
+    of the steps, for errors."""
 
     def __init__(self, what: str) -> None:
         self.what = what
         self.child: Child | None = None
 
     def ask(self, number: int, step: NextStep) -> None:
-        """Begins to plan ``step``, which has this number."""
+        """Begin to plan ``step``, whose number is ``number``."""
         if self.child is None:
             self.child = Child(__name__)
         self.child.ask({"number": number, **question_of(step)})
 
     def answer(self, number: int, seconds: float | None = None, check: Callable[[], None] = lambda: None) -> StepAhead:
-        """What was found for the step of this number; waits for it, for ``seconds`` at most, and calls ``check`` in
-        between, which may raise. Raises PipelineError where the process has ended, does not answer, or could not plan.
-        After any of these it can be asked for again."""
+        """Wait for the plan of step ``number``, for at most ``seconds``, and return it. Calls ``check`` in between,
+        which may raise. Raises PipelineError if the process has ended, does not answer, or could not plan. After any of
+        these the same step can be asked for again."""
         assert self.child is not None
         try:
             while True:
@@ -45,7 +46,7 @@ class Planner:
                     return found_in(found)
         except (ChildProcessError, TimeoutError) as error:
             raise PipelineError(f"the process that plans {self.what} {error}") from error
-        except PipelineError:  # of ``check``
+        except PipelineError:  # raised by ``check``
             raise
         except RuntimeError as error:
             raise PipelineError(f"{self.what} could not be planned: {error}") from error

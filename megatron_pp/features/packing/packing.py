@@ -1,9 +1,9 @@
-"""Which sequences make a microbatch, over how many context-parallel ranks each, and what a microbatch costs.
+"""Packs sequences into microbatches, chooses the number of context-parallel ranks for each, and counts their costs.
 
-A step has the same number of microbatches on all pipelines, its data- times context-parallel ranks. A *slot* is one
-microbatch of all of them: its packs, each on neighbouring ranks that share its sequences. All pipelines run the slots
-in one order under one plan, so the collectives of any two packs meet in one order on all of their ranks.
-Never imports torch.
+All pipelines (data- times context-parallel ranks) have the same number of microbatches in a step. A *slot* is one
+microbatch of all of them. It consists of packs; neighbouring ranks share the sequences of a pack. All pipelines run the
+slots in one order under one plan. So the collectives of any two packs come in the same order on all of their ranks.
+This module never imports torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_pp.plan.costs.attention import attention_share
 
 
 def pair_cost(hidden_size: int, ffn_hidden_size: int) -> float:
-    """What one more token before it adds to a token's cost under causal attention, in units of its linear layers: a
+    """The cost that each earlier token adds to a token under causal attention, in units of the token's linear layers. A
     sequence of n tokens costs n + pair_cost n^2 (``attention_share``)."""
     share = attention_share(1, hidden_size, ffn_hidden_size)
     return share / (1 - share)
@@ -27,11 +27,11 @@ def pair_cost(hidden_size: int, ffn_hidden_size: int) -> float:
 class PackingRules:
     """How sequences are packed.
 
-    ranks        pipelines: data- times context-parallel ranks, a power of two
-    rank_tokens  tokens that one rank holds of one microbatch at most, so that its memory is that of microbatches of
-                 this length, in whatever order they run. A longer sequence gets as many ranks as it needs, a power of
-                 two, as in Megatron's hybrid context parallelism
-    pair         ``pair_cost`` of the model's layers; 0: tokens alone count
+    ranks        number of pipelines, which is data- times context-parallel ranks; a power of two
+    rank_tokens  the most tokens of one microbatch that a rank holds. Its memory is then that of microbatches of this
+                 length, in whatever order they run. A longer sequence gets as many ranks as it needs, a power of two,
+                 as in Megatron's hybrid context parallelism
+    pair         ``pair_cost`` of the model's layers; with 0 only the number of tokens counts
 
     Raises PlanError for other numbers."""
 
@@ -48,11 +48,11 @@ class PackingRules:
             raise PlanError(f"the cost of a pair of tokens is {self.pair}; it must be finite and at least 0")
 
     def cost(self, lengths: Sequence[int], context: int = 1) -> float:
-        """Of each of ``context`` ranks for packed sequences of these lengths, in tokens of linear layers."""
+        """The cost for each of ``context`` ranks of packed sequences of these lengths, in tokens of linear layers."""
         return sum(length + self.pair * length**2 for length in lengths) / context
 
     def context(self, length: int) -> int:
-        """Ranks that a sequence needs. Raises PlanError where there are too few."""
+        """The number of ranks that a sequence needs. Raises PlanError if there are too few."""
         needed = 1 << (-(-length // self.rank_tokens) - 1).bit_length()
         if needed > self.ranks:
             raise PlanError(
@@ -65,10 +65,10 @@ class PackingRules:
 class Pack:
     """Sequences of one microbatch on neighbouring ranks, each of which holds a share of every sequence.
 
-    sequences  their places in the step's list
-    lengths    their tokens
-    ranks      that share them, in order
-    cost       of each of these ranks"""
+    sequences  places of the sequences in the step's list
+    lengths    numbers of their tokens
+    ranks      the ranks that share them, in order
+    cost       cost for each of these ranks"""
 
     sequences: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -77,25 +77,25 @@ class Pack:
 
     @property
     def context(self) -> int:
-        """Context-parallel ranks."""
+        """The number of context-parallel ranks."""
         return len(self.ranks)
 
     @property
     def tokens(self) -> int:
-        """Tokens of all its ranks."""
+        """The number of tokens on all its ranks together."""
         return sum(self.lengths)
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One microbatch of all pipelines. ``packs``: in the order of their ranks, each rank in one of them."""
+    """One microbatch of all pipelines. ``packs`` are in the order of their ranks; each rank is in one of them."""
 
     packs: tuple[Pack, ...]
 
     @property
     def cost(self) -> float:
-        """Of the slowest rank: pipelines wait for each other at the step's end, and where experts or gradients are
-        exchanged before it."""
+        """The cost of the slowest rank, because pipelines wait for each other at the step's end, and before it when
+        they exchange experts' tokens or gradients."""
         return max(pack.cost for pack in self.packs)
 
     def of_rank(self, rank: int) -> Pack:
@@ -121,18 +121,19 @@ class PackedStep:
         return tuple(slot.of_rank(rank) for slot in self.slots)
 
     def ordered(self, order: Sequence[int]) -> PackedStep:
-        """With slot ``order[k]`` as the k-th. Raises PlanError for what is no order of the slots."""
+        """The step with slot ``order[k]`` as its k-th. Raises PlanError if ``order`` is not an order of the slots."""
         if sorted(order) != list(range(len(self.slots))):
             raise PlanError(f"{list(order)} is no order of {len(self.slots)} microbatches: each comes once in it")
         return PackedStep(tuple(self.slots[k] for k in order))
 
 
 def packed(lengths: Sequence[int], rules: PackingRules) -> PackedStep:
-    """The step's sequences in as few slots as they need, with ranks that cost the same as far as they go.
+    """The step's sequences in as few slots as they need, with costs that are as equal as possible over the ranks.
 
-    Sequences are placed from the costliest on: where the slot does not become longer, else on the ranks with the least
-    to do. Ranks that are left share the costliest pack of their slot. A function of its arguments alone, so all ranks
-    find the same. Raises PlanError for lengths below 1 and sequences that do not fit.
+    Sequences are placed one after the other, the costliest first: where the slot does not become longer, or else on the
+    ranks with the least work. Ranks that are left over share the costliest pack of their slot. The result depends only
+    on the arguments, so all ranks find the same. Raises PlanError for lengths below 1 and for sequences that do not
+    fit.
     """
     if not lengths or any(length < 1 for length in lengths):
         raise PlanError("a step has at least one sequence, each of at least 1 token")
@@ -152,7 +153,7 @@ class _Bin:
     context: int
     sequences: list[int] = field(default_factory=list)
     tokens: int = 0
-    work: float = 0.0  # of all its ranks
+    work: float = 0.0  # of all its ranks together
 
     @property
     def cost(self) -> float:
@@ -169,8 +170,8 @@ class _Slot:
         return max((one.cost for one in self.bins), default=0.0)
 
     def finished(self, lengths: Sequence[int], rules: PackingRules) -> Slot:
-        """All ranks have a pack: the costliest one whose ranks can be doubled gets those that are left. Contexts are
-        powers of two, and so is the number of ranks, so the smallest one can as long as any are left."""
+        """The slot, in which every rank has a pack. Ranks that are left over go to the costliest pack whose ranks can
+        be doubled. The smallest pack can always be doubled, because all numbers of ranks are powers of two."""
         while self.free:
             widened = max((one for one in self.bins if one.context <= self.free), key=lambda one: one.cost)
             self.free -= widened.context
@@ -184,7 +185,7 @@ class _Slot:
 
 
 def _placed(lengths: Sequence[int], wanted: Sequence[int], rules: PackingRules, count: int) -> list[_Slot] | None:
-    """The sequences in ``count`` slots; None where they do not fit."""
+    """The sequences in ``count`` slots; None if they do not fit."""
     slots = [_Slot([], rules.ranks) for _ in range(count)]
     for k in wanted:
         length, context = lengths[k], rules.context(lengths[k])

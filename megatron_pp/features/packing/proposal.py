@@ -1,6 +1,6 @@
-"""Another plan for a step whose microbatches cost differently.
+"""Finds another plan for a step whose microbatches cost differently.
 
-It keeps the placement, the microbatches, the memory, and the order in which every sum is added up, so that losses and
+The plan keeps the placement, the microbatches, the memory, and the order in which every sum is added up. So losses and
 gradients are equal to the last bit.
 """
 
@@ -32,7 +32,7 @@ from megatron_pp.plan.verify.verifier import verify
 from megatron_pp.planner.plan_search import default_measured, peak_memory
 
 LEAST_GAIN = 0.01
-"""A plan whose step is not predicted to be shorter by this share is not worth a change."""
+"""The least share by which the predicted step must be shorter for a change of plans."""
 
 _SEARCHING = {family.placement: name for name, family in SCHEDULES.items() if family.search is not None}
 
@@ -41,9 +41,9 @@ _SEARCHING = {family.placement: name for name, family in SCHEDULES.items() if fa
 class Proposal:
     """A verified plan, as text that other processes read.
 
-    programs       one per rank, as they print
-    rules, device, digest  of its certificate
-    sentence       from which plan to which, and the predicted gain
+    programs       the text of each rank's program
+    rules, device, digest  those of its certificate
+    sentence       the old plan, the new one, and the predicted gain
     """
 
     spec: PlanSpec
@@ -56,11 +56,12 @@ class Proposal:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Each microbatch's share of the costs; empty where all are equal."""
+        """Each microbatch's share of the costs; empty if all are equal."""
         return (self.spec.measured and self.spec.measured.microbatches) or ()
 
     def plan(self) -> Plan:
-        """With the certificate of its verifier. Raises PlanError where the digest is not that of the programs."""
+        """The plan, with the certificate of its verifier. Raises PlanError if the digest is not that of the
+        programs."""
         found = hashlib.sha256("".join(f"rank {r}: {line}\n" for r, line in enumerate(self.programs)).encode())
         if f"sha256:{found.hexdigest()}" != self.digest:
             raise PlanError(f"the programs are not those of {self.digest}, which were verified")
@@ -70,19 +71,19 @@ class Proposal:
         return Plan(self.spec, placement, programs, ComputeOf(programs), proof=proof)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The proposal as a value for JSON."""
         return {**vars(self), "spec": spec_values(self.spec)}
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> Proposal:
-        """Back from JSON."""
+        """The proposal from a value of JSON."""
         values: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in content.items()}
         values["spec"] = spec_from_values(dict(content["spec"]))
         return cls(**values)
 
 
 class _Read(Lines):
-    """Programs that are read from their text when they are asked for."""
+    """Programs that are read from their text on first use."""
 
     def __init__(self, texts: Sequence[str], placement: Placement) -> None:
         super().__init__(len(texts))
@@ -94,12 +95,12 @@ class _Read(Lines):
 
 
 def of_run(spec: PlanSpec) -> PlanSpec:
-    """What plans for the same steps have in common."""
+    """The spec without the fields in which plans for the same steps may differ."""
     return replace(spec, schedule="", measured=None, split_backward=True, **known_settings(offload_chunks=None))
 
 
 def why_not(spec: PlanSpec) -> str:
-    """Why steps of ``spec`` cannot have other plans, in words; empty where they can."""
+    """Why steps of ``spec`` cannot have other plans, in words; empty if they can."""
     family, name = family_of(spec), f"schedule {spec.schedule}"
     searching = SCHEDULES.get(_SEARCHING.get(family.placement, ""))
     reasons = (
@@ -121,7 +122,7 @@ def why_not(spec: PlanSpec) -> str:
 
 
 Finder = Callable[[Plan, PlanSpec, Measured, Callable[[Plan], bool]], Iterable[Plan]]
-"""(running plan, spec, measured, allowed) -> plans of the spec for what was measured, each of them allowed."""
+"""(running plan, spec, measured, allowed) -> plans of the spec for the measured values, each of them allowed."""
 
 
 def proposed(
@@ -133,17 +134,17 @@ def proposed(
     shares: tuple[float, ...],
     finder: Finder,
 ) -> Proposal | str:
-    """A plan that is predicted to be faster than the running ``plan`` by LEAST_GAIN at least; or a sentence why there
+    """A plan that is predicted to be faster than the running ``plan`` by at least LEAST_GAIN, or a sentence why there
     is none.
 
-    splits  whether the model can put weight gradients off
-    draws   whether forwards draw random numbers, so that all forwards of a rank keep their order
+    splits  whether the model can run weight gradients later than input gradients
+    draws   whether forwards draw random numbers; then all forwards of a rank keep their order
     shares  each microbatch's share of the costs
     finder  makes the plans among which the fastest one is chosen
     """
     costs = replace(costs, microbatches=shares)
     measured = _measured(plan, costs if splits else _whole(costs), network)
-    if not splits:  # nothing waits for a weight gradient
+    if not splits:  # no weight gradient runs later
         measured = replace(measured, weight_activation=0.0)
     before = [_sums(order, draws) for order in plan.orders]
 
@@ -174,7 +175,7 @@ def proposed(
 
 
 def _best(plans: Sequence[Plan], step_of: Callable[[Plan], float]) -> tuple[Plan, Certificate]:
-    """The first that ``verify`` accepts, from the shortest on."""
+    """The shortest plan that ``verify`` accepts."""
     *others, last = sorted(plans, key=step_of)
     for plan in others:
         with suppress(PlanError):
@@ -183,11 +184,11 @@ def _best(plans: Sequence[Plan], step_of: Callable[[Plan], float]) -> tuple[Plan
 
 
 def _measured(plan: Plan, costs: StageCosts, network: Network) -> Measured:
-    """What the search plans for: these costs, and the memory of the running plan."""
+    """The measured values for the search: these costs, and the memory of the running plan."""
     measured = plan.spec.measured
     if measured is None and plan.spec.schedule in _SEARCHING.values():
         measured = default_measured(plan.placement)
-    if measured is None:  # by the papers' count: a forward counts 1 until its weight gradient is done
+    if measured is None:  # as papers count: a forward counts 1 until its weight gradient is done
         free = Measured(activation=1.0, weight_activation=1.0)
         memory = free.memory(plan.placement)
         rows = zip(plan.orders, plan.placement.stages, strict=True)
@@ -199,13 +200,13 @@ def _measured(plan: Plan, costs: StageCosts, network: Network) -> Measured:
 
 
 def _whole(costs: StageCosts) -> StageCosts:
-    """A backward as the search splits it, where the model does all of it in one."""
+    """Costs for a model with whole backwards, split as the search expects it."""
     return replace(costs, backward_input=costs.backward, weight=(0.0,) * costs.num_stages)
 
 
 def _sums(order: Sequence[Instruction], draws: bool) -> dict[Any, list[Any]]:
-    """Per sum of a rank the order of its terms: the microbatches of each chunk, its gradients, and those that W adds;
-    with ``draws`` the forwards of all chunks.
+    """Sum of a rank -> the order of its terms. Sums are the losses of each chunk, its gradients, and those that W adds;
+    with ``draws`` also the forwards of all chunks.
     """
     rows: defaultdict[Any, list[Any]] = defaultdict(list)
     for at in ins.unjoined(order):

@@ -1,7 +1,7 @@
-"""The plan of one step from the costs of its microbatches, fast enough to be found while the step before runs.
+"""Finds the plan of one step from the costs of its microbatches, fast enough for the time of the step before.
 
-First the order in which the microbatches run, then what each rank computes when. Equal arguments give equal answers on
-every machine: the work is counted, not timed.
+First it finds the order of the microbatches, then the order of each rank. Equal arguments give equal answers on every
+machine, because the search is limited by its work and not by time.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from megatron_pp.planner.microbatch_order import Order, shortest_order
 from megatron_pp.planner.plan_search import default_measured, slots_of
 from megatron_pp.planner.timing import order_time
 
-_TRIALS = 60  # of each order that is begun with, for a step of up to _FULL operations
+_TRIALS = 60  # trials for each start order, in a step of up to _FULL operations
 _FULL = 1000
-_SIMULATED = 3  # of the orders that the list scheduler makes
-_MOVED = 6  # of the orders that local search makes of the running one
-_EFFORT = 800  # budget of local search per operation; a million take some 2 s
+_SIMULATED = 3  # number of the list scheduler's orders that are simulated
+_MOVED = 6  # number of local search's orders that are simulated
+_EFFORT = 800  # budget of local search per operation; a million take about 2 s
 _RULES = [Rules(ahead=ahead, patience=patience) for ahead, patience in product((0.0, 2.0, 4.0), (0.0, 0.5, 1.0))]
 
 
 @dataclass(frozen=True)
 class NextStep:
-    """A step that is to be planned.
+    """A step to plan.
 
-    spec      of the plan that its settings ask for
-    costs     of its microbatches as given, in any unit; each above 0
+    spec      the spec of the plan that its settings ask for
+    costs     costs of its microbatches in the given order, in any unit; each above 0
     measured  times of the stages; None: all equal, with free transfers
-    splits    whether the model can put weight gradients off
-    draws     whether forwards draw random numbers, so that all forwards of a rank keep their order
+    splits    whether the model can run weight gradients later than input gradients
+    draws     whether forwards draw random numbers; then all forwards of a rank keep their order
     keeps_order  whether the microbatches run in the given order
     """
 
@@ -53,7 +53,7 @@ class NextStep:
 
 @dataclass(frozen=True)
 class StepAhead:
-    """``order[k]``: the given microbatch that runs as the k-th. ``proposal``: its plan; None: the settings' own plan
+    """``order[k]``: the given microbatch that runs as the k-th. ``proposal``: its plan; None if the settings' own plan
     stays, for the reason in ``kept``."""
 
     order: Order
@@ -62,8 +62,8 @@ class StepAhead:
 
 
 def plan_ahead(step: NextStep) -> StepAhead:
-    """The order of the step's microbatches and its plan. Raises PlanError for costs that are not those of the spec's
-    microbatches, and where no plan of the spec can be made."""
+    """The order of the step's microbatches, and its plan. Raises PlanError if the number of costs is not that of the
+    spec's microbatches, or if no plan of the spec can be made."""
     if len(step.costs) != step.spec.num_microbatches:
         raise PlanError(f"{len(step.costs)} costs are given for {step.spec.num_microbatches} microbatches")
     plan = build_plan(step.spec)
@@ -103,7 +103,7 @@ def _order(plan: Plan, given: tuple[float, ...], measured: Measured) -> Order:
 
 
 def _relisted(plan: Plan, spec: PlanSpec, measured: Measured, allowed: Callable[[Plan], bool]) -> Iterator[Plan]:
-    """The running order, run by the list scheduler with these costs: the shortest results of its rules."""
+    """The shortest plans that the list scheduler makes of the running order with these costs."""
     problem = Problem.of(plan.placement, spec.num_microbatches, measured)
     slots, found = slots_of([list(order) for order in plan.orders]), dict[str, Scheduled]()
     for rules in _RULES:
@@ -117,11 +117,11 @@ def _relisted(plan: Plan, spec: PlanSpec, measured: Measured, allowed: Callable[
 
 
 def _in_given_order(plan: Plan, spec: PlanSpec, measured: Measured, allowed: Callable[[Plan], bool]) -> Iterator[Plan]:
-    """Also what local search makes of the running order."""
+    """The same, and the plans that local search makes of the running order."""
     yield from _relisted(plan, spec, measured, allowed)
     ops = {at.op for order in plan.orders for at in order}
     if spec.split_backward and {ins.BACKWARD, ins.WEIGHT_GRAD} <= ops:
-        return  # local search moves whole backwards, or split ones
+        return  # local search cannot move orders with both whole and split backwards
     problem = Problem.of(plan.placement, spec.num_microbatches, measured)
     running = Scheduled([list(order) for order in plan.orders], 0.0)
     for one in improved(problem, running, 0.0, _EFFORT * sum(map(len, plan.orders)), _MOVED):

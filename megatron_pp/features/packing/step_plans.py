@@ -1,7 +1,8 @@
-"""Steps whose microbatches cost differently have plans of their own (``config.microbatch_costs``).
+"""Chooses the plans of steps whose microbatches cost differently (``config.microbatch_costs``).
 
-A process beside each rank searches while the training goes on. All ranks ask the same questions in the same steps, and
-equal questions have equal answers, so all ranks run the same plan. The ranks compare its digest before it first runs.
+Each rank has a process that searches while the training goes on. All ranks ask the same questions in the same steps,
+and equal questions have equal answers, so all ranks run the same plan. The ranks compare its digest before it first
+runs.
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ from megatron_pp.tracing.step_observer import StepObserver
 
 logger = logging.getLogger("megatron_pp")
 
-_KINDS = 64  # kinds of steps whose plans a model keeps: those that ran last
-_PER_OCTAVE = 2  # steps in which what microbatches cost is rounded
+_KINDS = 64  # kinds of steps for which a model keeps plans; the oldest are dropped
+_PER_OCTAVE = 2  # costs of microbatches are rounded to so many values between a cost and twice that cost
 
-# One belongs to a model, and goes with it.
+# Each belongs to a model, and is dropped with it.
 _PLANNERS: ObjectTable[StepPlans] = ObjectTable()
 
 Kind = tuple[PlanSpec, tuple[float, ...]]
-"""What steps that run the same plan have in common: the spec without its schedule, and the shares of the costs."""
+"""The key of steps that run the same plan: the spec without its schedule, and the shares of the costs."""
 
 
 def step_observer(step: Any) -> StepPlans | None:
-    """What chooses the plans of a step's model; None where nothing does. Raises ScheduleInputError where plans of
-    it cannot be searched, or numbers would change."""
+    """The observer that chooses the plans of a step's model; None without ``microbatch_costs``. Raises
+    ScheduleInputError if no plans can be searched for the step, or if numbers would change."""
     chunks, settings, spec = step.inputs.chunks, step.settings, step.draft
     if spec.forward_only or spec.pipeline_size == 1:
         return None
@@ -73,7 +74,7 @@ def _share_parameters(chunks: Sequence[torch.nn.Module]) -> bool:
 
 
 def _draw_random_numbers(settings: StepSettings, chunks: Sequence[torch.nn.Module]) -> bool:
-    """Whether forwards may: then several chunks of a rank have to take turns as before."""
+    """Whether forwards may draw random numbers. Then the chunks of a rank must keep their order."""
     if settings.hidden_dropout or settings.attention_dropout:
         return True
     kinds = torch.nn.modules.dropout._DropoutNd
@@ -81,14 +82,14 @@ def _draw_random_numbers(settings: StepSettings, chunks: Sequence[torch.nn.Modul
 
 
 class StepPlans(StepObserver):
-    """Of one model on one rank."""
+    """The plans of one model on one rank."""
 
     def __init__(self, settings: StepSettings, chunks: Sequence[torch.nn.Module]) -> None:
         self.draws = len(chunks) > 1 and _draw_random_numbers(settings, chunks)
-        self._spec: PlanSpec | None = None  # the last one that was checked
+        self._spec: PlanSpec | None = None  # the last spec that was checked
 
     def check(self, settings: StepSettings, spec: PlanSpec) -> None:
-        """Raises ScheduleInputError where no other plans of ``spec`` can be searched."""
+        """Raises ScheduleInputError if no other plans of ``spec`` can be searched."""
         why = why_not(spec)
         if not why and settings.cuda_graph_impl in LAYER_GRAPHS:
             graphs = settings.cuda_graph_impl
@@ -101,7 +102,7 @@ class StepPlans(StepObserver):
         self._spec = spec
 
     def next_plan(self, step: Any, plan: Plan) -> Plan:
-        """Raises what ends a step where a search has failed or a rank is gone."""
+        """The plan of the step. If a search has failed or a rank is gone, raises the error that ends the step."""
         if plan.spec is not self._spec:
             self.check(step.settings, plan.spec)
         return self.chosen(step, plan)
@@ -110,7 +111,7 @@ class StepPlans(StepObserver):
         raise NotImplementedError
 
     def description(self, plan: Plan, splits: bool) -> dict[str, str]:
-        """As all ranks run the plan that each of them has searched."""
+        """What ranks compare, because each of them has searched the plan by itself."""
         options = {name: getattr(plan.spec, name) for name in sorted(PRIVATE_FIELDS)}
         text = ", ".join(f"{name}={value}" for name, value in options.items())
         return {
@@ -121,7 +122,7 @@ class StepPlans(StepObserver):
 
 
 class PlansOfPackedSteps(StepPlans):
-    """Each step is planned while the one before runs; its microbatches are known ahead."""
+    """Plans each step while the one before runs. The microbatches of the next step are known."""
 
     def chosen(self, step: Any, plan: Plan) -> Plan:
         packed, settings = step.settings.microbatch_costs, step.settings
@@ -132,17 +133,17 @@ class PlansOfPackedSteps(StepPlans):
 
 
 class PlansOfKinds(StepPlans):
-    """Steps whose microbatches cost nearly the same are of one kind. The first step of a kind runs the settings' plan,
-    and a search begins. The next step of this kind runs what the search has found.
+    """Plans for kinds of steps. Steps whose microbatches cost nearly the same are of one kind. The first step of a kind
+    runs the settings' plan, and a search begins. The next step of this kind runs the plan that the search has found.
 
-    One search runs at a time. A step waits for it if it needs its answer, or is of a new kind itself: on all ranks the
-    same steps wait, however long each rank's search takes."""
+    One search runs at a time. A step waits for the search if it needs the answer, or if it is of a new kind itself. So
+    the same steps wait on all ranks, however long each rank's search takes."""
 
     def __init__(self, settings: StepSettings, chunks: Sequence[torch.nn.Module]) -> None:
         super().__init__(settings, chunks)
         self.planner = Planner("steps of unequal microbatches")
         self.plans: OrderedDict[Kind, Plan | None] = OrderedDict()  # None: the settings' own plan stays
-        self.searched: Kind | None = None  # what the planner was asked for last, while its answer was not taken
+        self.searched: Kind | None = None  # the kind that the planner searches, until its answer is taken
         self._questions = 0
 
     def chosen(self, step: Any, plan: Plan) -> Plan:
@@ -166,9 +167,9 @@ class PlansOfKinds(StepPlans):
         self.searched = kind
 
     def _take(self, communicator: P2PCore, settings: StepSettings) -> None:
-        """The answer of the search that runs."""
+        """Take the answer of the running search."""
         assert self.searched is not None
-        # On all ranks, as what is watched counts as a step.
+        # All ranks do this, because a watched wait counts as a step.
         with watched(communicator, settings, "the wait for the search of a plan for unequal microbatches") as guard:
             check = (lambda: None) if guard is None else guard.check
             answer = self.planner.answer(self._questions, settings.p2p_timeout, check)
@@ -186,13 +187,13 @@ class PlansOfKinds(StepPlans):
 
 
 def _measured(settings: StepSettings) -> Measured | None:
-    """What stages take by the settings."""
+    """The measured values in the settings."""
     measured: Measured | None = checked(measured_of, settings)
     return measured
 
 
 def _watched_search(communicator: weakref.ref[P2PCore]) -> AbstractContextManager[Any]:
-    """Around the wait for a search, between two steps; a communicator that is gone has no ranks to watch."""
+    """A context for the wait for a search between two steps. If the communicator is gone there is nothing to watch."""
     kept = communicator()
     guard = None if kept is None else kept.transport.guard
     return nullcontext() if guard is None else guard.watch("the wait for the search of the next step's plan")
@@ -200,7 +201,7 @@ def _watched_search(communicator: weakref.ref[P2PCore]) -> AbstractContextManage
 
 def in_steps(costs: Sequence[float]) -> tuple[float, ...]:
     """``costs`` of microbatches as shares of their median, rounded to powers of the square root of 2, so that steps
-    with nearly the same run the same plan; () where all are the same."""
+    with nearly the same costs run the same plan. () if all are equal."""
     middle = statistics.median(costs)
     steps = [round(_PER_OCTAVE * math.log2(cost / middle)) for cost in costs]
     return tuple(2.0 ** (step / _PER_OCTAVE) for step in steps) if any(steps) else ()

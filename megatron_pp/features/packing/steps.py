@@ -18,8 +18,9 @@ from megatron_pp.plan.ir.spec import Plan, PlanSpec
 
 
 class PackedSteps:
-    """``lengths``: of all sequences of each step, in tokens, in an order that all ranks know, as of a sampler or
-    gathered over data-parallel ranks. Every rank of the job makes one of the same, gives it to its config as
+    """Packs the sequences of each step and plans the step ahead. ``lengths`` yields the lengths in tokens of all
+    sequences of each step, in an order that is the same on all ranks, for example from a sampler or gathered over
+    data-parallel ranks. Every rank of the job makes one with equal arguments, gives it to its config as
     ``microbatch_costs``, and calls ``next`` before each training step:
 
         steps = PackedSteps(lengths, PackingRules(ranks, rank_tokens, pair))
@@ -27,32 +28,32 @@ class PackedSteps:
         step = steps.next()
         packs = step.of_rank(rank)  # of this rank's data iterator, one a microbatch
 
-    The microbatches of all pipelines run in the order of ``step.slots``; losses and gradients are sums over tokens
-    (``calculate_per_token_loss``), so neither order nor grouping changes them but for rounding, and one process that
-    takes the same packs in this order has the same to the last bit.
+    The microbatches of all pipelines run in the order of ``step.slots``. Losses and gradients are sums over tokens
+    (``calculate_per_token_loss``), so order and grouping change them only by rounding. One process that takes the same
+    packs in this order has the same numbers to the last bit.
     """
 
     def __init__(self, lengths: Iterable[Sequence[int]], rules: PackingRules) -> None:
         self.rules = rules
         self.current: PackedStep | None = None
-        self.waited = 0.0  # seconds that ``next`` has waited for searches in all
+        self.waited = 0.0  # seconds that ``next`` has waited for searches, in total
         self._lengths = iter(lengths)
-        self._drawn: Sequence[int] | None = None  # from ``lengths``, and not packed yet
-        self._broken = ""  # what ``lengths`` raised
+        self._drawn: Sequence[int] | None = None  # lengths that were drawn and not packed yet
+        self._broken = ""  # the error that ``lengths`` raised
         self._following = self._pack()
         self._planner = Planner("the next step of packed sequences")
-        self._asked = 0  # the number of the step that is planned; 0: none
-        self._number = 1  # of the step that ``next`` takes next
-        self._found: StepAhead | None = None  # for it
+        self._asked = 0  # the number of the step that is being planned; 0: none
+        self._number = 1  # the number of the step that ``next`` takes next
+        self._found: StepAhead | None = None  # the plan that was found for it
         self._watch: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._patience: float | None = None
         self._proposal: Proposal | None = None
         self._plan: Plan | None = None
 
     def next(self) -> PackedStep:
-        """The next step, in the order that was found for it while the one before ran; the first one as it was packed.
-        Raises StopIteration after the last one, PipelineError where the search failed or a rank did, and what
-        ``lengths`` raises; no step is lost by that, and a later call takes the same one."""
+        """The next step, in the order that was found for it while the one before ran. The first step is in the order in
+        which it was packed. Raises StopIteration after the last step, PipelineError if the search or a rank has failed,
+        and what ``lengths`` raises. After an error a later call takes the same step."""
         step = self._following
         if step is None:
             raise StopIteration("all steps of packed sequences have been taken")
@@ -69,7 +70,7 @@ class PackedSteps:
         return step
 
     def _wait(self) -> StepAhead:
-        """The answer of the search. While it is waited for, failures of other ranks are seen."""
+        """Wait for the answer of the search. Failures of other ranks are seen meanwhile."""
         began = time.monotonic()
         try:
             with self._watch() as guard:
@@ -79,7 +80,8 @@ class PackedSteps:
             self.waited += time.monotonic() - began
 
     def __call__(self) -> tuple[float, ...]:
-        """``config.microbatch_costs``: of the step that was taken last. Raises ScheduleInputError before the first."""
+        """The costs of the step that was taken last, for ``config.microbatch_costs``. Raises ScheduleInputError before
+        the first."""
         return self._taken().costs
 
     def wait_under(self, watch: Callable[[], AbstractContextManager[Any]], patience: float) -> None:
@@ -88,7 +90,7 @@ class PackedSteps:
         self._watch, self._patience = watch, patience
 
     def plan_ahead(self, spec: PlanSpec, **more: Any) -> None:
-        """The training step that begins asks for ``spec``; the one after it is planned now. ``more``: fields of
+        """Begin to plan the next step. The training step that begins now asks for ``spec``; ``more`` are fields of
         NextStep. Raises ScheduleInputError for a step that was not taken by ``next``."""
         if self._asked:
             raise ScheduleInputError(
@@ -101,7 +103,7 @@ class PackedSteps:
             self._asked = self._number
 
     def plan(self, run: PlanSpec) -> Plan | None:
-        """What was found for the step that was taken last, where it is for steps like ``run``; None where the
+        """The plan that was found for the step that was taken last, if it is for steps like ``run``. None if the
         settings' own plan runs."""
         if self._proposal is None or of_run(self._proposal.spec) != of_run(run):
             return None
@@ -110,7 +112,7 @@ class PackedSteps:
         return self._plan
 
     def digest(self) -> str:
-        """Of the packs of the step that was taken last and their order, which all ranks have to agree on."""
+        """A digest of the last step's packs and their order, on which all ranks have to agree."""
         packs = [(pack.sequences, pack.lengths, pack.ranks) for slot in self._taken().slots for pack in slot.packs]
         return hashlib.sha256(repr(packs).encode()).hexdigest()[:16]
 
