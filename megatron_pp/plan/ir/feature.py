@@ -146,7 +146,7 @@ def hooks_asked_by(config: Any, joins: bool = False) -> tuple[PlanHooks, ...]:
 
 
 def part_word() -> str:
-    """The word for a part of a microbatch, such as "slice"."""
+    """What the feature calls a part of a microbatch."""
     return words_of_features("part_word") or "part"
 
 

@@ -67,7 +67,7 @@ class RankPeaks(NamedTuple):
 
 
 class _Move(NamedTuple):
-    """How a step changes a cell's facts and the memory. ``changes`` are pairs (index in Memory, difference)."""
+    """How a step changes a cell's facts and the memory. ``changes`` are tuples (index in Memory, difference)."""
 
     facts: int
     changes: tuple[tuple[int, int], ...]
