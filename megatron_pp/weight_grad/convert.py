@@ -1,4 +1,4 @@
-"""``split_weight_grad``: convert a rank's model chunks, once, before the first step.
+"""``split_weight_grad``: converts a rank's model chunks once, before the first step.
 
 A converted layer gets a derived class of the same name. During a step its parameters read as leaves
 (``parameter_leaf.py``), and its forward splits the backward (``split_forward.py``). State dicts do not change. Copies
@@ -113,13 +113,13 @@ def check_wrappers(store: WeightGradStore, chunks: Sequence[Any]) -> None:
         )
 
 
-# A method of each module that gathers its parameters for a forward, and puts their shards back afterwards.
+# A method that every module has which gathers its parameters for a forward and shards them again afterwards.
 _SHARDING = {"set_requires_gradient_sync": "fully_shard", "_replace_param_with_raw_if_needed": "Megatron-FSDP"}
 
 
 def check_sharding(chunks: Sequence[Any]) -> None:
-    """Raises WeightGradSplitError for wrappers that shard parameters: a layer would keep tensors for W whose parameter
-    is no longer in the model."""
+    """Raises WeightGradSplitError for wrappers that shard parameters. Under them a layer would keep tensors for W whose
+    parameter is not in the model any more."""
     modules = (module for chunk in chunks if isinstance(chunk, nn.Module) for module in chunk.modules())
     for kind in dict.fromkeys(map(type, modules)):
         for method, what in _SHARDING.items():
@@ -145,7 +145,7 @@ def _check(chunk: nn.Module) -> None:
 
 
 class _LeafAttribute:
-    """Class attribute in place of a parameter: the parameter, or in a pipeline step its leaf."""
+    """A class attribute in place of a parameter. It gives the parameter, or in a pipeline step its leaf."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -186,7 +186,8 @@ def _convert(layer: nn.Module, name: str, store: WeightGradStore, fusion: bool, 
 
 @cache
 def _derived(original: Any, overrides: Overrides, names: tuple[str, ...]) -> Any:
-    """One base only: Python lets an object change to a class of the same layout, and more bases may change that."""
+    """The derived class. It has one base, because Python lets an object change only to a class of the same layout, and
+    further bases may change the layout."""
     attributes: dict[str, Any] = {name: _LeafAttribute(name) for name in names}
     attributes |= {"__module__": original.__module__, "__reduce_ex__": _reduce_as_original, **dict(overrides)}
     return type(original)(original.__name__, (original,), attributes)
@@ -201,5 +202,5 @@ def _reduce_as_original(layer: nn.Module, protocol: Any) -> Any:
 
 
 def _bare(original: Any) -> nn.Module:
-    """An empty layer, as unpickling starts from."""
+    """An empty layer, from which unpickling starts."""
     return original.__new__(original)

@@ -9,17 +9,18 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class SplitLayer:
-    store: Any  # its WeightGradStore
+    store: Any  # the layer's WeightGradStore
     name: str
     weight: Tensor
-    bias: Tensor | None  # where it is trained
+    bias: Tensor | None  # None if there is none, or if it is not trained
     fusion: bool  # add weight gradients into ``main_grad`` by one kernel (Megatron's gradient_accumulation_fusion)
     kernels: Any  # apex's kernels, or None
 
 
 @dataclass(slots=True)
 class Deferred:
-    """The gradients of one call of ``layer``: keeps the call's input and the gradient of its output, nothing else."""
+    """The gradients of one call of ``layer``. It keeps the call's input and the gradient of its output, nothing
+    else."""
 
     layer: SplitLayer
     layer_input: Tensor
@@ -42,16 +43,16 @@ class Deferred:
         """Start communication that ``compute`` waits for. Called once or not at all, on all ranks alike."""
 
     def compute(self, fused: bool = True) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """(parameter, gradient) for each, in fresh tensors; None where, with ``fused``, it went into ``main_grad``."""
+        """(parameter, gradient) for each, in new tensors. With ``fused``, None for one that went into ``main_grad``."""
         raise NotImplementedError
 
     def is_put_off(self) -> bool:
-        """In the layer's backward: whether its weight gradient waits in the store."""
+        """Whether the weight gradient waits in the store. Called in the layer's backward."""
         current = self.layer.store.running()
         return current is not None and current.puts_off(self.layer.weight)
 
     def leave_or_compute(self) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of weight and bias that the layer's backward returns: none where the store queues them."""
+        """The gradients of weight and bias that the layer's backward returns; None if the store queues them."""
         store = self.layer.store
         if self.is_put_off():
             store.leave(self)
@@ -68,7 +69,7 @@ class Ready(NamedTuple):
     name: str = "of a gradient that B computed"
 
     def prepare(self) -> None:
-        """The gradient is there."""
+        """Does nothing: the gradient exists already."""
 
     def compute(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         return zip(self.parameters, self.kept, strict=True)
@@ -85,7 +86,7 @@ class Waiting(NamedTuple):
 
 
 def versions(deferred: Any) -> int:
-    """Grows with every in-place change of what ``deferred`` keeps."""
+    """A number that grows with every in-place change of the tensors that ``deferred`` keeps."""
     total = 0
     for tensor in deferred.kept:
         total += tensor._version

@@ -1,5 +1,5 @@
-"""Linear layers and embeddings with deferred weight gradients, by autograd's own formulas: the same calls give the same
-bits.
+"""Linear layers and embeddings with deferred weight gradients. They make the same calls as autograd, so gradients have
+the same bits.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _ADDMM_WIDENS = torch.__version__ >= (2, 13)  # type: ignore[operator]
 
 
 def fused_kernels() -> Any | None:
-    """apex's extension module ``fused_weight_gradient_mlp_cuda``, or None where it or a CUDA device is missing. The
-    package named apex on PyPI is something else."""
+    """apex's extension module ``fused_weight_gradient_mlp_cuda``; None if it or a CUDA device is missing. The package
+    named apex on PyPI is another one."""
     if not torch.cuda.is_available():
         return None
     try:
@@ -63,24 +63,24 @@ def add_weight_grad(
 
 @cache
 def _transformer_engine_gemm() -> Callable[..., Any] | None:
-    """Transformer Engine's ``general_gemm``, or None where it is missing or wants a workspace as it once did."""
+    """Transformer Engine's ``general_gemm``; None if it is missing, or if it needs a workspace as in old releases."""
     try:
         gemm = importlib.import_module("transformer_engine.pytorch.cpp_extensions").general_gemm
-    except Exception:  # a half-built extension raises what it likes
+    except Exception:  # an incomplete build of the extension may raise anything
         return None
     return None if "workspace" in inspect.signature(gemm).parameters else gemm
 
 
 @dataclass(slots=True)
 class DeferredLinear(Deferred):
-    """Of a linear layer with weight [out, in] and bias [out]; its input is [tokens, in], its output's gradient
-    [tokens, out] or, where it is not ``flat``, [..., out]."""
+    """The gradients of a linear layer with weight [out, in] and bias [out]. Its input is [tokens, in], its output's
+    gradient [tokens, out] or, if it is not ``flat``, [..., out]."""
 
     weight_in_rows: bool = True  # the weight's rows are contiguous (it is not transposed)
     flat: bool = True  # the bias was added to [tokens, out], not to an output of more dimensions
     widen: bool = False  # each call's gradient is cast to the parameter's dtype before it is added to others
     group: Any = None  # the input is this rank's part of the tokens, which are split over this process group
-    gathering: Gathering | None = None  # of the input, where it has begun
+    gathering: Gathering | None = None  # the gathering of the input, once it has begun
 
     def prepare(self) -> None:
         if self.group is not None and self.gathering is None:
@@ -109,11 +109,11 @@ class DeferredLinear(Deferred):
 
 
 class Gathering:
-    """The all-gather of what is split over ``group`` along the first dimension, begun."""
+    """A begun all-gather of a tensor that is split over ``group`` along the first dimension."""
 
     def __init__(self, part: Tensor, group: Any) -> None:
         self._whole = part.new_empty((part.shape[0] * dist.get_world_size(group), *part.shape[1:]))
-        self._part = part.contiguous()  # kept until it is sent
+        self._part = part.contiguous()  # must live until it was sent
         self._work: Any = dist.all_gather_into_tensor(self._whole, self._part, group=group, async_op=True)
 
     def wait(self) -> Tensor:
@@ -132,7 +132,7 @@ class _SplitLinear(torch.autograd.Function):
         flat = layer_input.dim() == 2 or layer_input.is_contiguous()
         ctx.layer, ctx.form = layer, (weight.stride() == (weight.shape[1], 1), flat, widen)
         ctx.set_materialize_grads(False)
-        # As autograd: where no input gradient needs the weight, it may be changed in place or assigned other data.
+        # As in autograd: if no input gradient needs the weight, it may be changed in place or get other data.
         saved = (weight, weight.detach()) if ctx.needs_input_grad[0] else (None, None)
         ctx.save_for_backward(layer_input, *saved)
         return F.linear(layer_input, weight, bias).data  # no view, so that it may be changed in place
@@ -145,7 +145,7 @@ class _SplitLinear(torch.autograd.Function):
         layer, shape, flat = ctx.layer, layer_input.shape, ctx.form[1]
         if torch.is_grad_enabled():
             layer.store.keep_whole(layer, "its gradient is differentiated again")
-        else:  # undetached, the input's graph would keep the stage's input and its gradient until W
+        else:  # detached: otherwise the input's graph would keep the stage's input and its gradient until W
             layer_input, weight = layer_input.detach(), weight_data
         flat_input, flat_grad, grad_input = layer_input.flatten(0, -2), grad_output.flatten(0, -2), None
         if weight is not None:
@@ -158,7 +158,7 @@ _apply_linear: Any = super(torch.autograd.Function, _SplitLinear).apply  # less 
 
 
 def _input_grad(flat_input: Tensor, flat_grad: Tensor, weight: Tensor) -> Tensor:
-    """By autograd's own calls, so that the bits are the same."""
+    """The input gradient, by autograd's own calls, so that the bits are the same."""
     if flat_input.stride(0) == 1 and flat_input.stride(1) == flat_input.shape[0]:
         return weight.t().mm(flat_grad.t()).t()
     return flat_grad.mm(weight)
@@ -178,11 +178,11 @@ def split_linear(layer_input: Tensor, layer: SplitLayer, weight: Tensor, bias: T
 
 
 class Casts:
-    """Casts as autocast does. float64 stays. All users of a leaf that requires a gradient share one cast: their
-    gradients are added in the lower precision. Cleared at each backward; graphs hold what they need."""
+    """Casts as autocast does; float64 stays. All users of a leaf that requires a gradient share one cast, so their
+    gradients are added in the lower precision. It is cleared at each backward; graphs hold the casts that they need."""
 
     def __init__(self) -> None:
-        # A cast keeps its leaf alive, and so the leaf's id. With it, the state of the leaf when it was made.
+        # A cast keeps its leaf alive, so the leaf's id stays unique. Stored with the state of the leaf at that time.
         self._shared: dict[tuple[int, torch.dtype], tuple[Tensor, tuple[int, int]]] = {}
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -202,7 +202,7 @@ class Casts:
 
 @dataclass(slots=True)
 class DeferredEmbedding(Deferred):
-    """Of one look-up in a weight [rows, width]; its input is the indices, the options are those of the look-up."""
+    """The gradient of one look-up in a weight [rows, width]. Its input is the indices; options are the look-up's."""
 
     padding_idx: int | None
     scale_grad_by_freq: bool

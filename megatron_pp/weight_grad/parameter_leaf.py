@@ -1,7 +1,7 @@
 """A parameter leaf replaces a parameter in autograd's graph during a pipeline step; its gradient goes to the store.
 
-It shares the parameter's data, version counter and attributes. One per parameter and step, so that autograd adds up a
-parameter's gradients in the leaf as it does in the parameter.
+It shares the parameter's data, version counter and attributes. There is one for each parameter and step, so that
+autograd adds up a parameter's gradients in the leaf as it does in the parameter.
 
 DistributedDataParallel, Megatron's main_grad and optimizers in backward put hooks on a parameter's AccumulateGrad node.
 In a pipeline step they fire once per parameter, with its last gradient; earlier gradients are added without hooks, by
@@ -18,13 +18,13 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 
 def add_silently(parameter: Tensor, grad: Tensor) -> None:
-    """Add ``grad`` to ``main_grad`` or ``.grad``. Tensor hooks run, and may change the gradient; accumulation hooks
-    do not. Nothing else holds ``grad``, so that it may become ``.grad`` itself."""
+    """Add ``grad`` to ``main_grad`` or ``.grad``. Tensor hooks run and may change the gradient; accumulation hooks do
+    not run. Nothing else may hold ``grad``, because it may become ``.grad`` itself."""
     add_hooked(parameter, through_tensor_hooks(parameter, grad))
 
 
 def add_hooked(parameter: Tensor, grad: Tensor) -> None:
-    """``add_silently`` of a gradient on which the tensor hooks have run, as on those of ``autograd.grad``."""
+    """``add_silently`` for a gradient on which the tensor hooks have already run, as on those of ``autograd.grad``."""
     main_grad = getattr(parameter, "main_grad", None)
     if main_grad is not None:
         main_grad.add_(grad)
@@ -40,9 +40,9 @@ def add_hooked(parameter: Tensor, grad: Tensor) -> None:
 
 
 def add_and_fire(parameter: Tensor, grad: Tensor | None) -> None:
-    """Add the last gradient of a step (None where all are added already) and fire every accumulation hook once. With a
+    """Add the last gradient of a step (None if all were added) and fire every accumulation hook once. With a
     ``main_grad``, hooks get Megatron's signal ``grad_added_to_main_grad`` and a zero gradient."""
-    frozen = not parameter.requires_grad  # since its backward: autograd would call no hook
+    frozen = not parameter.requires_grad  # frozen since its backward: autograd would call no hook
     has_main_grad = getattr(parameter, "main_grad", None) is not None
     if grad is not None and (frozen or has_main_grad):
         add_silently(parameter, grad)
@@ -121,7 +121,7 @@ def parameter_behind(tensor: Tensor) -> Tensor:
 
 
 def take_gradient(leaf: Tensor) -> Tensor | None:
-    """What autograd has accumulated in the leaf; it is gone from there afterwards."""
+    """Take the gradient that autograd has accumulated in the leaf. The leaf has none afterwards."""
     grad: Tensor | None = _GRAD.__get__(leaf)
     if grad is not None:
         _GRAD.__set__(leaf, None)
@@ -141,7 +141,7 @@ def assignments(tensor: Tensor) -> int:
 
 @cache
 def _leaf_class(original: Any) -> Any:
-    """Forwards these attributes to the parameter."""
+    """The class of a leaf, which forwards these attributes to the parameter."""
     methods = ("__deepcopy__", "__reduce_ex__", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook")
     attributes = {
         "__slots__": (_BEHIND, _ASSIGNED),

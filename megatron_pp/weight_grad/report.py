@@ -16,20 +16,20 @@ logger = logging.getLogger(__name__)
 class WholeLayer:
     """A layer that computes its weight gradients in the backward."""
 
-    name: str  # in its chunk
-    kind: str  # its class
+    name: str  # the layer's name in its chunk
+    kind: str  # the layer's class
     reason: str
     share: float  # of the FLOPs of all weight gradients of this rank's chunks, 0 to 1 (``weight_work``)
 
 
 @dataclass(frozen=True)
 class SplitReport:
-    """Counts of layers with parameters."""
+    """Numbers of layers with parameters, by how they were converted."""
 
-    split: int = 0  # defer their weight gradients until W (linear layers and embeddings)
-    delayed: int = 0  # do so themselves (Transformer Engine's delay_wgrad_compute)
-    whole: int = 0  # compute all gradients in the backward
-    switched: int = 0  # part of ``delayed``: built without delay_wgrad_compute, and switched by the conversion
+    split: int = 0  # layers that defer their weight gradients until W (linear layers and embeddings)
+    delayed: int = 0  # layers that do so themselves (Transformer Engine's delay_wgrad_compute)
+    whole: int = 0  # layers that compute all gradients in the backward
+    switched: int = 0  # those of ``delayed`` that were built without delay_wgrad_compute; the conversion switched them
     whole_layers: tuple[WholeLayer, ...] = ()  # those with a weight matrix that is trained
 
     @property
@@ -56,8 +56,8 @@ class Fate:
 
 
 def report_of(fates: Sequence[Fate]) -> tuple[SplitReport, dict[str, tuple[str, float]]]:
-    """The report, and by a layer's name its class and its share of the FLOPs. If two chunks have a layer of one name,
-    it is that of one of them."""
+    """The report, and: a layer's name -> its class and its share of the FLOPs. If two chunks have a layer of the same
+    name, the entry is that of one of them."""
     total = sum(fate.work for fate in fates) or 1.0
     count = Counter(fate.what for fate in fates)
     whole = [fate for fate in fates if fate.what == "whole" and fate.work > 0]

@@ -1,4 +1,4 @@
-"""What a converted layer computes in place of its own forward, and which layers have such a form."""
+"""The forwards that converted layers run in place of their own, and the choice of layers that have one."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -79,7 +79,7 @@ Overrides = tuple[tuple[str, Callable[..., Any]], ...]  # (method, its function)
 
 @dataclass(slots=True)
 class SplitState:
-    """What a converted layer carries, under the attribute ``MARK``."""
+    """The state of a converted layer, in its attribute ``MARK``."""
 
     store: WeightGradStore
     name: str
@@ -103,9 +103,9 @@ def state_of(layer: Any) -> SplitState:
 
 
 def overrides_of(layer: nn.Module) -> tuple[Overrides, str]:
-    """The methods that split ``layer``; or none, and why autograd computes its weight gradient."""
+    """The methods that split ``layer`` and ""; or () and the reason why autograd computes its weight gradient."""
     own = type(layer)
-    plain = "weight" in layer._parameters  # else the weight is computed from others (torch.nn.utils.parametrize)
+    plain = "weight" in layer._parameters  # False: computed from other parameters (torch.nn.utils.parametrize)
     if isinstance(layer, nn.Linear | nn.Embedding):
         base, forward = (nn.Linear, _linear_forward) if isinstance(layer, nn.Linear) else (nn.Embedding, _look_up)
         if own.forward is not base.forward:
@@ -147,7 +147,7 @@ def _look_up(layer: nn.Embedding, input: Tensor) -> Tensor:
 
 
 def _splits(layer: SplitLayer, input: Tensor, leaf: Tensor | None) -> bool:
-    """Whether the split form computes what autograd does for this call; otherwise all of its backward is in B."""
+    """Whether the split form can run this call; otherwise all of its backward is in B."""
     if not layer.weight.requires_grad:
         return False
     why = ""
@@ -166,7 +166,7 @@ def _splits(layer: SplitLayer, input: Tensor, leaf: Tensor | None) -> bool:
 
 
 def _tensor_parallel_impl(layer: nn.Module, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """In place of the method in which both of Megatron's layers multiply."""
+    """Replaces the method in which both of Megatron's layers multiply."""
     state = state_of(layer)
     parameter = parameter_behind(weight)
     # With a buffer for output gradients Megatron defers the weight gradient itself. A weight that is no leaf belongs to
@@ -186,7 +186,7 @@ def _tensor_parallel_impl(layer: nn.Module, input: Tensor, weight: Tensor, *args
 
 
 def why_left_to_megatron(layer_input: Tensor, kwargs: dict[str, Any]) -> str:
-    """Why a call of Megatron's ``_forward_impl`` is left to Megatron; empty where it is split."""
+    """Why a call of Megatron's ``_forward_impl`` is left to Megatron; empty if it is split."""
     if kwargs.get("gtp_remat_size", 1) != 1:
         return "its weight is sharded (gtp_remat_size)"
     for name, value in kwargs.items():
@@ -198,8 +198,8 @@ def why_left_to_megatron(layer_input: Tensor, kwargs: dict[str, Any]) -> str:
 
 
 def _grouped_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """In place of the forward of Megatron's GroupedMLP, whose experts' weights are two matrices that ``grouped_gemm``
-    takes. It runs as it is; only ``grouped_gemm.ops.gmm`` is in split form."""
+    """Replaces the forward of Megatron's GroupedMLP, whose experts' weights are two matrices for ``grouped_gemm``. The
+    forward runs as it is; only ``grouped_gemm.ops.gmm`` is in split form."""
     state = state_of(layer)
     forward = state.original.forward
     if not state.active:

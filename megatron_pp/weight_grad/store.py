@@ -38,19 +38,19 @@ class _Backward:
     key: ChunkPart
     split: bool
     final: bool  # whether this (chunk, microbatch) completes the chunk's gradients
-    whole: dict[int, Tensor]  # by id: parameters whose gradients autograd computes
-    task: int = -1  # autograd's run that is part of this backward
+    whole: dict[int, Tensor]  # id -> parameter whose gradient autograd computes
+    task: int = -1  # the number of autograd's run in this backward
     left: set[int] = field(default_factory=set)  # ids of parameters with queued gradients
-    switched: dict[int, DelayedRun] = field(default_factory=dict)  # by id: parameters of layers with a SwitchedQueue
+    switched: dict[int, DelayedRun] = field(default_factory=dict)  # id of a parameter of a layer with a SwitchedQueue
 
     def puts_off(self, weight: Tensor) -> bool:
-        """Whether a layer queues its gradients: for W, or in the last backward for its end, since hooks must not fire
-        inside of autograd's run."""
+        """Whether a layer queues its gradients: for W, or in the last backward for the end of it, because hooks must
+        not fire within autograd's run."""
         return (self.split or self.final) and id(weight) not in self.whole
 
 
 class OwnedLayer(NamedTuple):
-    """A converted layer. ``delays``: it has a queue of its own, as built or as ``switched``."""
+    """A converted layer. ``delays``: it has a queue of its own, from its construction or as ``switched``."""
 
     layer: nn.Module
     chunk: int
@@ -67,10 +67,10 @@ class WeightGradStore:
     """
 
     def __init__(self) -> None:
-        self.anchor = torch.zeros((), requires_grad=True)  # gives outputs a graph where no input has one
+        self.anchor = torch.zeros((), requires_grad=True)  # gives an output a graph if no input has one
         self.report = SplitReport()
-        self.shares: dict[str, tuple[str, float]] = {}  # by a layer's name: its class, its share of the FLOPs
-        self.wrappers_known = False  # whether what is around the layers was checked
+        self.shares: dict[str, tuple[str, float]] = {}  # layer's name -> its class, its share of the FLOPs
+        self.wrappers_known = False  # whether the wrappers around the layers were checked
         self.timers: Callable[..., Any] | None = None  # Megatron's timers: "weight-compute" runs around every W
         self._anchor_node = torch.autograd.graph.get_gradient_edge(self.anchor).node
         self._whole: dict[int, Tensor] = {}
@@ -122,7 +122,7 @@ class WeightGradStore:
         self._current: _Backward | None = None
         self._last: dict[int, MbPart] = {}
         self._chunks_of: dict[Tensor, set[int]] = {}
-        self._leaves: dict[int, Tensor] = {}  # by the parameter's id
+        self._leaves: dict[int, Tensor] = {}  # id of a parameter -> its leaf
         self._queues: dict[ChunkPart, deque[Waiting]] = {}
         self._complete: set[int] = set()
         self._touched: dict[Tensor, None] = {}  # in the order of the first gradient
@@ -130,8 +130,8 @@ class WeightGradStore:
 
     @contextmanager
     def backward(self, chunk: int, mb: MbPart, split: bool = True) -> Iterator[None]:
-        """Around the backward of (chunk, mb), which computes input gradients only if ``split``, else all gradients. For
-        a part of a microbatch ``mb`` is (mb, part)."""
+        """A context for the backward of (chunk, mb). With ``split`` it computes only input gradients, otherwise all.
+        For a part of a microbatch ``mb`` is (mb, part)."""
         key = (chunk, mb)
         if not self.armed:
             raise WeightGradError(
@@ -159,7 +159,8 @@ class WeightGradStore:
             self.run(chunk, mb)
 
     def run(self, chunk: int, mb: MbPart) -> None:
-        """W: compute and deliver what the backward of (chunk, mb) left, first in, first out."""
+        """Run W: compute and deliver the weight gradients that the backward of (chunk, mb) left, first in, first
+        out."""
         key = (chunk, mb)
         queue = self._queues.pop(key, None)
         if queue is None:
@@ -210,7 +211,7 @@ class WeightGradStore:
             warn_of(layer.name, reason, kind, share)
 
     def running(self) -> _Backward | None:
-        """The pipeline backward that autograd is in; None in ``autograd.grad``, also where a backward calls it."""
+        """The pipeline backward that autograd runs. None in ``autograd.grad``, even if a backward calls it."""
         current = self._current
         if current is None or torch.is_grad_enabled():
             return None
@@ -222,14 +223,14 @@ class WeightGradStore:
         return current
 
     def leave(self, deferred: Deferred) -> None:
-        """Queue ``deferred``; for a layer's backward where ``running()`` puts it off."""
+        """Queue ``deferred``. Called by a layer's backward if ``running()`` puts its gradients off."""
         current, parameters = self._current, deferred.parameters
         assert current is not None
         current.left.update(map(id, parameters))
         self._queues[current.key].append(Waiting(current.task, deferred, versions(deferred), frozen(parameters)))
 
     def arrive(self, parameter: Tensor, leaf: Tensor) -> None:
-        """Called when autograd has finished a leaf's gradient; there is none where layers queued it, or added it to
+        """Called when autograd has finished a leaf's gradient. There is no gradient if layers queued it, or added it to
         ``main_grad`` themselves."""
         current, grad = self._current, take_gradient(leaf)
         run = None if current is None else current.switched.get(id(parameter))
@@ -297,7 +298,7 @@ class WeightGradStore:
                 add_and_fire(parameter, None)
 
     def _look_up_parameters(self) -> None:
-        """The chunks and the leaf of each parameter; for each step, since parameters may be replaced."""
+        """Look up the chunks and the leaf of each parameter, in each step, because parameters may be replaced."""
         for layer, chunk, delays, switched in self.layers:
             hooked = hooked_names(layer) if delays and switched is None else ()
             for name, parameter in layer._parameters.items():
@@ -309,14 +310,14 @@ class WeightGradStore:
 
 
 class _Sums:
-    """Sums of the gradients that one run of autograd left for a parameter, where it left several."""
+    """Sums of the gradients that one run of autograd left for a parameter, if it left several."""
 
     def __init__(self, queue: Iterable[Waiting]) -> None:
         self._to_come = Counter((waiting.task, id(p)) for waiting in queue for p in waiting.deferred.parameters)
         self._sums: dict[tuple[int, int], dict[torch.dtype, Tensor]] = {}  # autocast adds in the lower precision first
 
     def add(self, task: int, parameter: Tensor, grad: Tensor | None) -> tuple[Tensor | None, bool]:
-        """Add one; (the sum in the parameter's dtype, True) when it is the last."""
+        """Add one gradient. With the last one, returns (the sum in the parameter's dtype, True)."""
         key = (task, id(parameter))
         self._to_come[key] -= 1
         if grad is not None:

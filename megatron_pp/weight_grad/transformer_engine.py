@@ -1,8 +1,8 @@
 """Layers that delay their weight gradients themselves: Transformer Engine's.
 
 Such a layer queues its weight gradient in backward and computes it in ``backward_dw()``, first in, first out over all
-microbatches. That adds to ``main_grad`` where ``layer.fuse_wgrad_accumulation``; else it assigns ``.grad``, for a bias
-only if there is none. So each microbatch runs as if it were the only one, and the store adds up what it leaves.
+microbatches. With ``layer.fuse_wgrad_accumulation`` this adds to ``main_grad``. Otherwise it assigns ``.grad``, for a
+bias only if it has none. So each microbatch runs as if it were the only one, and the store adds up the results.
 
 Layers built with ``delay_wgrad_compute=True`` always queue; others do in pipeline steps, given a ``SwitchedQueue``.
 """
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megatron_pp.weight_grad.deferred import tensors_in
 
-Grads = dict[Tensor, Tensor | None]  # by parameter
+Grads = dict[Tensor, Tensor | None]  # parameter -> its gradient
 _LIBRARY = "transformer_engine."
 
 
@@ -32,7 +32,8 @@ def delayed_names(layer: nn.Module) -> list[str]:
 
 
 def hooked_names(layer: nn.Module) -> list[str]:
-    """Those of them whose hooks ``backward_dw()`` calls, each time, as under Megatron's DistributedDataParallel."""
+    """The parameters of ``delayed_names`` whose hooks ``backward_dw()`` calls, as under Megatron's
+    DistributedDataParallel."""
     return delayed_names(layer) if getattr(layer, "wgrad_accumulation_and_reduce_hooks", None) else []
 
 
@@ -53,7 +54,7 @@ _USERBUFFERS = {
 
 
 def why_not_switched(layer: nn.Module) -> str:
-    """Why a layer of Transformer Engine cannot get a ``SwitchedQueue``; empty where it can."""
+    """Why a layer of Transformer Engine cannot get a ``SwitchedQueue``; empty if it can."""
     if getattr(layer, "wgrad_store", None) is None or not hasattr(layer, "fuse_wgrad_accumulation"):
         return "this class of the installed Transformer Engine has no delay_wgrad_compute"
     for name, effect in _USERBUFFERS.items():
@@ -79,14 +80,14 @@ class SwitchedQueue:
         self.layer.wgrad_store.enable_delay_wgrad_compute()
 
     def close(self) -> None:
-        """Drops what still waits."""
+        """Drop the gradients that still wait, and let the layer compute as it was built."""
         store = self.layer.wgrad_store
         while store.context.qsize():
             store.context.get()
         store.disable_delay_wgrad_compute()
 
     def remove(self) -> None:
-        """The layer has the queue that it was built with again."""
+        """Give the layer the queue back with which it was built."""
         self.layer.wgrad_store = self.built
 
 
@@ -94,10 +95,10 @@ class SwitchedQueue:
 
 
 class DelayedRun:
-    """What one backward leaves to a layer's ``backward_dw()``, in the place of a ``Deferred``. Made before the
-    backward, which ``end_backward`` ends."""
+    """The gradients that one backward leaves to a layer's ``backward_dw()``, in place of a ``Deferred``. Made before
+    the backward; ``end_backward`` is called after it."""
 
-    kept: tuple[Tensor, ...] = ()  # the layer has them
+    kept: tuple[Tensor, ...] = ()  # empty: the layer itself keeps the tensors
 
     def __init__(self, layer: Any, switched: bool) -> None:
         self.layer = layer
@@ -115,8 +116,8 @@ class DelayedRun:
         return list(self._grads)
 
     def takes(self, parameter: Tensor, grad: Tensor) -> bool:
-        """Take a gradient that reached the leaf of a switched layer's parameter. Returns False, and takes none, where
-        this backward did not use the layer."""
+        """Take a gradient that reached the leaf of a switched layer's parameter. If this backward did not use the
+        layer, returns False and takes nothing."""
         if self._queued() + self._entries <= 0:
             return False
         if parameter.dim() <= 1:
@@ -133,14 +134,14 @@ class DelayedRun:
             self._grads = {parameter: grad for parameter, grad in self._grads.items() if grad is not None}
 
     def queued(self) -> list[Tensor]:
-        """What the layer has queued in this backward, which is just over."""
+        """The tensors that the layer has queued in this backward, which has just ended."""
         return list(tensors_in(list(self.layer.wgrad_store.context.queue)[-self._entries :] if self._entries else ()))
 
     def prepare(self) -> None:
-        """Nothing runs ahead of ``compute``."""
+        """Does nothing: no communication runs ahead of ``compute``."""
 
     def compute(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """(parameter, gradient) for each; None where the layer added it to ``main_grad``, or its hooks took it."""
+        """(parameter, gradient) for each. None if the layer added it to ``main_grad``, or if its hooks took it."""
         if not self._entries:
             return iter(self._grads.items())
         grads, sums = self._grads, dict[Tensor, Tensor]()
@@ -160,7 +161,8 @@ class DelayedRun:
         return ((parameter, sums.get(parameter)) for parameter in self.parameters)
 
     def _backward_dw(self) -> Callable[[], None]:
-        """Of a switched layer, Transformer Engine's own: Megatron's does nothing unless its config says so."""
+        """The layer's ``backward_dw``. For a switched layer it is Transformer Engine's own, because Megatron's does
+        nothing unless its config says so."""
         if self.switched:
             for base in type(self.layer).__mro__:
                 if base.__module__.startswith(_LIBRARY) and "backward_dw" in vars(base):

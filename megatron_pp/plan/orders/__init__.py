@@ -31,11 +31,11 @@ _OWN = {
     "auto_v": "megatron_pp.planner.auto",
 }
 _MODULES = {name: module for own, path in _OWN.items() for name, module in ((own, path), *families_behind(own).items())}
-"""Name -> the module here, or elsewhere, whose FAMILIES have it. It is loaded when the family is asked for."""
+"""Name -> the module, here or elsewhere, whose FAMILIES have it. It is loaded when the family is first used."""
 
 
 class Families(UserDict[str, Family]):
-    """Families by name. Those of the package are loaded when they are asked for; their names are known before."""
+    """Families by name. The names of the package's families are known; a family is loaded when it is first used."""
 
     data: dict[str, Family | None]  # type: ignore[assignment]
 
@@ -52,7 +52,7 @@ class Families(UserDict[str, Family]):
         return family
 
 
-ENDINGS = (".csv", ".json")  # of schedules that are files
+ENDINGS = (".csv", ".json")  # endings of the paths of schedule files
 
 SCHEDULES = Families()
 
@@ -68,7 +68,7 @@ def names_a_file(schedule: str) -> bool:
 
 
 def choices() -> str:
-    """What a schedule may be, for error messages."""
+    """The possible schedules, in words for error messages."""
     return f"one of {', '.join(SCHEDULES)}, or a .csv or .json file"
 
 
@@ -87,14 +87,14 @@ def find_family(schedule: str) -> Family:
 
 
 def placement_kind(schedule: str | None) -> str:
-    """Where ``schedule`` puts the stages; in a loop where it is None, or not known and refused elsewhere."""
+    """The placement of ``schedule``. It is a loop if ``schedule`` is None, or unknown and refused later."""
     known = schedule is not None and (schedule in SCHEDULES or names_a_file(schedule))
     return find_family(schedule).placement if schedule is not None and known else LOOP
 
 
 def register(family: Family) -> Family:
-    """Make the program's own family known by its name in this process, on every rank before its first step. Returns it.
-    Raises PlanError for a name that is taken, as plans are kept by name.
+    """Register the program's own family under its name in this process; call it on every rank before its first step.
+    Returns the family. Raises PlanError for a name that is taken, because plans are kept by name.
     """
     if family.name in SCHEDULES:
         raise PlanError(f"a schedule {family.name!r} exists already; register this one under another name")

@@ -11,7 +11,7 @@ from megatron_pp.plan.orders.overtaking import let_backwards_overtake
 
 
 def gis(shape: Shape) -> list[Order]:
-    """Interleaved 1F1B that begins backwards as early as they can be had, in groups of G <= P microbatches.
+    """Interleaved 1F1B that begins backwards as early as possible, in groups of G <= P microbatches.
 
     Rank r runs (V-1) G + P - r forwards before its first backward, P-1-r fewer than interleaved 1F1B, and waits for
     that backward instead: the bubble is the same, the peak (V-1) G + P - r chunks. A group smaller than P waits P - G

@@ -1,5 +1,5 @@
-"""What a schedule family is: a name, a placement, and a function from a pipeline's shape to every rank's compute
-order.
+"""A schedule family: a name, a placement, and a function that makes the compute order of every rank from a pipeline's
+shape.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ def nothing_added(shape: Shape) -> Mapping[str, Any]:
 
 
 class Repeats(NamedTuple):
-    """The steady state of an order repeats after ``period`` microbatches, in orders of at least ``least``."""
+    """The steady state of an order repeats after ``period`` microbatches, if there are at least ``least``."""
 
     period: int
     least: int = 1
@@ -42,26 +42,26 @@ def every_group(shape: Shape) -> Repeats:
 class Family:
     """A schedule family.
 
-    name           what ``config.pipeline_schedule`` says
+    name           the value of ``config.pipeline_schedule``
     orders         Shape -> one compute order per rank
-    source         where the rule comes from
-    summary        one line for people who choose
+    source         the source of the rule, such as a paper
+    summary        one line for people who choose a schedule
     placement      which rank and chunk holds which stage
     chunks         the number of chunks that a rank must have; None for any
     splits_weight  whether the orders have I and W (backward split into input and weight gradients)
-    search         of families that search: (PlanSpec, announce) -> its plan for its measured times and memory,
-                   announced where that takes long
-    remark         Shape -> a sentence where other orders are used in place of the family's; empty otherwise
-    programs       of files: PlanSpec -> the file's whole programs, None where they are lowered otherwise
-    digest         of the file that the orders come from; empty where they come from a rule
-    shape          of files: the one shape that they have
+    search         for families that search: (PlanSpec, announce) -> the plan for its measured times and memory; a long
+                   search is announced
+    remark         Shape -> a sentence if other orders are used in place of the family's; else empty
+    programs       for files: PlanSpec -> the file's whole programs, None if they were lowered for another run
+    digest         digest of the file that the orders come from; empty if they come from a rule
+    shape          for files: the one shape that they have
     grouped        whether the orders depend on the group size
-    small_groups   whether groups of fewer microbatches than ranks are of use
-    repeats        of families whose orders have a steady state: Shape -> Repeats
+    small_groups   whether groups of fewer microbatches than ranks are useful
+    repeats        for families whose orders have a steady state: Shape -> Repeats
     sliced         whether the orders may be of slices of sequences, for that feature
     added          Shape -> settings of features that a plan has unless its spec has others
-    joint          Shape -> whether a forward and the backward behind it have one exchange where exchanges block
-    barriers       of ``Placement``
+    joint          Shape -> whether, if exchanges block, a forward and the backward behind it have one exchange
+    barriers       number of barriers; see ``Placement``
     """
 
     name: str
@@ -86,7 +86,7 @@ class Family:
 
     @property
     def idles_in_short_groups(self) -> bool:
-        """Whether ranks wait where a group has fewer microbatches than there are ranks, which full groups do not."""
+        """Whether ranks wait in a group of fewer microbatches than ranks, and do not wait in full groups."""
         return self.grouped and not self.small_groups and self.search is None
 
 

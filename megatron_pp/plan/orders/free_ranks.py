@@ -1,4 +1,4 @@
-"""Orders that ranks choose as they run: a rank that is free looks at what is there, and takes what goes first."""
+"""Orders that ranks choose while they run: a free rank takes the first operation, by its rules, whose inputs exist."""
 
 from collections.abc import Mapping
 
@@ -10,10 +10,11 @@ from megatron_pp.plan.orders.family import Order
 
 
 class FreeRanks:
-    """All ranks in nominal time. A subclass has ``choose(rank, now)``: what a free rank runs, None where it idles.
+    """Runs all ranks in nominal time. A subclass has ``choose(rank, now)``: the operation that a free rank runs, or
+    None if it is idle.
 
-    ``times``: of each op. ``collective``: how long results take where they come by one. ``orders``: what each rank has
-    run so far. ``ends``: when a result is there, by what it is, stage, microbatch and part.
+    ``times``: op -> its time. ``collective``: the time of a collective. ``orders``: the operations that each rank has
+    run so far. ``ends``: (result, stage, microbatch, part) -> when the result exists.
     """
 
     def __init__(self, placement: Placement, times: Mapping[str, int], collective: int = 0) -> None:
@@ -23,7 +24,7 @@ class FreeRanks:
         self.orders: list[Order] = [[] for _ in range(placement.pipeline_size)]
         self.ends: dict[tuple[str, int, int, int], int] = {}
         self._free = [0] * placement.pipeline_size
-        self._agenda = Agenda([0])  # the times at which something may be there that was not before
+        self._agenda = Agenda([0])  # the times at which a new result may exist
         self._planned = {0}
 
     def choose(self, rank: int, now: int) -> Instruction | None:

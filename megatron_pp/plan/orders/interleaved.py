@@ -1,4 +1,4 @@
-"""Several chunks a rank in turn: interleaved 1F1B."""
+"""Orders in which the several chunks of a rank take turns: interleaved 1F1B."""
 
 from functools import partial
 
@@ -18,7 +18,7 @@ def interleaved(shape: Shape) -> list[Order]:
 
 
 def in_turns(shape: Shape, extra_warmup: int = 0) -> list[Order]:
-    """Strict alternation. ``extra_warmup``: forwards before it beyond Megatron's number."""
+    """Strictly alternating orders. ``extra_warmup``: forwards in the warm-up in addition to Megatron's number."""
     table = schedule_table(shape.num_microbatches, shape.num_chunks, shape.group_size)
     forwards, backwards = in_order(shape, table)
     ranks = range(shape.pipeline_size)
@@ -26,7 +26,7 @@ def in_turns(shape: Shape, extra_warmup: int = 0) -> list[Order]:
 
 
 def overtaken(shape: Shape, strict: list[Order]) -> list[Order]:
-    """The orders with backwards that overtake forwards, where ``shape`` has a short group."""
+    """The orders; if ``shape`` has a short group, with backwards that overtake forwards."""
     if not has_short_group(shape):
         return strict
     from megatron_pp.plan.orders.overtaking import let_backwards_overtake  # few steps have such a group
@@ -49,7 +49,7 @@ def schedule_table(num_microbatches: int, num_chunks: int, group_size: int) -> l
 
 
 def warmup_forwards(shape: Shape, rank: int) -> int:
-    """Forwards that rank ``rank`` runs before its first alternation, never more than there are."""
+    """The number of forwards of ``rank`` before it first alternates, at most all of them."""
     warmup = 2 * (shape.pipeline_size - 1 - rank) + (shape.num_chunks - 1) * shape.group_size
     return min(warmup, shape.num_chunks * shape.num_microbatches)
 
@@ -61,8 +61,8 @@ def has_short_group(shape: Shape) -> bool:
 
 
 def is_in_step(shape: Shape) -> bool:
-    """Whether all ranks of an interleaved order run forwards and backwards in turn together, for most of the step:
-    with a short group some wait for others, and with one microbatch a rank hardly any take turns."""
+    """Whether all ranks of an interleaved order alternate forwards and backwards together for most of the step. With a
+    short group some ranks wait for others, and with one microbatch per rank hardly any alternate."""
     several = shape.num_microbatches > shape.pipeline_size
     return shape.num_chunks > 1 and several and not has_short_group(shape)
 

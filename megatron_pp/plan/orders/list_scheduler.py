@@ -1,11 +1,11 @@
-"""A list scheduler: puts all ranks on one clock and lets each take, whenever it is free, the operation that a pattern
-wants next.
+"""A list scheduler: it runs all ranks on one clock. Whenever a rank is free it takes the operation that a pattern has
+next.
 
 A *pattern* (the "building block" of arXiv 2405.15362, section 3) gives the slot in which a rank would run the forward
-and backward of each chunk's first microbatch; every further microbatch is one period later. Where what the pattern
-wants cannot run yet, a rank takes, in this order: a backward that can, a forward that is not far behind and leaves
-memory for those in front of it, a weight gradient, nothing. So weight gradients fill bubbles, and memory stays under a
-limit. Forwards, backwards and weight gradients of a chunk each keep the order of microbatches.
+and backward of each chunk's first microbatch; every further microbatch is one period later. If the pattern's next
+operation cannot run yet, a rank takes the first of these: a backward that can run; a forward that is not far behind and
+leaves memory for the forwards before it; a weight gradient; nothing. So weight gradients fill bubbles, and memory stays
+under a limit. Forwards, backwards and weight gradients of a chunk each keep the order of microbatches.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ UNKNOWN = float("inf")
 ROUNDING = 1e-9  # share of a memory limit by which sums of measured numbers may miss it
 
 Slots = Sequence[Mapping[tuple[str, int, int], float]]
-"""``slots[rank][(op, chunk, mb)]`` for FORWARD and BACKWARD (a split one too): in which order a rank wants its forwards
-and backwards, ascending with the microbatch."""
+"""``slots[rank][(op, chunk, mb)]`` for FORWARD and BACKWARD (also a split one): the pattern's order of a rank's
+forwards and backwards, ascending with the microbatch."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be scheduled. ``transfer``: time of a message between two ranks whose link is not in ``links``."""
+    """The problem to schedule. ``transfer``: time of a message between two ranks whose link is not in ``links``."""
 
     placement: Placement
     num_microbatches: int
@@ -48,7 +48,7 @@ class Problem:
 
     @classmethod
     def of(cls, placement: Placement, num_microbatches: int, measured: Measured) -> Problem:
-        """For measured times and memory."""
+        """The problem with measured times and memory."""
         costs, memory = measured.costs(placement.num_stages), measured.memory(placement)
         return cls(placement, num_microbatches, memory, costs, measured.transfer, measured.each_link)
 
@@ -57,18 +57,18 @@ class Problem:
 
     @cached_property
     def shares(self) -> tuple[float, ...]:
-        """What each microbatch takes of the costs."""
+        """Each microbatch's share of the costs."""
         return self.costs.of_microbatches(self.num_microbatches)
 
 
 @dataclass(frozen=True)
 class Rules:
-    """How the scheduler decides.
+    """The rules by which the scheduler decides.
 
-    ahead     slots by which a forward may be behind the pattern's next operation and run before it, if that has to wait
+    ahead     a forward at most this number of slots behind the pattern's next operation may run first if that one waits
     reserve   memory that such a forward must leave free, unless its chunk is the rank's last
     split     whether backwards are split in two
-    patience  a weight gradient is put off for an operation whose input comes within this share of its own time
+    patience  a weight gradient waits for an operation whose input comes within this share of the gradient's own time
     """
 
     ahead: float = 0.0
@@ -79,19 +79,19 @@ class Rules:
 
 @dataclass(frozen=True)
 class Scheduled:
-    """Orders, and when their last operation ends."""
+    """Orders, and the end of their last operation."""
 
     orders: list[Order]
     makespan: float
 
 
 def schedule(problem: Problem, slots: Slots, rules: Rules, most: float = UNKNOWN) -> Scheduled | None:
-    """Run the scheduler; None where memory does not suffice or the result takes longer than ``most``."""
+    """The scheduler's result; None if memory does not suffice or the result takes longer than ``most``."""
     return _ScheduleTimes(problem, slots, rules, most * (1 + ROUNDING)).run()
 
 
 class _ScheduleTimes:
-    """All ranks on one clock. ``arrivals[(op, stage)][mb]``: when the result is where it is needed next."""
+    """All ranks on one clock. ``arrivals[(op, stage)][mb]``: when the result arrives where it is needed next."""
 
     def __init__(self, problem: Problem, slots: Slots, rules: Rules, most: float) -> None:
         self.most = most
@@ -167,7 +167,7 @@ class _ScheduledRank:
         self.wake_at = 0.0
 
     def choose(self, now: float) -> Instruction | None:
-        """The operation to start now; None where the rank has to wait, until ``wake_at`` if that is known."""
+        """The operation to start now; None if the rank has to wait, until ``wake_at`` if that is known."""
         self.wake_at = 0.0
         heads = sorted(
             (self.slots[(op, chunk, mb)], op, chunk, mb)
@@ -200,7 +200,7 @@ class _ScheduledRank:
         return self.used + self.memory.forward[self.stages[chunk]] + reserve <= self.limit
 
     def _input_at(self, kind: str, chunk: int, mb: int) -> float:
-        """When all inputs of the operation are there."""
+        """The time at which all inputs of the operation exist here."""
         there = 0.0
         for result in self.needs[(kind, chunk)]:
             if result[1] == self.stages[chunk]:

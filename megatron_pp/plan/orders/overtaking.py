@@ -8,14 +8,14 @@ from megatron_pp.plan.orders.free_ranks import FreeRanks
 
 
 def let_backwards_overtake(orders: list[Order], placement: Placement) -> list[Order]:
-    """Run ``orders`` slot by slot; where a rank's next operation is a forward without its input and its next backward
-    could run, run that. It never costs memory, and the order among backwards stays as it was.
+    """Run ``orders`` slot by slot. If a rank's next operation is a forward without its input, and its next backward
+    could run, the backward runs first. This never costs memory, and the order among backwards does not change.
 
-    With a last group shorter than P, a strict alternation can wait in a circle: a rank holds back its next backward for
-    a forward whose input is behind that very backward on another rank.
+    With a last group shorter than P, strict alternation can wait in a circle: a rank runs its next backward only after
+    a forward, and the input of this forward comes after that same backward on another rank.
     """
     ranks = _SlotBySlot(orders, placement)
-    # What is left waits in a circle of another kind; the clock names what is wrong.
+    # If operations are left, they wait in another circle; the clock names it.
     return [ran + left[::-1] for ran, left in zip(ranks.run(), ranks.todo, strict=True)]
 
 

@@ -31,7 +31,7 @@ def pattern_slots(offsets: Offsets, microbatches: int) -> _Slots:
 
 
 def _squeezed(shape: Shape, offsets: OffsetsOf, split: bool) -> list[Order]:
-    """The pattern repeated, without its empty slots."""
+    """The orders of the repeated pattern, without its empty slots."""
     size = shape.pipeline_size
     return [_rank_squeezed(offsets(size, rank), shape.num_microbatches, split) for rank in range(size)]
 
@@ -54,8 +54,9 @@ def _rank_squeezed(offsets: Offsets, microbatches: int, split: bool) -> Order:
 
 
 def _shortest(shape: Shape, offsets: OffsetsOf, chunks_in_memory: int, rules: Iterable[Rules]) -> list[Order]:
-    """The shortest order that the greedy scheduler makes of the pattern under ``rules``, in unit times; so warm-up and
-    cool-down, where the pattern leaves slots empty, are filled. The pattern's own order where every rule gets stuck.
+    """The shortest order that the greedy scheduler makes of the pattern under ``rules``, in unit times. It fills
+    warm-up and cool-down, in which the pattern has empty slots. If every rule gets stuck, it is the pattern's own
+    order.
     """
     size, microbatches = shape.pipeline_size, shape.num_microbatches
     placement = Placement(V_SHAPE, size, 2)
@@ -194,7 +195,7 @@ def _dualpipe_phases(size: int, microbatches: int, rank: int) -> list[tuple[int,
 
 
 def _dualpipe_remark(shape: Shape) -> str:
-    """A sentence where the phases do not fit; empty where they do."""
+    """A sentence if the phases do not fit; empty if they do."""
     least = 2 * shape.pipeline_size
     if shape.num_microbatches >= least:
         return ""
@@ -205,7 +206,7 @@ def _dualpipe_remark(shape: Shape) -> str:
 
 
 def _from_twice_the_ranks(shape: Shape) -> Repeats:
-    """With fewer microbatches other orders are used."""
+    """The steady state from 2 P microbatches on; with fewer, other orders are used."""
     return Repeats(1, 2 * shape.pipeline_size)
 
 

@@ -8,11 +8,11 @@ from megatron_pp.plan.orders.one_chunk import eager_1f1b, one_chunk_family, one_
 
 
 def zb_h1(shape: Shape) -> list[Order]:
-    """1F1B with the weight gradients split off: rank r runs that of microbatch k - r right after the backward of k, and
-    the last r at the end, where 1F1B has its bubble.
+    """1F1B with split weight gradients: rank r runs that of microbatch k - r right after the backward of k, and the
+    last r at the end, where 1F1B has its bubble.
 
-    Backwards reach the next rank earlier by one W: the bubble is (P-1)(F+B-W). Every rank holds P microbatches, what
-    1F1B's first rank holds.
+    Backwards reach the next rank earlier by one W, so the bubble is (P-1)(F+B-W). Every rank holds P microbatches, as
+    the first rank of 1F1B does.
     """
     return [delay_weights(order, delay=rank) for rank, order in enumerate(one_f_one_b(shape))]
 
