@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from megatron_pp.common.names import did_you_mean
 from megatron_pp.config.checks import whole_number
-from megatron_pp.errors import ConfigError, PlanError, ScheduleError
+from megatron_pp.errors import ConfigError, PlanError
 from megatron_pp.plan import orders
 from megatron_pp.plan.ir.spec import BATCHED, OVERLAP, PLAIN
 from megatron_pp.plan.orders.family import Family
@@ -51,11 +50,9 @@ def schedule_family(schedule: str | None, num_chunks: int, added: Iterable[PlanH
     name = schedule_name(schedule, num_chunks, added)
     family = known_family(name)
     if family.chunks not in (None, num_chunks):
-        fitting = [name for name, other in orders.SCHEDULES.items() if other.chunks in (None, num_chunks)]
-        raise ScheduleError(
-            f"pipeline_schedule {name!r} needs {family.chunks} model chunk(s) a rank; {num_chunks} were given "
-            f"(virtual_pipeline_model_parallel_size). Schedules for {num_chunks}: {', '.join(fitting)}"
-        )
+        from megatron_pp.config import refused_schedules
+
+        raise refused_schedules.error_of_chunks(name, family.chunks, num_chunks)
     return family
 
 
@@ -64,10 +61,9 @@ def known_family(name: str) -> Family:
     try:
         return orders.find_family(name)
     except PlanError as error:
-        if orders.names_a_file(name):
-            raise ScheduleError(f"pipeline_schedule: {error}") from error
-        hint = did_you_mean(name, orders.SCHEDULES)
-        raise ScheduleError(f"pipeline_schedule is {name!r}{hint}; it must be {orders.choices()}") from error
+        from megatron_pp.config import refused_schedules
+
+        raise refused_schedules.error_of_name(name, error) from error
 
 
 def runs_at_full_speed(num_microbatches: int, pipeline_size: int, num_chunks: int, group_size: int) -> bool:

@@ -81,13 +81,6 @@ def changed(changes: tuple[int, ...], step: int, number: int) -> tuple[int, ...]
     return (digest, *listed)
 
 
-def in_force(history: tuple[int, ...], step: int) -> int:
-    """The agreement that was used in ``step``; 0 if the history does not contain it."""
-    if not history or step > history[0]:
-        return 0
-    return next((number for since, number in reversed(pairs(history)) if since <= step), 0)
-
-
 def may_differ(mine: tuple[int, ...], theirs: tuple[int, ...]) -> bool:
     """Whether two histories may show that ranks ran different plans: each has changes, and not the same ones."""
     return min(len(mine), len(theirs)) >= 4 and mine[1:] != theirs[1:]
@@ -99,10 +92,6 @@ def last_change(history: tuple[int, ...]) -> int:
 
 def digest_with(digest: int, step: int, number: int) -> int:
     return (digest * 1_000_003 + step * 8_191 + number) % _DIGESTS
-
-
-def pairs(history: tuple[int, ...]) -> list[tuple[int, int]]:
-    return list(zip(history[2::2], history[3::2], strict=False))
 
 
 class StepNumber:
@@ -137,33 +126,27 @@ def arrived(entries: Mapping[int, Entry], step: int) -> set[int]:
     return {rank for rank, entry in entries.items() if entry.step >= step}
 
 
-def find_mismatch(
-    own_rank: int, entries: Mapping[int, Entry], progress: Mapping[int, Progress], step: int, agreements: Agreements
-) -> Mismatch | None:
-    """Compare this rank's entry with all that is known: with ranks that entered ``step`` with a description, and with
-    ranks that are in it with an earlier agreement. Returns the lowest rank that differs, and the first field in which
-    it does."""
+def have_gone_on(entries: Mapping[int, Entry], progress: Mapping[int, Progress], step: int) -> bool:
+    """Whether a rank is in ``step``, or has passed it, without an entry for it: it runs an earlier agreement."""
+    return any(
+        known.step >= step and known.state != ENTERING and rank in entries and entries[rank].step < step
+        for rank, known in progress.items()
+    )
+
+
+def find_mismatch(own_rank: int, entries: Mapping[int, Entry], step: int) -> Mismatch | None:
+    """Compare this rank's entry with those of all ranks that are known to have entered ``step``. Returns the lowest
+    rank that differs, and the first field in which it does."""
     mine = entries.get(own_rank)
     if mine is None or mine.step < step:  # the records were read before this rank published its entry
         return None
     for rank, entry in sorted(entries.items()):
-        known = progress.get(rank)
-        if entry.step == step:
-            theirs = entry.description
-        elif known is not None and entry.step < step <= known.step and known.state != ENTERING:
-            agreed = agreements.description(in_force(known.history, step), rank)
-            theirs = {**(agreed or entry.description), NUMBER: number_in(known, step)}
-        else:  # the rank has passed this step, is not in it yet, or has not yet published its entry
+        if entry.step != step:  # the rank has passed this step, is not in it yet, or has not yet published its entry
             continue
-        found = compare(own_rank, mine.description, rank, theirs)
+        found = compare(own_rank, mine.description, rank, entry.description)
         if found is not None:
             return found
     return None
-
-
-def number_in(at: Progress, step: int) -> str:
-    """The program's number of ``step``, which counts calls; "" if the rank has published another step's since."""
-    return at.number if at.step == step else ""
 
 
 def compare(one: int, mine: Mapping[str, str], other: int, theirs: Mapping[str, str]) -> Mismatch | None:

@@ -254,7 +254,11 @@ class FaultGuard:
 
     def _mismatch(self, step: int) -> consistency.Mismatch | None:
         entries, progress = self.heartbeat.peers.entries, self.progress_of_others()
-        return consistency.find_mismatch(self.rank, entries, progress, step, self._agreements)
+        if consistency.have_gone_on(entries, progress, step):
+            from megatron_pp.faults import histories
+
+            entries = histories.entries_in(step, entries, progress, self._agreements)
+        return consistency.find_mismatch(self.rank, entries, step)
 
     def progress_of_others(self) -> dict[int, Progress]:
         return {rank: seen.progress for rank, seen in self.heartbeat.peers.seen.items()}

@@ -9,12 +9,9 @@ from megatron_pp.faults.consistency import (
     Mismatch,
     compare,
     digest_with,
-    in_force,
     may_differ,
-    number_in,
-    pairs,
 )
-from megatron_pp.faults.records import Progress
+from megatron_pp.faults.records import ENTERING, Entry, Progress
 
 
 class Difference(NamedTuple):
@@ -70,3 +67,33 @@ def _digests(history: tuple[int, ...]) -> dict[int, int]:
         found[step] = digest
         digest = digest_with(digest, step, number)
     return found
+
+
+def entries_in(
+    step: int, entries: Mapping[int, Entry], progress: Mapping[int, Progress], agreements: Agreements
+) -> dict[int, Entry]:
+    """``entries``, and for ranks that are in ``step``, or have passed it, without an entry for it: their earlier
+    agreement."""
+    found = dict(entries)
+    for rank, known in progress.items():
+        entry = entries.get(rank)
+        if entry is not None and entry.step < step <= known.step and known.state != ENTERING:
+            agreed = agreements.description(in_force(known.history, step), rank) or entry.description
+            found[rank] = Entry(step, {**agreed, NUMBER: number_in(known, step)}, entry.process)
+    return found
+
+
+def in_force(history: tuple[int, ...], step: int) -> int:
+    """The agreement that was used in ``step``; 0 if the history does not contain it."""
+    if not history or step > history[0]:
+        return 0
+    return next((number for since, number in reversed(pairs(history)) if since <= step), 0)
+
+
+def pairs(history: tuple[int, ...]) -> list[tuple[int, int]]:
+    return list(zip(history[2::2], history[3::2], strict=False))
+
+
+def number_in(at: Progress, step: int) -> str:
+    """The program's number of ``step``, which counts calls; "" if the rank has published another step's since."""
+    return at.number if at.step == step else ""

@@ -23,10 +23,10 @@ from megatron_pp.faults.consistency import (
     arrived,
     changed,
     find_mismatch,
-    in_force,
+    have_gone_on,
     last_change,
 )
-from megatron_pp.faults.histories import Difference, difference, find_late_mismatch
+from megatron_pp.faults.histories import Difference, difference, entries_in, find_late_mismatch, in_force
 from megatron_pp.faults.records import DONE, ENTERING, IN_STEP, Entry, Progress
 from megatron_pp.faults.tracker import Tracker
 from megatron_pp.testing.threads import run_ranks
@@ -150,7 +150,9 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_who_differs_in_what(case: Case) -> None:
     there = {} if case.there is None else {1: case.there}
-    found = find_mismatch(case.own, case.entries, there, case.step, _agreements())
+    entries = entries_in(case.step, case.entries, there, _agreements())
+    assert (entries == case.entries) != have_gone_on(case.entries, there, case.step)
+    found = find_mismatch(case.own, entries, case.step)
     assert (found is None) == (not case.field)
     if found is not None:
         assert found.field == case.field or case.field == SENDS
@@ -205,7 +207,7 @@ def test_layers_have_higher_numbers_on_later_stages(entries: dict[int, Entry], v
         assert found.field == LAYERS
         assert all(found.values[rank].startswith(value) for rank, value in values.items())
         assert layer_order.find_mismatch(entries, 2) is None, "of another step"
-    assert find_mismatch(0, entries, {}, 1, _agreements()) is None, "that they differ is no mismatch"
+    assert find_mismatch(0, entries, 1) is None, "that they differ is no mismatch"
 
 
 # -- ranks as threads ---

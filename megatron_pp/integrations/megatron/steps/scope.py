@@ -8,7 +8,6 @@ from typing import Any
 
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.common.module_attributes import wrapped_attribute
-from megatron_pp.errors import ScheduleInputError
 from megatron_pp.integrations.megatron.releases.release import Megatron
 from megatron_pp.integrations.megatron.releases.versions import ENTRIES, Row, entry_keywords
 
@@ -108,14 +107,9 @@ def _unserved_config(schedule: str, arguments: Mapping[str, Any]) -> str | None:
         if reason := combined.reason(chunk):
             return reason
     if getattr(config, "hybrid_context_parallel", False):
-        if (size := getattr(config, "pipeline_model_parallel_size", 1)) > 1:
-            raise ScheduleInputError(
-                f"config.hybrid_context_parallel with pipeline_model_parallel_size {size}: Megatron forms such "
-                "microbatches in its schedule without pipeline alone, another number on each rank, and its pipelined "
-                "schedules ignore the flag; leave it out, and give install() megatron_pp.features.packing.steps."
-                "PackedSteps as microbatch_costs, which chooses context sizes by the same rule"
-            )
-        return "hybrid context parallelism (config.hybrid_context_parallel)"
+        from megatron_pp.integrations.megatron.steps import hybrid_context
+
+        return hybrid_context.reason_not_served(config)
     if getattr(config, "use_ring_exchange_p2p", False):
         return "the exchange of a custom-built torch (config.use_ring_exchange_p2p)"
     if _captures_whole_step(config):
