@@ -1,1 +1,1 @@
-"""What a setting or a schedule adds to the engine, each in a folder of its own; the core loads it by name."""
+"""Features that a setting or a schedule adds to the engine. Each has a folder, which the core loads by name."""

@@ -1,10 +1,10 @@
-"""Stays placed by cost: of several ways to keep a limit on whole stages, the one with the shortest simulated step, and
-of equally short ones the one with the fewest unshards.
+"""Places stays by cost: of several ways to keep a limit on whole stages, it takes the one with the shortest simulated
+step, and of equally short ones the one with the fewest unshards.
 
-The plan without collectives is simulated first. From its times each rank's stays follow: a stage is resharded when
-another one needs its room, and unsharded as late as its all-gather, those behind it included, is over in time. What
-differs is which stage gives way: the one whose next use is farthest (Belady's rule, the fewest unshards), or the
-farthest of those that are out of use early enough to hide the all-gather.
+The plan without collectives is simulated first. Its times give each rank's stays: a stage is resharded when another one
+needs its room, and unsharded as late as possible, so that its all-gather and those behind it are over in time. The ways
+differ in the stage that gives up its room: the one whose next use is farthest (Belady's rule, the fewest unshards), or
+the farthest of those that are not used for long enough to hide the all-gather.
 """
 
 from bisect import bisect_right
@@ -25,8 +25,8 @@ _NEVER = 1 << 60
 
 
 class _CollectiveTimes(NamedTuple):
-    """Of one rank, without collectives: when each entry of its compute begins, and when the one before each boundary
-    has ended; and what the collectives of each chunk take."""
+    """Times of one rank without collectives: when each entry of its compute begins, and when the entry before each
+    boundary has ended; and the times of each chunk's collectives."""
 
     starts: Sequence[float]
     ended: Sequence[float]
@@ -35,7 +35,7 @@ class _CollectiveTimes(NamedTuple):
 
 
 class _Load(NamedTuple):
-    """A stay that may be unsharded from the boundary ``room`` on."""
+    """A stay whose unshard may be posted from the boundary ``room`` on."""
 
     first: int
     last: int
@@ -47,7 +47,7 @@ Choose = Callable[[_CollectiveTimes, int, dict[int, int], dict[int, int]], int]
 
 
 def costs_of(spec: PlanSpec, num_stages: int) -> tuple[StageCosts, Network]:
-    """As ``spec`` has them measured. A collective whose time is not known takes as long as its stage's forward."""
+    """The measured costs of ``spec``. A collective whose time is not known takes as long as its stage's forward."""
     measured = spec.measured
     costs = StageCosts.uniform(num_stages) if measured is None else measured.costs(num_stages)
     network = FREE if measured is None else measured.network()
@@ -114,7 +114,7 @@ def _loads(uses: Uses, clock: _CollectiveTimes, most: int, choose: Choose) -> li
     nexts = _next_uses(uses)
     rooms = [0] * most  # boundaries from which on there is room for a stage
     whole: dict[int, _Load] = {}
-    lasts: dict[int, int] = {}  # by chunk: the entry that used it last
+    lasts: dict[int, int] = {}  # chunk -> the entry that used it last
     done: list[_Load] = []
 
     def give_way(chunk: int) -> None:
@@ -136,7 +136,7 @@ def _loads(uses: Uses, clock: _CollectiveTimes, most: int, choose: Choose) -> li
 
 
 def _next_uses(uses: Uses) -> dict[int, list[int]]:
-    """By chunk and entry: the next entry behind it that uses the chunk; _NEVER where none does."""
+    """For each chunk and entry, the next entry behind it that uses the chunk; _NEVER if none does."""
     found = {chunk: [_NEVER] * len(uses) for chunks in uses for chunk in chunks}
     for chunk, line in found.items():
         for i in range(len(uses) - 2, -1, -1):
@@ -145,19 +145,20 @@ def _next_uses(uses: Uses) -> dict[int, list[int]]:
 
 
 def _farthest(clock: _CollectiveTimes, i: int, others: dict[int, int], lasts: dict[int, int]) -> int:
-    """Of ``others``, by chunk their next use after entry ``i``, the one that gives way. ``lasts``: their last use."""
+    """The chunk of ``others`` (chunk -> next use after entry ``i``) whose next use is farthest. ``lasts``: last
+    uses."""
     return max(others, key=lambda chunk: (others[chunk], -lasts[chunk]))
 
 
 def _hidden(clock: _CollectiveTimes, i: int, others: dict[int, int], lasts: dict[int, int]) -> int:
-    """Of those out of use early enough to hide the all-gather, the farthest; else the one used longest ago."""
+    """The farthest chunk that is unused for long enough to hide the all-gather, or else the one used longest ago."""
     begin = clock.starts[i] - max(clock.gathers)
     early = {chunk: use for chunk, use in others.items() if clock.ended[lasts[chunk] + 1] <= begin}
     return _farthest(clock, i, early, lasts) if early else min(others, key=lambda chunk: lasts[chunk])
 
 
 def _timed(loads: Sequence[_Load], clock: _CollectiveTimes) -> tuple[Stay, ...]:
-    """Each is unsharded at the last boundary from which it is whole in time, one after another."""
+    """The stays, each with its unshard at the last boundary from which it is whole in time, one after another."""
     stays, free, latest = [], float("inf"), _NEVER
     for load in reversed(loads):
         free = min(clock.starts[load.first], free) - clock.gathers[load.chunk]
@@ -168,7 +169,7 @@ def _timed(loads: Sequence[_Load], clock: _CollectiveTimes) -> tuple[Stay, ...]:
 
 
 def posted_in_order(stays: Sequence[Stay]) -> tuple[Stay, ...]:
-    """None is unsharded before one that is used earlier."""
+    """The stays with their unshards in the order of use."""
     found, post = [], 0
     for stay in stays:
         post = max(post, stay.post)

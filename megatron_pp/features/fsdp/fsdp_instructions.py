@@ -1,5 +1,5 @@
-"""What a plan knows of stages that FSDP2 shards: the instructions, when they are valid, and what they do to memory. All
-are of one stage, and have no microbatch. ``shard_lifetime.py`` follows their facts, which are those of a stage.
+"""The instructions for stages that FSDP2 shards: when they are valid, and how they change memory. Each belongs to one
+stage and has no microbatch. ``shard_lifetime.py`` follows their facts, which are those of a stage.
 """
 
 from megatron_pp.feature_table import ZERO2, ZERO3
@@ -9,12 +9,12 @@ from megatron_pp.plan.ir.rules import Rule
 
 UNSHARD = "UNSHARD"  # allocate the stage's whole parameters and post their all-gather; never blocks
 WAIT_UNSHARD = "WAIT_UNSHARD"  # wait for that all-gather
-RESHARD = "RESHARD"  # give the whole parameters back
+RESHARD = "RESHARD"  # free the whole parameters
 REDUCE_GRAD = "REDUCE_GRAD"  # post the reduce-scatter of the gradients that the stage has made since the one before
-WAIT_REDUCE_GRAD = "WAIT_REDUCE_GRAD"  # wait for that reduce-scatter, then give the whole gradients back
+WAIT_REDUCE_GRAD = "WAIT_REDUCE_GRAD"  # wait for that reduce-scatter, then free the whole gradients
 
 REDUCES_EACH = (ZERO2, ZERO3)
-"""Of ``fsdp_collectives``: those that reduce the gradients of each microbatch, and not their sum."""
+"""The values of ``fsdp_collectives`` that reduce the gradients of each microbatch, and not their sum."""
 
 POSTED, WHOLE, USED, RESHARDED, GRADIENTS, REDUCING, REDUCED = (1 << k for k in range(26, 33))
 
@@ -53,4 +53,4 @@ ENDS = {
     REDUCE_GRAD: GRADIENTS | REDUCED,
     WAIT_REDUCE_GRAD: REDUCING,
 }
-"""The facts that an instruction ends."""
+"""Instruction -> the facts that it ends."""

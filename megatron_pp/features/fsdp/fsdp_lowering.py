@@ -1,4 +1,4 @@
-"""Where a rank's program gathers the parameters of its stages, gives them back, and reduces their gradients.
+"""Places the instructions that gather the parameters of a rank's stages, free them, and reduce their gradients.
 
 A *stay* is a stretch of a rank's compute in which a stage is whole. Presets say where stays begin and end:
 
@@ -6,11 +6,11 @@ A *stay* is a stretch of a rank's compute in which a stage is whole. Presets say
 ``per_run``   as long as operations of the stage follow each other
 ``zero2``     as ``per_step``, and the gradients of each microbatch are reduced behind its backward (ZeRO-2)
 ``zero3``     for one operation, with gradients as ``zero2`` (ZeRO-3)
-``by_cost``   as few as the limit on whole stages allows, chosen by simulation (``by_cost.py``)
+``by_cost``   as few stays as the limit on whole stages allows, chosen by simulation (``by_cost.py``)
 
-Boundary i is before entry i of the rank's compute. Behind the sends and receives that are posted there it has waits for
-reductions that are over, reductions, reshards and unshards. A preset unshards one entry ahead of the use, or as much
-later as the limit demands; a stage is waited for right before its use.
+Boundary i is before entry i of the rank's compute. Behind the sends and receives that are posted there it has, in this
+order: waits for reductions that are over, reductions, reshards and unshards. A preset posts an unshard one entry ahead
+of the use, or later if the limit requires it. The wait for it is right before the use.
 """
 
 from collections import defaultdict
@@ -36,11 +36,11 @@ from megatron_pp.plan.ir.tasks import Cell
 from megatron_pp.plan.orders import find_family
 
 _POSTED = ins.POST_OPS | {ins.BATCH}
-Uses = Sequence[frozenset[int]]  # by entry of a rank's compute: the chunks that it runs
+Uses = Sequence[frozenset[int]]  # for each entry of a rank's compute, the chunks that it runs
 
 
 class Stay(NamedTuple):
-    """A chunk is whole from its first entry to its last; it is unsharded at the boundary ``post``."""
+    """A chunk is whole from its first entry to its last. Its unshard is posted at the boundary ``post``."""
 
     post: int
     first: int
@@ -49,8 +49,9 @@ class Stay(NamedTuple):
 
 
 class ShardLayout(NamedTuple):
-    """Of one rank. ``reduces``: by boundary, the chunks whose gradients are reduced there; ``waits``: those whose
-    reduction is over there. The others are waited for before the chunk's next one, or at the end."""
+    """The stays and reductions of one rank. ``reduces``: boundary -> the chunks whose gradients are reduced there.
+    ``waits``: boundary -> the chunks whose reduction is over there. The wait for any other reduction is before the
+    chunk's next one, or at the end."""
 
     stays: tuple[Stay, ...]
     reduces: Mapping[int, Sequence[int]]
@@ -80,7 +81,7 @@ class _Hooks(PlanHooks):
         return ShardWalk(plan, rank, error) if plan.spec.fsdp_collectives else None
 
     def bytes_of_parameters(self, plan: Plan, rank: int, shape: Any) -> tuple[float, Iterable[float]] | None:
-        """Of what is whole only for a time, the gradients are fp32."""
+        """The bytes of parameters and gradients. Gradients that are whole for a time are fp32."""
         if not plan.spec.fsdp_collectives:
             return None
         total = plan.placement.num_stages
@@ -99,7 +100,7 @@ HOOKS = _Hooks()
 
 
 def check_spec(spec: PlanSpec) -> None:
-    """Raises PlanError for a limit that the collectives do not keep."""
+    """Raises PlanError if the collectives cannot keep the limit."""
     kind, most = spec.fsdp_collectives, spec.fsdp_max_active_stages
     if not kind:
         raise PlanError(f"fsdp_max_active_stages is {most} without fsdp_collectives; choose {BY_COST} or {PER_RUN}")
@@ -115,7 +116,9 @@ def check_spec(spec: PlanSpec) -> None:
 
 
 def sharded_plan(spec: PlanSpec, lower: Callable[[PlanSpec], Plan]) -> Plan:
-    """The plan of ``spec``: what ``lower`` makes of it without collectives, and these. Raises PlanError."""
+    """The plan of ``spec``: the plan that ``lower`` makes without collectives, with collectives added. Raises
+    PlanError.
+    """
     plan = lower(replace(spec, fsdp_collectives="", fsdp_max_active_stages=0))
     if plan.placement.barriers:
         raise PlanError(f"schedule {spec.schedule} splits the output layer, which fsdp_collectives do not shard")
@@ -169,7 +172,7 @@ def _stretches(uses: Uses, kind: str) -> list[Stay]:
 
 
 def posted_ahead(stays: Sequence[Stay], most: int) -> tuple[Stay, ...]:
-    """``stays`` unsharded one entry ahead, where the chunk and ``most`` allow it."""
+    """``stays`` with their unshards one entry ahead of the use, if the chunk and ``most`` allow it."""
     found: list[Stay] = []
     for stay in stays:
         post = max(0, stay.first - 1)
@@ -182,7 +185,7 @@ def posted_ahead(stays: Sequence[Stay], most: int) -> tuple[Stay, ...]:
 
 
 def reductions(program: Line, each: bool) -> dict[int, list[int]]:
-    """By boundary: the chunks whose gradients are complete there, those of a microbatch where ``each`` is reduced."""
+    """Boundary -> the chunks whose gradients are complete there; with ``each``, the gradients of one microbatch."""
     found: dict[int, list[int]] = defaultdict(list)
     last: dict[int, int] = {}
     entries = (at for at in program if at.op in ins.COMPUTE_OPS)
@@ -221,11 +224,11 @@ def with_collectives(program: Line, layout: ShardLayout) -> Line:
     return tuple(made)
 
 
-_Found = dict[int, list[tuple[str, int]]]  # by boundary: op and chunk
+_Found = dict[int, list[tuple[str, int]]]  # boundary -> (op, chunk) of each instruction
 
 
 def _instructions(layout: ShardLayout) -> tuple[_Found, _Found]:
-    """Those at each boundary, and those right before the entry behind it, or at the end."""
+    """The instructions at each boundary, and those right before the entry behind it, or at the end."""
     at_boundary: _Found = defaultdict(list)
     before: _Found = defaultdict(list)
     running: set[int] = set()  # chunks whose gradients are being reduced

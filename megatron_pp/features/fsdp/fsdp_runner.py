@@ -3,8 +3,8 @@ calls of ``FSDPModule``.
 
 While a step runs, FSDP2's own hooks neither gather nor reduce: parameters are whole from WAIT_UNSHARD to RESHARD, and
 gradients add up in the whole parameters until REDUCE_GRAD. FSDP2 reduces in the backward of a forward that it has seen.
-So that it does where the plan says, each root module has one more forward method, which passes a scalar on. Its
-backward reduces what the stage's own backwards have left, or waits for that.
+To make it reduce where the plan says, each root module gets a further forward method, which passes a scalar on. The
+backward of this method reduces the gradients that the stage's own backwards have left, or waits for the reduction.
 """
 
 from __future__ import annotations
@@ -35,21 +35,22 @@ from megatron_pp.runtime.step_hooks import FeatureRun, StepHooks
 
 _METHOD = "_megatron_pp_pass_on"
 _LAST = {fsdp.RESHARD, fsdp.WAIT_REDUCE_GRAD}  # the last collective of a chunk is one of them
-_AGREED: ObjectTable[set[str]] = ObjectTable()  # root module -> programs that its replicas run too
+_AGREED: ObjectTable[set[str]] = ObjectTable()  # root module -> programs on which its replicas agree
 
 
 class _Running(NamedTuple):
     """A root module in a step."""
 
     settings: HookSettings
-    whole: list[torch.nn.Parameter]  # once they are
+    whole: list[torch.nn.Parameter]  # the whole parameters, once they exist
 
 
 _RUNNING: ObjectTable[_Running] = ObjectTable()
 
 
 def check_fsdp(spec: PlanSpec, inputs: StepInputs, settings: StepSettings) -> None:
-    """Raises ScheduleInputError where a chunk is not sharded, or the step asks for what collectives do not go with."""
+    """Raises ScheduleInputError if a chunk is not sharded, or if the step asks for something that collectives
+    exclude."""
     for number, chunk in enumerate(inputs.chunks):
         if not _sharded(chunk):
             raise ScheduleInputError(f"model chunk {number} ({type(chunk).__name__}) {_why_not(chunk)}")
@@ -80,13 +81,14 @@ def _why_not(chunk: Any) -> str:
 
 
 def _sharded(chunk: Any) -> list[FSDPModule]:
-    """Its sharded modules, an outer one before those within it."""
+    """The sharded modules of a chunk, an outer one before those within it."""
     modules = chunk.modules() if isinstance(chunk, torch.nn.Module) else ()
     return [module for module in modules if isinstance(module, FSDPModule)]
 
 
 class _Stage:
-    """The sharded modules of one chunk. ``mark`` is what the roots pass on, from the first unshard of a step on."""
+    """The sharded modules of one chunk. ``mark`` is the scalar that the roots pass on, from a step's first unshard
+    on."""
 
     def __init__(self, chunk: Any) -> None:
         self.modules = _sharded(chunk)
@@ -98,7 +100,7 @@ class _Stage:
         """Turn FSDP2's own gathers and reductions off."""
         for root in self.roots:
             left = _RUNNING.get(root)
-            if left is not None:  # by a step that failed
+            if left is not None:  # a step that failed has left it
                 root.reset_iter_state()
                 for parameter in left.whole:
                     parameter.grad = None
@@ -110,7 +112,7 @@ class _Stage:
             self._take_hooks()
 
     def end(self) -> None:
-        """Give them back as they were."""
+        """Restore the modules' own settings."""
         self.marks.clear()
         for root in self.roots:
             root.set_is_last_backward(True)
@@ -127,7 +129,7 @@ class _Stage:
             module.set_modules_to_backward_prefetch([module])
 
     def make_marks(self) -> None:
-        """While the stage is whole, as a forward method makes it so."""
+        """Make the marks. Called while the stage is whole, because a forward method gathers it."""
         for root in self.roots:
             module = cast(torch.nn.Module, root)
             if not hasattr(module, _METHOD):
@@ -138,7 +140,7 @@ class _Stage:
             self.marks.append(getattr(module, _METHOD)(torch.zeros((), device=whole[0].device, requires_grad=True)))
 
     def backward_with(self, switch: Callable[[FSDPModule, bool], None]) -> None:
-        """FSDP2's hooks around a backward, without one, while ``switch`` is on."""
+        """Run FSDP2's hooks of a backward while ``switch`` is on, without a backward of the stage."""
         for root in self.roots:
             switch(root, True)
         for mark in self.marks:
@@ -163,12 +165,12 @@ STEP = _Step()
 
 
 class FsdpRunner:
-    """The collectives of ``rank``'s ``chunks``. Raises ScheduleInputError where a replica runs another program."""
+    """Runs the collectives of ``rank``'s ``chunks``. Raises ScheduleInputError if a replica runs another program."""
 
     def __init__(self, plan: Plan, rank: int, chunks: Sequence[Any]) -> None:
         self.trains = not plan.spec.forward_only
         self.stages = [_Stage(chunk) for chunk in chunks]
-        self.unshards: dict[int, list[UnshardHandle]] = {}  # by chunk
+        self.unshards: dict[int, list[UnshardHandle]] = {}  # chunk -> its handles
         self.reductions: dict[int, bool] = {}
         self.program = plan.programs[rank]
         self.left = {task.chunk: position for position, task in enumerate(plan.tasks(rank)) if task.op in _LAST}
@@ -179,7 +181,7 @@ class FsdpRunner:
         return {"unshards": self.unshards, "gradient reductions": self.reductions}
 
     def attach(self, engine: PlanExecutor, handlers: dict[str, Handler]) -> None:
-        """The step begins with all stages resharded."""
+        """Add the handlers. The step begins with all stages resharded."""
         for stage in self.stages:
             stage.begin(self.trains)
         self.engine = weakref.proxy(engine)
@@ -221,10 +223,11 @@ class FsdpRunner:
             self.stages[at.chunk].end()
 
     def _agree(self) -> None:
-        """Once per program and model. Raises ScheduleInputError where a data-parallel replica runs another one."""
+        """Compare the program with those of data-parallel replicas, once per program and model. Raises
+        ScheduleInputError if a replica runs another one."""
         digest = hashlib.sha256(format_program(self.program).encode()).hexdigest()
         for root in (root for stage in self.stages for root in stage.roots):
-            root.reshard()  # then its parameters tell their mesh
+            root.reshard()  # only sharded parameters have their mesh
             if digest in (_AGREED.get(root) or ()):
                 continue
             for group in _groups(cast(torch.nn.Module, root).parameters()):

@@ -1,6 +1,7 @@
-"""What a program has set of FSDP2's hooks (``set_reshard_after_forward`` and others), to give it back after a step.
+"""Saves a program's settings of FSDP2's hooks (``set_reshard_after_forward`` and others), and restores them after a
+step.
 
-FSDP2 has public calls that set these, and none that tells them: they are read, and put back, where it keeps them.
+FSDP2 has public calls that set them and none that returns them. So they are read and written in FSDP2's own attributes.
 """
 
 from __future__ import annotations

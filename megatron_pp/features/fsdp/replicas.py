@@ -1,5 +1,5 @@
-"""Data-parallel replicas of a pipeline against each other: the collectives of each rank and its replicas come in one
-order, and no circle leads over them and the messages of several pipelines.
+"""Checks data-parallel replicas of a pipeline against each other: collectives of each rank and its replicas must come
+in one order, and must not form a circle with the messages of several pipelines.
 """
 
 from collections.abc import Collection, Sequence
@@ -13,8 +13,8 @@ from megatron_pp.plan.verify.rendezvous import check_rendezvous
 
 
 def check_replicas(plans: Sequence[Plan], device: Collection[str] = ()) -> None:
-    """Raises PlanError where replicas that run ``plans``, one each, do not post the collectives of a rank in one order,
-    or can hang. ``device``: as of ``check_rendezvous``; each plan by itself has passed that.
+    """Raises PlanError if replicas that run ``plans``, one each, do not post the collectives of a rank in one order, or
+    can hang. ``device``: as in ``check_rendezvous``, which each plan by itself has passed.
     """
     size = len(plans[0].programs)
     if any(len(plan.programs) != size for plan in plans):

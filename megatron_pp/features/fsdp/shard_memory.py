@@ -9,8 +9,9 @@ from megatron_pp.plan.ir.spec import Plan
 
 
 def whole_stages(plan: Plan, rank: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """After each instruction of ``plan.timed(rank)``: the stages whose parameters are whole, or on their way, and those
-    whose gradients are whole, a stage once for each sum of them. Raises PlanError for a plan that ``verify`` refuses.
+    """After each instruction of ``plan.timed(rank)``: the stages whose parameters are whole or being gathered, and
+    those whose gradients are whole, a stage once for each sum of gradients. Raises PlanError for a plan that ``verify``
+    refuses.
     """
     walk = ShardWalk(plan, rank, lambda at, why: refusal(rank, at, why))
     parameters: list[tuple[int, ...]] = []

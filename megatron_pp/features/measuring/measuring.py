@@ -1,9 +1,10 @@
-"""What a pipeline's stages, links and copies cost, measured in the first steps of a run (``config.measure``).
+"""Measures the costs of a pipeline's stages, links and copies in the first steps of a run (``config.measure``).
 
-The first training step is left out. In the next ones every compute operation is timed as a trace records it, and in
-the first of these KeptBytes counts two microbatches of each stage. When the last is over, between two steps, all ranks
-of the pipeline time their links, gather what they have found, and the job's first rank writes its pipeline's as JSON
-(``plan.measured.MeasuredFile``): ``auto`` reads it as ``pipeline_measured``, and ``megatron-pp advise --costs``.
+The first training step is left out. In the next steps every compute operation is timed as in a trace, and in the first
+of these KeptBytes counts two microbatches of each stage. After the last of these steps, between two steps, all ranks of
+the pipeline time their links and gather the results. The job's first rank writes those of its pipeline as JSON
+(``plan.measured.MeasuredFile``). ``auto`` reads the file as ``pipeline_measured``, ``megatron-pp advise`` by
+``--costs``.
 """
 
 from __future__ import annotations
@@ -49,15 +50,15 @@ from megatron_pp.tracing.step_observer import StepObserver
 logger = logging.getLogger("megatron_pp")
 
 FILE_NAME = "megatron_pp_measured.json"
-_NOT_MEASURED = math.nan  # among numbers that are gathered
+_NOT_MEASURED = math.nan  # stands for a missing number among those that are gathered
 
 # As tracers: one belongs to a model, and goes with it.
 _MEASURINGS: ObjectTable[Measuring] = ObjectTable()
 
 
 def step_observer(step: Any) -> Measuring | None:
-    """What measures the steps of a step's model; None where nothing is left to measure. Raises ScheduleInputError
-    where the file cannot be written."""
+    """The observer that measures the steps of a step's model; None if nothing is left to measure. Raises
+    ScheduleInputError if the file cannot be written."""
     model, settings = step.inputs.chunks[0], step.settings
     if step.inputs.forward_only:
         return None
@@ -80,15 +81,15 @@ def _check_path(path: str) -> None:
 
 
 class TimeKeeper(Keeper):
-    """Takes the times of steps, in seconds, while they go on; may be asked for all ranks' as often as is wished."""
+    """Collects the times of steps, in seconds, while they go on. Those of all ranks can be gathered at any time."""
 
     def __init__(self, transport: Transport) -> None:
         super().__init__(transport)
         self.times = StageTimes()
-        self.counting: KeptBytes | None = None  # in the step that is recorded now
+        self.counting: KeptBytes | None = None  # counts in the step that is recorded now
 
     def keep(self, plan: Plan, record: StepRecord) -> None:
-        """A slice of a sequence counts as its share of the whole."""
+        """Keep the times of a step. A slice of a sequence counts as its share of the whole."""
         scale, counting = 1e-9 * plan.spec.num_parts, self.counting
         starts, ends = ([scale * time for time in times] for times in (record.starts, record.ends))
         disturbed = None if counting is None else counting.hooked
@@ -116,7 +117,7 @@ class TimeKeeper(Keeper):
 def gather_by_stage(
     transport: Transport, placement: Placement, mine: Mapping[int, Sequence[float]]
 ) -> list[list[float]]:
-    """Rows of numbers of all stages, each as long as the others, from those of this rank's. Collective."""
+    """The rows of numbers of all stages, from those of this rank's stages. All rows have one length. Collective."""
     numbers = [number for stage in placement.stages[transport.rank] for number in mine[stage]]
     width = len(numbers) // placement.num_chunks
     rows: dict[int, list[float]] = {}
@@ -128,12 +129,12 @@ def gather_by_stage(
 
 @dataclass
 class _Progress:
-    """Alive until the program ends, when it says that a run was too short."""
+    """The progress of the measurement. At the end of the program it logs if the run was too short."""
 
     steps: int
     measured: int = 0
     over: bool = False
-    process: int = field(default_factory=os.getpid)  # others are forked from it
+    process: int = field(default_factory=os.getpid)  # processes that are forked from it log nothing
 
     def at_exit(self) -> None:
         if not self.over and self.process == os.getpid():
@@ -154,7 +155,7 @@ class Measuring(StepObserver):
         self.counted: KeptBytes | None = None
 
     def observers(self, step: Any, plan: Plan, size: float) -> Sequence[Observer]:
-        """Nothing watches the first step."""
+        """The observers of a step; none for the first step."""
         transport = step.communicator.transport
         if self.keeper is None:
             self.keeper = TimeKeeper(transport)
@@ -170,10 +171,10 @@ class Measuring(StepObserver):
 
     def watch(self, engine: PlanExecutor) -> None:
         if self.counted is not None:
-            self.counted.engine = weakref.proxy(engine)  # a step that fails leaves it here
+            self.counted.engine = weakref.proxy(engine)  # weak, because it stays here after a step that fails
 
     def after_step(self, step: Any, plan: Plan, guard: Any) -> None:
-        """Behind the last measured step: times links, gathers and writes. Collective over the pipeline."""
+        """Called after the last measured step: times links, gathers and writes. Collective over the pipeline."""
         if guard is not None:
             guard.phase("measuring what transfers take (config.measure)")
         if self.counted is None or self.keeper is None:
@@ -256,7 +257,7 @@ def _link_values(link: Link) -> tuple[float, float | None]:
 
 
 def _copies(transport: Transport) -> CopyRates:
-    """The median over the pipeline's ranks. Collective."""
+    """The rates of copies, as the median over the pipeline's ranks. Collective."""
     between, *mine = copy_rates(transport.device)
     out, back = (statistics.median(rates) for rates in zip(*gather_numbers(transport, mine), strict=True))
     return CopyRates(between, out, back)
@@ -271,5 +272,5 @@ def _counted(number: int, what: str) -> str:
 
 
 def _writes(transport: Transport) -> bool:
-    """Whether this is the job's first rank."""
+    """Whether this rank writes the file: it is the job's first rank."""
     return transport.global_rank(transport.rank) == 0

@@ -1,12 +1,12 @@
 """Several modules, each a line of stages on its own ranks, as one graph of ranks and the messages between them.
 
-Every rank runs a forward and a backward of each microbatch, of all modules that it is in, or of each of its chunks.
-Within a module a stage sends to the next one, as in any pipeline. A *bridge* carries the output of a module's last
-stage to the first stage of another one. Where their data-parallel sizes differ, the larger is a multiple of the
-smaller: with fewer replicas behind the bridge a receiver concatenates a part of each of its senders (fan-in), with
-more a sender cuts its tensor into a part for each of its receivers (fan-out). Of a tensor-parallel group one rank, its
-leader, sends, and all ranks receive: the last one of a source's last stage, the first one of a destination's first
-stage (Megatron-core's ``BridgeCommunicator``, whose leaders broadcast what they received).
+A rank runs a forward and a backward of each microbatch for all its modules together, or for each of its chunks. Within
+a module a stage sends to the next one, as in any pipeline. A *bridge* carries the output of a module's last stage to
+the first stage of another module. If their data-parallel sizes differ, the larger is a multiple of the smaller. With
+fewer replicas behind the bridge a receiver concatenates the parts of its senders (fan-in). With more, a sender cuts its
+tensor into a part for each of its receivers (fan-out). One rank of a tensor-parallel group, its leader, sends, and all
+ranks receive. The leader is the last rank of a source's last stage, and the first rank of a destination's first stage
+(as in Megatron-core's ``BridgeCommunicator``, whose leaders broadcast what they received).
 """
 
 import re
@@ -26,10 +26,11 @@ from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD
 class Module(NamedTuple):
     """One module and its ranks.
 
-    ranks  by replica and stage: the tensor-parallel ranks of a stage, of the whole job
-    chunk  modules of one number run in one forward where they share a rank. Those of several numbers are model chunks
-           of the rank, in the order of their numbers, and run in the bubbles of each other.
-    times  of one stage's forward and backward of a microbatch, in any unit; the orders of chunks are searched for them
+    ranks  ``ranks[replica][stage]``: the tensor-parallel ranks of a stage, as ranks of the whole job
+    chunk  modules with the same number that share a rank run in one forward. Modules with different numbers are model
+           chunks of the rank, in the order of their numbers, and run in the bubbles of each other.
+    times  times of one stage's forward and backward of a microbatch, in any unit; orders of chunks are searched for
+           these times
     """
 
     name: str
@@ -50,8 +51,8 @@ class Edge(NamedTuple):
     bridge          the module at the other end of a bridge; empty within a module
     part            (i, n): the i-th of n parts of the sender's tensor, along its batch dimension
     place           (i, n): the i-th of n parts of the receiver's tensor
-    chunks          of the source and of the target
-    name            of its messages, which no other edge has, of activations or gradients
+    chunks          chunk of the source and chunk of the target
+    name            name of its messages, which no other edge of activations or gradients has
     """
 
     source: int
@@ -65,12 +66,12 @@ class Edge(NamedTuple):
 
     @property
     def travels(self) -> bool:
-        """Whether it goes between ranks."""
+        """Whether the edge goes from one rank to another."""
         return self.source != self.target
 
 
 class ChunkEdges(NamedTuple):
-    """Of one chunk: what it receives and sends, in the order of the graph."""
+    """The edges of one chunk: those it receives by, and those it sends by, in the order of the graph."""
 
     received: list[Edge]
     sent: list[Edge]
@@ -87,7 +88,7 @@ class ChunkEdges(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """What a rank runs in one forward: the names of its modules, and how long a forward and a backward take."""
+    """The modules that a rank runs in one forward, by name, and the times of a forward and a backward."""
 
     modules: tuple[str, ...]
     times: tuple[float, float]
@@ -95,18 +96,18 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class ModuleGraph:
-    """Ranks that depend on each other, and no others.
+    """The ranks that depend on each other, and their messages.
 
-    modules      on the graph's ranks, by their numbers in the whole job
-    topology     where the modules' outputs go
+    modules      the modules on the graph's ranks; their ranks are those of the whole job
+    topology     module -> the modules to which its output goes
     members      the ranks in the whole job, sorted; everything that follows counts ranks from 0 in this order
     activations  the edges of activations, in the order in which both ends of a channel post messages of one round
     gradients    the edges of gradients
-    depths       of each rank: stages before its own, along the longest way through the modules to its first one
-    stages       along the longest way through its modules
-    leading      of each rank: whether it is the first stage of all its modules, where gradients are not synchronised by
-                 a function of the config
-    chunks       of each rank
+    depths       for each rank the number of stages before its own, along the longest way through the modules
+    stages       number of stages along the longest way through the modules
+    leading      for each rank whether it is the first stage of all its modules; a function of the config does not
+                 synchronise gradients there
+    chunks       the chunks of each rank
     """
 
     modules: tuple[Module, ...]
@@ -121,7 +122,7 @@ class ModuleGraph:
 
     @property
     def num_chunks(self) -> int:
-        """Chunks of the rank that has most."""
+        """The largest number of chunks of a rank."""
         return max(map(len, self.chunks))
 
     @property
@@ -130,7 +131,7 @@ class ModuleGraph:
 
     @cached_property
     def edges(self) -> Mapping[str, Sequence[Sequence[ChunkEdges]]]:
-        """By FORWARD and BACKWARD: the edges of each rank's chunks."""
+        """FORWARD or BACKWARD -> the edges of each rank's chunks."""
         found = {op: [[ChunkEdges([], []) for _ in own] for own in self.chunks] for op in (FORWARD, BACKWARD)}
         for op, edges in ((FORWARD, self.activations), (BACKWARD, self.gradients)):
             for edge in edges:
@@ -140,7 +141,7 @@ class ModuleGraph:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; ``modules_file.py`` reads it."""
+        """The graph as a value for JSON, which ``modules_file.py`` reads."""
         return {"modules": [module._asdict() for module in self.modules], "topology": dict(self.topology)}
 
     def __str__(self) -> str:
@@ -149,8 +150,8 @@ class ModuleGraph:
 
 
 def module_graphs(modules: Sequence[Module], topology: Mapping[str, Sequence[str]]) -> list[ModuleGraph]:
-    """The graphs of ``modules``, one for each set of ranks that depend on each other: data-parallel replicas do not.
-    ``topology``: by module, those that its output goes to. Sorted by ranks.
+    """The graphs of ``modules``, one for each set of ranks that depend on each other (data-parallel replicas do not),
+    sorted by ranks. ``topology``: module -> the modules to which its output goes.
 
     Raises PlanError for two modules of one name, for a topology with a circle or an unknown module, for stages of
     unequal numbers of ranks, for data-parallel sizes where neither is a multiple of the other, for two modules
@@ -160,7 +161,7 @@ def module_graphs(modules: Sequence[Module], topology: Mapping[str, Sequence[str
     _check(modules, known, topology)
     before = _stages_before(known, topology)
     activations, gradients = _edges(modules, topology, known)
-    held: dict[int, list[tuple[Module, int]]] = {}  # by rank, its modules and which stages of them
+    held: dict[int, list[tuple[Module, int]]] = {}  # rank -> its modules, each with the stage that it holds
     for module in modules:
         for replica in module.ranks:
             for stage, ranks in enumerate(replica):
@@ -227,7 +228,7 @@ def _check(modules: Sequence[Module], known: Mapping[str, Module], topology: Map
 
 
 def _stages_before(known: Mapping[str, Module], topology: Mapping[str, Sequence[str]]) -> dict[str, int]:
-    """By module, the stages before it along the longest way."""
+    """Module -> the number of stages before it along the longest way."""
     sources = {name: [source for source in known if name in topology.get(source, ())] for name in known}
     found: dict[str, int] = {}
     try:
@@ -263,7 +264,7 @@ def _edges(
 
 
 def check_names(edges: Sequence[Edge]) -> None:
-    """Raises PlanError for two edges whose messages have one name: a rank finds its tensors by them."""
+    """Raises PlanError if messages of two edges have the same name, because a rank finds its tensors by these names."""
     name, times = Counter(edge.name for edge in edges).most_common(1)[0] if edges else ("", 0)
     if times > 1:
         same = [f"{edge.module} {edge.source}>{edge.target}" for edge in edges if edge.name == name]
@@ -274,8 +275,8 @@ def check_names(edges: Sequence[Edge]) -> None:
 
 
 def _apart(targets: Sequence[Module]) -> list[Module]:
-    """``targets`` of one module's output, without those whose first stages are on the ranks of another's: these get one
-    tensor for both, and give one gradient back."""
+    """``targets`` of one module's output, without those whose first stages are on the ranks of another target: they
+    share one tensor with it, and one gradient goes back."""
     found: list[Module] = []
     for target in targets:
         places = target.chunk, [replica[0] for replica in target.ranks]
@@ -285,7 +286,7 @@ def _apart(targets: Sequence[Module]) -> list[Module]:
 
 
 def _check_received(activations: Sequence[Edge]) -> None:
-    """A chunk is given its tensors by the name of their module: of each module one, or the parts of one."""
+    """Raises PlanError if a chunk would receive two tensors of one module: it gets its tensors by the module's name."""
     received: dict[tuple[int, int, str], list[Edge]] = {}
     for edge in activations:
         received.setdefault((edge.target, edge.chunks[1], edge.module), []).append(edge)
@@ -300,7 +301,7 @@ def _check_received(activations: Sequence[Edge]) -> None:
 
 
 def _bridges(source: Module, target: Module) -> Iterator[tuple[list[Edge], list[Edge]]]:
-    """For each pair of replicas that exchange something: its edges of activations and of gradients."""
+    """The edges of activations and of gradients of each pair of replicas that exchange something."""
     names, several = (source.name, target.name), (len(source.ranks), len(target.ranks))
     larger, smaller = max(several), min(several)
     if larger % smaller:
@@ -325,13 +326,13 @@ def _bridges(source: Module, target: Module) -> Iterator[tuple[list[Edge], list[
 
 
 def _named(edge: Edge, first: str, second: str) -> Edge:
-    """With a name of two modules, of the one that sends first."""
+    """The edge with a name made of two modules, the sender first."""
     words = filter(None, (first, second, str(edge.source), str(edge.target)))
     return edge._replace(name=re.sub(r"\W", "_", "_".join(words)))
 
 
 def _components(ranks: Iterable[int], edges: Sequence[Edge]) -> list[list[int]]:
-    """The ranks that edges join, sorted; sorted by their first."""
+    """The sets of ranks that edges connect. Each is sorted, and they are sorted by their first rank."""
     joined = {rank: {rank} for rank in ranks}
     for edge in edges:
         both = joined[edge.source] | joined[edge.target]

@@ -1,9 +1,10 @@
-"""Orders of compute on a graph of model chunks, where chunks of one rank run in the bubbles of each other.
+"""Finds orders of compute on a graph of model chunks, such that chunks of one rank run in the bubbles of each other.
 
-Candidates are list schedules: whenever a rank is free it starts the operation that can start first; of several the
-first by priority. They differ in the priorities, and in how many forwards encoders may run ahead. All
-encoders' forwards first and all their backwards last is one of them. The shortest is then improved by moves of single
-operations. No choice depends on the machine's clock, as every rank searches for itself.
+Candidates are list schedules: whenever a rank is free it starts the operation that can start first, and of several the
+one with the highest priority. Candidates differ in the priorities, and in the number of forwards that encoders may run
+ahead. One of them has all encoders' forwards first and all their backwards last. The shortest candidate is then
+improved by moves of single operations. No choice depends on the machine's clock, because every rank searches for
+itself.
 """
 
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -25,9 +26,9 @@ _CLOSE = 1e-9
 
 
 class GraphOrders:
-    """``times``: of each node's forward and backward; ``needs``: by op, the nodes whose result of that op it needs.
-    ``fed``: the nodes that take another module's output; those that are neither fed nor behind one are encoders'.
-    Raises PlanError for nodes that need each other.
+    """The search. ``times``: the times of each node's forward and backward. ``needs``: op -> node -> the nodes whose
+    result of that op it needs. ``fed``: the nodes that take another module's output; nodes that are neither fed nor
+    behind such a node belong to encoders. Raises PlanError for nodes that need each other.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class GraphOrders:
                 self.early.add(node)
 
     def best(self) -> list[Row]:
-        """The rows of the shortest step that is found."""
+        """The rows of the shortest step that the search finds."""
         found: list[tuple[float, int, list[Row]]] = []
         for priorities, ahead in islice(product(_priorities(), self._limits()), max(12, _LISTED // self.operations)):
             rows = self._listed(priorities, ahead)
@@ -69,7 +70,7 @@ class GraphOrders:
         return self._improved(rows, length, ahead)
 
     def _limits(self) -> list[int]:
-        """Forwards that encoders run ahead: as in 1F1B, and more by powers of two, up to all."""
+        """The numbers of forwards that encoders may run ahead: as in 1F1B, and larger by powers of two, up to all."""
         found, limit = [], max(self.behind.values())
         while limit < self.count:
             found.append(limit)
@@ -80,12 +81,12 @@ class GraphOrders:
         return ahead if node in self.early else self.behind[node]
 
     def _listed(self, priorities: Mapping[tuple[bool, str], int], ahead: int) -> list[Row]:
-        """The list schedule; rows are shorter than they should be where the limits stop it."""
+        """The list schedule. Its rows are incomplete if the limits stop it."""
         done: dict[tuple[str, Node, int], float] = {}
         free = [0.0] * len(self.ranks)
         upcoming = {(op, node): 0 for row in self.ranks for node in row for op in self.ops}
         rows: list[list[tuple[str, int, int]]] = [[] for _ in self.ranks]
-        choices: dict[int, _Choice] = {}  # the best of each rank
+        choices: dict[int, _Choice] = {}  # rank -> its best choice
         changed = set(range(len(self.ranks)))
         while True:
             for rank in changed:
@@ -115,7 +116,7 @@ class GraphOrders:
         done: Mapping[tuple[str, Node, int], float],
         ahead: int,
     ) -> float | None:
-        """When the next ``op`` of ``node`` may start; None where that is not known yet."""
+        """The time at which the next ``op`` of ``node`` may start; None if that is not known yet."""
         mb = upcoming[op, node]
         if mb == self.count:
             return None
@@ -131,7 +132,7 @@ class GraphOrders:
             yield FORWARD, node, mb
 
     def length(self, rows: Sequence[Row]) -> float | None:
-        """How long a step with these rows takes; None where it does not come to its end."""
+        """The time of a step with these rows; None if it does not reach its end."""
         done: dict[tuple[str, Node, int], float] = {}
         position, free = [0] * len(rows), [0.0] * len(rows)
         moved = True

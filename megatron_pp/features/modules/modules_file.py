@@ -1,4 +1,5 @@
-"""Graphs of modules in files (``plan/io/serialize.py``): what ``ModuleGraph.to_dict`` gave, back from JSON."""
+"""Reads graphs of modules from files (``plan/io/serialize.py``), which have them as ``ModuleGraph.to_dict`` gives
+them."""
 
 from collections.abc import Mapping
 from dataclasses import fields

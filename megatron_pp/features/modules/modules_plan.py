@@ -1,25 +1,27 @@
 """The plan of a pipeline of several modules on a graph of ranks (``graph.py``).
 
-Order. A rank runs as many forwards ahead as there are stages behind its own on the longest way, then a forward and a
-backward in turn, then the rest of the backwards: Megatron-core's order for such pipelines. Where ranks have several
-chunks the orders are searched for the times of the modules (``graph_orders.py``), so that encoders run in the
-bubbles of the language model (Optimus, arXiv 2408.03505; BigMac, arXiv 2605.25451).
+Order. A rank runs as many forwards ahead as there are stages behind its own on the longest way. Then it alternates
+forwards and backwards, and then runs the remaining backwards. This is Megatron-core's order for such pipelines. If
+ranks have several chunks, orders are searched for the times of the modules (``graph_orders.py``), so that encoders run
+in the bubbles of the language model (Optimus, arXiv 2408.03505; BigMac, arXiv 2605.25451).
 
-Communication. The logical clock of ``plan/lower/clock.py`` on a graph: every operation takes one slot, or where orders
-are searched its module's time where that is free of deadlock; a transfer none. A message's *round* is the end of the
-operation that made it, which all ranks know. Sends are posted behind their operation and released ``release_after``
-operations later, once the clock has the receive posted. Receives are posted at the first boundary of the receiver's
-order at their round or later. Of a channel the first receive goes out there before all sends, and the first send of
-each pair of ranks; the others come in the order of rounds, and of one round by their place on the channel: on one
-hardware queue each waits for the one before. Receives are waited for before their use; where shapes vary in that turn,
-as a sender's tensor goes out only once its receiver has read the shape, and the next shape on the channel comes behind
-that tensor. So whatever a rank waits for at a boundary has a round that is not later than the boundary, and was posted
-by a rank whose own boundary of that round lies behind waits of lower turns only: the wait of the lowest turn always
-ends. ``verify_modules`` does not rely on it.
+Communication. The logical clock is that of ``plan/lower/clock.py``, on a graph. An operation takes one slot; if orders
+are searched it takes its module's time, unless that would deadlock. A transfer takes no time. A message's *round* is
+the end of the operation that made it, which all ranks know. A send is posted behind its operation and released
+``release_after`` operations later, once the clock has the receive posted. A receive is posted at the first boundary of
+the receiver's order that is not before the message's round. At a boundary the first receive of a channel goes out
+before all sends, and then the first send of each pair of ranks. The others come in the order of rounds, and within a
+round by their place on the channel, because on one hardware queue each waits for the one before it. The wait for a
+receive is before its use. If shapes vary, waits come in the order of posts: a sender's tensor goes out only once its
+receiver has read the shape, and the next shape on the channel comes behind that tensor.
 
-Where any instruction may wait for an idle device (ANY_WAIT), every operation takes one slot, and all posts of a
-boundary go out in one order on which all ranks agree: by round, place, source and target (``plan/lower/turns.py`` says
-why that cannot hang). Where shapes vary too, the messages of one round are one grouped call.
+So everything for which a rank waits at a boundary has a round that is not later than the boundary. It was posted by a
+rank whose own boundary of that round is behind waits of lower turns only. So the wait of the lowest turn always ends.
+``verify_modules`` does not rely on this argument.
+
+If any instruction may wait for an idle device (ANY_WAIT), every operation takes one slot, and all posts of a boundary
+go out in an order that is the same on all ranks: by round, place, source and target (``plan/lower/turns.py`` says why
+that cannot hang). If shapes vary too, the messages of one round are one grouped call.
 
 A chunk's forward is one instruction ``F0.3``, whatever modules it holds. Transfers have chunk 0 and the names of
 edges, as in ``SEND_F0.3:vision_llm_0_2``.
@@ -59,8 +61,8 @@ _Made = tuple[str, int, int, int]  # an operation: FORWARD or BACKWARD, rank, ch
 
 @dataclass(frozen=True, kw_only=True)
 class ModulesSpec(PlanSpec):
-    """A PlanSpec with the chunks of ``graph`` on its ranks. Of the other fields those are read that
-    ``modules_spec`` takes."""
+    """A PlanSpec with the chunks of ``graph`` on its ranks. Of the other fields only those that ``modules_spec`` takes
+    are read."""
 
     graph: ModuleGraph
 
@@ -82,7 +84,7 @@ class ModulesPlacement(Placement):
 
     @property
     def rank_chunks(self) -> list[int]:
-        """By rank, how many chunks it has."""
+        """For each rank the number of its chunks."""
         return [len(chunks) for chunks in self.graph.chunks]
 
     @property
@@ -99,7 +101,7 @@ def modules_spec(graph: ModuleGraph, num_microbatches: int, **fields: Any) -> Mo
 
 
 def costs_of_modules(graph: ModuleGraph) -> StageCosts:
-    """The times of the modules, by stage; backwards in two equal halves."""
+    """The times of the modules as costs of stages. Backwards are two equal halves."""
     of = {(k, rank): chunk.times for rank, chunks in enumerate(graph.chunks) for k, chunk in enumerate(chunks)}
     stages = product(range(graph.num_chunks), range(graph.size))
     forward, backward = zip(*(of.get(stage, (0.0, 0.0)) for stage in stages), strict=True)
@@ -109,7 +111,7 @@ def costs_of_modules(graph: ModuleGraph) -> StageCosts:
 
 @lru_cache(maxsize=16)
 def modules_plan(spec: ModulesSpec) -> Plan:
-    """The plan of ``spec``, verified. The same spec gives the same object. Raises PlanError where modules wait for each
+    """The verified plan of ``spec``. The same spec gives the same object. Raises PlanError if modules wait for each
     other in a circle."""
     plan = lowered_modules(spec)
     return replace(plan, proof=verify_modules(plan).certificate)
@@ -117,14 +119,14 @@ def modules_plan(spec: ModulesSpec) -> Plan:
 
 @collector_paused()
 def lowered_modules(spec: ModulesSpec, orders: Sequence[Line] = ()) -> Plan:
-    """The plan before it is verified; of ``orders``, where they are given."""
+    """The plan before it is verified. ``orders``: its orders, if they are given."""
     orders = orders or _orders(spec)
     if spec.num_chunks > 1 and not spec.may_wait:
         plan = _lowered(spec, orders, in_slots=False)
         with suppress(PlanError):
             verify_modules(plan)
             return plan
-        # Where a queue or the device makes a rank wait for others at its boundaries, slots of one length align them.
+        # If a queue or the device makes ranks wait for others at boundaries, slots of one length align the boundaries.
     return _lowered(spec, orders, in_slots=True)
 
 
@@ -149,8 +151,8 @@ def _orders(spec: ModulesSpec) -> list[Line]:
 
 
 def _together(graph: ModuleGraph) -> list[int]:
-    """Of each rank the number of its group: of its tensor-parallel peers in any module, and theirs. They run in one
-    order, in which their collectives meet."""
+    """For each rank the number of its group: its tensor-parallel peers in any module, the peers of these, and so on.
+    All ranks of a group run in the same order, so that their collectives meet."""
     leads = list(range(graph.size))
     for _, stage in _stages_of(graph):
         lowest = min(leads[rank] for rank in stage)
@@ -168,8 +170,8 @@ def _stages_of(graph: ModuleGraph) -> Iterator[tuple[str, list[int]]]:
 
 
 def _searched(spec: ModulesSpec, groups: Sequence[int]) -> list[Row]:
-    """The order of each rank, in which those of one group run alike. ``groups``: of each rank its number. Raises
-    PlanError where groups need each other's results in a circle."""
+    """The order of each rank; ranks of one group have the same order. ``groups``: for each rank the number of its
+    group. Raises PlanError if groups need each other's results in a circle."""
     graph, number = spec.graph, {module.name: module.chunk for module in spec.graph.modules}
     own = [[number[chunk.modules[0]] for chunk in chunks] for chunks in graph.chunks]
     every = [
@@ -199,7 +201,7 @@ def _searched(spec: ModulesSpec, groups: Sequence[int]) -> list[Row]:
 
 
 def _check_peers(graph: ModuleGraph, orders: Sequence[Line]) -> None:
-    """Raises PlanError where tensor-parallel peers would run a module in different orders."""
+    """Raises PlanError if tensor-parallel peers would run a module in different orders."""
     for name, ranks in _stages_of(graph):
         rows = [
             [(at.op, at.mb) for at in orders[rank] if name in graph.chunks[rank][at.chunk].modules] for rank in ranks
@@ -214,7 +216,7 @@ def _check_peers(graph: ModuleGraph, orders: Sequence[Line]) -> None:
 
 
 def _order(spec: ModulesSpec, rank: int) -> Line:
-    """Non-interleaved 1F1B (arXiv 2006.09503), with the stages of the longest way."""
+    """The order of non-interleaved 1F1B (arXiv 2006.09503), with the number of stages on the longest way."""
     graph, count = spec.graph, spec.num_microbatches
     forwards, backwards = ([placed(op, rank, mb, -1, 0) for mb in range(count)] for op in (FORWARD, BACKWARD))
     if spec.forward_only:
@@ -230,7 +232,7 @@ class _Span(NamedTuple):
 
 
 class _NodeTimes(NamedTuple):
-    """Of each rank the spans of its operations; when each operation ends; how long the longest takes."""
+    """For each rank the spans of its operations; the end of each operation; and the time of the longest one."""
 
     spans: list[list[_Span]]
     made: dict[_Made, float]
@@ -238,7 +240,7 @@ class _NodeTimes(NamedTuple):
 
 
 def _clock(graph: ModuleGraph, orders: Sequence[Line], in_slots: bool) -> _NodeTimes:
-    """Raises PlanError where ranks wait for each other in a circle."""
+    """The times of all operations. Raises PlanError if ranks wait for each other in a circle."""
     spans: list[list[_Span]] = [[] for _ in orders]
     made: dict[_Made, float] = {}
     waiting: defaultdict[_Made, list[int]] = defaultdict(list)
@@ -270,7 +272,7 @@ def _clock(graph: ModuleGraph, orders: Sequence[Line], in_slots: bool) -> _NodeT
 
 
 def _places(graph: ModuleGraph) -> dict[str, int]:
-    """By name: the place of each edge among those of one chunk to one rank."""
+    """Name of an edge -> its place among the edges of one chunk to one rank."""
     places: dict[str, int] = {}
     for edges in (graph.activations, graph.gradients):
         seen: Counter[tuple[int, int, int]] = Counter()
@@ -282,7 +284,7 @@ def _places(graph: ModuleGraph) -> dict[str, int]:
 
 
 class _Post(NamedTuple):
-    """A send, or a receive and its wait; sorted as both ends of a channel agree: by round and place.
+    """A send, or a receive and its wait. Sorting is by round and place, which is the same at both ends of a channel.
 
     place  of its edge among those of one rank with one other; the first one's may go ahead of its turn
     ends   source and target ranks
@@ -309,8 +311,8 @@ class _Lowering:
     def __init__(self, spec: ModulesSpec, rank: int, order: Line, clock: _NodeTimes, places: Mapping[str, int]) -> None:
         self.spec, self.rank, self.order, self.clock, self.places = spec, rank, order, clock, places
         self.spans = clock.spans[rank]
-        self.edges = {op: spec.graph.edges[op][rank] for op in (FORWARD, BACKWARD)}  # by chunk
-        # By boundary:
+        self.edges = {op: spec.graph.edges[op][rank] for op in (FORWARD, BACKWARD)}  # op -> for each chunk its edges
+        # Tables with a boundary as their key:
         self.sends: defaultdict[int, list[_Post]] = defaultdict(list)
         self.receives: defaultdict[int, list[_Post]] = defaultdict(list)
         self.releases: defaultdict[int, list[Instruction]] = defaultdict(list)
@@ -347,8 +349,8 @@ class _Lowering:
                 self.waits[i].append(wait)
 
     def _released(self, i: int) -> int:
-        """The boundary of the release of what operation ``i`` made: a receiver posts its receive within the longest
-        operation."""
+        """The boundary at which the result of operation ``i`` is released. By then the receiver has posted its receive,
+        which takes no longer than the longest operation."""
         posted = self.spans[i].end + self.clock.longest
         later = range(i + 1 + self.spec.release_after, len(self.order))
         return next((k for k in later if self.spans[k - 1].end >= posted), len(self.order))
@@ -368,7 +370,7 @@ class _Lowering:
 
     def _posts(self, i: int) -> Iterator[Instruction]:
         sends, receives = self.sends[i], sorted(self.receives[i], key=_turn)
-        first = {(one.post.op, one.post.peer): one for one in reversed(receives)}  # of each channel
+        first = {(one.post.op, one.post.peer): one for one in reversed(receives)}  # channel -> its first receive
         ahead = [*first.values(), *(one for one in sends if not one.place)]
         yield from (one.post for one in ahead)
         for _, same in groupby(sorted((*receives, *sends), key=_turn), key=_turn):
@@ -378,8 +380,8 @@ class _Lowering:
                 yield from (one.wait for one in together if one.wait is not None)
 
     def _syncs(self) -> Iterator[tuple[int, Instruction]]:
-        """The boundaries of the gradient syncs: before a chunk's last backward, or behind all of them where the config
-        has a function for it, which Megatron calls on all ranks but those of first stages."""
+        """The boundaries of the gradient syncs: before a chunk's last backward, or behind all backwards if the config
+        has a function for it, which Megatron calls on all ranks except those of first stages."""
         if self.spec.forward_only:
             return
         hooks = self.spec.grad_sync == HOOKS or self.spec.graph.leading[self.rank]

@@ -1,5 +1,5 @@
-"""Runs the plan of a pipeline of several modules: forwards and backwards with a dict of tensors, one of each module
-that sends to this chunk, and messages that are parts of them.
+"""Runs the plan of a pipeline of several modules. Forwards and backwards get a dict with a tensor of each module that
+sends to this chunk; messages are parts of these tensors.
 """
 
 import weakref
@@ -28,20 +28,22 @@ _CHANNEL = {FORWARD: ACT, BACKWARD: GRAD}
 
 
 class Parts(Protocol):
-    """How a tensor that crosses a bridge is cut into parts and made of them."""
+    """Cuts a tensor that crosses a bridge into parts, and joins them."""
 
     def cut(self, edge: Edge, tensor: Tensor, count: int) -> Sequence[Tensor]:
-        """``count`` contiguous parts."""
+        """``tensor`` in ``count`` contiguous parts."""
 
     def joined(self, edge: Edge, parts: Sequence[Tensor]) -> Tensor:
-        """The tensor of these parts, which no one else holds."""
+        """The tensor that is made of these parts. Nothing else holds the parts."""
 
     def cut_gradient(self, edge: Edge, grad: Tensor, shapes: Sequence[torch.Size]) -> Sequence[Tensor]:
-        """The gradients of parts of these shapes, contiguous, of that of the tensor which ``joined`` made of them."""
+        """The contiguous gradients of parts of these shapes, cut from the gradient of the tensor that ``joined``
+        made."""
 
 
 class BatchParts:
-    """Equal parts along the batch dimension, of sizes that differ by one at most; ``dimensions``: by module."""
+    """Cuts along the batch dimension into parts whose sizes differ by at most one. ``dimensions``: that of each
+    module."""
 
     def __init__(self, dimensions: Mapping[str, int]) -> None:
         self.dimensions = dimensions
@@ -63,20 +65,22 @@ def cut_along(dim: int, grad: Tensor, shapes: Sequence[torch.Size]) -> Sequence[
 
 
 class ModulesRunner:
-    """``graphs``: whether stages build autograd graphs; ``parts``: how tensors are cut at bridges."""
+    """Runs the modules of one rank. ``graphs``: whether stages build autograd graphs. ``parts``: cuts tensors at
+    bridges.
+    """
 
     def __init__(self, plan: Plan, rank: int, parts: Parts, graphs: bool) -> None:
         graph: ModuleGraph = plan.placement.graph  # type: ignore[attr-defined]
-        self.edges = {kind: graph.edges[kind][rank] for kind in (FORWARD, BACKWARD)}  # by chunk
+        self.edges = {kind: graph.edges[kind][rank] for kind in (FORWARD, BACKWARD)}  # kind -> for each chunk its edges
         self.chunk_of = {edge.name: k for k, edges in enumerate(self.edges[FORWARD]) for edge in edges.sent}
         self.parts = parts
         self.graphs = graphs
         self.trains = not plan.spec.forward_only
-        self.arrived: dict[tuple[str, int], Tensor] = {}  # by message and microbatch
+        self.arrived: dict[tuple[str, int], Tensor] = {}  # (message, microbatch) -> tensor
         self.leaving: dict[tuple[str, int], Tensor] = {}
-        self.inputs: dict[_Cell, dict[str, Tensor]] = {}  # by chunk and microbatch, and module
+        self.inputs: dict[_Cell, dict[str, Tensor]] = {}  # (chunk, microbatch) -> module -> tensor
         self.outputs: dict[_Cell, Any] = {}
-        self.joined: dict[_Cell, dict[str, list[torch.Size]]] = {}  # by module: the parts that its tensor is made of
+        self.joined: dict[_Cell, dict[str, list[torch.Size]]] = {}  # cell -> module -> shapes of its tensor's parts
         self.unsent: defaultdict[_Cell, int] = defaultdict(int)  # messages of an output that are not released
         self.tables: Mapping[str, Mapping[Any, Any]] = {
             "received parts": self.arrived,
@@ -139,7 +143,7 @@ class ModulesRunner:
     def _backward(self, at: Task) -> None:
         cell, engine = (at.chunk, at.mb), self.engine
         for handle, sent in engine.deferred:
-            if sent.mb == at.mb and sent.op == ins.FREE_F:  # a backward may write to what it has saved
+            if sent.mb == at.mb and sent.op == ins.FREE_F:  # a backward may write to tensors that the forward saved
                 handle.check()
         given, output, joined = self.inputs.pop(cell), self.outputs.pop(cell), self.joined.pop(cell, {})
         grads = engine.call_backward(at, given, output, self._collected(BACKWARD, cell)[0])
@@ -152,8 +156,8 @@ class ModulesRunner:
         engine.close_sync()
 
     def _collected(self, kind: str, cell: _Cell) -> tuple[dict[str, Tensor], dict[str, list[torch.Size]]]:
-        """By module: its output, or the gradient of its output, of the parts that have come, and the shapes of these
-        where there are several. Gradients that come over several bridges are summed."""
+        """Module -> its output, or the gradient of its output, made of the received parts; and module -> the shapes of
+        these if there are several. Gradients that come over several bridges are summed."""
         found: dict[str, Tensor] = {}
         joined: dict[str, list[torch.Size]] = {}
         parts: list[Tensor] = []
@@ -175,8 +179,8 @@ class ModulesRunner:
         tensor_of: Callable[[Edge], Tensor],
         joined: Mapping[str, Sequence[torch.Size]],
     ) -> int:
-        """Put the parts of the tensors where the sends take them, or the rank's other chunk; ranks of one group get the
-        same. A gradient is cut as its tensor was ``joined``. Returns how many are sent."""
+        """Cut tensors and put the parts where the sends, or the rank's other chunk, take them. Ranks of one group get
+        the same parts. A gradient is cut as its tensor was ``joined``. Returns the number of parts that are sent."""
         cut: dict[tuple[str, str], list[Tensor]] = {}
         for edge in edges:
             key = edge.module, edge.bridge
@@ -197,7 +201,7 @@ class ModulesRunner:
         return list(self.parts.cut(edge, whole, count))
 
     def _released(self, at: Task) -> None:
-        """A send is over. With the last one of an output its data go."""
+        """Called when a send is over. With the last send of an output its data is freed."""
         del self.leaving[(at.tensor, at.mb)]
         if at.op == ins.FREE_F:
             cell = self.chunk_of[at.tensor], at.mb

@@ -3,11 +3,11 @@
     pipeline = ModulesPipeline([Module("vision", ...), Module("llm", ...)], {"vision": ["llm"]})
     losses = forward_backward_modules(pipeline, forward_step_func=..., data_iterator=..., model=..., num_microbatches=8)
 
-The model of a rank holds its stages of all modules that the rank is in; of several chunks (``Module.chunk``) there is a
-list of models, and one of data iterators. A model's ``set_input_tensor`` is given a list with a dict: by the name of a
-module, that module's tensor, of its stage before on the same replica or, on the first stage of another module, its
-output. ``forward_step_func`` returns a dict of the outputs of the rank's stages by module, or on
-the last stage what its loss function takes.
+The model of a rank holds the rank's stages of all its modules. With several chunks (``Module.chunk``) there is a list
+of models, and a list of data iterators. A model's ``set_input_tensor`` gets a list with a dict: module's name ->
+tensor. The tensor is that of the module's stage before, or on the first stage of another module the module's output.
+``forward_step_func`` returns a dict with the outputs of the rank's stages by module, or on the last stage the argument
+of its loss function.
 """
 
 from __future__ import annotations
@@ -42,13 +42,15 @@ _ONE_F_ONE_B = "1f1b"
 class ModulesPipeline:
     """The modules of a job, and of this rank its graph and a process group of the graph's ranks.
 
-    modules    with the ranks of each stage (``graph.py``); ``topology``: by module, those that its output goes to
-    batch_dim  the dimension along which outputs are cut between unequal grids, or by module
-    parts      how they are cut, otherwise
-    rank       this rank in the job, where steps are given a ``P2PCommunicator`` of the graph's ranks (as those of ranks
-               that are threads); by default this process's, with a process group of its own
+    modules    modules with the ranks of each stage (``graph.py``)
+    topology   module -> the modules to which its output goes
+    batch_dim  the dimension along which outputs are cut between unequal grids: one number, or one for each module
+    parts      cuts and joins outputs in another way than along ``batch_dim``
+    rank       this rank in the job, if steps get a ``P2PCommunicator`` of the graph's ranks (as ranks that are threads
+               do); by default this process's rank, with a process group of its own
 
-    Made by all ranks of the job at once, in or outside of the modules, as process groups are. Raises PlanError on all.
+    All ranks of the job make it together, also ranks outside of the modules, as with process groups. Raises PlanError
+    on all ranks.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class ModulesPipeline:
 
 
 class OnModules(Host):
-    """What a step on ``pipeline`` does differently from one on a line of stages."""
+    """The host of a step on ``pipeline``: the differences to a step on a line of stages."""
 
     pipeline: ModulesPipeline
 
@@ -86,10 +88,10 @@ class OnModules(Host):
         return plan
 
     def check_chunks(self, step: Step, plan: Plan) -> None:
-        """The first and the last stage of a module are not those of the pipeline: nothing is compared."""
+        """Compares nothing, because the first and the last stage of a module are not those of the pipeline."""
 
     def described(self, step: Step, plan: Plan) -> dict[str, str]:
-        """Each module numbers its own layers."""
+        """Nothing: each module numbers its own layers, so ranks do not compare them."""
         return {}
 
     def features(self, step: Step, plan: Plan, steps: Any) -> list[Feature]:
@@ -126,7 +128,8 @@ def prepared_on_modules(host: OnModules) -> Step:
 
 
 def unserved_setting(settings: StepSettings) -> str | None:
-    """What ``settings`` ask for and a pipeline of several modules does not have; None where there is nothing."""
+    """A feature that ``settings`` ask for and that a pipeline of several modules does not have; None if there is
+    none."""
     for is_asked, what in (
         (settings.pipeline_schedule not in (None, _ONE_F_ONE_B), f"pipeline_schedule {settings.pipeline_schedule!r}"),
         (settings.p2p_channels != ONE_WAY, f"p2p_channels {settings.p2p_channels!r}"),
@@ -176,7 +179,7 @@ class ModuleSteps(ModelSteps):
 
 
 class ModulesHost(OnModules, OwnHost):
-    """Of one call of ``forward_backward_modules``."""
+    """The host of one call of ``forward_backward_modules``."""
 
     def __init__(self, pipeline: ModulesPipeline, arguments: Mapping[str, Any]) -> None:
         super().__init__(StepInputs(len(pipeline.gives_loss) > 1, **arguments), alone=False)

@@ -1,9 +1,9 @@
 """``verify`` for pipelines of several modules.
 
-Each rank by itself: the rules are the core's (``plan/ir/rules.py``). A transfer needs and adds facts of one message; a
-forward or backward needs those of all messages of its microbatch. So a forward comes behind the inputs of every module,
-and every output that is sent is released behind its own send. All ranks against each other: the core's check of
-deadlock and crossing messages (``plan/verify/rendezvous.py``), under the rules of the device.
+Each rank is checked by itself with the core's rules (``plan/ir/rules.py``). A transfer needs and adds facts of one
+message; a forward or backward needs those of all messages of its microbatch. So a forward comes behind the inputs of
+every module, and every output that is sent is released behind its own send. Then all ranks are run against each other
+by the core's check of deadlock and crossing messages (``plan/verify/rendezvous.py``), under the rules of the device.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _HERE = {FORWARD: rules.F_HERE, BACKWARD: rules.B_HERE}
 
 @collector_paused()
 def verify_modules(plan: Plan, device: Collection[str] | None = None) -> Verdict:
-    """As ``verify``, for a plan of ``modules_plan``: raises PlanError where it is incomplete, hangs, or reads, frees or
-    receives wrongly. ``device``: which of DEVICE_RULES hold, by default those that it was lowered for."""
+    """As ``verify``, for a plan of ``modules_plan``: raises PlanError if it is incomplete, hangs, or reads, frees or
+    receives wrongly. ``device``: the DEVICE_RULES that hold, by default those for which it was lowered."""
     found = plan.spec.device if device is None else checked_device(device)
     if STATIC_BUFFERS in found:
         raise PlanError(f"{STATIC_BUFFERS} is not checked in a pipeline of several modules: leave the rule out")
@@ -60,7 +60,7 @@ def verify_modules(plan: Plan, device: Collection[str] | None = None) -> Verdict
 
 
 class _ModulesWalk:
-    """What is true on one rank, and alive there, as its program runs."""
+    """Follows one rank's program: the facts, and the tensors that are alive."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.program, self.rank, self.spec = plan.programs[rank], rank, plan.spec
@@ -68,8 +68,8 @@ class _ModulesWalk:
         self.edges = {kind: plan.placement.graph.edges[kind][rank] for kind in self.kinds}  # type: ignore[attr-defined]
         self.known: dict[
             tuple[str, str], tuple[Instruction, int]
-        ] = {}  # by op and edge: at microbatch 0, and the chunk
-        self.wanted: defaultdict[tuple[str, str], int] = defaultdict(int)  # by kind and edge: facts at the end
+        ] = {}  # (op, edge) -> its instruction at microbatch 0, and the chunk
+        self.wanted: defaultdict[tuple[str, str], int] = defaultdict(int)  # (kind, edge) -> facts at the end
         for at, chunk in self._transfers():
             self.known[at.op, at.tensor] = at, chunk
             self.wanted[KIND_OF[at.op], at.tensor] |= RULES[at.op].adds
@@ -93,7 +93,7 @@ class _ModulesWalk:
         return RankPeaks(Memory(**peaks), together)
 
     def _transfers(self) -> Iterator[tuple[Instruction, int]]:
-        """Those of this rank, of microbatch 0, with their chunk."""
+        """The transfers of this rank for microbatch 0, with their chunk."""
         for kind, chunks in self.edges.items():
             moves = MOVES[kind]
             for chunk, edges in enumerate(chunks):

@@ -1,1 +1,1 @@
-"""Stages that give each other dicts of tensors (``adjust_tensor_shapes_fn``)."""
+"""Stages that pass dicts of tensors to each other (``adjust_tensor_shapes_fn``)."""

@@ -1,4 +1,4 @@
-"""Steps of a model whose stages give each other several tensors by name."""
+"""Steps of a model whose stages pass several tensors by name to each other."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class NamedSteps:
-    """Steps of a model whose stages give each other several tensors by name, as a dict (Megatron-LM#4265); the engine
-    sees lists of the same tensors.
+    """Steps of a model whose stages pass tensors by name, as a dict (Megatron-LM#4265). The engine gets lists of
+    the same tensors.
 
-    One message per tensor travels between two stages, in the order of the names, which ``adjust_tensor_shapes_fn``
-    gives: it returns dicts of name -> shape instead of lists of shapes."""
+    There is one message for each tensor between two stages, in the order of the names. ``adjust_tensor_shapes_fn``
+    gives the names: it returns dicts of name -> shape instead of lists of shapes."""
 
     steps: Steps
-    received: Names  # of the tensors that this stage receives
+    received: Names  # names of the tensors that this stage receives
     sent: Names
-    last: Sequence[bool]  # per chunk, whether it is the last stage, whose output is no activation
+    last: Sequence[bool]  # for each chunk, whether it is the last stage, whose output is not an activation
 
     def __post_init__(self) -> None:
         self.backward, self.backward_root = self.steps.backward, self.steps.backward_root

@@ -1,9 +1,9 @@
-"""Copies between a device and host memory that go on while the device computes: on CUDA on a stream for each direction
-and in pinned memory, on the CPU in a thread for each.
+"""Copies between a device and host memory that run while the device computes. On CUDA there is a stream for each
+direction, and host memory is pinned. On the CPU there is a thread for each direction.
 
-Copies of one direction run in the order in which they are posted. Host memory is pooled, as pinning takes long, in
-buffers of powers of two, to which torch rounds pinned ones anyway. The pool lets go of what is more than was ever in
-use at one time: steps of varying shapes would leave it buffers of all sizes.
+Copies of one direction run in the order in which they are posted. Host memory is pooled, because pinning takes long, in
+buffers whose sizes are powers of two, to which torch rounds pinned ones anyway. The pool frees buffers beyond the most
+that were ever in use at one time: otherwise steps of varying shapes would leave buffers of all sizes.
 """
 
 from abc import ABC, abstractmethod
@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_pp.comm.events import EventPool
 
 Wait = Callable[[], None]  # called once: waits for a copy that was posted, or makes the current stream wait for it
-Copy = tuple[Tensor, Tensor]  # what is written, and what is read: flat, of one size
+Copy = tuple[Tensor, Tensor]  # target and source, which are flat and have one size
 
 
 class HostCopies(ABC):
@@ -26,12 +26,13 @@ class HostCopies(ABC):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._free: dict[int, list[Tensor]] = defaultdict(list)  # host buffers by bytes
+        self._free: dict[int, list[Tensor]] = defaultdict(list)  # number of bytes -> host buffers
         self.held = 0  # bytes of all buffers
-        self._used, self._most = 0, 0  # bytes in use, now and at most
+        self._used = 0  # bytes in use now
+        self._most = 0  # the most bytes that were in use at one time
 
     def buffer(self, nbytes: int) -> Tensor:
-        """Host memory, [nbytes] of uint8."""
+        """A buffer in host memory, [nbytes] of uint8."""
         size = 1 << max(0, nbytes - 1).bit_length()
         self._used += size
         self._most = max(self._most, self._used)
@@ -45,7 +46,7 @@ class HostCopies(ABC):
         return torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")[:nbytes]
 
     def give_back(self, buffer: Tensor) -> None:
-        """Once the copies from and to ``buffer`` were waited for."""
+        """Return ``buffer`` to the pool, once the copies from and to it were waited for."""
         whole = buffer.as_strided((buffer.untyped_storage().nbytes(),), (1,), 0)
         self._used -= whole.numel()
         self._free[whole.numel()].append(whole)
@@ -56,7 +57,7 @@ class HostCopies(ABC):
 
 
 def host_copies(device: torch.device) -> HostCopies:
-    """For tensors on ``device``."""
+    """The copies for tensors on ``device``."""
     return _StreamCopies(device) if device.type == "cuda" else _ThreadCopies(device)
 
 
@@ -71,7 +72,8 @@ class _ThreadCopies(HostCopies):
 
 
 def _copy_all(copies: list[Copy]) -> None:
-    """Empties the list: the thread holds its arguments a while after the copies are over."""
+    """Run the copies and empty the list, because the thread holds its arguments for a while after the copies are
+    over."""
     while copies:
         target, source = copies.pop()
         target.copy_(source)

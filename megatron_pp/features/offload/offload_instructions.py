@@ -1,15 +1,15 @@
-"""What a plan knows of copies to host memory: the instructions, when they are valid, and what they do to memory."""
+"""The instructions for copies to host memory: when they are valid, and how they change memory."""
 
 from megatron_pp.plan.ir.feature import PlanFeature
 from megatron_pp.plan.ir.instruction import BACKWARD_OPS, RECV_F
 from megatron_pp.plan.ir.ledger import Memory
 from megatron_pp.plan.ir.rules import B_RAN, F_RAN, Rule
 
-# Of what a forward keeps for its backward.
-OFFLOAD = "OFFLOAD"  # post its copy to the host, behind the forward; never blocks
-FREE_OFFLOAD = "FREE_OFFLOAD"  # wait for that copy, then give the device memory back
-LOAD = "LOAD"  # allocate it on the device and post the copy back; never blocks
-WAIT_LOAD = "WAIT_LOAD"  # wait for that copy, then give the host memory back
+# All four are about the tensors that a forward keeps for its backward.
+OFFLOAD = "OFFLOAD"  # post their copy to the host, behind the forward; never blocks
+FREE_OFFLOAD = "FREE_OFFLOAD"  # wait for that copy, then free the device memory
+LOAD = "LOAD"  # allocate them on the device and post the copy back; never blocks
+WAIT_LOAD = "WAIT_LOAD"  # wait for that copy, then free the host memory
 
 OFFLOADED, OFFLOAD_FREED, LOADED, LOAD_HERE = (1 << k for k in range(21, 25))
 

@@ -1,13 +1,13 @@
-"""Where a rank's program copies what forwards keep to host memory, and back (PipeOffload, arXiv 2503.01328).
+"""Places the copies of a rank's activations to host memory, and back (PipeOffload, arXiv 2503.01328).
 
 The first chunks of every rank are offloaded. For each microbatch their forwards come first and their backwards last,
 so their activations live longest, and half of the chunks hold three quarters of the memory (section 3.3 there).
 
 Copies are placed on the logical clock (``clock.py``). One engine for each direction makes one copy at a time, each of
-``offload_slots`` slots. A copy to the host is posted right behind its forward. It is waited for, and the memory is
-freed, at the first boundary by which it is over. A copy back is posted at the last boundary from which it is over in
-time, and waited for right before its backward. A forward is not offloaded if its copy back would start before the copy
-to the host has finished.
+``offload_slots`` slots. A copy to the host is posted right behind its forward. At the first boundary by which the copy
+is over, the rank waits for it and frees the memory. A copy back is posted at the last boundary from which it is over in
+time; the wait is right before the backward. A forward is not offloaded if its copy back would start before the copy to
+the host has finished.
 """
 
 from bisect import bisect_left, bisect_right
