@@ -73,7 +73,7 @@ LONG = (
     *("test_megatron_failures.py", "test_train_script.py", "test_torch_agreement_failures.py", "test_printed.py"),
     *("test_megatron_training.py", "test_gloo_numbers.py", "test_train_schedules.py", "test_parity_scripts.py"),
     *("test_guard.py", "test_plan_search.py", "test_pipeline_search.py", "test_benchmark_all.py"),
-    "test_schedules_split.py",
+    *("test_schedules_split.py", "test_torch_pipelining.py", "test_torch_pipelining_sharded.py"),
 )
 
 

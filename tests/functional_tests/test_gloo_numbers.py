@@ -9,10 +9,11 @@ run.
 from __future__ import annotations
 
 import pytest
+import torch
 
 from testkit.sweeps import drawn
 from tests.functional_tests.numbers import library
-from tests.functional_tests.numbers.rows import Compared, assert_equal, run_rows
+from tests.functional_tests.numbers.rows import Compared, Row, asked, assert_equal, differences, run_rows
 
 TABLE = "tests.functional_tests.numbers.library:ROWS"
 ROWS = library.of_this_run()
@@ -21,8 +22,8 @@ LONGER = drawn(library.LONGER, 2)
 
 # One start serves all rows, on one worker.
 @pytest.fixture(scope="module")
-def results() -> dict[str, list[Compared]]:
-    return run_rows(TABLE, ROWS, 4)
+def results(request: pytest.FixtureRequest) -> dict[str, list[Compared]]:
+    return run_rows(TABLE, asked(request, ROWS), 4)
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -31,8 +32,8 @@ def test_gloo_processes_give_the_numbers_of_one(results: dict[str, list[Compared
 
 
 @pytest.fixture(scope="module")
-def longer_results() -> dict[str, list[Compared]]:
-    return run_rows(TABLE, LONGER, 8)
+def longer_results(request: pytest.FixtureRequest) -> dict[str, list[Compared]]:
+    return run_rows(TABLE, asked(request, LONGER), 8)
 
 
 @pytest.mark.slow
@@ -40,3 +41,19 @@ def longer_results() -> dict[str, list[Compared]]:
 def test_sharded_stages_of_longer_pipelines_do(longer_results: dict[str, list[Compared]], name: str) -> None:
     """With the memory of whole stages that the plan counts. Two rows are drawn."""
     assert_equal(library.ROWS[name], longer_results[name])
+
+
+def test_the_comparison_sees_one_wrong_bit_and_what_is_missing() -> None:
+    one = torch.ones(2)
+    assert differences({"a": one, "b": None, "c": 0.5}, {"a": one.clone(), "b": None, "c": 0.5}) == []
+    assert differences({"a": one}, {"a": one.nextafter(one + 1)}) != []
+    for wrong in (one.double(), one[:1], None, torch.full((2,), torch.nan)):
+        assert differences({"a": wrong}, {"a": one}) != []
+        assert differences({"a": wrong}, {"a": one}, near=1e-3) != []
+    assert differences({"a": one}, {}) == ["a was not expected"]
+    assert differences({"a": one * 1.01}, {"a": one, "b": 100 * one}, near=1e-3) == []
+    row = Row(lambda place: {}, lambda place: {}, size=2)
+    with pytest.raises(AssertionError, match="no rank has b"):
+        assert_equal(row, [Compared([], {"a"}, {"a", "b"}), Compared([], {"a"}, {"a", "b"})])
+    with pytest.raises(AssertionError, match="rank 1: a differs"):
+        assert_equal(row, [Compared([], {"a"}, {"a"}), Compared(["a differs"], {"a"}, {"a"})])

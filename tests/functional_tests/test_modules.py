@@ -7,15 +7,15 @@ import pytest
 from testkit.processes import run_processes
 from tests.functional_tests.module_checks import a_rank_gives_no_dict, refused_arguments
 from tests.functional_tests.numbers import several_modules
-from tests.functional_tests.numbers.rows import Compared, assert_equal, run_rows
+from tests.functional_tests.numbers.rows import Compared, asked, assert_equal, run_rows
 from tests.functional_tests.numbers.several_modules import SETUPS
 
 
 # One start serves all rows.
 @pytest.fixture(scope="module")
-def results() -> dict[str, list[Compared]]:
+def results(request: pytest.FixtureRequest) -> dict[str, list[Compared]]:
     table = "tests.functional_tests.numbers.several_modules:ROWS"
-    return run_rows(table, several_modules.ROWS, several_modules.RANKS)
+    return run_rows(table, asked(request, several_modules.ROWS), several_modules.RANKS)
 
 
 @pytest.mark.parametrize("name", several_modules.ROWS)

@@ -1,101 +1,66 @@
-"""torch's pipeline stages under our plans: the same bits as torch's own runtime.
+"""torch's pipeline stages under our plans: the numbers of one process and the bits of torch's own runtime, with models
+of all kinds.
 
-Quick cases share one start of two processes, slow ones one of four.
+The rows are in ``numbers/torch_stages.py``, ``numbers/odd_models.py`` and ``numbers/torch_runtime.py``. A part is
+drawn. In each run every odd model runs under a schedule that splits backwards, every schedule runs, each of torch's
+schedules on two ranks, and four of them on four.
 """
 
 from __future__ import annotations
 
 import re
-import warnings
-from collections.abc import Callable
-from functools import partial
 from types import ModuleType
-from typing import Any
 
 import pytest
-import torch
 from torch.distributed.pipelining import schedules
 
 from megatron_pp.errors import PlanError
 from megatron_pp.integrations.torch_pipelining import PlanSchedule, get_schedule_class, use_in
 from testkit.processes import run_processes
 from testkit.sweeps import drawn
-from tests.functional_tests import torch_pipelining_checks as checks
+from tests.functional_tests.numbers import torch_runtime, torch_stages
+from tests.functional_tests.numbers.rows import Compared, asked, assert_equal, run_rows
 
-Cases = dict[str, tuple[str, Callable[..., float]]]  # name -> layout, check
-
-QUICK: Cases = {
-    **{name: ("whole", partial(checks.compare, name=name)) for name in ("1F1B", *checks.V_SHAPED)},
-    "table of InterleavedZeroBubble": ("whole", partial(checks.compare, name="InterleavedZeroBubble", table=True)),
-    "mixed dtypes": ("whole", partial(checks.compare, name="ZBVZeroBubble", make=checks.mixed)),
-    "one weight twice": ("whole", partial(checks.compare, name="ZBVZeroBubble", make=checks.tied)),
-    "our order in torch": ("whole", partial(checks.compare_plan, name="zb_v", order=True)),
-    "dw_builder": ("whole", partial(checks.compare_builders, name="ZBVZeroBubble")),
-    "dw_builder, whole backwards": ("whole", partial(checks.compare_builders, name="Interleaved1F1B")),
-    "split_weight_grad": ("whole", checks.compare_store),
-    "one gradient for two, and none": ("whole", checks.compare_split),
-    "a builder beside a layer that splits": ("whole", checks.compare_builder_beside),
-    "further settings": ("whole", checks.compare_settings),
-    "microbatches given, two steps": ("whole", checks.compare_given),
-}
-# Of the sweeps over all schedules a part is drawn, of schedules with whole and with split backwards each. QUICK has
-# some of them on two ranks.
-WHOLE = [name for name in checks.CHUNKS if name not in checks.SPLITTING]
-SLOW: Cases = {
-    **{
-        f"{name}, 4 ranks": ("whole", partial(checks.compare, name=name))
-        for name in (*drawn(WHOLE, 2), *drawn(checks.SPLITTING, 2))
-    },
-    **{
-        f"{name}, 2 ranks": ("replicas", partial(checks.compare, name=name))
-        for name in checks.CHUNKS
-        if name not in QUICK
-    },
-    **{
-        f"{name}, replicas": ("replicas", partial(checks.compare_replicas, name=name))
-        for name in (*drawn(WHOLE, 2), *drawn(checks.SPLITTING, 2))
-    },
-    **{
-        f"table of {name}": ("replicas", partial(checks.compare, name=name, table=True))
-        for name in ("Interleaved1F1B", *checks.V_SHAPED)
-    },
-    **{f"our {name} in torch": ("replicas", partial(checks.compare_plan, name=name)) for name in ("v_half", "1f1b_v")},
-    **{
-        f"our order of {name} in torch": ("replicas", partial(checks.compare_plan, name=name, order=True))
-        for name in ("interleaved_1f1b", "dualpipe_v")
-    },
-    "mixed dtypes, 1F1B": ("whole", partial(checks.compare, name="1F1B", make=checks.mixed)),
-    "stages of pipeline()": ("whole", checks.compare_traced),
-}
+RUNTIME = [*torch_runtime.ALWAYS, *drawn(torch_runtime.OTHERS, 1)]
+ODD = torch_stages.odd_of_this_run()
+STAGES = [
+    *torch_stages.ON_TWO,
+    *(name for rows in (*torch_stages.ON_FOUR, *torch_stages.IN_DDP) for name in drawn(rows, 2)),
+    *drawn(torch_stages.TABLES, 2),
+    *drawn(torch_stages.PLANS, 1),
+    *drawn(torch_stages.ORDERS, 1),
+    *torch_runtime.TRACED,
+]
+ROWS = [*RUNTIME, *ODD, *torch_stages.SETTINGS, *STAGES, *torch_stages.ODD_COMPILED]
 
 
-def _rank_main(rank: int, size: int, cases: Cases) -> dict[str, Any]:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    layouts = checks.layouts(size)
-    found: dict[str, Any] = {name: check(layouts[layout]) for name, (layout, check) in cases.items()}
-    return {**found, "refusals": checks.refusals(layouts["whole"])} if size == 2 else found
-
-
+# One start serves all rows.
 @pytest.fixture(scope="module")
-def results() -> list[dict[str, Any]]:
-    return run_processes(_rank_main, 2, (QUICK,), timeout=180, start_method="mixed")
+def results(request: pytest.FixtureRequest) -> dict[str, list[Compared]]:
+    return run_rows(f"{torch_runtime.__name__}:ROWS", asked(request, ROWS), 4)
 
 
-@pytest.fixture(scope="module")
-def slow_results() -> list[dict[str, Any]]:
-    return run_processes(_rank_main, 4, (SLOW,), timeout=400, start_method="mixed")
+@pytest.mark.parametrize("name", RUNTIME)
+def test_losses_outputs_and_gradients_are_torchs_to_the_last_bit(results: dict[str, list[Compared]], name: str) -> None:
+    assert_equal(torch_runtime.ROWS[name], results[name])
 
 
-@pytest.mark.parametrize("case", QUICK)
-def test_losses_outputs_and_gradients_are_torchs_to_the_last_bit(results: list[dict[str, Any]], case: str) -> None:
-    assert [of_rank[case] for of_rank in results] == [0.0] * 2
+@pytest.mark.parametrize("name", [*ODD, *torch_stages.SETTINGS, *torch_stages.ODD_COMPILED])
+def test_numbers_of_odd_models_are_those_of_one_process(results: dict[str, list[Compared]], name: str) -> None:
+    assert_equal(torch_runtime.ROWS[name], results[name])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", SLOW)
-def test_so_they_are_under_each_of_torchs_schedules(slow_results: list[dict[str, Any]], case: str) -> None:
-    assert [of_rank[case] for of_rank in slow_results] == [0.0] * 4
+@pytest.mark.parametrize("name", STAGES)
+def test_so_they_are_under_torchs_schedules_tables_and_runtime(results: dict[str, list[Compared]], name: str) -> None:
+    """On two ranks and four, with DistributedDataParallel, torch's runtime with our plans and orders, and with stages
+    that torch traces."""
+    assert_equal(torch_runtime.ROWS[name], results[name])
+
+
+@pytest.fixture(scope="module")
+def refusals() -> list[dict[str, str]]:
+    return run_processes(torch_runtime.refusals, 2, timeout=120, start_method="mixed")
 
 
 REFUSALS = {
@@ -119,9 +84,9 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("misuse", REFUSALS)
-def test_misuse_is_refused_on_every_rank_before_anything_is_sent(results: list[dict[str, Any]], misuse: str) -> None:
-    for of_rank in results:
-        assert re.search(REFUSALS[misuse], of_rank["refusals"][misuse])
+def test_misuse_is_refused_on_every_rank_before_anything_is_sent(refusals: list[dict[str, str]], misuse: str) -> None:
+    for of_rank in refusals:
+        assert re.search(REFUSALS[misuse], of_rank[misuse])
 
 
 def test_classes_by_name_tell_how_many_stages_a_rank_has() -> None:

@@ -12,8 +12,8 @@ A test of numbers is a row, not a file. To add one, add it to the table of the h
 ``run(place)`` takes the steps on one rank and returns its numbers by name: losses, gradients, buffers.
 ``expected(place)`` returns all numbers of a single-process run of the same model; for a claim about another runtime,
 the numbers of that runtime on this rank. Both run in the rank, so references that several rows share belong in a
-``functools.cache``. What a row checks besides it asserts within ``run``. The test names each row that differs, and an
-error names the row in which it was raised.
+``functools.cache``. What a row checks besides it asserts within ``run``. The test names each row that differs. An error
+within a row ends the rows of its start, and names the row. To run one row alone, choose its test with ``-k``.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import importlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -74,6 +75,14 @@ class Compared(NamedTuple):
 
 class RowFailedError(MegatronPPError, RuntimeError):
     """A rank raised in a row, which the message names."""
+
+
+def asked(request: pytest.FixtureRequest, names: Iterable[str]) -> list[str]:
+    """Of these rows those of which the tests of the module, as they were chosen, have the ``name``. So one row can be
+    run by itself."""
+    tests = [item for item in request.session.items if item.path == request.path]
+    wanted = {item.callspec.params.get("name") for item in tests if hasattr(item, "callspec")}
+    return [name for name in names if name in wanted]
 
 
 def run_rows(table: str, names: Iterable[str], world: int, **more: Any) -> dict[str, list[Compared]]:

@@ -1,27 +1,20 @@
-"""Stages of odd models, each with what a runtime of stages may get wrong, and one process beside them."""
+"""Stages of odd models for ``torch_stages.py``, each with what a runtime of stages may get wrong."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from megatron_pp.integrations.torch_pipelining import PlanSchedule
-from megatron_pp.plan.builder import stage_numbers
-from megatron_pp.plan.orders import SCHEDULES
-
-H, ROWS = 6, 3
-RANKS, MICROBATCHES = 2, 4
+H, SAMPLES = 6, 3
+"""Features, and samples of a microbatch."""
 
 
 class Stage(nn.Module):
@@ -148,7 +141,7 @@ class Views(Stage):
             right = right + one[0, 0] - one[1, 2]
         if self.last:
             return left + right
-        return left, right, right, both.t(), self.linear.bias.expand(ROWS, H), x, both[:, ::2]
+        return left, right, right, both.t(), self.linear.bias.expand(SAMPLES, H), x, both[:, ::2]
 
 
 class InPlace(Stage):
@@ -255,7 +248,7 @@ class OtherLayers(Stage):
     def build(self) -> None:
         self.attention = nn.MultiheadAttention(H, 2, batch_first=True)
         self.recurrent, self.norm = nn.LSTM(H, H, batch_first=True), nn.LayerNorm(H)
-        self.convolution, self.scale = nn.Conv1d(ROWS, ROWS, 3, padding=1), nn.Parameter(torch.ones(H))
+        self.convolution, self.scale = nn.Conv1d(SAMPLES, SAMPLES, 3, padding=1), nn.Parameter(torch.ones(H))
         self.bilinear = nn.Bilinear(H, H, H)
 
     def forward(self, x: Tensor) -> Any:
@@ -280,7 +273,7 @@ class Twins(Stage):
     """Two parameters with one gradient, which autograd passes on as one tensor."""
 
     def build(self) -> None:
-        self.one, self.two = nn.Parameter(torch.randn(ROWS, H)), nn.Parameter(torch.randn(ROWS, H))
+        self.one, self.two = nn.Parameter(torch.randn(SAMPLES, H)), nn.Parameter(torch.randn(SAMPLES, H))
 
     def forward(self, x: Tensor) -> Any:
         return torch.tanh(self.linear(x)) + self.one + self.two
@@ -350,7 +343,7 @@ class Reused(Stage):
     """Gives the same memory for each microbatch."""
 
     def build(self) -> None:
-        self.register_buffer("memory", torch.zeros(ROWS, H))
+        self.register_buffer("memory", torch.zeros(SAMPLES, H))
 
     def forward(self, x: Tensor) -> Any:
         y = torch.tanh(self.linear(x))
@@ -364,7 +357,7 @@ class Constant(Stage):
     """The last stage gives a part of a parameter."""
 
     def forward(self, x: Tensor) -> Any:
-        return self.linear.bias.expand(ROWS, H) if self.last else torch.tanh(self.linear(x))
+        return self.linear.bias.expand(SAMPLES, H) if self.last else torch.tanh(self.linear(x))
 
 
 class Kept(Stage):
@@ -401,6 +394,30 @@ class Lazy(Stage):
 
     def forward(self, x: Tensor) -> Any:
         return torch.tanh(self.lazy(x)) + self.empty(x)
+
+
+class Layers(Stage):
+    """Layers of several kinds, and a parameter of no layer, in few operations."""
+
+    def build(self) -> None:
+        self.norm, self.convolution = nn.LayerNorm(H), nn.Conv1d(1, 1, 3, padding=1)
+        self.shift = nn.Parameter(0.1 * torch.randn(SAMPLES, H))
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.norm(torch.tanh(self.linear(x)))
+        return x + self.convolution(y.unsqueeze(1)).squeeze(1) + self.shift + self.other(y)
+
+
+class Nested(Stage):
+    """Blocks that FSDP2 shards one by one, and parameters of the whole."""
+
+    def build(self) -> None:
+        self.blocks = nn.ModuleList(Layers(self.k, self.count) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return torch.tanh(self.linear(x)) + self.other(x)
 
 
 class Compiled(Stage):
@@ -481,135 +498,10 @@ CASES: dict[str, Case] = {
     "frozen later": Case(Stage, frozen_later),
     "used later": Case(UsedLater, used_later),
 }
+PLAIN: dict[str, Case] = {"layers": Case(Layers, zeroed), "nested layers": Case(Nested, zeroed)}
+"""For what is around stages, and for schedules on more ranks."""
 COMPILED: dict[str, Case] = {
     "a compiled function": Case(Compiled),
     "compiled stages": Case(Stage, compiles=True),
     "module.compile()": Case(Stage, compiled_in_place),
 }
-
-
-def stages_of(case: Case, count: int) -> list[nn.Module]:
-    made = []
-    for k in range(count):
-        torch.manual_seed(k)
-        made.append(case.kind(k, count))
-    return made
-
-
-def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-    return F.mse_loss(output, target)
-
-
-def batch(step: int, count: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(count * ROWS, H, generator=generator), torch.randn(count * ROWS, H, generator=generator)
-
-
-class OneProcess:
-    """All stages, one after another; gradients are the mean over microbatches, added to those that are there."""
-
-    def __init__(self, case: Case, count: int, microbatches: int) -> None:
-        self.case, self.stages, self.microbatches = case, stages_of(case, count), microbatches
-        self.outputs: Any = None  # of the last run
-
-    def run(self, step: int, trains: bool) -> list[Tensor]:
-        """The losses."""
-        x, target = batch(step, self.microbatches)
-        losses, outputs = [], []
-        parameters = [parameter for stage in self.stages for parameter in stage.parameters()]
-        earlier = {one: one.grad for one in parameters if one.grad is not None}
-        for parameter in earlier:
-            parameter.grad = None
-        for given, wanted in zip(x.chunk(self.microbatches), target.chunk(self.microbatches), strict=True):
-            with nullcontext() if trains else torch.no_grad():
-                passed: Any = (given,)
-                for stage in self.stages:
-                    made = stage(*passed)
-                    passed = made if isinstance(made, tuple) else (made,)
-                loss = loss_fn(passed[0], wanted)
-            losses.append(loss.detach())
-            outputs.append(passed[0].detach().clone())
-            if trains:
-                loss.backward()
-        self.outputs = torch.cat(outputs)
-        for one in parameters:
-            if one.grad is not None and trains:
-                one.grad /= self.microbatches
-            if one in earlier:
-                one.grad = earlier[one] if one.grad is None else one.grad + earlier[one]
-        return losses
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, DTensor):
-        return tensor.full_tensor()
-    return tensor.to_dense() if tensor.is_sparse else tensor
-
-
-def state_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """Gradients and buffers by name."""
-    found: dict[str, Tensor | None] = {}
-    for name, parameter in module.named_parameters():
-        grad = parameter.grad
-        found[f"gradient of {name}"] = None if grad is None else _whole(grad)
-        main_grad = getattr(parameter, "main_grad", None)
-        if main_grad is not None:
-            found[f"main_grad of {name}"] = main_grad
-        found[f"value of {name}"] = _whole(parameter.detach())
-    found |= {f"buffer {name}": buffer for name, buffer in module.named_buffers()}
-    found |= {
-        name: torch.tensor(float(value if isinstance(value, int) else len(value)))
-        for name, value in vars(module).items()
-        if name in ("calls", "history", "kept")
-    }
-    return found
-
-
-def differences(
-    rank: int, schedule: str, case: Case, group: Any = None, shard: Callable[..., Any] | None = None
-) -> list[str]:
-    """What differs from one process on this ``rank`` of a pipeline, in words. ``shard`` is called with each stage."""
-    chunks = SCHEDULES[schedule].chunks or 2
-    count, numbers = RANKS * chunks, stage_numbers(schedule, RANKS, chunks)[rank]
-    every, whole = stages_of(case, count), OneProcess(case, count, MICROBATCHES)
-    given: list[Any] = every
-    if case.compiles:
-        with compiling():
-            given = [torch.compile(stage, backend="eager") for stage in every]
-    for k in numbers if shard is not None else ():
-        shard(given[k])
-    stages = [PipelineStage(given[k], k, count, torch.device("cpu"), group=group) for k in numbers]
-    ours = PlanSchedule(stages, MICROBATCHES, loss_fn, schedule=schedule)
-    found: list[str] = []
-    for number, trains in enumerate((True, False, True)):
-        if trains and case.before is not None:
-            case.before(number // 2, every)
-            case.before(number // 2, whole.stages)
-        expected = whole.run(number, trains)
-        x, target = batch(number, MICROBATCHES)
-        losses: list[Any] = []
-        run = ours.step if trains else ours.eval
-        output = run(*((x,) if 0 in numbers else ()), target=target if count - 1 in numbers else None, losses=losses)
-        if losses:
-            one, other = _named(losses) | {"outputs": output}, _named(expected) | {"outputs": whole.outputs}
-            found += [f"run {number}: {text}" for text in _compared(one, other, case.rounds)]
-        for k in numbers:
-            one, other = state_of(every[k]), state_of(whole.stages[k])
-            found += [f"run {number}: stage {k}: {text}" for text in _compared(one, other, case.rounds)]
-    return found[:5]
-
-
-def _named(losses: list[Any]) -> dict[str, Any]:
-    return {f"loss {k}": loss for k, loss in enumerate(losses)}
-
-
-def _compared(found: dict[str, Any], expected: dict[str, Any], rounds: bool) -> list[str]:
-    texts = [f"{name} only on one side" for name in found.keys() ^ expected.keys()]
-    for name in found.keys() & expected.keys():
-        one, other = found[name], expected[name]
-        if one is None or other is None:
-            if one is not other:
-                texts.append(f"{name} is {one}, in one process {other}")
-        elif not (torch.allclose(one, other, rtol=1e-5, atol=1e-6) if rounds else torch.equal(one, other)):
-            texts.append(f"{name} differs by {(one - other).abs().max()}")
-    return texts
