@@ -29,8 +29,8 @@ Copies = dict[int, list[Instruction]]  # boundary -> the copies to post or to wa
 
 
 def copies_of(order: Sequence[Instruction], ends: Sequence[int], chunks: int, slots: int) -> tuple[Copies, Copies]:
-    """(at, waits): what is at each boundary of a rank's ``order``, and right before the entry behind it, where the
-    first ``chunks`` are offloaded. ``ends``: the slot in which each entry ends."""
+    """(at, waits): the copies at each boundary of a rank's ``order``, and those right before the entry behind it, if
+    the first ``chunks`` are offloaded. ``ends``: the slot in which each entry ends."""
     forwards = {_cell(at): i for i, at in enumerate(order) if at.op == FORWARD and at.chunk < chunks}
     backwards = [(i, at) for i, at in enumerate(order) if at.op in BACKWARD_OPS and at.chunk < chunks]
     starts = [end - 1 for end in ends]
@@ -92,7 +92,7 @@ HOOKS = _Hooks()
 
 
 def offloaded_chunks(spec: PlanSpec) -> int:
-    """How many chunks of every rank are offloaded: as the spec says, else as its schedule does."""
+    """The number of chunks of every rank that are offloaded, by the spec or else by its schedule."""
     return settings_of(spec).get("offload_chunks") or 0
 
 

@@ -1,13 +1,13 @@
-"""What a forward keeps for its backward, in host memory in between (OFFLOAD to WAIT_LOAD).
+"""Keeps the tensors that a forward saves for its backward in host memory in between (OFFLOAD to WAIT_LOAD).
 
-``torch.autograd.graph.saved_tensors_hooks`` around a forward see each tensor that its graph saves. The graph is given a
-place to look instead, so that the engine may drop the tensor once it was copied, and put the copy there again. What
-something else holds as well (the user, a send that is on its way, an operation that keeps a tensor outside of autograd)
-stays alive with it, whatever is copied.
+``torch.autograd.graph.saved_tensors_hooks`` around a forward see each tensor that its graph saves. The graph gets a
+reference to a place instead. So the engine may drop the tensor once it was copied, and later put the copy into that
+place. A tensor that something else holds too (the user, a pending send, an operation outside of autograd) stays alive
+although it was copied.
 
-Where they are stay parameters and buffers of the chunks and what shares memory with them, tensors under SMALLEST bytes,
-tensors that are more than their memory (subclasses, lazy conjugates), those on another kind of device, and keys and
-values that slices of a sequence share. Of tensors that share memory, that memory is copied once.
+Not copied are parameters and buffers of the chunks and tensors that share memory with them, tensors under SMALLEST
+bytes, tensors that are more than their memory (subclasses, lazy conjugates), tensors on another kind of device, and
+keys and values that slices of a sequence share. If several tensors share memory, that memory is copied once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SMALLEST = 64
 class _Block:
     """The bytes of one storage that a forward has saved.
 
-    memory       on the device, flat, from the storage's first byte on; None while it is on the host alone
+    memory       the bytes on the device, flat, from the storage's first byte on; None while they are only on the host
     host         a copy of the bytes from ``start`` to ``stop``, which are those in use"""
 
     __slots__ = ("host", "memory", "start", "stop")
@@ -54,7 +54,7 @@ class _Block:
         self.start, self.stop = flat.numel(), 0
 
     def cover(self, tensor: Tensor) -> None:
-        """``tensor`` lies in this memory."""
+        """Extend the bytes in use by those of ``tensor``, which is in this memory."""
         size = tensor.element_size()
         start = int(tensor.storage_offset()) * size
         last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -71,7 +71,7 @@ class _Block:
 
 
 class _Saved:
-    """One saved tensor: itself, or once it was offloaded where it lies in its block."""
+    """One saved tensor: the tensor itself or, once it was offloaded, its place in its block."""
 
     __slots__ = ("block", "changed", "tensor", "version", "view")
 
@@ -83,7 +83,7 @@ class _Saved:
         self.changed = False
 
     def leave(self) -> None:
-        """Where its block is copied, the block alone holds its memory from here on."""
+        """Drop the tensor if its block is copied; only the block then holds the memory."""
         if self.block is not None and self.block.host is not None and self.tensor is not None:
             self.changed = self.tensor._version != self.version
             self.tensor = None
@@ -105,7 +105,7 @@ class _Saved:
 
 class _Step(StepHooks):
     def check_draft(self, draft: PlanSpec, inputs: StepInputs, settings: StepSettings) -> None:
-        """Raises ScheduleInputError where what a forward saves cannot be known, or is not its own."""
+        """Raises ScheduleInputError if the tensors that a forward saves cannot be known, or are not its own."""
         if draft.forward_only or not offloaded_chunks(draft):
             return
         if draft.joins:
@@ -135,17 +135,17 @@ STEP = _Step()
 
 @dataclass(eq=False)
 class _Kept:
-    """What one forward has saved."""
+    """The tensors that one forward has saved."""
 
-    blocks: dict[int, _Block] = field(default_factory=dict)  # by address of the storage, which ``saved`` keep alive
+    blocks: dict[int, _Block] = field(default_factory=dict)  # address of a storage -> block; ``saved`` keep it alive
     saved: list[_Saved] = field(default_factory=list)
     wait: Wait = field(init=False)  # for the copy that was posted last
 
 
 class Offloads:
-    """Copies what the forwards of a rank's step keep to host memory and back, as the plan says. ``keys``: the forwards
-    that are offloaded; ``chunks``: the rank's model chunks; ``shared``: what slices of a sequence keep of a task's
-    microbatch. ``kept`` is empty after the step."""
+    """Copies the tensors that forwards of a rank's step save to host memory and back, as the plan says. ``keys``: the
+    forwards that are offloaded. ``chunks``: the rank's model chunks. ``shared``: the tensors that slices of a sequence
+    share in a task's microbatch. ``kept`` is empty after the step."""
 
     def __init__(
         self,
@@ -158,12 +158,12 @@ class Offloads:
         self.kept: dict[Cell, _Kept] = {}
         self.tables = {"offloaded": self.kept}
         modules = [chunk for chunk in chunks if isinstance(chunk, Module)]
-        # Megatron's wrapper has a list of its own under the name of the method.
+        # Megatron's wrapper has a list under the name of this method.
         own = (tensor for module in modules for tensor in (*module.parameters(), *Module.buffers(module)))
         self._own = {tensor.untyped_storage().data_ptr() for tensor in own}
 
     def attach(self, engine: PlanExecutor, handlers: dict[str, Handler]) -> None:
-        """What forwards save is noted, and copied by the instructions of this feature."""
+        """Note what forwards save, and add the handlers that copy it."""
         handlers |= {
             ins.FORWARD: partial(self.forward, handlers[ins.FORWARD]),
             OFFLOAD: self.offload,
@@ -177,7 +177,7 @@ class Offloads:
         return call(at, each_tensor(view_of, given) if at.key in self.keys else given)
 
     def _free_with_input(self, engine: PlanExecutor, at: Task) -> None:
-        """Of a stage's input, only its gradient is of use to the engine from here on."""
+        """Drop the data of a stage's input: from here on the engine needs only its gradient."""
         self.free(at)
         stand_in(engine.inputs.get(at.key))
 
@@ -222,10 +222,10 @@ class Offloads:
         kept.wait = self.copies.post([block.copy() for block in kept.blocks.values()], to_host=True)
 
     def free(self, at: Task) -> None:
-        """Wait for that copy, then give up the device memory."""
+        """Wait for that copy, then free the device memory."""
         kept = self.kept[at.key]
         kept.wait()
-        for saved in kept.saved:  # only now: what was written to until here may be in the copy
+        for saved in kept.saved:  # checked only now: writes until here may be in the copy
             saved.leave()
         kept.saved.clear()
         for block in kept.blocks.values():
@@ -240,7 +240,7 @@ class Offloads:
         kept.wait = self.copies.post([(device, host) for host, device in copies], to_host=False)
 
     def wait_load(self, at: Task) -> None:
-        """Wait for that copy; the graph alone keeps the memory from here on."""
+        """Wait for that copy. From here on only the graph keeps the memory."""
         kept = self.kept.pop(at.key)
         kept.wait()
         for block in kept.blocks.values():
@@ -250,13 +250,13 @@ class Offloads:
 
 
 def stand_in(tensor: Any) -> None:
-    """Take the data from a leaf (or a list of them): from here on only its gradient is asked for. One element is left,
-    expanded to its shape. Views of it keep the data."""
+    """Take the data from a leaf (or a list of them), of which only the gradient is needed from here on. One element is
+    left, expanded to the leaf's shape. Views of the leaf keep the data."""
     for one in tensor if isinstance(tensor, (list, tuple)) else (tensor,):
         if isinstance(one, Tensor):
             one.data = one.new_empty(()).expand(one.shape)
 
 
 def view_of(tensor: Tensor) -> Tensor:
-    """Another tensor that shares its data and gives it its gradient."""
+    """Another tensor that shares the data of ``tensor`` and passes its gradient to it."""
     return tensor.view_as(tensor)

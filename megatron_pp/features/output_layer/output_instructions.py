@@ -1,5 +1,5 @@
-"""What a plan knows of an output layer that is split over all ranks (arXiv 2411.05288): its passes and collectives,
-when they are valid, what they need and what they do to memory. All are of one microbatch, on every rank.
+"""The instructions for an output layer that is split over all ranks (arXiv 2411.05288): its passes and collectives,
+when they are valid, what they need, and how they change memory. All are of one microbatch, on every rank.
 """
 
 from megatron_pp.plan.ir.dataflow import Result
@@ -23,7 +23,7 @@ X_POSTED, X_HERE, S_RAN, R_POSTED, R_HERE, T_RAN, G_POSTED, G_HERE = (1 << k for
 
 
 def output_stages(placement: Placement) -> tuple[int, ...]:
-    """The stages of the passes S and T, one a rank; none where the output layer is whole."""
+    """The stages of the passes S and T, one on each rank; none if the output layer is whole."""
     return tuple(range(placement.num_stages)) if placement.barriers else ()
 
 
@@ -33,15 +33,15 @@ def output_root(placement: Placement) -> int:
 
 
 def needs_at_root(op: str, needs: int, barriers: int) -> int:
-    """What an instruction of the last stage needs: it has its own output, and its backward the gradient that
-    collectives bring."""
+    """The facts that an instruction of the last stage needs: this stage has its own output, and its backward needs the
+    gradient that collectives bring."""
     if op == OUTPUT_S:
         return X_POSTED
     return needs | (R_HERE if barriers == 1 else G_HERE) if op in BACKWARD_OPS else needs
 
 
 def facts_at_end(placement: Placement, forward_only: bool) -> int:
-    """What must be true of every cell of the passes after the step."""
+    """The facts that every cell of the passes must have after the step."""
     facts = X_POSTED | X_HERE | S_RAN | R_POSTED | R_HERE
     if forward_only:
         return facts
@@ -49,10 +49,10 @@ def facts_at_end(placement: Placement, forward_only: bool) -> int:
 
 
 def collected_inputs(op: str, stage: int, placement: Placement) -> tuple[Result, ...]:
-    """What an operation needs that collectives bring.
+    """The results that an operation needs and that collectives bring.
 
-    S needs the last stage's output (a broadcast), T the statistics of every rank's S (an all-reduce); the last stage's
-    backward, with one barrier, the gradient parts of every rank's S, and with two those of every rank's T."""
+    S needs the last stage's output (a broadcast), T the statistics of every rank's S (an all-reduce). The last stage's
+    backward needs the gradient parts of every rank's S with one barrier, and those of every rank's T with two."""
     last = placement.num_stages - 1
     if op == OUTPUT_S:
         return ((FORWARD, last),)
@@ -64,7 +64,7 @@ def collected_inputs(op: str, stage: int, placement: Placement) -> tuple[Result,
 
 
 def moved_by(op: str, barriers: int) -> str | None:
-    """What a collective moves: an activation, a gradient, or None for statistics, which are taken to have no size."""
+    """Whether a collective moves an activation or a gradient; None for statistics, which count as having no size."""
     if op == ALL_REDUCE and barriers == 2:
         return None
     return FORWARD if op == BROADCAST else BACKWARD
@@ -76,7 +76,7 @@ def _part(op: str, at: Site) -> bool:
 
 
 def _pass(op: str, at: Site) -> Memory:
-    """The last of them gives back, or uses up, what the broadcast brought; of the root, its own output."""
+    """The change of memory by a pass. The last pass frees the tensor of the broadcast, on the root its own output."""
     used = op == (OUTPUT_T if at.trains else OUTPUT_S)
     return Memory(
         outputs=-(used and at.is_root and at.gives_back),
@@ -87,7 +87,7 @@ def _pass(op: str, at: Site) -> Memory:
 
 
 def _summed(op: str, at: Site) -> Memory:
-    """The parts of the output's gradient are sent, and their sum is there."""
+    """The change of memory by a sum: the parts of the output's gradient are sent, and their sum exists."""
     over = at.trains and op == (WAIT_ALL_REDUCE if at.barriers == 1 else WAIT_REDUCE)
     return Memory(output_grads=at.is_root and over, input_grads=-over)
 

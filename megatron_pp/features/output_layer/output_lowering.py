@@ -1,8 +1,8 @@
-"""The collectives of an output layer that is split over all ranks: when each is due, and which operation of a rank
-waits for it. ``output_instructions.py`` says what each is for.
+"""Places the collectives of an output layer that is split over all ranks: when each is due, and which operation of a
+rank waits for it. ``output_instructions.py`` says what each is for.
 
-All ranks post them on one communicator, in the order of their rounds (``clock.py``), those of one round in the order in
-which they are listed here from last to first. None is over before all ranks have posted it.
+All ranks post them on one communicator, in the order of their rounds (``clock.py``). Those of one round are posted in
+the reverse of the order in which they are listed here. None is over before all ranks have posted it.
 """
 
 from bisect import bisect_right
@@ -30,7 +30,7 @@ from megatron_pp.plan.lower.lowering import RankLowering
 
 _ORDER = (REDUCE, ALL_REDUCE, BROADCAST)
 MADE_BY = {BROADCAST: ins.FORWARD, ALL_REDUCE: OUTPUT_S, REDUCE: OUTPUT_T}
-"""The operation that makes what a collective moves."""
+"""Collective -> the operation that makes the tensor which it moves."""
 
 
 class Collective(NamedTuple):
@@ -38,8 +38,8 @@ class Collective(NamedTuple):
 
     round     the logical slot at whose end it is due
     post, wait  the instructions
-    ready     the boundary of the rank's order from which on it may be posted
-    use       the entry that it is waited for by; None: it is waited for one entry behind its post
+    ready     the first boundary of the rank's order at which it may be posted
+    use       the entry that waits for it; None: the wait is one entry behind its post
     receives  whether the rank takes part with an empty buffer"""
 
     round: int
@@ -57,8 +57,8 @@ def collectives_of(
     placement: Placement,
     forward_only: bool,
 ) -> list[Collective]:
-    """Those of ``rank``, which runs ``order``, in the order in which all ranks post them. ``ends``: when results are
-    there."""
+    """The collectives of ``rank``, which runs ``order``, in the order in which all ranks post them. ``ends``: when
+    results exist."""
     found = sorted(_each(order, ends, placement, forward_only), key=lambda each: each[0])
     at = {(one.op, one.mb): i for i, one in numbered(order)}
     is_root = rank == output_root(placement)
@@ -98,9 +98,9 @@ def placed_collectives(
     """(boundary at which it is posted, collective) of one rank, whose entries end at ``ends``. ``early(use)``: the
     boundary at which a receive for the entry ``use`` is early enough.
 
-    One is posted as soon as its rank's own part is there and the one before it is due: behind an unfinished one it
-    would hold back compute with one hardware queue. Where what follows may wait for all that is posted, not ``ahead``,
-    none is posted before it is due."""
+    A collective is posted as soon as the rank's own part exists and the collective before it is due: behind an
+    unfinished one it would block compute with one hardware queue. Without ``ahead``, that is if later instructions may
+    wait for all that is posted, none is posted before it is due."""
     earliest, boundaries, dues = 0, [], [bisect_right(ends, one.round) for one in collectives]
     for one, due in zip(collectives, dues, strict=True):
         earliest = max(earliest, one.ready if ahead else due)

@@ -1,5 +1,5 @@
-"""An output layer with its loss that is split over all ranks of a pipeline, by rows of its weight (Vocabulary
-Parallelism, arXiv 2411.05288): the module that holds a rank's rows, and what the engine runs of it.
+"""An output layer and its loss, split over all ranks of a pipeline by rows of its weight (Vocabulary Parallelism, arXiv
+2411.05288): the module that holds a rank's rows, and the runner by which the engine uses it.
 """
 
 from __future__ import annotations
@@ -34,16 +34,19 @@ from megatron_pp.runtime.step_hooks import FeatureRun, StepHooks
 
 
 def rows_of_rank(vocab_size: int, rank: int, size: int) -> range:
-    """The rows of the output weight that ``rank`` of ``size`` holds: ceil(vocab_size / size), the last ranks fewer."""
+    """The rows of the output weight on ``rank`` of ``size``: ceil(vocab_size / size) of them, fewer on the last
+    ranks."""
     each = -(-vocab_size // size)
     return range(min(rank * each, vocab_size), min((rank + 1) * each, vocab_size))
 
 
 @dataclass
 class _Microbatch:
-    """What a rank keeps of one microbatch. ``exponentials`` are ``[tokens, rows]``, of logits less their row's maximum
-    here; ``statistics`` ``[4, tokens]``: that maximum, the sum of exponentials and the target's logit, of the rank's
-    rows, then of all, and the label, then one of another rank, which is another label where there is any."""
+    """What a rank keeps of one microbatch. ``exponentials``, ``[tokens, rows]``: of the logits minus their maximum over
+    this rank's rows. ``statistics``, ``[4, tokens]``: that maximum, the sum of exponentials and the target's logit,
+    first over this rank's rows and later over all; and the label, later a label of another rank that differs, if there
+    is one.
+    """
 
     labels: Tensor
     loss_func: Callable[..., Any]
@@ -57,20 +60,20 @@ class _Microbatch:
 
 class SplitOutputLayer(torch.nn.Module):
     """A rank's rows of an output layer ``logits = hidden @ weight.T`` with cross-entropy, for schedules that split it
-    (``vocab_1f1b``, ``vocab_1f1b_alg1``). Every rank's model chunk has one, as a submodule, and calls it with its
-    output and the labels of the microbatch; what it returns is the stage's output.
+    (``vocab_1f1b``, ``vocab_1f1b_alg1``). Every rank's model chunk has one as a submodule, and calls it with its output
+    and the labels of the microbatch. The layer's result is the stage's output.
 
-    On every rank ``forward_step_func`` then returns the stage's output and the loss function. That is called on each
-    rank with the loss of every token, of the labels' shape, float32 or wider, as the gradient of each is needed there;
-    it must give the same on all of them. What it reports counts on the last stage's rank.
+    On every rank ``forward_step_func`` then returns the stage's output and the loss function. The loss function is
+    called on each rank with the losses of all tokens, in the labels' shape and float32 or wider, because their
+    gradients are needed on each rank. It must give the same on all ranks. Its report counts on the last stage's rank.
 
     Args:
-        hidden_size: of the last dimension of the stages' outputs.
-        vocab_size: rows of the whole weight.
+        hidden_size: size of the last dimension of the stages' outputs.
+        vocab_size: number of rows of the whole weight.
         rank, size: this rank's place in the pipeline.
         ignore_index: tokens with this label have a loss and a gradient of 0, as in ``cross_entropy``.
 
-    ``weight``: ``[rows, hidden_size]``, ``rows`` the numbers of its rows; drawn by the caller."""
+    ``weight`` is ``[rows, hidden_size]``, with ``rows`` the numbers of its rows. The caller initialises it."""
 
     def __init__(
         self, hidden_size: int, vocab_size: int, rank: int, size: int, *, ignore_index: int = -100, **factory: Any
@@ -82,9 +85,9 @@ class SplitOutputLayer(torch.nn.Module):
         self._labels: Tensor | None = None
 
     def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Note ``labels`` (int64, of ``hidden``'s shape without its last dimension); returns ``hidden``. Raises
-        ScheduleInputError for others, and on the CPU for one that is neither a row of the weight nor ``ignore_index``;
-        a CUDA device stops at it."""
+        """Note ``labels`` (int64, of ``hidden``'s shape without its last dimension) and return ``hidden``. Raises
+        ScheduleInputError for other labels, and on the CPU for a label that is neither a row of the weight nor
+        ``ignore_index``. A CUDA device stops at such a label."""
         if labels.shape != hidden.shape[:-1] or labels.dtype != torch.int64:
             raise ScheduleInputError(
                 f"labels have shape {list(labels.shape)} and are {labels.dtype}; a split output layer needs one for "
@@ -101,13 +104,13 @@ class SplitOutputLayer(torch.nn.Module):
         return hidden
 
     def take_labels(self) -> Tensor | None:
-        """The labels of the last forward, once."""
+        """Take the labels of the last forward."""
         labels, self.__dict__["_labels"] = self._labels, None
         return labels
 
     def pass_s(self, of: _Microbatch, with_input_grad: bool) -> None:
-        """Logits of the rank's rows, and what follows from them alone; with ``with_input_grad`` the gradient of X as
-        far as it does, ``exponentials @ weight``."""
+        """Compute the logits of the rank's rows and their statistics. ``with_input_grad``: also the part of X's
+        gradient that can be computed from them, ``exponentials @ weight``."""
         weight, rows = self.weight, self.rows
         x = of.x.flatten(0, -2)
         logits = (x @ weight.to(x.dtype).t()).to(torch.promote_types(x.dtype, torch.float32))
@@ -121,8 +124,8 @@ class SplitOutputLayer(torch.nn.Module):
         of.partial_grad = of.exponentials @ weight.to(of.exponentials.dtype) if with_input_grad else None
 
     def combine(self, of: _Microbatch, gathered: Tensor) -> None:
-        """The statistics of all ranks from ``gathered``, ``[ranks, 4, tokens]``, in the order of ranks. Scales the
-        rank's exponentials to its softmax, and makes its part of X's gradient whole, but for that of the loss."""
+        """Combine the statistics of all ranks, ``gathered``, ``[ranks, 4, tokens]``, in the order of ranks. Scales the
+        rank's exponentials to its softmax, and completes its part of X's gradient, except for the loss's gradient."""
         weight, rows = self.weight, self.rows
         maximum = gathered[:, 0].amax(0)
         total, target = (gathered[:, 1] * (gathered[:, 0] - maximum).exp()).sum(0), gathered[:, 2].sum(0)
@@ -159,8 +162,8 @@ def split_layers(chunks: Iterable[torch.nn.Module]) -> list[SplitOutputLayer]:
 
 
 def check_split_layer(inputs: StepInputs, schedule: str, barriers: int, messages: Messages) -> None:
-    """Raises ScheduleInputError where the model and the schedule do not agree on whether the output layer is split, or
-    the step asks for what a split one cannot give."""
+    """Raises ScheduleInputError if only one of model and schedule splits the output layer, or if the step asks for
+    something that a split one cannot give."""
     count = len(split_layers(inputs.chunks))
     if barriers and count != 1:
         raise ScheduleInputError(
@@ -201,8 +204,8 @@ STEP = _Step()
 
 
 class OutputLayerSteps(ModelSteps):
-    """``ModelSteps`` whose loss is the split output layer's: a forward notes the microbatch's labels and loss function,
-    and the last stage gives its output."""
+    """``ModelSteps`` for a split output layer, which computes the loss. A forward notes the microbatch's labels and
+    loss function, and the last stage returns its output."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -253,7 +256,8 @@ def _refuse(wrong: Tensor, why: str, of_token: Callable[[int], str]) -> None:
 
 
 def _own_labels(labels: Tensor, rows: range) -> tuple[Tensor, Tensor]:
-    """Of each token, the place of its label among ``rows`` (0 where it is none of them), and whether it is one."""
+    """For each token the place of its label among ``rows`` (0 if it is not among them), and whether it is among
+    them."""
     place = labels.flatten() - rows.start
     mine = (place >= 0) & (place < len(rows))
     return place.masked_fill(~mine, 0), mine
@@ -274,12 +278,12 @@ class OutputLayerRunner:
         self.layer = self.steps.layer
         self.root = output_root(self.placement)
         self.is_root = self.communicator.rank == self.root
-        self.early = self.placement.barriers == 1  # S makes the part of X's gradient
+        self.early = self.placement.barriers == 1  # whether S makes the part of X's gradient, and not T
         self.trains = not self.forward_only
 
     @property
     def kept(self) -> dict[int, _Microbatch]:
-        """By microbatch, from its forward until nothing of it is needed."""
+        """Microbatch -> what is kept of it, from its forward until nothing of it is needed."""
         return self.steps.noted
 
     @property
@@ -287,7 +291,7 @@ class OutputLayerRunner:
         return {"microbatches of the output layer": self.kept, "collectives": self.handles}
 
     def attach(self, engine: PlanExecutor, handlers: dict[str, Handler]) -> None:
-        """No stage gives the loss: the collectives and passes here do."""
+        """Add the handlers. No stage gives the loss, because the collectives and passes here compute it."""
         self.executor = weakref.proxy(engine)
         engine.loss_stage = ins.NONE
         handlers |= {
@@ -378,6 +382,6 @@ class OutputLayerRunner:
         self.executor.output_grads[at.key] = grad.view(shape).to(of.dtype)
 
     def _give_back(self, at: Task) -> None:
-        """The last stage's output is not read any more."""
+        """Called when the last stage's output is not read any more."""
         if self.is_root:
             self.executor.drop_data(at.key)

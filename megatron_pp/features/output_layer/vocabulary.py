@@ -5,10 +5,10 @@ stage's backward waits for what all ranks compute: behind S with one communicati
 behind S and T with two (Algorithm 1). To hide each barrier the last stage runs a forward before it goes on, so that
 rank r holds P - r + 1 or P - r + 2 microbatches, where 1F1B holds P - r.
 
-The orders are those of a pipeline in nominal times: backwards of two forwards, passes S and T of a quarter, collectives
-of half a forward. A rank that is free runs what others wait for first: T, S, a forward that its memory has room for, a
-backward. Simulated with the output layer costing 0.05 to 1 of a forward and backward, P 1 to 8, the step is that of
-balanced stages, to 1% where a collective takes a fifth of a forward.
+The orders are those of a pipeline in nominal times: a backward takes two forwards, a pass S or T a quarter, a
+collective half a forward. A free rank first runs what others wait for: T, S, a forward for which it has memory, a
+backward. In the simulator, with an output layer that costs 0.05 to 1 of a forward and backward and P of 1 to 8, the
+step is that of balanced stages, to within 1% if a collective takes a fifth of a forward.
 """
 
 from functools import partial
@@ -22,7 +22,7 @@ from megatron_pp.plan.orders.free_ranks import FreeRanks
 
 VOCAB_1F1B = "vocab_1f1b"
 VOCAB_1F1B_ALG1 = "vocab_1f1b_alg1"
-_TIMES = {OUTPUT_T: 1, OUTPUT_S: 1, FORWARD: 4, BACKWARD: 8}  # in the order of what goes first
+_TIMES = {OUTPUT_T: 1, OUTPUT_S: 1, FORWARD: 4, BACKWARD: 8}  # in the order in which a free rank prefers them
 _COLLECTIVE = 2
 
 

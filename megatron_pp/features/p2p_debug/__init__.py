@@ -1,1 +1,1 @@
-"""Checks of what is sent and of its memory (``p2p_debug``)."""
+"""Debug mode (``p2p_debug``): checks of messages and of the memory of sends."""

@@ -1,8 +1,8 @@
 """Debug mode (``config.p2p_debug``, env MEGATRON_PP_P2P_DEBUG): watches the memory of pending sends.
 
-A send's bytes are summed when it is posted and again when it is done; after every instruction in between it is checked
-whether the schedule has freed, swapped or written to them. Memory that a FREE gives back is filled with NaN, which any
-late reader then reads. A fault raises SendBufferError with the rank, chunk, microbatch and both instructions.
+A send's bytes are summed when it is posted and again when it is done. After every instruction in between, debug mode
+checks whether the schedule has freed, swapped or written to them. Memory that a FREE frees is filled with NaN, which
+any late reader then reads. A fault raises SendBufferError with the rank, chunk, microbatch and both instructions.
 
 This is a subclass of the engine, chosen when a step is set up, so the engine itself has no debug code. On CUDA nothing
 here waits for the device before the end of the step: a debug mode that synchronises would hide the faults.
@@ -32,14 +32,14 @@ _WORDS_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16:
 
 
 class WatchedExecutor(PlanExecutor):
-    """The engine, with a watch on the memory of its pending sends; it holds no tensor that it watches, which would hide
-    an early release. Raises SendBufferError."""
+    """The engine with a watch on the memory of its pending sends. It does not hold the tensors that it watches, because
+    that would hide an early release. Raises SendBufferError."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.pending: list[_PendingSend] = []
-        self.returned: list[torch.Tensor] = []  # done with, about to be given back by the current instruction
-        self.sums: list[tuple[_PendingSend, Instruction, torch.Tensor]] = []  # whether first and second sum agree
+        self.returned: list[torch.Tensor] = []  # memory that the current instruction is about to free
+        self.sums: list[tuple[_PendingSend, Instruction, torch.Tensor]] = []  # with whether both sums agree
 
     def run(self) -> None:
         wire = self.communicator.wire
@@ -51,7 +51,7 @@ class WatchedExecutor(PlanExecutor):
         return {op: partial(self._watched, handler) for op, handler in super()._handlers().items()}
 
     def _watched(self, handler: Handler, at: Task) -> None:
-        """Check the memory of all pending sends after each instruction, and poison what it has given back."""
+        """Check the memory of all pending sends after each instruction, and fill memory that it has freed with NaN."""
         handler(at)
         self._check(self.pending, at.instruction)
         for tensor in self.returned:
@@ -59,7 +59,7 @@ class WatchedExecutor(PlanExecutor):
         self.returned.clear()
 
     def _backward(self, at: Task) -> None:
-        # The output is used up; the gradient that has come back shows that its send is done.
+        # The backward has used the output. The gradient that has come back shows that its send is done.
         done = [s for s in self.pending if s.at.op == ins.SEND_F and (s.at.stage, s.at.mb, s.at.part) == at.key]
         self._check(done, at.instruction)
         self._compare(done, at.instruction)
@@ -90,7 +90,7 @@ class WatchedExecutor(PlanExecutor):
             self._watch_posted(one, sends)
 
     def _noted(self, at: Task, given: Send | None = None) -> list[_PendingSend]:
-        """What ``at`` is about to send: ``given``, or what the engine makes of it."""
+        """The sends that ``at`` is about to post: ``given``, or the engine's own request."""
         request = given or self.request(at)
         assert isinstance(request, Send)
         value = request.value
@@ -103,11 +103,13 @@ class WatchedExecutor(PlanExecutor):
         self.pending += sends
 
     def about_to_finish(self, sends: list[_PendingSend]) -> None:
-        """A FREE begins to wait for these sends: their memory must be intact, unless a backward has used it up."""
+        """Called when a FREE begins to wait for these sends. Their memory must be intact, unless a backward has used
+        it.
+        """
         self._check([send for send in sends if send in self.pending], self.instruction)
 
     def finished(self, sends: list[_PendingSend]) -> None:
-        """These sends are done; their memory has not been given back yet."""
+        """Called when these sends are done and their memory has not been freed yet."""
         self.returned += self._compare([send for send in sends if send in self.pending], self.instruction)
 
     def _check(self, sends: list[_PendingSend], now: Instruction) -> None:
@@ -116,7 +118,7 @@ class WatchedExecutor(PlanExecutor):
                 raise self._error(send, now, broken)
 
     def _compare(self, sends: list[_PendingSend], now: Instruction) -> list[torch.Tensor]:
-        """``sends`` are done: take their second sums. Returns aliases of their memory."""
+        """Take the second sums of ``sends``, which are done. Returns aliases of their memory."""
         aliases = []
         for send in sends:
             self.pending.remove(send)
@@ -153,7 +155,7 @@ class WatchedExecutor(PlanExecutor):
 
 
 class _PendingSend:
-    """Where the bytes of one sent tensor lie, and what they summed up to when they were posted."""
+    """The place of the bytes of one sent tensor, and their sum when they were posted."""
 
     def __init__(self, tensor: torch.Tensor, at: Instruction) -> None:
         self.at = at
@@ -162,11 +164,11 @@ class _PendingSend:
         self._storage = StorageWeakRef(tensor.untyped_storage())
         self._place = (tensor.storage_offset(), tensor.shape, tensor.stride())
         self._dtype, self._device = tensor.dtype, tensor.device
-        # Of a part of a larger tensor the sums say whether it was written to.
+        # For a part of a larger tensor only the sums show whether it was written to.
         self._version = version_of(tensor) if is_whole(tensor) else UNWATCHED
 
     def broken(self) -> str:
-        """What was done to the memory, as a participle; empty if nothing was."""
+        """The fault of the memory as a participle, such as "freed"; empty if there is none."""
         tensor = self._tensor()
         if tensor is None or self._storage.expired():
             return "freed"
@@ -175,7 +177,7 @@ class _PendingSend:
         return "written to" if self._version not in (UNWATCHED, version_of(tensor)) else ""
 
     def bytes(self) -> torch.Tensor | None:
-        """An alias of what was sent; None where the memory is gone."""
+        """An alias of the sent bytes; None if the memory is gone."""
         storage: Any = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
         if storage is None:
             return None
@@ -184,7 +186,7 @@ class _PendingSend:
 
 @dataclass(eq=False)
 class _WatchedHandle:
-    """A WaitHandle whose ``wait`` is watched from both sides."""
+    """A WaitHandle that tells the watch before and after its ``wait``."""
 
     handle: WaitHandle
     sends: list[_PendingSend]
@@ -214,7 +216,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _poison_if_free(tensor: torch.Tensor) -> None:
-    """Fill ``tensor`` with NaN where nothing else holds its memory: autograd may have kept it for a backward."""
+    """Fill ``tensor`` with NaN if nothing else holds its memory. Autograd may have kept it for a backward."""
     storage = tensor.untyped_storage()
     holders = torch._C._storage_Use_Count(storage._cdata) - 1  # less the wrapper that asks
     if holders == 1 and (tensor.is_floating_point() or tensor.is_complex()):

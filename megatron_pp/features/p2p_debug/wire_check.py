@@ -1,8 +1,9 @@
 """Wire check (``config.p2p_debug``): every tensor is announced with its shape, dtype, chunk and microbatch, and the
 receiver compares.
 
-It finds schedules and custom communicators that send or receive out of order, which with equal shapes trains silently
-on the wrong microbatch. It costs a small message per tensor, and receives wait for it, so less is overlapped.
+It finds schedules and custom communicators that send or receive out of order. With equal shapes such a run would train
+on the wrong microbatch without an error. The check costs a small message for each tensor. Receives wait for this
+message, so less communication overlaps.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ _KINDS = {_ACTIVATION: "activation", _GRADIENT: "gradient", _UNKNOWN: "message"}
 
 
 class Stamp(NamedTuple):
-    """What a message is. ``boundary`` s lies between stage s and s + 1; -1 where a field is not known (outside a
-    plan)."""
+    """The description of a message. ``boundary`` s is between stages s and s + 1. A field is -1 if it is not known
+    (outside a plan)."""
 
     dtype: int
     kind: int
@@ -49,7 +50,8 @@ class WireCheck:
 
     @contextmanager
     def within(self, source: PlanExecutor) -> Iterator[None]:
-        """While ``source`` executes its plan; it holds the communicator, which holds this."""
+        """A context in which ``source`` executes its plan. ``source`` holds the communicator, which holds this
+        object."""
         self.source = source
         try:
             yield
@@ -57,7 +59,7 @@ class WireCheck:
             self.source = None
 
     def stamp(self, dtype: torch.dtype, member: int = 0) -> Stamp:
-        """The stamp of what the current instruction sends or expects; ``member`` counts within a batch."""
+        """The stamp of the message that the current instruction sends or expects. ``member``: its place in a batch."""
         at = None if self.source is None else self.source.instruction
         at = at.members[member] if at is not None and at.members else at
         if at is None or at.op not in TRANSFER_OPS:

@@ -1,4 +1,4 @@
-"""Interleaved 1F1B with a warm-up for pairs."""
+"""Interleaved 1F1B with a warm-up that lets forwards and backwards run in pairs."""
 
 from megatron_pp.plan.orders.family import Order, Repeats, Shape, every_group, every_microbatch
 from megatron_pp.plan.orders.interleaved import in_step_family, in_turns, overtaken

@@ -1,4 +1,4 @@
-"""Where pairs take part in making plans."""
+"""The hooks of pairs in making plans."""
 
 from collections.abc import Mapping
 from typing import Any

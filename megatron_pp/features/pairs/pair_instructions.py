@@ -43,13 +43,13 @@ def may_pair(first: Instruction, second: Instruction) -> bool:
 
 
 def paired(first: Instruction, second: Instruction) -> Instruction | None:
-    """Every forward right before a full backward of another microbatch, as one: the all-to-alls of one half hide behind
-    the other's compute. Backwards without their weight gradient are short and stay alone."""
+    """A forward and the full backward of another microbatch right behind it as one PAIR, so that the all-to-alls of a
+    half hide behind the other one's compute; else None. Backwards without weight gradients are short and stay alone."""
     return Instruction(PAIR, members=(first, second)) if may_pair(first, second) else None
 
 
 def pair_up(order: Iterable[Instruction]) -> list[Instruction]:
-    """The order with all that may be pairs as pairs."""
+    """The order in which all operations that may form pairs are pairs."""
     return join(order, paired)
 
 

@@ -1,4 +1,4 @@
-"""Overlapped slots: what runs the forward of one microbatch together with the backward of another.
+"""Runs the forward of one microbatch together with the backward of another.
 
 Set ``config.overlapped_forward_backward`` to ``in_turn``, ``on_two_streams`` or a function of your own: plans then
 have pairs (``pair_instructions.py``), and the engine calls the function with both halves of each. A
@@ -25,15 +25,15 @@ from megatron_pp.runtime.executor import Handler, PlanExecutor
 from megatron_pp.runtime.step_hooks import FeatureRun, StepHooks
 
 Handlers = Mapping[str, Callable[[Task], None]]
-Ready = Callable[[Activation], None]  # is given a result as soon as it is there
-# ``forward_and_backward`` of ``Steps`` that can run a forward and another microbatch's backward as one. Is given a
-# ForwardHalf, a BackwardHalf and two Ready, for the output and then for the input gradient; the last weight gradients,
-# and on the last stage the loss, may come after. Returns what ``forward`` and ``backward`` return.
+Ready = Callable[[Activation], None]  # gets a result as soon as it exists
+# ``forward_and_backward`` of ``Steps`` that can run a forward and another microbatch's backward as one. It gets a
+# ForwardHalf, a BackwardHalf and two Ready, for the output and then for the input gradient. The last weight gradients,
+# and on the last stage the loss, may come later. It returns what ``forward`` and ``backward`` return.
 RunJointly = Callable[..., tuple[Activation, Activation]]
 
 
 class ForwardHalf(NamedTuple):
-    """What ``Steps.forward`` is given."""
+    """The arguments of ``Steps.forward``."""
 
     chunk: int
     mb: int
@@ -41,7 +41,7 @@ class ForwardHalf(NamedTuple):
 
 
 class BackwardHalf(NamedTuple):
-    """What ``Steps.backward`` is given."""
+    """The arguments of ``Steps.backward``."""
 
     chunk: int
     mb: int
@@ -51,20 +51,20 @@ class BackwardHalf(NamedTuple):
 
 
 def halves_of(pair: Task) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
-    """Its forward and its backward, each with its send where that goes out within the pair."""
+    """The forward and the backward of ``pair``, each with its send if that goes out within the pair."""
     second = next(i for i, at in enumerate(pair.members) if at.op == ins.BACKWARD)
     return pair.members[:second], pair.members[second:]
 
 
 @dataclass(eq=False)
 class JointPair:
-    """One PAIR that the engine has come to, which the model runs in one call, operation by operation (``RunJointly``),
-    as Megatron's schedule plans do. While it runs, this object replaces the engine's ``steps``: the engine's own
-    handlers of the two halves take what they give, and find in place of a computation what the one call has made.
+    """One PAIR that the model runs in one call, operation by operation (``RunJointly``), as Megatron's schedule plans
+    do. While it runs, this object replaces the engine's ``steps``. The engine's own handlers of the two halves call it,
+    and get the results of the one call in place of a computation.
 
-    handlers    the engine's, which observers see
-    unobserved  the same, which they do not: to them the forward lasts until its output is there, and the backward from
-                there to the end, with its send right behind it"""
+    handlers    the engine's handlers, which observers see
+    unobserved  the same handlers without observers. For observers the forward lasts until its output exists, and the
+                backward from there to the end, with its send right behind it"""
 
     engine: Any  # PlanExecutor, whose ``steps`` this object is for a while
     handlers: Handlers
@@ -102,7 +102,7 @@ class JointPair:
         return grad
 
     def on_output(self, output: Activation) -> None:
-        """The output is there; on the last stage, what the loss is made of."""
+        """Called when the output exists; on the last stage it is the input of the loss."""
         if self.output_sends:
             self.output = output
             self.unobserved[ins.FORWARD](self.of_forward)
@@ -112,18 +112,18 @@ class JointPair:
         self._observe(self.of_backward)
 
     def on_input_grad(self, grad: Activation) -> None:
-        """The input gradient is there, and the last weight gradients are not."""
+        """Called when the input gradient exists, before the last weight gradients do."""
         for at in self.grad_sends:
             self.engine.input_grads[at.key] = each_tensor(in_one_block, grad)
             self.unobserved[at.op](at)
 
     def forward(self, chunk: int, mb: int, input_tensor: Activation) -> Activation:
-        """What the pair's forward has returned."""
+        """The result of the pair's forward."""
         output, self.output = self.output, None
         return output
 
     def _observe(self, at: Task | None) -> None:
-        """What runs until now is over; from here on it is ``at``."""
+        """Tell observers that the current operation has ended and that ``at`` begins."""
         observer, over = self.engine.observer, self.running
         self.running = at
         if observer is not None and over is not None:
@@ -136,8 +136,8 @@ class JointPair:
 class HalfCall:
     """One half of a pair. Calling it runs the half, from its input to its output; it must be called exactly once.
 
-    chunk, microbatch  which it is; ``chunk`` counts this rank's model chunks
-    model              the model chunk, wrapped as it was given
+    chunk, microbatch  the half's; ``chunk`` counts this rank's model chunks
+    model              the model chunk, in the wrapper in which it was given
     stream             the CUDA stream of the forward: the current one when it is called, unless the function has set
                        it before; found at the backward of that forward, which autograd runs there"""
 
@@ -170,8 +170,8 @@ def in_turn(forward_call: HalfCall, backward_call: HalfCall) -> None:
 
 
 def on_two_streams(forward_call: HalfCall, backward_call: HalfCall) -> None:
-    """The halves on the current CUDA stream and another one; in turn without a CUDA device. A backward runs on the
-    stream of its forward, so this forward takes the stream that the backward's own forward did not use.
+    """Run the halves on the current CUDA stream and another one; without a CUDA device, in turn. A backward runs on the
+    stream of its forward. So the forward of this pair takes the stream that the backward's own forward did not use.
 
     Both streams wait for each other before and after, so that memory can go from one to the other. The other stream is
     the same for all pairs: torch has 32 of a priority, and the next one would be that of an NCCL communicator."""
@@ -190,7 +190,7 @@ def on_two_streams(forward_call: HalfCall, backward_call: HalfCall) -> None:
 
 
 PAIR_FUNCTIONS: dict[str, OverlappedForwardBackward] = {"in_turn": in_turn, "on_two_streams": on_two_streams}
-"""By the name that a flag or a file has for them."""
+"""Name in a flag or a file -> function."""
 
 
 class _Streams(NamedTuple):
@@ -199,7 +199,7 @@ class _Streams(NamedTuple):
     of_leaves: torch.cuda.Stream
 
 
-_STREAMS = threading.local()  # a thread has its own, by device, as it has a current stream of its own
+_STREAMS = threading.local()  # device -> stream; each thread has its own, as it has its own current stream
 
 
 def _streams(device: torch.device) -> _Streams:
@@ -211,7 +211,8 @@ def _streams(device: torch.device) -> _Streams:
 
 def _leaves_on_their_own_stream(models: Sequence[Any]) -> list[Any]:
     """The nodes that add gradients to ``models``' parameters, for the caller to keep. autograd runs such a node on the
-    stream where it was made (pytorch#137483): on that of a forward, backwards of the other stream would wait for it."""
+    stream on which it was made (pytorch#137483). If that is a forward's stream, backwards on the other one wait for it.
+    """
     if not torch.cuda.is_initialized():
         return []
     with torch.cuda.stream(_streams(torch.cuda.current_stream().device).of_leaves):
@@ -230,8 +231,8 @@ def _run(handlers: Handlers, half: Sequence[Task]) -> None:
 
 @dataclass(eq=False)
 class PairRunner:
-    """Runs pairs by the user's ``function``, else as the model does, else in turn. ``models`` are the chunks of one
-    rank, ``streams`` those of forwards whose backward has not run yet."""
+    """Runs pairs by the user's ``function``, or as the model does, or in turn. ``models`` are the chunks of one rank,
+    ``streams`` the streams of forwards whose backward has not run yet."""
 
     function: OverlappedForwardBackward | None
     models: Sequence[Any]
@@ -243,7 +244,7 @@ class PairRunner:
         self.leaves = [] if self.function is None else _leaves_on_their_own_stream(self.models)
         for op in ins.BACKWARD_OPS:
             handlers[op] = partial(self._alone, handlers[op])
-        # Not kept here: they hold the engine, which holds this.
+        # The handlers are not kept here: they hold the engine, which holds this object.
         handlers[PAIR] = partial(self.run, self._noting_sends(handlers))
 
     def run(self, unobserved: Handlers, pair: Task) -> None:
@@ -258,8 +259,8 @@ class PairRunner:
             _run(handlers, pair.members)
 
     def _alone(self, handler: Handler, at: Task) -> None:
-        """A backward outside of a pair, on the stream of its forward, where autograd runs it: its weight gradients are
-        computed there, too, or later. For a node that leaves them, and gives no input gradient, autograd makes no
+        """Run a backward outside of a pair on the stream of its forward, where autograd runs it. Its weight gradients
+        are computed there too, or later: for a node that leaves them and gives no input gradient, autograd makes no
         stream wait."""
         stream = self.streams.pop(at.key, None)
         current = None if stream is None else torch.cuda.current_stream()
@@ -273,7 +274,7 @@ class PairRunner:
         events.order(stream, current)
 
     def _noting_sends(self, handlers: Handlers) -> dict[str, Handler]:
-        """``handlers``; those that send note it in the engine."""
+        """``handlers``, such that those of sends are noted in the engine."""
         sends: dict[str, Handler] = {op: partial(self._send, handlers[op]) for op in ins.SEND_OPS}
         return {**handlers, **sends}
 
@@ -285,7 +286,7 @@ class PairRunner:
             self.engine.within = None
 
     def _by_function(self, function: OverlappedForwardBackward, pair: Task, handlers: Handlers) -> None:
-        """Raises ScheduleInputError where the function left one of the halves out."""
+        """Run the pair by ``function``. Raises ScheduleInputError if it did not call both halves."""
         forward_call, backward_call = (
             HalfCall(at.chunk, at.mb, self.models[at.chunk], partial(_run, handlers, half))
             for half in halves_of(pair)

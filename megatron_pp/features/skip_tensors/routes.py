@@ -1,15 +1,15 @@
-"""Tensors that later stages use in addition to their input: named, sent on from stage to stage, and kept per rank.
+"""The routes of named tensors, which later stages use in addition to their input. They are sent from stage to stage,
+and each rank may keep them.
 
-A named tensor travels like the activations, a hop at a time: over the edge from stage s to s + 1 behind the stage's
-own output. Its gradient travels over the same edges in the other direction. Which hops it takes depends on what a rank
-keeps (``CACHES``):
+A named tensor moves like the activations, a hop at a time: from stage s to s + 1, behind the stage's own output. Its
+gradient moves over the same edges in the other direction. The hops depend on what a rank keeps (``CACHES``):
 
-``none``      nothing: every hop up to the last user moves it.
-``received``  what the rank has received: no hop brings a tensor that came to the rank before (arXiv 2603.15031, section
-              4.1). Its own tensors come back once, where a later chunk of the rank uses them.
-``all``       also what it has made: the fewest hops.
+``none``      A rank keeps nothing: every hop up to the last user moves the tensor.
+``received``  A rank keeps received tensors, so none is sent to it twice (arXiv 2603.15031, section 4.1). A tensor that
+              the rank has made comes back once, if a later chunk of the rank uses it.
+``all``       A rank also keeps tensors that it has made. This needs the fewest hops.
 
-A rank's chunks share one copy (``Held``), and the rank's gradient of it is one sum, which goes back over the hop that
+A rank's chunks share one copy (``Held``). The rank's gradient of it is one sum, which goes back over the hop that
 brought the tensor. Additions are in the same order under every schedule: from the last stage to the first, and at each
 stage first the sum from the stage after it, then its own gradient.
 """
@@ -31,7 +31,7 @@ from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import Plan
 
 BLOCKS = "blocks"
-"""In place of a declaration: every stage makes a block that all later stages use (Attention Residuals)."""
+"""A value in place of a declaration: every stage makes a block that all later stages use (Attention Residuals)."""
 
 _NAME = re.compile(r"[A-Za-z_]\w{0,63}\Z", re.ASCII)
 _ENTRY = re.compile(r"(\w+)=(\d{1,9})>(\d{1,9}(?:,\d{1,9})*)(\s+no_grad)?\Z", re.ASCII)
@@ -40,9 +40,9 @@ _ENTRY = re.compile(r"(\w+)=(\d{1,9})>(\d{1,9}(?:,\d{1,9})*)(\s+no_grad)?\Z", re
 class SkipTensor(NamedTuple):
     """A tensor that stage ``source`` makes and the later stages ``users`` use.
 
-    gradient  whether it has one, which flows back to ``source``
-    shape     of one microbatch; None: that of the activations between stages. Not used where shapes vary
-    dtype     by its name in torch, as in "int64"; None: config.pipeline_dtype"""
+    gradient  whether it has a gradient, which goes back to ``source``
+    shape     its shape in one microbatch; None: that of the activations between stages. Not used if shapes vary
+    dtype     the name of its dtype in torch, as in "int64"; None: config.pipeline_dtype"""
 
     name: str
     source: int
@@ -68,7 +68,7 @@ def stage_blocks(num_stages: int) -> tuple[SkipTensor, ...]:
 
 
 def declared_tensors(produces: Sequence[Collection[str]], uses: Sequence[Collection[str]]) -> tuple[SkipTensor, ...]:
-    """From what each stage says that it produces and uses, by name, in the order of stages. Raises PlanError for a name
+    """The tensors by the names that each stage produces and uses, in the order of stages. Raises PlanError for a name
     that several stages produce, or that is used and not produced."""
     sources: dict[str, int] = {}
     for stage, names in enumerate(produces):
@@ -86,7 +86,7 @@ def declared_tensors(produces: Sequence[Collection[str]], uses: Sequence[Collect
 
 
 def checked_tensors(tensors: Iterable[SkipTensor], num_stages: int) -> tuple[SkipTensor, ...]:
-    """``tensors`` by name, users in order. Raises PlanError for one that cannot be."""
+    """``tensors`` sorted by name, with their users sorted. Raises PlanError for an impossible one."""
     found = sorted(one._replace(users=tuple(sorted(set(one.users)))) for one in tensors)
     for name, count in Counter(one.name for one in found).items():
         if not _NAME.match(name):
@@ -117,8 +117,8 @@ def _parsed(text: str) -> SkipTensor:
 
 @dataclass
 class Held:
-    """A tensor on one rank: it is made by, or comes to, ``stage``; ``users`` and ``sends`` are the stages of this rank
-    that use it and that send it on, in order."""
+    """A tensor on one rank. ``stage`` makes it or receives it. ``users`` and ``sends`` are the stages of this rank that
+    use it and that send it on, in order."""
 
     tensor: SkipTensor
     stage: int
@@ -136,12 +136,12 @@ class Held:
 
 @dataclass(frozen=True)
 class Routes:
-    """Where named tensors go. All by stage.
+    """The routes of named tensors, for each stage.
 
-    made       tensors that it makes
-    came       tensors that the edge to it moves, by name in order
-    used       tensors that it uses, by name
-    sent       tensors that the edge from it moves, by name in order"""
+    made       tensors that the stage makes
+    came       tensors that the edge to the stage moves, by name in order
+    used       tensors that the stage uses, by name
+    sent       tensors that the edge from the stage moves, by name in order"""
 
     made: Sequence[Mapping[str, Held]]
     came: Sequence[Mapping[str, Held]]
@@ -154,7 +154,7 @@ class Routes:
         return tuple(name for name, held in found if kind == FORWARD or held.tensor.gradient)
 
     def of(self, at: Instruction) -> Held | None:
-        """The tensor, on its rank, that a transfer or DROP with a name is about; None where there is none."""
+        """The tensor, on its rank, of a transfer or DROP with a name; None if there is none."""
         tables = (self.made, self.came) if at.op == DROP else (self.sent,) if at.op in _OF_SENT else (self.came,)
         return next((table[at.stage][at.tensor] for table in tables if at.tensor in table[at.stage]), None)
 
@@ -164,7 +164,7 @@ _OF_SENT = frozenset({SEND_F, FREE_F, ins.RECV_B, ins.WAIT_B})
 
 @lru_cache(maxsize=256)
 def routes_of(tensors: tuple[SkipTensor, ...], cache: str, placement: Placement) -> Routes:
-    """The hops of ``tensors``. Raises PlanError for a stage that there is not, and an unknown cache."""
+    """The hops of ``tensors``. Raises PlanError for a stage that does not exist, and for an unknown cache."""
     if cache not in CACHES:
         raise PlanError(unknown("cache of skip tensors", cache, CACHES))
     tables: list[list[dict[str, Held]]] = [[{} for _ in range(placement.num_stages)] for _ in range(4)]
@@ -191,7 +191,7 @@ def _route(tensor: SkipTensor, cache: str, placement: Placement) -> list[Held]:
     found, kept = [here], dict[int, Held]()
     if cache == ALL:
         kept[placement.homes[tensor.source][0]] = here
-    brought: dict[int, Held] = {}  # by stage of a hop's sender, what it is sent from
+    brought: dict[int, Held] = {}  # stage of a hop's sender -> the copy that it sends
     for stage in range(tensor.source, tensor.users[-1]):
         if placement.crosses_ranks(stage):
             rank = placement.homes[stage + 1][0]
@@ -214,8 +214,8 @@ def _route(tensor: SkipTensor, cache: str, placement: Placement) -> list[Held]:
 def with_drops(
     program: Iterable[Instruction], routes: Routes, placement: Placement, forward_only: bool
 ) -> list[Instruction]:
-    """The program with a DROP of each named tensor right behind the last that needs it on this rank: the end of its
-    sends, and the backwards (in evaluation, the forwards) of its users."""
+    """The program with a DROP of each named tensor right behind the last instruction on this rank that needs it: the
+    end of its sends, and the backwards (in evaluation, the forwards) of its users."""
     left: defaultdict[tuple[int, str, int, int], int] = defaultdict(int)
     result = []
     for entry in program:
@@ -232,7 +232,7 @@ def with_drops(
 
 
 def _released_by(at: Instruction, routes: Routes, forward_only: bool) -> Iterable[Held]:
-    """The tensors that have one use less after ``at``."""
+    """The tensors whose number of uses ``at`` lowers by one."""
     if at.op == FREE_F and at.tensor:
         return (routes.sent[at.stage][at.tensor],)
     return routes.used[at.stage].values() if ends_use(at.op, forward_only) else ()
@@ -244,7 +244,7 @@ def ends_use(op: str, forward_only: bool) -> bool:
 
 
 class Traffic(NamedTuple):
-    """Named tensors of one microbatch that cross links on their way to later stages, and on the busiest hop."""
+    """The number of named tensors of one microbatch that are sent to later stages, in total and on the busiest hop."""
 
     messages: int
     peak: int

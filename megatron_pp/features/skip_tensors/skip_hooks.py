@@ -1,4 +1,4 @@
-"""Where named tensors take part in making and verifying plans."""
+"""The hooks of named tensors in making and verifying plans."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any

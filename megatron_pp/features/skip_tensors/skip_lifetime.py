@@ -1,5 +1,5 @@
-"""The named tensors of one rank along its program: that they are there when they are used or sent, are summed before
-they go back, and are dropped once, when nothing needs them (``lifetime.py`` asks).
+"""Follows the named tensors of one rank along its program, for ``lifetime.py``. It checks that they exist when they are
+used or sent, that gradients are summed before they go back, and that each is dropped once, when nothing needs it.
 """
 
 from collections import defaultdict
@@ -41,7 +41,7 @@ _HELD_AS = {"inputs": "held", "outputs": "", "input_grads": "held_grads", "outpu
 
 @lru_cache
 def _changes_of(op: str) -> list[_Change]:
-    """What a transfer or DROP with a name changes, in all stages."""
+    """The changes by a transfer or DROP with a name, the same in all stages."""
     changes = ((_HELD_AS.get(kind, kind), by) for kind, by in change_of(op, Site())._asdict().items() if by)
     return [(kind, by) for kind, by in changes if kind]
 
@@ -61,7 +61,7 @@ class NamedWalk(Follower):
         self.required = {stage: self._facts_at_end(stage) for stage in self.stages}
 
     def _facts_at_end(self, stage: int) -> dict[str, int]:
-        """By name, what must be true of a tensor at ``stage`` after the step."""
+        """Name -> the facts that a tensor at ``stage`` must have after the step."""
         routes, facts = self.routes, defaultdict[str, int](int)
         for name, held in routes.came[stage].items():
             facts[name] |= F_POSTED | F_HERE | DROPPED | (B_SENT | B_FREED if self._flows_back(held) else 0)
@@ -75,7 +75,7 @@ class NamedWalk(Follower):
         return held.tensor.gradient and not self.spec.forward_only
 
     def moved(self, at: Instruction) -> list[_Change]:
-        """A transfer or DROP with a name. Raises PlanError."""
+        """Called for a transfer or DROP with a name. Raises PlanError."""
         held = self.routes.of(at)
         rule = rule_of(at.op)
         needs, adds = (0, 0) if rule is None else rule[:2]
@@ -97,7 +97,7 @@ class NamedWalk(Follower):
         return _changes_of(at.op) + (self._sum(held, at) if at.op == ins.WAIT_B else [])
 
     def _check_drop(self, at: Instruction, held: Held) -> None:
-        """Nothing on the rank uses the tensor any more, nor sends it."""
+        """Raises PlanError if something on the rank still uses or sends the tensor."""
         last = F_RAN if self.spec.forward_only else B_RAN
         waits_for = [(stage, last, self.ran[stage, at.mb, at.part]) for stage in held.users]
         waits_for += [(s, F_FREED, self.facts[(s, at.mb, at.part), held.name]) for s in held.sends]
@@ -107,7 +107,8 @@ class NamedWalk(Follower):
                 raise self.error(at, f"it comes before the last use of {held.name}: {why}")
 
     def computed(self, at: Instruction) -> list[_Change]:
-        """A forward, a backward or a weight gradient. Raises PlanError where a tensor that it needs is not there."""
+        """Called for a forward, a backward or a weight gradient. Raises PlanError if a tensor that it needs is
+        missing."""
         routes, stage = self.routes, at.stage
         if at.op == FORWARD:
             for name in routes.came[stage]:
@@ -139,7 +140,7 @@ class NamedWalk(Follower):
             raise self.error(at, f"it comes before the {what} {name} is there, which stage {stage} waits for")
 
     def _sum(self, held: Held, at: Instruction) -> list[_Change]:
-        """A gradient is added to the rank's sum, or begins it."""
+        """The changes by a gradient that is added to the rank's sum, or begins it."""
         key = (held.stage, at.mb, at.part), held.name
         if key in self.summed:
             return []

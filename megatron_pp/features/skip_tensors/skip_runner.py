@@ -1,7 +1,7 @@
-"""Named tensors that stages give to later ones: the rank's copies of them, and the sums of their gradients.
+"""Holds a rank's copies of named tensors, which stages send to later stages, and the sums of their gradients.
 
-A stage that uses some is given, by ``set_input_tensor``, its input and behind it a dict of them by name. A stage that
-makes some returns (output, dict). The plan says which (``routes.py``), moves them, and drops them.
+A stage that uses some gets its input and behind it a dict of them, by ``set_input_tensor``. A stage that makes some
+returns (output, dict). The plan says which (``routes.py``), moves them, and drops them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TensorKey = tuple[int, int, int, str]  # stage where the rank holds it, microbat
 
 
 def check_skip_tensors(tensors: Iterable[SkipTensor], inputs: StepInputs, settings: StepSettings) -> None:
-    """Raises ScheduleInputError for what does not go with named tensors, and for a dtype that there is not."""
+    """Raises ScheduleInputError for settings that exclude named tensors, and for an unknown dtype."""
     for tensor in tensors:
         _dtype_of(tensor, settings.pipeline_dtype)
     for given, name, why in (
@@ -90,8 +90,8 @@ class SkipRunner:
         self.routes, self.plan = routes, plan
         self.graphs = graphs
         self.sums_gradients = graphs and not plan.spec.forward_only
-        self.held: dict[TensorKey, Tensor] = {}  # leaves where stages of this rank use them
-        self.roots: dict[TensorKey, Root] = {}  # of those made here
+        self.held: dict[TensorKey, Tensor] = {}  # tensors; those that stages of this rank use are leaves
+        self.roots: dict[TensorKey, Root] = {}  # roots of the tensors made here
         self.sums: dict[TensorKey, Tensor] = {}
         self.tables: dict[str, dict[Any, Any]] = {
             "named tensors": self.held,
@@ -102,14 +102,14 @@ class SkipRunner:
         self._shapes = {one: self._shapes_of(one, shapes) for one in plan.spec.skip_tensors}
 
     def _shapes_of(self, tensor: SkipTensor, shapes: Sequence[Any]) -> list[Any]:
-        """By slice, the shape of ``tensor``, whose first dimension is cut as that of the activations."""
+        """The shape of ``tensor`` in each slice. Its first dimension is cut as that of the activations."""
         if tensor.shape is None or len(shapes) == 1:
             return [tensor.shape or shape for shape in shapes]
         whole = sum(shape[0] for shape in shapes)
         return [(tensor.shape[0] * shape[0] // whole, *tensor.shape[1:]) for shape in shapes]
 
     def attach(self, engine: PlanExecutor, handlers: dict[str, Handler]) -> None:
-        """Messages with a name are moved from and to the tensors held here, and chunks run with them."""
+        """Let messages with a name move the tensors held here, and let chunks run with these tensors."""
         self.engine = weakref.proxy(engine)
         for op in ins.POST_OPS | ins.WAIT_OPS:
             named = self._wait if op in ins.WAIT_OPS else self._post
@@ -132,7 +132,7 @@ class SkipRunner:
             self._add(key, handle.tensor)
 
     def _drop(self, at: Task) -> None:
-        """Now, or behind the sends that are finished later."""
+        """Drop a tensor now, or behind sends that are finished later."""
         deferred = self.engine.deferred
         if deferred:
             deferred.append((deferred[-1][0], at))
@@ -145,8 +145,8 @@ class SkipRunner:
         return grad
 
     def forward(self, call: Callable[[Task, Activation], Activation], at: Task, given: Activation) -> Activation:
-        """Run the chunk; returns its output without the named tensors, which are held. Raises ScheduleInputError where
-        it gives others than are declared, P2PShapeError where one has another shape or dtype."""
+        """Run the chunk. Returns its output without the named tensors, which are held here. Raises ScheduleInputError
+        if the chunk gives other tensors than are declared, P2PShapeError if one has another shape or dtype."""
         used, made = self.routes.used[at.stage], self.routes.made[at.stage]
         if used:
             named = {name: self.held[_key(held, at)] for name, held in used.items()}
@@ -185,11 +185,11 @@ class SkipRunner:
             self.roots[key] = root
 
     def _is_leaf(self, held: Held) -> bool:
-        """Whether stages of this rank make gradients of it."""
+        """Whether stages of this rank make gradients of the tensor."""
         return self.graphs and held.tensor.gradient and bool(held.users)
 
     def with_roots(self, at: Task, output: Any, output_grad: Activation) -> tuple[Any, Activation]:
-        """What the backward of ``at`` starts from, and with which gradients: the output, and what the stage made."""
+        """The roots of the backward of ``at``, and their gradients: the output, and the tensors that the stage made."""
         named = []
         for held in self.routes.made[at.stage].values():
             root, total = self.roots.pop(_key(held, at), None), self.sums.pop(_key(held, at), None)
@@ -202,8 +202,8 @@ class SkipRunner:
         return list(roots), list(grads)
 
     def collect(self, at: Task) -> None:
-        """Behind a backward: add the gradients of what the stage used to the rank's sums. Where it made none, a rank
-        that waits for the sum gets zeros."""
+        """Called after a backward: add the gradients of the tensors that the stage used to the rank's sums. If there is
+        none, a rank that waits for the sum gets zeros."""
         for held in self.routes.used[at.stage].values():
             key = _key(held, at)
             leaf = self.held[key]
@@ -214,7 +214,7 @@ class SkipRunner:
                 self.sums[key] = torch.zeros_like(leaf, requires_grad=False)
 
     def _add(self, key: TensorKey, grad: Tensor) -> None:
-        """In the order of the calls; the first is the sum's own memory, which nothing else holds."""
+        """Add ``grad`` to a sum, in the order of the calls. The first one becomes the sum; nothing else holds it."""
         total = self.sums.get(key)
         if total is None:
             self.sums[key] = grad
@@ -223,7 +223,7 @@ class SkipRunner:
                 total.add_(grad)
 
     def request(self, at: Task) -> Send | Receive:
-        """What a send or receive posts."""
+        """The request that a send or receive posts."""
         held = self._of(at)
         channel = ACT if at.op in (ins.SEND_F, ins.RECV_F) else GRAD
         dtype = self._dtypes[held.tensor]
@@ -234,7 +234,7 @@ class SkipRunner:
         return Send(table[_key(held, at)], at.peer, channel, dtype)
 
     def finish(self, at: Task) -> None:
-        """A send is over, or the plan drops the tensor: release what that ends the use of."""
+        """Called when a send is over or the plan drops the tensor: release the tensor if this was its last use."""
         if at.op == ins.FREE_B:
             del self.sums[_key(self._of(at), at)]
         elif at.op == DROP:

@@ -1,4 +1,4 @@
-"""What attention keeps for the later slices of a sequence, along a rank's program."""
+"""Counts the keys and values that attention keeps for later slices of a sequence, along a rank's program."""
 
 from collections.abc import Iterator
 
@@ -7,17 +7,17 @@ from megatron_pp.plan.ir.spec import Plan
 
 
 def key_values_change(op: str, part: int, slices: int, forward_only: bool) -> int:
-    """Of a microbatch in ``slices``, what an operation of slice ``part`` adds to the keys and values that a chunk
-    keeps: the forward of the first slice allocates them for all, and its backward, the last to read them, gives them
-    back; in evaluation the forward of the last slice does."""
+    """The change of the keys and values that a chunk keeps of a microbatch in ``slices``, by an operation of slice
+    ``part``. The forward of the first slice allocates them for all slices. Its backward is the last to read them and
+    frees them; in evaluation the forward of the last slice does."""
     allocated = op == ins.FORWARD and part == 0
     freed = part == slices - 1 and op == ins.FORWARD if forward_only else part == 0 and op in ins.BACKWARD_OPS
     return allocated - freed
 
 
 def key_values_timeline(plan: Plan, rank: int) -> Iterator[float]:
-    """Keys and values that attention keeps for the slices that follow, and their gradients, right after each
-    instruction of ``plan.timed(rank)``; 1 are those of a chunk and a whole microbatch.
+    """The keys and values that attention keeps for later slices, and their gradients, right after each instruction of
+    ``plan.timed(rank)``. 1 stands for those of a chunk and a whole microbatch.
 
     Gradients of all slices but the last are collected from the backward of the last slice to that of the first."""
     slices, forward_only, now = plan.spec.slices, plan.spec.forward_only, 0.0

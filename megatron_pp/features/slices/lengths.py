@@ -1,4 +1,4 @@
-"""How long the slices of a sequence are, and the messages of each."""
+"""The lengths of the slices of a sequence, and the shapes of their messages."""
 
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import PlanError, ScheduleInputError
@@ -12,8 +12,8 @@ def cut(
     inputs: StepInputs, settings: StepSettings, tp_size: int, cp_size: int, shapes: Shapes
 ) -> tuple[tuple[int, ...], tuple[Shapes, ...]]:
     """Lengths in tokens of the slices that ``config.sequence_slices`` cuts sequences into, and the shapes of each
-    slice's messages; ``shapes``: those of whole sequences, whose first dimension is tokens (of one tensor parallel
-    rank). Raises ScheduleInputError for lengths that cannot be, and for options that do not go with slices."""
+    slice's messages. ``shapes``: those of whole sequences, whose first dimension is tokens (of one tensor parallel
+    rank). Raises ScheduleInputError for impossible lengths, and for options that exclude slices."""
     slices = settings.sequence_slices
     for given, name, why in (
         (settings.shapes_vary, "variable_seq_lengths", "a microbatch's length is not known when it is cut"),

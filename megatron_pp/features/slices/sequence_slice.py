@@ -1,4 +1,4 @@
-"""Slices of a sequence as a model sees them, and the keys and values that its attention keeps from slice to slice.
+"""The slice of a sequence that a model gets, and the keys and values that its attention keeps from slice to slice.
 
 With ``config.sequence_slices`` the engine calls ``forward_step_func`` once for each slice of a microbatch.
 ``sequence_slice()`` returns the current slice. A layer that looks back, as causal attention does, gives its keys and
@@ -34,7 +34,7 @@ from megatron_pp.runtime.step_hooks import FeatureRun, StepHooks
 
 
 class _Grown:
-    """One tensor of a whole sequence that slices fill in turn, and the gradients that later slices give to it."""
+    """One tensor of a whole sequence, which slices fill one after the other, and the gradients from later slices."""
 
     def __init__(self) -> None:
         self.whole: Tensor | None = None
@@ -42,18 +42,19 @@ class _Grown:
         self.filled = 0  # tokens
 
     def append(self, new: Tensor, part: SequenceSlice, dim: int) -> Tensor:
-        """``new`` in its place; returns all up to its end."""
+        """Put ``new`` into its place. Returns all tokens up to its end."""
         if self.whole is None:
             shape = list(new.shape)
             shape[dim] = part.length
             self.whole = new.new_empty(shape)
         part.of(self.whole, dim).copy_(new)
         self.filled = max(self.filled, part.stop)
-        # .data: what is returned was saved for backward by earlier slices, and what is appended changes none of it.
+        # .data, which bumps no version: earlier slices saved the returned tensor, and appending does not change it.
         return self.whole.narrow(dim, 0, part.stop).data
 
     def collect(self, grad: Tensor, part: SequenceSlice, dim: int) -> Tensor:
-        """The gradient of the part's own, with what later slices gave; the rest of ``grad`` is for those before."""
+        """The gradient of the part's own tokens, with those from later slices. The rest of ``grad`` is kept for earlier
+        slices."""
         mine, before = part.of(grad, dim), grad.narrow(dim, 0, part.start)
         if self.grads is None:
             self.grads = before.clone()
@@ -79,9 +80,9 @@ class _Extended(torch.autograd.Function):
 class SequenceSlice:
     """The slice that is being computed.
 
-    index, count  which of how many
-    start, stop   its tokens, in the sequence of a whole microbatch; ``length`` tokens long
-    microbatch    of the step, from 0"""
+    index, count  its number, from 0, and the number of slices
+    start, stop   its tokens, in the sequence of a whole microbatch, which has ``length`` tokens
+    microbatch    its microbatch in the step, from 0"""
 
     index: int
     count: int
@@ -117,7 +118,7 @@ class SequenceSlice:
                     f"{self.index} has {self.stop - self.start}"
                 )
             grown = self._kept.setdefault((owner, place), _Grown())
-            if grown.filled != self.start and not _in_backward():  # there, recomputation gives the same again
+            if grown.filled != self.start and not _in_backward():  # in a backward, recomputation gives the same again
                 raise ScheduleInputError(
                     f"an owner of type {type(owner).__name__} has given {grown.filled} tokens of tensor {place}, and "
                     f"gives slice {self.index}, tokens {self.start} to {self.stop}: an owner gives every slice once, "
@@ -133,11 +134,11 @@ class SequenceSlice:
 
 
 _CURRENT = threading.local()  # a thread runs a rank; torch.compile traces it
-_RUNNING: dict[int, SequenceSlice] = {}  # the slices that ranks of this process compute, by thread
+_RUNNING: dict[int, SequenceSlice] = {}  # thread -> the slice that its rank computes
 
 
 def _in_backward() -> bool:
-    """Whether autograd runs in this thread, which need not be the one that called it: each CUDA device has one."""
+    """Whether autograd runs in this thread. It may be another one than the caller's: each CUDA device has its own."""
     return torch._C._current_graph_task_id() != -1
 
 
