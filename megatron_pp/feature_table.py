@@ -51,6 +51,11 @@ class Row:
     written     whether files of plans have these settings also where all are the defaults
     config      its settings of the config, with their defaults
     shown       settings of a spec by the names that they have for users, where these differ
+    costs       the module whose COSTS, ``CostHooks``, say what its costs mean, and whose CHARGES, ``Charges``, what
+                the simulator makes of its instructions
+    stage_times its times per stage of the model -> the instructions that take them
+    other_costs its other costs, with their defaults
+    measured    those of all these that a run can measure
     tensors     what it adds to the counts of live tensors (``plan/ir/ledger.py``)
     views       what it adds to the counts that are views on them, or of other memory
     families    schedules in the folder, name -> module, by the name of the one behind which they are listed
@@ -70,6 +75,10 @@ class Row:
     written: bool = True
     config: Mapping[str, Any] = field(default_factory=dict)
     shown: Mapping[str, str] = field(default_factory=dict)
+    costs: str = ""
+    stage_times: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    other_costs: Mapping[str, Any] = field(default_factory=dict)
+    measured: tuple[str, ...] = ()
     tensors: tuple[str, ...] = ()
     views: tuple[str, ...] = ()
     families: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -107,6 +116,7 @@ FEATURES = (
         {
             "offload_instructions": "offload_instructions",
             "offload_lowering": "offload_lowering",
+            "offload_costs": "offload_costs",
             "offload": "offload_runner",
         },
         rows="offload_instructions",
@@ -121,6 +131,9 @@ FEATURES = (
         spec={"offload_chunks": None, "offload_slots": 1},
         private=("offload_chunks", "offload_slots"),
         config={"offload_chunks": None, "offload_slots": 1},
+        costs="offload_costs",
+        stage_times={"offload": ("OFFLOAD", "LOAD")},
+        measured=("offload",),
         families={"interleaved_zb": {"pipe_offload": "pipe_offload"}},
     ),
     Row(
@@ -129,7 +142,7 @@ FEATURES = (
             "slices": "sequence_slice",
             "key_values": "key_values",
             "slice_hooks": "slice_hooks",
-            "slice_costs": "slice_costs",
+            "slice_times": "slice_times",
         },
         plan="slice_hooks",
         step="slices",
@@ -140,6 +153,8 @@ FEATURES = (
         views=("key_values",),
         config={"sequence_slices": 1},
         shown={"slices": "sequence_slices"},
+        costs="slice_times",
+        other_costs={"attention": 0.0},
         families={"dualpipe_v": dict.fromkeys(_SLICED, "sliced")},
     ),
     Row(
@@ -147,6 +162,7 @@ FEATURES = (
         {
             "output_instructions": "output_instructions",
             "output_layer_lowering": "output_lowering",
+            "output_costs": "output_costs",
             "output_layer": "output_runner",
         },
         rows="output_instructions",
@@ -162,6 +178,8 @@ FEATURES = (
             "WAIT_ALL_REDUCE": FeatureOp(COLLECTIVE_WAIT, "ALL_REDUCE"),
             "WAIT_REDUCE": FeatureOp(COLLECTIVE_WAIT, "REDUCE"),
         },
+        costs="output_costs",
+        other_costs={"output_layer": (0.0, 0.0, 0.0), "passes": (0.0, 0.0)},
         views=("logits",),  # microbatches between S and T: their softmax is kept, of the rank's rows
         families={"dualpipe_v": {"vocab_1f1b": "vocabulary", "vocab_1f1b_alg1": "vocabulary"}},
         of_barriers=True,
@@ -172,6 +190,7 @@ FEATURES = (
         {
             "fsdp_instructions": "fsdp_instructions",
             "fsdp_lowering": "fsdp_lowering",
+            "fsdp_costs": "fsdp_costs",
             "fsdp_by_cost": "by_cost",
             "fsdp": "fsdp_runner",
         },
@@ -187,6 +206,9 @@ FEATURES = (
         },
         spec={"fsdp_collectives": "", "fsdp_max_active_stages": 0},
         config={"fsdp_collectives": None, "fsdp_max_active_stages": None},
+        costs="fsdp_costs",
+        stage_times={"unshard": ("UNSHARD",), "reduce_grad": ("REDUCE_GRAD",)},
+        measured=("unshard", "reduce_grad"),
         views=(
             "unsharded",  # stages whose parameters are whole, or on their way
             "unreduced",  # stages with whole gradients: from the first one until the reduction is over
@@ -194,13 +216,20 @@ FEATURES = (
     ),
     Row(
         "pairs",
-        {"pair_instructions": "pair_instructions", "pair_hooks": "pair_hooks", "pairs": "pair_runner"},
+        {
+            "pair_instructions": "pair_instructions",
+            "pair_hooks": "pair_hooks",
+            "pair_costs": "pair_costs",
+            "pairs": "pair_runner",
+        },
         rows="pair_instructions",
         plan="pair_hooks",
         step="pairs",
         ops={"PAIR": FeatureOp(JOINED)},
         spec={"overlap_pairs": False},
         config={"overlapped_forward_backward": None},
+        costs="pair_costs",
+        other_costs={"pair_sends": (1.0, 1.0)},
         families={"gis_h": {"combined_1f1b": "combined"}},
     ),
 )

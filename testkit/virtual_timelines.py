@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_pp.features.pairs.pair_runner import OverlappedForwardBackward, PairRunner, on_two_streams
 from megatron_pp.plan.builder import build_plan
+from megatron_pp.plan.costs.cost_hooks import known_costs
 from megatron_pp.plan.costs.stage_costs import Link, Network, StageCosts
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
@@ -36,8 +37,7 @@ _TIMED = ins.SINGLE_COMPUTE_OPS | ins.COPY_POST_OPS
 def costs_of(num_stages: int) -> StageCosts:
     return replace(
         StageCosts.uniform(num_stages, SLOT, 0.87, 0.61, 1.53),
-        offload=(0.71,) * num_stages,
-        passes=(0.31, 0.37),
+        **known_costs(offload=(0.71,) * num_stages, passes=(0.31, 0.37)),
     )
 
 

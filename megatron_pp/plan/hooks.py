@@ -3,7 +3,7 @@ The core calls those of a plan's features (``plan/ir/feature.py``: ``hooks_of``)
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.ir.dataflow import Result
@@ -38,6 +38,25 @@ class Follower(Protocol):
         """Raises PlanError if something is left at the end. ``where`` names a cell."""
 
 
+class FeatureBytes(NamedTuple):
+    """Where a feature changes what a transformer, a ``ModelShape``, takes of one rank's memory. None is as without it.
+
+    static     parameters, gradients and optimizer states
+    shape      the model, of which the stages' activations are
+    apart      of a microbatch's activations of one stage: what the feature counts by itself
+    each       bytes of each tensor that the feature adds to the counts of live tensors, by its kind
+    kept       further activations after each instruction of ``plan.timed(rank)``
+    whole      further parameters and gradients after each
+    """
+
+    static: float | None = None
+    shape: Any = None
+    apart: float = 0.0
+    each: Mapping[str, float] = {}
+    kept: Iterable[float] | None = None
+    whole: Iterable[float] | None = None
+
+
 class PlanHooks:
     """The hooks of one feature, called for plans that have it. A hook holds no state, and by default does nothing.
 
@@ -49,6 +68,7 @@ class PlanHooks:
     gradient_words  the gradient that the feature's last pass completes
     host_words      what was done to memory that is on the host
     part_word       what a part of a microbatch is
+    ring_words      what has a communicator of all ranks for its collectives
     """
 
     order_words = ""
@@ -57,6 +77,7 @@ class PlanHooks:
     gradient_words = ""
     host_words = ""
     part_word = ""
+    ring_words = ""
 
     def checked(self, spec: PlanSpec) -> Mapping[str, Any]:
         """Settings that ``spec`` must have in another form than given. Raises PlanError for impossible ones."""
@@ -142,10 +163,9 @@ class PlanHooks:
         about an instruction."""
         return None
 
-    def bytes_of_parameters(self, plan: Plan, rank: int, shape: Any) -> tuple[float, Iterable[float]] | None:
-        """The bytes that parameters, gradients and optimizer states of a ``ModelShape`` take on ``rank`` all the time,
-        and the bytes in addition after each instruction; None if the feature changes neither."""
-        return None
+    def bytes_of(self, plan: Plan, rank: int, shape: Any) -> FeatureBytes:
+        """Memory of ``rank`` that the feature changes. ``shape``: the ``ModelShape``."""
+        return FeatureBytes()
 
     def check_plan(self, plan: Plan, device: Sequence[str]) -> None:
         """Raises PlanError for a plan that the ranks cannot run together under the rules of ``device``."""

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.costs.stage_costs import FREE, MemoryModel, Network, StageCosts
-from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD
+from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD, PASSES
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.planner.bound_paths import PathFinder, Paths, StageTimes
@@ -184,7 +184,7 @@ class _Problem:
         """
         times, each = self.times, self.num_microbatches / len(heads.forward)
         if self.placement.barriers:
-            yield Job(0.0, self.num_microbatches * sum(self.costs.passes), 0.0)
+            yield Job(0.0, self.num_microbatches * sum(self.costs.of(op, 0) for op in PASSES), 0.0)
         stages = self.placement.stages[rank]
         first, last = (stages[-1] + 1 if alone is None else stages[alone]), stages[-1]
         for stage in stages:

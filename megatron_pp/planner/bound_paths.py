@@ -53,7 +53,7 @@ class StageTimes:
             rest = [min(whole[s], inputs[s] + weights[s]) - backward[s] for s in range(count)]
         if forward_only:
             whole = backward = rest = [0.0] * count
-        early, shares = [0.0] * count, costs.pair_sends
+        early, shares = [0.0] * count, costs.joined_sends
         out, back = list(forward), list(backward)
         if min(shares) < 1 and not forward_only:
             for stage, (rank, _) in enumerate(placement.homes):

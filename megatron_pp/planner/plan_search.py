@@ -256,7 +256,7 @@ class _PlanSearch:
         behind operations of mean length.
         """
         costs, chunks = self.costs, self.spec.num_chunks
-        if self.measured.offload is None or not math.isfinite(max(self.memory.limits)):
+        if "offload" not in dict(self.measured.added) or not math.isfinite(max(self.memory.limits)):
             return
         mean = sum((*costs.forward, *costs.backward)) / (2 * costs.num_stages)
         slots = max(1, math.ceil(max(costs.offload) / mean - ROUNDING)) if mean else 1

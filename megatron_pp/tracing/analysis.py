@@ -3,9 +3,10 @@
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_pp.errors import FileFormatError
+from megatron_pp.plan.costs.cost_hooks import known_costs
 from megatron_pp.plan.costs.stage_costs import Link, Network, StageCosts
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import Instruction
@@ -58,7 +59,8 @@ def stage_costs(medians: Mapping[Operation, float], num_stages: int, slices: int
         elif both == 0:
             whole[s] = one + other
     passes = tuple(statistics.mean(of(op)) for op in ins.PASSES)
-    return StageCosts(tuple(of(ins.FORWARD)), tuple(whole), tuple(halves), tuple(weight), passes=passes)
+    costs = StageCosts(tuple(of(ins.FORWARD)), tuple(whole), tuple(halves), tuple(weight))
+    return replace(costs, **known_costs(passes=passes))
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from megatron_pp.plan.builder import build_plan
+from megatron_pp.plan.costs.cost_hooks import known_costs
 from megatron_pp.plan.costs.stage_costs import StageCosts
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.orders import SCHEDULES
@@ -63,7 +64,7 @@ def numbers_of(family: Family) -> Numbers:
     plan = build_plan(PlanSpec(family.name, RANKS, chunks, MICROBATCHES, slices=slices))
     one = WORK_MS / chunks
     costs = StageCosts.uniform(plan.placement.num_stages, one, one, one)
-    result = simulate(plan, replace(costs, output_layer=(output_of(family),) * 3))
+    result = simulate(plan, replace(costs, **known_costs(output_layer=(output_of(family),) * 3)))
     return Numbers(
         family,
         chunks,

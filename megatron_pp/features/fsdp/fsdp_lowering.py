@@ -14,7 +14,7 @@ of the use, or later if the limit requires it. The wait for it is right before t
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from megatron_pp.features.fsdp.replicas import check_replicas
 from megatron_pp.features.fsdp.shard_lifetime import ShardWalk
 from megatron_pp.features.fsdp.shard_memory import sharded_timeline
 from megatron_pp.on_demand import load
-from megatron_pp.plan.hooks import PlanHooks
+from megatron_pp.plan.hooks import FeatureBytes, PlanHooks
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import NONE, Instruction, operations
 from megatron_pp.plan.ir.placement import Placement
@@ -80,16 +80,16 @@ class _Hooks(PlanHooks):
     ) -> ShardWalk | None:
         return ShardWalk(plan, rank, error) if plan.spec.fsdp_collectives else None
 
-    def bytes_of_parameters(self, plan: Plan, rank: int, shape: Any) -> tuple[float, Iterable[float]] | None:
+    def bytes_of(self, plan: Plan, rank: int, shape: Any) -> FeatureBytes:
         """The bytes of parameters and gradients. Gradients that are whole for a time are fp32."""
         if not plan.spec.fsdp_collectives:
-            return None
+            return FeatureBytes()
         total = plan.placement.num_stages
         split = shape.parameters(plan.placement.stages[rank], total) * (shape.element_bytes + 4 + 12)
         of_each = [shape.parameters([stage], total) for stage in range(total)]
         whole = [shape.element_bytes * count for count in of_each]
         further = sharded_timeline(plan, rank, whole, [4 * count for count in of_each])
-        return split / shape.data_parallel, further
+        return FeatureBytes(split / shape.data_parallel, whole=further)
 
     def check_plan(self, plan: Plan, device: Sequence[str]) -> None:
         if plan.spec.fsdp_collectives:

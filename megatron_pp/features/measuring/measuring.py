@@ -25,6 +25,7 @@ from megatron_pp.comm.link_timing import copy_rates, gather_numbers, measure_lin
 from megatron_pp.comm.transport import Transport
 from megatron_pp.common.object_table import ObjectTable
 from megatron_pp.errors import FileFormatError, ScheduleInputError
+from megatron_pp.plan.costs.cost_hooks import known_costs
 from megatron_pp.plan.costs.files import why_unwritable, write_whole
 from megatron_pp.plan.costs.measured import (
     CopyRates,
@@ -211,7 +212,7 @@ class Measuring(StepObserver):
             )
             if transport.device.type == "cuda" and isinstance(values.activation, tuple):
                 slower = min(copies.to_host, copies.to_device)
-                values = replace(values, offload=tuple(size / slower for size in values.activation))
+                values = replace(values, **known_costs(offload=tuple(size / slower for size in values.activation)))
             run = _run_of(step, self.progress.steps, transport.device.type, split)
             self._write(MeasuredFile(values, Units("s", "bytes"), network, copies, run), placement.num_stages)
 

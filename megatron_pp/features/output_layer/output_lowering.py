@@ -7,7 +7,8 @@ the reverse of the order in which they are listed here. None is over before all 
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from megatron_pp.features.output_layer.output_instructions import (
     ALL_REDUCE,
@@ -21,11 +22,12 @@ from megatron_pp.features.output_layer.output_instructions import (
     output_root,
     output_stages,
 )
-from megatron_pp.plan.hooks import PlanHooks
+from megatron_pp.plan.hooks import FeatureBytes, PlanHooks
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.dataflow import Result
 from megatron_pp.plan.ir.instruction import NONE, Instruction, each, numbered, placed
 from megatron_pp.plan.ir.placement import Placement
+from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.plan.lower.lowering import RankLowering
 
 _ORDER = (REDUCE, ALL_REDUCE, BROADCAST)
@@ -120,6 +122,7 @@ class _Hooks(PlanHooks):
     pass_words = "S and T are passes of chunk 0, in a schedule that splits the output layer"
     barrier_words = "a split output layer has 1 or 2 barriers and one chunk a rank, a whole one 0 barriers"
     gradient_words = "the output layer's gradient"
+    ring_words = "split output layer"
 
     def inputs(self, op: str, stage: int, placement: Placement) -> tuple[Result, ...]:
         return collected_inputs(op, stage, placement)
@@ -136,6 +139,12 @@ class _Hooks(PlanHooks):
         found = collectives_of(rank.rank, rank.order, clocked.result_ends, rank.placement, forward_only)
         for boundary, one in placed_collectives(found, clocked.ends[rank.rank], rank.ahead, ahead):
             rank.place_collective(boundary, one.round, one.post, one.wait, one.use)
+
+    def bytes_of(self, plan: Plan, rank: int, shape: Any) -> FeatureBytes:
+        """A rank has its rows of the layer, and the softmax of these between S and T."""
+        share, placement = 1 / plan.placement.pipeline_size, plan.placement
+        static = shape.static_bytes(placement.stages[rank], placement.num_stages, share)
+        return FeatureBytes(static, replace(shape, vocab_size=0), each={"logits": shape.logits_bytes * share})
 
 
 HOOKS = _Hooks()

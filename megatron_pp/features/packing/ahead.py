@@ -7,7 +7,6 @@ imports torch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 from megatron_pp.common.child_process import Child, answer_questions
@@ -16,6 +15,7 @@ from megatron_pp.features.packing.proposal import Proposal
 from megatron_pp.features.packing.step_ahead import NextStep, StepAhead, plan_ahead
 from megatron_pp.plan.costs.measured import Measured
 from megatron_pp.plan.io.serialize import spec_from_values, spec_values
+from megatron_pp.plan.ir.feature import all_values
 
 _NICE = 5
 
@@ -53,7 +53,7 @@ class Planner:
 
 
 def question_of(step: NextStep) -> dict[str, Any]:
-    return {**vars(step), "spec": spec_values(step.spec), "measured": step.measured and asdict(step.measured)}
+    return {**vars(step), "spec": spec_values(step.spec), "measured": step.measured and all_values(step.measured)}
 
 
 def step_of(question: dict[str, Any]) -> NextStep:

@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.builder import family_of, settings_of, with_whole_backwards
+from megatron_pp.plan.costs.cost_hooks import known_costs
 from megatron_pp.plan.costs.measured import Measured
 from megatron_pp.plan.costs.stage_costs import Network, StageCosts
 from megatron_pp.plan.io.serialize import ComputeOf, spec_from_values, spec_values
@@ -196,7 +197,8 @@ def _measured(plan: Plan, costs: StageCosts, network: Network) -> Measured:
     transfer = network.link.latency + network.link.wire_time(network.activation_bytes)
     links = tuple((*edge, network.message_time(ins.FORWARD, *edge)) for edge in sorted(network.links))
     mbs = costs.microbatches or None
-    return measured.taking(costs, transfer=transfer, links=links, microbatches=mbs, offload=None)
+    whole = known_costs(offload=None)
+    return measured.taking(costs, transfer=transfer, links=links, microbatches=mbs, **whole)
 
 
 def _whole(costs: StageCosts) -> StageCosts:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.costs.attention import check_share
 
 
 def slice_lengths(seq_length: int, slices: int, attention: float = 0.0, multiple: int = 1) -> tuple[int, ...]:
@@ -42,3 +41,9 @@ def slice_shares(lengths: Sequence[int], attention: float = 0.0) -> tuple[float,
         shares.append((1 - attention) * length / total + attention * (end**2 - start**2) / total**2)
         start = end
     return tuple(shares)
+
+
+def check_share(attention: float) -> None:
+    """Raises PlanError for what is no share."""
+    if not 0 <= attention <= 1:
+        raise PlanError(f"the share of attention is {attention}; it must lie between 0 and 1")

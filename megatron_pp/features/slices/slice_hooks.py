@@ -7,8 +7,8 @@ from typing import Any
 
 from megatron_pp.errors import PlanError, ScheduleError
 from megatron_pp.features.slices.causal import CAUSAL, slice_before
-from megatron_pp.features.slices.key_values import key_values_change
-from megatron_pp.plan.hooks import Change, Follower, PlanHooks
+from megatron_pp.features.slices.key_values import key_values_change, key_values_timeline
+from megatron_pp.plan.hooks import Change, FeatureBytes, Follower, PlanHooks
 from megatron_pp.plan.ir.dataflow import RESULT_OF
 from megatron_pp.plan.ir.instruction import BACKWARD, BACKWARD_OPS, Instruction
 from megatron_pp.plan.ir.placement import Placement
@@ -80,6 +80,14 @@ class _Hooks(PlanHooks):
     def comes_behind(self, spec: PlanSpec, at: Instruction) -> tuple[Instruction, str] | None:
         before = slice_before(at.op, at.part, spec.slices)
         return None if before is None else (at._replace(part=before), CAUSAL[RESULT_OF[at.op]])
+
+    def bytes_of(self, plan: Plan, rank: int, shape: Any) -> FeatureBytes:
+        """Keys and values are kept for later slices, which a forward of one slice allocates for all."""
+        if plan.spec.slices == 1:
+            return FeatureBytes()
+        nbytes = shape.layers_per_stage(plan.placement.num_stages) * shape.layer_key_value_bytes
+        kept = (microbatches * nbytes for microbatches in key_values_timeline(plan, rank))
+        return FeatureBytes(apart=nbytes if shape.keeps_layers else 0.0, kept=kept)
 
     def follower(
         self, plan: Plan, rank: int, facts: Mapping[Cell, int], error: Callable[..., PlanError]

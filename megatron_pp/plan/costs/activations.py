@@ -44,7 +44,7 @@ def kept_timeline(
 
 
 def host_timeline(order: Sequence[Instruction], stages: Sequence[int], forward: Sequence[float]) -> Iterator[float]:
-    """Host memory of what is offloaded, after each instruction; arguments and unit as of ``kept_timeline``."""
+    """Host memory of what is copied there, after each instruction; arguments and unit as of ``kept_timeline``."""
     now = 0.0
     for at in unjoined(order):
         now += ON_HOST[at.op] * forward[stages[at.chunk]]
@@ -54,16 +54,15 @@ def host_timeline(order: Sequence[Instruction], stages: Sequence[int], forward: 
 def activations_timeline(
     plan: Plan, rank: int, weight_share: Shares = WEIGHT_SHARE, run: Sequence[Instruction] | None = None
 ) -> Iterator[float]:
-    """Memory after each instruction of ``rank``'s program, in units of one chunk's forward. Slices have equal
-    shares; an evaluation keeps nothing. Keys and values count until the backward of their own slice
-    (``features/slices/key_values.py``: how long they are kept). ``run``: the program without communication, where
-    known.
+    """Memory after each instruction of ``rank``'s program, in units of one chunk's forward. Parts of a
+    microbatch have equal shares, and count until their own backwards; an evaluation keeps nothing. ``run``: the program
+    without communication, where known.
 
     Raises PlanError for shares that are not one number, or one per stage, of at least 0.
     """
-    stages, slices = plan.placement.num_stages, plan.spec.num_parts
-    ones = (0.0 if plan.spec.forward_only else 1.0 / slices,) * stages
-    late = [share / slices for share in _per_stage(weight_share, stages)]
+    stages, parts = plan.placement.num_stages, plan.spec.num_parts
+    ones = (0.0 if plan.spec.forward_only else 1.0 / parts,) * stages
+    late = [share / parts for share in _per_stage(weight_share, stages)]
     return kept_timeline(plan.programs[rank] if run is None else run, plan.placement.stages[rank], ones, late)
 
 

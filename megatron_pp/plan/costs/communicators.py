@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_pp.plan.costs.transports import MAX_CTAS
+from megatron_pp.plan.ir.feature import hooks_of
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import BATCHED, ONE_WAY
 
@@ -55,12 +56,13 @@ class Outside(NamedTuple):
         if edges and channels == ONE_WAY and policy != BATCHED:
             yield Communicators("one-way channels", 2 * len(edges), len(edges), len(edges), ours)
         elif edges:
-            # torch makes one of the group for batches, and one of each pair for single operations.
+            # torch makes one of the group for batches, and one of every two ranks for single operations.
             peers = len({*sum(edges, ())} - {rank})
             count = 1 if policy == BATCHED else peers
             yield Communicators("pipeline group", count, peers, peers, self.max_ctas or _UNLIMITED)
-        if placement.barriers and placement.pipeline_size > 1:
-            yield Communicators("split output layer", 1, 1, 1, ours)  # a ring
+        if placement.pipeline_size > 1:
+            words = (hooks.ring_words for hooks in hooks_of((), placement.barriers))
+            yield from (Communicators(of, 1, 1, 1, ours) for of in words if of)
 
     def nbytes(self, placement: Placement, policy: str, channels: str = ONE_WAY) -> tuple[float, ...]:
         """Of each rank."""

@@ -8,13 +8,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_pp.errors import FileFormatError, PlanError
 from megatron_pp.plan.costs.activations import WEIGHT_SHARE
+from megatron_pp.plan.costs.cost_hooks import MEASURED_DEFAULTS
 from megatron_pp.plan.costs.files import read_text
 from megatron_pp.plan.costs.stage_costs import Link, MemoryModel, Network, StageCosts
+from megatron_pp.plan.ir.feature import Settings, all_values, takes_settings
 from megatron_pp.plan.ir.placement import Placement
+
+if TYPE_CHECKING:
+    from megatron_pp.plan.costs.added_costs import MeasuredSettings
+else:
+    from megatron_pp.plan.costs.cost_hooks import MeasuredSettings
 
 MS = {"ms": 1.0, "s": 1e3}
 """Unit of times in a file -> in milliseconds."""
@@ -22,8 +29,9 @@ GB = {"GB": 1.0, "bytes": 1e-9}
 """Unit of memory in a file -> in GB (10^9 bytes)."""
 
 
+@takes_settings
 @dataclass(frozen=True)
-class Measured:
+class Measured(MeasuredSettings):
     """Times and memory of one microbatch, per stage in model order (not per rank); one number is for every stage.
 
     forward, backward_input, weight  times of F, I and W, in any one unit
@@ -33,9 +41,8 @@ class Measured:
     activation         memory that a forward keeps until its backward
     weight_activation  what a split backward keeps of it until its weight gradient; where not given, the share of a
                        transformer layer (``WEIGHT_SHARE``). ``measure_footprint`` measures both
-    offload            copy of what a forward keeps, one way between device and host; without it nothing is offloaded
-    unshard            all-gather of a sharded stage's parameters over its data-parallel replicas
-    reduce_grad        reduce-scatter of its gradients
+    added              times per stage that features have, by name in the order of ``MEASURED_DEFAULTS``. Each is an
+                       argument and an attribute by its own name (``feature_table.py``: ``measured``)
     links              (source rank, target rank, time) of links that differ from ``transfer``
     microbatches       what each microbatch takes of the times; without it all take the same
 
@@ -50,28 +57,29 @@ class Measured:
     memory_limit: float | tuple[float, ...] | None = None
     activation: float | tuple[float, ...] = 1.0
     weight_activation: float | tuple[float, ...] | None = None
-    offload: float | tuple[float, ...] | None = None
-    unshard: float | tuple[float, ...] | None = None
-    reduce_grad: float | tuple[float, ...] | None = None
+    added: Settings = ()
     links: tuple[tuple[int, int, float], ...] | None = None
     microbatches: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name == "links" and value is not None:
+        for name, default in _defaults().items():
+            value = getattr(self, name)
+            if name == "links" and value is not None:
                 object.__setattr__(self, "links", _rows("links", value, 3))
                 continue
             if isinstance(value, Sequence) and not isinstance(value, str):
-                object.__setattr__(self, field.name, tuple(value))
                 value = tuple(value)
-            for number in value if isinstance(value, tuple) and field.name != "transfer" else (value,):
-                _check_number(field.name, number, field.default is None)
+                if name not in MEASURED_DEFAULTS:
+                    object.__setattr__(self, name, value)
+            for number in value if isinstance(value, tuple) and name != "transfer" else (value,):
+                _check_number(name, number, default is None)
+        tuples = ((name, tuple(value) if isinstance(value, list) else value) for name, value in self.added)
+        object.__setattr__(self, "added", tuple(tuples))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Measured:
         """From what a JSON file holds, under the names above. Raises PlanError for a name that is not one of them."""
-        _check_names("measured values", values, [field.name for field in fields(cls)])
+        _check_names("measured values", values, [*_defaults()])
         return cls(**values)
 
     def taking(self, costs: StageCosts, **others: Any) -> Measured:
@@ -97,8 +105,7 @@ class Measured:
         backward = None if self.backward is None else self._each("backward", num_stages)
         forward, inputs, weight = (self._each(name, num_stages) for name in ("forward", "backward_input", "weight"))
         costs = StageCosts.per_stage(forward, inputs, weight, backward)
-        given = [name for name in ("offload", "unshard", "reduce_grad") if getattr(self, name) is not None]
-        others: dict[str, Any] = {name: self._each(name, num_stages) for name in given}
+        others: dict[str, Any] = {name: self._each(name, num_stages) for name, _ in self.added}
         return replace(costs, microbatches=self.microbatches or (), **others)
 
     def network(self) -> Network:
@@ -229,7 +236,7 @@ class MeasuredFile:
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> MeasuredFile:
         """Raises PlanError for names that are not known, and for numbers that cannot be."""
-        own = [field.name for field in fields(Measured)]
+        own = [*_defaults()]
         _check_names("measured values", content, [*own, *_SECTIONS])
         sections = {name: _section(name, content[name]) for name in _SECTIONS if name in content}
         return cls(Measured.from_dict({name: content[name] for name in own if name in content}), **sections)
@@ -238,13 +245,18 @@ class MeasuredFile:
         """For a JSON file, without what was not measured."""
         sections = {name: asdict(part) for name in _SECTIONS if (part := getattr(self, name)) is not None}
         units = {"units": sections.pop("units")} if self.units else {}
-        known = {f.name: value for f in fields(Measured) if (value := getattr(self.values, f.name)) != f.default}
+        defaults = _defaults()
+        known = {name: value for name, value in all_values(self.values).items() if value != defaults[name]}
         return {**units, **known, **sections}
 
 
-_TIMES = (
-    "forward", "backward_input", "weight", "backward", "transfer", "offload", "unshard", "reduce_grad"
-)  # fmt: skip
+def _defaults() -> dict[str, Any]:
+    """Every value by name, those of features included."""
+    own = {field.name: field.default for field in fields(Measured) if field.name not in ("added", *MEASURED_DEFAULTS)}
+    return {**own, **MEASURED_DEFAULTS}
+
+
+_TIMES = ("forward", "backward_input", "weight", "backward", "transfer", *MEASURED_DEFAULTS)
 _PARTS = 2.0**40  # of the longest time: less than the error of any measurement, and sums of thousands are exact
 LARGEST = 1e18  # of times and sizes, so that their products are finite
 _SECTIONS: dict[str, type] = {"units": Units, "network": TransferTimes, "copies": CopyRates, "run": MeasuredStep}

@@ -9,38 +9,35 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_pp.errors import PlanError
-from megatron_pp.on_demand import load
-from megatron_pp.plan.costs.attention import check_share
+from megatron_pp.plan.costs.cost_hooks import COST_DEFAULTS, STAGE_TIMES, cost_hooks
 from megatron_pp.plan.ir import instruction as ins
+from megatron_pp.plan.ir.feature import Settings, takes_settings
 from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD
 from megatron_pp.plan.ir.placement import Placement
 
+if TYPE_CHECKING:
+    from megatron_pp.plan.costs.added_costs import CostSettings
+else:
+    from megatron_pp.plan.costs.cost_hooks import CostSettings
+
 _TIMES = ("forward", "backward", "backward_input", "weight")
-_MAY_BE_FREE = ("offload", "unshard", "reduce_grad")
 
 
+@takes_settings
 @dataclass(frozen=True)
-class StageCosts:
+class StageCosts(CostSettings):
     """Time of each compute operation of one microbatch, per stage in model order (not per rank).
 
     forward         F
     backward        B: input and weight gradients together
     backward_input  I: input gradients only
     weight          W
-    pair_sends      shares of a pair's time after which its output and its input gradient are there, where they are sent
-                    within it; (1, 1): at its end
-    attention       share of causal attention, where sequences are cut into slices of equal length
-                    (``features/slices/slice_costs.py``); at 0 all slices cost the same
-    output_layer    forward, input gradient and weight gradient of the whole output layer with its loss, without which
-                    the stages' times are: on the last stage, or split evenly over the ranks (``placed``)
-    passes          S and T of each rank, where the output layer is split: from ``placed``, or measured
     microbatches    what each microbatch costs of these times, in the order in which they run; empty: all cost the same
-    offload         copy of what a forward keeps, one way between device and host; empty where copies take no time
-    unshard         all-gather of a stage's parameters over data-parallel replicas; empty where it takes no time
-    reduce_grad     reduce-scatter of its gradients; likewise
+    added           costs of features that are not their defaults, by name in the order of ``COST_DEFAULTS``. Each is an
+                    argument and an attribute by its own name (``feature_table.py``: ``stage_times``, ``other_costs``)
 
     Raises PlanError for lists of different lengths, and for times that are negative or not finite.
     """
@@ -49,31 +46,22 @@ class StageCosts:
     backward: tuple[float, ...]
     backward_input: tuple[float, ...]
     weight: tuple[float, ...]
-    pair_sends: tuple[float, float] = (1.0, 1.0)
-    attention: float = 0.0
-    output_layer: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    passes: tuple[float, ...] = (0.0, 0.0)
     microbatches: tuple[float, ...] = ()
-    offload: tuple[float, ...] = ()
-    unshard: tuple[float, ...] = ()
-    reduce_grad: tuple[float, ...] = ()
+    added: Settings = ()
 
     def __post_init__(self) -> None:
-        for name in _MAY_BE_FREE:
-            if not getattr(self, name):
-                object.__setattr__(self, name, (0.0,) * len(self.forward))
-        if not all(math.isfinite(time) and time >= 0 for time in (*self.output_layer, *self.passes)):
-            raise PlanError(f"an output layer's times are {self.output_layer}, {self.passes}; they must be at least 0")
-        if len(self.pair_sends) != 2 or not all(0 <= share <= 1 for share in self.pair_sends):
-            raise PlanError(f"pair_sends is {self.pair_sends!r}; it must be two shares of a pair's time, from 0 to 1")
-        for name in (*_TIMES[1:], *_MAY_BE_FREE):
+        for name in (*_TIMES[1:], *STAGE_TIMES):
             if len(getattr(self, name)) != len(self.forward):
                 given = len(getattr(self, name))
                 raise PlanError(f"costs of {name} are given for {given} stages, of forward for {len(self.forward)}")
         for mb, value in enumerate(self.microbatches):
             if not (math.isfinite(value) and value > 0):
                 raise PlanError(f"microbatch {mb} costs {value} of the times; it must be finite and above 0")
-        for name in _TIMES:
+        kept = [(name, cost) for name, cost in self.added if not self._is_default(name, cost)]
+        object.__setattr__(self, "added", tuple(kept))
+        for hooks in cost_hooks(self.added):
+            hooks.check(self)
+        for name in (*_TIMES, *STAGE_TIMES):
             for stage, value in enumerate(getattr(self, name)):
                 if not (math.isfinite(value) and value >= 0):
                     raise PlanError(f"the {name} time of stage {stage} is {value}; it must be finite and at least 0")
@@ -106,7 +94,7 @@ class StageCosts:
         weight: Sequence[float],
         backward: Sequence[float] | None = None,
     ) -> StageCosts:
-        """Lists with one entry per stage; an unsplit backward costs the sum of its halves unless given."""
+        """Lists with one entry per stage; an unsplit backward costs the sum of I and W unless given."""
         whole = [b + w for b, w in zip(backward_input, weight, strict=False)] if backward is None else backward
         return cls(tuple(forward), tuple(whole), tuple(backward_input), tuple(weight))
 
@@ -117,40 +105,43 @@ class StageCosts:
         n = self.num_stages
         if n % count and count % n:
             raise PlanError(f"times of {n} stages cannot be regrouped into {count}; give a multiple or a divisor of it")
-        lists: dict[str, Any] = {name: regrouped(getattr(self, name), count) for name in (*_TIMES, *_MAY_BE_FREE)}
+        lists: dict[str, Any] = {name: regrouped(getattr(self, name), count) for name in (*_TIMES, *STAGE_TIMES)}
         return replace(self, **lists)
 
     def placed(self, placement: Placement) -> StageCosts:
-        """The costs with the output layer as in ``placement``: added to the last stage's, or as passes S and T.
+        """The costs of a plan with this placement."""
+        costs = self
+        for hooks in cost_hooks(self.added):
+            costs = hooks.placed(costs, placement)
+        return costs
 
-        With one barrier S has the forward and the input gradient and T the weight gradient; with two S has the forward.
-        """
-        forward, backward_input, weight = self.output_layer
-        none = (0.0, 0.0, 0.0)
-        if self.output_layer == none:
-            return self
-        if placement.barriers:
-            early = backward_input if placement.barriers == 1 else 0.0
-            s, t = forward + early, backward_input - early + weight
-            size = placement.pipeline_size
-            return replace(self, output_layer=none, passes=(s / size, t / size))
+    def with_last(self, forward: float, backward: float, backward_input: float, weight: float) -> StageCosts:
+        """The costs with these times more on the last stage."""
         grown: dict[str, Any] = {}
-        for name, more in zip(_TIMES, (forward, backward_input + weight, backward_input, weight), strict=True):
+        for name, more in zip(_TIMES, (forward, backward, backward_input, weight), strict=True):
             times = getattr(self, name)
             grown[name] = (*times[:-1], times[-1] + more)
-        return replace(self, **grown, output_layer=none)
+        return replace(self, **grown)
 
     def of(self, op: str, stage: int) -> float:
-        """Time of a single compute operation, copy or collective of ``stage``, of a whole sequence."""
+        """Time of a single compute operation, copy or collective of ``stage``, of a whole microbatch."""
         return self._by_op[op][stage]
 
     def of_parts(self, parts: int) -> tuple[float, ...]:
-        """The share of each slice in these times. Raises PlanError for an impossible share of attention."""
-        check_share(self.attention)
-        if parts == 1:
-            return (1.0,)
-        shares: tuple[float, ...] = load("slice_costs").slice_shares((1,) * parts, self.attention)
-        return shares
+        """The share of each part of a microbatch in these times."""
+        if parts > 1:
+            for hooks in cost_hooks(self.added):
+                if (shares := hooks.parts(self, parts)) is not None:
+                    return shares
+        return (1 / parts,) * parts
+
+    @cached_property
+    def joined_sends(self) -> tuple[float, float]:
+        """The shares of the time of joined operations after which an activation and a gradient are there, where they
+        are sent within that time; (1, 1): at its end.
+        """
+        found = (hooks.sends(self) for hooks in cost_hooks(self.added))
+        return next((shares for shares in found if shares is not None), (1.0, 1.0))
 
     def of_microbatches(self, count: int) -> tuple[float, ...]:
         """What each of ``count`` microbatches costs of these times. Raises PlanError where others are given."""
@@ -160,17 +151,22 @@ class StageCosts:
             raise PlanError(f"costs are given for {len(self.microbatches)} microbatches; the plan has {count}")
         return self.microbatches
 
+    @staticmethod
+    def _is_default(name: str, cost: Any) -> bool:
+        return bool(cost == COST_DEFAULTS[name]) or (name in STAGE_TIMES and not any(cost))
+
     @cached_property
     def _by_op(self) -> dict[str, tuple[float, ...]]:
+        of_all: dict[str, float] = dict.fromkeys(ins.PASSES, 0.0)
+        for hooks in cost_hooks(self.added):
+            of_all |= hooks.times(self)
         return {
             FORWARD: self.forward,
             BACKWARD: self.backward,
             ins.INPUT_GRAD: self.backward_input,
             ins.WEIGHT_GRAD: self.weight,
-            **{op: (time,) * self.num_stages for op, time in zip(ins.PASSES, self.passes, strict=False)},
-            **dict.fromkeys(ins.COPY_POST_OPS, self.offload),
-            **dict.fromkeys(ins.GATHERS, self.unshard),
-            **dict.fromkeys(ins.SCATTERS, self.reduce_grad),
+            **{op: (time,) * self.num_stages for op, time in of_all.items()},
+            **{op: getattr(self, name) for name, ops in STAGE_TIMES.items() for op in ops},
         }
 
 
@@ -226,7 +222,7 @@ class Link:
 class Network:
     """What a transfer between two ranks costs.
 
-    activation_bytes, gradient_bytes  size of a message of a whole sequence; a gradient's by default the activation's
+    activation_bytes, gradient_bytes  size of a message of a whole microbatch; a gradient's by default the activation's
     link    every directed link that ``links`` does not name
     links   (source rank, destination rank) -> its own Link
     gloo    transfers as gloo makes them: a send starts once its receive is announced, and the announcement travels
@@ -251,10 +247,10 @@ class Network:
             return self.gradient_bytes
         return self.activation_bytes
 
-    def message_time(self, kind: str, source: int, target: int, slices: int = 1) -> float:
-        """Time of a message of ``kind``, or of one of its slices, from rank ``source`` to ``target``."""
+    def message_time(self, kind: str, source: int, target: int, parts: int = 1) -> float:
+        """Time of a message of ``kind``, or of one of its parts, from rank ``source`` to ``target``."""
         link = self.between(source, target)
-        return link.latency + link.wire_time(self.message_bytes(kind) / slices)
+        return link.latency + link.wire_time(self.message_bytes(kind) / parts)
 
     def collective_time(self, kind: str | None, ranks: int) -> float:
         """Time of a collective of ``ranks`` ranks, along a tree of ``link`` in pieces. ``kind``: of the message that it

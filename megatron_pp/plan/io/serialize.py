@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, fields
 from typing import Any
 
 from megatron_pp.errors import FileFormatError, InstructionError, PlanError, visible
@@ -26,7 +26,7 @@ from megatron_pp.plan.costs.files import read_text
 from megatron_pp.plan.costs.measured import Measured
 from megatron_pp.plan.io.torch_csv import read_torch_csv, write_torch_csv
 from megatron_pp.plan.ir import instruction as ins
-from megatron_pp.plan.ir.feature import hooks_of
+from megatron_pp.plan.ir.feature import all_values, hooks_of
 from megatron_pp.plan.ir.instruction import NONE, Instruction, batch, joined, unjoined
 from megatron_pp.plan.ir.instruction_text import parse_instruction
 from megatron_pp.plan.ir.placement import Placement
@@ -224,7 +224,7 @@ def spec_values(spec: PlanSpec) -> dict[str, Any]:
     values = spec.values()
     if "graph" in values:
         values["graph"] = values["graph"].to_dict()
-    values["measured"] = None if spec.measured is None else asdict(spec.measured)
+    values["measured"] = None if spec.measured is None else all_values(spec.measured)
     has = dict(spec.added)
     for row in FEATURES:
         if not row.written and not any(name in has for name in row.spec):

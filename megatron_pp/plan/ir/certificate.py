@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, is_dataclass
 from functools import cached_property
 from typing import Any
 
+from megatron_pp.plan.ir.feature import AddedSettings, all_values
 from megatron_pp.plan.ir.instruction import format_program
 from megatron_pp.plan.ir.repeated import Line, Lines
 
@@ -34,6 +35,8 @@ PROOFS = {
 
 
 def _for_json(value: Any) -> Any:
+    if isinstance(value, AddedSettings):
+        return all_values(value)
     return list(value) if isinstance(value, tuple) else asdict(value) if is_dataclass(value) else value  # type: ignore[arg-type]
 
 

@@ -5,10 +5,10 @@ Both are in modules of its folder, which are loaded if a plan has the feature (d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import lru_cache, wraps
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from megatron_pp.feature_table import FEATURE_OPS, FEATURES, JOINED, ROW_OF, SPEC_DEFAULTS, Row
 from megatron_pp.on_demand import load
@@ -53,28 +53,40 @@ _CONFIG = {name: default for row in FEATURES for name, default in row.config.ite
 _CONFIG_VALUES, _CONFIG_DEFAULTS = attrgetter(*_CONFIG), tuple(_CONFIG.values())
 
 
-class _Settings:
-    """The settings of features as attributes of a spec. Its field ``added`` has those that are not the defaults."""
+class AddedSettings:
+    """The settings of features as attributes of a value. Its field ``added`` has those that are not the DEFAULTS."""
 
+    DEFAULTS: ClassVar[Mapping[str, Any]]
     added: Settings
 
     def __getattr__(self, name: str) -> Any:
-        if name not in SPEC_DEFAULTS:
+        if name not in self.DEFAULTS:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return dict(self.added).get(name, SPEC_DEFAULTS[name])
+        return dict(self.added).get(name, self.DEFAULTS[name])
 
 
-SpecSettings = _Settings
+class SpecSettings(AddedSettings):
+    """Those of a plan's spec."""
+
+    DEFAULTS = SPEC_DEFAULTS
 
 
-def with_settings(added: Settings, given: Mapping[str, Any]) -> Settings:
+def with_settings(added: Settings, given: Mapping[str, Any], defaults: Mapping[str, Any] = SPEC_DEFAULTS) -> Settings:
     """``added`` with the values of ``given`` in place of its own. Defaults are left out: a setting has one form."""
-    values = {**SPEC_DEFAULTS, **dict(added), **given}
-    return tuple((name, value) for name, value in values.items() if not _same(value, SPEC_DEFAULTS[name]))
+    values = {**defaults, **dict(added), **given}
+    return tuple((name, value) for name, value in values.items() if not _same(value, defaults[name]))
 
 
 def _same(value: Any, default: Any) -> bool:
     return type(value) is type(default) and bool(value == default)
+
+
+def all_values(of: Any) -> dict[str, Any]:
+    """Every value of a dataclass with ``AddedSettings`` by name, those of features where its field for them is."""
+    found = {one.name: getattr(of, one.name) for one in fields(of)}
+    place = [*found].index("added")
+    names = [*found][:place], of.DEFAULTS, [*found][place + 1 :]
+    return {name: getattr(of, name) for several in names for name in several}
 
 
 def known_settings(**settings: Any) -> dict[str, Any]:
@@ -83,13 +95,14 @@ def known_settings(**settings: Any) -> dict[str, Any]:
 
 
 def takes_settings(kind: Spec) -> Spec:
-    """Makes the dataclass of a spec take each setting of a feature as an argument of its own name."""
+    """Makes a dataclass with ``AddedSettings`` take each of them as an argument of its own name."""
     make: Any = vars(kind)["__init__"]
+    defaults: Mapping[str, Any] = getattr(kind, "DEFAULTS")  # noqa: B009 - type checkers know other bases
 
     @wraps(make)
     def init(self: Any, *args: Any, added: Settings = (), **given: Any) -> None:
-        settings = {name: given.pop(name) for name in [*given] if name in SPEC_DEFAULTS}
-        make(self, *args, added=with_settings(added, settings) if settings else added, **given)
+        settings = {name: given.pop(name) for name in [*given] if name in defaults}
+        make(self, *args, added=with_settings(added, settings, defaults) if settings else added, **given)
 
     setattr(kind, "__init__", init)  # noqa: B010 - a type checker takes it for a method of one object
     return kind

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +11,8 @@ from megatron_pp import feature_table
 from megatron_pp.common.gc_pause import collector_paused
 from megatron_pp.common.names import unknown
 from megatron_pp.errors import PlanError
-from megatron_pp.feature_table import SPEC_DEFAULTS
 from megatron_pp.plan.ir.certificate import Certificate
-from megatron_pp.plan.ir.feature import hooks_of, part_word, takes_settings, with_settings
+from megatron_pp.plan.ir.feature import all_values, hooks_of, part_word, takes_settings, with_settings
 from megatron_pp.plan.ir.instruction import COPIES_TO_HOST, JOINED_OPS, NONE, Instruction, format_program, unjoined
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.repeated import Line, Repeated
@@ -136,10 +135,7 @@ class PlanSpec(SpecSettings):
 
     def values(self) -> dict[str, Any]:
         """Every setting by name, those of features included."""
-        found = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "added"}
-        place = list(PlanSpec.__dataclass_fields__).index("added")  # fields of derived specs come behind it
-        names = [*found][:place], SPEC_DEFAULTS, [*found][place:]
-        return {name: getattr(self, name) for several in names for name in several}
+        return all_values(self)
 
     @property
     def effective_group_size(self) -> int:

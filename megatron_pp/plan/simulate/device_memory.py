@@ -16,7 +16,7 @@ class DeviceMemory(NamedTuple):
     communicators  of NCCL
     context        of CUDA
     at             the instruction after which ``allocated`` is most
-    host           offloaded at once at most
+    host           copied to host memory at once at most
     """
 
     parameters: float

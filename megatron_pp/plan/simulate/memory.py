@@ -3,21 +3,21 @@
 Activations of a layer are those of arXiv 2205.05198 (section 4, in bytes for 16-bit activations:
 s b h (34 + 5 a s / h), less with tensor parallelism and recomputation); what weight gradients need after a split
 backward is that of arXiv 2401.10241 (appendix: 32 s b h, more than the forward of a recomputed layer kept). Parameters,
-gradients and optimizer states are those of Megatron's mixed-precision optimizer; a feature may split all of them
-(``PlanHooks.bytes_of_parameters``). Messages that the allocator keeps back are counted as on NCCL
+gradients and optimizer states are those of Megatron's mixed-precision optimizer. A feature says where its plans differ
+(``PlanHooks.bytes_of``). Messages that the allocator keeps back are counted as on NCCL
 (``record_stream.py``); workspace of kernels and fragmentation are not.
 """
 
 from array import array
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import repeat
 from typing import NamedTuple
 
 from megatron_pp.common.names import unknown
 from megatron_pp.errors import PlanError
-from megatron_pp.on_demand import load
 from megatron_pp.plan.costs.activations import host_timeline, kept_timeline
+from megatron_pp.plan.hooks import FeatureBytes
 from megatron_pp.plan.ir.feature import hooks_of
 from megatron_pp.plan.ir.ledger import KINDS
 from megatron_pp.plan.ir.spec import Plan
@@ -93,8 +93,15 @@ class ModelShape:
         return unit * (10 / outside + (24 * self._ffn_share + attention) / t)
 
     @property
+    def keeps_layers(self) -> bool:
+        """Whether a layer keeps more than its input between its forward and its backward."""
+        return self.recompute != FULL
+
+    @property
     def layer_key_value_bytes(self) -> float:
-        """Keys and values of one layer and microbatch, which are part of ``layer_bytes`` unless it is recomputed."""
+        """What attention reads of other tokens in one layer and microbatch: its keys, and its values. They are part of
+        ``layer_bytes`` unless the layer is recomputed.
+        """
         return 2 * self.tokens * self.hidden_size * self.element_bytes / self.tensor_parallel
 
     @property
@@ -161,7 +168,7 @@ class ModelShape:
         return 4 * self.tokens * self.vocab_size / self.tensor_parallel
 
     def parameters(self, stages: Sequence[int], num_stages: int, output_share: float | None = None) -> float:
-        """Their number on a rank that holds ``stages``. ``output_share``: its share of a split output layer."""
+        """Their number on a rank that holds ``stages``. ``output_share``: its share of the output layer."""
         parameters = self.layers_per_stage(num_stages) * self.layer_parameters * len(stages)
         table = self.vocab_size * self.hidden_size / self.tensor_parallel
         share = (num_stages - 1 in stages) if output_share is None else output_share
@@ -179,7 +186,7 @@ class Parts(NamedTuple):
     outputs      of stages: until they are sent or, where they stay, until their backwards
     messages     inputs of stages, gradients between stages, and buffers of posted receives
     kept_back    freed messages that the allocator keeps back (``record_stream.py``)
-    whole        parameters and gradients of sharded stages while they are whole (``features/fsdp``)
+    whole        parameters and gradients that are whole only for a time
     """
 
     activations: float = 0.0
@@ -207,7 +214,7 @@ class RankMemory:
 
     @property
     def host_peak(self) -> float:
-        """The most that is offloaded at once."""
+        """The most that is in host memory at once."""
         return max(self.on_host, default=0.0)
 
 
@@ -215,32 +222,46 @@ def rank_memory(plan: Plan, rank: int, shape: ModelShape, deallocate: bool = Tru
     """Bytes of ``rank`` along its program. ``deallocate``: whether an output goes when it was sent. Raises PlanError
     where the layers do not divide over the stages.
     """
-    stages, total, slices = plan.placement.stages[rank], plan.placement.num_stages, plan.spec.num_parts
-    share = 1 / plan.placement.pipeline_size if plan.placement.barriers else None
-    static, logits = shape.static_bytes(stages, total, share), shape.logits_bytes * (share or 0.0)
-    whole_timeline: Iterable[float] = repeat(0.0, len(plan.timed(rank)))
-    for hooks in hooks_of(plan.spec.added):
-        static, whole_timeline = hooks.bytes_of_parameters(plan, rank, shape) or (static, whole_timeline)
-    shape = shape if share is None else replace(shape, vocab_size=0)  # the output layer is no stage's
-    key_values = shape.layers_per_stage(total) * shape.layer_key_value_bytes
-    shared = key_values if slices > 1 and shape.recompute != FULL else 0.0  # of slices: counted by itself
-    kept = [0.0 if plan.spec.forward_only else (shape.kept_bytes(s, total) - shared) / slices for s in range(total)]
-    late = [shape.kept_for_weights(s, total) / slices for s in range(total)]
+    stages, total, parts = plan.placement.stages[rank], plan.placement.num_stages, plan.spec.num_parts
+    added = [hooks.bytes_of(plan, rank, shape) for hooks in hooks_of(plan.spec.added, plan.placement.barriers)]
+    static = next((one.static for one in added if one.static is not None), None)
+    if static is None:
+        static = shape.static_bytes(stages, total)
+    shape = next((one.shape for one in added if one.shape is not None), shape)
+    apart = sum(one.apart for one in added)
+    kept = [0.0 if plan.spec.forward_only else (shape.kept_bytes(s, total) - apart) / parts for s in range(total)]
+    late = [shape.kept_for_weights(s, total) / parts for s in range(total)]
     inside = kept_timeline(plan.programs[rank], stages, kept, late)  # the chunks' own activations
-    pairs_of = load("key_values").key_values_timeline(plan, rank) if slices > 1 else repeat(0.0, len(plan.timed(rank)))
-    walk, message, after = LifetimeWalk(plan, rank, deallocate), shape.message_bytes / slices, array("d")
-    most, parts = 0.0, Parts()
-    timelines = inside, walk.tensors(), recorded_timeline(plan, rank, deallocate), pairs_of, whole_timeline
-    for kept_here, alive, recorded, pairs, whole_here in zip(*timelines, strict=True):
-        passes = walk.now[KINDS["logits"]] * logits if logits else 0.0
-        after.append(kept_here + passes + (alive + recorded) * message + pairs * key_values + whole_here)
+    walk, message, after = LifetimeWalk(plan, rank, deallocate), shape.message_bytes / parts, array("d")
+    most, largest = 0.0, Parts()
+    each = {KINDS[kind]: nbytes for one in added for kind, nbytes in one.each.items()}
+    timelines = (
+        inside,
+        walk.tensors(),
+        recorded_timeline(plan, rank, deallocate),
+        *_further(added, len(plan.timed(rank))),
+    )
+    for kept_here, alive, recorded, further, whole in zip(*timelines, strict=True):
+        counted = sum(walk.now[kind] * nbytes for kind, nbytes in each.items()) if each else 0.0
+        after.append(kept_here + counted + (alive + recorded) * message + further + whole)
         if after[-1] > most:
             outputs = walk.now[KINDS["outputs"]]
             tensors = outputs * message, (alive - outputs) * message, recorded * message
-            most, parts = after[-1], Parts(kept_here + passes + pairs * key_values, *tensors, whole_here)
-    copied = [kept[s] + (message if s > 0 else 0.0) for s in range(total)]  # a stage's input is offloaded too
+            most, largest = after[-1], Parts(kept_here + counted + further, *tensors, whole)
+    copied = [kept[s] + (message if s > 0 else 0.0) for s in range(total)]  # a stage's input goes to the host too
     on_host = array("d", host_timeline(plan.programs[rank], stages, copied))
-    return RankMemory(static, after, on_host, parts)
+    return RankMemory(static, after, on_host, largest)
+
+
+def _further(added: Sequence[FeatureBytes], count: int) -> tuple[Iterator[float], Iterator[float]]:
+    """What features add to activations, and to parameters and gradients, after each of ``count`` instructions."""
+    kept = [one.kept for one in added if one.kept is not None]
+    whole = [one.whole for one in added if one.whole is not None]
+    return _sums(kept, count), _sums(whole, count)
+
+
+def _sums(lines: Sequence[Iterable[float]], count: int) -> Iterator[float]:
+    return map(sum, zip(*lines, strict=True)) if lines else repeat(0.0, count)
 
 
 def peak_bytes(plan: Plan, shape: ModelShape) -> tuple[float, ...]:

@@ -9,11 +9,11 @@ take no time.
 from collections import Counter
 from typing import NamedTuple
 
-from megatron_pp.on_demand import load
-from megatron_pp.plan.costs.stage_costs import Network, StageCosts
+from megatron_pp.plan.costs.stage_costs import Network
 from megatron_pp.plan.costs.transports import GLOO_DETACHED_BYTES
-from megatron_pp.plan.ir.instruction import NONE, REPLICA_POSTS, Instruction
+from megatron_pp.plan.ir.instruction import Instruction
 from megatron_pp.plan.ir.spec import Plan
+from megatron_pp.plan.simulate.charges import ChargesByFeature
 from megatron_pp.plan.simulate.simulation import Transfer
 from megatron_pp.plan.verify.queues import Direction, End, Entry, Gathering, Meeting, QueueMachine
 
@@ -32,13 +32,12 @@ class TimedQueues(QueueMachine):
     caller takes them; it gives each back to ``arrive`` or ``announce`` at its time.
     """
 
-    def __init__(self, plan: Plan, network: Network, costs: StageCosts) -> None:
+    def __init__(self, plan: Plan, network: Network, charges: ChargesByFeature) -> None:
         super().__init__(plan, ordered=not network.gloo)
         self.network = network
-        self.costs = costs
-        self.slices = plan.spec.num_parts
-        self.placement = plan.placement
-        size = network.activation_bytes / self.slices
+        self.charges = charges
+        self.parts = plan.spec.num_parts
+        size = network.activation_bytes / self.parts
         detached = self.one_way and not plan.spec.variable_shapes and size >= GLOO_DETACHED_BYTES
         self.announces_late = network.gloo and not detached
         self.started: list[Arrival] = []
@@ -89,23 +88,14 @@ class TimedQueues(QueueMachine):
             self.started.append(Arrival(transfer, one))
 
     def _collective(self, ends: Gathering, now: float) -> Transfer:
-        """A collective: a transfer on no link, from the root or to it, that starts when all are there."""
-        op, mb, placement = ends[0].at.op, ends[0].at.mb, self.placement
-        if op in REPLICA_POSTS:  # on a link of their own
-            end, stage = ends[0], ends[0].at.stage
-            rank, since = end.entry.rank, end.entry.posted
-            return Transfer(rank, rank, op, stage, mb, 0.0, since, since, now, now, now + self.costs.of(op, stage))
-        moved = load("output_instructions").moved_by(op, placement.barriers)
-        taken = self.network.collective_time(moved, placement.pipeline_size)
-        posted = sorted(end.entry.posted for end in ends)
-        root = placement.homes[-1][0]
-        return Transfer(root, root, op, NONE, mb, 0.0, posted[0], posted[-1], now, now, now + taken)
+        """A collective starts when all ranks have posted it, and takes none of the links between two ranks."""
+        return self.charges.of(ends[0].at.op).transfer(ends, now)
 
     def _transfer(self, meeting: Meeting, now: float) -> Transfer:
         send, receive = meeting
         source, target, _ = send.direction
         kind, stage, mb, part, _ = send.message
-        link, size = self.network.between(source, target), self.network.message_bytes(kind) / self.slices
+        link, size = self.network.between(source, target), self.network.message_bytes(kind) / self.parts
         start = max(now, self._wire_free.get((source, target), 0.0))
         off_the_wire = self._wire_free[(source, target)] = start + link.wire_time(size)
         posted = (send.entry.posted, receive.entry.posted)

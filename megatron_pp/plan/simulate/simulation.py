@@ -143,14 +143,14 @@ class Simulation:
         return dict(sorted(sums.items()))
 
     def peak_on_host(self) -> tuple[float, ...]:
-        """Per rank, the most that is offloaded at once, in units of one chunk's forward."""
+        """Per rank, the most that is in host memory at once, in units of one chunk's forward."""
         plan, ones = self.plan, (1,) * self.plan.placement.num_stages
         lines = zip(plan.programs, plan.placement.stages, strict=True)
         return tuple(max(host_timeline(line, row, ones), default=0) / plan.spec.num_parts for line, row in lines)
 
     def peak_in_flight(self) -> tuple[int, ...]:
-        """Per rank, the most (chunk, microbatch) pairs, or slices of them, on the device between forward and weight
-        gradient, as papers count. An evaluation has none.
+        """Per rank, the most forwards whose activations are on the device, until their weight gradients, as papers
+        count. An evaluation has none.
         """
-        slices = self.plan.spec.num_parts
-        return tuple(round(slices * peak) for peak in peak_activations(self.plan, 1.0))
+        parts = self.plan.spec.num_parts
+        return tuple(round(parts * peak) for peak in peak_activations(self.plan, 1.0))

@@ -7,6 +7,7 @@ from typing import Any
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.builder import verified_plan
 from megatron_pp.plan.costs.activations import host_timeline
+from megatron_pp.plan.costs.cost_hooks import known_costs
 from megatron_pp.plan.costs.measured import Measured
 from megatron_pp.plan.costs.stage_costs import MemoryModel, StageCosts
 from megatron_pp.plan.ir.feature import known_settings
@@ -166,7 +167,7 @@ def _run(
     network = question.network(model)
     if candidate.offload_chunks and question.host_bandwidth is not None:
         copies = tuple(activation / question.host_bandwidth for activation in cut.activation)
-        cut = replace(cut, costs=replace(cut.costs, offload=copies))
+        cut = replace(cut, costs=replace(cut.costs, **known_costs(offload=copies)))
     result = simulate(plan, cut.costs, network, spec.device)
     even = _evenly_recomputed(cut)
     flagged = result.makespan if even == cut.costs else simulate(plan, even, network, spec.device).makespan

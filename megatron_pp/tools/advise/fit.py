@@ -11,6 +11,7 @@ from itertools import accumulate, groupby, pairwise, product
 from typing import NamedTuple
 
 from megatron_pp.errors import PlanError
+from megatron_pp.plan.costs.cost_hooks import known_costs
 from megatron_pp.plan.costs.stage_costs import StageCosts
 from megatron_pp.plan.ir.placement import LOOP, Placement
 from megatron_pp.planner.timing import Kept
@@ -280,9 +281,11 @@ def _stage_costs(
         kept.append(sums.activation - sum(one.saved for one in redone))
         late.append(sums.late)
     backward = tuple(i + w for i, w in zip(again, weight, strict=True))
-    costs = StageCosts(tuple(forward), backward, tuple(again), tuple(weight), attention=attention)
+    costs = StageCosts(tuple(forward), backward, tuple(again), tuple(weight))
+    costs = replace(costs, **known_costs(attention=attention))
     if output is not None:
-        costs = replace(costs, output_layer=(output.forward, output.backward_input, output.weight))
+        times = output.forward, output.backward_input, output.weight
+        costs = replace(costs, **known_costs(output_layer=times))
     return costs, tuple(kept), tuple(late)
 
 

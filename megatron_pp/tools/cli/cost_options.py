@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 
 from megatron_pp.features.modules.modules_plan import ModulesSpec, costs_of_modules
+from megatron_pp.plan.costs.cost_hooks import known_costs
 from megatron_pp.plan.costs.measured import LARGEST
 from megatron_pp.plan.costs.stage_costs import Link, Network, StageCosts, regrouped
 from megatron_pp.plan.ir.spec import Plan, PlanSpec, checked_device
@@ -150,8 +151,10 @@ def cost_profile(
     copied = regrouped(copies, costs.num_stages)
     unshard = _collective_along(args.unshard_ms, costs.num_stages, pipeline_size)
     reduced = _collective_along(args.reduce_grad_ms or args.unshard_ms, costs.num_stages, pipeline_size)
-    costs = replace(costs, attention=attention, output_layer=output, offload=copied)
-    return replace(costs, unshard=unshard, reduce_grad=reduced)
+    of_features = known_costs(
+        attention=attention, output_layer=output, offload=copied, unshard=unshard, reduce_grad=reduced
+    )
+    return replace(costs, **of_features)
 
 
 def _collective_along(given_times: tuple[float, ...] | None, num_stages: int, pipeline_size: int) -> tuple[float, ...]:

@@ -77,7 +77,7 @@ def test_no_simulated_plan_is_below_the_bound(family, policy):
         shares = rng.choice([(1.0, 1.0), (0.0, 0.0), (0.3, 0.5)])
         times = [random_times(rng, stages) for _ in range(4)]
         layer = (rng.random(), rng.random(), rng.random()) if rng.random() < 0.5 else (0.0, 0.0, 0.0)
-        costs = StageCosts(*times, shares, 0.5 if spec.num_parts > 1 else 0.0, layer)
+        costs = StageCosts(*times, pair_sends=shares, attention=0.5 if spec.num_parts > 1 else 0.0, output_layer=layer)
         network, limited = random_network(rng), spec.num_parts == 1 and not spec.forward_only
         if plan.placement.barriers:  # whose collectives the simulator does not have on gloo
             network = replace(network, gloo=False)

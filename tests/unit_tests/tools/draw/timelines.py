@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_pp.plan.builder import build_plan
+from megatron_pp.plan.costs.cost_hooks import known_costs
 from megatron_pp.plan.costs.stage_costs import Link, Network, StageCosts
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.orders import SCHEDULES
@@ -33,7 +34,7 @@ def timeline_of(
 ) -> Timeline:
     """Every stage takes 1 ms for each of F, I and W, and 0.5 for S and T."""
     plan = plan_of(schedule, p, m, v)
-    costs = replace(StageCosts.uniform(plan.placement.num_stages), passes=(0.5, 0.5))
+    costs = replace(StageCosts.uniform(plan.placement.num_stages), **known_costs(passes=(0.5, 0.5)))
     return simulated_timeline(simulate(plan, costs, network), "ms", shape)
 
 
