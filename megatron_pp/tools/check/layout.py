@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from megatron_pp.config.hybrid_pattern import HybridPattern
 from megatron_pp.errors import MegatronPPError
 from megatron_pp.tools.check.findings import NOTE, RISK, Finding, Section
 from megatron_pp.tools.check.job import Job
 from megatron_pp.tools.check.stages import Stage, batch_of, chunks_of, microbatches_of, pipeline_size, stages_of
-from megatron_pp.tools.flags.hybrid_pattern import HybridPattern
 
 _WIDTH = 74  # columns of a picture
 _RANKS, _SHOWN = 12, 4  # a longer pipeline is shown by as many ranks at its ends

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_pp.tools.flags.hybrid_pattern import HybridPattern
+from megatron_pp.config.hybrid_pattern import HybridPattern
 from megatron_pp.tools.flags.read import defaults as of_parser
 from megatron_pp.tools.parity.layout import stages_of
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_pp.config.hybrid_pattern import HybridPattern
 from megatron_pp.config.layout import place_layers
 from megatron_pp.errors import LayoutError
 from megatron_pp.tools.check.job import Job
-from megatron_pp.tools.flags.hybrid_pattern import HybridPattern
 from megatron_pp.tools.parity.layout import stages_of as letters_of
 
 _LETTERS = re.compile(r"[EtmL]*\Z")

@@ -6,8 +6,8 @@ import math
 import re
 from dataclasses import dataclass, replace
 
+from megatron_pp.config.hybrid_pattern import HybridPattern
 from megatron_pp.tools.flags.flags import Flags
-from megatron_pp.tools.flags.hybrid_pattern import HybridPattern
 
 TP, PP, CP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"
 EP, ETP = "--expert-model-parallel-size", "--expert-tensor-parallel-size"

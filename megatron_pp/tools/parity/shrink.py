@@ -6,8 +6,8 @@ import math
 from collections.abc import Collection
 from dataclasses import replace
 
+from megatron_pp.config.hybrid_pattern import HybridPattern
 from megatron_pp.tools.flags.flags import Flags
-from megatron_pp.tools.flags.hybrid_pattern import HybridPattern
 from megatron_pp.tools.parity import layout as of
 from megatron_pp.tools.parity.layout import Layout, stages_of
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from megatron_pp.config.hybrid_pattern import HybridPattern
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.integrations.megatron.named_objects import replace_names
 from megatron_pp.integrations.megatron.steps.gpt_models import PlacedModel, Replacement, Use
@@ -135,7 +136,7 @@ class SegmentInV(Replacement):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = self.given(args, kwargs)
         group, chunk = given.get("pp_group"), given.get("vp_stage")
-        stages = len(given["main_pattern"].split("|"))
+        stages = len(HybridPattern.read(given["main_pattern"]).stages)
         if self.use.ended or chunk is None or not isinstance(group, MirroredGroup) or stages != CHUNKS * group.size():
             return super().__call__(*args, **kwargs)  # raises for another number of stages
         return self.original(**given | {"pp_group": None, "vp_stage": chunk * group.size() + group.rank()})

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from megatron_pp.config.hybrid_pattern import HybridPattern
 from megatron_pp.errors import MegatronPPError
 from megatron_pp.tools.check.job import Job
 from megatron_pp.tools.check.rules.rule import MODEL_PARALLEL, Rule, nearest, set_to, unchecked, whole, without
 from megatron_pp.tools.check.stages import Stage, chunks_of, pipeline_size, stages_of
-from megatron_pp.tools.flags.hybrid_pattern import HybridPattern
 
 _LAYOUT, _HYBRID = "pipeline_model_parallel_layout", "hybrid_layer_pattern"
 _STAGE_LAYERS, _CHUNKS = "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_pp.tools.flags.hybrid_pattern import HybridPattern
+from megatron_pp.config.hybrid_pattern import HybridPattern
 
 
 @pytest.mark.parametrize(
