@@ -10,18 +10,16 @@ from megatron_pp.plan.costs.stage_costs import Link
 from megatron_pp.plan.ir.spec import POLICIES
 from megatron_pp.plan.simulate.memory import ModelShape
 from megatron_pp.tools.advise.gpus import EFFICIENCY, GB, GPUS, Gpu, gpu_named
-from megatron_pp.tools.advise.megatron_args import arguments_of, read_megatron_args, transformer_of
+from megatron_pp.tools.advise.megatron_args import transformer_of
 from megatron_pp.tools.advise.megatron_args import whole as whole_argument
 from megatron_pp.tools.advise.model import DECODER, EMBEDDING, LOSS, MTP, PART, Layer, Model, layer
 from megatron_pp.tools.advise.question import Question
 from megatron_pp.tools.advise.transformer import Transformer
-from megatron_pp.tools.check.findings import ERROR
-from megatron_pp.tools.check.flag_table import WRONG_VALUE
-from megatron_pp.tools.check.read import is_file_of_settings, settings_of_file
 from megatron_pp.tools.cli import cost_options
 from megatron_pp.tools.cli.advise_costs import FileCosts, layer_of, read_costs
 from megatron_pp.tools.cli.cost_options import add_from_trace_option, is_on_gloo, number, times, traced_findings
 from megatron_pp.tools.cli.errors import UsageError
+from megatron_pp.tools.cli.megatron_input import settings_of
 from megatron_pp.tools.cli.memory_table import add_outside_options, outside_of
 from megatron_pp.tools.cli.parser import given, option, refuse
 from megatron_pp.tools.cli.plan_options import count, counts, device_rules, rules_of, schedule_names, whole
@@ -137,7 +135,7 @@ def _add_transformer_options(parser: argparse.ArgumentParser) -> None:
 
 def question_of(args: argparse.Namespace) -> Question:
     """Raises UsageError where options contradict each other or one is missing, PlanError for impossible values."""
-    megatron = _megatron(args.megatron_args) if args.megatron_args is not None else {}
+    megatron = settings_of(args.megatron_args) if args.megatron_args is not None else {}
     _check_sources(args, megatron)
     traced, file = traced_findings(args), None if args.costs is None else read_costs(args.costs)
     measured = file.micro_batch if file else None
@@ -183,18 +181,6 @@ def question_of(args: argparse.Namespace) -> Question:
     if traced is not None:
         return _on_traced_links(question, traced)
     return question if file is None else file.on_its_links(question)
-
-
-def _megatron(text: str) -> dict[str, Any]:
-    """Megatron's arguments, of flags or of a file that `megatron-pp check` reads."""
-    path = text.strip()
-    if not is_file_of_settings(path):
-        return read_megatron_args(text)
-    job = settings_of_file(path)
-    wrong = [one.text for one in job.found if one.level == ERROR and one.name == WRONG_VALUE]
-    if wrong:
-        raise UsageError(f"{path}: {wrong[0]}")
-    return arguments_of(job.given)
 
 
 def _check_sources(args: argparse.Namespace, megatron: dict[str, Any]) -> None:

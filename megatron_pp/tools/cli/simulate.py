@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_pp.features.offload.offload_lowering import offloaded_chunks
 from megatron_pp.plan.costs.activations import WEIGHT_SHARE, Shares, peak_activations
+from megatron_pp.plan.costs.stage_costs import Network, StageCosts
 from megatron_pp.plan.ir.instruction import COPIES_FROM_HOST, COPIES_TO_HOST, GATHERS, SCATTERS, WEIGHT_GRAD
-from megatron_pp.plan.ir.spec import Plan
+from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.simulate.device_memory import device_memory
 from megatron_pp.plan.simulate.memory import ModelShape, RankMemory, rank_memory
 from megatron_pp.plan.simulate.simulation import Simulation
@@ -17,12 +18,14 @@ from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.simulate.steady import SteadyStep, counts_on_bypass, longest_span, steady_step
 from megatron_pp.planner.bound import Bound, bound_of
 from megatron_pp.planner.compare import ComparedSchedule, compare, fitted, searched_memory
-from megatron_pp.tools.cli import cost_options, plan_options
+from megatron_pp.tools.cli import cost_options, megatron_input, plan_options
 from megatron_pp.tools.cli.errors import OK, REFUSED, UsageError
+from megatron_pp.tools.cli.megatron_input import OfMegatron
 from megatron_pp.tools.cli.memory_table import OPTIONS, add_outside_options, memory_facts, outside_of, show_memory
 from megatron_pp.tools.cli.parser import given, refuse
 from megatron_pp.tools.cli.terminal import print_json, print_line, print_table
 from megatron_pp.tools.draw.facts import percent, short, size_label
+from megatron_pp.tracing.analysis import Findings
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,6 +41,7 @@ EXAMPLES = """examples:
       --layers 32 --hidden-size 4096 --seq-length 4096 --memory-limit 40
   megatron-pp simulate -s zb_h2 -P 8 -M 32 --optimizer-bypass
   megatron-pp simulate --modules 'vision=0/1; llm=2,3; vision>llm' -M 8 --p2p-ms 0.1
+  megatron-pp simulate --megatron-args job.sh --gpu h100              # Megatron's flags, or a file that check reads
   megatron-pp simulate -s mine.csv --p2p-ms 0.1                       # P, V and M are the file's
 
 exit codes: 0 done, 1 the plan is refused or nothing fits, 2 wrong arguments
@@ -50,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan_options.add_plan_options(parser, several=True)
     cost_options.add_cost_options(parser)
     cost_options.add_model_options(parser)
+    megatron_input.add_options(parser)
     measured = "take compute times and transfers from this trace; the plan too, unless another is named"
     cost_options.add_from_trace_option(parser, measured)
     parser.add_argument("--compare", metavar="A,B,C", help="rank these schedules (all: every one), per microbatch")
@@ -70,10 +75,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
+    megatron = megatron_input.fill(args)
     if args.compare is not None:
-        return _compare(args, console)
+        return _compare(args, megatron, console)
     refuse(args, ["memory_limit"], "is for --compare")
-    traced, shape = cost_options.traced_findings(args), cost_options.model_shape(args)
+    traced, shape = cost_options.traced_findings(args), _shape(args, megatron)
     if shape is None:
         refuse(args, ["memory", "keep_outputs"], _NEEDS_SHAPE)
     if not args.memory:
@@ -84,11 +90,11 @@ def run(args: argparse.Namespace, console: Console) -> int:
     else:
         plan = plan_options.verified_single_plan(
             args,
-            lambda spec: fitted(spec, *cost_options.costs_of(args, spec, traced, shape)),
+            lambda spec: fitted(spec, *_costs(args, spec, traced, megatron, shape)),
             cost_options.is_on_gloo(traced),
         )
     cost_options.refuse_copies(args, plan.spec.schedule, plan.copies_to_host, bool(plan.spec.fsdp_collectives))
-    costs, network = cost_options.costs_of(args, plan.spec, traced, shape)
+    costs, network = _costs(args, plan.spec, traced, megatron, shape)
     device = cost_options.timed_rules(args, plan, network)
     result = simulate(plan, costs, network, device)
     used = result.volume() if args.link else {}
@@ -96,7 +102,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         if pair not in used:
             raise UsageError(f"--link {pair[0]}-{pair[1]} changes nothing: the plan sends nothing there")
     steady = steady_step(plan, costs, network, device) if args.optimizer_bypass else None
-    unit = cost_options.MILLISECONDS if traced else cost_options.cost_unit(args)
+    unit = _unit(args, traced, megatron)
     ranks = range(plan.spec.pipeline_size)
     memory = [rank_memory(plan, rank, shape, not args.keep_outputs) for rank in ranks] if shape else None
     peaks = _peaks(result, memory, _weight_shares(args, plan, shape))
@@ -117,6 +123,28 @@ def run(args: argparse.Namespace, console: Console) -> int:
         if held:
             show_memory(held, console)
     return OK
+
+
+def _shape(args: argparse.Namespace, megatron: OfMegatron | None) -> ModelShape | None:
+    return cost_options.model_shape(args) if megatron is None else megatron.shape
+
+
+def _costs(
+    args: argparse.Namespace,
+    spec: PlanSpec,
+    traced: Findings | None,
+    megatron: OfMegatron | None,
+    shape: ModelShape | None,
+) -> tuple[StageCosts, Network]:
+    """As a trace, a card's data sheet or the options say."""
+    if megatron is not None and megatron.costs is not None and megatron.network is not None:
+        return megatron.costs.regrouped(spec.pipeline_size * spec.num_chunks), megatron.network
+    return cost_options.costs_of(args, spec, traced, shape)
+
+
+def _unit(args: argparse.Namespace, traced: Findings | None, megatron: OfMegatron | None) -> str:
+    known = traced is not None or (megatron is not None and megatron.costs is not None)
+    return cost_options.MILLISECONDS if known else cost_options.cost_unit(args)
 
 
 def _peaks(result: Simulation, memory: Sequence[RankMemory] | None, weight_shares: Shares) -> dict[str, Any]:
@@ -222,7 +250,7 @@ def _bound_facts(bound: Bound | None, step: float) -> dict[str, Any] | None:
     return {"step": bound.step, "reason": bound.reason, "excess": bound.excess(step), "terms": dict(bound.terms)}
 
 
-def _compare(args: argparse.Namespace, console: Console) -> int:
+def _compare(args: argparse.Namespace, megatron: OfMegatron | None, console: Console) -> int:
     refuse(args, ["source", "schedule", "modules"], "does not go with --compare, which names the schedules itself")
     single = ["weight_share", "memory", "keep_outputs"]
     refuse(args, single, "is for a single plan, not for --compare, which shows no activations")
@@ -231,7 +259,7 @@ def _compare(args: argparse.Namespace, console: Console) -> int:
     size = plan_options.pipeline_size(args, names)
     shards = any(spec.fsdp_collectives for spec in specs)
     cost_options.refuse_copies(args, names[0], any(map(offloaded_chunks, specs)), shards)
-    shape = cost_options.model_shape(args)
+    shape = _shape(args, megatron)
     if args.memory_limit is not None and shape is None:
         raise UsageError(f"--memory-limit {_NEEDS_SHAPE}")
     if args.memory_limit is None:
@@ -239,6 +267,8 @@ def _compare(args: argparse.Namespace, console: Console) -> int:
     limit = None if args.memory_limit is None else args.memory_limit * 2**30
     if traced is not None:
         costs, network = traced.costs, traced.network
+    elif megatron is not None and megatron.costs is not None and megatron.network is not None:
+        costs, network = megatron.costs, megatron.network
     else:  # without costs, the whole model takes P slots for each of F, B and W, whatever V is
         costs = cost_options.cost_profile(args, shape, size, 1, max(spec.num_parts for spec in specs))
         network = cost_options.network(args, shape, size)
@@ -247,7 +277,7 @@ def _compare(args: argparse.Namespace, console: Console) -> int:
     if args.json:
         print_json(console, [_schedule_facts(c) for c in found])
     else:
-        _show_ranking(found, shape, cost_options.MILLISECONDS if traced else cost_options.cost_unit(args), console)
+        _show_ranking(found, shape, _unit(args, traced, megatron), console)
     return OK if any(not c.refused for c in found) else REFUSED
 
 

@@ -14,6 +14,9 @@ from megatron_pp.plan.costs.stage_costs import FREE, StageCosts
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.planner.compare import fitted
+from megatron_pp.tools.advise.gpus import GPUS
+from megatron_pp.tools.check.priced import priced
+from megatron_pp.tools.cli.megatron_input import job_of
 from megatron_pp.tools.draw.facts import size_label
 from tests.unit_tests.tools.cli.conftest import MODEL, assert_refused
 
@@ -232,3 +235,78 @@ def test_auto_is_searched_under_the_memory_limit(command):
     assert rows["auto"]["refused"] is None
     assert rows["auto"]["peak_bytes"] <= limit
     assert rows["auto"]["bound"]["step"] <= rows["auto"]["makespan"]
+
+
+FLAGS = (
+    "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --micro-batch-size 1 "
+    "--global-batch-size 16 --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 "
+    "--vocab-size 32000 --bf16 --overlap-p2p-communication"
+)
+YAML = """\
+num_layers: 32
+hidden_size: 4096
+num_attention_heads: 32
+seq_length: 4096
+micro_batch_size: 1
+global_batch_size: 16
+pipeline_model_parallel_size: 4
+virtual_pipeline_model_parallel_size: 2
+overlap_p2p_comm: true
+bf16: true
+"""
+
+
+def test_a_job_of_megatrons_is_read_as_check_reads_it(command, tmp_path):
+    """Flags as one text, a shell script, and a file of a functional test say the same."""
+    script, test = tmp_path / "job.sh", tmp_path / "model_config.yaml"
+    script.write_text(f"torchrun pretrain_gpt.py {FLAGS}\n")
+    pairs = re.findall(r"(--[\w-]+)(?: (\w+))?", FLAGS)
+    test.write_text("MODEL_ARGS:\n" + "".join(f"  {name}: {value or 'true'}\n" for name, value in pairs))
+    facts = [
+        json.loads(command("simulate", "--megatron-args", given, "--gpu", "h100", "--memory", "--json")[1])
+        for given in (FLAGS, str(script), str(test))
+    ]
+    assert facts[0] == facts[1] == facts[2]
+    assert facts[0]["plan"].startswith("interleaved_1f1b P=4 V=2 M=16 group=4 overlap/")
+    assert facts[0]["unit"] == "ms"
+    job = job_of(FLAGS, 1)
+    found = priced(job, GPUS["h100"])
+    expected = simulate(found.plan, found.cut.costs, found.network(GPUS["h100"]), found.plan.spec.device)
+    assert facts[0]["makespan"] == pytest.approx(expected.makespan)
+    assert {round(one["bytes"] / one["messages"]) for one in facts[0]["links"]} == {4096 * 4096 * 2}
+    sizes = "-s interleaved_1f1b -P 4 -V 2 -M 16 --layers 32 --hidden-size 4096 --seq-length 4096 --attention-heads 32"
+    by_options = command(*f"simulate {sizes} --ffn-hidden-size 16384 --vocab-size 32000 --memory --json".split())
+    assert facts[0]["peak_bytes"] == pytest.approx(json.loads(by_options[1])["peak_bytes"])
+
+
+def test_a_file_of_settings_of_megatron_gives_the_pipeline(command, tmp_path):
+    path = tmp_path / "gpt.yaml"
+    assert_refused(command("simulate", "--megatron-args", str(tmp_path / "no.yaml")), 2, "no.yaml: cannot be read")
+    path.write_text("model:\n" + "".join(f"  {line}\n" for line in YAML.splitlines()))
+    plan = command("simulate", "--megatron-args", str(path), "-M", "8")[1]
+    assert plan.startswith("interleaved_1f1b P=4 V=2 M=8 group=4 overlap/")
+
+
+def test_options_overrule_a_job_of_megatrons(command):
+    line = ["simulate", "--megatron-args", FLAGS]
+    assert command(*line, "-s", "zb_h1", "-P", "2", "-M", "4")[1].startswith("zb_h1 P=2 V=1 M=4 ")
+    assert command(*line, "--p2p-ms", "0.5", "--forward-ms", "1", "--backward-ms", "2")[0] == 0
+    ranked = json.loads(command(*line, "--compare", "1f1b,interleaved_1f1b,zb_h1", "--gpu", "h100", "--json")[1])
+    assert {one["num_microbatches"] for one in ranked} == {16}
+    assert [one["schedule"] for one in ranked][-1] == "1f1b"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--gpu", "h100"), "--gpu works out times from a model's sizes; it goes with --megatron-args"),
+        (("--megatron-args", FLAGS, "--gpu", "h100", "--p2p-ms", "1"), "--p2p-ms does not go with --gpu"),
+        (("--megatron-args", FLAGS, "--gpu", "h100", "-P", "2"), "does not go with --gpu, whose times are of the job"),
+        (("--megatron-args", FLAGS, "--modules", "a=0;b=1;a>b"), "does not go with --megatron-args"),
+        (("--megatron-args", f"{FLAGS} --swiglu", "--memory"), "--memory needs a plain transformer"),
+        (("--megatron-args", f"{FLAGS} --num-experts 8", "--memory"), "--memory needs a plain transformer"),
+        (("--megatron-args", "--num-layers many"), "--num-layers"),
+    ],
+)
+def test_what_does_not_go_with_a_job_of_megatrons_is_refused(command, options, words):
+    assert_refused(command("simulate", *options), 2, words)
