@@ -25,9 +25,9 @@ from tests.functional_tests.megatron_support import needs_megatron
 pytestmark = pytest.mark.callers_thread
 # Lines of a book at most. Of the machine 6,500 are wanted under install(): whoever takes modules out lowers the number.
 COMPILER_LINES = 4_390
-MACHINE_LINES = 7_185
-INSTALLED_MACHINE_LINES = 6_930
-NCCL_MACHINE_LINES = 7_520  # under install()
+MACHINE_LINES = 7_215
+INSTALLED_MACHINE_LINES = 6_980
+NCCL_MACHINE_LINES = 7_570  # under install()
 
 # Room -> its modules that a default step loads.
 MACHINE = {
@@ -61,7 +61,7 @@ UNDER_INSTALL = {
     "integrations": "megatron_core",
     "integrations.megatron": "given named_objects stand_ins",
     "integrations.megatron.releases": "release sources versions",
-    "integrations.megatron.steps": "after_step call gpt_models known_steps scope",
+    "integrations.megatron.steps": "after_step call gpt_models known_steps scope served_configs",
 }
 COMPILER = {
     "common": "bounded_cache gc_pause names",

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from megatron_pp.common.module_attributes import wrapped_attribute
 from megatron_pp.features.pairs.pair_runner import BackwardHalf, ForwardHalf, Ready
 from megatron_pp.integrations.megatron.releases.release import Megatron
 from megatron_pp.integrations.megatron.steps.forward_backward import MegatronSteps
@@ -64,13 +63,12 @@ def _checked(step: Callable[..., Any], set_streams: Callable[..., Any]) -> Combi
     return Combined(step, set_streams, "high_priority" in inspect.signature(set_streams).parameters)
 
 
-def reason(chunk: Any) -> str | None:
-    """Why such a step of this model chunk is not served, as the object of "does not serve ..."; None if it is."""
-    if of_release() is None:
-        return "the combined 1F1B as this release has it (config.overlap_moe_expert_parallel_comm)"
-    if getattr(wrapped_attribute(chunk, "ddp_config"), "use_megatron_fsdp", False):
-        return "the combined 1F1B with Megatron-FSDP (config.overlap_moe_expert_parallel_comm, --use-megatron-fsdp)"
-    return None
+def reason_of_release() -> str | None:
+    """Why such steps of the installed release are not served, as the object of "does not serve ..."; None where they
+    are.
+    """
+    known = of_release() is not None
+    return None if known else "the combined 1F1B as this release has it (config.overlap_moe_expert_parallel_comm)"
 
 
 class CombinedSteps(MegatronSteps):

@@ -10,6 +10,7 @@ from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.common.module_attributes import wrapped_attribute
 from megatron_pp.integrations.megatron.releases.release import Megatron
 from megatron_pp.integrations.megatron.releases.versions import ENTRIES, Row, entry_keywords
+from megatron_pp.integrations.megatron.steps.served_configs import is_combined, unserved_setting
 
 # Whether Megatron's own schedule runs: the schedule functions that it calls by name are Megatron's too then.
 HANDED_BACK: ContextVar[bool] = ContextVar("megatron_pp_handed_back", default=False)
@@ -99,21 +100,16 @@ def _first_chunk(arguments: Mapping[str, Any]) -> Any:
 
 
 def _unserved_config(schedule: str, arguments: Mapping[str, Any]) -> str | None:
-    chunk = _first_chunk(arguments)
+    chunk, forward_only = _first_chunk(arguments), arguments.get("forward_only", False)
     config = wrapped_attribute(chunk, "config")
-    if is_combined(config, arguments.get("forward_only", False)):
+    if is_combined(config, forward_only):
         from megatron_pp.integrations.megatron.steps import combined
 
-        if reason := combined.reason(chunk):
+        if reason := combined.reason_of_release():
             return reason
-    if getattr(config, "hybrid_context_parallel", False):
-        from megatron_pp.integrations.megatron.steps import hybrid_context
-
-        return hybrid_context.reason_not_served(config)
-    if getattr(config, "use_ring_exchange_p2p", False):
-        return "the exchange of a custom-built torch (config.use_ring_exchange_p2p)"
-    if _captures_whole_step(config):
-        return "CUDA graphs of a whole iteration (config.cuda_graph_impl, config.cuda_graph_scope)"
+    sharded = getattr(wrapped_attribute(chunk, "ddp_config"), "use_megatron_fsdp", False)
+    if reason := unserved_setting(config, sharded, forward_only):
+        return reason
     if has_attention_residuals(config):
         from megatron_pp.integrations.megatron.steps import attention_residuals
 
@@ -121,25 +117,6 @@ def _unserved_config(schedule: str, arguments: Mapping[str, Any]) -> str | None:
     return None
 
 
-COMBINED_1F1B = "combined_1f1b"  # the schedule of these steps, under our name
-
-
-def is_combined(config: Any, forward_only: bool) -> bool:
-    """Whether Megatron runs such a step by schedule plans, which it does in training only."""
-    return bool(getattr(config, "overlap_moe_expert_parallel_comm", False)) and not forward_only
-
-
 def has_attention_residuals(config: Any) -> bool:
     """Whether stages pass on the sums of earlier blocks of layers."""
     return bool(getattr(config, "enable_attention_residuals", False))
-
-
-def _captures_whole_step(config: Any) -> bool:
-    """Releases ask for this by a field of its own, a scope (a string, an enum, or a list of them), or a kind."""
-    kind, scope = getattr(config, "cuda_graph_impl", None), getattr(config, "cuda_graph_scope", None)
-    if kind == "full_iteration":
-        return True
-    if kind != "local" and not getattr(config, "enable_cuda_graph", False):
-        return False
-    scopes = scope if isinstance(scope, (list, tuple, set)) else [scope]
-    return any(getattr(s, "name", s) == "full_iteration" for s in scopes)

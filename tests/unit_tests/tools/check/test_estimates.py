@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megatron_pp.integrations.megatron.steps import scope
 from megatron_pp.tools.advise.gpus import GPUS
 from megatron_pp.tools.check import hangs, memory, step_time
 from megatron_pp.tools.check.job import Job
@@ -140,6 +142,51 @@ def test_a_plan_is_verified_under_the_rules_of_the_device() -> None:
     assert "see Start" in hangs.section(job(global_batch_size=31)).lines[0]
 
 
+SERVED = "install() runs every step: no setting leaves one to Megatron's own schedule."
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({}, None),
+        ({"overlap_moe_expert_parallel_comm": True}, None),
+        ({"cuda_graph_impl": "local", "cuda_graph_scope": ["attn"]}, None),
+        ({"cuda_graph_impl": "full_iteration"}, "CUDA graphs of a whole iteration"),
+        ({"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"}, "CUDA graphs of a whole iteration"),
+        ({"enable_cuda_graph": True, "cuda_graph_scope": "full_iteration"}, "CUDA graphs of a whole iteration"),
+        ({"use_ring_exchange_p2p": True}, "the exchange of a custom-built torch"),
+        ({"hybrid_context_parallel": True, "pipeline_model_parallel_size": 1}, "hybrid context parallelism"),
+        ({"use_megatron_fsdp": True, "overlap_moe_expert_parallel_comm": True}, "the combined 1F1B with Megatron-FSDP"),
+        ({"use_megatron_fsdp": True}, None),
+    ],
+)
+def test_what_install_leaves_to_megatrons_own_schedule_is_named(settings: dict[str, Any], reason: str | None) -> None:
+    """By the function that `install()` asks for each step, with a model that has these settings."""
+    found = hangs.section(job(**settings))
+    model = SimpleNamespace(
+        config=SimpleNamespace(**{"pipeline_model_parallel_size": 4, **settings}),
+        ddp_config=SimpleNamespace(use_megatron_fsdp=settings.get("use_megatron_fsdp", False)),
+    )
+    decided = scope._unserved_config("forward_backward_pipelining_without_interleaving", {"model": model})
+    if reason is None:
+        assert found.lines[-1] == SERVED
+        assert decided is None
+    else:
+        assert str(decided).startswith(reason)
+        assert found.lines[0] == (
+            f"install() leaves the training steps to Megatron's own schedule: the engine does not serve {decided}."
+        )
+        assert found.data == {"verified": None, "handed_back": decided}
+
+
+def test_what_no_schedule_runs_is_no_plan_of_megatrons() -> None:
+    found = hangs.section(job(hybrid_context_parallel=True))
+    assert SERVED not in found.lines
+    assert not any("leaves the training steps" in line for line in found.lines)
+    other = hangs.section(replace(job(), framework="torchtitan"))
+    assert SERVED not in other.lines
+
+
 def test_a_plan_that_cannot_be_made_is_an_error() -> None:
     chunked = {"virtual_pipeline_model_parallel_size": 2, "microbatch_group_size_per_vp_stage": -3}
     (found,) = hangs.section(job(**chunked)).findings
@@ -161,7 +208,7 @@ def test_a_step_of_very_many_microbatches_repeats_the_plan_that_is_verified() ->
 
 def test_a_job_that_does_not_say_its_batch_is_told_so() -> None:
     silent = replace(job(), args={**LLAMA_8B, "global_batch_size": None})
-    assert hangs.section(silent).lines == ("no plan: --global-batch-size is not given",)
+    assert hangs.section(silent).lines[0] == "no plan: --global-batch-size is not given"
     for section in (memory.section(silent, H100), step_time.section(silent, H100)):
         assert section.lines == ("not estimated: --global-batch-size is not given",)
 
