@@ -1,5 +1,5 @@
-"""What the advisor says: the recommendation in one line, its numbers, why the others lose, and the flags that ask for
-it: ours, for ``megatron-pp run``, and Megatron's.
+"""Writes the advisor's answer: the recommendation in one line, its numbers, why other schedules lose, and the flags to
+paste: ours, for ``megatron-pp run``, and Megatron's.
 """
 
 from collections.abc import Iterable
@@ -21,8 +21,8 @@ MEASURED_FILE = "advised.json"
 
 
 def our_settings(outcome: Outcome, measured: str = MEASURED_FILE) -> dict[str, Any]:
-    """Fields of our config; all but slices are settings of ``megatron-pp run`` and keywords of ``install`` too.
-    ``measured``: where a search reads its costs.
+    """The fields of our config. Except slices they are also settings of ``megatron-pp run`` and keywords of
+    ``install``. ``measured``: the file from which a search reads its costs.
     """
     chosen = outcome.candidate
     settings: dict[str, Any] = {"pipeline_schedule": chosen.schedule}
@@ -42,7 +42,7 @@ def our_settings(outcome: Outcome, measured: str = MEASURED_FILE) -> dict[str, A
 
 
 def our_flags(outcome: Outcome, measured: str = MEASURED_FILE) -> list[str]:
-    """Flags of ``megatron-pp run``."""
+    """The flags for ``megatron-pp run``."""
     flags = []
     for name, value in our_settings(outcome, measured).items():
         flag = name.replace("_", "-")
@@ -51,13 +51,13 @@ def our_flags(outcome: Outcome, measured: str = MEASURED_FILE) -> list[str]:
 
 
 def megatron_models_run(outcome: Outcome) -> bool:
-    """Whether Megatron's models can run it: with whole sequences, and the output layer on the last stage."""
+    """Whether Megatron's models can run the plan: it has whole sequences, and the output layer is on the last stage."""
     return outcome.candidate.slices == 1 and not outcome.candidate.family.barriers
 
 
 def megatron_flags(question: Question, outcome: Outcome) -> list[str]:
-    """Arguments of Megatron's scripts. Its one number of recomputed layers, for all stages, is the largest; nothing is
-    said of recomputation where layers are not known.
+    """The arguments for Megatron's scripts. Megatron has one number of recomputed layers for all stages; the largest is
+    taken. If layers are not known, there are no arguments for recomputation.
     """
     chosen, fit = outcome.candidate, outcome.fit
     flags = ["--pipeline-model-parallel-size", str(question.pipeline_size)]
@@ -80,19 +80,19 @@ def megatron_flags(question: Question, outcome: Outcome) -> list[str]:
 
 
 def runs_in_megatron(outcome: Outcome) -> bool:
-    """Whether Megatron's own schedules can run it."""
+    """Whether Megatron's own schedules can run the plan."""
     return outcome.candidate.schedule in (ONE_F_ONE_B, INTERLEAVED)
 
 
 def layout_of(outcome: Outcome) -> str:
-    """Megatron's ``pipeline_model_parallel_layout``; empty where the layers are not known."""
+    """Megatron's ``pipeline_model_parallel_layout``; empty if the layers are not known."""
     if outcome.fit is None or any(one.kind == PART for layers in outcome.fit.stages for one in layers):
         return ""
     return layout_text(outcome.fit.stages)
 
 
 _CAUSES = ("waits for late peers", "waits for messages in flight", "waits behind other messages")
-_SMALL = 0.002  # a difference of shares that is not worth a word
+_SMALL = 0.002  # smaller differences of shares are not mentioned
 
 
 def in_one_line(question: Question, outcome: Outcome) -> str:
@@ -157,12 +157,12 @@ def sentences(question: Question, outcome: Outcome) -> list[str]:
 
 
 def _taken(question: Question, outcome: Outcome) -> tuple[float, ...]:
-    """GB of each rank for communicators and the CUDA context."""
+    """The GB of each rank for communicators and the CUDA context."""
     return question.taken(outcome.candidate.placement(question.pipeline_size), outcome.candidate.policy)
 
 
 def _recomputed_by_megatron(outcome: Outcome) -> list[str]:
-    """What Megatron's flags recompute where that is something else."""
+    """A sentence if Megatron's flags recompute other layers than the plan."""
     if outcome.fit is None or not any(outcome.fit.recomputed):
         return []
     if not layout_of(outcome):
@@ -207,7 +207,7 @@ def why_not(outcome: Outcome, best: Outcome) -> str:
 
 
 def _work(outcome: Outcome) -> float:
-    """Milliseconds of a step on the busiest rank, without recomputation."""
+    """The milliseconds that the busiest rank computes in a step, without recomputation."""
     fit = outcome.fit
     if fit is None or outcome.spec is None:
         return 0.0
@@ -217,7 +217,7 @@ def _work(outcome: Outcome) -> float:
 
 
 def alternatives(findings: Findings) -> list[Outcome]:
-    """The best of every other schedule, fastest first, then those that cannot be had."""
+    """The best outcome of every other schedule, fastest first, then the impossible ones."""
     best = findings.best
     found: dict[tuple[str, str], Outcome] = {}
     order = [*findings.fitting, *(one for one in findings.outcomes if one.refused)]
@@ -246,7 +246,8 @@ def estimated_why(one: Estimate, best: Outcome) -> str:
 
 
 def as_json(findings: Findings, order: MicrobatchOrder | None = None, measured: str = MEASURED_FILE) -> dict[str, Any]:
-    """``order``: of unequal microbatches; ``measured``: where a search reads its costs."""
+    """The answer as a value for JSON. ``order``: of unequal microbatches. ``measured``: the file with a search's
+    costs."""
     question, best = findings.question, findings.best
     return {
         "recommended": None if best is None else _facts(question, best, measured),
@@ -318,6 +319,6 @@ def _counts(stages: Iterable[Iterable[Any]]) -> list[int] | None:
 
 
 def _recomputed(one: Outcome) -> list[float]:
-    """Recomputed layers of each stage; where layers are not known, its recomputed share."""
+    """The number of recomputed layers of each stage; if layers are not known, its recomputed share."""
     counts = one.fit.recomputed if one.fit is not None else ()
     return [float(count) if layout_of(one) else count / STEPS for count in counts]

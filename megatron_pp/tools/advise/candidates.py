@@ -1,5 +1,5 @@
-"""What is tried: every schedule with every number of chunks and microbatches that the question allows. A first estimate
-of each decides the order.
+"""Lists and estimates the candidates: every schedule with every number of chunks and microbatches that the question
+allows. The estimates decide the order in which plans are built.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,11 +20,11 @@ from megatron_pp.tools.advise.fit import Fitted, Room, States, best_counts, fitt
 from megatron_pp.tools.advise.model import Model
 from megatron_pp.tools.advise.question import Question
 
-_PILOTS = (2, 4)  # estimates are of these multiples of P microbatches; the steady state goes on
+_PILOTS = (2, 4)  # estimates run these multiples of P microbatches and extend the steady state
 _LOGITS = 2  # microbatches between S and T, until a plan is known
 _TENSORS = 4  # pipeline tensors of a chunk beside its stages' inputs, until a plan is known
-_ROOM = 1.5  # P microbatches: with more memory a search rarely finds a shorter step
-_SEEDS = {LOOP: ("1f1b", "interleaved_1f1b"), "v": ("v_half", "v_half")}  # of one chunk, of several
+_ROOM = 1.5  # times P microbatches: with more memory a search rarely finds a shorter step
+_SEEDS = {LOOP: ("1f1b", "interleaved_1f1b"), "v": ("v_half", "v_half")}  # for one chunk, for several
 
 
 @dataclass(frozen=True)
@@ -64,37 +64,37 @@ class Candidate:
         return Placement(self.family.placement, pipeline_size, self.num_chunks, self.family.barriers)
 
     def model(self, question: Question) -> Model:
-        """The model for microbatches of this size; without its output layer where that is split over all ranks."""
+        """The model for microbatches of this size, without its output layer if that is split over all ranks."""
         model = question.model(self.micro_batch)
         return replace(model, layers=model.layers[:-1], output=model.layers[-1]) if self.family.barriers else model
 
     def shape(self, pipeline_size: int, most: int | None = None) -> Shape:
-        """``most``: microbatches at most."""
+        """The shape of the pipeline, with at most ``most`` microbatches."""
         count = min(self.num_microbatches, most or self.num_microbatches)
         group = min(self.group_size or -(-pipeline_size // self.slices), count)
         return Shape(pipeline_size, self.num_chunks, count, group, self.slices)
 
     def forwards(self, pipeline_size: int, pilot: bool = False) -> int:
-        """Forwards of a step on all stages and slices; ``pilot``: of the longest order that an estimate looks at."""
+        """The number of forwards of a step on all stages and slices. ``pilot``: of the longest order of an estimate."""
         shape = self.shape(pipeline_size, _PILOTS[-1] * pipeline_size if pilot else None)
         return pipeline_size * self.num_chunks * shape.num_microbatches * self.slices
 
     def work(self, pipeline_size: int) -> int:
-        """Of building, verifying and simulating its plan, in forwards: those of a step, and as many as take the time of
-        steps in which all ranks are looked at, some V P of them.
+        """The work of building, verifying and simulating the plan, in forwards: those of a step, and as many as take
+        the time of the passes over all ranks, about V P of them.
         """
         return self.forwards(pipeline_size) + self._turns(pipeline_size)
 
     def work_of_estimate(self, pipeline_size: int) -> int:
-        """In forwards of its order: the pilots, the bound, which has all microbatches, and the whole order where a rank
-        keeps more with every microbatch.
+        """The work of its estimate, in forwards: of the pilots; of the bound, which has all microbatches; and of the
+        whole order, if a rank keeps more with every microbatch.
         """
         whole = self.forwards(pipeline_size)
         grows = self.family.repeats is None and not self.searches
         return self.forwards(pipeline_size, pilot=True) + whole * (1 + grows) + self._turns(pipeline_size) // 3
 
     def _turns(self, pipeline_size: int) -> int:
-        """As measured: with one chunk a rank a fiftieth of P squared, with each further chunk as much as that."""
+        """The number of these passes, as measured: a fiftieth of P squared for each chunk of a rank."""
         return pipeline_size**2 * (50 * (self.num_chunks - 1) + 1) // 50
 
     def __str__(self) -> str:
@@ -107,13 +107,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A first look at a candidate.
+    """The estimate of a candidate.
 
     cut      the model on its stages
     step     milliseconds, with free buffers and no queues
     peak     GB of the fullest rank
-    bound    milliseconds that no plan on this placement with these costs falls below
-    refused  why it is impossible; empty where it is possible
+    bound    a lower bound in milliseconds of all plans on this placement with these costs
+    refused  why the candidate is impossible; empty if it is possible
     """
 
     candidate: Candidate
@@ -125,7 +125,7 @@ class Estimate:
 
 
 def candidates(question: Question) -> Iterator[Candidate]:
-    """All that the question allows."""
+    """All candidates that the question allows."""
     policy = question.policies[0]
     for name in question.tried:
         family = SCHEDULES[name]
@@ -141,7 +141,7 @@ def candidates(question: Question) -> Iterator[Candidate]:
 
 
 def why_none(question: Question) -> str:
-    """Why the question allows nothing of the schedules that it asks for."""
+    """Why the question allows none of the schedules that it asks for."""
     return "; ".join(_why_untried(question, SCHEDULES[name]) for name in question.tried)
 
 
@@ -159,7 +159,7 @@ def _why_untried(question: Question, family: Family) -> str:
 
 
 def _with_offloads(question: Question, one: Candidate) -> Iterator[Candidate]:
-    """``one``, and with half and all of its chunks offloaded; a schedule that offloads by itself, as it does."""
+    """``one``, and ``one`` with half and with all of its chunks offloaded. A schedule that offloads by itself stays."""
     own = one.family.added(one.shape(question.pipeline_size)).get("offload_chunks", 0)
     if not own:
         yield one
@@ -188,8 +188,8 @@ def _chunks(family: Family, most: int) -> list[int]:
 
 
 def estimate(question: Question, candidate: Candidate, bounds: dict[Any, float] | None = None) -> Estimate:
-    """A search is estimated by its bound, and so is a schedule with collectives, which ``order_time`` does not know.
-    ``bounds``: the bounds known so far; this one is added.
+    """The estimate of a candidate. A search is estimated by its bound. So is a schedule with collectives, which
+    ``order_time`` does not know. ``bounds``: the known bounds; this one is added.
     """
     model = candidate.model(question)
     try:
@@ -209,7 +209,8 @@ def estimate(question: Question, candidate: Candidate, bounds: dict[Any, float] 
 
 
 def _order_time(question: Question, candidate: Candidate, cut: Fitted, transfer: float) -> float:
-    """The time of the longer pilot; further microbatches take as long as those that it has more than the shorter."""
+    """The time of a step, extended from two pilots: a further microbatch takes the mean time of those by which the
+    longer pilot exceeds the shorter one."""
     size, placement = question.pipeline_size, candidate.placement(question.pipeline_size)
     shapes = [candidate.shape(size, pilot * size) for pilot in _PILOTS]
     orders = (_orders(candidate.schedule, shape) for shape in shapes)
@@ -241,8 +242,8 @@ def tensors_before(question: Question, candidate: Candidate) -> tuple[int, ...]:
 
 
 def cut_model(question: Question, candidate: Candidate, model: Model) -> Fitted:
-    """The model on the candidate's stages, with the recomputation that it needs. Raises PlanError where the layers do
-    not fill the stages.
+    """The model on the candidate's stages, with the recomputation that it needs. Raises PlanError if the layers do not
+    fill the stages.
     """
     size = question.pipeline_size
     placement = candidate.placement(size)
@@ -258,7 +259,7 @@ def cut_model(question: Question, candidate: Candidate, model: Model) -> Fitted:
 
 
 def states_of(candidate: Candidate, pipeline_size: int) -> States:
-    """What each rank keeps at most; for a search, what a family with little memory on its placement keeps."""
+    """The most that each rank keeps. For a search it is that of a family with little memory on the same placement."""
     name = candidate.schedule
     if candidate.searches:
         name = _SEEDS[candidate.family.placement][candidate.num_chunks > 1]

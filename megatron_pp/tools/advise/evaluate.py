@@ -1,4 +1,4 @@
-"""A candidate's plan: built, verified under the rules of its device, and simulated."""
+"""Builds a candidate's plan, verifies it under the rules of its device, and simulates it."""
 
 import math
 from dataclasses import dataclass, replace
@@ -25,17 +25,17 @@ from megatron_pp.tools.advise.rounding import ROUNDING, rounded
 
 @dataclass(frozen=True)
 class Outcome:
-    """A candidate with its numbers, which are 0 where nothing was run.
+    """A candidate with its numbers, which are 0 if nothing was run.
 
-    refused      why it is impossible; empty where it is possible
-    spec         of the verified plan; with ``measured`` where a search has made it
+    refused      why it is impossible; empty if it is possible
+    spec         the spec of the verified plan; with ``measured`` if a search has made the plan
     step         milliseconds, simulated
     flagged      the same with Megatron's flags: every stage recomputes as many layers as the one that recomputes most
     bubble       share of all ranks' time without compute
     exposed      shares of all ranks' time: waits for a peer's compute, for messages in flight, behind other messages
-    on_host      GB of host memory that the fullest rank has offloaded at once
+    on_host      the most GB of host memory that a rank has offloaded at one time
     again        share of all ranks' time for recomputation
-    bound        no plan on this placement takes less; None where nothing was run
+    bound        the lower bound of all plans on this placement; None if nothing was run
     certificate  what ``verify`` has proven
     """
 
@@ -54,7 +54,7 @@ class Outcome:
 
     @property
     def pinned(self) -> float:
-        """GB of host memory at most: buffers are of powers of two."""
+        """The most GB of host memory, in buffers whose sizes are powers of two."""
         return 2 * self.on_host
 
     @property
@@ -69,9 +69,9 @@ class Outcome:
 
 
 def evaluate(question: Question, candidate: Candidate, cut: Fitted | None = None) -> Outcome:
-    """The candidate with its numbers. ``cut``: the model on its stages, where known. A search plans for no
-    recomputation where that fits, unless its lower bound under the memory limit is above that of what its estimate
-    recomputes.
+    """The candidate with its numbers. ``cut``: the model on its stages, if known. A search plans without recomputation
+    if that fits, unless its lower bound under the memory limit is then above the bound with the recomputation of its
+    estimate.
     """
     model = candidate.model(question)
     try:
@@ -89,7 +89,7 @@ def evaluate(question: Question, candidate: Candidate, cut: Fitted | None = None
 
 
 def least_step(question: Question, candidate: Candidate, model: Model, cut: Fitted) -> float:
-    """Milliseconds that no plan falls below under the memory limit; infinity where nothing fits."""
+    """A lower bound in milliseconds of all plans under the memory limit; infinity if nothing fits."""
     placement = candidate.placement(question.pipeline_size)
     try:
         memory = MemoryModel(limits_of(question, candidate, model, cut), cut.activation, cut.late)
@@ -107,7 +107,7 @@ def _searched(question: Question, candidate: Candidate, model: Model, cut: Fitte
 
 
 def limits_of(question: Question, candidate: Candidate, model: Model, cut: Fitted) -> tuple[float, ...]:
-    """GB of each rank for activations. Raises PlanError where parameters alone fill the memory."""
+    """The GB of each rank for activations. Raises PlanError if parameters alone fill the memory."""
     fixed = fixed_memory(question, candidate, model, tensors_before(question, candidate))
     needed = list(map(math.fsum, zip(cut.static, fixed, strict=True)))
     limits = [question.memory * candidate.memory_share - gb for gb in needed]
@@ -118,7 +118,7 @@ def limits_of(question: Question, candidate: Candidate, model: Model, cut: Fitte
 
 
 def measured_of(question: Question, candidate: Candidate, model: Model, cut: Fitted) -> Measured:
-    """What the search plans for. Raises PlanError where parameters alone fill the memory."""
+    """The measured values for which the search plans. Raises PlanError if parameters alone fill the memory."""
     return Measured(
         cut.costs.forward,
         cut.costs.backward_input,
@@ -194,7 +194,7 @@ def _run(
 
 
 def _evenly_recomputed(cut: Fitted) -> StageCosts:
-    """Times where all stages recompute as many layers as one; unchanged where layers are not known."""
+    """The times if all stages recompute as many layers as the one with most; unchanged if layers are not known."""
     if any(one.kind == PART for layers in cut.stages for one in layers):
         return cut.costs
     even = with_recomputed(cut, (max(cut.recomputed),) * len(cut.recomputed)).costs

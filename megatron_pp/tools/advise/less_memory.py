@@ -1,7 +1,7 @@
-"""Limits below a device's memory that a search may plan for as well.
+"""Smaller memory limits for which a search also plans.
 
-A search is a heuristic, and so is the choice of what is recomputed: under a smaller limit the two may find a shorter
-step than under a larger one. Its plan fits both, so with more memory the answer must not be slower.
+The search and the choice of recomputed layers are heuristics: under a smaller limit they may find a shorter step than
+under a larger one. That plan fits both limits. So with more memory the answer must not be slower.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from megatron_pp.tools.advise.evaluate import least_step
 from megatron_pp.tools.advise.fit import Fitted, with_recomputed
 from megatron_pp.tools.advise.question import Question
 
-_DIGITS = 2  # of the limits: those that people ask for, such as 6.3 or 80 GB
-_MOST = 10  # limits that are looked at for one candidate
+_DIGITS = 2  # significant digits of the limits, as people give them: 6.3 or 80 GB
+_MOST = 10  # number of limits that are tried for one candidate
 
 
 @dataclass(frozen=True, eq=False)

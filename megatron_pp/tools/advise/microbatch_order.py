@@ -1,4 +1,4 @@
-"""In which order to run microbatches that cost different times: sequences of different lengths, packed or not."""
+"""Finds an order for microbatches that take different times: sequences of different lengths, packed or not."""
 
 import time
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ from megatron_pp.planner.timing import order_time
 from megatron_pp.tools.advise.evaluate import Outcome
 from megatron_pp.tools.advise.question import Question
 
-_TRIALS = 600  # of each order that is begun with
-_STARTS, _LOOKS = 5, 15  # orders that are begun with, and estimates of them without trials
-_OPERATIONS = 2_400_000  # of all estimates without a budget: 4 s
+_TRIALS = 600  # trials for each start order
+_STARTS, _LOOKS = 5, 15  # start orders, and estimates of them without trials
+_OPERATIONS = 2_400_000  # operations of all estimates without a budget: 4 s
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class MicrobatchOrder:
 
 
 def best_order(question: Question, outcome: Outcome, seconds: float | None = None) -> MicrobatchOrder | None:
-    """The best order for the outcome's plan found in ``seconds``; None where all microbatches cost the same. Without
-    ``seconds`` a fixed number of operations is looked at, and the answer is the same on every machine.
+    """The best order for the outcome's plan that is found in ``seconds``; None if all microbatches cost the same.
+    Without ``seconds`` the search ends after a fixed number of operations, so the answer is the same on every machine.
 
-    The given order is returned where none is faster by the simulator.
+    The given order is returned if no other one is faster by the simulator.
     """
     given = question.microbatch_costs
     if outcome.spec is None or outcome.fit is None or len(given) != outcome.candidate.num_microbatches:

@@ -1,6 +1,6 @@
-"""The search for the best pipeline: all candidates are estimated, then built, verified and simulated, the fastest
-estimates first. Work is counted in operations, so that the answer does not depend on the machine's load; a budget of
-seconds, where one is given, takes the place of these counts.
+"""The search for the best pipeline. All candidates are estimated. Then plans are built, verified and simulated, the
+fastest estimates first. Work is counted in operations, so that the answer does not depend on the machine's load. A
+budget in seconds, if it is given, replaces these counts.
 """
 
 import multiprocessing
@@ -24,9 +24,9 @@ from megatron_pp.tools.advise.question import Question
 from megatron_pp.tools.advise.rounding import rounded
 
 Report = Callable[[int, int, str], None]
-"""Takes how much of the work is done, of how much, and what is looked at."""
+"""Gets the work that is done, the whole work, and the current candidate in words."""
 
-_GAIN = 0.002  # a search is worth its time where its bound is below the best step by this share
+_GAIN = 0.002  # a search is worth its time if its bound is below the best step by this share
 _AS_FAST = 1e-3  # of steps that differ by less, the one with less memory is better
 _EXTRA, _FIRST = 1.0, 5.0  # budgets, seconds (the longer): overtime until a first plan that fits
 _FIRST_LOOK = 2.0  # seconds for estimates, or half of the budget
@@ -46,8 +46,8 @@ _ESTIMATES_S = 30.0  # seconds for these; a longer budget has more
 
 @dataclass(frozen=True)
 class Findings:
-    """What was looked at, what there was no time for, and searches that could not find a shorter step. ``interrupted``:
-    by KeyboardInterrupt, before the budget was spent.
+    """The outcomes; the candidates for which there was no time; and the searches that could not find a shorter step.
+    ``interrupted``: by KeyboardInterrupt, before the budget was spent.
     """
 
     question: Question
@@ -65,15 +65,15 @@ class Findings:
 
     @property
     def fitting(self) -> list[Outcome]:
-        """Those that can be had, fastest first; of equals, the one that needs less memory, and fewer chunks. In no way
-        by which of two processes ended first.
+        """The possible outcomes, fastest first; of equal ones first the one with less memory, then with fewer chunks.
+        The order does not depend on which process ended first.
         """
         return sorted((one for one in self.outcomes if not one.refused), key=_preference)
 
     @property
     def best(self) -> Outcome | None:
-        """The fastest by Megatron's flags; of those that are as fast, the one with the least memory, and the fewest
-        chunks of those with as much.
+        """The fastest outcome by Megatron's flags. Of equally fast ones it has the least memory, and of these the
+        fewest chunks.
         """
         fitting = self.fitting
         least = min((one.flagged for one in fitting), default=0.0)
@@ -82,7 +82,7 @@ class Findings:
 
     @property
     def least_memory(self) -> Outcome | None:
-        """Of the built ones that may be recommended, the one with the least memory, fitting or not."""
+        """The built plan with the least memory, of those that may be recommended, whether it fits or not."""
         built = [one for one in self.outcomes if one.fit is not None and self.question.takes(one.candidate.schedule)]
         return min(built, key=lambda one: one.peak, default=None)
 
@@ -105,15 +105,16 @@ def _frugality(one: Outcome) -> tuple[float, float, int, str, str]:
 
 
 def _names(candidate: Candidate) -> tuple[str, str]:
-    """They decide between equals."""
+    """The names by which equal candidates are sorted."""
     return str(candidate), candidate.policy
 
 
 def search(question: Question, budget: float | None = None, jobs: int = 1, report: Report | None = None) -> Findings:
     """The best pipelines for ``question`` that ``jobs`` processes find, until a KeyboardInterrupt, or for ``budget``
-    seconds. Without a budget a fixed number of operations is looked at, and the answer is the same on every machine.
+    seconds. Without a budget the search ends after a fixed number of operations, so the answer is the same on every
+    machine.
 
-    Raises PlanError where no candidate is possible whatever the memory, or a process of ``jobs`` ends.
+    Raises PlanError if no candidate is possible whatever the memory, or if a process of ``jobs`` ends.
     """
     began, queue, say = time.monotonic(), _Queue(question, budget), report or (lambda done, of, what: None)
     interrupted = False
@@ -123,7 +124,7 @@ def search(question: Question, budget: float | None = None, jobs: int = 1, repor
             for outcome in evaluator.outcomes():
                 queue.outcomes.append(outcome)
                 say(*queue.progress, str(outcome.candidate))
-    except KeyboardInterrupt:  # Ctrl-C, or of _ended_in_time
+    except KeyboardInterrupt:  # from Ctrl-C, or from _ended_in_time
         interrupted = not queue.is_over()
     except BrokenProcessPool as error:
         raise PlanError(
@@ -136,8 +137,8 @@ def search(question: Question, budget: float | None = None, jobs: int = 1, repor
 
 
 def _estimate(question: Question, queue: "_Queue", evaluator: "_Evaluator", say: Report) -> None:
-    """Estimate the candidates that there is time for, those of few operations first, without plans that are too large
-    to be built. The first search that can be worth it begins at once, as searches take long.
+    """Estimate the candidates for which there is time, those with few operations first, without plans that are too
+    large to build. The first search that may be worth its time begins at once, because searches take long.
     """
     bounds: dict[Any, float] = {}
     found = queue.found
@@ -161,7 +162,7 @@ def _estimate(question: Question, queue: "_Queue", evaluator: "_Evaluator", say:
 
 @contextmanager
 def _ended_in_time(queue: "_Queue") -> Iterator[None]:
-    """With a budget, raises KeyboardInterrupt in the main thread when it is spent, whatever runs there."""
+    """A context that, with a budget, raises KeyboardInterrupt in the main thread when the budget is spent."""
     if queue.budget is None or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -184,8 +185,8 @@ def _ended_in_time(queue: "_Queue") -> Iterator[None]:
 
 
 class _Queue:
-    """What is looked at next: named plans in the order of their estimates; searches one after the other; then variants
-    of the best. Without a budget it depends on nothing but the estimates and earlier results.
+    """Chooses the next candidate: named plans in the order of their estimates; searches one after the other; then
+    variants of the best. Without a budget the choice depends only on the estimates and earlier results.
     """
 
     def __init__(self, question: Question, budget: float | None) -> None:
@@ -201,12 +202,12 @@ class _Queue:
         self.variants: list[Candidate] = []
         self.work_left = [_PLANS, _SEARCHES, _VARIANTS, _LESS_MEMORY]
         self.less: dict[Candidate, list[Smaller]] = {}
-        self.cuts: dict[Candidate, Fitted] = {}  # of the searches for less memory
+        self.cuts: dict[Candidate, Fitted] = {}  # search for less memory -> the model on its stages
         self.begun: list[Candidate] = []
         self.needless: list[Candidate] = []
 
     def sort(self) -> None:
-        """The fastest first; fitting ones before the others, and last those that cannot be recommended."""
+        """Sort: the fastest first, those that fit before others, and last those that cannot be recommended."""
         self.outcomes += [Outcome(one.candidate, one.refused) for one in self.estimates if one.refused]
         possible = [one for one in self.estimates if not one.refused]
         memory = self.question.memory
@@ -226,11 +227,12 @@ class _Queue:
         self.named = [one for one in named if self._affords(one.candidate)]
 
     def may_build(self, candidate: Candidate) -> bool:
-        """Whether one plan of it is small enough."""
+        """Whether the candidate's plan is small enough to build."""
         return self.budget is not None or candidate.work(self.question.pipeline_size) <= _PLANS
 
     def _affords(self, candidate: Candidate, kind: int | None = None) -> bool:
-        """Whether there is work of this kind left for it, which is then spent. With a budget only time counts."""
+        """Whether enough work of this kind is left for the candidate; it is then spent. With a budget only time
+        counts."""
         work, left = _work(candidate, self.question.pipeline_size), self.work_left
         kind = int(candidate.searches) if kind is None else kind
         if self.budget is None and work > left[kind]:
@@ -239,7 +241,7 @@ class _Queue:
         return True
 
     def first_search(self) -> Candidate | None:
-        """The search that begins before any plan is built, where the estimates promise a gain."""
+        """The search that begins before any plan is built, if the estimates promise a gain."""
         least = min((one.step for one in self.named if one.peak <= self.question.memory), default=float("inf"))
         for one in self.searches:
             if one.bound < least * (1 - _GAIN) and self._affords(one.candidate):
@@ -253,7 +255,7 @@ class _Queue:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Operations done, and planned so far in all."""
+        """The operations that are done, and all that are planned so far."""
         size = self.question.pipeline_size
         done = sum(_work(one.candidate, size) for one in self.outcomes if one.fit is not None)
         left = sum(_work(one.candidate, size) for one in (*self.named, *self.searches))
@@ -265,7 +267,8 @@ class _Queue:
         return min((one.step for one in self.outcomes if not one.refused), default=float("inf"))
 
     def next(self, running: Collection[Candidate]) -> Candidate | None:
-        """What to look at beside what is ``running``; None where that has to be waited for, or nothing is left."""
+        """The next candidate to run beside those that are ``running``; None if it depends on them, or if none is
+        left."""
         if self.named:
             return self._begin(self.named.pop(0).candidate)
         if not running:
@@ -281,8 +284,8 @@ class _Queue:
         return self._begin(self.variants.pop(0)) if self.variants else None
 
     def _with_less_memory(self) -> Candidate | None:
-        """A search for less memory that may be better than the best so far, were it as close to its bound as the search
-        for all memory. None with a budget, as there may be many."""
+        """A search for less memory that would be better than the best so far, if it came as close to its bound as the
+        search for all memory. None with a budget, because there may be many."""
         if self.budget is not None or self.best == float("inf"):
             return None
         found = []
@@ -332,7 +335,7 @@ class _Queue:
         return time.monotonic() >= self.until - self.budget + max(_FIRST_LOOK, self.budget / 2)
 
     def is_over(self) -> bool:
-        """Whether the budget is spent; where nothing fits so far, later."""
+        """Whether the budget is spent. If nothing fits so far, there is some overtime."""
         allowed = 0.0 if self.best < float("inf") else self.extra
         return self.budget is not None and time.monotonic() >= self.until + allowed
 
@@ -346,13 +349,13 @@ class _Queue:
 
 
 def _sizes(candidate: Candidate) -> tuple[Any, ...]:
-    """Equal for candidates whose model is cut the same way."""
+    """A key that is equal for candidates whose model is cut in the same way."""
     one = candidate
     return one.schedule, one.num_chunks, one.micro_batch, one.slices, one.offload_chunks
 
 
 def _work(candidate: Candidate, size: int) -> int:
-    """Forwards that are built, verified and simulated. A search looks at some 5 P plans."""
+    """The number of forwards that are built, verified and simulated. A search tries about 5 P plans."""
     return candidate.forwards(size) * 5 * size if candidate.searches else candidate.work(size)
 
 

@@ -1,4 +1,4 @@
-"""What is asked of the advisor."""
+"""The question to the advisor."""
 
 import math
 from collections.abc import Iterator
@@ -21,14 +21,14 @@ _MOST_RANKS = 2000  # more than any model has layers, and the time for communica
 
 @dataclass(frozen=True)
 class Question:
-    """Times in milliseconds, memory in GB.
+    """The question. Times are in milliseconds, memory is in GB.
 
     pipeline_size     P
     global_batch      sequences of a step, of all replicas
     memory            GB of a device
     models            (sequences in a microbatch, the model's costs for such microbatches)
-    latency           of a transfer
-    bandwidth         of each directed link, GB per millisecond
+    latency           latency of a transfer
+    bandwidth         bandwidth of each directed link, GB per millisecond
     host_bandwidth    GB per millisecond of a copy between device and host memory; None: nothing is offloaded
     links             directed links with other numbers, (source, target) and Link
     data_parallel     replicas
@@ -38,12 +38,12 @@ class Question:
     schedules         names of families that are tried; empty for all
     policies          lowering policies that are tried, the first for all, the others for the best plan
     device            rules of the device, under which every plan is verified
-    splits_backward   whether the model can put weight gradients off
+    splits_backward   whether the model can run weight gradients later than input gradients
     gloo              transfers are gloo's (``costs.Network``)
-    microbatch_costs  what each microbatch of a step costs of the times, in the order given; empty: all cost the same
-    seq_length        tokens of a sequence; None where not known
-    peak_flops        of a device, per second; None where not known
-    outside           what communicators and a CUDA context take of a device's memory; None where they are not counted
+    microbatch_costs  cost of each microbatch of a step relative to the times, in the given order; empty: all equal
+    seq_length        tokens of a sequence; None if not known
+    peak_flops        operations of a device per second; None if not known
+    outside           memory of a device for communicators and a CUDA context; None if they are not counted
     keep_outputs      whether outputs stay until their backwards
     """
 
@@ -117,7 +117,7 @@ class Question:
         return dict(self.models)[micro_batch]
 
     def network(self, model: Model) -> Network:
-        """Messages in GB."""
+        """The network, with messages in GB."""
         return Network(model.message, link=Link(self.latency, self.bandwidth), links=dict(self.links), gloo=self.gloo)
 
     def taken(self, placement: Placement, policy: str) -> tuple[float, ...]:
@@ -127,7 +127,7 @@ class Question:
         return tuple(nbytes / GB for nbytes in self.outside.nbytes(placement, policy))
 
     def offload_slots(self, model: Model) -> int:
-        """Compute operations that hide one copy of a stage's activations."""
+        """The number of compute operations that hide one copy of a stage's activations."""
         if self.host_bandwidth is None:
             return 1
         copy = sum(one.activation for one in model.layers) / self.host_bandwidth
@@ -140,7 +140,7 @@ class Question:
 
     @property
     def most_chunks(self) -> int:
-        """V is tried up to this: Megatron refuses virtual stages on one rank."""
+        """The largest V to try. It is 1 for one rank, because Megatron refuses virtual stages there."""
         return self.max_chunks if self.pipeline_size > 1 else 1
 
     @property
@@ -148,12 +148,12 @@ class Question:
         return all(model.can_split_output for _, model in self.models)
 
     def takes(self, schedule: str) -> bool:
-        """Whether it may be recommended: a model's output layer is not split unasked."""
+        """Whether ``schedule`` may be recommended. One that splits the output layer only if it was asked for."""
         return not SCHEDULES[schedule].barriers or schedule in self.schedules
 
     @property
     def tried(self) -> tuple[str, ...]:
-        """Names of families."""
+        """The names of the families to try."""
         may = self._can_split_output
         known = (name for name, one in SCHEDULES.items() if name not in _LIKE_OTHERS and (may or not one.barriers))
         return self.schedules or tuple(known)

@@ -1,8 +1,8 @@
-"""Numbers that differ by the rounding of sums, compared as equals."""
+"""Compares numbers that differ only by the rounding of sums as equal."""
 
 ROUNDING = 1e-9
 
 
 def rounded(value: float) -> float:
-    """To nine digits: what differs by the rounding of sums is equal then, in any unit."""
+    """``value`` to nine digits. Numbers that differ only by the rounding of sums are then equal, in any unit."""
     return float(f"{value:.9g}")
