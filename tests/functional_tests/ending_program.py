@@ -1,4 +1,5 @@
-"""A program that ends while a thread of the package is inside a C++ call of torch: ending_program.py WHAT.
+"""A program that ends while a thread of the package is inside a C++ call of torch:
+``python -m tests.functional_tests.ending_program WHAT``.
 
 abort      the guard's watchdog aborts the communicator
 transfer   a channel's thread follows a receive, whose sender is killed while the interpreter finalises
@@ -14,10 +15,7 @@ import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch.distributed as dist
 

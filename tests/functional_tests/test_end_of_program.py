@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).with_name("ending_program.py")
+PROGRAM = ["-m", "tests.functional_tests.ending_program"]
 
 
 @pytest.mark.parametrize("what", ["abort", "transfer"])
 def test_the_process_is_not_aborted(what: str) -> None:
-    ended = subprocess.run([sys.executable, str(PROGRAM), what], capture_output=True, text=True, timeout=120.0)
+    ended = subprocess.run([sys.executable, *PROGRAM, what], capture_output=True, text=True, timeout=120.0)
     assert "terminate called" not in ended.stderr
     assert ended.returncode == 3, ended.stderr
