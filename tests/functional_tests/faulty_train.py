@@ -1,10 +1,7 @@
-"""``scripts/train.py`` with one fault: torchrun ... faulty_train.py WHAT RANK NUMBER FOLDER <flags of train.py>.
+"""``scripts/train.py`` with two faults: torchrun -m tests.functional_tests.faulty_train RANK READ VALIDATED FLAGS.
 
-The fault strikes rank RANK at its NUMBERth call (from 1) of WHAT, and only once for a FOLDER, in which it leaves its
-mark:
-
-    data-killed   reading a training microbatch: the process is killed
-    validation    reading a validation microbatch: OSError
+Both are on rank RANK. The process is killed as it reads its READth microbatch to learn from (from 1). After torchrun
+has started the ranks again, reading the VALIDATEDth microbatch to validate on raises OSError.
 """
 
 from __future__ import annotations
@@ -14,10 +11,8 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 if __name__ == "__main__":
     gc.disable()  # while torch is imported, as in train.py
 
@@ -28,18 +23,15 @@ from examples.gpt.program import VALIDATION_SEED, main
 
 
 class Fault:
-    """Counts calls, and strikes once: by ``number``, or by an OSError without one."""
+    """Strikes at the ``left``th call: by ``number``, or by an OSError without one."""
 
-    def __init__(self, call: int, folder: Path, number: signal.Signals | None = None) -> None:
-        self.number = number
-        self.mark = folder / "struck"
-        self.left = call
+    def __init__(self, left: int, number: signal.Signals | None = None) -> None:
+        self.left, self.number = left, number
 
     def call(self) -> None:
         """One call of what the fault is in."""
         self.left -= 1
-        if self.left == 0 and not self.mark.exists():
-            self.mark.touch()
+        if self.left == 0:
             if self.number is None:
                 raise OSError(5, "the disk has gone away")
             os.kill(os.getpid(), self.number)
@@ -71,8 +63,8 @@ def put_into_optimizer(fault: Fault) -> None:
 if __name__ == "__main__":
     gc.freeze()
     gc.enable()
-    what, rank, call, folder, *flags = sys.argv[1:]
-    if os.environ["RANK"] == rank:
-        number = signal.SIGKILL if what == "data-killed" else None
-        put_into_data(Fault(int(call), Path(folder), number), what == "validation")
+    faulty, read, validated, *flags = sys.argv[1:]
+    if os.environ["RANK"] == faulty:
+        again = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
+        put_into_data(Fault(int(validated)) if again else Fault(int(read), signal.SIGKILL), validation=again)
     end_process(main(flags))

@@ -11,11 +11,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from testkit.training_ranks import train, train_rank
 from tests.functional_tests.faulty_train import Fault, put_into_optimizer
 
 ROOT = Path(__file__).resolve().parents[2]
-FAULTY = Path(__file__).with_name("faulty_train.py")
+FAULTY = ["-m", "tests.functional_tests.faulty_train"]
 DEADLINE = 180.0
 """Seconds until a run is killed; none should take a tenth of it on an idle machine."""
 
@@ -51,50 +50,63 @@ SHORT = [*SMALL, *ON_TEXT]
 INTERLEAVED = ["--virtual-pipeline-model-parallel-size", "2", "--overlap-p2p-comm"]
 
 
-def launched(ranks: int, *script_and_flags: str, restarts: int = 0) -> list[str]:
-    command = [sys.executable, str(ROOT / "scripts" / "launch.py"), "--standalone", "--nproc-per-node", str(ranks)]
-    return [*command, "--max-restarts", str(restarts), *script_and_flags]
-
-
-def with_fault(what: str, rank: int, call: int, folder: Path, *flags: str) -> list[str]:
-    """The script with a fault, put in once; see faulty_train.py."""
-    return [str(FAULTY), what, str(rank), str(call), str(folder), *flags]
-
-
-def train_sh(*flags: str) -> list[str]:
-    return ["bash", str(ROOT / "scripts" / "train.sh"), *flags]
-
-
-# The launcher kills ranks that do not follow within that many seconds. They take one on an idle machine.
 PATIENCE = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "60"}
+"""The launcher kills ranks that do not follow within that many seconds. They take one on an idle machine."""
 
 
-@contextmanager
-def started(command: Sequence[str], folder: Path) -> Iterator[Any]:
-    """A run, in ``folder`` and in a session of its own. It ends with the context, and at the latest at the deadline."""
+def run_train_sh(folder: Path, *flags: str) -> tuple[int, str]:
+    """``scripts/train.sh`` in ``folder``, to its end. Returns the exit code and all output."""
+    command = ["bash", str(ROOT / "scripts" / "train.sh"), *flags]
     environment = {**os.environ, **PATIENCE, "MEGATRON_PP_PYTHON": sys.executable}
-    process = subprocess.Popen(
-        command,
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    watch = threading.Timer(DEADLINE, process.terminate)
-    watch.start()
-    try:
-        yield process
-    finally:
-        watch.cancel()
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(90)
-            except subprocess.TimeoutExpired:
-                process.kill()
-        process.communicate()
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run(command, cwd=folder, env=environment, timeout=DEADLINE, check=False, **options)
+    return done.returncode, done.stdout
+
+
+class Launch:
+    """``scripts/launch.py`` with two ranks of a script, in a process that has torch already: half of a launcher's CPU
+    time. Its ranks are started as ever. It ends with the context, and at the latest at the deadline."""
+
+    def __init__(self, folder: Path, *script_and_flags: str, restarts: int = 0) -> None:
+        flags = ["--standalone", "--nproc-per-node", "2", "--max-restarts", str(restarts)]
+        self.output = folder / "output.txt"
+        self.output.touch()
+        command = [str(ROOT / "scripts" / "launch.py"), *flags, *script_and_flags]
+        context = multiprocessing.get_context("forkserver")
+        self.process = context.Process(target=be_launcher, args=(command, folder, self.output))
+
+    def __enter__(self) -> Launch:
+        self.until = time.monotonic() + DEADLINE
+        self.process.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()  # with which its ranks end
+        self.process.join()
+
+    def reach_step_three(self) -> None:
+        while "\nstep 3/" not in self.output.read_text():
+            assert self.process.is_alive(), self.output.read_text()
+            assert time.monotonic() < self.until
+            time.sleep(0.05)
+
+    def end(self) -> tuple[int, str]:
+        """The exit code and all output."""
+        self.process.join(max(0.0, self.until - time.monotonic()))
+        assert self.process.exitcode is not None, self.output.read_text()
+        return self.process.exitcode, self.output.read_text()
+
+
+def be_launcher(command: Sequence[str], folder: Path, output: Path) -> None:
+    """The body of the process: a session of its own, as at a terminal, and all output in a file."""
+    os.setsid()
+    os.chdir(folder)
+    with open(output, "wb") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    os.environ.update(PATIENCE)
+    sys.argv = list(command)
+    runpy.run_path(command[0], run_name="__main__")
 
 
 def ranks_of(launcher: int) -> list[int]:
@@ -108,46 +120,6 @@ def ranks_of(launcher: int) -> list[int]:
             continue
         ranks.update({int(v.removeprefix("RANK=")): int(folder.name) for v in variables if v.startswith("RANK=")})
     return [ranks[rank] for rank in sorted(ranks)]
-
-
-def run(command: Sequence[str], folder: Path) -> tuple[int, str]:
-    """Run a command in ``folder`` to its end. Returns the exit code and all output."""
-    with started(command, folder) as process:
-        output, _ = process.communicate(timeout=DEADLINE)
-        return process.returncode, output
-
-
-def run_forked(command: Sequence[str], folder: Path) -> tuple[int, str]:
-    """``run``, for a command of ``launched``, in a process that has torch already: half of a launcher's CPU time. Its
-    ranks are started as ever."""
-    output = folder / "output.txt"
-    context = multiprocessing.get_context("forkserver")
-    process = context.Process(target=be_launcher, args=(command[1:], folder, output))
-    process.start()
-    process.join(DEADLINE)
-    if process.is_alive():
-        process.kill()  # with which its ranks end
-        process.join()
-    assert process.exitcode is not None
-    return process.exitcode, output.read_text()
-
-
-def be_launcher(command: Sequence[str], folder: Path, output: Path) -> None:
-    """The body of the process: a session of its own, and all output in a file, as ``started`` gives a command."""
-    os.setsid()
-    os.chdir(folder)
-    with open(output, "wb") as file:
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
-    os.environ.update(PATIENCE)
-    sys.argv = list(command)
-    runpy.run_path(command[0], run_name="__main__")
-
-
-def run_well(command: Sequence[str], folder: Path, run: Any = run) -> str:
-    code, output = run(command, folder)
-    assert code == 0, output
-    return output
 
 
 OF_THE_MACHINE = ("tokens_per_second", "bubble", "peak_memory_gib", "mfu")
@@ -181,7 +153,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "texts" / "text").write_bytes(TEXT.read_bytes() * 4)
     flags = [*SMALL, "--train-steps", "8", "--save-interval", "4", "--hidden-dropout", "0.1", "--data", "texts"]
     flags += ["--keep-checkpoints", "3"]  # the fourth step's stays when a test continues from it
-    output = run_well(train_sh(*flags, "--tensorboard", "--plot", "--peak-tflops", "0.1", "--run-dir", "run"), folder)
+    flags += ["--tensorboard", "--plot", "--peak-tflops", "0.1", "--run-dir", "run"]
+    code, output = run_train_sh(folder, *flags)
+    assert code == 0, output
     assert output.startswith(
         "interleaved_1f1b, overlap communication, on cpu: 2 ranks x 2 chunks x 1 replica, 4 layers"
     ), output
@@ -264,25 +238,18 @@ def test_a_run_goes_on_with_other_ranks_chunks_schedule_and_replicas(trained: Pa
 
 
 ENDLESS = [*SMALL, *INTERLEAVED, "--train-steps", "100000", "--save-interval", "0", "--eval-interval", "0"]
-
-
-def interrupt_at_step_three(process: Any, interrupt: Callable[[], None]) -> str:
-    """All output of a run that is interrupted after its third step."""
-    head = []
-    for line in process.stdout:
-        head.append(line)
-        if line.startswith("step 3/"):
-            interrupt()
-            break
-    return "".join(head) + process.communicate(timeout=DEADLINE)[0]
+TRAIN = str(ROOT / "scripts" / "train.py")
 
 
 def test_ctrl_c_ends_the_run_after_a_step_with_a_checkpoint_to_continue_from(tmp_path: Path) -> None:
     """As at a terminal, the signal goes to the launcher's whole session; the launcher hands it to the ranks."""
     folder = tmp_path / "run"
-    with started(train_sh(*ENDLESS, *ON_TEXT, "--run-dir", str(folder)), tmp_path) as process:
-        output = interrupt_at_step_three(process, lambda: os.killpg(process.pid, signal.SIGINT))
-        assert process.returncode == 128 + signal.SIGINT, output
+    with Launch(tmp_path, TRAIN, *ENDLESS, *ON_TEXT, "--run-dir", str(folder)) as launch:
+        launch.reach_step_three()
+        assert launch.process.pid is not None
+        os.killpg(launch.process.pid, signal.SIGINT)
+        code, output = launch.end()
+    assert code == 128 + signal.SIGINT, output
     assert "Traceback" not in output
     assert "stopped by SIGINT after step" in output
     assert f"--resume {folder}" in output
@@ -299,7 +266,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path: Path) -> N
 
 def signalled(rank: int, size: int, folder: Path) -> str:
     if rank == 1:
-        put_into_optimizer(Fault(3, folder, signal.SIGTERM))
+        put_into_optimizer(Fault(3, signal.SIGTERM))
     return train_rank(rank, size, folder, [[*ENDLESS, *ON_TEXT, "--run-dir", "run"]])
 
 
@@ -307,7 +274,8 @@ def signalled(rank: int, size: int, folder: Path) -> str:
 def test_the_launcher_ends_with_the_code_of_its_ranks_and_says_nothing(tmp_path: Path, code: int) -> None:
     script = tmp_path / "ended.py"
     script.write_text(f"raise SystemExit({code})")
-    assert run_forked(launched(2, str(script)), tmp_path) == (code, "")
+    with Launch(tmp_path, str(script)) as launch:
+        assert launch.end() == (code, "")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system's own means; and finds the ranks in /proc")
@@ -315,20 +283,18 @@ def test_a_run_is_alone_in_its_folder_and_ends_with_its_launcher(tmp_path: Path)
     folder = tmp_path / "run"
     resume = ["--resume", str(folder)]
     endless = [*SHORT, *INTERLEAVED, "--train-steps", "100000", "--save-interval", "2", "--eval-interval", "0"]
-    command = launched(2, str(ROOT / "scripts" / "train.py"), *endless, "--run-dir", str(folder))
     ranks: list[int] = []
-    with started(command, tmp_path) as process:
+    with Launch(tmp_path, TRAIN, *endless, "--run-dir", str(folder)) as launch:
         try:
-            for line in process.stdout:
-                if line.startswith("step 3/"):
-                    break
-            ranks = ranks_of(process.pid)
+            launch.reach_step_three()
+            assert launch.process.pid is not None
+            ranks = ranks_of(launch.process.pid)
             assert len(ranks) == 2
             with pytest.raises(RankFailedError) as refused:
                 train(2, tmp_path, resume)
             assert {kind for kind, _ in refused.value.errors.values()} == {"RunInUseError"}
             assert f"the run's folder {folder} is in use by another run" in str(refused.value)
-            process.kill()
+            launch.process.kill()
             wait_for_end(ranks)
         finally:
             for rank in ranks:
@@ -347,25 +313,20 @@ def wait_for_end(processes: Sequence[int]) -> None:
         time.sleep(0.05)
 
 
-def test_a_run_of_which_a_rank_was_killed_starts_again_and_repeats_the_undisturbed_one(trained: Path) -> None:
-    """Killed in step 6, where the last checkpoint is step 4's. Dropout is on."""
+def test_ranks_start_again_after_a_kill_and_end_with_an_error(trained: Path) -> None:
+    """A rank is killed in step 6, after the checkpoint of step 4. The ranks start again and repeat the undisturbed run;
+    dropout is on. The last validation raises on one rank, and no start is left. The output then has the error with its
+    stack, the other rank's error, which names the first rank, and a last line that does: at most 30 lines.
+    """
     folder = trained.parent
     flags = [*SMALL, *INTERLEAVED, "--train-steps", "8", "--save-interval", "4", "--hidden-dropout", "0.1"]
-    fault = with_fault("data-killed", 1, 44, folder, *flags, "--data", "texts", "--run-dir", "killed")
-    output = run_well(launched(2, *fault, restarts=1), folder, run_forked)
-    assert (folder / "struck").exists()
+    flags += ["--data", "texts", "--run-dir", "killed"]
+    with Launch(folder, *FAULTY, "1", "44", "4", *flags, restarts=1) as launch:
+        code, output = launch.end()
+    assert code == 1, output  # after a process group's timeout the deadline would have come first
     assert output.count("PipelineStallError: pipeline stalled: the process of rank 1") == 1, output
     assert f"continuing from {Path('killed/checkpoints/step-00000004')}" in output
-    assert numbers(folder / "killed") == numbers(trained)
-
-
-FAULTY_RUN = [*SHORT, *INTERLEAVED, "--train-steps", "8", "--eval-interval", "2", "--run-dir", "run"]
-
-
-def test_an_error_of_one_rank_ends_all_ranks_also_in_a_validation(tmp_path: Path) -> None:
-    """The error stands with its stack, the other rank says whose it was, and so does the last line; in at most 30."""
-    code, output = run_forked(launched(2, *with_fault("validation", 1, 12, tmp_path, *FAULTY_RUN)), tmp_path)
-    assert code == 1, output  # after a process group's timeout the deadline would have come first
+    assert numbers(folder / "killed") == numbers(trained)[:-1]
     assert output.splitlines().count("Traceback (most recent call last):") == 1, output
     assert "OSError: [Errno 5] the disk has gone away" in output
     said = "pipeline rank 1 (global rank 1) raised OSError in forward of chunk"
@@ -373,6 +334,9 @@ def test_an_error_of_one_rank_ends_all_ranks_also_in_a_validation(tmp_path: Path
     after = output.partition("Traceback")[2].splitlines()
     assert after[-1].startswith(f"launch.py: failed: {said}")
     assert len(after) <= 30, output
+
+
+FAULTY_RUN = [*SHORT, *INTERLEAVED, "--train-steps", "8", "--eval-interval", "2", "--run-dir", "run"]
 
 
 def test_an_error_in_the_optimizer_of_one_rank_reaches_the_other(tmp_path: Path) -> None:
@@ -386,7 +350,7 @@ def test_an_error_in_the_optimizer_of_one_rank_reaches_the_other(tmp_path: Path)
 
 def faulty_optimizer(rank: int, size: int, folder: Path) -> None:
     if rank == 1:
-        put_into_optimizer(Fault(6, folder))
+        put_into_optimizer(Fault(6))
     train_rank(rank, size, folder, [FAULTY_RUN])
 
 
@@ -413,4 +377,4 @@ def test_a_number_of_ranks_that_cannot_be_is_refused_in_words(
 ) -> None:
     monkeypatch.setenv("NPROC", ranks)
     sentence = f"train.sh: NPROC is {ranks}; it must be a number of ranks from 1, as in NPROC=4\n"
-    assert run(train_sh(), tmp_path) == (2, sentence)
+    assert run_train_sh(tmp_path) == (2, sentence)
