@@ -58,19 +58,21 @@ def run_commands(commands: list[str], folder: Path, timeout: float = 300.0) -> l
     return printed
 
 
-def run_torchrun(command: str, folder: Path, timeout: float = 240.0) -> None:
-    """Run ``[NAME=VALUE ...] torchrun FLAGS SCRIPT [ARGUMENTS]`` in ``folder``. torchrun's own parser reads the flags.
-    The ranks are forked: torchrun and each of its ranks would import torch first. Raises SystemExit for a wrong flag,
-    and what ``run_processes`` raises.
+def run_torchrun(command: str, folder: Path, timeout: float = 240.0) -> list[PageOutput]:
+    """Run ``[NAME=VALUE ...] torchrun FLAGS SCRIPT [ARGUMENTS]`` in ``folder``, or with ``-m MODULE``: what each rank
+    gave. torchrun's own parser reads the flags. The ranks are forked, because torchrun and each of its ranks would
+    import torch first. Raises SystemExit for a wrong flag, and what ``run_processes`` raises.
     """
     words = shlex.split(command)
     variables = dict(word.split("=", 1) for word in words[: words.index("torchrun")])
     given = torch.distributed.run.parse_args(words[len(variables) + 1 :])
     assert given.standalone, f"{command}: ranks would look for a host"
+    program = [*["-m"] * given.module, given.training_script, *given.training_script_args]
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    args = str(folder), [(given.training_script, *given.training_script_args)], [store.port]
     options: dict[str, Any] = {"timeout": timeout, "backend": None, "start_method": "forkserver"}
-    run_processes(_rank_main, int(given.nproc_per_node), args, environment=variables, **options)
+    args = str(folder), [program], [store.port]
+    results = run_processes(_rank_main, int(given.nproc_per_node), args, environment=variables, **options)
+    return [outputs[0] for outputs in results]
 
 
 def run_page(
@@ -83,16 +85,14 @@ def run_page(
         (folder / name).write_text(code)
     # As torchrun's agent has it: ranks meet at a store that is here already, at a port that nobody else can take.
     stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in scripts]
-    args = str(folder), [(script,) for script in scripts], [store.port for store in stores]
+    args = str(folder), [[script] for script in scripts], [store.port for store in stores]
     options = {"timeout": timeout, "backend": None, "start_method": "forkserver"}
     results = run_processes(_rank_main, ranks, args, **options)
     return {script: [of_rank[place] for of_rank in results] for place, script in enumerate(scripts)}
 
 
-def _rank_main(
-    rank: int, size: int, folder: str, programs: list[tuple[str, ...]], ports: list[int]
-) -> list[PageOutput]:
-    """``programs``: a script with its arguments each."""
+def _rank_main(rank: int, size: int, folder: str, programs: list[list[str]], ports: list[int]) -> list[PageOutput]:
+    """``programs``: each a script or ``-m`` and a module, with its arguments."""
     os.chdir(folder)
     sys.path.insert(0, folder)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1")
@@ -102,16 +102,29 @@ def _rank_main(
     return outputs
 
 
-def _run(program: tuple[str, ...], port: int) -> PageOutput:
+def _run(program: list[str], port: int) -> PageOutput:
     os.environ["MASTER_PORT"] = str(port)
-    sys.argv = [*program]
     printed, warnings = io.StringIO(), io.StringIO()
     handler = logging.StreamHandler(warnings)
     logging.getLogger("megatron_pp").addHandler(handler)
     try:
         with contextlib.redirect_stdout(printed):
-            runpy.run_path(program[0], run_name="__main__")
+            _be(program)
     finally:
         logging.getLogger("megatron_pp").removeHandler(handler)
         parallel_state.destroy_model_parallel()  # which a program that ends may leave
     return PageOutput(printed.getvalue(), warnings.getvalue())
+
+
+def _be(program: list[str]) -> None:
+    """As ``python PROGRAM``; an error where it exits with another code than 0."""
+    is_module = program[0] == "-m"
+    sys.argv = program[1:] if is_module else program
+    try:
+        if is_module:
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as ended:
+        if ended.code:
+            raise RuntimeError(f"{program} exits with {ended.code}") from ended

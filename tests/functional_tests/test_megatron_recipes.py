@@ -4,17 +4,14 @@ line of ours, by ``megatron-pp run``.
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_pp.plan.ir.spec import OVERLAP
 from megatron_pp.tracing.run import load_run
-from testkit.pages import PageOutput, code_blocks, run_page
+from testkit.pages import PageOutput, code_blocks, run_page, run_torchrun
 from tests.functional_tests.megatron_support import needs_megatron
 
 pytestmark = needs_megatron
@@ -58,25 +55,18 @@ def test_the_program_has_the_losses_of_megatrons_schedule(outputs: dict[str, lis
 def test_an_unchanged_program_overlaps_without_virtual_stages(
     code: str, outputs: dict[str, list[PageOutput]], tmp_path: Path
 ) -> None:
-    """A flag goes before the file, the environment counts too, and the program's config stays as it is."""
+    """A flag goes before the file, the environment counts too, and the program's config stays as it is.
+    test_run_under_torchrun.py has torchrun itself."""
     program = OUR_IMPORTS.sub("", code.replace(OUR_LINE, "")) + FIELDS
     assert "megatron_pp" not in program.replace("megatron_pp.tools.parity", "")
     (tmp_path / "train.py").write_text(program)
     (tmp_path / "settings.toml").write_text('trace_steps = "2-3"\noverlap_p2p_comm = false\n')
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    flags = ["--settings", "settings.toml", "--overlap-p2p-comm", "--strict"]
-    done = subprocess.run(
-        [*torchrun, "-m", "megatron_pp", "run", *flags, "train.py"],
-        cwd=tmp_path,
-        env={**os.environ, "MEGATRON_PP_TRACE_DIR": "traces"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    flags = "--settings settings.toml --overlap-p2p-comm --strict"
+    torchrun = "MEGATRON_PP_TRACE_DIR=traces torchrun --standalone --nproc-per-node 2"
+    ours = run_torchrun(f"{torchrun} -m megatron_pp run {flags} train.py", tmp_path)
     megatrons = [line for output in outputs["theirs.py"] for line in output.printed.splitlines()]
-    assert sorted(done.stdout.splitlines()) == sorted([*megatrons, *["config False True False"] * 2])
+    lines = [line for output in ours for line in output.printed.splitlines()]
+    assert sorted(lines) == sorted([*megatrons, *["config False True False"] * 2])
     run = load_run(tmp_path / "traces")
     assert run.steps == (2, 3)
     spec = run.plan(2).spec
