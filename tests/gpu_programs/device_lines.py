@@ -250,11 +250,13 @@ class _Marks(ast.NodeTransformer):
         return [*ast.parse(f"{_MARK}({statement.lineno})").body, statement]
 
 
-def lines_that_run(rank: int, size: int, folder: Path, programs: Sequence[str]) -> dict[str, set[int]]:
-    """``LineLog.ran`` after all ``SCENARIOS`` of the module ``programs[rank]``, each in its own folder; in a process
-    that has not imported what they import.
+def lines_that_run(
+    rank: int, size: int, folder: Path, programs: Sequence[str], files: Sequence[Path]
+) -> dict[str, set[int]]:
+    """``LineLog.ran`` of ``files`` after all ``SCENARIOS`` of the module ``programs[rank]``, each in its own folder; in
+    a process that has not imported what they import.
     """
-    log = LineLog(project_files())
+    log = LineLog(files)
     with log.marking():
         for scenario in importlib.import_module(programs[rank]).SCENARIOS:
             gc.freeze()  # scenarios collect, and need not look through what libraries hold

@@ -40,13 +40,14 @@ EXEMPT = {
 def test_every_line_of_the_device_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "CUDA_DEVICE_MAX_CONNECTIONS"):
         monkeypatch.delenv(name, raising=False)
-    log = LineLog(project_files())
-    for ran in run_processes(lines_that_run, len(PROGRAMS), (tmp_path, PROGRAMS), backend=None, timeout=600.0):
+    files = project_files()
+    log = LineLog(files)
+    for ran in run_processes(lines_that_run, len(PROGRAMS), (tmp_path, PROGRAMS, files), backend=None, timeout=600.0):
         for path, lines in ran.items():
             log.ran[path] |= lines
 
     exempt, missing, total = set(), [], 0
-    for path in project_files():
+    for path in files:
         name, lines = str(path.relative_to(ROOT)), path.read_text().splitlines()
         left = {(name, lines[number - 1].strip()): number for number in log.missing(path)}
         total += len(device_lines(path))
