@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 _FIELD = re.compile(r"([A-Za-z][^|:]*): +([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf))(?= *\|)", re.IGNORECASE)
 _OF_TIME = ("elapsed", "throughput", "energy", "power", "tokens/s", "tokens per sec", "memory")
@@ -24,6 +25,15 @@ def numbers_of(line: str) -> Iterator[Logged]:
     for name, text in _FIELD.findall(line):
         if not any(word in name.lower() for word in _OF_TIME):
             yield Logged(name.strip(), float(text), _resolution(text))
+
+
+def why_stale(name: str, chunks: Iterable[Any]) -> str:
+    """Why a number cannot be compared, as it is of parameters from before the step; "" where it can. With bf16, which
+    runs here in float32, Megatron takes the optimizer's own values."""
+    gathers = any(getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False) for chunk in chunks)
+    if name != "params norm" or not gathers:
+        return ""
+    return "params norm, which Megatron logs before --overlap-param-gather has gathered parameters in float32"
 
 
 def _resolution(text: str) -> float:

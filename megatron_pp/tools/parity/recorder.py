@@ -146,6 +146,9 @@ class Recorder:
             for one in logs.numbers_of(str(message)):
                 if self.saved and one.name in self.totals:
                     continue
+                if why := logs.why_stale(one.name, self.chunks):
+                    self.record.uncompared[one.name] = why
+                    continue
                 value = Value(np.asarray(one.value), resolution=one.resolution)
                 self.record.values.setdefault(Key(self.step - 1, LOGGED, one.name), value)
         return original(message, *args, **kwargs)

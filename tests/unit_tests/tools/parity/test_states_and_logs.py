@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatron_pp.tools.parity import states
-from megatron_pp.tools.parity.logs import Logged, numbers_of
+from megatron_pp.tools.parity.logs import Logged, numbers_of, why_stale
 from megatron_pp.tools.parity.parameters import Place
 
 GROUPS = ("TP", "PP", "CP", "DP", "EP", "ETP")
@@ -111,3 +111,12 @@ def test_numbers_of_a_log_with_the_unit_of_their_last_digit():
     assert found["grad norm"].resolution == pytest.approx(1e-3)
     assert found["global batch size"].resolution == 0
     assert np.isnan(found["mtp_1 loss"].value)
+
+
+@pytest.mark.parametrize(
+    ("name", "overlapped", "stale"),
+    [("params norm", True, True), ("params norm", False, False), ("lm loss", True, False)],
+)
+def test_the_norm_of_parameters_that_are_not_gathered_yet_is_not_compared(name, overlapped, stale):
+    chunks = [SimpleNamespace(ddp_config=SimpleNamespace(overlap_param_gather=overlapped)), nn.Linear(1, 1)]
+    assert bool(why_stale(name, chunks)) is stale
