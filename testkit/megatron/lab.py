@@ -107,7 +107,9 @@ def make_config(case: Case) -> TransformerConfig:
     if model.flags:
         return flagged.config_of(case)
     overlap = case.policy.startswith("overlap")
+    sparse = "experimental_attention_variant" in dict(model.extra_config)
     more: dict[str, Any] = {"moe_token_dispatcher_type": "alltoall", "mtp_loss_scaling_factor": 0.1}
+    more["add_bias_linear"] = not (model.experts or sparse)
     if model.experts:
         more |= {
             "num_moe_experts": model.experts,
@@ -116,14 +118,12 @@ def make_config(case: Case) -> TransformerConfig:
             "moe_z_loss_coeff": 0.01,
             "moe_router_load_balancing_type": "aux_loss",
         }
-    sparse = "experimental_attention_variant" in dict(model.extra_config)
     config = (MLATransformerConfig if sparse else TransformerConfig)(
         num_layers=model.layers,
         hidden_size=model.hidden,
         num_attention_heads=model.heads,
         hidden_dropout=model.dropout,
         attention_dropout=model.dropout,
-        add_bias_linear=not (model.experts or sparse),
         calculate_per_token_loss=model.per_token_loss,
         pipeline_model_parallel_size=case.pp,
         virtual_pipeline_model_parallel_size=case.vp,

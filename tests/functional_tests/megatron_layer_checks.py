@@ -4,6 +4,7 @@ testkit/megatron/runner.py: gradients equal those of the same layers as Megatron
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -252,3 +253,28 @@ def whole_layers(case: Case) -> list[tuple[str, str, float]]:
     megatron_lab.set_up_parallel_state(case)
     store = split_weight_grad(megatron_lab.build_chunks(case, megatron_lab.make_config(case)))
     return [(layer.name, layer.kind, layer.share) for layer in store.report.whole_layers]
+
+
+# -- recomputation -----------------------------------------------------------------------------------------------------
+
+
+def depth_of_recomputation(case: Case) -> int:
+    """How many recomputations of Megatron's run within each other in a step, at most; it ends at 4."""
+    depth, deepest = [0], [0]
+    backward = megatron_random.CheckpointFunction.backward
+
+    def counted(ctx: Any, *grads: Any) -> Any:
+        depth[0] += 1
+        deepest[0] = max(deepest[0], depth[0])
+        if depth[0] == 4:
+            raise OverflowError("too deep")
+        found = backward(ctx, *grads)
+        depth[0] -= 1
+        return found
+
+    with (
+        mock.patch.object(megatron_random.CheckpointFunction, "backward", staticmethod(counted)),
+        contextlib.suppress(OverflowError),
+    ):
+        megatron_lab.Run(case).step(0)
+    return deepest[0]

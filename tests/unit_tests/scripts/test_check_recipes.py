@@ -37,7 +37,8 @@ def test_what_ran_is_told_from_what_differs_and_what_did_not_run() -> None:
     ran = check_recipes.what_ran()
     assert len(ran) == 148
     assert {"yes", "differs", "not trained", "not run"} == {*ran.values()}
-    assert ran["gpt/gpt3_mcore_te_tp2_pp2_mla"] == "differs"
+    assert ran["gpt/gpt3_mcore_te_tp2_pp2_mla"] == "yes"
+    assert ran["moe/gpt3_mcore_tp2_pp2_ep2_te_4experts2parallel"] == "differs"
 
 
 def test_the_recorded_table_has_no_false_error() -> None:

@@ -33,6 +33,7 @@ FOUR = {"pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size
 FLUSH = {**FOUR, "overlap_p2p_comm_warmup_flush": True, "eval_iters": 10}
 LATENT = {"multi_latent_attention": True, "tensor_model_parallel_size": 2}
 QUERIES = {"qk_layernorm": True, "q_lora_rank": 1536, "tensor_model_parallel_size": 2}
+AGAIN = {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"]}
 SINKS = {"softmax_type": "learnable", "tensor_model_parallel_size": 2}
 DELTA = {"experimental_attention_variant": "gated_delta_net", "tensor_model_parallel_size": 2}
 MASKED = {"context_parallel_size": 2, "sft": True}
@@ -89,6 +90,7 @@ NEAR: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         "0.16.1",
         "0.17.0",
     ),
+    "recomputed-mlp-with-bias": (AGAIN, {"recompute_modules": ["core_attn"]}, "0.19.2", ""),
     "attention-sinks-left-out-of-the-norm": (SINKS, {"clip_grad": 0.0}, "0.19.2", "0.14.0"),
     "gated-delta-net-norm-not-summed": (DELTA, {"sequence_parallel": True}, "0.19.2", "0.15.3"),
     "sinkhorn-balances-each-rank-alone": (
