@@ -1,4 +1,6 @@
-"""``megatron-pp check`` as it is called, on the small Megatron script that parity's tests use."""
+"""``megatron-pp check`` on the small Megatron script that parity's tests use. It runs as a command where its process,
+or that of Megatron's parser, is tested. The other tests call it in this process.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +18,12 @@ from xml.etree import ElementTree as Xml
 
 import pytest
 
+from megatron_pp.tools.check import megatron_flags
+from megatron_pp.tools.cli.command_line import main
 from testkit.ends import as_in_the_foreground
 from tests.conftest import PROJECT_ROOT
 from tests.functional_tests.megatron_support import needs_megatron
+from tests.functional_tests.test_check_refusals import asked_in_a_fork
 
 pytestmark = needs_megatron
 
@@ -68,8 +74,24 @@ def check(command: str, folder: Path, **environment: str) -> Said:
     return Said(done.returncode, done.stdout, done.stderr)
 
 
-def test_flags_are_read_by_the_scripts_own_parser(tmp_path: Path) -> None:
-    said = check(f"--gpus 4 --json {PRETRAIN} --num-layers 8 --pipeline-model-parallel-size 2 --lr 0.001", tmp_path)
+@pytest.fixture
+def checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[[str], Said]:
+    """``check`` in this process, in the test's folder; Megatron's parser runs in a fork of one that has torch."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(megatron_flags, "_asked", asked_in_a_fork)
+
+    def called(command: str) -> Said:
+        code = main(["check", *command.split()])
+        said = capsys.readouterr()
+        return Said(code, said.out, said.err)
+
+    return called
+
+
+def test_flags_are_read_by_the_scripts_own_parser(checked: Callable[[str], Said]) -> None:
+    said = checked(f"--gpus 4 --json {PRETRAIN} --num-layers 8 --pipeline-model-parallel-size 2 --lr 0.001")
     job = said.answer["job"]
     assert (job["framework"], job["gpus"], job["validated"]) == ("megatron", 4, True)
     assert job["given"] == {"num_layers": 8, "pipeline_model_parallel_size": 2, "lr": 0.001}
@@ -89,36 +111,36 @@ def test_all_refusals_are_found_at_once(tmp_path: Path) -> None:
     assert "num_layers" in next(one for one in said.findings("start") if "stages" in one["text"])["settings"]
 
 
-def test_a_script_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
-    said = check("--gpus 2 nothing.py --num-layers 2", tmp_path)
+def test_a_script_that_is_not_there_is_one_sentence(checked: Callable[[str], Said]) -> None:
+    said = checked("--gpus 2 nothing.py --num-layers 2")
     assert (said.code, said.out) == (2, "")
     assert said.complaint.startswith("megatron-pp check: nothing.py does not exist; check takes a script")
-    assert json.loads(check("--gpus 2 --json nothing.py", tmp_path).out)["exit_code"] == 2
+    assert json.loads(checked("--gpus 2 --json nothing.py").out)["exit_code"] == 2
 
 
-def test_answers_for_other_programs(tmp_path: Path) -> None:
+def test_answers_for_other_programs(checked: Callable[[str], Said], tmp_path: Path) -> None:
     flags = "--num-layers 7 --pipeline-model-parallel-size 2"
-    said = check(f"--gpus 2 --github --junit check.xml {PRETRAIN} {flags}", tmp_path)
+    said = checked(f"--gpus 2 --github --junit check.xml {PRETRAIN} {flags}")
     assert said.code == 1
     assert "::error title=start%3A megatron-refuses-num-layers::Megatron refuses: layers should" in said.out
     suite = Xml.parse(tmp_path / "check.xml").getroot()
     assert (suite.get("failures"), suite.get("errors")) == ("1", "0")
     assert suite.find("testcase[@name='start']/failure").get("message").startswith("error: Megatron refuses")
-    said = check("--gpus 2 --github --junit check.xml nothing.py", tmp_path)
+    said = checked("--gpus 2 --github --junit check.xml nothing.py")
     assert said.code == 2
     assert said.out.startswith("::error title=megatron-pp check::nothing.py does not exist")
     assert Xml.parse(tmp_path / "check.xml").getroot().get("errors") == "1"
 
 
-def test_exit_codes(tmp_path: Path) -> None:
+def test_exit_codes(checked: Callable[[str], Said], tmp_path: Path) -> None:
     """Nothing, risks, and risks that count; the other two are above."""
     (tmp_path / "gpt.yaml").write_text(RIGHT)
-    assert check("--gpus 4 gpt.yaml", tmp_path).code == 0
+    assert checked("--gpus 4 gpt.yaml").code == 0
     (tmp_path / "gpt.yaml").write_text(RIGHT + "made_up: 3\n")
-    said = check("--gpus 4 gpt.yaml", tmp_path)
+    said = checked("--gpus 4 gpt.yaml")
     assert said.code == 3
     assert "not understood and not read: made_up" in said.out
-    assert check("--gpus 4 --strict gpt.yaml", tmp_path).code == 1
+    assert checked("--gpus 4 --strict gpt.yaml").code == 1
 
 
 def test_numbers_are_compared_where_that_is_asked_for(tmp_path: Path) -> None:
@@ -131,9 +153,9 @@ def test_numbers_are_compared_where_that_is_asked_for(tmp_path: Path) -> None:
     assert [one["name"] for one in said.findings("numbers")] == ["numbers-not-compared"]
 
 
-def test_another_release_is_named(tmp_path: Path) -> None:
+def test_another_release_is_named(checked: Callable[[str], Said], tmp_path: Path) -> None:
     (tmp_path / "gpt.yaml").write_text(RIGHT)
-    assert check("--gpus 4 --json --release 0.17.0 gpt.yaml", tmp_path).answer["job"]["release"] == "0.17.0"
+    assert checked("--gpus 4 --json --release 0.17.0 gpt.yaml").answer["job"]["release"] == "0.17.0"
 
 
 @pytest.mark.skipif(not CHECKOUT, reason="MEGATRON_CHECKOUT names no checkout of Megatron-LM")

@@ -107,13 +107,14 @@ def answer_of(rank: int, size: int, request: dict[str, Any]) -> Any:
     return json.loads(json.dumps(read_request(request)))
 
 
+def asked_in_a_fork(request: dict[str, Any], patience: float) -> Any:
+    (answer,) = run_processes(answer_of, 1, (request,), backend=None, timeout=60.0, start_method="forkserver")
+    return answer
+
+
 @pytest.fixture(autouse=True)
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    def asked(request: dict[str, Any], patience: float) -> Any:
-        (answer,) = run_processes(answer_of, 1, (request,), backend=None, timeout=60.0, start_method="forkserver")
-        return answer
-
-    monkeypatch.setattr(megatron_flags, "_asked", asked)
+    monkeypatch.setattr(megatron_flags, "_asked", asked_in_a_fork)
 
 
 def read(script: Path, flags: str, gpus: int = 8) -> Job:
