@@ -19,12 +19,13 @@ from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.features.skip_tensors.routes import SkipTensor
 from megatron_pp.plan.ir.spec import EXPLICIT, ONE_WAY, Plan, PlanSpec
+from megatron_pp.plan.lower.syncs import last_reentry, prepares_in_forward
 from megatron_pp.runtime.compute import StepOptions
 from megatron_pp.runtime.executor import PlanExecutor
+from megatron_pp.runtime.gradient_hooks import SyncHooks
 from megatron_pp.runtime.message_shapes import Shapes
 from megatron_pp.runtime.model_steps import ModelSteps
 from megatron_pp.runtime.own_host import kind_of_steps
-from megatron_pp.runtime.run_step import hooks_of
 from megatron_pp.runtime.step_features import features_in
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import run_ranks
@@ -218,7 +219,8 @@ class _RankRun:
         for chunk in self.chunks:
             chunk.inner.weights = weights
         self.watch.weights = weights
-        hooks = hooks_of(self.plan, self.rank, settings, self.chunks)
+        given = not prepares_in_forward(self.plan, self.rank), last_reentry(self.plan, self.rank)
+        hooks = SyncHooks(settings, self.chunks, *given)
         executor(
             self.plan,
             core,

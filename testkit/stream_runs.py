@@ -12,10 +12,10 @@ from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import ON_NCCL, ONE_WAY, PlanSpec
 from megatron_pp.runtime.executor import PlanExecutor
+from megatron_pp.runtime.run_step import ranges_if_profiling
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.threads import run_ranks
 from megatron_pp.testing.toy import TOY_SCHEDULES, ToyData, ToyResult, reference_run
-from megatron_pp.tracing.observers import ranges_if_profiling
 from testkit.race_support import exact_data, run_plan
 from testkit.streams import DeviceRules, StreamNetwork, StreamReport, check_streams, virtual_cuda
 from testkit.streams.network import NO_MORE_RULES

@@ -48,8 +48,16 @@ class StepSettings(StepFields):
 
     @classmethod
     def from_config(cls, config: Any, overrides: Mapping[str, Any] | None = None) -> StepSettings:
-        """Reads every field of ``config`` once; values in ``overrides``, by field, replace its own. Raises
-        ScheduleInputError for an impossible value, and for a setting that there was."""
+        """``read``, and checked: raises ScheduleInputError for an impossible value, too."""
+        settings = cls.read(config, overrides)
+        if settings is not config:
+            settings.check()
+        return settings
+
+    @classmethod
+    def read(cls, config: Any, overrides: Mapping[str, Any] | None = None) -> StepSettings:
+        """Every field of ``config``, read once; values in ``overrides``, by field, replace its own. Raises
+        ScheduleInputError for a setting that there was."""
         if isinstance(config, cls):
             return config
         for name in REMOVED:
@@ -64,10 +72,11 @@ class StepSettings(StepFields):
 
                 read[position] = read_variable(name)
         settings = cls._make(read)
-        if overrides:
-            settings = settings._replace(**overrides)
-        checked(_check_values, settings)
-        return settings
+        return settings._replace(**overrides) if overrides else settings
+
+    def check(self) -> None:
+        """Raises ScheduleInputError for an impossible value."""
+        checked(_check_values, self)
 
     @property
     def shapes_vary(self) -> bool:

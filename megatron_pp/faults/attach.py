@@ -24,7 +24,6 @@ from megatron_pp.plan.ir.spec import PlanSpec
 
 if TYPE_CHECKING:
     from megatron_pp.faults.device_events import CompletedWork
-    from megatron_pp.faults.host_ahead import InstructionMarks
 
 logger = logging.getLogger("megatron_pp")
 
@@ -49,16 +48,15 @@ _SHOWN_AS = {
 @contextmanager
 def guarded(
     communicator: P2PCore,
-    settings: StepSettings,
+    guard: FaultGuard | None,
     source: Source,
     key: Hashable,
     describe: Callable[[], Mapping[str, str]],
     number: int | None = None,
     after: str = "",
 ) -> Iterator[FaultGuard | None]:
-    """The context of one step of ``communicator`` under its guard, which keeps time for all transfers; see
+    """The context of one step of ``communicator`` under its ``guard``, which keeps time for all transfers; see
     ``FaultGuard.step``. It gives None if there is nothing to guard."""
-    guard = _guard_of(communicator.transport, settings)
     if guard is None:
         yield None
         return
@@ -74,16 +72,9 @@ def guarded(
         communicator.under_guard = False
 
 
-def instruction_marks(communicator: P2PCore, settings: StepSettings) -> InstructionMarks | None:
-    """The observer of the engine by which the guard knows what the device has completed. None if the host waits for
-    transfers, or if there is no guard."""
-    guard = _guard_of(communicator.transport, settings)
-    return None if guard is None else guard.marks
-
-
 def watched(communicator: P2PCore, config: Any, what: str) -> AbstractContextManager[Any]:
     """``FaultGuard.watch`` of the communicator's guard; a context that does nothing if there is no guard."""
-    guard = _guard_of(communicator.transport, StepSettings.from_config(config))
+    guard = guard_of(communicator, StepSettings.from_config(config))
     return nullcontext() if guard is None else guard.watch(what)
 
 
@@ -99,8 +90,10 @@ def describe_step(spec: PlanSpec, shapes: Any, dtype: Any) -> dict[str, str]:
     return {**described, "pipeline_dtype": str(dtype), SENDS: str(shapes.send), RECEIVES: str(shapes.receive)}
 
 
-def _guard_of(transport: Transport, settings: StepSettings) -> FaultGuard | None:
-    """The guard of the transport, which communicators may share; None for one rank, or ranks without a store."""
+def guard_of(communicator: P2PCore, settings: StepSettings) -> FaultGuard | None:
+    """The guard of the communicator's transport, which others may share; None for one rank, or ranks without a
+    store."""
+    transport = communicator.transport
     if transport.size == 1 or transport.store is None:
         return None
     guard: FaultGuard | None = transport.guard

@@ -100,10 +100,8 @@ class StepNumber:
     def __init__(self) -> None:
         self._last: int | None = None
 
-    def move(self, number: int | None) -> str:
-        """The difference of ``number`` from that of the last call, in words; "" if the program gives no number."""
-        if number is None:
-            return ""
+    def move(self, number: int) -> str:
+        """The difference of ``number`` from that of the last call, in words."""
         before, self._last = self._last, number
         if before is None:
             return f"begins with {number}"

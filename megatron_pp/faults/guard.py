@@ -204,14 +204,16 @@ class FaultGuard:
 
     def _enter(self, source: Source, key: Hashable, describe: Describe | None, number: int | None, phase: str) -> None:
         self.caller = threading.get_ident()
-        move = self._number.move(number)
+        move = "" if number is None else self._number.move(number)
         key = (key, move)
         changed = describe is not None and key != self._entered_with
         known = self._agreements.use(key) if changed else 0
         shown = "" if number is None else str(number)
         self.tracker.begin(source, changed and not known, phase, known, shown)
-        self.heartbeat.wake()
-        self._watchdog.wake()
+        if self.heartbeat.parked:
+            self.heartbeat.wake()
+        if not self._watchdog.awake.is_set():
+            self._watchdog.wake()
         if describe is None or not changed:
             return
         if known:

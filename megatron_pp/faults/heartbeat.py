@@ -61,7 +61,7 @@ class Heartbeat:
         self._tracker = tracker
         self._outbox: deque[Entry | Failure] = deque()
         self._thread: threading.Thread | None = None
-        self._parked = False
+        self.parked = True  # until it is woken
         self._fast = False
         self._entering = False
         self.closed = False
@@ -70,11 +70,10 @@ class Heartbeat:
         self._published_at = 0.0
 
     def wake(self) -> None:
-        """Called at the start of a step. It costs an attribute lookup while the thread is awake."""
-        if self._parked or self._thread is None:
-            with self.lock:
-                self._start()
-                self.lock.notify_all()
+        """Called at the start of a step if the thread is ``parked``."""
+        with self.lock:
+            self._start()
+            self.lock.notify_all()
 
     def publish(self, record: Entry | Failure, seconds: float) -> bool:
         """Give a record to this thread. Returns whether it was in the store within ``seconds``. After a failure,
@@ -115,6 +114,7 @@ class Heartbeat:
             call_at_exit(self.close)
 
     def _run(self) -> None:
+        self.parked = False
         while True:
             here = None if self.closed else self._tracker.observe()  # once closed, the end is published
             worked = self._exchange(here)
@@ -130,9 +130,9 @@ class Heartbeat:
                     self._outbox.clear()
                     self._published = None
                 if here is None and not self._outbox:
-                    self._parked = True
+                    self.parked = True
                     self.lock.wait_for(lambda: self.closed or self._outbox or self._tracker.observe() is not None)
-                    self._parked = False
+                    self.parked = False
                 else:
                     poll = min(self.pace.poll, _FAST_POLL) if self._fast else self.pace.poll
                     self.lock.wait(poll if worked else _AFTER_ERROR)

@@ -25,22 +25,21 @@ class Watchdog:
 
     def __post_init__(self) -> None:
         self._thread: threading.Thread | None = None
-        self._wake = threading.Event()
+        self.awake = threading.Event()
         self.closed = False
 
     def wake(self) -> None:
-        """At the start of a step."""
+        """At the start of a step, where it is not ``awake``."""
         if self._thread is None:
             name = f"megatron_pp watchdog {self.tracker.rank}"
             self._thread = threading.Thread(target=self._run, daemon=True, name=name)
             self._thread.start()
             call_at_exit(self.close)
-        if not self._wake.is_set():
-            self._wake.set()
+        self.awake.set()
 
     def close(self, wait: bool = True) -> None:
         self.closed = True
-        self._wake.set()
+        self.awake.set()
         if self.tracker.completed is not None:
             self.tracker.completed.close(wait)
         with self.heartbeat.lock:
@@ -52,9 +51,9 @@ class Watchdog:
         lock = self.heartbeat.lock
         while not self.closed:
             if not self.is_active():
-                self._wake.clear()
+                self.awake.clear()
                 if not self.is_active():
-                    self._wake.wait()
+                    self.awake.wait()
                 continue
             with lock:
                 lock.wait(self.heartbeat.pace.poll)

@@ -1,4 +1,5 @@
-"""The arguments of one call of a schedule function, checked and put in order before any communication."""
+"""The arguments of one call of a schedule function, checked and put in order before any communication, and the groups
+that they name."""
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -8,8 +9,10 @@ from typing import Any
 
 import torch
 
+from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.common.module_attributes import wrapped_attribute
 from megatron_pp.config.checks import whole_number
+from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
 
 REQUIRED_ARGUMENTS = ("forward_step_func", "data_iterator", "model", "num_microbatches")
@@ -63,7 +66,8 @@ class StepInputs:
             raise ScheduleInputError(
                 f"model chunk {type(self.chunks[0]).__name__} has no attribute config; set it to a TransformerConfig"
             )
-        self.num_microbatches = whole_argument("num_microbatches", self.num_microbatches)
+        if type(self.num_microbatches) is not int or self.num_microbatches < 1:
+            self.num_microbatches = whole_argument("num_microbatches", self.num_microbatches)
         self.forward_only = bool(self.forward_only)
         for name in ("seq_length", "micro_batch_size", "decoder_seq_length"):
             if hasattr(given := getattr(self, name), "__index__"):  # a tensor's, as packed data may have it, or numpy's
@@ -101,3 +105,44 @@ class StepInputs:
                 f"{iterators} data iterators were given for {chunks} model chunks; give one per chunk (None where a "
                 "chunk needs no data)"
             )
+
+
+def group_sizes(pg_collection: Any, settings: StepSettings) -> tuple[int, int]:
+    """(tensor, context) parallel sizes: of the given process groups, or else of parallel_state if it is initialised, or
+    else of the config."""
+    tp, cp = getattr(pg_collection, "tp", None), getattr(pg_collection, "cp", None)
+    return (
+        _own_size("tp", settings.tensor_model_parallel_size) if tp is None else tp.size(),
+        _own_size("cp", settings.context_parallel_size) if cp is None else cp.size(),
+    )
+
+
+def _own_size(kind: str, default: int) -> int:
+    from megatron_pp.comm import own_groups
+
+    return own_groups.size_of(kind) if own_groups.model_parallel_is_initialized() else default
+
+
+def pipeline_group(inputs: StepInputs, alone: bool) -> Any:
+    """The pipeline group of the caller's communicator or collection, or that of ``parallel_state``; None for a rank
+    alone. Raises ScheduleInputError where there is none."""
+    given = inputs.p2p_communicator
+    if isinstance(given, P2PCore):
+        return given.pp_group
+    group = getattr(given, "pp_group", None)
+    if group is None:
+        group = getattr(inputs.pg_collection, "pp", None)
+    if group is None:
+        from megatron_pp.comm import own_groups
+
+        if own_groups.model_parallel_is_initialized():
+            group = own_groups.group_of("pp")
+    if group is not None:
+        return getattr(group, "group", group)  # a group of slime's wraps the real one, which it destroys and makes anew
+    if not alone:
+        raise ScheduleInputError(
+            "neither p2p_communicator nor pg_collection.pp was given and megatron_pp.parallel_state is not "
+            "initialised; call parallel_state.initialize_model_parallel(pipeline_model_parallel_size=...) after "
+            "torch.distributed.init_process_group"
+        )
+    return None

@@ -19,9 +19,8 @@ from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.comm.transport import Transport
 from megatron_pp.common.object_table import ObjectTable
 from megatron_pp.config.settings import StepSettings
-from megatron_pp.errors import CommunicatorClosedError, ScheduleInputError
+from megatron_pp.errors import CommunicatorClosedError
 from megatron_pp.faults.attach import close_guard
-from megatron_pp.runtime.arguments import StepInputs
 
 # The fields of a config that a communicator is built from.
 _built_from = attrgetter(
@@ -32,11 +31,11 @@ _PLAIN = (bool, int, float, str, torch.dtype)
 _of_transport = attrgetter("p2p_channels", "p2p_max_ctas")  # communicators with the same values share a transport
 
 # Global, as process groups are. A communicator holds its group, so weak keys alone would keep a destroyed group alive.
-_KEPT: ObjectTable[dict[tuple[Any, ...], P2PCore]] = ObjectTable()
+KEPT: ObjectTable[dict[tuple[Any, ...], P2PCore]] = ObjectTable()
 # Communicators of the process that this one was forked from. They are kept and never used: the destructor of gloo's
 # process groups waits for threads that a forked process does not have.
 _OF_PARENT: list[dict[tuple[Any, ...], P2PCore]] = []
-os.register_at_fork(after_in_child=lambda: _OF_PARENT.extend(_KEPT.emptied()))
+os.register_at_fork(after_in_child=lambda: _OF_PARENT.extend(KEPT.emptied()))
 # Each thread may run a pipeline. The lock is not held while a communicator is made, because that may wait for other
 # ranks, whose threads may make theirs in another order.
 _LOCK = threading.Lock()
@@ -47,7 +46,7 @@ def communicator_for(pp_group: Any, config: Any) -> P2PCore:
     NCCL is collective. Several threads may call this at once, each for its own group."""
     _close(lambda transport: transport.is_gone())
     with _LOCK:
-        kept = _KEPT.setdefault(pp_group, {})
+        kept = KEPT.setdefault(pp_group, {})
     settings = StepSettings.from_config(config)
     key = _built_from(settings)
     found = kept.get(key)
@@ -78,33 +77,8 @@ def close_communicators() -> None:
 def _close(unneeded: Callable[[Transport], bool]) -> None:
     """Close and forget the communicators of every group with an ``unneeded`` transport."""
     with _LOCK:
-        groups = [group for group, kept in _KEPT.items() if any(unneeded(c.transport) for c in list(kept.values()))]
-        closing = [communicator for group in groups for communicator in _KEPT.pop(group).values()]
+        groups = [group for group, kept in KEPT.items() if any(unneeded(c.transport) for c in list(kept.values()))]
+        closing = [communicator for group in groups for communicator in KEPT.pop(group).values()]
     for communicator in closing:
         close_guard(communicator)
         communicator.transport.close()
-
-
-def pipeline_group(inputs: StepInputs, alone: bool) -> Any:
-    """The pipeline group of the caller's communicator or collection, or that of ``parallel_state``; None for a rank
-    alone. Raises ScheduleInputError where there is none."""
-    given = inputs.p2p_communicator
-    if isinstance(given, P2PCore):
-        return given.pp_group
-    group = getattr(given, "pp_group", None)
-    if group is None:
-        group = getattr(inputs.pg_collection, "pp", None)
-    if group is None:
-        from megatron_pp.comm import own_groups
-
-        if own_groups.model_parallel_is_initialized():
-            group = own_groups.group_of("pp")
-    if group is not None:
-        return getattr(group, "group", group)  # a group of slime's wraps the real one, which it destroys and makes anew
-    if not alone:
-        raise ScheduleInputError(
-            "neither p2p_communicator nor pg_collection.pp was given and megatron_pp.parallel_state is not "
-            "initialised; call parallel_state.initialize_model_parallel(pipeline_model_parallel_size=...) after "
-            "torch.distributed.init_process_group"
-        )
-    return None

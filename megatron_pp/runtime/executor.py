@@ -69,6 +69,7 @@ class PlanExecutor:
     graph_in_evaluation: bool = False
     observer: Any = None  # an Observer, or None
     features: Sequence[Feature] = ()
+    tasks: Sequence[Task] | None = None  # of the rank, where they have been looked up
 
     def __post_init__(self) -> None:
         plan, communicator = self.plan, self.communicator
@@ -106,7 +107,7 @@ class PlanExecutor:
             self.hooks.disable_grad_sync()
         try:
             with torch.set_grad_enabled(torch.is_grad_enabled() and self.graphs), self._weight_step():
-                for position, at in enumerate(self.plan.tasks(self.rank)):
+                for position, at in enumerate(self.tasks or self.plan.tasks(self.rank)):
                     self.position = position
                     handlers[at.op](at)
                 self._settle(0)

@@ -6,10 +6,10 @@ Megatron-core's, of torch's stages, and of pipelines of several modules.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from megatron_pp.config.settings import StepSettings
-from megatron_pp.on_demand import is_loaded
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.runtime import plan_choice
@@ -20,7 +20,7 @@ from megatron_pp.runtime.executor import Feature
 from megatron_pp.runtime.log_once import certify_once
 from megatron_pp.runtime.message_shapes import tensor_shapes
 from megatron_pp.runtime.step import Step
-from megatron_pp.runtime.step_features import features_in
+from megatron_pp.runtime.step_features import features_in, rows_in
 
 if TYPE_CHECKING:
     from megatron_pp.weight_grad.store import WeightGradStore
@@ -32,11 +32,13 @@ class Host:
     followed_by          what the training loop does with other ranks between steps, in words. The fault guard watches
                          it too; "" if it does nothing
     graph_in_evaluation  whether evaluation leaves autograd as the caller has it, or builds no graph
+    keeps_calls          whether a later call may take over what this one finds; see ``kept_calls.py``
     local                whether ranks of a pipeline may each make a call without one, as for a teacher
     whole_by_choice      the user chose whole backwards: do not warn of chunks that do not split theirs"""
 
     followed_by = ""
     graph_in_evaluation = False
+    keeps_calls = False
     local = False
     whole_by_choice = False
 
@@ -52,8 +54,17 @@ class Host:
     # -- before there is any communication; each raises ScheduleInputError ---------------------------------------------
 
     def read_settings(self) -> StepSettings:
-        """The options of the step."""
-        return StepSettings.from_config(self.inputs.config)
+        """The options of the step as they are now, not checked but for options that there were."""
+        return StepSettings.read(self.inputs.config)
+
+    def check_settings(self, settings: StepSettings) -> None:
+        settings.check()
+
+    def compared(self, settings: StepSettings, group: Any) -> tuple[Any, ...]:
+        """What else of the call the step of the pipeline ``group`` depends on. Where shapes vary, stages find them out
+        in each step."""
+        inputs = self.inputs
+        return () if settings.shapes_vary else (inputs.seq_length, inputs.micro_batch_size, inputs.decoder_seq_length)
 
     def step_number(self, settings: StepSettings) -> int | None:
         """The program's own number of the step, which all ranks compare; None if it gives none."""
@@ -61,7 +72,7 @@ class Host:
 
     def weight_store(self, settings: StepSettings) -> WeightGradStore | None:
         """The store of this rank's chunks; None if they are not converted."""
-        if not is_loaded("megatron_pp.weight_grad"):  # nothing else converts chunks
+        if "megatron_pp.weight_grad" not in sys.modules:  # nothing else converts chunks
             return None
         from megatron_pp.weight_grad import store_of
 
@@ -74,6 +85,9 @@ class Host:
         lengths = inputs.seq_length, inputs.micro_batch_size, inputs.decoder_seq_length
         shapes = tensor_shapes(*lengths, settings, tp_size, cp_size)
         return shapes, list(shapes)
+
+    def check(self, step: Step) -> None:
+        """For a step that is not planned yet: raises for one that the training stack cannot run."""
 
     # -- the plan ------------------------------------------------------------------------------------------------------
 
@@ -114,6 +128,10 @@ class Host:
         rank = step.communicator.rank
         return [plan.placement.is_last_stage(rank, chunk) for chunk in range(len(self.inputs.chunks))]
 
+    def has_features(self, plan: Plan) -> bool:
+        """Whether features run a part of the plan."""
+        return bool(rows_in(plan.spec, plan.placement.barriers))
+
     # -- the step ------------------------------------------------------------------------------------------------------
 
     def begin(self, step: Step) -> None:
@@ -127,6 +145,8 @@ class Host:
 
     def features(self, step: Step, plan: Plan, steps: Any) -> list[Feature]:
         """The features that run instructions of the plan that are not the engine's own, innermost first."""
+        if not step.of_rank.has_features:
+            return []
         return features_in(
             plan,
             communicator=step.communicator,

@@ -70,19 +70,3 @@ def tensor_shapes(
     micro_batch_size = whole_argument("micro_batch_size", micro_batch_size, hint=why)
     hidden_size = whole_argument("config.hidden_size", settings.hidden_size, hint=why)
     return [(length, micro_batch_size, hidden_size)]
-
-
-def group_sizes(pg_collection: Any, settings: StepSettings) -> tuple[int, int]:
-    """(tensor, context) parallel sizes: of the given process groups, or else of parallel_state if it is initialised, or
-    else of the config."""
-    tp, cp = getattr(pg_collection, "tp", None), getattr(pg_collection, "cp", None)
-    return (
-        _own_size("tp", settings.tensor_model_parallel_size) if tp is None else tp.size(),
-        _own_size("cp", settings.context_parallel_size) if cp is None else cp.size(),
-    )
-
-
-def _own_size(kind: str, default: int) -> int:
-    from megatron_pp.comm import own_groups
-
-    return own_groups.size_of(kind) if own_groups.model_parallel_is_initialized() else default

@@ -21,9 +21,11 @@ from megatron_pp.runtime.step_features import rows_in
 class OwnHost(Host):
     """The host of one call of the library's own schedule functions."""
 
+    keeps_calls = True
+
     def steps(self, step: Step, plan: Plan, options: StepOptions) -> Any:
         inputs = self.inputs
-        kind = kind_of_steps(plan)
+        kind = kind_of_steps(plan) if step.of_rank.has_features else ModelSteps
         return kind(inputs.forward_step_func, inputs.data_iterators, inputs.chunks, step.settings, options)
 
     def finish(self, step: Step, steps: Any) -> None:

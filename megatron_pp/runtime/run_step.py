@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.config.settings import LAYER_GRAPHS, StepSettings
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.faults.attach import describe_step, guarded, instruction_marks
+from megatron_pp.faults.attach import describe_step, guard_of, guarded
 from megatron_pp.on_demand import load
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.plan.lower.syncs import last_reentry, prepares_in_forward
-from megatron_pp.runtime import plan_choice
-from megatron_pp.runtime.communicators import communicator_for, pipeline_group
+from megatron_pp.runtime import kept_calls, plan_choice
+from megatron_pp.runtime.arguments import group_sizes, pipeline_group
+from megatron_pp.runtime.communicators import communicator_for
 from megatron_pp.runtime.compute import StepOptions
 from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.runtime.gradient_hooks import SyncHooks
 from megatron_pp.runtime.host import Host
-from megatron_pp.runtime.message_shapes import Shapes, group_sizes, messages
-from megatron_pp.runtime.step import Step, StepRequest
+from megatron_pp.runtime.message_shapes import Shapes, messages
+from megatron_pp.runtime.step import RankPlan, Step, StepRequest
 from megatron_pp.runtime.step_features import step_hooks
-from megatron_pp.tracing.observers import Observer, Recording, message_bytes, nested, ranges_if_profiling
+from megatron_pp.tracing.observers import Observer, Recording, message_bytes, nested
 
 if TYPE_CHECKING:
     from megatron_pp.tracing.step_observer import StepObserver
@@ -33,8 +37,15 @@ _OBSERVED = ("trace_dir", "measure", "metrics", "microbatch_costs")
 
 
 def prepared(host: Host) -> Step:
-    """The step of a call. Raises ScheduleInputError for impossible arguments before any communication."""
-    inputs, alone, settings = host.inputs, host.alone, host.read_settings()
+    """The step of a call: what an earlier call has found, else made anew. Raises ScheduleInputError for impossible
+    arguments before any communication."""
+    settings = host.read_settings()
+    return kept_calls.taken_over(host, settings) or _made(host, settings)
+
+
+def _made(host: Host, settings: StepSettings) -> Step:
+    host.check_settings(settings)
+    inputs, alone = host.inputs, host.alone
     number = host.step_number(settings)
     tp_size, cp_size = group_sizes(inputs.pg_collection, settings)
     if inputs.adjust_tensor_shapes_fn is not None and (inputs.chunked or alone):
@@ -74,7 +85,42 @@ def prepared(host: Host) -> Step:
     # From here on there may be communication: on NCCL, a new communicator is made by all ranks together.
     communicator = communicator_of(request, group)
     spec = plan_choice.plan_spec(draft, settings, communicator)
-    return Step(**vars(request), observers=observers, communicator=communicator, spec=spec)
+    return planned(host, request, observers=observers, communicator=communicator, spec=spec)
+
+
+def planned(host: Host, request: StepRequest, **found: Any) -> Step:
+    """The step of ``request`` with its plan. ``found``: the fields of a Step behind those of a StepRequest."""
+    unplanned: Any = None
+    step = Step(**vars(request), **found, of_rank=unplanned)
+    host.check(step)
+    return replace(step, of_rank=_of_rank(step, host, host.plan(step)))
+
+
+def _of_rank(step: Step, host: Host, plan: Plan) -> RankPlan:
+    settings, communicator, rank = step.settings, step.communicator, step.communicator.rank
+    some, flags = settings.num_microbatches_with_partial_activation_checkpoints, None
+    if some is not None and not step.alone:  # Megatron's schedule without a pipeline passes no such flag
+        from megatron_pp.runtime import partial_checkpoints
+
+        flags = partial_checkpoints.checkpoint_flags(some, plan.orders[rank], step.inputs.forward_only)
+    first, dtype = step.shapes[0], communicator.dtype
+    received, sent = message_bytes(first.receive, dtype), message_bytes(first.send, dtype)
+    # Traced steps begin, and measured ones end, with messages that all ranks have to take part in.
+    chosen = settings.traced_steps, settings.measure, settings.microbatch_costs is not None
+    return RankPlan(
+        plan,
+        plan.tasks(rank),
+        is_last_stage=host.is_last_stage(step, plan),
+        checkpoint_flags=flags,
+        prepares_in_forward=prepares_in_forward(plan, rank),
+        last_reentry=last_reentry(plan, rank),
+        received=received,
+        sent=sent,
+        largest=0 if plan.has_names else max(received, sent),
+        grouped=plan.spec.grouped,
+        has_features=host.has_features(plan),
+        agreed=(plan.spec, step.shapes, chosen, dtype, communicator.wire is not None, step.packs),
+    )
 
 
 def observers_of(request: StepRequest) -> list[StepObserver]:
@@ -90,8 +136,11 @@ def observers_of(request: StepRequest) -> list[StepObserver]:
         asked.append(load("microbatch_costs").step_observer)
     if settings.cuda_graph_impl in LAYER_GRAPHS or settings.fine_grained_activation_offloading:
         asked.append(load("megatron_order").step_observer)
-    found = (make(request) for make in asked)
-    return [one for one in found if one is not None]
+    if not asked:
+        return []
+    from megatron_pp.tracing.step_observer import StepObserver
+
+    return [make(request) or StepObserver() for make in asked]
 
 
 def communicator_of(request: StepRequest, group: Any) -> P2PCore:
@@ -108,23 +157,27 @@ def communicator_of(request: StepRequest, group: Any) -> P2PCore:
 
 def run_step(step: Step, host: Host) -> list[Any]:
     """The whole step. Returns what the loss function reported."""
-    communicator, observers = step.communicator, step.observers
+    communicator, observers, plan = step.communicator, step.observers, step.of_rank.plan
     host.begin(step)
-    plan = host.plan(step)
     for observer in observers:
         plan = observer.next_plan(step, plan)
-    steps = host.steps(step, plan, _options(step, host, plan))
-    first, dtype = step.shapes[0], communicator.dtype
-    sent, received = message_bytes(first.send, dtype), message_bytes(first.receive, dtype)
+    if plan is not step.of_rank.plan:
+        step = replace(step, of_rank=_of_rank(step, host, plan))
+    received, sent = step.of_rank.received, step.of_rank.sent
+    steps = host.steps(step, plan, _options(step))
     watching = [one for observer in observers for one in observer.observers(step, plan, sent)]
-    executor = _executor(step, host, plan, steps, watching, max(sent, received))
+    guard = guard_of(communicator, step.settings)
+    marks = None if guard is None else guard.marks
+    executor = _executor(step, host, plan, steps, [marks, *watching, ranges_if_profiling()])
     for observer in observers:
         observer.watch(executor)
     recordings = [one for one in watching if isinstance(one, Recording)]
     edges, collectives = plan.placement.rank_edges, plan.placement.barriers > 0
-    with _guarded(step, host, executor, plan) as guard:
-        host.check_chunks(step, plan)
-        communicator.prepare(edges, received, sent, batched=step.spec.grouped, collectives=collectives)
+    description = partial(_description, step, host, plan)
+    with guarded(communicator, guard, executor, step.of_rank.agreed, description, step.number, host.followed_by):
+        if not step.is_known:
+            host.check_chunks(step, plan)
+        communicator.prepare(edges, received, sent, batched=step.of_rank.grouped, collectives=collectives)
         for recording in recordings:
             recording.start()
         executor.run()
@@ -135,77 +188,69 @@ def run_step(step: Step, host: Host) -> list[Any]:
         host.finish(step, steps)
         for observer in observers:
             observer.after_step(step, plan, guard)
+    if not step.is_known:
+        kept_calls.keep(host, step)
     data: list[Any] = steps.record.data
     return data
 
 
-def _options(step: Step, host: Host, plan: Plan) -> StepOptions:
-    inputs, settings, communicator = step.inputs, step.settings, step.communicator
-    some = settings.num_microbatches_with_partial_activation_checkpoints
-    flags = None  # Megatron's schedule without a pipeline passes no such flag
-    if some is not None and not step.alone:
-        order = plan.orders[communicator.rank]
-        from megatron_pp.runtime import partial_checkpoints
+def ranges_if_profiling() -> Observer | None:
+    """The observer of the step that starts now; None where no profiler runs. ``torch.profiler.profile`` (also on the
+    CPU) and ``torch.autograd.profiler.emit_nvtx`` are detected; for nsys, which torch cannot detect, MEGATRON_PP_NVTX=1
+    is set. Called once a step."""
+    with_nvtx = os.environ.get("MEGATRON_PP_NVTX") == "1" and torch.cuda.is_available()
+    if not with_nvtx and not torch.autograd._profiler_enabled():
+        return None
+    from megatron_pp.tracing.profiler_ranges import profiler_ranges
 
-        flags = partial_checkpoints.checkpoint_flags(some, order, inputs.forward_only)
+    return profiler_ranges()
+
+
+def _options(step: Step) -> StepOptions:
+    inputs = step.inputs
     whole_sequence = None
-    if step.cp_size > 1 and not inputs.forward_only and not settings.calculate_per_token_loss:
+    if step.cp_size > 1 and not inputs.forward_only and not step.settings.calculate_per_token_loss:
         from megatron_pp.runtime.context_parallel_loss import WholeSequence
 
         whole_sequence = WholeSequence(inputs.pg_collection, step.cp_size)
     return StepOptions(
         num_microbatches=inputs.num_microbatches,
-        is_last_stage=host.is_last_stage(step, plan),
-        device_type=communicator.device.type,
+        is_last_stage=step.of_rank.is_last_stage,
+        device_type=step.communicator.device.type,
         cp_size=step.cp_size,
         forward_only=inputs.forward_only,
         collect_non_loss_data=inputs.collect_non_loss_data,
         first_val_step=inputs.first_val_step,
-        checkpoint_flags=flags,
+        checkpoint_flags=step.of_rank.checkpoint_flags,
         whole_sequence=whole_sequence,
     )
 
 
-def _executor(
-    step: Step, host: Host, plan: Plan, steps: Any, watching: Sequence[Observer], message_bytes: float
-) -> PlanExecutor:
-    settings, communicator, chunks = step.settings, step.communicator, step.inputs.chunks
+def _executor(step: Step, host: Host, plan: Plan, steps: Any, watching: Sequence[Observer | None]) -> PlanExecutor:
+    settings, communicator, of_rank = step.settings, step.communicator, step.of_rank
     _, received, sent = step.messages
     if received is not None or sent is not None:  # the stages give each other dicts
-        steps = load("named_tensors").NamedSteps(steps, received, sent, host.is_last_stage(step, plan))
+        steps = load("named_tensors").NamedSteps(steps, received, sent, of_rank.is_last_stage)
     return executor_for(communicator)(
         plan,
         communicator,
         steps,
-        hooks_of(plan, communicator.rank, settings, chunks),
+        SyncHooks(settings, step.inputs.chunks, not of_rank.prepares_in_forward, of_rank.last_reentry),
         step.shapes,
         deallocate=settings.deallocate_pipeline_outputs,
         max_pending_sends=settings.max_pending_sends,
-        message_bytes=0 if plan.has_names else message_bytes,
+        message_bytes=of_rank.largest,
         weights=step.weights,
         graph_in_evaluation=host.graph_in_evaluation,
         features=host.features(step, plan, steps),
-        observer=nested(instruction_marks(communicator, settings), *watching, ranges_if_profiling()),
+        tasks=of_rank.tasks,
+        observer=nested(*watching) if any(watching) else None,
     )
-
-
-def hooks_of(plan: Plan, rank: int, settings: StepSettings, chunks: Sequence[Any]) -> SyncHooks:
-    """What the gradient and parameter syncs of ``rank`` call."""
-    return SyncHooks(settings, chunks, not prepares_in_forward(plan, rank), last_reentry(plan, rank))
 
 
 def executor_for(communicator: P2PCore) -> type[PlanExecutor]:
     """The engine for a communicator: with a watch on memory where ``config.p2p_debug`` was set when it was made."""
     return PlanExecutor if communicator.wire is None else load("p2p_debug").WatchedExecutor
-
-
-def _guarded(step: Step, host: Host, executor: PlanExecutor, plan: Plan) -> AbstractContextManager[Any]:
-    settings, communicator = step.settings, step.communicator
-    # Traced steps begin, and measured ones end, with messages that all ranks have to take part in.
-    chosen = settings.traced_steps, settings.measure, settings.microbatch_costs is not None
-    agreed = plan.spec, step.shapes, chosen, communicator.dtype, communicator.wire is not None, step.packs
-    more = executor, agreed, partial(_description, step, host, plan), step.number, host.followed_by
-    return guarded(communicator, settings, *more)
 
 
 def _description(step: Step, host: Host, plan: Plan) -> dict[str, str]:

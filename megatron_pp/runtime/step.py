@@ -1,4 +1,5 @@
-"""A step as a value: what a call of a schedule function asks for (``StepRequest``), and what it runs on (``Step``)."""
+"""A step as a value: what a call of a schedule function asks for (``StepRequest``), and what it runs on (``Step``),
+with the plan as one rank runs it (``RankPlan``)."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.config.settings import StepSettings
-from megatron_pp.plan.ir.spec import PlanSpec
+from megatron_pp.plan.ir.spec import Plan, PlanSpec
+from megatron_pp.plan.ir.tasks import Task
 from megatron_pp.runtime.arguments import StepInputs
 from megatron_pp.runtime.log_once import warn_once
 from megatron_pp.runtime.message_shapes import Messages, Shapes
@@ -50,12 +52,41 @@ class StepRequest:
 
 
 @dataclass(frozen=True, eq=False)
+class RankPlan:
+    """A plan as one rank runs it, with all that a step looks up in it.
+
+    is_last_stage        of each chunk, whether the loss is computed there
+    checkpoint_flags     of ``StepOptions``
+    prepares_in_forward, last_reentry   of ``SyncHooks``; see ``plan/lower/syncs.py``
+    received, sent       bytes of an activation that this rank receives, and sends; 0 where they are not known
+    largest              bytes of the largest message; 0 where they are not known
+    grouped              whether messages go out as grouped calls
+    has_features         whether features run a part of it
+    agreed               what all ranks of the pipeline have to agree on"""
+
+    plan: Plan
+    tasks: Sequence[Task]
+    is_last_stage: Sequence[bool]
+    checkpoint_flags: dict[tuple[int, int], bool] | None
+    prepares_in_forward: bool
+    last_reentry: int
+    received: float
+    sent: float
+    largest: float
+    grouped: bool
+    has_features: bool
+    agreed: tuple[Any, ...]
+
+
+@dataclass(frozen=True, eq=False)
 class Step(StepRequest):
-    """What a call runs. ``observers``: what its settings add."""
+    """What a call runs. ``observers``: what its settings add; ``is_known``: an earlier call has run it."""
 
     observers: Sequence[StepObserver]
     communicator: P2PCore
     spec: PlanSpec
+    of_rank: RankPlan
+    is_known: bool = False
 
     @property
     def packs(self) -> str:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from megatron_pp.runtime.step_hooks import StepHooks
 
 _OF_MODELS = [row for row in FEATURES if row.of_models]
+MODULES_OF_MODELS = [MODULES[row.step] for row in _OF_MODELS]
 
 
 def step_hooks(spec: PlanSpec) -> list[StepHooks]:

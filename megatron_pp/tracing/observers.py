@@ -1,7 +1,6 @@
 """What watches the instructions of a step. ``step_observer.py`` has what takes part in its phases."""
 
 import math
-import os
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -44,15 +43,3 @@ def message_bytes(shapes: Any, dtype: torch.dtype | None) -> float:
     if all(isinstance(n, int) for n in shapes):
         return float(math.prod(shapes)) * dtype.itemsize
     return sum(message_bytes(shape, dtype) for shape in shapes)
-
-
-def ranges_if_profiling() -> Observer | None:
-    """The observer of the step that starts now; None where no profiler runs. ``torch.profiler.profile`` (also on the
-    CPU) and ``torch.autograd.profiler.emit_nvtx`` are detected; for nsys, which torch cannot detect, MEGATRON_PP_NVTX=1
-    is set. Called once a step."""
-    with_nvtx = os.environ.get("MEGATRON_PP_NVTX") == "1" and torch.cuda.is_available()
-    if not with_nvtx and not torch.autograd._profiler_enabled():
-        return None
-    from megatron_pp.tracing.profiler_ranges import profiler_ranges
-
-    return profiler_ranges()

@@ -22,7 +22,7 @@ from megatron.core.transformer.enums import CudaGraphScope
 
 from megatron_pp.errors import NotServedError
 from megatron_pp.integrations import megatron_core
-from megatron_pp.runtime.communicators import _KEPT, close_communicators
+from megatron_pp.runtime.communicators import KEPT, close_communicators
 from testkit.megatron import lab as megatron_lab
 from testkit.megatron.cases import Case
 
@@ -330,7 +330,7 @@ def reloaded_groups(case: Case) -> int:
 
 
 def kept_communicators() -> list[Any]:
-    return [one for _, kept in _KEPT.items() for one in kept.values()]
+    return [one for _, kept in KEPT.items() for one in kept.values()]
 
 
 def swapped_chunks(case: Case) -> str:

@@ -151,7 +151,7 @@ def _call(lines: list[str], scenario: dict[str, Any]) -> Any:
         forward_only=scenario.get("forward_only", False), first_val_step=scenario.get("first_val_step"),
         collect_non_loss_data=scenario.get("collect_non_loss_data", False),
     )  # fmt: skip
-    config = _config(lines, scenario)
+    inputs.config = config = _config(lines, scenario)
     communicator = SimpleNamespace(device=torch.device("cpu"), size=2)
     return SimpleNamespace(inputs=inputs, config=config, settings=config, communicator=communicator)
 

@@ -33,7 +33,7 @@ from megatron_pp.runtime.message_shapes import Messages, Shapes
 from megatron_pp.runtime.model_steps import ModelSteps
 from megatron_pp.runtime.own_host import OwnHost
 from megatron_pp.runtime.plan_choice import fields_of_device
-from megatron_pp.runtime.run_step import communicator_of, observers_of, run_step
+from megatron_pp.runtime.run_step import communicator_of, observers_of, planned, run_step
 from megatron_pp.runtime.step import Step, StepRequest
 
 _ONE_F_ONE_B = "1f1b"
@@ -87,6 +87,12 @@ class OnModules(Host):
         certify_once(plan)
         return plan
 
+    def check(self, step: Step) -> None:
+        """What models of one module cannot do does not count."""
+
+    def has_features(self, plan: Plan) -> bool:
+        return True
+
     def check_chunks(self, step: Step, plan: Plan) -> None:
         """Compares nothing, because the first and the last stage of a module are not those of the pipeline."""
 
@@ -105,6 +111,7 @@ class OnModules(Host):
 def prepared_on_modules(host: OnModules) -> Step:
     """The step of a call. Raises ScheduleInputError before any communication."""
     pipeline, inputs, settings = host.pipeline, host.inputs, host.read_settings()
+    host.check_settings(settings)
     check_settings(settings)
     number, weights = host.step_number(settings), host.weight_store(settings)
     graph, shapes = pipeline.graph, Shapes(None, None)
@@ -124,7 +131,7 @@ def prepared_on_modules(host: OnModules) -> Step:
     # From here on there may be communication.
     communicator = communicator_of(request, pipeline.group)
     spec = replace(draft, **fields_of_device(settings, communicator.transport))
-    return Step(**vars(request), observers=observers, communicator=communicator, spec=spec)
+    return planned(host, request, observers=observers, communicator=communicator, spec=spec)
 
 
 def unserved_setting(settings: StepSettings) -> str | None:

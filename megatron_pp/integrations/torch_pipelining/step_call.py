@@ -46,6 +46,7 @@ class TorchHost(OwnHost):
     """The host of one call of ``PlanSchedule.step`` or ``eval``."""
 
     followed_by = "the work after the step (optimizer)"
+    keeps_calls = False
     whole_by_choice = True  # no second warning: ``Splitting`` logs why a rank's backwards are whole
 
     def __init__(

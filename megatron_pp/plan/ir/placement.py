@@ -47,7 +47,7 @@ class Placement:
         if self.pipeline_size < 1 or self.num_chunks < 1:
             raise ValueError(f"pipeline size {self.pipeline_size} and chunks {self.num_chunks} must be at least 1")
 
-    @property
+    @cached_property
     def num_stages(self) -> int:
         return self.pipeline_size * self.num_chunks
 

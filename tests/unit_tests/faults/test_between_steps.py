@@ -23,7 +23,7 @@ from megatron_pp.faults.records import AFTER, DONE, Process, Progress
 from megatron_pp.integrations.megatron.steps.after_step import WatchedEnd
 from megatron_pp.integrations.megatron.steps.call import MegatronHost
 from megatron_pp.p2p_communication import P2PCommunicator
-from megatron_pp.runtime.communicators import _KEPT, communicator_for
+from megatron_pp.runtime.communicators import KEPT, communicator_for
 from megatron_pp.runtime.host import Host
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import ThreadGroup
@@ -182,7 +182,7 @@ def test_what_was_found_between_steps_is_raised_where_the_communicator_is_asked_
     rank, group, config = First(), ThreadGroup(0, 2), toy_config()
     transport = MemoryNetwork(2).transport(0)
     transport.guard = rank.guard
-    _KEPT[group] = {("any",): P2PCommunicator(group, config, transport)}
+    KEPT[group] = {("any",): P2PCommunicator(group, config, transport)}
     rank.other_is(AFTER, gone)
     assert rank.aborted.wait(SECONDS)
     transport.aborted = True

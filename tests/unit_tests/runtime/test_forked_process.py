@@ -18,7 +18,7 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 communicators.communicator_for(dist.new_group([0]), ModelParallelConfig())
 dist.destroy_process_group()
 if os.fork() == 0:
-    assert not communicators._KEPT.items()
+    assert not communicators.KEPT.items()
     communicators.close_communicators()
     os._exit(7)
 print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)

@@ -17,8 +17,8 @@ from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import P2PError, ScheduleInputError
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.runtime import run_step
-from megatron_pp.runtime.arguments import StepInputs
-from megatron_pp.runtime.message_shapes import group_sizes, tensor_shapes
+from megatron_pp.runtime.arguments import StepInputs, group_sizes
+from megatron_pp.runtime.message_shapes import tensor_shapes
 from megatron_pp.runtime.own_host import OwnHost
 from megatron_pp.runtime.stage import PipelineStage
 from megatron_pp.schedules import (

@@ -17,10 +17,10 @@ from megatron_pp.errors import P2PShapeError, P2PTypeError, PipelinePeerError
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.runtime import log_once
+from megatron_pp.runtime.run_step import ranges_if_profiling
 from megatron_pp.testing.pipeline import placement_of, run_in_threads
 from megatron_pp.testing.threads import ThreadGroup
 from megatron_pp.testing.toy import HIDDEN, ToyBlock, ToyData, ToyResult, merged, reference_run, toy_config, toy_loss
-from megatron_pp.tracing.observers import ranges_if_profiling
 from megatron_pp.weight_grad import split_weight_grad
 from testkit.blocks import Views, of_stage
 from testkit.step_runs import Rank, every_policy, in_pipeline, pipeline, result_of

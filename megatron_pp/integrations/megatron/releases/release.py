@@ -39,7 +39,10 @@ class Megatron:
 
     def has_known_steps(self) -> bool:
         """Whether all functions for a microbatch are known, and the program has replaced none of them."""
-        return bool(self.known_steps) and self.known_steps == sources.codes(self.schedules, self.known_steps)
+        known, schedules = self.known_steps, self.schedules
+        return bool(known) and all(
+            getattr(getattr(schedules, name, None), "__code__", None) is code for name, code in known.items()
+        )
 
     def require_initialised(self) -> None:
         """Raises ScheduleInputError unless the process groups of a pipeline exist."""

@@ -41,7 +41,7 @@ def takes_side(shapes_of: Any) -> bool:
 
 class MegatronHost(Host):
     """Of one call of a schedule of Megatron-core's: ``arguments`` are its keywords, ``installed`` the settings of
-    `install()`. Of a step that is prepared with it ``check`` is called, and then the step is run.
+    `install()`.
     """
 
     followed_by = "the work after the step (data-parallel reduction, optimizer)"
@@ -66,15 +66,13 @@ class MegatronHost(Host):
             )
         super().__init__(StepInputs(chunked, pg_collection=groups, **arguments), alone)
         self.config = self.inputs.config
+        self.keeps_calls = not has_attention_residuals(self.config)
         self.embedding: Any = None
 
     def check(self, step: Step) -> None:
         """Raises ScheduleInputError for what Megatron's models cannot do in ``step``."""
-        if step.cp_size > 1 and not (self.inputs.forward_only or step.settings.calculate_per_token_loss):
-            from megatron_pp.integrations.megatron.steps import losses
-
-            losses.watch_losses(self.inputs, self.installed.whole_sequence_loss)
-        schedule, in_v = step.spec.schedule, self.is_in_v(step)
+        schedule, placement = step.spec.schedule, find_family(step.spec.schedule).placement
+        in_v = step.communicator.size > 1 and placement == V_SHAPE
         if in_v and has_attention_residuals(self.config):
             from megatron_pp.integrations.megatron.steps import attention_residuals
 
@@ -82,7 +80,7 @@ class MegatronHost(Host):
         if step.communicator.size > 1 and (in_v or has_built_v()):
             from megatron_pp.integrations.megatron.steps import v_step
 
-            v_step.check_chunks(schedule, find_family(schedule).placement, self.inputs.chunks)
+            v_step.check_chunks(schedule, placement, self.inputs.chunks)
         if step.weights is not None and self._delays_wgrad:
             raise ScheduleInputError(
                 "with config.delay_wgrad_compute Megatron's schedule plans run delayed weight gradients, and after "
@@ -111,24 +109,40 @@ class MegatronHost(Host):
     @cached_property
     def overridden_config(self) -> Any:
         """For those functions of Megatron's that read fields which `install()` may override."""
-        return with_overrides(self.config, self.installed.overrides)
+        overrides = self.installed.overrides
+        return with_overrides(self.config, overrides) if overrides else self.config
 
     @property
     def joins(self) -> bool:
         return is_combined(self.config, self.inputs.forward_only)
 
     def read_settings(self) -> StepSettings:
-        settings = StepSettings.from_config(self.config, self.installed.overrides)
+        settings = StepSettings.read(self.config, self.installed.overrides)
         if self.megatron.captures_layers(self.config):  # 0.14 says so in another field
             settings = settings._replace(cuda_graph_impl=LOCAL_GRAPHS)
+        if self.joins and settings.pipeline_schedule is None:
+            return settings._replace(pipeline_schedule=COMBINED_1F1B)
+        return settings
+
+    def check_settings(self, settings: StepSettings) -> None:
+        """Raises ScheduleInputError also for what Megatron's models cannot have."""
+        super().check_settings(settings)
         schedule = settings.pipeline_schedule
         barriers = 0 if schedule is None else checked(rules.known_family, schedule).barriers
         why_not = why_not_in_megatron(settings, barriers)
         if why_not:
             raise ScheduleInputError(why_not)
-        if self.joins and schedule is None:
-            return settings._replace(pipeline_schedule=COMBINED_1F1B)
-        return settings
+
+    def compared(self, settings: StepSettings, group: Any) -> tuple[Any, ...]:
+        """Shapes too: the release, or what the program has put around its function, may read more of the config."""
+        sides: list[dict[str, Any]] = [{}]
+        if settings.shapes_vary or self.alone or group.size() == 1:
+            sides = []
+        elif takes_side(self.megatron.schedules.get_tensor_shapes):
+            asked = (group.rank() > 0,) if self.inputs.chunked else (True, False)
+            sides = [{"pp_group": group, "is_recv": one} for one in asked]
+        shapes = [self.ask(self.overridden_config, **side) for side in sides]
+        return *super().compared(settings, group), self.megatron, self.installed, self.joins, *shapes
 
     def weight_store(self, settings: StepSettings) -> WeightGradStore | None:
         """Converts the chunks before their first training step on a schedule that splits backwards. Raises
@@ -160,6 +174,10 @@ class MegatronHost(Host):
                 config, self.inputs.chunks, self.holds_last_stage(step)
             )
         super().begin(step)
+        if step.cp_size > 1 and not (self.inputs.forward_only or step.settings.calculate_per_token_loss):
+            from megatron_pp.integrations.megatron.steps import losses
+
+            losses.watch_losses(self.inputs, self.installed.whole_sequence_loss)
         self.megatron.reset_paged_stash(config, self.inputs.forward_only)
         if has_attention_residuals(config):
             from megatron_pp.integrations.megatron.steps import attention_residuals
@@ -254,7 +272,7 @@ class MegatronHost(Host):
 
     def is_in_v(self, step: Step) -> bool:
         """Whether the first and the last stage are on one rank of several."""
-        return step.communicator.size > 1 and find_family(step.spec.schedule).placement == V_SHAPE
+        return step.communicator.size > 1 and step.of_rank.plan.placement.kind == V_SHAPE
 
     def last_rank(self, step: Step) -> int:
         """The rank that holds the last stage."""

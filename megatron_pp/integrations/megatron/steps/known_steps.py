@@ -29,7 +29,7 @@ class MicrobatchSteps:
     def __init__(self, megatron: Megatron, step: Step, options: StepOptions) -> None:
         self.schedules = megatron.schedules
         self.inputs = step.inputs
-        self.config = step.config
+        self.config = step.inputs.config
         self.options = options
         self.record = LossRecord(num_tokens=torch.zeros([], dtype=torch.int, device=step.communicator.device))
         self.drops = [wrapped_attribute(chunk, "drop_received", lambda: None) for chunk in step.inputs.chunks]
@@ -42,7 +42,7 @@ class KnownSteps(MicrobatchSteps):
 
     def __init__(self, megatron: Megatron, step: Step, options: StepOptions) -> None:
         super().__init__(megatron, step, options)
-        inputs, config, chunks = step.inputs, step.config, step.inputs.chunks
+        inputs, config, chunks = step.inputs, step.inputs.config, step.inputs.chunks
         self.timers = config.timers
         self.grad_scale_func = config.grad_scale_func
         self.autocast: AbstractContextManager[Any] = (

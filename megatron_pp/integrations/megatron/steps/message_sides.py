@@ -9,8 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_pp.integrations.megatron.steps.scope import has_attention_residuals
-from megatron_pp.runtime.arguments import StepInputs
-from megatron_pp.runtime.communicators import pipeline_group
+from megatron_pp.runtime.arguments import StepInputs, pipeline_group
 
 
 def shapes_of_sides(

@@ -1,0 +1,156 @@
+"""What a call of a schedule function takes over from an earlier one.
+
+Most calls of a program run the same step again, on another batch. What such a call has checked, chosen and looked up is
+kept with its model. A later call reads everything that may have changed, compares it with what was read then, and runs.
+Of models, functions, groups and communicators there are weak references alone: nothing of the program is kept alive.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from megatron_pp.comm.communicator import P2PCore
+from megatron_pp.common.object_table import ObjectTable
+from megatron_pp.config.settings import StepSettings
+from megatron_pp.runtime.arguments import group_sizes, pipeline_group
+from megatron_pp.runtime.communicators import KEPT
+from megatron_pp.runtime.log_once import logger
+from megatron_pp.runtime.step import Step
+from megatron_pp.runtime.step_features import MODULES_OF_MODELS
+
+if TYPE_CHECKING:
+    from megatron_pp.runtime.host import Host
+
+_MOST = 4  # calls of one model: steps of training and evaluation, also with other hooks
+_PLAIN = (type(None), bool, int, float, str, torch.dtype)
+_OF_ONE_CALL = {"inputs", "settings", "number", "weights", "communicator"}  # fields of a Step
+
+_CALLS: ObjectTable[list[Kept]] = ObjectTable()  # by first model chunk; the newest first
+os.register_at_fork(after_in_child=_CALLS.emptied)  # their communicators are those of the parent process
+
+
+class _Same:
+    """Equal to one object alone, as long as that lives."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, known: Any) -> None:
+        self._known = weakref.ref(known)
+
+    def __eq__(self, other: Any) -> bool:
+        return other is not None and self._known() is other
+
+
+class Read:
+    """Values that a call has read. Equal to equal ones of the same types: 1 is neither True nor 1.0. Objects that are
+    not plain are equal to themselves, lists to lists of equal elements. Raises TypeError for an object of which there
+    is no weak reference."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self._kind = type(values)
+        self._values = tuple(map(_weakly, values))
+        self._types = tuple(kind if kind in _PLAIN else _Same(kind) for kind in map(type, values))
+
+    def __eq__(self, other: Any) -> bool:
+        return type(other) is self._kind and self._values == tuple(other) and self._types == tuple(map(type, other))
+
+
+def _weakly(value: Any) -> Any:
+    if type(value) in _PLAIN:
+        return value
+    return Read(value) if type(value) in (list, tuple) else _Same(value)
+
+
+class Kept(NamedTuple):
+    """``found``: the fields of the call's Step that are the same in later ones. ``communicator``: None for a rank
+    alone, which has one for each call."""
+
+    settings: Read
+    others: Read
+    communicator: weakref.ref[P2PCore] | None
+    found: dict[str, Any]
+
+
+def keep(host: Host, step: Step) -> None:
+    """Keep ``step`` for later calls, unless something has a part in each call: an observer, a feature, a converted
+    model, times that were measured, a schedule file, or a function that gives shapes."""
+    spec, inputs = step.spec, step.inputs
+    parts = step.observers, step.weights, step.microbatch_costs, step.of_rank.has_features, spec.measured, spec.digest
+    if not host.keeps_calls or any(parts) or inputs.adjust_tensor_shapes_fn is not None or _has_models_of_features():
+        return
+    group = pipeline_group(inputs, host.alone)
+    if group is not step.communicator.pp_group:  # one rank of a pipeline, without the others
+        return
+    known = _CALLS.get(inputs.chunks[0]) or []
+    try:
+        read = next((one.settings for one in known if one.settings == step.settings), None) or Read(step.settings)
+        others = Read(_others(host, step.settings, group))
+    except TypeError:
+        return
+    communicator = None if group is None else weakref.ref(step.communicator)
+    found = {name: value for name, value in vars(step).items() if name not in _OF_ONE_CALL} | {"is_known": True}
+    _CALLS[inputs.chunks[0]] = [Kept(read, others, communicator, found), *known[: _MOST - 1]]
+
+
+def taken_over(host: Host, settings: StepSettings) -> Step | None:
+    """The step of a call, if an earlier one has read the same; else None."""
+    inputs = host.inputs
+    same = [one for one in _CALLS.get(inputs.chunks[0]) or () if one.settings == settings]
+    if not same or not host.keeps_calls or inputs.adjust_tensor_shapes_fn is not None or _has_models_of_features():
+        return None
+    if host.weight_store(settings) is not None:
+        return None
+    group = pipeline_group(inputs, host.alone)
+    others = _others(host, settings, group)
+    kept = next((one for one in same if one.others == others), None)
+    communicator = None if kept is None else _communicator_of(kept, host, settings, group)
+    if kept is None or communicator is None:
+        return None
+    number = host.step_number(settings)
+    return Step(inputs=inputs, settings=settings, number=number, weights=None, communicator=communicator, **kept.found)
+
+
+def _others(host: Host, settings: StepSettings, group: Any) -> tuple[Any, ...]:
+    """What a step depends on besides its settings."""
+    inputs = host.inputs
+    return (
+        type(host),
+        host.alone,
+        inputs.chunked,
+        inputs.num_microbatches,
+        inputs.forward_only,
+        *group_sizes(inputs.pg_collection, settings),
+        group,
+        getattr(settings.timers, "_log_level", 0),
+        logger.isEnabledFor(logging.INFO),  # then plans are logged
+        *host.compared(settings, group),
+        *inputs.chunks,
+    )
+
+
+def _has_models_of_features() -> bool:
+    """Whether the program has made layers of a feature, which takes part in each step of theirs."""
+    return any(name in sys.modules for name in MODULES_OF_MODELS)
+
+
+def _communicator_of(kept: Kept, host: Host, settings: StepSettings, group: Any) -> P2PCore | None:
+    """The communicator of the pipeline; None where that is another one now, or one of its group has failed."""
+    if kept.communicator is None:
+        from megatron_pp.runtime.alone import lone_communicator
+
+        return lone_communicator(settings, host.inputs.chunks[0])
+    found, given = kept.communicator(), host.inputs.p2p_communicator
+    if isinstance(given, P2PCore):
+        return found if found is given else None
+    made = (KEPT.get(group) or {}).values()
+    is_open = found in made and not any(one.closed or one.transport.is_gone() for one in made)
+    return found if is_open else None
