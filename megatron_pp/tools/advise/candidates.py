@@ -18,9 +18,9 @@ from megatron_pp.planner.bound import lower_bound
 from megatron_pp.planner.timing import Kept, kept_states, order_time
 from megatron_pp.tools.advise.fit import Fitted, Room, States, best_counts, fitted, stages_of
 from megatron_pp.tools.advise.model import Model
+from megatron_pp.tools.advise.pilots import PILOTS, continued
 from megatron_pp.tools.advise.question import Question
 
-_PILOTS = (2, 4)  # estimates run these multiples of P microbatches and extend the steady state
 _LOGITS = 2  # microbatches between S and T, until a plan is known
 _TENSORS = 4  # pipeline tensors of a chunk beside its stages' inputs, until a plan is known
 _ROOM = 1.5  # times P microbatches: with more memory a search rarely finds a shorter step
@@ -76,7 +76,7 @@ class Candidate:
 
     def forwards(self, pipeline_size: int, pilot: bool = False) -> int:
         """The number of forwards of a step on all stages and slices. ``pilot``: of the longest order of an estimate."""
-        shape = self.shape(pipeline_size, _PILOTS[-1] * pipeline_size if pilot else None)
+        shape = self.shape(pipeline_size, PILOTS[-1] * pipeline_size if pilot else None)
         return pipeline_size * self.num_chunks * shape.num_microbatches * self.slices
 
     def work(self, pipeline_size: int) -> int:
@@ -212,13 +212,11 @@ def _order_time(question: Question, candidate: Candidate, cut: Fitted, transfer:
     """The time of a step, extended from two pilots: a further microbatch takes the mean time of those by which the
     longer pilot exceeds the shorter one."""
     size, placement = question.pipeline_size, candidate.placement(question.pipeline_size)
-    shapes = [candidate.shape(size, pilot * size) for pilot in _PILOTS]
+    shapes = [candidate.shape(size, pilot * size) for pilot in PILOTS]
     orders = (_orders(candidate.schedule, shape) for shape in shapes)
     short, long = (order_time(each, placement, cut.costs, transfer, candidate.slices) for each in orders)
     few, many = (shape.num_microbatches for shape in shapes)
-    if few == many:
-        return long
-    return long + (long - short) / (many - few) * (candidate.num_microbatches - many)
+    return continued(short, long, few, many, candidate.num_microbatches)
 
 
 def fixed_memory(
@@ -264,9 +262,9 @@ def states_of(candidate: Candidate, pipeline_size: int) -> States:
     if candidate.searches:
         name = _SEEDS[candidate.family.placement][candidate.num_chunks > 1]
     if candidate.offload_chunks:
-        count = min(_PILOTS[-1] * pipeline_size, candidate.num_microbatches)
+        count = min(PILOTS[-1] * pipeline_size, candidate.num_microbatches)
         return _offloaded_states(replace(candidate, num_microbatches=count), pipeline_size)
-    shapes = [candidate.shape(pipeline_size, pilot * pipeline_size) for pilot in _PILOTS]
+    shapes = [candidate.shape(pipeline_size, pilot * pipeline_size) for pilot in PILOTS]
     few, many = (_states(name, shape) for shape in shapes)
     if [_most(rank) for rank in few] == [_most(rank) for rank in many]:
         return many

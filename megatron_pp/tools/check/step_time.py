@@ -11,6 +11,7 @@ from megatron_pp.errors import MegatronPPError
 from megatron_pp.plan.orders import INTERLEAVED, ONE_F_ONE_B
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.tools.advise.gpus import Gpu
+from megatron_pp.tools.advise.pilots import PILOTS, continued
 from megatron_pp.tools.check.findings import NOTE, Finding, Section
 from megatron_pp.tools.check.job import TORCHTITAN, Job
 from megatron_pp.tools.check.memory import without_vocabulary
@@ -18,9 +19,8 @@ from megatron_pp.tools.check.priced import Priced, priced, why_not_priced
 from megatron_pp.tools.check.rules import RULES
 from megatron_pp.tools.check.stages import chunks_of, microbatches_of, pipeline_size
 
-_PILOTS, _FEWER, _LONG = (2, 4), (1, 2), 32
-"""Estimates are of these multiples of P microbatches, and more microbatches go on as these; of fewer for ``_LONG``
-pipelines, whose first P microbatches are many."""
+_FEWER, _LONG = (1, 2), 32
+"""The pilots of pipelines of at least ``_LONG`` ranks, whose first P microbatches are many."""
 _GAIN = 0.01  # a better setting saves this share of the step at least
 _BETTER = 3
 _IMBALANCE = 0.05  # of the mean, by which the busiest rank has to be above it to be named
@@ -93,20 +93,19 @@ def timed(job: Job, gpu: Gpu, schedule: str = "") -> Timed:
     if count <= many:
         return _simulated(priced(job, gpu, schedule), gpu)
     short, long = (_simulated(priced(job, gpu, schedule, most), gpu) for most in (few, many))
-    more = (count - many) / (many - few)
-    step = long.step + more * (long.step - short.step)
+    step = continued(short.step, long.step, few, many, count)
 
     def grown(of: str) -> float:
         """A share of the ranks' time, of the longer step."""
         parts = [getattr(one, of) * one.step for one in (short, long)]
-        return max(0.0, parts[1] + more * (parts[1] - parts[0])) / step
+        return max(0.0, continued(*parts, few, many, count)) / step
 
-    busy = tuple(b + more * (b - a) for a, b in zip(short.busy, long.busy, strict=True))
+    busy = tuple(continued(a, b, few, many, count) for a, b in zip(short.busy, long.busy, strict=True))
     return Timed(step, grown("bubble"), grown("exposed"), grown("late"), busy, long.peak)
 
 
 def _pilots(size: int) -> tuple[int, int]:
-    return _FEWER if size >= _LONG else _PILOTS
+    return _FEWER if size >= _LONG else PILOTS
 
 
 def _simulated(found: Priced, gpu: Gpu) -> Timed:
