@@ -29,7 +29,8 @@ VALUES = {  # a switch has none
     "--memory-limit": "0", "--weight-share": "0.3", "--style": "grid", "--width": "400",
     "--modules": "a=0; b=1; a>b", "--skip-tensors": "a=0>1", "--skip-cache": "all",
     "--sequence-slices": "2", "--attention-share": "0.5", "--output-ms": "1.5",
-    "--max-ctas": "3", "--context-mb": "100",
+    "--max-ctas": "3", "--context-mb": "100", "--gpu": "h100",
+    "--megatron-args": "--num-layers 8 --hidden-size 128 --seq-length 128 --num-attention-heads 8 --swiglu",
     "--fsdp-collectives": "zero3", "--fsdp-max-active-stages": "2", "--unshard-ms": "1", "--reduce-grad-ms": "2",
     "--offload-chunks": "1", "--offload-slots": "2", "--offload-ms": "4", "--offload-bandwidth": "1",
 }  # fmt: skip
