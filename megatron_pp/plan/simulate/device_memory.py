@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from megatron_pp.plan.costs.communicators import Communicators, Outside
+from megatron_pp.plan.costs.communicators import MEASURED_MORE, Communicators, Outside
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.plan.simulate.memory import Parts, RankMemory
 
@@ -34,6 +34,12 @@ class DeviceMemory(NamedTuple):
     @property
     def of_communicators(self) -> int:
         return sum(one.nbytes for one in self.communicators)
+
+    @property
+    def outside_at_most(self) -> float:
+        """Communicators and context, with as much more as was measured at most."""
+        known = self.of_communicators + self.context
+        return known + MEASURED_MORE if known else 0.0
 
     @property
     def total(self) -> float:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_pp.errors import MegatronPPError
-from megatron_pp.tools.advise.gpus import Gpu
+from megatron_pp.plan.costs.communicators import MEASURED_MORE
+from megatron_pp.tools.advise.gpus import GB, Gpu
 from megatron_pp.tools.check.findings import RISK, Finding, Section
 from megatron_pp.tools.check.job import TORCHTITAN, Job
 from megatron_pp.tools.check.priced import Priced, layers_of, priced, why_not_priced
@@ -64,7 +65,12 @@ def section(job: Job, gpu: Gpu | None) -> Section:
     fullest = max(range(len(ranks)), key=lambda rank: ranks[rank].total)
     lines = [*_table(ranks, fullest), "", *_set_by(job), _estimated(ranks[fullest], gpu)]
     lines += [*without_vocabulary(job), *_sharded(job)]
-    data = {"ranks": [{**vars(one), "total": one.total} for one in ranks], "device": gpu.memory, "fullest": fullest}
+    data = {
+        "ranks": [{**vars(one), "total": one.total} for one in ranks],
+        "device": gpu.memory,
+        "fullest": fullest,
+        "communicators_at_most": ranks[fullest].communicators + MEASURED_MORE / GB,
+    }
     return Section("memory", tuple(lines), tuple(_findings(job, gpu, ranks[fullest].total, fullest)), data)
 
 
@@ -115,7 +121,8 @@ def _estimated(one: RankMemory, gpu: Gpu) -> str:
     return (
         f"the card has {gpu.memory:g} GB. {share:.0%} is estimated from sizes; kernels' workspace, fragmentation and "
         "the communicators of other groups come on top. Beside measured runs, estimates were up to "
-        f"{TOO_LOW:.0%} too low and {TOO_HIGH:.0%} too high"
+        f"{TOO_LOW:.0%} too low and {TOO_HIGH:.0%} too high. NCCL and CUDA take {one.communicators:.2g} GB over NVLink "
+        f"by an estimate, or up to {one.communicators + MEASURED_MORE / GB:.2g} GB, as measured over sockets"
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from megatron_pp.plan.costs.communicators import CONTEXT, Outside
+from megatron_pp.plan.costs.communicators import CONTEXT, MEASURED_MORE, Outside
 from megatron_pp.plan.costs.transports import MAX_CTAS
 from megatron_pp.tools.cli.cost_options import number
 from megatron_pp.tools.cli.legend import legend
@@ -58,6 +58,14 @@ def show_memory(found: Sequence[DeviceMemory], console: Console) -> None:
     print_table(console, "Memory of each rank's GPU when it holds most", names, rows)
     if console.is_terminal and (explained := legend(" ".join(one.at for one in found))):
         print_line(console, explained)
+    if any(one.outside_at_most for one in found):
+        most = max(found, key=lambda one: one.outside_at_most)
+        known, more = size_label(most.of_communicators + most.context), size_label(MEASURED_MORE)
+        print_line(
+            console,
+            f"Communicators and context, at most {known} of a rank, are estimated for NVLink. The one process that was "
+            f"measured, on an H200 over sockets, took {more} more: {size_label(most.outside_at_most)}.",
+        )
     kinds = list(dict.fromkeys((one.kind, one.channels) for rank in found for one in rank.communicators))
     rows = [[kind, str(channels), *_of_kind(found, kind)] for kind, channels in kinds]
     names = ["communicators", "NCCL channels in each", "of a rank", "receiving ends", "sending ends", "together"]
@@ -80,6 +88,7 @@ def memory_facts(one: DeviceMemory) -> dict[str, Any]:
         **one.allocated._asdict(),
         "communicators": one.of_communicators,
         "context": one.context,
+        "outside_at_most": one.outside_at_most,
         "total": one.total,
         "at": one.at,
         "host": one.host,

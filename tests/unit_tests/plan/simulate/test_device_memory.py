@@ -36,6 +36,7 @@ def test_two_ranks_by_hand() -> None:
     for one in (first, last):
         assert one.of_communicators == 8 * (10 + 2) * MIB
         assert one.total == PARAMETERS + sum(one.allocated) + (96 + 534) * MIB
+        assert one.outside_at_most == (96 + 534 + 516) * MIB
 
 
 def test_outputs_that_are_kept_stay_until_their_backwards() -> None:
@@ -97,3 +98,12 @@ def test_communicators_by_hand(case: str) -> None:
         assert all(one.channels == most for rank in made for one in rank)
         by_hand = [534 * MIB + most * (n[1] * 10 + n[2] * 2) * MIB if n else 534 * MIB for n in expected]
         assert list(outside.nbytes(placement, policy, channels)) == by_hand
+
+
+def test_the_range_ends_at_the_one_measured_process_and_needs_a_gpu() -> None:
+    """A rank of two with two chunks: 1,242 MiB were measured, 726 are the estimate."""
+    spec = PlanSpec("interleaved_1f1b", 2, 2, 4)
+    for one in memory_of(spec):
+        assert (one.of_communicators + one.context, one.outside_at_most) == (726 * MIB, 1242 * MIB)
+    plan = build_plan(spec)
+    assert device_memory(plan, 0, rank_memory(plan, 0, SHAPE), None).outside_at_most == 0

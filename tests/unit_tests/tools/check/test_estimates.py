@@ -82,6 +82,12 @@ def test_recomputed_layers_may_be_a_number() -> None:
     assert half.cut.peaks[0] < priced(job(), H100).cut.peaks[0]
 
 
+def test_what_torch_does_not_allocate_has_a_range() -> None:
+    found = memory.section(job(), H100)
+    (line,) = (one for one in found.lines if "NCCL and CUDA take" in one)
+    assert line.endswith("take 0.96 GB over NVLink by an estimate, or up to 1.5 GB, as measured over sockets")
+
+
 def test_a_job_that_does_not_fit_is_told_what_to_change_first() -> None:
     large = job(num_layers=64, seq_length=16384, pipeline_model_parallel_size=4)
     (found,) = memory.section(large, H100).findings
