@@ -49,7 +49,9 @@ def _wait(transport: Transport, peer: int, work: Work) -> None:
 def gather_numbers(transport: Transport, mine: Sequence[float]) -> list[list[float]]:
     """Returns the numbers of all ranks on every rank, by rank; all ranks must give as many. Numbers travel along the
     chain of neighbours to the first rank, and from there all of them back. Collective over the pipeline."""
-    rank, size, each = transport.rank, transport.size, len(mine)
+    rank = transport.rank
+    size = transport.size
+    each = len(mine)
     known = [float(number) for number in mine]
     if rank < size - 1:
         known += receive_numbers(transport, rank + 1, GRAD, (size - 1 - rank) * each, torch.float64)

@@ -19,7 +19,9 @@ from megatron_pp.plan.ir.placement import Placement
 
 LayerLayout = str | Sequence[int] | Sequence[Sequence[int]] | Sequence[Sequence[str]]
 
-_EMBEDDING, _DECODER, _LOSS = "embedding", "decoder", "loss"
+_EMBEDDING = "embedding"
+_DECODER = "decoder"
+_LOSS = "loss"
 _LETTERS = {"E": _EMBEDDING, "t": _DECODER, "L": _LOSS}
 _REPEATED_GROUP = re.compile(r"\(([^()]*)\)(?:\*(\d+))?")
 _REPEATED_LETTER = re.compile(r"([A-Za-z|])\*(\d+)")

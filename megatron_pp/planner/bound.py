@@ -137,7 +137,8 @@ def bound_of(plan: Plan, costs: StageCosts, network: Network = FREE, memory: Mem
     """The bound of all plans with the placement and microbatches of ``plan``. Backwards are split if the model can
     split them. If ``plan`` offloads, memory terms are left out. Raises PlanError as ``lower_bound`` does.
     """
-    spec, memory = plan.spec, None if plan.copies_to_host else memory
+    spec = plan.spec
+    memory = None if plan.copies_to_host else memory
     kind = {"split": spec.split_backward, "forward_only": spec.forward_only}
     return lower_bound(plan.placement, spec.num_microbatches, costs, network, memory, slices=spec.num_parts, **kind)
 
@@ -182,11 +183,13 @@ class _Problem:
         """All operations of ``rank`` as jobs. A backward is two jobs: up to its input gradient, and the rest, which is
         in its W or at the end of a whole B. The passes of a split output layer are one job.
         """
-        times, each = self.times, self.num_microbatches / len(heads.forward)
+        times = self.times
+        each = self.num_microbatches / len(heads.forward)
         if self.placement.barriers:
             yield Job(0.0, self.num_microbatches * sum(self.costs.of(op, 0) for op in PASSES), 0.0)
         stages = self.placement.stages[rank]
-        first, last = (stages[-1] + 1 if alone is None else stages[alone]), stages[-1]
+        first = stages[-1] + 1 if alone is None else stages[alone]
+        last = stages[-1]
         for stage in stages:
             f, b, rest = self._full(stage)
             for k in range(len(heads.forward) if stage < first else 0):
@@ -206,14 +209,16 @@ class _Problem:
         whole = self.costs.backward[stage]
         if not self.split:
             return self.costs.forward[stage], whole, 0.0
-        half, weight = self.costs.backward_input[stage], self.costs.weight[stage]
+        half = self.costs.backward_input[stage]
+        weight = self.costs.weight[stage]
         least = min(whole, half)
         return self.costs.forward[stage], least, min(whole, half + weight) - least
 
     def _messages(self, heads: Paths, tails: Paths) -> dict[tuple[int, int], list[Job]]:
         """The messages of each directed link, as jobs of its wire."""
         found: dict[tuple[int, int], list[Job]] = {}
-        homes, each = self.placement.homes, self.num_microbatches / len(heads.forward)
+        homes = self.placement.homes
+        each = self.num_microbatches / len(heads.forward)
         moved = [(FORWARD, stage, stage + 1, heads.forward, tails.forward) for stage in range(len(homes) - 1)]
         if not self.forward_only:
             moved += [(BACKWARD, stage, stage - 1, heads.backward, tails.backward) for stage in range(1, len(homes))]

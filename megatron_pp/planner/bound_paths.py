@@ -43,12 +43,14 @@ class StageTimes:
         cls, placement: Placement, costs: StageCosts, network: Network, split: bool, forward_only: bool, slices: int
     ) -> StageTimes:
         """The times for ``costs``; if sequences are cut, those of the cheapest slice."""
-        count, part = placement.num_stages, min(costs.of_parts(slices))
+        count = placement.num_stages
+        part = min(costs.of_parts(slices))
         forward = tuple(part * time for time in costs.forward)
         whole = [part * time for time in costs.backward]
         backward, rest = whole, [0.0] * count
         if split:
-            inputs, weights = [part * time for time in costs.backward_input], [part * time for time in costs.weight]
+            inputs = [part * time for time in costs.backward_input]
+            weights = [part * time for time in costs.weight]
             backward = [min(whole[s], inputs[s]) for s in range(count)]
             rest = [min(whole[s], inputs[s] + weights[s]) - backward[s] for s in range(count)]
         if forward_only:
@@ -62,7 +64,8 @@ class StageTimes:
                 back[stage] = min(back[stage], shares[1] * (whole[stage] + min(forward[s] for s in partners)))
                 early[stage] = whole[stage] - backward[stage] + max(forward[s] for s in partners)
         for stage in range(count - 1):
-            source, target = placement.homes[stage][0], placement.homes[stage + 1][0]
+            source = placement.homes[stage][0]
+            target = placement.homes[stage + 1][0]
             if source != target:
                 out[stage] += network.message_time(FORWARD, source, target, slices)
                 back[stage + 1] += network.message_time(BACKWARD, target, source, slices)

@@ -40,7 +40,8 @@ def waits_of(placement: Placement, memory: MemoryModel, times: StageTimes) -> tu
     """
     waits: list[Wait] = []
     for rank, stages in enumerate(placement.stages):
-        limit, kept = memory.limits[rank] * (1 + ROUNDING), list(accumulate(memory.forward[s] for s in stages))
+        limit = memory.limits[rank] * (1 + ROUNDING)
+        kept = list(accumulate(memory.forward[s] for s in stages))
         if kept[-1] > limit:
             raise PlanError(
                 f"one microbatch alone needs {kept[-1]:g} of memory on rank {rank}, but the limit is "
@@ -100,7 +101,9 @@ class Curve:
         takers = [i for i, item in enumerate(items) if item.memory > 0]
         takers.sort(key=lambda i: -items[i].time / items[i].memory)
         sizes = {items[i].memory for i in takers}
-        counts, times, works = list(counts), list[float](), list[float]()
+        counts = list(counts)
+        times = list[float]()
+        works = list[float]()
         done = sum(n * item.time for n, item in zip(counts, items, strict=True) if item.memory <= 0)
         for time, group in groupby(sorted(starts), itemgetter(0)):
             work, left = done, room
@@ -108,7 +111,8 @@ class Curve:
                 left = math.floor(left / min(sizes) * (1 + ROUNDING)) * min(sizes)
             for i in takers:
                 n = min(counts[i], left / items[i].memory)
-                work, left = work + n * items[i].time, left - n * items[i].memory
+                work = work + n * items[i].time
+                left = left - n * items[i].memory
             times.append(time)
             works.append(work)
             for _, i in group:
@@ -162,7 +166,9 @@ class RankWork:
 
     def from_end(self, tails: Paths) -> Curve:
         """The curve with ``times`` counted from the end of the step."""
-        items, starts, times = list[_Item](), list[tuple[float, int]](), self.times
+        items = list[_Item]()
+        starts = list[tuple[float, int]]()
+        times = self.times
         for stage in self.stages:
             first, (kept, late) = len(items), self._kept(stage)
             f, b, w = self._each[first : first + 3]
@@ -186,7 +192,8 @@ class RankWork:
                 if one < other:
                     lags[3 * one + _F][3 * other + _F] = lags[3 * other + _B][3 * one + _B] = 0
         for wait in self.waits:
-            until, other = 3 * self.stages.index(wait.until), 3 * self.stages.index(wait.stage)
+            until = 3 * self.stages.index(wait.until)
+            other = 3 * self.stages.index(wait.stage)
             one = until + (_W if wait.whole else _B)
             lags[one][other] = min(lags[one][other], wait.most)
         for via, one, other in product(range(size), repeat=3):
@@ -217,7 +224,9 @@ class RankWork:
         """The earliest end of the step: this rank's work and its idle time at both ends. In a step of ``known`` (a
         lower bound) or more these do not overlap.
         """
-        start, end, most = self.from_start(heads), self.from_end(tails), 0.0
+        start = self.from_start(heads)
+        end = self.from_end(tails)
+        most = 0.0
         for time, idle in zip(start.times, start.idles, strict=True):
             if time <= known:
                 most = max(most, idle + end.idle_by(known - time))

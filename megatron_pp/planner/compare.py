@@ -112,7 +112,8 @@ def fitted(spec: PlanSpec, costs: StageCosts, network: Network, memory: MemoryMo
     """``spec`` with measured values for its search, or for its collectives by cost, if it has none: these costs, the
     mean message time, and ``memory`` (None: 1F1B's).
     """
-    family, by_cost = family_of(spec), any(hooks.needs_times(spec) for hooks in hooks_of(spec.added))
+    family = family_of(spec)
+    by_cost = any(hooks.needs_times(spec) for hooks in hooks_of(spec.added))
     if (family.search is None and not by_cost) or spec.measured is not None:
         return spec
     placement = Placement(family.placement, spec.pipeline_size, spec.num_chunks)
@@ -137,7 +138,8 @@ def fitted(spec: PlanSpec, costs: StageCosts, network: Network, memory: MemoryMo
 
 def searched_memory(plan: Plan) -> MemoryModel | None:
     """The memory limits for which a plan was searched; None if it was not searched."""
-    measured, family = plan.spec.measured, SCHEDULES.get(plan.spec.schedule)
+    measured = plan.spec.measured
+    family = SCHEDULES.get(plan.spec.schedule)
     return None if measured is None or family is None or family.search is None else measured.memory(plan.placement)
 
 

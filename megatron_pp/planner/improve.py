@@ -56,7 +56,8 @@ class _Shop:
 
     def __init__(self, problem: Problem, split: bool) -> None:
         self.count = problem.num_microbatches
-        self.placement, self.memory = problem.placement, problem.memory
+        self.placement = problem.placement
+        self.memory = problem.memory
         self.split = split
         costs, stages = problem.costs, problem.placement.num_stages
         backward = costs.backward_input if split else costs.backward
@@ -98,7 +99,8 @@ class _Shop:
         stages = self.placement.stages[rank]
         limit = self.memory.limits[rank] * (1 + ROUNDING)
         alive, waiting = [0] * len(stages), [0] * len(stages)
-        forward, weight = [self.memory.forward[s] for s in stages], [self.memory.weight[s] for s in stages]
+        forward = [self.memory.forward[s] for s in stages]
+        weight = [self.memory.weight[s] for s in stages]
         for token in row:
             chunk, kind = divmod(token, 3)
             if kind == _F:
@@ -118,14 +120,19 @@ class _Shop:
     def timed(self, rows: Rows) -> _Timing | None:
         """The rows with their times; None if operations wait for each other."""
         lines = [self.numbered(rank, row) for rank, row in enumerate(rows)]
-        starts, arrivals = [0.0] * len(self.times), [_NEVER] * len(self.times)
+        starts = [0.0] * len(self.times)
+        arrivals = [_NEVER] * len(self.times)
         waiting: dict[int, int] = {}  # result -> the rank that waits for it
-        free, at, turn = [0.0] * len(rows), [0] * len(rows), [0.0] * (2 * len(rows) ** 2)
+        free = [0.0] * len(rows)
+        at = [0] * len(rows)
+        turn = [0.0] * (2 * len(rows) ** 2)
         ran: list[int] = []
         ready = list(range(len(rows)))
         while ready:
             rank = ready.pop()
-            line, now, i = lines[rank], free[rank], at[rank]
+            line = lines[rank]
+            now = free[rank]
+            i = at[rank]
             while i < len(line):
                 number = line[i]
                 need = self.needs[number]
@@ -150,7 +157,8 @@ class _Shop:
         return _Timing(max(free), starts, arrivals, self._tails(lines, ran), lines)
 
     def _tails(self, lines: Sequence[Sequence[int]], ran: Sequence[int]) -> list[float]:
-        tails, following = [0.0] * len(self.times), [-1] * len(self.times)
+        tails = [0.0] * len(self.times)
+        following = [-1] * len(self.times)
         for line in lines:
             for one, two in pairwise(line):
                 following[one] = two
@@ -183,7 +191,9 @@ class _Improvement:
         rows, timing = self.rows, self.shop.timed(self.rows)
         if timing is None:
             return [self.found]
-        best, best_rows, idle = timing.makespan, rows, 0
+        best = timing.makespan
+        best_rows = rows
+        idle = 0
         found = [(best, 0, rows)]
         self.seen.add(hash(rows))
         while self.work < budget and best > least * (1 + _CLOSE):
@@ -198,7 +208,9 @@ class _Improvement:
             if better and all(rows != known for _, _, known in found):
                 found = sorted([*found, (timing.makespan, len(self.seen), rows)])[:most]
             if timing.makespan < best * (1 - _CLOSE):
-                best, best_rows, idle = timing.makespan, rows, 0
+                best = timing.makespan
+                best_rows = rows
+                idle = 0
         return [Scheduled([self._order(rank, row) for rank, row in enumerate(rows)], time) for time, _, rows in found]
 
     def _kicked(self, rows: Rows) -> tuple[Rows, _Timing] | None:
@@ -217,7 +229,9 @@ class _Improvement:
             after = self.shop.timed(new)
             self.work += 3 * self.size
             if after is not None:
-                rows, found, made = new, (new, after), made + 1
+                rows = new
+                found = (new, after)
+                made = made + 1
                 if made == _KICKS:
                     break
         if found is not None:
@@ -252,7 +266,8 @@ class _Improvement:
 
     def _judged(self, rank: int, row: Row, low: int, high: int, timing: _Timing) -> float:
         """The longest path through the operations ``low`` to ``high`` of the new row, if nothing else changed."""
-        shop, line = self.shop, self.shop.numbered(rank, row[: high + 1])[low:]
+        shop = self.shop
+        line = self.shop.numbered(rank, row[: high + 1])[low:]
         old = timing.lines[rank]
         self.work += 2 * len(line) + high // 4
         now = timing.starts[old[low - 1]] + shop.times[old[low - 1]] if low else 0.0

@@ -28,7 +28,8 @@ def shortest_order(
 def _first_orders(given: Sequence[float]) -> list[Order]:
     up = sorted(range(len(given)), key=lambda k: given[k])
     down = up[::-1]
-    ends, middle = up[::2] + up[1::2][::-1], down[::2] + down[1::2][::-1]
+    ends = up[::2] + up[1::2][::-1]
+    middle = down[::2] + down[1::2][::-1]
     return [tuple(range(len(given))), tuple(up), tuple(down), tuple(ends), tuple(middle)]
 
 

@@ -59,7 +59,9 @@ class _UnblockedRank:
 
 class _Trips:
     def __init__(self, problem: Problem) -> None:
-        self.problem, self.costs, self.memory = problem, problem.costs, problem.memory
+        self.problem = problem
+        self.costs = problem.costs
+        self.memory = problem.memory
         self.homes = problem.placement.homes
         self.ranks = [_UnblockedRank(limit * (1 + ROUNDING)) for limit in problem.memory.limits]
         stages = range(len(self.homes))
@@ -72,7 +74,8 @@ class _Trips:
             now, before = now + self.costs.of(op, stage), rank
 
     def run(self) -> Scheduled | None:
-        ops, rows = (FORWARD, INPUT_GRAD, WEIGHT_GRAD), self.problem.placement.stages
+        ops = (FORWARD, INPUT_GRAD, WEIGHT_GRAD)
+        rows = self.problem.placement.stages
         apart = max(sum(self.costs.of(op, stage) for op in ops for stage in row) for row in rows)
         start = 0.0
         for mb in range(self.problem.num_microbatches):
@@ -111,7 +114,9 @@ class _Trips:
         return later
 
     def _add(self, rank: _UnblockedRank, start: float, op: str, stage: int, mb: int) -> None:
-        end, forward, weight = start + self.costs.of(op, stage), self.memory.forward[stage], self.memory.weight[stage]
+        end = start + self.costs.of(op, stage)
+        forward = self.memory.forward[stage]
+        weight = self.memory.weight[stage]
         insort(rank.runs, (start, end, instruction(op, self.homes[stage][1], mb)))
         if op == FORWARD:
             rank.changes.append((start, forward))

@@ -142,7 +142,8 @@ class _PlanSearch:
         self.given = spec.measured or default_measured(placement)
         self.measured, self.unit = self.given.in_parts()
         self.problem = Problem.of(placement, spec.num_microbatches, self.measured)
-        self.costs, self.memory = self.problem.costs, self.problem.memory
+        self.costs = self.problem.costs
+        self.memory = self.problem.memory
 
     def run(self) -> SearchResult:
         orders = self._named_orders()
@@ -197,7 +198,8 @@ class _PlanSearch:
         """The trial's plan. If messages delay it, also plans with receives and releases a slot further apart, because
         the clock of lowering does not know unequal times.
         """
-        name, spec = f"{self.spec.schedule} from {trial.seed}", self.spec
+        name = f"{self.spec.schedule} from {trial.seed}"
+        spec = self.spec
         first = self._simulated(name, trial.result.orders)
         yield first
         if spec.policy == OVERLAP and first.makespan > trial.result.makespan * (1 + ROUNDING):
@@ -223,7 +225,8 @@ class _PlanSearch:
     def _least_makespan(self, named: Sequence[FoundPlan]) -> float:
         """A lower bound of all plans. Raises PlanError where not even one microbatch fits."""
         try:
-            network, count = self.measured.network(), self.spec.num_microbatches
+            network = self.measured.network()
+            count = self.spec.num_microbatches
             if self.costs.microbatches:  # no bound is known; only one microbatch's memory is looked at
                 lower_bound(self.placement, 1, replace(self.costs, microbatches=()), network, self.memory)
                 return 0.0

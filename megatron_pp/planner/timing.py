@@ -37,7 +37,9 @@ def kept_states(order: Sequence[Instruction], num_chunks: int) -> tuple[Kept, ..
     states: set[tuple[int, ...]] = set()
     grew = False
     for at in unjoined(order):
-        change, left, chunk = IN_FLIGHT[at.op], WEIGHT_BACKLOG[at.op], at.chunk
+        change = IN_FLIGHT[at.op]
+        left = WEIGHT_BACKLOG[at.op]
+        chunk = at.chunk
         if not change and not left:
             continue
         if change <= 0 and grew:  # only a state right before memory is freed can be a peak

@@ -173,7 +173,8 @@ class KeptBytes:
     def _count(self, at: Instruction) -> None:
         """Called before the first backward of a microbatch, or of its slices."""
         assert self.engine is not None
-        outputs, sent = dict(self.engine.outputs), {task.key for _, task in self.engine.deferred if task.op == FREE_F}
+        outputs = dict(self.engine.outputs)
+        sent = {task.key for _, task in self.engine.deferred if task.op == FREE_F}
         for key in sent & outputs.keys():
             del outputs[key]  # the transport still holds the output for a while; it is not the stage's memory
         given, made = (

@@ -31,7 +31,8 @@ def check_output(at: Task, output: Any, expected: Any, placement: Placement, var
         )
     if vary or expected in (None, []):
         return
-    found, shapes = [list(t.shape) for t in tensors], [list(shape) for shape in wanted]
+    found = [list(t.shape) for t in tensors]
+    shapes = [list(shape) for shape in wanted]
     if found != shapes:
         raise P2PShapeError(
             f"{of} has shape {_shown(found)}, but the next stage expects {_shown(shapes)}, from seq_length, "

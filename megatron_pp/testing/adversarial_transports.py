@@ -106,7 +106,8 @@ class WindowNetwork(MemoryNetwork):
     def deliver(self, send: End, receive: End) -> End | None:
         """Copy the bytes: NaN if those of the send were freed, nothing if the buffer was freed. Returns the end whose
         memory was freed."""
-        source, target = self.windows.pop(send), self.windows.pop(receive)
+        source = self.windows.pop(send)
+        target = self.windows.pop(receive)
         into, sent = target.look(), source.look()
         if into is None:
             return receive

@@ -55,7 +55,9 @@ class MemoryNetwork:
     """
 
     def __init__(self, size: int, one_way: bool = True, store: Any = None) -> None:
-        self.size, self.one_way, self.store = size, one_way, store
+        self.size = size
+        self.one_way = one_way
+        self.store = store
         self.changed = threading.Condition()
         self.failure: str | None = None
         self._queues: defaultdict[Queue, deque[MemoryWork]] = defaultdict(deque)
@@ -168,7 +170,9 @@ class MemoryCollectives:
     """Of one rank, in a collective that all ranks run together, each in a thread."""
 
     def __init__(self, rank: int, gathered: list[torch.Tensor], barrier: threading.Barrier) -> None:
-        self.rank, self.gathered, self.barrier = rank, gathered, barrier
+        self.rank = rank
+        self.gathered = gathered
+        self.barrier = barrier
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         source = self.all_gather(tensor)[root]
@@ -190,7 +194,8 @@ class MemoryCollectives:
 def run_together(collectives: Sequence[Collective]) -> None:
     """Run ``collectives``, one of each rank, as one. Raises RuntimeError where one of them fails."""
     size = len(collectives)
-    gathered, barrier = [torch.empty(0)] * size, threading.Barrier(size)
+    gathered = [torch.empty(0)] * size
+    barrier = threading.Barrier(size)
 
     def run(rank: int) -> None:
         InThread(collectives[rank], MemoryCollectives(rank, gathered, barrier)).wait()

@@ -62,7 +62,9 @@ class Turns:
     every ``wait_until`` returns although its condition does not hold."""
 
     def __init__(self, size: int, rng: random.Random, when_stuck: Callable[[], bool]) -> None:
-        self.size, self.rng, self.when_stuck = size, rng, when_stuck
+        self.size = size
+        self.rng = rng
+        self.when_stuck = when_stuck
         self.given_up = False
         self._gates = [threading.Lock() for _ in range(size)]  # each released for one turn of its rank
         for gate in self._gates:

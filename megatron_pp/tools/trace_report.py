@@ -99,7 +99,8 @@ def _host(found: Findings) -> float:
 
 def _beside_prediction(found: Findings) -> str:
     """How the measured step compares with the predicted one, and why, where that is known to be the host."""
-    measured, predicted = found.measured.makespan, found.predicted.makespan
+    measured = found.measured.makespan
+    predicted = found.predicted.makespan
     excess, host = measured - predicted, _host(found)
     far = f"{measured / predicted:.3g} times the" if excess > predicted > 0 else _percent_off(excess, predicted)
     said = f"the step took {short(measured)} ms, {far} predicted {short(predicted)} ms"

@@ -52,7 +52,9 @@ def stage_costs(medians: Mapping[Operation, float], num_stages: int, slices: int
     def of(op: str) -> list[float]:
         return [slices * medians.get((op, stage), 0.0) for stage in range(num_stages)]
 
-    whole, halves, weight = of(ins.BACKWARD), of(ins.INPUT_GRAD), of(ins.WEIGHT_GRAD)
+    whole = of(ins.BACKWARD)
+    halves = of(ins.INPUT_GRAD)
+    weight = of(ins.WEIGHT_GRAD)
     for s, (both, one, other) in enumerate(zip(whole, halves, weight, strict=True)):
         if one == other == 0:
             halves[s] = weight[s] = both / 2
@@ -94,7 +96,8 @@ class Findings:
     def host(self, rank: int) -> float:
         """Time of ``rank`` between its first and last instruction that is neither compute nor a wait: Python and
         posting messages, which the prediction leaves out."""
-        starts, ends = self.measured.starts[rank], self.measured.ends[rank]
+        starts = self.measured.starts[rank]
+        ends = self.measured.ends[rank]
         if not len(starts):
             return 0.0
         return ends[-1] - starts[0] - self.measured.busy[rank] - self.measured.waits[rank].total
@@ -109,7 +112,8 @@ def analyse(run: TracedRun, step: int | None = None) -> Findings:
     steps = {s: run.measured(s) for s in chosen}
     shown = sorted(steps, key=lambda s: steps[s].makespan)[(len(steps) - 1) // 2]
     measured = list(steps.values())
-    costs, network = _measured_costs(measured), _measured_network(measured, on_cpu=run.ranks[0].header.device == "cpu")
+    costs = _measured_costs(measured)
+    network = _measured_network(measured, on_cpu=run.ranks[0].header.device == "cpu")
     predicted = simulate(steps[shown].plan, costs, network)
     return Findings(shown, len(steps), steps[shown], predicted, costs, network)
 

@@ -99,7 +99,8 @@ def header_line(header: RunHeader) -> str:
 
 
 def plan_line(plan: Plan, rank: int, message_bytes: float) -> str:
-    spec, program = spec_values(plan.spec), format_program(plan.programs[rank])
+    spec = spec_values(plan.spec)
+    program = format_program(plan.programs[rank])
     of_plan = {"spec": spec, "placement": plan.placement.kind, "program": program, "message_bytes": message_bytes}
     if plan.certificate is not None:
         of_plan["certificate"] = plan.certificate.to_dict()
@@ -153,7 +154,8 @@ def _header(content: dict[str, Any]) -> RunHeader:
     if content.get("format") != _FORMAT or type(version) is not int or version != _VERSION:
         raise FileFormatError(f"no trace of format {_FORMAT}, version {_VERSION}")
     run, device, host = (visible(str(content[name])) for name in ("run", "device", "host"))
-    rank, pipeline = int(content["rank"]), tuple(map(int, content["pipeline"]))
+    rank = int(content["rank"])
+    pipeline = tuple(map(int, content["pipeline"]))
     if not 0 <= rank < len(pipeline):
         raise FileFormatError(f"rank {rank} is not in a pipeline of {len(pipeline)} ranks")
     return RunHeader(run, rank, pipeline, device, host)

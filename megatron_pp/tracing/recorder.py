@@ -62,7 +62,8 @@ class _Traced(StepObserver):
         model, settings = step.inputs.chunks[0], step.settings
         tracer = _TRACERS.get(model)
         if tracer is None or tracer.folder != settings.trace_dir:
-            steps, transport = chosen_steps(settings.traced_steps), step.communicator.transport
+            steps = chosen_steps(settings.traced_steps)
+            transport = step.communicator.transport
             tracer = _TRACERS[model] = Tracer(settings.trace_dir, steps, transport, settings.trace_first_step)
         tracer.follow(step.communicator.transport)
         recording = tracer.next_step(plan, size)
@@ -88,7 +89,8 @@ class Keeper:
 
     def follow(self, transport: Transport) -> None:
         """``transport`` is that of the steps to come. Kept weakly: what belongs to a model may outlive it."""
-        self.transport, self.rank = weakref.proxy(transport), transport.rank
+        self.transport = weakref.proxy(transport)
+        self.rank = transport.rank
 
     def recording(self, plan: Plan, step: int, size: float = 0.0) -> Recording:
         kind = _CudaRecording if self.transport.device.type == "cuda" else Recording
@@ -209,7 +211,8 @@ class Recording:
 
     def finish(self) -> None:
         base = self.begun[0] if self.begun else self.clock()
-        starts, ends = [t - base for t in self.begun], [t - base for t in self.ended]
+        starts = [t - base for t in self.begun]
+        ends = [t - base for t in self.ended]
         self.keeper.keep(self.plan, files.StepRecord(self.step, self.number, base, starts, ends))
 
 

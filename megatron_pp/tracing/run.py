@@ -208,7 +208,8 @@ def _bases(run: TracedRun, step: int) -> list[float]:
 def _beginning(run: TracedRun, step: int) -> float:
     """When the first instruction of any rank began; where the last rank was still in the step before, the end of that
     or the first compute."""
-    bases, traced = _bases(run, step), [trace.steps[step] for trace in run.ranks]
+    bases = _bases(run, step)
+    traced = [trace.steps[step] for trace in run.ranks]
     first = min(base + times.starts[0] for base, times in zip(bases, traced, strict=True) if len(times.starts))
     before = _end(run, step - 1) if step - 1 in run.steps else first
     if before <= first:

@@ -87,7 +87,9 @@ class DeferredLinear(Deferred):
             self.gathering = Gathering(self.layer_input, self.group)
 
     def compute(self, fused: bool = True) -> Iterator[tuple[Tensor, Tensor | None]]:
-        layer, grad_output, layer_input = self.layer, self.grad_output, self.layer_input
+        layer = self.layer
+        grad_output = self.grad_output
+        layer_input = self.layer_input
         self.prepare()
         if self.gathering is not None:
             layer_input = self.gathering.wait()
@@ -142,12 +144,16 @@ class _SplitLinear(torch.autograd.Function):
         if grad_output is None:
             return (None,) * 6
         layer_input, weight, weight_data = ctx.saved_tensors
-        layer, shape, flat = ctx.layer, layer_input.shape, ctx.form[1]
+        layer = ctx.layer
+        shape = layer_input.shape
+        flat = ctx.form[1]
         if torch.is_grad_enabled():
             layer.store.keep_whole(layer, "its gradient is differentiated again")
         else:  # detached: otherwise the input's graph would keep the stage's input and its gradient until W
             layer_input, weight = layer_input.detach(), weight_data
-        flat_input, flat_grad, grad_input = layer_input.flatten(0, -2), grad_output.flatten(0, -2), None
+        flat_input = layer_input.flatten(0, -2)
+        flat_grad = grad_output.flatten(0, -2)
+        grad_input = None
         if weight is not None:
             grad_input = _input_grad(flat_input, flat_grad, weight).reshape(shape)
         deferred = DeferredLinear(layer, flat_input, flat_grad if flat else grad_output, *ctx.form)
@@ -170,8 +176,10 @@ def split_linear(layer_input: Tensor, layer: SplitLayer, weight: Tensor, bias: T
     device = layer_input.device.type
     widen = False
     if torch.is_autocast_enabled(device):
-        dtype, casts = torch.get_autocast_dtype(device), layer.store.casts
-        layer_input, weight = casts.cast(layer_input, dtype), casts.cast(weight, dtype)
+        dtype = torch.get_autocast_dtype(device)
+        casts = layer.store.casts
+        layer_input = casts.cast(layer_input, dtype)
+        weight = casts.cast(weight, dtype)
         bias = None if bias is None else casts.cast(bias, dtype)
         widen = not torch.is_autocast_cache_enabled()
     return _apply_linear(layer_input, layer.store.anchor, weight, bias, layer, widen)
@@ -190,7 +198,8 @@ class Casts:
             return tensor
         if not (tensor.requires_grad and tensor.is_leaf and torch.is_autocast_cache_enabled()):
             return tensor.to(dtype)
-        key, state = (id(tensor), dtype), (tensor._version, assignments(tensor))
+        key = (id(tensor), dtype)
+        state = (tensor._version, assignments(tensor))
         found = self._shared.get(key)
         if found is None or found[1] != state:
             found = self._shared[key] = tensor.to(dtype), state
@@ -208,7 +217,8 @@ class DeferredEmbedding(Deferred):
     scale_grad_by_freq: bool
 
     def compute(self, fused: bool = True) -> Iterator[tuple[Tensor, Tensor | None]]:
-        weight, padding = self.layer.weight, -1 if self.padding_idx is None else self.padding_idx
+        weight = self.layer.weight
+        padding = -1 if self.padding_idx is None else self.padding_idx
         backward = torch.ops.aten.embedding_dense_backward
         yield weight, backward(self.grad_output, self.layer_input, weight.shape[0], padding, self.scale_grad_by_freq)
 
@@ -261,7 +271,8 @@ class SplitTensorParallelLinear(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         layer_input, weight = ctx.saved_tensors
         allreduce_dgrad, sequence_parallel, group = ctx.call
-        flat_input, flat_grad = layer_input.detach().flatten(0, -2), grad_output.flatten(0, -2)
+        flat_input = layer_input.detach().flatten(0, -2)
+        flat_grad = grad_output.flatten(0, -2)
         deferred = DeferredLinear(ctx.layer, flat_input, flat_grad, group=group if sequence_parallel else None)
         if sequence_parallel and not deferred.is_put_off():
             deferred.prepare()

@@ -126,10 +126,13 @@ def overrides_of(layer: nn.Module) -> tuple[Overrides, str]:
 
 
 def _linear_forward(layer: nn.Linear, input: Tensor) -> Tensor:  # named as torch names it
-    state, weight, bias = state_of(layer), layer._parameters.get("weight"), layer._parameters.get("bias")
+    state = state_of(layer)
+    weight = layer._parameters.get("weight")
+    bias = layer._parameters.get("bias")
     if state.active and weight is not None and input.dim() > 1:
         trained = bias if bias is not None and bias.requires_grad else None
-        weight_leaf, bias_leaf = state.store.leaf_of(weight), bias if trained is None else state.store.leaf_of(bias)
+        weight_leaf = state.store.leaf_of(weight)
+        bias_leaf = bias if trained is None else state.store.leaf_of(bias)
         now = state.layer(weight, trained, state.fusion)
         if _splits(now, input, None if bias is not None and bias_leaf is None else weight_leaf):
             return split_linear(input, now, cast(Tensor, weight_leaf), bias_leaf)
@@ -137,9 +140,11 @@ def _linear_forward(layer: nn.Linear, input: Tensor) -> Tensor:  # named as torc
 
 
 def _look_up(layer: nn.Embedding, input: Tensor) -> Tensor:
-    state, weight = state_of(layer), layer._parameters.get("weight")
+    state = state_of(layer)
+    weight = layer._parameters.get("weight")
     if state.active and weight is not None:
-        leaf, now = state.store.leaf_of(weight), state.layer(weight, None)
+        leaf = state.store.leaf_of(weight)
+        now = state.layer(weight, None)
         if _splits(now, input, leaf):
             options = layer.padding_idx, layer.scale_grad_by_freq
             return cast(Tensor, SplitEmbedding.apply(input, state.store.anchor, leaf, now, *options))

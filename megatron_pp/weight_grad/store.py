@@ -250,7 +250,8 @@ class WeightGradStore:
             return
         self._touched[parameter] = None
         if current.final or id(parameter) in current.left:
-            task, ready = torch._C._current_graph_task_id(), Ready((parameter,), (grad,))
+            task = torch._C._current_graph_task_id()
+            ready = Ready((parameter,), (grad,))
             self._queues[current.key].append(Waiting(task, ready, versions(ready)))
         else:
             with torch.no_grad():

@@ -145,7 +145,8 @@ class DelayedRun:
         if not self._entries:
             return iter(self._grads.items())
         grads, sums = self._grads, dict[Tensor, Tensor]()
-        fused, backward_dw = bool(self.layer.fuse_wgrad_accumulation), self._backward_dw()
+        fused = bool(self.layer.fuse_wgrad_accumulation)
+        backward_dw = self._backward_dw()
         left = self._queued() - self._entries
         while (waiting := self._queued()) > left:  # more than once where the layer is used several times
             aside = _swap(grads)

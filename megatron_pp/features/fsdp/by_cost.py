@@ -98,7 +98,8 @@ def _clocks(plan: Plan, costs: StageCosts, network: Network) -> list[_Collective
 def _layout(program: Line, clock: _CollectiveTimes, most: int, choose: Choose) -> ShardLayout:
     uses = uses_of(program)
     stays = _timed(_loads(uses, clock, most, choose), clock)
-    reduces, waits = reductions(program, each=False), defaultdict(list)
+    reduces = reductions(program, each=False)
+    waits = defaultdict(list)
     free = 0.0
     for boundary in sorted(reduces):
         for chunk in reduces[boundary]:
@@ -159,7 +160,9 @@ def _hidden(clock: _CollectiveTimes, i: int, others: dict[int, int], lasts: dict
 
 def _timed(loads: Sequence[_Load], clock: _CollectiveTimes) -> tuple[Stay, ...]:
     """The stays, each with its unshard at the last boundary from which it is whole in time, one after another."""
-    stays, free, latest = [], float("inf"), _NEVER
+    stays = []
+    free = float("inf")
+    latest = _NEVER
     for load in reversed(loads):
         free = min(clock.starts[load.first], free) - clock.gathers[load.chunk]
         wanted = bisect_right(clock.ended, free) - 1

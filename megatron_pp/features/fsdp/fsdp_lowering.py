@@ -101,7 +101,8 @@ HOOKS = _Hooks()
 
 def check_spec(spec: PlanSpec) -> None:
     """Raises PlanError if the collectives cannot keep the limit."""
-    kind, most = spec.fsdp_collectives, spec.fsdp_max_active_stages
+    kind = spec.fsdp_collectives
+    most = spec.fsdp_max_active_stages
     if not kind:
         raise PlanError(f"fsdp_max_active_stages is {most} without fsdp_collectives; choose {BY_COST} or {PER_RUN}")
     if kind not in FSDP_COLLECTIVES:

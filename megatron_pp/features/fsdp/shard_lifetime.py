@@ -22,11 +22,14 @@ class ShardWalk(Follower):
     takes = frozenset(fsdp.ROWS.rules)
 
     def __init__(self, plan: Plan, rank: int, error: Callable[..., PlanError]) -> None:
-        spec, self.rank, self.error = plan.spec, rank, error
+        spec = plan.spec
+        self.rank = rank
+        self.error = error
         self.stages = plan.placement.stages[rank]
         self.facts = dict.fromkeys(self.stages, 0)
         self.to_come = dict.fromkeys(self.stages, spec.num_microbatches * spec.num_parts)  # gradients
-        self.trains, self.reduces_each = not spec.forward_only, spec.fsdp_collectives in fsdp.REDUCES_EACH
+        self.trains = not spec.forward_only
+        self.reduces_each = spec.fsdp_collectives in fsdp.REDUCES_EACH
         self.most = spec.fsdp_max_active_stages or len(self.stages)
 
     def moved(self, at: Instruction) -> list[Change]:

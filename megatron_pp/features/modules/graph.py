@@ -302,7 +302,8 @@ def _check_received(activations: Sequence[Edge]) -> None:
 
 def _bridges(source: Module, target: Module) -> Iterator[tuple[list[Edge], list[Edge]]]:
     """The edges of activations and of gradients of each pair of replicas that exchange something."""
-    names, several = (source.name, target.name), (len(source.ranks), len(target.ranks))
+    names = (source.name, target.name)
+    several = (len(source.ranks), len(target.ranks))
     larger, smaller = max(several), min(several)
     if larger % smaller:
         raise PlanError(
@@ -315,10 +316,12 @@ def _bridges(source: Module, target: Module) -> Iterator[tuple[list[Edge], list[
         sender, receiver = (k, k // parts) if fans_in else (k // parts, k)
         one_of = (k % parts, parts)
         part, place = ((0, 1), one_of) if fans_in else (one_of, (0, 1))
-        senders, receivers = source.ranks[sender][-1], target.ranks[receiver][0]
+        senders = source.ranks[sender][-1]
+        receivers = target.ranks[receiver][0]
         if source.chunk == target.chunk and (shared := sorted({*senders} & {*receivers})):
             raise PlanError(f"rank {shared[0]} has the last stage of {names[0]} and the first of {names[1]}, its next")
-        forth, back = (source.chunk, target.chunk), (target.chunk, source.chunk)
+        forth = (source.chunk, target.chunk)
+        back = (target.chunk, source.chunk)
         yield (
             [Edge(senders[-1], rank, *names, part, place, forth) for rank in receivers],
             [Edge(receivers[0], rank, *names, place, part, back) for rank in senders],

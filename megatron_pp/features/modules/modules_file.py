@@ -52,7 +52,9 @@ def _module(value: Any) -> Module:
 
 
 def _fits(value: Mapping[str, Any]) -> bool:
-    name, times, listed = value["name"], value["times"], [value["ranks"]]
+    name = value["name"]
+    times = value["times"]
+    listed = [value["ranks"]]
     for _ in range(3):
         if not all(isinstance(one, list) for one in listed):
             return False

@@ -172,7 +172,8 @@ def _stages_of(graph: ModuleGraph) -> Iterator[tuple[str, list[int]]]:
 def _searched(spec: ModulesSpec, groups: Sequence[int]) -> list[Row]:
     """The order of each rank; ranks of one group have the same order. ``groups``: for each rank the number of its
     group. Raises PlanError if groups need each other's results in a circle."""
-    graph, number = spec.graph, {module.name: module.chunk for module in spec.graph.modules}
+    graph = spec.graph
+    number = {module.name: module.chunk for module in spec.graph.modules}
     own = [[number[chunk.modules[0]] for chunk in chunks] for chunks in graph.chunks]
     every = [
         sorted({n for rank, group in enumerate(groups) if group == at for n in own[rank]}) for at in range(graph.size)
@@ -332,7 +333,9 @@ class _Lowering:
         return tuple(made)
 
     def _place(self, i: int, at: Instruction) -> None:
-        moves, edges, spans = MOVES[at.op], self.edges[at.op][at.chunk], self.spans
+        moves = MOVES[at.op]
+        edges = self.edges[at.op][at.chunk]
+        spans = self.spans
         released = self._released(i)
         for edge in edges.leaving:
             post = transfer(moves.send, edge, at.mb, self.rank)
@@ -369,7 +372,8 @@ class _Lowering:
             yield batch(one.post for one in same)
 
     def _posts(self, i: int) -> Iterator[Instruction]:
-        sends, receives = self.sends[i], sorted(self.receives[i], key=_turn)
+        sends = self.sends[i]
+        receives = sorted(self.receives[i], key=_turn)
         first = {(one.post.op, one.post.peer): one for one in reversed(receives)}  # channel -> its first receive
         ahead = [*first.values(), *(one for one in sends if not one.place)]
         yield from (one.post for one in ahead)

@@ -96,7 +96,8 @@ class ModulesRunner:
         handlers[FORWARD], handlers[BACKWARD] = self._forward, self._backward
         handlers |= dict.fromkeys(ins.RECV_OPS | ins.SEND_OPS, self._post)
         handlers |= dict.fromkeys(ins.WAIT_OPS, self._wait)
-        engine.named_request, engine.named_release = self._request, self._released
+        engine.named_request = self._request
+        engine.named_release = self._released
 
     def _request(self, at: Task) -> Send | Receive:
         channel = _CHANNEL[KIND_OF[at.op]]
@@ -145,7 +146,9 @@ class ModulesRunner:
         for handle, sent in engine.deferred:
             if sent.mb == at.mb and sent.op == ins.FREE_F:  # a backward may write to tensors that the forward saved
                 handle.check()
-        given, output, joined = self.inputs.pop(cell), self.outputs.pop(cell), self.joined.pop(cell, {})
+        given = self.inputs.pop(cell)
+        output = self.outputs.pop(cell)
+        joined = self.joined.pop(cell, {})
         grads = engine.call_backward(at, given, output, self._collected(BACKWARD, cell)[0])
 
         def grad_of(edge: Edge) -> Tensor:

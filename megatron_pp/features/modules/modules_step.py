@@ -113,7 +113,8 @@ def prepared_on_modules(host: OnModules) -> Step:
     pipeline, inputs, settings = host.pipeline, host.inputs, host.read_settings()
     host.check_settings(settings)
     check_settings(settings)
-    number, weights = host.step_number(settings), host.weight_store(settings)
+    number = host.step_number(settings)
+    weights = host.weight_store(settings)
     graph, shapes = pipeline.graph, Shapes(None, None)
     if graph is None:
         raise ScheduleInputError(f"rank {pipeline.rank} is in no module of the pipeline; let it run no step")
@@ -174,7 +175,8 @@ class ModuleSteps(ModelSteps):
     def backward(self, chunk: int, mb: int, input_tensor: Any, output: Any, output_grad: Any) -> Any:
         grads: list[Any] | None = None
         if isinstance(output, Mapping):
-            output, grads = [output[name] for name in output_grad], list(output_grad.values())
+            output = [output[name] for name in output_grad]
+            grads = list(output_grad.values())
         timed_backward(self.timers, None, output, grads, self.grad_scale_func)
         return {name: tensor.grad for name, tensor in input_tensor.items()}
 

@@ -63,7 +63,9 @@ class _ModulesWalk:
     """Follows one rank's program: the facts, and the tensors that are alive."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
-        self.program, self.rank, self.spec = plan.programs[rank], rank, plan.spec
+        self.program = plan.programs[rank]
+        self.rank = rank
+        self.spec = plan.spec
         self.kinds = (FORWARD,) if plan.spec.forward_only else (FORWARD, BACKWARD)
         self.edges = {kind: plan.placement.graph.edges[kind][rank] for kind in self.kinds}  # type: ignore[attr-defined]
         self.known: dict[
@@ -114,7 +116,8 @@ class _ModulesWalk:
                 at, f"the rank has no such message with peer {at.peer}, stage {at.stage} and chunk {at.chunk}"
             )
         cell = KIND_OF[at.op], at.tensor, at.mb
-        rule, before = RULES[at.op], self.facts[cell] | self.ran[(chunk, at.mb)]
+        rule = RULES[at.op]
+        before = self.facts[cell] | self.ran[(chunk, at.mb)]
         self._require(at, rule.needs & ~before, rule.adds & before)
         self.facts[cell] |= rule.adds
         return change_of(at.op, Site())
@@ -137,7 +140,8 @@ class _ModulesWalk:
                 raise self._error(at, f"the next forward is that of microbatch {due}: data come in order")
             self.next[at.chunk] += 1
         self.ran[(at.chunk, at.mb)] |= rule.adds
-        trains, inputs = not self.spec.forward_only, len(self.edges[FORWARD][at.chunk].arriving)
+        trains = not self.spec.forward_only
+        inputs = len(self.edges[FORWARD][at.chunk].arriving)
         arriving, leaving = len(edges.arriving), len(edges.leaving)
         if at.op == FORWARD:
             return Memory(outputs=leaving, inputs=0 if trains else -inputs, in_flight=trains)

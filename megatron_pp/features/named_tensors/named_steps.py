@@ -27,7 +27,8 @@ class NamedSteps:
     last: Sequence[bool]  # for each chunk, whether it is the last stage, whose output is not an activation
 
     def __post_init__(self) -> None:
-        self.backward, self.backward_root = self.steps.backward, self.steps.backward_root
+        self.backward = self.steps.backward
+        self.backward_root = self.steps.backward_root
 
     def forward(self, chunk: int, mb: int, input_tensor: Activation) -> Activation:
         """Run the chunk; ``set_input_tensor`` gets a list with one dict. Raises ScheduleInputError for other names."""

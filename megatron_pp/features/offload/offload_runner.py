@@ -154,7 +154,9 @@ class Offloads:
         chunks: Iterable[Any],
         shared: Callable[[Task], Sequence[Tensor]] | None = None,
     ) -> None:
-        self.copies, self.keys, self.shared = copies, keys, shared
+        self.copies = copies
+        self.keys = keys
+        self.shared = shared
         self.kept: dict[Cell, _Kept] = {}
         self.tables = {"offloaded": self.kept}
         modules = [chunk for chunk in chunks if isinstance(chunk, Module)]
@@ -212,7 +214,8 @@ class Offloads:
 
     def offload(self, at: Task) -> None:
         """Post the copy of what the forward has saved, without what slices share."""
-        kept, shared = self.kept[at.key], () if self.shared is None else self.shared(at)
+        kept = self.kept[at.key]
+        shared = () if self.shared is None else self.shared(at)
         device = self.copies.device.type
         elsewhere = (s.tensor for s in kept.saved if s.tensor is not None and s.tensor.device.type != device)
         for tensor in (*shared, *elsewhere):

@@ -14,7 +14,9 @@ def pipe_offload(shape: Shape) -> list[Order]:
 
     A microbatch comes to its next chunk G turns later, or as few more as make V chunks take turns; a turn is a forward
     and a backward. While the first and the last microbatches fill some turns in part, the others move up."""
-    size, chunks, mbs = shape.pipeline_size, shape.num_chunks, range(shape.num_microbatches)
+    size = shape.pipeline_size
+    chunks = shape.num_chunks
+    mbs = range(shape.num_microbatches)
     group = group_of_gis_h(shape)
     together = chunks // math.gcd(chunks, group)
     after = [group * c + c // together for c in range(chunks)]  # turns, each at another place among ``chunks`` of them

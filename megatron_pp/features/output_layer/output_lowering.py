@@ -103,7 +103,9 @@ def placed_collectives(
     A collective is posted as soon as the rank's own part exists and the collective before it is due: behind an
     unfinished one it would block compute with one hardware queue. Without ``ahead``, that is if later instructions may
     wait for all that is posted, none is posted before it is due."""
-    earliest, boundaries, dues = 0, [], [bisect_right(ends, one.round) for one in collectives]
+    earliest = 0
+    boundaries = []
+    dues = [bisect_right(ends, one.round) for one in collectives]
     for one, due in zip(collectives, dues, strict=True):
         earliest = max(earliest, one.ready if ahead else due)
         boundaries.append(earliest)
@@ -135,14 +137,16 @@ class _Hooks(PlanHooks):
 
     def lay_out(self, rank: RankLowering) -> None:
         clocked = rank.clocked if rank.turns is None else rank.turns.clocked
-        forward_only, ahead = rank.spec.forward_only, not rank.spec.may_wait
+        forward_only = rank.spec.forward_only
+        ahead = not rank.spec.may_wait
         found = collectives_of(rank.rank, rank.order, clocked.result_ends, rank.placement, forward_only)
         for boundary, one in placed_collectives(found, clocked.ends[rank.rank], rank.ahead, ahead):
             rank.place_collective(boundary, one.round, one.post, one.wait, one.use)
 
     def bytes_of(self, plan: Plan, rank: int, shape: Any) -> FeatureBytes:
         """A rank has its rows of the layer, and the softmax of these between S and T."""
-        share, placement = 1 / plan.placement.pipeline_size, plan.placement
+        share = 1 / plan.placement.pipeline_size
+        placement = plan.placement
         static = shape.static_bytes(placement.stages[rank], placement.num_stages, share)
         return FeatureBytes(static, replace(shape, vocab_size=0), each={"logits": shape.logits_bytes * share})
 

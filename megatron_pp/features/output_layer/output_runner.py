@@ -128,7 +128,8 @@ class SplitOutputLayer(torch.nn.Module):
         rank's exponentials to its softmax, and completes its part of X's gradient, except for the loss's gradient."""
         weight, rows = self.weight, self.rows
         maximum = gathered[:, 0].amax(0)
-        total, target = (gathered[:, 1] * (gathered[:, 0] - maximum).exp()).sum(0), gathered[:, 2].sum(0)
+        total = (gathered[:, 1] * (gathered[:, 0] - maximum).exp()).sum(0)
+        target = gathered[:, 2].sum(0)
         scale = ((of.statistics[0] - maximum).exp() / total)[:, None]
         least, most = gathered[:, 3].aminmax(dim=0)
         other = torch.where(most == of.statistics[3], least, most)

@@ -50,7 +50,8 @@ class _Ranks(FreeRanks):
         return None
 
     def _is_ready(self, rank: int, op: str, now: int) -> bool:
-        mb, last = self.next[rank][op], self.placement.pipeline_size - 1
+        mb = self.next[rank][op]
+        last = self.placement.pipeline_size - 1
         in_flight = mb - self.next[rank][BACKWARD]
         if mb == self.microbatches or (op == FORWARD and in_flight > last - rank + self.placement.barriers):
             return False

@@ -178,7 +178,8 @@ class _Slot:
             widened.context *= 2
         packs, first = [], 0
         for one in sorted(self.bins, key=lambda one: (-one.context, one.sequences)):
-            ranks, own = range(first, first + one.context), tuple(lengths[k] for k in one.sequences)
+            ranks = range(first, first + one.context)
+            own = tuple(lengths[k] for k in one.sequences)
             packs.append(Pack(tuple(one.sequences), own, ranks, rules.cost(own, one.context)))
             first += one.context
         return Slot(tuple(packs))

@@ -105,7 +105,8 @@ def _order(plan: Plan, given: tuple[float, ...], measured: Measured) -> Order:
 def _relisted(plan: Plan, spec: PlanSpec, measured: Measured, allowed: Callable[[Plan], bool]) -> Iterator[Plan]:
     """The shortest plans that the list scheduler makes of the running order with these costs."""
     problem = Problem.of(plan.placement, spec.num_microbatches, measured)
-    slots, found = slots_of([list(order) for order in plan.orders]), dict[str, Scheduled]()
+    slots = slots_of([list(order) for order in plan.orders])
+    found = dict[str, Scheduled]()
     for rules in _RULES:
         result = schedule(problem, slots, rules)
         if result is not None:

@@ -48,7 +48,9 @@ Kind = tuple[PlanSpec, tuple[float, ...]]
 def step_observer(step: Any) -> StepPlans | None:
     """The observer that chooses the plans of a step's model; None without ``microbatch_costs``. Raises
     ScheduleInputError if no plans can be searched for the step, or if numbers would change."""
-    chunks, settings, spec = step.inputs.chunks, step.settings, step.draft
+    chunks = step.inputs.chunks
+    settings = step.settings
+    spec = step.draft
     if spec.forward_only or spec.pipeline_size == 1:
         return None
     wanted = PlansOfPackedSteps if isinstance(settings.microbatch_costs, PackedSteps) else PlansOfKinds
@@ -125,7 +127,8 @@ class PlansOfPackedSteps(StepPlans):
     """Plans each step while the one before runs. The microbatches of the next step are known."""
 
     def chosen(self, step: Any, plan: Plan) -> Plan:
-        packed, settings = step.settings.microbatch_costs, step.settings
+        packed = step.settings.microbatch_costs
+        settings = step.settings
         packed.wait_under(partial(_watched_search, weakref.ref(step.communicator)), settings.p2p_timeout)
         splits = step.weights is not None
         packed.plan_ahead(plan.spec, measured=_measured(settings), splits=splits, draws=self.draws)
@@ -160,7 +163,8 @@ class PlansOfKinds(StepPlans):
         return self.plans[kind] or plan
 
     def _ask(self, kind: Kind, step: Any, plan: Plan) -> None:
-        splits, measured = step.weights is not None, _measured(step.settings)
+        splits = step.weights is not None
+        measured = _measured(step.settings)
         self._questions += 1
         question = NextStep(plan.spec, kind[1], measured, splits, self.draws, keeps_order=True)
         self.planner.ask(self._questions, question)
@@ -173,7 +177,8 @@ class PlansOfKinds(StepPlans):
         with watched(communicator, settings, "the wait for the search of a plan for unequal microbatches") as guard:
             check = (lambda: None) if guard is None else guard.check
             answer = self.planner.answer(self._questions, settings.p2p_timeout, check)
-        proposal, shares = answer.proposal, ", ".join(map("{:g}".format, self.searched[1]))
+        proposal = answer.proposal
+        shares = ", ".join(map("{:g}".format, self.searched[1]))
         self.plans[self.searched] = found = None if proposal is None else proposal.plan()
         self.searched = None
         if len(self.plans) > _KINDS:

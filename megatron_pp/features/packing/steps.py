@@ -64,7 +64,8 @@ class PackedSteps:
             step = step.ordered(found.order)
         following = self._pack()
         self.current, self._following = step, following
-        self._proposal, self._plan = None if found is None else found.proposal, None
+        self._proposal = None if found is None else found.proposal
+        self._plan = None
         self._asked, self._found = 0, None
         self._number += 1
         return step

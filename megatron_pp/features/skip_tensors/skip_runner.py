@@ -115,7 +115,8 @@ class SkipRunner:
             named = self._wait if op in ins.WAIT_OPS else self._post
             handlers[op] = partial(_by_name, handlers[op], named)
         handlers[DROP] = self._drop
-        engine.named_request, engine.named_release = self.request, self.finish
+        engine.named_request = self.request
+        engine.named_release = self.finish
         engine.run_forward = partial(self.forward, engine.run_forward or engine.call_forward)
         engine.run_backward = partial(self._backward, engine.run_backward or engine.call_backward)
 
@@ -147,7 +148,8 @@ class SkipRunner:
     def forward(self, call: Callable[[Task, Activation], Activation], at: Task, given: Activation) -> Activation:
         """Run the chunk. Returns its output without the named tensors, which are held here. Raises ScheduleInputError
         if the chunk gives other tensors than are declared, P2PShapeError if one has another shape or dtype."""
-        used, made = self.routes.used[at.stage], self.routes.made[at.stage]
+        used = self.routes.used[at.stage]
+        made = self.routes.made[at.stage]
         if used:
             named = {name: self.held[_key(held, at)] for name, held in used.items()}
             given = [*(given if isinstance(given, list) else [given]), named]
@@ -192,7 +194,8 @@ class SkipRunner:
         """The roots of the backward of ``at``, and their gradients: the output, and the tensors that the stage made."""
         named = []
         for held in self.routes.made[at.stage].values():
-            root, total = self.roots.pop(_key(held, at), None), self.sums.pop(_key(held, at), None)
+            root = self.roots.pop(_key(held, at), None)
+            total = self.sums.pop(_key(held, at), None)
             if root is not None and total is not None:
                 named.append((root, total))
         if not named:
@@ -228,7 +231,8 @@ class SkipRunner:
         channel = ACT if at.op in (ins.SEND_F, ins.RECV_F) else GRAD
         dtype = self._dtypes[held.tensor]
         if at.op in ins.RECV_OPS:
-            shape, leaf = self._shapes[held.tensor][at.part], at.op == ins.RECV_F and self._is_leaf(held)
+            shape = self._shapes[held.tensor][at.part]
+            leaf = at.op == ins.RECV_F and self._is_leaf(held)
             return Receive(shape, at.peer, channel, leaf, dtype)
         table = self.held if at.op == ins.SEND_F else self.sums
         return Send(table[_key(held, at)], at.peer, channel, dtype)

@@ -20,7 +20,9 @@ def key_values_timeline(plan: Plan, rank: int) -> Iterator[float]:
     ``plan.timed(rank)``. 1 stands for those of a chunk and a whole microbatch.
 
     Gradients of all slices but the last are collected from the backward of the last slice to that of the first."""
-    slices, forward_only, now = plan.spec.slices, plan.spec.forward_only, 0.0
+    slices = plan.spec.slices
+    forward_only = plan.spec.forward_only
+    now = 0.0
     for at in plan.timed(rank):
         if at.part >= 0 and at.op in ins.SINGLE_COMPUTE_OPS:
             now += key_values_change(at.op, at.part, slices, forward_only)

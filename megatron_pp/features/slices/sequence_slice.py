@@ -55,7 +55,8 @@ class _Grown:
     def collect(self, grad: Tensor, part: SequenceSlice, dim: int) -> Tensor:
         """The gradient of the part's own tokens, with those from later slices. The rest of ``grad`` is kept for earlier
         slices."""
-        mine, before = part.of(grad, dim), grad.narrow(dim, 0, part.start)
+        mine = part.of(grad, dim)
+        before = grad.narrow(dim, 0, part.start)
         if self.grads is None:
             self.grads = before.clone()
             return mine
@@ -161,7 +162,8 @@ def sequence_slice() -> SequenceSlice | None:
 @contextmanager
 def _computing(part: SequenceSlice) -> Iterator[None]:
     """This thread's rank computes ``part``; within, the other half of a pair may compute another."""
-    thread, before = threading.get_ident(), getattr(_CURRENT, "part", None)
+    thread = threading.get_ident()
+    before = getattr(_CURRENT, "part", None)
     _CURRENT.part = _RUNNING[thread] = part
     try:
         yield

@@ -35,7 +35,9 @@ def slice_shares(lengths: Sequence[int], attention: float = 0.0) -> tuple[float,
     check_share(attention)
     if attention == 0 and len(set(lengths)) == 1:
         return (1 / len(lengths),) * len(lengths)
-    total, start, shares = sum(lengths), 0, []
+    total = sum(lengths)
+    start = 0
+    shares = []
     for length in lengths:
         end = start + length
         shares.append((1 - attention) * length / total + attention * (end**2 - start**2) / total**2)

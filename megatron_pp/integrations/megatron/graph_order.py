@@ -191,7 +191,8 @@ def captured_order(
     behind = pipeline_size - rank - 1
     warm_up = 2 * behind + (num_chunks - 1) * group_size if interleaved else behind
     warm_up = min(warm_up + joined, len(chunks))
-    forwards, backwards = [chunk + 1 for chunk in chunks], [chunk - num_chunks for chunk in chunks]
+    forwards = [chunk + 1 for chunk in chunks]
+    backwards = [chunk - num_chunks for chunk in chunks]
     pairs = zip(forwards[warm_up:], backwards, strict=False)
     steady = pairs if joined else ((one,) for one in chain.from_iterable(pairs))
     alone = [(one,) for one in forwards[:warm_up]]

@@ -103,7 +103,8 @@ def _with_policy(layer: dict[str, Any]) -> dict[str, Any]:
     """``layer`` with both fields of the policy if it has one of them: transfers either overlap or are batched. As in
     Megatron, transfers that do not overlap are batched.
     """
-    overlap, batched = layer.get("overlap_p2p_comm"), layer.get("batch_p2p_comm")
+    overlap = layer.get("overlap_p2p_comm")
+    batched = layer.get("batch_p2p_comm")
     if overlap is not None and batched is None:
         return {**layer, "batch_p2p_comm": not overlap}
     return {**layer, "overlap_p2p_comm": False} if overlap is None and batched else layer

@@ -91,7 +91,8 @@ class EdgeFinder:
         return edge, links
 
     def _outputs(self, call: StageCall, given: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Edge, Links]:
-        module, device = call.stage.submod, torch.device(call.stage.device)
+        module = call.stage.submod
+        device = torch.device(call.stage.device)
         if isinstance(module, DistributedDataParallel):
             module = module.module  # without its hooks, which count forwards
         args = given if call.is_first else [_zeros(meta, device) for meta in given]

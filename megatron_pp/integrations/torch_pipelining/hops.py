@@ -108,12 +108,14 @@ class HopRunner:
 
     def requests(self, at: Task) -> list[Send | Receive]:
         """What ``at`` posts: one request per tensor, or per tensor that has a gradient."""
-        engine, forward = self.engine, at.op in (ins.SEND_F, ins.RECV_F)
+        engine = self.engine
+        forward = at.op in (ins.SEND_F, ins.RECV_F)
         edge = self.edges[at.stage if at.op in (ins.SEND_F, ins.RECV_B) else at.stage - 1]
         moved = range(len(edge)) if forward else [k for k, meta in enumerate(edge) if meta.requires_grad]
         channel = ACT if forward else GRAD
         if at.op in ins.RECV_OPS:
-            leaf, metas = forward and self.trains, [edge[k] for k in moved]
+            leaf = forward and self.trains
+            metas = [edge[k] for k in moved]
             return [Receive(m.shape, at.peer, channel, leaf and m.requires_grad, m.dtype) for m in metas]
         tensors = (engine.outputs if forward else engine.input_grads)[at.key].tensors
         return [Send(tensors[k], at.peer, channel, edge[k].dtype) for k in moved]

@@ -109,7 +109,8 @@ class PlanSchedule:
         self.splitting = Splitting(self.schedule)
 
     def _config_of(self, given: ModelParallelConfig | None) -> ModelParallelConfig:
-        size, chunks = self.placement.pipeline_size, self.placement.num_chunks
+        size = self.placement.pipeline_size
+        chunks = self.placement.num_chunks
         config = ModelParallelConfig(overlap_p2p_comm=True) if given is None else given
         return config.replace(
             pipeline_schedule=self.schedule,
@@ -252,7 +253,9 @@ class PlanSchedule:
 
 def _in_order(stages: Sequence[Any], schedule: str, placement: Placement, rank: int) -> list[Any]:
     """The stages by chunk. Raises ScheduleInputError if they are not those of ``rank``."""
-    size, chunks, count = placement.pipeline_size, placement.num_chunks, stages[0].num_stages
+    size = placement.pipeline_size
+    chunks = placement.num_chunks
+    count = stages[0].num_stages
     here = f"{schedule} on {size} ranks with {chunks} stage(s) each"
     if count != placement.num_stages:
         raise ScheduleInputError(

@@ -28,7 +28,8 @@ class StageCall:
     def __init__(self, stage: Any) -> None:
         self.stage = stage
         self.index: int = stage.stage_index
-        self.is_first, self.is_last = self.index == 0, self.index == stage.num_stages - 1
+        self.is_first = self.index == 0
+        self.is_last = self.index == stage.num_stages - 1
 
     def __call__(self, given: Sequence[Any], kwargs: Mapping[str, Any], module: Any = None) -> Any:
         """``given``: the user's arguments on the first stage, on others the tensors of a hop. Returns the module's

@@ -71,7 +71,8 @@ class StageSteps:
         """A function that copies a tensor if its memory is the module's, and returns any other as it is. The next
         forward may write to the module's memory while it is sent, and whole parameters are freed when they are sharded
         again."""
-        kept, module = self._kept[chunk], self.calls[chunk].stage.submod
+        kept = self._kept[chunk]
+        module = self.calls[chunk].stage.submod
         if kept is None:
             kept = self._kept[chunk] = _memory_of(module)
         if self._sharded[chunk]:

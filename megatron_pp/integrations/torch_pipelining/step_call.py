@@ -58,7 +58,9 @@ class TorchHost(OwnHost):
         forward_only: bool,
         keeps_outputs: bool,
     ) -> None:
-        self.schedule, self.batch, self.edges = schedule, batch, edges
+        self.schedule = schedule
+        self.batch = batch
+        self.edges = edges
         self.outputs = LastOutputs(schedule.merge_spec) if keeps_outputs else None
         self.merged: Any = None
         modules = [call.stage.submod for call in schedule.calls]
@@ -96,7 +98,8 @@ class TorchHost(OwnHost):
         return schedule.splitting.store(self.inputs.chunks, builders, splits)
 
     def steps(self, step: Step, plan: Plan, options: StepOptions) -> StageSteps:
-        schedule, given = self.schedule, (self.schedule.calls, self.edges, self.batch)
+        schedule = self.schedule
+        given = (self.schedule.calls, self.edges, self.batch)
         trains = not self.inputs.forward_only
         return StageSteps(*given, schedule.loss_fn, self.outputs, trains, step.settings.shapes_vary)
 

@@ -132,7 +132,8 @@ def _from_json(text: str) -> Plan:
         raise FileFormatError("'spec' is missing or no object")
     try:
         spec = spec_from_values(content["spec"])
-        kind, barriers = content.get("placement", "(missing)"), content.get("barriers", 0)
+        kind = content.get("placement", "(missing)")
+        barriers = content.get("barriers", 0)
         placement = placement_of(spec, kind, barriers)
     except ValueError as error:  # PlanError is one
         raise FileFormatError(str(error)) from error

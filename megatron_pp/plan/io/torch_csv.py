@@ -168,7 +168,8 @@ def _inputs(placement: Placement, rank: int, at: Instruction) -> list[Instructio
     source = source_of(at.op, at.stage, placement.num_stages)
     if source is None:
         return []
-    moves, sender = MOVES[RESULT_OF[at.op]], placement.homes[source][0]
+    moves = MOVES[RESULT_OF[at.op]]
+    sender = placement.homes[source][0]
     return [at._replace(op=moves.hand) if sender == rank else at._replace(op=moves.wait, peer=sender)]
 
 

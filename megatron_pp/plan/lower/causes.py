@@ -10,7 +10,9 @@ from megatron_pp.plan.lower.clock import Clocked
 def behind_causes(clocked: Clocked, placement: Placement, rank: int, first: int, source: int, due: int) -> int:
     """The first boundary of ``rank``, not before ``first``, that is behind all of its entries on which a message of
     rank ``source``, made at ``due``, depends: through other messages and through the ranks' orders."""
-    ends, latest, behind = clocked.ends, clocked.ends[rank][first], first
+    ends = clocked.ends
+    latest = clocked.ends[rank][first]
+    behind = first
     seen, places = set(), [(source, due)]
     while places:
         one, end = place = places.pop()

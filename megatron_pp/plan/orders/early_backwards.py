@@ -17,7 +17,9 @@ def gis(shape: Shape) -> list[Order]:
     that backward instead: the bubble is the same, the peak (V-1) G + P - r chunks. A group smaller than P waits P - G
     slots before each further chunk.
     """
-    size, chunks, group = shape.pipeline_size, shape.num_chunks, _group_of_gis(shape)
+    size = shape.pipeline_size
+    chunks = shape.num_chunks
+    group = _group_of_gis(shape)
     forwards, backwards = in_order(shape, schedule_table(shape.num_microbatches, chunks, group))
     orders = [warmup_then_steady(forwards, backwards, (chunks - 1) * group + size - 1 - r) for r in range(size)]
     return let_backwards_overtake(orders, Placement(LOOP, size, chunks))

@@ -49,7 +49,8 @@ class Problem:
     @classmethod
     def of(cls, placement: Placement, num_microbatches: int, measured: Measured) -> Problem:
         """The problem with measured times and memory."""
-        costs, memory = measured.costs(placement.num_stages), measured.memory(placement)
+        costs = measured.costs(placement.num_stages)
+        memory = measured.memory(placement)
         return cls(placement, num_microbatches, memory, costs, measured.transfer, measured.each_link)
 
     def transfer_time(self, source: int, target: int) -> float:
@@ -95,7 +96,9 @@ class _ScheduleTimes:
 
     def __init__(self, problem: Problem, slots: Slots, rules: Rules, most: float) -> None:
         self.most = most
-        self.placement, self.costs, self.problem = problem.placement, problem.costs, problem
+        self.placement = problem.placement
+        self.costs = problem.costs
+        self.problem = problem
         self.arrivals = {
             (op, stage): [UNKNOWN] * problem.num_microbatches
             for op in (FORWARD, BACKWARD)
@@ -151,10 +154,13 @@ class _ScheduledRank:
         arrivals: Mapping[tuple[str, int], Sequence[float]],
     ) -> None:
         self.number, self.slots, self.arrivals, self.rules = number, slots, arrivals, rules
-        self.costs, self.shares, self.memory = problem.costs, problem.shares, problem.memory
+        self.costs = problem.costs
+        self.shares = problem.shares
+        self.memory = problem.memory
         self.limit = problem.memory.limits[number] * (1 + ROUNDING)
         self.microbatches = problem.num_microbatches
-        self.stages, count = problem.placement.stages[number], problem.placement.num_stages
+        self.stages = problem.placement.stages[number]
+        count = problem.placement.num_stages
         self.next = {(op, chunk): 0 for op in (FORWARD, BACKWARD) for chunk in range(len(self.stages))}
         self.needs = {(op, chunk): inputs_of(op, self.stages[chunk], count) for op, chunk in self.next}
         self.weights: deque[tuple[int, int]] = deque()
@@ -223,8 +229,11 @@ class _ScheduledRank:
 
     def take(self, chosen: Instruction, end: float) -> None:
         """``chosen`` starts now and ends at ``end``."""
-        op, chunk, mb = chosen.op, chosen.chunk, chosen.mb
-        forward, weight = self.memory.forward[self.stages[chunk]], self.memory.weight[self.stages[chunk]]
+        op = chosen.op
+        chunk = chosen.chunk
+        mb = chosen.mb
+        forward = self.memory.forward[self.stages[chunk]]
+        weight = self.memory.weight[self.stages[chunk]]
         self.used += IN_FLIGHT[op] * forward + WEIGHT_BACKLOG[op] * weight
         if op == FORWARD:
             self.forward_ends[(chunk, mb)] = end

@@ -58,7 +58,8 @@ def _shortest(shape: Shape, offsets: OffsetsOf, chunks_in_memory: int, rules: It
     warm-up and cool-down, in which the pattern has empty slots. If every rule gets stuck, it is the pattern's own
     order.
     """
-    size, microbatches = shape.pipeline_size, shape.num_microbatches
+    size = shape.pipeline_size
+    microbatches = shape.num_microbatches
     placement = Placement(V_SHAPE, size, 2)
     memory = MemoryModel.in_chunks(placement, chunks_in_memory)
     problem = Problem(placement, microbatches, memory, StageCosts.uniform(placement.num_stages))
@@ -146,7 +147,8 @@ def zb_v(shape: Shape) -> list[Order]:
     """No bubble within a rank's own span for 1F1B's memory, if F, B and W take the same time: P microbatches in memory.
     Below M = 2P the phases leave gaps, which the greedy scheduler fills under the same memory.
     """
-    size, microbatches = shape.pipeline_size, shape.num_microbatches
+    size = shape.pipeline_size
+    microbatches = shape.num_microbatches
     if microbatches >= 2 * size:
         return [_in_phases(_zb_v_phases(size, microbatches, rank)) for rank in range(size)]
     rules = [Rules(ahead=PERIOD * size * share / 2, reserve=reserve) for share in (1, 2) for reserve in (0, 1)]
@@ -173,7 +175,8 @@ def dualpipe_v(shape: Shape) -> list[Order]:
     (``overlapped_forward_backward``): one's communication hides behind the other's compute. Weight gradients are split
     off only where they fill bubbles. 2P + 1 chunks are in memory. Below M = 2P ZB-V's order is used.
     """
-    size, microbatches = shape.pipeline_size, shape.num_microbatches
+    size = shape.pipeline_size
+    microbatches = shape.num_microbatches
     if microbatches < 2 * size:
         return zb_v(shape)
     return [_in_phases(_dualpipe_phases(size, microbatches, rank)) for rank in range(size)]

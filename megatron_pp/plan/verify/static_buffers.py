@@ -39,7 +39,8 @@ def _check_rank(plan: Plan, rank: int, block: Block | None) -> None:
             if exposed:
                 raise _overwritten(plan, rank, one, next(iter(exposed.values())))
             if backward:
-                exposed, newest = newest, {(one.stage, one.mb, one.part): one} if one.stage > 0 else {}
+                exposed = newest
+                newest = {(one.stage, one.mb, one.part): one} if one.stage > 0 else {}
     if block is not None and states[0] != states[1]:
         raise RepetitionError(f"rank {rank}: input gradients differ between both ends of the block")
 

@@ -176,7 +176,8 @@ def _recomputed_by_megatron(outcome: Outcome) -> list[str]:
 def throughput(question: Question, outcome: Outcome) -> dict[str, float | None]:
     """Tokens and sequences per second of all replicas; MFU of one device."""
     sequences = question.global_batch / outcome.step * 1e3 if outcome.step else 0.0
-    flops, mfu = question.model(outcome.candidate.micro_batch).flops, None
+    flops = question.model(outcome.candidate.micro_batch).flops
+    mfu = None
     if flops is not None and question.peak_flops and outcome.step:
         done = flops * outcome.candidate.num_microbatches / question.pipeline_size
         mfu = done / (outcome.step / 1e3) / question.peak_flops

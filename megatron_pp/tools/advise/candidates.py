@@ -172,7 +172,8 @@ def _with_offloads(question: Question, one: Candidate) -> Iterator[Candidate]:
 
 def _memory_share(question: Question, candidate: Candidate) -> float:
     """The share of a device's memory for a search."""
-    model, ranks = question.model(candidate.micro_batch), question.pipeline_size
+    model = question.model(candidate.micro_batch)
+    ranks = question.pipeline_size
     activation = sum(one.activation for one in model.layers) / ranks
     static = 2 * sum(one.static for one in model.layers) / ranks  # of an unequal rank
     needed = static + _ROOM * ranks * activation + 8 * question.max_chunks * model.message
@@ -278,7 +279,8 @@ def _most(states: Sequence[Kept]) -> int:
 @lru_cache(maxsize=256)
 def _offloaded_states(candidate: Candidate, pipeline_size: int) -> tuple[tuple[Kept, ...], ...]:
     sizes = pipeline_size, candidate.num_chunks, candidate.num_microbatches
-    chunks, slots = candidate.offload_chunks, candidate.offload_slots
+    chunks = candidate.offload_chunks
+    slots = candidate.offload_slots
     spec = PlanSpec(candidate.schedule, *sizes, offload_chunks=chunks, offload_slots=slots)
     return tuple(kept_states(program, candidate.num_chunks) for program in lowered_plan(spec).programs)
 

@@ -172,7 +172,8 @@ def _run(
     even = _evenly_recomputed(cut)
     flagged = result.makespan if even == cut.costs else simulate(plan, even, network, spec.device).makespan
     whole = result.makespan * len(result.busy)
-    late, moving = sum(one.peer_late for one in result.waits), sum(one.transfer for one in result.waits)
+    late = sum(one.peer_late for one in result.waits)
+    moving = sum(one.transfer for one in result.waits)
     exposed = late / whole, moving / whole, sum(one.queued for one in result.waits) / whole
     again = _recomputed_time(cut) * candidate.num_microbatches / whole
     limits = tuple(max(0.0, question.memory - a - b) for a, b in zip(cut.static, fixed, strict=True))

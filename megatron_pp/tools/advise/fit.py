@@ -146,7 +146,8 @@ def best_counts(units: Units, room: Room, recompute: bool) -> Counts:
 def _fastest(units: tuple[tuple[Layer, ...], ...], placement: Placement) -> Counts:
     """Without a memory limit."""
     room = Room(placement, ((),) * placement.pipeline_size, 1, math.inf, (0.0,) * placement.pipeline_size)
-    cuts, counts = _Cuts(units, room, False), balanced(units, placement.num_stages)
+    cuts = _Cuts(units, room, False)
+    counts = balanced(units, placement.num_stages)
     if not cuts.is_buildable(counts):
         raise PlanError("Megatron builds no layers for multi-token prediction where this layout has them")
     return cuts.improved(counts)
@@ -212,8 +213,10 @@ class _Cuts:
         activation = [sum(one.activation for one in row) for row in rows]
         late = [sum(one.late for one in row) for row in rows]
         layers = [one for row in rows for one in row]
-        work, static = sum(one.work for one in layers), sum(one.static for one in layers)
-        kept, left = room.kept_in_chunks(rank, activation, late), room.limit - room.fixed[rank] - static
+        work = sum(one.work for one in layers)
+        static = sum(one.static for one in layers)
+        kept = room.kept_in_chunks(rank, activation, late)
+        left = room.limit - room.fixed[rank] - static
         load, over = work, kept - left
         if over > 0 and self.recompute:
             least = room.kept_in_chunks(rank, [sum(one.least for one in row) for row in rows], late)
@@ -232,20 +235,25 @@ class _Cuts:
 
     def givers(self, counts: Counts) -> Iterator[int]:
         """Stages of the rank with the most work, and of that with the least room."""
-        ranks, stages = self._ranks(counts), self.room.placement.stages
-        work, needs = [rounded(one.work) for one in ranks], [rounded(one.need) for one in ranks]
+        ranks = self._ranks(counts)
+        stages = self.room.placement.stages
+        work = [rounded(one.work) for one in ranks]
+        needs = [rounded(one.need) for one in ranks]
         yield from {*stages[work.index(max(work))], *stages[needs.index(max(needs))]}
 
     def price(self, counts: Counts) -> tuple[float, ...]:
         """(GB that no rank has, work of the busiest rank, unevenness)."""
         ranks = self._ranks(counts)
-        missing, load = sum(one.missing for one in ranks), max(one.load for one in ranks)
+        missing = sum(one.missing for one in ranks)
+        load = max(one.load for one in ranks)
         return rounded(missing), rounded(load), rounded(sum(one.load**2 for one in ranks))
 
 
 def fitted(stages: Sequence[tuple[Layer, ...]], room: Room, model: Model, recompute: bool) -> Fitted:
     """The stages with as little recomputed as the memory allows; ``peaks`` may exceed the limit all the same."""
-    placement, chosen, peaks = room.placement, [0] * len(stages), []
+    placement = room.placement
+    chosen = [0] * len(stages)
+    peaks = []
     costs, activation, late = _stage_costs(stages, chosen, model.attention, model.output)
     static = tuple(sum(one.static for s in row for one in stages[s]) for row in placement.stages)
     for rank, row in enumerate(placement.stages):

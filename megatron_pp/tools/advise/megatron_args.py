@@ -82,7 +82,8 @@ def transformer_of(args: Mapping[str, Any], data_parallel: int = 1) -> Transform
         element_bytes=2 if {"bf16", "fp16"} & set(args) else 4,
     )
     mixers = _mixers(args, main)
-    experts, flex = whole(args, "num_experts", 0), str(args.get("moe_token_dispatcher_type")) == "flex"
+    experts = whole(args, "num_experts", 0)
+    flex = str(args.get("moe_token_dispatcher_type")) == "flex"
     return Transformer(
         shape,
         gated="swiglu" in args,
@@ -206,7 +207,8 @@ def _each_layer(args: Mapping[str, Any], name: str, default: str, first: bool) -
     """0 or 1 for each layer, by a list such as ``([0]*3+[1]*58)`` or by a number N: the ``first`` of N layers, or all
     but the last of N, have 1.
     """
-    text, num_layers = str(args.get(name, default)), whole(args, "num_layers")
+    text = str(args.get(name, default))
+    num_layers = whole(args, "num_layers")
     flag = f"Megatron's --{name.replace('_', '-')}"
     if text.isdigit() and int(text):
         number = int(text)

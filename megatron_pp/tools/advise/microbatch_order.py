@@ -37,8 +37,11 @@ def best_order(question: Question, outcome: Outcome, seconds: float | None = Non
     given = question.microbatch_costs
     if outcome.spec is None or outcome.fit is None or len(given) != outcome.candidate.num_microbatches:
         return None
-    plan, model = build_plan(outcome.spec), question.model(outcome.candidate.micro_batch)
-    costs, transfer, network = outcome.fit.costs, question.transfer(model), question.network(model)
+    plan = build_plan(outcome.spec)
+    model = question.model(outcome.candidate.micro_batch)
+    costs = outcome.fit.costs
+    transfer = question.transfer(model)
+    network = question.network(model)
 
     def costs_in(order: Sequence[int]) -> StageCosts:
         return replace(costs, microbatches=tuple(given[k] for k in order))
@@ -52,7 +55,9 @@ def best_order(question: Question, outcome: Outcome, seconds: float | None = Non
     def is_over(share: float) -> bool:
         return seconds is not None and time.monotonic() > began + share * seconds
 
-    began, in_turn, trials = time.monotonic(), tuple(range(len(given))), _TRIALS
+    began = time.monotonic()
+    in_turn = tuple(range(len(given)))
+    trials = _TRIALS
     if seconds is None:
         trials = min(_TRIALS, (_OPERATIONS // sum(map(len, plan.orders)) - _LOOKS) // _STARTS)
     order = in_turn if trials < 0 else shortest_order(given, estimate, trials, is_over)

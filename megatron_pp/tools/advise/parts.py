@@ -68,8 +68,10 @@ def _around(model: LayerSizes) -> list[Part]:
 def attention(model: LayerSizes, reached: int | None = None) -> list[Part]:
     """Heads, or groups of them that share keys and values; a query reads ``reached`` keys at most."""
     shape, heads = model.shape, model.heads
-    t, nbytes = shape.tensor_parallel, shape.tokens * shape.element_bytes
-    query, pairs = heads * model.head_dim / t, 2 * (model.query_groups or heads) * model.head_dim / t
+    t = shape.tensor_parallel
+    nbytes = shape.tokens * shape.element_bytes
+    query = heads * model.head_dim / t
+    pairs = 2 * (model.query_groups or heads) * model.head_dim / t
     each = nbytes * (query + pairs)
     rotated = 2 * nbytes * (query + pairs / 2)  # queries and keys, read and written
     into = _products(model, shape.tokens, shape.hidden_size, query + pairs, kept=each, late=each, moved=rotated)
@@ -111,10 +113,13 @@ def latent_attention(model: LayerSizes, reached: int | None = None) -> list[Part
     """Queries, keys and values from latents (arXiv 2405.04434, section 2.1)."""
     shape, mla = model.shape, model.latent
     assert mla is not None
-    t, nbytes, h = shape.tensor_parallel, shape.tokens * shape.element_bytes, shape.hidden_size
+    t = shape.tensor_parallel
+    nbytes = shape.tokens * shape.element_bytes
+    h = shape.hidden_size
     outside = t if shape.sequence_parallel else 1
     query = model.heads * (mla.qk_head_dim + mla.rotary_dim) / t
-    value, unrotated = model.heads * mla.v_head_dim / t, model.heads * mla.qk_head_dim / t
+    value = model.heads * mla.v_head_dim / t
+    unrotated = model.heads * mla.qk_head_dim / t
     # The products into latents are not split, but their tokens are where the sequence is.
     latents = mla.q_rank + mla.kv_rank + mla.rotary_dim
     small = nbytes * latents / outside
@@ -160,7 +165,8 @@ def moe(model: LayerSizes) -> list[Part]:
     """Routed experts, evenly loaded, and the shared expert. Each rank sends its own tokens, which sequence parallelism
     has split; ranks that split experts (expert tensor parallelism) gather theirs.
     """
-    shape, h = model.shape, model.moe_latent or model.shape.hidden_size
+    shape = model.shape
+    h = model.moe_latent or model.shape.hidden_size
     nbytes, copies = shape.element_bytes, model.top_k
     rows = model.shape.tokens / shape.tensor_parallel * copies * model.expert_tensor
     width = model.expert_width / model.expert_tensor
@@ -186,22 +192,28 @@ def moe(model: LayerSizes) -> list[Part]:
 
 def mamba(model: LayerSizes) -> list[Part]:
     """A Mamba-2 mixer (arXiv 2405.21060); its scan moves its inputs and outputs more than it computes."""
-    shape, sizes, t = model.shape, model.mamba, model.shape.tensor_parallel
+    shape = model.shape
+    sizes = model.mamba
+    t = model.shape.tensor_parallel
     inner = (sizes.heads * sizes.head_dim if sizes.heads else 2 * shape.hidden_size) / t
     heads = inner / sizes.head_dim
     states = 2 * sizes.groups * sizes.state_dim / t
     nbytes = shape.tokens * shape.element_bytes
     wide = 2 * inner + states + heads
     into = _products(model, shape.tokens, shape.hidden_size, wide, kept=nbytes * wide, late=nbytes * wide)
-    flops, moved = _SCAN * shape.tokens * inner * sizes.state_dim, nbytes * (6 * inner + 4 * states)
+    flops = _SCAN * shape.tokens * inner * sizes.state_dim
+    moved = nbytes * (6 * inner + 4 * states)
     scan = Part(core=flops, moved=moved, kept=nbytes * (2 * inner + states))
     return [*_around(model), into, scan, _output(model, inner)]
 
 
 def gated_delta_net(model: LayerSizes) -> list[Part]:
     """Linear attention (arXiv 2412.06464), with Megatron's count of its convolution and delta rule."""
-    shape, sizes, t = model.shape, model.linear, model.shape.tensor_parallel
-    keys, values = sizes.key_heads * sizes.key_dim / t, sizes.value_heads * sizes.value_dim / t
+    shape = model.shape
+    sizes = model.linear
+    t = model.shape.tensor_parallel
+    keys = sizes.key_heads * sizes.key_dim / t
+    values = sizes.value_heads * sizes.value_dim / t
     wide = 2 * keys + 2 * values + 2 * sizes.value_heads / t
     nbytes = shape.tokens * shape.element_bytes
     into = _products(model, shape.tokens, shape.hidden_size, wide, kept=nbytes * wide, late=nbytes * wide)

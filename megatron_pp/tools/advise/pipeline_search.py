@@ -116,7 +116,9 @@ def search(question: Question, budget: float | None = None, jobs: int = 1, repor
 
     Raises PlanError if no candidate is possible whatever the memory, or if a process of ``jobs`` ends.
     """
-    began, queue, say = time.monotonic(), _Queue(question, budget), report or (lambda done, of, what: None)
+    began = time.monotonic()
+    queue = _Queue(question, budget)
+    say = report or (lambda done, of, what: None)
     interrupted = False
     try:
         with _Evaluator(question, queue, jobs) as evaluator, _ended_in_time(queue):
@@ -173,7 +175,8 @@ def _ended_in_time(queue: "_Queue") -> Iterator[None]:
         if over:
             raise KeyboardInterrupt
 
-    before, began = signal.signal(signal.SIGALRM, look), time.monotonic()
+    before = signal.signal(signal.SIGALRM, look)
+    began = time.monotonic()
     left, every = signal.setitimer(signal.ITIMER_REAL, _LOOK)
     try:
         yield
@@ -233,7 +236,8 @@ class _Queue:
     def _affords(self, candidate: Candidate, kind: int | None = None) -> bool:
         """Whether enough work of this kind is left for the candidate; it is then spent. With a budget only time
         counts."""
-        work, left = _work(candidate, self.question.pipeline_size), self.work_left
+        work = _work(candidate, self.question.pipeline_size)
+        left = self.work_left
         kind = int(candidate.searches) if kind is None else kind
         if self.budget is None and work > left[kind]:
             return False
@@ -373,7 +377,8 @@ class _Evaluator:
 
     def __enter__(self) -> "_Evaluator":
         if self.jobs > 1:  # Ctrl-C reaches the whole group of processes: only this one has an answer to give
-            spawn, ignore = multiprocessing.get_context("spawn"), (signal.SIGINT, signal.SIG_IGN)
+            spawn = multiprocessing.get_context("spawn")
+            ignore = (signal.SIGINT, signal.SIG_IGN)
             self.pool = ProcessPoolExecutor(self.jobs, spawn, signal.signal, ignore)
         return self
 

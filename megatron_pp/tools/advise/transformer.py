@@ -42,7 +42,8 @@ class Transformer(LayerSizes):
             raise PlanError(f"the efficiency is {efficiency:g}; it is the share of the peak that is reached, up to 1")
         if self.fp8 and not gpu.fp8:
             raise PlanError("the model has 8-bit products (--fp8-format), and the GPU has none, or --gpu-tflops")
-        shape, costs = self.shape, _Costs(self, Rates(gpu, efficiency))
+        shape = self.shape
+        costs = _Costs(self, Rates(gpu, efficiency))
         main, last = self._letters()
         kinds = {letters: costs.layer(letters) for letters in {*main, last}}
         layers = [self._first(costs, gpu, efficiency)] if shape.vocab_size or self.encoder else []
@@ -108,10 +109,12 @@ class _Costs:
         """Attention or another mixer, and a feed-forward part; or one of a hybrid model's."""
         shape, parts = self.model.shape, self.model.parts(letters)
         again = [part for part in parts if self.model.modules & {*part.modules}]
-        forward, backward = self._pass(parts, 1.0), self._pass(parts, 2.0) + self._pass(again, 1.0)
+        forward = self._pass(parts, 1.0)
+        backward = self._pass(parts, 2.0) + self._pass(again, 1.0)
         weight = sum(self._products(part, 8) for part in parts)  # fp32 gradients are read and written
         kept = sum(part.kept for part in parts) - sum(part.kept for part in again)
-        late, recomputed = sum(part.late for part in parts), shape.message_bytes / GB
+        late = sum(part.late for part in parts)
+        recomputed = shape.message_bytes / GB
         if shape.recompute == FULL:
             backward, kept = backward + forward, shape.message_bytes
         dense, experts = (sum(getattr(part, name) for part in parts) for name in ("parameters", "experts"))
@@ -123,7 +126,8 @@ class _Costs:
     @property
     def _bytes_per_expert_parameter(self) -> float:
         """As of other parameters, with the optimizer's states split over the replicas of an expert."""
-        shape, split = self.model.shape, self.model.expert_parallel * self.model.expert_tensor
+        shape = self.model.shape
+        split = self.model.expert_parallel * self.model.expert_tensor
         replicas = max(1.0, shape.optimizer_ranks * shape.tensor_parallel / split) if shape.optimizer_ranks > 1 else 1.0
         return shape.element_bytes + 4 + 12 / replicas
 
@@ -167,7 +171,8 @@ class _Costs:
         near = min(ranks, max(1, self.rates.gpu.domain // model.expert_tensor))
         domains = ranks / near
         if model.once:
-            to_domains, to_ranks = _reached(domains, model.top_k), _reached(ranks, model.top_k)
+            to_domains = _reached(domains, model.top_k)
+            to_ranks = _reached(ranks, model.top_k)
             if model.groups[1]:
                 to_domains = min(to_domains, max(1.0, domains * model.groups[0] / model.groups[1]))
         else:

@@ -83,7 +83,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     for path in filter(None, (args.plot, args.measured_out)):
         check_writable(path)
     findings, order = _found(question, args.budget_s, args.jobs or min(_JOBS, os.cpu_count() or 1))
-    best, measured = findings.best, args.measured_out or answer.MEASURED_FILE
+    best = findings.best
+    measured = args.measured_out or answer.MEASURED_FILE
     if args.json:
         print_json(console, answer.as_json(findings, order, measured))
     if best is None and findings.interrupted:
@@ -177,7 +178,8 @@ def _nothing_found(findings: Findings) -> MegatronPPError:
         first = (
             f"; by a first estimate {fastest.candidate} is the fastest, ~{short(fastest.step)} ms" if fastest else ""
         )
-        left, seconds = len(findings.not_looked_at), short(findings.seconds)
+        left = len(findings.not_looked_at)
+        seconds = short(findings.seconds)
         advice = "give more --budget-s, or fewer microbatches, chunks or slices"
         return UsageError(f"search cut short after {seconds} s: none of {left} candidates was built{first}; {advice}")
     if least is None:
@@ -192,7 +194,8 @@ def _nothing_found(findings: Findings) -> MegatronPPError:
 
 def _recommended(findings: Findings, best: Outcome, order: MicrobatchOrder | None, measured: str) -> Iterator[str]:
     """The answer, line by line: what to run, why, and how."""
-    question, left = findings.question, len(findings.not_looked_at)
+    question = findings.question
+    left = len(findings.not_looked_at)
     of_all = left + len({one.candidate for one in findings.outcomes})
     cut = f"; search cut short: {left} of {of_all} candidates were not built" if left else ""
     yield f"run {answer.in_one_line(question, best)}{cut}"
@@ -232,7 +235,8 @@ def _show_others(findings: Findings, best: Outcome, console: Console) -> None:
     print_table(console, "Step time against memory: no other is better in both", names, rows)
     rows = []
     for one in answer.alternatives(findings):
-        step, memory = short(one.step) if one.step else "-", short(one.peak) if one.fit else "-"
+        step = short(one.step) if one.step else "-"
+        memory = short(one.peak) if one.fit else "-"
         rows.append([_name(one), step, memory, answer.why_not(one, best)])
     for guess in answer.estimated(findings):
         why = answer.estimated_why(guess, best)

@@ -126,7 +126,9 @@ def layer_of(kind: str, row: dict[str, float]) -> Layer:
 def _from_measured(content: dict[str, Any]) -> FileCosts:
     """What ``auto`` reads; lists are of stages in model order."""
     file = MeasuredFile.from_dict(content)
-    measured, units, network = file.values, file.units or Units(), file.network
+    measured = file.values
+    units = file.units or Units()
+    network = file.network
     time, memory = MS[units.time], GB[units.memory]
     if file.units is not None and "activation" not in content:
         raise PlanError(
@@ -146,7 +148,8 @@ def _from_measured(content: dict[str, Any]) -> FileCosts:
         for f, i, w, kept, late in zip(*columns, waiting, strict=True)
     ]
     run = file.run or MeasuredStep()
-    ranks, sizes = run.pipeline_size or None, (run.micro_batch_size or None, run.seq_length or None)
+    ranks = run.pipeline_size or None
+    sizes = (run.micro_batch_size or None, run.seq_length or None)
     host, copies = None, file.copies
     if copies is not None and run.device not in ("", "cpu"):
         host = min(copies.to_host, copies.to_device) * memory / time or None

@@ -137,7 +137,8 @@ def question_of(args: argparse.Namespace) -> Question:
     """Raises UsageError where options contradict each other or one is missing, PlanError for impossible values."""
     megatron = settings_of(args.megatron_args) if args.megatron_args is not None else {}
     _check_sources(args, megatron)
-    traced, file = traced_findings(args), None if args.costs is None else read_costs(args.costs)
+    traced = traced_findings(args)
+    file = None if args.costs is None else read_costs(args.costs)
     measured = file.micro_batch if file else None
     sizes = args.micro_batch_size or [measured or whole_argument(megatron, "micro_batch_size", 1)]
     if not all(sizes):
@@ -256,7 +257,8 @@ def _host_bandwidth(args: argparse.Namespace) -> float | None:
         return float(args.offload_bandwidth) / 1e3
     if args.offload_ms is None:
         return None
-    copies, kept = list(args.offload_ms), list(args.activation_gb or ())
+    copies = list(args.offload_ms)
+    kept = list(args.activation_gb or ())
     if len(copies) != 1 or len(kept) != 1 or not copies[0] or not kept[0]:
         raise UsageError("--offload-ms takes one number above 0, of one --activation-gb; or give --offload-bandwidth")
     return float(kept[0] / copies[0])

@@ -56,12 +56,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except OSError as error:
         _drop_output()
-        problem, code = f"the answer cannot be written ({error.strerror or error})", BAD_INPUT
+        problem = f"the answer cannot be written ({error.strerror or error})"
+        code = BAD_INPUT
     except KeyboardInterrupt:
         _drop_output()
         problem, code = "ended by Ctrl-C", ENDED
     except (ImportError, MegatronPPError) as error:
-        problem, code = _in_words(error), REFUSED if isinstance(error, RefusedError) else BAD_INPUT
+        problem = _in_words(error)
+        code = REFUSED if isinstance(error, RefusedError) else BAD_INPUT
     _complain(f"megatron-pp {args.command}: {problem}")
     return code
 

@@ -147,7 +147,8 @@ def cost_profile(
     copies = _copies_along(args, shape, pipeline_size)
     if len(copies) > costs.num_stages:
         costs = costs.regrouped(len(copies))
-    output, attention = (args.output_ms or 0.0,) * 3, args.attention_share or 0.0
+    output = (args.output_ms or 0.0,) * 3
+    attention = args.attention_share or 0.0
     copied = regrouped(copies, costs.num_stages)
     unshard = _collective_along(args.unshard_ms, costs.num_stages, pipeline_size)
     reduced = _collective_along(args.reduce_grad_ms or args.unshard_ms, costs.num_stages, pipeline_size)

@@ -109,7 +109,8 @@ def _priced(args: argparse.Namespace, job: Job) -> OfMegatron:
         gpu = gpu_named(args.gpu)
         refuse(args, _TIMES, "does not go with --gpu, which gives times and transfers")
         found = priced(job, gpu)
-        costs, network = found.cut.costs, _in_bytes(found.network(gpu))
+        costs = found.cut.costs
+        network = _in_bytes(found.network(gpu))
     try:
         transformer = transformer_of_job(job)
     except PlanError:  # sizes are missing; a plan needs none

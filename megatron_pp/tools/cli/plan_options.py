@@ -247,7 +247,8 @@ def listed_specs(args: argparse.Namespace, names: Sequence[str], on_gloo: bool =
     families = [_family(name) for name in names]
     _check_sizes(args, families)
     _check_lowering(args, families)
-    size, counts = pipeline_size(args, names), args.num_microbatches
+    size = pipeline_size(args, names)
+    counts = args.num_microbatches
     if counts is None:
         counts = next(([family.shape.num_microbatches] for family in families if family.shape), [2 * size])
     options = given(args, ("group_size", "offload_chunks", *LOWERING)) | {"device": rules_of(args, on_gloo)}

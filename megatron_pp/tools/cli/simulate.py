@@ -79,7 +79,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if args.compare is not None:
         return _compare(args, megatron, console)
     refuse(args, ["memory_limit"], "is for --compare")
-    traced, shape = cost_options.traced_findings(args), _shape(args, megatron)
+    traced = cost_options.traced_findings(args)
+    shape = _shape(args, megatron)
     if shape is None:
         refuse(args, ["memory", "keep_outputs"], _NEEDS_SHAPE)
     if not args.memory:
@@ -188,7 +189,8 @@ def _show(result: Simulation, peaks: dict[str, Any], unit: str, console: Console
     columns: dict[str, Iterable[str]] = {"rank": map(str, range(len(result.busy)))}
     columns |= {f"busy {unit}": map(short, result.busy), "idle": map(short, result.idle)}
     columns |= {why: [short(getattr(w, why.replace(" ", "_"))) for w in result.waits] for why in _WAITS}
-    chunks, slices = result.plan.spec.num_chunks, result.plan.spec.num_parts
+    chunks = result.plan.spec.num_chunks
+    slices = result.plan.spec.num_parts
     columns["in flight"] = (short(n / chunks / slices) for n in result.peak_in_flight())
     columns["kept"] = (short(kept / chunks) for kept in peaks["peak_activations"])
     if peaks["peak_bytes"]:
@@ -254,7 +256,8 @@ def _compare(args: argparse.Namespace, megatron: OfMegatron | None, console: Con
     refuse(args, ["source", "schedule", "modules"], "does not go with --compare, which names the schedules itself")
     single = ["weight_share", "memory", "keep_outputs"]
     refuse(args, single, "is for a single plan, not for --compare, which shows no activations")
-    traced, names = cost_options.traced_findings(args), plan_options.schedule_names(args.compare)
+    traced = cost_options.traced_findings(args)
+    names = plan_options.schedule_names(args.compare)
     specs = list(plan_options.listed_specs(args, names, cost_options.is_on_gloo(traced)))
     size = plan_options.pipeline_size(args, names)
     shards = any(spec.fsdp_collectives for spec in specs)

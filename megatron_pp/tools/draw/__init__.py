@@ -46,7 +46,8 @@ def svg(timelines: Sequence[Timeline], width: int | None = None, dark: bool = Fa
     """The figure as SVG: the same timelines give the same text. On dark paper also where the reader prefers it. Raises
     as ``figure``."""
     figures = _with_matplotlib()
-    title, ranks = ", ".join(timeline.title for timeline in timelines), max(len(t.lanes) for t in timelines)
+    title = ", ".join(timeline.title for timeline in timelines)
+    ranks = max(len(t.lanes) for t in timelines)
     return figures.as_svg(partial(figures.figure, timelines, width, dark), title, ranks)
 
 

@@ -67,7 +67,8 @@ def _events(timeline: Timeline, began: float, prefix: str) -> Iterator[dict[str,
             continue
         gradient = t.kind == BACKWARD
         args = {"from": t.source, "to": t.target, "bytes": t.size, "microbatch": t.mb, "for stage": t.stage}
-        start, end = (began + t.start) * _MICROS, (began + t.end) * _MICROS
+        start = (began + t.start) * _MICROS
+        end = (began + t.end) * _MICROS
         span = {"ph": "X", "ts": start, "dur": end - start, "args": args}
         sent, got = _SENT_ACT + gradient, _GOT_ACT + gradient
         made = t.stage + 1 if gradient else t.stage - 1
@@ -106,7 +107,8 @@ def _spans(rank: int, lane: Lane, began: float) -> Iterator[dict[str, Any]]:
             at = event.instruction
             kind = NAMES.get(at.op, name)
             span = {"ph": "X", "pid": rank, "tid": thread, "name": str(at), "cat": kind}
-            start, length = (began + event.start) * _MICROS, (event.end - event.start) * _MICROS
+            start = (began + event.start) * _MICROS
+            length = (event.end - event.start) * _MICROS
             args = {"chunk": at.chunk, "microbatch": at.mb, "stage": at.stage}
             if at.part >= 0:
                 args["slice"] = at.part

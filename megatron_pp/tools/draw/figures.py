@@ -306,7 +306,8 @@ class _Picture:
         """Thin bars; those that touch are one."""
         left = right = -1.0
         for start, end in spans:
-            start, end = _LEFT + start * self.scale, _LEFT + end * self.scale
+            start = _LEFT + start * self.scale
+            end = _LEFT + end * self.scale
             if start > right + 0.3:
                 if right > left:
                     self._box(left, y, right - left, height, colour)

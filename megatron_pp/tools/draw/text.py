@@ -138,10 +138,12 @@ def _lane_row(lane: Lane, timeline: Timeline, scale: Scale, few_colours: bool) -
         return _crowded_row(lane, timeline, scale, few_colours)
     row = Text()
     for event in lane.compute:
-        start, stop = max(scale.column(event.start), len(row)), scale.column(event.end)
+        start = max(scale.column(event.start), len(row))
+        stop = scale.column(event.end)
         row.append(_IDLE * (start - len(row)), style="dim")
         if stop > start:
-            op, label = event.instruction.op, block_name(event.instruction, timeline.num_chunks)
+            op = event.instruction.op
+            label = block_name(event.instruction, timeline.num_chunks)
             block = (label if len(label) <= stop - start else op).ljust(stop - start, _FILL[op])
             row.append(block, style=_style(event.instruction, timeline.num_chunks, few_colours))
     row.append(_IDLE * (scale.columns - len(row)), style="dim")
@@ -153,7 +155,8 @@ def _crowded_row(lane: Lane, timeline: Timeline, scale: Scale, few_colours: bool
     columns: list[dict[str, list[tuple[float, Event]]]] = [defaultdict(list) for _ in range(scale.columns)]
     for event in lane.compute:
         for column in range(scale.within(event.start), scale.within(event.end) + 1):
-            start, stop = column * scale.per_column, (column + 1) * scale.per_column
+            start = column * scale.per_column
+            stop = (column + 1) * scale.per_column
             part = min(stop, event.end) - max(start, event.start)
             columns[column][event.instruction.op].append((part, event))
     row = Text()

@@ -29,7 +29,8 @@ from megatron_pp.plan.simulate.memory import ModelShape, rank_memory
 from megatron_pp.plan.simulate.simulation import Event, Simulation, Transfer
 from megatron_pp.tools.draw.palette import OPERATIONS
 
-COPIES, COLLECTIVES = (COPIES_TO_HOST, COPIES_FROM_HOST), (GATHERS, SCATTERS)
+COPIES = (COPIES_TO_HOST, COPIES_FROM_HOST)
+COLLECTIVES = (GATHERS, SCATTERS)
 STRIPS = COPIES, COLLECTIVES
 """What is drawn in pairs of thin bars below a rank's blocks."""
 
@@ -128,7 +129,8 @@ class Timeline:
         messages, size, shortest, longest = 0, 0.0, math.inf, 0.0
         for t in self.transfers:
             messages, size = messages + 1, size + t.size
-            shortest, longest = min(shortest, t.end - t.start), max(longest, t.end - t.start)
+            shortest = min(shortest, t.end - t.start)
+            longest = max(longest, t.end - t.start)
         return Traffic(messages, size, shortest, longest)
 
     @property

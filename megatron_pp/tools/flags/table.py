@@ -10,7 +10,9 @@ from typing import Any
 
 COLUMNS = ("setting", "kind", "options", "default", "releases")
 _FILE = Path(__file__).with_name("megatron.csv")
-ON, OFF, EITHER = "on", "off", "either"
+ON = "on"
+OFF = "off"
+EITHER = "either"
 SWITCHES = (ON, OFF, EITHER)
 
 

@@ -42,7 +42,8 @@ def check_signatures(schedules: ModuleType, row: Row, version: str) -> None:
         function = getattr(schedules, name, None)
         if function is None:
             raise UnknownMegatronError(f"{where} megatron.core.pipeline_parallel.schedules has no {name}")
-        parameters, ours = inspect.signature(function).parameters, f"{name}({', '.join(expected)})"
+        parameters = inspect.signature(function).parameters
+        ours = f"{name}({', '.join(expected)})"
         if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):  # the program's own wrapper
             continue
         for missing in [p for p in expected if p not in parameters]:
