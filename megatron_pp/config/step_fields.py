@@ -4,12 +4,10 @@
 loaded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from megatron_pp.config.checks import (
     callable_or_none,
@@ -26,21 +24,32 @@ from megatron_pp.plan.ir.spec import CHANNELS
 if TYPE_CHECKING:
     from torch import dtype as Dtype
 
-Hook = Callable[..., Any] | None
-Hooks = Callable[..., Any] | list[Any] | None
+# Types with the check of a value that is not the default: (name, value), which raises ConfigError.
+Hook = Annotated[Callable[..., Any] | None, callable_or_none]
+Hooks = Annotated[Callable[..., Any] | list[Any] | None, partial(callable_or_none, several=True)]
+_Switch = Annotated[bool, check_switch]
+_Choice = Annotated[bool | None, check_switch]  # None: the step decides
+_Count = Annotated[int, whole_number]
+_FromZero = Annotated[int, partial(whole_number, at_least=0)]
+_Seconds = Annotated[float | None, check_seconds]
+_Path = Annotated[str | None, partial(check_text, kinds=(str, PathLike))]
 
 
 class StepFields(NamedTuple):
     """Fields in the order of their checks. A config that lacks one, or has None there, means the default."""
 
-    tensor_model_parallel_size: int = 1
-    virtual_pipeline_model_parallel_size: int | None = None
-    context_parallel_size: int = 1
-    sequence_parallel: bool = False
-    enable_autocast: bool = False
-    autocast_dtype: Dtype | None = None
-    calculate_per_token_loss: bool = False
-    num_microbatches_with_partial_activation_checkpoints: int | None = None
+    tensor_model_parallel_size: _Count = 1
+    virtual_pipeline_model_parallel_size: Annotated[
+        int | None, partial(whole_number, hint="None for a pipeline without chunks")
+    ] = None
+    context_parallel_size: _Count = 1
+    sequence_parallel: _Switch = False
+    enable_autocast: _Switch = False
+    autocast_dtype: Annotated["Dtype | None", check_dtype] = None
+    calculate_per_token_loss: _Switch = False
+    num_microbatches_with_partial_activation_checkpoints: Annotated[int | None, partial(whole_number, at_least=0)] = (
+        None
+    )
     timers: Hook = None
     grad_scale_func: Hook = None
     no_sync_func: Hooks = None
@@ -48,39 +57,39 @@ class StepFields(NamedTuple):
     param_sync_func: Hooks = None
     finalize_model_grads_func: Hook = None
     overlapped_forward_backward: Hook = None
-    barrier_with_L1_time: bool = True  # noqa: N815 (Megatron's name)
-    pipeline_dtype: Dtype | None = None
+    barrier_with_L1_time: _Switch = True  # noqa: N815 (Megatron's name)
+    pipeline_dtype: "Dtype | None" = None
     microbatch_group_size_per_vp_stage: int | None = None
-    variable_seq_lengths: bool = False
-    overlap_p2p_comm: bool = False
-    batch_p2p_comm: bool | None = None
-    batch_p2p_sync: bool = False
-    deallocate_pipeline_outputs: bool = True
-    defer_embedding_wgrad_compute: bool = False
-    pipeline_schedule: str | None = None
-    sequence_slices: int = 1
-    balance_sequence_slices: bool = False
-    offload_chunks: int | None = None
-    offload_slots: int = 1
-    fsdp_collectives: str | None = None
-    fsdp_max_active_stages: int | None = None
+    variable_seq_lengths: _Switch = False
+    overlap_p2p_comm: _Switch = False
+    batch_p2p_comm: _Choice = None
+    batch_p2p_sync: _Switch = False
+    deallocate_pipeline_outputs: _Switch = True
+    defer_embedding_wgrad_compute: _Switch = False
+    pipeline_schedule: Annotated[str | None, check_text] = None
+    sequence_slices: _Count = 1
+    balance_sequence_slices: _Switch = False
+    offload_chunks: Annotated[int | None, partial(whole_number, at_least=0, hint="None for the schedule's own")] = None
+    offload_slots: _Count = 1
+    fsdp_collectives: Annotated[str | None, partial(one_of, known=FSDP_COLLECTIVES)] = None
+    fsdp_max_active_stages: Annotated[int | None, partial(whole_number, hint="None for all")] = None
     skip_tensors: Any = None
-    skip_cache: str = "received"
+    skip_cache: Annotated[str, partial(one_of, known=CACHES)] = "received"
     pipeline_measured: Any = None
-    p2p_channels: str = "one_way"
-    p2p_max_ctas: int | None = None
-    max_pending_sends: int = 2
-    p2p_timeout: float | None = None
-    compute_timeout: float | None = None
+    p2p_channels: Annotated[str, partial(one_of, known=CHANNELS)] = "one_way"
+    p2p_max_ctas: Annotated[int | None, partial(whole_number, hint="None for the pipeline group's own")] = None
+    max_pending_sends: _FromZero = 2
+    p2p_timeout: _Seconds = None
+    compute_timeout: _Seconds = None
     step_number: int | Callable[[], int] | None = None
-    warm_up_p2p: bool = True
-    device_sync: bool | None = None
-    p2p_debug: bool = False
-    trace_dir: str | None = None
+    warm_up_p2p: _Switch = True
+    device_sync: _Choice = None
+    p2p_debug: _Switch = False
+    trace_dir: _Path = None
     trace_steps: str | None = None
-    trace_first_step: int = 1
-    measure: int = 0
-    measure_out: str | None = None
+    trace_first_step: _Count = 1
+    measure: _FromZero = 0
+    measure_out: _Path = None
     metrics: Any = 0
     microbatch_costs: Sequence[float] | Callable[[], Sequence[float]] | None = None
     # Sizes of a transformer. A config that describes no layers has no dropout.
@@ -99,52 +108,7 @@ class StepFields(NamedTuple):
 DEFAULTS: dict[str, Any] = StepFields._field_defaults
 IN_ENVIRONMENT = ("p2p_debug", "trace_dir", "trace_steps", "measure", "measure_out")
 """Fields whose default may be in an environment variable."""
-
-_hooks = partial(callable_or_none, several=True)
-_path = partial(check_text, kinds=(str, PathLike))
-
 CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "tensor_model_parallel_size": whole_number,
-    "virtual_pipeline_model_parallel_size": partial(whole_number, hint="None for a pipeline without chunks"),
-    "context_parallel_size": whole_number,
-    "sequence_parallel": check_switch,
-    "enable_autocast": check_switch,
-    "autocast_dtype": check_dtype,
-    "calculate_per_token_loss": check_switch,
-    "num_microbatches_with_partial_activation_checkpoints": partial(whole_number, at_least=0),
-    "timers": callable_or_none,
-    "grad_scale_func": callable_or_none,
-    "no_sync_func": _hooks,
-    "grad_sync_func": _hooks,
-    "param_sync_func": _hooks,
-    "finalize_model_grads_func": callable_or_none,
-    "overlapped_forward_backward": callable_or_none,
-    "barrier_with_L1_time": check_switch,
-    "variable_seq_lengths": check_switch,
-    "overlap_p2p_comm": check_switch,
-    "batch_p2p_comm": check_switch,
-    "batch_p2p_sync": check_switch,
-    "deallocate_pipeline_outputs": check_switch,
-    "defer_embedding_wgrad_compute": check_switch,
-    "pipeline_schedule": check_text,
-    "sequence_slices": whole_number,
-    "balance_sequence_slices": check_switch,
-    "offload_chunks": partial(whole_number, at_least=0, hint="None for the schedule's own"),
-    "offload_slots": whole_number,
-    "fsdp_collectives": partial(one_of, known=FSDP_COLLECTIVES),
-    "fsdp_max_active_stages": partial(whole_number, hint="None for all"),
-    "skip_cache": partial(one_of, known=CACHES),
-    "p2p_channels": partial(one_of, known=CHANNELS),
-    "p2p_max_ctas": partial(whole_number, hint="None for the pipeline group's own"),
-    "max_pending_sends": partial(whole_number, at_least=0),
-    "p2p_timeout": check_seconds,
-    "compute_timeout": check_seconds,
-    "warm_up_p2p": check_switch,
-    "device_sync": check_switch,
-    "p2p_debug": check_switch,
-    "trace_dir": _path,
-    "trace_first_step": whole_number,
-    "measure": partial(whole_number, at_least=0),
-    "measure_out": _path,
+    name: kind.__metadata__[0] for name, kind in StepFields.__annotations__.items() if hasattr(kind, "__metadata__")
 }
-"""The checks of values that are not the default: (name, value), which raises ConfigError."""
+"""The checks of fields that have one."""
