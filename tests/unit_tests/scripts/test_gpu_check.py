@@ -355,9 +355,10 @@ def test_it_needs_nothing_but_torch() -> None:
 
 def _owners() -> dict[str, set[str]]:
     """Module -> the installed packages that have it. `packages_distributions` of Python 3.10 knows only packages that
-    list their modules in a file."""
+    list their modules in a file; the files of the others are looked through."""
     found: dict[str, set[str]] = {module: set(owners) for module, owners in packages_distributions().items()}
-    for package in distributions():
+    known = {owner for owners in found.values() for owner in owners}
+    for package in (one for one in distributions() if one.metadata["Name"] not in known):
         for file in package.files or ():
             module = file.parts[0] if len(file.parts) > 1 else file.stem
             if file.suffix == ".py" and module.isidentifier():
