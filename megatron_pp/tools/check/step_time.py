@@ -97,8 +97,8 @@ def timed(job: Job, gpu: Gpu, schedule: str = "") -> Timed:
 
     def grown(of: str) -> float:
         """A share of the ranks' time, of the longer step."""
-        parts = [getattr(one, of) * one.step for one in (short, long)]
-        return max(0.0, continued(*parts, few, many, count)) / step
+        shorter, longer = (getattr(one, of) * one.step for one in (short, long))
+        return max(0.0, continued(shorter, longer, few, many, count)) / step
 
     busy = tuple(continued(a, b, few, many, count) for a, b in zip(short.busy, long.busy, strict=True))
     return Timed(step, grown("bubble"), grown("exposed"), grown("late"), busy, long.peak)
