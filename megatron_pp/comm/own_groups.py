@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from megatron_pp.errors import ParallelStateError
+from megatron_pp.errors import ParallelStateError, ScheduleInputError
 from megatron_pp.plan.ir.placement import Placement
 
 
@@ -54,6 +54,20 @@ def group_of(kind: str) -> dist.ProcessGroup:
             f"rank {state().rank} is not in a group {kind!r}: it holds neither first nor last stage"
         )
     return state().groups[kind]
+
+
+def pipeline(alone: bool) -> dist.ProcessGroup | None:
+    """This rank's pipeline group, if the groups exist. Without groups: None for a rank ``alone``; else raises
+    ScheduleInputError."""
+    if _state is not None:
+        return group_of("pp")
+    if not alone:
+        raise ScheduleInputError(
+            "neither p2p_communicator nor pg_collection.pp was given and megatron_pp.parallel_state is not "
+            "initialised; call parallel_state.initialize_model_parallel(pipeline_model_parallel_size=...) after "
+            "torch.distributed.init_process_group"
+        )
+    return None
 
 
 def size_of(kind: str) -> int:

@@ -36,3 +36,10 @@ def checked_costs(costs: Any, count: int | None = None) -> tuple[float, ...]:
             f"microbatch_costs is {list(found)}; it must be {count} finite numbers above 0, one for each microbatch"
         )
     return found
+
+
+def costs_of_step(given: Any, count: int) -> tuple[float, ...]:
+    """What each of the ``count`` microbatches of a step costs; () if nothing says so. ``given``: the setting, which is
+    called if it is a function."""
+    costs = given() if callable(given) else given
+    return () if costs is None else checked_costs(costs, count)

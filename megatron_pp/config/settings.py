@@ -119,18 +119,6 @@ class StepSettings(StepFields):
         compute = self.compute_timeout or max(transfer, min(10 * transfer, _COMPUTE_SHARE * most))
         return Timeouts(transfer, compute)
 
-    def given_microbatch_costs(self, count: int) -> tuple[float, ...]:
-        """``microbatch_costs``, called if it is a function; () where there are none. Raises ScheduleInputError unless
-        they are ``count`` numbers above 0.
-        """
-        costs = self.microbatch_costs() if callable(self.microbatch_costs) else self.microbatch_costs
-        if costs is None:
-            return ()
-        from megatron_pp.config.measured_values import checked_costs
-
-        found: tuple[float, ...] = checked(checked_costs, costs, count)
-        return found
-
     def given_step_number(self) -> int | None:
         """``step_number``, called if it is a function; None where there is none. Raises ScheduleInputError."""
         number = self.step_number() if callable(self.step_number) else self.step_number

@@ -135,14 +135,5 @@ def pipeline_group(inputs: StepInputs, alone: bool) -> Any:
     if group is None:
         from megatron_pp.comm import own_groups
 
-        if own_groups.model_parallel_is_initialized():
-            group = own_groups.group_of("pp")
-    if group is not None:
-        return getattr(group, "group", group)  # a group of slime's wraps the real one, which it destroys and makes anew
-    if not alone:
-        raise ScheduleInputError(
-            "neither p2p_communicator nor pg_collection.pp was given and megatron_pp.parallel_state is not "
-            "initialised; call parallel_state.initialize_model_parallel(pipeline_model_parallel_size=...) after "
-            "torch.distributed.init_process_group"
-        )
-    return None
+        group = own_groups.pipeline(alone)
+    return getattr(group, "group", group)  # a group of slime's wraps the real one, which it destroys and makes anew

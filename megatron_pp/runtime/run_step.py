@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_pp.comm.communicator import P2PCore
-from megatron_pp.config.settings import LAYER_GRAPHS, StepSettings
+from megatron_pp.config.settings import LAYER_GRAPHS, StepSettings, checked
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.faults.attach import describe_step, guard_of, guarded
 from megatron_pp.on_demand import load
@@ -77,7 +77,11 @@ def _made(host: Host, settings: StepSettings) -> Step:
         lengths, shapes = hooks.cut(inputs, settings, tp_size, cp_size, wanted.shapes) or (lengths, shapes)
     for hooks in added:
         hooks.check(draft, inputs, settings, wanted)
-    costs = () if inputs.forward_only else settings.given_microbatch_costs(inputs.num_microbatches)
+    costs: tuple[float, ...] = ()
+    if settings.microbatch_costs is not None and not inputs.forward_only:
+        from megatron_pp.config.measured_values import costs_of_step
+
+        costs = checked(costs_of_step, settings.microbatch_costs, inputs.num_microbatches)
     request = StepRequest(
         inputs, settings, alone, number, cp_size, weights, host.joins, draft, wanted, shapes, lengths, costs
     )
