@@ -81,7 +81,7 @@ class P2PTimeoutError(P2PTransferError):
 
 
 class P2PTypeError(P2PError, TypeError):
-    """What was given to send is not a tensor, or has the wrong dtype, device or layout for the channel."""
+    """The value to send is not a tensor, or has the wrong dtype, device or layout for the channel."""
 
 
 class P2PShapeError(P2PError, ValueError):
@@ -109,7 +109,7 @@ class SendBufferError(P2PError):
 
 
 class ScheduleInputError(PipelineError, ValueError):
-    """What the caller gave to a schedule is impossible; raised before any communication."""
+    """An argument of a schedule is impossible. Raised before any communication."""
 
 
 class ConfigError(MegatronPPError, ValueError):

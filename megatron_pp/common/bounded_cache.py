@@ -9,8 +9,8 @@ V = TypeVar("V")
 
 
 class BoundedCache(Generic[K, V]):
-    """What was used longest ago is forgotten once the entries' sizes, as their makers estimate them, exceed ``budget``
-    bytes; the last ``least`` entries stay whatever their size.
+    """A cache that drops the least recently used entries once the estimated sizes of all exceed ``budget`` bytes. The
+    last ``least`` entries stay, whatever their size.
 
     ``entries`` may be looked up directly, which does not count as use.
     """
@@ -32,7 +32,7 @@ class BoundedCache(Generic[K, V]):
             return self.entries[key]
 
     def put(self, key: K, value: V, size: int) -> V:
-        """Keep ``value`` of ``size`` bytes; returns what is kept, which is another thread's where that was first."""
+        """Keep ``value`` of ``size`` bytes. Returns the kept value, which is another thread's if that came first."""
         with self._lock:
             if key in self.entries:
                 return self.entries[key]

@@ -1,4 +1,4 @@
-"""A process that answers questions, a line of JSON each: long computations in a thread would hold up this process."""
+"""A process that answers questions, each a line of JSON. Long computations in a thread would delay this process."""
 
 import json
 import os
@@ -38,13 +38,13 @@ class Child:
         return self.process.stdin.fileno(), self.process.stdout.fileno()
 
     def ask(self, question: Any) -> None:
-        """Never blocks: what the pipe does not take now goes out in ``answer``."""
+        """Send a question. Never blocks: ``answer`` sends what the pipe does not take now."""
         self._unsent += json.dumps(question).encode() + b"\n"
         self._send()
 
     def answer(self, seconds: float | None = None, check: Callable[[], None] = lambda: None) -> Any:
-        """Wait for it, for ``seconds`` at most; ``check`` is called in between, and may raise. Raises
-        ChildProcessError where the process has ended, TimeoutError, RuntimeError where it has failed."""
+        """Wait for the answer, for at most ``seconds``. ``check`` is called in between and may raise. Raises
+        ChildProcessError if the process has ended, TimeoutError, and RuntimeError if the answer is an error."""
         until = None if seconds is None else time.monotonic() + seconds
         while b"\n" not in self._received:
             if until is not None and time.monotonic() >= until:
@@ -58,7 +58,7 @@ class Child:
         return found["answer"]
 
     def _exchange(self) -> None:
-        """Take and give what the pipes have room for, soon."""
+        """Read and write as much as the pipes allow, and return soon."""
         into, out = self._pipes
         readable, writable, _ = select.select([out], [into] if self._unsent else [], [], _POLL)
         if writable:
@@ -99,6 +99,6 @@ def answer_questions(answer: Callable[[Any], Any], niceness: int) -> None:
         try:
             sys.stdout.write(text + "\n")
             sys.stdout.flush()
-        except OSError:  # nobody reads: the program has ended
+        except OSError:  # the program has ended, so nothing reads the answer
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer
             return

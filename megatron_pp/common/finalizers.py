@@ -15,7 +15,7 @@ from typing import Any
 
 
 def finalize_here(owner: Any, call: Callable[..., object], *arguments: Any) -> weakref.finalize:
-    """``weakref.finalize``, without effect in processes that are forked from this one."""
+    """``weakref.finalize`` that has no effect in processes that are forked from this one."""
     return weakref.finalize(owner, call_in, os.getpid(), call, *arguments)
 
 
@@ -26,7 +26,7 @@ def call_at_exit(method: Callable[..., object]) -> None:
 
 
 def call_in(process: int, call: Callable[..., object], *arguments: Any) -> None:
-    """Call it where this is the process with that number."""
+    """Call ``call`` if this process has the number ``process``."""
     if os.getpid() == process:
         call(*arguments)
 

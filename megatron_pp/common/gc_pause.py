@@ -1,4 +1,4 @@
-"""The garbage collector, paused while plans are made."""
+"""Pauses the garbage collector while plans are made."""
 
 import gc
 from collections.abc import Iterator
@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """A plan is hundreds of thousands of tuples without a cycle. The collector would walk over all of them again each
-    time their number has grown by a quarter, which takes half of the time that a large plan takes.
+    """A context without garbage collection. A plan is hundreds of thousands of tuples without a cycle. The collector
+    would visit all of them again each time their number has grown by a quarter: half of the time of a large plan.
     """
     was_enabled = gc.isenabled()
     gc.disable()

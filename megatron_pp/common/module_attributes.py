@@ -1,4 +1,4 @@
-"""Looking through the wrappers of a model: DistributedDataParallel and its like hold what they wrap as ``module``."""
+"""Looks through the wrappers of a model: DistributedDataParallel and its like hold the model as ``module``."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,19 +9,19 @@ _MISSING = object()
 
 
 def unwrapped(model: Any) -> Any:
-    """The model in its wrappers."""
+    """The model inside its wrappers."""
     while hasattr(model, "module"):
         model = model.module
     return model
 
 
 def wrapped_attribute(model: Any, name: str, default: Any = None) -> Any:
-    """``name`` of the model, or of what it wraps."""
+    """The attribute ``name`` of the model, or of the model that it wraps."""
     return wrapped_attributes(model, (name,), default)[0]
 
 
 def wrapped_attributes(model: Any, names: Sequence[str], default: Any = None) -> list[Any]:
-    """As ``wrapped_attribute``, of several names."""
+    """As ``wrapped_attribute``, for several names."""
     found: dict[str, Any] = {}
     missing = names
     while missing and model is not None:
@@ -37,7 +37,7 @@ def wrapped_attributes(model: Any, names: Sequence[str], default: Any = None) ->
 
 
 def _attribute(model: Any, name: str) -> Any:
-    """The attribute, or _MISSING. ``getattr`` of what a module lacks costs microseconds, as it raises; so the tables of
+    """The attribute, or _MISSING. ``getattr`` of a missing attribute raises, which costs microseconds. So the tables of
     plain modules are read instead.
     """
     kind = type(model)

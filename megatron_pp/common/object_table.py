@@ -1,4 +1,4 @@
-"""What belongs to objects, for as long as these live."""
+"""A table of values that belong to objects, for as long as the objects live."""
 
 import weakref
 from typing import Any, Generic, TypeVar
@@ -7,9 +7,9 @@ Value = TypeVar("Value")
 
 
 class ObjectTable(Generic[Value]):
-    """Values by object, compared by identity. The keys are not kept alive; the value of one that is gone goes when the
-    table is listed or gets a new one. A WeakKeyDictionary removes it in a callback, amid whatever runs then: a
-    KeyboardInterrupt that arrives in a callback is printed and lost."""
+    """Object -> value, with objects compared by identity. Keys are not kept alive. The value of a dead key is removed
+    when the table is listed or gets a new value. (A WeakKeyDictionary would remove it in a callback, at any time, and a
+    KeyboardInterrupt that arrives in a callback is printed and lost.)"""
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[weakref.ref[Any], Value]] = {}
@@ -32,22 +32,22 @@ class ObjectTable(Generic[Value]):
         return self._entries.pop(id(key))[1]
 
     def discard(self, key: Any) -> None:
-        """``pop``, also where it is not there."""
+        """``pop`` that accepts a missing key."""
         self._entries.pop(id(key), None)
 
     def emptied(self) -> list[Value]:
-        """All values, also of keys that are gone; the table has none of them any more."""
+        """Remove and return all values, also those of dead keys."""
         values = [value for _, value in self._entries.values()]
         self._entries.clear()
         return values
 
     def items(self) -> list[tuple[Any, Value]]:
-        """Those whose keys are alive."""
+        """The entries whose keys are alive."""
         found = []
         for number, entry in list(self._entries.items()):
             key = entry[0]()
             if key is not None:
                 found.append((key, entry[1]))
             elif self._entries.get(number) is entry:
-                self._entries.pop(number, None)  # another thread may have been here
+                self._entries.pop(number, None)  # another thread may have removed it
         return found

@@ -1,7 +1,7 @@
-"""Files that may come from elsewhere: only regular ones are opened, and only so much of them is read.
+"""Opens files that may come from other people: only regular files, and only up to a size.
 
-A FIFO waits for a writer for ever, and a device never ends: where a folder of somebody else's is read, neither is
-opened, under whatever name.
+A FIFO waits for a writer for ever, and a device never ends. So neither is opened in a folder of another person,
+whatever its name is.
 """
 
 import errno

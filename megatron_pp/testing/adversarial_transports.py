@@ -92,7 +92,7 @@ class WindowNetwork(MemoryNetwork):
             self._turns.give_up()
 
     def after_post(self, rank: int) -> None:
-        """Perhaps another rank goes on."""
+        """Called after a post: another rank may go on."""
         if self._turns is not None and self.rng.random() < 0.5:
             self._turns.give_way(rank)
 
@@ -175,13 +175,13 @@ class HostileNetwork(WindowNetwork):
     # -- for subclasses ----------------------------------------------------------------------------
 
     def when_awaited(self, work: MemoryWork) -> None:
-        """A rank waits for ``work`` from now on."""
+        """Called when a rank begins to wait for ``work``."""
 
     def after_event(self) -> None:
-        """An operation was posted or waited for."""
+        """Called after an operation was posted or waited for."""
 
     def when_met(self, pair: Pair) -> None:
-        """Both ends are posted; the transfer may happen from now on."""
+        """Called when both ends are posted. The transfer may happen from now on."""
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -202,7 +202,7 @@ class HostileNetwork(WindowNetwork):
             self.complete_end(end)
 
     def meet_collective(self, posted: Sequence[tuple[MemoryWork, Collective]]) -> None:
-        """It runs as late as possible: when no rank can go on without it."""
+        """Run a collective as late as possible: when no rank can go on without it."""
         self._collectives_met.append(posted)
 
     def when_stuck(self) -> bool:
@@ -232,8 +232,8 @@ class LastMomentNetwork(HostileNetwork):
 
 
 class PoisoningNetwork(LastMomentNetwork):
-    """Fills the memory of a pending send with NaN where only the communicator still holds it: the schedule has released
-    it. Only this network can still read it, so it is filled right before the read."""
+    """Fills the memory of a pending send with NaN if only the communicator still holds it, which means that the
+    schedule has released it. Only this network can still read it, so it is filled right before the read."""
 
     def _move(self, pair: Pair) -> None:
         window = self.windows[pair[0]]

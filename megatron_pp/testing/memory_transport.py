@@ -68,7 +68,7 @@ class MemoryNetwork:
         return MemoryTransport(self, rank)
 
     def running(self, rank: int) -> AbstractContextManager[None]:
-        """Context of the thread of ``rank``, for networks that schedule the ranks."""
+        """A context for the thread of ``rank``, for networks that schedule the ranks."""
         return nullcontext()
 
     def post(self, rank: int, queue: Queue, ends: list[End]) -> MemoryWork:
@@ -111,7 +111,7 @@ class MemoryNetwork:
         return work
 
     def meet_collective(self, posted: Sequence[tuple[MemoryWork, Collective]]) -> None:
-        """All ranks have posted a collective."""
+        """Called when all ranks have posted a collective."""
         try:
             run_together([collective for _, collective in posted])
         except RuntimeError as error:
@@ -140,7 +140,7 @@ class MemoryNetwork:
                 self._open[(end.is_send, end.direction)].append(end)
 
     def meet(self, send: End, receive: End) -> None:
-        """Both ends of a transfer are posted and at the head of their queues."""
+        """Called when both ends of a transfer are posted and at the head of their queues."""
         try:
             self.transfer(send.tensor, receive.tensor)
         except RuntimeError as error:
@@ -149,7 +149,7 @@ class MemoryNetwork:
         self.complete_end(receive)
 
     def complete_end(self, end: End) -> None:
-        """The transfer of one end is done."""
+        """Called when the transfer of one end is done."""
         with self.changed:
             work = end.work
             assert work is not None
@@ -167,7 +167,7 @@ class MemoryNetwork:
 
 
 class MemoryCollectives:
-    """Of one rank, in a collective that all ranks run together, each in a thread."""
+    """The collectives of one rank. All ranks run them together, each in a thread."""
 
     def __init__(self, rank: int, gathered: list[torch.Tensor], barrier: threading.Barrier) -> None:
         self.rank = rank
@@ -192,7 +192,7 @@ class MemoryCollectives:
 
 
 def run_together(collectives: Sequence[Collective]) -> None:
-    """Run ``collectives``, one of each rank, as one. Raises RuntimeError where one of them fails."""
+    """Run ``collectives``, one of each rank, as one. Raises RuntimeError if one of them fails."""
     size = len(collectives)
     gathered = [torch.empty(0)] * size
     barrier = threading.Barrier(size)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 HIDDEN = 4
 TOY_SCHEDULES = {name: family for name, family in SCHEDULES.items() if not family.barriers}
-"""Those that leave the output layer to the last stage, as the toy has it."""
+"""The schedules that leave the output layer to the last stage, as the toy model does."""
 
 
 class ToyBlock(torch.nn.Module):
@@ -41,8 +41,8 @@ class ToyBlock(torch.nn.Module):
 
 @dataclass(frozen=True)
 class ToyData:
-    """Inputs and targets of M microbatches; [sequence, microbatch, hidden], float32. With ``variable`` sequence lengths
-    differ. ``first`` is the number of the first one, from which the contents are generated."""
+    """Inputs and targets of M microbatches, [sequence, microbatch, hidden], float32. With ``variable``, sequence
+    lengths differ. ``first`` is the number of the first microbatch, from which contents are generated."""
 
     num_microbatches: int
     seq_length: int = 3
@@ -88,7 +88,7 @@ class ToyResult:
     grads: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def difference(self, other: ToyResult) -> float:
-        """The largest absolute difference of any loss or gradient; infinite where keys differ or one is not finite."""
+        """The largest absolute difference of any loss or gradient; infinite if keys differ or a value is not finite."""
         if len(self.losses) != len(other.losses) or self.grads.keys() != other.grads.keys():
             return float("inf")
         differences = [abs(a - b) for a, b in zip(self.losses, other.losses, strict=True)]
@@ -98,14 +98,14 @@ class ToyResult:
 
 
 def toy_config(**fields: Any) -> SimpleNamespace:
-    """A config with Megatron's field names; those that are not given have the engine's defaults."""
+    """A config with Megatron's field names. Fields that are not given have the engine's defaults."""
     return SimpleNamespace(**{"pipeline_dtype": torch.float32, "hidden_size": HIDDEN, "p2p_timeout": 30.0, **fields})
 
 
 def reference_run(
     num_stages: int, data: ToyData, forward_only: bool = False, block: Callable[[int], torch.nn.Module] = ToyBlock
 ) -> ToyResult:
-    """The model without a pipeline, microbatches one after the other."""
+    """The result of the model without a pipeline, microbatches one after the other."""
     stages = [block(stage) for stage in range(num_stages)]
     result = ToyResult()
     with torch.set_grad_enabled(not forward_only):
@@ -133,7 +133,7 @@ def toy_chunks(
 
 
 def gradients_of(stages: dict[int, Any]) -> dict[str, torch.Tensor]:
-    """Gradient (absent where a parameter has none) by "stage.name", of ``stages``: stage number -> module."""
+    """ "stage.name" -> gradient, for parameters that have one. ``stages``: stage number -> module."""
     return {
         f"{stage}.{name.removeprefix('inner.')}": parameter.grad
         for stage, module in stages.items()

@@ -1,4 +1,4 @@
-"""A recorded run compared with its plan: what was measured, and what the simulator predicts from it."""
+"""Compares a recorded run with its plan: the measured times, and the step that the simulator predicts from them."""
 
 import statistics
 from collections import defaultdict
@@ -104,7 +104,8 @@ class Findings:
 
 
 def analyse(run: TracedRun, step: int | None = None) -> Findings:
-    """``step`` alone, or all recorded steps that ran the plan of the last one. Raises FileFormatError, PlanError."""
+    """The findings of ``step``, or of all recorded steps that ran the plan of the last one. Raises FileFormatError,
+    PlanError."""
     if step is not None and step not in run.steps:
         known = ", ".join(map(str, run.steps))
         raise FileFormatError(f"step {step} was not recorded by all ranks; recorded steps: {known}")
@@ -128,7 +129,7 @@ def _measured_costs(steps: Sequence[Simulation]) -> StageCosts:
 
 
 def _measured_network(steps: Sequence[Simulation], on_cpu: bool) -> Network:
-    """Per link, the median time of its transfers; for a link without any, the median over all links."""
+    """For each link the median time of its transfers; for a link without transfers, the median over all links."""
     times: dict[tuple[int, int], list[float]] = defaultdict(list)
     for step in steps:
         for t in step.transfers:

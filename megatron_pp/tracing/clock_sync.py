@@ -1,4 +1,4 @@
-"""How far the clocks of a pipeline's ranks are apart, measured by messages between neighbours before a step.
+"""Measures how far the clocks of a pipeline's ranks are apart, by messages between neighbours before a step.
 
 Rank r and rank r + 1 exchange a small message back and forth. In the shortest round trip the answer was given half a
 round trip after the question, give or take that half (the estimate of Cristian, Distributed Computing 3, 1989). Rank r
@@ -29,8 +29,8 @@ class Agreement(NamedTuple):
 
 
 def agree_on_clocks(transport: Transport, clock: Clock, run: int = 0) -> Agreement:
-    """Collective over the pipeline; the channels between neighbours must have been prepared. ``run`` is rank 0's.
-    ``clock`` returns nanoseconds, and is only compared with itself."""
+    """Compare the clocks. Collective over the pipeline; channels between neighbours must have been prepared. ``run`` is
+    rank 0's. ``clock`` returns nanoseconds, and is only compared with itself."""
     known = Agreement(run, 0)
     if transport.rank > 0:
         known = _answer(transport, transport.rank - 1, clock)
@@ -61,7 +61,7 @@ def _answer(transport: Transport, peer: int, clock: Clock) -> Agreement:
 
 
 def _machine_number() -> int:
-    """The same for all processes that share this machine's monotonic clock since its last boot; 63 bits."""
+    """A number of 63 bits that is the same for all processes that share this machine's clock since its last boot."""
     try:
         text = _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:  # no such file: assume that no two processes share a clock

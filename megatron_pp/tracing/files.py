@@ -127,7 +127,7 @@ def read_rank_trace(path: str | Path) -> RankTrace:
 
 
 def parse_rank_trace(text: str, path: str | Path) -> RankTrace:
-    """The same of the text of a file; ``path`` names it in errors."""
+    """As ``read_rank_trace``, for the text of a file. ``path`` names the file in errors."""
     lines = text.split("\n")
     if not lines[0]:
         raise FileFormatError(f"{path}: the file is empty")
@@ -185,7 +185,7 @@ def _add(trace: RankTrace, content: dict[str, Any]) -> None:
 
 
 def _whole_numbers(content: dict[str, Any], *names: str) -> array[int]:
-    """Of 64 bits, as nanoseconds are. Raises OverflowError."""
+    """The integers of these names, of 64 bits, as nanoseconds are. Raises OverflowError."""
     return array("q", (int(content[name]) for name in names))
 
 

@@ -1,4 +1,4 @@
-"""What watches the instructions of a step. ``step_observer.py`` has what takes part in its phases."""
+"""Observers of the instructions of a step. ``step_observer.py`` has those that take part in its phases."""
 
 import math
 from typing import Any, Protocol, runtime_checkable
@@ -9,7 +9,7 @@ from megatron_pp.plan.ir.instruction import Instruction
 
 
 class Observer(Protocol):
-    """Around each instruction of a step."""
+    """Its methods are called before and after each instruction of a step."""
 
     def begin(self, at: Instruction) -> None: ...
 

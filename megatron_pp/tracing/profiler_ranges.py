@@ -1,4 +1,4 @@
-"""The instructions of a step in what a profiler shows."""
+"""Shows the instructions of a step as ranges in a profiler."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -26,7 +26,7 @@ class ProfilerRanges:
 
 
 def profiler_ranges() -> ProfilerRanges:
-    """By torch's profiler where it runs, else by NVTX."""
+    """The observer that opens ranges in torch's profiler if it runs, or else NVTX ranges."""
     if torch.autograd._profiler_enabled():
         return ProfilerRanges(torch.autograd.profiler.record_function)
     return ProfilerRanges(torch.cuda.nvtx.range)

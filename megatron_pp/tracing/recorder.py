@@ -42,7 +42,7 @@ logger = logging.getLogger("megatron_pp")
 
 _STEPS_BETWEEN_SYNCS = 16
 
-# A tracer belongs to a model, and goes with it. Ranks make their models in one order, so their numbers agree.
+# A tracer belongs to a model, and is dropped with it. Ranks make their models in one order, so their numbers agree.
 _NUMBERS = itertools.count()
 _TRACERS: ObjectTable[Tracer] = ObjectTable()
 
@@ -71,7 +71,7 @@ class _Traced(StepObserver):
 
 
 def step_observer(step: Any) -> StepObserver:
-    """What traces ``step``."""
+    """The observer that traces ``step``."""
     return _Traced()
 
 

@@ -1,4 +1,4 @@
-"""The files of one run's ranks, merged: every step of a pipeline on one clock."""
+"""Merges the files of one run's ranks, so that every step of a pipeline is on one clock."""
 
 from __future__ import annotations
 
