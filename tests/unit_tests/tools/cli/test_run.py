@@ -155,6 +155,9 @@ def test_what_it_raises_is_raised(command: Callable[..., tuple[int, str, str]], 
         command("run", script(IMPORT_MEGATRON, f"raise {error}"))
 
 
+REPLAN = "pipeline_replan is no longer a setting: plans no longer change while a job runs. Leave it out."
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -167,19 +170,17 @@ def test_what_it_raises_is_raised(command: Callable[..., tuple[int, str, str]], 
             ["--p2p-debug=yes"],
             "--p2p-debug is a switch, true or false, and takes no value ('yes'): write --p2p-debug or",
         ),
+        (["--settings", "words.toml"], "overlap_p2p_comm is yes; a switch of TOML is true or false"),
+        (["--pipeline-replan=every:100"], REPLAN),
+        (["--pipeline-replan", "every:100"], REPLAN),
     ],
 )
 def test_a_wrong_setting_is_said_before_the_script_runs(
     command: Callable[..., tuple[int, str, str]], flags: list[str], words: str
 ) -> None:
+    Path("words.toml").write_text("overlap_p2p_comm = yes\n")
     assert_refused(command("run", *flags, script(NOTE_ARGUMENTS)), 2, "megatron-pp run: ", words)
     assert not Path("arguments").exists()
-
-
-def test_a_switch_of_another_language_is_said(command: Callable[..., tuple[int, str, str]]) -> None:
-    Path("words.toml").write_text("overlap_p2p_comm = yes\n")
-    words = "overlap_p2p_comm is yes; a switch of TOML is true or false"
-    assert_refused(command("run", "--settings", "words.toml", script(NOTE_ARGUMENTS)), 2, words)
 
 
 def test_help_has_groups_and_choices(command: Callable[..., tuple[int, str, str]]) -> None:
@@ -189,12 +190,20 @@ def test_help_has_groups_and_choices(command: Callable[..., tuple[int, str, str]
     assert said.index("--p2p-channels {one_way,shared}") > places[1]
 
 
-def test_a_missing_script_is_said(command: Callable[..., tuple[int, str, str]]) -> None:
-    assert_refused(command("run", "none.py"), 2, "megatron-pp run: none.py: there is no such file")
-    for name in ("no_such_module", "package.none", "no_such.module", "scripts", "package/probe.py"):
-        assert_refused(command("run", "-m", name), 2, f"megatron-pp run: -m {name}: there is no such module")
-    assert_refused(command("run"), 2, "megatron-pp run: the following arguments are required: SCRIPT; see")
-    assert_refused(command("run", "package"), 2, "megatron-pp run: package: it is a folder, not a script")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "the following arguments are required: SCRIPT; see"),
+        (["none.py"], "none.py: there is no such file"),
+        (["package"], "package: it is a folder, not a script"),
+        *(
+            (["-m", name], f"-m {name}: there is no such module")
+            for name in ("no_such_module", "package.none", "no_such.module", "scripts", "package/probe.py")
+        ),
+    ],
+)
+def test_a_missing_script_is_said(command: Callable[..., tuple[int, str, str]], words: list[str], said: str) -> None:
+    assert_refused(command("run", *words), 2, f"megatron-pp run: {said}")
 
 
 def test_an_error_of_the_package_that_holds_the_module_is_raised(command: Callable[..., tuple[int, str, str]]) -> None:
@@ -221,11 +230,3 @@ def test_a_missing_package_is_named_with_its_extra(
     monkeypatch.setattr(run, "prepare", prepare)
     words = f"No module named {package!r}; `pip install '.[{extra}]'` gets it, and what goes with it"
     assert_refused(command("run", script()), 2, "megatron-pp run: ", words)
-
-
-def test_an_option_that_there_was_is_refused_with_what_to_do_instead(
-    command: Callable[..., tuple[int, str, str]],
-) -> None:
-    words = "pipeline_replan is no longer a setting: plans no longer change while a job runs. Leave it out."
-    assert_refused(command("run", "--pipeline-replan=every:100", script()), 2, "megatron-pp run: ", words)
-    assert_refused(command("run", "--pipeline-replan", "every:100", script()), 2, "megatron-pp run: ", words)
