@@ -13,12 +13,13 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_pp.errors import MegatronPPError
 from megatron_pp.plan.costs.files import check_writable, write_whole
+from megatron_pp.plan.ir.feature import all_values
 from megatron_pp.tools import draw
 from megatron_pp.tools.advise import answer
 from megatron_pp.tools.advise.evaluate import Outcome
@@ -97,7 +98,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
             (print_command if line.startswith(_TORCHRUN) else print_line)(console, line)
         _show_others(findings, best, console)
     if best.spec is not None and best.spec.measured is not None:  # the command names it
-        write_whole(measured, json.dumps(asdict(best.spec.measured), indent=1) + "\n")
+        write_whole(measured, json.dumps(all_values(best.spec.measured), indent=1) + "\n")
     elif args.measured_out:
         warnings.warn(f"{args.measured_out} is not written: {best.candidate.schedule} is no search", stacklevel=1)
     if args.plot:
