@@ -32,10 +32,10 @@ from megatron_recipes import CASES, NO_SCHEDULE, SAME, SCRIPTS  # noqa: E402
 from megatron_pp.tools.advise.gpus import gpu_named  # noqa: E402
 from megatron_pp.tools.check.command import Answer, check  # noqa: E402
 from megatron_pp.tools.check.findings import ERROR, RISK  # noqa: E402
-from megatron_pp.tools.check.job import Job  # noqa: E402
-from megatron_pp.tools.check.megatron_flags import HOPPER, job_of_answer  # noqa: E402
-from megatron_pp.tools.check.megatron_process import import_arguments, read_request  # noqa: E402
-from megatron_pp.tools.check.read import words_of  # noqa: E402
+from megatron_pp.tools.check.jobs.job import Job  # noqa: E402
+from megatron_pp.tools.check.jobs.megatron_flags import HOPPER, job_of_answer  # noqa: E402
+from megatron_pp.tools.check.jobs.megatron_process import import_arguments, read_request  # noqa: E402
+from megatron_pp.tools.check.jobs.read import words_of  # noqa: E402
 from megatron_pp.tools.flags.flags import Flags  # noqa: E402
 from megatron_pp.tools.parity.layout import PP, fewest_processes  # noqa: E402
 

@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_pp.tools.check import megatron_process
+from megatron_pp.tools.check.jobs import megatron_process
 from megatron_pp.tools.flags.table import COLUMNS
 
 _GENERATION = 9

@@ -28,7 +28,7 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megatron_pp.tools.check.read import words_of  # noqa: E402
+from megatron_pp.tools.check.jobs.read import words_of  # noqa: E402
 from megatron_pp.tools.flags.flags import Flags  # noqa: E402
 from megatron_pp.tools.parity.layout import PP, Layout, fewest_processes  # noqa: E402
 from megatron_pp.tools.parity.shrink import for_parity  # noqa: E402

@@ -35,9 +35,9 @@ from megatron_pp.tools.advise.gpus import gpu_named  # noqa: E402
 from megatron_pp.tools.advise.model import Layer, total  # noqa: E402
 from megatron_pp.tools.check.command import Answer, check  # noqa: E402
 from megatron_pp.tools.check.findings import ERROR  # noqa: E402
-from megatron_pp.tools.check.flag_table import read_flags  # noqa: E402
+from megatron_pp.tools.check.jobs.flag_table import read_flags  # noqa: E402
+from megatron_pp.tools.check.jobs.read import Given, read_job  # noqa: E402
 from megatron_pp.tools.check.priced import priced, transformer_of_job  # noqa: E402
-from megatron_pp.tools.check.read import Given, read_job  # noqa: E402
 from megatron_pp.tools.check.risks import known_faults  # noqa: E402
 
 PAGE, RECIPES = ROOT / "docs" / "recipes" / "models.md", ROOT / "examples" / "recipes"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_pp.tools.check.shell import read_shell
+from megatron_pp.tools.check.jobs.shell import read_shell
 from megatron_pp.tools.flags.flags import Flags
 from megatron_pp.tools.parity.layout import Layout
 from megatron_pp.tools.parity.shrink import for_parity

@@ -18,7 +18,7 @@ from xml.etree import ElementTree as Xml
 
 import pytest
 
-from megatron_pp.tools.check import megatron_flags
+from megatron_pp.tools.check.jobs import megatron_flags
 from megatron_pp.tools.cli.command_line import main
 from testkit.ends import as_in_the_foreground
 from tests.conftest import PROJECT_ROOT

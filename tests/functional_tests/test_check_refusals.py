@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from megatron_pp.tools.check import megatron_flags
 from megatron_pp.tools.check.findings import ERROR, NOTE, RISK
-from megatron_pp.tools.check.job import Job
-from megatron_pp.tools.check.megatron_flags import read_script
-from megatron_pp.tools.check.megatron_process import read_request
-from megatron_pp.tools.check.read import Given, read_job
+from megatron_pp.tools.check.jobs import megatron_flags
+from megatron_pp.tools.check.jobs.job import Job
+from megatron_pp.tools.check.jobs.megatron_flags import read_script
+from megatron_pp.tools.check.jobs.megatron_process import read_request
+from megatron_pp.tools.check.jobs.read import Given, read_job
 from testkit.processes import run_processes
 from tests.functional_tests.megatron_support import needs_megatron
 

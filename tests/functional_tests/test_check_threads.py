@@ -14,7 +14,7 @@ import pytest
 
 from megatron_pp.tools.check.command import check
 from megatron_pp.tools.check.findings import ERROR
-from megatron_pp.tools.check.read import Given, read_job
+from megatron_pp.tools.check.jobs.read import Given, read_job
 from tests.unit_tests.tools.check.test_threads import NAMED, Broken
 
 CHECKOUT = Path(os.environ.get("MEGATRON_CHECKOUT", "-"))

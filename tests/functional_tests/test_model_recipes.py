@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from examples.recipes import vlm_in_bubbles
-from megatron_pp.tools.check.shell import read_shell
+from megatron_pp.tools.check.jobs.shell import read_shell
 from megatron_pp.tools.flags.flags import Flags
 from testkit.sweeps import drawn
 from tests.functional_tests.megatron_support import assert_equal, beside_megatrons_schedule, needs_megatron

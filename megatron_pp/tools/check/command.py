@@ -11,7 +11,7 @@ from typing import Any
 from megatron_pp.errors import MegatronPPError
 from megatron_pp.tools.advise.gpus import Gpu
 from megatron_pp.tools.check.findings import ERROR, LEVELS, NOTE, RISK, SECTIONS, Finding, Section
-from megatron_pp.tools.check.job import Job
+from megatron_pp.tools.check.jobs.job import Job
 
 NOTHING, FAILS, RISKS = 0, 1, 3
 """Exit codes: nothing found, something would fail or compute wrongly, risks only."""

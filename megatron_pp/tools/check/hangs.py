@@ -9,7 +9,7 @@ from megatron_pp.errors import LayoutError, PlanError, ScheduleInputError
 from megatron_pp.integrations.megatron.steps.served_configs import unserved_setting
 from megatron_pp.plan.builder import verified_plan
 from megatron_pp.tools.check.findings import ERROR, Finding, Section
-from megatron_pp.tools.check.job import TORCHTITAN, Job
+from megatron_pp.tools.check.jobs.job import TORCHTITAN, Job
 from megatron_pp.tools.check.priced import spec_of
 from megatron_pp.tools.check.stages import NoBatchError, microbatches_of, pipeline_size
 

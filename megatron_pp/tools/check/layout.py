@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from megatron_pp.config.hybrid_pattern import HybridPattern
 from megatron_pp.errors import MegatronPPError
 from megatron_pp.tools.check.findings import NOTE, RISK, Finding, Section
-from megatron_pp.tools.check.job import Job
+from megatron_pp.tools.check.jobs.job import Job
 from megatron_pp.tools.check.stages import Stage, batch_of, chunks_of, microbatches_of, pipeline_size, stages_of
 
 _WIDTH = 74  # columns of a picture

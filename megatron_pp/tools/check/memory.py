@@ -14,9 +14,9 @@ from megatron_pp.errors import MegatronPPError
 from megatron_pp.plan.costs.communicators import MEASURED_MORE
 from megatron_pp.tools.advise.gpus import GB, Gpu
 from megatron_pp.tools.check.findings import RISK, Finding, Section
-from megatron_pp.tools.check.job import TORCHTITAN, Job
+from megatron_pp.tools.check.jobs.job import TORCHTITAN, Job
+from megatron_pp.tools.check.jobs.sizes import vocabulary_of
 from megatron_pp.tools.check.priced import Priced, layers_of, priced, why_not_priced
-from megatron_pp.tools.check.sizes import vocabulary_of
 from megatron_pp.tools.check.stages import pipeline_size, stages_of
 
 MOST = 64

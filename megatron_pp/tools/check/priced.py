@@ -20,8 +20,8 @@ from megatron_pp.tools.advise.gpus import GB, Gpu
 from megatron_pp.tools.advise.megatron_args import transformer_of
 from megatron_pp.tools.advise.model import EMBEDDING, LOSS, MTP, Layer, Model
 from megatron_pp.tools.advise.transformer import Transformer
-from megatron_pp.tools.check.job import Job
-from megatron_pp.tools.check.sizes import vocabulary_of
+from megatron_pp.tools.check.jobs.job import Job
+from megatron_pp.tools.check.jobs.sizes import vocabulary_of
 from megatron_pp.tools.check.stages import NoBatchError, Stage, chunks_of, microbatches_of, pipeline_size, stages_of
 
 LATENCY = 0.01  # ms of a message between GPUs

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_pp.tools.check.files import loaded
 from megatron_pp.tools.check.findings import ERROR, LEVELS, RISK, Finding, Section
-from megatron_pp.tools.check.job import TORCHTITAN, Job
+from megatron_pp.tools.check.jobs.files import loaded
+from megatron_pp.tools.check.jobs.job import TORCHTITAN, Job
 
 FILE = Path(__file__).with_name("known_faults.toml")
 SAME, NOT_AFFECTED = "same", "not affected"

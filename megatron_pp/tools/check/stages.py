@@ -14,7 +14,7 @@ from typing import Any
 from megatron_pp.config.hybrid_pattern import HybridPattern
 from megatron_pp.config.layout import place_layers
 from megatron_pp.errors import LayoutError
-from megatron_pp.tools.check.job import Job
+from megatron_pp.tools.check.jobs.job import Job
 from megatron_pp.tools.parity.layout import stages_of as letters_of
 
 _LETTERS = re.compile(r"[EtmL]*\Z")

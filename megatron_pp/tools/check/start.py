@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_pp.tools.check.findings import NOTE, Finding, Section
-from megatron_pp.tools.check.job import Job
+from megatron_pp.tools.check.jobs.job import Job
 from megatron_pp.tools.check.rules import RULES
 
 

@@ -13,7 +13,7 @@ from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.tools.advise.gpus import Gpu
 from megatron_pp.tools.advise.pilots import PILOTS, continued
 from megatron_pp.tools.check.findings import NOTE, Finding, Section
-from megatron_pp.tools.check.job import TORCHTITAN, Job
+from megatron_pp.tools.check.jobs.job import TORCHTITAN, Job
 from megatron_pp.tools.check.memory import without_vocabulary
 from megatron_pp.tools.check.priced import Priced, priced, why_not_priced
 from megatron_pp.tools.check.rules import RULES

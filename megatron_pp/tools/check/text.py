@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron_pp.tools.check.command import Answer, sorted_findings
 from megatron_pp.tools.check.findings import LEVELS, Finding
-from megatron_pp.tools.check.job import Job
+from megatron_pp.tools.check.jobs.job import Job
 
 _TITLES = {
     "layout": "Layout",

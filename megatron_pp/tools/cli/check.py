@@ -15,9 +15,9 @@ from megatron_pp.tools.advise.gpus import GPUS, gpu_named
 from megatron_pp.tools.check import outputs
 from megatron_pp.tools.check.command import Answer, check
 from megatron_pp.tools.check.findings import ERROR, NOTE, RISK, Finding, Section
-from megatron_pp.tools.check.job import Job
-from megatron_pp.tools.check.megatron_flags import HOPPER, PATIENCE
-from megatron_pp.tools.check.read import Given, read_job
+from megatron_pp.tools.check.jobs.job import Job
+from megatron_pp.tools.check.jobs.megatron_flags import HOPPER, PATIENCE
+from megatron_pp.tools.check.jobs.read import Given, read_job
 from megatron_pp.tools.check.text import lines_of
 from megatron_pp.tools.cli import parity, run
 from megatron_pp.tools.cli.errors import BAD_INPUT

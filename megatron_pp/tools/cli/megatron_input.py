@@ -15,10 +15,10 @@ from megatron_pp.tools.advise.gpus import GB, GPUS, gpu_named
 from megatron_pp.tools.advise.megatron_args import arguments_of, read_megatron_args
 from megatron_pp.tools.advise.transformer import Transformer
 from megatron_pp.tools.check.findings import ERROR
-from megatron_pp.tools.check.flag_table import WRONG_VALUE, read_flags
-from megatron_pp.tools.check.job import Job
+from megatron_pp.tools.check.jobs.flag_table import WRONG_VALUE, read_flags
+from megatron_pp.tools.check.jobs.job import Job
+from megatron_pp.tools.check.jobs.read import is_file_of_settings, settings_of_file
 from megatron_pp.tools.check.priced import priced, transformer_of_job
-from megatron_pp.tools.check.read import is_file_of_settings, settings_of_file
 from megatron_pp.tools.check.stages import NoBatchError, chunks_of, microbatches_of, pipeline_size
 from megatron_pp.tools.cli import cost_options
 from megatron_pp.tools.cli.errors import UsageError

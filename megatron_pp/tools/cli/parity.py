@@ -130,7 +130,7 @@ def known_faults(answer: "Answer", given: Sequence[str]) -> list[dict[str, str]]
     if answer.verdict != DIFFERENT:
         return []
     risks: Any = importlib.import_module("megatron_pp.tools.check.risks")
-    table: Any = importlib.import_module("megatron_pp.tools.check.flag_table")
+    table: Any = importlib.import_module("megatron_pp.tools.check.jobs.flag_table")
     layout = answer.layout if answer.smallest is None else answer.smallest.layout
     flags = layout.flags.without(*(name for name in (_LAYERS,) if name not in Flags.read(given)))
     release = getattr(sys.modules.get("megatron.core"), "__version__", "")

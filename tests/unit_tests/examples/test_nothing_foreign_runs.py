@@ -16,8 +16,8 @@ UNPICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "j
 # File -> what it may do: run the script that the user names; copy objects between ranks of one job, as torch does.
 ALLOWED = {
     # The checks of the Megatron that the user's script imports, and the function of the script that adds its flags.
-    "megatron_pp/tools/check/collecting.py": {"running text: compile"},
-    "megatron_pp/tools/check/megatron_process.py": {"running text: compile", "running text: exec"},
+    "megatron_pp/tools/check/jobs/collecting.py": {"running text: compile"},
+    "megatron_pp/tools/check/jobs/megatron_process.py": {"running text: compile", "running text: exec"},
     "megatron_pp/tools/cli/run.py": {"running text: compile", "running text: exec"},
     "megatron_pp/integrations/megatron/steps/v_logs.py": {"unpickling: pickle"},
     "megatron_pp/tools/parity/keeper.py": {"unpickling: pickle"},  # the outcome of the worker that it has started

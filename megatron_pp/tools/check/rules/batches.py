@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megatron_pp.config.microbatch_counts import explain_microbatch_count
 from megatron_pp.errors import MegatronPPError
 from megatron_pp.tools.check.findings import RISK
-from megatron_pp.tools.check.job import Job
+from megatron_pp.tools.check.jobs.job import Job
 from megatron_pp.tools.check.rules.rule import Rule, either, nearest, set_to, whole, without
 from megatron_pp.tools.check.stages import batch_of, chunks_of, microbatches_of, pipeline_size
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_pp.tools.check.job import Job
+from megatron_pp.tools.check.jobs.job import Job
 from megatron_pp.tools.check.rules.rule import Rule, either, set_to, unchecked, whole, without
 from megatron_pp.tools.check.stages import chunks_of, pipeline_size
 

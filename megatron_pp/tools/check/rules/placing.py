@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron_pp.config.hybrid_pattern import HybridPattern
 from megatron_pp.errors import MegatronPPError
-from megatron_pp.tools.check.job import Job
+from megatron_pp.tools.check.jobs.job import Job
 from megatron_pp.tools.check.rules.rule import MODEL_PARALLEL, Rule, nearest, set_to, unchecked, whole, without
 from megatron_pp.tools.check.stages import Stage, chunks_of, pipeline_size, stages_of
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_pp.tools.check.findings import ERROR
-from megatron_pp.tools.check.job import Job
+from megatron_pp.tools.check.jobs.job import Job
 
 MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 _MEGATRON_ARGUMENTS = ("megatron", "slime", "ms-swift")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron_pp.tools.check.job import Job
+from megatron_pp.tools.check.jobs.job import Job
 from megatron_pp.tools.check.rules.rule import MODEL_PARALLEL, Rule, divisors_near, nearest, set_to, unchecked, whole
 from megatron_pp.tools.check.stages import pipeline_size
 

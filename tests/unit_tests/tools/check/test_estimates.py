@@ -11,9 +11,9 @@ import pytest
 from megatron_pp.integrations.megatron.steps import scope
 from megatron_pp.tools.advise.gpus import GPUS
 from megatron_pp.tools.check import hangs, memory, step_time
-from megatron_pp.tools.check.job import Job
+from megatron_pp.tools.check.jobs.job import Job
+from megatron_pp.tools.check.jobs.sizes import vocabulary_of
 from megatron_pp.tools.check.priced import layers_of, priced, transformer_of_job
-from megatron_pp.tools.check.sizes import vocabulary_of
 from megatron_pp.tools.check.stages import stages_of
 
 H100 = GPUS["h100"]

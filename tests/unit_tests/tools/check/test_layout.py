@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_pp.errors import LayoutError
-from megatron_pp.tools.check.job import Job
+from megatron_pp.tools.check.jobs.job import Job
 from megatron_pp.tools.check.layout import section
 from megatron_pp.tools.check.stages import microbatches_of, stages_of
 

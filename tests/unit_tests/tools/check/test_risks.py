@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from megatron_pp.tools.check.findings import ERROR, NOTE, RISK
-from megatron_pp.tools.check.job import Job
+from megatron_pp.tools.check.jobs.job import Job
+from megatron_pp.tools.check.jobs.sizes import completed
 from megatron_pp.tools.check.risks import (
     DERIVED,
     NOT_AFFECTED,
@@ -22,7 +23,6 @@ from megatron_pp.tools.check.risks import (
     values_of,
     version_of,
 )
-from megatron_pp.tools.check.sizes import completed
 from megatron_pp.tools.flags.table import settings
 from tests.conftest import PROJECT_ROOT
 

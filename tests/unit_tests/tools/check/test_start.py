@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_pp.tools.check.findings import ERROR, NOTE, RISK, Finding
-from megatron_pp.tools.check.job import Job
+from megatron_pp.tools.check.jobs.job import Job
 from megatron_pp.tools.check.rules import RULES
 from megatron_pp.tools.check.start import section
 

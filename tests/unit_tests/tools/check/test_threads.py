@@ -13,9 +13,9 @@ import pytest
 
 from megatron_pp.tools.check.command import check
 from megatron_pp.tools.check.findings import ERROR, NOTE, RISK
-from megatron_pp.tools.check.flag_table import read_flags
-from megatron_pp.tools.check.job import Job
-from megatron_pp.tools.check.read import Given, read_job
+from megatron_pp.tools.check.jobs.flag_table import read_flags
+from megatron_pp.tools.check.jobs.job import Job
+from megatron_pp.tools.check.jobs.read import Given, read_job
 
 MEGATRON = "https://github.com/NVIDIA/Megatron-LM/"
 BRIDGE = "https://github.com/NVIDIA-NeMo/Megatron-Bridge/"

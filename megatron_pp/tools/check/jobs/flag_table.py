@@ -8,8 +8,8 @@ from typing import Any
 
 from megatron_pp.common.names import did_you_mean
 from megatron_pp.tools.check.findings import ERROR, NOTE, RISK, Finding
-from megatron_pp.tools.check.job import Job
-from megatron_pp.tools.check.sizes import completed
+from megatron_pp.tools.check.jobs.job import Job
+from megatron_pp.tools.check.jobs.sizes import completed
 from megatron_pp.tools.flags.read import Read, read_words
 from megatron_pp.tools.flags.table import options
 

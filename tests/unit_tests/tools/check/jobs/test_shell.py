@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pp.tools.check.errors import UnreadableError
-from megatron_pp.tools.check.job import Job
-from megatron_pp.tools.check.read import Given, read_job
-from megatron_pp.tools.check.shell import read_shell
+from megatron_pp.tools.check.jobs.errors import UnreadableError
+from megatron_pp.tools.check.jobs.job import Job
+from megatron_pp.tools.check.jobs.read import Given, read_job
+from megatron_pp.tools.check.jobs.shell import read_shell
 
 MODEL = """\
 NLAYERS=${NLAYERS:-48}

@@ -1,6 +1,6 @@
 """Calls a recipe function, in a process of its own, and prints what it returns as JSON.
 
-python -m megatron_pp.tools.check.recipe_process megatron.bridge.recipes.llama:llama3_8b_pretrain_config 64
+python -m megatron_pp.tools.check.jobs.recipe_process megatron.bridge.recipes.llama:llama3_8b_pretrain_config 64
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import warnings
 from typing import Any
 
-from megatron_pp.tools.check.megatron_process import plain
+from megatron_pp.tools.check.jobs.megatron_process import plain
 
 _DEEPEST = 8
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_pp.common.names import did_you_mean
-from megatron_pp.tools.check.errors import UnreadableError
 from megatron_pp.tools.check.findings import ERROR, NOTE, RISK, Finding
-from megatron_pp.tools.check.job import Job
+from megatron_pp.tools.check.jobs.errors import UnreadableError
+from megatron_pp.tools.check.jobs.job import Job
 
 PATIENCE = 120.0  # seconds until Megatron has been imported and has read the flags
 HOPPER = 9
@@ -60,7 +60,7 @@ def read_script(
     script = _path_of(words[0], module)
     text = own_text(script)
     if "ArgumentParser(" in text and _TRAINING not in text:
-        from megatron_pp.tools.check import flag_table
+        from megatron_pp.tools.check.jobs import flag_table
 
         return flag_table.read_flags(words, gpus, f"{words[0]} has a parser of its own", own=text)
     request = {"script": script, "module": module, "words": [*words[1:]], "gpus": gpus, "generation": generation}
@@ -71,7 +71,7 @@ def read_script(
 def job_of_answer(answer: Mapping[str, Any], words: Sequence[str], script: str, gpus: int) -> Job:
     """The job of what a process of `megatron_process` answers. ``script``: the file that ``words`` name."""
     if "missing" in answer or not answer["checked"]:
-        from megatron_pp.tools.check import flag_table
+        from megatron_pp.tools.check.jobs import flag_table
 
         return flag_table.read_flags(words, gpus, _why_not_imported(answer), str(answer.get("release", "")))
     found = [*_usage(answer, words, script), *_refusals(answer), *_changes(answer), *_assumed(answer)]
@@ -108,7 +108,7 @@ def _path_of(name: str, module: bool) -> str:
 
 
 def _asked(request: Mapping[str, Any], patience: float) -> dict[str, Any]:
-    command = [sys.executable, "-m", "megatron_pp.tools.check.megatron_process", json.dumps(request)]
+    command = [sys.executable, "-m", "megatron_pp.tools.check.jobs.megatron_process", json.dumps(request)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=patience, check=False)
     except subprocess.TimeoutExpired:

@@ -7,14 +7,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from megatron_pp.tools.check import files
-from megatron_pp.tools.check.errors import UnreadableError
-from megatron_pp.tools.check.job import Job
+from megatron_pp.tools.check.jobs import files
+from megatron_pp.tools.check.jobs.errors import UnreadableError
+from megatron_pp.tools.check.jobs.job import Job
 
 
 def read_recipe(name: str, changes: Sequence[str], gpus: int, patience: float) -> Job:
     """``name``: MODULE:FUNCTION. ``changes`` are as Hydra has them. Raises UnreadableError."""
-    command = [sys.executable, "-m", "megatron_pp.tools.check.recipe_process", name, str(gpus)]
+    command = [sys.executable, "-m", "megatron_pp.tools.check.jobs.recipe_process", name, str(gpus)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=patience, check=False)
     except subprocess.TimeoutExpired:

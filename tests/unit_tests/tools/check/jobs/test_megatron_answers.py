@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_pp.tools.check import megatron_flags
+from megatron_pp.tools.check.jobs import megatron_flags
 
 
 def answer(**fields: Any) -> dict[str, Any]:

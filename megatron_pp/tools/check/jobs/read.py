@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megatron_pp.tools.check import files, megatron_flags, recipes, shell
-from megatron_pp.tools.check.errors import UnreadableError
 from megatron_pp.tools.check.findings import NOTE, RISK, Finding
-from megatron_pp.tools.check.flag_table import read_flags
-from megatron_pp.tools.check.job import Job
+from megatron_pp.tools.check.jobs import files, megatron_flags, recipes, shell
+from megatron_pp.tools.check.jobs.errors import UnreadableError
+from megatron_pp.tools.check.jobs.flag_table import read_flags
+from megatron_pp.tools.check.jobs.job import Job
 from megatron_pp.tools.flags.table import options
 from megatron_pp.tools.flags.words import values_of_words
 

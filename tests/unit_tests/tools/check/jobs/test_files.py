@@ -10,10 +10,10 @@ import pytest
 from megatron_pp.errors import FileFormatError
 from megatron_pp.plan.simulate.memory import ModelShape
 from megatron_pp.tools.advise.megatron_args import arguments_of, transformer_of
-from megatron_pp.tools.check.errors import UnreadableError
 from megatron_pp.tools.check.findings import ERROR
-from megatron_pp.tools.check.job import Job
-from megatron_pp.tools.check.read import Given, read_job, settings_of_file, words_of
+from megatron_pp.tools.check.jobs.errors import UnreadableError
+from megatron_pp.tools.check.jobs.job import Job
+from megatron_pp.tools.check.jobs.read import Given, read_job, settings_of_file, words_of
 
 BRIDGE = """\
 _target_: megatron.bridge.training.config.ConfigContainer

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_pp.plan.costs.files import read_text
-from megatron_pp.tools.check import special
-from megatron_pp.tools.check.errors import UnreadableError
 from megatron_pp.tools.check.findings import RISK, Finding
-from megatron_pp.tools.check.flag_table import job_of
-from megatron_pp.tools.check.job import Job
-from megatron_pp.tools.check.references import resolved
+from megatron_pp.tools.check.jobs import special
+from megatron_pp.tools.check.jobs.errors import UnreadableError
+from megatron_pp.tools.check.jobs.flag_table import job_of
+from megatron_pp.tools.check.jobs.job import Job
+from megatron_pp.tools.check.jobs.references import resolved
 from megatron_pp.tools.flags.programs import read_keys, setting_of
 
 ENDINGS = (".yaml", ".yml", ".toml")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_pp.tools.check.megatron_flags import read_script
+from megatron_pp.tools.check.jobs.megatron_flags import read_script
 
 SCRIPT = """
 import argparse

@@ -1,6 +1,6 @@
 """Reads a script's flags by Megatron's own parser and checks, in a process of its own.
 
-    python -m megatron_pp.tools.check.megatron_process '{"script": ..., "words": [...], "gpus": 64, ...}'
+    python -m megatron_pp.tools.check.jobs.megatron_process '{"script": ..., "words": [...], "gpus": 64, ...}'
 
 prints one JSON object. No process group is made and no GPU is used: Megatron's `parse_args` and `validate_args` read
 the number of processes from the environment, and ask the device for its generation only. `megatron.training` is
@@ -105,7 +105,7 @@ def _with_known_settings(refusal: Any, known: set[str]) -> dict[str, Any]:
 
 def import_arguments(generation: int) -> tuple[Any, Any, list[str]]:
     """Megatron's module of arguments, whose checks record; and what is assumed of libraries that are missing here."""
-    from megatron_pp.tools.check.collecting import collect_refusals
+    from megatron_pp.tools.check.jobs.collecting import collect_refusals
 
     vars(typing).setdefault("override", lambda function: function)  # Megatron's main branch needs Python 3.12
     refusals = collect_refusals()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_pp.plan.costs.files import read_text
-from megatron_pp.tools.check.errors import UnreadableError
+from megatron_pp.tools.check.jobs.errors import UnreadableError
 
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)\Z", re.DOTALL)
 _USED = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?-([^}]*))?\}|\$(\w+)")
