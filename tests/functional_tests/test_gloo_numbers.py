@@ -2,8 +2,9 @@
 
 A covering subset of what ``unit_tests/runtime/test_differential.py`` runs over the in-memory transport, and what needs
 real processes: torch's DistributedDataParallel and FSDP2 around stages. The rows are in ``numbers/library.py``. Of each
-schedule, of each with split backwards, and of each kind of FSDP2's collectives one row is drawn. All others run in each
-run.
+schedule, of each with split backwards, and of each kind of FSDP2's collectives one row is drawn. Of 1F1B and its chunks
+each row is drawn under two of four policies, so that each policy has half of them. All others run in each run, such as
+those in which a well-known stack fails.
 """
 
 from __future__ import annotations

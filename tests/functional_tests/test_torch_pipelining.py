@@ -2,8 +2,9 @@
 of all kinds.
 
 The rows are in ``numbers/torch_stages.py``, ``numbers/odd_models.py`` and ``numbers/torch_runtime.py``. A part is
-drawn. In each run every odd model runs under a schedule that splits backwards, every schedule runs, each of torch's
-schedules on two ranks, and four of them on four.
+drawn. In each run every odd model runs under a schedule that splits backwards, every schedule runs, and each of torch's
+schedules runs on two ranks. On four ranks, and with DistributedDataParallel, one with whole and one with split
+backwards does.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ RUNTIME = [*torch_runtime.ALWAYS, *drawn(torch_runtime.OTHERS, 1)]
 ODD = torch_stages.odd_of_this_run()
 STAGES = [
     *torch_stages.ON_TWO,
-    *(name for rows in (*torch_stages.ON_FOUR, *torch_stages.IN_DDP) for name in drawn(rows, 2)),
+    *(name for rows in (*torch_stages.ON_FOUR, *torch_stages.IN_DDP) for name in drawn(rows, 1)),
     *drawn(torch_stages.TABLES, 2),
     *drawn(torch_stages.PLANS, 1),
     *drawn(torch_stages.ORDERS, 1),

@@ -2,8 +2,8 @@
 runtime with FSDP2.
 
 The rows are in ``numbers/torch_stages.py`` and ``numbers/torch_runtime.py``. Drawn are the schedule that torch's
-runtime runs too, two of torch's schedules with whole and two with split backwards, modules that are nested in one of
-two ways, half of the odd models that FSDP2 can shard, and a row on pipelines of four ranks. Nested modules, mixed
+runtime runs too, two of torch's schedules with whole and two with split backwards, one of two schedules with nested
+modules, half of the odd models that FSDP2 can shard, and a row on pipelines of four ranks. Nested modules, mixed
 precision and stages of one replica run in each run.
 """
 

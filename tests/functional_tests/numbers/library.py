@@ -23,7 +23,7 @@ from megatron_pp.features.fsdp.fsdp_instructions import REDUCES_EACH
 from megatron_pp.testing.toy import HIDDEN, TOY_SCHEDULES, ToyBlock, ToyData, ToyResult, gradients_of, reference_run
 from megatron_pp.weight_grad import split_weight_grad
 from testkit.process_ranks import rank_of
-from testkit.sweeps import drawn
+from testkit.sweeps import EXHAUSTIVE, drawn
 from tests.functional_tests.numbers.rows import Numbers, Place, Row, whole
 from tests.functional_tests.numbers.whole_stages import watched
 
@@ -169,26 +169,28 @@ WRAPPERS: dict[str, Callable[[Sequence[Any], Place], list[Any]]] = {
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
-def grid() -> list[Steps]:
-    """1F1B and its chunks under every policy: the cases in which a well-known stack returns wrong gradients or hangs,
-    such as two ranks with two chunks each under the batched policy, and evaluation under overlap with warm-up flush."""
-    cases = []
+def faults_elsewhere() -> list[Steps]:
+    """Where a well-known stack returns wrong gradients or hangs: two ranks with two chunks each under the batched
+    policy, evaluation under overlap with warm-up flush, and shapes that travel ahead from four ranks on."""
+    cases = [Steps(2, 2, m, "batched") for m in (1, 2, 5)]
+    cases += [Steps(2, 2, 5, "flush", forward_only=True), Steps(4, 2, 9, "flush", forward_only=True)]
+    return [*cases, Steps(4, 1, 5, "overlap", True), Steps(4, 2, 9, "batched", True)]
+
+
+def grid(policy: str) -> list[Steps]:
+    """1F1B and its chunks."""
     both = (False, True)
-    for policy in POLICIES:
-        # Two ranks are each other's next and previous: what could cross, crosses here.
-        cases += [Steps(2, 2, m, policy, forward_only=only) for m, only in itertools.product((1, 2, 5), both)]
-        cases += [Steps(2, 2, 4, policy, variable, fields=(("p2p_channels", "shared"),)) for variable in both]
-        cases += [Steps(2, 1, 5, policy, variable) for variable in both]
-        cases += [Steps(2, 1, 5, policy, True, fields=(("p2p_channels", "shared"),))]
-        # Groups larger than the pipeline, and a ragged last one.
-        cases += [Steps(2, 3, 6, policy, fields=(("microbatch_group_size_per_vp_stage", 3),))]
-        cases += [Steps(3, 2, 7, policy, fields=(("microbatch_group_size_per_vp_stage", 6),))]
-        cases += [Steps(3, 2, 7, policy), Steps(3, 1, 4, policy, True, True)]
-        # Shapes that travel ahead hang from four ranks on elsewhere.
-        cases += [Steps(4, 1, 5, policy, True), Steps(4, 2, 9, policy, True), Steps(4, 2, 9, policy, forward_only=True)]
-        cases += [Steps(4, 3, 5, policy)]
-        cases += [Steps(1, 3, 4, policy)]
-    return cases
+    # Two ranks are each other's next and previous: what could cross, crosses here.
+    cases = [Steps(2, 2, m, policy, forward_only=only) for m, only in itertools.product((1, 2, 5), both)]
+    cases += [Steps(2, 2, 4, policy, variable, fields=(("p2p_channels", "shared"),)) for variable in both]
+    cases += [Steps(2, 1, 5, policy, variable) for variable in both]
+    cases += [Steps(2, 1, 5, policy, True, fields=(("p2p_channels", "shared"),))]
+    # Groups larger than the pipeline, and a ragged last one.
+    cases += [Steps(2, 3, 6, policy, fields=(("microbatch_group_size_per_vp_stage", 3),))]
+    cases += [Steps(3, 2, 7, policy, fields=(("microbatch_group_size_per_vp_stage", 6),))]
+    cases += [Steps(3, 2, 7, policy), Steps(3, 1, 4, policy, True, True)]
+    cases += [Steps(4, 1, 5, policy, True), Steps(4, 2, 9, policy, True), Steps(4, 2, 9, policy, forward_only=True)]
+    return [*cases, Steps(4, 3, 5, policy), Steps(1, 3, 4, policy)]
 
 
 def of_schedule(name: str) -> list[Steps]:
@@ -290,7 +292,9 @@ def rows_of(cases: Sequence[Steps]) -> dict[str, Row]:
     return {str(steps): steps.row(nearness(steps)) for steps in cases}
 
 
-GRID = rows_of(grid())
+ALWAYS = rows_of(faults_elsewhere())
+GRID = [rows_of(steps) for steps in zip(*map(grid, POLICIES), strict=True)]
+"""Steps, under each policy."""
 SCHEDULES = {name: rows_of(of_schedule(name)) for name in TOY_SCHEDULES}
 SPLIT = {
     name: rows_of(with_split_backwards(name))
@@ -305,9 +309,17 @@ KINDS = [
 LONGER = rows_of([with_collectives(4, *some, "overlap") for some in ON_LONGER_PIPELINES])
 DRAWN = [*SCHEDULES.values(), *SPLIT.values(), *KINDS]
 """Of each of these a run has one row."""
-ROWS: dict[str, Row] = functools.reduce(operator.or_, DRAWN, GRID | REPLICAS | LONGER)
+ROWS: dict[str, Row] = functools.reduce(operator.or_, [*GRID, *DRAWN], ALWAYS | REPLICAS | LONGER)
 
 
 def of_this_run() -> list[str]:
-    """The rows of four processes."""
-    return [*GRID, *REPLICAS, *(name for rows in DRAWN for name in drawn(rows, 1))]
+    """The rows of four processes. Steps of the grid run under two policies, those next to them under the other two."""
+    (first,) = [0] if EXHAUSTIVE else drawn(range(2), 1)
+    turns = [
+        name
+        for k, rows in enumerate(GRID)
+        for policy, name in enumerate(rows)
+        if EXHAUSTIVE or (k + policy) % 2 == first
+    ]
+    found = [*ALWAYS, *turns, *REPLICAS, *(name for rows in DRAWN for name in drawn(rows, 1))]
+    return list(dict.fromkeys(found))

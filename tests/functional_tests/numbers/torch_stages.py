@@ -431,7 +431,7 @@ SHARDED = [
     (2, of_torchs(WHOLE, 2, 2, **IN_FSDP)),
     (2, of_torchs(SPLITTING, 2, 2, **IN_FSDP)),
     (1, of_torchs(NESTED, 2, 3, wrapped=FSDP)),
-    (2, of_torchs(NESTED, 2, 2, model="nested layers", **IN_FSDP)),
+    (1, of_torchs(NESTED, 2, 2, model="nested layers", **IN_FSDP)),
     (1, rows_of([Stages("zb_v", "nested layers", 2, 4, fields=fields, **IN_FSDP) for fields in KINDS])),
 ]
 LONGER = {
