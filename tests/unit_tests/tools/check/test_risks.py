@@ -108,12 +108,6 @@ NEAR: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         "0.16.1",
     ),
     "mtp-without-tokens-is-nan": (MTP, {"mtp_num_layers": 0}, "0.16.1", "0.17.0"),
-    "prediction-with-tied-embeddings-and-overlapped-reduction": (
-        {"mtp_num_layers": 1, "pipeline_model_parallel_size": 2, "overlap_grad_reduce": True},
-        {"untie_embeddings_and_output_weights": True},
-        "0.19.2",
-        "",
-    ),
     "fsdp-checkpoint-of-another-pipeline": (SHARDED, {"load": None}, "0.19.2", ""),
     "layers-without-a-stage": (
         {**ENDS, "decoder_last_pipeline_num_layers": 13},
