@@ -151,6 +151,6 @@ def _communicator_of(kept: Kept, host: Host, settings: StepSettings, group: Any)
     found, given = kept.communicator(), host.inputs.p2p_communicator
     if isinstance(given, P2PCore):
         return found if found is given else None
-    made = (KEPT.get(group) or {}).values()
+    made = list((KEPT.get(group) or {}).values())
     is_open = found in made and not any(one.closed or one.transport.is_gone() for one in made)
     return found if is_open else None

@@ -215,6 +215,7 @@ SPECIAL: dict[str, list[Any]] = {
     "trace_steps": ["1"],
     "measure": [1, -1],
     "defer_embedding_wgrad_compute": [0, None],  # else Megatron's function fails on the last rank alone
+    "moe_paged_stash": [0, None],  # of which Megatron keeps a state from call to call
     "enable_autocast": [1],  # the dtype of messages is then another one
     "timers": [3],
     "step_number": [7, lambda: 8, -1],
