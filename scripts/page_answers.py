@@ -34,6 +34,8 @@ COLUMNS = 96
 FINDINGS = ("error", "risk", "note")
 HANG = 9
 """Columns before the lines that follow the first one of a finding."""
+_OF_TERMINALS = ("COLUMNS", "FORCE_COLOR")
+"""Variables that change how wide an answer is, and its bytes. A page shows what goes to a file without them."""
 REASONS = "Why not another"
 SHOWN = ("interleaved_zb V=3 ", "breadth_first V=3 ", "auto_v ")
 """Rows of the table of reasons that the page shows: a slower plan, one that recomputes, and one that was not built."""
@@ -96,7 +98,8 @@ def shortened(lines: list[str]) -> list[str]:
 def printed(command: str, folder: Path, codes: tuple[int, ...]) -> str:
     """What a ``megatron-pp`` command prints in ``folder``. Ends the program for an exit code other than ``codes``."""
     arguments = [sys.executable, "-m", "megatron_pp", *shlex.split(command)[1:]]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    theirs = {name: value for name, value in os.environ.items() if name not in _OF_TERMINALS}
+    environment = {**theirs, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(arguments, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     if done.returncode not in codes:
         sys.exit(f"{command}\nended with {done.returncode}: {done.stderr}")

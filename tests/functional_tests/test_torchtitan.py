@@ -17,7 +17,8 @@ from torch import Tensor
 
 from megatron_pp.integrations.torch_pipelining import PlanSchedule, use_in
 from testkit.processes import run_processes
-from tests.functional_tests.torch_pipelining_checks import CHUNKS, largest_difference
+from tests.functional_tests.numbers.torch_runtime import largest_difference
+from tests.functional_tests.numbers.torch_stages import CHUNKS
 
 pytestmark = [
     pytest.mark.skipif(find_spec("torchtitan") is None, reason="torchtitan is not installed"),

@@ -24,6 +24,12 @@ from megatron_pp.testing.toy import ToyBlock, ToyData, toy_config, toy_forward_s
 DATA = ToyData(4)
 
 
+@pytest.fixture(autouse=True)
+def no_layers_of_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests of this process may have made some, with which no call takes over anything."""
+    monkeypatch.setattr(kept_calls, "MODULES_OF_MODELS", ())
+
+
 class Program:
     """A rank alone with one model. ``steps``: those of its calls."""
 
