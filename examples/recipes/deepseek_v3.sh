@@ -2,7 +2,7 @@
 # DeepSeek-V3 on 1,024 GPUs: TP 2, PP 16 with 2 chunks a rank, EP 64, DP 32. The layer for multi-token prediction and the loss have a stage each.
 # Sizes: arXiv 2412.19437, section 4.2.
 #
-#   megatron-pp check --gpus 1024 --gpu h100 --release 0.19.2 examples/recipes/deepseek_v3.sh
+#   megatron-pp check --gpus 1024 --gpu h100 examples/recipes/deepseek_v3.sh
 #   srun --nodes 128 --ntasks-per-node 1 examples/recipes/deepseek_v3.sh   in a checkout of Megatron-LM; MASTER is the first node
 set -u
 
