@@ -125,3 +125,10 @@ def test_the_editor_is_told_the_length_of_lines() -> None:
 def test_the_number_of_the_release_is_the_same_everywhere() -> None:
     assert f"version: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
     assert re.search(rf"^## .*\b{re.escape(__version__)}\b", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+
+
+def test_a_release_has_each_heading_and_entry_of_the_changelog_once() -> None:
+    """A rebase that keeps both sides repeats them without a conflict."""
+    for release in re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1:]:
+        found = re.findall(r"^(?:#|\*\*|- ).+", release, re.MULTILINE)
+        assert [line for line in found if found.count(line) > 1] == []
