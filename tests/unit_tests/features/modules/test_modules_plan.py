@@ -377,6 +377,17 @@ def test_a_backward_before_that_of_the_next_chunk_is_refused() -> None:
             verify_modules(with_program(plan, 0, tuple(changed)))
 
 
+def test_a_forward_or_backward_before_its_message_is_there_is_refused() -> None:
+    plan = lowered_modules(modules_spec(TWO, 2))
+    for rank, op, wait in ((1, FORWARD, "WAIT_F0.0"), (0, BACKWARD, "WAIT_B0.0")):
+        program = list(plan.programs[rank])
+        at = next(at for at in program if (at.op, at.mb) == (op, 0))
+        program.remove(at)
+        program.insert(next(k for k, one in enumerate(program) if str(one).startswith(wait)), at)
+        with pytest.raises(PlanError, match=r"it comes before its .* is there \(message"):
+            verify_modules(with_program(plan, rank, tuple(program)))
+
+
 def test_static_buffers_are_not_claimed() -> None:
     with pytest.raises(PlanError, match="static_buffers is not checked"):
         modules_plan(modules_spec(TWO, 4, device=(STATIC_BUFFERS,)))
