@@ -176,20 +176,7 @@ def train(library: Any, parallel_state: Any, size: int, **more: Any) -> None:
     """Two steps of 1F1B, and two of interleaved 1F1B. ``more``: fields of the config."""
     import torch
 
-    class Stage(torch.nn.Module):
-        def __init__(self, config: Any, vp_stage: int) -> None:
-            super().__init__()
-            self.layer, self.config, self.vp_stage = torch.nn.Linear(8, 8), config, vp_stage
-            self.model_type, self.input_tensor = None, None
-
-        def set_input_tensor(self, given: Any) -> None:
-            self.input_tensor = given[0] if isinstance(given, list) else given
-
-        def forward(self, data: Any) -> Any:
-            return self.layer(data if self.input_tensor is None else self.input_tensor)
-
-    def forward_step(data: Iterator[Any], model: Any) -> Any:
-        return model(next(data)), lambda output: (output.mean(), {"loss": output.detach().mean()})
+    from testkit.linear_stage import LinearStage, forward_step
 
     for chunks in (1, 2):
         virtual = None if chunks == 1 else chunks
@@ -198,7 +185,7 @@ def train(library: Any, parallel_state: Any, size: int, **more: Any) -> None:
         config = library.TransformerConfig(
             num_layers=4, hidden_size=8, num_attention_heads=1, pipeline_dtype=torch.float32, **sizes, **more
         )
-        model = [Stage(config, chunk) for chunk in range(chunks)]
+        model = [LinearStage(config, chunk) for chunk in range(chunks)]
         for _ in range(2):
             data = [iter([torch.ones(4, 1, 8)] * 4) for _ in model]
             library.get_forward_backward_func()(

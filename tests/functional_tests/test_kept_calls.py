@@ -12,7 +12,7 @@ import os
 import sys
 import tempfile
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -25,6 +25,7 @@ import megatron_pp
 from megatron_pp.config.step_fields import IN_ENVIRONMENT, StepFields
 from megatron_pp.runtime import kept_calls, run_step
 from megatron_pp.runtime.communicators import close_communicators
+from testkit.linear_stage import LinearStage, forward_step
 from testkit.processes import run_processes
 from tests.functional_tests.megatron_support import needs_megatron
 
@@ -35,23 +36,6 @@ FILES = 25
 MICROBATCHES, LENGTH, WIDTH = 4, 4, 8
 
 Change = tuple[str, Callable[["Program"], None]]
-
-
-class Stage(torch.nn.Module):
-    def __init__(self, config: Any, vp_stage: int) -> None:
-        super().__init__()
-        self.layer, self.config, self.vp_stage = torch.nn.Linear(WIDTH, WIDTH), config, vp_stage
-        self.model_type, self.input_tensor = None, None
-
-    def set_input_tensor(self, given: Any) -> None:
-        self.input_tensor = given[0] if isinstance(given, list) else given
-
-    def forward(self, data: Any) -> Any:
-        return self.layer(data if self.input_tensor is None else self.input_tensor)
-
-
-def forward_step(data: Iterator[Any], model: Any) -> Any:
-    return model(next(data)), lambda output, **more: (output.mean(), {"loss": output.detach().mean()})
 
 
 @dataclass
@@ -98,7 +82,7 @@ class Program:
 
     def build(self) -> None:
         torch.manual_seed(1)
-        self.model = [Stage(self.config, chunk) for chunk in range(self.chunks)]
+        self.model = [LinearStage(self.config, chunk, WIDTH) for chunk in range(self.chunks)]
 
     def call(self) -> list[Any]:
         count = self.arguments.get("num_microbatches", MICROBATCHES)

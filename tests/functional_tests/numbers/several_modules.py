@@ -97,26 +97,29 @@ class SeveralModules:
         pipeline = ModulesPipeline(self.setup.modules, self.setup.topology)  # by all ranks of the job
         if pipeline.graph is None:
             return {}
-        return numbers_of(self.setup, place.rank, steps_of(self.setup, pipeline, place.rank))
+        try:
+            return numbers_of(self.setup, place.rank, steps_of(self.setup, pipeline, place.rank))
+        finally:
+            close_communicators()
 
     def expected(self, place: Place) -> Numbers:
         return one_process(self.setup, in_one_process(self.setup))
 
 
-def steps_of(setup: Setup, pipeline: ModulesPipeline, rank: int) -> Steps:
-    chunks, found = RankChunks(setup, rank), []
-    try:
-        for step in range(setup.steps):
-            reports = forward_backward_modules(
-                pipeline,
-                forward_step_func=forward_step(sink_of(setup)),
-                num_microbatches=setup.microbatches,
-                forward_only=setup.forward_only,
-                **chunks.arguments(step),
-            )
-            found.append(([report["loss"] for report in reports], chunks.gradients()))
-    finally:
-        close_communicators()
+def steps_of(setup: Setup, pipeline: ModulesPipeline, rank: int, **more: Any) -> Steps:
+    """``more``: arguments of the schedule function."""
+    chunks = RankChunks(setup, rank)
+    found = []
+    for step in range(setup.steps):
+        reports = forward_backward_modules(
+            pipeline,
+            forward_step_func=forward_step(sink_of(setup)),
+            num_microbatches=setup.microbatches,
+            forward_only=setup.forward_only,
+            **chunks.arguments(step),
+            **more,
+        )
+        found.append(([report["loss"] for report in reports], chunks.gradients()))
     return found
 
 

@@ -15,9 +15,9 @@ from megatron_pp.features.modules.modules_step import ModulesPipeline, forward_b
 from megatron_pp.testing.adversarial_transports import LastMomentNetwork, PoisoningNetwork, ShuffledNetwork
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import ThreadGroup, run_ranks
-from testkit.module_models import RankChunks, RankModel, Setup, config_of, forward_step, in_one_process, sink_of
+from testkit.module_models import RankModel, Setup, config_of, forward_step, in_one_process
 from testkit.streams import StreamNetwork, StreamReport, virtual_cuda
-from tests.functional_tests.numbers.several_modules import SETUPS, assert_equal
+from tests.functional_tests.numbers.several_modules import SETUPS, assert_equal, steps_of
 
 # All ranks are in one graph, and have gradients.
 APART = ("equal replicas", "fan-in of unequal batches", "evaluation", "outputs kept")
@@ -27,22 +27,10 @@ NETWORKS = (LastMomentNetwork, PoisoningNetwork, ShuffledNetwork)
 
 def run(setup: Setup, network: MemoryNetwork) -> list[list[Any]]:
     def rank_main(rank: int) -> list[Any]:
-        chunks = RankChunks(setup, rank)
         pipeline = ModulesPipeline(setup.modules, setup.topology, rank=rank)
         communicator = P2PCommunicator(ThreadGroup(rank, network.size), config_of(setup), network.transport(rank))
-        found = []
         with network.running(rank):
-            for step in range(setup.steps):
-                reports = forward_backward_modules(
-                    pipeline,
-                    forward_step_func=forward_step(sink_of(setup)),
-                    num_microbatches=setup.microbatches,
-                    forward_only=setup.forward_only,
-                    p2p_communicator=communicator,
-                    **chunks.arguments(step),
-                )
-                found.append(([report["loss"] for report in reports], chunks.gradients()))
-        return found
+            return steps_of(setup, pipeline, rank, p2p_communicator=communicator)
 
     return run_ranks(network.size, rank_main, network.abort)
 
